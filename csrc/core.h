@@ -1,0 +1,165 @@
+/* The structs behind kvswap.h: engine, lane, transfer. For the core's own files only.
+ *
+ * Locks, in the order in which they may be taken together:
+ *   1. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
+ *   2. engine->lock         the list of lanes
+ *   3. lane->lock           a lane's queue and events; held for a poll, never while a transfer is being queued
+ *   4. leaves, never together: engine->memory_lock, engine->cache_lock
+ * No callback runs under any of them. */
+#ifndef KVS_CORE_H
+#define KVS_CORE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "device.h"
+#include "engine.h"
+#include "kvswap.h"
+#include "plan.h"
+
+enum {
+  KVS_LANE_HELPERS = 3, /* streams beside the spine: a GPU has three copy engines or so, four streams keep them fed */
+  KVS_MAX_LANES = 32,   /* of one direction and priority */
+  KVS_DEFAULT_DEPTH = 1024, /* unfinished transfers a lane */
+  KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
+};
+
+struct kvs_transfer {
+  atomic_uint refs; /* of the memory: 1 for all handles together, 1 while queued, 1 while its owner waits for release */
+  atomic_uint handles; /* public references; while there are any, the engine lives */
+  struct kvs_engine *engine;
+  struct kvs_lane *lane;
+  struct kvs_transfer *next; /* in the lane's queue (lane->lock), later in the engine's garbage (cache_lock) */
+  uint64_t sequence;
+  enum kvs_direction direction;
+  enum kvs_path path;
+  uint64_t nbytes, nblocks;
+  void *owner;
+  void (*release)(void *);
+  struct kvs_staging *staging;
+  kvs_event start, end; /* guarded by lane->lock while running; end 0: the lane's streams being idle stands for it */
+  bool end_shared;      /* guarded by lane->lock: handed out, so it is the transfer's own now */
+  /* Written before `state` leaves RUNNING, constant afterwards. */
+  struct kvs_error error; /* status KVS_OK: none */
+  uint32_t *failed;       /* ascending positions; NULL with all_failed */
+  size_t nfailed;
+  bool all_failed;
+  uint64_t elapsed_ns;
+  atomic_int state; /* enum kvs_state */
+};
+
+struct kvs_event_pair {
+  kvs_event start, end;
+};
+
+/* Lanes live as long as their engine: an idle one is given to another caller's stream rather than freed. */
+struct kvs_lane {
+  struct kvs_engine *engine;
+  struct kvs_lane *next; /* guarded by engine->lock */
+  unsigned users;        /* guarded by engine->lock: submitters that hold it */
+  uint64_t last_used;    /* guarded by engine->lock */
+  uint64_t stream_id;    /* guarded by engine->lock: of the caller's stream, 0: none */
+  enum kvs_direction direction;
+  enum kvs_priority priority;
+  kvs_stream streams[1 + KVS_LANE_HELPERS]; /* [0] is the spine, on which transfers complete in order */
+  kvs_event fork, joins[KVS_LANE_HELPERS];  /* guarded by submit */
+  pthread_mutex_t submit;
+  pthread_mutex_t lock;
+  struct kvs_transfer *head, *tail; /* guarded by lock: unfinished, oldest first */
+  unsigned count, depth;            /* guarded by lock */
+  uint64_t sequence;                /* guarded by submit: of the last transfer */
+  struct kvs_event_pair *events;    /* guarded by lock: free ones; room for depth */
+  unsigned nevents;
+};
+
+/* Working memory of one submitting call. */
+struct kvs_scratch {
+  struct kvs_copies copies, single; /* merged; one entry a block, made only when something was refused */
+  struct kvs_regions regions;       /* those that this call touches */
+  struct kvs_plan_scratch plan;
+  struct kvs_scratch *next;
+};
+
+struct kvs_engine {
+  atomic_uint refs;
+  struct kvs_device *device;
+  char name[24];
+  bool immortal; /* in the registry: lives until the process ends */
+  atomic_bool closed;
+  _Atomic(kvs_stream) compute_stream;
+  atomic_uint depth; /* of new lanes */
+
+  /* Defaults from the environment. */
+  enum kvs_path default_path;
+  unsigned default_ctas;
+  double default_pace;
+  bool no_kernel, no_batch;
+
+  pthread_mutex_t lock;
+  struct kvs_lane *lanes; /* guarded by lock */
+  uint64_t clock;         /* guarded by lock: counts acquisitions, for last_used */
+
+  pthread_mutex_t memory_lock;
+  struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
+
+  pthread_mutex_t cache_lock;
+  struct kvs_scratch *scratch;                      /* guarded by cache_lock */
+  struct kvs_staging *staging[KVS_STAGING_CLASSES]; /* guarded by cache_lock */
+  struct kvs_transfer *garbage;                     /* guarded by cache_lock: owners to release */
+  atomic_bool has_garbage;
+  atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
+  atomic_uint_fast64_t bytes[3]; /* by direction */
+};
+
+/* What is to be moved, checked and planned. `expand` makes the list again with one entry a block: a merged copy that is
+ * refused is tried block by block. */
+struct kvs_work {
+  struct kvs_scratch *scratch;
+  enum kvs_direction direction;
+  uint64_t nbytes, nblocks;
+  int (*expand)(const void *call, struct kvs_copies *, struct kvs_error *);
+  const void *call;
+};
+
+/* submit.c */
+int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
+               struct kvs_error *);
+
+/* lane.c: acquire for submitting (creates it if need be), release afterwards; reap finished transfers. */
+int kvs_lane_acquire(struct kvs_engine *, const struct kvs_options *, enum kvs_direction, struct kvs_lane **,
+                     struct kvs_error *);
+void kvs_lane_release(struct kvs_lane *);
+/* Reserve a place and events for `transfer`; KVS_QUEUE_FULL. Caller holds lane->submit. */
+int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
+void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
+void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
+int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
+void kvs_engine_reap(struct kvs_engine *);
+void kvs_engine_lose(struct kvs_engine *);
+void kvs_lanes_destroy(struct kvs_engine *);
+/* Wait until no transfer of the engine is unfinished. */
+int kvs_engine_drain(struct kvs_engine *, int64_t timeout_ns, struct kvs_error *);
+
+/* transfer.c */
+struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
+void kvs_transfer_drop(struct kvs_transfer *);   /* one reference of the memory */
+void kvs_transfer_finish(struct kvs_transfer *); /* its event was reached, or the device is lost; under lane->lock */
+int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
+
+/* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message. */
+struct kvs_side {
+  const char *name; /* of the argument */
+  size_t index;
+  bool write;
+  int want; /* KVS_SIDE_* */
+};
+enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
+int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
+                     const struct kvs_side *, struct kvs_error *);
+struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
+void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
+void kvs_memory_destroy(struct kvs_engine *);
+
+uint64_t kvs_clock_ns(void); /* monotonic */
+
+#endif

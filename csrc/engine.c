@@ -1,0 +1,329 @@
+/* Engines: opening, the registry, waiting, and the end of the process. */
+#include "engine.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "core.h"
+
+uint64_t kvs_clock_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* -- waiting --------------------------------------------------------------------------------------------------- */
+
+enum { SPINS = 64, SLEEP_FROM_NS = 5000, SLEEP_TO_NS = 500000 };
+
+int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
+                   struct kvs_error *err) {
+  uint64_t start = kvs_clock_ns(), sleep_ns = SLEEP_FROM_NS;
+  for (unsigned tries = 0;; tries++) {
+    int status = poll(arg, err);
+    if (status != KVS_NOT_READY) return status;
+    uint64_t waited = kvs_clock_ns() - start;
+    if (timeout_ns >= 0 && waited >= (uint64_t)timeout_ns)
+      return kvs_fail(err, KVS_TIMEOUT, "not finished after %.3f s", (double)timeout_ns / 1e9);
+    if (stepped || tries < SPINS) continue;
+    uint64_t pause = sleep_ns;
+    if (timeout_ns >= 0 && pause > (uint64_t)timeout_ns - waited) pause = (uint64_t)timeout_ns - waited;
+    nanosleep(&(struct timespec){.tv_nsec = (long)pause}, NULL);
+    sleep_ns = sleep_ns * 5 / 4;
+    if (sleep_ns > SLEEP_TO_NS) sleep_ns = SLEEP_TO_NS;
+  }
+}
+
+/* -- opening and closing --------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+enum { MAX_ENGINES = 64 };
+static struct kvs_engine *registry[MAX_ENGINES]; /* guarded by registry_lock */
+static unsigned registered;                      /* guarded by registry_lock */
+
+static bool names(const char *list, const char *word) {
+  size_t n = strlen(word);
+  for (const char *at = list; at && (at = strstr(at, word)); at += n)
+    if ((at == list || at[-1] == ',') && (at[n] == 0 || at[n] == ',')) return true;
+  return false;
+}
+
+static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
+  const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
+  const char *disable = getenv("KVSWAP_DISABLE");
+  char *end;
+  engine->no_kernel = names(disable, "kernel");
+  engine->no_batch = names(disable, "batch");
+  for (int i = KVS_PATH_AUTO; path && *path; i++) {
+    if (i > KVS_PATH_DIRECT)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, kernel, direct", path);
+    if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
+    engine->default_path = (enum kvs_path)i;
+    break;
+  }
+  if (ctas && *ctas) {
+    long n = strtol(ctas, &end, 10);
+    if (*end || n < 1 || n > 1024)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_MAX_CTAS is '%s'; it is a number from 1 to 1024", ctas);
+    engine->default_ctas = (unsigned)n;
+  }
+  if (gbps && *gbps) {
+    engine->default_pace = strtod(gbps, &end);
+    if (*end || !(engine->default_pace > 0))
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PACE_GBPS is '%s'; it is a positive number", gbps);
+  }
+  return KVS_OK;
+}
+
+/* The lanes and buffers that the first transfers need, so that they are not made beside running work. */
+static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
+  const struct kvs_options plain = {.priority = KVS_PRIORITY_NORMAL};
+  struct kvs_staging *staging[2] = {NULL, NULL};
+  int status = KVS_OK;
+  for (int direction = KVS_D2H; !status && direction <= KVS_H2D; direction++) {
+    struct kvs_lane *lane;
+    status = kvs_lane_acquire(engine, &plain, (enum kvs_direction)direction, &lane, err);
+    if (!status) kvs_lane_release(lane);
+  }
+  for (int i = 0; !status && i < 2; i++) status = kvs_engine_staging_get(engine, 65536, &staging[i], err);
+  for (int i = 0; i < 2; i++)
+    if (staging[i]) kvs_engine_staging_put(engine, staging[i]);
+  return status;
+}
+
+static void destroy(struct kvs_engine *engine) {
+  struct kvs_error err;
+  if (engine->device->fork_generation == kvs_fork_generation()) {
+    (void)kvs_engine_drain(engine, 10ll * 1000 * 1000 * 1000, &err);
+    kvs_engine_collect(engine);
+    kvs_lanes_destroy(engine);
+    kvs_memory_destroy(engine);
+    kvs_dev_close(engine->device);
+  }
+  pthread_mutex_destroy(&engine->lock);
+  pthread_mutex_destroy(&engine->memory_lock);
+  pthread_mutex_destroy(&engine->cache_lock);
+  free(engine);
+}
+
+/* Takes the device over, also on failure. */
+static int create(const char *name, struct kvs_device *device, struct kvs_engine **made, struct kvs_error *err) {
+  struct kvs_engine *engine = calloc(1, sizeof *engine);
+  if (!engine) {
+    kvs_dev_close(device);
+    return kvs_fail(err, KVS_NOMEM, "no memory to open %s", name);
+  }
+  atomic_init(&engine->refs, 1);
+  atomic_init(&engine->depth, KVS_DEFAULT_DEPTH);
+  atomic_init(&engine->compute_stream, KVS_STREAM_LEGACY);
+  engine->device = device;
+  snprintf(engine->name, sizeof engine->name, "%s", name);
+  pthread_mutex_init(&engine->lock, NULL);
+  pthread_mutex_init(&engine->memory_lock, NULL);
+  pthread_mutex_init(&engine->cache_lock, NULL);
+  int status = read_environment(engine, err);
+  if (!status) status = warm_up(engine, err);
+  if (status) {
+    destroy(engine);
+    return status;
+  }
+  *made = engine;
+  return KVS_OK;
+}
+
+static int parse_name(const char *name, bool *cuda, int *ordinal, struct kvs_error *err) {
+  const char *colon = strchr(name, ':');
+  size_t kind = colon ? (size_t)(colon - name) : strlen(name);
+  char *end = NULL;
+  long number = colon ? strtol(colon + 1, &end, 10) : 0;
+  *cuda = kind == 4 && strncmp(name, "cuda", 4) == 0;
+  bool host = kind == 4 && strncmp(name, "host", 4) == 0;
+  if ((!*cuda && !host) || (colon && (end == colon + 1 || *end || colon[1] < '0' || colon[1] > '9')) || number > 4095)
+    return kvs_fail(err, KVS_INVALID, "device '%.40s' is not known; devices are called cuda:0, cuda:1, ... and host:0",
+                    name);
+  *ordinal = (int)number;
+  return KVS_OK;
+}
+
+static struct kvs_engine *find_locked(const char *name) {
+  for (unsigned i = 0; i < registered; i++)
+    if (strcmp(registry[i]->name, name) == 0 &&
+        registry[i]->device->fork_generation == kvs_fork_generation()) /* a child opens its own */
+      return registry[i];
+  return NULL;
+}
+
+int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_error *err) {
+  struct kvs_device *device;
+  char canonical[24];
+  bool cuda = false;
+  int ordinal = 0, status = parse_name(name, &cuda, &ordinal, err);
+  if (status) return status;
+  snprintf(canonical, sizeof canonical, "%s:%d", cuda ? "cuda" : "host", ordinal);
+  pthread_mutex_lock(&registry_lock);
+  struct kvs_engine *there = find_locked(canonical);
+  if (!there && registered == MAX_ENGINES)
+    status = kvs_fail(err, KVS_INVALID, "%u devices are open already", registered);
+  if (!there && !status) {
+    status = cuda ? kvs_device_cuda_open(ordinal, &device, err) : kvs_device_host_open(ordinal, 0, &device, err);
+    if (!status) status = create(canonical, device, &there, err);
+    if (!status) {
+      there->immortal = true;
+      registry[registered++] = there;
+    }
+  }
+  if (!status) {
+    kvs_engine_ref(there);
+    *engine = there;
+  }
+  pthread_mutex_unlock(&registry_lock);
+  return status;
+}
+
+int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **engine, struct kvs_error *err) {
+  struct kvs_device *device;
+  if (seed == 0) return kvs_fail(err, KVS_INVALID, "seed is 0; a deterministic device needs another");
+  int status = kvs_device_host_open(0, seed, &device, err);
+  if (status) return status;
+  device->stepped = true;
+  return create("host:0", device, engine, err);
+}
+
+void kvs_engine_ref(struct kvs_engine *engine) { atomic_fetch_add(&engine->refs, 1); }
+
+void kvs_engine_unref(struct kvs_engine *engine) {
+  if (atomic_fetch_sub(&engine->refs, 1) == 1) destroy(engine);
+}
+
+void kvs_shutdown(int64_t timeout_ns) {
+  struct kvs_engine *open[MAX_ENGINES];
+  struct kvs_error err;
+  uint64_t start = kvs_clock_ns();
+  pthread_mutex_lock(&registry_lock);
+  unsigned count = registered;
+  memcpy(open, registry, sizeof open);
+  pthread_mutex_unlock(&registry_lock);
+  for (unsigned i = 0; i < count; i++) {
+    if (open[i]->device->fork_generation != kvs_fork_generation()) continue;
+    atomic_store(&open[i]->closed, true);
+    int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
+    (void)kvs_engine_drain(open[i], left > 0 ? left : 0, &err);
+    kvs_engine_collect(open[i]);
+  }
+}
+
+/* -- properties ------------------------------------------------------------------------------------------------ */
+
+const char *kvs_engine_name(const struct kvs_engine *engine) { return engine->name; }
+
+struct kvs_device *kvs_engine_device(struct kvs_engine *engine) { return engine->device; }
+
+int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err) {
+  struct kvs_stream_info info;
+  int status = kvs_dev_stream_info(engine->device, stream, &info, err);
+  if (!status) atomic_store(&engine->compute_stream, stream ? stream : KVS_STREAM_LEGACY);
+  return status;
+}
+
+int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err) {
+  if (depth < 1 || depth > 65536) return kvs_fail(err, KVS_INVALID, "depth is %u; it is 1 to 65536", depth);
+  atomic_store(&engine->depth, depth);
+  return KVS_OK;
+}
+
+void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
+  if (engine->device->fork_generation == kvs_fork_generation()) kvs_engine_reap(engine);
+  *stats = (struct kvs_stats){
+      .submitted = atomic_load(&engine->submitted),
+      .done = atomic_load(&engine->done),
+      .failed = atomic_load(&engine->failed),
+      .cancelled = atomic_load(&engine->cancelled),
+      .bytes_d2h = atomic_load(&engine->bytes[KVS_D2H]),
+      .bytes_h2d = atomic_load(&engine->bytes[KVS_H2D]),
+      .bytes_other = atomic_load(&engine->bytes[KVS_OTHER_DIRECTION]),
+      .copies = atomic_load(&engine->copies),
+      .merged = atomic_load(&engine->merged),
+      .refused_full = atomic_load(&engine->refused_full),
+      .staging_nbytes = atomic_load(&engine->staging_nbytes),
+  };
+  if (engine->device->fork_generation != kvs_fork_generation()) return;
+  pthread_mutex_lock(&engine->lock);
+  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
+    stats->lanes++;
+    pthread_mutex_lock(&lane->lock);
+    stats->unfinished += lane->count;
+    pthread_mutex_unlock(&lane->lock);
+  }
+  pthread_mutex_unlock(&engine->lock);
+}
+
+#ifndef KVSWAP_VERSION
+#define KVSWAP_VERSION "unknown" /* setup.py knows it */
+#endif
+
+const char *kvs_version(void) { return KVSWAP_VERSION; }
+
+const char *kvs_path_name(enum kvs_path path) {
+  static const char *const list[] = {"auto", "dma", "kernel", "direct"};
+  return list[path];
+}
+
+/* -- synchronising --------------------------------------------------------------------------------------------- */
+
+/* The driver's own call has no time limit, so a thread makes it and the caller waits for the thread. */
+struct synchronization {
+  atomic_uint refs;
+  struct kvs_engine *engine;
+  atomic_int status; /* KVS_NOT_READY until the call returned */
+  struct kvs_error err;
+};
+
+static void synchronization_drop(struct synchronization *sync) {
+  if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
+  kvs_engine_unref(sync->engine);
+  free(sync);
+}
+
+static void *synchronize(void *arg) {
+  struct synchronization *sync = arg;
+  int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
+  atomic_store(&sync->status, status);
+  synchronization_drop(sync);
+  return NULL;
+}
+
+static int poll_synchronization(void *arg, struct kvs_error *err) {
+  struct synchronization *sync = arg;
+  int status = atomic_load(&sync->status);
+  if (status && status != KVS_NOT_READY) *err = sync->err;
+  return status;
+}
+
+int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
+  pthread_t thread;
+  int status = kvs_dev_check(engine->device, err);
+  if (status) return status;
+  if (engine->device->stepped) {
+    status = kvs_dev_synchronize(engine->device, err);
+    kvs_engine_reap(engine);
+    return status;
+  }
+  struct synchronization *sync = calloc(1, sizeof *sync);
+  if (!sync) return kvs_fail(err, KVS_NOMEM, "no memory to synchronize");
+  atomic_init(&sync->refs, 2);
+  atomic_init(&sync->status, KVS_NOT_READY);
+  sync->engine = engine;
+  kvs_engine_ref(engine);
+  if (pthread_create(&thread, NULL, synchronize, sync)) {
+    atomic_store(&sync->refs, 1);
+    synchronization_drop(sync);
+    return kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
+  }
+  pthread_detach(thread);
+  status = kvs_wait_until(poll_synchronization, sync, false, timeout_ns, err);
+  synchronization_drop(sync);
+  kvs_engine_reap(engine);
+  return status;
+}

@@ -1,0 +1,45 @@
+/* Composition: an open device with its regions, lanes and staging. What the bindings see beyond kvswap.h. */
+#ifndef KVS_ENGINE_H
+#define KVS_ENGINE_H
+
+#include "device.h"
+#include "kvswap.h"
+
+/* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
+KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
+
+/* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 1024. New lanes only. */
+KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
+
+/* Staging: pinned memory with a device mirror, for descriptors that queued kernels read. Kept by size class, so that the
+ * steady state allocates nothing. */
+struct kvs_staging {
+  uint64_t host;   /* pinned: the CPU writes here */
+  uint64_t device; /* device memory of the same size, or 0 */
+  size_t nbytes;
+  struct kvs_staging *next;
+};
+int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_staging **staging,
+                           struct kvs_error *err);
+void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *staging); /* when nothing queued reads it */
+
+/* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are copied.
+ * The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free waits at most 60 s. */
+struct kvs_pattern_job;
+KVS_API int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode,
+                               const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,
+                               struct kvs_pattern_job **job, struct kvs_error *err);
+KVS_API bool kvs_pattern_done(struct kvs_pattern_job *job);
+KVS_API int kvs_pattern_result(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
+                               struct kvs_error *err);
+KVS_API void kvs_pattern_free(struct kvs_pattern_job *job);
+
+/* Keep a stream busy for a time (at most 10 s): for order tests and demonstrations. */
+KVS_API int kvs_delay(struct kvs_engine *engine, uint64_t ns, kvs_stream stream, struct kvs_error *err);
+
+/* Wait until poll(arg) is no longer KVS_NOT_READY, with growing sleeps of at most 500 us; KVS_TIMEOUT after timeout_ns
+ * (< 0: never). `stepped`: kvs_device.stepped, no sleeping. */
+int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
+                   struct kvs_error *err);
+
+#endif

@@ -1,0 +1,236 @@
+/* Memory of a host device.
+ *
+ * An allocation is a mapping of its own with a page behind it that nothing may touch: a copy past the end is found, and so
+ * is a use after free, because the pages are gone. Fresh memory begins with 0xCD bytes, as on a GPU it begins with
+ * whatever was there; only the first 64 KiB, so that a large allocation stays as cheap as its mapping.
+ *
+ * Two sets describe it. `known` holds what a pointer query answers, allocated or registered, to the byte. `owned` holds the
+ * pages behind allocations with their guard: it tells an allocation from a registration, and the slack behind one from
+ * ordinary memory. All other memory of the process is looked up in the kernel's list of mappings, and cut so that it does
+ * not reach into what is known. */
+#include "host_memory.h"
+
+#include <inttypes.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "host_maps.h"
+
+#define HUGE_PAGE_NBYTES ((size_t)2 << 20)
+#define POISON_NBYTES ((size_t)64 << 10)
+#define POISON 0xCD
+
+int kvs_host_memory_init(struct kvs_host_memory *memory, int ordinal, uint64_t limit, struct kvs_error *err) {
+  memset(memory, 0, sizeof *memory);
+  memory->ordinal = ordinal;
+  memory->limit = limit;
+  memory->next_buffer_id = 1;
+  if (pthread_rwlock_init(&memory->lock, NULL) != 0) return kvs_fail(err, KVS_NOMEM, "cannot make a lock");
+  return KVS_OK;
+}
+
+static void unmap(const struct kvs_region *pages) { munmap((void *)(uintptr_t)pages->base, (size_t)pages->nbytes); }
+
+void kvs_host_memory_destroy(struct kvs_host_memory *memory) {
+  for (size_t i = 0; i < memory->owned.count; i++) unmap(&memory->owned.items[i]);
+  kvs_regions_clear(&memory->owned);
+  kvs_regions_clear(&memory->known);
+  pthread_rwlock_destroy(&memory->lock);
+}
+
+/* -- allocation ------------------------------------------------------------------------------------------------ */
+
+static const char *alloc_name(enum kvs_memory kind) { return kind == KVS_MEMORY_DEVICE ? "alloc" : "host_alloc"; }
+
+static void *map_pages(size_t nbytes, size_t page) {
+  char *pages = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (pages == MAP_FAILED) return NULL;
+  mprotect(pages + nbytes - page, page, PROT_NONE);
+  if (nbytes >= HUGE_PAGE_NBYTES) madvise(pages, nbytes - page, MADV_HUGEPAGE);
+  return pages;
+}
+
+/* Enter an allocation in both sets, or in none. */
+static int add_locked(struct kvs_host_memory *memory, const struct kvs_region *region, const struct kvs_region *pages,
+                      struct kvs_error *err) {
+  int status = kvs_regions_add(&memory->owned, pages, err);
+  if (status) return status;
+  status = kvs_regions_add(&memory->known, region, err);
+  if (status) kvs_regions_remove(&memory->owned, pages->base, NULL);
+  return status;
+}
+
+int kvs_host_memory_alloc(struct kvs_host_memory *memory, enum kvs_memory kind, size_t nbytes, uint64_t *ptr,
+                          struct kvs_error *err) {
+  const char *name = alloc_name(kind);
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  uint64_t charge = kind == KVS_MEMORY_DEVICE ? nbytes : 0;
+  void *pages = NULL;
+  int status = KVS_OK;
+  if (nbytes == 0) return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, name, "0 bytes");
+  size_t mapped = (nbytes + page - 1) / page * page + page;
+
+  pthread_rwlock_wrlock(&memory->lock);
+  if (nbytes <= memory->limit && charge <= memory->limit - memory->device_nbytes) pages = map_pages(mapped, page);
+  if (pages) {
+    bool device = kind == KVS_MEMORY_DEVICE;
+    uint64_t base = (uint64_t)(uintptr_t)pages;
+    struct kvs_region region = {.base = base, .nbytes = nbytes, .alias = base, .memory = kind, .seam = true};
+    struct kvs_region all = {.base = base, .nbytes = mapped, .memory = kind};
+    region.device = device ? memory->ordinal : -1;
+    region.writable = true;
+    region.buffer_id = memory->next_buffer_id++;
+    status = add_locked(memory, &region, &all, err);
+    if (status)
+      munmap(pages, mapped);
+    else
+      memory->device_nbytes += charge;
+  }
+  pthread_rwlock_unlock(&memory->lock);
+  if (!pages)
+    return kvs_fail_driver(err, KVS_NOMEM, KVS_DRIVER_OUT_OF_MEMORY, name, "%zu bytes are not to be had", nbytes);
+  if (status) return status;
+  memset(pages, POISON, nbytes < POISON_NBYTES ? nbytes : POISON_NBYTES);
+  *ptr = (uint64_t)(uintptr_t)pages;
+  return KVS_OK;
+}
+
+int kvs_host_memory_free(struct kvs_host_memory *memory, enum kvs_memory kind, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_region region, pages;
+  pthread_rwlock_wrlock(&memory->lock);
+  const struct kvs_region *owned = kvs_regions_find(&memory->owned, ptr);
+  bool found = owned && owned->base == ptr && owned->memory == kind;
+  if (found) {
+    kvs_regions_remove(&memory->known, ptr, &region);
+    kvs_regions_remove(&memory->owned, ptr, &pages);
+    if (kind == KVS_MEMORY_DEVICE) memory->device_nbytes -= region.nbytes;
+    unmap(&pages);
+  }
+  pthread_rwlock_unlock(&memory->lock);
+  if (found) return KVS_OK;
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE,
+                         kind == KVS_MEMORY_DEVICE ? "free" : "host_free",
+                         "0x%" PRIx64 " is not the start of such an allocation", ptr);
+}
+
+/* -- look-up --------------------------------------------------------------------------------------------------- */
+
+static bool query_ordinary_locked(const struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region) {
+  struct kvs_mapping mapping;
+  if (kvs_regions_find(&memory->owned, ptr)) return false; /* the slack behind an allocation, or its guard */
+  if (!kvs_mapping_find(ptr, &mapping) || !mapping.readable) return false;
+  uint64_t start = mapping.base, end = mapping.base + mapping.nbytes;
+  const struct kvs_regions *sets[] = {&memory->known, &memory->owned};
+  for (size_t i = 0; i < 2; i++) {
+    const struct kvs_regions *set = sets[i];
+    const struct kvs_region *after = kvs_regions_after(set, ptr);
+    size_t below = after ? (size_t)(after - set->items) : set->count;
+    if (after && after->base < end) end = after->base;
+    if (below == 0) continue;
+    const struct kvs_region *before = &set->items[below - 1];
+    if (before->base + before->nbytes > start) start = before->base + before->nbytes;
+  }
+  *region = (struct kvs_region){.base = start,
+                                .nbytes = end - start,
+                                .alias = start,
+                                .memory = KVS_MEMORY_ORDINARY,
+                                .device = -1,
+                                .writable = mapping.writable};
+  return true;
+}
+
+static bool query_locked(const struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region) {
+  const struct kvs_region *known = kvs_regions_find(&memory->known, ptr);
+  if (!known) return query_ordinary_locked(memory, ptr, region);
+  *region = *known;
+  return true;
+}
+
+int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region,
+                          struct kvs_error *err) {
+  pthread_rwlock_rdlock(&memory->lock);
+  bool found = query_locked(memory, ptr, region);
+  pthread_rwlock_unlock(&memory->lock);
+  return found ? KVS_OK : kvs_fail(err, KVS_INVALID, "address 0x%" PRIx64 " is not mapped", ptr);
+}
+
+/* -- registration ---------------------------------------------------------------------------------------------- */
+
+/* Register [ptr, ptr + nbytes): 0, or the driver's code. */
+static int register_locked(struct kvs_host_memory *memory, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  struct kvs_region pinned = {.base = ptr, .nbytes = nbytes, .alias = ptr, .memory = KVS_MEMORY_PINNED, .device = -1};
+  struct kvs_region part;
+  pinned.seam = true;
+  pinned.writable = true;
+  for (uint64_t at = ptr; at < ptr + nbytes; at = part.base + part.nbytes) {
+    if (!query_locked(memory, at, &part)) return KVS_DRIVER_INVALID_VALUE;
+    if (part.memory != KVS_MEMORY_ORDINARY) return KVS_DRIVER_ALREADY_REGISTERED;
+    pinned.writable = pinned.writable && part.writable;
+  }
+  pinned.buffer_id = memory->next_buffer_id++;
+  return kvs_regions_add(&memory->known, &pinned, err) ? KVS_DRIVER_OUT_OF_MEMORY : 0;
+}
+
+int kvs_host_memory_register(struct kvs_host_memory *memory, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  if (ptr == 0 || nbytes == 0 || ptr + nbytes < ptr)
+    return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "host_register",
+                           "%zu bytes at 0x%" PRIx64 " are no range", nbytes, ptr);
+  pthread_rwlock_wrlock(&memory->lock);
+  int code = register_locked(memory, ptr, nbytes, err);
+  pthread_rwlock_unlock(&memory->lock);
+  if (code == 0) return KVS_OK;
+  return kvs_fail_driver(err, code == KVS_DRIVER_OUT_OF_MEMORY ? KVS_NOMEM : KVS_REFUSED, code, "host_register",
+                         "[0x%" PRIx64 ", 0x%" PRIx64 ") %s", ptr, ptr + nbytes,
+                         code == KVS_DRIVER_ALREADY_REGISTERED ? "overlaps memory that is pinned or allocated already"
+                         : code == KVS_DRIVER_OUT_OF_MEMORY    ? "cannot be noted"
+                                                               : "is not mapped throughout");
+}
+
+int kvs_host_memory_unregister(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err) {
+  pthread_rwlock_wrlock(&memory->lock);
+  bool found = !kvs_regions_find(&memory->owned, ptr) && kvs_regions_remove(&memory->known, ptr, NULL);
+  pthread_rwlock_unlock(&memory->lock);
+  if (found) return KVS_OK;
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_NOT_REGISTERED, "host_unregister",
+                         "no registration begins at 0x%" PRIx64, ptr);
+}
+
+/* -- views ----------------------------------------------------------------------------------------------------- */
+
+static const struct kvs_region *view_region(struct kvs_host_view *view, enum kvs_host_use use, uint64_t address) {
+  struct kvs_region *last = &view->last[use];
+  struct kvs_error ignored;
+  if (kvs_region_holds(last, address)) return last;
+  const struct kvs_region *met = kvs_regions_find(&view->met, address);
+  if (met) {
+    *last = *met;
+    return last;
+  }
+  if (kvs_host_memory_query(view->memory, address, last, &ignored)) {
+    last->nbytes = 0;
+    return NULL;
+  }
+  /* An overlap means that mappings changed meanwhile: forget the old ones. Remembering is only for speed. */
+  if (kvs_regions_add(&view->met, last, &ignored)) kvs_regions_clear(&view->met);
+  return last;
+}
+
+const char *kvs_host_view_refuse(struct kvs_host_view *view, enum kvs_host_use use, uint64_t address, uint64_t nbytes,
+                                 bool seams) {
+  uint64_t end = address + nbytes;
+  if (nbytes == 0) return NULL;
+  const struct kvs_region *region = view_region(view, use, address);
+  if (end < address || !region) return "is not mapped";
+  for (;;) {
+    uint64_t region_end = region->base + region->nbytes;
+    if (use == KVS_HOST_WRITE && !region->writable) return "is read-only";
+    if (end <= region_end) return NULL;
+    if (seams && region->seam) return "crosses the end of one allocation or registration";
+    region = view_region(view, use, region_end);
+    if (!region) return "is not mapped throughout";
+    if (seams && region->seam) return "runs into an allocation or registration";
+  }
+}
+
+void kvs_host_view_clear(struct kvs_host_view *view) { kvs_regions_clear(&view->met); }

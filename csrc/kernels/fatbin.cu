@@ -1,0 +1,4 @@
+/* Everything that goes into the fatbin, as one translation unit: one compilation for each architecture. */
+#include "copy.cu"
+#include "delay.cu"
+#include "pattern.cu"

@@ -1,0 +1,133 @@
+/* C twins of the kernels.
+ *
+ * Work is dealt as on the device: CTA c of g takes items c, c + g, c + 2g, ... A piece is cut by kvs_cut_piece as in the
+ * CUDA code, so that a mistake in the cut shows up where there is no GPU. Words are moved with memcpy of constant size:
+ * the compiler makes one load and one store of it, and nothing is said about the type of the bytes. */
+#include "twins.h"
+
+#include <endian.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+
+/* -- COPY ------------------------------------------------------------------------------------------------------ */
+
+static inline __attribute__((always_inline)) void copy_words(char *dst, const char *src, uint64_t words, size_t width) {
+  for (uint64_t i = 0; i < words; i++) memcpy(dst + i * width, src + i * width, width);
+}
+
+static void copy_piece(const struct kvs_piece *piece) {
+  struct kvs_cut cut = kvs_cut_piece(piece->dst, piece->src, piece->nbytes);
+  char *dst = (char *)(uintptr_t)piece->dst;
+  const char *src = (const char *)(uintptr_t)piece->src;
+  uint64_t body = cut.words * cut.width;
+  copy_words(dst, src, cut.head, 1);
+  dst += cut.head;
+  src += cut.head;
+  switch (cut.width) {
+  case 16:
+    copy_words(dst, src, cut.words, 16);
+    break;
+  case 8:
+    copy_words(dst, src, cut.words, 8);
+    break;
+  case 4:
+    copy_words(dst, src, cut.words, 4);
+    break;
+  case 2:
+    copy_words(dst, src, cut.words, 2);
+    break;
+  default:
+    copy_words(dst, src, cut.words, 1);
+  }
+  copy_words(dst + body, src + body, cut.tail, 1);
+}
+
+static void run_copy(const struct kvs_copy_params *params, unsigned cta, unsigned grid) {
+  const char *pieces = (const char *)(uintptr_t)params->pieces;
+  for (uint64_t i = cta; i < params->npieces; i += grid) {
+    struct kvs_piece piece;
+    memcpy(&piece, pieces + i * sizeof piece, sizeof piece);
+    copy_piece(&piece);
+  }
+}
+
+/* -- PATTERN --------------------------------------------------------------------------------------------------- */
+
+static void write_item(const struct kvs_pattern_item *item) {
+  unsigned char *bytes = (unsigned char *)(uintptr_t)item->ptr;
+  uint64_t words = item->nbytes / 8, word;
+  for (uint64_t i = 0; i < words; i++) {
+    word = htole64(kvs_pattern_word(item->key, i));
+    memcpy(bytes + 8 * i, &word, 8);
+  }
+  word = htole64(kvs_pattern_word(item->key, words));
+  memcpy(bytes + 8 * words, &word, (size_t)(item->nbytes % 8));
+}
+
+/* Count the bytes that differ among `n` bytes of one word; *first becomes the offset of the least one, if it is none yet. */
+static uint64_t count_wrong(const unsigned char *bytes, uint64_t word, uint64_t n, uint64_t offset, uint64_t *first) {
+  uint64_t wrong = 0;
+  for (uint64_t i = 0; i < n; i++) {
+    if (bytes[i] == (unsigned char)(word >> (8 * i))) continue;
+    if (*first == UINT64_MAX) *first = offset + i;
+    wrong++;
+  }
+  return wrong;
+}
+
+/* Words are compared by sixteens without a branch on each: a right block costs little more than reading it. */
+static uint64_t check_item(const struct kvs_pattern_item *item, uint64_t *first) {
+  enum { GROUP = 16 };
+  const unsigned char *bytes = (const unsigned char *)(uintptr_t)item->ptr;
+  uint64_t words = item->nbytes / 8, wrong = 0;
+  for (uint64_t i = 0; i < words; i += GROUP) {
+    uint64_t end = words - i < GROUP ? words : i + GROUP, differ = 0;
+    for (uint64_t j = i; j < end; j++) {
+      uint64_t word;
+      memcpy(&word, bytes + 8 * j, 8);
+      differ |= le64toh(word) ^ kvs_pattern_word(item->key, j);
+    }
+    if (!differ) continue;
+    for (uint64_t j = i; j < end; j++)
+      wrong += count_wrong(bytes + 8 * j, kvs_pattern_word(item->key, j), 8, 8 * j, first);
+  }
+  return wrong + count_wrong(bytes + 8 * words, kvs_pattern_word(item->key, words), item->nbytes % 8, 8 * words, first);
+}
+
+static void report(struct kvs_pattern_result *result, uint64_t wrong, uint64_t first) {
+  uint64_t least = __atomic_load_n(&result->first, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&result->wrong, wrong, __ATOMIC_RELAXED);
+  while (first < least &&
+         !__atomic_compare_exchange_n(&result->first, &least, first, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+static void run_pattern(const struct kvs_pattern_params *params, unsigned cta, unsigned grid) {
+  const char *items = (const char *)(uintptr_t)params->items;
+  for (uint64_t i = cta; i < params->nitems; i += grid) {
+    struct kvs_pattern_item item;
+    uint64_t first = UINT64_MAX, wrong;
+    memcpy(&item, items + i * sizeof item, sizeof item);
+    if (params->mode == KVS_PATTERN_WRITE) {
+      write_item(&item);
+      continue;
+    }
+    wrong = check_item(&item, &first);
+    if (wrong) report((struct kvs_pattern_result *)(uintptr_t)params->result, wrong, i << 40 | first);
+  }
+}
+
+void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsigned grid) {
+  switch (kernel) {
+  case KVS_KERNEL_COPY:
+    run_copy(params, cta, grid);
+    break;
+  case KVS_KERNEL_PATTERN:
+    run_pattern(params, cta, grid);
+    break;
+  case KVS_KERNEL_DELAY:
+  case KVS_KERNELS:
+    break;
+  }
+}

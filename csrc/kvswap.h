@@ -1,0 +1,154 @@
+/* kvswap: moves paged KV-cache blocks between GPU and host memory. The C surface; no Python in it.
+ *
+ * Threads: every function may be called from any thread at any time, unless it says otherwise. Nothing here takes the GIL.
+ * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (status.h), never NULL.
+ * Addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
+ *
+ * A process that has imported the Python package finds these symbols in kvswap/_C*.so; a program without Python compiles
+ * csrc/ (less csrc/py) itself: C11, libpthread and libdl are all it needs. */
+#ifndef KVSWAP_H
+#define KVSWAP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVS_API __attribute__((visibility("default")))
+
+struct kvs_engine;   /* an open device with its lanes; reference-counted */
+struct kvs_transfer; /* one submitted list of copies; reference-counted */
+
+enum kvs_direction { KVS_D2H = 0, KVS_H2D = 1, KVS_OTHER_DIRECTION = 2 /* device to device, host to host */ };
+enum kvs_path { KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_KERNEL, KVS_PATH_DIRECT };
+enum kvs_priority { KVS_PRIORITY_HIGH, KVS_PRIORITY_NORMAL, KVS_PRIORITY_BACKGROUND };
+enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
+
+/* Something that a transfer starts after. */
+struct kvs_after {
+  enum { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER } kind;
+  uint64_t handle;               /* STREAM, EVENT: the driver's handle, on the same device */
+  struct kvs_transfer *transfer; /* TRANSFER: of any device of this process; borrowed for the call */
+};
+
+/* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, path by prediction,
+ * priority KVS_PRIORITY_HIGH (set KVS_PRIORITY_NORMAL for the default). */
+struct kvs_options {
+  bool on_stream;  /* behave as if enqueued on `stream` */
+  uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
+  const struct kvs_after *after;
+  size_t nafter;
+  enum kvs_path path;
+  enum kvs_priority priority;
+  unsigned max_ctas; /* path kernel: at most so many CTAs; 0: the default */
+  double pace_gbps;  /* path kernel: at most so many 10^9 bytes a second; 0: unpaced. The copy engine has no pace */
+  void *owner;       /* kept until the transfer ended; then release(owner) runs inside kvs_engine_collect() */
+  void (*release)(void *); /* on failure of the submitting call the owner stays the caller's */
+};
+
+/* Block ids: `count` signed integers of `width` 4 or 8 bytes. */
+struct kvs_ids {
+  const void *data;
+  unsigned width;
+  size_t count;
+};
+
+/* One tensor on both sides. Block i of a side lies at base + i * stride and is nbytes long. */
+struct kvs_tensor {
+  uint64_t gpu, cpu;
+  uint64_t nbytes;
+  uint64_t gpu_blocks, cpu_blocks;
+  uint64_t gpu_stride, cpu_stride; /* 0: nbytes */
+};
+
+struct kvs_transfer_info {
+  enum kvs_state state;
+  enum kvs_direction direction;
+  enum kvs_path path; /* the one taken */
+  uint64_t sequence;  /* within its lane, from 1 */
+  uint64_t nbytes;    /* of all its blocks */
+  uint64_t num_blocks;
+  uint64_t elapsed_ns; /* on the device, once it ended; 0 before and where the device cannot say */
+  size_t num_failed;
+};
+
+struct kvs_stats {
+  uint64_t submitted, done, failed, cancelled; /* transfers */
+  uint64_t bytes_d2h, bytes_h2d, bytes_other;  /* of transfers done */
+  uint64_t copies, merged;                     /* copies issued; blocks that rode in another block's copy */
+  uint64_t unfinished, lanes;                  /* now */
+  uint64_t refused_full;                       /* submissions answered with KVS_QUEUE_FULL */
+  uint64_t staging_nbytes;                     /* memory held for descriptors */
+};
+
+/* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening a
+ * CUDA device retains its primary context (about 600 MB of its memory the first time in a process). */
+KVS_API int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_error *err);
+/* A private host device whose work runs only inside calls on this engine, in an order that `seed` (not 0) decides. */
+KVS_API int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **engine, struct kvs_error *err);
+KVS_API void kvs_engine_ref(struct kvs_engine *engine);
+KVS_API void kvs_engine_unref(struct kvs_engine *engine);
+KVS_API const char *kvs_engine_name(const struct kvs_engine *engine);
+/* The stream that transfers without a stream start after. Until it is set: the legacy default stream. */
+KVS_API int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err);
+/* Wait for everything queued on the device, by anybody. timeout_ns < 0: no limit. KVS_TIMEOUT leaves all running. */
+KVS_API int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err);
+KVS_API void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats);
+/* Notice transfers that ended and release their owners. The caller holds whatever `release` needs (the GIL, say). Cheap
+ * when nothing ended. */
+KVS_API void kvs_engine_collect(struct kvs_engine *engine);
+/* Drain every open engine for at most timeout_ns in all: for exit. Afterwards nothing can be submitted. */
+KVS_API void kvs_shutdown(int64_t timeout_ns);
+
+/* Memory that kvswap knows. host: pinned host memory. Freeing first waits (at most 60 s, else KVS_TIMEOUT and nothing is
+ * freed) for every transfer of the engine. */
+KVS_API int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err);
+KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
+/* Pin the caller's host memory. Ranges must not overlap; a copy is never merged across the end of one. */
+KVS_API int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);
+KVS_API int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
+
+/* Submit. Everything is checked before anything is queued: on any error nothing has moved and *transfer is untouched. When
+ * the call returns KVS_OK, all of it is queued on the device and the lists may be overwritten at once. What the driver
+ * refuses while it is being queued does not fail the call: those blocks are in the transfer's failed list and it ends
+ * KVS_STATE_FAILED in its place. The caller owns one reference to *transfer. */
+KVS_API int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
+                           bool one_size, /* nbytes[0] serves all */
+                           size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
+                           struct kvs_error *err);
+/* Block gpu_ids[i] of every tensor <-> block cpu_ids[i] of the same tensor. */
+KVS_API int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
+                           const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
+                           const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err);
+
+KVS_API void kvs_transfer_ref(struct kvs_transfer *transfer);
+KVS_API void kvs_transfer_unref(struct kvs_transfer *transfer); /* dropping an unfinished one is safe */
+KVS_API struct kvs_engine *kvs_transfer_engine(const struct kvs_transfer *transfer); /* borrowed */
+KVS_API bool kvs_transfer_done(struct kvs_transfer *transfer);                       /* ended, however; never blocks */
+/* KVS_OK once done; KVS_TIMEOUT (still running); else the transfer's own error. timeout_ns < 0: no limit. */
+KVS_API int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct kvs_error *err);
+/* Whether it was stopped. Issued device work cannot be recalled, so for GPU <-> host transfers: false. */
+KVS_API bool kvs_transfer_cancel(struct kvs_transfer *transfer);
+/* `stream` waits for the transfer. Orders, proves nothing: fails if the failure is already known. */
+KVS_API int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struct kvs_error *err);
+/* The driver's event that is reached when it ends. The event belongs to the transfer and lives as long as it does. */
+KVS_API int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kvs_error *err);
+KVS_API void kvs_transfer_get_info(struct kvs_transfer *transfer, struct kvs_transfer_info *info);
+/* KVS_OK while it runs or once it is done; else its error, in *err too. Does not poll the device. */
+KVS_API int kvs_transfer_error(struct kvs_transfer *transfer, struct kvs_error *err);
+/* Positions, in the caller's lists, of the blocks that are lost, ascending: up to `capacity` are written to `positions`;
+ * returns how many there are. Nothing while it runs; where the driver cannot say which, all. */
+KVS_API size_t kvs_transfer_failed(struct kvs_transfer *transfer, uint32_t *positions, size_t capacity);
+
+KVS_API const char *kvs_path_name(enum kvs_path path);
+KVS_API const char *kvs_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

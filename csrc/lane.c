@@ -1,0 +1,267 @@
+/* Lanes: FIFO queues of unfinished transfers.
+ *
+ * A lane owns a spine stream, on which its transfers complete in order, a few helper streams that a large transfer is spread
+ * over, and a stock of event pairs. There is one for each caller's stream (by the driver's stream id, since handles are used
+ * again), direction and priority, and one for transfers without a stream: so that neither a caller that waits long nor the
+ * other direction holds up anybody else.
+ *
+ * Because a lane's completions are in order, looking at the oldest is enough: reaping stops at the first that has not ended. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+
+/* -- making and finding ---------------------------------------------------------------------------------------- */
+
+/* Loads overtake stores: they get the better half of what the device offers. */
+static int stream_priority(const struct kvs_device_info *info, enum kvs_direction direction,
+                           enum kvs_priority priority) {
+  int low = info->priority_low, high = info->priority_high;
+  if (priority == KVS_PRIORITY_HIGH) return high;
+  if (priority == KVS_PRIORITY_BACKGROUND) return low;
+  return direction == KVS_H2D ? (low + high) / 2 : low;
+}
+
+static void lane_free(struct kvs_lane *lane) {
+  struct kvs_device *device = lane->engine->device;
+  struct kvs_error ignored;
+  for (unsigned i = 0; i < lane->nevents; i++) {
+    (void)kvs_dev_event_destroy(device, lane->events[i].start, &ignored);
+    (void)kvs_dev_event_destroy(device, lane->events[i].end, &ignored);
+  }
+  for (int i = 0; i < KVS_LANE_HELPERS; i++)
+    if (lane->joins[i]) (void)kvs_dev_event_destroy(device, lane->joins[i], &ignored);
+  if (lane->fork) (void)kvs_dev_event_destroy(device, lane->fork, &ignored);
+  for (int i = 0; i <= KVS_LANE_HELPERS; i++)
+    if (lane->streams[i]) (void)kvs_dev_stream_destroy(device, lane->streams[i], &ignored);
+  pthread_mutex_destroy(&lane->submit);
+  pthread_mutex_destroy(&lane->lock);
+  free(lane->events);
+  free(lane);
+}
+
+static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enum kvs_priority priority,
+                    struct kvs_lane **made, struct kvs_error *err) {
+  struct kvs_device *device = engine->device;
+  struct kvs_lane *lane = calloc(1, sizeof *lane);
+  if (!lane) return kvs_fail(err, KVS_NOMEM, "no memory for a lane");
+  int wanted = stream_priority(&device->info, direction, priority), status = KVS_OK;
+  lane->engine = engine;
+  lane->direction = direction;
+  lane->priority = priority;
+  lane->depth = atomic_load(&engine->depth);
+  pthread_mutex_init(&lane->submit, NULL);
+  pthread_mutex_init(&lane->lock, NULL);
+  lane->events = calloc(lane->depth, sizeof *lane->events);
+  if (!lane->events) status = kvs_fail(err, KVS_NOMEM, "no memory for a lane of %u transfers", lane->depth);
+  for (int i = 0; !status && i <= KVS_LANE_HELPERS; i++)
+    status = kvs_dev_stream_create(device, wanted, &lane->streams[i], err);
+  for (int i = 0; !status && i < KVS_LANE_HELPERS; i++)
+    status = kvs_dev_event_create(device, false, &lane->joins[i], err);
+  if (!status) status = kvs_dev_event_create(device, false, &lane->fork, err);
+  if (status) {
+    lane_free(lane);
+    return status;
+  }
+  *made = lane;
+  return KVS_OK;
+}
+
+/* The lane of this key; else an idle one of the same kind to be given the key, where there are enough; else NULL. */
+static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum kvs_direction direction,
+                                    enum kvs_priority priority, unsigned *same_kind) {
+  struct kvs_lane *idle = NULL;
+  *same_kind = 0;
+  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
+    if (lane->direction != direction || lane->priority != priority) continue;
+    if (lane->stream_id == id) return lane;
+    ++*same_kind;
+    if (lane->users || lane->stream_id == 0) continue;
+    pthread_mutex_lock(&lane->lock);
+    bool free_now = lane->count == 0;
+    pthread_mutex_unlock(&lane->lock);
+    if (free_now && (!idle || lane->last_used < idle->last_used)) idle = lane;
+  }
+  if (*same_kind < KVS_MAX_LANES || !idle) return NULL;
+  idle->stream_id = id;
+  return idle;
+}
+
+int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *options, enum kvs_direction direction,
+                     struct kvs_lane **found, struct kvs_error *err) {
+  struct kvs_stream_info info = {.id = 0};
+  unsigned same_kind;
+  int status = options->on_stream ? kvs_dev_stream_info(engine->device, options->stream, &info, err) : KVS_OK;
+  if (status) return status;
+  pthread_mutex_lock(&engine->lock);
+  struct kvs_lane *lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
+  if (!lane && same_kind >= KVS_MAX_LANES) {
+    pthread_mutex_unlock(&engine->lock);
+    kvs_engine_reap(engine); /* some may be idle and nobody looked */
+    pthread_mutex_lock(&engine->lock);
+    lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
+    if (!lane)
+      status = kvs_fail(err, KVS_QUEUE_FULL, "%u streams have unfinished transfers: wait for some of them", same_kind);
+  }
+  if (!lane && !status) {
+    status = lane_new(engine, direction, options->priority, &lane, err);
+    if (!status) {
+      lane->stream_id = info.id;
+      lane->next = engine->lanes;
+      engine->lanes = lane;
+    }
+  }
+  if (!status) {
+    lane->users++;
+    lane->last_used = ++engine->clock;
+  }
+  pthread_mutex_unlock(&engine->lock);
+  *found = lane;
+  return status;
+}
+
+void kvs_lane_release(struct kvs_lane *lane) {
+  pthread_mutex_lock(&lane->engine->lock);
+  lane->users--;
+  pthread_mutex_unlock(&lane->engine->lock);
+}
+
+/* -- the queue ------------------------------------------------------------------------------------------------- */
+
+int kvs_lane_reserve(struct kvs_lane *lane, struct kvs_transfer *transfer, struct kvs_error *err) {
+  struct kvs_device *device = lane->engine->device;
+  int status = KVS_OK;
+  pthread_mutex_lock(&lane->lock);
+  unsigned count = lane->count;
+  if (count < lane->depth && lane->nevents) {
+    struct kvs_event_pair pair = lane->events[--lane->nevents];
+    transfer->start = pair.start;
+    transfer->end = pair.end;
+  }
+  pthread_mutex_unlock(&lane->lock);
+  if (count >= lane->depth) {
+    atomic_fetch_add(&lane->engine->refused_full, 1);
+    return kvs_fail(err, KVS_QUEUE_FULL,
+                    "the lane holds %u unfinished transfers, its limit: wait for an older one and submit again", count);
+  }
+  if (!transfer->start) status = kvs_dev_event_create(device, true, &transfer->start, err);
+  if (!status && !transfer->end) status = kvs_dev_event_create(device, true, &transfer->end, err);
+  transfer->lane = lane;
+  return status;
+}
+
+/* Give a transfer's events back; one that was handed out stays the transfer's. Under lane->lock. */
+static void take_back_events(struct kvs_lane *lane, struct kvs_transfer *transfer) {
+  struct kvs_error ignored;
+  if (transfer->start && transfer->end && !transfer->end_shared && lane->nevents < lane->depth) {
+    lane->events[lane->nevents++] = (struct kvs_event_pair){transfer->start, transfer->end};
+  } else {
+    if (transfer->start) (void)kvs_dev_event_destroy(lane->engine->device, transfer->start, &ignored);
+    if (transfer->end && !transfer->end_shared)
+      (void)kvs_dev_event_destroy(lane->engine->device, transfer->end, &ignored);
+  }
+  transfer->start = 0;
+  if (!transfer->end_shared) transfer->end = 0;
+}
+
+void kvs_lane_unreserve(struct kvs_lane *lane, struct kvs_transfer *transfer) {
+  pthread_mutex_lock(&lane->lock);
+  take_back_events(lane, transfer);
+  pthread_mutex_unlock(&lane->lock);
+}
+
+void kvs_lane_append(struct kvs_lane *lane, struct kvs_transfer *transfer) {
+  atomic_fetch_add(&transfer->refs, 1);
+  pthread_mutex_lock(&lane->lock);
+  transfer->next = NULL;
+  if (lane->tail)
+    lane->tail->next = transfer;
+  else
+    lane->head = transfer;
+  lane->tail = transfer;
+  lane->count++;
+  pthread_mutex_unlock(&lane->lock);
+}
+
+static struct kvs_transfer *pop_locked(struct kvs_lane *lane) {
+  struct kvs_transfer *transfer = lane->head;
+  lane->head = transfer->next;
+  if (!lane->head) lane->tail = NULL;
+  lane->count--;
+  transfer->next = NULL;
+  return transfer;
+}
+
+/* Whether the oldest transfer's device work has ended. */
+static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
+  struct kvs_device *device = lane->engine->device;
+  int status = KVS_OK;
+  if (lane->head->end) return kvs_dev_event_query(device, lane->head->end, err);
+  for (int i = 0; !status && i <= KVS_LANE_HELPERS; i++) status = kvs_dev_stream_query(device, lane->streams[i], err);
+  return status;
+}
+
+static void finish_oldest_locked(struct kvs_lane *lane) {
+  struct kvs_transfer *transfer = pop_locked(lane);
+  kvs_transfer_finish(transfer);
+  take_back_events(lane, transfer);
+  kvs_transfer_drop(transfer);
+}
+
+int kvs_lane_reap(struct kvs_lane *lane, struct kvs_error *err) {
+  int status = KVS_OK;
+  pthread_mutex_lock(&lane->lock);
+  while (lane->head && (status = ended_locked(lane, err)) == KVS_OK) finish_oldest_locked(lane);
+  pthread_mutex_unlock(&lane->lock);
+  return status;
+}
+
+void kvs_engine_reap(struct kvs_engine *engine) {
+  struct kvs_error err;
+  bool lost = kvs_dev_check(engine->device, &err) == KVS_LOST;
+  pthread_mutex_lock(&engine->lock);
+  for (struct kvs_lane *lane = engine->lanes; lane && !lost; lane = lane->next)
+    lost = kvs_lane_reap(lane, &err) == KVS_LOST;
+  pthread_mutex_unlock(&engine->lock);
+  if (lost) kvs_engine_lose(engine);
+}
+
+void kvs_engine_lose(struct kvs_engine *engine) {
+  pthread_mutex_lock(&engine->lock);
+  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
+    pthread_mutex_lock(&lane->lock);
+    while (lane->head) finish_oldest_locked(lane);
+    pthread_mutex_unlock(&lane->lock);
+  }
+  pthread_mutex_unlock(&engine->lock);
+}
+
+static int poll_idle(void *arg, struct kvs_error *err) {
+  struct kvs_engine *engine = arg;
+  bool busy = false;
+  kvs_engine_reap(engine);
+  pthread_mutex_lock(&engine->lock);
+  for (struct kvs_lane *lane = engine->lanes; lane && !busy; lane = lane->next) {
+    pthread_mutex_lock(&lane->lock);
+    busy = lane->head != NULL;
+    pthread_mutex_unlock(&lane->lock);
+  }
+  pthread_mutex_unlock(&engine->lock);
+  return busy ? kvs_fail(err, KVS_NOT_READY, "transfers are unfinished") : KVS_OK;
+}
+
+int kvs_engine_drain(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
+  int status = kvs_wait_until(poll_idle, engine, engine->device->stepped, timeout_ns, err);
+  if (status != KVS_TIMEOUT) return status;
+  return kvs_fail(err, status, "transfers of %s were still unfinished after %.1f s", engine->name,
+                  (double)timeout_ns / 1e9);
+}
+
+void kvs_lanes_destroy(struct kvs_engine *engine) {
+  while (engine->lanes) {
+    struct kvs_lane *lane = engine->lanes;
+    engine->lanes = lane->next;
+    lane_free(lane);
+  }
+}

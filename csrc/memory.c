@@ -1,0 +1,246 @@
+/* Memory of an engine: what it allocated and registered, what a call touches, and the buffers that are kept for reuse.
+ *
+ * A submitting call looks at each region once: kvs_memory_cover() fills the call's own set from the engine's table, and from
+ * the driver for memory that somebody else allocated. The set is forgotten with the call, since nobody tells us when
+ * others free. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+
+/* -- regions of a call ----------------------------------------------------------------------------------------- */
+
+/* Cut `region` so that it overlaps nothing in `set` and still holds `address`. What others tell us of ordinary memory is the
+ * whole mapping, of which a part may be registered. */
+static void clip(struct kvs_region *region, const struct kvs_regions *set, uint64_t address) {
+  const struct kvs_region *above = kvs_regions_after(set, address);
+  uint64_t end = region->base + region->nbytes;
+  for (size_t i = 0; i < set->count; i++) {
+    uint64_t there = set->items[i].base + set->items[i].nbytes;
+    if (there <= address && there > region->base) {
+      if (region->alias) region->alias += there - region->base;
+      region->base = there;
+    }
+  }
+  if (above && above->base < end) end = above->base;
+  region->nbytes = end - region->base;
+}
+
+static int look_up(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address,
+                   const struct kvs_region **found, struct kvs_error *err) {
+  struct kvs_region region;
+  pthread_mutex_lock(&engine->memory_lock);
+  const struct kvs_region *known = kvs_regions_find(&engine->regions, address);
+  if (known) region = *known;
+  pthread_mutex_unlock(&engine->memory_lock);
+  if (!known) {
+    int status = kvs_dev_pointer_query(engine->device, address, &region, err);
+    if (status) return status;
+    pthread_mutex_lock(&engine->memory_lock);
+    clip(&region, &engine->regions, address);
+    pthread_mutex_unlock(&engine->memory_lock);
+  }
+  clip(&region, &scratch->regions, address);
+  int status = kvs_regions_add(&scratch->regions, &region, err);
+  *found = status ? NULL : kvs_regions_find(&scratch->regions, address);
+  return status;
+}
+
+/* -- is it of the right kind? ---------------------------------------------------------------------------------- */
+
+static int check_kind(struct kvs_engine *engine, const struct kvs_region *region, uint64_t address,
+                      const struct kvs_side *side, struct kvs_error *err) {
+  bool device = region->memory == KVS_MEMORY_DEVICE;
+  bool host = region->memory == KVS_MEMORY_PINNED || region->memory == KVS_MEMORY_PAGEABLE;
+  if (device && region->device != engine->device->ordinal)
+    return kvs_fail(err, KVS_INVALID, "%s[%zu] = 0x%" PRIx64 " is memory of device %d; this call runs on %s",
+                    side->name, side->index, address, region->device, engine->name);
+  if ((side->want == KVS_SIDE_GPU && host) || (side->want == KVS_SIDE_CPU && device))
+    return kvs_fail(err, KVS_INVALID, "%s[%zu] = 0x%" PRIx64 " is %s memory; %s memory is wanted there", side->name,
+                    side->index, address, kvs_memory_name(region->memory),
+                    side->want == KVS_SIDE_GPU ? "device" : "host");
+  if (side->write && !region->writable)
+    return kvs_fail(err, KVS_INVALID, "%s[%zu] = 0x%" PRIx64 " is read-only memory and cannot be a destination",
+                    side->name, side->index, address);
+  return KVS_OK;
+}
+
+int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address, uint64_t nbytes,
+                     const struct kvs_side *side, struct kvs_error *err) {
+  uint64_t at = address, end = address + nbytes;
+  while (at < end) {
+    const struct kvs_region *region = kvs_regions_find(&scratch->regions, at);
+    int status = region ? KVS_OK : look_up(engine, scratch, at, &region, err);
+    if (status == KVS_INVALID && at == address)
+      return kvs_fail(err, status, "%s[%zu] = 0x%" PRIx64 " is not mapped memory", side->name, side->index, address);
+    if (status == KVS_INVALID)
+      return kvs_fail(err, status,
+                      "%s[%zu] = 0x%" PRIx64 ": %" PRIu64 " bytes are named from there, but only %" PRIu64
+                      " are mapped",
+                      side->name, side->index, address, nbytes, at - address);
+    if (!status) status = check_kind(engine, region, at, side, err);
+    if (status) return status;
+    at = region->base + region->nbytes;
+  }
+  return KVS_OK;
+}
+
+/* -- allocating and registering -------------------------------------------------------------------------------- */
+
+static int add_region(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_region region;
+  int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
+  if (status) return status;
+  pthread_mutex_lock(&engine->memory_lock);
+  status = kvs_regions_add(&engine->regions, &region, err);
+  pthread_mutex_unlock(&engine->memory_lock);
+  return status;
+}
+
+int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
+  struct kvs_device *device = engine->device;
+  struct kvs_error ignored;
+  if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
+  int status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
+  if (status) return status;
+  status = add_region(engine, *ptr, err);
+  if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
+  return status;
+}
+
+static int known_region(struct kvs_engine *engine, uint64_t ptr, struct kvs_region *region) {
+  pthread_mutex_lock(&engine->memory_lock);
+  const struct kvs_region *known = kvs_regions_find(&engine->regions, ptr);
+  bool found = known && known->base == ptr;
+  if (found) *region = *known;
+  pthread_mutex_unlock(&engine->memory_lock);
+  return found;
+}
+
+static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
+
+/* Take `ptr` out of the table once nothing queued can use it any more. */
+static int retire(struct kvs_engine *engine, uint64_t ptr, const char *verb, struct kvs_region *region,
+                  struct kvs_error *err) {
+  if (!known_region(engine, ptr, region))
+    return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr, verb);
+  int status = kvs_dev_check(engine->device, err);
+  if (!status) status = kvs_engine_drain(engine, DRAIN_NS, err);
+  if (status && status != KVS_LOST) return status;
+  pthread_mutex_lock(&engine->memory_lock);
+  bool mine = kvs_regions_remove(&engine->regions, ptr, region);
+  pthread_mutex_unlock(&engine->memory_lock);
+  if (!mine) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
+  return status;
+}
+
+int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_region region;
+  int status = retire(engine, ptr, "allocated", &region, err);
+  if (status) return status;
+  return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
+                                            : kvs_dev_host_free(engine->device, ptr, err);
+}
+
+int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  struct kvs_error ignored;
+  if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: a registration has at least one byte");
+  if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
+  int status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
+  if (status) return status;
+  status = add_region(engine, ptr, err);
+  if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
+  return status;
+}
+
+int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_region region;
+  int status = retire(engine, ptr, "registered", &region, err);
+  return status ? status : kvs_dev_host_unregister(engine->device, ptr, err);
+}
+
+/* -- buffers kept for reuse ------------------------------------------------------------------------------------ */
+
+static unsigned staging_class(size_t nbytes) {
+  unsigned class = 0;
+  while (class < KVS_STAGING_CLASSES && ((size_t)65536 << class) < nbytes) class++;
+  return class;
+}
+
+int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_staging **staging,
+                           struct kvs_error *err) {
+  unsigned class = staging_class(nbytes);
+  struct kvs_error ignored;
+  if (class == KVS_STAGING_CLASSES) return kvs_fail(err, KVS_NOMEM, "%zu bytes of descriptors are too many", nbytes);
+  pthread_mutex_lock(&engine->cache_lock);
+  struct kvs_staging *kept = engine->staging[class];
+  if (kept) engine->staging[class] = kept->next;
+  pthread_mutex_unlock(&engine->cache_lock);
+  if (!kept) {
+    kept = calloc(1, sizeof *kept);
+    if (!kept) return kvs_fail(err, KVS_NOMEM, "no memory for descriptors");
+    kept->nbytes = (size_t)65536 << class;
+    int status = kvs_dev_host_alloc(engine->device, kept->nbytes, &kept->host, err);
+    if (!status) {
+      status = kvs_dev_alloc(engine->device, kept->nbytes, &kept->device, err);
+      if (status) (void)kvs_dev_host_free(engine->device, kept->host, &ignored);
+    }
+    if (status) {
+      free(kept);
+      return status;
+    }
+    atomic_fetch_add(&engine->staging_nbytes, 2 * kept->nbytes);
+  }
+  *staging = kept;
+  return KVS_OK;
+}
+
+void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *staging) {
+  unsigned class = staging_class(staging->nbytes);
+  pthread_mutex_lock(&engine->cache_lock);
+  staging->next = engine->staging[class];
+  engine->staging[class] = staging;
+  pthread_mutex_unlock(&engine->cache_lock);
+}
+
+struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error *err) {
+  pthread_mutex_lock(&engine->cache_lock);
+  struct kvs_scratch *scratch = engine->scratch;
+  if (scratch) engine->scratch = scratch->next;
+  pthread_mutex_unlock(&engine->cache_lock);
+  if (!scratch) scratch = calloc(1, sizeof *scratch);
+  if (!scratch) kvs_fail(err, KVS_NOMEM, "no memory for a plan");
+  return scratch;
+}
+
+void kvs_scratch_put(struct kvs_engine *engine, struct kvs_scratch *scratch) {
+  scratch->copies.count = scratch->single.count = 0;
+  scratch->regions.count = 0;
+  pthread_mutex_lock(&engine->cache_lock);
+  scratch->next = engine->scratch;
+  engine->scratch = scratch;
+  pthread_mutex_unlock(&engine->cache_lock);
+}
+
+void kvs_memory_destroy(struct kvs_engine *engine) {
+  struct kvs_error ignored;
+  while (engine->scratch) {
+    struct kvs_scratch *scratch = engine->scratch;
+    engine->scratch = scratch->next;
+    kvs_copies_free(&scratch->copies);
+    kvs_copies_free(&scratch->single);
+    kvs_regions_clear(&scratch->regions);
+    kvs_plan_scratch_free(&scratch->plan);
+    free(scratch);
+  }
+  for (unsigned class = 0; class < KVS_STAGING_CLASSES; class++)
+    while (engine->staging[class]) {
+      struct kvs_staging *staging = engine->staging[class];
+      engine->staging[class] = staging->next;
+      (void)kvs_dev_free(engine->device, staging->device, &ignored);
+      (void)kvs_dev_host_free(engine->device, staging->host, &ignored);
+      free(staging);
+    }
+  kvs_regions_clear(&engine->regions);
+}

@@ -1,0 +1,157 @@
+/* Where a tensor lies. Tried in this order: an int, a NumPy array, Memory, data_ptr(), DLPack, the array interfaces, the buffer
+ * protocol, __index__. An integer type comes before everything else because a NumPy integer offers an array interface too, whose
+ * address is that of the number; __index__ comes last because every torch tensor has one. */
+#include "bind.h"
+
+#include <string.h>
+
+int kvs_py_hold(PyObject **hold, PyObject *object) {
+  if (hold == NULL) return 0;
+  if (*hold == NULL && (*hold = PyList_New(0)) == NULL) return -1;
+  return PyList_Append(*hold, object);
+}
+
+/* object.name() as a number. 1, or 0 where there is no such attribute; a property (torch's nbytes) need not be called. */
+static int number_of(PyObject *object, PyObject *attribute, const char *name, Py_ssize_t index, uint64_t *number) {
+  PyObject *value;
+  int has = kvs_py_attribute(object, attribute, &value);
+  if (has <= 0) return has;
+  if (PyCallable_Check(value)) {
+    PyObject *called = PyObject_CallNoArgs(value);
+    Py_DECREF(value);
+    if (called == NULL) return -1;
+    value = called;
+  }
+  int rc = kvs_py_uint64(value, name, index, number);
+  Py_DECREF(value);
+  return rc < 0 ? -1 : 1;
+}
+
+/* Bytes of a tensor that has data_ptr(): nbytes, else numel() * element_size(), else unknown. */
+static int size_of_tensor(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index,
+                          uint64_t *nbytes) {
+  uint64_t count, width;
+  int has = number_of(object, state->s_nbytes, name, index, nbytes);
+  if (has != 0) return has < 0 ? -1 : 0;
+  *nbytes = UINT64_MAX;
+  has = number_of(object, state->s_numel, name, index, &count);
+  if (has <= 0) return has;
+  has = number_of(object, state->s_element_size, name, index, &width);
+  if (has <= 0) return has;
+  if (__builtin_mul_overflow(count, width, nbytes)) *nbytes = UINT64_MAX;
+  return 0;
+}
+
+static int from_data_ptr(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index,
+                         struct kvs_py_address *address) {
+  int has = number_of(object, state->s_data_ptr, name, index, &address->ptr);
+  if (has <= 0) return has;
+  PyObject *method;
+  has = kvs_py_attribute(object, state->s_is_contiguous, &method);
+  if (has < 0) return -1;
+  if (has == 1) {
+    PyObject *answer = PyObject_CallNoArgs(method);
+    int contiguous = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    Py_DECREF(method);
+    if (contiguous < 0) return -1;
+    if (contiguous == 0)
+      return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous; for a strided layout pass its data_ptr()");
+  }
+  return size_of_tensor(state, object, name, index, &address->nbytes) < 0 ? -1 : 1;
+}
+
+static int from_buffer(PyObject *object, const char *name, Py_ssize_t index, PyObject **keep,
+                       struct kvs_py_address *address) {
+  if (!PyObject_CheckBuffer(object)) return 0;
+  PyObject *memory = PyMemoryView_FromObject(object); /* holds the export as long as it lives */
+  if (memory == NULL) return -1;
+  const Py_buffer *buffer = PyMemoryView_GET_BUFFER(memory);
+  if (!PyBuffer_IsContiguous(buffer, 'C')) {
+    Py_DECREF(memory);
+    return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  }
+  *address = (struct kvs_py_address){(uint64_t)(uintptr_t)buffer->buf, (uint64_t)buffer->len, buffer->readonly != 0};
+  *keep = memory;
+  return 1;
+}
+
+static int from_protocols(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index,
+                          PyObject **keep, struct kvs_py_address *address) {
+  int has = from_data_ptr(state, object, name, index, address);
+  if (has == 0) has = kvs_py_dlpack(state, object, name, index, keep, address);
+  if (has == 0) has = kvs_py_interface(state, object, name, index, keep, address);
+  if (has == 0) has = from_buffer(object, name, index, keep, address);
+  return has;
+}
+
+static bool is_number(PyObject *object) {
+  if (PyLong_Check(object)) return true; /* bool is refused by kvs_py_uint64 */
+  return kvs_py_is_scalar(object);
+}
+
+static int finish(PyObject *object, const char *name, Py_ssize_t index, bool write, PyObject **hold, PyObject *keep,
+                  const struct kvs_py_address *address) {
+  if (write && address->readonly)
+    return kvs_py_complain(PyExc_ValueError, name, index, "is the destination and read-only");
+  if (kvs_py_hold(hold, object) < 0) return -1;
+  return keep == NULL ? 0 : kvs_py_hold(hold, keep);
+}
+
+int kvs_py_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
+                   PyObject **hold, struct kvs_py_address *address) {
+  *address = (struct kvs_py_address){0, UINT64_MAX, false};
+  if (is_number(object)) return kvs_py_uint64(object, name, index, &address->ptr);
+  PyObject *keep = NULL;
+  int has = 1;
+  if (kvs_py_is_array(object))
+    has = kvs_py_array_address(object, name, index, address) < 0 ? -1 : 1;
+  else
+    has = from_protocols(state, object, name, index, &keep, address);
+  int rc = has < 0 ? -1 : 0;
+  if (has == 1) rc = finish(object, name, index, write, hold, keep, address);
+  Py_XDECREF(keep);
+  if (has != 0) return rc;
+  if (PyIndex_Check(object)) return kvs_py_uint64(object, name, index, &address->ptr);
+  return kvs_py_complain(PyExc_TypeError, name, index,
+                         "must be an address or a tensor (data_ptr(), DLPack, array interface, buffer), not %s",
+                         Py_TYPE(object)->tp_name);
+}
+
+/* Pointers and limits share one array, the limits in its second half. */
+static int pointers_from_tuple(struct kvs_py_state *state, PyObject *items, const char *name, bool write,
+                               PyObject **hold, struct kvs_py_list *list) {
+  size_t count = (size_t)PyTuple_GET_SIZE(items);
+  uint64_t *data;
+  PyObject *array = kvs_py_uint64_array(2 * count, &data);
+  if (array == NULL) return -1;
+  for (size_t i = 0; i < count; ++i) {
+    struct kvs_py_address address;
+    PyObject *item = PyTuple_GET_ITEM(items, (Py_ssize_t)i);
+    if (kvs_py_address(state, item, name, (Py_ssize_t)i, write, hold, &address) < 0) {
+      Py_DECREF(array);
+      return -1;
+    }
+    data[i] = address.ptr;
+    data[count + i] = address.nbytes;
+  }
+  list->data = data;
+  list->limits = data + count;
+  list->count = count;
+  list->keep = array;
+  return 0;
+}
+
+int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
+                    struct kvs_py_list *list) {
+  int is = kvs_py_words(state, object, name, list);
+  if (is != 0) return is < 0 ? -1 : 0;
+  PyObject *items = PyUnicode_Check(object) || !PySequence_Check(object) ? NULL : PySequence_Tuple(object);
+  if (items == NULL && PyErr_Occurred()) return -1;
+  if (items == NULL)
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be an int64 or uint64 array or a sequence, not %s",
+                           Py_TYPE(object)->tp_name);
+  int rc = pointers_from_tuple(state, items, name, write, hold, list);
+  Py_DECREF(items);
+  return rc;
+}

@@ -1,0 +1,145 @@
+/* Arguments: one parser driven by a table of names, and the conversions of plain values. Every message begins with the name of
+ * the argument and, in a list, the index. */
+#include "bind.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+const char *const kvs_py_priority_names[3] = {"high", "normal", "background"};
+
+static int find_name(const struct kvs_py_args *spec, PyObject *key) {
+  for (int i = 0; i < spec->total; ++i)
+    if (PyUnicode_CompareWithASCIIString(key, spec->names[i]) == 0) return i;
+  return -1;
+}
+
+static int take_keywords(const struct kvs_py_args *spec, PyObject *const *args, PyObject *kwnames, PyObject **values) {
+  Py_ssize_t count = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject *key = PyTuple_GET_ITEM(kwnames, k);
+    int at = find_name(spec, key);
+    if (at < 0) {
+      PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R", spec->function, key);
+      return -1;
+    }
+    if (values[at] != NULL) {
+      PyErr_Format(PyExc_TypeError, "%s() got multiple values for argument %R", spec->function, key);
+      return -1;
+    }
+    values[at] = args[k];
+  }
+  return 0;
+}
+
+int kvs_py_args_parse(const struct kvs_py_args *spec, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+                      PyObject **values) {
+  if (nargs > spec->positional) {
+    PyErr_Format(PyExc_TypeError, "%s() takes at most %d positional arguments (%zd given)", spec->function,
+                 spec->positional, nargs);
+    return -1;
+  }
+  for (int i = 0; i < spec->total; ++i) values[i] = i < nargs ? args[i] : NULL;
+  if (take_keywords(spec, args + nargs, kwnames, values) < 0) return -1;
+  for (int i = 0; i < spec->required; ++i) {
+    if (values[i] != NULL) continue;
+    PyErr_Format(PyExc_TypeError, "%s() missing required argument '%s'", spec->function, spec->names[i]);
+    return -1;
+  }
+  return 0;
+}
+
+int kvs_py_complain(PyObject *exception, const char *name, Py_ssize_t index, const char *format, ...) {
+  va_list list;
+  va_start(list, format);
+  PyObject *text = PyUnicode_FromFormatV(format, list);
+  va_end(list);
+  if (text == NULL) return -1;
+  if (index < 0)
+    PyErr_Format(exception, "%s %U", name, text);
+  else
+    PyErr_Format(exception, "%s[%zd] %U", name, index, text);
+  Py_DECREF(text);
+  return -1;
+}
+
+/* An int as Python has it, from whatever counts as one. bool is an int to Python and a mistake here. */
+static PyObject *exact_int(PyObject *value, const char *name, Py_ssize_t index) {
+  if (PyLong_CheckExact(value)) return Py_NewRef(value);
+  PyObject *number = PyBool_Check(value) || !PyIndex_Check(value) ? NULL : PyNumber_Index(value);
+  if (number != NULL) return number;
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
+    PyErr_Clear();
+  }
+  kvs_py_complain(PyExc_TypeError, name, index, "must be an int, not %s", Py_TYPE(value)->tp_name);
+  return NULL;
+}
+
+/* OverflowError says nothing of the argument. */
+static int out_of_range(PyObject *number, const char *name, Py_ssize_t index, const char *range) {
+  if (!PyErr_ExceptionMatches(PyExc_OverflowError)) return -1;
+  PyErr_Clear();
+  return kvs_py_complain(PyExc_ValueError, name, index, "is %S: must be %s", number, range);
+}
+
+int kvs_py_int64(PyObject *value, const char *name, Py_ssize_t index, int64_t *number) {
+  PyObject *exact = exact_int(value, name, index);
+  if (exact == NULL) return -1;
+  *number = PyLong_AsLongLong(exact);
+  int rc = *number == -1 && PyErr_Occurred() ? out_of_range(exact, name, index, "a signed 64-bit number") : 0;
+  Py_DECREF(exact);
+  return rc;
+}
+
+int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t *number) {
+  PyObject *exact = exact_int(value, name, index);
+  if (exact == NULL) return -1;
+  *number = PyLong_AsUnsignedLongLong(exact); /* of a negative number too: OverflowError */
+  int rc = *number == UINT64_MAX && PyErr_Occurred() ? out_of_range(exact, name, index, "0 to 2**64 - 1") : 0;
+  Py_DECREF(exact);
+  return rc;
+}
+
+int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count) {
+  if (!PyUnicode_Check(value))
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be a str, not %s", Py_TYPE(value)->tp_name);
+  for (int i = 0; i < count; ++i)
+    if (PyUnicode_CompareWithASCIIString(value, choices[i]) == 0) return i;
+  char all[120] = "";
+  int used = 0;
+  for (int i = 0; i < count && used >= 0 && (size_t)used < sizeof all; ++i)
+    used += snprintf(all + used, sizeof all - (size_t)used, "%s'%s'", i == 0 ? "" : ", ", choices[i]);
+  return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be one of %s", value, all);
+}
+
+int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {
+  *ns = -1;
+  if (value == NULL || value == Py_None) return 0;
+  double seconds = PyFloat_AsDouble(value);
+  if (seconds == -1.0 && PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    PyErr_Clear();
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be a number of seconds or None, not %s",
+                           Py_TYPE(value)->tp_name);
+  }
+  if (!(seconds >= 0)) return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be 0 or more seconds", value);
+  if (seconds < 9e9) *ns = (int64_t)(seconds * 1e9); /* beyond 285 years: no limit */
+  return 0;
+}
+
+int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value) {
+  *value = PyObject_GetAttr(object, name);
+  if (*value != NULL) return 1;
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+  PyErr_Clear();
+  return 0;
+}
+
+void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity) {
+  static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double size = (double)nbytes;
+  int unit = 0;
+  for (; size >= 1024 && unit < 6; ++unit) size /= 1024;
+  snprintf(text, capacity, unit == 0 ? "%.0f %s" : "%.1f %s", size, units[unit]);
+}

@@ -1,0 +1,215 @@
+/* NumPy: the only file that uses its C API. Ids, pointers and sizes become C arrays; where an array has the right type and is
+ * contiguous it is read in place. */
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include "bind.h"
+
+#include <numpy/arrayobject.h>
+
+int kvs_py_arrays_init(void) {
+  return PyArray_ImportNumPyAPI();
+}
+
+static PyObject *new_array(size_t count, int type, void **data) {
+  npy_intp shape[1] = {(npy_intp)count};
+  PyObject *array = PyArray_SimpleNew(1, shape, type);
+  if (array != NULL) *data = PyArray_DATA((PyArrayObject *)array);
+  return array;
+}
+
+PyObject *kvs_py_uint64_array(size_t count, uint64_t **data) {
+  void *memory = NULL;
+  PyObject *array = new_array(count, NPY_UINT64, &memory);
+  *data = memory;
+  return array;
+}
+
+PyObject *kvs_py_int64_array(size_t count, int64_t **data) {
+  void *memory = NULL;
+  PyObject *array = new_array(count, NPY_INT64, &memory);
+  *data = memory;
+  return array;
+}
+
+bool kvs_py_is_array(PyObject *object) {
+  return PyArray_Check(object);
+}
+
+bool kvs_py_is_scalar(PyObject *object) {
+  return PyArray_CheckScalar(object) && !PyArray_Check(object);
+}
+
+int kvs_py_array_address(PyObject *object, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
+  PyArrayObject *array = (PyArrayObject *)object;
+  if (!PyArray_IS_C_CONTIGUOUS(array)) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  address->ptr = (uint64_t)(uintptr_t)PyArray_DATA(array);
+  address->nbytes = (uint64_t)PyArray_NBYTES(array);
+  address->readonly = !PyArray_ISWRITEABLE(array);
+  return 0;
+}
+
+/* An ndarray from an array or from what offers itself as one (a CPU tensor of ids): 1, or 0 where it does not. A list is not
+ * asked: its elements may be tensors. A tensor must not be walked as a sequence either, for its elements have addresses. */
+static int as_array(struct kvs_py_state *state, PyObject *object, PyArrayObject **array) {
+  *array = NULL;
+  if (PyArray_Check(object)) {
+    *array = (PyArrayObject *)Py_NewRef(object);
+    return 1;
+  }
+  if (PyList_CheckExact(object) || PyTuple_CheckExact(object) || PyLong_Check(object)) return 0;
+  if (kvs_py_is_scalar(object)) return 0;
+  if (!PyObject_CheckBuffer(object)) {
+    PyObject *method;
+    int has = kvs_py_attribute(object, state->s_array_method, &method);
+    if (has == 1) Py_DECREF(method);
+    if (has == 0) {
+      has = kvs_py_attribute(object, state->s_array, &method);
+      if (has == 1) Py_DECREF(method);
+    }
+    if (has <= 0) return has;
+  }
+  *array = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
+  return *array == NULL ? -1 : 1;
+}
+
+static int check_array(PyArrayObject *array, const char *name, const char *wanted, bool fits) {
+  if (!fits)
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %S", wanted, (PyObject *)PyArray_DESCR(array));
+  if (PyArray_NDIM(array) != 1)
+    return kvs_py_complain(PyExc_ValueError, name, -1, "must be one-dimensional, not %d-D", PyArray_NDIM(array));
+  return 0;
+}
+
+/* The array itself where it is contiguous, aligned and in native byte order, else a copy; takes the reference. */
+static PyArrayObject *in_order(PyArrayObject *array, int type) {
+  PyArray_Descr *descr = PyArray_DescrFromType(type);
+  PyArrayObject *ready = descr == NULL ? NULL : (PyArrayObject *)PyArray_FromArray(array, descr, NPY_ARRAY_IN_ARRAY);
+  Py_DECREF(array);
+  return ready;
+}
+
+static bool is_signed(PyArrayObject *array, npy_intp width) {
+  return PyArray_DESCR(array)->kind == 'i' && PyArray_ITEMSIZE(array) == width;
+}
+
+static bool is_unsigned(PyArrayObject *array, npy_intp width) {
+  return PyArray_DESCR(array)->kind == 'u' && PyArray_ITEMSIZE(array) == width;
+}
+
+/* A tuple of a sequence: a list could change while we read it. */
+static PyObject *as_tuple(PyObject *object, const char *name, const char *wanted) {
+  PyObject *items = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
+  if (items != NULL) return items;
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
+    PyErr_Clear();
+  }
+  kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %s", wanted, Py_TYPE(object)->tp_name);
+  return NULL;
+}
+
+static int ids_from_sequence(PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep) {
+  PyObject *items = as_tuple(object, name, "an int32 or int64 array or a sequence of ints");
+  if (items == NULL) return -1;
+  Py_ssize_t count = PyTuple_GET_SIZE(items);
+  int64_t *data;
+  PyObject *array = kvs_py_int64_array((size_t)count, &data);
+  int rc = array == NULL ? -1 : 0;
+  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = kvs_py_int64(PyTuple_GET_ITEM(items, i), name, i, &data[i]);
+  Py_DECREF(items);
+  if (rc < 0) {
+    Py_XDECREF(array);
+    return -1;
+  }
+  *ids = (struct kvs_ids){.data = data, .width = 8, .count = (size_t)count};
+  *keep = array;
+  return 0;
+}
+
+int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep) {
+  PyArrayObject *array;
+  int is = as_array(state, object, &array);
+  if (is < 0) return -1;
+  if (is == 0) return ids_from_sequence(object, name, ids, keep);
+  bool wide = is_signed(array, 8);
+  if (check_array(array, name, "int32 or int64", wide || is_signed(array, 4)) < 0) {
+    Py_DECREF(array);
+    return -1;
+  }
+  array = in_order(array, wide ? NPY_INT64 : NPY_INT32);
+  if (array == NULL) return -1;
+  ids->data = PyArray_DATA(array);
+  ids->width = wide ? 8 : 4;
+  ids->count = (size_t)PyArray_SIZE(array);
+  *keep = (PyObject *)array;
+  return 0;
+}
+
+int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list) {
+  PyArrayObject *array;
+  int is = as_array(state, object, &array);
+  if (is <= 0) return is;
+  if (check_array(array, name, "int64 or uint64", is_signed(array, 8) || is_unsigned(array, 8)) < 0) {
+    Py_DECREF(array);
+    return -1;
+  }
+  array = in_order(array, is_signed(array, 8) ? NPY_INT64 : NPY_UINT64);
+  if (array == NULL) return -1;
+  list->data = PyArray_DATA(array);
+  list->count = (size_t)PyArray_SIZE(array);
+  list->keep = (PyObject *)array;
+  return 1;
+}
+
+static int numbers_from_array(PyArrayObject *array, const char *name, struct kvs_py_list *list) {
+  bool natural = is_unsigned(array, 8) || is_unsigned(array, 4);
+  if (check_array(array, name, "integers of 32 or 64 bits", natural || is_signed(array, 8) || is_signed(array, 4)) < 0) {
+    Py_DECREF(array);
+    return -1;
+  }
+  array = in_order(array, natural ? NPY_UINT64 : NPY_INT64);
+  if (array == NULL) return -1;
+  const int64_t *data = PyArray_DATA(array);
+  npy_intp count = PyArray_SIZE(array);
+  for (npy_intp i = 0; !natural && i < count; ++i) {
+    if (data[i] >= 0) continue;
+    Py_DECREF(array);
+    return kvs_py_complain(PyExc_ValueError, name, i, "is %lld: must be 0 or more", (long long)data[i]);
+  }
+  list->data = PyArray_DATA(array);
+  list->count = (size_t)count;
+  list->keep = (PyObject *)array;
+  return 0;
+}
+
+static int numbers_from_sequence(PyObject *object, const char *name, struct kvs_py_list *list) {
+  PyObject *items = as_tuple(object, name, "an int or a list of ints");
+  if (items == NULL) return -1;
+  Py_ssize_t count = PyTuple_GET_SIZE(items);
+  uint64_t *data;
+  PyObject *array = kvs_py_uint64_array((size_t)count, &data);
+  int rc = array == NULL ? -1 : 0;
+  for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = kvs_py_uint64(PyTuple_GET_ITEM(items, i), name, i, &data[i]);
+  Py_DECREF(items);
+  if (rc < 0) {
+    Py_XDECREF(array);
+    return -1;
+  }
+  list->data = data;
+  list->count = (size_t)count;
+  list->keep = array;
+  return 0;
+}
+
+int kvs_py_numbers(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list) {
+  PyArrayObject *array;
+  int is = as_array(state, object, &array);
+  if (is < 0) return -1;
+  if (is == 1 && PyArray_NDIM(array) > 0) return numbers_from_array(array, name, list);
+  Py_XDECREF(array);
+  if (is == 0 && !PyIndex_Check(object)) return numbers_from_sequence(object, name, list);
+  list->one = true;
+  list->data = list->single;
+  list->count = 1;
+  return kvs_py_uint64(object, name, -1, &list->single[0]);
+}

@@ -1,0 +1,134 @@
+/* Shared by the files of the Python module kvswap._C. They know the core by engine.h and kvswap.h and no CUDA.
+ *
+ * Conventions. A function that returns int gives 0, or -1 with a Python exception set, unless it says otherwise. The GIL is
+ * released round exactly one call of the core, with no Python in between; on a free-threaded build nothing here counts on
+ * the GIL: what can be raced for is atomic. All types are final, so that the type of an object leads to the module's state. */
+#ifndef KVS_PY_BIND_H
+#define KVS_PY_BIND_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "../engine.h"
+
+/* module.c: one row of its table a PyObject pointer. */
+struct kvs_py_state {
+  PyObject *error, *queue_full, *device_error;
+  PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pattern_type;
+  PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
+  PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
+  PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index;
+  PyObject *dlpack_version; /* the newest DLPack that dlpack.c reads, a tuple */
+  atomic_bool exit_hooked;  /* _shutdown stands in atexit */
+  atomic_bool host_said;    /* that there is no GPU has been logged */
+};
+struct kvs_py_state *kvs_py_state_of(PyObject *self); /* of an instance of one of our types */
+
+/* errors.c: the one place where a struct kvs_error becomes an exception. */
+PyObject *kvs_py_exception(struct kvs_py_state *state, const struct kvs_error *err); /* a new instance */
+PyObject *kvs_py_raise(struct kvs_py_state *state, const struct kvs_error *err);     /* always NULL */
+PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, const void *row);
+extern const char kvs_py_error_row[], kvs_py_queue_full_row[], kvs_py_device_error_row[];
+
+/* args.c: arguments. `index` is the position in a list for messages, -1 where there is none. */
+struct kvs_py_args {
+  const char *function;
+  const char *const *names;
+  int required, positional, total;
+};
+int kvs_py_args_parse(const struct kvs_py_args *spec, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+                      PyObject **values); /* borrowed; NULL where not given */
+int kvs_py_complain(PyObject *exception, const char *name, Py_ssize_t index, const char *format, ...); /* always -1 */
+int kvs_py_int64(PyObject *value, const char *name, Py_ssize_t index, int64_t *number);
+int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t *number);
+int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count); /* its index, or -1 */
+int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns); /* seconds; NULL or None: -1, no limit */
+int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, or 0 where it has none */
+void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity);       /* "1.5 MiB" */
+extern const char *const kvs_py_priority_names[3];
+#define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+
+/* wait.c: wait in slices, so that Ctrl-C works. wait() is called without the GIL and answers KVS_TIMEOUT to be called on. The
+ * slices begin at 50 ms and double up to `longest_ns`. */
+enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
+typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
+int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t longest_ns,
+                int64_t timeout_ns, const char *what);
+
+/* arrays.c: NumPy. What `keep` owns lives until it is dropped. */
+struct kvs_py_list {
+  const uint64_t *data;
+  const uint64_t *limits; /* of pointers: bytes known to be there, UINT64_MAX where unknown; NULL: nothing known */
+  size_t count;
+  bool one;               /* of numbers: data[0] serves all */
+  uint64_t single[2];     /* room for a list of one */
+  PyObject *keep;
+};
+int kvs_py_arrays_init(void);
+PyObject *kvs_py_uint64_array(size_t count, uint64_t **data);
+PyObject *kvs_py_int64_array(size_t count, int64_t **data);
+bool kvs_py_is_array(PyObject *object);
+bool kvs_py_is_scalar(PyObject *object); /* np.generic */
+int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep);
+int kvs_py_numbers(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
+/* Words of 8 bytes from an int64 or uint64 array: 1, or 0 where `object` is no array nor converts to one. */
+int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
+
+/* address.c: tensors. */
+struct kvs_py_address {
+  uint64_t ptr;
+  uint64_t nbytes; /* UINT64_MAX: unknown */
+  bool readonly;
+};
+/* What must live until the transfer ends is appended to the list *hold, made on demand; hold NULL: a number is expected to
+ * outlive the call by the caller's care. `write`: it is a destination. */
+int kvs_py_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
+                   PyObject **hold, struct kvs_py_address *address);
+int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
+                    struct kvs_py_list *list);
+int kvs_py_hold(PyObject **hold, PyObject *object);
+int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
+                  struct kvs_py_address *address); /* dlpack.c; 1, or 0 where it speaks no DLPack that we read */
+int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **keep,
+                     struct kvs_py_address *address); /* interface.c; array interfaces; 1 or 0 */
+int kvs_py_array_address(PyObject *array, const char *name, Py_ssize_t index, struct kvs_py_address *address);
+
+/* handle.c: streams, and what a transfer starts after. engine: what they must belong to where they know. */
+int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
+                         uint64_t *handle);
+struct kvs_py_after {
+  struct kvs_after *items;
+  size_t count;
+  struct kvs_after single;
+  PyObject *keep;
+};
+int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after);
+void kvs_py_after_clear(struct kvs_py_after *after);
+
+/* device.c. Engines are new references. */
+struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device);        /* Device, name or None */
+struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
+struct kvs_engine *kvs_py_device_engine(PyObject *device);                                  /* borrowed */
+PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);         /* takes the reference */
+PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine);        /* makes its own */
+PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
+
+/* memory.c, stream.c, event.c, transfer.c */
+PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
+struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);                /* borrowed */
+struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                  /* borrowed */
+PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer);
+struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                              /* borrowed */
+PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer);   /* takes the reference */
+int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
+PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
+void kvs_py_object_free(PyObject *self);
+
+extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
+    kvs_py_pattern_spec;
+extern PyMethodDef kvs_py_swap_methods[], kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[];
+
+#endif

@@ -1,0 +1,414 @@
+/* kvswap.Device, and the ways to one: by object, by name, by pointer, by default. */
+#include "bind.h"
+
+#include <stdio.h>
+#include <string.h>
+
+struct device_object {
+  PyObject_HEAD
+  struct kvs_engine *engine;
+};
+
+struct kvs_engine *kvs_py_device_engine(PyObject *device) {
+  return ((struct device_object *)device)->engine;
+}
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+/* Drain at exit. Registered when the first device is opened: an import must not leave traces. */
+static int hook_exit(struct kvs_py_state *state) {
+  if (atomic_exchange(&state->exit_hooked, true)) return 0;
+  PyObject *module = PyType_GetModule((PyTypeObject *)state->device_type);
+  PyObject *shutdown = module == NULL ? NULL : PyObject_GetAttrString(module, "_shutdown");
+  PyObject *exit = shutdown == NULL ? NULL : PyImport_ImportModule("atexit");
+  PyObject *done = exit == NULL ? NULL : PyObject_CallMethod(exit, "register", "Od", shutdown, 5.0);
+  Py_XDECREF(exit);
+  Py_XDECREF(shutdown);
+  if (done == NULL) atomic_store(&state->exit_hooked, false);
+  Py_XDECREF(done);
+  return done == NULL ? -1 : 0;
+}
+
+static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {
+  struct kvs_engine *engine = NULL;
+  struct kvs_error err = {0};
+  int rc;
+  if (hook_exit(state) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_open(name, &engine, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return engine;
+  kvs_py_raise(state, &err);
+  return NULL;
+}
+
+static struct kvs_engine *open_cuda(struct kvs_py_state *state, int ordinal) {
+  char name[24];
+  snprintf(name, sizeof name, "cuda:%d", ordinal);
+  return open_engine(state, name);
+}
+
+static int cuda_count(struct kvs_error *err) {
+  int count = 0;
+  Py_BEGIN_ALLOW_THREADS /* the first call of a process loads the driver */
+  if (kvs_cuda_count(&count, err) != KVS_OK) count = 0;
+  Py_END_ALLOW_THREADS
+  return count;
+}
+
+static struct kvs_engine *open_current(struct kvs_py_state *state) {
+  int ordinal = 0;
+  struct kvs_error err = {0};
+  if (kvs_cuda_current(&ordinal, &err) == KVS_OK) return open_cuda(state, ordinal);
+  kvs_py_raise(state, &err);
+  return NULL;
+}
+
+/* Said once: work that was meant for a GPU would otherwise be slow without a word. */
+static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
+  if (atomic_exchange(&state->host_said, true)) return 0;
+  PyObject *logging = PyImport_ImportModule("logging");
+  PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
+  const char *reason = why->message[0] != '\0' ? why->message : "no CUDA device";
+  PyObject *done =
+      logger == NULL ? NULL : PyObject_CallMethod(logger, "info", "ss", "using host:0, which is memory and threads: %s", reason);
+  Py_XDECREF(logging);
+  Py_XDECREF(logger);
+  Py_XDECREF(done);
+  return done == NULL ? -1 : 0;
+}
+
+static struct kvs_engine *open_default(struct kvs_py_state *state) {
+  struct kvs_error why = {0};
+  if (cuda_count(&why) > 0) return open_current(state);
+  return say_host(state, &why) < 0 ? NULL : open_engine(state, "host:0");
+}
+
+static struct kvs_engine *open_named(struct kvs_py_state *state, PyObject *name) {
+  const char *text = PyUnicode_AsUTF8(name);
+  if (text == NULL) return NULL;
+  if (strcmp(text, "cuda") == 0) return open_current(state);
+  return open_engine(state, text);
+}
+
+struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device) {
+  if (device == NULL || device == Py_None) return open_default(state);
+  if (PyUnicode_Check(device)) return open_named(state, device);
+  if ((PyObject *)Py_TYPE(device) != state->device_type) {
+    kvs_py_complain(PyExc_TypeError, "device", -1, "must be a Device, a name such as \"cuda:0\" or None, not %s",
+                    Py_TYPE(device)->tp_name);
+    return NULL;
+  }
+  struct kvs_engine *engine = kvs_py_device_engine(device);
+  kvs_engine_ref(engine);
+  return engine;
+}
+
+struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count) {
+  struct kvs_error err = {0};
+  if (count == 0 || cuda_count(&err) == 0) return open_default(state);
+  for (size_t i = 0; i < count; ++i) {
+    int ordinal = 0;
+    int rc = kvs_cuda_pointer_device(ptrs[i], &ordinal, &err);
+    if (rc == KVS_OK) return open_cuda(state, ordinal);
+    if (rc == KVS_INVALID) continue;
+    kvs_py_raise(state, &err);
+    return NULL;
+  }
+  PyErr_Format(PyExc_ValueError,
+               "host memory (0x%llx) was given where GPU memory belongs; to swap on the host device, pass device=\"host:0\"",
+               (unsigned long long)ptrs[0]);
+  return NULL;
+}
+
+/* -- the type ------------------------------------------------------------------------------------------------------ */
+
+PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine) {
+  PyTypeObject *type = (PyTypeObject *)state->device_type;
+  struct device_object *self = (struct device_object *)type->tp_alloc(type, 0);
+  if (self == NULL)
+    kvs_engine_unref(engine);
+  else
+    self->engine = engine;
+  return (PyObject *)self;
+}
+
+PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine) {
+  kvs_engine_ref(engine);
+  return kvs_py_device_new(state, engine);
+}
+
+void kvs_py_object_free(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+static PyObject *device_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"name", NULL};
+  struct kvs_py_state *state = PyType_GetModuleState(type);
+  PyObject *name = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:Device", names, &name)) return NULL;
+  if (name != NULL && name != Py_None && !PyUnicode_Check(name)) {
+    kvs_py_complain(PyExc_TypeError, "name", -1, "must be a str or None, not %s", Py_TYPE(name)->tp_name);
+    return NULL;
+  }
+  struct kvs_engine *engine = kvs_py_engine_from(state, name);
+  return engine == NULL ? NULL : kvs_py_device_new(state, engine);
+}
+
+static void device_dealloc(PyObject *self) {
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  kvs_py_object_free(self);
+  if (engine == NULL) return;
+  kvs_engine_collect(engine);
+  kvs_engine_unref(engine);
+}
+
+static PyObject *device_repr(PyObject *self) {
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_device *device = kvs_engine_device(engine);
+  return PyUnicode_FromFormat("<kvswap.Device %s %s%s>", kvs_engine_name(engine), device->info.name,
+                              atomic_load(&device->lost) != 0 ? ", lost" : "");
+}
+
+static PyObject *device_compare(PyObject *self, PyObject *other, int operation) {
+  if (Py_TYPE(self) != Py_TYPE(other) || (operation != Py_EQ && operation != Py_NE)) Py_RETURN_NOTIMPLEMENTED;
+  bool same = kvs_py_device_engine(self) == kvs_py_device_engine(other);
+  return PyBool_FromLong(same == (operation == Py_EQ));
+}
+
+static Py_hash_t device_hash(PyObject *self) {
+  return (Py_hash_t)((uintptr_t)kvs_py_device_engine(self) >> 4); /* never -1 */
+}
+
+static PyObject *device_name(PyObject *self, void *unused) {
+  (void)unused;
+  return PyUnicode_FromString(kvs_engine_name(kvs_py_device_engine(self)));
+}
+
+static PyObject *device_kind(PyObject *self, void *unused) {
+  (void)unused;
+  return PyUnicode_FromString(kvs_engine_device(kvs_py_device_engine(self))->ops->kind);
+}
+
+static PyObject *device_lost(PyObject *self, void *unused) {
+  (void)unused;
+  return PyBool_FromLong(atomic_load(&kvs_engine_device(kvs_py_device_engine(self))->lost) != 0);
+}
+
+static PyObject *uuid_text(const unsigned char *uuid) {
+  char text[40] = "";
+  unsigned any = 0;
+  for (int i = 0, at = 0; i < 16; ++i) {
+    any |= uuid[i];
+    at += snprintf(text + at, sizeof text - (size_t)at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", uuid[i]);
+  }
+  return PyUnicode_FromString(any != 0 ? text : "");
+}
+
+PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
+  return Py_BuildValue(
+      "{s:s, s:s, s:N, s:K, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}", "name", info->name, "pci",
+      info->pci, "uuid", uuid_text(info->uuid), "memory", (unsigned long long)info->memory, "max_pitch",
+      (unsigned long long)info->max_pitch, "driver", info->driver, "cc_major", info->cc_major, "cc_minor", info->cc_minor,
+      "sms", info->sms, "copy_engines", info->copy_engines, "numa_node", info->numa_node, "priority_low",
+      info->priority_low, "priority_high", info->priority_high, "batch", PyBool_FromLong(info->batch), "memops",
+      PyBool_FromLong(info->memops), "kernels", PyBool_FromLong(info->kernels), "kernels_note", info->kernels_note);
+}
+
+static PyObject *device_info(PyObject *self, void *unused) {
+  (void)unused;
+  return kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
+}
+
+/* -- methods ------------------------------------------------------------------------------------------------------- */
+
+static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_error err = {0};
+  uint64_t handle;
+  int rc;
+  if (kvs_py_stream_handle(state, stream, "stream", engine, &handle) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_set_compute_stream(engine, handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  Py_RETURN_NONE;
+}
+
+/* Each slice of this wait costs the core a thread, for the driver's own call has no time limit. */
+enum { LONGEST_SLICE_NS = 800 * 1000 * 1000 };
+
+static int wait_engine(void *engine, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_engine_synchronize(engine, timeout_ns, err);
+}
+
+static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (kvs_py_wait(state, wait_engine, engine, LONGEST_SLICE_NS, timeout_ns, "the device's work") < 0) return NULL;
+  kvs_engine_collect(engine);
+  Py_RETURN_NONE;
+}
+
+static PyObject *device_alloc(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"nbytes", "host"};
+  static const struct kvs_py_args spec = {"alloc", names, 1, 1, 2};
+  PyObject *values[2];
+  uint64_t nbytes;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_uint64(values[0], "nbytes", -1, &nbytes) < 0) return NULL;
+  int host = values[1] == NULL ? 0 : PyObject_IsTrue(values[1]);
+  if (host < 0) return NULL;
+  return kvs_py_memory_alloc(kvs_py_state_of(self), kvs_py_device_engine(self), nbytes, host == 1);
+}
+
+static PyObject *device_register(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"ptr", "nbytes"};
+  static const struct kvs_py_args spec = {"register", names, 1, 2, 2};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_py_address address;
+  struct kvs_error err = {0};
+  PyObject *values[2];
+  int rc;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
+  uint64_t nbytes = address.nbytes;
+  if (values[1] != NULL && values[1] != Py_None) {
+    if (kvs_py_uint64(values[1], "nbytes", -1, &nbytes) < 0) return NULL;
+    if (nbytes > address.nbytes) {
+      PyErr_Format(PyExc_ValueError, "nbytes is %llu, but ptr is a tensor of %llu bytes", (unsigned long long)nbytes,
+                   (unsigned long long)address.nbytes);
+      return NULL;
+    }
+  } else if (nbytes == UINT64_MAX) {
+    PyErr_SetString(PyExc_ValueError, "nbytes is needed where ptr is a plain address");
+    return NULL;
+  }
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_register(engine, address.ptr, nbytes, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *device_unregister(PyObject *self, PyObject *ptr) {
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_py_address address;
+  struct kvs_error err = {0};
+  int rc;
+  if (kvs_py_address(state, ptr, "ptr", -1, false, NULL, &address) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_unregister(engine, address.ptr, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *device_stats(PyObject *self, PyObject *unused) {
+  (void)unused;
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_stats stats = {0};
+  kvs_engine_collect(engine);
+  Py_BEGIN_ALLOW_THREADS
+  kvs_engine_stats(engine, &stats);
+  Py_END_ALLOW_THREADS
+  const struct {
+    const char *name;
+    uint64_t value;
+  } rows[] = {{"submitted", stats.submitted}, {"done", stats.done}, {"failed", stats.failed},
+              {"cancelled", stats.cancelled}, {"bytes_d2h", stats.bytes_d2h}, {"bytes_h2d", stats.bytes_h2d},
+              {"bytes_other", stats.bytes_other}, {"copies", stats.copies}, {"merged", stats.merged},
+              {"unfinished", stats.unfinished}, {"lanes", stats.lanes}, {"refused_full", stats.refused_full},
+              {"staging_nbytes", stats.staging_nbytes}};
+  PyObject *dict = PyDict_New();
+  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
+    PyObject *value = PyLong_FromUnsignedLongLong(rows[i].value);
+    if (value == NULL || PyDict_SetItemString(dict, rows[i].name, value) < 0) Py_CLEAR(dict);
+    Py_XDECREF(value);
+  }
+  return dict;
+}
+
+/* -- docs and slots ------------------------------------------------------------------------------------------------ */
+
+PyDoc_STRVAR(set_compute_stream_doc,
+             "set_compute_stream($self, stream, /)\n--\n\n"
+             "Name the stream that transfers without stream= start after: the one on which the model runs.\n\n"
+             "Until one is set, that is the legacy default stream. Concerns transfers submitted later. Any thread may call.");
+PyDoc_STRVAR(synchronize_doc,
+             "synchronize($self, /, timeout=None)\n--\n\n"
+             "Wait until everything queued on the device, by anybody, has ended.\n\n"
+             "timeout: seconds, None for no limit; TimeoutError leaves all running. Ctrl-C works. Any thread may call.");
+PyDoc_STRVAR(alloc_doc, "alloc($self, /, nbytes, *, host=False)\n--\n\n"
+                        "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
+                        "Raises MemoryError or DeviceError where there is not as much. Any thread may call.");
+PyDoc_STRVAR(register_doc,
+             "register($self, /, ptr, nbytes=None)\n--\n\n"
+             "Pin host memory of the caller, so that the GPU can reach it at full speed.\n\n"
+             "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not overlap, and a\n"
+             "copy is never merged across the end of one. The caller keeps the memory mapped until unregister(ptr).");
+PyDoc_STRVAR(unregister_doc,
+             "unregister($self, ptr, /)\n--\n\n"
+             "Undo register(ptr). First waits, for 60 s at most, for every transfer of the device.");
+PyDoc_STRVAR(stats_doc,
+             "stats($self, /)\n--\n\n"
+             "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), bytes_d2h, bytes_h2d,\n"
+             "bytes_other (of transfers done), copies (issued), merged (blocks that rode in another block's copy), refused_full,\n"
+             "and as of now unfinished, lanes, staging_nbytes. Any thread may call.");
+PyDoc_STRVAR(device_doc,
+             "Device(name=None)\n--\n\n"
+             "A device: 'cuda', 'cuda:1', 'host', 'host:0'. None: the current GPU, or host:0 where there is none.\n\n"
+             "A host device is memory and threads of this process that behave as a GPU does. The same name is the same device:\n"
+             "such objects are equal. The first use of a GPU in a process opens its primary context (about 600 MB of its memory).\n"
+             "Any thread may use it. Raises ValueError for a name that is none, kvswap.Error for a device that is not there.");
+
+static PyMethodDef methods[] = {
+    {"set_compute_stream", device_set_compute_stream, METH_O, set_compute_stream_doc},
+    {"synchronize", KVS_PY_FASTCALL(device_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
+    {"alloc", KVS_PY_FASTCALL(device_alloc), METH_FASTCALL | METH_KEYWORDS, alloc_doc},
+    {"register", KVS_PY_FASTCALL(device_register), METH_FASTCALL | METH_KEYWORDS, register_doc},
+    {"unregister", device_unregister, METH_O, unregister_doc},
+    {"stats", device_stats, METH_NOARGS, stats_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"name", device_name, NULL, "str: 'cuda:0', 'host:0'.", NULL},
+    {"kind", device_kind, NULL, "str: 'cuda' or 'host'.", NULL},
+    {"info", device_info, NULL,
+     "dict: name, pci, uuid, memory (bytes), max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), cc_major,\n"
+     "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, kernels_note.",
+     NULL},
+    {"lost", device_lost, NULL, "bool: an asynchronous fault has made the device useless; every transfer on it fails.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)device_doc},
+    {Py_tp_new, device_create},
+    {Py_tp_dealloc, device_dealloc},
+    {Py_tp_repr, device_repr},
+    {Py_tp_richcompare, device_compare},
+    {Py_tp_hash, device_hash},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_device_spec = {
+    .name = "kvswap.Device",
+    .basicsize = sizeof(struct device_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

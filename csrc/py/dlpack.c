@@ -1,0 +1,148 @@
+/* DLPack. The capsule is not consumed: it is kept alive until the transfer ends, and its own destructor then calls the
+ * producer's deleter. The structures below are DLPack's public ABI, versions 0 and 1. */
+#include "bind.h"
+
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
+enum { DL_FLAG_READ_ONLY = 1, DL_FLAG_IS_COPIED = 2 };
+
+struct dl_tensor {
+  void *data;
+  struct {
+    int32_t type, id;
+  } device;
+  int32_t ndim;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
+  int64_t *shape;
+  int64_t *strides; /* elements; NULL: contiguous */
+  uint64_t byte_offset;
+};
+
+struct dl_managed {
+  struct dl_tensor tensor;
+  void *context;
+  void (*deleter)(struct dl_managed *);
+};
+
+struct dl_versioned {
+  struct {
+    uint32_t major, minor;
+  } version;
+  void *context;
+  void (*deleter)(struct dl_versioned *);
+  uint64_t flags;
+  struct dl_tensor tensor;
+};
+
+static bool known_device(long type) {
+  return type == DL_CPU || type == DL_CUDA || type == DL_CUDA_HOST || type == DL_CUDA_MANAGED;
+}
+
+/* 1 with the type, 0 where the object does not say or is on a device that is not ours to read. */
+static int device_type(struct kvs_py_state *state, PyObject *object, long *type) {
+  PyObject *method, *first = NULL;
+  int has = kvs_py_attribute(object, state->s_dlpack_device, &method);
+  if (has <= 0) return has;
+  PyObject *pair = PyObject_CallNoArgs(method);
+  Py_DECREF(method);
+  if (pair == NULL) return -1;
+  if (PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2) first = PyNumber_Index(PyTuple_GET_ITEM(pair, 0));
+  Py_DECREF(pair);
+  if (first == NULL) return PyErr_Occurred() ? -1 : 0;
+  *type = PyLong_AsLong(first);
+  Py_DECREF(first);
+  if (*type == -1 && PyErr_Occurred()) return -1;
+  return known_device(*type) ? 1 : 0;
+}
+
+/* object.__dlpack__(). For GPU memory stream=-1: the producer need order nothing, which is what stream= and after= are for. An
+ * older producer knows no max_version. */
+static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long type) {
+  bool gpu = type == DL_CUDA || type == DL_CUDA_MANAGED;
+  PyObject *names = gpu ? PyTuple_Pack(2, state->s_max_version, state->s_stream) : PyTuple_Pack(1, state->s_max_version);
+  PyObject *none = PyLong_FromLong(-1);
+  PyObject *capsule = NULL;
+  PyObject *values[2] = {state->dlpack_version, none};
+  if (names != NULL && none != NULL) {
+    capsule = PyObject_Vectorcall(method, values, 0, names);
+    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+      PyErr_Clear();
+      Py_SETREF(names, gpu ? PyTuple_Pack(1, state->s_stream) : NULL);
+      if (!PyErr_Occurred()) capsule = PyObject_Vectorcall(method, &none, 0, names);
+    }
+  }
+  Py_XDECREF(names);
+  Py_XDECREF(none);
+  return capsule;
+}
+
+static bool contiguous(const struct dl_tensor *tensor) {
+  if (tensor->strides == NULL) return true;
+  int64_t expected = 1;
+  for (int32_t d = tensor->ndim - 1; d >= 0; --d) {
+    if (tensor->shape[d] == 0) return true;
+    if (tensor->shape[d] != 1 && tensor->strides[d] != expected) return false;
+    expected *= tensor->shape[d];
+  }
+  return true;
+}
+
+static uint64_t size_of(const struct dl_tensor *tensor) {
+  uint64_t nbits = (uint64_t)tensor->dtype.bits * tensor->dtype.lanes;
+  for (int32_t d = 0; d < tensor->ndim; ++d)
+    if (tensor->shape[d] < 0 || __builtin_mul_overflow(nbits, (uint64_t)tensor->shape[d], &nbits)) return UINT64_MAX;
+  return nbits / 8 + (nbits % 8 != 0);
+}
+
+static int read_capsule(PyObject *capsule, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
+  const struct dl_tensor *tensor = NULL;
+  uint64_t flags = 0;
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    const struct dl_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+    if (versioned->version.major != 1) return 0;
+    flags = versioned->flags;
+    tensor = &versioned->tensor;
+  } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+    const struct dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    tensor = &managed->tensor;
+  }
+  if (tensor == NULL || !known_device(tensor->device.type)) return 0;
+  if ((flags & DL_FLAG_IS_COPIED) != 0)
+    return kvs_py_complain(PyExc_ValueError, name, index, "was copied by its __dlpack__(): its own memory is not reachable");
+  if (!contiguous(tensor)) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  *address = (struct kvs_py_address){(uint64_t)(uintptr_t)tensor->data + tensor->byte_offset, size_of(tensor),
+                                     (flags & DL_FLAG_READ_ONLY) != 0};
+  return 1;
+}
+
+/* What a producer refuses (a read-only array in the old protocol, a type that DLPack has not) another protocol may serve. */
+static int refused(void) {
+  static PyObject **const passing[] = {&PyExc_BufferError, &PyExc_TypeError, &PyExc_ValueError, &PyExc_RuntimeError,
+                                       &PyExc_AttributeError};
+  for (size_t i = 0; i < sizeof passing / sizeof *passing; ++i) {
+    if (!PyErr_ExceptionMatches(*passing[i])) continue;
+    PyErr_Clear();
+    return 0;
+  }
+  return -1;
+}
+
+int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
+                  struct kvs_py_address *address) {
+  PyObject *method;
+  long type = DL_CPU;
+  int has = PyType_Check(object) ? 0 : kvs_py_attribute(object, state->s_dlpack, &method);
+  if (has <= 0) return has;
+  has = device_type(state, object, &type);
+  PyObject *made = has == 1 ? call_dlpack(state, method, type) : NULL;
+  Py_DECREF(method);
+  if (made == NULL) return PyErr_Occurred() ? refused() : 0;
+  has = read_capsule(made, name, index, address);
+  if (has == 1)
+    *capsule = made;
+  else
+    Py_DECREF(made);
+  return has;
+}

@@ -1,0 +1,221 @@
+/* kvswap.Event: an event of its own, or the one that marks a transfer's end, which then keeps the transfer. */
+#include "bind.h"
+
+struct event_object {
+  PyObject_HEAD
+  struct kvs_engine *engine;
+  kvs_event handle;
+  struct kvs_transfer *transfer; /* owner of the event, or NULL: the object owns it */
+};
+
+static struct event_object *as_event(PyObject *self) {
+  return (struct event_object *)self;
+}
+
+struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle) {
+  *handle = as_event(event)->handle;
+  return as_event(event)->engine;
+}
+
+/* Takes the engine's reference. */
+static struct event_object *event_alloc(PyTypeObject *type, struct kvs_engine *engine) {
+  struct event_object *self = (struct event_object *)type->tp_alloc(type, 0);
+  if (self == NULL)
+    kvs_engine_unref(engine);
+  else
+    self->engine = engine;
+  return self;
+}
+
+static PyObject *event_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"device", "timing", NULL};
+  struct kvs_py_state *state = PyType_GetModuleState(type);
+  struct kvs_error err = {0};
+  PyObject *device = NULL;
+  int timing = 1;
+  int rc;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$p:Event", names, &device, &timing)) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, device);
+  struct event_object *self = engine == NULL ? NULL : event_alloc(type, engine);
+  if (self == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return (PyObject *)self;
+  self->handle = 0;
+  Py_DECREF(self);
+  return kvs_py_raise(state, &err);
+}
+
+PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer) {
+  struct kvs_engine *engine = kvs_transfer_engine(transfer);
+  struct kvs_error err = {0};
+  kvs_engine_ref(engine);
+  struct event_object *self = event_alloc((PyTypeObject *)state->event_type, engine);
+  if (self == NULL) return NULL;
+  kvs_transfer_ref(transfer);
+  self->transfer = transfer;
+  if (kvs_transfer_event(transfer, &self->handle, &err) == KVS_OK) return (PyObject *)self;
+  Py_DECREF(self);
+  return kvs_py_raise(state, &err);
+}
+
+static void event_dealloc(PyObject *object) {
+  struct event_object *self = as_event(object);
+  struct kvs_error ignored = {0}; /* nobody is there to be told, and a lost device keeps nothing */
+  if (self->transfer != NULL)
+    kvs_transfer_unref(self->transfer);
+  else if (self->handle != 0)
+    kvs_dev_event_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
+  if (self->engine != NULL) kvs_engine_unref(self->engine);
+  kvs_py_object_free(object);
+}
+
+static PyObject *event_repr(PyObject *object) {
+  struct event_object *self = as_event(object);
+  return PyUnicode_FromFormat("<kvswap.Event 0x%llx on %s%s>", (unsigned long long)self->handle,
+                              kvs_engine_name(self->engine), self->transfer != NULL ? ", of a transfer" : "");
+}
+
+static PyObject *event_handle(PyObject *object, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(as_event(object)->handle);
+}
+
+static PyObject *event_device(PyObject *object, void *unused) {
+  (void)unused;
+  return kvs_py_device_like(kvs_py_state_of(object), as_event(object)->engine);
+}
+
+static PyObject *event_record(PyObject *object, PyObject *stream) {
+  struct event_object *self = as_event(object);
+  struct kvs_py_state *state = kvs_py_state_of(object);
+  struct kvs_error err = {0};
+  uint64_t handle;
+  int rc;
+  if (self->transfer != NULL) {
+    PyErr_SetString(PyExc_ValueError, "this event marks a transfer's end: it cannot be recorded");
+    return NULL;
+  }
+  if (kvs_py_stream_handle(state, stream, "stream", self->engine, &handle) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_dev_event_record(kvs_engine_device(self->engine), self->handle, handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *event_wait(PyObject *object, PyObject *stream) {
+  struct event_object *self = as_event(object);
+  struct kvs_py_state *state = kvs_py_state_of(object);
+  struct kvs_error err = {0};
+  uint64_t handle;
+  int rc;
+  if (kvs_py_stream_handle(state, stream, "stream", self->engine, &handle) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_dev_stream_wait(kvs_engine_device(self->engine), handle, self->handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  Py_RETURN_NONE;
+}
+
+static int poll_event(void *object, struct kvs_error *err) {
+  struct event_object *self = object;
+  return kvs_dev_event_query(kvs_engine_device(self->engine), self->handle, err);
+}
+
+static int wait_event(void *object, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_wait_until(poll_event, object, kvs_engine_device(as_event(object)->engine)->stepped, timeout_ns, err);
+}
+
+static PyObject *event_query(PyObject *object, PyObject *unused) {
+  (void)unused;
+  struct kvs_error err = {0};
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = poll_event(object, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(kvs_py_state_of(object), &err);
+  return PyBool_FromLong(rc == KVS_OK);
+}
+
+static PyObject *event_synchronize(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_event, object, KVS_PY_SLICE_NS, timeout_ns, "what the event marks") < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
+  struct event_object *self = as_event(object);
+  struct kvs_py_state *state = kvs_py_state_of(object);
+  struct kvs_error err = {0};
+  uint64_t ns = 0;
+  int rc;
+  if (Py_TYPE(other) != Py_TYPE(object)) {
+    kvs_py_complain(PyExc_TypeError, "other", -1, "must be an Event, not %s", Py_TYPE(other)->tp_name);
+    return NULL;
+  }
+  if (as_event(other)->engine != self->engine) {
+    kvs_py_complain(PyExc_ValueError, "other", -1, "is of %s, not of %s", kvs_engine_name(as_event(other)->engine),
+                    kvs_engine_name(self->engine));
+    return NULL;
+  }
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_dev_event_elapsed(kvs_engine_device(self->engine), self->handle, as_event(other)->handle, &ns, &err);
+  Py_END_ALLOW_THREADS
+  return rc == KVS_OK ? PyFloat_FromDouble((double)ns * 1e-9) : kvs_py_raise(state, &err);
+}
+
+PyDoc_STRVAR(event_doc, "Event(device=None, *, timing=True)\n--\n\n"
+                        "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
+                        "One that was never recorded counts as reached. timing=False: elapsed_time() is refused, the rest is\n"
+                        "cheaper. Any thread may use it.");
+PyDoc_STRVAR(record_doc, "record($self, stream, /)\n--\n\n"
+                         "Mark the work queued on the stream so far. Recording again moves the mark, but not for what waits on\n"
+                         "the earlier one. ValueError for a transfer's event.");
+PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether it has been reached. Never blocks.");
+PyDoc_STRVAR(synchronize_doc,
+             "synchronize($self, /, timeout=None)\n--\n\n"
+             "Wait until it is reached.\n\n"
+             "timeout: seconds, None for no limit; TimeoutError otherwise. Ctrl-C works. A transfer's event orders and proves\n"
+             "nothing: look at Transfer.error. Any thread may call.");
+PyDoc_STRVAR(elapsed_time_doc, "elapsed_time($self, other, /)\n--\n\n"
+                               "Seconds from this event to the other, a float. Both must have been reached and be of one device.");
+PyDoc_STRVAR(wait_doc, "wait($self, stream, /)\n--\n\nWork queued on the stream later waits for this event. Does not block the caller.");
+
+static PyMethodDef methods[] = {
+    {"record", event_record, METH_O, record_doc},
+    {"query", event_query, METH_NOARGS, query_doc},
+    {"synchronize", KVS_PY_FASTCALL(event_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
+    {"elapsed_time", event_elapsed_time, METH_O, elapsed_time_doc},
+    {"wait", event_wait, METH_O, wait_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"handle", event_handle, NULL, "int: the driver's handle.", NULL},
+    {"device", event_device, NULL, "Device: whose event it is.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)event_doc},
+    {Py_tp_new, event_create},
+    {Py_tp_dealloc, event_dealloc},
+    {Py_tp_repr, event_repr},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_event_spec = {
+    .name = "kvswap.Event",
+    .basicsize = sizeof(struct event_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

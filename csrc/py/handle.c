@@ -1,0 +1,148 @@
+/* Streams by their driver's handle, and the list of what a transfer starts after. */
+#include "bind.h"
+
+static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, const char *name) {
+  if (wanted == NULL || have == wanted) return 0;
+  return kvs_py_complain(PyExc_ValueError, name, -1, "is of %s, not of %s", kvs_engine_name(have),
+                         kvs_engine_name(wanted));
+}
+
+/* An attribute as a handle: 1, or 0 where the object has none. */
+static int handle_attribute(PyObject *object, PyObject *attribute, const char *name, uint64_t *handle) {
+  PyObject *value;
+  int has = kvs_py_attribute(object, attribute, &value);
+  if (has <= 0) return has;
+  if (PyCallable_Check(value) || value == Py_None) {
+    Py_DECREF(value);
+    return 0;
+  }
+  int rc = kvs_py_uint64(value, name, -1, handle);
+  Py_DECREF(value);
+  return rc < 0 ? -1 : 1;
+}
+
+/* __cuda_stream__: (version, handle), by a method or as an attribute. */
+static int from_protocol(struct kvs_py_state *state, PyObject *object, const char *name, uint64_t *handle) {
+  PyObject *pair;
+  int has = kvs_py_attribute(object, state->s_cuda_stream_method, &pair);
+  if (has <= 0) return has;
+  if (PyCallable_Check(pair)) {
+    PyObject *called = PyObject_CallNoArgs(pair);
+    Py_DECREF(pair);
+    if (called == NULL) return -1;
+    pair = called;
+  }
+  uint64_t version = 0;
+  int rc = 1;
+  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2)
+    rc = kvs_py_complain(PyExc_TypeError, name, -1, "has a __cuda_stream__ that is no pair (version, handle)");
+  else if (kvs_py_uint64(PyTuple_GET_ITEM(pair, 0), name, -1, &version) < 0 ||
+           kvs_py_uint64(PyTuple_GET_ITEM(pair, 1), name, -1, handle) < 0)
+    rc = -1;
+  else if (version != 0)
+    rc = kvs_py_complain(PyExc_ValueError, name, -1, "has __cuda_stream__ version %llu: only 0 is known",
+                         (unsigned long long)version);
+  Py_DECREF(pair);
+  return rc;
+}
+
+/* torch says which GPU its stream is of. */
+static int check_index(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine) {
+  PyObject *value;
+  if (engine == NULL || kvs_engine_device(engine)->info.driver == 0) return 0;
+  int has = kvs_py_attribute(object, state->s_device_index, &value);
+  if (has <= 0) return has;
+  int ordinal = kvs_engine_device(engine)->ordinal;
+  long index = PyLong_Check(value) ? PyLong_AsLong(value) : ordinal;
+  Py_DECREF(value);
+  if (index == -1 && PyErr_Occurred()) return -1;
+  if (index == ordinal) return 0;
+  return kvs_py_complain(PyExc_ValueError, name, -1, "is of cuda:%ld, not of %s", index, kvs_engine_name(engine));
+}
+
+/* 1, or 0 where the object is no stream. */
+static int find_stream(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
+                       uint64_t *handle) {
+  if ((PyObject *)Py_TYPE(object) == state->stream_type)
+    return same_engine(kvs_py_stream_engine(object, handle), engine, name) < 0 ? -1 : 1;
+  if (PyLong_Check(object) || kvs_py_is_scalar(object))
+    return kvs_py_uint64(object, name, -1, handle) < 0 ? -1 : 1;
+  if (PyType_Check(object) || PyUnicode_Check(object)) return 0;
+  int has = handle_attribute(object, state->s_cuda_stream, name, handle);
+  if (has == 0) has = from_protocol(state, object, name, handle);
+  if (has == 0) has = handle_attribute(object, state->s_ptr, name, handle);
+  if (has == 1 && check_index(state, object, name, engine) < 0) return -1;
+  return has;
+}
+
+int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
+                         uint64_t *handle) {
+  int has = find_stream(state, object, name, engine, handle);
+  if (has != 0) return has < 0 ? -1 : 0;
+  return kvs_py_complain(PyExc_TypeError, name, -1,
+                         "must be a stream: an int handle, a kvswap.Stream, or an object with cuda_stream, __cuda_stream__ "
+                         "or ptr, not %s", Py_TYPE(object)->tp_name);
+}
+
+/* One thing to start after: 1, or 0 where the object is none (it may be a list of them). */
+static int find_item(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_after *item) {
+  *item = (struct kvs_after){.kind = KVS_AFTER_STREAM};
+  if ((PyObject *)Py_TYPE(object) == state->transfer_type) {
+    item->kind = KVS_AFTER_TRANSFER;
+    item->transfer = kvs_py_transfer_core(object);
+    return 1;
+  }
+  if ((PyObject *)Py_TYPE(object) == state->event_type) {
+    item->kind = KVS_AFTER_EVENT;
+    return same_engine(kvs_py_event_engine(object, &item->handle), engine, "after") < 0 ? -1 : 1;
+  }
+  if (PyTuple_Check(object) || PyList_Check(object)) return 0;
+  int has = PyLong_Check(object) ? 0 : handle_attribute(object, state->s_cuda_event, "after", &item->handle);
+  if (has == 1) item->kind = KVS_AFTER_EVENT; /* torch.cuda.Event */
+  return has != 0 ? has : find_stream(state, object, "after", engine, &item->handle);
+}
+
+static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_after *after) {
+  size_t count = (size_t)PyTuple_GET_SIZE(after->keep);
+  after->items = count <= 1 ? &after->single : PyMem_Calloc(count, sizeof *after->items);
+  if (after->items == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    PyObject *object = PyTuple_GET_ITEM(after->keep, (Py_ssize_t)i);
+    struct kvs_after *item = &after->items[after->count];
+    int has = find_item(state, object, engine, item);
+    if (has < 0) return -1;
+    if (has == 0)
+      return kvs_py_complain(PyExc_TypeError, "after", (Py_ssize_t)i,
+                             "must be an Event, a Transfer or a stream, not %s", Py_TYPE(object)->tp_name);
+    if (item->kind != KVS_AFTER_EVENT || item->handle != 0) ++after->count; /* a torch event never recorded is 0 */
+  }
+  return 0;
+}
+
+int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after) {
+  if (object == NULL) return 0;
+  int has = find_item(state, object, engine, &after->single);
+  if (has < 0) return -1;
+  if (has == 1) {
+    after->items = &after->single;
+    after->count = after->single.kind != KVS_AFTER_EVENT || after->single.handle != 0;
+    return 0;
+  }
+  after->keep = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
+  if (after->keep != NULL) return fill_items(state, engine, after);
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    PyErr_Clear();
+  }
+  return kvs_py_complain(PyExc_TypeError, "after", -1,
+                         "must be an Event, a Transfer or a stream, or an iterable of them, not %s",
+                         Py_TYPE(object)->tp_name);
+}
+
+void kvs_py_after_clear(struct kvs_py_after *after) {
+  if (after->items != &after->single) PyMem_Free(after->items);
+  Py_CLEAR(after->keep);
+}

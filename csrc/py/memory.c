@@ -1,0 +1,213 @@
+/* kvswap.Memory: what Device.alloc gives. `uses` counts exported buffers; taking it from 0 to FREED is what gives the memory up,
+ * so that a free and a new export cannot both succeed. */
+#include "bind.h"
+
+enum { FREED = -1 };
+
+struct memory_object {
+  PyObject_HEAD
+  struct kvs_engine *engine;
+  uint64_t ptr;
+  uint64_t nbytes;
+  bool host;      /* pinned */
+  bool reachable; /* by the CPU */
+  atomic_long uses;
+};
+
+static struct memory_object *as_memory(PyObject *self) {
+  return (struct memory_object *)self;
+}
+
+static bool reserve_free(struct memory_object *self) {
+  long none = 0;
+  return atomic_compare_exchange_strong(&self->uses, &none, FREED);
+}
+
+static int raise_freed(struct memory_object *self) {
+  struct kvs_error err = {0};
+  kvs_fail(&err, KVS_CLOSED, "already freed");
+  kvs_py_raise(kvs_py_state_of((PyObject *)self), &err);
+  return -1;
+}
+
+PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host) {
+  PyTypeObject *type = (PyTypeObject *)state->memory_type;
+  struct memory_object *self = (struct memory_object *)type->tp_alloc(type, 0);
+  struct kvs_error err = {0};
+  int rc;
+  if (self == NULL) return NULL;
+  atomic_store(&self->uses, FREED);
+  kvs_engine_ref(engine);
+  self->engine = engine;
+  self->nbytes = nbytes;
+  self->host = host;
+  self->reachable = host || kvs_engine_device(engine)->info.driver == 0;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_alloc(engine, nbytes, host, &self->ptr, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) {
+    Py_DECREF(self);
+    return kvs_py_raise(state, &err);
+  }
+  atomic_store(&self->uses, 0);
+  return (PyObject *)self;
+}
+
+static int give_back(struct memory_object *self, struct kvs_error *err) {
+  int rc;
+  Py_BEGIN_ALLOW_THREADS /* it waits for transfers */
+  rc = kvs_engine_free(self->engine, self->ptr, err);
+  Py_END_ALLOW_THREADS
+  return rc;
+}
+
+static PyObject *memory_free(PyObject *object, PyObject *unused) {
+  (void)unused;
+  struct memory_object *self = as_memory(object);
+  struct kvs_error err = {0};
+  if (!reserve_free(self)) {
+    if (atomic_load(&self->uses) > 0)
+      PyErr_SetString(PyExc_BufferError, "arrays still use this memory: drop them, then free it");
+    else
+      raise_freed(self);
+    return NULL;
+  }
+  if (give_back(self, &err) == KVS_OK) {
+    kvs_engine_collect(self->engine);
+    Py_RETURN_NONE;
+  }
+  if (err.status == KVS_TIMEOUT) atomic_store(&self->uses, 0); /* nothing was freed */
+  return kvs_py_raise(kvs_py_state_of(object), &err);
+}
+
+static void memory_dealloc(PyObject *object) {
+  struct memory_object *self = as_memory(object);
+  struct kvs_error err = {0};
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  /* closed by the exit, or a fork: the memory went with it */
+  if (reserve_free(self) && give_back(self, &err) != KVS_OK && err.status != KVS_CLOSED && err.status != KVS_FORKED) {
+    kvs_py_raise(kvs_py_state_of(object), &err);
+    PyErr_WriteUnraisable(NULL);
+  }
+  PyErr_Restore(type, value, traceback);
+  if (self->engine != NULL) kvs_engine_unref(self->engine);
+  kvs_py_object_free(object);
+}
+
+static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags) {
+  struct memory_object *self = as_memory(object);
+  view->obj = NULL;
+  if (!self->reachable) {
+    PyErr_Format(PyExc_BufferError, "memory of %s is not readable by the CPU", kvs_engine_name(self->engine));
+    return -1;
+  }
+  long uses = atomic_load(&self->uses);
+  do {
+    if (uses == FREED) {
+      PyErr_SetString(PyExc_BufferError, "already freed");
+      return -1;
+    }
+  } while (!atomic_compare_exchange_weak(&self->uses, &uses, uses + 1));
+  if (PyBuffer_FillInfo(view, object, (void *)(uintptr_t)self->ptr, (Py_ssize_t)self->nbytes, 0, flags) == 0) return 0;
+  atomic_fetch_sub(&self->uses, 1);
+  return -1;
+}
+
+static void memory_releasebuffer(PyObject *object, Py_buffer *view) {
+  (void)view;
+  atomic_fetch_sub(&as_memory(object)->uses, 1);
+}
+
+static PyObject *memory_repr(PyObject *object) {
+  struct memory_object *self = as_memory(object);
+  char size[24];
+  kvs_py_size_text(self->nbytes, size, sizeof size);
+  return PyUnicode_FromFormat("<kvswap.Memory %s%s at 0x%llx on %s%s>", size, self->host ? " of host memory" : "",
+                              (unsigned long long)self->ptr, kvs_engine_name(self->engine),
+                              atomic_load(&self->uses) == FREED ? ", freed" : "");
+}
+
+static PyObject *memory_ptr(PyObject *object, void *unused) {
+  (void)unused;
+  if (atomic_load(&as_memory(object)->uses) != FREED) return PyLong_FromUnsignedLongLong(as_memory(object)->ptr);
+  raise_freed(as_memory(object));
+  return NULL;
+}
+
+static PyObject *memory_data_ptr(PyObject *object, PyObject *unused) {
+  (void)unused;
+  return memory_ptr(object, NULL);
+}
+
+static PyObject *memory_nbytes(PyObject *object, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(as_memory(object)->nbytes);
+}
+
+static PyObject *memory_device(PyObject *object, void *unused) {
+  (void)unused;
+  return kvs_py_device_like(kvs_py_state_of(object), as_memory(object)->engine);
+}
+
+static PyObject *memory_host(PyObject *object, void *unused) {
+  (void)unused;
+  return PyBool_FromLong(as_memory(object)->host);
+}
+
+/* Which of the two interfaces there is depends on who can read the memory; the other one must not seem to exist. */
+static PyObject *memory_interface(PyObject *object, void *reachable) {
+  struct memory_object *self = as_memory(object);
+  if (self->reachable != (reachable != NULL)) {
+    PyErr_Format(PyExc_AttributeError, "this is %s memory", self->reachable ? "host" : "GPU");
+    return NULL;
+  }
+  PyObject *ptr = memory_ptr(object, NULL);
+  if (ptr == NULL) return NULL;
+  return Py_BuildValue("{s:(K), s:s, s:(NO), s:O, s:i}", "shape", (unsigned long long)self->nbytes, "typestr", "|u1",
+                       "data", ptr, Py_False, "strides", Py_None, "version", 3);
+}
+
+PyDoc_STRVAR(memory_doc, "Memory from Device.alloc(). Freed with its last reference, transfers that use it first.\n\n"
+                         "It has the buffer protocol (writable bytes) and __array_interface__ where the CPU can read it, and\n"
+                         "__cuda_array_interface__ where it is memory of a GPU; it is taken wherever kvswap takes a tensor.");
+PyDoc_STRVAR(free_doc,
+             "free($self, /)\n--\n\n"
+             "Free it now. First waits for every transfer of the device; after 60 s TimeoutError, and nothing was freed.\n\n"
+             "BufferError while arrays made from it are alive; kvswap.Error if it is freed already. Any thread may call.");
+PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address, as torch's tensors say it. The same as ptr.");
+
+static PyMethodDef methods[] = {
+    {"data_ptr", memory_data_ptr, METH_NOARGS, data_ptr_doc},
+    {"free", memory_free, METH_NOARGS, free_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"ptr", memory_ptr, NULL, "int: the address; kvswap.Error once it is freed.", NULL},
+    {"nbytes", memory_nbytes, NULL, "int: its size.", NULL},
+    {"device", memory_device, NULL, "Device: what it was allocated from.", NULL},
+    {"host", memory_host, NULL, "bool: pinned host memory.", NULL},
+    {"__cuda_array_interface__", memory_interface, NULL, "dict: bytes of a GPU, version 3. AttributeError otherwise.", NULL},
+    {"__array_interface__", memory_interface, NULL, "dict: bytes that the CPU reads. AttributeError otherwise.",
+     (void *)(uintptr_t)1},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)memory_doc},
+    {Py_tp_dealloc, memory_dealloc},
+    {Py_tp_repr, memory_repr},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_bf_getbuffer, memory_getbuffer},
+    {Py_bf_releasebuffer, memory_releasebuffer},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_memory_spec = {
+    .name = "kvswap.Memory",
+    .basicsize = sizeof(struct memory_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = slots,
+};

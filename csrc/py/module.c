@@ -1,0 +1,118 @@
+/* The module. Its state is pointers that one table names: a row makes a pointer when the module is executed, and the same row
+ * serves traverse and clear. Types are added to the module under their names. */
+#include "bind.h"
+
+#include <stddef.h>
+
+struct row {
+  size_t offset; /* in struct kvs_py_state */
+  PyObject *(*make)(PyObject *module, struct kvs_py_state *state, const void *what);
+  const void *what;
+};
+
+static PyObject *make_type(PyObject *module, struct kvs_py_state *state, const void *what) {
+  (void)state;
+  /* the function writes nothing; it is older than const */
+  return PyType_FromModuleAndSpec(module, (PyType_Spec *)(uintptr_t)what, NULL);
+}
+
+static PyObject *make_name(PyObject *module, struct kvs_py_state *state, const void *what) {
+  (void)module, (void)state;
+  return PyUnicode_InternFromString(what);
+}
+
+static PyObject *make_version(PyObject *module, struct kvs_py_state *state, const void *what) {
+  (void)module, (void)state, (void)what;
+  return Py_BuildValue("(ii)", 1, 1);
+}
+
+#define ROW(field, make, what) {offsetof(struct kvs_py_state, field), make, what}
+static const struct row rows[] = {
+    ROW(error, kvs_py_exception_make, kvs_py_error_row),
+    ROW(queue_full, kvs_py_exception_make, kvs_py_queue_full_row),
+    ROW(device_error, kvs_py_exception_make, kvs_py_device_error_row),
+    ROW(device_type, make_type, &kvs_py_device_spec),
+    ROW(memory_type, make_type, &kvs_py_memory_spec),
+    ROW(stream_type, make_type, &kvs_py_stream_spec),
+    ROW(event_type, make_type, &kvs_py_event_spec),
+    ROW(transfer_type, make_type, &kvs_py_transfer_spec),
+    ROW(pattern_type, make_type, &kvs_py_pattern_spec),
+    ROW(s_data_ptr, make_name, "data_ptr"),
+    ROW(s_is_contiguous, make_name, "is_contiguous"),
+    ROW(s_nbytes, make_name, "nbytes"),
+    ROW(s_numel, make_name, "numel"),
+    ROW(s_element_size, make_name, "element_size"),
+    ROW(s_dlpack, make_name, "__dlpack__"),
+    ROW(s_dlpack_device, make_name, "__dlpack_device__"),
+    ROW(s_max_version, make_name, "max_version"),
+    ROW(s_stream, make_name, "stream"),
+    ROW(s_cuda_array, make_name, "__cuda_array_interface__"),
+    ROW(s_array, make_name, "__array_interface__"),
+    ROW(s_array_method, make_name, "__array__"),
+    ROW(s_cuda_stream, make_name, "cuda_stream"),
+    ROW(s_cuda_stream_method, make_name, "__cuda_stream__"),
+    ROW(s_ptr, make_name, "ptr"),
+    ROW(s_cuda_event, make_name, "cuda_event"),
+    ROW(s_device_index, make_name, "device_index"),
+    ROW(dlpack_version, make_version, NULL),
+};
+enum { ROWS = sizeof rows / sizeof *rows };
+
+static PyObject **slot_of(PyObject *module, const struct row *row) {
+  return (PyObject **)(void *)((char *)PyModule_GetState(module) + row->offset);
+}
+
+struct kvs_py_state *kvs_py_state_of(PyObject *self) {
+  return PyType_GetModuleState(Py_TYPE(self)); /* our types are final: the object's type is the one we made */
+}
+
+static int module_exec(PyObject *module) {
+  PyMethodDef *const methods[] = {kvs_py_swap_methods, kvs_py_pattern_methods, kvs_py_testing_methods, kvs_py_seam_methods};
+  if (kvs_py_arrays_init() < 0) return -1;
+  for (int i = 0; i < ROWS; ++i) {
+    PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);
+    if (made == NULL) return -1;
+    *slot_of(module, &rows[i]) = made;
+    if (PyType_Check(made) && PyModule_AddType(module, (PyTypeObject *)made) < 0) return -1;
+  }
+  for (size_t i = 0; i < sizeof methods / sizeof *methods; ++i)
+    if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
+  return PyModule_AddStringConstant(module, "__version__", kvs_version());
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+  for (int i = 0; i < ROWS; ++i) Py_VISIT(*slot_of(module, &rows[i]));
+  return 0;
+}
+
+static int module_clear(PyObject *module) {
+  for (int i = 0; i < ROWS; ++i) Py_CLEAR(*slot_of(module, &rows[i]));
+  return 0;
+}
+
+PyDoc_STRVAR(module_doc, "The C extension of kvswap. Import kvswap: it re-exports what is public here.");
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, module_exec},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, /* NumPy's C API does not know them */
+#endif
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kvswap._C",
+    .m_doc = module_doc,
+    .m_size = sizeof(struct kvs_py_state),
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__C(void) {
+  return PyModuleDef_Init(&definition);
+}

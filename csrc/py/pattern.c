@@ -1,0 +1,169 @@
+/* The test pattern: kvswap._C._pattern and the job it returns. Underscored: for kvswap.testing and kvswap.replay. */
+#include "bind.h"
+
+struct pattern_object {
+  PyObject_HEAD
+  struct kvs_engine *engine;
+  struct kvs_pattern_job *job;
+};
+
+/* Takes the job, not the engine's reference. */
+PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job) {
+  PyTypeObject *type = (PyTypeObject *)state->pattern_type;
+  struct pattern_object *self = (struct pattern_object *)type->tp_alloc(type, 0);
+  if (self == NULL) {
+    kvs_pattern_free(job);
+    return NULL;
+  }
+  kvs_engine_ref(engine);
+  self->engine = engine;
+  self->job = job;
+  return (PyObject *)self;
+}
+
+static void pattern_dealloc(PyObject *object) {
+  struct pattern_object *self = (struct pattern_object *)object;
+  Py_BEGIN_ALLOW_THREADS /* it waits for the job */
+  kvs_pattern_free(self->job);
+  Py_END_ALLOW_THREADS
+  kvs_engine_unref(self->engine);
+  kvs_py_object_free(object);
+}
+
+static PyObject *pattern_done(PyObject *object, PyObject *unused) {
+  (void)unused;
+  bool done;
+  Py_BEGIN_ALLOW_THREADS
+  done = kvs_pattern_done(((struct pattern_object *)object)->job);
+  Py_END_ALLOW_THREADS
+  return PyBool_FromLong(done);
+}
+
+struct pattern_wait {
+  struct kvs_pattern_job *job;
+  struct kvs_pattern_result result;
+};
+
+static int wait_pattern(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct pattern_wait *wait = arg;
+  return kvs_pattern_result(wait->job, timeout_ns, &wait->result, err);
+}
+
+static PyObject *pattern_result(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"result", names, 0, 1, 1};
+  struct pattern_wait wait = {.job = ((struct pattern_object *)object)->job, .result = {0, UINT64_MAX}};
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_pattern, &wait, KVS_PY_SLICE_NS, timeout_ns, "the pattern's job") < 0) return NULL;
+  if (wait.result.first == UINT64_MAX) return Py_BuildValue("(KOO)", (unsigned long long)wait.result.wrong, Py_None, Py_None);
+  return Py_BuildValue("(KKK)", (unsigned long long)wait.result.wrong, (unsigned long long)(wait.result.first >> 40),
+                       (unsigned long long)(wait.result.first & ((1ull << 40) - 1)));
+}
+
+/* -- functions ----------------------------------------------------------------------------------------------------- */
+
+/* Three arrays of one length. */
+static int read_items(struct kvs_py_state *state, PyObject *const *objects, struct kvs_py_list *lists,
+                      struct kvs_pattern_item **items) {
+  static const char *const names[3] = {"ptrs", "nbytes", "keys"};
+  for (int i = 0; i < 3; ++i) {
+    int is = kvs_py_words(state, objects[i], names[i], &lists[i]);
+    if (is < 0) return -1;
+    if (is == 0) return kvs_py_complain(PyExc_TypeError, names[i], -1, "must be an int64 or uint64 array");
+    if (lists[i].count != lists[0].count) {
+      PyErr_Format(PyExc_ValueError, "%s has %zu items, but ptrs has %zu", names[i], lists[i].count, lists[0].count);
+      return -1;
+    }
+  }
+  size_t count = lists[0].count;
+  *items = PyMem_Calloc(count == 0 ? 1 : count, sizeof **items);
+  if (*items == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (size_t i = 0; i < count; ++i)
+    (*items)[i] = (struct kvs_pattern_item){lists[0].data[i], lists[1].data[i], lists[2].data[i]};
+  return 0;
+}
+
+static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "check", "ptrs", "nbytes", "keys", "stream"};
+  static const struct kvs_py_args spec = {"_pattern", names, 6, 6, 6};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_py_list lists[3] = {{0}};
+  struct kvs_pattern_item *items = NULL;
+  struct kvs_pattern_job *job = NULL;
+  struct kvs_error err = {0};
+  PyObject *values[6], *result = NULL;
+  uint64_t stream;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  int check = PyObject_IsTrue(values[1]);
+  if (check < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
+  if (engine == NULL) return NULL;
+  if (kvs_py_stream_handle(state, values[5], "stream", engine, &stream) == 0 &&
+      read_items(state, values + 2, lists, &items) == 0) {
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items, lists[0].count, stream, &job,
+                            &err);
+    Py_END_ALLOW_THREADS
+    result = rc == KVS_OK ? kvs_py_pattern_new(state, engine, job) : kvs_py_raise(state, &err);
+  }
+  PyMem_Free(items);
+  for (int i = 0; i < 3; ++i) Py_XDECREF(lists[i].keep);
+  kvs_engine_unref(engine);
+  return result;
+}
+
+static PyObject *pattern_word(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"key", "index"};
+  static const struct kvs_py_args spec = {"_pattern_word", names, 2, 2, 2};
+  (void)module;
+  PyObject *values[2];
+  uint64_t key, index;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_uint64(values[0], "key", -1, &key) < 0 || kvs_py_uint64(values[1], "index", -1, &index) < 0) return NULL;
+  return PyLong_FromUnsignedLongLong(kvs_pattern_word(key, index));
+}
+
+PyDoc_STRVAR(job_doc, "A pattern being written or checked on a stream. Dropping it waits for it, for 60 s at most.");
+PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether it ended. Never blocks.");
+PyDoc_STRVAR(result_doc,
+             "result($self, /, timeout=None)\n--\n\n"
+             "Wait, then (wrong bytes, item of the first, its offset in the item); (0, None, None) where all is right or written.");
+PyDoc_STRVAR(pattern_doc,
+             "_pattern($module, /, device, check, ptrs, nbytes, keys, stream)\n--\n\n"
+             "Write the pattern of keys[i] to the nbytes[i] bytes at ptrs[i], or check it there, in the stream's order.\n\n"
+             "ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory.");
+PyDoc_STRVAR(pattern_word_doc, "_pattern_word($module, /, key, index)\n--\n\n"
+                               "Word `index` of the pattern: its bytes 8 * index to 8 * index + 7, little-endian.");
+
+PyMethodDef kvs_py_pattern_methods[] = {
+    {"_pattern", KVS_PY_FASTCALL(pattern), METH_FASTCALL | METH_KEYWORDS, pattern_doc},
+    {"_pattern_word", KVS_PY_FASTCALL(pattern_word), METH_FASTCALL | METH_KEYWORDS, pattern_word_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef methods[] = {
+    {"done", pattern_done, METH_NOARGS, done_doc},
+    {"result", KVS_PY_FASTCALL(pattern_result), METH_FASTCALL | METH_KEYWORDS, result_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)job_doc},
+    {Py_tp_dealloc, pattern_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_pattern_spec = {
+    .name = "kvswap._C._PatternJob",
+    .basicsize = sizeof(struct pattern_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = slots,
+};

@@ -1,0 +1,151 @@
+/* kvswap.Stream: a stream of its own, non-blocking. */
+#include "bind.h"
+
+struct stream_object {
+  PyObject_HEAD
+  struct kvs_engine *engine;
+  kvs_stream handle;
+};
+
+static struct stream_object *as_stream(PyObject *self) {
+  return (struct stream_object *)self;
+}
+
+struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle) {
+  *handle = as_stream(stream)->handle;
+  return as_stream(stream)->engine;
+}
+
+/* The device's numbers: "normal" is what a stream has that nobody asked a priority for. */
+static int priority_number(const struct kvs_device_info *info, int priority) {
+  if (priority == KVS_PRIORITY_HIGH) return info->priority_high;
+  return priority == KVS_PRIORITY_BACKGROUND ? info->priority_low : 0;
+}
+
+static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"device", "priority", NULL};
+  struct kvs_py_state *state = PyType_GetModuleState(type);
+  PyObject *device = NULL, *name = NULL;
+  int priority = KVS_PRIORITY_NORMAL;
+  struct kvs_error err = {0};
+  int rc;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$O:Stream", names, &device, &name)) return NULL;
+  if (name != NULL && (priority = kvs_py_choice(name, "priority", kvs_py_priority_names, 3)) < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, device);
+  if (engine == NULL) return NULL;
+  struct stream_object *self = (struct stream_object *)type->tp_alloc(type, 0);
+  if (self == NULL) {
+    kvs_engine_unref(engine);
+    return NULL;
+  }
+  self->engine = engine;
+  struct kvs_device *core = kvs_engine_device(engine);
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_dev_stream_create(core, priority_number(&core->info, priority), &self->handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return (PyObject *)self;
+  self->handle = 0;
+  Py_DECREF(self);
+  return kvs_py_raise(state, &err);
+}
+
+static void stream_dealloc(PyObject *object) {
+  struct stream_object *self = as_stream(object);
+  struct kvs_error ignored = {0}; /* nobody is there to be told, and a lost device keeps nothing */
+  if (self->handle != 0) kvs_dev_stream_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
+  if (self->engine != NULL) kvs_engine_unref(self->engine);
+  kvs_py_object_free(object);
+}
+
+static PyObject *stream_repr(PyObject *object) {
+  return PyUnicode_FromFormat("<kvswap.Stream 0x%llx on %s>", (unsigned long long)as_stream(object)->handle,
+                              kvs_engine_name(as_stream(object)->engine));
+}
+
+static PyObject *stream_handle(PyObject *object, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(as_stream(object)->handle);
+}
+
+static PyObject *stream_device(PyObject *object, void *unused) {
+  (void)unused;
+  return kvs_py_device_like(kvs_py_state_of(object), as_stream(object)->engine);
+}
+
+static int poll_stream(void *object, struct kvs_error *err) {
+  struct stream_object *self = object;
+  return kvs_dev_stream_query(kvs_engine_device(self->engine), self->handle, err);
+}
+
+static int wait_stream(void *object, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_wait_until(poll_stream, object, kvs_engine_device(as_stream(object)->engine)->stepped, timeout_ns, err);
+}
+
+static PyObject *stream_query(PyObject *object, PyObject *unused) {
+  (void)unused;
+  struct kvs_error err = {0};
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = poll_stream(object, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(kvs_py_state_of(object), &err);
+  return PyBool_FromLong(rc == KVS_OK);
+}
+
+static PyObject *stream_synchronize(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_stream, object, KVS_PY_SLICE_NS, timeout_ns, "the stream's work") < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *stream_protocol(PyObject *object, PyObject *unused) {
+  (void)unused;
+  return Py_BuildValue("(iK)", 0, (unsigned long long)as_stream(object)->handle);
+}
+
+PyDoc_STRVAR(stream_doc,
+             "Stream(device=None, *, priority='normal')\n--\n\n"
+             "A new stream of a device (Device, name, or None: as Device(None)), in no order with the legacy default stream.\n\n"
+             "Work on one stream runs in order, work on two in no order until an event joins them. priority: 'high', 'normal' or\n"
+             "'background'. Queued work finishes when the object is dropped. Any thread may use it.");
+PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether all work queued on it has ended. Never blocks.");
+PyDoc_STRVAR(synchronize_doc,
+             "synchronize($self, /, timeout=None)\n--\n\n"
+             "Wait until all work queued on it has ended.\n\n"
+             "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works. Any thread may call.");
+PyDoc_STRVAR(protocol_doc, "__cuda_stream__($self, /)\n--\n\n(0, handle): the protocol by which libraries share streams.");
+
+static PyMethodDef methods[] = {
+    {"query", stream_query, METH_NOARGS, query_doc},
+    {"synchronize", KVS_PY_FASTCALL(stream_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
+    {"__cuda_stream__", stream_protocol, METH_NOARGS, protocol_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"handle", stream_handle, NULL, "int: the driver's handle.", NULL},
+    {"device", stream_device, NULL, "Device: whose stream it is.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)stream_doc},
+    {Py_tp_new, stream_create},
+    {Py_tp_dealloc, stream_dealloc},
+    {Py_tp_repr, stream_repr},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_stream_spec = {
+    .name = "kvswap.Stream",
+    .basicsize = sizeof(struct stream_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

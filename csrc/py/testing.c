@@ -1,0 +1,253 @@
+/* The underscored functions: faults, deterministic devices and what is known of the machine without opening a device. For
+ * kvswap's own modules and tests. */
+#include "bind.h"
+
+#include <string.h>
+
+#include "../cuda_fatbin.h"
+#include "../device_host.h"
+
+static PyObject *answer(struct kvs_py_state *state, int rc, const struct kvs_error *err) {
+  if (rc != KVS_OK) return kvs_py_raise(state, err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "seconds", "stream"};
+  static const struct kvs_py_args spec = {"_delay", names, 3, 3, 3};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_error err = {0};
+  PyObject *values[3];
+  uint64_t stream;
+  int64_t ns;
+  int rc = -1;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_timeout(values[1], "seconds", &ns) < 0) return NULL;
+  if (ns < 0) return kvs_py_complain(PyExc_ValueError, "seconds", -1, "must be given"), NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
+  if (engine == NULL) return NULL;
+  int known = kvs_py_stream_handle(state, values[2], "stream", engine, &stream);
+  if (known == 0) {
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_delay(engine, (uint64_t)ns, stream, &err);
+    Py_END_ALLOW_THREADS
+  }
+  kvs_engine_unref(engine);
+  return known < 0 ? NULL : answer(state, rc, &err);
+}
+
+static PyObject *deterministic_device(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"seed"};
+  static const struct kvs_py_args spec = {"_deterministic_device", names, 1, 1, 1};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_engine *engine = NULL;
+  struct kvs_error err = {0};
+  PyObject *value;
+  uint64_t seed;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_uint64(value, "seed", -1, &seed) < 0) return NULL;
+  if (seed == 0) return kvs_py_complain(PyExc_ValueError, "seed", -1, "must not be 0"), NULL;
+  if (kvs_engine_open_deterministic(seed, &engine, &err) != KVS_OK) return kvs_py_raise(state, &err);
+  return kvs_py_device_new(state, engine);
+}
+
+/* The host device behind a Device; borrowed. */
+static struct kvs_device *host_device(PyObject *module, PyObject *device) {
+  struct kvs_py_state *state = PyModule_GetState(module);
+  if ((PyObject *)Py_TYPE(device) != state->device_type) {
+    kvs_py_complain(PyExc_TypeError, "device", -1, "must be a Device, not %s", Py_TYPE(device)->tp_name);
+    return NULL;
+  }
+  struct kvs_device *core = kvs_engine_device(kvs_py_device_engine(device));
+  if (strcmp(core->ops->kind, "host") == 0) return core;
+  kvs_py_complain(PyExc_ValueError, "device", -1, "is no host device");
+  return NULL;
+}
+
+static PyObject *host_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "steps"};
+  static const struct kvs_py_args spec = {"_host_step", names, 2, 2, 2};
+  PyObject *values[2];
+  int64_t steps;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  struct kvs_device *core = host_device(module, values[0]);
+  if (core == NULL || kvs_py_int64(values[1], "steps", -1, &steps) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  steps = kvs_host_step(core, steps);
+  Py_END_ALLOW_THREADS
+  if (steps < 0) return kvs_py_complain(PyExc_ValueError, "device", -1, "is not deterministic"), NULL;
+  return PyLong_FromLongLong(steps);
+}
+
+static PyObject *host_trace(PyObject *module, PyObject *device) {
+  struct kvs_device *core = host_device(module, device);
+  return core == NULL ? NULL : PyLong_FromUnsignedLongLong(kvs_host_trace(core));
+}
+
+static PyObject *host_capture(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "stream", "begin"};
+  static const struct kvs_py_args spec = {"_host_capture", names, 3, 3, 3};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_error err = {0};
+  PyObject *values[3];
+  uint64_t stream;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  struct kvs_device *core = host_device(module, values[0]);
+  if (core == NULL) return NULL;
+  if (kvs_py_stream_handle(state, values[1], "stream", kvs_py_device_engine(values[0]), &stream) < 0) return NULL;
+  int begin = PyObject_IsTrue(values[2]);
+  if (begin < 0) return NULL;
+  return answer(state, kvs_host_capture(core, stream, begin == 1, &err), &err);
+}
+
+/* -- faults -------------------------------------------------------------------------------------------------------- */
+
+enum { F_DEVICE, F_KIND, F_ACTION, F_OPERATION, F_NTH, F_EVERY, F_CODE, F_DELAY, F_COUNT };
+
+static int read_fault(PyObject *const *values, int *kind, struct kvs_fault *fault) {
+  static const char *const kinds[] = {"call", "copy"};
+  static const char *const actions[] = {"none", "fail", "skip", "lose", "delay"};
+  int64_t code = 1, delay_ns = 0;
+  if ((*kind = kvs_py_choice(values[F_KIND], "kind", kinds, 2)) < 0) return -1;
+  int action = kvs_py_choice(values[F_ACTION], "action", actions, 5);
+  if (action < 0) return -1;
+  fault->action = (enum kvs_fault_action)action;
+  fault->nth = 1;
+  if (values[F_OPERATION] != NULL) {
+    Py_ssize_t length;
+    const char *text = PyUnicode_AsUTF8AndSize(values[F_OPERATION], &length);
+    if (text == NULL) return -1;
+    if ((size_t)length >= sizeof fault->operation)
+      return kvs_py_complain(PyExc_ValueError, "operation", -1, "is %R: no member of the seam", values[F_OPERATION]);
+    memcpy(fault->operation, text, (size_t)length + 1);
+  }
+  if (values[F_NTH] != NULL && kvs_py_uint64(values[F_NTH], "nth", -1, &fault->nth) < 0) return -1;
+  if (values[F_EVERY] != NULL && kvs_py_uint64(values[F_EVERY], "every", -1, &fault->every) < 0) return -1;
+  if (values[F_CODE] != NULL && kvs_py_int64(values[F_CODE], "code", -1, &code) < 0) return -1;
+  if (values[F_DELAY] != NULL && kvs_py_timeout(values[F_DELAY], "delay", &delay_ns) < 0) return -1;
+  if (fault->nth == 0) return kvs_py_complain(PyExc_ValueError, "nth", -1, "counts from 1");
+  if (code != (int)code) return kvs_py_complain(PyExc_ValueError, "code", -1, "is %R", values[F_CODE]);
+  fault->code = (int)code;
+  fault->delay_ns = delay_ns < 0 ? 0 : (uint64_t)delay_ns;
+  return 0;
+}
+
+static PyObject *set_fault(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "kind", "action", "operation", "nth", "every", "code", "delay"};
+  static const struct kvs_py_args spec = {"_set_fault", names, 3, 3, F_COUNT};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_fault fault = {0};
+  struct kvs_error err = {0};
+  PyObject *values[F_COUNT];
+  int kind;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || read_fault(values, &kind, &fault) < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, values[F_DEVICE]);
+  if (engine == NULL) return NULL;
+  int rc = kvs_dev_fault_set(kvs_engine_device(engine), (enum kvs_fault_kind)kind, &fault, &err);
+  kvs_engine_unref(engine);
+  return answer(state, rc, &err);
+}
+
+static PyObject *set_lane_depth(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "depth"};
+  static const struct kvs_py_args spec = {"_set_lane_depth", names, 2, 2, 2};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_error err = {0};
+  PyObject *values[2];
+  uint64_t depth;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_uint64(values[1], "depth", -1, &depth) < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
+  if (engine == NULL) return NULL;
+  int rc = kvs_engine_set_lane_depth(engine, depth > UINT32_MAX ? UINT32_MAX : (unsigned)depth, &err);
+  kvs_engine_unref(engine);
+  return answer(state, rc, &err);
+}
+
+/* -- the machine --------------------------------------------------------------------------------------------------- */
+
+static PyObject *cuda_count(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  struct kvs_error err = {0};
+  int count = 0;
+  Py_BEGIN_ALLOW_THREADS
+  if (kvs_cuda_count(&count, &err) != KVS_OK) count = 0;
+  Py_END_ALLOW_THREADS
+  return Py_BuildValue("(is)", count, err.message);
+}
+
+static PyObject *cuda_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"ordinal"};
+  static const struct kvs_py_args spec = {"_cuda_info", names, 1, 1, 1};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_device_info info = {0};
+  struct kvs_error err = {0};
+  PyObject *value;
+  uint64_t ordinal;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_uint64(value, "ordinal", -1, &ordinal) < 0) return NULL;
+  if (ordinal > INT32_MAX) return kvs_py_complain(PyExc_ValueError, "ordinal", -1, "is %R: no such device", value), NULL;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_cuda_info((int)ordinal, &info, &err);
+  Py_END_ALLOW_THREADS
+  return rc == KVS_OK ? kvs_py_device_info_dict(&info) : kvs_py_raise(state, &err);
+}
+
+static PyObject *fatbin(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return Py_BuildValue("{s:n, s:s}", "nbytes", (Py_ssize_t)kvs_fatbin_nbytes, "archs", kvs_fatbin_archs);
+}
+
+static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"_shutdown", names, 1, 1, 1};
+  (void)module;
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (timeout_ns < 0) return kvs_py_complain(PyExc_ValueError, "timeout", -1, "must be finite"), NULL;
+  Py_BEGIN_ALLOW_THREADS
+  kvs_shutdown(timeout_ns);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(delay_doc, "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for so long, at most 10 s.");
+PyDoc_STRVAR(deterministic_device_doc,
+             "_deterministic_device($module, /, seed)\n--\n\n"
+             "A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides.");
+PyDoc_STRVAR(host_step_doc, "_host_step($module, /, device, steps)\n--\n\n"
+                            "Run up to so many steps of a deterministic device's queued work; how many were run.");
+PyDoc_STRVAR(host_trace_doc, "_host_trace($module, device, /)\n--\n\n"
+                             "A number that is a function of all that ran on a host device so far, and in what order.");
+PyDoc_STRVAR(host_capture_doc, "_host_capture($module, /, device, stream, begin)\n--\n\n"
+                               "Begin or end a modelled graph capture on a host device's stream.");
+PyDoc_STRVAR(set_fault_doc,
+             "_set_fault($module, /, device, kind, action, *, operation='', nth=1, every=0, code=1, delay=0.0)\n--\n\n"
+             "From now on let the nth 'call' (of a member of the seam, '' for any) or 'copy' fail, be skipped, delayed by so many\n"
+             "seconds, or lose the device; then each `every` more, 0: once. action 'none' ends it. One fault a kind.");
+PyDoc_STRVAR(set_lane_depth_doc, "_set_lane_depth($module, /, device, depth)\n--\n\n"
+                                 "How many unfinished transfers a lane holds, 1 to 65536. Concerns lanes made later.");
+PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
+PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
+PyDoc_STRVAR(fatbin_doc, "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
+PyDoc_STRVAR(shutdown_doc, "_shutdown($module, /, timeout)\n--\n\n"
+                           "Drain every open device for so many seconds in all. Afterwards nothing can be submitted.");
+
+#define ROW(function, name) {"_" #name, KVS_PY_FASTCALL(function), METH_FASTCALL | METH_KEYWORDS, name##_doc}
+PyMethodDef kvs_py_testing_methods[] = {
+    ROW(delay, delay),
+    ROW(deterministic_device, deterministic_device),
+    ROW(host_step, host_step),
+    {"_host_trace", host_trace, METH_O, host_trace_doc},
+    ROW(host_capture, host_capture),
+    ROW(set_fault, set_fault),
+    ROW(set_lane_depth, set_lane_depth),
+    {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
+    ROW(cuda_info, cuda_info),
+    {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
+    ROW(shut_down, shutdown),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,395 @@
+/* Submitting: from a checked plan to work queued on the device.
+ *
+ * In order: choose a path and get what it needs (nothing has moved, any error is the caller's); take the lane; wait, on the
+ * spine, for what the transfer must start after; issue; record the end and let the caller's stream wait for it. From the
+ * first issued copy on nothing fails the call any more: a copy that the driver refuses is tried smaller, down to single blocks
+ * cut at the driver's own ranges, and what still fails is written down in the transfer, which goes on in its place. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+
+enum {
+  SPREAD_FROM = 64,        /* copies from which a batch is spread over the helper streams */
+  KERNEL_BELOW = 28 << 10, /* mean bytes a copy below which the kernel beats the copy engine (measured, H200) */
+  KERNEL_FROM = 16,        /* copies from which a launch pays */
+  KERNEL_CTAS = 16,
+  KERNEL_THREADS = 512,
+  KERNEL_PIECE = 32 << 10, /* one CTA's share at a time */
+  BACKGROUND_CTAS = 4,
+};
+static const double BACKGROUND_PACE = 40.0; /* GB/s, under the load at which SM stores to the host stall the GPU */
+
+struct submission {
+  struct kvs_engine *engine;
+  struct kvs_device *device;
+  struct kvs_work *work;
+  const struct kvs_options *options;
+  struct kvs_transfer *transfer;
+  struct kvs_lane *lane;
+  size_t npieces; /* kernel path */
+  size_t failed_capacity;
+  int fatal;             /* KVS_OK, or why nothing more can be issued */
+  struct kvs_error *err; /* of the whole call */
+};
+
+/* -- which way ------------------------------------------------------------------------------------------------- */
+
+static const struct kvs_region *pageable(const struct kvs_regions *regions) {
+  for (size_t i = 0; i < regions->count; i++)
+    if (regions->items[i].memory == KVS_MEMORY_PAGEABLE) return &regions->items[i];
+  return NULL;
+}
+
+static enum kvs_path predict(const struct submission *s) {
+  const struct kvs_scratch *scratch = s->work->scratch;
+  size_t count = scratch->copies.count;
+  if (s->device->ops->copy_direct && !s->device->stepped) return KVS_PATH_DIRECT;
+  if (!s->device->info.kernels || s->engine->no_kernel || count < KERNEL_FROM) return KVS_PATH_DMA;
+  if (s->work->nbytes / count >= KERNEL_BELOW || pageable(&scratch->regions)) return KVS_PATH_DMA;
+  return KVS_PATH_KERNEL;
+}
+
+static int choose_path(struct submission *s, enum kvs_path *path) {
+  *path = s->options->path != KVS_PATH_AUTO ? s->options->path : s->engine->default_path;
+  if (*path == KVS_PATH_AUTO) *path = predict(s);
+  if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
+    return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma' and 'kernel'",
+                    s->engine->name);
+  if (*path != KVS_PATH_KERNEL) return KVS_OK;
+  const struct kvs_region *region = pageable(&s->work->scratch->regions);
+  if (region)
+    return kvs_fail(s->err, KVS_INVALID,
+                    "path 'kernel' cannot reach pageable host memory at 0x%" PRIx64
+                    ": register() it with the device, or use path 'dma'",
+                    region->base);
+  if (!s->device->info.kernels || s->engine->no_kernel)
+    return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'kernel' is off: %s",
+                    s->engine->no_kernel ? "KVSWAP_DISABLE names it" : s->device->info.kernels_note);
+  return KVS_OK;
+}
+
+static int prepare_kernel(struct submission *s) {
+  struct kvs_copies *copies = &s->work->scratch->copies;
+  s->npieces = kvs_plan_count_pieces(copies, KERNEL_PIECE);
+  if (s->npieces == 0) return KVS_OK;
+  return kvs_engine_staging_get(s->engine, s->npieces * sizeof(struct kvs_piece), &s->transfer->staging, s->err);
+}
+
+/* -- what was refused ------------------------------------------------------------------------------------------ */
+
+static void note_failure(struct submission *s, uint32_t block, const struct kvs_error *why) {
+  struct kvs_transfer *transfer = s->transfer;
+  if (transfer->error.status == KVS_OK) transfer->error = *why;
+  if (transfer->all_failed) return;
+  if (transfer->nfailed == s->failed_capacity) {
+    size_t capacity = s->failed_capacity ? 2 * s->failed_capacity : 16;
+    uint32_t *failed = realloc(transfer->failed, capacity * sizeof *failed);
+    if (!failed) {
+      transfer->all_failed = true; /* too many to name: claim none of them */
+      return;
+    }
+    transfer->failed = failed;
+    s->failed_capacity = capacity;
+  }
+  transfer->failed[transfer->nfailed++] = block;
+}
+
+static bool beyond_hope(int status) { return status == KVS_LOST || status == KVS_FORKED || status == KVS_CLOSED; }
+
+/* One block, cut where the driver's own ranges end: it may know seams that we do not. */
+static int copy_in_parts(struct submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, struct kvs_error *why) {
+  int status = kvs_dev_copy(s->device, dst, src, nbytes, s->lane->streams[0], why);
+  while (status == KVS_REFUSED && nbytes) {
+    struct kvs_region from, to;
+    struct kvs_error ignored;
+    if (kvs_dev_pointer_query(s->device, src, &from, &ignored) || kvs_dev_pointer_query(s->device, dst, &to, &ignored))
+      return status;
+    uint64_t part = from.base + from.nbytes - src, dst_part = to.base + to.nbytes - dst;
+    if (dst_part < part) part = dst_part;
+    if (part >= nbytes) return kvs_dev_copy(s->device, dst, src, nbytes, s->lane->streams[0], why);
+    int first = kvs_dev_copy(s->device, dst, src, part, s->lane->streams[0], why);
+    if (first) return first;
+    dst += part, src += part, nbytes -= part;
+  }
+  return status;
+}
+
+/* For each block that copy i carries: issue it alone (`again`), or write it off with *why. */
+static void block_by_block(struct submission *s, size_t i, bool again, const struct kvs_error *why) {
+  struct kvs_copies *copies = &s->work->scratch->copies, *single = &s->work->scratch->single;
+  uint64_t begin = copies->dst[i], end = begin + copies->nbytes[i];
+  struct kvs_error err = *why;
+  if (single->count == 0 && s->work->expand(s->work->call, single, &err)) {
+    single->count = 0;
+    s->transfer->all_failed = true;
+    note_failure(s, copies->block[i], &err);
+    return;
+  }
+  for (size_t b = 0; b < single->count && !s->fatal; b++) {
+    if (single->dst[b] >= end || single->dst[b] + single->nbytes[b] <= begin) continue;
+    int status = again ? copy_in_parts(s, single->dst[b], single->src[b], single->nbytes[b], &err) : why->status;
+    if (beyond_hope(status)) s->fatal = kvs_fail_driver(s->err, status, err.code, err.operation, "%s", "");
+    if (status) note_failure(s, single->block[b], &err);
+  }
+}
+
+/* -- dma ------------------------------------------------------------------------------------------------------- */
+
+static void issue_range(struct submission *s, size_t from, size_t to, kvs_stream stream) {
+  const struct kvs_copies *copies = &s->work->scratch->copies;
+  struct kvs_error why;
+  int status;
+  if (from >= to || s->fatal) return;
+  if (to - from == 1 || s->engine->no_batch)
+    status = kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, &why);
+  else
+    status = kvs_dev_copy_batch(s->device, copies, from, to, stream, &why);
+  if (beyond_hope(status)) {
+    *s->err = why;
+    s->fatal = status;
+  } else if (s->engine->no_batch) {
+    if (status) block_by_block(s, from, true, &why);
+    issue_range(s, from + 1, to, stream);
+  } else if (status && to - from == 1) {
+    block_by_block(s, from, true, &why);
+  } else if (status) {
+    size_t middle = from + (to - from) / 2; /* copying again what went through is harmless: sources do not change */
+    issue_range(s, from, middle, stream);
+    issue_range(s, middle, to, stream);
+  }
+}
+
+/* Nothing will be recorded for the end: the streams being idle stands for it. */
+static void lose_track(struct submission *s) {
+  struct kvs_error ignored;
+  if (s->transfer->end) (void)kvs_dev_event_destroy(s->device, s->transfer->end, &ignored);
+  s->transfer->end = 0;
+}
+
+static void issue_dma(struct submission *s) {
+  struct kvs_lane *lane = s->lane;
+  struct kvs_device *device = s->device;
+  struct kvs_error why;
+  size_t count = s->work->scratch->copies.count, share = count / (KVS_LANE_HELPERS + 1);
+  if (count < SPREAD_FROM || s->engine->no_batch || kvs_dev_event_record(device, lane->fork, lane->streams[0], &why)) {
+    issue_range(s, 0, count, lane->streams[0]);
+    return;
+  }
+  size_t done = 0;
+  for (int i = 0; i < KVS_LANE_HELPERS; i++) {
+    kvs_stream helper = lane->streams[i + 1];
+    if (kvs_dev_stream_wait(device, helper, lane->fork, &why)) continue; /* its share goes to the spine */
+    issue_range(s, done, done + share, helper);
+    done += share;
+    if (kvs_dev_event_record(device, lane->joins[i], helper, &why) ||
+        kvs_dev_stream_wait(device, lane->streams[0], lane->joins[i], &why))
+      lose_track(s);
+  }
+  issue_range(s, done, count, lane->streams[0]);
+}
+
+/* -- kernel and direct ----------------------------------------------------------------------------------------- */
+
+static uint64_t pace(const struct submission *s, unsigned ctas) {
+  double gbps = s->options->pace_gbps > 0 ? s->options->pace_gbps : s->engine->default_pace;
+  if (gbps <= 0 && s->options->priority == KVS_PRIORITY_BACKGROUND) gbps = BACKGROUND_PACE;
+  return gbps > 0 ? (uint64_t)((double)(1 << 20) * ctas / gbps) : 0;
+}
+
+static int launch_pieces(struct submission *s, struct kvs_error *why) {
+  struct kvs_staging *staging = s->transfer->staging;
+  struct kvs_scratch *scratch = s->work->scratch;
+  size_t npieces = kvs_plan_count_pieces(&scratch->copies, KERNEL_PIECE);
+  unsigned ctas = s->options->max_ctas ? s->options->max_ctas : s->engine->default_ctas;
+  if (!ctas) ctas = s->options->priority == KVS_PRIORITY_BACKGROUND ? BACKGROUND_CTAS : KERNEL_CTAS;
+  if (npieces < ctas) ctas = (unsigned)npieces;
+  if (npieces == 0) return KVS_OK;
+  kvs_plan_pieces(&scratch->copies, KERNEL_PIECE, &scratch->regions, (struct kvs_piece *)(uintptr_t)staging->host);
+  struct kvs_copy_params params = {.pieces = staging->device, .npieces = npieces, .ns_per_mib = pace(s, ctas)};
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
+                              .grid = ctas,
+                              .threads = KERNEL_THREADS,
+                              .params = &params,
+                              .params_nbytes = sizeof params};
+  int status = kvs_dev_copy(s->device, staging->device, staging->host, npieces * sizeof(struct kvs_piece),
+                            s->lane->streams[0], why);
+  return status ? status : kvs_dev_launch(s->device, &launch, s->lane->streams[0], why);
+}
+
+/* A list that goes as a whole; where it is refused, the copy engine gets it unless the caller insisted. */
+static void issue_whole(struct submission *s, enum kvs_path path) {
+  struct kvs_copies *copies = &s->work->scratch->copies;
+  struct kvs_error why;
+  int status = KVS_OK;
+  if (copies->count)
+    status = path == KVS_PATH_KERNEL ? launch_pieces(s, &why)
+                                     : kvs_dev_copy_direct(s->device, copies, s->lane->streams[0], &why);
+  if (beyond_hope(status)) {
+    *s->err = why;
+    s->fatal = status;
+  } else if (status && s->options->path == KVS_PATH_AUTO) {
+    s->transfer->path = KVS_PATH_DMA;
+    issue_dma(s);
+  } else if (status) {
+    for (size_t i = 0; i < copies->count; i++) block_by_block(s, i, path == KVS_PATH_DIRECT, &why);
+  }
+}
+
+/* -- order ----------------------------------------------------------------------------------------------------- */
+
+static int spine_waits_for_stream(struct submission *s, kvs_stream stream, const char *what) {
+  struct kvs_stream_info info;
+  int status = kvs_dev_stream_info(s->device, stream, &info, s->err);
+  if (!status && info.capturing)
+    return kvs_fail(s->err, KVS_CAPTURING,
+                    "%s (0x%" PRIx64 ") is being captured into a graph: a transfer cannot be part of it", what, stream);
+  if (!status) status = kvs_dev_event_record(s->device, s->lane->fork, stream, s->err);
+  return status ? status : kvs_dev_stream_wait(s->device, s->lane->streams[0], s->lane->fork, s->err);
+}
+
+static int spine_waits_for_transfer(struct submission *s, size_t index, struct kvs_transfer *before) {
+  struct kvs_lane *lane = before->lane;
+  int status = KVS_OK;
+  if (before->engine != s->engine && strcmp(before->engine->device->ops->kind, s->device->ops->kind) != 0)
+    return kvs_fail(s->err, KVS_INVALID,
+                    "after[%zu] is a transfer of %s, which %s cannot wait for: wait() for it first", index,
+                    before->engine->name, s->engine->name);
+  if (before->engine != s->engine && strcmp(s->device->ops->kind, "host") == 0)
+    return kvs_transfer_done(before)
+               ? KVS_OK
+               : kvs_fail(s->err, KVS_INVALID, "after[%zu] is a transfer of another host device: wait() for it first",
+                          index);
+  pthread_mutex_lock(&lane->lock);
+  if (atomic_load(&before->state) == KVS_STATE_RUNNING) {
+    if (before->end)
+      status = kvs_dev_stream_wait(s->device, s->lane->streams[0], before->end, s->err);
+    else
+      status = kvs_fail(s->err, KVS_UNSUPPORTED, "after[%zu] has no event: wait() for it first", index);
+  }
+  pthread_mutex_unlock(&lane->lock);
+  return status;
+}
+
+static int order_before(struct submission *s) {
+  const struct kvs_options *options = s->options;
+  int status = options->on_stream
+                   ? spine_waits_for_stream(s, options->stream, "the stream")
+                   : spine_waits_for_stream(s, atomic_load(&s->engine->compute_stream), "the compute stream");
+  for (size_t i = 0; !status && i < options->nafter; i++) {
+    const struct kvs_after *after = &options->after[i];
+    switch (after->kind) {
+    case KVS_AFTER_STREAM:
+      status = spine_waits_for_stream(s, after->handle, "a stream in after");
+      break;
+    case KVS_AFTER_EVENT:
+      status = kvs_dev_stream_wait(s->device, s->lane->streams[0], after->handle, s->err);
+      break;
+    case KVS_AFTER_TRANSFER:
+      status = spine_waits_for_transfer(s, i, after->transfer);
+      break;
+    }
+  }
+  return status;
+}
+
+/* The whole transfer counts as failed although its bytes may be there: what was promised of its order does not hold. */
+static void fail_whole(struct submission *s, const struct kvs_error *why) {
+  s->transfer->error = *why;
+  s->transfer->all_failed = true;
+}
+
+static void order_behind(struct submission *s) {
+  struct kvs_transfer *transfer = s->transfer;
+  struct kvs_error why;
+  if (transfer->end && kvs_dev_event_record(s->device, transfer->end, s->lane->streams[0], &why)) lose_track(s);
+  if (!s->options->on_stream) return;
+  if (!transfer->end)
+    kvs_fail(&why, KVS_UNSUPPORTED, "the driver refused the event that the stream would wait for");
+  else if (kvs_dev_stream_wait(s->device, s->options->stream, transfer->end, &why) == KVS_OK)
+    return;
+  fail_whole(s, &why);
+}
+
+/* -- the call -------------------------------------------------------------------------------------------------- */
+
+static void issue(struct submission *s) {
+  struct kvs_copies *copies = &s->work->scratch->copies;
+  struct kvs_error why;
+  size_t refused_end;
+  int code = 0;
+  kvs_dev_fault_copies(s->device, copies, &refused_end, &code);
+  if (refused_end > copies->count) {
+    kvs_fail_driver(&why, KVS_REFUSED, code, "copy", "injected fault");
+    for (size_t i = copies->count; i < refused_end; i++) block_by_block(s, i, false, &why);
+  }
+  if (s->transfer->path == KVS_PATH_DMA)
+    issue_dma(s);
+  else
+    issue_whole(s, s->transfer->path);
+}
+
+static int submit_on_lane(struct submission *s) {
+  struct kvs_lane *lane = s->lane;
+  struct kvs_transfer *transfer = s->transfer;
+  struct kvs_error ignored;
+  (void)kvs_lane_reap(lane, &ignored);
+  int status = kvs_lane_reserve(lane, transfer, s->err);
+  if (!status) status = order_before(s);
+  if (!status) status = kvs_dev_event_record(s->device, transfer->start, lane->streams[0], s->err);
+  if (status) {
+    kvs_lane_unreserve(lane, transfer);
+    return status;
+  }
+  transfer->sequence = ++lane->sequence;
+  issue(s);
+  order_behind(s);
+  kvs_lane_append(lane, transfer);
+  return s->fatal;
+}
+
+static void adopt_owner(struct kvs_transfer *transfer, const struct kvs_options *options) {
+  transfer->owner = options->owner;
+  transfer->release = options->owner ? options->release : NULL;
+}
+
+static void count(struct kvs_engine *engine, const struct kvs_work *work, size_t copies) {
+  atomic_fetch_add(&engine->submitted, 1);
+  atomic_fetch_add(&engine->copies, copies);
+  if (work->nblocks > copies) atomic_fetch_add(&engine->merged, work->nblocks - copies);
+}
+
+int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_options *options,
+               struct kvs_transfer **out, struct kvs_error *err) {
+  struct submission s = {.engine = engine, .device = engine->device, .work = work, .options = options, .err = err};
+  size_t copies = work->scratch->copies.count;
+  s.transfer = kvs_transfer_new(engine, err);
+  if (!s.transfer) return KVS_NOMEM;
+  s.transfer->direction = work->direction;
+  s.transfer->nbytes = work->nbytes;
+  s.transfer->nblocks = work->nblocks;
+  int status = choose_path(&s, &s.transfer->path);
+  if (!status && s.transfer->path == KVS_PATH_KERNEL) status = prepare_kernel(&s);
+  if (!status) status = kvs_lane_acquire(engine, options, work->direction, &s.lane, err);
+  if (!status) {
+    pthread_mutex_lock(&s.lane->submit);
+    adopt_owner(s.transfer, options);
+    status = submit_on_lane(&s);
+    pthread_mutex_unlock(&s.lane->submit);
+    kvs_lane_release(s.lane);
+  }
+  if (status) {
+    if (s.fatal) {
+      kvs_engine_lose(engine); /* the transfer is in its lane and ends there; its owner stays with it */
+    } else if (s.transfer->staging) {
+      kvs_engine_staging_put(engine, s.transfer->staging);
+      s.transfer->staging = NULL;
+    }
+    kvs_transfer_unref(s.transfer);
+    return status;
+  }
+  count(engine, work, copies);
+  *out = s.transfer;
+  return KVS_OK;
+}

@@ -1,0 +1,165 @@
+/* The two submitting calls of kvswap.h: check everything, plan, submit. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+
+static int open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
+  if (atomic_load(&engine->closed))
+    return kvs_fail(err, KVS_CLOSED, "%s was shut down: the process is ending", engine->name);
+  return kvs_dev_check(engine->device, err);
+}
+
+/* Two regions are the two sides: no copy crosses from one into the other. */
+static bool may_cross_seams(const struct kvs_regions *regions) {
+  size_t seams = 0;
+  for (size_t i = 0; i < regions->count; i++) seams += regions->items[i].seam;
+  return regions->count > 2 && seams > 0;
+}
+
+/* -- tensors and ids ------------------------------------------------------------------------------------------- */
+
+struct cache_call {
+  const struct kvs_tensor *tensors;
+  size_t ntensors;
+  const struct kvs_ids *gpu_ids, *cpu_ids;
+  enum kvs_direction direction;
+};
+
+static int plan_cache(const void *arg, bool merge, struct kvs_copies *copies, struct kvs_error *err) {
+  const struct cache_call *call = arg;
+  return kvs_plan_cache(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction, merge, copies,
+                        err);
+}
+
+static int expand_cache(const void *arg, struct kvs_copies *copies, struct kvs_error *err) {
+  return plan_cache(arg, false, copies, err);
+}
+
+static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct cache_call *call,
+                         struct kvs_error *err) {
+  bool load = call->direction == KVS_H2D;
+  for (size_t t = 0; t < call->ntensors; t++) {
+    const struct kvs_tensor *tensor = &call->tensors[t];
+    struct kvs_side gpu = {.name = "gpu_ptrs", .index = t, .write = load, .want = KVS_SIDE_GPU};
+    struct kvs_side cpu = {.name = "cpu_ptrs", .index = t, .write = !load, .want = KVS_SIDE_CPU};
+    uint64_t gpu_end = 0, cpu_end = 0;
+    if (kvs_plan_extent(tensor->gpu, tensor->gpu_blocks, tensor->gpu_stride, tensor->nbytes, &gpu_end) ||
+        kvs_plan_extent(tensor->cpu, tensor->cpu_blocks, tensor->cpu_stride, tensor->nbytes, &cpu_end))
+      return kvs_fail(err, KVS_INTERNAL, "tensor %zu was not checked", t);
+    int status = kvs_memory_cover(engine, scratch, tensor->gpu, gpu_end - tensor->gpu, &gpu, err);
+    if (!status) status = kvs_memory_cover(engine, scratch, tensor->cpu, cpu_end - tensor->cpu, &cpu, err);
+    if (status) return status;
+  }
+  return KVS_OK;
+}
+
+static int check_and_plan_cache(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct cache_call *call,
+                                struct kvs_error *err) {
+  bool disjoint;
+  int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
+  if (!status)
+    status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
+                                &scratch->plan, err);
+  if (!status) status = cover_tensors(engine, scratch, call, err);
+  if (!status) status = plan_cache(call, true, &scratch->copies, err);
+  if (!status && !disjoint) status = kvs_plan_check_disjoint(&scratch->copies, "block", &scratch->plan, err);
+  if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
+  return status;
+}
+
+int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
+                   const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
+                   const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err) {
+  struct cache_call call = {tensors, ntensors, gpu_ids, cpu_ids, direction};
+  int status = open_for_work(engine, err);
+  if (status) return status;
+  if (direction != KVS_D2H && direction != KVS_H2D)
+    return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (offload) and 1 is H2D (onboard)", (int)direction);
+  struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
+  if (!scratch) return KVS_NOMEM;
+  struct kvs_work work = {
+      .scratch = scratch, .direction = direction, .nblocks = gpu_ids->count, .expand = expand_cache, .call = &call};
+  for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu_ids->count;
+  status = check_and_plan_cache(engine, scratch, &call, err);
+  if (!status) status = kvs_submit(engine, &work, options, transfer, err);
+  kvs_scratch_put(engine, scratch);
+  return status;
+}
+
+/* -- raw pointers ---------------------------------------------------------------------------------------------- */
+
+struct batch_call {
+  const uint64_t *src, *dst, *nbytes;
+  bool one_size;
+  size_t count;
+};
+
+static int plan_batch(const void *arg, bool merge, struct kvs_copies *copies, struct kvs_error *err) {
+  const struct batch_call *call = arg;
+  return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, err);
+}
+
+static int expand_batch(const void *arg, struct kvs_copies *copies, struct kvs_error *err) {
+  return plan_batch(arg, false, copies, err);
+}
+
+/* The region that holds all of an entry, or of a part of it that is followed by others (cover made sure). */
+static int find_region(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address, uint64_t nbytes,
+                       const struct kvs_side *side, struct kvs_region *region, struct kvs_error *err) {
+  if (region->nbytes && kvs_region_holds(region, address) && region->nbytes - (address - region->base) >= nbytes)
+    return KVS_OK;
+  int status = kvs_memory_cover(engine, scratch, address, nbytes, side, err);
+  if (!status) *region = *kvs_regions_find(&scratch->regions, address);
+  return status;
+}
+
+static enum kvs_direction direction_of(const struct kvs_region *src, const struct kvs_region *dst) {
+  bool src_device = src->memory == KVS_MEMORY_DEVICE, dst_device = dst->memory == KVS_MEMORY_DEVICE;
+  bool src_host = src->memory == KVS_MEMORY_PINNED || src->memory == KVS_MEMORY_PAGEABLE;
+  bool dst_host = dst->memory == KVS_MEMORY_PINNED || dst->memory == KVS_MEMORY_PAGEABLE;
+  if ((src_device && !dst_device) || (dst_host && !src_host)) return KVS_D2H;
+  if ((dst_device && !src_device) || (src_host && !dst_host)) return KVS_H2D;
+  return KVS_OTHER_DIRECTION;
+}
+
+static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct batch_call *call,
+                       enum kvs_direction *direction, struct kvs_error *err) {
+  static const char *const names[] = {"device to host", "host to device", "within one kind of memory"};
+  struct kvs_region src = {.nbytes = 0}, dst = {.nbytes = 0};
+  *direction = KVS_OTHER_DIRECTION;
+  for (size_t i = 0; i < call->count; i++) {
+    uint64_t nbytes = call->nbytes[call->one_size ? 0 : i];
+    struct kvs_side from = {.name = "src_ptrs", .index = i}, to = {.name = "dst_ptrs", .index = i, .write = true};
+    int status = find_region(engine, scratch, call->src[i], nbytes, &from, &src, err);
+    if (!status) status = find_region(engine, scratch, call->dst[i], nbytes, &to, &dst, err);
+    if (!status && !dst.writable) status = kvs_memory_cover(engine, scratch, call->dst[i], nbytes, &to, err);
+    if (status) return status;
+    enum kvs_direction this = direction_of(&src, &dst);
+    if (i == 0) *direction = this;
+    if (this != *direction)
+      return kvs_fail(err, KVS_INVALID, "copy %zu goes %s, copy 0 %s: one call moves one way", i, names[this],
+                      names[*direction]);
+  }
+  return KVS_OK;
+}
+
+int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
+                   bool one_size, size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
+                   struct kvs_error *err) {
+  struct batch_call call = {src, dst, nbytes, one_size, count};
+  int status = open_for_work(engine, err);
+  if (status) return status;
+  struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
+  if (!scratch) return KVS_NOMEM;
+  struct kvs_work work = {.scratch = scratch, .nblocks = count, .expand = expand_batch, .call = &call};
+  for (size_t i = 0; i < count; i++) work.nbytes += nbytes[one_size ? 0 : i];
+  status = plan_batch(&call, true, &scratch->copies, err);
+  if (!status) status = cover_batch(engine, scratch, &call, &work.direction, err);
+  if (!status) status = kvs_plan_check_disjoint(&scratch->copies, "entry", &scratch->plan, err);
+  if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
+  if (!status) status = kvs_submit(engine, &work, options, transfer, err);
+  kvs_scratch_put(engine, scratch);
+  return status;
+}

@@ -1,0 +1,248 @@
+"""Types of the C extension. Docstrings live in the module itself (``help(kvswap)``)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Path: TypeAlias = Literal["auto", "dma", "kernel", "direct"]
+_Priority: TypeAlias = Literal["high", "normal", "background"]
+_StreamLike: TypeAlias = Any  # int handle, or an object with cuda_stream, ptr, __cuda_stream__, or a kvswap Stream
+_Address: TypeAlias = Any  # int, or a tensor: data_ptr(), DLPack, array interfaces, buffer protocol
+_Addresses: TypeAlias = Any  # NumPy int64/uint64 array, or a sequence of _Address
+_Ids: TypeAlias = Any  # NumPy int32/int64 array, or a sequence of ints
+_Sizes: TypeAlias = Any  # one int, or one a tensor
+_After: TypeAlias = Any  # Event, Transfer or a stream; or an iterable of them
+
+__version__: Final[str]
+
+class Error(Exception): ...
+class QueueFull(Error): ...
+
+class DeviceError(Error):
+    code: int
+    operation: str | None
+
+@final
+class Device:
+    def __new__(cls, name: str | None = None) -> Device: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
+    @property
+    def lost(self) -> bool: ...
+    def set_compute_stream(self, stream: _StreamLike) -> None: ...
+    def synchronize(self, timeout: float | None = None) -> None: ...
+    def alloc(self, nbytes: int, *, host: bool = False) -> Memory: ...
+    def register(self, ptr: _Address, nbytes: int | None = None) -> None: ...
+    def unregister(self, ptr: _Address) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+
+@final
+class Memory:
+    """From Device.alloc. Has the buffer protocol where the CPU can read it, __cuda_array_interface__ where it is GPU memory."""
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def host(self) -> bool: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def data_ptr(self) -> int: ...
+    def free(self) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Stream:
+    def __new__(cls, device: Device | str | None = None, *, priority: _Priority = "normal") -> Stream: ...
+    @property
+    def handle(self) -> int: ...
+    @property
+    def device(self) -> Device: ...
+    def query(self) -> bool: ...
+    def synchronize(self, timeout: float | None = None) -> None: ...
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+@final
+class Event:
+    def __new__(cls, device: Device | str | None = None, *, timing: bool = True) -> Event: ...
+    @property
+    def handle(self) -> int: ...
+    @property
+    def device(self) -> Device: ...
+    def record(self, stream: _StreamLike) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self, timeout: float | None = None) -> None: ...
+    def elapsed_time(self, other: Event) -> float: ...
+    def wait(self, stream: _StreamLike) -> None: ...
+
+@final
+class Transfer:
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> None: ...
+    def result(self, timeout: float | None = None) -> None: ...
+    def cancel(self) -> bool: ...
+    def make_wait(self, stream: _StreamLike) -> None: ...
+    @property
+    def event(self) -> Event: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def elapsed(self) -> float | None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def state(self) -> Literal["running", "done", "failed", "cancelled"]: ...
+    @property
+    def error(self) -> Exception | None: ...
+    @property
+    def failed_blocks(self) -> NDArray[np.int64]: ...
+
+def swap_blocks_batch(
+    src_ptrs: _Addresses,
+    dst_ptrs: _Addresses,
+    sizes: _Sizes,
+    *,
+    stream: _StreamLike | None = None,
+    after: _After | Iterable[_After] = (),
+    device: Device | str | None = None,
+    path: _Path = "auto",
+    priority: _Priority = "normal",
+    max_ctas: int | None = None,
+    pace_gbps: float | None = None,
+) -> Transfer: ...
+def swap_cache_per_layer(
+    gpu_ptr: _Address,
+    cpu_ptr: _Address,
+    block_nbytes: int,
+    num_gpu_blocks: int,
+    num_cpu_blocks: int,
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    direction: int,
+    *,
+    gpu_stride: int | None = None,
+    cpu_stride: int | None = None,
+    stream: _StreamLike | None = None,
+    after: _After | Iterable[_After] = (),
+    device: Device | str | None = None,
+    path: _Path = "auto",
+    priority: _Priority = "normal",
+    max_ctas: int | None = None,
+    pace_gbps: float | None = None,
+) -> None: ...
+def swap_cache_per_layer_async(
+    gpu_ptr: _Address,
+    cpu_ptr: _Address,
+    block_nbytes: int,
+    num_gpu_blocks: int,
+    num_cpu_blocks: int,
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    direction: int,
+    *,
+    gpu_stride: int | None = None,
+    cpu_stride: int | None = None,
+    stream: _StreamLike | None = None,
+    after: _After | Iterable[_After] = (),
+    device: Device | str | None = None,
+    path: _Path = "auto",
+    priority: _Priority = "normal",
+    max_ctas: int | None = None,
+    pace_gbps: float | None = None,
+) -> Transfer: ...
+def swap_cache_all_layers(
+    gpu_ptrs: _Addresses,
+    cpu_ptrs: _Addresses,
+    block_nbytes: _Sizes,
+    num_gpu_blocks: _Sizes,
+    num_cpu_blocks: _Sizes,
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    direction: int,
+    *,
+    gpu_stride: _Sizes | None = None,
+    cpu_stride: _Sizes | None = None,
+    stream: _StreamLike | None = None,
+    after: _After | Iterable[_After] = (),
+    device: Device | str | None = None,
+    path: _Path = "auto",
+    priority: _Priority = "normal",
+    max_ctas: int | None = None,
+    pace_gbps: float | None = None,
+) -> None: ...
+def swap_cache_all_layers_async(
+    gpu_ptrs: _Addresses,
+    cpu_ptrs: _Addresses,
+    block_nbytes: _Sizes,
+    num_gpu_blocks: _Sizes,
+    num_cpu_blocks: _Sizes,
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    direction: int,
+    *,
+    gpu_stride: _Sizes | None = None,
+    cpu_stride: _Sizes | None = None,
+    stream: _StreamLike | None = None,
+    after: _After | Iterable[_After] = (),
+    device: Device | str | None = None,
+    path: _Path = "auto",
+    priority: _Priority = "normal",
+    max_ctas: int | None = None,
+    pace_gbps: float | None = None,
+) -> Transfer: ...
+
+# Underscored: for kvswap's own modules (kvswap.testing, kvswap.replay, kvswap.devices).
+
+@final
+class _PatternJob:
+    def done(self) -> bool: ...
+    def result(self, timeout: float | None = None) -> tuple[int, int | None, int | None]: ...
+
+def _pattern(
+    device: Device,
+    check: bool,
+    ptrs: NDArray[np.uint64] | NDArray[np.int64],
+    nbytes: NDArray[np.uint64] | NDArray[np.int64],
+    keys: NDArray[np.uint64],
+    stream: _StreamLike,
+) -> _PatternJob: ...
+def _pattern_word(key: int, index: int) -> int: ...
+def _delay(device: Device, seconds: float, stream: _StreamLike) -> None: ...
+def _deterministic_device(seed: int) -> Device: ...
+def _host_step(device: Device, steps: int) -> int: ...
+def _host_trace(device: Device) -> int: ...
+def _host_capture(device: Device, stream: _StreamLike, begin: bool) -> None: ...
+def _set_fault(
+    device: Device,
+    kind: Literal["call", "copy"],
+    action: Literal["none", "fail", "skip", "lose", "delay"],
+    *,
+    operation: str = "",
+    nth: int = 1,
+    every: int = 0,
+    code: int = 1,
+    delay: float = 0.0,
+) -> None: ...
+def _set_lane_depth(device: Device, depth: int) -> None: ...
+def _cuda_count() -> tuple[int, str]: ...
+def _cuda_info(ordinal: int) -> dict[str, Any]: ...
+def _fatbin() -> dict[str, Any]: ...
+def _shutdown(timeout: float) -> None: ...
+
+# Seam calls, one a member of csrc/device.h: for the conformance suite. Each returns what the member returns and raises
+# DeviceError with its code.
+def _seam(device: Device, operation: str, *args: Any) -> Any: ...

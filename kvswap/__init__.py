@@ -1,0 +1,61 @@
+"""Moves paged KV-cache blocks between GPU and host memory.
+
+Importing opens no device, starts no thread and makes no CUDA context. ``help(kvswap.swap_cache_all_layers_async)`` shows the
+call that most engines want; ``kvswap.devices()`` shows what this machine has.
+"""
+
+import os
+from enum import IntEnum
+
+from kvswap._C import (
+    Device,
+    DeviceError,
+    Error,
+    Event,
+    Memory,
+    QueueFull,
+    Stream,
+    Transfer,
+    __version__,
+    swap_blocks_batch,
+    swap_cache_all_layers,
+    swap_cache_all_layers_async,
+    swap_cache_per_layer,
+    swap_cache_per_layer_async,
+)
+from kvswap._devices import DeviceInfo, devices
+
+__all__ = [
+    "Device",
+    "DeviceError",
+    "DeviceInfo",
+    "Direction",
+    "Error",
+    "Event",
+    "Memory",
+    "QueueFull",
+    "Stream",
+    "Transfer",
+    "__version__",
+    "devices",
+    "get_include",
+    "swap_blocks_batch",
+    "swap_cache_all_layers",
+    "swap_cache_all_layers_async",
+    "swap_cache_per_layer",
+    "swap_cache_per_layer_async",
+]
+
+
+class Direction(IntEnum):
+    """Which way the blocks of a cache move: the `direction` of the swap_cache functions."""
+
+    D2H = 0  # GPU to host: offload
+    H2D = 1  # host to GPU: onboard
+
+
+def get_include() -> str:
+    """The folder that holds kvswap.h, for programs in C."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    installed = os.path.join(package, "include")
+    return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "csrc")

@@ -1,0 +1,89 @@
+"""Builds kvswap._C and, where there is an nvcc, the kernels that it embeds. What is not code stands in pyproject.toml.
+
+Environment, read when building:
+  KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
+  KVSWAP_NVCC      path of nvcc; or `index`: take pinned packages from the package index (setup_cuda.py lists them)
+  KVSWAP_WERROR=1  warnings of the C compiler are errors
+  KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
+  KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
+"""
+
+import os
+import sys
+from glob import glob
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
+import setup_cuda
+
+CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
+NVCC = os.environ.get("KVSWAP_NVCC", "")
+SANITIZE = os.environ.get("KVSWAP_SANITIZE", "")
+DEBUG = os.environ.get("KVSWAP_DEBUG", "") not in ("", "0")
+WERROR = os.environ.get("KVSWAP_WERROR", "") not in ("", "0")
+if CUDA not in ("auto", "require", "off"):
+    raise SystemExit(f"KVSWAP_CUDA={CUDA!r}: must be auto, require or off")
+
+
+class Build(build_ext):
+    def build_extension(self, ext):
+        ext.define_macros.append(("KVSWAP_VERSION", f'"{self.distribution.get_version()}"'))
+        if CUDA != "off":
+            self.add_kernels(ext)
+        self.depend_on_flags(ext)
+        super().build_extension(ext)
+
+    def add_kernels(self, ext):
+        nvcc, why = setup_cuda.find_nvcc(NVCC)
+        if nvcc:
+            ext.extra_compile_args += [f"-isystem{path}" for path in setup_cuda.include_dirs(nvcc)]
+            target = Path(self.build_temp, "kvswap.fatbin").absolute()
+            try:
+                archs = setup_cuda.compile_fatbin(nvcc, target, ["-Werror=all-warnings"] if WERROR else [])
+            except OSError as error:
+                why = str(error)
+            else:
+                ext.define_macros += [("KVSWAP_FATBIN", f'"{target}"'), ("KVSWAP_FATBIN_ARCHS", f'"{archs}"')]
+                ext.depends.append(str(target))
+                return
+        if CUDA == "require":
+            raise SystemExit(f"kvswap: KVSWAP_CUDA=require, but the kernels cannot be built: {why}")
+        print(f"kvswap: note: built without kernels, GPUs will be served by their copy engines alone: {why}")
+
+    def depend_on_flags(self, ext):
+        """Other flags than the last time are a reason to compile again; setuptools compares only the times of files."""
+        stamp, text = Path(self.build_temp, "flags.txt"), f"{ext.define_macros}\n{ext.extra_compile_args}\n"
+        if not stamp.exists() or stamp.read_text() != text:
+            stamp.parent.mkdir(parents=True, exist_ok=True)
+            stamp.write_text(text)
+        ext.depends.append(str(stamp))
+
+
+flags = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-fvisibility=hidden", "-pthread"]
+flags += ["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-g1"]
+flags += ["-Werror"] if WERROR else []
+sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
+
+setup(
+    license="Apache-2.0",
+    packages=[*find_packages(include=["kvswap", "kvswap.*"]), "kvswap.include"],
+    package_dir={"kvswap.include": "csrc"},
+    package_data={"kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"], "kvswap.include": ["kvswap.h", "status.h"]},
+    include_package_data=False,
+    ext_modules=[
+        Extension(
+            "kvswap._C",
+            sources=sorted(glob("csrc/*.c") + glob("csrc/kernels/*.c") + glob("csrc/py/*.c")),
+            depends=["setup.py", "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
+            include_dirs=["csrc", numpy.get_include()],
+            extra_compile_args=flags + sanitize,
+            extra_link_args=["-pthread", "-ldl", *sanitize],
+        )
+    ],
+    cmdclass={"build_ext": Build},
+    setup_requires=setup_cuda.REQUIREMENTS if NVCC == "index" and not setup_cuda.index_nvcc() else [],
+)
