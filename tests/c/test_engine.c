@@ -1,0 +1,386 @@
+/* The engine on host devices: order, completion, failure, limits, and many threads at once (run under ThreadSanitizer too). */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "device_host.h"
+#include "engine.h"
+
+enum { BLOCKS = 64, NBYTES = 768 };
+
+static const struct kvs_options plain = {.priority = KVS_PRIORITY_NORMAL};
+static const int64_t SECONDS = 1000000000;
+
+struct caches {
+  unsigned char *gpu, *cpu;
+  struct kvs_tensor tensor;
+};
+
+static struct caches caches_new(void) {
+  struct caches c = {.gpu = malloc(BLOCKS * NBYTES), .cpu = malloc(BLOCKS * NBYTES)};
+  for (int i = 0; i < BLOCKS * NBYTES; i++) c.gpu[i] = (unsigned char)(i * 31 + i / 251), c.cpu[i] = 0;
+  c.tensor = (struct kvs_tensor){
+      .gpu = (uintptr_t)c.gpu, .cpu = (uintptr_t)c.cpu, .nbytes = NBYTES, .gpu_blocks = BLOCKS, .cpu_blocks = BLOCKS};
+  return c;
+}
+
+static void caches_free(struct caches *c) {
+  free(c->gpu);
+  free(c->cpu);
+}
+
+static struct kvs_engine *open_engine(uint64_t seed) {
+  struct kvs_engine *engine = NULL;
+  struct kvs_error err;
+  int status = seed ? kvs_engine_open_deterministic(seed, &engine, &err) : kvs_engine_open("host:0", &engine, &err);
+  if (status) {
+    fprintf(stderr, "cannot open: %s\n", err.message);
+    exit(1);
+  }
+  return engine;
+}
+
+static int swap(struct kvs_engine *engine, struct caches *c, const int64_t *gpu, const int64_t *cpu, size_t n,
+                enum kvs_direction direction, const struct kvs_options *options, struct kvs_transfer **t,
+                struct kvs_error *err) {
+  struct kvs_ids gpu_ids = {gpu, 8, n}, cpu_ids = {cpu, 8, n};
+  return kvs_swap_cache(engine, &c->tensor, 1, &gpu_ids, &cpu_ids, direction, options, t, err);
+}
+
+static void test_paths(uint64_t seed) {
+  static const enum kvs_path paths[] = {KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_KERNEL, KVS_PATH_DIRECT};
+  int64_t gpu[BLOCKS], cpu[BLOCKS];
+  struct kvs_error err;
+  for (int i = 0; i < BLOCKS; i++) gpu[i] = (i * 37) % BLOCKS, cpu[i] = (i * 11 + 5) % BLOCKS;
+  for (int p = 0; p < 4; p++) {
+    struct kvs_engine *engine = open_engine(seed);
+    struct caches c = caches_new();
+    struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .path = paths[p]};
+    struct kvs_transfer *out = NULL, *in = NULL;
+    unsigned char *original = malloc(BLOCKS * NBYTES);
+    memcpy(original, c.gpu, BLOCKS * NBYTES);
+    CHECK(!swap(engine, &c, gpu, cpu, BLOCKS, KVS_D2H, &options, &out, &err), "%s", err.message);
+    memset(gpu, 0, 0);
+    CHECK(!kvs_transfer_wait(out, 20 * SECONDS, &err), "%s", err.message);
+    for (int i = 0; i < BLOCKS; i++)
+      CHECK(!memcmp(c.cpu + cpu[i] * NBYTES, original + gpu[i] * NBYTES, NBYTES), "path %d block %d", p, i);
+    memset(c.gpu, 0xEE, BLOCKS * NBYTES);
+    CHECK(!swap(engine, &c, gpu, cpu, BLOCKS, KVS_H2D, &options, &in, &err), "%s", err.message);
+    CHECK(!kvs_transfer_wait(in, 20 * SECONDS, &err), "%s", err.message);
+    CHECK(!memcmp(c.gpu, original, BLOCKS * NBYTES), "path %d", p);
+    struct kvs_transfer_info info;
+    kvs_transfer_get_info(in, &info);
+    CHECK(info.state == KVS_STATE_DONE && info.nbytes == BLOCKS * NBYTES && info.num_blocks == BLOCKS);
+    CHECK(paths[p] == KVS_PATH_AUTO || info.path == paths[p], "path %d became %d", paths[p], info.path);
+    kvs_transfer_unref(out);
+    kvs_transfer_unref(in);
+    free(original);
+    caches_free(&c);
+    kvs_engine_unref(engine);
+  }
+}
+
+/* On every interleaving: a store and then a load through the same host blocks, each after the other by `after`, with a caller's
+ * stream that fills the source late and reads the destination early if nothing held it up. */
+static void test_order(void) {
+  for (uint64_t seed = 1; seed <= 150; seed++) {
+    struct kvs_engine *engine = open_engine(seed);
+    struct kvs_device *device = kvs_engine_device(engine);
+    struct caches c = caches_new();
+    struct kvs_error err;
+    int64_t ids[] = {1, 5, 9, 10, 11}, to[] = {3, 1, 40, 41, 42}, back[] = {20, 30, 31, 32, 50};
+    struct kvs_transfer *out, *in;
+    kvs_stream compute;
+    CHECK(!kvs_dev_stream_create(device, 0, &compute, &err));
+    CHECK(!kvs_engine_set_compute_stream(engine, compute, &err));
+    CHECK(!kvs_delay(engine, 20000, compute, &err));
+    for (int i = 0; i < 5; i++) /* the kernel that produces the source */
+      CHECK(!kvs_dev_fill(device, (uintptr_t)c.gpu + (uint64_t)ids[i] * NBYTES, 0x01010101u * (unsigned)(i + 1),
+                          NBYTES / 4, compute, &err));
+    CHECK(!swap(engine, &c, ids, to, 5, KVS_D2H, &plain, &out, &err), "%s", err.message);
+    struct kvs_after after = {.kind = KVS_AFTER_TRANSFER, .transfer = out};
+    struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .after = &after, .nafter = 1};
+    CHECK(!swap(engine, &c, back, to, 5, KVS_H2D, &options, &in, &err), "%s", err.message);
+    CHECK(!kvs_transfer_make_wait(in, compute, &err));
+    uint64_t result;
+    CHECK(!kvs_engine_alloc(engine, 5 * NBYTES, false, &result, &err));
+    for (int i = 0; i < 5; i++) /* the kernel that consumes what was loaded */
+      CHECK(!kvs_dev_copy(device, result + (uint64_t)i * NBYTES, (uintptr_t)c.gpu + (uint64_t)back[i] * NBYTES, NBYTES,
+                          compute, &err));
+    CHECK(!kvs_engine_synchronize(engine, 20 * SECONDS, &err), "%s", err.message);
+    for (int i = 0; i < 5 * NBYTES; i++)
+      if (((unsigned char *)(uintptr_t)result)[i] != i / NBYTES + 1) {
+        CHECK(false, "seed %d: byte %d is %d", (int)seed, i, ((unsigned char *)(uintptr_t)result)[i]);
+        break;
+      }
+    CHECK(kvs_transfer_done(out) && kvs_transfer_done(in));
+    kvs_transfer_unref(out);
+    kvs_transfer_unref(in);
+    CHECK(!kvs_engine_free(engine, result, &err), "%s", err.message);
+    CHECK(!kvs_dev_stream_destroy(device, compute, &err));
+    caches_free(&c);
+    kvs_engine_unref(engine);
+  }
+}
+
+static void test_on_stream(void) {
+  for (uint64_t seed = 1; seed <= 100; seed++) {
+    struct kvs_engine *engine = open_engine(seed);
+    struct kvs_device *device = kvs_engine_device(engine);
+    struct caches c = caches_new();
+    struct kvs_error err;
+    struct kvs_transfer *t;
+    int64_t ids[] = {2, 4, 6}, to[] = {6, 4, 2};
+    kvs_stream mine;
+    CHECK(!kvs_dev_stream_create(device, 0, &mine, &err));
+    struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .on_stream = true, .stream = mine};
+    for (int i = 0; i < 3; i++)
+      kvs_dev_fill(device, (uintptr_t)c.gpu + (uint64_t)ids[i] * NBYTES, 0x11111111u, NBYTES / 4, mine, &err);
+    CHECK(!swap(engine, &c, ids, to, 3, KVS_D2H, &options, &t, &err), "%s", err.message);
+    for (int i = 0; i < 3; i++) /* queued later on the same stream: must not be seen by the transfer */
+      kvs_dev_fill(device, (uintptr_t)c.gpu + (uint64_t)ids[i] * NBYTES, 0x22222222u, NBYTES / 4, mine, &err);
+    CHECK(!kvs_engine_synchronize(engine, 20 * SECONDS, &err));
+    for (int i = 0; i < 3; i++) CHECK(c.cpu[to[i] * NBYTES + 100] == 0x11, "seed %d", (int)seed);
+    for (int i = 0; i < 3; i++) CHECK(c.gpu[ids[i] * NBYTES + 100] == 0x22, "seed %d", (int)seed);
+    kvs_transfer_unref(t);
+    kvs_dev_stream_destroy(device, mine, &err);
+    caches_free(&c);
+    kvs_engine_unref(engine);
+  }
+}
+
+static void test_queue_full(void) {
+  struct kvs_engine *engine = open_engine(3);
+  struct kvs_device *device = kvs_engine_device(engine);
+  struct caches c = caches_new();
+  struct kvs_error err;
+  struct kvs_transfer *t[9];
+  struct kvs_stats stats;
+  int64_t id = 1;
+  kvs_stream mine;
+  kvs_dev_stream_create(device, 0, &mine, &err);
+  uint64_t flag;
+  CHECK(!kvs_engine_alloc(engine, 4, false, &flag, &err));
+  memset((void *)(uintptr_t)flag, 0, 4);
+  CHECK(!kvs_dev_wait32(device, flag, 1, mine, &err)); /* blocked until the flag is set */
+  CHECK(!kvs_engine_set_lane_depth(engine, 8, &err));
+  struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .on_stream = true, .stream = mine};
+  for (int i = 0; i < 8; i++) CHECK(!swap(engine, &c, &id, &id, 1, KVS_D2H, &options, &t[i], &err), "%s", err.message);
+  CHECK(swap(engine, &c, &id, &id, 1, KVS_D2H, &options, &t[8], &err) == KVS_QUEUE_FULL);
+  CHECK(strstr(err.message, "8 unfinished"), "%s", err.message);
+  kvs_engine_stats(engine, &stats);
+  CHECK(stats.unfinished == 8 && stats.refused_full == 1, "%d", (int)stats.unfinished);
+  CHECK(kvs_transfer_wait(t[0], 1000, &err) == KVS_TIMEOUT || err.status == KVS_INTERNAL, "%s", err.message);
+  *(volatile uint32_t *)(uintptr_t)flag = 1;
+  for (int i = 0; i < 8; i++) {
+    struct kvs_transfer_info info;
+    CHECK(!kvs_transfer_wait(t[i], 20 * SECONDS, &err), "%s", err.message);
+    kvs_transfer_get_info(t[i], &info);
+    CHECK(info.sequence == (uint64_t)i + 1);
+    kvs_transfer_unref(t[i]);
+  }
+  CHECK(!kvs_engine_free(engine, flag, &err));
+  caches_free(&c);
+  kvs_engine_unref(engine);
+}
+
+/* -- failure --------------------------------------------------------------------------------------------------- */
+
+static void test_refused_blocks(void) {
+  for (int path = KVS_PATH_DMA; path <= KVS_PATH_DIRECT; path++) {
+    struct kvs_engine *engine = open_engine(11);
+    struct caches c = caches_new();
+    struct kvs_error err;
+    struct kvs_transfer *t;
+    struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .path = (enum kvs_path)path};
+    struct kvs_fault fault = {.action = KVS_FAULT_FAIL, .nth = 3, .every = 4, .code = 1};
+    int64_t gpu[12], cpu[12];
+    uint32_t failed[12];
+    for (int i = 0; i < 12; i++) gpu[i] = 3 * i, cpu[i] = 50 - 2 * i;
+    CHECK(!kvs_dev_fault_set(kvs_engine_device(engine), KVS_FAULT_COPY, &fault, &err));
+    CHECK(!swap(engine, &c, gpu, cpu, 12, KVS_D2H, &options, &t, &err), "%s", err.message);
+    CHECK(kvs_transfer_wait(t, 20 * SECONDS, &err) == KVS_REFUSED && err.code == 1, "%s", err.message);
+    size_t n = kvs_transfer_failed(t, failed, 12);
+    CHECK(n == 3, "path %d: %zu failed", path, n);
+    bool lost[12] = {false};
+    for (size_t i = 0; i < n; i++) lost[failed[i]] = true;
+    for (int i = 0; i < 12; i++)
+      CHECK((memcmp(c.cpu + cpu[i] * NBYTES, c.gpu + gpu[i] * NBYTES, NBYTES) != 0) == lost[i], "block %d", i);
+    fault.action = KVS_FAULT_NONE;
+    kvs_dev_fault_set(kvs_engine_device(engine), KVS_FAULT_COPY, &fault, &err);
+    struct kvs_transfer *good;
+    CHECK(!swap(engine, &c, gpu, cpu, 12, KVS_D2H, &options, &good, &err)); /* the lane goes on */
+    CHECK(!kvs_transfer_wait(good, 20 * SECONDS, &err), "%s", err.message);
+    kvs_transfer_unref(t);
+    kvs_transfer_unref(good);
+    caches_free(&c);
+    kvs_engine_unref(engine);
+  }
+}
+
+/* Whatever driver call fails, once: either the submission is refused and nothing moved, or the transfer says what is lost, and
+ * what it does not list has arrived. */
+static void test_every_call_may_fail(void) {
+  static const char *const calls[] = {
+      "", "copy", "copy_batch", "copy_direct", "launch", "event_record", "stream_wait", "stream_info", "pointer_query"};
+  int refused = 0, reported = 0, clean = 0;
+  for (int path = KVS_PATH_DMA; path <= KVS_PATH_DIRECT; path++)
+    for (size_t k = 0; k < sizeof calls / sizeof *calls; k++)
+      for (uint64_t nth = 1; nth <= 24; nth++) {
+        struct kvs_engine *engine = open_engine(nth);
+        struct caches c = caches_new();
+        struct kvs_error err;
+        struct kvs_transfer *t = NULL;
+        struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .path = (enum kvs_path)path};
+        struct kvs_fault fault = {.action = KVS_FAULT_FAIL, .nth = nth, .code = 1}, none = {.action = KVS_FAULT_NONE};
+        int64_t gpu[BLOCKS], cpu[BLOCKS];
+        uint32_t failed[BLOCKS];
+        bool lost[BLOCKS] = {false};
+        snprintf(fault.operation, sizeof fault.operation, "%s", calls[k]);
+        for (int i = 0; i < BLOCKS; i++) gpu[i] = (i * 5) % BLOCKS, cpu[i] = (i * 7) % BLOCKS;
+        kvs_dev_fault_set(kvs_engine_device(engine), KVS_FAULT_CALL, &fault, &err);
+        if (swap(engine, &c, gpu, cpu, BLOCKS, KVS_D2H, &options, &t, &err)) {
+          refused++;
+          kvs_dev_fault_set(kvs_engine_device(engine), KVS_FAULT_CALL, &none, &err);
+          CHECK(!kvs_engine_synchronize(engine, 20 * SECONDS, &err), "%s", err.message);
+          for (int i = 0; i < BLOCKS * NBYTES; i++)
+            if (c.cpu[i]) {
+              CHECK(false, "%s %d: refused, but bytes moved", calls[k], (int)nth);
+              break;
+            }
+        } else {
+          int status = KVS_NOT_READY;
+          for (int tries = 0; tries < 4 && !kvs_transfer_done(t); tries++) /* a poll may be what fails */
+            status = kvs_transfer_wait(t, 20 * SECONDS, &err);
+          status = kvs_transfer_wait(t, 20 * SECONDS, &err);
+          size_t n = kvs_transfer_failed(t, failed, BLOCKS);
+          CHECK((status != KVS_OK) == (n > 0), "%s %d: %s", calls[k], (int)nth, err.message);
+          for (size_t i = 0; i < n; i++) lost[failed[i]] = true;
+          for (int i = 0; i < BLOCKS; i++)
+            if (!lost[i])
+              CHECK(!memcmp(c.cpu + cpu[i] * NBYTES, c.gpu + gpu[i] * NBYTES, NBYTES), "%s %d", calls[k], i);
+          *(n ? &reported : &clean) += 1;
+          kvs_transfer_unref(t);
+        }
+        caches_free(&c);
+        kvs_engine_unref(engine);
+      }
+  CHECK(refused > 20 && reported > 3 && clean > 20, "%d refused, %d reported, %d clean", refused, reported, clean);
+}
+
+static void test_loss(void) {
+  struct kvs_engine *engine = open_engine(21);
+  struct caches c = caches_new();
+  struct kvs_error err;
+  struct kvs_transfer *out, *in;
+  struct kvs_fault fault = {.action = KVS_FAULT_LOSE, .operation = "event_query", .nth = 1, .code = 719};
+  int64_t ids[] = {1, 2, 3}, other[] = {7, 9, 11};
+  CHECK(!swap(engine, &c, ids, ids, 3, KVS_D2H, &plain, &out, &err));
+  CHECK(!swap(engine, &c, other, other, 3, KVS_H2D, &plain, &in, &err));
+  kvs_dev_fault_set(kvs_engine_device(engine), KVS_FAULT_CALL, &fault, &err);
+  CHECK(kvs_transfer_wait(out, 5 * SECONDS, &err) == KVS_LOST && err.code == 719, "%s", err.message);
+  CHECK(kvs_transfer_done(in) && kvs_transfer_error(in, &err) == KVS_LOST, "every lane is told");
+  CHECK(kvs_transfer_failed(in, NULL, 0) == 3, "all its blocks are lost");
+  struct kvs_transfer *more = NULL;
+  CHECK(swap(engine, &c, ids, ids, 3, KVS_D2H, &plain, &more, &err) == KVS_LOST);
+  CHECK(kvs_engine_synchronize(engine, SECONDS, &err) == KVS_LOST);
+  kvs_transfer_unref(out);
+  kvs_transfer_unref(in);
+  kvs_engine_unref(engine);
+  caches_free(&c);
+}
+
+/* -- threads --------------------------------------------------------------------------------------------------- */
+
+struct worker {
+  struct kvs_engine *engine;
+  struct caches c;
+  int number, wrong;
+};
+
+static int released;
+static pthread_mutex_t released_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void release(void *owner) {
+  (void)owner;
+  pthread_mutex_lock(&released_lock);
+  released++;
+  pthread_mutex_unlock(&released_lock);
+}
+
+static void *work(void *arg) {
+  struct worker *w = arg;
+  struct kvs_error err;
+  uint64_t seed = (uint64_t)w->number * 977 + 1;
+  struct kvs_transfer *previous = NULL;
+  for (int round = 0; round < 60; round++) {
+    int64_t gpu[8], cpu[8];
+    struct kvs_transfer *out = NULL, *in = NULL;
+    struct kvs_options options = {.priority = (enum kvs_priority)check_below(&seed, 3),
+                                  .path = (enum kvs_path)check_below(&seed, 4),
+                                  .owner = w,
+                                  .release = release};
+    for (int i = 0; i < 8; i++)
+      gpu[i] = 8 * i + (int64_t)check_below(&seed, 8), cpu[i] = 8 * (7 - i) + (int64_t)check_below(&seed, 8);
+    struct kvs_after after = {.kind = KVS_AFTER_TRANSFER, .transfer = previous};
+    options.after = &after;
+    options.nafter = previous != NULL;
+    if (swap(w->engine, &w->c, gpu, cpu, 8, KVS_D2H, &options, &out, &err)) w->wrong++;
+    after.transfer = out;
+    options.nafter = 1;
+    if (swap(w->engine, &w->c, gpu, cpu, 8, KVS_H2D, &options, &in, &err)) w->wrong++;
+    if (round % 3 && kvs_transfer_wait(in, 20 * SECONDS, &err)) w->wrong++;
+    if (round % 5 == 0) kvs_engine_collect(w->engine);
+    for (int i = 0; round % 3 && i < 8; i++)
+      w->wrong += memcmp(w->c.gpu + gpu[i] * NBYTES, w->c.cpu + cpu[i] * NBYTES, NBYTES) != 0;
+    kvs_transfer_unref(out); /* some are dropped while they run */
+    if (previous) kvs_transfer_unref(previous);
+    previous = in;
+  }
+  kvs_transfer_unref(previous);
+  return NULL;
+}
+
+static void test_threads(void) {
+  struct kvs_engine *engine = open_engine(0);
+  struct worker workers[4];
+  pthread_t threads[4];
+  struct kvs_error err;
+  struct kvs_stats stats;
+  for (int i = 0; i < 4; i++) {
+    workers[i] = (struct worker){.engine = engine, .c = caches_new(), .number = i};
+    pthread_create(&threads[i], NULL, work, &workers[i]);
+  }
+  for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+  CHECK(!kvs_engine_synchronize(engine, 20 * SECONDS, &err), "%s", err.message);
+  kvs_engine_collect(engine);
+  kvs_engine_stats(engine, &stats);
+  CHECK(stats.unfinished == 0 && stats.failed == 0, "%d %d", (int)stats.unfinished, (int)stats.failed);
+  CHECK(released == 4 * 60 * 2, "%d owners released", released);
+  for (int i = 0; i < 4; i++) {
+    CHECK(workers[i].wrong == 0, "thread %d saw %d wrong", i, workers[i].wrong);
+    for (int b = 0; b < BLOCKS * NBYTES; b++)
+      if (workers[i].c.gpu[b] != (unsigned char)(b * 31 + b / 251)) {
+        CHECK(false, "thread %d: byte %d changed", i, b);
+        break;
+      }
+    caches_free(&workers[i].c);
+  }
+  kvs_engine_unref(engine);
+}
+
+int main(void) {
+  test_paths(0);
+  test_paths(7);
+  test_order();
+  test_on_stream();
+  test_queue_full();
+  test_refused_blocks();
+  test_every_call_may_fail();
+  test_loss();
+  test_threads();
+  kvs_shutdown(SECONDS);
+  return check_close();
+}
