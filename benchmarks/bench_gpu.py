@@ -1,7 +1,7 @@
 """kvswap beside the driver's own calls, in one run: scattered blocks, both directions, every destination byte checked.
 
 For each block size: one big copy of as many bytes (the ceiling), a bare cuMemcpyBatchAsync over the same arrays, and
-kvswap's paths. Times are wall-clock from the call until the bytes are there, medians of --repeats; ``cpu`` is the time until
+kvswap's paths (``dma`` over the same pointer arrays, ``kernel`` and ``auto`` by block ids). Times are wall-clock from the call until the bytes are there, medians of --repeats; ``cpu`` is the time until
 the call returned. Needs a GPU and its driver, nothing else::
 
     python benchmarks/bench_gpu.py [--device 0] [--repeats 9] [--json FILE]
@@ -74,9 +74,7 @@ class Driver:
         self.call("cuStreamSynchronize", self.stream)
 
     def big_copy(self, dst: int, src: int, nbytes: int) -> None:
-        self.call(
-            "cuMemcpyAsync", ctypes.c_uint64(dst), ctypes.c_uint64(src), ctypes.c_size_t(nbytes), self.stream
-        )
+        self.call("cuMemcpyAsync", ctypes.c_uint64(dst), ctypes.c_uint64(src), ctypes.c_size_t(nbytes), self.stream)
 
     def batch_copy(self, src: Pointers, dst: Pointers, sizes: Pointers) -> None:
         attributes = (ctypes.c_uint32 * 16)()  # CUmemcpyAttributes: source order, two locations, flags
@@ -102,8 +100,9 @@ class Case:
         self.cpu = device.alloc(self.nbytes, host=True)
         rng = np.random.default_rng(size)
         ends = [self.gpu.ptr, self.cpu.ptr] if direction == "D2H" else [self.cpu.ptr, self.gpu.ptr]
-        scattered = [end + rng.permutation(self.count).astype(np.uint64) * np.uint64(size) for end in ends]
-        self.src, self.dst = np.ascontiguousarray(scattered[0]), np.ascontiguousarray(scattered[1])
+        ids = [rng.permutation(self.count) for _ in ends]
+        self.gpu_ids, self.cpu_ids = ids if direction == "D2H" else ids[::-1]
+        self.src, self.dst = (end + i.astype(np.uint64) * np.uint64(size) for end, i in zip(ends, ids, strict=True))
         self.ends = ends
         self.sizes = np.full(self.count, size, np.uint64)
         self.keys = rng.integers(1, 1 << 62, self.count).astype(np.uint64)
@@ -153,9 +152,23 @@ def measure(driver: Driver, device: kvswap.Device, size: int, direction: str, re
         driver.batch_copy(case.src, case.dst, case.sizes)
         return driver.synchronize
 
-    def ours(path: Any) -> Callable[[], Callable[[], None]]:
+    def ours(path: Any, pointers: bool) -> Callable[[], Callable[[], None]]:
         def call() -> Callable[[], None]:
-            transfer = kvswap.swap_blocks_batch(case.src, case.dst, case.sizes, device=device, path=path)
+            if pointers:
+                transfer = kvswap.swap_blocks_batch(case.src, case.dst, case.sizes, device=device, path=path)
+            else:
+                transfer = kvswap.swap_cache_per_layer_async(
+                    case.gpu.ptr,
+                    case.cpu.ptr,
+                    case.size,
+                    case.count,
+                    case.count,
+                    case.gpu_ids,
+                    case.cpu_ids,
+                    int(direction == "H2D"),
+                    device=device,
+                    path=path,
+                )
             return lambda: spin(transfer)
 
         return call
@@ -163,8 +176,9 @@ def measure(driver: Driver, device: kvswap.Device, size: int, direction: str, re
     row: dict[str, Any] = {"size": size, "direction": direction, "blocks": case.count}
     row["big copy"] = case.run(big, repeats, False)
     row["bare batch"] = case.run(bare, repeats, True)
-    for path in ["dma", "kernel", "auto"]:
-        row[path] = case.run(ours(path), repeats, True)
+    row["dma"] = case.run(ours("dma", True), repeats, True)  # over the same arrays as the bare call
+    row["kernel"] = case.run(ours("kernel", False), repeats, True)
+    row["auto"] = case.run(ours("auto", False), repeats, True)
     case.free()
     return row
 
@@ -187,7 +201,9 @@ def main() -> int:
     args = parser.parse_args()
     driver = Driver(args.device)
     device = kvswap.Device(f"cuda:{args.device}")
-    print(f"{device.info['name']}, driver {driver.version}, Python {platform.python_version()}; GB/s, medians of {args.repeats}")
+    print(
+        f"{device.info['name']}, driver {driver.version}, Python {platform.python_version()}; GB/s, medians of {args.repeats}"
+    )
     rows = []
     for direction in ["D2H", "H2D"]:
         for size in SIZES:

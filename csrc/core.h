@@ -18,8 +18,7 @@
 #include "plan.h"
 
 enum {
-  KVS_LANE_HELPERS = 3, /* streams beside the spine: a GPU has three copy engines or so, four streams keep them fed */
-  KVS_MAX_LANES = 32,   /* of one direction and priority */
+  KVS_MAX_LANES = 32,       /* of one direction and priority */
   KVS_DEFAULT_DEPTH = 1024, /* unfinished transfers a lane */
   KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
 };
@@ -37,7 +36,7 @@ struct kvs_transfer {
   void *owner;
   void (*release)(void *);
   struct kvs_staging *staging;
-  kvs_event start, end; /* guarded by lane->lock while running; end 0: the lane's streams being idle stands for it */
+  kvs_event start, end; /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
   bool end_shared;      /* guarded by lane->lock: handed out, so it is the transfer's own now */
   /* Written before `state` leaves RUNNING, constant afterwards. */
   struct kvs_error error; /* status KVS_OK: none */
@@ -61,8 +60,8 @@ struct kvs_lane {
   uint64_t stream_id;    /* guarded by engine->lock: of the caller's stream, 0: none */
   enum kvs_direction direction;
   enum kvs_priority priority;
-  kvs_stream streams[1 + KVS_LANE_HELPERS]; /* [0] is the spine, on which transfers complete in order */
-  kvs_event fork, joins[KVS_LANE_HELPERS];  /* guarded by submit */
+  kvs_stream spine; /* its transfers run and complete on it, in order */
+  kvs_event fork;   /* guarded by submit: recorded on what the spine must wait for */
   pthread_mutex_t submit;
   pthread_mutex_t lock;
   struct kvs_transfer *head, *tail; /* guarded by lock: unfinished, oldest first */
@@ -116,7 +115,7 @@ struct kvs_engine {
 struct kvs_work {
   struct kvs_scratch *scratch;
   enum kvs_direction direction;
-  uint64_t nbytes, nblocks;
+  uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
   int (*expand)(const void *call, struct kvs_copies *, struct kvs_error *);
   const void *call;
 };

@@ -22,9 +22,11 @@ int kvs_cuda_free(struct kvs_device *device, uint64_t ptr, struct kvs_error *err
   return kvs_cuda_leave(&scope, scope.cu->cuMemFree(ptr), "cuMemFree", err);
 }
 
+/* The driver answers 0 bytes with success and no memory; here that is refused, as for device memory. */
 int kvs_cuda_host_alloc(struct kvs_device *device, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
   struct kvs_cuda_scope scope;
   void *made = NULL;
+  if (nbytes == 0) return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "cuMemHostAlloc", "0 bytes");
   int status = kvs_cuda_enter(&scope, device, err);
   if (status != KVS_OK) return status;
   int code = scope.cu->cuMemHostAlloc(&made, nbytes, KVS_CU_HOST_ALLOC_PORTABLE | KVS_CU_HOST_ALLOC_DEVICEMAP);

@@ -1,14 +1,14 @@
 /* The host device: memory and threads of this process that behave as a GPU does.
  *
- * It is the default where no GPU is, and the oracle of the tests. Here is its table, and what a driver would refuse when
- * work is queued; nothing is queued of a call that is refused. Below it: host_memory.c (what memory there is),
+ * It is the default where no GPU is, and the oracle of the tests. Here is its table, and what a driver would refuse
+ * when work is queued; nothing is queued of a call that is refused. Below it: host_memory.c (what memory there is),
  * host_queue.c (streams and events), host_run.c (who runs the work), host_kernel.c and kernels/twins.c (kernels).
  *
  * The refusals follow the driver where it was seen to refuse: one copy across the end of an allocation or registration,
  * rows of one rectangle in several, a pitch above the limit, a batch on the legacy stream (CUDA_ERROR_INVALID_VALUE on
- * driver 580), work on a stream that is captured. What a GPU would only notice when it runs, a kernel that touches memory
- * that is not there, loses the device with code 700. It is stricter than a GPU in one thing: a copy from or to memory that
- * is not mapped is refused rather than left to crash. */
+ * driver 580), work on a stream that is captured. What a GPU would only notice when it runs, a kernel that touches
+ * memory that is not there, loses the device with code 700. It is stricter than a GPU in one thing: a copy from or to
+ * memory that is not mapped is refused rather than left to crash. */
 #include "device_host.h"
 
 #include <inttypes.h>
@@ -48,19 +48,15 @@ static int host_alloc_pinned(struct kvs_device *device, size_t nbytes, uint64_t 
   return kvs_host_memory_alloc(&host_of(device)->memory, KVS_MEMORY_PINNED, nbytes, ptr, err);
 }
 
-/* Freeing waits for the device, as a driver's free does. Of a lost device nothing is running that could be waited for. */
-static int drain(struct kvs_device *device, const char *operation, struct kvs_error *err) {
-  int status = kvs_host_synchronize(queue_of(device), operation, err);
-  return status == KVS_LOST ? KVS_OK : status;
-}
-
+/* Freeing waits for the device, as a driver's free does. On a lost one it fails: a worker may still hold a slice, and
+ * close, which joins the workers, unmaps everything. */
 static int host_free_device(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
-  int status = drain(device, "free", err);
+  int status = kvs_host_synchronize(queue_of(device), "free", err);
   return status ? status : kvs_host_memory_free(&host_of(device)->memory, KVS_MEMORY_DEVICE, ptr, err);
 }
 
 static int host_free_pinned(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
-  int status = drain(device, "host_free", err);
+  int status = kvs_host_synchronize(queue_of(device), "host_free", err);
   return status ? status : kvs_host_memory_free(&host_of(device)->memory, KVS_MEMORY_PINNED, ptr, err);
 }
 
@@ -69,7 +65,7 @@ static int host_register(struct kvs_device *device, uint64_t ptr, size_t nbytes,
 }
 
 static int host_unregister(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
-  int status = drain(device, "host_unregister", err);
+  int status = kvs_host_synchronize(queue_of(device), "host_unregister", err);
   return status ? status : kvs_host_memory_unregister(&host_of(device)->memory, ptr, err);
 }
 

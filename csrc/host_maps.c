@@ -1,8 +1,9 @@
 /* Looks an address up in /proc/self/maps: by the query call that Linux 6.11 brought, or by reading the text.
  *
- * The descriptor of the fast way is opened once a process and kept. It shows the address space of the process that opened
- * it, so a forked child opens its own. A program may have closed it behind our back (daemons close all descriptors) and
- * its number may by now be another file: then the query fails on it and it is opened anew, but never closed by us. */
+ * The descriptor of the fast way is opened once a process and kept. It shows the address space of the process that
+ * opened it, so a forked child opens its own. A program may have closed it behind our back (daemons close all
+ * descriptors) and its number may by now be another file: then the query fails on it and it is opened anew, but never
+ * closed by us. */
 #include "host_maps.h"
 
 #include <errno.h>
@@ -31,6 +32,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int maps = -1;       /* guarded by lock */
 static pid_t maps_owner;    /* guarded by lock: the process whose memory `maps` shows */
 static bool maps_refused;   /* guarded by lock: this kernel does not know the query */
+
+/* A fork while another thread looks something up must not leave the child with a lock that nobody holds any more. */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&lock); }
+
+static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
 
 static bool open_maps_locked(void) {
   maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
@@ -79,6 +89,7 @@ bool kvs_mapping_parse(uint64_t address, struct kvs_mapping *mapping) {
 
 bool kvs_mapping_find(uint64_t address, struct kvs_mapping *mapping) {
   struct query query;
+  pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&lock);
   int answer = query_locked(address, &query);
   pthread_mutex_unlock(&lock);

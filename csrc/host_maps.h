@@ -10,8 +10,8 @@ struct kvs_mapping {
   bool readable, writable;
 };
 
-/* The mapping that holds `address`; false if none does, or where there is no /proc. Any thread. About a microsecond from
- * Linux 6.11 on; before, the time to read all of /proc/self/maps. */
+/* The mapping that holds `address`; false if none does, or where there is no /proc. Any thread. About a microsecond
+ * from Linux 6.11 on; before, the time to read all of /proc/self/maps. */
 bool kvs_mapping_find(uint64_t address, struct kvs_mapping *mapping);
 
 /* The same without the fast call, for tests of the way that older kernels go. */

@@ -1,13 +1,13 @@
 /* Memory of a host device.
  *
- * An allocation is a mapping of its own with a page behind it that nothing may touch: a copy past the end is found, and so
- * is a use after free, because the pages are gone. Fresh memory begins with 0xCD bytes, as on a GPU it begins with
+ * An allocation is a mapping of its own with a page behind it that nothing may touch: a copy past the end is found, and
+ * so is a use after free, because the pages are gone. Fresh memory begins with 0xCD bytes, as on a GPU it begins with
  * whatever was there; only the first 64 KiB, so that a large allocation stays as cheap as its mapping.
  *
- * Two sets describe it. `known` holds what a pointer query answers, allocated or registered, to the byte. `owned` holds the
- * pages behind allocations with their guard: it tells an allocation from a registration, and the slack behind one from
- * ordinary memory. All other memory of the process is looked up in the kernel's list of mappings, and cut so that it does
- * not reach into what is known. */
+ * Two sets describe it. `known` holds what a pointer query answers, allocated or registered, to the byte. `owned` holds
+ * the pages behind allocations with their guard: it tells an allocation from a registration, and the slack behind one
+ * from ordinary memory. All other memory of the process is looked up in the kernel's list of mappings, and cut so that
+ * it does not reach into what is known. */
 #include "host_memory.h"
 
 #include <inttypes.h>

@@ -28,8 +28,8 @@ int kvs_host_memory_unregister(struct kvs_host_memory *memory, uint64_t ptr, str
 int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region,
                           struct kvs_error *err);
 
-/* A look at memory for the length of one call: remembers the regions it met, so that a list over a few tensors costs a few
- * look-ups and not one an entry. One thread. Zero-initialise all but `memory`. */
+/* A look at memory for the length of one call: remembers the regions it met, so that a list over a few tensors costs a
+ * few look-ups and not one an entry. One thread. Zero-initialise all but `memory`. */
 struct kvs_host_view {
   struct kvs_host_memory *memory;
   struct kvs_regions met;
@@ -41,8 +41,8 @@ enum kvs_host_use {
   KVS_HOST_WRITE,
 };
 
-/* Why a range cannot be used, or NULL if it can. `seams`: as a driver's copy sees it, which must stay within one region that
- * has seams; else as a kernel sees it, which may go wherever memory is. */
+/* Why a range cannot be used, or NULL if it can. `seams`: as a driver's copy sees it, which must stay within one region
+ * that has seams; else as a kernel sees it, which may go wherever memory is. */
 const char *kvs_host_view_refuse(struct kvs_host_view *view, enum kvs_host_use use, uint64_t address, uint64_t nbytes,
                                  bool seams);
 void kvs_host_view_clear(struct kvs_host_view *view);

@@ -1,11 +1,12 @@
 /* Streams, events and queues of a host device: what its callers do.
  *
  * One lock guards all of it. Handles are small numbers that are used again as soon as they are free, as a driver's are:
- * streams are even and events odd, so that one in the place of the other is refused. Streams are non-blocking; the legacy
- * stream (0 and 1) and the per-thread streams (2) are ordinary ones that exist by themselves.
+ * streams are even and events odd, so that one in the place of the other is refused. Streams are non-blocking; the
+ * legacy stream (0 and 1) and the per-thread streams (2) are ordinary ones that exist by themselves.
  *
- * A stream is a FIFO, and active while it holds anything. The operation at its head is runnable, or is a condition that is
- * not yet met; conditions never occupy a worker (host_run.c). An event is a pointer to the mark of its latest recording. */
+ * A stream is a FIFO, and active while it holds anything. The operation at its head is runnable, or is a condition that
+ * is not yet met; conditions never occupy a worker (host_run.c). An event is a pointer to the mark of its latest
+ * recording. */
 #include "host_queue.h"
 
 #include <inttypes.h>
@@ -91,7 +92,8 @@ static bool table_put(void ***table, size_t *count, void *item, size_t *index) {
 }
 
 static int refuse_handle(const char *operation, const char *what, uint64_t handle, struct kvs_error *err) {
-  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_HANDLE, operation, "0x%" PRIx64 " is no %s", handle, what);
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_HANDLE, operation, "0x%" PRIx64 " is no %s", handle,
+                         what);
 }
 
 static int refuse_nomem(const char *operation, struct kvs_error *err) {
@@ -143,7 +145,7 @@ static int check_lost(const struct kvs_host_queue *queue, const char *operation,
 
 static int refuse_deadlock(const char *operation, struct kvs_error *err) {
   return kvs_fail(err, KVS_INTERNAL,
-                  "deadlock: nothing can run (%s: all queued work stands behind 32-bit words that nothing queued writes)",
+                  "deadlock: nothing can run (%s: all queued work waits for 32-bit words that nothing queued writes)",
                   operation);
 }
 

@@ -27,8 +27,8 @@ enum kvs_host_kind {
   KVS_HOST_WAIT32,
 };
 
-/* One recording of an event. Waits hold the mark and not the event, so recording the event again does not move them, and
- * an event may be destroyed at any time. Guarded by the queue's lock. */
+/* One recording of an event. Waits hold the mark and not the event, so recording the event again does not move them,
+ * and an event may be destroyed at any time. Guarded by the queue's lock. */
 struct kvs_host_mark {
   unsigned refs;
   bool done;
@@ -105,7 +105,7 @@ struct kvs_host_queue {
   size_t nevents;
   struct kvs_host_stream *first, *last; /* streams with work, in the order in which they get their turns */
   uint64_t next_seq;
-  uint64_t awaited; /* the least `seq` whose turn a thread in kvs_host_synchronize waits for, or KVS_HOST_NEVER */
+  uint64_t awaited; /* kvs_host_synchronize waits for all before this `seq` (the least of them), or KVS_HOST_NEVER */
 
   pthread_t workers[KVS_HOST_WORKERS_MAX];
   unsigned nworkers; /* started */

@@ -1,16 +1,16 @@
 /* Who runs the work of a host device.
  *
  * Threaded: up to four workers. One picks the stream of highest priority whose head is runnable, among equals the one
- * that waited longest, takes a slice of about a MiB of it, and runs the slice without the lock; several workers may hold
- * slices of one operation, for there is no order within it. An operation ends when all its slices have.
+ * that waited longest, takes a slice of about a MiB of it, and runs the slice without the lock; several workers may
+ * hold slices of one operation, for there is no order within it. An operation ends when all its slices have.
  *
- * Waking is a chain: who makes something runnable signals one worker, and a worker that goes off to run while more could
- * be run, or while a time has to be kept, signals the next. A worker that finished looks again by itself. Of the idle
- * workers one sleeps until the earliest time that matters: the end of a delay, or the next look at a 32-bit word.
+ * Waking is a chain: who makes something runnable signals one worker, and a worker that goes off to run while more
+ * could be run, or while a time has to be kept, signals the next. A worker that finished looks again by itself. Of the
+ * idle workers one sleeps until the earliest time that matters: the end of a delay, or the next look at a 32-bit word.
  *
- * Deterministic: no threads. A step picks by the seed, mostly in order of priority (to a GPU it is a hint too), and runs
- * one copy of a batch, or one other operation whole, under the lock. Time is virtual: a microsecond a step; where only
- * delays are left, it jumps to the end of the first. */
+ * Deterministic: no threads. A step picks by the seed, mostly in order of priority (to a GPU it is a hint too), and
+ * runs one copy of a batch, or one other operation whole, under the lock. Time is virtual: a microsecond a step; where
+ * only delays are left, it jumps to the end of the first. */
 #include <inttypes.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -28,8 +28,8 @@
 #define POLL_NS ((uint64_t)100000) /* from look to look at a word that a stream waits for */
 #define STEP_NS 1000u
 
-/* A part of an operation: units [first, first + units); of the first one the bytes before `offset` are not in it, and of
- * the last one those from `end` on. */
+/* A part of an operation: units [first, first + units); of the first one the bytes before `offset` are not in it, and
+ * of the last one those from `end` on. */
 struct slice {
   uint64_t first, units, offset, end;
 };

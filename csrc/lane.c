@@ -1,7 +1,6 @@
 /* Lanes: FIFO queues of unfinished transfers.
  *
- * A lane owns a spine stream, on which its transfers complete in order, a few helper streams that a large transfer is spread
- * over, and a stock of event pairs. There is one for each caller's stream (by the driver's stream id, since handles are used
+ * A lane owns a spine stream, on which its transfers run and complete in order, and a stock of event pairs. There is one for each caller's stream (by the driver's stream id, since handles are used
  * again), direction and priority, and one for transfers without a stream: so that neither a caller that waits long nor the
  * other direction holds up anybody else.
  *
@@ -30,11 +29,8 @@ static void lane_free(struct kvs_lane *lane) {
     (void)kvs_dev_event_destroy(device, lane->events[i].start, &ignored);
     (void)kvs_dev_event_destroy(device, lane->events[i].end, &ignored);
   }
-  for (int i = 0; i < KVS_LANE_HELPERS; i++)
-    if (lane->joins[i]) (void)kvs_dev_event_destroy(device, lane->joins[i], &ignored);
   if (lane->fork) (void)kvs_dev_event_destroy(device, lane->fork, &ignored);
-  for (int i = 0; i <= KVS_LANE_HELPERS; i++)
-    if (lane->streams[i]) (void)kvs_dev_stream_destroy(device, lane->streams[i], &ignored);
+  if (lane->spine) (void)kvs_dev_stream_destroy(device, lane->spine, &ignored);
   pthread_mutex_destroy(&lane->submit);
   pthread_mutex_destroy(&lane->lock);
   free(lane->events);
@@ -55,10 +51,7 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   pthread_mutex_init(&lane->lock, NULL);
   lane->events = calloc(lane->depth, sizeof *lane->events);
   if (!lane->events) status = kvs_fail(err, KVS_NOMEM, "no memory for a lane of %u transfers", lane->depth);
-  for (int i = 0; !status && i <= KVS_LANE_HELPERS; i++)
-    status = kvs_dev_stream_create(device, wanted, &lane->streams[i], err);
-  for (int i = 0; !status && i < KVS_LANE_HELPERS; i++)
-    status = kvs_dev_event_create(device, false, &lane->joins[i], err);
+  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->spine, err);
   if (!status) status = kvs_dev_event_create(device, false, &lane->fork, err);
   if (status) {
     lane_free(lane);
@@ -196,10 +189,8 @@ static struct kvs_transfer *pop_locked(struct kvs_lane *lane) {
 /* Whether the oldest transfer's device work has ended. */
 static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   struct kvs_device *device = lane->engine->device;
-  int status = KVS_OK;
   if (lane->head->end) return kvs_dev_event_query(device, lane->head->end, err);
-  for (int i = 0; !status && i <= KVS_LANE_HELPERS; i++) status = kvs_dev_stream_query(device, lane->streams[i], err);
-  return status;
+  return kvs_dev_stream_query(device, lane->spine, err);
 }
 
 static void finish_oldest_locked(struct kvs_lane *lane) {

@@ -91,7 +91,7 @@ static int name_duplicate(const struct kvs_ids *ids, const char *name, size_t se
                   first, name, second, id);
 }
 
-static int grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err) {
+int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err) {
   if (words <= scratch->bitmap_words) return KVS_OK;
   uint64_t *bitmap = calloc(words, sizeof *bitmap);
   if (!bitmap) return kvs_fail(err, KVS_NOMEM, "no memory to check %zu blocks for duplicates", words * 64);
@@ -104,7 +104,7 @@ static int grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kv
 static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_t blocks,
                             struct kvs_plan_scratch *scratch, struct kvs_error *err) {
   size_t words = (size_t)((blocks + 63) / 64), i = 0, twice = ids->count;
-  int status = ids->count > 1 ? grow_bitmap(scratch, words, err) : KVS_OK;
+  int status = ids->count > 1 ? kvs_plan_grow_bitmap(scratch, words, err) : KVS_OK;
   if (status || ids->count <= 1) return status;
   uint64_t *bitmap = scratch->bitmap;
   for (; i < ids->count; i++) {
@@ -252,10 +252,8 @@ int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions,
   return KVS_OK;
 }
 
-size_t kvs_plan_count_pieces(const struct kvs_copies *copies, uint64_t piece) {
-  size_t pieces = 0;
-  for (size_t i = 0; i < copies->count; i++) pieces += (size_t)((copies->nbytes[i] + piece - 1) / piece);
-  return pieces;
+size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece) {
+  return copies->count + (size_t)(nbytes / piece);
 }
 
 static uint64_t alias_of(const struct kvs_regions *regions, const struct kvs_region **last, uint64_t address) {
@@ -263,16 +261,18 @@ static uint64_t alias_of(const struct kvs_regions *regions, const struct kvs_reg
   return *last && (*last)->alias ? (*last)->alias + (address - (*last)->base) : address;
 }
 
-void kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
-                     struct kvs_piece *pieces) {
+size_t kvs_plan_pieces(const struct kvs_copies *copies, size_t from, size_t to, uint64_t piece,
+                       const struct kvs_regions *regions, struct kvs_piece *pieces) {
   const struct kvs_region *src_last = NULL, *dst_last = NULL;
-  for (size_t i = 0; i < copies->count; i++) {
+  size_t count = 0;
+  for (size_t i = from; i < to; i++) {
     uint64_t dst = copies->dst[i], src = copies->src[i], left = copies->nbytes[i];
     if (regions) dst = alias_of(regions, &dst_last, dst), src = alias_of(regions, &src_last, src);
     while (left) {
       uint64_t n = left < piece ? left : piece;
-      *pieces++ = (struct kvs_piece){.dst = dst, .src = src, .nbytes = n};
+      pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = n};
       dst += n, src += n, left -= n;
     }
   }
+  return count;
 }

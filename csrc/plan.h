@@ -15,6 +15,8 @@ struct kvs_plan_scratch {
 };
 
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch);
+/* Room for that many words of bits, all zero. */
+int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err);
 int kvs_copies_reserve(struct kvs_copies *copies, size_t capacity, struct kvs_error *err);
 void kvs_copies_free(struct kvs_copies *copies);
 
@@ -48,10 +50,10 @@ int kvs_plan_check_disjoint(const struct kvs_copies *copies, const char *what, s
 /* Cut every copy that crosses the end of a region with a seam, on either side. */
 int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions, struct kvs_error *err);
 
-/* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions' aliases;
- * NULL: the same). `pieces` has room for kvs_plan_count_pieces(). */
-size_t kvs_plan_count_pieces(const struct kvs_copies *copies, uint64_t piece);
-void kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
-                     struct kvs_piece *pieces);
+/* Cut copies [from, to) into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions'
+ * aliases; NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(). */
+size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece);
+size_t kvs_plan_pieces(const struct kvs_copies *copies, size_t from, size_t to, uint64_t piece,
+                       const struct kvs_regions *regions, struct kvs_piece *pieces);
 
 #endif

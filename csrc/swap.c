@@ -81,6 +81,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   if (!scratch) return KVS_NOMEM;
   struct kvs_work work = {
       .scratch = scratch, .direction = direction, .nblocks = gpu_ids->count, .expand = expand_cache, .call = &call};
+  work.entries = gpu_ids->count * ntensors;
   for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu_ids->count;
   status = check_and_plan_cache(engine, scratch, &call, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
@@ -153,7 +154,8 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;
-  struct kvs_work work = {.scratch = scratch, .nblocks = count, .expand = expand_batch, .call = &call};
+  struct kvs_work work = {
+      .scratch = scratch, .nblocks = count, .entries = count, .expand = expand_batch, .call = &call};
   for (size_t i = 0; i < count; i++) work.nbytes += nbytes[one_size ? 0 : i];
   status = plan_batch(&call, true, &scratch->copies, err);
   if (!status) status = cover_batch(engine, scratch, &call, &work.direction, err);

@@ -1,4 +1,4 @@
-"""What there is to swap on. Not called `devices`: a submodule of that name would hide the function ``kvswap.devices``."""
+"""What there is to swap on. Not called `devices`: a submodule of that name would hide ``kvswap.devices()``."""
 
 import os
 import platform

@@ -1,8 +1,8 @@
 /* C twins of the kernels.
  *
- * Work is dealt as on the device: CTA c of g takes items c, c + g, c + 2g, ... A piece is cut by kvs_cut_piece as in the
- * CUDA code, so that a mistake in the cut shows up where there is no GPU. Words are moved with memcpy of constant size:
- * the compiler makes one load and one store of it, and nothing is said about the type of the bytes. */
+ * Work is dealt as on the device: CTA c of g takes items c, c + g, c + 2g, ... A piece is cut by kvs_cut_piece as in
+ * the CUDA code, so that a mistake in the cut shows up where there is no GPU. Words are moved with memcpy of constant
+ * size: the compiler makes one load and one store of it, and nothing is said about the type of the bytes. */
 #include "twins.h"
 
 #include <endian.h>
@@ -65,7 +65,7 @@ static void write_item(const struct kvs_pattern_item *item) {
   memcpy(bytes + 8 * words, &word, (size_t)(item->nbytes % 8));
 }
 
-/* Count the bytes that differ among `n` bytes of one word; *first becomes the offset of the least one, if it is none yet. */
+/* Count the bytes that differ among `n` bytes of one word; *first, if none yet, becomes the offset of the least. */
 static uint64_t count_wrong(const unsigned char *bytes, uint64_t word, uint64_t n, uint64_t offset, uint64_t *first) {
   uint64_t wrong = 0;
   for (uint64_t i = 0; i < n; i++) {

@@ -1,6 +1,6 @@
-/* Where a tensor lies. Tried in this order: an int, a NumPy array, Memory, data_ptr(), DLPack, the array interfaces, the buffer
- * protocol, __index__. An integer type comes before everything else because a NumPy integer offers an array interface too, whose
- * address is that of the number; __index__ comes last because every torch tensor has one. */
+/* Where a tensor lies. Tried in this order: an int, a NumPy array, data_ptr(), DLPack, the array interfaces, the buffer
+ * protocol, __index__. An integer type comes before everything else because a NumPy integer offers an array interface
+ * too, whose address is that of the number; __index__ comes last because every torch tensor has one. */
 #include "bind.h"
 
 #include <string.h>
@@ -11,7 +11,8 @@ int kvs_py_hold(PyObject **hold, PyObject *object) {
   return PyList_Append(*hold, object);
 }
 
-/* object.name() as a number. 1, or 0 where there is no such attribute; a property (torch's nbytes) need not be called. */
+/* object.name() as a number. 1, or 0 where there is no such attribute; a property (torch's nbytes) need not be called.
+ * */
 static int number_of(PyObject *object, PyObject *attribute, const char *name, Py_ssize_t index, uint64_t *number) {
   PyObject *value;
   int has = kvs_py_attribute(object, attribute, &value);
@@ -56,7 +57,8 @@ static int from_data_ptr(struct kvs_py_state *state, PyObject *object, const cha
     Py_DECREF(method);
     if (contiguous < 0) return -1;
     if (contiguous == 0)
-      return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous; for a strided layout pass its data_ptr()");
+      return kvs_py_complain(PyExc_ValueError, name, index,
+                             "is not contiguous; for a strided layout pass its data_ptr()");
   }
   return size_of_tensor(state, object, name, index, &address->nbytes) < 0 ? -1 : 1;
 }

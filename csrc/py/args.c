@@ -1,5 +1,5 @@
-/* Arguments: one parser driven by a table of names, and the conversions of plain values. Every message begins with the name of
- * the argument and, in a list, the index. */
+/* Arguments: one parser driven by a table of names, and the conversions of plain values. Every message begins with the
+ * name of the argument and, in a list, the index. */
 #include "bind.h"
 
 #include <math.h>

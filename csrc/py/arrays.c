@@ -1,14 +1,12 @@
-/* NumPy: the only file that uses its C API. Ids, pointers and sizes become C arrays; where an array has the right type and is
- * contiguous it is read in place. */
+/* NumPy: the only file that uses its C API. Ids, pointers and sizes become C arrays; where an array has the right type
+ * and is contiguous it is read in place. */
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include "bind.h"
 
 #include <numpy/arrayobject.h>
 
-int kvs_py_arrays_init(void) {
-  return PyArray_ImportNumPyAPI();
-}
+int kvs_py_arrays_init(void) { return PyArray_ImportNumPyAPI(); }
 
 static PyObject *new_array(size_t count, int type, void **data) {
   npy_intp shape[1] = {(npy_intp)count};
@@ -31,13 +29,9 @@ PyObject *kvs_py_int64_array(size_t count, int64_t **data) {
   return array;
 }
 
-bool kvs_py_is_array(PyObject *object) {
-  return PyArray_Check(object);
-}
+bool kvs_py_is_array(PyObject *object) { return PyArray_Check(object); }
 
-bool kvs_py_is_scalar(PyObject *object) {
-  return PyArray_CheckScalar(object) && !PyArray_Check(object);
-}
+bool kvs_py_is_scalar(PyObject *object) { return PyArray_CheckScalar(object) && !PyArray_Check(object); }
 
 int kvs_py_array_address(PyObject *object, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
   PyArrayObject *array = (PyArrayObject *)object;
@@ -48,8 +42,9 @@ int kvs_py_array_address(PyObject *object, const char *name, Py_ssize_t index, s
   return 0;
 }
 
-/* An ndarray from an array or from what offers itself as one (a CPU tensor of ids): 1, or 0 where it does not. A list is not
- * asked: its elements may be tensors. A tensor must not be walked as a sequence either, for its elements have addresses. */
+/* An ndarray from an array or from what offers itself as one (a CPU tensor of ids): 1, or 0 where it does not. A list
+ * is not asked: its elements may be tensors. A tensor must not be walked as a sequence either, for its elements have
+ * addresses. */
 static int as_array(struct kvs_py_state *state, PyObject *object, PyArrayObject **array) {
   *array = NULL;
   if (PyArray_Check(object)) {
@@ -163,7 +158,8 @@ int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name,
 
 static int numbers_from_array(PyArrayObject *array, const char *name, struct kvs_py_list *list) {
   bool natural = is_unsigned(array, 8) || is_unsigned(array, 4);
-  if (check_array(array, name, "integers of 32 or 64 bits", natural || is_signed(array, 8) || is_signed(array, 4)) < 0) {
+  if (check_array(array, name, "integers of 32 or 64 bits", natural || is_signed(array, 8) || is_signed(array, 4)) <
+      0) {
     Py_DECREF(array);
     return -1;
   }

@@ -1,8 +1,9 @@
 /* Shared by the files of the Python module kvswap._C. They know the core by engine.h and kvswap.h and no CUDA.
  *
- * Conventions. A function that returns int gives 0, or -1 with a Python exception set, unless it says otherwise. The GIL is
- * released round exactly one call of the core, with no Python in between; on a free-threaded build nothing here counts on
- * the GIL: what can be raced for is atomic. All types are final, so that the type of an object leads to the module's state. */
+ * Conventions. A function that returns int gives 0, or -1 with a Python exception set, unless it says otherwise. The
+ * GIL is released round exactly one call of the core, with no Python in between; on a free-threaded build nothing here
+ * counts on the GIL: what can be raced for is atomic. All types are final, so that the type of an object leads to the
+ * module's state. */
 #ifndef KVS_PY_BIND_H
 #define KVS_PY_BIND_H
 
@@ -45,14 +46,14 @@ int kvs_py_complain(PyObject *exception, const char *name, Py_ssize_t index, con
 int kvs_py_int64(PyObject *value, const char *name, Py_ssize_t index, int64_t *number);
 int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t *number);
 int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count); /* its index, or -1 */
-int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns); /* seconds; NULL or None: -1, no limit */
+int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns);       /* seconds; NULL or None: -1, no limit */
 int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, or 0 where it has none */
-void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity);       /* "1.5 MiB" */
+void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity);      /* "1.5 MiB" */
 extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 
-/* wait.c: wait in slices, so that Ctrl-C works. wait() is called without the GIL and answers KVS_TIMEOUT to be called on. The
- * slices begin at 50 ms and double up to `longest_ns`. */
+/* wait.c: wait in slices, so that Ctrl-C works. wait() is called without the GIL and answers KVS_TIMEOUT to be called
+ * on. The slices begin at 50 ms and double up to `longest_ns`. */
 enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t longest_ns,
@@ -63,8 +64,8 @@ struct kvs_py_list {
   const uint64_t *data;
   const uint64_t *limits; /* of pointers: bytes known to be there, UINT64_MAX where unknown; NULL: nothing known */
   size_t count;
-  bool one;               /* of numbers: data[0] serves all */
-  uint64_t single[2];     /* room for a list of one */
+  bool one;           /* of numbers: data[0] serves all */
+  uint64_t single[2]; /* room for a list of one */
   PyObject *keep;
 };
 int kvs_py_arrays_init(void);
@@ -83,8 +84,8 @@ struct kvs_py_address {
   uint64_t nbytes; /* UINT64_MAX: unknown */
   bool readonly;
 };
-/* What must live until the transfer ends is appended to the list *hold, made on demand; hold NULL: a number is expected to
- * outlive the call by the caller's care. `write`: it is a destination. */
+/* What must live until the transfer ends is appended to the list *hold, made on demand; hold NULL: a number is expected
+ * to outlive the call by the caller's care. `write`: it is a destination. */
 int kvs_py_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
                    PyObject **hold, struct kvs_py_address *address);
 int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
@@ -109,20 +110,20 @@ int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine
 void kvs_py_after_clear(struct kvs_py_after *after);
 
 /* device.c. Engines are new references. */
-struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device);        /* Device, name or None */
+struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* Device, name or None */
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
-struct kvs_engine *kvs_py_device_engine(PyObject *device);                                  /* borrowed */
-PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);         /* takes the reference */
-PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine);        /* makes its own */
+struct kvs_engine *kvs_py_device_engine(PyObject *device);                                           /* borrowed */
+PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */
+PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* makes its own */
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
 
 /* memory.c, stream.c, event.c, transfer.c */
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
-struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);                /* borrowed */
-struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                  /* borrowed */
+struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle); /* borrowed */
+struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);   /* borrowed */
 PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer);
-struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                              /* borrowed */
-PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer);   /* takes the reference */
+struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
+PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
 void kvs_py_object_free(PyObject *self);

@@ -9,9 +9,7 @@ struct device_object {
   struct kvs_engine *engine;
 };
 
-struct kvs_engine *kvs_py_device_engine(PyObject *device) {
-  return ((struct device_object *)device)->engine;
-}
+struct kvs_engine *kvs_py_device_engine(PyObject *device) { return ((struct device_object *)device)->engine; }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
@@ -70,8 +68,9 @@ static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
   PyObject *logging = PyImport_ImportModule("logging");
   PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
   const char *reason = why->message[0] != '\0' ? why->message : "no CUDA device";
-  PyObject *done =
-      logger == NULL ? NULL : PyObject_CallMethod(logger, "info", "ss", "using host:0, which is memory and threads: %s", reason);
+  PyObject *done = logger == NULL ? NULL
+                                  : PyObject_CallMethod(logger, "info", "ss",
+                                                        "using host:0, which is memory and threads: %s", reason);
   Py_XDECREF(logging);
   Py_XDECREF(logger);
   Py_XDECREF(done);
@@ -115,9 +114,10 @@ struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *
     kvs_py_raise(state, &err);
     return NULL;
   }
-  PyErr_Format(PyExc_ValueError,
-               "host memory (0x%llx) was given where GPU memory belongs; to swap on the host device, pass device=\"host:0\"",
-               (unsigned long long)ptrs[0]);
+  PyErr_Format(
+      PyExc_ValueError,
+      "host memory (%p) was given where GPU memory belongs; to swap on the host device, pass device=\"host:0\"",
+      (void *)(uintptr_t)ptrs[0]);
   return NULL;
 }
 
@@ -202,19 +202,21 @@ static PyObject *uuid_text(const unsigned char *uuid) {
   unsigned any = 0;
   for (int i = 0, at = 0; i < 16; ++i) {
     any |= uuid[i];
-    at += snprintf(text + at, sizeof text - (size_t)at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", uuid[i]);
+    at += snprintf(text + at, sizeof text - (size_t)at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
+                   uuid[i]);
   }
   return PyUnicode_FromString(any != 0 ? text : "");
 }
 
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
-  return Py_BuildValue(
-      "{s:s, s:s, s:N, s:K, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}", "name", info->name, "pci",
-      info->pci, "uuid", uuid_text(info->uuid), "memory", (unsigned long long)info->memory, "max_pitch",
-      (unsigned long long)info->max_pitch, "driver", info->driver, "cc_major", info->cc_major, "cc_minor", info->cc_minor,
-      "sms", info->sms, "copy_engines", info->copy_engines, "numa_node", info->numa_node, "priority_low",
-      info->priority_low, "priority_high", info->priority_high, "batch", PyBool_FromLong(info->batch), "memops",
-      PyBool_FromLong(info->memops), "kernels", PyBool_FromLong(info->kernels), "kernels_note", info->kernels_note);
+  return Py_BuildValue("{s:s, s:s, s:N, s:K, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}", "name",
+                       info->name, "pci", info->pci, "uuid", uuid_text(info->uuid), "memory",
+                       (unsigned long long)info->memory, "max_pitch", (unsigned long long)info->max_pitch, "driver",
+                       info->driver, "cc_major", info->cc_major, "cc_minor", info->cc_minor, "sms", info->sms,
+                       "copy_engines", info->copy_engines, "numa_node", info->numa_node, "priority_low",
+                       info->priority_low, "priority_high", info->priority_high, "batch", PyBool_FromLong(info->batch),
+                       "memops", PyBool_FromLong(info->memops), "kernels", PyBool_FromLong(info->kernels),
+                       "kernels_note", info->kernels_note);
 }
 
 static PyObject *device_info(PyObject *self, void *unused) {
@@ -326,11 +328,12 @@ static PyObject *device_stats(PyObject *self, PyObject *unused) {
   const struct {
     const char *name;
     uint64_t value;
-  } rows[] = {{"submitted", stats.submitted}, {"done", stats.done}, {"failed", stats.failed},
-              {"cancelled", stats.cancelled}, {"bytes_d2h", stats.bytes_d2h}, {"bytes_h2d", stats.bytes_h2d},
-              {"bytes_other", stats.bytes_other}, {"copies", stats.copies}, {"merged", stats.merged},
-              {"unfinished", stats.unfinished}, {"lanes", stats.lanes}, {"refused_full", stats.refused_full},
-              {"staging_nbytes", stats.staging_nbytes}};
+  } rows[] = {
+      {"submitted", stats.submitted},          {"done", stats.done},           {"failed", stats.failed},
+      {"cancelled", stats.cancelled},          {"bytes_d2h", stats.bytes_d2h}, {"bytes_h2d", stats.bytes_h2d},
+      {"bytes_other", stats.bytes_other},      {"copies", stats.copies},       {"merged", stats.merged},
+      {"unfinished", stats.unfinished},        {"lanes", stats.lanes},         {"refused_full", stats.refused_full},
+      {"staging_nbytes", stats.staging_nbytes}};
   PyObject *dict = PyDict_New();
   for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
     PyObject *value = PyLong_FromUnsignedLongLong(rows[i].value);
@@ -342,36 +345,42 @@ static PyObject *device_stats(PyObject *self, PyObject *unused) {
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(set_compute_stream_doc,
-             "set_compute_stream($self, stream, /)\n--\n\n"
-             "Name the stream that transfers without stream= start after: the one on which the model runs.\n\n"
-             "Until one is set, that is the legacy default stream. Concerns transfers submitted later. Any thread may call.");
-PyDoc_STRVAR(synchronize_doc,
-             "synchronize($self, /, timeout=None)\n--\n\n"
-             "Wait until everything queued on the device, by anybody, has ended.\n\n"
-             "timeout: seconds, None for no limit; TimeoutError leaves all running. Ctrl-C works. Any thread may call.");
-PyDoc_STRVAR(alloc_doc, "alloc($self, /, nbytes, *, host=False)\n--\n\n"
-                        "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
-                        "Raises MemoryError or DeviceError where there is not as much. Any thread may call.");
-PyDoc_STRVAR(register_doc,
-             "register($self, /, ptr, nbytes=None)\n--\n\n"
-             "Pin host memory of the caller, so that the GPU can reach it at full speed.\n\n"
-             "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not overlap, and a\n"
-             "copy is never merged across the end of one. The caller keeps the memory mapped until unregister(ptr).");
-PyDoc_STRVAR(unregister_doc,
-             "unregister($self, ptr, /)\n--\n\n"
-             "Undo register(ptr). First waits, for 60 s at most, for every transfer of the device.");
-PyDoc_STRVAR(stats_doc,
-             "stats($self, /)\n--\n\n"
-             "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), bytes_d2h, bytes_h2d,\n"
-             "bytes_other (of transfers done), copies (issued), merged (blocks that rode in another block's copy), refused_full,\n"
-             "and as of now unfinished, lanes, staging_nbytes. Any thread may call.");
-PyDoc_STRVAR(device_doc,
-             "Device(name=None)\n--\n\n"
-             "A device: 'cuda', 'cuda:1', 'host', 'host:0'. None: the current GPU, or host:0 where there is none.\n\n"
-             "A host device is memory and threads of this process that behave as a GPU does. The same name is the same device:\n"
-             "such objects are equal. The first use of a GPU in a process opens its primary context (about 600 MB of its memory).\n"
-             "Any thread may use it. Raises ValueError for a name that is none, kvswap.Error for a device that is not there.");
+PyDoc_STRVAR(
+    set_compute_stream_doc,
+    "set_compute_stream($self, stream, /)\n--\n\n"
+    "Name the stream that transfers without stream= start after: the one on which the model runs.\n\n"
+    "Until one is set, that is the legacy default stream. Concerns transfers submitted later. Any thread may call.");
+PyDoc_STRVAR(
+    synchronize_doc,
+    "synchronize($self, /, timeout=None)\n--\n\n"
+    "Wait until everything queued on the device, by anybody, has ended.\n\n"
+    "timeout: seconds, None for no limit; TimeoutError leaves all running. Ctrl-C works. Any thread may call.");
+PyDoc_STRVAR(alloc_doc,
+             "alloc($self, /, nbytes, *, host=False)\n--\n\n"
+             "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
+             "Raises MemoryError or DeviceError where there is not as much. Any thread may call.");
+PyDoc_STRVAR(
+    register_doc,
+    "register($self, /, ptr, nbytes=None)\n--\n\n"
+    "Pin host memory of the caller, so that the GPU can reach it at full speed.\n\n"
+    "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not overlap, and a\n"
+    "copy is never merged across the end of one. The caller keeps the memory mapped until unregister(ptr).");
+PyDoc_STRVAR(unregister_doc, "unregister($self, ptr, /)\n--\n\n"
+                             "Undo register(ptr). First waits, for 60 s at most, for every transfer of the device.");
+PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\n"
+                        "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), "
+                        "bytes_d2h, bytes_h2d,\n"
+                        "bytes_other (of transfers done), copies (issued), merged (blocks that rode in another block's "
+                        "copy), refused_full,\n"
+                        "and as of now unfinished, lanes, staging_nbytes. Any thread may call.");
+PyDoc_STRVAR(
+    device_doc,
+    "Device(name=None)\n--\n\n"
+    "A device: 'cuda', 'cuda:1', 'host', 'host:0'. None: the current GPU, or host:0 where there is none.\n\n"
+    "A host device is memory and threads of this process that behave as a GPU does. The same name is the same device:\n"
+    "such objects are equal. The first use of a GPU in a process opens its primary context (about 600 MB of its "
+    "memory).\n"
+    "Any thread may use it. Raises ValueError for a name that is none, kvswap.Error for a device that is not there.");
 
 static PyMethodDef methods[] = {
     {"set_compute_stream", device_set_compute_stream, METH_O, set_compute_stream_doc},
@@ -387,10 +396,13 @@ static PyGetSetDef getset[] = {
     {"name", device_name, NULL, "str: 'cuda:0', 'host:0'.", NULL},
     {"kind", device_kind, NULL, "str: 'cuda' or 'host'.", NULL},
     {"info", device_info, NULL,
-     "dict: name, pci, uuid, memory (bytes), max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), cc_major,\n"
-     "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, kernels_note.",
+     "dict: name, pci, uuid, memory (bytes), max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), "
+     "cc_major,\n"
+     "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, "
+     "kernels_note.",
      NULL},
-    {"lost", device_lost, NULL, "bool: an asynchronous fault has made the device useless; every transfer on it fails.", NULL},
+    {"lost", device_lost, NULL, "bool: an asynchronous fault has made the device useless; every transfer on it fails.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -57,11 +57,12 @@ static int device_type(struct kvs_py_state *state, PyObject *object, long *type)
   return known_device(*type) ? 1 : 0;
 }
 
-/* object.__dlpack__(). For GPU memory stream=-1: the producer need order nothing, which is what stream= and after= are for. An
- * older producer knows no max_version. */
+/* object.__dlpack__(). For GPU memory stream=-1: the producer need order nothing, which is what stream= and after= are
+ * for. An older producer knows no max_version. */
 static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long type) {
   bool gpu = type == DL_CUDA || type == DL_CUDA_MANAGED;
-  PyObject *names = gpu ? PyTuple_Pack(2, state->s_max_version, state->s_stream) : PyTuple_Pack(1, state->s_max_version);
+  PyObject *names =
+      gpu ? PyTuple_Pack(2, state->s_max_version, state->s_stream) : PyTuple_Pack(1, state->s_max_version);
   PyObject *none = PyLong_FromLong(-1);
   PyObject *capsule = NULL;
   PyObject *values[2] = {state->dlpack_version, none};
@@ -110,14 +111,16 @@ static int read_capsule(PyObject *capsule, const char *name, Py_ssize_t index, s
   }
   if (tensor == NULL || !known_device(tensor->device.type)) return 0;
   if ((flags & DL_FLAG_IS_COPIED) != 0)
-    return kvs_py_complain(PyExc_ValueError, name, index, "was copied by its __dlpack__(): its own memory is not reachable");
+    return kvs_py_complain(PyExc_ValueError, name, index,
+                           "was copied by its __dlpack__(): its own memory is not reachable");
   if (!contiguous(tensor)) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
   *address = (struct kvs_py_address){(uint64_t)(uintptr_t)tensor->data + tensor->byte_offset, size_of(tensor),
                                      (flags & DL_FLAG_READ_ONLY) != 0};
   return 1;
 }
 
-/* What a producer refuses (a read-only array in the old protocol, a type that DLPack has not) another protocol may serve. */
+/* What a producer refuses (a read-only array in the old protocol, a type that DLPack has not) another protocol may
+ * serve. */
 static int refused(void) {
   static PyObject **const passing[] = {&PyExc_BufferError, &PyExc_TypeError, &PyExc_ValueError, &PyExc_RuntimeError,
                                        &PyExc_AttributeError};

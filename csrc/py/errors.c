@@ -7,10 +7,12 @@ const char kvs_py_error_row[] = "kvswap.Error";
 const char kvs_py_queue_full_row[] = "kvswap.QueueFull";
 const char kvs_py_device_error_row[] = "kvswap.DeviceError";
 
-PyDoc_STRVAR(error_doc, "Base of kvswap's own errors. Wrong arguments are ValueError, IndexError or TypeError instead, a passed\n"
-                        "time limit is TimeoutError and exhausted memory MemoryError.");
-PyDoc_STRVAR(queue_full_doc, "The lane holds as many unfinished transfers as it may. Nothing of the refused call was queued: "
-                             "wait for\nan earlier transfer and call again.");
+PyDoc_STRVAR(error_doc,
+             "Base of kvswap's own errors. Wrong arguments are ValueError, IndexError or TypeError instead, a passed\n"
+             "time limit is TimeoutError and exhausted memory MemoryError.");
+PyDoc_STRVAR(queue_full_doc,
+             "The lane holds as many unfinished transfers as it may. Nothing of the refused call was queued: "
+             "wait for\nan earlier transfer and call again.");
 PyDoc_STRVAR(device_error_doc,
              "A call of the device's driver failed.\n\n"
              "code: the driver's number (CUresult; a host device uses the same numbers), 0 where it gave none.\n"
@@ -30,15 +32,23 @@ PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, co
 
 static PyObject *exception_type(struct kvs_py_state *state, int status) {
   switch (kvs_status_exception(status)) {
-  case KVS_EXC_VALUE: return PyExc_ValueError;
-  case KVS_EXC_INDEX: return PyExc_IndexError;
-  case KVS_EXC_TYPE: return PyExc_TypeError;
-  case KVS_EXC_MEMORY: return PyExc_MemoryError;
-  case KVS_EXC_TIMEOUT: return PyExc_TimeoutError;
-  case KVS_EXC_QUEUE_FULL: return state->queue_full;
-  case KVS_EXC_DEVICE: return state->device_error;
+  case KVS_EXC_VALUE:
+    return PyExc_ValueError;
+  case KVS_EXC_INDEX:
+    return PyExc_IndexError;
+  case KVS_EXC_TYPE:
+    return PyExc_TypeError;
+  case KVS_EXC_MEMORY:
+    return PyExc_MemoryError;
+  case KVS_EXC_TIMEOUT:
+    return PyExc_TimeoutError;
+  case KVS_EXC_QUEUE_FULL:
+    return state->queue_full;
+  case KVS_EXC_DEVICE:
+    return state->device_error;
   case KVS_EXC_NONE:
-  case KVS_EXC_BASE: break;
+  case KVS_EXC_BASE:
+    break;
   }
   return state->error;
 }

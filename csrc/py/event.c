@@ -8,9 +8,7 @@ struct event_object {
   struct kvs_transfer *transfer; /* owner of the event, or NULL: the object owns it */
 };
 
-static struct event_object *as_event(PyObject *self) {
-  return (struct event_object *)self;
-}
+static struct event_object *as_event(PyObject *self) { return (struct event_object *)self; }
 
 struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle) {
   *handle = as_event(event)->handle;
@@ -73,7 +71,7 @@ static void event_dealloc(PyObject *object) {
 
 static PyObject *event_repr(PyObject *object) {
   struct event_object *self = as_event(object);
-  return PyUnicode_FromFormat("<kvswap.Event 0x%llx on %s%s>", (unsigned long long)self->handle,
+  return PyUnicode_FromFormat("<kvswap.Event %p on %s%s>", (void *)(uintptr_t)self->handle,
                               kvs_engine_name(self->engine), self->transfer != NULL ? ", of a transfer" : "");
 }
 
@@ -146,7 +144,8 @@ static PyObject *event_synchronize(PyObject *object, PyObject *const *args, Py_s
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_event, object, KVS_PY_SLICE_NS, timeout_ns, "what the event marks") < 0) return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_event, object, KVS_PY_SLICE_NS, timeout_ns, "what the event marks") < 0)
+    return NULL;
   Py_RETURN_NONE;
 }
 
@@ -171,22 +170,28 @@ static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
   return rc == KVS_OK ? PyFloat_FromDouble((double)ns * 1e-9) : kvs_py_raise(state, &err);
 }
 
-PyDoc_STRVAR(event_doc, "Event(device=None, *, timing=True)\n--\n\n"
-                        "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
-                        "One that was never recorded counts as reached. timing=False: elapsed_time() is refused, the rest is\n"
-                        "cheaper. Any thread may use it.");
-PyDoc_STRVAR(record_doc, "record($self, stream, /)\n--\n\n"
-                         "Mark the work queued on the stream so far. Recording again moves the mark, but not for what waits on\n"
-                         "the earlier one. ValueError for a transfer's event.");
+PyDoc_STRVAR(event_doc,
+             "Event(device=None, *, timing=True)\n--\n\n"
+             "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
+             "One that was never recorded counts as reached. timing=False: elapsed_time() is refused, the rest is\n"
+             "cheaper. Any thread may use it.");
+PyDoc_STRVAR(record_doc,
+             "record($self, stream, /)\n--\n\n"
+             "Mark the work queued on the stream so far. Recording again moves the mark, but not for what waits on\n"
+             "the earlier one. ValueError for a transfer's event.");
 PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether it has been reached. Never blocks.");
-PyDoc_STRVAR(synchronize_doc,
-             "synchronize($self, /, timeout=None)\n--\n\n"
-             "Wait until it is reached.\n\n"
-             "timeout: seconds, None for no limit; TimeoutError otherwise. Ctrl-C works. A transfer's event orders and proves\n"
-             "nothing: look at Transfer.error. Any thread may call.");
-PyDoc_STRVAR(elapsed_time_doc, "elapsed_time($self, other, /)\n--\n\n"
-                               "Seconds from this event to the other, a float. Both must have been reached and be of one device.");
-PyDoc_STRVAR(wait_doc, "wait($self, stream, /)\n--\n\nWork queued on the stream later waits for this event. Does not block the caller.");
+PyDoc_STRVAR(
+    synchronize_doc,
+    "synchronize($self, /, timeout=None)\n--\n\n"
+    "Wait until it is reached.\n\n"
+    "timeout: seconds, None for no limit; TimeoutError otherwise. Ctrl-C works. A transfer's event orders and proves\n"
+    "nothing: look at Transfer.error. Any thread may call.");
+PyDoc_STRVAR(elapsed_time_doc,
+             "elapsed_time($self, other, /)\n--\n\n"
+             "Seconds from this event to the other, a float. Both must have been reached and be of one device.");
+PyDoc_STRVAR(
+    wait_doc,
+    "wait($self, stream, /)\n--\n\nWork queued on the stream later waits for this event. Does not block the caller.");
 
 static PyMethodDef methods[] = {
     {"record", event_record, METH_O, record_doc},

@@ -65,8 +65,7 @@ static int find_stream(struct kvs_py_state *state, PyObject *object, const char 
                        uint64_t *handle) {
   if ((PyObject *)Py_TYPE(object) == state->stream_type)
     return same_engine(kvs_py_stream_engine(object, handle), engine, name) < 0 ? -1 : 1;
-  if (PyLong_Check(object) || kvs_py_is_scalar(object))
-    return kvs_py_uint64(object, name, -1, handle) < 0 ? -1 : 1;
+  if (PyLong_Check(object) || kvs_py_is_scalar(object)) return kvs_py_uint64(object, name, -1, handle) < 0 ? -1 : 1;
   if (PyType_Check(object) || PyUnicode_Check(object)) return 0;
   int has = handle_attribute(object, state->s_cuda_stream, name, handle);
   if (has == 0) has = from_protocol(state, object, name, handle);
@@ -79,9 +78,11 @@ int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const cha
                          uint64_t *handle) {
   int has = find_stream(state, object, name, engine, handle);
   if (has != 0) return has < 0 ? -1 : 0;
-  return kvs_py_complain(PyExc_TypeError, name, -1,
-                         "must be a stream: an int handle, a kvswap.Stream, or an object with cuda_stream, __cuda_stream__ "
-                         "or ptr, not %s", Py_TYPE(object)->tp_name);
+  return kvs_py_complain(
+      PyExc_TypeError, name, -1,
+      "must be a stream: an int handle, a kvswap.Stream, or an object with cuda_stream, __cuda_stream__ "
+      "or ptr, not %s",
+      Py_TYPE(object)->tp_name);
 }
 
 /* One thing to start after: 1, or 0 where the object is none (it may be a list of them). */

@@ -1,4 +1,5 @@
-/* __cuda_array_interface__ and __array_interface__: dictionaries with `data` (address, read-only), shape, typestr, strides. */
+/* __cuda_array_interface__ and __array_interface__: dictionaries with `data` (address, read-only), shape, typestr,
+ * strides. */
 #include "bind.h"
 
 /* Bytes of one element: the digits after the two letters of typestr ("<f4"). 0: unknown. */

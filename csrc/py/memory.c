@@ -1,5 +1,5 @@
-/* kvswap.Memory: what Device.alloc gives. `uses` counts exported buffers; taking it from 0 to FREED is what gives the memory up,
- * so that a free and a new export cannot both succeed. */
+/* kvswap.Memory: what Device.alloc gives. `uses` counts exported buffers; taking it from 0 to FREED is what gives the
+ * memory up, so that a free and a new export cannot both succeed. */
 #include "bind.h"
 
 enum { FREED = -1 };
@@ -14,9 +14,7 @@ struct memory_object {
   atomic_long uses;
 };
 
-static struct memory_object *as_memory(PyObject *self) {
-  return (struct memory_object *)self;
-}
+static struct memory_object *as_memory(PyObject *self) { return (struct memory_object *)self; }
 
 static bool reserve_free(struct memory_object *self) {
   long none = 0;
@@ -123,8 +121,8 @@ static PyObject *memory_repr(PyObject *object) {
   struct memory_object *self = as_memory(object);
   char size[24];
   kvs_py_size_text(self->nbytes, size, sizeof size);
-  return PyUnicode_FromFormat("<kvswap.Memory %s%s at 0x%llx on %s%s>", size, self->host ? " of host memory" : "",
-                              (unsigned long long)self->ptr, kvs_engine_name(self->engine),
+  return PyUnicode_FromFormat("<kvswap.Memory %s%s at %p on %s%s>", size, self->host ? " of host memory" : "",
+                              (void *)(uintptr_t)self->ptr, kvs_engine_name(self->engine),
                               atomic_load(&self->uses) == FREED ? ", freed" : "");
 }
 
@@ -168,13 +166,15 @@ static PyObject *memory_interface(PyObject *object, void *reachable) {
                        "data", ptr, Py_False, "strides", Py_None, "version", 3);
 }
 
-PyDoc_STRVAR(memory_doc, "Memory from Device.alloc(). Freed with its last reference, transfers that use it first.\n\n"
-                         "It has the buffer protocol (writable bytes) and __array_interface__ where the CPU can read it, and\n"
-                         "__cuda_array_interface__ where it is memory of a GPU; it is taken wherever kvswap takes a tensor.");
-PyDoc_STRVAR(free_doc,
-             "free($self, /)\n--\n\n"
-             "Free it now. First waits for every transfer of the device; after 60 s TimeoutError, and nothing was freed.\n\n"
-             "BufferError while arrays made from it are alive; kvswap.Error if it is freed already. Any thread may call.");
+PyDoc_STRVAR(memory_doc,
+             "Memory from Device.alloc(). Freed with its last reference, transfers that use it first.\n\n"
+             "It has the buffer protocol (writable bytes) and __array_interface__ where the CPU can read it, and\n"
+             "__cuda_array_interface__ where it is memory of a GPU; it is taken wherever kvswap takes a tensor.");
+PyDoc_STRVAR(
+    free_doc,
+    "free($self, /)\n--\n\n"
+    "Free it now. First waits for every transfer of the device; after 60 s TimeoutError, and nothing was freed.\n\n"
+    "BufferError while arrays made from it are alive; kvswap.Error if it is freed already. Any thread may call.");
 PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address, as torch's tensors say it. The same as ptr.");
 
 static PyMethodDef methods[] = {
@@ -188,7 +188,8 @@ static PyGetSetDef getset[] = {
     {"nbytes", memory_nbytes, NULL, "int: its size.", NULL},
     {"device", memory_device, NULL, "Device: what it was allocated from.", NULL},
     {"host", memory_host, NULL, "bool: pinned host memory.", NULL},
-    {"__cuda_array_interface__", memory_interface, NULL, "dict: bytes of a GPU, version 3. AttributeError otherwise.", NULL},
+    {"__cuda_array_interface__", memory_interface, NULL, "dict: bytes of a GPU, version 3. AttributeError otherwise.",
+     NULL},
     {"__array_interface__", memory_interface, NULL, "dict: bytes that the CPU reads. AttributeError otherwise.",
      (void *)(uintptr_t)1},
     {NULL, NULL, NULL, NULL, NULL},

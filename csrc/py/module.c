@@ -1,5 +1,5 @@
-/* The module. Its state is pointers that one table names: a row makes a pointer when the module is executed, and the same row
- * serves traverse and clear. Types are added to the module under their names. */
+/* The module. Its state is pointers that one table names: a row makes a pointer when the module is executed, and the
+ * same row serves traverse and clear. Types are added to the module under their names. */
 #include "bind.h"
 
 #include <stddef.h>
@@ -67,7 +67,8 @@ struct kvs_py_state *kvs_py_state_of(PyObject *self) {
 }
 
 static int module_exec(PyObject *module) {
-  PyMethodDef *const methods[] = {kvs_py_swap_methods, kvs_py_pattern_methods, kvs_py_testing_methods, kvs_py_seam_methods};
+  PyMethodDef *const methods[] = {kvs_py_swap_methods, kvs_py_pattern_methods, kvs_py_testing_methods,
+                                  kvs_py_seam_methods};
   if (kvs_py_arrays_init() < 0) return -1;
   for (int i = 0; i < ROWS; ++i) {
     PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);
@@ -104,15 +105,10 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "kvswap._C",
-    .m_doc = module_doc,
-    .m_size = sizeof(struct kvs_py_state),
-    .m_slots = slots,
-    .m_traverse = module_traverse,
+    PyModuleDef_HEAD_INIT,   .m_name = "kvswap._C",
+    .m_doc = module_doc,     .m_size = sizeof(struct kvs_py_state),
+    .m_slots = slots,        .m_traverse = module_traverse,
     .m_clear = module_clear,
 };
 
-PyMODINIT_FUNC PyInit__C(void) {
-  return PyModuleDef_Init(&definition);
-}
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

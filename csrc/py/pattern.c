@@ -57,8 +57,10 @@ static PyObject *pattern_result(PyObject *object, PyObject *const *args, Py_ssiz
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_pattern, &wait, KVS_PY_SLICE_NS, timeout_ns, "the pattern's job") < 0) return NULL;
-  if (wait.result.first == UINT64_MAX) return Py_BuildValue("(KOO)", (unsigned long long)wait.result.wrong, Py_None, Py_None);
+  if (kvs_py_wait(kvs_py_state_of(object), wait_pattern, &wait, KVS_PY_SLICE_NS, timeout_ns, "the pattern's job") < 0)
+    return NULL;
+  if (wait.result.first == UINT64_MAX)
+    return Py_BuildValue("(KOO)", (unsigned long long)wait.result.wrong, Py_None, Py_None);
   return Py_BuildValue("(KKK)", (unsigned long long)wait.result.wrong, (unsigned long long)(wait.result.first >> 40),
                        (unsigned long long)(wait.result.first & ((1ull << 40) - 1)));
 }
@@ -108,8 +110,8 @@ static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nar
       read_items(state, values + 2, lists, &items) == 0) {
     int rc;
     Py_BEGIN_ALLOW_THREADS
-    rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items, lists[0].count, stream, &job,
-                            &err);
+    rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items, lists[0].count, stream,
+                            &job, &err);
     Py_END_ALLOW_THREADS
     result = rc == KVS_OK ? kvs_py_pattern_new(state, engine, job) : kvs_py_raise(state, &err);
   }
@@ -132,13 +134,14 @@ static PyObject *pattern_word(PyObject *module, PyObject *const *args, Py_ssize_
 
 PyDoc_STRVAR(job_doc, "A pattern being written or checked on a stream. Dropping it waits for it, for 60 s at most.");
 PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether it ended. Never blocks.");
-PyDoc_STRVAR(result_doc,
-             "result($self, /, timeout=None)\n--\n\n"
-             "Wait, then (wrong bytes, item of the first, its offset in the item); (0, None, None) where all is right or written.");
-PyDoc_STRVAR(pattern_doc,
-             "_pattern($module, /, device, check, ptrs, nbytes, keys, stream)\n--\n\n"
-             "Write the pattern of keys[i] to the nbytes[i] bytes at ptrs[i], or check it there, in the stream's order.\n\n"
-             "ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory.");
+PyDoc_STRVAR(result_doc, "result($self, /, timeout=None)\n--\n\n"
+                         "Wait, then (wrong bytes, item of the first, its offset in the item); (0, None, None) where "
+                         "all is right or written.");
+PyDoc_STRVAR(
+    pattern_doc,
+    "_pattern($module, /, device, check, ptrs, nbytes, keys, stream)\n--\n\n"
+    "Write the pattern of keys[i] to the nbytes[i] bytes at ptrs[i], or check it there, in the stream's order.\n\n"
+    "ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory.");
 PyDoc_STRVAR(pattern_word_doc, "_pattern_word($module, /, key, index)\n--\n\n"
                                "Word `index` of the pattern: its bytes 8 * index to 8 * index + 7, little-endian.");
 

@@ -1,5 +1,5 @@
-/* kvswap._C._seam: the members of csrc/device.h by name, for the conformance suite. One table row a member; all take numbers,
- * but for the two lists of copies, whose three lists come first. */
+/* kvswap._C._seam: the members of csrc/device.h by name, for the conformance suite. One table row a member; all take
+ * numbers, but for the two lists of copies, whose three lists come first. */
 #include "bind.h"
 
 #include <string.h>
@@ -57,8 +57,14 @@ struct seam_row {
 
 /* (dst, src, dst_pitch, src_pitch, dst_height, src_height, width, height, depth, stream) */
 static int copy_rect(struct seam_call *c, struct kvs_error *err) {
-  struct kvs_rect rect = {.dst = c->a[0], .src = c->a[1], .dst_pitch = c->a[2], .src_pitch = c->a[3],
-                          .dst_height = c->a[4], .src_height = c->a[5], .width = c->a[6], .height = c->a[7],
+  struct kvs_rect rect = {.dst = c->a[0],
+                          .src = c->a[1],
+                          .dst_pitch = c->a[2],
+                          .src_pitch = c->a[3],
+                          .dst_height = c->a[4],
+                          .src_height = c->a[5],
+                          .width = c->a[6],
+                          .height = c->a[7],
                           .depth = c->a[8]};
   return kvs_dev_copy_rect(c->device, &rect, c->a[9], err);
 }
@@ -66,15 +72,16 @@ static int copy_rect(struct seam_call *c, struct kvs_error *err) {
 /* (npieces, address of the pieces, grid, threads, stream) */
 static int launch_copy(struct seam_call *c, struct kvs_error *err) {
   struct kvs_copy_params params = {.pieces = c->a[1], .npieces = c->a[0]};
-  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY, .grid = (unsigned)c->a[2], .threads = (unsigned)c->a[3],
-                              .params = &params, .params_nbytes = sizeof params};
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
+                              .grid = (unsigned)c->a[2],
+                              .threads = (unsigned)c->a[3],
+                              .params = &params,
+                              .params_nbytes = sizeof params};
   return kvs_dev_launch(c->device, &launch, c->a[4], err);
 }
 
 #define X(name, needed, answer, copies, expression)                                                                    \
-  static int call_##name(struct seam_call *c, struct kvs_error *err) {                                                 \
-    return expression;                                                                                                 \
-  }
+  static int call_##name(struct seam_call *c, struct kvs_error *err) { return expression; }
 MEMBERS(X)
 #undef X
 
@@ -109,7 +116,9 @@ static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct
   c->copies = (struct kvs_copies){.dst = (uint64_t *)(uintptr_t)c->lists[0].data,
                                   .src = (uint64_t *)(uintptr_t)c->lists[1].data,
                                   .nbytes = (uint64_t *)(uintptr_t)c->lists[2].data,
-                                  .block = indices, .count = count, .capacity = count};
+                                  .block = indices,
+                                  .count = count,
+                                  .capacity = count};
   return 0;
 }
 
@@ -136,17 +145,22 @@ static PyObject *region_dict(const struct kvs_region *region) {
   return Py_BuildValue("{s:K, s:K, s:K, s:K, s:s, s:i, s:N, s:N}", "base", (unsigned long long)region->base, "nbytes",
                        (unsigned long long)region->nbytes, "alias", (unsigned long long)region->alias, "buffer_id",
                        (unsigned long long)region->buffer_id, "memory", kvs_memory_name(region->memory), "device",
-                       region->device, "seam", PyBool_FromLong(region->seam), "writable", PyBool_FromLong(region->writable));
+                       region->device, "seam", PyBool_FromLong(region->seam), "writable",
+                       PyBool_FromLong(region->writable));
 }
 
 static PyObject *answer_of(const struct seam_call *c, enum answer answer, int rc) {
   switch (answer) {
-  case NUMBER: return PyLong_FromUnsignedLongLong(c->number);
-  case READY: return PyBool_FromLong(rc == KVS_OK);
+  case NUMBER:
+    return PyLong_FromUnsignedLongLong(c->number);
+  case READY:
+    return PyBool_FromLong(rc == KVS_OK);
   case STREAM_INFO:
     return Py_BuildValue("(KN)", (unsigned long long)c->stream.id, PyBool_FromLong(c->stream.capturing));
-  case REGION: return region_dict(&c->region);
-  case NOTHING: break;
+  case REGION:
+    return region_dict(&c->region);
+  case NOTHING:
+    break;
   }
   Py_RETURN_NONE;
 }
@@ -188,10 +202,12 @@ static PyObject *seam(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
   return result;
 }
 
-PyDoc_STRVAR(seam_doc, "_seam($module, device, operation, /, *args)\n--\n\n"
-                       "Call one member of csrc/device.h and return what it returns; queries return whether it is ready.\n\n"
-                       "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,\n"
-                       "grid, threads, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand.");
+PyDoc_STRVAR(
+    seam_doc,
+    "_seam($module, device, operation, /, *args)\n--\n\n"
+    "Call one member of csrc/device.h and return what it returns; queries return whether it is ready.\n\n"
+    "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,\n"
+    "grid, threads, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand.");
 
 PyMethodDef kvs_py_seam_methods[] = {
     {"_seam", (PyCFunction)(void (*)(void))seam, METH_FASTCALL, seam_doc},

@@ -7,9 +7,7 @@ struct stream_object {
   kvs_stream handle;
 };
 
-static struct stream_object *as_stream(PyObject *self) {
-  return (struct stream_object *)self;
-}
+static struct stream_object *as_stream(PyObject *self) { return (struct stream_object *)self; }
 
 struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle) {
   *handle = as_stream(stream)->handle;
@@ -58,7 +56,7 @@ static void stream_dealloc(PyObject *object) {
 }
 
 static PyObject *stream_repr(PyObject *object) {
-  return PyUnicode_FromFormat("<kvswap.Stream 0x%llx on %s>", (unsigned long long)as_stream(object)->handle,
+  return PyUnicode_FromFormat("<kvswap.Stream %p on %s>", (void *)(uintptr_t)as_stream(object)->handle,
                               kvs_engine_name(as_stream(object)->engine));
 }
 
@@ -99,7 +97,8 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *const *args, Py_
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_stream, object, KVS_PY_SLICE_NS, timeout_ns, "the stream's work") < 0) return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_stream, object, KVS_PY_SLICE_NS, timeout_ns, "the stream's work") < 0)
+    return NULL;
   Py_RETURN_NONE;
 }
 
@@ -108,17 +107,20 @@ static PyObject *stream_protocol(PyObject *object, PyObject *unused) {
   return Py_BuildValue("(iK)", 0, (unsigned long long)as_stream(object)->handle);
 }
 
-PyDoc_STRVAR(stream_doc,
-             "Stream(device=None, *, priority='normal')\n--\n\n"
-             "A new stream of a device (Device, name, or None: as Device(None)), in no order with the legacy default stream.\n\n"
-             "Work on one stream runs in order, work on two in no order until an event joins them. priority: 'high', 'normal' or\n"
-             "'background'. Queued work finishes when the object is dropped. Any thread may use it.");
+PyDoc_STRVAR(
+    stream_doc,
+    "Stream(device=None, *, priority='normal')\n--\n\n"
+    "A new stream of a device (Device, name, or None: as Device(None)), in no order with the legacy default stream.\n\n"
+    "Work on one stream runs in order, work on two in no order until an event joins them. priority: 'high', 'normal' "
+    "or\n"
+    "'background'. Queued work finishes when the object is dropped. Any thread may use it.");
 PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether all work queued on it has ended. Never blocks.");
 PyDoc_STRVAR(synchronize_doc,
              "synchronize($self, /, timeout=None)\n--\n\n"
              "Wait until all work queued on it has ended.\n\n"
              "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works. Any thread may call.");
-PyDoc_STRVAR(protocol_doc, "__cuda_stream__($self, /)\n--\n\n(0, handle): the protocol by which libraries share streams.");
+PyDoc_STRVAR(protocol_doc,
+             "__cuda_stream__($self, /)\n--\n\n(0, handle): the protocol by which libraries share streams.");
 
 static PyMethodDef methods[] = {
     {"query", stream_query, METH_NOARGS, query_doc},

@@ -1,12 +1,24 @@
-/* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared; what
- * differs between the functions is in their struct swap_kind. */
+/* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared;
+ * what differs between the functions is in their struct swap_kind. */
 #include "bind.h"
 
 #include <math.h>
 
 enum common { STREAM, AFTER, DEVICE, PATH, PRIORITY, MAX_CTAS, PACE_GBPS, COMMON };
 enum batch { SRC_PTRS, DST_PTRS, SIZES, BATCH };
-enum cache { GPU_PTR, CPU_PTR, BLOCK_NBYTES, NUM_GPU, NUM_CPU, GPU_IDS, CPU_IDS, DIRECTION, GPU_STRIDE, CPU_STRIDE, CACHE };
+enum cache {
+  GPU_PTR,
+  CPU_PTR,
+  BLOCK_NBYTES,
+  NUM_GPU,
+  NUM_CPU,
+  GPU_IDS,
+  CPU_IDS,
+  DIRECTION,
+  GPU_STRIDE,
+  CPU_STRIDE,
+  CACHE
+};
 enum { PER_TENSOR = 5 }; /* numbers that may differ between tensors: block_nbytes, the two counts, the two strides */
 
 #define COMMON_NAMES "stream", "after", "device", "path", "priority", "max_ctas", "pace_gbps"
@@ -22,12 +34,12 @@ struct swap_call {
   struct kvs_py_state *state;
   const char *const *names;
   PyObject **values;
-  PyObject *hold;              /* what must live until the transfer ends, a list, or NULL */
-  struct kvs_py_list ptrs[2];  /* gpu and cpu, or source and destination */
+  PyObject *hold;             /* what must live until the transfer ends, a list, or NULL */
+  struct kvs_py_list ptrs[2]; /* gpu and cpu, or source and destination */
   struct kvs_py_list numbers[PER_TENSOR];
   struct kvs_tensor single, *tensors;
   struct kvs_ids ids[2];
-  PyObject *keep[2];           /* of ids */
+  PyObject *keep[2]; /* of ids */
   int64_t direction;
   struct kvs_engine *engine;
   struct kvs_py_after after;
@@ -43,16 +55,15 @@ struct swap_kind {
   int (*submit)(struct swap_call *call, struct kvs_error *err);
 };
 
-/* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the GIL. */
+/* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the
+ * GIL. */
 static void release_owner(void *owner) {
   PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF((PyObject *)owner);
   PyGILState_Release(gil);
 }
 
-static bool given(PyObject *value) {
-  return value != NULL && value != Py_None;
-}
+static bool given(PyObject *value) { return value != NULL && value != Py_None; }
 
 static void swap_clear(struct swap_call *call) {
   for (int i = 0; i < 2; ++i) {
@@ -78,7 +89,8 @@ static int check_limits(const struct kvs_py_list *ptrs, const struct kvs_py_list
   for (size_t i = 0; ptrs->limits != NULL && i < ptrs->count; ++i) {
     uint64_t size = sizes->data[sizes->one ? 0 : i];
     if (size > ptrs->limits[i])
-      return kvs_py_complain(PyExc_ValueError, name, (Py_ssize_t)i, "is a tensor of %llu bytes, but %llu are to be copied",
+      return kvs_py_complain(PyExc_ValueError, name, (Py_ssize_t)i,
+                             "is a tensor of %llu bytes, but %llu are to be copied",
                              (unsigned long long)ptrs->limits[i], (unsigned long long)size);
   }
   return 0;
@@ -88,7 +100,8 @@ static int read_batch(struct swap_call *call, const struct swap_kind *kind) {
   const char *const *names = kind->args.names;
   struct kvs_py_list *sizes = &call->numbers[0];
   for (int side = SRC_PTRS; side <= DST_PTRS; ++side)
-    if (kvs_py_pointers(call->state, call->values[side], names[side], side == DST_PTRS, &call->hold, &call->ptrs[side]) < 0)
+    if (kvs_py_pointers(call->state, call->values[side], names[side], side == DST_PTRS, &call->hold,
+                        &call->ptrs[side]) < 0)
       return -1;
   if (kvs_py_numbers(call->state, call->values[SIZES], "sizes", sizes) < 0) return -1;
   if (same_length("dst_ptrs", call->ptrs[1].count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
@@ -99,8 +112,8 @@ static int read_batch(struct swap_call *call, const struct swap_kind *kind) {
 
 static int submit_batch(struct swap_call *call, struct kvs_error *err) {
   const struct kvs_py_list *sizes = &call->numbers[0];
-  return kvs_swap_batch(call->engine, call->ptrs[0].data, call->ptrs[1].data, sizes->data, sizes->one, call->ptrs[0].count,
-                        &call->options, &call->transfer, err);
+  return kvs_swap_batch(call->engine, call->ptrs[0].data, call->ptrs[1].data, sizes->data, sizes->one,
+                        call->ptrs[0].count, &call->options, &call->transfer, err);
 }
 
 /* -- caches: tensors and ids --------------------------------------------------------------------------------------- */
@@ -118,7 +131,8 @@ static int read_direction(struct swap_call *call) {
   return kvs_py_complain(PyExc_ValueError, "direction", -1, "is %R: must be 0 (D2H) or 1 (H2D)", value);
 }
 
-static int read_tensor(struct swap_call *call, const char *name, PyObject *value, bool write, struct kvs_py_list *list) {
+static int read_tensor(struct swap_call *call, const char *name, PyObject *value, bool write,
+                       struct kvs_py_list *list) {
   struct kvs_py_address address;
   if (kvs_py_address(call->state, value, name, -1, write, &call->hold, &address) < 0) return -1;
   list->single[0] = address.ptr;
@@ -164,9 +178,7 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
   return 0;
 }
 
-static uint64_t number_at(const struct kvs_py_list *list, size_t i) {
-  return list->data[list->one ? 0 : i];
-}
+static uint64_t number_at(const struct kvs_py_list *list, size_t i) { return list->data[list->one ? 0 : i]; }
 
 /* A tensor whose size is known must hold all the blocks that it is said to have. */
 static int check_cover(const struct kvs_py_list *ptrs, size_t i, const char *name, bool many, uint64_t blocks,
@@ -194,13 +206,18 @@ static int fill_tensors(struct swap_call *call, const struct swap_kind *kind) {
     return -1;
   }
   for (size_t i = 0; i < count; ++i) {
-    struct kvs_tensor tensor = {.gpu = call->ptrs[0].data[i], .cpu = call->ptrs[1].data[i],
-                                .nbytes = number_at(&numbers[0], i), .gpu_blocks = number_at(&numbers[1], i),
-                                .cpu_blocks = number_at(&numbers[2], i), .gpu_stride = number_at(&numbers[3], i),
+    struct kvs_tensor tensor = {.gpu = call->ptrs[0].data[i],
+                                .cpu = call->ptrs[1].data[i],
+                                .nbytes = number_at(&numbers[0], i),
+                                .gpu_blocks = number_at(&numbers[1], i),
+                                .cpu_blocks = number_at(&numbers[2], i),
+                                .gpu_stride = number_at(&numbers[3], i),
                                 .cpu_stride = number_at(&numbers[4], i)};
     call->tensors[i] = tensor;
-    if (check_cover(&call->ptrs[0], i, names[GPU_PTR], kind->many, tensor.gpu_blocks, tensor.gpu_stride, tensor.nbytes) < 0 ||
-        check_cover(&call->ptrs[1], i, names[CPU_PTR], kind->many, tensor.cpu_blocks, tensor.cpu_stride, tensor.nbytes) < 0)
+    if (check_cover(&call->ptrs[0], i, names[GPU_PTR], kind->many, tensor.gpu_blocks, tensor.gpu_stride,
+                    tensor.nbytes) < 0 ||
+        check_cover(&call->ptrs[1], i, names[CPU_PTR], kind->many, tensor.cpu_blocks, tensor.cpu_stride,
+                    tensor.nbytes) < 0)
       return -1;
   }
   return 0;
@@ -226,8 +243,8 @@ static int submit_cache(struct swap_call *call, struct kvs_error *err) {
 static int read_choices(PyObject *const *common, struct kvs_options *options) {
   options->priority = KVS_PRIORITY_NORMAL;
   if (common[PATH] != NULL) {
-    const char *const paths[] = {kvs_path_name(KVS_PATH_AUTO), kvs_path_name(KVS_PATH_DMA), kvs_path_name(KVS_PATH_KERNEL),
-                                 kvs_path_name(KVS_PATH_DIRECT)};
+    const char *const paths[] = {kvs_path_name(KVS_PATH_AUTO), kvs_path_name(KVS_PATH_DMA),
+                                 kvs_path_name(KVS_PATH_KERNEL), kvs_path_name(KVS_PATH_DIRECT)};
     int path = kvs_py_choice(common[PATH], "path", paths, 4);
     if (path < 0) return -1;
     options->path = (enum kvs_path)path;
@@ -250,7 +267,12 @@ static int read_limits(PyObject *const *common, struct kvs_options *options) {
   }
   if (given(common[PACE_GBPS])) {
     options->pace_gbps = PyFloat_AsDouble(common[PACE_GBPS]);
-    if (options->pace_gbps == -1.0 && PyErr_Occurred()) return -1;
+    if (options->pace_gbps == -1.0 && PyErr_Occurred()) {
+      if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+      PyErr_Clear();
+      return kvs_py_complain(PyExc_TypeError, "pace_gbps", -1, "must be a number, not %s",
+                             Py_TYPE(common[PACE_GBPS])->tp_name);
+    }
     if (!(options->pace_gbps > 0) || isinf(options->pace_gbps))
       return kvs_py_complain(PyExc_ValueError, "pace_gbps", -1, "is %R: must be above 0, or None", common[PACE_GBPS]);
   }
@@ -307,7 +329,8 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
   struct swap_call call = {.state = PyModule_GetState(module), .names = kind->args.names, .values = values};
   PyObject *const *common = values + kind->common;
   if (kvs_py_args_parse(&kind->args, args, nargs, kwnames, values) < 0) return NULL;
-  if (read_choices(common, &call.options) == 0 && read_limits(common, &call.options) == 0 && kind->read(&call, kind) == 0 &&
+  if (read_choices(common, &call.options) == 0 && read_limits(common, &call.options) == 0 &&
+      kind->read(&call, kind) == 0 &&
       (call.engine = find_engine(&call, common[DEVICE], kind->common == BATCH)) != NULL &&
       read_options(&call, common) == 0 && swap_submit(&call, kind) == 0)
     result = finish(&call, kind);
@@ -335,49 +358,55 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, read_
   "($module, /, gpu_ptr" s ", cpu_ptr" s ", block_nbytes, num_gpu_blocks, num_cpu_blocks, gpu_block_ids, "             \
   "cpu_block_ids, direction, *, gpu_stride=None, cpu_stride=None, " COMMON_SIGNATURE
 #define COMMON_DOC                                                                                                     \
-  "stream: behave as if enqueued on it: after all work on it so far, and work on it later waits. An int handle (0, 1 and\n" \
-  "  2 as CUDA means them), a torch, cupy or kvswap stream. None: after the device's compute stream, and nobody waits.\n" \
+  "stream: behave as if enqueued on it: after all work on it so far, and work on it later waits. An int handle (0, 1 " \
+  "and\n"                                                                                                              \
+  "  2 as CUDA means them), a torch, cupy or kvswap stream. None: after the device's compute stream, and nobody "      \
+  "waits.\n"                                                                                                           \
   "after: an Event, Transfer or stream to start after, or an iterable of them.\n"                                      \
   "device: Device, its name, or None: the pointers' GPU, host:0 where there is none.\n"                                \
   "path: 'auto', 'dma' (copy engines), 'kernel' (GPU) or 'direct' (host device). priority: 'high', 'normal',\n"        \
   "  'background'. max_ctas, pace_gbps: bounds of path 'kernel', in CTAs and 10^9 bytes a second.\n\n"                 \
   "Tensors are held until the transfer ended; behind a plain address the caller keeps the memory until done().\n"      \
-  "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing moved;\n" \
+  "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing "      \
+  "moved;\n"                                                                                                           \
   "QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."
 #define CACHE_DOC                                                                                                      \
   "Block i of a tensor lies at its pointer + i * stride bytes (stride None: block_nbytes) and is block_nbytes long.\n" \
   "gpu_block_ids, cpu_block_ids: int32 or int64 arrays (n,), or sequences of ints, of one length.\n"                   \
   "direction: 0 or Direction.D2H, 1 or Direction.H2D.\n"
 
-PyDoc_STRVAR(swap_blocks_batch_doc,
-             "swap_blocks_batch($module, /, src_ptrs, dst_ptrs, sizes, *, " COMMON_SIGNATURE
-             "Copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], in no order among them; returns the Transfer at once.\n\n"
-             "src_ptrs, dst_ptrs: int64 or uint64 arrays (n,), or sequences of addresses and tensors. sizes: bytes, an array or\n"
-             "  sequence (n,), or one int for all.\n" COMMON_DOC);
-PyDoc_STRVAR(swap_cache_per_layer_async_doc,
-             "swap_cache_per_layer_async" CACHE_SIGNATURE("")
-             "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of one tensor; returns the Transfer at once.\n\n"
-             "gpu_ptr, cpu_ptr: an address or a tensor. block_nbytes, num_gpu_blocks, num_cpu_blocks: ints.\n" CACHE_DOC COMMON_DOC);
-PyDoc_STRVAR(swap_cache_all_layers_async_doc,
-             "swap_cache_all_layers_async" CACHE_SIGNATURE("s")
-             "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor; returns the Transfer at once.\n\n"
+PyDoc_STRVAR(
+    swap_blocks_batch_doc,
+    "swap_blocks_batch($module, /, src_ptrs, dst_ptrs, sizes, *, " COMMON_SIGNATURE
+    "Copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], in no order among them; returns the Transfer at once.\n\n"
+    "src_ptrs, dst_ptrs: int64 or uint64 arrays (n,), or sequences of addresses and tensors. sizes: bytes, an array "
+    "or\n"
+    "  sequence (n,), or one int for all.\n" COMMON_DOC);
+PyDoc_STRVAR(
+    swap_cache_per_layer_async_doc,
+    "swap_cache_per_layer_async" CACHE_SIGNATURE(
+        "") "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of one tensor; returns the Transfer at once.\n\n"
+            "gpu_ptr, cpu_ptr: an address or a tensor. block_nbytes, num_gpu_blocks, num_cpu_blocks: ints.\n" CACHE_DOC
+                COMMON_DOC);
+PyDoc_STRVAR(
+    swap_cache_all_layers_async_doc,
+    "swap_cache_all_layers_async" CACHE_SIGNATURE(
+        "s") "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor; returns the Transfer at once.\n\n"
              "gpu_ptrs, cpu_ptrs: int64 or uint64 arrays (t,), or sequences of addresses and tensors. block_nbytes,\n"
              "  num_gpu_blocks, num_cpu_blocks, gpu_stride, cpu_stride: one int, or t of them.\n" CACHE_DOC COMMON_DOC);
 PyDoc_STRVAR(swap_cache_per_layer_doc,
-             "swap_cache_per_layer" CACHE_SIGNATURE("")
-             "As swap_cache_per_layer_async(), then wait: returns None when the bytes have arrived, or raises why not.\n\n"
-             "Ctrl-C works, and lets the transfer go on. Other threads run meanwhile.");
+             "swap_cache_per_layer" CACHE_SIGNATURE(
+                 "") "As swap_cache_per_layer_async(), then wait: returns None when the bytes have arrived, or raises "
+                     "why not.\n\n"
+                     "Ctrl-C works, and lets the transfer go on. Other threads run meanwhile.");
 PyDoc_STRVAR(swap_cache_all_layers_doc,
-             "swap_cache_all_layers" CACHE_SIGNATURE("s")
-             "As swap_cache_all_layers_async(), then wait: returns None when the bytes have arrived, or raises why not.\n\n"
-             "Ctrl-C works, and lets the transfer go on. Other threads run meanwhile.");
+             "swap_cache_all_layers" CACHE_SIGNATURE(
+                 "s") "As swap_cache_all_layers_async(), then wait: returns None when the bytes have arrived, or "
+                      "raises why not.\n\n"
+                      "Ctrl-C works, and lets the transfer go on. Other threads run meanwhile.");
 
 #define ROW(name) {#name, KVS_PY_FASTCALL(name), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_swap_methods[] = {
-    ROW(swap_blocks_batch),
-    ROW(swap_cache_per_layer),
-    ROW(swap_cache_per_layer_async),
-    ROW(swap_cache_all_layers),
-    ROW(swap_cache_all_layers_async),
-    {NULL, NULL, 0, NULL},
+    ROW(swap_blocks_batch),     ROW(swap_cache_per_layer),        ROW(swap_cache_per_layer_async),
+    ROW(swap_cache_all_layers), ROW(swap_cache_all_layers_async), {NULL, NULL, 0, NULL},
 };

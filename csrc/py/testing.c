@@ -1,5 +1,5 @@
-/* The underscored functions: faults, deterministic devices and what is known of the machine without opening a device. For
- * kvswap's own modules and tests. */
+/* The underscored functions: faults, deterministic devices and what is known of the machine without opening a device.
+ * For kvswap's own modules and tests. */
 #include "bind.h"
 
 #include <string.h>
@@ -186,7 +186,8 @@ static PyObject *cuda_info(PyObject *module, PyObject *const *args, Py_ssize_t n
   uint64_t ordinal;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_uint64(value, "ordinal", -1, &ordinal) < 0) return NULL;
-  if (ordinal > INT32_MAX) return kvs_py_complain(PyExc_ValueError, "ordinal", -1, "is %R: no such device", value), NULL;
+  if (ordinal > INT32_MAX)
+    return kvs_py_complain(PyExc_ValueError, "ordinal", -1, "is %R: no such device", value), NULL;
   int rc;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_cuda_info((int)ordinal, &info, &err);
@@ -214,10 +215,12 @@ static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t n
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(delay_doc, "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for so long, at most 10 s.");
-PyDoc_STRVAR(deterministic_device_doc,
-             "_deterministic_device($module, /, seed)\n--\n\n"
-             "A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides.");
+PyDoc_STRVAR(delay_doc,
+             "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for so long, at most 10 s.");
+PyDoc_STRVAR(
+    deterministic_device_doc,
+    "_deterministic_device($module, /, seed)\n--\n\n"
+    "A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides.");
 PyDoc_STRVAR(host_step_doc, "_host_step($module, /, device, steps)\n--\n\n"
                             "Run up to so many steps of a deterministic device's queued work; how many were run.");
 PyDoc_STRVAR(host_trace_doc, "_host_trace($module, device, /)\n--\n\n"
@@ -226,13 +229,15 @@ PyDoc_STRVAR(host_capture_doc, "_host_capture($module, /, device, stream, begin)
                                "Begin or end a modelled graph capture on a host device's stream.");
 PyDoc_STRVAR(set_fault_doc,
              "_set_fault($module, /, device, kind, action, *, operation='', nth=1, every=0, code=1, delay=0.0)\n--\n\n"
-             "From now on let the nth 'call' (of a member of the seam, '' for any) or 'copy' fail, be skipped, delayed by so many\n"
+             "From now on let the nth 'call' (of a member of the seam, '' for any) or 'copy' fail, be skipped, delayed "
+             "by so many\n"
              "seconds, or lose the device; then each `every` more, 0: once. action 'none' ends it. One fault a kind.");
 PyDoc_STRVAR(set_lane_depth_doc, "_set_lane_depth($module, /, device, depth)\n--\n\n"
                                  "How many unfinished transfers a lane holds, 1 to 65536. Concerns lanes made later.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
-PyDoc_STRVAR(fatbin_doc, "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
+PyDoc_STRVAR(fatbin_doc,
+             "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
 PyDoc_STRVAR(shutdown_doc, "_shutdown($module, /, timeout)\n--\n\n"
                            "Drain every open device for so many seconds in all. Afterwards nothing can be submitted.");
 

@@ -1,5 +1,6 @@
-/* kvswap.Transfer: the handle of one submitted list of copies. It keeps its engine too, for a deterministic device that nobody
- * else holds. What has ended is noticed by done() and its like, which then let go of the tensors that were held for it. */
+/* kvswap.Transfer: the handle of one submitted list of copies. It keeps its engine too, for a deterministic device that
+ * nobody else holds. What has ended is noticed by done() and its like, which then let go of the tensors that were held
+ * for it. */
 #include "bind.h"
 
 #include <stdlib.h>
@@ -9,9 +10,7 @@ struct transfer_object {
   struct kvs_transfer *transfer;
 };
 
-struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer) {
-  return ((struct transfer_object *)transfer)->transfer;
-}
+struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer) { return ((struct transfer_object *)transfer)->transfer; }
 
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer) {
   PyTypeObject *type = (PyTypeObject *)state->transfer_type;
@@ -197,21 +196,26 @@ static PyObject *transfer_failed_blocks(PyObject *self, void *unused) {
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(transfer_doc,
-             "A submitted transfer. It goes on if the object is dropped, and holds the tensors that it was given until it ended.\n\n"
-             "It ends in exactly one state: done, failed or cancelled. Any thread may use it.");
+PyDoc_STRVAR(transfer_doc, "A submitted transfer. It goes on if the object is dropped, and holds the tensors that it "
+                           "was given until it ended.\n\n"
+                           "It ends in exactly one state: done, failed or cancelled. Any thread may use it.");
 PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether it ended, however: look at error. Never blocks.");
-PyDoc_STRVAR(wait_doc,
-             "wait($self, /, timeout=None)\n--\n\n"
-             "Wait until it ended; raise its error if it failed or was cancelled.\n\n"
-             "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works, and leaves it running too.");
+PyDoc_STRVAR(
+    wait_doc,
+    "wait($self, /, timeout=None)\n--\n\n"
+    "Wait until it ended; raise its error if it failed or was cancelled.\n\n"
+    "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works, and leaves it running too.");
 PyDoc_STRVAR(result_doc, "result($self, /, timeout=None)\n--\n\nThe same as wait().");
-PyDoc_STRVAR(cancel_doc, "cancel($self, /)\n--\n\n"
-                         "Whether this stopped it. Work that is issued to a device cannot be recalled: between GPU and host, False.");
-PyDoc_STRVAR(make_wait_doc,
-             "make_wait($self, stream, /)\n--\n\n"
-             "Work queued on the stream later waits for the transfer, and for all earlier ones of its lane. Does not block.\n\n"
-             "It orders and proves nothing: it raises if the failure is known already; before trusting the bytes look at error.");
+PyDoc_STRVAR(
+    cancel_doc,
+    "cancel($self, /)\n--\n\n"
+    "Whether this stopped it. Work that is issued to a device cannot be recalled: between GPU and host, False.");
+PyDoc_STRVAR(
+    make_wait_doc,
+    "make_wait($self, stream, /)\n--\n\n"
+    "Work queued on the stream later waits for the transfer, and for all earlier ones of its lane. Does not block.\n\n"
+    "It orders and proves nothing: it raises if the failure is known already; before trusting the bytes look at "
+    "error.");
 
 static PyMethodDef methods[] = {
     {"done", transfer_done, METH_NOARGS, done_doc},
@@ -228,13 +232,16 @@ static PyGetSetDef getset[] = {
     {"nbytes", transfer_number, NULL, "int: bytes of all its blocks.", (void *)(uintptr_t)NBYTES},
     {"num_blocks", transfer_number, NULL, "int: pairs of blocks, times tensors.", (void *)(uintptr_t)NUM_BLOCKS},
     {"sequence", transfer_number, NULL, "int: its place in its lane, from 1.", (void *)(uintptr_t)SEQUENCE},
-    {"elapsed", transfer_elapsed, NULL, "float: seconds it took on the device, 0.0 where that cannot say; None while it runs.", NULL},
+    {"elapsed", transfer_elapsed, NULL,
+     "float: seconds it took on the device, 0.0 where that cannot say; None while it runs.", NULL},
     {"path", transfer_path, NULL, "str: the path taken: 'dma', 'kernel' or 'direct'.", NULL},
     {"state", transfer_state, NULL, "str: 'running', 'done', 'failed' or 'cancelled'.", NULL},
     {"error", transfer_error, NULL, "Exception: why it did not succeed; None while it runs and when it did.", NULL},
     {"failed_blocks", transfer_failed_blocks, NULL,
-     "int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where the\n"
-     "device cannot say which; empty while it runs.", NULL},
+     "int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where "
+     "the\n"
+     "device cannot say which; empty while it runs.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

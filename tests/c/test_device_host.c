@@ -231,7 +231,7 @@ static void test_streams(void) {
   kvs_dev_close(device);
 }
 
-/* One stream of low priority, queued first, and more of high priority than there are workers: which of them ends first? */
+/* One stream of low priority, queued first, and more of high priority than there are workers: which ends first? */
 static bool high_ends_first(uint64_t seed) {
   enum { STREAMS = 9, SIZE = 1 << 18 };
   const int rounds = seed ? 20 : 200;
@@ -615,7 +615,7 @@ static void test_capture(void) {
   kvs_stream stream = make_stream(device, 0), other = make_stream(device, 0);
   kvs_event event = make_event(device, false);
   struct kvs_stream_info info = {0};
-  uint64_t from = 5, to = 0;
+  uint64_t from = 5, to = 0, other_to = 0;
   OK(kvs_host_capture(device, stream, true, &err));
   OK(kvs_dev_stream_info(device, stream, &info, &err));
   CHECK(info.capturing);
@@ -623,11 +623,11 @@ static void test_capture(void) {
   REFUSED(KVS_CAPTURING, 900, kvs_dev_event_record(device, event, stream, &err));
   REFUSED(KVS_CAPTURING, 900, kvs_dev_stream_wait(device, stream, event, &err));
   REFUSED(KVS_CAPTURING, 900, kvs_dev_stream_query(device, stream, &err));
-  OK(kvs_dev_copy(device, address(&to), address(&from), 8, other, &err));
+  OK(kvs_dev_copy(device, address(&other_to), address(&from), 8, other, &err));
   OK(kvs_host_capture(device, stream, false, &err));
   OK(kvs_dev_copy(device, address(&to), address(&from), 8, stream, &err));
   OK(kvs_dev_synchronize(device, &err));
-  CHECK(to == 5);
+  CHECK(to == 5 && other_to == 5);
   kvs_dev_close(device);
 }
 

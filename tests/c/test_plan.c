@@ -199,13 +199,14 @@ static void test_batches(void) {
   for (size_t i = 0; i < ARENA; i++) start[i] = (unsigned char)check_random(&seed);
   for (int round = 0; round < 20000; round++) {
     size_t count = check_below(&seed, 40);
-    bool one_size = check_below(&seed, 2), dense = check_below(&seed, 4) == 0;
+    bool one_size = check_below(&seed, 2), dense = check_below(&seed, 4) == 0, grid = check_below(&seed, 2);
     uint64_t size = 1 + check_below(&seed, 30);
     for (size_t i = 0; i < count; i++) {
       bool follow = i > 0 && check_below(&seed, 2);
       nbytes[i] = one_size ? size : 1 + check_below(&seed, 30);
       src[i] = follow ? src[i - 1] + nbytes[i - 1] : 1 + check_below(&seed, 7000);
       dst[i] = follow ? dst[i - 1] + nbytes[i - 1] : 8192 + check_below(&seed, dense ? 400 : 6000);
+      if (one_size && grid) dst[i] = 8192 + size * check_below(&seed, 6000 / size);
     }
     single.count = merged.count = 0;
     CHECK(!kvs_plan_batch(src, dst, nbytes, one_size, count, false, &single, &err));
@@ -291,9 +292,9 @@ static void test_split(void) {
     carry_out(&whole, want);
     carry_out(&copies, got);
     CHECK(memcmp(want, got, ARENA) == 0);
-    struct kvs_piece *pieces = malloc(kvs_plan_count_pieces(&copies, 100) * sizeof *pieces);
-    size_t n = kvs_plan_count_pieces(&copies, 100);
-    kvs_plan_pieces(&copies, 100, NULL, pieces);
+    struct kvs_piece *pieces = malloc(kvs_plan_most_pieces(&copies, total(&copies), 100) * sizeof *pieces);
+    size_t n = kvs_plan_pieces(&copies, 0, 2, 100, NULL, pieces);
+    n += kvs_plan_pieces(&copies, 2, copies.count, 100, NULL, pieces + n);
     uint64_t sum = 0;
     for (size_t i = 0; i < n; i++) {
       CHECK(pieces[i].nbytes > 0 && pieces[i].nbytes <= 100);

@@ -1,0 +1,106 @@
+"""What kvswap info tells: versions, the build, the devices, and which paths work on each or why not.
+
+By default no device is opened, so no CUDA context is made: whether the driver takes the kernels is then not known yet.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvswap import _C
+from kvswap._devices import DeviceInfo, devices
+from kvswap.replay.units import format_size
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What is known of a device once it is open, or why it does not open."""
+
+    info: dict[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything, for a person or a script."""
+
+    kvswap: str
+    python: str
+    numpy: str
+    system: str
+    build: dict[str, Any]
+    cuda_note: str  # why there are no CUDA devices; empty if there are
+    devices: list[DeviceInfo]
+    opened: dict[str, Opened]  # by name
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=_plain)
+
+    def to_text(self) -> str:
+        lines = [f"kvswap {self.kvswap}, Python {self.python}, NumPy {self.numpy}, {self.system}", self._build_line()]
+        if self.cuda_note:
+            lines.append(f"CUDA     no devices: {self.cuda_note}")
+        for device in self.devices:
+            lines += [*_facts(device), *_opened(self.opened.get(device.name))]
+        if not self.opened and not self.cuda_note:
+            lines.append("No device was opened; --open shows what the driver makes of the kernels.")
+        return "\n".join(lines)
+
+    def _build_line(self) -> str:
+        archs = self.build.get("archs")
+        return f"build    kernels for {archs}" if archs else "build    no kernels for GPUs: there was no nvcc"
+
+
+def collect(*, open_devices: bool = False) -> Report:
+    """Look around; opens devices only if asked to."""
+    count, note = _C._cuda_count()
+    found = devices()
+    return Report(
+        kvswap=_C.__version__,
+        python=platform.python_version(),
+        numpy=np.__version__,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        build=_C._fatbin(),
+        cuda_note="" if count else note or "the driver finds none",
+        devices=found,
+        opened={device.name: _open(device.name) for device in found} if open_devices else {},
+    )
+
+
+def _open(name: str) -> Opened:
+    try:
+        return Opened(dict(_C.Device(name).info))
+    except _C.Error as error:
+        return Opened({}, str(error))
+
+
+def _facts(device: DeviceInfo) -> list[str]:
+    facts = [device.product, format_size(device.memory)]
+    if device.kind == "cuda":
+        facts += [f"{device.sms} SMs", f"{device.copy_engines} copy engines", f"PCI {device.pci}"]
+        facts += [device.link] if device.link else []
+        facts.append(f"driver for CUDA {device.driver}")
+    lines = [f"{device.name:<8} {', '.join(facts)}"]
+    return lines + [f"         path {path:<7} {_state(state)}" for path, state in device.paths.items()]
+
+
+def _state(state: str) -> str:
+    return state if state == "on" else f"off: {state}"
+
+
+def _opened(opened: Opened | None) -> list[str]:
+    if opened is None:
+        return []
+    if opened.error is not None:
+        return [f"         does not open: {opened.error}"]
+    return [f"         opened; kernels {'loaded' if opened.info['kernels'] else 'off'}: {opened.info['kernels_note']}"]
+
+
+def _plain(value: object) -> object:
+    """UUIDs come as bytes."""
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,84 @@
+"""The memory of both tiers, and the addresses of blocks in it.
+
+GPU side, layer-first as engines have it: one tensor a layer, [num_blocks, layer_nbytes]. Host side, block-first: one
+pool a group in which a block's layers are neighbours. Each group has block ids of its own: a seeded permutation of the
+tier's slots, so that ids are as scattered as on a server that has run for a day.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvswap import _C
+
+from .geometry import Geometry, Group
+from .settings import Sizes
+from .tiers import Slots
+
+Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """One group's tensors and ids."""
+
+    group: Group
+    gpu: tuple[_C.Memory, ...]
+    host: _C.Memory | None
+    gpu_ptrs: Words  # base of each layer's tensor
+    host_ptrs: Words  # where each layer begins in the pool's first block
+    gpu_ids: Slots  # block id of a slot
+    host_ids: Slots
+
+    def gpu_addresses(self, slots: Slots) -> Words:
+        """Shape (layers, slots)."""
+        return _grid(self.gpu_ptrs, self.gpu_ids[slots], self.group.layer_nbytes)
+
+    def host_addresses(self, slots: Slots) -> Words:
+        """Shape (layers, slots)."""
+        return _grid(self.host_ptrs, self.host_ids[slots], self.group.block_nbytes)
+
+
+def _grid(bases: Words, ids: Slots, stride: int) -> Words:
+    addresses: Words = bases.reshape(-1, 1) + ids.astype(np.uint64) * np.uint64(stride)
+    return addresses
+
+
+class TierMemory:
+    """All groups' memory. Allocated whole or not at all; close() frees it, and nothing queued may use it by then."""
+
+    def __init__(self, device: _C.Device, geometry: Geometry, sizes: Sizes, seed: int) -> None:
+        self._owned: list[_C.Memory] = []
+        self._device = device
+        rng = np.random.default_rng(seed)
+        try:
+            self.groups = tuple(self._allocate(group, sizes, rng) for group in geometry.groups)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, group: Group, sizes: Sizes, rng: np.random.Generator) -> GroupMemory:
+        gpu = tuple(self._own(sizes.gpu_blocks * group.layer_nbytes, host=False) for _ in group.layers)
+        host = self._own(sizes.host_blocks * group.block_nbytes, host=True) if sizes.host_blocks else None
+        offsets = np.arange(len(group.layers), dtype=np.uint64) * np.uint64(group.layer_nbytes)
+        return GroupMemory(
+            group=group,
+            gpu=gpu,
+            host=host,
+            gpu_ptrs=np.array([memory.ptr for memory in gpu], np.uint64),
+            host_ptrs=offsets + np.uint64(host.ptr if host is not None else 0),
+            gpu_ids=rng.permutation(sizes.gpu_blocks).astype(np.int64),
+            host_ids=rng.permutation(sizes.host_blocks).astype(np.int64),
+        )
+
+    def _own(self, nbytes: int, *, host: bool) -> _C.Memory:
+        memory = self._device.alloc(nbytes, host=host)
+        self._owned.append(memory)
+        return memory
+
+    def close(self) -> None:
+        while self._owned:
+            self._owned.pop().free()

@@ -1,0 +1,48 @@
+"""The bytes a block must hold, in NumPy: a twin of kvs_pattern_word in csrc/kernels/kernels.h, made without it.
+
+Byte i of an item is byte i % 8 (little-endian) of word(key, i // 8). A key is a mix of block hash, group, layer and
+seed, so that a block that lands in another block's place, layer or group is as wrong as one that never arrived.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MUL1 = np.uint64(0xBF58476D1CE4E5B9)
+_MUL2 = np.uint64(0x94D049BB133111EB)
+_LAYER = np.uint64(0xD6E8FEB86659FD93)  # odd: layers of a block keep apart
+POISON_KEY = np.uint64(0x5EED0FDEADB10C5)  # what slots that were given up hold
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64."""
+    z = (values ^ (values >> np.uint64(30))) * _MUL1
+    z = (z ^ (z >> np.uint64(27))) * _MUL2
+    return z ^ (z >> np.uint64(31))
+
+
+def pattern_words(keys: NDArray[np.uint64], nwords: int) -> NDArray[np.uint64]:
+    """The first words of each key's pattern, one row a key."""
+    index = np.arange(1, nwords + 1, dtype=np.uint64)
+    return mix(keys.reshape(-1, 1) + index * _STEP)
+
+
+def pattern_bytes(key: int, nbytes: int) -> NDArray[np.uint8]:
+    """What an item of this key must hold."""
+    words = pattern_words(np.array([key], np.uint64), -(-nbytes // 8))
+    return words.astype("<u8").view(np.uint8).reshape(-1)[:nbytes]
+
+
+def block_keys(hashes: NDArray[np.uint64], group: int, layers: int, seed: int) -> NDArray[np.uint64]:
+    """Keys of blocks in the layers of a group: shape (layers, blocks), the order in which items are laid out."""
+    salt = mix(np.array([(seed << 8 | group) & (2**64 - 1)], np.uint64) + _STEP)
+    rows = np.arange(1, layers + 1, dtype=np.uint64).reshape(-1, 1) * _LAYER
+    return mix(mix(hashes ^ salt) + rows)
+
+
+def first_wrong(data: NDArray[np.uint8], key: int) -> tuple[int, int | None]:
+    """How many bytes differ from the key's pattern, and the offset of the first."""
+    wrong = np.flatnonzero(data != pattern_bytes(key, data.size))
+    return (int(wrong.size), int(wrong[0])) if wrong.size else (0, None)

@@ -1,0 +1,55 @@
+"""A picture of a replay. Needs matplotlib, which is an optional extra."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import UsageError
+from .report import Moves, Report
+
+_LABELS = ("GPU tier", "host tier", "computed")
+_COLOURS = ("#2a7f62", "#8cc084", "#d9d9d9")
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def require(path: str | Path) -> None:
+    """Refuse before anything runs what could not be drawn afterwards."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'kvswap[plot]'")
+    if Path(path).suffix.lower() not in _FORMATS:
+        raise UsageError(f"--plot writes {', '.join(_FORMATS)}; {str(path)!r} is none of them")
+
+
+def draw(report: Report, path: str | Path) -> None:
+    """Hits a tier over the requests, and how long loads and stores took."""
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.5), layout="constrained")
+    tiers, times = figure.subplots(1, 2)
+    history = np.array(report.history or [(0.0, 0, 0, 0)], np.float64)
+    requests = np.arange(1, len(history) + 1)
+    labels = ["GPU tier", "host tier", "computed"]
+    tiers.stackplot(
+        requests, *np.cumsum(history[:, 1:], axis=0).T, labels=labels, colors=["#2a7f62", "#8cc084", "#d9d9d9"]
+    )
+    tiers.set(xlabel="requests", ylabel="blocks so far", title="Where blocks were found")
+    tiers.legend(loc="upper left")
+    _times(times, "loads (H2D)", report.loads)
+    _times(times, "stores (D2H)", report.stores)
+    times.set(xlabel="milliseconds", ylabel="share of transfers", title="How long transfers took")
+    if times.lines:
+        times.set_xscale("log")
+        times.legend(loc="lower right")
+    figure.suptitle(
+        f"{report.trace} on {report.device_name}: {report.geometry}, {report.bytes_per_block:,} bytes a block"
+    )
+    figure.savefig(path)
+
+
+def _times(axes: Any, label: str, moves: Moves) -> None:
+    if moves.seconds:
+        milliseconds = np.sort(moves.seconds) * 1e3
+        axes.plot(milliseconds, np.arange(1, len(milliseconds) + 1) / len(milliseconds), label=label)

@@ -1,0 +1,49 @@
+"""One line on a terminal that shows how far a replay is; nothing in a pipe."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TextIO
+
+from .report import Report
+from .units import format_size
+
+_INTERVAL = 0.1
+_BAR = 24
+
+
+class Progress:
+    """Call update() as often as you like; it draws ten times a second at most."""
+
+    def __init__(self, stream: TextIO, *, enabled: bool | None = None) -> None:
+        self._stream = stream
+        self._enabled = stream.isatty() if enabled is None else enabled
+        self._next = 0.0
+        self._drawn = False
+
+    def update(self, report: Report, total: int) -> None:
+        now = time.monotonic()
+        if not self._enabled or now < self._next:
+            return
+        self._next = now + _INTERVAL
+        self._drawn = True
+        line = progress_line(report, total)[: max(1, shutil.get_terminal_size().columns - 1)]
+        self._stream.write(f"\r{line}\x1b[K")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Leave the line empty for what is printed next."""
+        if self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._drawn = False
+
+
+def progress_line(report: Report, total: int) -> str:
+    share = report.requests / total if total else 1.0
+    bar = ("#" * round(share * _BAR)).ljust(_BAR, ".")
+    return (
+        f"[{bar}] {report.requests:,}/{total:,}  in {format_size(report.loads.nbytes)}  "
+        f"out {format_size(report.stores.nbytes)}  verified {report.verified_where_used:,}  wrong {report.wrong_bytes}"
+    )

@@ -1,0 +1,194 @@
+"""What a replay counts, as JSON and as a table for a person."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .settings import Settings
+from .trace import Trace
+from .units import format_size
+
+
+@dataclass
+class Moves:
+    """Transfers of one direction that ended."""
+
+    nbytes: int = 0
+    transfers: int = 0
+    seconds: list[float] = field(default_factory=list)  # of each transfer, where the device can say
+    timed_nbytes: int = 0
+
+    def add(self, nbytes: int, seconds: float | None) -> None:
+        self.nbytes += nbytes
+        self.transfers += 1
+        if seconds is not None:
+            self.seconds.append(seconds)
+            self.timed_nbytes += nbytes
+
+    def gbps(self) -> float | None:
+        """Bytes over the time of the transfers that moved them."""
+        total = sum(self.seconds)
+        return self.timed_nbytes / total / 1e9 if total > 0 else None
+
+    def percentile_ms(self, percent: float) -> float | None:
+        return float(np.percentile(self.seconds, percent)) * 1e3 if self.seconds else None
+
+
+@dataclass
+class Report:
+    """Grows while the replay runs; whole or partial, it can be shown at any time."""
+
+    trace: str
+    device: str
+    device_name: str
+    geometry: str
+    bytes_per_block: int
+    full_bytes_per_block: int
+    gpu_blocks: int
+    host_blocks: int
+    in_flight: int
+    seed: int
+    path: str
+    trace_requests: int
+    requests: int = 0
+    gpu_hits: int = 0
+    host_hits: int = 0
+    misses: int = 0
+    tokens_total: int = 0
+    tokens_saved: int = 0
+    truncated_requests: int = 0
+    truncated_blocks: int = 0
+    not_stored: int = 0
+    loads: Moves = field(default_factory=Moves)
+    stores: Moves = field(default_factory=Moves)
+    verified_where_used: int = 0
+    verified_given_up: int = 0  # in the host tier, before the slot was poisoned
+    verified_at_end: dict[str, int] = field(default_factory=lambda: {"gpu": 0, "host": 0})
+    poisoned: dict[str, int] = field(default_factory=lambda: {"gpu": 0, "host": 0})
+    wrong_bytes: int = 0
+    error: str | None = None
+    ended: str = "running"  # then "complete", "seconds", "interrupted", "wrong bytes" or "failed"
+    seconds: float = 0.0
+    history: list[tuple[float, int, int, int]] = field(default_factory=list)  # seconds, gpu hits, host hits, misses
+
+    @property
+    def blocks_verified(self) -> int:
+        return self.verified_where_used + self.verified_given_up + sum(self.verified_at_end.values())
+
+    @property
+    def scaled(self) -> bool:
+        return self.bytes_per_block != self.full_bytes_per_block
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document; its keys are a promise to scripts."""
+        return {
+            "trace": self.trace,
+            "trace_requests": self.trace_requests,
+            "device": self.device,
+            "device_name": self.device_name,
+            "geometry": self.geometry,
+            "bytes_per_block": self.bytes_per_block,
+            "full_bytes_per_block": self.full_bytes_per_block,
+            "scaled": self.scaled,
+            "gpu_blocks": self.gpu_blocks,
+            "host_blocks": self.host_blocks,
+            "in_flight": self.in_flight,
+            "seed": self.seed,
+            "path": self.path,
+            "ended": self.ended,
+            "error": self.error,
+            "seconds": self.seconds,
+            "requests": self.requests,
+            "hits": {"gpu": self.gpu_hits, "host": self.host_hits},
+            "misses": self.misses,
+            "tokens_total": self.tokens_total,
+            "tokens_saved": self.tokens_saved,
+            "truncated": {"requests": self.truncated_requests, "blocks": self.truncated_blocks},
+            "not_stored": self.not_stored,
+            "bytes_loaded": self.loads.nbytes,
+            "bytes_stored": self.stores.nbytes,
+            "loads": self.loads.transfers,
+            "stores": self.stores.transfers,
+            "gbps_load": self.loads.gbps(),
+            "gbps_store": self.stores.gbps(),
+            "load_ms": {"p50": self.loads.percentile_ms(50), "p99": self.loads.percentile_ms(99)},
+            "store_ms": {"p50": self.stores.percentile_ms(50), "p99": self.stores.percentile_ms(99)},
+            "blocks_verified": self.blocks_verified,
+            "verified": {
+                "where_used": self.verified_where_used,
+                "host_given_up": self.verified_given_up,
+                **{f"{t}_at_end": n for t, n in self.verified_at_end.items()},
+            },
+            "poisoned": dict(self.poisoned),
+            "wrong_bytes": self.wrong_bytes,
+        }
+
+    def to_text(self) -> str:
+        """The closing table."""
+        rows = [*self._cache_rows(), *self._moved_rows(), *self._truth_rows()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+    def _cache_rows(self) -> list[tuple[str, str]]:
+        blocks = self.gpu_hits + self.host_hits + self.misses
+        done = f"{self.requests:,} of {self.trace_requests:,}"
+        if self.ended != "complete":
+            done += f" ({self.ended})"
+        rows = [
+            ("requests", f"{done} in {self.seconds:.1f} s"),
+            ("hits in the GPU tier", _share(self.gpu_hits, blocks, "blocks")),
+            ("hits in the host tier", _share(self.host_hits, blocks, "blocks")),
+            ("computed", _share(self.misses, blocks, "blocks")),
+            ("prefill saved", _share(self.tokens_saved, self.tokens_total, "tokens")),
+        ]
+        if self.truncated_requests:
+            cut = f"{self.truncated_requests:,} requests longer than the GPU tier, by {self.truncated_blocks:,} blocks"
+            rows.append(("TRUNCATED", cut))
+        if self.not_stored:
+            rows.append(("not stored", f"{self.not_stored:,} blocks: the host tier is smaller than their request"))
+        return rows
+
+    def _moved_rows(self) -> list[tuple[str, str]]:
+        return [("loaded (H2D)", _moved(self.loads)), ("stored (D2H)", _moved(self.stores))]
+
+    def _truth_rows(self) -> list[tuple[str, str]]:
+        end = self.verified_at_end
+        verified = (
+            f"{self.blocks_verified:,} blocks: {self.verified_where_used:,} where used, "
+            f"{self.verified_given_up:,} on leaving the host tier, {sum(end.values()):,} at the end"
+        )
+        poisoned = f"{self.poisoned['gpu']:,} GPU + {self.poisoned['host']:,} host slots when given up"
+        return [("verified", verified), ("poisoned", poisoned), ("wrong bytes", f"{self.wrong_bytes:,}")]
+
+
+def _share(part: int, whole: int, unit: str) -> str:
+    return f"{part:>13,} {unit}" + (f"  {100 * part / whole:5.1f} %" if whole else "")
+
+
+def _moved(moves: Moves) -> str:
+    text = f"{format_size(moves.nbytes):>13} in {moves.transfers:,} transfers"
+    gbps, p50, p99 = moves.gbps(), moves.percentile_ms(50), moves.percentile_ms(99)
+    if gbps is not None and p50 is not None and p99 is not None:
+        text += f", {gbps:.2f} GB/s, p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+    return text
+
+
+def opening(trace: Trace, settings: Settings, report: Report) -> str:
+    """What is about to run, and on what."""
+    distinct = len(np.unique(trace.hashes))
+    geometry, sizes = settings.geometry, settings.sizes
+    block = geometry.block_nbytes
+    lines = [
+        f"replay of {trace.name}: {len(trace):,} requests, {len(trace.hashes):,} references to {distinct:,} blocks",
+        f"  device    {report.device} ({report.device_name}), path {settings.path}",
+        f"  geometry  {geometry.describe()}",
+        f"  GPU tier  {sizes.gpu_blocks:,} blocks, {format_size(sizes.gpu_blocks * block)}",
+        f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * block)}",
+        f"  in flight {settings.in_flight} requests; every block is written and checked by its hash, layer and offset",
+    ]
+    if trace.repeated:
+        lines.append(f"  note      {trace.repeated:,} references repeat a block of their own request and are left out")
+    return "\n".join(lines)

@@ -1,0 +1,401 @@
+"""Moves the blocks of a trace between the tiers while a compute stream produces and uses them.
+
+A request, once its blocks are admitted (tiers.py):
+
+    compute:  poison GPU slots given up | write computed blocks |                    | check leading blocks
+    load:                          ... load host hits into their slots ..............^
+    scrub:    check and poison host slots given up ..v
+    store:                                   ... store computed blocks to the host tier
+
+Loads and stores run on kvswap's own lanes and start after the compute stream as it stands at submission. The orders
+that nothing else gives are made here, and only on the device; the host waits for nothing but the oldest request:
+- a GPU slot is poisoned or written again after the store that reads it (compute waits for that store);
+- a load starts after the store that fills its host slot (after=);
+- a host slot is checked and poisoned after the loads that read it and the store that filled it (scrub waits for them),
+  and filled again after that (after=scrub);
+- blocks are checked after their load (compute waits for it).
+Where the way that tiers admit requests implies one of them already, it is given all the same.
+A GPU slot is given up only when the requests that use it have ended. A lane is first in, first out, so the last store
+or load of a slot stands for all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvswap import _C
+
+from .check import Blocks, Check, Checker, WrongBytes
+from .memory import GroupMemory, TierMemory
+from .report import Moves, Report
+from .settings import Settings
+from .tiers import Admission, Slots, Tiers
+from .trace import Trace
+
+_log = logging.getLogger("kvswap.replay")
+_D2H, _H2D = 0, 1
+_MAX_STORES = 64  # moves that may be unfinished: bounds memory, and stays far below a lane's depth
+_LEGACY_STREAM = 0
+
+OnProgress = Callable[[Report, int], None]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The transfers of one request in one direction, one a group."""
+
+    number: int
+    transfers: list[_C.Transfer]
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self.transfers)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A request under way, with what must end before it does."""
+
+    admission: Admission
+    check: Check | None
+    load: _Move | None
+    jobs: list[_C._PatternJob]  # poisons and writes on the compute stream
+
+
+@dataclass(frozen=True)
+class _Scrub:
+    """Host slots that are given up: checked, then poisoned."""
+
+    check: Check
+    poison: _C._PatternJob
+
+
+class _Lane:
+    """Moves of one direction that may still run, oldest first."""
+
+    def __init__(self, moves: Moves, ended: Callable[[_Move], None], wait_limit: float) -> None:
+        self._unfinished: deque[_Move] = deque()
+        self._moves = moves
+        self._ended = ended
+        self._wait_limit = wait_limit
+
+    def __len__(self) -> int:
+        return len(self._unfinished)
+
+    def add(self, move: _Move) -> None:
+        self._unfinished.append(move)
+
+    def collect(self) -> None:
+        """Count what has ended."""
+        while self._unfinished and self._unfinished[0].done():
+            self.wait_oldest()
+
+    def wait_oldest(self) -> None:
+        """Wait for the oldest move and count it; raises its error if it failed."""
+        move = self._unfinished[0]
+        for transfer in move.transfers:
+            transfer.wait(self._wait_limit)
+        self._unfinished.popleft()
+        for transfer in move.transfers:
+            self._moves.add(transfer.nbytes, transfer.elapsed)
+        self._ended(move)
+
+    def wait_through(self, move: _Move) -> None:
+        while self._unfinished and self._unfinished[0].number <= move.number:
+            self.wait_oldest()
+
+    def wait_all(self) -> None:
+        while self._unfinished:
+            self.wait_oldest()
+
+
+class Replay:
+    """One replay. run() once; `report` holds what happened, whole or partial, even if run() raised."""
+
+    def __init__(self, trace: Trace, settings: Settings, device: _C.Device) -> None:
+        self._trace = trace
+        self._settings = settings
+        self._device = device
+        self._tiers = Tiers(settings.sizes.gpu_blocks, settings.sizes.host_blocks)
+        self.report = _new_report(trace, settings, device)
+        self._moves: dict[int, _Move] = {}  # unfinished, by number
+        self._next_move = 0
+        self._loads = _Lane(self.report.loads, self._forget, settings.wait_limit)
+        self._stores = _Lane(self.report.stores, self._forget, settings.wait_limit)
+        self._flights: deque[_Flight] = deque()
+        self._scrubs: deque[_Scrub] = deque()
+        # The last move that reads or fills a slot, by number; one that ended is in no table and holds up nobody.
+        self._gpu_read_by = np.full(settings.sizes.gpu_blocks, -1, np.int64)
+        self._host_read_by = np.full(settings.sizes.host_blocks, -1, np.int64)
+        self._host_filled_by = np.full(settings.sizes.host_blocks, -1, np.int64)
+
+    def run(self, on_progress: OnProgress | None = None) -> Report:
+        """Replay the trace. Raises WrongBytes for a wrong byte, kvswap.Error or TimeoutError if the device fails."""
+        self._progress = on_progress or (lambda report, total: None)
+        self._compute = _C.Stream(self._device)
+        self._scrub = _C.Stream(self._device, priority="background")
+        self._memory = TierMemory(self._device, self._settings.geometry, self._settings.sizes, self._settings.seed)
+        self._checker = Checker(self._device, self._memory, self._settings.seed)
+        self._start = time.monotonic()
+        try:
+            self._device.set_compute_stream(self._compute)
+            self._all_requests()
+            self._final_sweep()
+            if self.report.ended == "running":
+                self.report.ended = "complete"
+        except KeyboardInterrupt:
+            self.report.ended = "interrupted"
+        except WrongBytes as error:
+            self._note_end("wrong bytes", error)
+            self.report.wrong_bytes += error.wrong_bytes
+            raise
+        except (_C.Error, TimeoutError) as error:
+            self._note_end("failed", error)
+            raise
+        finally:
+            self.report.seconds = time.monotonic() - self._start
+            self._close()
+        return self.report
+
+    def _note_end(self, ended: str, error: Exception) -> None:
+        self.report.ended = ended
+        self.report.error = str(error)
+
+    def _all_requests(self) -> None:
+        limit = self._settings.seconds
+        for number in range(len(self._trace)):
+            if limit is not None and time.monotonic() - self._start > limit:
+                self.report.ended = "seconds"
+                break
+            self._admit(number)
+            self._progress(self.report, len(self._trace))
+        while self._flights:
+            self._retire()
+        self._stores.wait_all()
+        while self._scrubs:
+            self._end_scrub()
+
+    def _admit(self, number: int) -> None:
+        """Queue all of a request; waits only for the requests that must end first."""
+        self._collect()
+        admission = self._tiers.admit(self._trace.blocks(number))
+        while self._flights and (
+            len(self._flights) >= self._settings.in_flight
+            or self._flights[0].admission.request <= admission.gpu_given_up.last_user
+        ):
+            self._retire()
+        jobs: list[_C._PatternJob] = []
+        self._poison_gpu(admission, jobs)
+        load = self._load(admission)
+        self._compute_misses(admission, jobs)
+        self._store(admission)
+        check = self._use(admission, load)
+        self._flights.append(_Flight(admission, check, load, jobs))
+
+    def _poison_gpu(self, admission: Admission, jobs: list[_C._PatternJob]) -> None:
+        slots = admission.gpu_given_up.slots
+        if len(slots):
+            self._stream_waits(self._compute, self._unfinished(self._gpu_read_by, slots))
+            jobs.append(self._checker.poison("gpu", slots, self._compute))
+            self.report.poisoned["gpu"] += len(slots)
+
+    def _load(self, admission: Admission) -> _Move | None:
+        if not len(admission.loads):
+            return None
+        filling = self._unfinished(self._host_filled_by, admission.load_from)
+        after = [transfer for move in filling for transfer in move.transfers]
+        move = self._submit(_H2D, admission.slots[admission.loads], admission.load_from, after)
+        self._host_read_by[admission.load_from] = move.number
+        return move
+
+    def _compute_misses(self, admission: Admission, jobs: list[_C._PatternJob]) -> None:
+        """What prefill would do: write the blocks that no tier could give."""
+        if not admission.misses:
+            return
+        slots = admission.slots[admission.leading :]
+        self._stream_waits(self._compute, self._unfinished(self._gpu_read_by, slots))
+        blocks = Blocks("gpu", admission.hashes[admission.leading :], slots)
+        jobs.append(self._checker.write(blocks, self._compute))
+
+    def _store(self, admission: Admission) -> None:
+        """Write computed blocks through to the host tier."""
+        self.report.not_stored += self._unstored(admission)
+        if not len(admission.stores):
+            return
+        after: list[_C.Stream] = []
+        if len(admission.host_given_up.slots):
+            self._give_up_host(admission)
+            after.append(self._scrub)
+        while len(self._stores) >= _MAX_STORES:
+            self._stores.wait_oldest()
+        slots = admission.slots[admission.stores]
+        move = self._submit(_D2H, slots, admission.store_to, after)
+        self._gpu_read_by[slots] = move.number
+        self._host_filled_by[admission.store_to] = move.number
+
+    def _unstored(self, admission: Admission) -> int:
+        """Computed blocks that the host tier, if there is one, has neither from before nor room for now."""
+        if not self._settings.sizes.host_blocks:
+            return 0
+        computed = admission.hashes[admission.leading :].tolist()
+        return sum(block not in self._tiers.host for block in computed)
+
+    def _give_up_host(self, admission: Admission) -> None:
+        """A block that was stored and never loaded is checked here, in place: so no store goes unseen."""
+        slots = admission.host_given_up.slots
+        self._stream_waits(self._scrub, self._unfinished(self._host_read_by, slots))
+        self._stream_waits(self._scrub, self._unfinished(self._host_filled_by, slots))
+        blocks = Blocks("host", admission.host_given_up.hashes, slots)
+        check = self._checker.check(blocks, self._scrub, f"request {admission.request}, which took the slot over")
+        self._scrubs.append(_Scrub(check, self._checker.poison("host", slots, self._scrub)))
+        self.report.poisoned["host"] += len(slots)
+
+    def _use(self, admission: Admission, load: _Move | None) -> Check | None:
+        """What decode would do: read the blocks that were hits."""
+        if load is not None:
+            self._stream_waits(self._compute, [load])
+        if not admission.leading:
+            return None
+        blocks = Blocks("gpu", admission.hashes[: admission.leading], admission.slots[: admission.leading])
+        return self._checker.check(blocks, self._compute, f"request {admission.request} where it used them")
+
+    def _retire(self) -> None:
+        """Wait for the oldest request to end, and count it."""
+        flight = self._flights[0]
+        limit = self._settings.wait_limit
+        if flight.load is not None:
+            self._loads.wait_through(flight.load)  # first: a failed load explains wrong bytes
+        if flight.check is not None:
+            self._end_check(flight.check, flight.admission)
+        for job in flight.jobs:
+            job.result(limit)
+        self._flights.popleft()
+        self._count(flight.admission)
+
+    def _end_check(self, check: Check, admission: Admission) -> None:
+        """Wrong bytes are told with the way they took."""
+        try:
+            self._checker.result(check, self._settings.wait_limit)
+        except WrongBytes as error:
+            position = int(np.flatnonzero(admission.hashes == error.block)[0])
+            loaded = np.flatnonzero(admission.loads == position)
+            way = "it was in the GPU tier already"
+            if len(loaded):
+                way = f"it was loaded from host slot {int(admission.load_from[loaded[0]])}"
+            raise error.told(way) from None
+
+    def _count(self, admission: Admission) -> None:
+        report = self.report
+        report.requests += 1
+        report.gpu_hits += admission.gpu_hits
+        report.host_hits += admission.host_hits
+        report.misses += admission.misses
+        report.verified_where_used += admission.leading
+        report.truncated_requests += admission.cut > 0
+        report.truncated_blocks += admission.cut
+        tokens = int(self._trace.input_tokens[admission.request])
+        report.tokens_total += tokens
+        report.tokens_saved += min(tokens, admission.leading * self._settings.geometry.block_tokens)
+        moment = time.monotonic() - self._start
+        report.history.append((moment, admission.gpu_hits, admission.host_hits, admission.misses))
+
+    def _final_sweep(self) -> None:
+        """Check every block that any tier holds, in place."""
+        for tier, table in (("gpu", self._tiers.gpu), ("host", self._tiers.host)):
+            for part in self._checker.parts(Blocks(tier, *table.residents())):
+                check = self._checker.check(part, self._compute, f"the final sweep of the {tier} tier")
+                self._checker.result(check, self._settings.wait_limit)
+                self.report.verified_at_end[tier] += len(part.slots)
+                self._progress(self.report, len(self._trace))
+
+    def _submit(self, direction: int, slots: Slots, host_slots: Slots, after: Sequence[object]) -> _Move:
+        lane = self._loads if direction == _H2D else self._stores
+        transfers = [self._swap(memory, direction, slots, host_slots, after, lane) for memory in self._memory.groups]
+        move = _Move(self._next_move, transfers)
+        self._next_move += 1
+        self._moves[move.number] = move
+        lane.add(move)
+        return move
+
+    def _swap(
+        self, memory: GroupMemory, direction: int, slots: Slots, host_slots: Slots, after: Sequence[object], lane: _Lane
+    ) -> _C.Transfer:
+        """All layers of a group in one call. A full lane empties from its oldest end."""
+        while True:
+            try:
+                return _C.swap_cache_all_layers_async(
+                    memory.gpu_ptrs,
+                    memory.host_ptrs,
+                    memory.group.layer_nbytes,
+                    self._settings.sizes.gpu_blocks,
+                    self._settings.sizes.host_blocks,
+                    memory.gpu_ids[slots],
+                    memory.host_ids[host_slots],
+                    direction,
+                    cpu_stride=memory.group.block_nbytes,
+                    after=after,
+                    device=self._device,
+                    path=self._settings.path,
+                )
+            except _C.QueueFull:
+                if not len(lane):
+                    raise
+                lane.wait_oldest()
+
+    def _unfinished(self, table: NDArray[np.int64], slots: Slots) -> list[_Move]:
+        """The moves that still use these slots, as far as is known."""
+        return [self._moves[number] for number in np.unique(table[slots]).tolist() if number in self._moves]
+
+    def _stream_waits(self, stream: _C.Stream, moves: Sequence[_Move]) -> None:
+        for move in moves:
+            for transfer in move.transfers:
+                transfer.make_wait(stream)
+
+    def _collect(self) -> None:
+        self._loads.collect()
+        self._stores.collect()
+        while self._scrubs and self._scrubs[0].poison.done():
+            self._end_scrub()
+
+    def _end_scrub(self) -> None:
+        scrub = self._scrubs.popleft()
+        self._checker.result(scrub.check, self._settings.wait_limit)
+        scrub.poison.result(self._settings.wait_limit)
+        self.report.verified_given_up += len(scrub.check.blocks.slots)
+
+    def _forget(self, move: _Move) -> None:
+        del self._moves[move.number]
+
+    def _close(self) -> None:
+        """Let what is queued end, then free. What cannot be drained is not freed: something may still write to it."""
+        try:
+            self._device.synchronize(self._settings.wait_limit)
+            self._device.set_compute_stream(_LEGACY_STREAM)
+            self._flights.clear()
+            self._scrubs.clear()
+            self._memory.close()
+        except (_C.Error, TimeoutError) as error:
+            _log.warning("memory of the replay is not freed before exit: %s", error)
+
+
+def _new_report(trace: Trace, settings: Settings, device: _C.Device) -> Report:
+    return Report(
+        trace=trace.name,
+        device=device.name,
+        device_name=str(device.info.get("name") or device.name),
+        geometry=settings.geometry.name,
+        bytes_per_block=settings.geometry.block_nbytes,
+        full_bytes_per_block=settings.geometry.full_nbytes,
+        gpu_blocks=settings.sizes.gpu_blocks,
+        host_blocks=settings.sizes.host_blocks,
+        in_flight=settings.in_flight,
+        seed=settings.seed,
+        path=settings.path,
+        trace_requests=len(trace),
+    )

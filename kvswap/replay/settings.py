@@ -1,0 +1,110 @@
+"""What a replay is asked to do, and the defaults that depend on the device."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from .errors import UsageError
+from .geometry import Geometry, scale
+from .units import format_size
+
+if TYPE_CHECKING:
+    from kvswap import _C
+
+Path: TypeAlias = Literal["auto", "dma", "kernel", "direct"]
+
+_DEFAULT_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 64 << 10}
+_DEFAULT_GPU_BLOCKS = {"cuda": 2048, "host": 4096}
+_HOST_BLOCKS_PER_GPU_BLOCK = 4
+_LARGEST_SHARE = 0.5  # of what is free, by default
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tier sizes in blocks."""
+
+    gpu_blocks: int
+    host_blocks: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a trace is replayed."""
+
+    geometry: Geometry
+    sizes: Sizes
+    in_flight: int = 8
+    seconds: float | None = None  # no request is admitted after so long
+    seed: int = 0
+    path: Path = "auto"
+    wait_limit: float = 60.0  # of every single wait
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1:
+            raise UsageError(f"--in-flight must be at least 1, not {self.in_flight}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(f"--seconds must be more than 0, not {self.seconds:g}")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that the tiers may fill. On a host device both tiers share the host's."""
+
+    kind: str
+    device_nbytes: int
+    host_nbytes: int
+
+
+def choose_geometry(full: Geometry, kind: str, block_nbytes: int | None, *, allow_tiny: bool = False) -> Geometry:
+    """Scale the geometry as asked, or to what suits the device: 2 MiB a block on a GPU, 64 KiB on a host device."""
+    if block_nbytes is not None:
+        return scale(full, block_nbytes, allow_tiny=allow_tiny)
+    return scale(full, min(full.full_nbytes, _DEFAULT_BLOCK_NBYTES[kind]), allow_tiny=True)
+
+
+def choose_sizes(block_nbytes: int, room: Room, gpu_blocks: int | None, host_blocks: int | None) -> Sizes:
+    """Tier sizes as asked, or defaults that leave half of the memory free. Refuses what cannot fit."""
+    shared = room.kind == "host"
+    if gpu_blocks is None:
+        parts = 1 + _HOST_BLOCKS_PER_GPU_BLOCK if shared else 1
+        fit = int(room.device_nbytes * _LARGEST_SHARE) // parts // block_nbytes
+        gpu_blocks = max(1, min(_DEFAULT_GPU_BLOCKS[room.kind], fit))
+    if gpu_blocks < 1:
+        raise UsageError(f"the GPU tier must hold at least one block, not {gpu_blocks}")
+    if host_blocks is None:
+        fit = int(room.host_nbytes * _LARGEST_SHARE) // block_nbytes - (gpu_blocks if shared else 0)
+        host_blocks = max(0, min(_HOST_BLOCKS_PER_GPU_BLOCK * gpu_blocks, fit))
+    if host_blocks < 0:
+        raise UsageError(f"the host tier cannot hold {host_blocks} blocks")
+    _refuse_too_large("GPU", gpu_blocks * block_nbytes, room.device_nbytes)
+    _refuse_too_large("host", (host_blocks + (gpu_blocks if shared else 0)) * block_nbytes, room.host_nbytes)
+    return Sizes(gpu_blocks, host_blocks)
+
+
+def _refuse_too_large(tier: str, nbytes: int, available: int) -> None:
+    if nbytes > available:
+        raise UsageError(
+            f"the {tier} tier needs {format_size(nbytes)} and {format_size(available)} is free: give it fewer blocks "
+            f"(--{tier.lower()}-blocks) or smaller ones (--bytes-per-block)"
+        )
+
+
+def room(device: _C.Device) -> Room:
+    """What the tiers may fill on this device."""
+    host = available_host_memory()
+    return Room("host", host, host) if device.kind == "host" else Room("cuda", int(device.info["memory"]), host)
+
+
+def available_host_memory() -> int:
+    """Bytes that programs can still have, as the kernel estimates them; capped by the control group's limit."""
+    meminfo = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    try:
+        limit = int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        used = int(pathlib.Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no control group here, or one without a limit ("max")
+        return available
+    return min(available, max(0, limit - used))

@@ -1,0 +1,147 @@
+"""Which block is where: a GPU tier and a host tier, least recently used out first. Book-keeping: nothing moves here.
+
+The rules, which tests hold against a brute-force model:
+- A request's hits are its leading blocks that some tier holds; from the first block that none holds on, all are
+  computed, even those that a tier happens to hold (prefix caching).
+- All blocks of a request are in the GPU tier while it runs: hits of the host tier are loaded, the others computed. A
+  request longer than the GPU tier is cut to it.
+- A computed block that the host tier lacks is written through to it; the first ones where it has no room for all.
+- A request touches its blocks in both tiers, the last block first: of one prefix the end goes before the start.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Blocks that a tier no longer keeps, and the slots they were in."""
+
+    hashes: NDArray[np.uint64]
+    slots: Slots
+    last_user: int  # the last request that used any of them; -1 if there are none
+
+
+class Tier:
+    """Blocks in slots, ordered by last use."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._slots: OrderedDict[int, int] = OrderedDict()  # oldest first
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._last_use = np.full(num_blocks, -1, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._slots
+
+    def slots_of(self, blocks: Iterable[int]) -> Slots:
+        return np.fromiter((self._slots[block] for block in blocks), np.int64)
+
+    def touch(self, blocks: Sequence[int], request: int) -> None:
+        """Make those that are here the most recently used, the first block last of all."""
+        for block in reversed(blocks):
+            slot = self._slots.get(block)
+            if slot is not None:
+                self._slots.move_to_end(block)
+                self._last_use[slot] = request
+
+    def make_room(self, count: int) -> GivenUp:
+        """Give up the oldest blocks until `count` slots are free."""
+        oldest = [self._slots.popitem(last=False) for _ in range(count - len(self._free))]
+        self._free.extend(slot for _, slot in reversed(oldest))
+        slots = np.array([slot for _, slot in oldest], np.int64)
+        hashes = np.array([block for block, _ in oldest], np.uint64)
+        return GivenUp(hashes, slots, int(self._last_use[slots].max(initial=-1)))
+
+    def insert(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._slots[block] = self._free.pop()
+
+    def residents(self) -> tuple[NDArray[np.uint64], Slots]:
+        """Every block that is here, and its slot."""
+        blocks = np.fromiter(self._slots.keys(), np.uint64, len(self._slots))
+        return blocks, np.fromiter(self._slots.values(), np.int64, len(self._slots))
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a request found and what has to move for it. Positions index `hashes`."""
+
+    request: int
+    hashes: NDArray[np.uint64]  # its blocks, cut to the GPU tier
+    cut: int  # blocks beyond the GPU tier, left out
+    gpu_hits: int
+    host_hits: int
+    slots: Slots  # GPU slot of every block
+    loads: Slots  # positions of the host hits
+    load_from: Slots  # their host slots
+    stores: Slots  # positions of the computed blocks that are written through
+    store_to: Slots  # their host slots
+    gpu_given_up: GivenUp  # its last user must have ended before
+    host_given_up: GivenUp
+
+    @property
+    def leading(self) -> int:
+        """How many blocks are hits; those from there on are computed."""
+        return self.gpu_hits + self.host_hits
+
+    @property
+    def misses(self) -> int:
+        return len(self.hashes) - self.leading
+
+
+class Tiers:
+    """The two tiers together."""
+
+    def __init__(self, gpu_blocks: int, host_blocks: int) -> None:
+        self.gpu = Tier(gpu_blocks)
+        self.host = Tier(host_blocks)
+        self._requests = 0
+
+    def admit(self, hashes: NDArray[np.uint64]) -> Admission:
+        """Look up a request's blocks (none twice) and make place for them."""
+        request, self._requests = self._requests, self._requests + 1
+        blocks: list[int] = hashes[: self.gpu.num_blocks].tolist()
+        in_gpu = [block in self.gpu for block in blocks]
+        in_host = [block in self.host for block in blocks]
+        leading = next((i for i, here in enumerate(zip(in_gpu, in_host, strict=True)) if not any(here)), len(blocks))
+        loads = [i for i in range(leading) if not in_gpu[i]]
+        self.gpu.touch(blocks, request)
+        self.host.touch(blocks, request)
+
+        load_from = self.host.slots_of(blocks[i] for i in loads)
+        arriving = [block for block, here in zip(blocks, in_gpu, strict=True) if not here]
+        gpu_given_up = self.gpu.make_room(len(arriving))
+        self.gpu.insert(arriving)
+        self.gpu.touch(blocks, request)
+
+        room = self.host.num_blocks - sum(in_host)
+        stores = [i for i in range(leading, len(blocks)) if not in_host[i]][:room]
+        host_given_up = self.host.make_room(len(stores))
+        self.host.insert(blocks[i] for i in stores)
+        self.host.touch(blocks, request)
+        return Admission(
+            request=request,
+            hashes=hashes[: len(blocks)],
+            cut=len(hashes) - len(blocks),
+            gpu_hits=leading - len(loads),
+            host_hits=len(loads),
+            slots=self.gpu.slots_of(blocks),
+            loads=np.array(loads, np.int64),
+            load_from=load_from,
+            stores=np.array(stores, np.int64),
+            store_to=self.host.slots_of(blocks[i] for i in stores),
+            gpu_given_up=gpu_given_up,
+            host_given_up=host_given_up,
+        )

@@ -1,0 +1,248 @@
+"""What the tests share: the device under test (``pytest --device cuda:0``; the default is host:0), its memory as NumPy sees it,
+and gates that hold a stream up until a test opens them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from numpy.typing import NDArray
+
+# Streams beyond the number of hardware queues hold each other up. Read by the driver when the first context is made.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import kvswap
+from kvswap import _C
+
+Bytes = NDArray[np.uint8]
+
+ROOT = Path(__file__).resolve().parent.parent
+PATHS = ("auto", "dma", "kernel", "direct")
+PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.register_profile("deep", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="host:0", help="the device that the tests run on: host:0 (default), cuda:0")
+    parser.addoption("--long-seconds", type=float, default=5.0, help="how long each test of tests/long may take")
+    parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes seconds; part of CI all the same")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"kvswap {kvswap.__version__} from {Path(kvswap.__file__).parent}, device {config.getoption('--device')}"
+
+
+@pytest.fixture(scope="session")
+def device_name(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def session_device(device_name: str) -> kvswap.Device:
+    return kvswap.Device(device_name)
+
+
+@pytest.fixture
+def device(session_device: kvswap.Device) -> Iterator[kvswap.Device]:
+    """The device under test. After a test nothing may be queued on it any more and no fault may be left."""
+    yield session_device
+    _C._set_fault(session_device, "call", "none")
+    _C._set_fault(session_device, "copy", "none")
+    session_device.set_compute_stream(0)
+    session_device.synchronize(PATIENCE)
+
+
+@pytest.fixture(scope="session")
+def cuda(session_device: kvswap.Device) -> kvswap.Device:
+    if session_device.kind != "cuda":
+        pytest.skip("needs a GPU: run with --device cuda:0")
+    return session_device
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, session_device: kvswap.Device) -> str:
+    return usable(session_device, str(request.param))
+
+
+def usable(device: kvswap.Device, path: str) -> str:
+    """The path, or a visible skip where the device does not have it."""
+    if path == "direct" and device.kind != "host":
+        pytest.skip("path direct is for host devices")
+    if path == "kernel" and not device.info["kernels"]:
+        pytest.skip(f"no kernels: {device.info['kernels_note']}")
+    return path
+
+
+def seam(device: kvswap.Device, operation: str, *args: Any) -> Any:
+    return _C._seam(device, operation, *args)
+
+
+def random_bytes(seed: int, nbytes: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)
+
+
+class Buffer:
+    """Memory that a test fills and reads as NumPy arrays, wherever it lies.
+
+    side "gpu": device memory; "cpu": pinned host memory; "plain": memory of NumPy's (on a GPU that is pageable).
+    """
+
+    def __init__(self, device: kvswap.Device, nbytes: int, side: str = "gpu") -> None:
+        self.device, self.nbytes, self.side = device, nbytes, side
+        self.memory: kvswap.Memory | None = None
+        self.bounce: kvswap.Memory | None = None
+        self.array: Bytes | None = None
+        if side == "plain":
+            room = np.empty(nbytes + 256, np.uint8)
+            start = -address_of(room) % 256
+            self.array = room[start : start + nbytes]
+            self.ptr = address_of(self.array)
+        else:
+            self.memory = device.alloc(nbytes, host=side == "cpu")
+            self.ptr = self.memory.ptr
+            if side == "gpu" and device.kind == "cuda":
+                self.bounce = device.alloc(nbytes, host=True)
+        self.put(np.zeros(nbytes, np.uint8))
+
+    def _copy(self, dst: int, src: int, nbytes: int) -> None:
+        """By the driver's plain copy, on a stream of its own; other streams go on."""
+        stream = kvswap.Stream(self.device)
+        seam(self.device, "copy", dst, src, nbytes, stream.handle)
+        stream.synchronize(PATIENCE)
+
+    def _view(self) -> Bytes:
+        if self.array is not None:
+            return self.array
+        return np.frombuffer(self.bounce if self.bounce is not None else self.memory, np.uint8)  # type: ignore[call-overload,no-any-return]
+
+    def put(self, data: Bytes, at: int = 0) -> None:
+        """Write these bytes at once; nothing that uses the memory may be queued."""
+        self._view()[at : at + data.size] = data
+        if self.bounce is not None:
+            self._copy(self.ptr + at, self.bounce.ptr + at, data.size)
+
+    def get(self, nbytes: int | None = None) -> Bytes:
+        """The first bytes of it, a copy."""
+        nbytes = self.nbytes if nbytes is None else nbytes
+        if self.bounce is not None:
+            self._copy(self.bounce.ptr, self.ptr, nbytes)
+        return self._view()[:nbytes].copy()
+
+    def randomise(self, seed: int) -> Bytes:
+        data = random_bytes(seed, self.nbytes)
+        self.put(data)
+        return data
+
+
+class Cache:
+    """One tensor of blocks on both sides of a device, filled with random bytes; `direction` says which side is read."""
+
+    def __init__(self, device: kvswap.Device, blocks: int, nbytes: int, direction: int = 0, *, seed: int = 1) -> None:
+        self.device, self.blocks, self.nbytes, self.direction = device, blocks, nbytes, direction
+        self.gpu = Buffer(device, blocks * nbytes, "gpu")
+        self.cpu = Buffer(device, blocks * nbytes, "cpu")
+        self.gpu_bytes = self.gpu.randomise(seed)
+        self.cpu_bytes = self.cpu.randomise(seed + 1000)
+
+    @property
+    def target(self) -> Buffer:
+        return self.gpu if self.direction else self.cpu
+
+    @property
+    def target_before(self) -> Bytes:
+        return self.gpu_bytes if self.direction else self.cpu_bytes
+
+    @property
+    def source_bytes(self) -> Bytes:
+        return self.cpu_bytes if self.direction else self.gpu_bytes
+
+    def swap(self, gpu_ids: Any, cpu_ids: Any, **options: Any) -> kvswap.Transfer:
+        options.setdefault("device", self.device)
+        return kvswap.swap_cache_per_layer_async(
+            self.gpu.ptr, self.cpu.ptr, self.nbytes, self.blocks, self.blocks, gpu_ids, cpu_ids, self.direction, **options
+        )
+
+    def expected(self, gpu_ids: Any, cpu_ids: Any) -> Bytes:
+        """The destination as it has to be after that swap."""
+        after = self.target_before.copy().reshape(self.blocks, self.nbytes)
+        source = self.source_bytes.reshape(self.blocks, self.nbytes)
+        sources, targets = (cpu_ids, gpu_ids) if self.direction else (gpu_ids, cpu_ids)
+        after[np.asarray(targets)] = source[np.asarray(sources)]
+        return after.reshape(-1)
+
+    def check(self, gpu_ids: Any, cpu_ids: Any) -> None:
+        np.testing.assert_array_equal(self.target.get(), self.expected(gpu_ids, cpu_ids))
+
+    def check_untouched(self) -> None:
+        np.testing.assert_array_equal(self.target.get(), self.target_before)
+
+
+class Gate:
+    """Holds streams up, until opened, by a word in pinned memory that they wait for: no time is involved."""
+
+    def __init__(self, device: kvswap.Device) -> None:
+        if not device.info["memops"]:
+            pytest.skip("no stream memory operations")
+        self.device = device
+        self.memory = device.alloc(4, host=True)
+        self._word().value = 0
+
+    def _word(self) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(self.memory.ptr)
+
+    def hold(self, stream: Any) -> None:
+        handle = stream if isinstance(stream, int) else stream.handle
+        seam(self.device, "wait32", self.memory.ptr, 1, handle)
+
+    def open(self) -> None:
+        self._word().value = 1
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+        self.device.synchronize(PATIENCE)
+
+
+def write_pattern(device: kvswap.Device, ptrs: Any, nbytes: int, keys: Any, stream: Any) -> _C._PatternJob:
+    return _pattern(device, False, ptrs, nbytes, keys, stream)
+
+
+def check_pattern(device: kvswap.Device, ptrs: Any, nbytes: int, keys: Any, stream: Any) -> _C._PatternJob:
+    return _pattern(device, True, ptrs, nbytes, keys, stream)
+
+
+def _pattern(device: kvswap.Device, check: bool, ptrs: Any, nbytes: int, keys: Any, stream: Any) -> _C._PatternJob:
+    where = np.asarray(ptrs, np.uint64)
+    return _C._pattern(device, check, where, np.full(where.size, nbytes, np.uint64), np.asarray(keys, np.uint64), stream)
+
+
+def pattern_bytes(key: int, nbytes: int) -> Bytes:
+    """The pattern as the definition has it, computed here."""
+    words = np.array([_C._pattern_word(key, i) for i in range(-(-nbytes // 8))], np.uint64)
+    return words.view(np.uint8)[:nbytes].copy()
