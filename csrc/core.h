@@ -82,7 +82,7 @@ struct kvs_scratch {
 struct kvs_engine {
   atomic_uint refs;
   struct kvs_device *device;
-  char name[24];
+  char name[32];
   bool immortal; /* in the registry: lives until the process ends */
   atomic_bool closed;
   _Atomic(kvs_stream) compute_stream;

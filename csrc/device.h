@@ -56,7 +56,7 @@ struct kvs_device_info {
   int sms;
   int copy_engines;
   int numa_node;                   /* -1: unknown */
-  int priority_low, priority_high; /* numerically low <= 0 >= high, as the driver orders them */
+  int priority_low, priority_high; /* as the driver orders them: low >= high */
   bool batch;                      /* one call copies a list */
   bool memops;                     /* stream memory operations work */
   bool kernels;                    /* kernels are loaded */

@@ -130,8 +130,8 @@ static int refuse_value(const char *operation, const char *why, struct kvs_error
 
 static int refuse_range(const char *operation, const char *side, uint64_t address, uint64_t nbytes, const char *why,
                         struct kvs_error *err) {
-  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, operation,
-                         "%s [0x%" PRIx64 ", 0x%" PRIx64 ") %s", side, address, address + nbytes, why);
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, operation, "%s [0x%" PRIx64 ", 0x%" PRIx64 ") %s",
+                         side, address, address + nbytes, why);
 }
 
 static int check_side(struct kvs_host_view *view, enum kvs_host_use use, uint64_t address, uint64_t nbytes, bool seams,

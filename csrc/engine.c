@@ -1,6 +1,7 @@
 /* Engines: opening, the registry, waiting, and the end of the process. */
 #include "engine.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -184,11 +185,13 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
 
 int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **engine, struct kvs_error *err) {
   struct kvs_device *device;
+  char name[32];
   if (seed == 0) return kvs_fail(err, KVS_INVALID, "seed is 0; a deterministic device needs another");
   int status = kvs_device_host_open(0, seed, &device, err);
   if (status) return status;
   device->stepped = true;
-  return create("host:0", device, engine, err);
+  snprintf(name, sizeof name, "host:seed-%" PRIu64, seed);
+  return create(name, device, engine, err);
 }
 
 void kvs_engine_ref(struct kvs_engine *engine) { atomic_fetch_add(&engine->refs, 1); }
@@ -272,58 +275,68 @@ const char *kvs_path_name(enum kvs_path path) {
 
 /* -- synchronising --------------------------------------------------------------------------------------------- */
 
-/* The driver's own call has no time limit, so a thread makes it and the caller waits for the thread. */
-struct synchronization {
-  atomic_uint refs;
+/* The driver's own call has no time limit, so a thread makes it and callers wait for the thread as long as they like. */
+struct kvs_sync {
+  atomic_uint refs; /* the caller and the thread */
   struct kvs_engine *engine;
-  atomic_int status; /* KVS_NOT_READY until the call returned */
+  atomic_int status; /* KVS_NOT_READY until the driver's call returned */
   struct kvs_error err;
 };
 
-static void synchronization_drop(struct synchronization *sync) {
-  if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
-  kvs_engine_unref(sync->engine);
-  free(sync);
-}
-
 static void *synchronize(void *arg) {
-  struct synchronization *sync = arg;
+  struct kvs_sync *sync = arg;
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
+  kvs_engine_reap(sync->engine);
   atomic_store(&sync->status, status);
-  synchronization_drop(sync);
+  kvs_sync_drop(sync);
   return NULL;
 }
 
-static int poll_synchronization(void *arg, struct kvs_error *err) {
-  struct synchronization *sync = arg;
-  int status = atomic_load(&sync->status);
-  if (status && status != KVS_NOT_READY) *err = sync->err;
-  return status;
-}
-
-int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
+int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_error *err) {
   pthread_t thread;
   int status = kvs_dev_check(engine->device, err);
   if (status) return status;
-  if (engine->device->stepped) {
-    status = kvs_dev_synchronize(engine->device, err);
-    kvs_engine_reap(engine);
-    return status;
-  }
-  struct synchronization *sync = calloc(1, sizeof *sync);
+  struct kvs_sync *sync = calloc(1, sizeof *sync);
   if (!sync) return kvs_fail(err, KVS_NOMEM, "no memory to synchronize");
   atomic_init(&sync->refs, 2);
   atomic_init(&sync->status, KVS_NOT_READY);
   sync->engine = engine;
   kvs_engine_ref(engine);
-  if (pthread_create(&thread, NULL, synchronize, sync)) {
+  if (engine->device->stepped) { /* its work runs only inside this call */
+    (void)synchronize(sync);
+  } else if (pthread_create(&thread, NULL, synchronize, sync)) {
     atomic_store(&sync->refs, 1);
-    synchronization_drop(sync);
+    kvs_sync_drop(sync);
     return kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
+  } else {
+    pthread_detach(thread);
   }
-  pthread_detach(thread);
-  status = kvs_wait_until(poll_synchronization, sync, false, timeout_ns, err);
-  synchronization_drop(sync);
-  kvs_engine_reap(engine);
+  *out = sync;
+  return KVS_OK;
+}
+
+static int poll_sync(void *arg, struct kvs_error *err) {
+  struct kvs_sync *sync = arg;
+  int status = atomic_load(&sync->status);
+  if (status && status != KVS_NOT_READY) *err = sync->err;
+  return status;
+}
+
+int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_wait_until(poll_sync, sync, false, timeout_ns, err);
+}
+
+void kvs_sync_drop(struct kvs_sync *sync) {
+  if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
+  kvs_engine_unref(sync->engine);
+  free(sync);
+}
+
+int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_sync *sync;
+  int status = kvs_sync_start(engine, &sync, err);
+  if (status) return status;
+  status = kvs_sync_wait(sync, timeout_ns, err);
+  kvs_sync_drop(sync);
   return status;
 }

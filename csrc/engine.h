@@ -11,6 +11,12 @@ KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 1024. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
 
+/* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop. */
+struct kvs_sync;
+KVS_API int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **sync, struct kvs_error *err);
+KVS_API int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err);
+KVS_API void kvs_sync_drop(struct kvs_sync *sync);
+
 /* Staging: pinned memory with a device mirror, for descriptors that queued kernels read. Kept by size class, so that the
  * steady state allocates nothing. */
 struct kvs_staging {

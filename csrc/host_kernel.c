@@ -49,8 +49,8 @@ static bool prepare_pattern(struct kvs_host_view *view, const struct kvs_pattern
   const char *table = (const char *)(uintptr_t)params->items;
   bool check = params->mode != KVS_PATTERN_WRITE;
   if (!can_read_table(view, params->items, params->nitems, sizeof(struct kvs_pattern_item))) return false;
-  if (check && (params->result % 8 != 0 ||
-                !can(view, KVS_HOST_WRITE, params->result, sizeof(struct kvs_pattern_result))))
+  if (check &&
+      (params->result % 8 != 0 || !can(view, KVS_HOST_WRITE, params->result, sizeof(struct kvs_pattern_result))))
     return false;
   for (uint64_t i = 0; i < params->nitems; i++) {
     struct kvs_pattern_item item;

@@ -29,9 +29,9 @@ _Static_assert(sizeof(struct query) == 104, "the kernel's layout");
 #define QUERY_WRITABLE 2u
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int maps = -1;       /* guarded by lock */
-static pid_t maps_owner;    /* guarded by lock: the process whose memory `maps` shows */
-static bool maps_refused;   /* guarded by lock: this kernel does not know the query */
+static int maps = -1;     /* guarded by lock */
+static pid_t maps_owner;  /* guarded by lock: the process whose memory `maps` shows */
+static bool maps_refused; /* guarded by lock: this kernel does not know the query */
 
 /* A fork while another thread looks something up must not leave the child with a lock that nobody holds any more. */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;

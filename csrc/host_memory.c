@@ -109,8 +109,7 @@ int kvs_host_memory_free(struct kvs_host_memory *memory, enum kvs_memory kind, u
   }
   pthread_rwlock_unlock(&memory->lock);
   if (found) return KVS_OK;
-  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE,
-                         kind == KVS_MEMORY_DEVICE ? "free" : "host_free",
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, kind == KVS_MEMORY_DEVICE ? "free" : "host_free",
                          "0x%" PRIx64 " is not the start of such an allocation", ptr);
 }
 

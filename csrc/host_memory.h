@@ -8,11 +8,11 @@
 
 struct kvs_host_memory {
   pthread_rwlock_t lock;
-  struct kvs_regions known;  /* guarded by lock: allocations and registrations, by the bytes asked for */
-  struct kvs_regions owned;  /* guarded by lock: allocations, by the pages that were mapped for them */
-  uint64_t next_buffer_id;   /* guarded by lock */
-  uint64_t device_nbytes;    /* guarded by lock: allocated as device memory */
-  uint64_t limit;            /* bytes of device memory there are */
+  struct kvs_regions known; /* guarded by lock: allocations and registrations, by the bytes asked for */
+  struct kvs_regions owned; /* guarded by lock: allocations, by the pages that were mapped for them */
+  uint64_t next_buffer_id;  /* guarded by lock */
+  uint64_t device_nbytes;   /* guarded by lock: allocated as device memory */
+  uint64_t limit;           /* bytes of device memory there are */
   int ordinal;
 };
 

@@ -63,14 +63,14 @@ struct kvs_host_op {
   } what;
   bool streaming; /* large: write past the cache */
 
-  bool prepared;         /* KERNEL: its addresses were checked */
-  bool started;          /* DELAY: `until` is set */
-  uint64_t until;        /* DELAY: when it ends */
-  uint64_t pace_ns;      /* KERNEL: it lasts at least so long */
-  uint64_t begun_ns;     /* KERNEL: since when */
-  uint64_t units, unit;  /* copies, rows or CTAs: how many, and the first that nobody has taken */
-  uint64_t offset;       /* bytes of `unit` that are taken already */
-  unsigned running;      /* slices in the hands of workers */
+  bool prepared;             /* KERNEL: its addresses were checked */
+  bool started;              /* DELAY: `until` is set */
+  uint64_t until;            /* DELAY: when it ends */
+  uint64_t pace_ns;          /* KERNEL: it lasts at least so long */
+  uint64_t begun_ns;         /* KERNEL: since when */
+  uint64_t units, unit;      /* copies, rows or CTAs: how many, and the first that nobody has taken */
+  uint64_t offset;           /* bytes of `unit` that are taken already */
+  unsigned running;          /* slices in the hands of workers */
   struct kvs_piece pieces[]; /* COPY: `units` of them */
 };
 
@@ -80,8 +80,8 @@ struct kvs_host_stream {
   int priority;
   uint64_t thread; /* a per-thread stream: whose; else 0 */
   bool capturing;
-  bool destroyed;                       /* its handle is gone; freed when it runs dry */
-  struct kvs_host_op *head, *tail;      /* FIFO */
+  bool destroyed;                         /* its handle is gone; freed when it runs dry */
+  struct kvs_host_op *head, *tail;        /* FIFO */
   struct kvs_host_stream *before, *after; /* among the active ones */
 };
 

@@ -24,7 +24,7 @@
 #include "kernels/twins.h"
 
 #define SLICE_NBYTES ((uint64_t)1 << 20)
-#define SLICE_UNITS 1024u         /* bounds how long taking a slice of tiny copies holds the lock */
+#define SLICE_UNITS 1024u          /* bounds how long taking a slice of tiny copies holds the lock */
 #define POLL_NS ((uint64_t)100000) /* from look to look at a word that a stream waits for */
 #define STEP_NS 1000u
 

@@ -99,8 +99,8 @@ KVS_API int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t st
 /* Wait for everything queued on the device, by anybody. timeout_ns < 0: no limit. KVS_TIMEOUT leaves all running. */
 KVS_API int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats);
-/* Notice transfers that ended and release their owners. The caller holds whatever `release` needs (the GIL, say). Cheap
- * when nothing ended. */
+/* Notice transfers that ended and release their owners. Cheap when nothing ended. `release` runs under no lock of kvswap's and
+ * may call it; kvs_shutdown() and the last kvs_engine_unref() run it too. */
 KVS_API void kvs_engine_collect(struct kvs_engine *engine);
 /* Drain every open engine for at most timeout_ns in all: for exit. Afterwards nothing can be submitted. */
 KVS_API void kvs_shutdown(int64_t timeout_ns);

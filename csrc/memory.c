@@ -88,10 +88,11 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
 
-static int add_region(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+static int add_region(struct kvs_engine *engine, uint64_t ptr, bool registered, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
   if (status) return status;
+  region.registered = registered;
   pthread_mutex_lock(&engine->memory_lock);
   status = kvs_regions_add(&engine->regions, &region, err);
   pthread_mutex_unlock(&engine->memory_lock);
@@ -104,15 +105,15 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
   int status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
   if (status) return status;
-  status = add_region(engine, *ptr, err);
+  status = add_region(engine, *ptr, false, err);
   if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
   return status;
 }
 
-static int known_region(struct kvs_engine *engine, uint64_t ptr, struct kvs_region *region) {
+static bool known_region(struct kvs_engine *engine, uint64_t ptr, bool registered, struct kvs_region *region) {
   pthread_mutex_lock(&engine->memory_lock);
   const struct kvs_region *known = kvs_regions_find(&engine->regions, ptr);
-  bool found = known && known->base == ptr;
+  bool found = known && known->base == ptr && known->registered == registered;
   if (found) *region = *known;
   pthread_mutex_unlock(&engine->memory_lock);
   return found;
@@ -121,10 +122,11 @@ static int known_region(struct kvs_engine *engine, uint64_t ptr, struct kvs_regi
 static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
 
 /* Take `ptr` out of the table once nothing queued can use it any more. */
-static int retire(struct kvs_engine *engine, uint64_t ptr, const char *verb, struct kvs_region *region,
+static int retire(struct kvs_engine *engine, uint64_t ptr, bool registered, struct kvs_region *region,
                   struct kvs_error *err) {
-  if (!known_region(engine, ptr, region))
-    return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr, verb);
+  if (!known_region(engine, ptr, registered, region))
+    return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
+                    registered ? "registered" : "allocated");
   int status = kvs_dev_check(engine->device, err);
   if (!status) status = kvs_engine_drain(engine, DRAIN_NS, err);
   if (status && status != KVS_LOST) return status;
@@ -137,7 +139,7 @@ static int retire(struct kvs_engine *engine, uint64_t ptr, const char *verb, str
 
 int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, "allocated", &region, err);
+  int status = retire(engine, ptr, false, &region, err);
   if (status) return status;
   return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
                                             : kvs_dev_host_free(engine->device, ptr, err);
@@ -149,14 +151,14 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
   int status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
-  status = add_region(engine, ptr, err);
+  status = add_region(engine, ptr, true, err);
   if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
   return status;
 }
 
 int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, "registered", &region, err);
+  int status = retire(engine, ptr, true, &region, err);
   return status ? status : kvs_dev_host_unregister(engine->device, ptr, err);
 }
 

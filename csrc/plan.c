@@ -261,18 +261,23 @@ static uint64_t alias_of(const struct kvs_regions *regions, const struct kvs_reg
   return *last && (*last)->alias ? (*last)->alias + (address - (*last)->base) : address;
 }
 
-size_t kvs_plan_pieces(const struct kvs_copies *copies, size_t from, size_t to, uint64_t piece,
-                       const struct kvs_regions *regions, struct kvs_piece *pieces) {
+static bool any_alias(const struct kvs_regions *regions) {
+  for (size_t i = 0; regions && i < regions->count; i++)
+    if (regions->items[i].alias && regions->items[i].alias != regions->items[i].base) return true;
+  return false;
+}
+
+size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
+                       struct kvs_piece *pieces) {
   const struct kvs_region *src_last = NULL, *dst_last = NULL;
+  bool aliased = any_alias(regions); /* unusual: on 64-bit Linux pinned memory is where the device sees it */
   size_t count = 0;
-  for (size_t i = from; i < to; i++) {
+  for (size_t i = 0; i < copies->count; i++) {
     uint64_t dst = copies->dst[i], src = copies->src[i], left = copies->nbytes[i];
-    if (regions) dst = alias_of(regions, &dst_last, dst), src = alias_of(regions, &src_last, src);
-    while (left) {
-      uint64_t n = left < piece ? left : piece;
-      pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = n};
-      dst += n, src += n, left -= n;
-    }
+    if (aliased) dst = alias_of(regions, &dst_last, dst), src = alias_of(regions, &src_last, src);
+    for (; left > piece; dst += piece, src += piece, left -= piece)
+      pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = piece};
+    pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = left};
   }
   return count;
 }

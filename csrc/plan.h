@@ -50,10 +50,10 @@ int kvs_plan_check_disjoint(const struct kvs_copies *copies, const char *what, s
 /* Cut every copy that crosses the end of a region with a seam, on either side. */
 int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions, struct kvs_error *err);
 
-/* Cut copies [from, to) into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions'
- * aliases; NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(). */
+/* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions' aliases;
+ * NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(), where `nbytes` is the copies' sum. */
 size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece);
-size_t kvs_plan_pieces(const struct kvs_copies *copies, size_t from, size_t to, uint64_t piece,
-                       const struct kvs_regions *regions, struct kvs_piece *pieces);
+size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
+                       struct kvs_piece *pieces);
 
 #endif

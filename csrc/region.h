@@ -25,6 +25,7 @@ struct kvs_region {
   int device; /* ordinal the memory belongs to; -1 for host memory */
   bool seam;  /* the driver refuses one copy across this region's ends */
   bool writable;
+  bool registered; /* by kvs_engine_register(): the memory is the caller's */
 };
 
 /* A set of disjoint regions, sorted by base. Zero-initialised is empty. Not locked: the owner guards it. */

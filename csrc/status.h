@@ -13,7 +13,7 @@
   X(RANGE, -2, INDEX, "index out of range")                                                                            \
   X(TYPE, -3, TYPE, "wrong type")                                                                                      \
   X(NOMEM, -4, MEMORY, "out of memory")                                                                                \
-  X(NOT_READY, -5, BASE, "not finished yet")                                                                           \
+  X(NOT_READY, -5, DEVICE, "not finished yet")                                                                         \
   X(TIMEOUT, -6, TIMEOUT, "the time limit passed")                                                                     \
   X(QUEUE_FULL, -7, QUEUE_FULL, "the lane is full")                                                                    \
   X(REFUSED, -8, DEVICE, "the driver refused the call")                                                                \

@@ -19,7 +19,6 @@ enum {
   KERNEL_CTAS = 16,
   KERNEL_THREADS = 512,
   KERNEL_PIECE = 32 << 10, /* one CTA's share at a time */
-  FIRST_LAUNCH = 1024,     /* copies */
   BACKGROUND_CTAS = 4,
 };
 static const double BACKGROUND_PACE = 40.0; /* GB/s, under the load at which SM stores to the host stall the GPU */
@@ -179,32 +178,23 @@ static uint64_t pace(const struct submission *s, unsigned ctas) {
   return gbps > 0 ? (uint64_t)((double)(1 << 20) * ctas / gbps) : 0;
 }
 
-/* Copies [from, to), whose descriptors begin at *at in the staging. */
-static int launch_part(struct submission *s, size_t from, size_t to, size_t *at, struct kvs_error *why) {
+static int launch_pieces(struct submission *s, struct kvs_error *why) {
+  const struct kvs_staging *staging = s->transfer->staging;
   const struct kvs_scratch *scratch = s->work->scratch;
-  uint64_t offset = *at * sizeof(struct kvs_piece);
-  uint64_t host = s->transfer->staging->host + offset, device = s->transfer->staging->device + offset;
   size_t npieces =
-      kvs_plan_pieces(&scratch->copies, from, to, KERNEL_PIECE, &scratch->regions, (struct kvs_piece *)(uintptr_t)host);
+      kvs_plan_pieces(&scratch->copies, KERNEL_PIECE, &scratch->regions, (struct kvs_piece *)(uintptr_t)staging->host);
   unsigned ctas = s->options->max_ctas ? s->options->max_ctas : s->engine->default_ctas;
   if (!ctas) ctas = s->options->priority == KVS_PRIORITY_BACKGROUND ? BACKGROUND_CTAS : KERNEL_CTAS;
   if (npieces < ctas) ctas = (unsigned)npieces;
-  struct kvs_copy_params params = {.pieces = device, .npieces = npieces, .ns_per_mib = pace(s, ctas)};
+  struct kvs_copy_params params = {.pieces = staging->device, .npieces = npieces, .ns_per_mib = pace(s, ctas)};
   struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
                               .grid = ctas,
                               .threads = KERNEL_THREADS,
                               .params = &params,
                               .params_nbytes = sizeof params};
-  *at += npieces;
-  int status = kvs_dev_copy(s->device, device, host, npieces * sizeof(struct kvs_piece), s->lane->spine, why);
+  int status =
+      kvs_dev_copy(s->device, staging->device, staging->host, npieces * sizeof(struct kvs_piece), s->lane->spine, why);
   return status ? status : kvs_dev_launch(s->device, &launch, s->lane->spine, why);
-}
-
-/* A first part is launched before the descriptors of the rest are written: the link is busy meanwhile. */
-static int launch_pieces(struct submission *s, struct kvs_error *why) {
-  size_t count = s->work->scratch->copies.count, first = count > 2 * FIRST_LAUNCH ? FIRST_LAUNCH : count, at = 0;
-  int status = launch_part(s, 0, first, &at, why);
-  return status || first == count ? status : launch_part(s, first, count, &at, why);
 }
 
 /* A list that goes as a whole; where it is refused, the copy engine gets it unless the caller insisted. */
@@ -299,13 +289,11 @@ static void lose_track(struct submission *s) {
 static void order_behind(struct submission *s) {
   struct kvs_transfer *transfer = s->transfer;
   struct kvs_error why;
-  if (transfer->end && kvs_dev_event_record(s->device, transfer->end, s->lane->spine, &why)) lose_track(s);
+  int status = kvs_dev_event_record(s->device, transfer->end, s->lane->spine, &why);
+  if (status) lose_track(s);
   if (!s->options->on_stream) return;
-  if (!transfer->end)
-    kvs_fail(&why, KVS_UNSUPPORTED, "the driver refused the event that the stream would wait for");
-  else if (kvs_dev_stream_wait(s->device, s->options->stream, transfer->end, &why) == KVS_OK)
-    return;
-  fail_whole(s, &why);
+  if (!status) status = kvs_dev_stream_wait(s->device, s->options->stream, transfer->end, &why);
+  if (status) fail_whole(s, &why);
 }
 
 /* -- the call -------------------------------------------------------------------------------------------------- */

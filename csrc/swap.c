@@ -18,6 +18,16 @@ static bool may_cross_seams(const struct kvs_regions *regions) {
   return regions->count > 2 && seams > 0;
 }
 
+/* Merged copies are fewer to check; where they overlap, the list is made again unmerged to name the entries. */
+static int check_disjoint(struct kvs_scratch *scratch,
+                          int (*expand)(const void *, struct kvs_copies *, struct kvs_error *), const void *call,
+                          const char *what, struct kvs_error *err) {
+  int status = kvs_plan_check_disjoint(&scratch->copies, what, &scratch->plan, err);
+  if (status != KVS_INVALID || expand(call, &scratch->single, err)) return status;
+  (void)kvs_plan_check_disjoint(&scratch->single, what, &scratch->plan, err);
+  return err->status;
+}
+
 /* -- tensors and ids ------------------------------------------------------------------------------------------- */
 
 struct cache_call {
@@ -59,12 +69,12 @@ static int check_and_plan_cache(struct kvs_engine *engine, struct kvs_scratch *s
                                 struct kvs_error *err) {
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
+  if (!status) status = cover_tensors(engine, scratch, call, err); /* so that the counts are believable below */
   if (!status)
     status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
                                 &scratch->plan, err);
-  if (!status) status = cover_tensors(engine, scratch, call, err);
   if (!status) status = plan_cache(call, true, &scratch->copies, err);
-  if (!status && !disjoint) status = kvs_plan_check_disjoint(&scratch->copies, "block", &scratch->plan, err);
+  if (!status && !disjoint) status = check_disjoint(scratch, expand_cache, call, "block", err);
   if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
   return status;
 }
@@ -159,7 +169,7 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   for (size_t i = 0; i < count; i++) work.nbytes += nbytes[one_size ? 0 : i];
   status = plan_batch(&call, true, &scratch->copies, err);
   if (!status) status = cover_batch(engine, scratch, &call, &work.direction, err);
-  if (!status) status = kvs_plan_check_disjoint(&scratch->copies, "entry", &scratch->plan, err);
+  if (!status) status = check_disjoint(scratch, expand_batch, &call, "entry", err);
   if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);

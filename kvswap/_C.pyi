@@ -44,7 +44,7 @@ class Device:
 
 @final
 class Memory:
-    """From Device.alloc. Has the buffer protocol where the CPU can read it, __cuda_array_interface__ where it is GPU memory."""
+    """From Device.alloc: the buffer protocol where the CPU can read it, else __cuda_array_interface__."""
     @property
     def ptr(self) -> int: ...
     @property

@@ -1,7 +1,7 @@
 """Moves paged KV-cache blocks between GPU and host memory.
 
-Importing opens no device, starts no thread and makes no CUDA context. ``help(kvswap.swap_cache_all_layers_async)`` shows
-the call that most engines want; ``kvswap.devices()`` shows what this machine has.
+Importing opens no device, starts no thread and makes no CUDA context. Most engines want one call:
+``help(kvswap.swap_cache_all_layers_async)``. ``kvswap.devices()`` shows what this machine has.
 """
 
 import os

@@ -99,8 +99,7 @@ static void report(struct kvs_pattern_result *result, uint64_t wrong, uint64_t f
   uint64_t least = __atomic_load_n(&result->first, __ATOMIC_RELAXED);
   __atomic_fetch_add(&result->wrong, wrong, __ATOMIC_RELAXED);
   while (first < least &&
-         !__atomic_compare_exchange_n(&result->first, &least, first, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
+         !__atomic_compare_exchange_n(&result->first, &least, first, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 
 static void run_pattern(const struct kvs_pattern_params *params, unsigned cta, unsigned grid) {

@@ -53,11 +53,10 @@ extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 
 /* wait.c: wait in slices, so that Ctrl-C works. wait() is called without the GIL and answers KVS_TIMEOUT to be called
- * on. The slices begin at 50 ms and double up to `longest_ns`. */
+ * on. */
 enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
-int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t longest_ns,
-                int64_t timeout_ns, const char *what);
+int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
 
 /* arrays.c: NumPy. What `keep` owns lives until it is dropped. */
 struct kvs_py_list {

@@ -240,11 +240,8 @@ static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
   Py_RETURN_NONE;
 }
 
-/* Each slice of this wait costs the core a thread, for the driver's own call has no time limit. */
-enum { LONGEST_SLICE_NS = 800 * 1000 * 1000 };
-
-static int wait_engine(void *engine, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_engine_synchronize(engine, timeout_ns, err);
+static int wait_sync(void *sync, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_sync_wait(sync, timeout_ns, err);
 }
 
 static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -252,11 +249,20 @@ static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ss
   static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_error err = {0};
+  struct kvs_sync *sync;
   PyObject *value;
   int64_t timeout_ns;
+  int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(state, wait_engine, engine, LONGEST_SLICE_NS, timeout_ns, "the device's work") < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_sync_start(engine, &sync, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  rc = kvs_py_wait(state, wait_sync, sync, timeout_ns, "the device's work");
+  kvs_sync_drop(sync);
+  if (rc < 0) return NULL;
   kvs_engine_collect(engine);
   Py_RETURN_NONE;
 }

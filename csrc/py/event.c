@@ -144,8 +144,7 @@ static PyObject *event_synchronize(PyObject *object, PyObject *const *args, Py_s
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_event, object, KVS_PY_SLICE_NS, timeout_ns, "what the event marks") < 0)
-    return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_event, object, timeout_ns, "what the event marks") < 0) return NULL;
   Py_RETURN_NONE;
 }
 

@@ -83,8 +83,9 @@ static void memory_dealloc(PyObject *object) {
   struct kvs_error err = {0};
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  /* closed by the exit, or a fork: the memory went with it */
-  if (reserve_free(self) && give_back(self, &err) != KVS_OK && err.status != KVS_CLOSED && err.status != KVS_FORKED) {
+  /* closed by the exit, lost, or a fork's child: the memory went with the device */
+  if (reserve_free(self) && give_back(self, &err) != KVS_OK && err.status != KVS_CLOSED && err.status != KVS_FORKED &&
+      err.status != KVS_LOST) {
     kvs_py_raise(kvs_py_state_of(object), &err);
     PyErr_WriteUnraisable(NULL);
   }

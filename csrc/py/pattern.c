@@ -57,8 +57,7 @@ static PyObject *pattern_result(PyObject *object, PyObject *const *args, Py_ssiz
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_pattern, &wait, KVS_PY_SLICE_NS, timeout_ns, "the pattern's job") < 0)
-    return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_pattern, &wait, timeout_ns, "the pattern's job") < 0) return NULL;
   if (wait.result.first == UINT64_MAX)
     return Py_BuildValue("(KOO)", (unsigned long long)wait.result.wrong, Py_None, Py_None);
   return Py_BuildValue("(KKK)", (unsigned long long)wait.result.wrong, (unsigned long long)(wait.result.first >> 40),

@@ -97,8 +97,7 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *const *args, Py_
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_stream, object, KVS_PY_SLICE_NS, timeout_ns, "the stream's work") < 0)
-    return NULL;
+  if (kvs_py_wait(kvs_py_state_of(object), wait_stream, object, timeout_ns, "the stream's work") < 0) return NULL;
   Py_RETURN_NONE;
 }
 

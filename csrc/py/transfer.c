@@ -47,7 +47,7 @@ static int wait_transfer(void *transfer, int64_t timeout_ns, struct kvs_error *e
 }
 
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns) {
-  int rc = kvs_py_wait(state, wait_transfer, transfer, KVS_PY_SLICE_NS, timeout_ns, "the transfer");
+  int rc = kvs_py_wait(state, wait_transfer, transfer, timeout_ns, "the transfer");
   if (rc == 0) {
     kvs_engine_collect(kvs_transfer_engine(transfer));
     return 0;

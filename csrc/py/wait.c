@@ -9,13 +9,13 @@ static int64_t now_ns(void) {
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t longest_ns,
-                int64_t timeout_ns, const char *what) {
+int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns,
+                const char *what) {
   int64_t start = timeout_ns < 0 ? 0 : now_ns();
   int64_t left = timeout_ns;
-  for (int64_t next = KVS_PY_SLICE_NS;; next = 2 * next < longest_ns ? 2 * next : longest_ns) {
+  for (;;) {
     struct kvs_error err = {0};
-    int64_t slice = left >= 0 && left < next ? left : next;
+    int64_t slice = left >= 0 && left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS;
     int rc;
     Py_BEGIN_ALLOW_THREADS
     rc = wait(arg, slice, &err);

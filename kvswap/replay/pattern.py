@@ -20,7 +20,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64."""
     z = (values ^ (values >> np.uint64(30))) * _MUL1
     z = (z ^ (z >> np.uint64(27))) * _MUL2
-    return z ^ (z >> np.uint64(31))
+    return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
 
 
 def pattern_words(keys: NDArray[np.uint64], nwords: int) -> NDArray[np.uint64]:

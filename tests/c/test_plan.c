@@ -293,8 +293,7 @@ static void test_split(void) {
     carry_out(&copies, got);
     CHECK(memcmp(want, got, ARENA) == 0);
     struct kvs_piece *pieces = malloc(kvs_plan_most_pieces(&copies, total(&copies), 100) * sizeof *pieces);
-    size_t n = kvs_plan_pieces(&copies, 0, 2, 100, NULL, pieces);
-    n += kvs_plan_pieces(&copies, 2, copies.count, 100, NULL, pieces + n);
+    size_t n = kvs_plan_pieces(&copies, 100, NULL, pieces);
     uint64_t sum = 0;
     for (size_t i = 0; i < n; i++) {
       CHECK(pieces[i].nbytes > 0 && pieces[i].nbytes <= 100);
@@ -308,8 +307,26 @@ static void test_split(void) {
   }
 }
 
+static void test_aliases(void) {
+  struct kvs_regions set = {0};
+  struct kvs_copies copies = {0};
+  uint64_t src[] = {0x1010, 0x9000}, dst[] = {0x5000, 0x5100}, nbytes = 96;
+  struct kvs_piece pieces[4];
+  struct kvs_region pinned = {.base = 0x1000, .nbytes = 0x1000, .alias = 0x771000},
+                    other = {.base = 0x5000, .nbytes = 0x1000};
+  kvs_regions_add(&set, &pinned, &err);
+  kvs_regions_add(&set, &other, &err);
+  kvs_plan_batch(src, dst, &nbytes, true, 2, true, &copies, &err);
+  CHECK(kvs_plan_pieces(&copies, 64, &set, pieces) == 4);
+  CHECK(pieces[0].src == 0x771010 && pieces[1].src == 0x771050, "by the device's address");
+  CHECK(pieces[0].dst == 0x5000 && pieces[2].src == 0x9000, "where there is no alias, as it is");
+  kvs_copies_free(&copies);
+  kvs_regions_clear(&set);
+}
+
 int main(void) {
   test_regions();
+  test_aliases();
   test_merging();
   test_bad_ids();
   test_bad_tensors();
