@@ -8,7 +8,7 @@
 /* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 
-/* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 1024. New lanes only. */
+/* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
 
 /* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop. */

@@ -16,7 +16,7 @@ enum {
   LARGE_COPY = 32 << 10,
   KERNEL_BELOW = 12 << 10, /* mean bytes a copy below which the kernel beats the copy engine (measured, H200) */
   KERNEL_FROM = 16,        /* copies from which a launch pays */
-  KERNEL_CTAS = 16,
+  KERNEL_CTAS = 8,         /* 4 fill the link of an H200, 8 leave room for slower SMs */
   KERNEL_THREADS = 512,
   KERNEL_PIECE = 32 << 10, /* one CTA's share at a time */
   BACKGROUND_CTAS = 4,

@@ -1,5 +1,6 @@
 """Types of the C extension. Docstrings live in the module itself (``help(kvswap)``)."""
 
+import sys
 from collections.abc import Iterable
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -59,7 +60,8 @@ class Memory:
     def __array_interface__(self) -> dict[str, Any]: ...
     def data_ptr(self) -> int: ...
     def free(self) -> None: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Stream:
