@@ -18,8 +18,8 @@
 #include "plan.h"
 
 enum {
-  KVS_MAX_LANES = 32, /* of one direction and priority */
-  KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
+  KVS_MAX_LANES = 32,       /* of one direction and priority */
+  KVS_DEFAULT_DEPTH = 128,  /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
   KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
 };
 

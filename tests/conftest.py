@@ -1,10 +1,16 @@
-"""What the tests share: the device under test (``pytest --device cuda:0``; the default is host:0), its memory as NumPy sees it,
-and gates that hold a stream up until a test opens them."""
+"""What the tests share: the device under test (``pytest --device cuda:0``; the default is host:0), its memory as NumPy
+sees it, and gates that hold a stream up until a test opens them."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +99,22 @@ def usable(device: kvswap.Device, path: str) -> str:
     return path
 
 
+def run_python(script: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a process of its own, which finds the package that is being tested and these tests' helpers."""
+    package = Path(kvswap.__file__).resolve().parent.parent
+    before = os.environ.get("PYTHONPATH")
+    places = os.pathsep.join([str(package), str(ROOT / "tests"), *([before] if before else [])])
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
+        cwd=ROOT / "tests",  # not the root: its kvswap/ may be built otherwise
+        env={**os.environ, "PYTHONPATH": places, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 def seam(device: kvswap.Device, operation: str, *args: Any) -> Any:
     return _C._seam(device, operation, *args)
 
@@ -137,7 +159,7 @@ class Buffer:
     def _view(self) -> Bytes:
         if self.array is not None:
             return self.array
-        return np.frombuffer(self.bounce if self.bounce is not None else self.memory, np.uint8)  # type: ignore[call-overload,no-any-return]
+        return np.frombuffer(self.bounce if self.bounce is not None else self.memory, np.uint8)
 
     def put(self, data: Bytes, at: int = 0) -> None:
         """Write these bytes at once; nothing that uses the memory may be queued."""
@@ -183,7 +205,15 @@ class Cache:
     def swap(self, gpu_ids: Any, cpu_ids: Any, **options: Any) -> kvswap.Transfer:
         options.setdefault("device", self.device)
         return kvswap.swap_cache_per_layer_async(
-            self.gpu.ptr, self.cpu.ptr, self.nbytes, self.blocks, self.blocks, gpu_ids, cpu_ids, self.direction, **options
+            self.gpu.ptr,
+            self.cpu.ptr,
+            self.nbytes,
+            self.blocks,
+            self.blocks,
+            gpu_ids,
+            cpu_ids,
+            self.direction,
+            **options,
         )
 
     def expected(self, gpu_ids: Any, cpu_ids: Any) -> Bytes:
@@ -210,6 +240,7 @@ class Gate:
         self.device = device
         self.memory = device.alloc(4, host=True)
         self._word().value = 0
+        gc.disable()  # freeing waits for all transfers: no leftovers of other tests may be freed at a closed gate
 
     def _word(self) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self.memory.ptr)
@@ -225,6 +256,7 @@ class Gate:
         return self
 
     def __exit__(self, *error: object) -> None:
+        gc.enable()
         self.open()
         self.device.synchronize(PATIENCE)
 
@@ -239,7 +271,9 @@ def check_pattern(device: kvswap.Device, ptrs: Any, nbytes: int, keys: Any, stre
 
 def _pattern(device: kvswap.Device, check: bool, ptrs: Any, nbytes: int, keys: Any, stream: Any) -> _C._PatternJob:
     where = np.asarray(ptrs, np.uint64)
-    return _C._pattern(device, check, where, np.full(where.size, nbytes, np.uint64), np.asarray(keys, np.uint64), stream)
+    return _C._pattern(
+        device, check, where, np.full(where.size, nbytes, np.uint64), np.asarray(keys, np.uint64), stream
+    )
 
 
 def pattern_bytes(key: int, nbytes: int) -> Bytes:

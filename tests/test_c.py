@@ -1,0 +1,161 @@
+"""The C tests, without Python: each program of tests/c is built with the core and run, plain (with -Werror) and under
+the sanitizers. Its exit status and its last line, "N passed, 0 failed", are what counts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+CC = os.environ.get("CC") or "cc"
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g1", "-pthread", "-I", "csrc"]
+STRICT = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror"]
+KINDS = {
+    "plain": ["-O2", *STRICT],
+    "address,undefined": [
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+PROGRAMS = sorted(path.stem for path in (ROOT / "tests" / "c").glob("test_*.c"))
+THREADED = ["test_engine", "test_device_host"]
+CASES = [("plain", program) for program in PROGRAMS]
+CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
+
+Build = Callable[[str, str], Path]
+
+
+def compile_with(arguments: list[str]) -> None:
+    run = subprocess.run([CC, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"{CC} {' '.join(arguments)}\n{run.stderr}"
+
+
+def lacks(kind: str, folder: Path) -> str | None:
+    """Why this compiler cannot build such programs, or None."""
+    if shutil.which(CC) is None:
+        return f"no C compiler ({CC})"
+    source = folder / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    flags = [flag for flag in KINDS[kind] if flag.startswith("-fsanitize")]
+    run = subprocess.run(
+        [CC, *flags, str(source), "-o", str(folder / "empty")], capture_output=True, text=True, check=False
+    )
+    return None if run.returncode == 0 else f"{CC} has no {kind} sanitizer here"
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The program, linked with the core that was compiled once for its kind."""
+    libraries: dict[str, Path] = {}
+
+    def library(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind.replace(",", "_"))
+        reason = lacks(kind, folder)
+        if reason is not None:
+            pytest.skip(reason)
+        sources = sorted([*(ROOT / "csrc").glob("*.c"), *(ROOT / "csrc" / "kernels").glob("*.c")])
+        objects = [folder / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(2) as pool:
+            compiled = [
+                pool.submit(compile_with, [*FLAGS, *KINDS[kind], "-c", str(source), "-o", str(target)])
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            for future in compiled:
+                future.result()
+        archive = folder / "libcore.a"
+        subprocess.run(["ar", "rcs", str(archive), *map(str, objects)], check=True, capture_output=True)
+        return archive
+
+    def build(kind: str, program: str) -> Path:
+        if kind not in libraries:
+            libraries[kind] = library(kind)
+        target = libraries[kind].with_name(program)
+        source = f"tests/c/{program}.c"
+        compile_with([*FLAGS, *KINDS[kind], source, str(libraries[kind]), "-o", str(target), "-ldl", "-lm"])
+        return target
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "program"), CASES, ids=[f"{program}-{kind}" for kind, program in CASES])
+def test_c(build: Build, kind: str, program: str) -> None:
+    command = [str(build(kind, program))]
+    if kind == "thread" and shutil.which("setarch"):
+        command = ["setarch", os.uname().machine, "-R", *command]  # it needs addresses where it expects them
+    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    environment |= {"CC": CC, "ASAN_OPTIONS": "detect_leaks=1", "TSAN_OPTIONS": "halt_on_error=0:exitcode=66"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if kind == "thread" and run.returncode != 0 and "WARNING: ThreadSanitizer" not in run.stderr:
+        refused = re.search(r"unexpected memory mapping|personality|Operation not permitted", run.stderr)
+        if refused:
+            pytest.skip(f"ThreadSanitizer does not start here: {run.stderr.strip().splitlines()[-1]}")
+    last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else ""
+    assert (run.returncode, re.sub(r"^\d+", "N", last)) == (0, "N passed, 0 failed"), f"{last}\n{run.stderr[-4000:]}"
+    assert not last.startswith("0 passed")
+
+
+@pytest.mark.slow
+def test_the_c_surface_alone(build: Build, tmp_path: Path) -> None:
+    """A program that includes kvswap.h and nothing else of ours, as C and, where there is a compiler, as C++."""
+    build("plain", "test_plan")
+    source = tmp_path / "surface.c"
+    source.write_text(
+        '#include "kvswap.h"\n#include <stdio.h>\n#include <string.h>\n'
+        "int main(void) {\n"
+        "  struct kvs_engine *engine;\n  struct kvs_transfer *transfer;\n  struct kvs_error err;\n"
+        '  char src[64] = "some bytes", dst[64] = "";\n'
+        "  uint64_t from = (uint64_t)(uintptr_t)src, to = (uint64_t)(uintptr_t)dst, size = sizeof src;\n"
+        "  struct kvs_options options;\n  memset(&options, 0, sizeof options);\n"
+        "  options.priority = KVS_PRIORITY_NORMAL;\n"
+        '  if (kvs_engine_open("host:0", &engine, &err)) return 1;\n'
+        "  if (kvs_swap_batch(engine, &from, &to, &size, true, 1, &options, &transfer, &err)) return 2;\n"
+        "  if (kvs_transfer_wait(transfer, -1, &err)) return 3;\n"
+        "  kvs_transfer_unref(transfer);\n  kvs_shutdown(1000000000);\n  kvs_engine_unref(engine);\n"
+        "  puts(dst);\n  return 0;\n}\n"
+    )
+    archive = next(iter(tmp_path.parent.rglob("plain*/libcore.a")))
+    for language in ("c", "c++"):
+        compiler = [CC] if language == "c" else ["c++", "-x", "c++"]
+        if shutil.which(compiler[0]) is None:
+            continue
+        program, more = tmp_path / f"surface-{len(compiler)}", [] if language == "c" else ["-x", "none"]
+        arguments = [
+            "-Wall",
+            "-Werror",
+            "-I",
+            "csrc",
+            str(source),
+            *more,
+            str(archive),
+            "-o",
+            str(program),
+            "-ldl",
+            "-pthread",
+        ]
+        run = subprocess.run([*compiler, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout == "some bytes\n"
+
+
+def test_nothing_links_the_driver() -> None:
+    """The extension needs the C library and nothing of CUDA's."""
+    from kvswap import _C
+
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf")
+    assert _C.__file__ is not None and sys.platform == "linux"
+    dynamic = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert not [name for name in needed if re.search(r"cuda|nv", name)], needed

@@ -1,0 +1,233 @@
+"""Every call of the driver may fail. Whatever fails, either the call raises and nothing has moved, or the transfer says
+exactly which blocks are lost; the lane goes on; and a copy that silently does not happen is noticed by those who look
+at bytes."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Cache, check_pattern, usable, write_pattern
+
+import kvswap
+from kvswap import _C, testing
+
+OPERATIONS = (
+    "stream_info",
+    "stream_create",
+    "stream_wait",
+    "event_create",
+    "event_record",
+    "event_query",
+    "event_elapsed",
+    "copy",
+    "copy_batch",
+    "copy_direct",
+    "launch",
+    "pointer_query",
+    "host_alloc",
+    "alloc",
+)
+BLOCKS = 200
+
+
+@pytest.fixture(params=[0, 1], ids=["D2H", "H2D"])
+def cache(request: pytest.FixtureRequest, device: kvswap.Device) -> Cache:
+    return Cache(device, BLOCKS, 72, int(request.param))
+
+
+def permutations(seed: int, count: int = 150) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return rng.permutation(BLOCKS)[:count], rng.permutation(BLOCKS)[:count]
+
+
+def check_result(cache: Cache, transfer: kvswap.Transfer, gpu_ids: Any, cpu_ids: Any, code: int) -> bool:
+    """The transfer tells the truth about every block; whether any is lost."""
+    try:
+        transfer.wait(PATIENCE)
+        failed = np.array([], np.int64)
+    except kvswap.Error as error:
+        if isinstance(error, kvswap.DeviceError):
+            assert error.code == code
+        failed = transfer.failed_blocks
+        assert failed.size > 0
+        assert transfer.state == "failed"
+    kept = np.delete(np.arange(len(gpu_ids)), failed)
+    there, expected = cache.target.get(), cache.expected(gpu_ids[kept], cpu_ids[kept])
+    lost = (gpu_ids if cache.direction else cpu_ids)[failed]
+    for array in (there, expected):  # what is lost is lost: its bytes may be anything
+        array.reshape(BLOCKS, -1)[lost] = 0
+    np.testing.assert_array_equal(there, expected)
+    return bool(failed.size)
+
+
+def fail_nth(cache: Cache, nth: int, path: str, operation: str, on_stream: bool, every: int = 0) -> str:
+    """What came of a submission whose nth call of the driver failed."""
+    gpu_ids, cpu_ids = permutations(nth)
+    options: dict[str, Any] = {"path": path}
+    if on_stream:
+        options["stream"] = kvswap.Stream(cache.device)
+    cache.target.put(cache.target_before)
+    submitted = cache.device.stats()["submitted"]
+    try:
+        with testing.fault(cache.device, "call", "fail", operation=operation, nth=nth, every=every, code=33):
+            transfer = cache.swap(gpu_ids, cpu_ids, **options)
+    except (kvswap.DeviceError, ValueError) as error:
+        if isinstance(error, kvswap.DeviceError):
+            assert error.code == 33
+        cache.device.synchronize(PATIENCE)
+        cache.check_untouched()
+        assert cache.device.stats()["submitted"] == submitted
+        outcome = "raised"
+    else:
+        lost = check_result(cache, transfer, gpu_ids, cpu_ids, 33)
+        outcome = "lost" if lost else "done"
+    stats = cache.device.stats()
+    assert stats["unfinished"] == 0
+    cache.target.put(cache.target_before)
+    again = cache.swap(gpu_ids, cpu_ids, **options)
+    again.wait(PATIENCE)
+    cache.check(gpu_ids, cpu_ids)
+    return outcome
+
+
+@pytest.mark.parametrize("on_stream", [False, True], ids=["None", "S"])
+def test_the_nth_call_fails(cache: Cache, path: str, on_stream: bool) -> None:
+    outcomes = [fail_nth(cache, nth, path, "", on_stream) for nth in range(1, 40)]
+    assert "raised" in outcomes
+    assert outcomes[-1] == "done", "there are more calls than the test goes through"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("every", [0, 1], ids=["once", "always"])
+def test_a_member_fails(cache: Cache, path: str, operation: str, every: int) -> None:
+    for nth in range(1, 9):
+        fail_nth(cache, nth, path, operation, True, every)
+
+
+def test_everything_fails(cache: Cache, path: str) -> None:
+    for nth in range(1, 30):
+        fail_nth(cache, nth, path, "", True, every=1)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_delayed_call_changes_nothing(cache: Cache, path: str, operation: str) -> None:
+    gpu_ids, cpu_ids = permutations(5)
+    with testing.fault(cache.device, "call", "delay", operation=operation, delay=0.002):
+        transfer = cache.swap(gpu_ids, cpu_ids, path=path, stream=kvswap.Stream(cache.device))
+    assert not check_result(cache, transfer, gpu_ids, cpu_ids, 0)
+
+
+@pytest.mark.parametrize(("nth", "every"), [(1, 0), (150, 0), (1, 1), (7, 13), (2, 2), (151, 1)])
+def test_copies_fail(cache: Cache, path: str, nth: int, every: int) -> None:
+    """No two blocks of these lists are neighbours: the copies are the blocks, and the lost ones are counted exactly."""
+    gpu_ids, cpu_ids = np.arange(0, 200, 2), np.random.default_rng(1).permutation(100) * 2
+    with testing.fault(cache.device, "copy", "fail", nth=nth, every=every, code=44):
+        transfer = cache.swap(gpu_ids, cpu_ids, path=path)
+    check_result(cache, transfer, gpu_ids, cpu_ids, 44)
+    expected = 0 if nth > 100 else 1 if every == 0 else 1 + (100 - nth) // every
+    assert transfer.failed_blocks.size == expected
+    untouched = gpu_ids if cache.direction else cpu_ids
+    there, before = cache.target.get().reshape(BLOCKS, -1), cache.target_before.reshape(BLOCKS, -1)
+    lost = untouched[transfer.failed_blocks]
+    np.testing.assert_array_equal(there[lost], before[lost])
+
+
+@pytest.mark.parametrize("every", [1, 3, 50, 100])
+def test_skipped_copies_are_noticed(cache: Cache, path: str, every: int) -> None:
+    """The transfer believes that it is done. The checker of patterns, which shares nothing with copies, does not."""
+    usable(cache.device, "kernel")
+    ids, nbytes = np.arange(0, 200, 2), 72
+    source = (cache.cpu if cache.direction else cache.gpu).ptr + ids * nbytes
+    target = cache.target.ptr + ids * nbytes
+    stream = kvswap.Stream(cache.device)
+    write_pattern(cache.device, source, nbytes, ids, stream).result(PATIENCE)
+    with testing.fault(cache.device, "copy", "skip", every=every):
+        transfer = cache.swap(ids, ids, path=path, stream=stream)
+    wrong, item, offset = check_pattern(cache.device, target, nbytes, ids, stream).result(PATIENCE)
+    transfer.wait(PATIENCE)
+    assert transfer.state == "done"
+    there = cache.target.get().reshape(BLOCKS, nbytes)
+    before = cache.target_before.reshape(BLOCKS, nbytes)
+    skipped = [i for i in range(100) if (there[ids[i]] == before[ids[i]]).all()]
+    assert len(skipped) == 100 // every
+    assert wrong > 70 * len(skipped)
+    assert (item, offset is not None and offset < 3) == (skipped[0], True)
+    with testing.fault(cache.device, "copy", "skip", nth=10_000):
+        cache.swap(ids, ids, path=path, stream=stream).wait(PATIENCE)
+    assert check_pattern(cache.device, target, nbytes, ids, stream).result(PATIENCE) == (0, None, None)
+
+
+def test_the_code_of_a_refused_end_is_kept(cache: Cache) -> None:
+    """Without the event that marks its end the order that stream=S promises cannot be kept: the whole transfer fails,
+    and says which call was refused with what."""
+    found = 0
+    for nth in range(1, 8):
+        with testing.fault(cache.device, "call", "fail", operation="event_record", nth=nth, code=33):
+            try:
+                transfer = cache.swap([1, 5], [2, 9], path="dma", stream=kvswap.Stream(cache.device))
+            except kvswap.DeviceError as error:
+                assert (error.code, error.operation) == (33, "event_record")
+                continue
+        cache.device.synchronize(PATIENCE)
+        if transfer.done() and transfer.error is None:
+            continue
+        found += 1
+        assert isinstance(transfer.error, kvswap.DeviceError), transfer.error
+        assert (transfer.error.code, transfer.error.operation) == (33, "event_record")
+        assert transfer.failed_blocks.tolist() == [0, 1]
+    assert found == 1
+
+
+def test_a_wait_that_cannot_poll_says_so(cache: Cache) -> None:
+    transfer = cache.swap([1], [2], stream=kvswap.Stream(cache.device))
+    cache.device.synchronize(PATIENCE)
+    with testing.fault(cache.device, "call", "fail", operation="event_query", every=1, code=9):
+        if not transfer.done():
+            with pytest.raises(kvswap.DeviceError) as caught:
+                transfer.wait(PATIENCE)
+            assert caught.value.code == 9
+    transfer.wait(PATIENCE)
+    cache.check([1], [2])
+
+
+def test_faults_end_with_their_block(cache: Cache) -> None:
+    for kind, action in (("call", "fail"), ("copy", "fail"), ("copy", "skip")):
+        with testing.fault(cache.device, kind, action, every=1):
+            pass
+        cache.swap([1], [2]).wait(PATIENCE)
+        cache.check([1], [2])
+        cache.target.put(cache.target_before)
+
+
+def test_wrong_faults(device: kvswap.Device) -> None:
+    for wrong, message in (
+        ({"kind": "row"}, "kind.*row"),
+        ({"action": "explode"}, "action.*explode"),
+        ({"nth": 0}, "nth"),
+        ({"operation": "x" * 40}, "operation"),
+    ):
+        arguments: dict[str, Any] = {"kind": "call", "action": "fail", "nth": 1, "operation": "", **wrong}
+        with pytest.raises(ValueError, match=message):
+            _C._set_fault(device, arguments.pop("kind"), arguments.pop("action"), **arguments)
+    assert testing.parse_kind("copy") == "copy" and testing.parse_kind("row") is None
+    assert testing.parse_action("lose") == "lose" and testing.parse_action("explode") is None
+
+
+def test_allocation_fails(device: kvswap.Device) -> None:
+    for host, operation in ((False, "alloc"), (True, "host_alloc")):
+        for member in (operation, "pointer_query"):
+            refusal = testing.fault(device, "call", "fail", operation=member, code=2)
+            with refusal, pytest.raises(kvswap.DeviceError) as caught:
+                device.alloc(64, host=host)
+            assert caught.value.code == 2
+        device.alloc(64, host=host).free()
+    array = np.zeros(4096, np.uint8)
+    for member in ("host_register", "pointer_query"):
+        with testing.fault(device, "call", "fail", operation=member, code=2), pytest.raises(kvswap.DeviceError):
+            device.register(array)
+        device.register(array)
+        device.unregister(array)

@@ -1,0 +1,511 @@
+"""On a GPU, against others: copies that torch and cupy make, torch's streams, graphs and allocators, and the contexts
+that there must not be. All of it is skipped, visibly, without ``--device cuda:0``."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import ctypes
+import textwrap
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, run_python, usable
+
+import kvswap
+
+SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
+GPU_PATHS = ("auto", "dma", "kernel")
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_gpu(cuda: kvswap.Device) -> None:
+    pass
+
+
+@pytest.fixture
+def torch(cuda: kvswap.Device) -> Any:
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return module
+
+
+@pytest.fixture
+def cupy(cuda: kvswap.Device) -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture(params=GPU_PATHS)
+def gpu_path(request: pytest.FixtureRequest, cuda: kvswap.Device) -> str:
+    return usable(cuda, str(request.param))
+
+
+def ids(seed: int, blocks: int, count: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return rng.permutation(blocks)[:count], rng.permutation(blocks)[:count]
+
+
+# -- copies against others' --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+def test_against_torch(cuda: kvswap.Device, torch: Any, gpu_path: str, nbytes: int, offset: int) -> None:
+    """Blocks of bytes at odd addresses in pinned memory, both ways, and the bytes around them."""
+    blocks, count = 40, 30
+    gpu = torch.randint(0, 256, (blocks * nbytes + 32,), dtype=torch.uint8, device="cuda")
+    cpu = torch.randint(0, 256, (blocks * nbytes + 32,), dtype=torch.uint8).pin_memory()
+    gpu_ids, cpu_ids = ids(nbytes + offset, blocks, count)
+    for direction in (0, 1):
+        expected_gpu, expected_cpu = gpu.clone(), cpu.clone()
+        gpu_view = expected_gpu[offset : offset + blocks * nbytes].view(blocks, nbytes)
+        cpu_view = expected_cpu[3 : 3 + blocks * nbytes].view(blocks, nbytes)
+        if direction:
+            gpu_view[torch.as_tensor(gpu_ids).cuda()] = cpu_view[torch.as_tensor(cpu_ids)].cuda()
+        else:
+            cpu_view[torch.as_tensor(cpu_ids)] = gpu_view[torch.as_tensor(gpu_ids).cuda()].cpu()
+        torch.cuda.synchronize()
+        kvswap.swap_cache_per_layer(
+            gpu.data_ptr() + offset,
+            cpu.data_ptr() + 3,
+            nbytes,
+            blocks,
+            blocks,
+            gpu_ids,
+            cpu_ids,
+            direction,
+            path=gpu_path,
+        )
+        assert torch.equal(gpu, expected_gpu) and torch.equal(cpu, expected_cpu)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("shape", [(24, 16, 128), (24, 2, 16, 8), (24, 2, 8, 4, 16)])
+def test_torch_tensors_as_they_are(
+    cuda: kvswap.Device, torch: Any, gpu_path: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Caches of 3, 4 and 5 dimensions; several layers; the tensors themselves are passed."""
+    if not hasattr(torch, dtype):
+        pytest.skip(f"this torch has no {dtype}")
+    layers, kind = 3, getattr(torch, dtype)
+    gpu = [torch.randn(shape, device="cuda").to(kind) for _ in range(layers)]
+    cpu = [torch.randn(shape).to(kind).pin_memory() for _ in range(layers)]
+    nbytes = gpu[0][0].numel() * gpu[0].element_size()
+    gpu_ids, cpu_ids = ids(len(shape), shape[0], 17)
+
+    def raw(tensor: Any) -> Any:
+        return tensor.view(torch.uint8).reshape(shape[0], -1).cpu().clone()
+
+    expected = [raw(tensor) for tensor in cpu]
+    for after, before in zip(expected, gpu, strict=True):
+        after[torch.as_tensor(cpu_ids)] = raw(before)[torch.as_tensor(gpu_ids)]
+    torch.cuda.synchronize()
+    kvswap.swap_cache_all_layers(
+        gpu, cpu, nbytes, shape[0], shape[0], gpu_ids, cpu_ids, kvswap.Direction.D2H, path=gpu_path
+    )
+    assert all(torch.equal(raw(tensor), after) for tensor, after in zip(cpu, expected, strict=True))
+    back = [torch.zeros_like(tensor) for tensor in gpu]
+    torch.cuda.synchronize()
+    kvswap.swap_cache_all_layers(
+        back, cpu, nbytes, shape[0], shape[0], gpu_ids, cpu_ids, kvswap.Direction.H2D, path=gpu_path
+    )
+    for restored, original in zip(back, gpu, strict=True):
+        index = torch.as_tensor(gpu_ids)
+        assert torch.equal(raw(restored)[index], raw(original)[index])
+
+
+def test_torch_ids(cuda: kvswap.Device, torch: Any) -> None:
+    gpu, cpu = torch.arange(64, dtype=torch.int32, device="cuda"), torch.zeros(64, dtype=torch.int32).pin_memory()
+    torch.cuda.synchronize()
+    for kind in (torch.int32, torch.int64):
+        kvswap.swap_cache_per_layer(
+            gpu, cpu, 4, 64, 64, torch.tensor([5, 9], dtype=kind), torch.tensor([1, 0], dtype=kind), 0
+        )
+        assert cpu[:2].tolist() == [9, 5]
+
+
+def test_a_tensor_with_gaps(cuda: kvswap.Device, torch: Any) -> None:
+    gpu, cpu = (
+        torch.zeros(8, 64, dtype=torch.uint8, device="cuda")[:, ::2],
+        torch.zeros(8, 32, dtype=torch.uint8).pin_memory(),
+    )
+    with pytest.raises(ValueError, match=r"gpu_ptr.*contiguous"):
+        kvswap.swap_cache_per_layer(gpu, cpu, 32, 8, 8, [0], [0], 0)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_against_cupy(cuda: kvswap.Device, cupy: Any, gpu_path: str, nbytes: int) -> None:
+    blocks = 24
+    gpu = cupy.random.randint(0, 256, (blocks, nbytes), dtype=cupy.uint8)
+    room = cupy.cuda.alloc_pinned_memory(blocks * nbytes)
+    cpu = np.frombuffer(room, np.uint8, blocks * nbytes).reshape(blocks, nbytes)
+    cpu[:] = 7
+    gpu_ids, cpu_ids = ids(nbytes, blocks, 19)
+    expected = cpu.copy()
+    expected[cpu_ids] = cupy.asnumpy(gpu)[gpu_ids]
+    kvswap.swap_cache_per_layer(gpu, cpu, nbytes, blocks, blocks, gpu_ids, cpu_ids, 0, path=gpu_path)
+    np.testing.assert_array_equal(cpu, expected)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu.fill(0)
+    kvswap.swap_cache_per_layer(gpu, cpu, nbytes, blocks, blocks, gpu_ids, cpu_ids, 1, path=gpu_path, stream=stream)
+    np.testing.assert_array_equal(cupy.asnumpy(gpu)[gpu_ids], expected[cpu_ids])
+    assert not cupy.asnumpy(gpu)[np.setdiff1d(np.arange(blocks), gpu_ids)].any()
+
+
+def test_host_memory_of_every_kind(cuda: kvswap.Device, torch: Any) -> None:
+    """Pageable tensors and arrays, pinned ones, registered ones, and kvswap's own."""
+    blocks, nbytes = 16, 5000
+    gpu = torch.randint(0, 256, (blocks, nbytes), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    there = gpu.cpu().numpy()
+    registered = np.zeros((blocks, nbytes), np.uint8)
+    cuda.register(registered)
+    own = cuda.alloc(blocks * nbytes, host=True)
+    kinds: list[tuple[Any, Any]] = [(tensor := torch.zeros(blocks, nbytes, dtype=torch.uint8), tensor.numpy())]
+    kinds += [(tensor := torch.zeros(blocks, nbytes, dtype=torch.uint8).pin_memory(), tensor.numpy())]
+    kinds += [(array := np.zeros((blocks, nbytes), np.uint8), array), (registered, registered)]
+    kinds += [(own, np.frombuffer(own, np.uint8).reshape(blocks, nbytes))]
+    for i, (cpu, view) in enumerate(kinds):
+        gpu_ids, cpu_ids = ids(i, blocks, 11)
+        kvswap.swap_cache_per_layer(gpu, cpu, nbytes, blocks, blocks, gpu_ids, cpu_ids, 0)
+        np.testing.assert_array_equal(view[cpu_ids], there[gpu_ids])
+        restored = torch.zeros_like(gpu)
+        torch.cuda.synchronize()
+        kvswap.swap_cache_per_layer(restored, cpu, nbytes, blocks, blocks, gpu_ids, cpu_ids, 1)
+        np.testing.assert_array_equal(restored.cpu().numpy()[gpu_ids], there[gpu_ids])
+    cuda.unregister(registered)
+
+
+def test_tensors_inside_a_larger_chunk(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
+    """torch cuts small tensors from chunks: what belongs to a tensor is less than what the driver knows."""
+    tensors = [torch.full((64,), i, dtype=torch.uint8, device="cuda") for i in range(20)]
+    cpu = torch.zeros(20, 64, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    order = np.random.default_rng(1).permutation(20)
+    kvswap.swap_blocks_batch([tensors[i] for i in order], [cpu[i] for i in order], 64, path=gpu_path).wait(PATIENCE)
+    assert all((cpu[i] == i).all() for i in range(20))
+
+
+# -- order with torch's streams ----------------------------------------------------------------------------------------
+
+
+def slow(torch: Any) -> None:
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second
+
+
+@pytest.mark.parametrize("which", ["side", "default"])
+def test_order_on_a_torch_stream(cuda: kvswap.Device, torch: Any, gpu_path: str, which: str) -> None:
+    stream = torch.cuda.Stream() if which == "side" else torch.cuda.default_stream()
+    gpu = torch.zeros(64, 4096, dtype=torch.uint8, device="cuda")
+    cpu = torch.zeros(64, 4096, dtype=torch.uint8).pin_memory()
+    gpu_ids, cpu_ids = ids(1, 64, 50)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        slow(torch)
+        gpu.fill_(9)
+        transfer = kvswap.swap_cache_per_layer_async(
+            gpu, cpu, 4096, 64, 64, gpu_ids, cpu_ids, 0, stream=stream, path=gpu_path
+        )
+        gpu.fill_(77)
+        back = kvswap.swap_cache_per_layer_async(
+            gpu, cpu, 4096, 64, 64, gpu_ids, cpu_ids, 1, stream=stream, path=gpu_path
+        )
+        total = gpu.sum(dtype=torch.int64)
+    transfer.wait(PATIENCE)
+    back.wait(PATIENCE)
+    assert (cpu[torch.as_tensor(cpu_ids)] == 9).all()
+    stream.synchronize()
+    assert int(total) == 4096 * (50 * 9 + 14 * 77)
+
+
+def test_without_a_stream_after_the_compute_stream(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
+    stream = torch.cuda.Stream()
+    cuda.set_compute_stream(stream)
+    gpu = torch.zeros(64, 4096, dtype=torch.uint8, device="cuda")
+    cpu = torch.zeros(64, 4096, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        slow(torch)
+        gpu.fill_(5)
+    transfer = kvswap.swap_cache_per_layer_async(
+        gpu, cpu, 4096, 64, 64, np.arange(64), np.arange(64)[::-1], 0, path=gpu_path
+    )
+    transfer.wait(PATIENCE)
+    assert (cpu == 5).all()
+
+
+def test_after_a_torch_event(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
+    writer, other = torch.cuda.Stream(), torch.cuda.Stream()
+    gpu = torch.zeros(64, 4096, dtype=torch.uint8, device="cuda")
+    cpu = torch.zeros(64, 4096, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    event = torch.cuda.Event()
+    with torch.cuda.stream(writer):
+        slow(torch)
+        gpu.fill_(6)
+        event.record()
+    for after in (event, [writer], torch.cuda.Event()):
+        options: dict[str, Any] = {"after": after} if not isinstance(after, torch.cuda.Event) or after is event else {}
+        if options:
+            kvswap.swap_cache_per_layer(
+                gpu, cpu, 4096, 64, 64, np.arange(64), np.arange(64), 0, stream=other, path=gpu_path, **options
+            )
+            assert (cpu == 6).all()
+        cpu.zero_()
+    kvswap.swap_cache_per_layer(gpu, cpu, 4096, 64, 64, [0], [0], 0, after=torch.cuda.Event())
+
+
+def test_make_wait_of_a_torch_stream(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
+    slow_stream, consumer = torch.cuda.Stream(), torch.cuda.Stream()
+    gpu = torch.zeros(64, 4096, dtype=torch.uint8, device="cuda")
+    cpu = torch.full((64, 4096), 3, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(slow_stream):
+        slow(torch)
+    transfer = kvswap.swap_cache_per_layer_async(
+        gpu, cpu, 4096, 64, 64, np.arange(64), np.arange(64), 1, after=slow_stream, path=gpu_path
+    )
+    transfer.make_wait(consumer)
+    with torch.cuda.stream(consumer):
+        total = gpu.sum(dtype=torch.int64)
+    consumer.synchronize()
+    assert int(total) == 3 * 64 * 4096
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_capture_is_not_disturbed(cuda: kvswap.Device, torch: Any, gpu_path: str, mode: str) -> None:
+    """Transfers run in another thread, and before and after, while torch captures a graph: it replays right."""
+    compute = kvswap.Stream(cuda)
+    cuda.set_compute_stream(compute)  # the legacy stream may not be touched while another is captured
+    gpu = torch.randint(0, 256, (256, 4096), dtype=torch.uint8, device="cuda")
+    cpu = torch.zeros(256, 4096, dtype=torch.uint8).pin_memory()
+    there = gpu.cpu()
+    x = torch.zeros(1024, device="cuda")
+    stop, running, wrong = threading.Event(), threading.Event(), []
+
+    def swap(seed: int) -> None:
+        gpu_ids, cpu_ids = ids(seed, 256, 200)
+        transfer = kvswap.swap_cache_per_layer_async(gpu, cpu, 4096, 256, 256, gpu_ids, cpu_ids, 0, path=gpu_path)
+        while not transfer.done():
+            pass
+        transfer.wait(PATIENCE)
+        if not torch.equal(cpu[torch.as_tensor(cpu_ids)], there[torch.as_tensor(gpu_ids)]):
+            wrong.append(seed)
+
+    def loop() -> None:
+        try:
+            seed = 0
+            while not stop.is_set():
+                swap(seed)
+                seed += 1
+                running.set()
+        except BaseException as error:
+            wrong.append(error)
+            running.set()
+
+    torch.cuda.synchronize()
+    swap(1000)
+    thread = threading.Thread(target=loop)
+    thread.start()
+    running.wait(PATIENCE)
+    try:
+        graphs = []
+        for i in range(5):
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+                y = x * 2 + i
+                for _ in range(50):
+                    y = y + 1
+            graphs.append((graph, y, i))
+    finally:
+        stop.set()
+        thread.join(PATIENCE)
+    assert wrong == []
+    x.fill_(3)
+    for graph, y, i in graphs:
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (y == 3 * 2 + i + 50).all()
+    swap(2000)
+    assert wrong == []
+
+
+def test_a_capturing_stream_is_refused(cuda: kvswap.Device, torch: Any) -> None:
+    cuda.set_compute_stream(kvswap.Stream(cuda))
+    gpu = torch.zeros(8, 64, dtype=torch.uint8, device="cuda")
+    cpu = torch.zeros(8, 64, dtype=torch.uint8).pin_memory()
+    x = torch.zeros(16, device="cuda")
+    graph, stream, messages = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        y = x + 1
+        for options in ({"stream": stream}, {"after": stream}):
+            with pytest.raises(kvswap.Error, match="captured") as caught:
+                kvswap.swap_cache_per_layer_async(gpu, cpu, 64, 8, 8, [1], [2], 0, **options)
+            messages.append(str(caught.value))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (y == 1).all() and len(messages) == 2
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------
+
+CONTEXT = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+
+def active(ordinal=0):
+    device, flags, state = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    assert cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0
+    assert cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(state)) == 0
+    return bool(state.value)
+
+def current():
+    context = ctypes.c_void_p()
+    assert cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value
+"""
+
+
+def process(script: str, **environment: str) -> str:
+    run = run_python(script, 300, **environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_no_context_by_accident() -> None:
+    """Importing, listing and asking about pointers make none; opening uses the primary one and leaves none current."""
+    script = CONTEXT + textwrap.dedent("""
+    import kvswap
+    assert not active() and current() is None
+    kvswap.devices()
+    assert not active() and current() is None
+    kvswap.Device("host:0")
+    assert not active() and current() is None
+    import numpy as np
+    try:
+        kvswap.swap_cache_per_layer(np.zeros(64, np.uint8), np.zeros(64, np.uint8), 64, 1, 1, [0], [0], 0)
+    except ValueError as error:
+        assert "host memory" in str(error), error
+    assert not active() and current() is None
+    device = kvswap.Device("cuda:0")
+    assert active() and current() is None
+    device.alloc(64), kvswap.Stream(device), kvswap.Event(device)
+    device.synchronize()
+    assert current() is None
+    """)
+    process(script)
+
+
+def test_no_context_on_other_gpus(cuda: kvswap.Device) -> None:
+    if len(kvswap.devices()) < 3:
+        pytest.skip("one GPU")
+    script = CONTEXT + textwrap.dedent("""
+    import kvswap
+    device = kvswap.Device("cuda:1")
+    device.alloc(64)
+    assert active(1) and not active(0)
+    """)
+    process(script)
+
+
+def test_the_current_context_is_left_alone(cuda: kvswap.Device, torch: Any) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def current() -> int | None:
+        context = ctypes.c_void_p()
+        assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0
+        return context.value
+
+    torch.zeros(1, device="cuda")
+    before = current()
+    assert before is not None
+    memory = cuda.alloc(4096)
+    kvswap.Stream(cuda).synchronize(PATIENCE)
+    cuda.synchronize(PATIENCE)
+    memory.free()
+    assert current() == before
+
+
+def test_any_thread_without_a_context(cuda: kvswap.Device) -> None:
+    wrong: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            gpu, cpu = cuda.alloc(4096), cuda.alloc(4096, host=True)
+            np.frombuffer(cpu, np.uint8)[:] = 4
+            kvswap.swap_cache_per_layer(gpu, cpu, 64, 64, 64, np.arange(64), np.arange(64), 1, device=cuda)
+            np.frombuffer(cpu, np.uint8)[:] = 0
+            kvswap.swap_cache_per_layer(gpu, cpu, 64, 64, 64, np.arange(64), np.arange(64), 0)
+            assert (np.frombuffer(cpu, np.uint8) == 4).all()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert wrong == []
+
+
+# -- allocators and settings -------------------------------------------------------------------------------------------
+
+SWAPS = """
+import numpy as np
+import torch
+import kvswap
+
+rng = np.random.default_rng(1)
+for nbytes in (15, 4096, 65536):
+    gpu = [torch.randint(0, 256, (300, nbytes), dtype=torch.uint8, device="cuda") for _ in range(4)]
+    cpu = [torch.zeros(300, nbytes, dtype=torch.uint8).pin_memory() for _ in range(4)]
+    torch.cuda.synchronize()
+    for path in ("auto", "dma", "kernel"):
+        if path == "kernel" and not kvswap.Device("cuda:0").info["kernels"]:
+            continue
+        gpu_ids, cpu_ids = rng.permutation(300)[:250], rng.permutation(300)[:250]
+        kvswap.swap_cache_all_layers(gpu, cpu, nbytes, 300, 300, gpu_ids, cpu_ids, 0, path=path)
+        for g, c in zip(gpu, cpu):
+            assert torch.equal(c[torch.as_tensor(cpu_ids)], g.cpu()[torch.as_tensor(gpu_ids)]), (nbytes, path)
+print("right")
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        {"CUDA_LAUNCH_BLOCKING": "1"},
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {"CUDA_MODULE_LOADING": "EAGER"},
+        {"KVSWAP_DISABLE": "kernel"},
+        {"KVSWAP_DISABLE": "batch"},
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_allocators_and_settings(torch: Any, environment: dict[str, str]) -> None:
+    script = SWAPS
+    if environment.get("KVSWAP_DISABLE") == "kernel":
+        script = script.replace('("auto", "dma", "kernel")', '("auto", "dma")')
+    assert process(script, **environment) == "right\n"
+
+
+def test_many_descriptors(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
+    """More copies than one call of the driver takes in good health."""
+    blocks = 120_000
+    gpu = torch.randint(0, 256, (blocks, 48), dtype=torch.uint8, device="cuda")
+    cpu = torch.zeros(blocks, 48, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    gpu_ids, cpu_ids = ids(1, blocks, blocks)
+    kvswap.swap_cache_per_layer(gpu, cpu, 48, blocks, blocks, gpu_ids, cpu_ids, 0, path=gpu_path)
+    assert torch.equal(cpu[torch.as_tensor(cpu_ids)], gpu.cpu()[torch.as_tensor(gpu_ids)])

@@ -1,0 +1,392 @@
+"""A leak test for everything public. One table: a row a public name, holding what is done over and over, with its
+errors. A public name without a row fails, and so does a row without a name.
+
+What is done is first done some times (caches fill), then often, several times over: what grows with the number of
+times, each time, is a leak; what does not is noise.
+"""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Cache
+
+import kvswap
+from kvswap import _C, testing
+
+WRONG = (ValueError, IndexError, TypeError, MemoryError, kvswap.Error, AttributeError, BufferError, TimeoutError)
+TIMES = 200
+Rows = dict[str, Callable[["Tools"], Any]]
+
+
+class Tools:
+    """What the rows work with, made once."""
+
+    def __init__(self, device: kvswap.Device) -> None:
+        self.device = device
+        self.cache, self.made = Cache(device, 64, 64), 0
+        self.stream, self.event, self.other = kvswap.Stream(device), kvswap.Event(device), kvswap.Event(device)
+        self.ended = self.cache.swap([0], [1])
+        self.ended.wait(PATIENCE)
+        for event in (self.event, self.other):
+            event.record(self.stream)
+        device.synchronize(PATIENCE)
+        with testing.fault(device, "copy", "fail"):
+            self.failed = self.cache.swap([0], [1])
+        with suppress(kvswap.DeviceError):
+            self.failed.wait(PATIENCE)
+        self.ids, self.back = np.arange(0, 40, 2), np.arange(0, 40, 2)[::-1].copy()
+        self.array = np.zeros(8192, np.uint8)
+        self.memory = device.alloc(256, host=True)
+        self.arguments: tuple[Any, ...] = (self.cache.gpu.memory, self.cache.cpu.memory, 64, 64, 64)
+
+    def swap(self, name: str) -> None:
+        """Right, through every path, with wrong ids, wrong lengths, a wrong stream, refused copies, a failed call."""
+        many = "all_layers" in name
+        call = getattr(kvswap, name)
+        tensors = [[value] for value in self.arguments[:2]] if many else list(self.arguments[:2])
+        arguments = [*tensors, *self.arguments[2:]]
+        for path in ("auto", "dma", "kernel"):
+            self.finish(call, *arguments, self.ids, self.back, 0, path=path)
+        self.finish(
+            call, *arguments, [1, 2, 3], [4, 5, 6], 1, stream=self.stream, after=[self.event, self.ended, self.stream]
+        )
+        self.finish(call, *arguments, [1, 99], [2, 3], 0)
+        self.finish(call, *arguments, [1], [2, 3], 0)
+        self.finish(call, *arguments, ["x"], [2], 0)
+        self.finish(call, *arguments, [1], [2], 5)
+        self.finish(call, *arguments, [1], [2], 0, stream="x")
+        self.finish(call, *arguments, [1], [2], 0, after=[self.event, None])
+        self.finish(call, *arguments, [1, 1], [2, 2], 0)
+        with testing.fault(self.device, "copy", "fail", every=2):
+            self.finish(call, *arguments, self.ids, self.back, 0)
+        with testing.fault(self.device, "call", "fail", nth=3, every=3):
+            self.finish(call, *arguments, self.ids, self.back, 0)
+        self.device.synchronize(PATIENCE)
+
+    def finish(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        with suppress(*WRONG):
+            transfer = call(*arguments, device=self.device, **options)
+            if transfer is not None:
+                transfer.wait(PATIENCE)
+
+    def batch(self) -> None:
+        gpu, cpu = self.cache.gpu.ptr, self.cache.cpu.ptr
+        self.finish(kvswap.swap_blocks_batch, gpu + self.ids * 64, cpu + self.back * 64, 64)
+        self.finish(kvswap.swap_blocks_batch, [self.cache.gpu.memory], [self.memory, self.memory], 64)
+        self.finish(kvswap.swap_blocks_batch, [self.cache.gpu.memory], [self.memory], np.array([64]))
+        self.finish(kvswap.swap_blocks_batch, [self.cache.gpu.memory], [self.memory], 1 << 30)
+        self.finish(kvswap.swap_blocks_batch, [gpu], [0x10], 64)
+        self.finish(kvswap.swap_blocks_batch, [gpu, None], [cpu, cpu], 64)
+
+    def wrong(self, call: Callable[[], Any]) -> None:
+        with suppress(*WRONG):
+            call()
+
+    def fresh(self) -> kvswap.Transfer:
+        """A transfer that may still run; now and then all are waited for, since a lane holds so many and no more."""
+        self.made += 1
+        if self.made % 50 == 0:
+            self.device.synchronize(PATIENCE)
+        return self.cache.swap([3], [4])
+
+    def alloc(self) -> None:
+        for host in (False, True):
+            memory = self.device.alloc(1000, host=host)
+            self.wrong(lambda: memoryview(memory))  # noqa: B023
+            memory.free()
+            self.wrong(memory.free)
+            self.wrong(lambda: memory.ptr)  # noqa: B023
+        self.device.alloc(100)
+        self.wrong(lambda: self.device.alloc(0))
+        self.wrong(lambda: self.device.alloc(1 << 60))
+
+    def register(self) -> None:
+        self.device.register(self.array)
+        self.wrong(lambda: self.device.register(self.array))
+        self.device.unregister(self.array)
+        self.wrong(lambda: self.device.unregister(self.array))
+
+
+def streams(t: Tools) -> None:
+    kvswap.Stream(t.device, priority="high")
+    t.wrong(lambda: kvswap.Stream(t.device, priority="none"))
+    t.wrong(lambda: kvswap.Stream(5))
+    with testing.fault(t.device, "call", "fail", operation="stream_create"):
+        t.wrong(lambda: kvswap.Stream(t.device))
+
+
+def events(t: Tools) -> None:
+    event = kvswap.Event(t.device, timing=False)
+    event.record(t.stream)
+    t.wrong(lambda: kvswap.Event("x:0"))
+    with testing.fault(t.device, "call", "fail", operation="event_create"):
+        t.wrong(lambda: kvswap.Event(t.device))
+
+
+def deterministic(t: Tools) -> None:
+    device = testing.deterministic_device(3)
+    device.alloc(64)
+    testing.step(device, 3)
+    testing.trace(device)
+
+
+def names(*values: str) -> Callable[[Any], Any]:
+    return lambda thing: [getattr(thing, value) for value in values]
+
+
+TABLE: Rows = {
+    "__version__": lambda t: kvswap.__version__,
+    "devices": lambda t: kvswap.devices(),
+    "get_include": lambda t: kvswap.get_include(),
+    "Direction": lambda t: (kvswap.Direction(1), t.wrong(lambda: kvswap.Direction(3))),
+    "DeviceInfo": lambda t: [repr(info) for info in kvswap.devices()],
+    "Error": lambda t: t.wrong(lambda: t.device.unregister(0x99999)),
+    "DeviceError": lambda t: t.failed.error,
+    "QueueFull": lambda t: str(kvswap.QueueFull("full")),
+    "Device": lambda t: (
+        kvswap.Device(t.device.name),
+        repr(t.device),
+        hash(t.device),
+        t.wrong(lambda: kvswap.Device("x")),
+    ),
+    "Device.name": lambda t: t.device.name,
+    "Device.kind": lambda t: t.device.kind,
+    "Device.info": lambda t: t.device.info,
+    "Device.lost": lambda t: t.device.lost,
+    "Device.set_compute_stream": lambda t: (
+        t.device.set_compute_stream(t.stream),
+        t.device.set_compute_stream(0),
+        t.wrong(lambda: t.device.set_compute_stream("x")),
+    ),
+    "Device.synchronize": lambda t: (t.device.synchronize(PATIENCE), t.wrong(lambda: t.device.synchronize(-1))),
+    "Device.alloc": lambda t: t.alloc(),
+    "Device.register": lambda t: t.register(),
+    "Device.unregister": lambda t: t.register(),
+    "Device.stats": lambda t: t.device.stats(),
+    "Memory": lambda t: (np.frombuffer(t.memory, np.uint8), memoryview(t.memory), repr(t.memory), np.asarray(t.memory)),
+    "Memory.ptr": lambda t: t.memory.ptr,
+    "Memory.nbytes": lambda t: t.memory.nbytes,
+    "Memory.device": lambda t: t.memory.device,
+    "Memory.host": lambda t: t.memory.host,
+    "Memory.data_ptr": lambda t: t.memory.data_ptr(),
+    "Memory.free": lambda t: t.alloc(),
+    "Memory.__cuda_array_interface__": lambda t: t.wrong(lambda: t.arguments[0].__cuda_array_interface__),
+    "Memory.__array_interface__": lambda t: t.wrong(lambda: t.memory.__array_interface__),
+    "Stream": streams,
+    "Stream.handle": lambda t: (t.stream.handle, repr(t.stream)),
+    "Stream.device": lambda t: t.stream.device,
+    "Stream.query": lambda t: t.stream.query(),
+    "Stream.synchronize": lambda t: (t.stream.synchronize(PATIENCE), t.wrong(lambda: t.stream.synchronize("x"))),
+    "Stream.__cuda_stream__": lambda t: t.stream.__cuda_stream__(),
+    "Event": events,
+    "Event.handle": lambda t: (t.event.handle, repr(t.event)),
+    "Event.device": lambda t: t.event.device,
+    "Event.record": lambda t: (t.event.record(t.stream), t.wrong(lambda: t.event.record("x"))),
+    "Event.query": lambda t: t.event.query(),
+    "Event.synchronize": lambda t: (t.event.synchronize(PATIENCE), t.wrong(lambda: t.event.synchronize(-1))),
+    "Event.elapsed_time": lambda t: (
+        t.wrong(lambda: t.event.elapsed_time(t.other)),
+        t.wrong(lambda: t.event.elapsed_time(3)),
+    ),
+    "Event.wait": lambda t: (t.event.wait(t.stream), t.wrong(lambda: t.event.wait("x"))),
+    "Transfer": lambda t: (t.fresh(), t.fresh().wait(PATIENCE), repr(t.ended), t.wrong(kvswap.Transfer)),
+    "Transfer.done": lambda t: (t.fresh().done(), t.failed.done()),
+    "Transfer.wait": lambda t: (t.fresh().wait(PATIENCE), t.wrong(t.failed.wait), t.wrong(lambda: t.fresh().wait(0))),
+    "Transfer.result": lambda t: (t.fresh().result(PATIENCE), t.wrong(t.failed.result)),
+    "Transfer.cancel": lambda t: t.fresh().cancel(),
+    "Transfer.make_wait": lambda t: (t.fresh().make_wait(t.stream), t.wrong(lambda: t.failed.make_wait(t.stream))),
+    "Transfer.event": lambda t: (t.fresh().event, t.ended.event, t.failed.event),
+    "Transfer.device": lambda t: t.ended.device,
+    "Transfer.nbytes": lambda t: t.ended.nbytes,
+    "Transfer.num_blocks": lambda t: t.ended.num_blocks,
+    "Transfer.sequence": lambda t: t.ended.sequence,
+    "Transfer.elapsed": lambda t: (t.ended.elapsed, t.fresh().elapsed),
+    "Transfer.path": lambda t: t.ended.path,
+    "Transfer.state": lambda t: (t.ended.state, t.fresh().state),
+    "Transfer.error": lambda t: (t.ended.error, t.failed.error),
+    "Transfer.failed_blocks": lambda t: (t.ended.failed_blocks, t.failed.failed_blocks),
+    "swap_blocks_batch": lambda t: t.batch(),
+    "swap_cache_per_layer": lambda t: t.swap("swap_cache_per_layer"),
+    "swap_cache_per_layer_async": lambda t: t.swap("swap_cache_per_layer_async"),
+    "swap_cache_all_layers": lambda t: t.swap("swap_cache_all_layers"),
+    "swap_cache_all_layers_async": lambda t: t.swap("swap_cache_all_layers_async"),
+    "testing.parse_kind": lambda t: testing.parse_kind("copy"),
+    "testing.parse_action": lambda t: testing.parse_action("skip"),
+    "testing.Kind": lambda t: testing.Kind,
+    "testing.Action": lambda t: testing.Action,
+    "testing.deterministic_device": deterministic,
+    "testing.step": deterministic,
+    "testing.trace": deterministic,
+    "testing.capture": lambda t: capture(t),
+    "testing.fault": lambda t: fault(t),
+    "testing.delay": lambda t: (testing.delay(t.device, 0, t.stream), t.wrong(lambda: testing.delay(t.device, -1, 0))),
+    "testing.set_lane_depth": lambda t: (testing.set_lane_depth(t.device, 128), t.wrong(lambda: depth(t))),
+}
+
+
+def depth(t: Tools) -> None:
+    testing.set_lane_depth(t.device, 0)
+
+
+def capture(t: Tools) -> None:
+    if t.device.kind == "host":
+        with testing.capture(t.device, t.stream):
+            t.wrong(lambda: t.cache.swap([1], [2], stream=t.stream))
+
+
+def fault(t: Tools) -> None:
+    with testing.fault(t.device, "call", "fail", operation="copy"):
+        t.finish(t.cache.swap, [1], [2])
+    t.wrong(lambda: _C._set_fault(t.device, "call", "x"))
+
+
+def public_names() -> set[str]:
+    found = {f"testing.{name}" for name in testing.__all__}
+    for name in kvswap.__all__:
+        found.add(name)
+        value = getattr(kvswap, name)
+        if isinstance(value, type) and value.__module__ == "kvswap" and not issubclass(value, (BaseException, int)):
+            own = {key for key in vars(value) if not key.startswith("_") or key in PROTOCOLS}
+            found |= {f"{name}.{key}" for key in own}
+    return found
+
+
+PROTOCOLS = {"__cuda_array_interface__", "__array_interface__", "__cuda_stream__", "__dlpack__", "__dlpack_device__"}
+
+
+def test_every_public_name_has_a_row() -> None:
+    assert public_names() - set(TABLE) == set(), "public, but no leak test"
+    assert set(TABLE) - public_names() == set(), "no longer public"
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    )
+
+
+def c_bytes() -> int:
+    """Bytes that malloc has handed out and not got back; 0 where the C library does not say."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = Mallinfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def measure(device: kvswap.Device) -> dict[str, int]:
+    device.synchronize(PATIENCE)
+    device.stats()
+    gc.collect()
+    return {
+        "objects": sys.getallocatedblocks(),
+        "bytes of C": c_bytes(),
+        "bytes of Python": tracemalloc.get_traced_memory()[0],
+        "staging": device.stats()["staging_nbytes"],
+        "files": descriptors(),
+    }
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    tracemalloc.start(1)
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+def growth(device: kvswap.Device, action: Callable[[], Any], times: int) -> dict[str, int]:
+    """What `times` more repetitions added, the least of a few tries: a leak is in each of them."""
+    before = measure(device)
+    for _ in range(times):
+        action()
+    after = measure(device)
+    return {name: after[name] - before[name] for name in after}
+
+
+ALLOWED = {
+    "objects": 0.2,
+    "bytes of C": 12.0,
+    "bytes of Python": 12.0,
+    "staging": 0.0,
+    "files": 0.0,
+}  # for each repetition
+
+
+def leaks(device: kvswap.Device, action: Callable[[], Any]) -> dict[str, float]:
+    """What grows, by how much a repetition; nothing where it does not grow each time."""
+    with tracing():
+        growth(device, action, 20)
+        found: dict[str, float] = {}
+        for _ in range(4):
+            grown = {name: value / TIMES for name, value in growth(device, action, TIMES).items()}
+            found = {name: value for name, value in grown.items() if value > ALLOWED[name]}
+            if not found:
+                return {}
+        return found
+
+
+@pytest.fixture(scope="module")
+def tools(session_device: kvswap.Device) -> Iterator[Tools]:
+    tools = Tools(session_device)
+    yield tools
+    session_device.synchronize(PATIENCE)
+
+
+def sanitized() -> bool:
+    """Under a sanitizer malloc keeps what is freed, in quarantine."""
+    with open("/proc/self/maps") as maps:
+        return any("libasan" in line or "libtsan" in line for line in maps)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_leaks(device: kvswap.Device, tools: Tools, name: str) -> None:
+    if sanitized():
+        pytest.skip("a sanitizer keeps what is freed")
+    row = TABLE[name]
+    assert leaks(device, lambda: row(tools)) == {}
+
+
+def test_a_leak_would_be_found(device: kvswap.Device) -> None:
+    """The measurement itself: kept objects and kept bytes of C show."""
+    if sanitized():
+        pytest.skip("a sanitizer keeps what is freed")
+    kept: list[Any] = []
+    assert "objects" in leaks(device, lambda: kept.append(object()))
+    events: list[Any] = []
+    assert leaks(device, lambda: events.append(kvswap.Event(device))) != {}
+    assert leaks(device, lambda: None) == {}

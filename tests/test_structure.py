@@ -1,0 +1,282 @@
+"""The shape of the sources: who includes whom, how long things are, what has a docstring, where the version stands."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import types
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import kvswap
+from kvswap import _C, testing
+
+CSRC = ROOT / "csrc"
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh"))
+CORE = [path for path in SOURCES if path.parent == CSRC]
+BINDINGS = [path for path in SOURCES if path.parent.name == "py"]
+KERNELS = [path for path in SOURCES if path.parent.name == "kernels"]
+PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
+
+# From the top down: a file includes headers of its own row or of rows below. device.h is the seam.
+ROWS = [
+    {"cuda_fatbin.h"},  # data: anybody may look at it
+    {"status.h"},
+    {"kvswap.h"},  # the surface: plain types and declarations
+    {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h"},
+    {"device.h"},
+    {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
+    {"host_memory.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
+    {"plan.h"},
+    {"engine.h"},
+    {"core.h"},
+]
+
+
+def is_cuda(path: Path) -> bool:
+    return path.name.startswith("cuda_") or path.name == "device_cuda.c" or path.parent.name == "kernels"
+
+
+def includes(path: Path) -> list[str]:
+    """As they are seen from csrc/."""
+    found = []
+    for quote, name in re.findall(r'^\s*#\s*include\s+(["<])([^">]+)[">]', path.read_text(), re.MULTILINE):
+        if quote == '"' and (path.parent / name).exists():
+            name = str((path.parent / name).resolve().relative_to(CSRC))
+        found.append(name)
+    return found
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(CORE) > 20 and len(BINDINGS) > 10 and len(KERNELS) > 3
+
+
+def test_the_core_knows_no_python() -> None:
+    assert (
+        names([path for path in CORE + KERNELS if re.search(r"\bPy_?[A-Z]\w+\(|Python\.h|numpy/", path.read_text())])
+        == []
+    )
+
+
+def test_the_bindings_know_no_cuda() -> None:
+    def knows(path: Path) -> bool:
+        own = [name for name in includes(path) if re.search(r"cuda", name) and name != "cuda_fatbin.h"]
+        text = re.sub(r'/\*.*?\*/|//[^\n]*|"(?:[^"\\]|\\.)*"', "", path.read_text(), flags=re.DOTALL)
+        return bool(own or re.search(r"\bcu[A-Z]\w+\(|\bCU(?:stream|event|deviceptr|result|DA_)\w*", text))
+
+    assert names([path for path in BINDINGS if knows(path)]) == []
+
+
+def test_only_cuda_files_know_cuda_types() -> None:
+    def knows(path: Path) -> bool:
+        text = re.sub(r'/\*.*?\*/|"(?:[^"\\]|\\.)*"', "", path.read_text(), flags=re.DOTALL)
+        return bool(re.search(r"\bkvs_cu_\w+|\bKVS_CU_\w+|\bcu[A-Z]\w+\(|\bCU[a-z]\w+|<cuda", text))
+
+    assert names([path for path in SOURCES if not is_cuda(path) and knows(path)]) == []
+    headers = {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"}
+    assert names([path for path in SOURCES if not is_cuda(path) and headers & set(includes(path))]) == []
+
+
+def test_numpy_is_used_in_one_file() -> None:
+    users = [path for path in SOURCES if re.search(r"numpy/|\bPyArray_|\bNPY_", path.read_text())]
+    assert names(users) == ["csrc/py/arrays.c"]
+
+
+def test_includes_point_downward() -> None:
+    rank = {name: row for row, row_names in enumerate(ROWS) for name in row_names}
+    headers = {str(path.relative_to(CSRC)) for path in CORE + KERNELS if path.suffix == ".h"}
+    assert headers == set(rank), "a header that ROWS does not place (or no longer has)"
+    wrong = [
+        f"{header} includes {name}"
+        for header in sorted(headers)
+        for name in includes(CSRC / header)
+        if name in rank and rank[name] > rank[header]
+    ]
+    assert wrong == []
+
+
+def test_the_layers_of_sources() -> None:
+    """Pure functions know no device's insides; devices know no lanes; what is above the seam knows none of them."""
+    pure, device = {"plan.c", "overlap.c", "region.c", "status.c"}, ("host_", "cuda_", "device")
+    above = {"engine.h", "core.h", "kvswap.h"}
+    wrong = []
+    for path in CORE:
+        if path.suffix != ".c":
+            continue
+        seen = set(includes(path))
+        if path.name in pure and seen & (above | {"device_host.h"}):
+            wrong.append(path.name)
+        if path.name.startswith(device) and seen & (above | {"plan.h"}):
+            wrong.append(path.name)
+        if not path.name.startswith(device) and any(name.startswith(("host_", "cuda_", "device_")) for name in seen):
+            wrong.append(path.name)
+    assert wrong == []
+
+
+def test_the_bindings_use_the_surface() -> None:
+    """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
+    allowed = {"engine.h", "kvswap.h", "py/bind.h"}
+    more = {"testing.c": {"device_host.h", "cuda_fatbin.h"}}
+    wrong = []
+    for path in BINDINGS:
+        own = {name for name in includes(path) if (CSRC / name).exists()}
+        wrong += [f"{path.name} includes {name}" for name in own - allowed - more.get(path.name, set())]
+    assert wrong == []
+
+
+# -- lengths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_length_of_files(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= (220 if path.suffix in (".h", ".cuh") else 600)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.suffix == ".c"], ids=lambda path: path.name)
+def test_length_of_c_functions(path: Path) -> None:
+    long, begin = [], None
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if re.match(r"^\w.*\) \{$|^\s{4,}.*\) \{$", line) and not line.startswith(" " * 8) and begin is None:
+            begin = number
+        if line == "}" and begin is not None:
+            if number - begin > 75:
+                long.append((begin, number - begin))
+            begin = None
+    assert long == []
+
+
+@pytest.mark.parametrize("path", [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py"], ids=lambda path: path.name)
+def test_length_of_python_functions(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    long = [f.name for f in functions if f.end_lineno is not None and f.end_lineno - f.lineno > 75]
+    assert long == []
+
+
+def test_every_header_and_every_c_file_of_weight_says_what_it_is() -> None:
+    heavy = [path for path in SOURCES if path.suffix == ".h" or len(path.read_text().splitlines()) > 100]
+    silent = [path for path in heavy if not path.read_text().lstrip().startswith(("/*", "//"))]
+    assert names(silent) == []
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+# Put together from parts, so that this file does not hold what it looks for.
+FORBIDDEN = [
+    "/" + "work/",
+    "/" + "root/",
+    "/" + "home/",
+    "co" + "pilot",
+    "TO" + "DO",
+    "FIX" + "ME",
+    "XX" + "X ",
+]
+TEXTS = [
+    path
+    for folder in ("csrc", "kvswap", "tests", "benchmarks", "docs", ".ci")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.is_file() and path.suffix in (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md", ".toml", ".sh", "")
+]
+TEXTS += [
+    path for name in ("README.md", "setup.py", "setup_cuda.py", "pyproject.toml") if (path := ROOT / name).exists()
+]
+
+
+def test_no_paths_of_a_machine_and_no_loose_ends() -> None:
+    found = []
+    for path in TEXTS:
+        text = path.read_bytes().decode("utf-8", "replace")
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in FORBIDDEN if word in text]
+    assert found == []
+
+
+def test_no_call_that_ends_the_process() -> None:
+    """A library returns errors."""
+    found = [path for path in CORE + BINDINGS if re.search(r"[^_\w](exit|abort|_Exit|quick_exit)\(", path.read_text())]
+    assert names(found) == []
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def public_types() -> list[type]:
+    return [value for name in kvswap.__all__ if isinstance(value := getattr(kvswap, name), type)]
+
+
+def test_public_names_exist_and_are_sorted() -> None:
+    assert list(kvswap.__all__) == sorted(kvswap.__all__)
+    assert list(testing.__all__) == sorted(testing.__all__)
+    for module in (kvswap, testing):
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_everything_public_has_a_docstring() -> None:
+    silent = []
+    for module in (kvswap, testing):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and not inspect.getdoc(value):
+                silent.append(f"{module.__name__}.{name}")
+    for public in public_types():
+        if issubclass(public, (BaseException, tuple, int)):
+            continue
+        for name, value in vars(public).items():
+            documented = isinstance(value, (types.MethodDescriptorType, types.GetSetDescriptorType, types.FunctionType))
+            if documented and not name.startswith("_") and not value.__doc__:
+                silent.append(f"{public.__name__}.{name}")
+    assert silent == []
+
+
+def test_everything_of_the_extension_has_a_docstring_and_a_signature() -> None:
+    functions = {name: value for name, value in vars(_C).items() if isinstance(value, types.BuiltinFunctionType)}
+    assert len(functions) > 15
+    assert [name for name, value in functions.items() if not value.__doc__] == []
+    assert [name for name, value in functions.items() if value.__text_signature__ is None] == []
+
+
+def test_the_types_say_where_they_are_found() -> None:
+    for public in public_types():
+        if public.__module__ == "kvswap":
+            assert getattr(kvswap, public.__name__) is public
+    for name in ("Device", "Memory", "Stream", "Event", "Transfer", "Error", "QueueFull", "DeviceError"):
+        assert getattr(kvswap, name).__module__ == "kvswap", name
+
+
+def test_errors_have_one_base() -> None:
+    assert issubclass(kvswap.QueueFull, kvswap.Error) and issubclass(kvswap.DeviceError, kvswap.Error)
+    assert kvswap.Error.__bases__ == (Exception,)
+    assert (kvswap.DeviceError.code, kvswap.DeviceError.operation) == (0, None)
+
+
+# -- the version ------------------------------------------------------------------------------------------------------
+
+
+def test_the_version_stands_in_one_place() -> None:
+    version = re.search(r'^version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert kvswap.__version__ == _C.__version__ == version[1]
+    try:
+        assert metadata.version("kvswap") == version[1]
+    except metadata.PackageNotFoundError:
+        assert ROOT in Path(kvswap.__file__).parents, "neither installed nor run from the tree"
+    elsewhere = [path for path in [*SOURCES, *PYTHON] if version[1] in path.read_text()]
+    assert names(elsewhere) == []
+
+
+def test_the_header_is_shipped() -> None:
+    folder = Path(kvswap.get_include())
+    for name in ("kvswap.h", "status.h"):
+        assert (folder / name).read_text() == (CSRC / name).read_text()
+    for name in includes(CSRC / "kvswap.h"):
+        assert not (CSRC / name).exists() or (folder / name).exists(), name
