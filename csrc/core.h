@@ -23,6 +23,10 @@ enum {
   KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
 };
 
+struct kvs_bounds {
+  uint64_t low, high;
+};
+
 struct kvs_transfer {
   atomic_uint refs; /* of the memory: 1 for all handles together, 1 while queued, 1 while its owner waits for release */
   atomic_uint handles; /* public references; while there are any, the engine lives */
@@ -33,6 +37,7 @@ struct kvs_transfer {
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
+  struct kvs_bounds gpu, cpu; /* all that it touches, of device memory and of other memory */
   void *owner;
   void (*release)(void *);
   struct kvs_staging *staging;
@@ -136,8 +141,8 @@ int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
 void kvs_engine_reap(struct kvs_engine *);
 void kvs_engine_lose(struct kvs_engine *);
 void kvs_lanes_destroy(struct kvs_engine *);
-/* Wait until no transfer of the engine is unfinished. */
-int kvs_engine_drain(struct kvs_engine *, int64_t timeout_ns, struct kvs_error *);
+/* Wait until no transfer that touches `region` (NULL: no transfer at all) is unfinished. */
+int kvs_engine_drain(struct kvs_engine *, const struct kvs_region *region, int64_t timeout_ns, struct kvs_error *);
 
 /* transfer.c */
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);

@@ -97,7 +97,7 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
 static void destroy(struct kvs_engine *engine) {
   struct kvs_error err;
   if (engine->device->fork_generation == kvs_fork_generation()) {
-    (void)kvs_engine_drain(engine, 10ll * 1000 * 1000 * 1000, &err);
+    (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
     kvs_lanes_destroy(engine);
     kvs_memory_destroy(engine);
@@ -212,7 +212,7 @@ void kvs_shutdown(int64_t timeout_ns) {
     if (open[i]->device->fork_generation != kvs_fork_generation()) continue;
     atomic_store(&open[i]->closed, true);
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
-    (void)kvs_engine_drain(open[i], left > 0 ? left : 0, &err);
+    (void)kvs_engine_drain(open[i], NULL, left > 0 ? left : 0, &err);
     kvs_engine_collect(open[i]);
   }
 }

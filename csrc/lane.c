@@ -228,25 +228,43 @@ void kvs_engine_lose(struct kvs_engine *engine) {
   pthread_mutex_unlock(&engine->lock);
 }
 
-static int poll_idle(void *arg, struct kvs_error *err) {
-  struct kvs_engine *engine = arg;
+static bool touches(const struct kvs_transfer *transfer, const struct kvs_region *region) {
+  const struct kvs_bounds *bounds = region->memory == KVS_MEMORY_DEVICE ? &transfer->gpu : &transfer->cpu;
+  return region->base < bounds->high && bounds->low < region->base + region->nbytes;
+}
+
+static bool busy_locked(const struct kvs_lane *lane, const struct kvs_region *region) {
+  for (const struct kvs_transfer *transfer = lane->head; transfer; transfer = transfer->next)
+    if (!region || touches(transfer, region)) return true;
+  return false;
+}
+
+struct drain {
+  struct kvs_engine *engine;
+  const struct kvs_region *region;
+};
+
+static int poll_drained(void *arg, struct kvs_error *err) {
+  const struct drain *drain = arg;
   bool busy = false;
-  kvs_engine_reap(engine);
-  pthread_mutex_lock(&engine->lock);
-  for (struct kvs_lane *lane = engine->lanes; lane && !busy; lane = lane->next) {
+  kvs_engine_reap(drain->engine);
+  pthread_mutex_lock(&drain->engine->lock);
+  for (struct kvs_lane *lane = drain->engine->lanes; lane && !busy; lane = lane->next) {
     pthread_mutex_lock(&lane->lock);
-    busy = lane->head != NULL;
+    busy = busy_locked(lane, drain->region);
     pthread_mutex_unlock(&lane->lock);
   }
-  pthread_mutex_unlock(&engine->lock);
+  pthread_mutex_unlock(&drain->engine->lock);
   return busy ? kvs_fail(err, KVS_NOT_READY, "transfers are unfinished") : KVS_OK;
 }
 
-int kvs_engine_drain(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
-  int status = kvs_wait_until(poll_idle, engine, engine->device->stepped, timeout_ns, err);
+int kvs_engine_drain(struct kvs_engine *engine, const struct kvs_region *region, int64_t timeout_ns,
+                     struct kvs_error *err) {
+  struct drain drain = {engine, region};
+  int status = kvs_wait_until(poll_drained, &drain, engine->device->stepped, timeout_ns, err);
   if (status != KVS_TIMEOUT) return status;
-  return kvs_fail(err, status, "transfers of %s were still unfinished after %.1f s", engine->name,
-                  (double)timeout_ns / 1e9);
+  return kvs_fail(err, status, "transfers of %s%s were still unfinished after %.1f s", engine->name,
+                  region ? " that use this memory" : "", (double)timeout_ns / 1e9);
 }
 
 void kvs_lanes_destroy(struct kvs_engine *engine) {

@@ -128,7 +128,9 @@ static int retire(struct kvs_engine *engine, uint64_t ptr, bool registered, stru
     return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
                     registered ? "registered" : "allocated");
   int status = kvs_dev_check(engine->device, err);
-  if (!status) status = kvs_engine_drain(engine, DRAIN_NS, err);
+  if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
+    return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
+  if (!status) status = kvs_engine_drain(engine, region, DRAIN_NS, err);
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);

@@ -95,7 +95,8 @@ int kvs_pattern_result(struct kvs_pattern_job *job, int64_t timeout_ns, struct k
 void kvs_pattern_free(struct kvs_pattern_job *job) {
   struct kvs_engine *engine = job->engine;
   struct kvs_error ignored;
-  if (kvs_wait_until(poll, job, engine->device->stepped, 60ll * 1000 * 1000 * 1000, &ignored) == KVS_OK)
+  int64_t limit = atomic_load(&engine->closed) ? 0 : 60ll * 1000 * 1000 * 1000;
+  if (kvs_wait_until(poll, job, engine->device->stepped, limit, &ignored) == KVS_OK)
     kvs_engine_staging_put(engine, job->staging); /* else the queued kernel may still read it: it is left */
   if (engine->device->fork_generation == kvs_fork_generation())
     (void)kvs_dev_event_destroy(engine->device, job->event, &ignored);

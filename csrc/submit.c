@@ -31,6 +31,7 @@ struct submission {
   struct kvs_transfer *transfer;
   struct kvs_lane *lane;
   size_t failed_capacity;
+  size_t cursor;         /* where block_by_block() goes on */
   int fatal;             /* KVS_OK, or why nothing more can be issued */
   struct kvs_error *err; /* of the whole call */
 };
@@ -116,6 +117,10 @@ static int copy_in_parts(struct submission *s, uint64_t dst, uint64_t src, uint6
   return status;
 }
 
+static uint64_t overlap(uint64_t begin, uint64_t end, uint64_t from, uint64_t to) {
+  return (end < to ? end : to) - (begin > from ? begin : from);
+}
+
 /* For each block that copy i carries: issue it alone (`again`), or write it off with *why. */
 static void block_by_block(struct submission *s, size_t i, bool again, const struct kvs_error *why) {
   struct kvs_copies *copies = &s->work->scratch->copies, *single = &s->work->scratch->single;
@@ -127,12 +132,23 @@ static void block_by_block(struct submission *s, size_t i, bool again, const str
     note_failure(s, copies->block[i], &err);
     return;
   }
-  for (size_t b = 0; b < single->count && !s->fatal; b++) {
+  /* Both lists were made in one order, so the search goes on where the last one ended. */
+  for (size_t seen = 0, found = 0; seen < single->count && found < end - begin && !s->fatal; seen++) {
+    size_t b = s->cursor;
+    s->cursor = b + 1 < single->count ? b + 1 : 0;
     if (single->dst[b] >= end || single->dst[b] + single->nbytes[b] <= begin) continue;
+    found += overlap(begin, end, single->dst[b], single->dst[b] + single->nbytes[b]);
+    if (found >= end - begin) s->cursor = b; /* the next copy may carry the rest of this block */
     int status = again ? copy_in_parts(s, single->dst[b], single->src[b], single->nbytes[b], &err) : why->status;
     if (beyond_hope(status)) s->fatal = kvs_fail_driver(s->err, status, err.code, err.operation, "%s", "");
     if (status) note_failure(s, single->block[b], &err);
   }
+}
+
+/* All of it counts as lost, whatever may have arrived. */
+static void fail_whole(struct submission *s, const struct kvs_error *why) {
+  s->transfer->error = *why;
+  s->transfer->all_failed = true;
 }
 
 /* -- dma ------------------------------------------------------------------------------------------------------- */
@@ -208,11 +224,11 @@ static void issue_whole(struct submission *s, enum kvs_path path) {
   if (beyond_hope(status)) {
     *s->err = why;
     s->fatal = status;
-  } else if (status && s->options->path == KVS_PATH_AUTO) {
+  } else if (status && path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL) {
+    fail_whole(s, &why); /* insisted on, and nothing of it runs */
+  } else if (status) {
     s->transfer->path = KVS_PATH_DMA;
     issue_dma(s);
-  } else if (status) {
-    for (size_t i = 0; i < copies->count; i++) block_by_block(s, i, path == KVS_PATH_DIRECT, &why);
   }
 }
 
@@ -271,12 +287,6 @@ static int order_before(struct submission *s) {
     }
   }
   return status;
-}
-
-/* The whole transfer counts as failed although its bytes may be there: what was promised of its order does not hold. */
-static void fail_whole(struct submission *s, const struct kvs_error *why) {
-  s->transfer->error = *why;
-  s->transfer->all_failed = true;
 }
 
 /* Nothing will be recorded for the end: the spine being idle stands for it. */
@@ -338,6 +348,16 @@ static void adopt_owner(struct kvs_transfer *transfer, const struct kvs_options 
   transfer->release = options->owner ? options->release : NULL;
 }
 
+static void widen(struct kvs_bounds *bounds, const struct kvs_region *region) {
+  if (bounds->high == 0 || region->base < bounds->low) bounds->low = region->base;
+  if (region->base + region->nbytes > bounds->high) bounds->high = region->base + region->nbytes;
+}
+
+static void find_bounds(const struct kvs_regions *regions, struct kvs_transfer *transfer) {
+  for (size_t i = 0; i < regions->count; i++)
+    widen(regions->items[i].memory == KVS_MEMORY_DEVICE ? &transfer->gpu : &transfer->cpu, &regions->items[i]);
+}
+
 static void count(struct kvs_engine *engine, const struct kvs_work *work, size_t copies) {
   atomic_fetch_add(&engine->submitted, 1);
   atomic_fetch_add(&engine->copies, copies);
@@ -353,6 +373,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->direction = work->direction;
   s.transfer->nbytes = work->nbytes;
   s.transfer->nblocks = work->nblocks;
+  find_bounds(&work->scratch->regions, s.transfer);
   int status = choose_path(&s, &s.transfer->path);
   if (!status && s.transfer->path == KVS_PATH_KERNEL) status = prepare_kernel(&s);
   if (!status) status = kvs_lane_acquire(engine, options, work->direction, &s.lane, err);
