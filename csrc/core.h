@@ -1,10 +1,11 @@
 /* The structs behind kvswap.h: engine, lane, transfer. For the core's own files only.
  *
  * Locks, in the order in which they may be taken together:
- *   1. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
- *   2. engine->lock         the list of lanes
- *   3. lane->lock           a lane's queue and events; held for a poll, never while a transfer is being queued
- *   4. leaves, never together: engine->memory_lock, engine->cache_lock
+ *   1. engine->stream_locks one submitter a caller's stream at a time
+ *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
+ *   3. engine->lock         the list of lanes
+ *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
+ *   5. leaves, never together: engine->memory_lock, engine->cache_lock
  * No callback runs under any of them. */
 #ifndef KVS_CORE_H
 #define KVS_CORE_H
@@ -18,8 +19,9 @@
 #include "plan.h"
 
 enum {
-  KVS_MAX_LANES = 32,       /* of one direction and priority */
-  KVS_DEFAULT_DEPTH = 128,  /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
+  KVS_MAX_LANES = 32,      /* of one direction and priority */
+  KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
+  KVS_STREAM_LOCKS = 16,
   KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
 };
 
@@ -34,6 +36,7 @@ struct kvs_transfer {
   struct kvs_lane *lane;
   struct kvs_transfer *next; /* in the lane's queue (lane->lock), later in the engine's garbage (cache_lock) */
   uint64_t sequence;
+  uint64_t ticket; /* over all lanes */
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
@@ -43,6 +46,7 @@ struct kvs_transfer {
   struct kvs_staging *staging;
   kvs_event start, end; /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
   bool end_shared;      /* guarded by lane->lock: handed out, so it is the transfer's own now */
+  unsigned pins; /* guarded by lane->lock: who is about to wait for `end`, which must not be used again meanwhile */
   /* Written before `state` leaves RUNNING, constant afterwards. */
   struct kvs_error error; /* status KVS_OK: none */
   uint32_t *failed;       /* ascending positions; NULL with all_failed */
@@ -60,6 +64,7 @@ struct kvs_event_pair {
 struct kvs_lane {
   struct kvs_engine *engine;
   struct kvs_lane *next; /* guarded by engine->lock */
+  bool leftovers;        /* guarded by engine->lock: a refused submission may have left waits on the spine */
   unsigned users;        /* guarded by engine->lock: submitters that hold it */
   uint64_t last_used;    /* guarded by engine->lock */
   uint64_t stream_id;    /* guarded by engine->lock: of the caller's stream, 0: none */
@@ -78,6 +83,8 @@ struct kvs_lane {
 
 /* Working memory of one submitting call. */
 struct kvs_scratch {
+  int64_t *ids; /* both lists as they were at the call: the caller's arrays are read once */
+  size_t ids_capacity;
   struct kvs_copies copies, single; /* merged; one entry a block, made only when something was refused */
   struct kvs_regions regions;       /* those that this call touches */
   struct kvs_plan_scratch plan;
@@ -90,7 +97,12 @@ struct kvs_engine {
   char name[32];
   bool immortal; /* in the registry: lives until the process ends */
   atomic_bool closed;
+  pthread_mutex_t
+      stream_locks[KVS_STREAM_LOCKS]; /* by stream id: transfers of one caller's stream are queued one by one */
   _Atomic(kvs_stream) compute_stream;
+  atomic_uint_fast64_t compute_id; /* of that stream, 0: unknown */
+  bool compute_kept;               /* guarded by lock: nobody else is left to destroy it */
+  atomic_uint_fast64_t tickets;
   atomic_uint depth; /* of new lanes */
 
   /* Defaults from the environment. */
@@ -105,6 +117,8 @@ struct kvs_engine {
 
   pthread_mutex_t memory_lock;
   struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
+  uint64_t *orphans;          /* guarded by memory_lock: allocations to free when there is time to wait */
+  size_t norphans, orphans_capacity;
 
   pthread_mutex_t cache_lock;
   struct kvs_scratch *scratch;                      /* guarded by cache_lock */
@@ -132,7 +146,7 @@ int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options 
 /* lane.c: acquire for submitting (creates it if need be), release afterwards; reap finished transfers. */
 int kvs_lane_acquire(struct kvs_engine *, const struct kvs_options *, enum kvs_direction, struct kvs_lane **,
                      struct kvs_error *);
-void kvs_lane_release(struct kvs_lane *);
+void kvs_lane_release(struct kvs_lane *, bool leftovers);
 /* Reserve a place and events for `transfer`; KVS_QUEUE_FULL. Caller holds lane->submit. */
 int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
 void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
@@ -148,6 +162,10 @@ int kvs_engine_drain(struct kvs_engine *, const struct kvs_region *region, int64
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
 void kvs_transfer_drop(struct kvs_transfer *);   /* one reference of the memory */
 void kvs_transfer_finish(struct kvs_transfer *); /* its event was reached, or the device is lost; under lane->lock */
+/* KVS_OK: it is done. KVS_NOT_READY: it runs, *end may be waited for until unpin, and unpin is due. Else why neither. */
+int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
+void kvs_transfer_unpin(struct kvs_transfer *);
+int kvs_refuse_capture(uint64_t stream, struct kvs_error *);
 int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
 
 /* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message. */

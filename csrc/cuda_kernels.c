@@ -69,8 +69,9 @@ int kvs_cuda_launch(struct kvs_device *base, const struct kvs_launch *launch, kv
     return kvs_fail(err, KVS_UNSUPPORTED, "kernels are not available on this device: %s", base->info.kernels_note);
   bool whole_warps = launch->kernel == KVS_KERNEL_DELAY || launch->threads % 32 == 0; /* the others shuffle */
   if (launch->params_nbytes != kernels[launch->kernel].params_nbytes || !whole_warps)
-    return kvs_fail(err, KVS_INTERNAL, "%s: %zu bytes of parameters, %u threads", kernels[launch->kernel].symbol,
-                    launch->params_nbytes, launch->threads);
+    return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, operation,
+                           "%s: %zu bytes of parameters, %u threads", kernels[launch->kernel].symbol,
+                           launch->params_nbytes, launch->threads);
   int status = kvs_cuda_enter(&scope, base, err);
   if (status != KVS_OK) return status;
   kvs_cu_function function = device->functions[launch->kernel];

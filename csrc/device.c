@@ -119,8 +119,9 @@ void kvs_dev_fault_copies(struct kvs_device *device, struct kvs_copies *copies, 
 /* -- the gate -------------------------------------------------------------------------------------------------- */
 
 static int refuse_lost(struct kvs_device *device, struct kvs_error *err) {
-  return kvs_fail_driver(err, KVS_LOST, atomic_load(&device->lost), "device",
-                         "it was lost earlier; nothing can run on it any more, restart the process");
+  const char *operation = atomic_load(&device->lost_in);
+  return kvs_fail_driver(err, KVS_LOST, atomic_load(&device->lost), operation ? operation : "device",
+                         "the device is lost and nothing can run on it any more: restart the process");
 }
 
 int kvs_dev_check(struct kvs_device *device, struct kvs_error *err) {
@@ -140,8 +141,9 @@ static int enter(struct kvs_device *device, const char *operation, struct kvs_er
 
 static int leave(struct kvs_device *device, int status, const struct kvs_error *err) {
   int none = 0;
-  if (status == KVS_LOST)
-    atomic_compare_exchange_strong(&device->lost, &none, err->code ? err->code : KVS_DRIVER_LAUNCH_FAILED);
+  if (status != KVS_LOST) return status;
+  if (atomic_compare_exchange_strong(&device->lost, &none, err->code ? err->code : KVS_DRIVER_LAUNCH_FAILED))
+    atomic_store(&device->lost_in, err->operation);
   return status;
 }
 

@@ -87,7 +87,7 @@ struct kvs_launch {
 };
 
 struct kvs_stream_info {
-  uint64_t id; /* unique in the process, never used again, unlike the handle */
+  uint64_t id; /* unique in the process, never used again, unlike the handle; of a stream being captured: anything */
   bool capturing;
 };
 
@@ -162,6 +162,7 @@ struct kvs_device {
   bool stepped;             /* work runs only inside calls: waiters poll without sleeping */
   struct kvs_device_info info;
   atomic_int lost;                     /* the driver's code once the device is lost, else 0 */
+  _Atomic(const char *) lost_in;       /* the call that said so, NULL before */
   _Atomic(struct kvs_faults *) faults; /* NULL until a test sets one (device.c) */
 };
 

@@ -73,12 +73,13 @@ static int stream_info(struct kvs_device *device, kvs_stream stream, struct kvs_
   int code = scope.cu->cuStreamIsCapturing(kvs_cuda_stream(stream), &capture);
   bool implicit = code == KVS_CU_CAPTURE_IMPLICIT; /* the legacy stream, while a stream that it waits for is captured */
   if (implicit) code = KVS_CU_SUCCESS;
-  if (code == KVS_CU_SUCCESS && scope.cu->cuStreamGetId) {
+  bool capturing = implicit || capture != KVS_CU_CAPTURE_STATUS_NONE;
+  if (code == KVS_CU_SUCCESS && !capturing && scope.cu->cuStreamGetId) { /* asking would end the capture */
     operation = "cuStreamGetId";
     code = scope.cu->cuStreamGetId(kvs_cuda_stream(stream), &id);
   }
   status = kvs_cuda_leave(&scope, code, operation, err);
-  if (status == KVS_OK) *info = (struct kvs_stream_info){id, implicit || capture != KVS_CU_CAPTURE_STATUS_NONE};
+  if (status == KVS_OK) *info = (struct kvs_stream_info){id, capturing};
   return status;
 }
 

@@ -44,6 +44,13 @@ enum { MAX_ENGINES = 64 };
 static struct kvs_engine *registry[MAX_ENGINES]; /* guarded by registry_lock */
 static unsigned registered;                      /* guarded by registry_lock */
 
+/* Another thread may hold the lock, for as long as a driver takes to come up, when this process forks. */
+static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_registry_lock); }
+
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
 static bool names(const char *list, const char *word) {
   size_t n = strlen(word);
   for (const char *at = list; at && (at = strstr(at, word)); at += n)
@@ -86,7 +93,7 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   for (int direction = KVS_D2H; !status && direction <= KVS_H2D; direction++) {
     struct kvs_lane *lane;
     status = kvs_lane_acquire(engine, &plain, (enum kvs_direction)direction, &lane, err);
-    if (!status) kvs_lane_release(lane);
+    if (!status) kvs_lane_release(lane, false);
   }
   for (int i = 0; !status && i < 2; i++) status = kvs_engine_staging_get(engine, 65536, &staging[i], err);
   for (int i = 0; i < 2; i++)
@@ -100,12 +107,14 @@ static void destroy(struct kvs_engine *engine) {
     (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
     kvs_lanes_destroy(engine);
+    if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, atomic_load(&engine->compute_stream), &err);
     kvs_memory_destroy(engine);
     kvs_dev_close(engine->device);
   }
   pthread_mutex_destroy(&engine->lock);
   pthread_mutex_destroy(&engine->memory_lock);
   pthread_mutex_destroy(&engine->cache_lock);
+  for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
   free(engine);
 }
 
@@ -124,6 +133,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
+  for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
   int status = read_environment(engine, err);
   if (!status) status = warm_up(engine, err);
   if (status) {
@@ -163,6 +173,7 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
   int ordinal = 0, status = parse_name(name, &cuda, &ordinal, err);
   if (status) return status;
   snprintf(canonical, sizeof canonical, "%s:%d", cuda ? "cuda" : "host", ordinal);
+  pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&registry_lock);
   struct kvs_engine *there = find_locked(canonical);
   if (!there && registered == MAX_ENGINES)
@@ -225,9 +236,28 @@ struct kvs_device *kvs_engine_device(struct kvs_engine *engine) { return engine-
 
 int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err) {
   struct kvs_stream_info info;
+  if (stream == KVS_STREAM_PER_THREAD)
+    return kvs_fail(err, KVS_INVALID,
+                    "the per-thread default stream (2) is another one in each thread: it cannot be the "
+                    "compute stream; give the handle of a real one");
   int status = kvs_dev_stream_info(engine->device, stream, &info, err);
-  if (!status) atomic_store(&engine->compute_stream, stream ? stream : KVS_STREAM_LEGACY);
-  return status;
+  if (status) return status;
+  pthread_mutex_lock(&engine->lock);
+  kvs_stream old = engine->compute_kept ? atomic_load(&engine->compute_stream) : 0;
+  engine->compute_kept = false;
+  atomic_store(&engine->compute_id, info.capturing ? 0 : info.id);
+  atomic_store(&engine->compute_stream, stream ? stream : KVS_STREAM_LEGACY);
+  pthread_mutex_unlock(&engine->lock);
+  return old ? kvs_dev_stream_destroy(engine->device, old, err) : KVS_OK;
+}
+
+bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
+  if (engine->device->fork_generation != kvs_fork_generation()) return true; /* it is the parent's */
+  pthread_mutex_lock(&engine->lock);
+  bool keep = atomic_load(&engine->compute_stream) == stream;
+  engine->compute_kept |= keep;
+  pthread_mutex_unlock(&engine->lock);
+  return keep;
 }
 
 int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err) {
@@ -287,6 +317,7 @@ static void *synchronize(void *arg) {
   struct kvs_sync *sync = arg;
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
   kvs_engine_reap(sync->engine);
+  kvs_engine_free_orphans(sync->engine);
   atomic_store(&sync->status, status);
   kvs_sync_drop(sync);
   return NULL;

@@ -8,8 +8,17 @@
 /* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 
+/* Whoever is about to destroy a stream of the engine asks first: true if it is the compute stream, and then the engine destroys
+ * it, once another is set or the engine ends. */
+KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
+
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
+
+/* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done by
+ * the next alloc or synchronize, or at the end. */
+KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
+KVS_API void kvs_engine_free_orphans(struct kvs_engine *engine);
 
 /* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop. */
 struct kvs_sync;

@@ -164,7 +164,8 @@ static int register_locked(struct kvs_host_memory *memory, uint64_t ptr, size_t 
   pinned.writable = true;
   for (uint64_t at = ptr; at < ptr + nbytes; at = part.base + part.nbytes) {
     if (!query_locked(memory, at, &part)) return KVS_DRIVER_INVALID_VALUE;
-    if (part.memory != KVS_MEMORY_ORDINARY) return KVS_DRIVER_ALREADY_REGISTERED;
+    if (part.memory != KVS_MEMORY_ORDINARY) /* the driver has another code for what it allocated itself */
+      return kvs_regions_find(&memory->owned, at) ? KVS_DRIVER_INVALID_VALUE : KVS_DRIVER_ALREADY_REGISTERED;
     pinned.writable = pinned.writable && part.writable;
   }
   pinned.buffer_id = memory->next_buffer_id++;
@@ -183,7 +184,7 @@ int kvs_host_memory_register(struct kvs_host_memory *memory, uint64_t ptr, size_
                          "[0x%" PRIx64 ", 0x%" PRIx64 ") %s", ptr, ptr + nbytes,
                          code == KVS_DRIVER_ALREADY_REGISTERED ? "overlaps memory that is pinned or allocated already"
                          : code == KVS_DRIVER_OUT_OF_MEMORY    ? "cannot be noted"
-                                                               : "is not mapped throughout");
+                                                               : "is not mapped ordinary memory throughout");
 }
 
 int kvs_host_memory_unregister(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err) {

@@ -61,6 +61,18 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   return KVS_OK;
 }
 
+/* Nobody uses the lane or waits in it. What a refused submission left on its spine must have ended too, or the next stream
+ * would wait for strangers. */
+static bool is_idle(struct kvs_lane *lane) {
+  struct kvs_error ignored;
+  pthread_mutex_lock(&lane->lock);
+  bool idle = lane->count == 0;
+  pthread_mutex_unlock(&lane->lock);
+  if (!idle || !lane->leftovers) return idle;
+  lane->leftovers = kvs_dev_stream_query(lane->engine->device, lane->spine, &ignored) != KVS_OK;
+  return !lane->leftovers;
+}
+
 /* The lane of this key; else an idle one of the same kind to be given the key, where there are enough; else NULL. */
 static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum kvs_direction direction,
                                     enum kvs_priority priority, unsigned *same_kind) {
@@ -71,10 +83,7 @@ static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum
     if (lane->stream_id == id) return lane;
     ++*same_kind;
     if (lane->users || lane->stream_id == 0) continue;
-    pthread_mutex_lock(&lane->lock);
-    bool free_now = lane->count == 0;
-    pthread_mutex_unlock(&lane->lock);
-    if (free_now && (!idle || lane->last_used < idle->last_used)) idle = lane;
+    if (is_idle(lane) && (!idle || lane->last_used < idle->last_used)) idle = lane;
   }
   if (*same_kind < KVS_MAX_LANES || !idle) return NULL;
   idle->stream_id = id;
@@ -86,6 +95,7 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
   struct kvs_stream_info info = {.id = 0};
   unsigned same_kind;
   int status = options->on_stream ? kvs_dev_stream_info(engine->device, options->stream, &info, err) : KVS_OK;
+  if (!status && info.capturing) status = kvs_refuse_capture(options->stream, err);
   if (status) return status;
   pthread_mutex_lock(&engine->lock);
   struct kvs_lane *lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
@@ -114,9 +124,10 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
   return status;
 }
 
-void kvs_lane_release(struct kvs_lane *lane) {
+void kvs_lane_release(struct kvs_lane *lane, bool leftovers) {
   pthread_mutex_lock(&lane->engine->lock);
   lane->users--;
+  lane->leftovers |= leftovers;
   pthread_mutex_unlock(&lane->engine->lock);
 }
 
@@ -196,7 +207,7 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
 static void finish_oldest_locked(struct kvs_lane *lane) {
   struct kvs_transfer *transfer = pop_locked(lane);
   kvs_transfer_finish(transfer);
-  take_back_events(lane, transfer);
+  if (!transfer->pins) take_back_events(lane, transfer);
   kvs_transfer_drop(transfer);
 }
 
@@ -233,16 +244,41 @@ static bool touches(const struct kvs_transfer *transfer, const struct kvs_region
   return region->base < bounds->high && bounds->low < region->base + region->nbytes;
 }
 
-static bool busy_locked(const struct kvs_lane *lane, const struct kvs_region *region) {
-  for (const struct kvs_transfer *transfer = lane->head; transfer; transfer = transfer->next)
-    if (!region || touches(transfer, region)) return true;
-  return false;
-}
-
 struct drain {
   struct kvs_engine *engine;
   const struct kvs_region *region;
+  uint64_t ticket; /* younger transfers are not waited for: whoever submits them knows that the memory goes */
 };
+
+static bool busy_locked(const struct kvs_lane *lane, const struct drain *drain) {
+  for (const struct kvs_transfer *transfer = lane->head; transfer; transfer = transfer->next)
+    if (!drain->region || (transfer->ticket <= drain->ticket && touches(transfer, drain->region))) return true;
+  return false;
+}
+
+int kvs_transfer_pin(struct kvs_transfer *transfer, kvs_event *end, struct kvs_error *err) {
+  int status = KVS_OK;
+  pthread_mutex_lock(&transfer->lane->lock);
+  if (transfer->error.status != KVS_OK) {
+    *err = transfer->error; /* also while it runs: some of it was refused */
+    status = err->status;
+  } else if (atomic_load(&transfer->state) == KVS_STATE_RUNNING && !transfer->end) {
+    status = kvs_fail(err, KVS_UNSUPPORTED, "the driver gave no event for this transfer: wait() for it instead");
+  } else if (atomic_load(&transfer->state) == KVS_STATE_RUNNING) {
+    transfer->pins++;
+    *end = transfer->end;
+    status = KVS_NOT_READY;
+  }
+  pthread_mutex_unlock(&transfer->lane->lock);
+  return status;
+}
+
+void kvs_transfer_unpin(struct kvs_transfer *transfer) {
+  pthread_mutex_lock(&transfer->lane->lock);
+  if (--transfer->pins == 0 && atomic_load(&transfer->state) != KVS_STATE_RUNNING)
+    take_back_events(transfer->lane, transfer);
+  pthread_mutex_unlock(&transfer->lane->lock);
+}
 
 static int poll_drained(void *arg, struct kvs_error *err) {
   const struct drain *drain = arg;
@@ -251,7 +287,7 @@ static int poll_drained(void *arg, struct kvs_error *err) {
   pthread_mutex_lock(&drain->engine->lock);
   for (struct kvs_lane *lane = drain->engine->lanes; lane && !busy; lane = lane->next) {
     pthread_mutex_lock(&lane->lock);
-    busy = busy_locked(lane, drain->region);
+    busy = busy_locked(lane, drain);
     pthread_mutex_unlock(&lane->lock);
   }
   pthread_mutex_unlock(&drain->engine->lock);
@@ -260,7 +296,7 @@ static int poll_drained(void *arg, struct kvs_error *err) {
 
 int kvs_engine_drain(struct kvs_engine *engine, const struct kvs_region *region, int64_t timeout_ns,
                      struct kvs_error *err) {
-  struct drain drain = {engine, region};
+  struct drain drain = {engine, region, atomic_load(&engine->tickets)};
   int status = kvs_wait_until(poll_drained, &drain, engine->device->stepped, timeout_ns, err);
   if (status != KVS_TIMEOUT) return status;
   return kvs_fail(err, status, "transfers of %s%s were still unfinished after %.1f s", engine->name,

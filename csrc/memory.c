@@ -103,7 +103,10 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
   struct kvs_device *device = engine->device;
   struct kvs_error ignored;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
-  int status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
+  int status = kvs_dev_check(device, err);
+  if (status) return status;
+  kvs_engine_free_orphans(engine);
+  status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
   if (status) return status;
   status = add_region(engine, *ptr, false, err);
   if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
@@ -145,6 +148,29 @@ int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *e
   if (status) return status;
   return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
                                             : kvs_dev_host_free(engine->device, ptr, err);
+}
+
+void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
+  pthread_mutex_lock(&engine->memory_lock);
+  if (engine->norphans == engine->orphans_capacity) {
+    size_t capacity = engine->orphans_capacity ? 2 * engine->orphans_capacity : 16;
+    uint64_t *grown = realloc(engine->orphans, capacity * sizeof *grown);
+    if (grown) engine->orphans = grown, engine->orphans_capacity = capacity;
+  }
+  if (engine->norphans < engine->orphans_capacity) /* else it stays allocated: there is no memory to remember it */
+    engine->orphans[engine->norphans++] = ptr;
+  pthread_mutex_unlock(&engine->memory_lock);
+}
+
+void kvs_engine_free_orphans(struct kvs_engine *engine) {
+  struct kvs_error ignored;
+  for (;;) {
+    pthread_mutex_lock(&engine->memory_lock);
+    uint64_t ptr = engine->norphans ? engine->orphans[--engine->norphans] : 0;
+    pthread_mutex_unlock(&engine->memory_lock);
+    if (!ptr) return;
+    (void)kvs_engine_free(engine, ptr, &ignored);
+  }
 }
 
 int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
@@ -232,6 +258,7 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
   while (engine->scratch) {
     struct kvs_scratch *scratch = engine->scratch;
     engine->scratch = scratch->next;
+    free(scratch->ids);
     kvs_copies_free(&scratch->copies);
     kvs_copies_free(&scratch->single);
     kvs_regions_clear(&scratch->regions);
@@ -247,4 +274,5 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
       free(staging);
     }
   kvs_regions_clear(&engine->regions);
+  free(engine->orphans);
 }

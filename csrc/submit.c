@@ -21,7 +21,8 @@ enum {
   KERNEL_PIECE = 32 << 10, /* one CTA's share at a time */
   BACKGROUND_CTAS = 4,
 };
-static const double BACKGROUND_PACE = 40.0; /* GB/s, under the load at which SM stores to the host stall the GPU */
+static const double SLOWEST_NS_PER_MIB = 1e9; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
+static const double BACKGROUND_PACE = 40.0;   /* GB/s, under the load at which SM stores to the host stall the GPU */
 
 struct submission {
   struct kvs_engine *engine;
@@ -97,7 +98,7 @@ static void note_failure(struct submission *s, uint32_t block, const struct kvs_
   transfer->failed[transfer->nfailed++] = block;
 }
 
-static bool beyond_hope(int status) { return status == KVS_LOST || status == KVS_FORKED || status == KVS_CLOSED; }
+static bool beyond_hope(int status) { return status == KVS_LOST; }
 
 /* One block, cut where the driver's own ranges end: it may know seams that we do not. */
 static int copy_in_parts(struct submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, struct kvs_error *why) {
@@ -137,9 +138,11 @@ static void block_by_block(struct submission *s, size_t i, bool again, const str
     size_t b = s->cursor;
     s->cursor = b + 1 < single->count ? b + 1 : 0;
     if (single->dst[b] >= end || single->dst[b] + single->nbytes[b] <= begin) continue;
-    found += overlap(begin, end, single->dst[b], single->dst[b] + single->nbytes[b]);
+    uint64_t from = single->dst[b] > begin ? single->dst[b] : begin;
+    uint64_t part = overlap(begin, end, single->dst[b], single->dst[b] + single->nbytes[b]);
+    found += part;
     if (found >= end - begin) s->cursor = b; /* the next copy may carry the rest of this block */
-    int status = again ? copy_in_parts(s, single->dst[b], single->src[b], single->nbytes[b], &err) : why->status;
+    int status = again ? copy_in_parts(s, from, copies->src[i] + (from - begin), part, &err) : why->status;
     if (beyond_hope(status)) s->fatal = kvs_fail_driver(s->err, status, err.code, err.operation, "%s", "");
     if (status) note_failure(s, single->block[b], &err);
   }
@@ -191,7 +194,9 @@ static void issue_dma(struct submission *s) {
 static uint64_t pace(const struct submission *s, unsigned ctas) {
   double gbps = s->options->pace_gbps > 0 ? s->options->pace_gbps : s->engine->default_pace;
   if (gbps <= 0 && s->options->priority == KVS_PRIORITY_BACKGROUND) gbps = BACKGROUND_PACE;
-  return gbps > 0 ? (uint64_t)((double)(1 << 20) * ctas / gbps) : 0;
+  if (gbps <= 0) return 0;
+  double ns = (double)(1 << 20) * ctas / gbps;
+  return ns < SLOWEST_NS_PER_MIB ? (uint64_t)ns + 1 : (uint64_t)SLOWEST_NS_PER_MIB;
 }
 
 static int launch_pieces(struct submission *s, struct kvs_error *why) {
@@ -244,34 +249,49 @@ static int spine_waits_for_stream(struct submission *s, kvs_stream stream, const
   return status ? status : kvs_dev_stream_wait(s->device, s->lane->spine, s->lane->fork, s->err);
 }
 
-static int spine_waits_for_transfer(struct submission *s, size_t index, struct kvs_transfer *before) {
-  struct kvs_lane *lane = before->lane;
-  int status = KVS_OK;
-  if (before->engine != s->engine && strcmp(before->engine->device->ops->kind, s->device->ops->kind) != 0)
+/* Another device's event can be waited for among GPUs, not by or for a host device. */
+static int refuse_foreign(struct submission *s, size_t index, struct kvs_transfer *before) {
+  struct kvs_device *other = before->engine->device;
+  bool both_cuda = strcmp(other->ops->kind, "cuda") == 0 && strcmp(s->device->ops->kind, "cuda") == 0;
+  if (other == s->device || kvs_transfer_done(before)) return KVS_OK;
+  if (!both_cuda)
     return kvs_fail(s->err, KVS_INVALID,
                     "after[%zu] is a transfer of %s, which %s cannot wait for: wait() for it first", index,
                     before->engine->name, s->engine->name);
-  if (before->engine != s->engine && strcmp(s->device->ops->kind, "host") == 0)
-    return kvs_transfer_done(before)
-               ? KVS_OK
-               : kvs_fail(s->err, KVS_INVALID, "after[%zu] is a transfer of another host device: wait() for it first",
-                          index);
-  pthread_mutex_lock(&lane->lock);
-  if (atomic_load(&before->state) == KVS_STATE_RUNNING) {
-    if (before->end)
-      status = kvs_dev_stream_wait(s->device, s->lane->spine, before->end, s->err);
-    else
-      status = kvs_fail(s->err, KVS_UNSUPPORTED, "after[%zu] has no event: wait() for it first", index);
-  }
-  pthread_mutex_unlock(&lane->lock);
+  return kvs_dev_check(other, s->err);
+}
+
+/* What failed is not waited for but told: whoever starts after it means to read what it wrote. */
+static int spine_waits_for_transfer(struct submission *s, size_t index, struct kvs_transfer *before) {
+  kvs_event end;
+  int status = refuse_foreign(s, index, before);
+  if (status) return status;
+  status = kvs_transfer_pin(before, &end, s->err);
+  if (status != KVS_NOT_READY) return status;
+  status = kvs_dev_stream_wait(s->device, s->lane->spine, end, s->err);
+  kvs_transfer_unpin(before);
   return status;
+}
+
+/* The handle may have been given to another stream since it was set. */
+static int spine_waits_for_compute(struct submission *s) {
+  struct kvs_stream_info info;
+  kvs_stream stream = atomic_load(&s->engine->compute_stream);
+  uint64_t id = atomic_load(&s->engine->compute_id);
+  int status = kvs_dev_stream_info(s->device, stream, &info, s->err);
+  if (!status && !info.capturing && id && info.id != id)
+    return kvs_fail(s->err, KVS_INVALID,
+                    "the compute stream (0x%" PRIx64
+                    ") was destroyed, and another has its handle now: set_compute_stream() "
+                    "again, and keep the stream as long as the device uses it",
+                    stream);
+  return status ? status : spine_waits_for_stream(s, stream, "the compute stream");
 }
 
 static int order_before(struct submission *s) {
   const struct kvs_options *options = s->options;
-  int status = options->on_stream
-                   ? spine_waits_for_stream(s, options->stream, "the stream")
-                   : spine_waits_for_stream(s, atomic_load(&s->engine->compute_stream), "the compute stream");
+  int status =
+      options->on_stream ? spine_waits_for_stream(s, options->stream, "the stream") : spine_waits_for_compute(s);
   for (size_t i = 0; !status && i < options->nafter; i++) {
     const struct kvs_after *after = &options->after[i];
     switch (after->kind) {
@@ -340,7 +360,7 @@ static int submit_on_lane(struct submission *s) {
   issue(s);
   order_behind(s);
   kvs_lane_append(lane, transfer);
-  return s->fatal;
+  return KVS_OK;
 }
 
 static void adopt_owner(struct kvs_transfer *transfer, const struct kvs_options *options) {
@@ -364,6 +384,22 @@ static void count(struct kvs_engine *engine, const struct kvs_work *work, size_t
   if (work->entries > copies) atomic_fetch_add(&engine->merged, work->entries - copies);
 }
 
+static int submit_in_order(struct submission *s) {
+  int status = kvs_lane_acquire(s->engine, s->options, s->work->direction, &s->lane, s->err);
+  if (status) return status;
+  /* Two threads that share a stream may mean two lanes: forking from it and joining it again must not interleave. */
+  pthread_mutex_t *stream =
+      s->options->on_stream ? &s->engine->stream_locks[s->lane->stream_id % KVS_STREAM_LOCKS] : NULL;
+  if (stream) pthread_mutex_lock(stream);
+  pthread_mutex_lock(&s->lane->submit);
+  adopt_owner(s->transfer, s->options);
+  status = submit_on_lane(s);
+  pthread_mutex_unlock(&s->lane->submit);
+  if (stream) pthread_mutex_unlock(stream);
+  kvs_lane_release(s->lane, status != KVS_OK);
+  return status;
+}
+
 int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_options *options,
                struct kvs_transfer **out, struct kvs_error *err) {
   struct submission s = {.engine = engine, .device = engine->device, .work = work, .options = options, .err = err};
@@ -373,27 +409,18 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->direction = work->direction;
   s.transfer->nbytes = work->nbytes;
   s.transfer->nblocks = work->nblocks;
+  s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
   int status = choose_path(&s, &s.transfer->path);
   if (!status && s.transfer->path == KVS_PATH_KERNEL) status = prepare_kernel(&s);
-  if (!status) status = kvs_lane_acquire(engine, options, work->direction, &s.lane, err);
-  if (!status) {
-    pthread_mutex_lock(&s.lane->submit);
-    adopt_owner(s.transfer, options);
-    status = submit_on_lane(&s);
-    pthread_mutex_unlock(&s.lane->submit);
-    kvs_lane_release(s.lane);
-  }
+  if (!status) status = submit_in_order(&s);
   if (status) {
-    if (s.fatal) {
-      kvs_engine_lose(engine); /* the transfer is in its lane and ends there; its owner stays with it */
-    } else if (s.transfer->staging) {
-      kvs_engine_staging_put(engine, s.transfer->staging);
-      s.transfer->staging = NULL;
-    }
+    if (s.transfer->staging) kvs_engine_staging_put(engine, s.transfer->staging);
+    s.transfer->staging = NULL;
     kvs_transfer_unref(s.transfer);
     return status;
   }
+  if (s.fatal) kvs_engine_lose(engine); /* the transfer failed in its lane, and keeps what may still be read */
   count(engine, work, copies);
   *out = s.transfer;
   return KVS_OK;

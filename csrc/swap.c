@@ -79,21 +79,46 @@ static int check_and_plan_cache(struct kvs_engine *engine, struct kvs_scratch *s
   return status;
 }
 
+/* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
+static int copy_ids(struct kvs_scratch *scratch, struct kvs_ids *ids, size_t at, struct kvs_error *err) {
+  if (at + ids->count > scratch->ids_capacity) {
+    size_t capacity = at + 2 * ids->count;
+    int64_t *grown = realloc(scratch->ids, capacity * sizeof *grown);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %zu block ids", capacity);
+    scratch->ids = grown;
+    scratch->ids_capacity = capacity;
+  }
+  int64_t *copy = scratch->ids + at;
+  if (ids->width == 8 && ids->count)
+    memcpy(copy, ids->data, ids->count * sizeof *copy);
+  else
+    for (size_t i = 0; i < ids->count; i++) copy[i] = ((const int32_t *)ids->data)[i];
+  return KVS_OK;
+}
+
 int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
                    const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
                    const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err) {
-  struct cache_call call = {tensors, ntensors, gpu_ids, cpu_ids, direction};
+  struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
+  struct cache_call call = {tensors, ntensors, &gpu, &cpu, direction};
   int status = open_for_work(engine, err);
   if (status) return status;
   if (direction != KVS_D2H && direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (offload) and 1 is H2D (onboard)", (int)direction);
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;
-  struct kvs_work work = {
-      .scratch = scratch, .direction = direction, .nblocks = gpu_ids->count, .expand = expand_cache, .call = &call};
-  work.entries = gpu_ids->count * ntensors;
-  for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu_ids->count;
-  status = check_and_plan_cache(engine, scratch, &call, err);
+  struct kvs_work work = {.scratch = scratch,
+                          .direction = direction,
+                          .nblocks = gpu.count,
+                          .entries = gpu.count * ntensors,
+                          .expand = expand_cache,
+                          .call = &call};
+  for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu.count;
+  status = copy_ids(scratch, &gpu, 0, err);
+  if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
+  gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
+  cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
+  if (!status) status = check_and_plan_cache(engine, scratch, &call, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;
@@ -135,23 +160,26 @@ static enum kvs_direction direction_of(const struct kvs_region *src, const struc
   return KVS_OTHER_DIRECTION;
 }
 
-static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct batch_call *call,
-                       enum kvs_direction *direction, struct kvs_error *err) {
+/* On the planned copies, which were made in one reading of the caller's lists. */
+static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
+                       struct kvs_error *err) {
   static const char *const names[] = {"device to host", "host to device", "within one kind of memory"};
+  const struct kvs_copies *copies = &scratch->copies;
   struct kvs_region src = {.nbytes = 0}, dst = {.nbytes = 0};
   *direction = KVS_OTHER_DIRECTION;
-  for (size_t i = 0; i < call->count; i++) {
-    uint64_t nbytes = call->nbytes[call->one_size ? 0 : i];
-    struct kvs_side from = {.name = "src_ptrs", .index = i}, to = {.name = "dst_ptrs", .index = i, .write = true};
-    int status = find_region(engine, scratch, call->src[i], nbytes, &from, &src, err);
-    if (!status) status = find_region(engine, scratch, call->dst[i], nbytes, &to, &dst, err);
-    if (!status && !dst.writable) status = kvs_memory_cover(engine, scratch, call->dst[i], nbytes, &to, err);
+  for (size_t i = 0; i < copies->count; i++) {
+    uint64_t nbytes = copies->nbytes[i];
+    struct kvs_side from = {.name = "src_ptrs", .index = copies->block[i]};
+    struct kvs_side to = {.name = "dst_ptrs", .index = copies->block[i], .write = true};
+    int status = find_region(engine, scratch, copies->src[i], nbytes, &from, &src, err);
+    if (!status) status = find_region(engine, scratch, copies->dst[i], nbytes, &to, &dst, err);
+    if (!status && !dst.writable) status = kvs_memory_cover(engine, scratch, copies->dst[i], nbytes, &to, err);
     if (status) return status;
     enum kvs_direction this = direction_of(&src, &dst);
     if (i == 0) *direction = this;
     if (this != *direction)
-      return kvs_fail(err, KVS_INVALID, "copy %zu goes %s, copy 0 %s: one call moves one way", i, names[this],
-                      names[*direction]);
+      return kvs_fail(err, KVS_INVALID, "copy %" PRIu32 " goes %s, copy 0 %s: one call moves one way", copies->block[i],
+                      names[this], names[*direction]);
   }
   return KVS_OK;
 }
@@ -166,9 +194,9 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   if (!scratch) return KVS_NOMEM;
   struct kvs_work work = {
       .scratch = scratch, .nblocks = count, .entries = count, .expand = expand_batch, .call = &call};
-  for (size_t i = 0; i < count; i++) work.nbytes += nbytes[one_size ? 0 : i];
   status = plan_batch(&call, true, &scratch->copies, err);
-  if (!status) status = cover_batch(engine, scratch, &call, &work.direction, err);
+  for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
+  if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   if (!status) status = check_disjoint(scratch, expand_batch, &call, "entry", err);
   if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);

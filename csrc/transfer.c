@@ -159,34 +159,27 @@ bool kvs_transfer_cancel(struct kvs_transfer *transfer) {
   return false;
 }
 
-static int refuse_capture(struct kvs_device *device, uint64_t stream, struct kvs_error *err) {
-  struct kvs_stream_info info;
-  int status = kvs_dev_stream_info(device, stream, &info, err);
-  if (status || !info.capturing) return status;
+int kvs_refuse_capture(uint64_t stream, struct kvs_error *err) {
   return kvs_fail(err, KVS_CAPTURING,
                   "stream 0x%" PRIx64 " is being captured into a graph: a transfer cannot be ordered with it", stream);
 }
 
+/* The wait is enqueued with no lock held: a driver whose queue is full blocks in it. */
 int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
+  struct kvs_stream_info info;
+  kvs_event end;
   int status = kvs_dev_check(device, err);
   if (status == KVS_FORKED) return status;
   if (state_of(transfer) != KVS_STATE_RUNNING) return kvs_transfer_error(transfer, err);
-  status = refuse_capture(device, stream, err);
+  status = kvs_dev_stream_info(device, stream, &info, err);
+  if (!status && info.capturing) status = kvs_refuse_capture(stream, err);
   if (status) return status;
-  pthread_mutex_lock(&transfer->lane->lock);
-  if (state_of(transfer) == KVS_STATE_RUNNING) {
-    if (transfer->error.status != KVS_OK) {
-      *err = transfer->error; /* known already: some of it was refused */
-      status = err->status;
-    } else if (transfer->end) {
-      status = kvs_dev_stream_wait(device, stream, transfer->end, err);
-    } else {
-      status = kvs_fail(err, KVS_UNSUPPORTED, "the driver gave no event for this transfer: wait() for it instead");
-    }
-  }
-  pthread_mutex_unlock(&transfer->lane->lock);
-  return status ? status : kvs_transfer_error(transfer, err);
+  status = kvs_transfer_pin(transfer, &end, err);
+  if (status != KVS_NOT_READY) return status;
+  status = kvs_dev_stream_wait(device, stream, end, err);
+  kvs_transfer_unpin(transfer);
+  return status;
 }
 
 int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kvs_error *err) {
@@ -195,7 +188,8 @@ int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kv
   if (status) return status;
   pthread_mutex_lock(&transfer->lane->lock);
   if (!transfer->end_shared) {
-    if (state_of(transfer) != KVS_STATE_RUNNING) /* one that was never recorded counts as reached */
+    bool ended = state_of(transfer) != KVS_STATE_RUNNING;
+    if (!transfer->end && ended) /* one that was never recorded counts as reached */
       status = kvs_dev_event_create(engine->device, false, &transfer->end, err);
     else if (!transfer->end)
       status = kvs_fail(err, KVS_UNSUPPORTED, "the driver gave no event for this transfer: wait() for it instead");

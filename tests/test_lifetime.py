@@ -306,6 +306,8 @@ def test_a_lost_device_is_dropped_in_silence() -> None:
 # -- fork -------------------------------------------------------------------------------------------------------------
 
 FORK = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of any fork beside threads
 device = kvswap.Device(NAME)
 cache, stream, event = Cache(device, 8, 64), kvswap.Stream(device), kvswap.Event(device)
 ended, held = cache.swap([0], [7]), None

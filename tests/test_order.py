@@ -300,12 +300,44 @@ def test_after_what_has_ended_or_never_began(blocks: Blocks) -> None:
 
 
 def test_after_a_failed_transfer(blocks: Blocks) -> None:
-    """It ends in its place, failed; what comes after it starts."""
+    """Its error is told, known while it runs or after it ended, and nothing is queued: its bytes are not those one wants."""
     stream = kvswap.Stream(blocks.device)
-    with testing.fault(blocks.device, "copy", "fail"):
-        failed = blocks.go(stream=stream)
-    blocks.go(after=failed).wait(PATIENCE)
-    assert failed.done() and failed.state == "failed"
+    with Gate(blocks.device) as gate:
+        gate.hold(stream)
+        with testing.fault(blocks.device, "copy", "fail", code=33):
+            failed = blocks.go(stream=stream)
+        submitted = blocks.device.stats()["submitted"]
+        with pytest.raises(kvswap.DeviceError) as running:
+            blocks.go(after=failed)
+        gate.open()
+    with pytest.raises(kvswap.DeviceError):
+        failed.wait(PATIENCE)
+    with pytest.raises(kvswap.DeviceError) as ended:
+        blocks.go(after=failed)
+    assert running.value.code == ended.value.code == 33
+    assert blocks.device.stats()["submitted"] == submitted
+    blocks.go(stream=stream).wait(PATIENCE)  # its lane goes on
+
+
+def test_a_compute_stream_that_was_dropped_still_orders(blocks: Blocks) -> None:
+    """Its handle may be given to the next stream: transfers must not take that one for it."""
+    device = blocks.device
+    with Gate(device) as gate:
+        compute = kvswap.Stream(device)
+        device.set_compute_stream(compute)
+        gate.hold(compute)
+        del compute
+        others = [kvswap.Stream(device) for _ in range(4)]
+        transfer = blocks.go()
+        assert not transfer.done() and all(stream.query() for stream in others)
+        gate.open()
+        transfer.wait(PATIENCE)
+    device.set_compute_stream(0)
+
+
+def test_the_stream_of_a_thread_is_no_compute_stream(blocks: Blocks) -> None:
+    with pytest.raises(ValueError, match="per-thread"):
+        blocks.device.set_compute_stream(2)
 
 
 def test_recording_an_event_again_does_not_move_those_who_wait(blocks: Blocks) -> None:

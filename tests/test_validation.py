@@ -482,7 +482,7 @@ def test_an_unfinished_transfer_of_another_host_device(cache: Cache) -> None:
     np.frombuffer(flag, np.uint32)[:] = 0
     _C._seam(other, "wait32", flag.ptr, 1, stream.handle)
     transfer = blocked.swap([0], [1], stream=stream)
-    refused(cache, ValueError, r"after\[0\].*another host device.*wait", per_layer(cache, after=transfer))
+    refused(cache, ValueError, r"after\[0\] is a transfer of host:seed-3.*wait", per_layer(cache, after=transfer))
     np.frombuffer(flag, np.uint32)[:] = 1
     transfer.wait(PATIENCE)
     per_layer(cache, after=transfer)()

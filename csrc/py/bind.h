@@ -22,9 +22,10 @@ struct kvs_py_state {
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
   PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index;
-  PyObject *dlpack_version; /* the newest DLPack that dlpack.c reads, a tuple */
-  atomic_bool exit_hooked;  /* _shutdown stands in atexit */
-  atomic_bool host_said;    /* that there is no GPU has been logged */
+  PyObject *compute_streams; /* {device name: what set_compute_stream() was given}, of others' stream objects */
+  PyObject *dlpack_version;  /* the newest DLPack that dlpack.c reads, a tuple */
+  atomic_bool exit_hooked;   /* _shutdown stands in atexit */
+  atomic_bool host_said;     /* that there is no GPU has been logged */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* of an instance of one of our types */
 
@@ -56,6 +57,9 @@ extern const char *const kvs_py_priority_names[3];
  * on. */
 enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
+/* kvs_engine_collect() without the GIL, for it takes locks of lanes; destructors of the owners take it back. */
+void kvs_py_collect(struct kvs_engine *engine);
+extern _Thread_local int kvs_py_releasing; /* inside such a destructor, nothing may wait for the device */
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
 
 /* arrays.c: NumPy. What `keep` owns lives until it is dropped. */

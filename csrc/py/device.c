@@ -49,7 +49,7 @@ static struct kvs_engine *open_cuda(struct kvs_py_state *state, int ordinal) {
 static int cuda_count(struct kvs_error *err) {
   int count = 0;
   Py_BEGIN_ALLOW_THREADS /* the first call of a process loads the driver */
-  if (kvs_cuda_count(&count, err) != KVS_OK) count = 0;
+  if (kvs_cuda_count(&count, err) != KVS_OK) count = -1;
   Py_END_ALLOW_THREADS
   return count;
 }
@@ -79,7 +79,9 @@ static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
 
 static struct kvs_engine *open_default(struct kvs_py_state *state) {
   struct kvs_error why = {0};
-  if (cuda_count(&why) > 0) return open_current(state);
+  int count = cuda_count(&why);
+  if (count > 0) return open_current(state);
+  if (count < 0) return kvs_py_raise(state, &why), NULL; /* a GPU that does not answer is not the same as none */
   return say_host(state, &why) < 0 ? NULL : open_engine(state, "host:0");
 }
 
@@ -105,7 +107,7 @@ struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *devi
 
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count) {
   struct kvs_error err = {0};
-  if (count == 0 || cuda_count(&err) == 0) return open_default(state);
+  if (count == 0 || cuda_count(&err) <= 0) return open_default(state);
   for (size_t i = 0; i < count; ++i) {
     int ordinal = 0;
     int rc = kvs_cuda_pointer_device(ptrs[i], &ordinal, &err);
@@ -161,7 +163,7 @@ static void device_dealloc(PyObject *self) {
   struct kvs_engine *engine = kvs_py_device_engine(self);
   kvs_py_object_free(self);
   if (engine == NULL) return;
-  kvs_engine_collect(engine);
+  kvs_py_collect(engine);
   kvs_engine_unref(engine);
 }
 
@@ -226,6 +228,12 @@ static PyObject *device_info(PyObject *self, void *unused) {
 
 /* -- methods ------------------------------------------------------------------------------------------------------- */
 
+/* Others destroy their streams with the object; our own are kept by the engine, which its streams keep alive in turn. */
+static int keep_compute_stream(struct kvs_py_state *state, struct kvs_engine *engine, PyObject *stream) {
+  bool ours = (PyObject *)Py_TYPE(stream) == state->stream_type;
+  return PyDict_SetItemString(state->compute_streams, kvs_engine_name(engine), ours ? Py_None : stream);
+}
+
 static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
@@ -237,7 +245,7 @@ static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
   rc = kvs_engine_set_compute_stream(engine, handle, &err);
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
-  Py_RETURN_NONE;
+  return keep_compute_stream(state, engine, stream) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static int wait_sync(void *sync, int64_t timeout_ns, struct kvs_error *err) {
@@ -263,7 +271,7 @@ static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ss
   rc = kvs_py_wait(state, wait_sync, sync, timeout_ns, "the device's work");
   kvs_sync_drop(sync);
   if (rc < 0) return NULL;
-  kvs_engine_collect(engine);
+  kvs_py_collect(engine);
   Py_RETURN_NONE;
 }
 
@@ -327,7 +335,7 @@ static PyObject *device_stats(PyObject *self, PyObject *unused) {
   (void)unused;
   struct kvs_engine *engine = kvs_py_device_engine(self);
   struct kvs_stats stats = {0};
-  kvs_engine_collect(engine);
+  kvs_py_collect(engine);
   Py_BEGIN_ALLOW_THREADS
   kvs_engine_stats(engine, &stats);
   Py_END_ALLOW_THREADS

@@ -53,7 +53,11 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
   if (self == NULL) return NULL;
   kvs_transfer_ref(transfer);
   self->transfer = transfer;
-  if (kvs_transfer_event(transfer, &self->handle, &err) == KVS_OK) return (PyObject *)self;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_transfer_event(transfer, &self->handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return (PyObject *)self;
   Py_DECREF(self);
   return kvs_py_raise(state, &err);
 }

@@ -66,7 +66,7 @@ static int find_stream(struct kvs_py_state *state, PyObject *object, const char 
   if ((PyObject *)Py_TYPE(object) == state->stream_type)
     return same_engine(kvs_py_stream_engine(object, handle), engine, name) < 0 ? -1 : 1;
   if (PyLong_Check(object) || kvs_py_is_scalar(object)) return kvs_py_uint64(object, name, -1, handle) < 0 ? -1 : 1;
-  if (PyType_Check(object) || PyUnicode_Check(object)) return 0;
+  if (PyType_Check(object) || PyUnicode_Check(object) || (PyObject *)Py_TYPE(object) == state->memory_type) return 0;
   int has = handle_attribute(object, state->s_cuda_stream, name, handle);
   if (has == 0) has = from_protocol(state, object, name, handle);
   if (has == 0) has = handle_attribute(object, state->s_ptr, name, handle);

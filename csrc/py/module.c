@@ -21,6 +21,11 @@ static PyObject *make_name(PyObject *module, struct kvs_py_state *state, const v
   return PyUnicode_InternFromString(what);
 }
 
+static PyObject *make_dict(PyObject *module, struct kvs_py_state *state, const void *what) {
+  (void)module, (void)state, (void)what;
+  return PyDict_New();
+}
+
 static PyObject *make_version(PyObject *module, struct kvs_py_state *state, const void *what) {
   (void)module, (void)state, (void)what;
   return Py_BuildValue("(ii)", 1, 1);
@@ -54,6 +59,7 @@ static const struct row rows[] = {
     ROW(s_ptr, make_name, "ptr"),
     ROW(s_cuda_event, make_name, "cuda_event"),
     ROW(s_device_index, make_name, "device_index"),
+    ROW(compute_streams, make_dict, NULL),
     ROW(dlpack_version, make_version, NULL),
 };
 enum { ROWS = sizeof rows / sizeof *rows };

@@ -50,7 +50,8 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
 static void stream_dealloc(PyObject *object) {
   struct stream_object *self = as_stream(object);
   struct kvs_error ignored = {0}; /* nobody is there to be told, and a lost device keeps nothing */
-  if (self->handle != 0) kvs_dev_stream_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
+  if (self->handle != 0 && !kvs_engine_keep_stream(self->engine, self->handle))
+    kvs_dev_stream_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
   if (self->engine != NULL) kvs_engine_unref(self->engine);
   kvs_py_object_free(object);
 }

@@ -57,9 +57,13 @@ struct swap_kind {
 
 /* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the
  * GIL. */
+_Thread_local int kvs_py_releasing;
+
 static void release_owner(void *owner) {
   PyGILState_STATE gil = PyGILState_Ensure();
+  kvs_py_releasing++;
   Py_DECREF((PyObject *)owner);
+  kvs_py_releasing--;
   PyGILState_Release(gil);
 }
 
@@ -303,7 +307,7 @@ static int read_options(struct swap_call *call, PyObject *const *common) {
 static int swap_submit(struct swap_call *call, const struct swap_kind *kind) {
   struct kvs_error err = {0};
   int rc;
-  kvs_engine_collect(call->engine);
+  kvs_py_collect(call->engine);
   Py_BEGIN_ALLOW_THREADS
   rc = kind->submit(call, &err);
   Py_END_ALLOW_THREADS

@@ -38,7 +38,7 @@ static bool poll(struct kvs_transfer *transfer) {
   Py_BEGIN_ALLOW_THREADS /* the lane's lock may be held by a long submission */
   ended = kvs_transfer_done(transfer);
   Py_END_ALLOW_THREADS
-  if (ended) kvs_engine_collect(kvs_transfer_engine(transfer));
+  if (ended) kvs_py_collect(kvs_transfer_engine(transfer));
   return ended;
 }
 
@@ -49,12 +49,12 @@ static int wait_transfer(void *transfer, int64_t timeout_ns, struct kvs_error *e
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns) {
   int rc = kvs_py_wait(state, wait_transfer, transfer, timeout_ns, "the transfer");
   if (rc == 0) {
-    kvs_engine_collect(kvs_transfer_engine(transfer));
+    kvs_py_collect(kvs_transfer_engine(transfer));
     return 0;
   }
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback); /* letting go runs other people's destructors */
-  kvs_engine_collect(kvs_transfer_engine(transfer));
+  kvs_py_collect(kvs_transfer_engine(transfer));
   PyErr_Restore(type, value, traceback);
   return rc;
 }

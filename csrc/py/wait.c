@@ -9,6 +9,12 @@ static int64_t now_ns(void) {
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+void kvs_py_collect(struct kvs_engine *engine) {
+  Py_BEGIN_ALLOW_THREADS
+  kvs_engine_collect(engine);
+  Py_END_ALLOW_THREADS
+}
+
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns,
                 const char *what) {
   int64_t start = timeout_ns < 0 ? 0 : now_ns();
