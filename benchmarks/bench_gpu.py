@@ -1,8 +1,9 @@
 """kvswap beside the driver's own calls, in one run: scattered blocks, both directions, every destination byte checked.
 
 For each block size: one big copy of as many bytes (the ceiling), a bare cuMemcpyBatchAsync over the same arrays, and
-kvswap's paths (``dma`` over the same pointer arrays, ``kernel`` and ``auto`` by block ids). Times are wall-clock from the call until the bytes are there, medians of --repeats; ``cpu`` is the time until
-the call returned. Needs a GPU and its driver, nothing else::
+kvswap's paths (``dma`` over the same pointer arrays, ``kernel`` and ``auto`` by block ids). Times are wall-clock from
+the call until the bytes are there, medians of --repeats; ``cpu`` is the time until the call returned. Needs a GPU and
+its driver, nothing else::
 
     python benchmarks/bench_gpu.py [--device 0] [--repeats 9] [--json FILE]
 """
@@ -185,10 +186,12 @@ def measure(driver: Driver, device: kvswap.Device, size: int, direction: str, re
 
 def show(row: dict[str, Any]) -> str:
     ceiling, bare = row["big copy"]["gbps"], row["bare batch"]
-    text = f"{row['direction']} {row['size'] >> 10:5d} KiB x {row['blocks']:5d}: big {ceiling:5.1f}  bare {bare['gbps']:5.1f}"
+    text = f"{row['direction']} {row['size'] >> 10:5d} KiB x {row['blocks']:5d}: "
+    text += f"big {ceiling:5.1f}  bare {bare['gbps']:5.1f}"
     for path in ["dma", "kernel", "auto"]:
         ours = row[path]
-        text += f"  {path} {ours['gbps']:5.1f} ({ours['gbps'] / ceiling:4.2f} of big, {ours['gbps'] / bare['gbps']:4.2f} of bare)"
+        share, ratio = ours["gbps"] / ceiling, ours["gbps"] / bare["gbps"]
+        text += f"  {path} {ours['gbps']:5.1f} ({share:5.3f} of big, {ratio:4.2f} of bare)"
     extra = (row["dma"]["cpu_us"] - bare["cpu_us"]) / row["blocks"]
     return text + f"  cpu/block: bare {bare['cpu_us'] / row['blocks']:.2f} us, dma {extra:+.3f} us"
 
@@ -201,9 +204,8 @@ def main() -> int:
     args = parser.parse_args()
     driver = Driver(args.device)
     device = kvswap.Device(f"cuda:{args.device}")
-    print(
-        f"{device.info['name']}, driver {driver.version}, Python {platform.python_version()}; GB/s, medians of {args.repeats}"
-    )
+    name, python = device.info["name"], platform.python_version()
+    print(f"{name}, driver {driver.version}, Python {python}; GB/s, medians of {args.repeats}")
     rows = []
     for direction in ["D2H", "H2D"]:
         for size in SIZES:

@@ -37,6 +37,7 @@ static int look_up(struct kvs_engine *engine, struct kvs_scratch *scratch, uint6
   if (!known) {
     int status = kvs_dev_pointer_query(engine->device, address, &region, err);
     if (status) return status;
+    region.origin = KVS_ORIGIN_OTHER;
     pthread_mutex_lock(&engine->memory_lock);
     clip(&region, &engine->regions, address);
     pthread_mutex_unlock(&engine->memory_lock);
@@ -69,9 +70,13 @@ static int check_kind(struct kvs_engine *engine, const struct kvs_region *region
 int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address, uint64_t nbytes,
                      const struct kvs_side *side, struct kvs_error *err) {
   uint64_t at = address, end = address + nbytes;
+  enum kvs_origin leaving = KVS_ORIGIN_OTHER;
   while (at < end) {
     const struct kvs_region *region = kvs_regions_find(&scratch->regions, at);
     int status = region ? KVS_OK : look_up(engine, scratch, at, &region, err);
+    bool beyond =
+        !status && at != address && (leaving == KVS_ORIGIN_ALLOCATED || region->origin == KVS_ORIGIN_ALLOCATED);
+    if (beyond) status = KVS_INVALID;
     if (status == KVS_INVALID && at == address)
       return kvs_fail(err, status, "%s[%zu] = 0x%" PRIx64 " is not mapped memory", side->name, side->index, address);
     if (status == KVS_INVALID)
@@ -81,6 +86,7 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
                       side->name, side->index, address, nbytes, at - address);
     if (!status) status = check_kind(engine, region, at, side, err);
     if (status) return status;
+    leaving = region->origin;
     at = region->base + region->nbytes;
   }
   return KVS_OK;
@@ -88,11 +94,11 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
 
-static int add_region(struct kvs_engine *engine, uint64_t ptr, bool registered, struct kvs_error *err) {
+static int add_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
   if (status) return status;
-  region.registered = registered;
+  region.origin = origin;
   pthread_mutex_lock(&engine->memory_lock);
   status = kvs_regions_add(&engine->regions, &region, err);
   pthread_mutex_unlock(&engine->memory_lock);
@@ -108,15 +114,15 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
   kvs_engine_free_orphans(engine);
   status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
   if (status) return status;
-  status = add_region(engine, *ptr, false, err);
+  status = add_region(engine, *ptr, KVS_ORIGIN_ALLOCATED, err);
   if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
   return status;
 }
 
-static bool known_region(struct kvs_engine *engine, uint64_t ptr, bool registered, struct kvs_region *region) {
+static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region) {
   pthread_mutex_lock(&engine->memory_lock);
   const struct kvs_region *known = kvs_regions_find(&engine->regions, ptr);
-  bool found = known && known->base == ptr && known->registered == registered;
+  bool found = known && known->base == ptr && known->origin == origin;
   if (found) *region = *known;
   pthread_mutex_unlock(&engine->memory_lock);
   return found;
@@ -125,11 +131,11 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, bool registere
 static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
 
 /* Take `ptr` out of the table once nothing queued can use it any more. */
-static int retire(struct kvs_engine *engine, uint64_t ptr, bool registered, struct kvs_region *region,
+static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
                   struct kvs_error *err) {
-  if (!known_region(engine, ptr, registered, region))
+  if (!known_region(engine, ptr, origin, region))
     return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
-                    registered ? "registered" : "allocated");
+                    origin == KVS_ORIGIN_REGISTERED ? "registered" : "allocated");
   int status = kvs_dev_check(engine->device, err);
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
@@ -144,7 +150,7 @@ static int retire(struct kvs_engine *engine, uint64_t ptr, bool registered, stru
 
 int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, false, &region, err);
+  int status = retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
   if (status) return status;
   return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
                                             : kvs_dev_host_free(engine->device, ptr, err);
@@ -179,14 +185,14 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
   int status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
-  status = add_region(engine, ptr, true, err);
+  status = add_region(engine, ptr, KVS_ORIGIN_REGISTERED, err);
   if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
   return status;
 }
 
 int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, true, &region, err);
+  int status = retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
   return status ? status : kvs_dev_host_unregister(engine->device, ptr, err);
 }
 

@@ -25,7 +25,9 @@ struct kvs_region {
   int device; /* ordinal the memory belongs to; -1 for host memory */
   bool seam;  /* the driver refuses one copy across this region's ends */
   bool writable;
-  bool registered; /* by kvs_engine_register(): the memory is the caller's */
+  /* What this engine has to do with it. One copy or pool never spans an allocation and something else, even where the
+   * addresses happen to follow each other. */
+  enum kvs_origin { KVS_ORIGIN_OTHER, KVS_ORIGIN_ALLOCATED, KVS_ORIGIN_REGISTERED } origin;
 };
 
 /* A set of disjoint regions, sorted by base. Zero-initialised is empty. Not locked: the owner guards it. */

@@ -477,7 +477,8 @@ def test_nothing_leaks(device: kvswap.Device, stream: kvswap.Stream) -> None:
             getattr(transfer, name)
         repr(transfer), repr(device), repr(stream), repr(event)
         swap(gpu, cpu, ids, [1, 2], after=transfer).wait(LIMIT)
-        kvswap.swap_blocks_batch([gpu, cpu], [Torchlike(frozen.copy()), memoryview(bytearray(10))], [4, 4], device=device).wait(LIMIT)
+        targets = [Torchlike(frozen.copy()), memoryview(bytearray(10))]
+        kvswap.swap_blocks_batch([gpu, cpu], targets, [4, 4], device=device).wait(LIMIT)
         memory = device.alloc(100)
         np.asarray(memory)[0] = memory.__array_interface__["data"][0] & 1
         memory.free()

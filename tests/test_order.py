@@ -300,7 +300,7 @@ def test_after_what_has_ended_or_never_began(blocks: Blocks) -> None:
 
 
 def test_after_a_failed_transfer(blocks: Blocks) -> None:
-    """Its error is told, known while it runs or after it ended, and nothing is queued: its bytes are not those one wants."""
+    """Its error is told, known while it runs or after it ended, and nothing is queued: its bytes are not as wanted."""
     stream = kvswap.Stream(blocks.device)
     with Gate(blocks.device) as gate:
         gate.hold(stream)

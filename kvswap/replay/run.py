@@ -145,6 +145,8 @@ class Replay:
         self._start = time.monotonic()
         try:
             self._device.set_compute_stream(self._compute)
+            self._poison_all()
+            self._start = time.monotonic()
             self._all_requests()
             self._final_sweep()
             if self.report.ended == "running":
@@ -162,6 +164,12 @@ class Replay:
             self.report.seconds = time.monotonic() - self._start
             self._close()
         return self.report
+
+    def _poison_all(self) -> None:
+        """Fresh memory may be an earlier run's, with the very bytes that a skipped copy should have brought."""
+        for tier, count in (("gpu", self._tiers.gpu.num_blocks), ("host", self._tiers.host.num_blocks)):
+            for part in self._checker.parts(Blocks(tier, np.zeros(count, np.uint64), np.arange(count))):
+                self._checker.poison(tier, part.slots, self._compute).result(self._settings.wait_limit)
 
     def _note_end(self, ended: str, error: Exception) -> None:
         self.report.ended = ended

@@ -503,7 +503,7 @@ static void test_seams(void) {
 
   REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, base + 5, 10, &err));
   REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, base + 2 * SIZE - 1, 10, &err));
-  REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, gpu, 10, &err));
+  REFUSED(KVS_REFUSED, 1, kvs_dev_host_register(device, gpu, 10, &err));
   REFUSED(KVS_REFUSED, 1, kvs_dev_host_register(device, 0, 10, &err));
   REFUSED(KVS_REFUSED, 1, kvs_dev_host_register(device, base + 3 * SIZE, 0, &err));
   REFUSED(KVS_REFUSED, 1, kvs_dev_host_register(device, 4096, 10, &err));
