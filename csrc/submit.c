@@ -162,16 +162,13 @@ static void issue_range(struct submission *s, size_t from, size_t to) {
   struct kvs_error why;
   int status;
   if (from >= to || s->fatal) return;
-  if (to - from == 1 || s->engine->no_batch)
+  if (to - from == 1)
     status = kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, &why);
   else
     status = kvs_dev_copy_batch(s->device, copies, from, to, stream, &why);
   if (beyond_hope(status)) {
     *s->err = why;
     s->fatal = status;
-  } else if (s->engine->no_batch) {
-    if (status) block_by_block(s, from, true, &why);
-    issue_range(s, from + 1, to);
   } else if (status && to - from == 1) {
     block_by_block(s, from, true, &why);
   } else if (status) {
@@ -186,6 +183,7 @@ static void issue_range(struct submission *s, size_t from, size_t to) {
 static void issue_dma(struct submission *s) {
   size_t count = s->work->scratch->copies.count;
   size_t part = count && s->work->nbytes / count >= LARGE_COPY ? BATCH_LARGE : BATCH_SMALL;
+  if (s->engine->no_batch) part = 1;
   for (size_t from = 0; from < count; from += part) issue_range(s, from, count - from < part ? count : from + part);
 }
 

@@ -338,13 +338,15 @@ def growth(device: kvswap.Device, action: Callable[[], Any], times: int) -> dict
     return {name: after[name] - before[name] for name in after}
 
 
+# For each repetition. The least that malloc hands out is 32 bytes, so a leak each time is more than 24; what lies below is
+# the caches that malloc keeps a thread, which come and go with the device's workers.
 ALLOWED = {
     "objects": 0.2,
-    "bytes of C": 12.0,
+    "bytes of C": 24.0,
     "bytes of Python": 12.0,
     "staging": 0.0,
     "files": 0.0,
-}  # for each repetition
+}
 
 
 def leaks(device: kvswap.Device, action: Callable[[], Any]) -> dict[str, float]:

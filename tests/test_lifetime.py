@@ -9,6 +9,8 @@ import textwrap
 import pytest
 from conftest import run_python
 
+import kvswap
+
 PRELUDE = """
 import os, sys, gc, threading, signal
 import numpy as np
@@ -301,6 +303,22 @@ def test_a_lost_device_is_dropped_in_silence() -> None:
     gc.collect()
     """
     silent(run("host:0", script))
+
+
+# -- logging ----------------------------------------------------------------------------------------------------------
+
+
+def test_logging_to_stderr(device_name: str) -> None:
+    if kvswap.devices()[0].kind != "host":
+        pytest.skip("with a GPU nothing is worth a word")
+    done = run(device_name, "import kvswap; kvswap.Device()", prelude=False, environment={"KVSWAP_LOG": "info"})
+    assert "kvswap: using host:0" in done.stderr
+    silent(run(device_name, "import kvswap; kvswap.Device()", prelude=False))
+
+
+def test_a_log_level_that_is_none(device_name: str) -> None:
+    done = run(device_name, "import kvswap", prelude=False, status=1, environment={"KVSWAP_LOG": "loud"})
+    assert "KVSWAP_LOG is 'loud'" in done.stderr
 
 
 # -- fork -------------------------------------------------------------------------------------------------------------
