@@ -338,8 +338,8 @@ def growth(device: kvswap.Device, action: Callable[[], Any], times: int) -> dict
     return {name: after[name] - before[name] for name in after}
 
 
-# For each repetition. The least that malloc hands out is 32 bytes, so a leak each time is more than 24; what lies below is
-# the caches that malloc keeps a thread, which come and go with the device's workers.
+# For each repetition. The least that malloc hands out is 32 bytes, so a leak each time is more than 24; what lies below
+# is the caches that malloc keeps for each thread, which come and go with the device's workers.
 ALLOWED = {
     "objects": 0.2,
     "bytes of C": 24.0,
