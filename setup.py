@@ -50,8 +50,8 @@ class Build(build_ext):
                 ext.define_macros += [("KVSWAP_FATBIN", f'"{target}"'), ("KVSWAP_FATBIN_ARCHS", f'"{archs}"')]
                 ext.depends.append(str(target))
                 return
-        if CUDA == "require":
-            raise SystemExit(f"kvswap: KVSWAP_CUDA=require, but the kernels cannot be built: {why}")
+        if CUDA == "require" or (NVCC and not nvcc):  # what was asked for by name is not left out in silence
+            raise SystemExit(f"kvswap: KVSWAP_CUDA={CUDA}, but the kernels cannot be built: {why}")
         print(f"kvswap: note: built without kernels, GPUs will be served by their copy engines alone: {why}")
 
     def depend_on_flags(self, ext):

@@ -171,7 +171,7 @@ int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: end
 /* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message. */
 struct kvs_side {
   const char *name; /* of the argument */
-  size_t index;
+  size_t index;     /* SIZE_MAX: it is no list */
   bool write;
   int want; /* KVS_SIDE_* */
 };

@@ -58,10 +58,23 @@ static bool names(const char *list, const char *word) {
   return false;
 }
 
+/* Every word of the list must be one of those two. */
+static bool only(const char *list, const char *one, const char *other) {
+  for (const char *at = list; at && *at;) {
+    size_t n = strcspn(at, ",");
+    bool known = (n == strlen(one) && !strncmp(at, one, n)) || (n == strlen(other) && !strncmp(at, other, n));
+    if (!known) return false;
+    at += n + (at[n] == ',');
+  }
+  return true;
+}
+
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
   const char *disable = getenv("KVSWAP_DISABLE");
   char *end;
+  if (!only(disable, "kernel", "batch"))
+    return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch", disable);
   engine->no_kernel = names(disable, "kernel");
   engine->no_batch = names(disable, "batch");
   for (int i = KVS_PATH_AUTO; path && *path; i++) {

@@ -5,7 +5,7 @@
  * Addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
  *
  * A process that has imported the Python package finds these symbols in kvswap/_C*.so; a program without Python compiles
- * csrc/ (less csrc/py) itself: C11, libpthread and libdl are all it needs. */
+ * what lies in csrc and csrc/kernels itself: -std=c11 -D_GNU_SOURCE -Icsrc -pthread -ldl are all it needs. */
 #ifndef KVSWAP_H
 #define KVSWAP_H
 
@@ -26,7 +26,7 @@ struct kvs_transfer; /* one submitted list of copies; reference-counted */
 
 enum kvs_direction { KVS_D2H = 0, KVS_H2D = 1, KVS_OTHER_DIRECTION = 2 /* device to device, host to host */ };
 enum kvs_path { KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_KERNEL, KVS_PATH_DIRECT };
-enum kvs_priority { KVS_PRIORITY_HIGH, KVS_PRIORITY_NORMAL, KVS_PRIORITY_BACKGROUND };
+enum kvs_priority { KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
 /* Something that a transfer starts after. */
@@ -37,7 +37,7 @@ struct kvs_after {
 };
 
 /* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, path by prediction,
- * priority KVS_PRIORITY_HIGH (set KVS_PRIORITY_NORMAL for the default). */
+ * normal priority. Where options are taken, NULL is the same. */
 struct kvs_options {
   bool on_stream;  /* behave as if enqueued on `stream` */
   uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
@@ -106,7 +106,7 @@ KVS_API void kvs_engine_collect(struct kvs_engine *engine);
 KVS_API void kvs_shutdown(int64_t timeout_ns);
 
 /* Memory that kvswap knows. host: pinned host memory. Freeing first waits (at most 60 s, else KVS_TIMEOUT and nothing is
- * freed) for every transfer of the engine. */
+ * freed) for the transfers that may use it; the driver then waits for what else runs on the device. */
 KVS_API int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err);
 KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 /* Pin the caller's host memory. Ranges must not overlap; a copy is never merged across the end of one. */

@@ -4,10 +4,13 @@
  * the driver for memory that somebody else allocated. The set is forgotten with the call, since nobody tells us when
  * others free. */
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core.h"
+
+enum { SIDE_TEXT = 48 };
 
 /* -- regions of a call ----------------------------------------------------------------------------------------- */
 
@@ -50,20 +53,30 @@ static int look_up(struct kvs_engine *engine, struct kvs_scratch *scratch, uint6
 
 /* -- is it of the right kind? ---------------------------------------------------------------------------------- */
 
+/* "gpu_ptrs[3]", or the name alone where the argument is no list. */
+static const char *side_text(const struct kvs_side *side, char text[SIDE_TEXT]) {
+  if (side->index == SIZE_MAX)
+    snprintf(text, SIDE_TEXT, "%s", side->name);
+  else
+    snprintf(text, SIDE_TEXT, "%s[%zu]", side->name, side->index);
+  return text;
+}
+
 static int check_kind(struct kvs_engine *engine, const struct kvs_region *region, uint64_t address,
                       const struct kvs_side *side, struct kvs_error *err) {
+  char text[SIDE_TEXT];
   bool device = region->memory == KVS_MEMORY_DEVICE;
   bool host = region->memory == KVS_MEMORY_PINNED || region->memory == KVS_MEMORY_PAGEABLE;
   if (device && region->device != engine->device->ordinal)
-    return kvs_fail(err, KVS_INVALID, "%s[%zu] = 0x%" PRIx64 " is memory of device %d; this call runs on %s",
-                    side->name, side->index, address, region->device, engine->name);
+    return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is memory of device %d; this call runs on %s",
+                    side_text(side, text), address, region->device, engine->name);
   if ((side->want == KVS_SIDE_GPU && host) || (side->want == KVS_SIDE_CPU && device))
-    return kvs_fail(err, KVS_INVALID, "%s[%zu] = 0x%" PRIx64 " is %s memory; %s memory is wanted there", side->name,
-                    side->index, address, kvs_memory_name(region->memory),
+    return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is %s memory; %s memory is wanted there",
+                    side_text(side, text), address, kvs_memory_name(region->memory),
                     side->want == KVS_SIDE_GPU ? "device" : "host");
   if (side->write && !region->writable)
-    return kvs_fail(err, KVS_INVALID, "%s[%zu] = 0x%" PRIx64 " is read-only memory and cannot be a destination",
-                    side->name, side->index, address);
+    return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is read-only memory and cannot be a destination",
+                    side_text(side, text), address);
   return KVS_OK;
 }
 
@@ -71,6 +84,7 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
                      const struct kvs_side *side, struct kvs_error *err) {
   uint64_t at = address, end = address + nbytes;
   enum kvs_origin leaving = KVS_ORIGIN_OTHER;
+  char text[SIDE_TEXT];
   while (at < end) {
     const struct kvs_region *region = kvs_regions_find(&scratch->regions, at);
     int status = region ? KVS_OK : look_up(engine, scratch, at, &region, err);
@@ -78,12 +92,11 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
         !status && at != address && (leaving == KVS_ORIGIN_ALLOCATED || region->origin == KVS_ORIGIN_ALLOCATED);
     if (beyond) status = KVS_INVALID;
     if (status == KVS_INVALID && at == address)
-      return kvs_fail(err, status, "%s[%zu] = 0x%" PRIx64 " is not mapped memory", side->name, side->index, address);
+      return kvs_fail(err, status, "%s = 0x%" PRIx64 " is not mapped memory", side_text(side, text), address);
     if (status == KVS_INVALID)
       return kvs_fail(err, status,
-                      "%s[%zu] = 0x%" PRIx64 ": %" PRIu64 " bytes are named from there, but only %" PRIu64
-                      " are mapped",
-                      side->name, side->index, address, nbytes, at - address);
+                      "%s = 0x%" PRIx64 ": %" PRIu64 " bytes are named from there, but only %" PRIu64 " are mapped",
+                      side_text(side, text), address, nbytes, at - address);
     if (!status) status = check_kind(engine, region, at, side, err);
     if (status) return status;
     leaving = region->origin;

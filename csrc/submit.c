@@ -400,7 +400,9 @@ static int submit_in_order(struct submission *s) {
 
 int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_options *options,
                struct kvs_transfer **out, struct kvs_error *err) {
-  struct submission s = {.engine = engine, .device = engine->device, .work = work, .options = options, .err = err};
+  static const struct kvs_options defaults = {.priority = KVS_PRIORITY_NORMAL};
+  struct submission s = {.engine = engine, .device = engine->device, .work = work, .err = err};
+  s.options = options ? options : &defaults;
   size_t copies = work->scratch->copies.count;
   s.transfer = kvs_transfer_new(engine, err);
   if (!s.transfer) return KVS_NOMEM;

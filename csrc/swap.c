@@ -52,8 +52,10 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
   bool load = call->direction == KVS_H2D;
   for (size_t t = 0; t < call->ntensors; t++) {
     const struct kvs_tensor *tensor = &call->tensors[t];
-    struct kvs_side gpu = {.name = "gpu_ptrs", .index = t, .write = load, .want = KVS_SIDE_GPU};
-    struct kvs_side cpu = {.name = "cpu_ptrs", .index = t, .write = !load, .want = KVS_SIDE_CPU};
+    bool one = call->ntensors == 1;
+    size_t index = one ? SIZE_MAX : t;
+    struct kvs_side gpu = {.name = one ? "gpu_ptr" : "gpu_ptrs", .index = index, .write = load, .want = KVS_SIDE_GPU};
+    struct kvs_side cpu = {.name = one ? "cpu_ptr" : "cpu_ptrs", .index = index, .write = !load, .want = KVS_SIDE_CPU};
     uint64_t gpu_end = 0, cpu_end = 0;
     if (kvs_plan_extent(tensor->gpu, tensor->gpu_blocks, tensor->gpu_stride, tensor->nbytes, &gpu_end) ||
         kvs_plan_extent(tensor->cpu, tensor->cpu_blocks, tensor->cpu_stride, tensor->nbytes, &cpu_end))

@@ -7,22 +7,30 @@ Importing opens no device, starts no thread and makes no CUDA context. Most engi
 import os
 from enum import IntEnum
 
-from kvswap._C import (
-    Device,
-    DeviceError,
-    Error,
-    Event,
-    Memory,
-    QueueFull,
-    Stream,
-    Transfer,
-    __version__,
-    swap_blocks_batch,
-    swap_cache_all_layers,
-    swap_cache_all_layers_async,
-    swap_cache_per_layer,
-    swap_cache_per_layer_async,
-)
+try:
+    from kvswap._C import (
+        Device,
+        DeviceError,
+        Error,
+        Event,
+        Memory,
+        QueueFull,
+        Stream,
+        Transfer,
+        __version__,
+        swap_blocks_batch,
+        swap_cache_all_layers,
+        swap_cache_all_layers_async,
+        swap_cache_per_layer,
+        swap_cache_per_layer_async,
+    )
+except ModuleNotFoundError as error:
+    if error.name != "kvswap._C":
+        raise
+    raise ImportError(
+        f"{os.path.dirname(os.path.abspath(__file__))} is kvswap's source tree, without the compiled part: "
+        "start Python in another folder, or build it in place with `pip install -e .`"
+    ) from None
 from kvswap._devices import DeviceInfo, devices
 
 __all__ = [

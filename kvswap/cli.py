@@ -148,13 +148,17 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("trace", metavar="TRACE", help="the trace; - for the standard input")
     _add_geometry(parser)
+    _add_tiers(parser)
+    _add_run_options(parser)
+    parser.set_defaults(run=_replay)
+
+
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group("tiers (least recently used out first, written through to the host tier)")
     for tier in ("gpu", "host"):
         size = tiers.add_mutually_exclusive_group()
         size.add_argument(f"--{tier}-blocks", type=_count, metavar="N", help=f"size of the {tier} tier in blocks")
         size.add_argument(f"--{tier}-bytes", type=_size, metavar="SIZE", help="the same in bytes, such as 8GiB")
-    _add_run_options(parser)
-    parser.set_defaults(run=_replay)
 
 
 def _add_geometry(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +200,12 @@ def _add_device(parser: argparse._ActionsContainer) -> None:
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("demo", help="replay the small trace that ships with kvswap")
+    parser = commands.add_parser(
+        "demo",
+        help="replay the small trace that ships with kvswap",
+        description="Replays the trace that ships with kvswap through tiers so small that blocks leave and come back.",
+    )
+    _add_tiers(parser)
     _add_run_options(parser)
     parser.set_defaults(run=_demo)
 
@@ -236,7 +245,10 @@ def _demo(args: argparse.Namespace) -> int:
         device = open_device(args.device)
         shape = geometry.scale(geometry.named("llama-3.1-8b"), _DEMO_BLOCK_NBYTES[device.kind])
         room = settings.room(device)
-        sizes = settings.choose_sizes(shape.block_nbytes, room, _DEMO_BLOCKS["gpu"], _DEMO_BLOCKS["host"])
+        gpu = _blocks(args.gpu_blocks, args.gpu_bytes, shape.block_nbytes)
+        host = _blocks(args.host_blocks, args.host_bytes, shape.block_nbytes)
+        gpu, host = (asked or _DEMO_BLOCKS[tier] for asked, tier in ((gpu, "gpu"), (host, "host")))
+        sizes = settings.choose_sizes(shape.block_nbytes, room, gpu, host)
         return _run(args, trace, device, _settings(args, shape, sizes), write)
 
 

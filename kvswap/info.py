@@ -53,7 +53,11 @@ class Report:
 
     def _build_line(self) -> str:
         archs = self.build.get("archs")
-        return f"build    kernels for {archs}" if archs else "build    no kernels for GPUs: there was no nvcc"
+        return (
+            f"build    kernels for {archs}"
+            if archs
+            else "build    no kernels for GPUs: no nvcc was found, or KVSWAP_CUDA=off"
+        )
 
 
 def collect(*, open_devices: bool = False) -> Report:

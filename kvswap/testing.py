@@ -37,6 +37,15 @@ _KINDS: dict[str, Kind] = {"call": "call", "copy": "copy"}
 _ACTIONS: dict[str, Action] = {"fail": "fail", "skip": "skip", "lose": "lose", "delay": "delay"}
 
 
+_KINDS_OF: dict[str, tuple[str, ...]] = {"call": ("fail", "lose", "delay"), "copy": ("fail", "skip")}
+OPERATIONS = (
+    *("alloc", "free", "host_alloc", "host_free", "host_register", "host_unregister", "pointer_query"),
+    *("stream_create", "stream_destroy", "stream_query", "stream_info", "synchronize", "stream_wait"),
+    *("event_create", "event_destroy", "event_record", "event_query", "event_elapsed"),
+    *("copy", "copy_batch", "copy_direct", "copy_rect", "fill", "launch", "write32", "wait32"),
+)
+
+
 def parse_kind(text: str) -> Kind | None:
     """The kind of fault by that name, or None."""
     return _KINDS.get(text)
@@ -92,6 +101,12 @@ def fault(
     default the first, or with `every` the every-th), then each `every`-th after it; with every=0 only that one. One
     fault a kind at a time.
     """
+    if action not in _KINDS_OF[kind]:
+        raise ValueError(f"action is {action!r}; a fault of kind {kind!r} is one of {', '.join(_KINDS_OF[kind])}")
+    if operation and operation not in OPERATIONS:
+        raise ValueError(f"operation is {operation!r}; it is one of {', '.join(OPERATIONS)}")
+    if every < 0 or (nth is not None and nth < 1):
+        raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     first = (every or 1) if nth is None else nth
     _C._set_fault(device, kind, action, operation=operation, nth=first, every=every, code=code, delay=delay)
     try:

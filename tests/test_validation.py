@@ -184,7 +184,7 @@ def per_layer(cache: Cache, **changed: Any) -> Callable[[], Any]:
         ({"direction": None}, ValueError, "direction.*None"),
         ({"path": "warp"}, ValueError, "path.*warp.*auto.*dma.*kernel.*direct"),
         ({"path": 1}, TypeError, "path"),
-        ({"priority": "urgent"}, ValueError, "priority.*urgent.*high.*normal.*background"),
+        ({"priority": "urgent"}, ValueError, "priority.*urgent.*normal.*high.*background"),
         ({"max_ctas": 0}, ValueError, "max_ctas.* 0"),
         ({"max_ctas": -1}, ValueError, "max_ctas.*-1"),
         ({"max_ctas": 1 << 40}, ValueError, "max_ctas"),

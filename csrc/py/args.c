@@ -6,7 +6,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-const char *const kvs_py_priority_names[3] = {"high", "normal", "background"};
+const char *const kvs_py_priority_names[3] = {"normal", "high", "background"};
 
 static int find_name(const struct kvs_py_args *spec, PyObject *key) {
   for (int i = 0; i < spec->total; ++i)

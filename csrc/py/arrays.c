@@ -36,6 +36,8 @@ bool kvs_py_is_scalar(PyObject *object) { return PyArray_CheckScalar(object) && 
 int kvs_py_array_address(PyObject *object, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_IS_C_CONTIGUOUS(array)) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  if (PyDataType_REFCHK(PyArray_DESCR(array)))
+    return kvs_py_complain(PyExc_TypeError, name, index, "holds Python objects: their bytes are not to be moved");
   address->ptr = (uint64_t)(uintptr_t)PyArray_DATA(array);
   address->nbytes = (uint64_t)PyArray_NBYTES(array);
   address->readonly = !PyArray_ISWRITEABLE(array);

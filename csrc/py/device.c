@@ -380,7 +380,8 @@ PyDoc_STRVAR(
     "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not overlap, and a\n"
     "copy is never merged across the end of one. The caller keeps the memory mapped until unregister(ptr).");
 PyDoc_STRVAR(unregister_doc, "unregister($self, ptr, /)\n--\n\n"
-                             "Undo register(ptr). First waits, for 60 s at most, for every transfer of the device.");
+                             "Undo register(ptr). First waits, for 60 s at most, for the transfers that may\n"
+                             "use it. ValueError if nothing is registered there.");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\n"
                         "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), "
                         "bytes_d2h, bytes_h2d,\n"

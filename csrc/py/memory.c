@@ -172,13 +172,14 @@ static PyObject *memory_interface(PyObject *object, void *reachable) {
 }
 
 PyDoc_STRVAR(memory_doc,
-             "Memory from Device.alloc(). Freed with its last reference, transfers that use it first.\n\n"
+             "Memory from Device.alloc(). Freed with its last reference, which may have to wait: see free().\n\n"
              "It has the buffer protocol (writable bytes) and __array_interface__ where the CPU can read it, and\n"
              "__cuda_array_interface__ where it is memory of a GPU; it is taken wherever kvswap takes a tensor.");
 PyDoc_STRVAR(
     free_doc,
     "free($self, /)\n--\n\n"
-    "Free it now. First waits for every transfer of the device; after 60 s TimeoutError, and nothing was freed.\n\n"
+    "Free it now. First waits for the transfers that may use it (after 60 s TimeoutError, and nothing was freed);\n"
+    "the driver then waits for what else runs on the device.\n\n"
     "BufferError while arrays made from it are alive; kvswap.Error if it is freed already. Any thread may call.");
 PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address, as torch's tensors say it. The same as ptr.");
 

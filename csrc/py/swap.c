@@ -265,8 +265,8 @@ static int read_limits(PyObject *const *common, struct kvs_options *options) {
   if (given(common[MAX_CTAS])) {
     uint64_t ctas;
     if (kvs_py_uint64(common[MAX_CTAS], "max_ctas", -1, &ctas) < 0) return -1;
-    if (ctas == 0 || ctas > UINT32_MAX)
-      return kvs_py_complain(PyExc_ValueError, "max_ctas", -1, "is %R: must be 1 or more, or None", common[MAX_CTAS]);
+    if (ctas == 0 || ctas > 1024)
+      return kvs_py_complain(PyExc_ValueError, "max_ctas", -1, "is %R: must be 1 to 1024, or None", common[MAX_CTAS]);
     options->max_ctas = (unsigned)ctas;
   }
   if (given(common[PACE_GBPS])) {
