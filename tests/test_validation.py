@@ -392,7 +392,7 @@ def batch(cache: Cache, src: Any = (0, 64), dst: Any = (128, 64), sizes: Any = 6
         ({"src": [0, 0]}, ValueError, r"src_ptrs\[0\] is 0"),
         ({"dst": np.array([0x20, 0x10], np.uint64), "sizes": 8}, ValueError, r"dst_ptrs\[0\].*0x20.*not mapped"),
         ({"dst": (0, 449)}, ValueError, r"dst_ptrs\[1\].*64 bytes.*only 63"),
-        ({"src": (0, 512)}, ValueError, r"src_ptrs\[1\]"),
+        ({"src": (0, 511)}, ValueError, r"src_ptrs\[1\].*64 bytes.*only 1"),
         ({"src": np.array([0.0, 1.0])}, TypeError, "src_ptrs.*float64"),
         ({"path": "fast"}, ValueError, "path.*fast"),
         ({"max_ctas": 0}, ValueError, "max_ctas"),
