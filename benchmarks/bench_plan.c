@@ -67,7 +67,7 @@ int main(int argc, char **argv) {
     t0 = now_ns();
     status = kvs_plan_batch(src, dst, &size, true, n, true, &copies, &err);
     t1 = now_ns();
-    status = status || kvs_plan_check_disjoint(&copies, "entry", &scratch, &err);
+    status = status || kvs_plan_check_disjoint(&copies, &(struct kvs_plan_naming){.entry = "entry"}, &scratch, &err);
     double t2 = now_ns();
     if (status) return fprintf(stderr, "%s\n", err.message), 1;
     batch[at] = t1 - t0;

@@ -6,6 +6,7 @@
 #include "plan.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -140,14 +141,26 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
 
 /* -- every copy ------------------------------------------------------------------------------------------------ */
 
-static int refuse_two(const struct kvs_copies *copies, uint32_t a, uint32_t b, const char *what,
+enum { ENTRY_TEXT = 48 };
+
+/* "entry 3", "block 3", or "block 3 of tensor 1" where the copies come tensor by tensor. */
+static const char *entry_text(const struct kvs_copies *copies, size_t i, const struct kvs_plan_naming *naming,
+                              char text[ENTRY_TEXT]) {
+  int n = snprintf(text, ENTRY_TEXT, "%s %" PRIu32, naming->entry, copies->block[i]);
+  if (naming->per_tensor && copies->count > naming->per_tensor)
+    snprintf(text + n, ENTRY_TEXT - (size_t)n, " of tensor %zu", i / naming->per_tensor);
+  return text;
+}
+
+static int refuse_two(const struct kvs_copies *copies, uint32_t a, uint32_t b, const struct kvs_plan_naming *naming,
                       struct kvs_error *err) {
-  uint32_t first = copies->block[a] < copies->block[b] ? a : b, second = first == a ? b : a;
-  return kvs_fail(err, KVS_INVALID,
-                  "destinations overlap: %s %" PRIu32 " writes [0x%" PRIx64 ", 0x%" PRIx64 ") and %s %" PRIu32
-                  " writes [0x%" PRIx64 ", 0x%" PRIx64 ")",
-                  what, copies->block[first], copies->dst[first], copies->dst[first] + copies->nbytes[first], what,
-                  copies->block[second], copies->dst[second], copies->dst[second] + copies->nbytes[second]);
+  uint32_t first = a < b ? a : b, second = a < b ? b : a;
+  char one[ENTRY_TEXT], other[ENTRY_TEXT];
+  return kvs_fail(
+      err, KVS_INVALID,
+      "destinations overlap: %s writes [0x%" PRIx64 ", 0x%" PRIx64 ") and %s writes [0x%" PRIx64 ", 0x%" PRIx64 ")",
+      entry_text(copies, first, naming, one), copies->dst[first], copies->dst[first] + copies->nbytes[first],
+      entry_text(copies, second, naming, other), copies->dst[second], copies->dst[second] + copies->nbytes[second]);
 }
 
 /* The span with begin <= address that is nearest to it, or NULL. */
@@ -163,18 +176,20 @@ static const struct kvs_span *below(const struct kvs_span *spans, size_t count, 
   return low ? &spans[low - 1] : NULL;
 }
 
-static int check_sources(const struct kvs_copies *copies, const struct kvs_span *dst, const char *what,
-                         struct kvs_error *err) {
+static int check_sources(const struct kvs_copies *copies, const struct kvs_span *dst,
+                         const struct kvs_plan_naming *naming, struct kvs_error *err) {
   uint64_t low = dst[0].begin, high = dst[copies->count - 1].end;
+  char reader[ENTRY_TEXT], writer[ENTRY_TEXT];
   for (size_t i = 0; i < copies->count; i++) {
     uint64_t begin = copies->src[i], end = begin + copies->nbytes[i];
     if (end <= low || begin >= high) continue;
     const struct kvs_span *hit = below(dst, copies->count, end - 1);
     if (!hit || hit->end <= begin) continue;
     return kvs_fail(err, KVS_INVALID,
-                    "%s %" PRIu32 " reads [0x%" PRIx64 ", 0x%" PRIx64 "), which %s %" PRIu32
-                    " of the same call writes: the copies of a call have no order",
-                    what, copies->block[i], begin, end, what, copies->block[hit->index]);
+                    "%s reads [0x%" PRIx64 ", 0x%" PRIx64
+                    "), which %s of the same call writes: the copies of a call have "
+                    "no order",
+                    entry_text(copies, i, naming, reader), begin, end, entry_text(copies, hit->index, naming, writer));
   }
   return KVS_OK;
 }
@@ -226,8 +241,8 @@ static bool apart_on_a_grid(const struct kvs_copies *copies, struct kvs_plan_scr
   return apart;
 }
 
-int kvs_plan_check_disjoint(const struct kvs_copies *copies, const char *what, struct kvs_plan_scratch *scratch,
-                            struct kvs_error *err) {
+int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_naming *naming,
+                            struct kvs_plan_scratch *scratch, struct kvs_error *err) {
   size_t count = copies->count;
   if (count == 0 || apart_on_a_grid(copies, scratch)) return KVS_OK;
   int status = grow_spans(scratch, 2 * count, err);
@@ -238,6 +253,7 @@ int kvs_plan_check_disjoint(const struct kvs_copies *copies, const char *what, s
         (struct kvs_span){.begin = copies->dst[i], .end = copies->dst[i] + copies->nbytes[i], .index = (uint32_t)i};
   const struct kvs_span *sorted = sort_spans(spans, spans + count, count);
   for (size_t i = 1; i < count; i++)
-    if (sorted[i].begin < sorted[i - 1].end) return refuse_two(copies, sorted[i - 1].index, sorted[i].index, what, err);
-  return check_sources(copies, sorted, what, err);
+    if (sorted[i].begin < sorted[i - 1].end)
+      return refuse_two(copies, sorted[i - 1].index, sorted[i].index, naming, err);
+  return check_sources(copies, sorted, naming, err);
 }

@@ -43,9 +43,15 @@ int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const stru
 int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
                    bool merge, struct kvs_copies *copies, struct kvs_error *err);
 
-/* Destinations must overlap neither each other nor any source. `what` names an entry in the message ("entry", "block"). */
-int kvs_plan_check_disjoint(const struct kvs_copies *copies, const char *what, struct kvs_plan_scratch *scratch,
-                            struct kvs_error *err);
+/* How messages name a copy: "entry 3", or "block 3 of tensor 1" where the copies come tensor by tensor, `per_tensor` each. */
+struct kvs_plan_naming {
+  const char *entry;
+  size_t per_tensor; /* 0: there are no tensors, or runs were merged */
+};
+
+/* Destinations must overlap neither each other nor any source. */
+int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_naming *naming,
+                            struct kvs_plan_scratch *scratch, struct kvs_error *err);
 
 /* Cut every copy that crosses the end of a region with a seam, on either side. */
 int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions, struct kvs_error *err);

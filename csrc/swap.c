@@ -19,12 +19,13 @@ static bool may_cross_seams(const struct kvs_regions *regions) {
 }
 
 /* Merged copies are fewer to check; where they overlap, the list is made again unmerged to name the entries. */
-static int check_disjoint(struct kvs_scratch *scratch,
-                          int (*expand)(const void *, struct kvs_copies *, struct kvs_error *), const void *call,
-                          const char *what, struct kvs_error *err) {
-  int status = kvs_plan_check_disjoint(&scratch->copies, what, &scratch->plan, err);
-  if (status != KVS_INVALID || expand(call, &scratch->single, err)) return status;
-  (void)kvs_plan_check_disjoint(&scratch->single, what, &scratch->plan, err);
+static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *work, const char *entry, size_t ntensors,
+                          struct kvs_error *err) {
+  struct kvs_plan_naming naming = {.entry = entry};
+  int status = kvs_plan_check_disjoint(&scratch->copies, &naming, &scratch->plan, err);
+  if (status != KVS_INVALID || work->expand(work->call, &scratch->single, err)) return status;
+  naming.per_tensor = ntensors ? scratch->single.count / ntensors : 0;
+  (void)kvs_plan_check_disjoint(&scratch->single, &naming, &scratch->plan, err);
   return err->status;
 }
 
@@ -67,8 +68,9 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
   return KVS_OK;
 }
 
-static int check_and_plan_cache(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct cache_call *call,
+static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work *work, const struct cache_call *call,
                                 struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
   if (!status) status = cover_tensors(engine, scratch, call, err); /* so that the counts are believable below */
@@ -76,7 +78,7 @@ static int check_and_plan_cache(struct kvs_engine *engine, struct kvs_scratch *s
     status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
                                 &scratch->plan, err);
   if (!status) status = plan_cache(call, true, &scratch->copies, err);
-  if (!status && !disjoint) status = check_disjoint(scratch, expand_cache, call, "block", err);
+  if (!status && !disjoint) status = check_disjoint(scratch, work, "block", call->ntensors, err);
   if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
   return status;
 }
@@ -120,7 +122,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
   gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
-  if (!status) status = check_and_plan_cache(engine, scratch, &call, err);
+  if (!status) status = check_and_plan_cache(engine, &work, &call, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;
@@ -199,7 +201,7 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   status = plan_batch(&call, true, &scratch->copies, err);
   for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
   if (!status) status = cover_batch(engine, scratch, &work.direction, err);
-  if (!status) status = check_disjoint(scratch, expand_batch, &call, "entry", err);
+  if (!status) status = check_disjoint(scratch, &work, "entry", 0, err);
   if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);

@@ -56,10 +56,10 @@ __all__ = [
 
 
 class Direction(IntEnum):
-    """Which way the blocks of a cache move: the `direction` of the swap_cache functions."""
+    """The `direction` of the swap_cache functions: D2H, GPU to host (offload), or H2D, host to GPU (onboard)."""
 
-    D2H = 0  # GPU to host: offload
-    H2D = 1  # host to GPU: onboard
+    D2H = 0
+    H2D = 1
 
 
 def _log_to_stderr(level: str) -> None:

@@ -11,7 +11,12 @@ from kvswap import _C
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device, as far as it can be known without opening it. A path's value is "on", or why it is not."""
+    """One device, as far as it can be known without opening it.
+
+    name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
+    GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.
+    driver: the CUDA version it is for. paths: "dma", "kernel" and "direct", each "on", or why not.
+    """
 
     name: str  # what kvswap.Device takes: "cuda:0", "host:0"
     kind: str  # "cuda" or "host"

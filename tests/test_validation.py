@@ -559,3 +559,13 @@ def test_wrong_calls(
 ) -> None:
     with pytest.raises(error, match=message):
         call(device)
+
+
+def test_one_tensor_given_twice(cache: Cache) -> None:
+    """The message tells which of the tensors, not only which blocks."""
+    gpu, cpu = [cache.gpu.ptr] * 2, [cache.cpu.ptr] * 2
+
+    def swap() -> None:
+        kvswap.swap_cache_all_layers(gpu, cpu, 64, 8, 8, [1], [2], cache.direction, device=cache.device)
+
+    refused(cache, ValueError, "overlap: block 0 of tensor 0 writes.*block 0 of tensor 1 writes", swap)

@@ -191,7 +191,8 @@ PyDoc_STRVAR(
     "nothing: look at Transfer.error. Any thread may call.");
 PyDoc_STRVAR(elapsed_time_doc,
              "elapsed_time($self, other, /)\n--\n\n"
-             "Seconds from this event to the other, a float. Both must have been reached and be of one device.");
+             "Seconds from this event to the other, a float. Both must have been reached and be of one device.\n\n"
+             "DeviceError: one was never recorded or has no timing (code 400), or was not reached yet (600).");
 PyDoc_STRVAR(
     wait_doc,
     "wait($self, stream, /)\n--\n\nWork queued on the stream later waits for this event. Does not block the caller.");

@@ -366,10 +366,13 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, read_
   "and\n"                                                                                                              \
   "  2 as CUDA means them), a torch, cupy or kvswap stream. None: after the device's compute stream, and nobody "      \
   "waits.\n"                                                                                                           \
-  "after: an Event, Transfer or stream to start after, or an iterable of them.\n"                                      \
+  "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its "     \
+  "error.\n"                                                                                                           \
   "device: Device, its name, or None: the pointers' GPU, host:0 where there is none.\n"                                \
   "path: 'auto', 'dma' (copy engines), 'kernel' (GPU) or 'direct' (host device). priority: 'high', 'normal',\n"        \
-  "  'background'. max_ctas, pace_gbps: bounds of path 'kernel', in CTAs and 10^9 bytes a second.\n\n"                 \
+  "  'background'. max_ctas, pace_gbps: bounds of path 'kernel', in CTAs (1 to 1024; None: 8, or 4 in the "            \
+  "background)\n"                                                                                                      \
+  "  and 10^9 bytes a second (None: unpaced, or 40 in the background).\n\n"                                            \
   "Tensors are held until the transfer ended; behind a plain address the caller keeps the memory until done().\n"      \
   "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing "      \
   "moved;\n"                                                                                                           \
@@ -386,28 +389,23 @@ PyDoc_STRVAR(
     "src_ptrs, dst_ptrs: int64 or uint64 arrays (n,), or sequences of addresses and tensors. sizes: bytes, an array "
     "or\n"
     "  sequence (n,), or one int for all.\n" COMMON_DOC);
-PyDoc_STRVAR(
-    swap_cache_per_layer_async_doc,
-    "swap_cache_per_layer_async" CACHE_SIGNATURE(
-        "") "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of one tensor; returns the Transfer at once.\n\n"
-            "gpu_ptr, cpu_ptr: an address or a tensor. block_nbytes, num_gpu_blocks, num_cpu_blocks: ints.\n" CACHE_DOC
-                COMMON_DOC);
-PyDoc_STRVAR(
-    swap_cache_all_layers_async_doc,
-    "swap_cache_all_layers_async" CACHE_SIGNATURE(
-        "s") "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor; returns the Transfer at once.\n\n"
-             "gpu_ptrs, cpu_ptrs: int64 or uint64 arrays (t,), or sequences of addresses and tensors. block_nbytes,\n"
-             "  num_gpu_blocks, num_cpu_blocks, gpu_stride, cpu_stride: one int, or t of them.\n" CACHE_DOC COMMON_DOC);
-PyDoc_STRVAR(swap_cache_per_layer_doc,
-             "swap_cache_per_layer" CACHE_SIGNATURE(
-                 "") "As swap_cache_per_layer_async(), then wait: returns None when the bytes have arrived, or raises "
-                     "why not.\n\n"
-                     "Ctrl-C works, and lets the transfer go on. Other threads run meanwhile.");
-PyDoc_STRVAR(swap_cache_all_layers_doc,
-             "swap_cache_all_layers" CACHE_SIGNATURE(
-                 "s") "As swap_cache_all_layers_async(), then wait: returns None when the bytes have arrived, or "
-                      "raises why not.\n\n"
-                      "Ctrl-C works, and lets the transfer go on. Other threads run meanwhile.");
+#define LAYER_DOC                                                                                                      \
+  "gpu_ptr, cpu_ptr: an address or a tensor. block_nbytes, num_gpu_blocks, num_cpu_blocks: ints.\n" CACHE_DOC COMMON_DOC
+#define LAYERS_DOC                                                                                                     \
+  "gpu_ptrs, cpu_ptrs: int64 or uint64 arrays (t,), or sequences of addresses and tensors. block_nbytes,\n"            \
+  "  num_gpu_blocks, num_cpu_blocks, gpu_stride, cpu_stride: one int, or t of them.\n" CACHE_DOC COMMON_DOC
+#define LAYER_HEAD "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of one tensor"
+#define LAYERS_HEAD "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor"
+#define AT_ONCE "; returns the Transfer at once.\n\n"
+#define WHEN_DONE                                                                                                      \
+  "; returns None when the bytes have\narrived, or raises why not. Ctrl-C works, and lets the transfer go on.\n\n"
+
+PyDoc_STRVAR(swap_cache_per_layer_doc, "swap_cache_per_layer" CACHE_SIGNATURE("") LAYER_HEAD WHEN_DONE LAYER_DOC);
+PyDoc_STRVAR(swap_cache_per_layer_async_doc,
+             "swap_cache_per_layer_async" CACHE_SIGNATURE("") LAYER_HEAD AT_ONCE LAYER_DOC);
+PyDoc_STRVAR(swap_cache_all_layers_doc, "swap_cache_all_layers" CACHE_SIGNATURE("s") LAYERS_HEAD WHEN_DONE LAYERS_DOC);
+PyDoc_STRVAR(swap_cache_all_layers_async_doc,
+             "swap_cache_all_layers_async" CACHE_SIGNATURE("s") LAYERS_HEAD AT_ONCE LAYERS_DOC);
 
 #define ROW(name) {#name, KVS_PY_FASTCALL(name), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_swap_methods[] = {

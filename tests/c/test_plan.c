@@ -110,7 +110,9 @@ static void test_cache_plans(void) {
     CHECK(merged.count <= single.count && total(&merged) == total(&single));
     bool apart = brute_disjoint(&single);
     if (disjoint) CHECK(apart, "round %d: proved what is not so", round);
-    CHECK((kvs_plan_check_disjoint(&merged, "block", &scratch, &err) == KVS_OK) == apart, "round %d", round);
+    CHECK((kvs_plan_check_disjoint(&merged, &(struct kvs_plan_naming){.entry = "block"}, &scratch, &err) == KVS_OK) ==
+              apart,
+          "round %d", round);
     proved += disjoint;
     overlapping += !apart;
     if (!apart) continue;
@@ -214,7 +216,9 @@ static void test_batches(void) {
     CHECK(single.count == count && merged.count <= count && total(&single) == total(&merged));
     bool apart = brute_disjoint(&single);
     overlapping += !apart;
-    CHECK((kvs_plan_check_disjoint(&merged, "entry", &scratch, &err) == KVS_OK) == apart, "round %d", round);
+    CHECK((kvs_plan_check_disjoint(&merged, &(struct kvs_plan_naming){.entry = "entry"}, &scratch, &err) == KVS_OK) ==
+              apart,
+          "round %d", round);
     if (!apart) continue;
     memcpy(want, start, ARENA);
     memcpy(got, start, ARENA);
