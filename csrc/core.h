@@ -99,9 +99,11 @@ struct kvs_engine {
   atomic_bool closed;
   pthread_mutex_t
       stream_locks[KVS_STREAM_LOCKS]; /* by stream id: transfers of one caller's stream are queued one by one */
-  _Atomic(kvs_stream) compute_stream;
-  atomic_uint_fast64_t compute_id; /* of that stream, 0: unknown */
-  bool compute_kept;               /* guarded by lock: nobody else is left to destroy it */
+  kvs_stream compute_stream;          /* guarded by lock */
+  uint64_t compute_id;                /* guarded by lock: of that stream, 0: unknown */
+  bool compute_kept;                  /* guarded by lock: nobody else is left to destroy it */
+  kvs_stream *retired; /* guarded by lock: kept ones that were replaced; a submitter may still look at them */
+  size_t nretired;
   atomic_uint_fast64_t tickets;
   atomic_uint depth; /* of new lanes */
 

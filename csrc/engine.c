@@ -114,13 +114,23 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   return status;
 }
 
+/* Streams that the engine kept go once nobody is submitting: until then one may have been read and not yet waited for. */
+static void destroy_retired_locked(struct kvs_engine *engine) {
+  struct kvs_error ignored;
+  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next)
+    if (lane->users) return;
+  while (engine->nretired) (void)kvs_dev_stream_destroy(engine->device, engine->retired[--engine->nretired], &ignored);
+}
+
 static void destroy(struct kvs_engine *engine) {
   struct kvs_error err;
   if (engine->device->fork_generation == kvs_fork_generation()) {
     (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
     kvs_lanes_destroy(engine);
-    if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, atomic_load(&engine->compute_stream), &err);
+    if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, engine->compute_stream, &err);
+    destroy_retired_locked(engine);
+    free(engine->retired);
     kvs_memory_destroy(engine);
     kvs_dev_close(engine->device);
   }
@@ -140,7 +150,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   }
   atomic_init(&engine->refs, 1);
   atomic_init(&engine->depth, KVS_DEFAULT_DEPTH);
-  atomic_init(&engine->compute_stream, KVS_STREAM_LEGACY);
+  engine->compute_stream = KVS_STREAM_LEGACY;
   engine->device = device;
   snprintf(engine->name, sizeof engine->name, "%s", name);
   pthread_mutex_init(&engine->lock, NULL);
@@ -247,27 +257,38 @@ const char *kvs_engine_name(const struct kvs_engine *engine) { return engine->na
 
 struct kvs_device *kvs_engine_device(struct kvs_engine *engine) { return engine->device; }
 
+static void retire_locked(struct kvs_engine *engine, kvs_stream stream) {
+  kvs_stream *grown = realloc(engine->retired, (engine->nretired + 1) * sizeof *grown);
+  if (!grown) return; /* it stays: there is no memory to remember it */
+  engine->retired = grown;
+  engine->retired[engine->nretired++] = stream;
+}
+
 int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err) {
   struct kvs_stream_info info;
   if (stream == KVS_STREAM_PER_THREAD)
     return kvs_fail(err, KVS_INVALID,
-                    "the per-thread default stream (2) is another one in each thread: it cannot be the "
-                    "compute stream; give the handle of a real one");
+                    "the per-thread default stream (2) is another one in each thread: it cannot be the compute stream; "
+                    "give the handle of a real one");
   int status = kvs_dev_stream_info(engine->device, stream, &info, err);
   if (status) return status;
+  if (stream == 0) stream = KVS_STREAM_LEGACY;
   pthread_mutex_lock(&engine->lock);
-  kvs_stream old = engine->compute_kept ? atomic_load(&engine->compute_stream) : 0;
-  engine->compute_kept = false;
-  atomic_store(&engine->compute_id, info.capturing ? 0 : info.id);
-  atomic_store(&engine->compute_stream, stream ? stream : KVS_STREAM_LEGACY);
+  if (stream != engine->compute_stream) {
+    if (engine->compute_kept) retire_locked(engine, engine->compute_stream);
+    engine->compute_kept = false;
+  }
+  engine->compute_id = info.capturing ? 0 : info.id;
+  engine->compute_stream = stream;
+  destroy_retired_locked(engine);
   pthread_mutex_unlock(&engine->lock);
-  return old ? kvs_dev_stream_destroy(engine->device, old, err) : KVS_OK;
+  return KVS_OK;
 }
 
 bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
   if (engine->device->fork_generation != kvs_fork_generation()) return true; /* it is the parent's */
   pthread_mutex_lock(&engine->lock);
-  bool keep = atomic_load(&engine->compute_stream) == stream;
+  bool keep = engine->compute_stream == stream;
   engine->compute_kept |= keep;
   pthread_mutex_unlock(&engine->lock);
   return keep;
@@ -330,8 +351,8 @@ static void *synchronize(void *arg) {
   struct kvs_sync *sync = arg;
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
   kvs_engine_reap(sync->engine);
-  kvs_engine_free_orphans(sync->engine);
   atomic_store(&sync->status, status);
+  kvs_engine_free_orphans(sync->engine, 0);
   kvs_sync_drop(sync);
   return NULL;
 }

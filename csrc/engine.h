@@ -18,7 +18,7 @@ KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth,
 /* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done by
  * the next alloc or synchronize, or at the end. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
-KVS_API void kvs_engine_free_orphans(struct kvs_engine *engine);
+KVS_API void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns); /* what is in use then stays */
 
 /* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop. */
 struct kvs_sync;

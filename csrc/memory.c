@@ -107,6 +107,8 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
 
+static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
+
 static int add_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
@@ -124,8 +126,12 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
   int status = kvs_dev_check(device, err);
   if (status) return status;
-  kvs_engine_free_orphans(engine);
-  status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
+  kvs_engine_free_orphans(engine, 0);
+  for (int tries = 0; tries < 2; tries++) {
+    status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
+    if (status != KVS_NOMEM || tries) break;
+    kvs_engine_free_orphans(engine, DRAIN_NS); /* now it is worth waiting for */
+  }
   if (status) return status;
   status = add_region(engine, *ptr, KVS_ORIGIN_ALLOCATED, err);
   if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
@@ -141,18 +147,16 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
   return found;
 }
 
-static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
-
 /* Take `ptr` out of the table once nothing queued can use it any more. */
-static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
-                  struct kvs_error *err) {
+static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, int64_t timeout_ns,
+                  struct kvs_region *region, struct kvs_error *err) {
   if (!known_region(engine, ptr, origin, region))
     return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
                     origin == KVS_ORIGIN_REGISTERED ? "registered" : "allocated");
   int status = kvs_dev_check(engine->device, err);
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
-  if (!status) status = kvs_engine_drain(engine, region, DRAIN_NS, err);
+  if (!status) status = kvs_engine_drain(engine, region, timeout_ns, err);
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
@@ -161,12 +165,16 @@ static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origi
   return status;
 }
 
-int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+static int free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
+  int status = retire(engine, ptr, KVS_ORIGIN_ALLOCATED, timeout_ns, &region, err);
   if (status) return status;
   return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
                                             : kvs_dev_host_free(engine->device, ptr, err);
+}
+
+int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  return free_within(engine, ptr, DRAIN_NS, err);
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
@@ -181,15 +189,17 @@ void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
   pthread_mutex_unlock(&engine->memory_lock);
 }
 
-void kvs_engine_free_orphans(struct kvs_engine *engine) {
+void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns) {
   struct kvs_error ignored;
-  for (;;) {
-    pthread_mutex_lock(&engine->memory_lock);
-    uint64_t ptr = engine->norphans ? engine->orphans[--engine->norphans] : 0;
-    pthread_mutex_unlock(&engine->memory_lock);
-    if (!ptr) return;
-    (void)kvs_engine_free(engine, ptr, &ignored);
-  }
+  pthread_mutex_lock(&engine->memory_lock);
+  uint64_t *orphans = engine->orphans;
+  size_t count = engine->norphans;
+  engine->orphans = NULL;
+  engine->norphans = engine->orphans_capacity = 0;
+  pthread_mutex_unlock(&engine->memory_lock);
+  for (size_t i = 0; i < count; i++)
+    if (free_within(engine, orphans[i], timeout_ns, &ignored) == KVS_TIMEOUT) kvs_engine_free_later(engine, orphans[i]);
+  free(orphans);
 }
 
 int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
@@ -205,7 +215,7 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
 
 int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  int status = retire(engine, ptr, KVS_ORIGIN_REGISTERED, DRAIN_NS, &region, err);
   return status ? status : kvs_dev_host_unregister(engine->device, ptr, err);
 }
 

@@ -21,8 +21,8 @@ enum {
   KERNEL_PIECE = 32 << 10, /* one CTA's share at a time */
   BACKGROUND_CTAS = 4,
 };
-static const double SLOWEST_NS_PER_MIB = 1e9; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
-static const double BACKGROUND_PACE = 40.0;   /* GB/s, under the load at which SM stores to the host stall the GPU */
+static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
+static const double BACKGROUND_PACE = 40.0; /* GB/s, under the load at which SM stores to the host stall the GPU */
 
 struct submission {
   struct kvs_engine *engine;
@@ -33,6 +33,7 @@ struct submission {
   struct kvs_lane *lane;
   size_t failed_capacity;
   size_t cursor;         /* where block_by_block() goes on */
+  bool leftovers;        /* something may stand on the spine although the call fails */
   int fatal;             /* KVS_OK, or why nothing more can be issued */
   struct kvs_error *err; /* of the whole call */
 };
@@ -194,7 +195,7 @@ static uint64_t pace(const struct submission *s, unsigned ctas) {
   if (gbps <= 0 && s->options->priority == KVS_PRIORITY_BACKGROUND) gbps = BACKGROUND_PACE;
   if (gbps <= 0) return 0;
   double ns = (double)(1 << 20) * ctas / gbps;
-  return ns < SLOWEST_NS_PER_MIB ? (uint64_t)ns + 1 : (uint64_t)SLOWEST_NS_PER_MIB;
+  return ns < (double)SLOWEST_NS_PER_MIB ? (uint64_t)ns + 1 : SLOWEST_NS_PER_MIB;
 }
 
 static int launch_pieces(struct submission *s, struct kvs_error *why) {
@@ -205,6 +206,7 @@ static int launch_pieces(struct submission *s, struct kvs_error *why) {
   unsigned ctas = s->options->max_ctas ? s->options->max_ctas : s->engine->default_ctas;
   if (!ctas) ctas = s->options->priority == KVS_PRIORITY_BACKGROUND ? BACKGROUND_CTAS : KERNEL_CTAS;
   if (npieces < ctas) ctas = (unsigned)npieces;
+  while (ctas > 1 && pace(s, ctas) >= SLOWEST_NS_PER_MIB) ctas /= 2; /* fewer, rather than faster than was asked for */
   struct kvs_copy_params params = {.pieces = staging->device, .npieces = npieces, .ns_per_mib = pace(s, ctas)};
   struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
                               .grid = ctas,
@@ -274,8 +276,10 @@ static int spine_waits_for_transfer(struct submission *s, size_t index, struct k
 /* The handle may have been given to another stream since it was set. */
 static int spine_waits_for_compute(struct submission *s) {
   struct kvs_stream_info info;
-  kvs_stream stream = atomic_load(&s->engine->compute_stream);
-  uint64_t id = atomic_load(&s->engine->compute_id);
+  pthread_mutex_lock(&s->engine->lock);
+  kvs_stream stream = s->engine->compute_stream;
+  uint64_t id = s->engine->compute_id;
+  pthread_mutex_unlock(&s->engine->lock);
   int status = kvs_dev_stream_info(s->device, stream, &info, s->err);
   if (!status && !info.capturing && id && info.id != id)
     return kvs_fail(s->err, KVS_INVALID,
@@ -348,6 +352,7 @@ static int submit_on_lane(struct submission *s) {
   struct kvs_error ignored;
   (void)kvs_lane_reap(lane, &ignored);
   int status = kvs_lane_reserve(lane, transfer, s->err);
+  s->leftovers = !status; /* should the call be refused from here on */
   if (!status) status = order_before(s);
   if (!status) status = kvs_dev_event_record(s->device, transfer->start, lane->spine, s->err);
   if (status) {
@@ -394,7 +399,7 @@ static int submit_in_order(struct submission *s) {
   status = submit_on_lane(s);
   pthread_mutex_unlock(&s->lane->submit);
   if (stream) pthread_mutex_unlock(stream);
-  kvs_lane_release(s->lane, status != KVS_OK);
+  kvs_lane_release(s->lane, status != KVS_OK && s->leftovers);
   return status;
 }
 

@@ -23,7 +23,8 @@ static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *wo
                           struct kvs_error *err) {
   struct kvs_plan_naming naming = {.entry = entry};
   int status = kvs_plan_check_disjoint(&scratch->copies, &naming, &scratch->plan, err);
-  if (status != KVS_INVALID || work->expand(work->call, &scratch->single, err)) return status;
+  if (status != KVS_INVALID) return status;
+  if (work->expand(work->call, &scratch->single, err)) return err->status;
   naming.per_tensor = ntensors ? scratch->single.count / ntensors : 0;
   (void)kvs_plan_check_disjoint(&scratch->single, &naming, &scratch->plan, err);
   return err->status;
@@ -199,8 +200,13 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   struct kvs_work work = {
       .scratch = scratch, .nblocks = count, .entries = count, .expand = expand_batch, .call = &call};
   status = plan_batch(&call, true, &scratch->copies, err);
-  for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
   if (!status) status = cover_batch(engine, scratch, &work.direction, err);
+  if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
+    scratch->copies.count = 0;
+    status = plan_batch(&call, false, &scratch->copies, err);
+    if (!status) status = cover_batch(engine, scratch, &work.direction, err);
+  }
+  for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
   if (!status) status = check_disjoint(scratch, &work, "entry", 0, err);
   if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);

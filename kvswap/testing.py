@@ -101,6 +101,8 @@ def fault(
     default the first, or with `every` the every-th), then each `every`-th after it; with every=0 only that one. One
     fault a kind at a time.
     """
+    if kind not in _KINDS_OF:
+        raise ValueError(f"kind is {kind!r}; it is one of {', '.join(_KINDS_OF)}")
     if action not in _KINDS_OF[kind]:
         raise ValueError(f"action is {action!r}; a fault of kind {kind!r} is one of {', '.join(_KINDS_OF[kind])}")
     if operation and operation not in OPERATIONS:

@@ -6,6 +6,7 @@ differ."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -333,6 +334,41 @@ def test_a_compute_stream_that_was_dropped_still_orders(blocks: Blocks) -> None:
         gate.open()
         transfer.wait(PATIENCE)
     device.set_compute_stream(0)
+
+
+def test_a_kept_compute_stream_may_be_set_again(blocks: Blocks) -> None:
+    """By its handle, the only thing that is left of it."""
+    device = blocks.device
+    compute = kvswap.Stream(device)
+    device.set_compute_stream(compute)
+    handle = compute.handle
+    del compute
+    device.set_compute_stream(handle)
+    blocks.go().wait(PATIENCE)
+    device.set_compute_stream(0)
+    blocks.go().wait(PATIENCE)
+
+
+def test_compute_streams_change_while_others_submit(blocks: Blocks) -> None:
+    """A submission sees one or the other, never halves of both, and none that is gone."""
+    device, over = blocks.device, threading.Event()
+    streams = [kvswap.Stream(device) for _ in range(2)]
+
+    def change() -> None:
+        while not over.is_set():
+            for stream in streams:
+                device.set_compute_stream(stream)
+            device.set_compute_stream(kvswap.Stream(device))
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        for _ in range(300):
+            blocks.go().wait(PATIENCE)
+    finally:
+        over.set()
+        changer.join(PATIENCE)
+        device.set_compute_stream(0)
 
 
 def test_the_stream_of_a_thread_is_no_compute_stream(blocks: Blocks) -> None:

@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "core.h"
 #include "device_host.h"
-#include "engine.h"
 
 enum { BLOCKS = 64, NBYTES = 768 };
 
@@ -182,6 +182,45 @@ static void test_queue_full(void) {
     kvs_transfer_unref(t[i]);
   }
   CHECK(!kvs_engine_free(engine, flag, &err));
+  caches_free(&c);
+  kvs_engine_unref(engine);
+}
+
+/* Allocations may follow each other in the address space. Entries that continue from one into the next are right each, and so
+ * must the call be; one tensor that spans both is not. */
+static void test_neighbouring_allocations(void) {
+  struct kvs_engine *engine = open_engine(5);
+  struct caches c = caches_new();
+  struct kvs_error err;
+  struct kvs_transfer *t = NULL;
+  unsigned char *arena = malloc(4096), *out = malloc(4096);
+  for (int i = 0; i < 4096; i++) arena[i] = (unsigned char)(i * 7);
+  struct kvs_region first = {.base = (uintptr_t)arena,
+                             .nbytes = 2048,
+                             .alias = (uintptr_t)arena,
+                             .seam = true,
+                             .memory = KVS_MEMORY_DEVICE,
+                             .writable = true,
+                             .origin = KVS_ORIGIN_ALLOCATED};
+  struct kvs_region second = first;
+  second.base = second.alias = first.base + 2048;
+  CHECK(!kvs_regions_add(&engine->regions, &first, &err) && !kvs_regions_add(&engine->regions, &second, &err));
+  uint64_t src[] = {first.base, first.base + 1024, second.base, second.base + 1024}, size = 1024, dst[4];
+  for (int i = 0; i < 4; i++) dst[i] = (uintptr_t)out + (uint64_t)i * 1024;
+  CHECK(!kvs_swap_batch(engine, src, dst, &size, true, 4, NULL, &t, &err), "%s", err.message);
+  CHECK(!kvs_transfer_wait(t, 20 * SECONDS, &err), "%s", err.message);
+  CHECK(!memcmp(arena, out, 4096));
+  kvs_transfer_unref(t);
+  struct kvs_tensor tensor = {
+      .gpu = first.base, .cpu = (uintptr_t)out, .nbytes = 1024, .gpu_blocks = 3, .cpu_blocks = 4};
+  int64_t id = 0;
+  struct kvs_ids ids = {&id, 8, 1};
+  CHECK(kvs_swap_cache(engine, &tensor, 1, &ids, &ids, KVS_D2H, NULL, &t, &err) == KVS_INVALID);
+  CHECK(strstr(err.message, "only 2048"), "%s", err.message);
+  kvs_regions_remove(&engine->regions, first.base, NULL);
+  kvs_regions_remove(&engine->regions, second.base, NULL);
+  free(arena);
+  free(out);
   caches_free(&c);
   kvs_engine_unref(engine);
 }
@@ -377,6 +416,7 @@ int main(void) {
   test_order();
   test_on_stream();
   test_queue_full();
+  test_neighbouring_allocations();
   test_refused_blocks();
   test_every_call_may_fail();
   test_loss();
