@@ -62,6 +62,18 @@ void kvs_py_collect(struct kvs_engine *engine);
 extern _Thread_local int kvs_py_releasing; /* inside such a destructor, nothing may wait for the device */
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
 
+/* What query() and synchronize(timeout=None) of streams and events share. `poll` answers KVS_OK or KVS_NOT_READY. */
+typedef int (*kvs_py_poll_function)(void *object, struct kvs_error *err);
+struct kvs_py_waiting {
+  kvs_py_poll_function poll;
+  void *object;
+  bool stepped;     /* of the device */
+  const char *what; /* for the message of a TimeoutError */
+};
+PyObject *kvs_py_query(struct kvs_py_state *state, kvs_py_poll_function poll, void *object);
+PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_waiting *waiting, PyObject *const *args,
+                             Py_ssize_t nargs, PyObject *kwnames);
+
 /* arrays.c: NumPy. What `keep` owns lives until it is dropped. */
 struct kvs_py_list {
   const uint64_t *data;

@@ -126,30 +126,15 @@ static int poll_event(void *object, struct kvs_error *err) {
   return kvs_dev_event_query(kvs_engine_device(self->engine), self->handle, err);
 }
 
-static int wait_event(void *object, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_wait_until(poll_event, object, kvs_engine_device(as_event(object)->engine)->stepped, timeout_ns, err);
-}
-
 static PyObject *event_query(PyObject *object, PyObject *unused) {
   (void)unused;
-  struct kvs_error err = {0};
-  int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = poll_event(object, &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(kvs_py_state_of(object), &err);
-  return PyBool_FromLong(rc == KVS_OK);
+  return kvs_py_query(kvs_py_state_of(object), poll_event, object);
 }
 
 static PyObject *event_synchronize(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"timeout"};
-  static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
-  PyObject *value;
-  int64_t timeout_ns;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
-  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_event, object, timeout_ns, "what the event marks") < 0) return NULL;
-  Py_RETURN_NONE;
+  struct kvs_device *device = kvs_engine_device(as_event(object)->engine);
+  const struct kvs_py_waiting waiting = {poll_event, object, device->stepped, "what the event marks"};
+  return kvs_py_synchronize(kvs_py_state_of(object), &waiting, args, nargs, kwnames);
 }
 
 static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {

@@ -76,30 +76,15 @@ static int poll_stream(void *object, struct kvs_error *err) {
   return kvs_dev_stream_query(kvs_engine_device(self->engine), self->handle, err);
 }
 
-static int wait_stream(void *object, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_wait_until(poll_stream, object, kvs_engine_device(as_stream(object)->engine)->stepped, timeout_ns, err);
-}
-
 static PyObject *stream_query(PyObject *object, PyObject *unused) {
   (void)unused;
-  struct kvs_error err = {0};
-  int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = poll_stream(object, &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(kvs_py_state_of(object), &err);
-  return PyBool_FromLong(rc == KVS_OK);
+  return kvs_py_query(kvs_py_state_of(object), poll_stream, object);
 }
 
 static PyObject *stream_synchronize(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"timeout"};
-  static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
-  PyObject *value;
-  int64_t timeout_ns;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
-  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_wait(kvs_py_state_of(object), wait_stream, object, timeout_ns, "the stream's work") < 0) return NULL;
-  Py_RETURN_NONE;
+  struct kvs_device *device = kvs_engine_device(as_stream(object)->engine);
+  const struct kvs_py_waiting waiting = {poll_stream, object, device->stepped, "the stream's work"};
+  return kvs_py_synchronize(kvs_py_state_of(object), &waiting, args, nargs, kwnames);
 }
 
 static PyObject *stream_protocol(PyObject *object, PyObject *unused) {

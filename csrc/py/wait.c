@@ -37,3 +37,31 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
     if (PyErr_CheckSignals() < 0) return -1;
   }
 }
+
+PyObject *kvs_py_query(struct kvs_py_state *state, kvs_py_poll_function poll, void *object) {
+  struct kvs_error err = {0};
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = poll(object, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(state, &err);
+  return PyBool_FromLong(rc == KVS_OK);
+}
+
+static int wait_polling(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  const struct kvs_py_waiting *waiting = arg;
+  return kvs_wait_until(waiting->poll, waiting->object, waiting->stepped, timeout_ns, err);
+}
+
+PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_waiting *waiting, PyObject *const *args,
+                             Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"synchronize", names, 0, 1, 1};
+  struct kvs_py_waiting copy = *waiting;
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (kvs_py_wait(state, wait_polling, &copy, timeout_ns, waiting->what) < 0) return NULL;
+  Py_RETURN_NONE;
+}
