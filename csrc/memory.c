@@ -202,11 +202,28 @@ void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns) {
   free(orphans);
 }
 
+/* What this device allocated or registered already; what others pinned, the driver knows. */
+static int refuse_known(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  int status = KVS_OK;
+  pthread_mutex_lock(&engine->memory_lock);
+  const struct kvs_region *known = kvs_regions_find(&engine->regions, ptr);
+  if (!known) known = kvs_regions_after(&engine->regions, ptr);
+  if (known && known->base < ptr + nbytes)
+    status =
+        kvs_fail(err, KVS_INVALID,
+                 "[0x%" PRIx64 ", 0x%" PRIx64 ") overlaps [0x%" PRIx64 ", 0x%" PRIx64 "), which this device has %s",
+                 ptr, ptr + nbytes, known->base, known->base + known->nbytes,
+                 known->origin == KVS_ORIGIN_REGISTERED ? "registered already" : "allocated");
+  pthread_mutex_unlock(&engine->memory_lock);
+  return status;
+}
+
 int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
   struct kvs_error ignored;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: a registration has at least one byte");
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
-  int status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
+  int status = refuse_known(engine, ptr, nbytes, err);
+  if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
   status = add_region(engine, ptr, KVS_ORIGIN_REGISTERED, err);
   if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);

@@ -191,10 +191,8 @@ def test_register_twice(device: kvswap.Device, page: tuple[Buffer, int]) -> None
     device.register(base, 2 * mmap.PAGESIZE)
     try:
         for ptr, pages in ((base, 2), (base + mmap.PAGESIZE, 2), (base, 1)):
-            with pytest.raises(kvswap.DeviceError) as caught:
+            with pytest.raises(ValueError, match=f"{ptr:#x}, .* overlaps .{base:#x}, .* registered already"):
                 device.register(ptr, pages * mmap.PAGESIZE)
-            assert caught.value.code == 712
-            assert caught.value.operation is not None and "egister" in caught.value.operation
         device.register(base + 2 * mmap.PAGESIZE, mmap.PAGESIZE)
         device.unregister(base + 2 * mmap.PAGESIZE)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from kvswap import _C, testing
 from kvswap.replay import geometry
 from kvswap.replay.check import WrongBytes
-from kvswap.replay.report import Report
+from kvswap.replay.report import Report, _contradicting
 from kvswap.replay.run import Replay
 from kvswap.replay.settings import Settings, Sizes
 from kvswap.replay.tiers import Tiers
@@ -223,3 +224,14 @@ def test_the_demo_shows_all_there_is_to_see(device: _C.Device) -> None:
     report = replay(device, trace, options)
     check_sums(report, trace, options)
     assert min(report.gpu_hits, report.host_hits, report.poisoned["gpu"], report.poisoned["host"]) > 100
+
+
+def test_a_trace_of_other_blocks_is_noticed() -> None:
+    """Ids that are not one for each block of the input: the tokens that are said to be saved would mean nothing."""
+    trace = make_trace(20)
+    tokens = settings().geometry.block_tokens
+    lengths = np.diff(trace.offsets) * tokens
+    right = replace(trace, input_tokens=lengths - np.arange(20) % tokens, repeated=0)
+    assert _contradicting(right, tokens) == 0
+    wrong = replace(right, input_tokens=np.where(np.arange(20) < 3, right.input_tokens + tokens, right.input_tokens))
+    assert _contradicting(wrong, tokens) == 3

@@ -191,4 +191,17 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
     ]
     if trace.repeated:
         lines.append(f"  note      {trace.repeated:,} references repeat a block of their own request and are left out")
+    odd = _contradicting(trace, geometry.block_tokens)
+    if odd:
+        lines.append(
+            f"  note      {odd:,} requests name more or fewer blocks than their input_length has of "
+            f"{geometry.block_tokens} tokens: what is said of tokens below is off (--block-tokens?)"
+        )
     return "\n".join(lines)
+
+
+def _contradicting(trace: Trace, block_tokens: int) -> int:
+    """Requests whose hash_ids cannot be one a block of so many tokens. Where ids were left out, nobody can say."""
+    if trace.repeated:
+        return 0
+    return int(np.count_nonzero(np.diff(trace.offsets) != -(-trace.input_tokens // block_tokens)))

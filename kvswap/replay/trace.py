@@ -134,7 +134,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 
 def _parse(line: bytes, where: str) -> _Request:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except UnicodeDecodeError:
         raise TraceError(f"{where}: not UTF-8") from None
     except json.JSONDecodeError as error:
