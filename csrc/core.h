@@ -167,7 +167,8 @@ void kvs_transfer_finish(struct kvs_transfer *); /* its event was reached, or th
 /* KVS_OK: it is done. KVS_NOT_READY: it runs, *end may be waited for until unpin, and unpin is due. Else why neither. */
 int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
 void kvs_transfer_unpin(struct kvs_transfer *);
-int kvs_refuse_capture(uint64_t stream, struct kvs_error *);
+/* What the driver says of a stream that a transfer is to be ordered with; KVS_CAPTURING if that cannot be. */
+int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
 int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
 
 /* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message. */

@@ -51,32 +51,26 @@ static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_registry_lock); 
 
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-static bool names(const char *list, const char *word) {
-  size_t n = strlen(word);
-  for (const char *at = list; at && (at = strstr(at, word)); at += n)
-    if ((at == list || at[-1] == ',') && (at[n] == 0 || at[n] == ',')) return true;
-  return false;
-}
-
-/* Every word of the list must be one of those two. */
-static bool only(const char *list, const char *one, const char *other) {
+static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs_error *err) {
+  const struct {
+    const char *word;
+    bool *flag;
+  } known[] = {{"kernel", &engine->no_kernel}, {"batch", &engine->no_batch}};
   for (const char *at = list; at && *at;) {
-    size_t n = strcspn(at, ",");
-    bool known = (n == strlen(one) && !strncmp(at, one, n)) || (n == strlen(other) && !strncmp(at, other, n));
-    if (!known) return false;
+    size_t n = strcspn(at, ","), i = 0;
+    while (i < 2 && (strlen(known[i].word) != n || strncmp(at, known[i].word, n) != 0)) i++;
+    if (i == 2) return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch", list);
+    *known[i].flag = true;
     at += n + (at[n] == ',');
   }
-  return true;
+  return KVS_OK;
 }
 
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
-  const char *disable = getenv("KVSWAP_DISABLE");
   char *end;
-  if (!only(disable, "kernel", "batch"))
-    return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch", disable);
-  engine->no_kernel = names(disable, "kernel");
-  engine->no_batch = names(disable, "batch");
+  int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
+  if (status) return status;
   for (int i = KVS_PATH_AUTO; path && *path; i++) {
     if (i > KVS_PATH_DIRECT)
       return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, kernel, direct", path);

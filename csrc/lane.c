@@ -94,8 +94,7 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
                      struct kvs_lane **found, struct kvs_error *err) {
   struct kvs_stream_info info = {.id = 0};
   unsigned same_kind;
-  int status = options->on_stream ? kvs_dev_stream_info(engine->device, options->stream, &info, err) : KVS_OK;
-  if (!status && info.capturing) status = kvs_refuse_capture(options->stream, err);
+  int status = options->on_stream ? kvs_stream_ask(engine->device, options->stream, "the stream", &info, err) : KVS_OK;
   if (status) return status;
   pthread_mutex_lock(&engine->lock);
   struct kvs_lane *lane = find_locked(engine, info.id, direction, options->priority, &same_kind);

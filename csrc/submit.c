@@ -239,14 +239,15 @@ static void issue_whole(struct submission *s, enum kvs_path path) {
 
 /* -- order ----------------------------------------------------------------------------------------------------- */
 
+static int spine_follows(struct submission *s, kvs_stream stream) {
+  int status = kvs_dev_event_record(s->device, s->lane->fork, stream, s->err);
+  return status ? status : kvs_dev_stream_wait(s->device, s->lane->spine, s->lane->fork, s->err);
+}
+
 static int spine_waits_for_stream(struct submission *s, kvs_stream stream, const char *what) {
   struct kvs_stream_info info;
-  int status = kvs_dev_stream_info(s->device, stream, &info, s->err);
-  if (!status && info.capturing)
-    return kvs_fail(s->err, KVS_CAPTURING,
-                    "%s (0x%" PRIx64 ") is being captured into a graph: a transfer cannot be part of it", what, stream);
-  if (!status) status = kvs_dev_event_record(s->device, s->lane->fork, stream, s->err);
-  return status ? status : kvs_dev_stream_wait(s->device, s->lane->spine, s->lane->fork, s->err);
+  int status = kvs_stream_ask(s->device, stream, what, &info, s->err);
+  return status ? status : spine_follows(s, stream);
 }
 
 /* Another device's event can be waited for among GPUs, not by or for a host device. */
@@ -280,14 +281,14 @@ static int spine_waits_for_compute(struct submission *s) {
   kvs_stream stream = s->engine->compute_stream;
   uint64_t id = s->engine->compute_id;
   pthread_mutex_unlock(&s->engine->lock);
-  int status = kvs_dev_stream_info(s->device, stream, &info, s->err);
-  if (!status && !info.capturing && id && info.id != id)
+  int status = kvs_stream_ask(s->device, stream, "the compute stream", &info, s->err);
+  if (!status && id && info.id != id)
     return kvs_fail(s->err, KVS_INVALID,
                     "the compute stream (0x%" PRIx64
                     ") was destroyed, and another has its handle now: set_compute_stream() "
                     "again, and keep the stream as long as the device uses it",
                     stream);
-  return status ? status : spine_waits_for_stream(s, stream, "the compute stream");
+  return status ? status : spine_follows(s, stream);
 }
 
 static int order_before(struct submission *s) {

@@ -159,9 +159,13 @@ bool kvs_transfer_cancel(struct kvs_transfer *transfer) {
   return false;
 }
 
-int kvs_refuse_capture(uint64_t stream, struct kvs_error *err) {
+int kvs_stream_ask(struct kvs_device *device, kvs_stream stream, const char *what, struct kvs_stream_info *info,
+                   struct kvs_error *err) {
+  int status = kvs_dev_stream_info(device, stream, info, err);
+  if (status || !info->capturing) return status;
   return kvs_fail(err, KVS_CAPTURING,
-                  "stream 0x%" PRIx64 " is being captured into a graph: a transfer cannot be ordered with it", stream);
+                  "%s (0x%" PRIx64 ") is being captured into a graph: a transfer cannot be ordered with it", what,
+                  stream);
 }
 
 /* The wait is enqueued with no lock held: a driver whose queue is full blocks in it. */
@@ -172,8 +176,7 @@ int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struc
   int status = kvs_dev_check(device, err);
   if (status == KVS_FORKED) return status;
   if (state_of(transfer) != KVS_STATE_RUNNING) return kvs_transfer_error(transfer, err);
-  status = kvs_dev_stream_info(device, stream, &info, err);
-  if (!status && info.capturing) status = kvs_refuse_capture(stream, err);
+  status = kvs_stream_ask(device, stream, "the stream", &info, err);
   if (status) return status;
   status = kvs_transfer_pin(transfer, &end, err);
   if (status != KVS_NOT_READY) return status;
