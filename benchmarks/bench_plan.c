@@ -1,5 +1,6 @@
-/* What planning costs on one core: checking and planning a random permutation on both sides (nothing merges), and the overlap
- * check of a raw pointer list, in nanoseconds a block. Medians of 21 runs; the first, which takes the memory, is not counted.
+/* What planning costs on one core: checking and planning a random permutation on both sides (nothing merges), and the
+ * overlap check of a raw pointer list, in nanoseconds a block. Medians of 21 runs; the first, which takes the memory,
+ * is not counted.
  *
  *   cc -O3 -std=c11 -D_GNU_SOURCE -Icsrc -o /tmp/bench_plan benchmarks/bench_plan.c csrc/plan.c csrc/overlap.c \
  *      csrc/region.c csrc/status.c && /tmp/bench_plan [blocks] */

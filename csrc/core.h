@@ -164,14 +164,16 @@ int kvs_engine_drain(struct kvs_engine *, const struct kvs_region *region, int64
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
 void kvs_transfer_drop(struct kvs_transfer *);   /* one reference of the memory */
 void kvs_transfer_finish(struct kvs_transfer *); /* its event was reached, or the device is lost; under lane->lock */
-/* KVS_OK: it is done. KVS_NOT_READY: it runs, *end may be waited for until unpin, and unpin is due. Else why neither. */
+/* KVS_OK: it is done. KVS_NOT_READY: it runs, *end may be waited for until unpin, and unpin is due. Else why neither.
+ */
 int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
 void kvs_transfer_unpin(struct kvs_transfer *);
 /* What the driver says of a stream that a transfer is to be ordered with; KVS_CAPTURING if that cannot be. */
 int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
 int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
 
-/* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message. */
+/* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message.
+ */
 struct kvs_side {
   const char *name; /* of the argument */
   size_t index;     /* SIZE_MAX: it is no list */

@@ -1,8 +1,8 @@
 /* The wrappers of the seam: one way in for every call on a device.
  *
- * Each wrapper refuses in a forked child and on a lost device, lets a test's fault happen instead of the call, makes the
- * call, and notes a loss, so that no implementation has to. The gate is the same for all members; what differs is only the
- * arguments, hence the macro below. */
+ * Each wrapper refuses in a forked child and on a lost device, lets a test's fault happen instead of the call, makes
+ * the call, and notes a loss, so that no implementation has to. The gate is the same for all members; what differs is
+ * only the arguments, hence the macro below. */
 #include "device.h"
 
 #include <pthread.h>

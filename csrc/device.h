@@ -1,8 +1,8 @@
 /* THE seam: what kvswap asks of a device. Two devices fill it: device_host.c (memory and threads of this process: the
  * oracle, the test double and the default where no GPU is) and device_cuda.c.
  *
- * Callers go through the kvs_dev_* wrappers of device.c: they alone test optional members for NULL, refuse after fork(),
- * refuse on a lost device, note a loss, and inject faults. Implementations do none of that.
+ * Callers go through the kvs_dev_* wrappers of device.c: they alone test optional members for NULL, refuse after
+ * fork(), refuse on a lost device, note a loss, and inject faults. Implementations do none of that.
  *
  * Threads: any thread may call anything at any time unless said otherwise. Implementations make their context current
  * themselves and restore the caller's; they use the relaxed capture mode, so that another stream's capture is never
@@ -170,8 +170,8 @@ struct kvs_device {
 int kvs_device_host_open(int ordinal, uint64_t seed, struct kvs_device **, struct kvs_error *);
 int kvs_device_cuda_open(int ordinal, struct kvs_device **, struct kvs_error *);
 
-/* Without a context: how many CUDA devices there are (0 with the reason in *err's message where there is no driver), what
- * one is, and which one a pointer belongs to (KVS_INVALID: none). */
+/* Without a context: how many CUDA devices there are (0 with the reason in *err's message where there is no driver),
+ * what one is, and which one a pointer belongs to (KVS_INVALID: none). */
 int kvs_cuda_count(int *count, struct kvs_error *);
 int kvs_cuda_info(int ordinal, struct kvs_device_info *, struct kvs_error *);
 int kvs_cuda_pointer_device(uint64_t ptr, int *ordinal, struct kvs_error *);
@@ -213,8 +213,8 @@ int kvs_dev_wait32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream
 
 /* Faults. Set at any time; counters of that kind start again at 0. */
 int kvs_dev_fault_set(struct kvs_device *, enum kvs_fault_kind, const struct kvs_fault *, struct kvs_error *);
-/* The planned copies pass here on every path: KVS_FAULT_SKIP drops entries, KVS_FAULT_FAIL marks them by moving them behind
- * the new `count`: entries [count, refused_end) are refused with *code. Without faults *refused_end = count. */
+/* The planned copies pass here on every path: KVS_FAULT_SKIP drops entries, KVS_FAULT_FAIL marks them by moving them
+ * behind the new `count`: entries [count, refused_end) are refused with *code. Without faults *refused_end = count. */
 void kvs_dev_fault_copies(struct kvs_device *, struct kvs_copies *, size_t *refused_end, int *code);
 
 #endif

@@ -4,11 +4,12 @@
 
 #include "device.h"
 
-/* Deterministic devices: run up to `steps` steps of queued work, chosen by the seed; returns how many were run (less: nothing
- * could run). A step is one copy of a batch, one event, one kernel. -1 on a threaded or CUDA device. */
+/* Deterministic devices: run up to `steps` steps of queued work, chosen by the seed; returns how many were run (less:
+ * nothing could run). A step is one copy of a batch, one event, one kernel. -1 on a threaded or CUDA device. */
 int64_t kvs_host_step(struct kvs_device *, int64_t steps);
 
-/* A number that is a function of everything that ran so far and in what order: equal seeds and equal calls give equal numbers. */
+/* A number that is a function of everything that ran so far and in what order: equal seeds and equal calls give equal
+ * numbers. */
 uint64_t kvs_host_trace(struct kvs_device *);
 
 /* Begin or end a (modelled) graph capture on a stream: records nothing, but work on it is refused as a driver would. */

@@ -108,7 +108,8 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   return status;
 }
 
-/* Streams that the engine kept go once nobody is submitting: until then one may have been read and not yet waited for. */
+/* Streams that the engine kept go once nobody is submitting: until then one may have been read and not yet waited for.
+ */
 static void destroy_retired_locked(struct kvs_engine *engine) {
   struct kvs_error ignored;
   for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next)
@@ -333,7 +334,8 @@ const char *kvs_path_name(enum kvs_path path) {
 
 /* -- synchronising --------------------------------------------------------------------------------------------- */
 
-/* The driver's own call has no time limit, so a thread makes it and callers wait for the thread as long as they like. */
+/* The driver's own call has no time limit, so a thread makes it and callers wait for the thread as long as they like.
+ */
 struct kvs_sync {
   atomic_uint refs; /* the caller and the thread */
   struct kvs_engine *engine;

@@ -8,26 +8,27 @@
 /* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 
-/* Whoever is about to destroy a stream of the engine asks first: true if it is the compute stream, and then the engine destroys
- * it, once another is set or the engine ends. */
+/* Whoever is about to destroy a stream of the engine asks first: true if it is the compute stream, and then the engine
+ * destroys it, once another is set or the engine ends. */
 KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
 
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
 
-/* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done by
- * the next alloc or synchronize, or at the end. */
+/* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done
+ * by the next alloc or synchronize, or at the end. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
 KVS_API void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns); /* what is in use then stays */
 
-/* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop. */
+/* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop.
+ */
 struct kvs_sync;
 KVS_API int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **sync, struct kvs_error *err);
 KVS_API int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_sync_drop(struct kvs_sync *sync);
 
-/* Staging: pinned memory with a device mirror, for descriptors that queued kernels read. Kept by size class, so that the
- * steady state allocates nothing. */
+/* Staging: pinned memory with a device mirror, for descriptors that queued kernels read. Kept by size class, so that
+ * the steady state allocates nothing. */
 struct kvs_staging {
   uint64_t host;   /* pinned: the CPU writes here */
   uint64_t device; /* device memory of the same size, or 0 */
@@ -38,8 +39,8 @@ int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_
                            struct kvs_error *err);
 void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *staging); /* when nothing queued reads it */
 
-/* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are copied.
- * The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free waits at most 60 s. */
+/* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are
+ * copied. The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free waits at most 60 s. */
 struct kvs_pattern_job;
 KVS_API int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode,
                                const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,

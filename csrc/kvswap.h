@@ -1,11 +1,14 @@
 /* kvswap: moves paged KV-cache blocks between GPU and host memory. The C surface; no Python in it.
  *
- * Threads: every function may be called from any thread at any time, unless it says otherwise. Nothing here takes the GIL.
- * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (status.h), never NULL.
- * Addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
+ * Threads: every function may be called from any thread at any time, unless it says otherwise. Nothing here takes the
+ * GIL.
  *
- * A process that has imported the Python package finds these symbols in kvswap/_C*.so; a program without Python compiles
- * what lies in csrc and csrc/kernels itself: -std=c11 -D_GNU_SOURCE -Icsrc -pthread -ldl are all it needs. */
+ * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (status.h), never NULL.
+ *
+ * Units: addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
+ *
+ * A process that has imported the Python package finds these symbols in kvswap/_C*.so; a program without Python
+ * compiles what lies in csrc and csrc/kernels itself: -std=c11 -D_GNU_SOURCE -Icsrc -pthread -ldl are all it needs. */
 #ifndef KVSWAP_H
 #define KVSWAP_H
 
@@ -86,8 +89,8 @@ struct kvs_stats {
   uint64_t staging_nbytes;                     /* memory held for descriptors */
 };
 
-/* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening a
- * CUDA device retains its primary context (about 600 MB of its memory the first time in a process). */
+/* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening
+ * a CUDA device retains its primary context (about 600 MB of its memory the first time in a process). */
 KVS_API int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_error *err);
 /* A private host device whose work runs only inside calls on this engine, in an order that `seed` (not 0) decides. */
 KVS_API int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **engine, struct kvs_error *err);
@@ -99,24 +102,24 @@ KVS_API int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t st
 /* Wait for everything queued on the device, by anybody. timeout_ns < 0: no limit. KVS_TIMEOUT leaves all running. */
 KVS_API int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats);
-/* Notice transfers that ended and release their owners. Cheap when nothing ended. `release` runs under no lock of kvswap's and
- * may call it; kvs_shutdown() and the last kvs_engine_unref() run it too. */
+/* Notice transfers that ended and release their owners. Cheap when nothing ended. `release` runs under no lock of
+ * kvswap's and may call it; kvs_shutdown() and the last kvs_engine_unref() run it too. */
 KVS_API void kvs_engine_collect(struct kvs_engine *engine);
 /* Drain every open engine for at most timeout_ns in all: for exit. Afterwards nothing can be submitted. */
 KVS_API void kvs_shutdown(int64_t timeout_ns);
 
-/* Memory that kvswap knows. host: pinned host memory. Freeing first waits (at most 60 s, else KVS_TIMEOUT and nothing is
- * freed) for the transfers that may use it; the driver then waits for what else runs on the device. */
+/* Memory that kvswap knows. host: pinned host memory. Freeing first waits (at most 60 s, else KVS_TIMEOUT and nothing
+ * is freed) for the transfers that may use it; the driver then waits for what else runs on the device. */
 KVS_API int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err);
 KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 /* Pin the caller's host memory. Ranges must not overlap; a copy is never merged across the end of one. */
 KVS_API int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);
 KVS_API int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
-/* Submit. Everything is checked before anything is queued: on any error nothing has moved and *transfer is untouched. When
- * the call returns KVS_OK, all of it is queued on the device and the lists may be overwritten at once. What the driver
- * refuses while it is being queued does not fail the call: those blocks are in the transfer's failed list and it ends
- * KVS_STATE_FAILED in its place. The caller owns one reference to *transfer. */
+/* Submit. Everything is checked before anything is queued: on any error nothing has moved and *transfer is untouched.
+ * When the call returns KVS_OK, all of it is queued on the device and the lists may be overwritten at once. What the
+ * driver refuses while it is being queued does not fail the call: those blocks are in the transfer's failed list and it
+ * ends KVS_STATE_FAILED in its place. The caller owns one reference to *transfer. */
 KVS_API int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
                            bool one_size, /* nbytes[0] serves all */
                            size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
@@ -141,8 +144,8 @@ KVS_API int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, s
 KVS_API void kvs_transfer_get_info(struct kvs_transfer *transfer, struct kvs_transfer_info *info);
 /* KVS_OK while it runs or once it is done; else its error, in *err too. Does not poll the device. */
 KVS_API int kvs_transfer_error(struct kvs_transfer *transfer, struct kvs_error *err);
-/* Positions, in the caller's lists, of the blocks that are lost, ascending: up to `capacity` are written to `positions`;
- * returns how many there are. Nothing while it runs; where the driver cannot say which, all. */
+/* Positions, in the caller's lists, of the blocks that are lost, ascending: up to `capacity` are written to
+ * `positions`; returns how many there are. Nothing while it runs; where the driver cannot say which, all. */
 KVS_API size_t kvs_transfer_failed(struct kvs_transfer *transfer, uint32_t *positions, size_t capacity);
 
 KVS_API const char *kvs_path_name(enum kvs_path path);

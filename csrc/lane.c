@@ -1,10 +1,12 @@
 /* Lanes: FIFO queues of unfinished transfers.
  *
- * A lane owns a spine stream, on which its transfers run and complete in order, and a stock of event pairs. There is one for each caller's stream (by the driver's stream id, since handles are used
- * again), direction and priority, and one for transfers without a stream: so that neither a caller that waits long nor the
- * other direction holds up anybody else.
+ * A lane owns a spine stream, on which its transfers run and complete in order, and a stock of event pairs. There is
+ * one for each caller's stream (by the driver's stream id, since handles are used again), direction and priority, and
+ * one for transfers without a stream: so that neither a caller that waits long nor the other direction holds up anybody
+ * else.
  *
- * Because a lane's completions are in order, looking at the oldest is enough: reaping stops at the first that has not ended. */
+ * Because a lane's completions are in order, looking at the oldest is enough: reaping stops at the first that has not
+ * ended. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,8 +63,8 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   return KVS_OK;
 }
 
-/* Nobody uses the lane or waits in it. What a refused submission left on its spine must have ended too, or the next stream
- * would wait for strangers. */
+/* Nobody uses the lane or waits in it. What a refused submission left on its spine must have ended too, or the next
+ * stream would wait for strangers. */
 static bool is_idle(struct kvs_lane *lane) {
   struct kvs_error ignored;
   pthread_mutex_lock(&lane->lock);

@@ -1,8 +1,8 @@
 /* Memory of an engine: what it allocated and registered, what a call touches, and the buffers that are kept for reuse.
  *
- * A submitting call looks at each region once: kvs_memory_cover() fills the call's own set from the engine's table, and from
- * the driver for memory that somebody else allocated. The set is forgotten with the call, since nobody tells us when
- * others free. */
+ * A submitting call looks at each region once: kvs_memory_cover() fills the call's own set from the engine's table, and
+ * from the driver for memory that somebody else allocated. The set is forgotten with the call, since nobody tells us
+ * when others free. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,8 +14,8 @@ enum { SIDE_TEXT = 48 };
 
 /* -- regions of a call ----------------------------------------------------------------------------------------- */
 
-/* Cut `region` so that it overlaps nothing in `set` and still holds `address`. What others tell us of ordinary memory is the
- * whole mapping, of which a part may be registered. */
+/* Cut `region` so that it overlaps nothing in `set` and still holds `address`. What others tell us of ordinary memory
+ * is the whole mapping, of which a part may be registered. */
 static void clip(struct kvs_region *region, const struct kvs_regions *set, uint64_t address) {
   const struct kvs_region *above = kvs_regions_after(set, address);
   uint64_t end = region->base + region->nbytes;

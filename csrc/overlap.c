@@ -1,8 +1,9 @@
 /* Do destinations overlap each other or a source? Two questions of different cost, both of plan.h:
  *
- * kvs_plan_check_tensors looks at whole tensors: their extents are sorted, and where some touch, layouts that interleave by
- * one common stride (K beside V, all layers of a block adjacent) are proved apart by their offsets within the stride.
- * kvs_plan_check_disjoint sorts every destination: for raw pointer lists and whatever the first could not prove. */
+ * kvs_plan_check_tensors looks at whole tensors: their extents are sorted, and where some touch, layouts that
+ * interleave by one common stride (K beside V, all layers of a block adjacent) are proved apart by their offsets within
+ * the stride. kvs_plan_check_disjoint sorts every destination: for raw pointer lists and whatever the first could not
+ * prove. */
 #include "plan.h"
 
 #include <inttypes.h>
@@ -217,8 +218,8 @@ static struct bounds find_bounds(const struct kvs_copies *copies) {
 
 enum { BITS_A_BLOCK = 64 }; /* how sparse destinations may lie before sorting is cheaper than clearing the bits */
 
-/* Blocks of one size on its multiples, which is what pools are: a bit a block proves them apart without sorting. False proves
- * nothing. */
+/* Blocks of one size on its multiples, which is what pools are: a bit a block proves them apart without sorting. False
+ * proves nothing. */
 static bool apart_on_a_grid(const struct kvs_copies *copies, struct kvs_plan_scratch *scratch) {
   struct bounds b = find_bounds(copies);
   uint64_t unit = b.smallest, bits = (b.high - b.low) / unit + 1;

@@ -1,5 +1,5 @@
-/* Planning: ids to copies. See plan.h. What costs per block is kept to a range check, a bit and four stores; overlaps of
- * whole tensors are decided on their extents, so that only unusual layouts and raw pointer lists pay for sorting
+/* Planning: ids to copies. See plan.h. What costs per block is kept to a range check, a bit and four stores; overlaps
+ * of whole tensors are decided on their extents, so that only unusual layouts and raw pointer lists pay for sorting
  * (overlap.c). */
 #include "plan.h"
 

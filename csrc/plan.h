@@ -1,12 +1,14 @@
-/* From what the caller named to a checked, merged list of copies. Pure functions over arrays: no device, no clock, no lock.
- * Whether memory is known and of the right kind is the engine's to ask (memory.c); here are the ids, sizes and overlaps. */
+/* From what the caller named to a checked, merged list of copies. Pure functions over arrays: no device, no clock, no
+ * lock. Whether memory is known and of the right kind is the engine's to ask (memory.c); here are the ids, sizes and
+ * overlaps. */
 #ifndef KVS_PLAN_H
 #define KVS_PLAN_H
 
 #include "device.h"
 #include "kvswap.h"
 
-/* Working memory that is kept from plan to plan, so that the steady state allocates nothing. Zero-initialised is empty. */
+/* Working memory that is kept from plan to plan, so that the steady state allocates nothing. Zero-initialised is empty.
+ */
 struct kvs_plan_scratch {
   uint64_t *bitmap; /* all zero between plans */
   size_t bitmap_words;
@@ -23,9 +25,9 @@ void kvs_copies_free(struct kvs_copies *copies);
 /* One past the last byte of `blocks` blocks of a side; KVS_INVALID where that wraps around. */
 int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nbytes, uint64_t *end);
 
-/* Check sizes and strides of the tensors. Strides of 0 are taken as nbytes by all functions here. *disjoint says whether the
- * extents alone prove that destinations overlap neither each other nor a source; if not, kvs_plan_check_disjoint decides
- * on the planned copies. */
+/* Check sizes and strides of the tensors. Strides of 0 are taken as nbytes by all functions here. *disjoint says
+ * whether the extents alone prove that destinations overlap neither each other nor a source; if not,
+ * kvs_plan_check_disjoint decides on the planned copies. */
 int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
                            struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err);
 
@@ -43,7 +45,8 @@ int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const stru
 int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
                    bool merge, struct kvs_copies *copies, struct kvs_error *err);
 
-/* How messages name a copy: "entry 3", or "block 3 of tensor 1" where the copies come tensor by tensor, `per_tensor` each. */
+/* How messages name a copy: "entry 3", or "block 3 of tensor 1" where the copies come tensor by tensor, `per_tensor`
+ * each. */
 struct kvs_plan_naming {
   const char *entry;
   size_t per_tensor; /* 0: there are no tensors, or runs were merged */
@@ -56,8 +59,9 @@ int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_pl
 /* Cut every copy that crosses the end of a region with a seam, on either side. */
 int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions, struct kvs_error *err);
 
-/* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions' aliases;
- * NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(), where `nbytes` is the copies' sum. */
+/* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions'
+ * aliases; NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(), where `nbytes` is the copies'
+ * sum. */
 size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece);
 size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
                        struct kvs_piece *pieces);

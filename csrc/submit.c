@@ -1,9 +1,10 @@
 /* Submitting: from a checked plan to work queued on the device.
  *
- * In order: choose a path and get what it needs (nothing has moved, any error is the caller's); take the lane; wait, on the
- * spine, for what the transfer must start after; issue; record the end and let the caller's stream wait for it. From the
- * first issued copy on nothing fails the call any more: a copy that the driver refuses is tried smaller, down to single blocks
- * cut at the driver's own ranges, and what still fails is written down in the transfer, which goes on in its place. */
+ * In order: choose a path and get what it needs (nothing has moved, any error is the caller's); take the lane; wait, on
+ * the spine, for what the transfer must start after; issue; record the end and let the caller's stream wait for it.
+ * From the first issued copy on nothing fails the call any more: a copy that the driver refuses is tried smaller, down
+ * to single blocks cut at the driver's own ranges, and what still fails is written down in the transfer, which goes on
+ * in its place. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -179,8 +180,9 @@ static void issue_range(struct submission *s, size_t from, size_t to) {
   }
 }
 
-/* One large batch call is slow and, below 28 KiB from host to device, very slow: the driver does far better with the same list
- * in parts, all on one stream (H200, driver 580, 8192 x 16 KiB: 25 -> 45 GB/s D2H, 6 -> 43 H2D; more streams undo it). */
+/* One large batch call is slow and, below 28 KiB from host to device, very slow: the driver does far better with the
+ * same list in parts, all on one stream (H200, driver 580, 8192 x 16 KiB: 25 -> 45 GB/s D2H, 6 -> 43 H2D; more streams
+ * undo it). */
 static void issue_dma(struct submission *s) {
   size_t count = s->work->scratch->copies.count;
   size_t part = count && s->work->nbytes / count >= LARGE_COPY ? BATCH_LARGE : BATCH_SMALL;

@@ -1,9 +1,9 @@
 /* Transfers: the handle of one submitted list of copies.
  *
- * A transfer ends in exactly one state, written last and once, by whoever first sees its event reached (a poll, a wait, the
- * next submission) or the device lost. Everything a reader looks at afterwards was written before and never changes. Its
- * owner (the caller's objects) is not released there, since that may need a lock of the caller's such as the GIL: it goes to
- * the engine's garbage, which kvs_engine_collect() empties. */
+ * A transfer ends in exactly one state, written last and once, by whoever first sees its event reached (a poll, a wait,
+ * the next submission) or the device lost. Everything a reader looks at afterwards was written before and never
+ * changes. Its owner (the caller's objects) is not released there, since that may need a lock of the caller's such as
+ * the GIL: it goes to the engine's garbage, which kvs_engine_collect() empties. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -153,7 +153,8 @@ int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct 
   return status ? status : kvs_transfer_error(transfer, err);
 }
 
-/* Nothing that is queued on a device can be recalled; the call exists for transfers that do part of their work later. */
+/* Nothing that is queued on a device can be recalled; the call exists for transfers that do part of their work later.
+ */
 bool kvs_transfer_cancel(struct kvs_transfer *transfer) {
   (void)transfer;
   return false;

@@ -1,5 +1,5 @@
-/* The kernels, their parameters, and the address computation that the CUDA code and its C twins share. Included by C and by
- * CUDA C++; everything in it is plain data and inline functions. */
+/* The kernels, their parameters, and the address computation that the CUDA code and its C twins share. Included by C
+ * and by CUDA C++; everything in it is plain data and inline functions. */
 #ifndef KVS_KERNELS_H
 #define KVS_KERNELS_H
 
@@ -35,8 +35,9 @@ struct kvs_copy_params {
   uint64_t ns_per_mib; /* pace of one CTA: nanoseconds it spends at least on 1 MiB; 0: unpaced */
 };
 
-/* How a piece is cut so that the body moves in the widest words that both addresses allow: `head` bytes, then `words` words
- * of `width` bytes at which dst and src are both aligned, then `tail` bytes. head + words * width + tail = nbytes. */
+/* How a piece is cut so that the body moves in the widest words that both addresses allow: `head` bytes, then `words`
+ * words of `width` bytes at which dst and src are both aligned, then `tail` bytes. head + words * width + tail =
+ * nbytes. */
 struct kvs_cut {
   uint64_t head, words, tail;
   uint32_t width; /* 16, 8, 4, 2 or 1 */
@@ -53,8 +54,9 @@ KVS_BOTH struct kvs_cut kvs_cut_piece(uint64_t dst, uint64_t src, uint64_t nbyte
   return cut;
 }
 
-/* The pattern that `kvswap replay` and the tests write into blocks and check where they land. It shares nothing with the copy
- * paths: byte i of an item is byte i % 8 (little-endian) of kvs_pattern_word(key, i / 8), whatever the item's alignment. */
+/* The pattern that `kvswap replay` and the tests write into blocks and check where they land. It shares nothing with
+ * the copy paths: byte i of an item is byte i % 8 (little-endian) of kvs_pattern_word(key, i / 8), whatever the item's
+ * alignment. */
 enum kvs_pattern_mode { KVS_PATTERN_WRITE, KVS_PATTERN_CHECK };
 
 struct kvs_pattern_item {

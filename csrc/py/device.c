@@ -228,7 +228,8 @@ static PyObject *device_info(PyObject *self, void *unused) {
 
 /* -- methods ------------------------------------------------------------------------------------------------------- */
 
-/* Others destroy their streams with the object; our own are kept by the engine, which its streams keep alive in turn. */
+/* Others destroy their streams with the object; our own are kept by the engine, which its streams keep alive in turn.
+ */
 static int keep_compute_stream(struct kvs_py_state *state, struct kvs_engine *engine, PyObject *stream) {
   bool ours = (PyObject *)Py_TYPE(stream) == state->stream_type;
   return PyDict_SetItemString(state->compute_streams, kvs_engine_name(engine), ours ? Py_None : stream);

@@ -1,4 +1,5 @@
-/* The engine on host devices: order, completion, failure, limits, and many threads at once (run under ThreadSanitizer too). */
+/* The engine on host devices: order, completion, failure, limits, and many threads at once (run under ThreadSanitizer
+ * too). */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -82,8 +83,8 @@ static void test_paths(uint64_t seed) {
   }
 }
 
-/* On every interleaving: a store and then a load through the same host blocks, each after the other by `after`, with a caller's
- * stream that fills the source late and reads the destination early if nothing held it up. */
+/* On every interleaving: a store and then a load through the same host blocks, each after the other by `after`, with a
+ * caller's stream that fills the source late and reads the destination early if nothing held it up. */
 static void test_order(void) {
   for (uint64_t seed = 1; seed <= 150; seed++) {
     struct kvs_engine *engine = open_engine(seed);
@@ -186,8 +187,8 @@ static void test_queue_full(void) {
   kvs_engine_unref(engine);
 }
 
-/* Allocations may follow each other in the address space. Entries that continue from one into the next are right each, and so
- * must the call be; one tensor that spans both is not. */
+/* Allocations may follow each other in the address space. Entries that continue from one into the next are right each,
+ * and so must the call be; one tensor that spans both is not. */
 static void test_neighbouring_allocations(void) {
   struct kvs_engine *engine = open_engine(5);
   struct caches c = caches_new();
@@ -259,8 +260,8 @@ static void test_refused_blocks(void) {
   }
 }
 
-/* Whatever driver call fails, once: either the submission is refused and nothing moved, or the transfer says what is lost, and
- * what it does not list has arrived. */
+/* Whatever driver call fails, once: either the submission is refused and nothing moved, or the transfer says what is
+ * lost, and what it does not list has arrived. */
 static void test_every_call_may_fail(void) {
   static const char *const calls[] = {
       "", "copy", "copy_batch", "copy_direct", "launch", "event_record", "stream_wait", "stream_info", "pointer_query"};
