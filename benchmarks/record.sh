@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|sanitize|bench|replay [TRACE]
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
-# takes two and a half minutes, bench one, replay one; sanitize is bounded to ten.
+# takes two and a half minutes, bench one, replay one; sanitize is bounded to nine.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 part=$2 trace=${3:-}
@@ -22,18 +22,25 @@ suite() {
   tail -n 5 "$out/suite.txt"
 }
 
-# The whole suite in one process, less what starts processes of its own. Calls that the driver is meant to refuse are no
-# errors; what a tool says of memory and kernels is.
+# The whole suite in one process, less what starts processes of its own; the four tools side by side. Calls that the driver
+# is meant to refuse are no errors; what a tool says of memory and kernels is.
 sanitize() {
   local tests=(tests/test_{swap,order,transfer,regions,faults,validation,conformance,leaks,gpu}.py)
-  for tool in memcheck racecheck initcheck synccheck; do
+  local tools=(memcheck racecheck initcheck synccheck)
+  for tool in "${tools[@]}"; do
+    {
+      timeout -k 5 540 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
+        python3 -P -m pytest -p no:cacheprovider -o faulthandler_timeout=60 -v --device cuda:0 \
+        -k "not allocators and not context" "${tests[@]}" 2>&1
+      echo "exit status $?"
+    } >"$out/sanitizer-$tool.log" &
+  done
+  wait
+  for tool in "${tools[@]}"; do
     echo "== $tool"
-    timeout 145 compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 \
-      python3 -P -m pytest -p no:cacheprovider -o faulthandler_timeout=60 -q --device cuda:0 \
-      -k "not allocators and not context" "${tests[@]}" 2>&1 | grep -v "^SKIPPED"
-    echo "exit status ${PIPESTATUS[0]}"
+    grep -vE "PASSED|SKIPPED" "$out/sanitizer-$tool.log"
   done >"$out/sanitizer.txt"
-  grep -E "== |SUMMARY|exit status|passed|failed" "$out/sanitizer.txt"
+  grep -E "^== |SUMMARY|exit status|passed|failed" "$out/sanitizer.txt"
 }
 
 bench() {

@@ -173,12 +173,6 @@ static int copy_batch(struct kvs_device *device, const struct kvs_copies *copies
   int code = KVS_CU_SUCCESS;
   int status = kvs_cuda_enter(&scope, device, err);
   if (status != KVS_OK) return status;
-  if (!scope.cu->cuMemcpyBatchAsync && !scope.cu->cuMemcpyBatchAsync_12080) {
-    for (; from < to && code == KVS_CU_SUCCESS; from++)
-      code =
-          scope.cu->cuMemcpyAsync(copies->dst[from], copies->src[from], copies->nbytes[from], kvs_cuda_stream(stream));
-    return kvs_cuda_leave(&scope, code, "cuMemcpyAsync", err);
-  }
   while (from < to && code == KVS_CU_SUCCESS) {
     size_t count = to - from < BATCH_MAX ? to - from : BATCH_MAX;
     code = copy_some(scope.cu, copies, from, count, stream);
