@@ -72,7 +72,10 @@ setup(
     license="Apache-2.0",
     packages=[*find_packages(include=["kvswap", "kvswap.*"]), "kvswap.include"],
     package_dir={"kvswap.include": "csrc"},
-    package_data={"kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"], "kvswap.include": ["kvswap.h", "status.h"]},
+    package_data={
+        "kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"],
+        "kvswap.include": ["kvswap.h", "kvswap_pool.h", "status.h"],
+    },
     include_package_data=False,
     ext_modules=[
         Extension(

@@ -1,11 +1,13 @@
-/* The structs behind kvswap.h: engine, lane, transfer. For the core's own files only.
+/* The structs behind kvswap.h: engine, lane, transfer, pool. For the core's own files only.
  *
  * Locks, in the order in which they may be taken together:
+ *   0. engine->hazard_lock  one transfer between pools at a time: from the look at the tables until they know of it
  *   1. engine->stream_locks one submitter a caller's stream at a time
  *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
  *   3. engine->lock         the list of lanes
  *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
  *   5. leaves, never together: engine->memory_lock, engine->cache_lock
+ *   6. the race checker's, under any other; it calls nothing
  * No callback runs under any of them. */
 #ifndef KVS_CORE_H
 #define KVS_CORE_H
@@ -15,8 +17,11 @@
 
 #include "device.h"
 #include "engine.h"
+#include "hazard.h"
 #include "kvswap.h"
 #include "plan.h"
+#include "pool.h"
+#include "work.h"
 
 enum {
   KVS_MAX_LANES = 32,      /* of one direction and priority */
@@ -52,6 +57,9 @@ struct kvs_transfer {
   uint32_t *failed;       /* ascending positions; NULL with all_failed */
   size_t nfailed;
   bool all_failed;
+  struct kvs_race_point *point; /* for the race checker: what its end stands for; NULL: none */
+  kvs_event *layers; /* one a layer, 0: none could be had, then `end` stands for it; constant once submitted */
+  size_t nlayers;
   uint64_t elapsed_ns;
   atomic_int state; /* enum kvs_state */
 };
@@ -67,6 +75,7 @@ struct kvs_lane {
   bool leftovers;        /* guarded by engine->lock: a refused submission may have left waits on the spine */
   unsigned users;        /* guarded by engine->lock: submitters that hold it */
   uint64_t last_used;    /* guarded by engine->lock */
+  unsigned number;       /* its place in engine->numbered */
   uint64_t stream_id;    /* guarded by engine->lock: of the caller's stream, 0: none */
   enum kvs_direction direction;
   enum kvs_priority priority;
@@ -77,18 +86,10 @@ struct kvs_lane {
   struct kvs_transfer *head, *tail; /* guarded by lock: unfinished, oldest first */
   unsigned count, depth;            /* guarded by lock */
   uint64_t sequence;                /* guarded by submit: of the last transfer */
+  uint64_t waited[KVS_LANES];       /* guarded by submit: how far of each other lane the spine has waited for already */
+  atomic_uint_fast64_t ended;       /* sequence of the last transfer that ended */
   struct kvs_event_pair *events;    /* guarded by lock: free ones; room for depth */
   unsigned nevents;
-};
-
-/* Working memory of one submitting call. */
-struct kvs_scratch {
-  int64_t *ids; /* both lists as they were at the call: the caller's arrays are read once */
-  size_t ids_capacity;
-  struct kvs_copies copies, single; /* merged; one entry a block, made only when something was refused */
-  struct kvs_regions regions;       /* those that this call touches */
-  struct kvs_plan_scratch plan;
-  struct kvs_scratch *next;
 };
 
 struct kvs_engine {
@@ -117,8 +118,19 @@ struct kvs_engine {
   struct kvs_lane *lanes; /* guarded by lock */
   uint64_t clock;         /* guarded by lock: counts acquisitions, for last_used */
 
+  struct kvs_lane *numbered[KVS_LANES]; /* written once a place, under lock */
+  atomic_uint nlanes;
+
+  pthread_mutex_t hazard_lock;
+  struct kvs_needs needs;       /* guarded by hazard_lock: of the transfer that is being submitted */
+  struct kvs_progress progress; /* guarded by hazard_lock: as of its beginning */
+  uint64_t moves;               /* guarded by hazard_lock: numbers them, for kvs_pool.mark */
+  atomic_uint skipped_hazards;  /* 1 << enum kvs_hazard: left out, for tests */
+  atomic_uint_fast64_t waits[KVS_HAZARDS];
+
   pthread_mutex_t memory_lock;
   struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
+  struct kvs_pool *pools;     /* guarded by memory_lock */
   uint64_t *orphans;          /* guarded by memory_lock: allocations to free when there is time to wait */
   size_t norphans, orphans_capacity;
 
@@ -126,24 +138,37 @@ struct kvs_engine {
   struct kvs_scratch *scratch;                      /* guarded by cache_lock */
   struct kvs_staging *staging[KVS_STAGING_CLASSES]; /* guarded by cache_lock */
   struct kvs_transfer *garbage;                     /* guarded by cache_lock: owners to release */
+  kvs_event *events;                                /* guarded by cache_lock: free ones, for layers */
+  size_t nevents, events_capacity;
   atomic_bool has_garbage;
   atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
-  atomic_uint_fast64_t bytes[3]; /* by direction */
+  struct {
+    atomic_uint_fast64_t transfers, blocks, bytes, device_ns;
+  } paths[3][KVS_PATHS]; /* by direction and path, of transfers done */
 };
 
-/* What is to be moved, checked and planned. `expand` makes the list again with one entry a block: a merged copy that is
- * refused is tried block by block. */
-struct kvs_work {
-  struct kvs_scratch *scratch;
-  enum kvs_direction direction;
-  uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
-  int (*expand)(const void *call, struct kvs_copies *, struct kvs_error *);
-  const void *call;
-};
+/* swap.c */
+int kvs_open_for_work(struct kvs_engine *, struct kvs_error *); /* neither shut down nor lost, nor a parent's */
+int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
+bool kvs_may_cross_seams(const struct kvs_regions *);
+enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
 
 /* submit.c */
 int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
                struct kvs_error *);
+
+/* order.c, on the lane that the caller holds: the spine waits for what the transfer must start after; what comes after
+ * it waits for the spine. */
+int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
+int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
+int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
+
+/* watch.c: for the race checker, which blocks of which pools lie under plain copies. */
+void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *view,
+                      const struct kvs_race_party *);
+
+/* move.c */
+void kvs_move_scratch_free(struct kvs_move_scratch *);
 
 /* lane.c: acquire for submitting (creates it if need be), release afterwards; reap finished transfers. */
 int kvs_lane_acquire(struct kvs_engine *, const struct kvs_options *, enum kvs_direction, struct kvs_lane **,
@@ -154,6 +179,8 @@ int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error 
 void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
 void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
+/* As kvs_transfer_pin, of the lane's transfer with that sequence, whose memory is kept until unpin. */
+int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
 void kvs_engine_reap(struct kvs_engine *);
 void kvs_engine_lose(struct kvs_engine *);
 void kvs_lanes_destroy(struct kvs_engine *);
@@ -183,8 +210,9 @@ struct kvs_side {
 enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
 int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
                      const struct kvs_side *, struct kvs_error *);
-struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
-void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
+/* Events without timing that are kept for reuse; put takes any. */
+int kvs_engine_event_get(struct kvs_engine *, kvs_event *, struct kvs_error *);
+void kvs_engine_event_put(struct kvs_engine *, kvs_event);
 void kvs_memory_destroy(struct kvs_engine *);
 
 uint64_t kvs_clock_ns(void); /* monotonic */

@@ -3,7 +3,7 @@
  * Each wrapper refuses in a forked child and on a lost device, lets a test's fault happen instead of the call, makes
  * the call, and notes a loss, so that no implementation has to. The gate is the same for all members; what differs is
  * only the arguments, hence the macro below. */
-#include "device.h"
+#include "hooks.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -116,6 +116,15 @@ void kvs_dev_fault_copies(struct kvs_device *device, struct kvs_copies *copies, 
   copies->count = end;
 }
 
+bool kvs_dev_fault_on_copies(struct kvs_device *device) {
+  struct kvs_faults *faults = faults_of(device);
+  if (!faults) return false;
+  pthread_mutex_lock(&faults->lock);
+  bool on = faults->fault[KVS_FAULT_COPY].action != KVS_FAULT_NONE;
+  pthread_mutex_unlock(&faults->lock);
+  return on;
+}
+
 /* -- the gate -------------------------------------------------------------------------------------------------- */
 
 static int refuse_lost(struct kvs_device *device, struct kvs_error *err) {
@@ -147,12 +156,26 @@ static int leave(struct kvs_device *device, int status, const struct kvs_error *
   return status;
 }
 
-#define THROUGH(member, ...)                                                                                           \
+/* `told` is whom to tell when it succeeded. */
+#define THROUGH_TELLING(told, member, ...)                                                                             \
   do {                                                                                                                 \
     int status = enter(device, #member, err);                                                                          \
     if (!status) status = device->ops->member(device, __VA_ARGS__);                                                    \
+    if (!status) told;                                                                                                 \
     return leave(device, status, err);                                                                                 \
   } while (0)
+
+#define THROUGH(member, ...) THROUGH_TELLING((void)0, member, __VA_ARGS__)
+
+#define TELL(call)                                                                                                     \
+  do {                                                                                                                 \
+    const struct kvs_watch *watching = atomic_load_explicit(&watch, memory_order_acquire);                             \
+    if (watching) watching->call;                                                                                      \
+  } while (0)
+
+static _Atomic(const struct kvs_watch *) watch;
+
+void kvs_dev_watch(const struct kvs_watch *watching) { atomic_store_explicit(&watch, watching, memory_order_release); }
 
 void kvs_dev_close(struct kvs_device *device) {
   struct kvs_faults *faults = faults_of(device);
@@ -195,7 +218,7 @@ int kvs_dev_stream_destroy(struct kvs_device *device, kvs_stream stream, struct 
 }
 
 int kvs_dev_stream_query(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
-  THROUGH(stream_query, stream, err);
+  THROUGH_TELLING(TELL(idle(device, stream)), stream_query, stream, err);
 }
 
 int kvs_dev_stream_info(struct kvs_device *device, kvs_stream stream, struct kvs_stream_info *info,
@@ -203,31 +226,40 @@ int kvs_dev_stream_info(struct kvs_device *device, kvs_stream stream, struct kvs
   THROUGH(stream_info, stream, info, err);
 }
 
-int kvs_dev_synchronize(struct kvs_device *device, struct kvs_error *err) { THROUGH(synchronize, err); }
+int kvs_dev_synchronize(struct kvs_device *device, struct kvs_error *err) {
+  THROUGH_TELLING(TELL(all_idle(device)), synchronize, err);
+}
 
 int kvs_dev_event_create(struct kvs_device *device, bool timing, kvs_event *event, struct kvs_error *err) {
   THROUGH(event_create, timing, event, err);
 }
 
 int kvs_dev_event_destroy(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
-  THROUGH(event_destroy, event, err);
+  int status = enter(device, "event_destroy", err);
+  if (status) return leave(device, status, err);
+  TELL(forget_event(device, event)); /* before: once it is destroyed, another thread may be given its handle */
+  return leave(device, device->ops->event_destroy(device, event, err), err);
 }
 
 int kvs_dev_event_record(struct kvs_device *device, kvs_event event, kvs_stream stream, struct kvs_error *err) {
-  THROUGH(event_record, event, stream, err);
+  THROUGH_TELLING(TELL(recorded(device, event, stream)), event_record, event, stream, err);
 }
 
 int kvs_dev_event_query(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
-  THROUGH(event_query, event, err);
+  THROUGH_TELLING(TELL(reached(device, event)), event_query, event, err);
 }
 
 int kvs_dev_event_elapsed(struct kvs_device *device, kvs_event from, kvs_event to, uint64_t *ns,
                           struct kvs_error *err) {
-  THROUGH(event_elapsed, from, to, ns, err);
+  int status = enter(device, "event_elapsed", err);
+  if (!status) status = device->ops->event_elapsed(device, from, to, ns, err);
+  if (!status) TELL(reached(device, from));
+  if (!status) TELL(reached(device, to));
+  return leave(device, status, err);
 }
 
 int kvs_dev_stream_wait(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_error *err) {
-  THROUGH(stream_wait, stream, event, err);
+  THROUGH_TELLING(TELL(waits(device, stream, event)), stream_wait, stream, event, err);
 }
 
 int kvs_dev_copy(struct kvs_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvs_stream stream,

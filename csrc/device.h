@@ -136,24 +136,6 @@ struct kvs_device_ops {
                 struct kvs_error *); /* until (int32)(*ptr - value) >= 0 */
 };
 
-/* What tests inject, counted by the wrappers. One fault a kind; zero-initialised does nothing. */
-enum kvs_fault_kind { KVS_FAULT_CALL, KVS_FAULT_COPY, KVS_FAULT_KINDS };
-enum kvs_fault_action {
-  KVS_FAULT_NONE,
-  KVS_FAULT_FAIL,  /* CALL: the driver call is refused with `code`; COPY: that copy is refused with `code` */
-  KVS_FAULT_SKIP,  /* COPY: that copy silently does not happen */
-  KVS_FAULT_LOSE,  /* CALL: the device is lost with `code` */
-  KVS_FAULT_DELAY, /* CALL: the call returns `delay_ns` later */
-};
-struct kvs_fault {
-  enum kvs_fault_action action;
-  char operation[32]; /* CALL: only this member ("copy_batch"); empty: any */
-  uint64_t nth;       /* first occurrence that fails, from 1 */
-  uint64_t every;     /* then each such many; 0: only once */
-  int code;
-  uint64_t delay_ns;
-};
-
 /* Every implementation's struct begins with this one. */
 struct kvs_device {
   const struct kvs_device_ops *ops;
@@ -210,11 +192,5 @@ int kvs_dev_fill(struct kvs_device *, uint64_t dst, uint32_t word, size_t nwords
 int kvs_dev_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
 int kvs_dev_write32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
 int kvs_dev_wait32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
-
-/* Faults. Set at any time; counters of that kind start again at 0. */
-int kvs_dev_fault_set(struct kvs_device *, enum kvs_fault_kind, const struct kvs_fault *, struct kvs_error *);
-/* The planned copies pass here on every path: KVS_FAULT_SKIP drops entries, KVS_FAULT_FAIL marks them by moving them
- * behind the new `count`: entries [count, refused_end) are refused with *code. Without faults *refused_end = count. */
-void kvs_dev_fault_copies(struct kvs_device *, struct kvs_copies *, size_t *refused_end, int *code);
 
 #endif

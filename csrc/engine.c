@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "core.h"
+#include "racecheck.h"
 
 uint64_t kvs_clock_ns(void) {
   struct timespec now;
@@ -66,9 +67,16 @@ static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs
   return KVS_OK;
 }
 
+static void start_racecheck(void) {
+  const char *wanted = getenv("KVSWAP_RACECHECK");
+  if (wanted && *wanted && strcmp(wanted, "0") != 0) kvs_racecheck_start(); /* for the rest of the process */
+}
+
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
   const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
   char *end;
+  pthread_once(&once, start_racecheck);
   int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
   if (status) return status;
   for (int i = KVS_PATH_AUTO; path && *path; i++) {
@@ -127,9 +135,11 @@ static void destroy(struct kvs_engine *engine) {
     destroy_retired_locked(engine);
     free(engine->retired);
     kvs_memory_destroy(engine);
+    kvs_racecheck_forget_device(engine->device);
     kvs_dev_close(engine->device);
   }
   pthread_mutex_destroy(&engine->lock);
+  pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
   pthread_mutex_destroy(&engine->cache_lock);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
@@ -149,6 +159,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   engine->device = device;
   snprintf(engine->name, sizeof engine->name, "%s", name);
   pthread_mutex_init(&engine->lock, NULL);
+  pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
@@ -289,10 +300,35 @@ bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
   return keep;
 }
 
+int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err) {
+  static const char *const names[] = {[KVS_RAW] = "raw", [KVS_WAR] = "war", [KVS_WAW] = "waw"};
+  unsigned mask = 0;
+  for (unsigned i = 0; kind && i < sizeof names / sizeof *names; i++)
+    if (strcmp(kind, names[i]) == 0) mask = 1u << i;
+  if (kind && !mask) return kvs_fail(err, KVS_INVALID, "hazard is '%s'; it is one of raw, war, waw", kind);
+  atomic_store(&engine->skipped_hazards, mask);
+  return KVS_OK;
+}
+
 int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err) {
   if (depth < 1 || depth > 65536) return kvs_fail(err, KVS_INVALID, "depth is %u; it is 1 to 65536", depth);
   atomic_store(&engine->depth, depth);
   return KVS_OK;
+}
+
+static void stats_of_paths(struct kvs_engine *engine, struct kvs_stats *stats) {
+  uint64_t *const bytes[] = {&stats->bytes_d2h, &stats->bytes_h2d, &stats->bytes_other};
+  for (int direction = 0; direction < 3; direction++)
+    for (int path = 0; path < KVS_PATHS; path++) {
+      struct kvs_path_stats *row = &stats->paths[direction][path];
+      *row = (struct kvs_path_stats){
+          .transfers = atomic_load(&engine->paths[direction][path].transfers),
+          .blocks = atomic_load(&engine->paths[direction][path].blocks),
+          .bytes = atomic_load(&engine->paths[direction][path].bytes),
+          .device_ns = atomic_load(&engine->paths[direction][path].device_ns),
+      };
+      *bytes[direction] += row->bytes;
+    }
 }
 
 void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
@@ -302,14 +338,15 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
       .done = atomic_load(&engine->done),
       .failed = atomic_load(&engine->failed),
       .cancelled = atomic_load(&engine->cancelled),
-      .bytes_d2h = atomic_load(&engine->bytes[KVS_D2H]),
-      .bytes_h2d = atomic_load(&engine->bytes[KVS_H2D]),
-      .bytes_other = atomic_load(&engine->bytes[KVS_OTHER_DIRECTION]),
       .copies = atomic_load(&engine->copies),
       .merged = atomic_load(&engine->merged),
       .refused_full = atomic_load(&engine->refused_full),
       .staging_nbytes = atomic_load(&engine->staging_nbytes),
+      .waits_raw = atomic_load(&engine->waits[KVS_RAW]),
+      .waits_war = atomic_load(&engine->waits[KVS_WAR]),
+      .waits_waw = atomic_load(&engine->waits[KVS_WAW]),
   };
+  stats_of_paths(engine, stats);
   if (engine->device->fork_generation != kvs_fork_generation()) return;
   pthread_mutex_lock(&engine->lock);
   for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
@@ -339,13 +376,16 @@ const char *kvs_path_name(enum kvs_path path) {
 struct kvs_sync {
   atomic_uint refs; /* the caller and the thread */
   struct kvs_engine *engine;
-  atomic_int status; /* KVS_NOT_READY until the driver's call returned */
+  struct kvs_race_point *point; /* what had been queued when it began */
+  atomic_int status;            /* KVS_NOT_READY until the driver's call returned */
   struct kvs_error err;
 };
 
 static void *synchronize(void *arg) {
   struct kvs_sync *sync = arg;
+  bool before = kvs_racecheck_internal(true); /* the caller sees it in kvs_sync_wait(), if it waits that long */
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
+  kvs_racecheck_internal(before);
   kvs_engine_reap(sync->engine);
   atomic_store(&sync->status, status);
   kvs_engine_free_orphans(sync->engine, 0);
@@ -362,6 +402,7 @@ int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_
   atomic_init(&sync->refs, 2);
   atomic_init(&sync->status, KVS_NOT_READY);
   sync->engine = engine;
+  sync->point = kvs_racecheck_on() ? kvs_racecheck_point_all(engine->device) : NULL;
   kvs_engine_ref(engine);
   if (engine->device->stepped) { /* its work runs only inside this call */
     (void)synchronize(sync);
@@ -384,12 +425,15 @@ static int poll_sync(void *arg, struct kvs_error *err) {
 }
 
 int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err) {
-  return kvs_wait_until(poll_sync, sync, false, timeout_ns, err);
+  int status = kvs_wait_until(poll_sync, sync, false, timeout_ns, err);
+  if (!status && kvs_racecheck_on()) kvs_racecheck_follow(sync->point, NULL, 0);
+  return status;
 }
 
 void kvs_sync_drop(struct kvs_sync *sync) {
   if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
   kvs_engine_unref(sync->engine);
+  kvs_racecheck_point_free(sync->point);
   free(sync);
 }
 

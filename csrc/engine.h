@@ -15,6 +15,9 @@ KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
 
+/* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
+KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
+
 /* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done
  * by the next alloc or synchronize, or at the end. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);

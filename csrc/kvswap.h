@@ -26,15 +26,16 @@ extern "C" {
 
 struct kvs_engine;   /* an open device with its lanes; reference-counted */
 struct kvs_transfer; /* one submitted list of copies; reference-counted */
+struct kvs_pool;     /* blocks in memory, whose slots are tracked; reference-counted */
 
 enum kvs_direction { KVS_D2H = 0, KVS_H2D = 1, KVS_OTHER_DIRECTION = 2 /* device to device, host to host */ };
-enum kvs_path { KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_KERNEL, KVS_PATH_DIRECT };
+enum kvs_path { KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_KERNEL, KVS_PATH_DIRECT, KVS_PATHS };
 enum kvs_priority { KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
 /* Something that a transfer starts after. */
 struct kvs_after {
-  enum { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER } kind;
+  enum { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER, KVS_AFTER_NONE } kind;
   uint64_t handle;               /* STREAM, EVENT: the driver's handle, on the same device */
   struct kvs_transfer *transfer; /* TRANSFER: of any device of this process; borrowed for the call */
 };
@@ -46,12 +47,18 @@ struct kvs_options {
   uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
   const struct kvs_after *after;
   size_t nafter;
+  /* Layer by layer (kvs_swap_cache: a layer a tensor; kvs_move_blocks: as its parts say). Layers are copied in order.
+   */
+  bool layer_events;                    /* each layer can be waited for by itself */
+  const struct kvs_after *after_layers; /* one a layer: what its copies start after, over and above the rest */
+  size_t nafter_layers;                 /* 0, or the number of layers */
   enum kvs_path path;
   enum kvs_priority priority;
   unsigned max_ctas; /* path kernel: at most so many CTAs; 0: the default */
   double pace_gbps;  /* path kernel: at most so many 10^9 bytes a second; 0: unpaced. The copy engine has no pace */
   void *owner;       /* kept until the transfer ended; then release(owner) runs inside kvs_engine_collect() */
   void (*release)(void *); /* on failure of the submitting call the owner stays the caller's */
+  const char *where;       /* who submits, for the race checker's reports: "engine.py:123 in step"; copied */
 };
 
 /* Block ids: `count` signed integers of `width` 4 or 8 bytes. */
@@ -73,11 +80,19 @@ struct kvs_transfer_info {
   enum kvs_state state;
   enum kvs_direction direction;
   enum kvs_path path; /* the one taken */
+  uint64_t number;    /* over all lanes of the engine, from 1 */
+  uint64_t lane;      /* number of its lane */
   uint64_t sequence;  /* within its lane, from 1 */
   uint64_t nbytes;    /* of all its blocks */
   uint64_t num_blocks;
   uint64_t elapsed_ns; /* on the device, once it ended; 0 before and where the device cannot say */
   size_t num_failed;
+  size_t num_layers; /* that can be waited for; 0 without layer_events */
+};
+
+struct kvs_path_stats {
+  uint64_t transfers, blocks, bytes; /* of transfers done */
+  uint64_t device_ns;                /* their elapsed_ns */
 };
 
 struct kvs_stats {
@@ -87,6 +102,8 @@ struct kvs_stats {
   uint64_t unfinished, lanes;                  /* now */
   uint64_t refused_full;                       /* submissions answered with KVS_QUEUE_FULL */
   uint64_t staging_nbytes;                     /* memory held for descriptors */
+  uint64_t waits_raw, waits_war, waits_waw;    /* waits inserted for hazards; one may serve several kinds */
+  struct kvs_path_stats paths[3][KVS_PATHS];   /* by direction and path */
 };
 
 /* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening
@@ -139,6 +156,12 @@ KVS_API int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns,
 KVS_API bool kvs_transfer_cancel(struct kvs_transfer *transfer);
 /* `stream` waits for the transfer. Orders, proves nothing: fails if the failure is already known. */
 KVS_API int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struct kvs_error *err);
+/* `stream` waits for layers 0 to `layer`. Of a transfer without layer_events: KVS_INVALID. Otherwise as
+ * kvs_transfer_make_wait. */
+KVS_API int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, uint64_t stream,
+                                         struct kvs_error *err);
+/* Whether layers 0 to `layer` have arrived; never blocks. The transfer's error if it failed, KVS_NOT_READY. */
+KVS_API int kvs_transfer_layer_done(struct kvs_transfer *transfer, size_t layer, struct kvs_error *err);
 /* The driver's event that is reached when it ends. The event belongs to the transfer and lives as long as it does. */
 KVS_API int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kvs_error *err);
 KVS_API void kvs_transfer_get_info(struct kvs_transfer *transfer, struct kvs_transfer_info *info);
@@ -154,4 +177,6 @@ KVS_API const char *kvs_version(void);
 #ifdef __cplusplus
 }
 #endif
+
+#include "kvswap_pool.h"
 #endif

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "racecheck.h"
 
 /* -- making and finding ---------------------------------------------------------------------------------------- */
 
@@ -71,7 +72,9 @@ static bool is_idle(struct kvs_lane *lane) {
   bool idle = lane->count == 0;
   pthread_mutex_unlock(&lane->lock);
   if (!idle || !lane->leftovers) return idle;
+  bool before = kvs_racecheck_internal(true);
   lane->leftovers = kvs_dev_stream_query(lane->engine->device, lane->spine, &ignored) != KVS_OK;
+  kvs_racecheck_internal(before);
   return !lane->leftovers;
 }
 
@@ -114,6 +117,9 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
       lane->stream_id = info.id;
       lane->next = engine->lanes;
       engine->lanes = lane;
+      lane->number = atomic_load(&engine->nlanes); /* find_locked() keeps it below KVS_LANES */
+      engine->numbered[lane->number] = lane;
+      atomic_store(&engine->nlanes, lane->number + 1);
     }
   }
   if (!status) {
@@ -208,15 +214,18 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
 static void finish_oldest_locked(struct kvs_lane *lane) {
   struct kvs_transfer *transfer = pop_locked(lane);
   kvs_transfer_finish(transfer);
+  atomic_store(&lane->ended, transfer->sequence);
   if (!transfer->pins) take_back_events(lane, transfer);
   kvs_transfer_drop(transfer);
 }
 
 int kvs_lane_reap(struct kvs_lane *lane, struct kvs_error *err) {
   int status = KVS_OK;
+  bool before = kvs_racecheck_internal(true);
   pthread_mutex_lock(&lane->lock);
   while (lane->head && (status = ended_locked(lane, err)) == KVS_OK) finish_oldest_locked(lane);
   pthread_mutex_unlock(&lane->lock);
+  kvs_racecheck_internal(before);
   return status;
 }
 
@@ -271,6 +280,28 @@ int kvs_transfer_pin(struct kvs_transfer *transfer, kvs_event *end, struct kvs_e
     status = KVS_NOT_READY;
   }
   pthread_mutex_unlock(&transfer->lane->lock);
+  return status;
+}
+
+int kvs_lane_pin(struct kvs_lane *lane, uint64_t sequence, struct kvs_transfer **found, kvs_event *end,
+                 struct kvs_error *err) {
+  int status = KVS_OK;
+  pthread_mutex_lock(&lane->lock);
+  struct kvs_transfer *transfer = lane->head;
+  while (transfer && transfer->sequence < sequence) transfer = transfer->next;
+  if (transfer && transfer->sequence == sequence && !transfer->end) {
+    status =
+        kvs_fail(err, KVS_UNSUPPORTED,
+                 "transfer %" PRIu64 " uses the same blocks, and the driver gave no event for it: wait() for it first",
+                 transfer->ticket);
+  } else if (transfer && transfer->sequence == sequence) {
+    transfer->pins++;
+    atomic_fetch_add(&transfer->refs, 1);
+    *found = transfer;
+    *end = transfer->end;
+    status = KVS_NOT_READY;
+  }
+  pthread_mutex_unlock(&lane->lock);
   return status;
 }
 

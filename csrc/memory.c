@@ -280,6 +280,40 @@ void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *stagi
   pthread_mutex_unlock(&engine->cache_lock);
 }
 
+int kvs_engine_event_get(struct kvs_engine *engine, kvs_event *event, struct kvs_error *err) {
+  *event = 0;
+  pthread_mutex_lock(&engine->cache_lock);
+  if (engine->nevents) *event = engine->events[--engine->nevents];
+  pthread_mutex_unlock(&engine->cache_lock);
+  return *event ? KVS_OK : kvs_dev_event_create(engine->device, false, event, err);
+}
+
+void kvs_engine_event_put(struct kvs_engine *engine, kvs_event event) {
+  struct kvs_error ignored;
+  pthread_mutex_lock(&engine->cache_lock);
+  if (engine->nevents == engine->events_capacity) {
+    size_t capacity = engine->events_capacity ? 2 * engine->events_capacity : 256;
+    kvs_event *grown = realloc(engine->events, capacity * sizeof *grown);
+    if (grown) engine->events = grown, engine->events_capacity = capacity;
+  }
+  bool kept = engine->nevents < engine->events_capacity;
+  if (kept) engine->events[engine->nevents++] = event;
+  pthread_mutex_unlock(&engine->cache_lock);
+  if (!kept) (void)kvs_dev_event_destroy(engine->device, event, &ignored);
+}
+
+int kvs_scratch_layer(struct kvs_scratch *scratch, struct kvs_error *err) {
+  if (scratch->nlayers == scratch->layers_capacity) {
+    size_t capacity = scratch->layers_capacity ? 2 * scratch->layers_capacity : 64;
+    struct kvs_layer_end *grown = realloc(scratch->layers, capacity * sizeof *grown);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %zu layers", capacity);
+    scratch->layers = grown;
+    scratch->layers_capacity = capacity;
+  }
+  scratch->layers[scratch->nlayers++] = (struct kvs_layer_end){scratch->copies.count, scratch->rects.count};
+  return KVS_OK;
+}
+
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error *err) {
   pthread_mutex_lock(&engine->cache_lock);
   struct kvs_scratch *scratch = engine->scratch;
@@ -291,7 +325,8 @@ struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error 
 }
 
 void kvs_scratch_put(struct kvs_engine *engine, struct kvs_scratch *scratch) {
-  scratch->copies.count = scratch->single.count = 0;
+  scratch->copies.count = scratch->single.count = scratch->rects.count = scratch->nlayers = 0;
+  scratch->rects.rows = 0;
   scratch->regions.count = 0;
   pthread_mutex_lock(&engine->cache_lock);
   scratch->next = engine->scratch;
@@ -307,6 +342,9 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
     free(scratch->ids);
     kvs_copies_free(&scratch->copies);
     kvs_copies_free(&scratch->single);
+    kvs_rects_free(&scratch->rects);
+    kvs_move_scratch_free(scratch->move);
+    free(scratch->layers);
     kvs_regions_clear(&scratch->regions);
     kvs_plan_scratch_free(&scratch->plan);
     free(scratch);
@@ -319,6 +357,8 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
       (void)kvs_dev_host_free(engine->device, staging->host, &ignored);
       free(staging);
     }
+  while (engine->nevents) (void)kvs_dev_event_destroy(engine->device, engine->events[--engine->nevents], &ignored);
+  free(engine->events);
   kvs_regions_clear(&engine->regions);
   free(engine->orphans);
 }

@@ -40,6 +40,24 @@ void kvs_copies_free(struct kvs_copies *copies) {
   memset(copies, 0, sizeof *copies);
 }
 
+int kvs_rects_reserve(struct kvs_rects *rects, size_t capacity, struct kvs_error *err) {
+  if (capacity <= rects->capacity) return KVS_OK;
+  if (capacity < 2 * rects->capacity) capacity = 2 * rects->capacity;
+  struct kvs_rect *items = realloc(rects->items, capacity * sizeof *items);
+  if (items) rects->items = items;
+  uint32_t *block = realloc(rects->block, capacity * sizeof *block);
+  if (block) rects->block = block;
+  if (!items || !block) return kvs_fail(err, KVS_NOMEM, "no memory for a plan of %zu copies of rows", capacity);
+  rects->capacity = capacity;
+  return KVS_OK;
+}
+
+void kvs_rects_free(struct kvs_rects *rects) {
+  free(rects->items);
+  free(rects->block);
+  memset(rects, 0, sizeof *rects);
+}
+
 int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nbytes, uint64_t *end) {
   uint64_t span = 0;
   if (blocks == 0) {
@@ -67,17 +85,17 @@ static uint64_t fewest_blocks(const struct kvs_tensor *tensors, size_t ntensors,
   return fewest;
 }
 
-static int check_range(const struct kvs_ids *ids, const char *name, uint64_t blocks, size_t tensor, size_t ntensors,
-                       struct kvs_error *err) {
+static int check_range(const struct kvs_ids *ids, const char *name, uint64_t blocks, const char *side, size_t tensor,
+                       size_t ntensors, struct kvs_error *err) {
   char of[48] = "";
   for (size_t i = 0; i < ids->count; i++) {
     int64_t id = id_at(ids, i);
     if ((uint64_t)id < blocks) continue;
     if (ntensors > 1) snprintf(of, sizeof of, " of tensor %zu", tensor);
     if (blocks == 0)
-      return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 ", but that side%s has no blocks", name, i, id, of);
-    return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; that side%s has %" PRIu64 " blocks, 0 to %" PRIu64, name,
-                    i, id, of, blocks, blocks - 1);
+      return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 ", but that %s%s has no blocks", name, i, id, side, of);
+    return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; that %s%s has %" PRIu64 " blocks, 0 to %" PRIu64, name, i,
+                    id, side, of, blocks, blocks - 1);
   }
   return KVS_OK;
 }
@@ -101,11 +119,30 @@ int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct 
   return KVS_OK;
 }
 
-static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_t blocks,
+static void clear_bits(const struct kvs_ids *ids, size_t count, size_t words, uint64_t *bitmap) {
+  if (words <= count)
+    memset(bitmap, 0, words * sizeof *bitmap);
+  else
+    while (count-- > 0) bitmap[(uint64_t)id_at(ids, count) >> 6] = 0;
+}
+
+static int name_shared(const struct kvs_ids *src_ids, const struct kvs_ids *dst_ids, size_t at, struct kvs_error *err) {
+  int64_t id = id_at(src_ids, at);
+  size_t there = 0;
+  while (id_at(dst_ids, there) != id) there++;
+  return kvs_fail(err, KVS_INVALID,
+                  "src_ids[%zu] and dst_ids[%zu] are both %" PRId64
+                  " of one pool: a slot cannot be read and written by the same transfer",
+                  at, there, id);
+}
+
+/* No id twice, and none that is in `others` (NULL: none are). */
+static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_t blocks, const struct kvs_ids *others,
                             struct kvs_plan_scratch *scratch, struct kvs_error *err) {
-  size_t words = (size_t)((blocks + 63) / 64), i = 0, twice = ids->count;
-  int status = ids->count > 1 ? kvs_plan_grow_bitmap(scratch, words, err) : KVS_OK;
-  if (status || ids->count <= 1) return status;
+  size_t words = (size_t)((blocks + 63) / 64), i = 0, twice = ids->count, shared = 0;
+  if (ids->count <= 1 && !others) return KVS_OK;
+  int status = kvs_plan_grow_bitmap(scratch, words, err);
+  if (status) return status;
   uint64_t *bitmap = scratch->bitmap;
   for (; i < ids->count; i++) {
     uint64_t id = (uint64_t)id_at(ids, i), bit = 1ull << (id & 63);
@@ -115,11 +152,14 @@ static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_
     }
     bitmap[id >> 6] |= bit;
   }
-  if (words <= ids->count)
-    memset(bitmap, 0, words * sizeof *bitmap);
-  else
-    while (i-- > 0) bitmap[(uint64_t)id_at(ids, i) >> 6] = 0;
-  return twice < ids->count ? name_duplicate(ids, name, twice, err) : KVS_OK;
+  if (others)
+    for (; shared < others->count; shared++) {
+      uint64_t id = (uint64_t)id_at(others, shared);
+      if (id < blocks && bitmap[id >> 6] >> (id & 63) & 1) break;
+    }
+  clear_bits(ids, i, words, bitmap);
+  if (twice < ids->count) return name_duplicate(ids, name, twice, err);
+  return others && shared < others->count ? name_shared(others, ids, shared, err) : KVS_OK;
 }
 
 int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
@@ -134,25 +174,29 @@ int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const 
     return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", gpu_ids->count, UINT32_MAX);
   if (ntensors == 0) return KVS_OK;
   uint64_t gpu_blocks = fewest_blocks(tensors, ntensors, true, &tensor);
-  int status = check_range(gpu_ids, "gpu_block_ids", gpu_blocks, tensor, ntensors, err);
+  int status = check_range(gpu_ids, "gpu_block_ids", gpu_blocks, "side", tensor, ntensors, err);
   if (status) return status;
   uint64_t cpu_blocks = fewest_blocks(tensors, ntensors, false, &tensor);
-  status = check_range(cpu_ids, "cpu_block_ids", cpu_blocks, tensor, ntensors, err);
+  status = check_range(cpu_ids, "cpu_block_ids", cpu_blocks, "side", tensor, ntensors, err);
   if (status) return status;
-  return direction == KVS_D2H ? check_duplicates(cpu_ids, "cpu_block_ids", cpu_blocks, scratch, err)
-                              : check_duplicates(gpu_ids, "gpu_block_ids", gpu_blocks, scratch, err);
+  return direction == KVS_D2H ? check_duplicates(cpu_ids, "cpu_block_ids", cpu_blocks, NULL, scratch, err)
+                              : check_duplicates(gpu_ids, "gpu_block_ids", gpu_blocks, NULL, scratch, err);
+}
+
+int kvs_plan_check_slots(const struct kvs_ids *src_ids, uint64_t src_blocks, const struct kvs_ids *dst_ids,
+                         uint64_t dst_blocks, bool shared, struct kvs_plan_scratch *scratch, struct kvs_error *err) {
+  if (src_ids->count != dst_ids->count)
+    return kvs_fail(err, KVS_INVALID,
+                    "src_ids has %zu entries and dst_ids has %zu: they name pairs and must be equally long",
+                    src_ids->count, dst_ids->count);
+  if (src_ids->count > UINT32_MAX)
+    return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", src_ids->count, UINT32_MAX);
+  int status = check_range(src_ids, "src_ids", src_blocks, "pool", 0, 0, err);
+  if (!status) status = check_range(dst_ids, "dst_ids", dst_blocks, "pool", 0, 0, err);
+  return status ? status : check_duplicates(dst_ids, "dst_ids", dst_blocks, shared ? src_ids : NULL, scratch, err);
 }
 
 /* -- copies ---------------------------------------------------------------------------------------------------- */
-
-/* Room is reserved by the caller. */
-static inline void push(struct kvs_copies *copies, uint64_t dst, uint64_t src, uint64_t nbytes, uint32_t block) {
-  size_t n = copies->count++;
-  copies->dst[n] = dst;
-  copies->src[n] = src;
-  copies->nbytes[n] = nbytes;
-  copies->block[n] = block;
-}
 
 int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
                    const struct kvs_ids *cpu_ids, enum kvs_direction direction, bool merge, struct kvs_copies *copies,
@@ -180,7 +224,8 @@ int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const stru
         while (i + run < count && id_at(src_ids, i + run) == s + (int64_t)run &&
                id_at(dst_ids, i + run) == d + (int64_t)run)
           run++;
-      push(copies, dst + (uint64_t)d * dst_stride, src + (uint64_t)s * src_stride, run * nbytes, (uint32_t)i);
+      kvs_copies_push(copies, dst + (uint64_t)d * dst_stride, src + (uint64_t)s * src_stride, run * nbytes,
+                      (uint32_t)i);
       i += run;
     }
   }
@@ -213,7 +258,7 @@ int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nby
         copies->dst[last] + copies->nbytes[last] == dst[i])
       copies->nbytes[last] += size;
     else
-      push(copies, dst[i], src[i], size, (uint32_t)i);
+      kvs_copies_push(copies, dst[i], src[i], size, (uint32_t)i);
   }
   return status;
 }
@@ -234,21 +279,43 @@ static uint64_t until_seam(const struct kvs_regions *regions, const struct kvs_r
   return next && next->seam ? left : left + until_seam(regions, &next, address + left, nbytes - left);
 }
 
-int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions, struct kvs_error *err) {
-  const struct kvs_region *src_last = NULL, *dst_last = NULL;
-  size_t count = copies->count;
-  for (size_t i = 0; i < count; i++) {
-    uint64_t nbytes = copies->nbytes[i];
-    uint64_t part = until_seam(regions, &src_last, copies->src[i], nbytes);
-    uint64_t dst_part = until_seam(regions, &dst_last, copies->dst[i], nbytes);
-    if (dst_part < part) part = dst_part;
-    if (part == nbytes) continue;
-    int status = kvs_copies_reserve(copies, copies->count + 1, err);
-    if (status) return status;
-    copies->nbytes[i] = part;
-    push(copies, copies->dst[i] + part, copies->src[i] + part, nbytes - part, copies->block[i]);
-    count++; /* the rest may cross another seam */
+struct seams {
+  const struct kvs_regions *regions;
+  const struct kvs_region *src, *dst; /* where the last copy lay */
+};
+
+static uint64_t first_part(struct seams *seams, uint64_t dst, uint64_t src, uint64_t nbytes) {
+  uint64_t part = until_seam(seams->regions, &seams->src, src, nbytes);
+  uint64_t dst_part = until_seam(seams->regions, &seams->dst, dst, nbytes);
+  return dst_part < part ? dst_part : part;
+}
+
+/* In how many parts a copy must go. */
+static size_t parts_of(struct seams *seams, uint64_t dst, uint64_t src, uint64_t nbytes) {
+  size_t parts = 0;
+  for (uint64_t part; nbytes; dst += part, src += part, nbytes -= part, parts++)
+    part = first_part(seams, dst, src, nbytes);
+  return parts;
+}
+
+int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err) {
+  struct seams seams = {.regions = regions};
+  size_t count = copies->count, total = from;
+  for (size_t i = from; i < count; i++) total += parts_of(&seams, copies->dst[i], copies->src[i], copies->nbytes[i]);
+  if (total == count) return KVS_OK;
+  int status = kvs_copies_reserve(copies, total, err);
+  if (status) return status;
+  for (size_t i = count, at = total; i-- > from;) { /* from the end, so that nothing is overwritten unread */
+    uint64_t dst = copies->dst[i], src = copies->src[i], nbytes = copies->nbytes[i];
+    uint32_t block = copies->block[i];
+    at -= parts_of(&seams, dst, src, nbytes);
+    copies->count = at;
+    for (uint64_t part; nbytes; dst += part, src += part, nbytes -= part) {
+      part = first_part(&seams, dst, src, nbytes);
+      kvs_copies_push(copies, dst, src, part, block);
+    }
   }
+  copies->count = total;
   return KVS_OK;
 }
 

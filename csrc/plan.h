@@ -16,11 +16,30 @@ struct kvs_plan_scratch {
   size_t spans_capacity;
 };
 
+/* Copies that are rows at a pitch, and the block of each. */
+struct kvs_rects {
+  struct kvs_rect *items;
+  uint32_t *block;
+  size_t count, capacity;
+  uint64_t rows; /* of all */
+};
+
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch);
 /* Room for that many words of bits, all zero. */
 int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err);
 int kvs_copies_reserve(struct kvs_copies *copies, size_t capacity, struct kvs_error *err);
 void kvs_copies_free(struct kvs_copies *copies);
+int kvs_rects_reserve(struct kvs_rects *rects, size_t capacity, struct kvs_error *err);
+void kvs_rects_free(struct kvs_rects *rects);
+/* Append; there is room. */
+static inline void kvs_copies_push(struct kvs_copies *copies, uint64_t dst, uint64_t src, uint64_t nbytes,
+                                   uint32_t block) {
+  size_t n = copies->count++;
+  copies->dst[n] = dst;
+  copies->src[n] = src;
+  copies->nbytes[n] = nbytes;
+  copies->block[n] = block;
+}
 
 /* One past the last byte of `blocks` blocks of a side; KVS_INVALID where that wraps around. */
 int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nbytes, uint64_t *end);
@@ -35,6 +54,11 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
 int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_plan_scratch *scratch,
                        struct kvs_error *err);
+
+/* Check both lists of a move between slots (equal lengths, ranges, no destination twice; `shared`: no slot on both
+ * sides). src_blocks and dst_blocks: of the smallest pool of a side. */
+int kvs_plan_check_slots(const struct kvs_ids *src_ids, uint64_t src_blocks, const struct kvs_ids *dst_ids,
+                         uint64_t dst_blocks, bool shared, struct kvs_plan_scratch *scratch, struct kvs_error *err);
 
 /* Append the copies of checked ids, tensor by tensor; `merge`: blocks that continue on both sides become one copy. */
 int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
@@ -56,8 +80,9 @@ struct kvs_plan_naming {
 int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_naming *naming,
                             struct kvs_plan_scratch *scratch, struct kvs_error *err);
 
-/* Cut every copy that crosses the end of a region with a seam, on either side. */
-int kvs_plan_split(struct kvs_copies *copies, const struct kvs_regions *regions, struct kvs_error *err);
+/* Cut every copy of [from, copies->count) that crosses the end of a region with a seam, on either side. The parts of a
+ * copy take its place, in order. */
+int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err);
 
 /* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions'
  * aliases; NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(), where `nbytes` is the copies'

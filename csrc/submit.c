@@ -1,15 +1,18 @@
 /* Submitting: from a checked plan to work queued on the device.
  *
  * In order: choose a path and get what it needs (nothing has moved, any error is the caller's); take the lane; wait, on
- * the spine, for what the transfer must start after; issue; record the end and let the caller's stream wait for it.
- * From the first issued copy on nothing fails the call any more: a copy that the driver refuses is tried smaller, down
- * to single blocks cut at the driver's own ranges, and what still fails is written down in the transfer, which goes on
- * in its place. */
+ * the spine, for what the transfer must start after (order.c); issue, layer by layer where layers matter; record the
+ * end and let the caller's stream wait for it. From the first issued copy on nothing fails the call any more: a copy
+ * that the driver refuses is tried smaller, down to single blocks cut at the driver's own ranges, and what still fails
+ * is written down in the transfer, which goes on in its place. */
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core.h"
+#include "hooks.h"
+#include "racecheck.h"
 
 enum {
   BATCH_SMALL = 128, /* copies a batch call */
@@ -32,6 +35,8 @@ struct submission {
   const struct kvs_options *options;
   struct kvs_transfer *transfer;
   struct kvs_lane *lane;
+  struct kvs_copies view; /* of the plan's copies: those of the layer that is being issued */
+  size_t npieces;         /* already in the staging, of layers before */
   size_t failed_capacity;
   size_t cursor;         /* where block_by_block() goes on */
   bool leftovers;        /* something may stand on the spine although the call fails */
@@ -47,11 +52,21 @@ static const struct kvs_region *pageable(const struct kvs_regions *regions) {
   return NULL;
 }
 
+/* A driver copies between two places of the host at once, in the caller's thread, waiting for the stream first. */
+static bool would_block(const struct submission *s) {
+  const struct kvs_regions *regions = &s->work->scratch->regions;
+  bool host = regions->count > 0;
+  for (size_t i = 0; i < regions->count; i++) host &= regions->items[i].memory == KVS_MEMORY_PINNED;
+  return host && !s->device->ops->copy_direct;
+}
+
 static enum kvs_path predict(const struct submission *s) {
   const struct kvs_scratch *scratch = s->work->scratch;
-  size_t count = scratch->copies.count;
+  size_t count = scratch->copies.count + scratch->rects.rows;
   if (s->device->ops->copy_direct && !s->device->stepped) return KVS_PATH_DIRECT;
-  if (!s->device->info.kernels || s->engine->no_kernel || count < KERNEL_FROM) return KVS_PATH_DMA;
+  if (!s->device->info.kernels || s->engine->no_kernel) return KVS_PATH_DMA;
+  if (would_block(s)) return KVS_PATH_KERNEL;
+  if (count < KERNEL_FROM) return KVS_PATH_DMA;
   if (s->work->nbytes / count >= KERNEL_BELOW || pageable(&scratch->regions)) return KVS_PATH_DMA;
   return KVS_PATH_KERNEL;
 }
@@ -75,8 +90,18 @@ static int choose_path(struct submission *s, enum kvs_path *path) {
   return KVS_OK;
 }
 
+/* Rectangles are for the copy engine: other paths get their rows as plain copies. */
+static int flatten(struct submission *s) {
+  struct kvs_scratch *scratch = s->work->scratch;
+  if (s->transfer->path == KVS_PATH_DMA || scratch->rects.count == 0) return KVS_OK;
+  scratch->copies.count = scratch->rects.count = scratch->nlayers = 0;
+  scratch->rects.rows = 0;
+  return s->work->expand(s->work->call, true, scratch, &scratch->copies, s->err);
+}
+
 static int prepare_kernel(struct submission *s) {
   size_t most = kvs_plan_most_pieces(&s->work->scratch->copies, s->work->nbytes, KERNEL_PIECE);
+  if (s->transfer->path != KVS_PATH_KERNEL) return KVS_OK;
   return most ? kvs_engine_staging_get(s->engine, most * sizeof(struct kvs_piece), &s->transfer->staging, s->err)
               : KVS_OK;
 }
@@ -124,12 +149,12 @@ static uint64_t overlap(uint64_t begin, uint64_t end, uint64_t from, uint64_t to
   return (end < to ? end : to) - (begin > from ? begin : from);
 }
 
-/* For each block that copy i carries: issue it alone (`again`), or write it off with *why. */
+/* For each block that copy i of the view carries: issue it alone (`again`), or write it off with *why. */
 static void block_by_block(struct submission *s, size_t i, bool again, const struct kvs_error *why) {
-  struct kvs_copies *copies = &s->work->scratch->copies, *single = &s->work->scratch->single;
+  struct kvs_copies *copies = &s->view, *single = &s->work->scratch->single;
   uint64_t begin = copies->dst[i], end = begin + copies->nbytes[i];
   struct kvs_error err = *why;
-  if (single->count == 0 && s->work->expand(s->work->call, single, &err)) {
+  if (single->count == 0 && s->work->expand(s->work->call, false, s->work->scratch, single, &err)) {
     single->count = 0;
     s->transfer->all_failed = true;
     note_failure(s, copies->block[i], &err);
@@ -160,7 +185,7 @@ static void fail_whole(struct submission *s, const struct kvs_error *why) {
 
 static void issue_range(struct submission *s, size_t from, size_t to) {
   kvs_stream stream = s->lane->spine;
-  const struct kvs_copies *copies = &s->work->scratch->copies;
+  const struct kvs_copies *copies = &s->view;
   struct kvs_error why;
   int status;
   if (from >= to || s->fatal) return;
@@ -184,10 +209,33 @@ static void issue_range(struct submission *s, size_t from, size_t to) {
  * same list in parts, all on one stream (H200, driver 580, 8192 x 16 KiB: 25 -> 45 GB/s D2H, 6 -> 43 H2D; more streams
  * undo it). */
 static void issue_dma(struct submission *s) {
-  size_t count = s->work->scratch->copies.count;
-  size_t part = count && s->work->nbytes / count >= LARGE_COPY ? BATCH_LARGE : BATCH_SMALL;
+  size_t count = s->view.count, all = s->work->scratch->copies.count;
+  size_t part = all && s->work->nbytes / all >= LARGE_COPY ? BATCH_LARGE : BATCH_SMALL;
   if (s->engine->no_batch) part = 1;
   for (size_t from = 0; from < count; from += part) issue_range(s, from, count - from < part ? count : from + part);
+}
+
+/* A block whose rows are refused as one goes row by row. */
+static void issue_rect(struct submission *s, const struct kvs_rect *rect, uint32_t block) {
+  struct kvs_error why;
+  int status = kvs_dev_copy_rect(s->device, rect, s->lane->spine, &why);
+  for (uint64_t row = 0; status && !beyond_hope(status) && row < rect->height; row++) {
+    int again =
+        copy_in_parts(s, rect->dst + row * rect->dst_pitch, rect->src + row * rect->src_pitch, rect->width, &why);
+    if (beyond_hope(again)) status = again;
+    if (again && !beyond_hope(again)) {
+      note_failure(s, block, &why);
+      return;
+    }
+  }
+  if (!beyond_hope(status)) return;
+  *s->err = why;
+  s->fatal = status;
+}
+
+static void issue_rects(struct submission *s, size_t from, size_t to) {
+  const struct kvs_rects *rects = &s->work->scratch->rects;
+  for (size_t i = from; i < to && !s->fatal; i++) issue_rect(s, &rects->items[i], rects->block[i]);
 }
 
 /* -- kernel and direct ----------------------------------------------------------------------------------------- */
@@ -202,32 +250,32 @@ static uint64_t pace(const struct submission *s, unsigned ctas) {
 
 static int launch_pieces(struct submission *s, struct kvs_error *why) {
   const struct kvs_staging *staging = s->transfer->staging;
-  const struct kvs_scratch *scratch = s->work->scratch;
-  size_t npieces =
-      kvs_plan_pieces(&scratch->copies, KERNEL_PIECE, &scratch->regions, (struct kvs_piece *)(uintptr_t)staging->host);
+  uint64_t at = s->npieces * sizeof(struct kvs_piece);
+  size_t npieces = kvs_plan_pieces(&s->view, KERNEL_PIECE, &s->work->scratch->regions,
+                                   (struct kvs_piece *)(uintptr_t)(staging->host + at));
   unsigned ctas = s->options->max_ctas ? s->options->max_ctas : s->engine->default_ctas;
   if (!ctas) ctas = s->options->priority == KVS_PRIORITY_BACKGROUND ? BACKGROUND_CTAS : KERNEL_CTAS;
   if (npieces < ctas) ctas = (unsigned)npieces;
   while (ctas > 1 && pace(s, ctas) >= SLOWEST_NS_PER_MIB) ctas /= 2; /* fewer, rather than faster than was asked for */
-  struct kvs_copy_params params = {.pieces = staging->device, .npieces = npieces, .ns_per_mib = pace(s, ctas)};
+  struct kvs_copy_params params = {.pieces = staging->device + at, .npieces = npieces, .ns_per_mib = pace(s, ctas)};
   struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
                               .grid = ctas,
                               .threads = KERNEL_THREADS,
                               .params = &params,
                               .params_nbytes = sizeof params};
-  int status =
-      kvs_dev_copy(s->device, staging->device, staging->host, npieces * sizeof(struct kvs_piece), s->lane->spine, why);
+  s->npieces += npieces;
+  int status = kvs_dev_copy(s->device, staging->device + at, staging->host + at, npieces * sizeof(struct kvs_piece),
+                            s->lane->spine, why);
   return status ? status : kvs_dev_launch(s->device, &launch, s->lane->spine, why);
 }
 
 /* A list that goes as a whole; where it is refused, the copy engine gets it unless the caller insisted. */
 static void issue_whole(struct submission *s, enum kvs_path path) {
-  struct kvs_copies *copies = &s->work->scratch->copies;
   struct kvs_error why;
   int status = KVS_OK;
-  if (copies->count)
-    status =
-        path == KVS_PATH_KERNEL ? launch_pieces(s, &why) : kvs_dev_copy_direct(s->device, copies, s->lane->spine, &why);
+  if (s->view.count)
+    status = path == KVS_PATH_KERNEL ? launch_pieces(s, &why)
+                                     : kvs_dev_copy_direct(s->device, &s->view, s->lane->spine, &why);
   if (beyond_hope(status)) {
     *s->err = why;
     s->fatal = status;
@@ -239,109 +287,38 @@ static void issue_whole(struct submission *s, enum kvs_path path) {
   }
 }
 
-/* -- order ----------------------------------------------------------------------------------------------------- */
+/* -- layers ---------------------------------------------------------------------------------------------------- */
 
-static int spine_follows(struct submission *s, kvs_stream stream) {
-  int status = kvs_dev_event_record(s->device, s->lane->fork, stream, s->err);
-  return status ? status : kvs_dev_stream_wait(s->device, s->lane->spine, s->lane->fork, s->err);
+static void look_at(struct submission *s, size_t from, size_t to) {
+  const struct kvs_copies *all = &s->work->scratch->copies;
+  s->view = (struct kvs_copies){.dst = all->dst + from,
+                                .src = all->src + from,
+                                .nbytes = all->nbytes + from,
+                                .block = all->block + from,
+                                .count = to - from,
+                                .capacity = to - from};
 }
 
-static int spine_waits_for_stream(struct submission *s, kvs_stream stream, const char *what) {
-  struct kvs_stream_info info;
-  int status = kvs_stream_ask(s->device, stream, what, &info, s->err);
-  return status ? status : spine_follows(s, stream);
+/* The race checker's side of a layer, before anything of it is queued. */
+static void watch(const struct submission *s, size_t layer) {
+  static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
+  const struct kvs_transfer *transfer = s->transfer;
+  struct kvs_race_party who = {.transfer = transfer->ticket, .lane = s->lane->number, .sequence = transfer->sequence};
+  if (!kvs_racecheck_on()) return;
+  snprintf(who.what, sizeof who.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
+  snprintf(who.stream, sizeof who.stream, "%s stream 0x%" PRIx64, s->engine->name, s->lane->spine);
+  if (s->options->where) snprintf(who.where, sizeof who.where, "%s", s->options->where);
+  s->work->watch(s->work->call, transfer, layer, &s->view, &who);
 }
 
-/* Another device's event can be waited for among GPUs, not by or for a host device. */
-static int refuse_foreign(struct submission *s, size_t index, struct kvs_transfer *before) {
-  struct kvs_device *other = before->engine->device;
-  bool both_cuda = strcmp(other->ops->kind, "cuda") == 0 && strcmp(s->device->ops->kind, "cuda") == 0;
-  if (other == s->device || kvs_transfer_done(before)) return KVS_OK;
-  if (!both_cuda)
-    return kvs_fail(s->err, KVS_INVALID,
-                    "after[%zu] is a transfer of %s, which %s cannot wait for: wait() for it first", index,
-                    before->engine->name, s->engine->name);
-  return kvs_dev_check(other, s->err);
-}
-
-/* What failed is not waited for but told: whoever starts after it means to read what it wrote. */
-static int spine_waits_for_transfer(struct submission *s, size_t index, struct kvs_transfer *before) {
-  kvs_event end;
-  int status = refuse_foreign(s, index, before);
-  if (status) return status;
-  status = kvs_transfer_pin(before, &end, s->err);
-  if (status != KVS_NOT_READY) return status;
-  status = kvs_dev_stream_wait(s->device, s->lane->spine, end, s->err);
-  kvs_transfer_unpin(before);
-  return status;
-}
-
-/* The handle may have been given to another stream since it was set. */
-static int spine_waits_for_compute(struct submission *s) {
-  struct kvs_stream_info info;
-  pthread_mutex_lock(&s->engine->lock);
-  kvs_stream stream = s->engine->compute_stream;
-  uint64_t id = s->engine->compute_id;
-  pthread_mutex_unlock(&s->engine->lock);
-  int status = kvs_stream_ask(s->device, stream, "the compute stream", &info, s->err);
-  if (!status && id && info.id != id)
-    return kvs_fail(s->err, KVS_INVALID,
-                    "the compute stream (0x%" PRIx64
-                    ") was destroyed, and another has its handle now: set_compute_stream() "
-                    "again, and keep the stream as long as the device uses it",
-                    stream);
-  return status ? status : spine_follows(s, stream);
-}
-
-static int order_before(struct submission *s) {
-  const struct kvs_options *options = s->options;
-  int status =
-      options->on_stream ? spine_waits_for_stream(s, options->stream, "the stream") : spine_waits_for_compute(s);
-  for (size_t i = 0; !status && i < options->nafter; i++) {
-    const struct kvs_after *after = &options->after[i];
-    switch (after->kind) {
-    case KVS_AFTER_STREAM:
-      status = spine_waits_for_stream(s, after->handle, "a stream in after");
-      break;
-    case KVS_AFTER_EVENT:
-      status = kvs_dev_stream_wait(s->device, s->lane->spine, after->handle, s->err);
-      break;
-    case KVS_AFTER_TRANSFER:
-      status = spine_waits_for_transfer(s, i, after->transfer);
-      break;
-    }
-  }
-  return status;
-}
-
-/* Nothing will be recorded for the end: the spine being idle stands for it. */
-static void lose_track(struct submission *s) {
-  struct kvs_error ignored;
-  if (s->transfer->end) (void)kvs_dev_event_destroy(s->device, s->transfer->end, &ignored);
-  s->transfer->end = 0;
-}
-
-static void order_behind(struct submission *s) {
-  struct kvs_transfer *transfer = s->transfer;
-  struct kvs_error why;
-  int status = kvs_dev_event_record(s->device, transfer->end, s->lane->spine, &why);
-  if (status) lose_track(s);
-  if (!s->options->on_stream) return;
-  if (!status) status = kvs_dev_stream_wait(s->device, s->options->stream, transfer->end, &why);
-  if (status) fail_whole(s, &why);
-}
-
-/* -- the call -------------------------------------------------------------------------------------------------- */
-
-static void issue(struct submission *s) {
-  struct kvs_copies *copies = &s->work->scratch->copies;
+static void issue_view(struct submission *s) {
   struct kvs_error why;
   size_t refused_end;
   int code = 0;
-  kvs_dev_fault_copies(s->device, copies, &refused_end, &code);
-  if (refused_end > copies->count) {
+  kvs_dev_fault_copies(s->device, &s->view, &refused_end, &code);
+  if (refused_end > s->view.count) {
     kvs_fail_driver(&why, KVS_REFUSED, code, "copy", "injected fault");
-    for (size_t i = copies->count; i < refused_end; i++) block_by_block(s, i, false, &why);
+    for (size_t i = s->view.count; i < refused_end; i++) block_by_block(s, i, false, &why);
   }
   if (s->transfer->path == KVS_PATH_DMA)
     issue_dma(s);
@@ -349,14 +326,66 @@ static void issue(struct submission *s) {
     issue_whole(s, s->transfer->path);
 }
 
+/* Every layer's event is recorded, whatever became of its copies: who waits for it must get past it. */
+static void issue_layers(struct submission *s) {
+  const struct kvs_scratch *scratch = s->work->scratch;
+  struct kvs_transfer *transfer = s->transfer;
+  struct kvs_layer_end begin = {0, 0};
+  struct kvs_error why;
+  for (size_t layer = 0; layer < scratch->nlayers; layer++) {
+    struct kvs_layer_end end = scratch->layers[layer];
+    if (!s->fatal && !transfer->all_failed && kvs_order_before_layer(transfer, s->options, layer, &why))
+      fail_whole(s, &why);
+    if (!s->fatal && !transfer->all_failed) {
+      look_at(s, begin.copies, end.copies);
+      watch(s, layer);
+      issue_view(s);
+      issue_rects(s, begin.rects, end.rects);
+    }
+    if (layer < transfer->nlayers && transfer->layers[layer] &&
+        kvs_dev_event_record(s->device, transfer->layers[layer], s->lane->spine, &why)) {
+      kvs_engine_event_put(s->engine, transfer->layers[layer]);
+      transfer->layers[layer] = 0;
+    }
+    begin = end;
+  }
+}
+
+static void issue(struct submission *s) {
+  const struct kvs_scratch *scratch = s->work->scratch;
+  for (size_t i = 0; i < s->work->nlost; i++) note_failure(s, s->work->lost[i], &s->work->lost_error);
+  if (scratch->nlayers) {
+    issue_layers(s);
+    return;
+  }
+  look_at(s, 0, scratch->copies.count);
+  watch(s, SIZE_MAX);
+  issue_view(s);
+  issue_rects(s, 0, scratch->rects.count);
+}
+
+static int prepare_layers(struct submission *s) {
+  struct kvs_transfer *transfer = s->transfer;
+  if (!s->options->layer_events) return KVS_OK;
+  transfer->layers = calloc(s->work->nlayers ? s->work->nlayers : 1, sizeof *transfer->layers);
+  if (!transfer->layers) return kvs_fail(s->err, KVS_NOMEM, "no memory for %zu layers", s->work->nlayers);
+  for (int status; transfer->nlayers < s->work->nlayers; transfer->nlayers++) {
+    status = kvs_engine_event_get(s->engine, &transfer->layers[transfer->nlayers], s->err);
+    if (status) return status;
+  }
+  return KVS_OK;
+}
+
+/* -- the call -------------------------------------------------------------------------------------------------- */
+
 static int submit_on_lane(struct submission *s) {
   struct kvs_lane *lane = s->lane;
   struct kvs_transfer *transfer = s->transfer;
-  struct kvs_error ignored;
+  struct kvs_error ignored, why;
   (void)kvs_lane_reap(lane, &ignored);
   int status = kvs_lane_reserve(lane, transfer, s->err);
   s->leftovers = !status; /* should the call be refused from here on */
-  if (!status) status = order_before(s);
+  if (!status) status = kvs_order_before(transfer, s->work, s->options, s->err);
   if (!status) status = kvs_dev_event_record(s->device, transfer->start, lane->spine, s->err);
   if (status) {
     kvs_lane_unreserve(lane, transfer);
@@ -364,7 +393,8 @@ static int submit_on_lane(struct submission *s) {
   }
   transfer->sequence = ++lane->sequence;
   issue(s);
-  order_behind(s);
+  if (kvs_order_behind(transfer, s->work, s->options, &why)) fail_whole(s, &why);
+  if (s->work->settle) s->work->settle(s->work->call, transfer);
   kvs_lane_append(lane, transfer);
   return KVS_OK;
 }
@@ -384,7 +414,8 @@ static void find_bounds(const struct kvs_regions *regions, struct kvs_transfer *
     widen(regions->items[i].memory == KVS_MEMORY_DEVICE ? &transfer->gpu : &transfer->cpu, &regions->items[i]);
 }
 
-static void count(struct kvs_engine *engine, const struct kvs_work *work, size_t copies) {
+static void count(struct kvs_engine *engine, const struct kvs_work *work) {
+  uint64_t copies = work->scratch->copies.count + work->scratch->rects.count;
   atomic_fetch_add(&engine->submitted, 1);
   atomic_fetch_add(&engine->copies, copies);
   if (work->entries > copies) atomic_fetch_add(&engine->merged, work->entries - copies);
@@ -411,7 +442,6 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   static const struct kvs_options defaults = {.priority = KVS_PRIORITY_NORMAL};
   struct submission s = {.engine = engine, .device = engine->device, .work = work, .err = err};
   s.options = options ? options : &defaults;
-  size_t copies = work->scratch->copies.count;
   s.transfer = kvs_transfer_new(engine, err);
   if (!s.transfer) return KVS_NOMEM;
   s.transfer->direction = work->direction;
@@ -420,7 +450,9 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
   int status = choose_path(&s, &s.transfer->path);
-  if (!status && s.transfer->path == KVS_PATH_KERNEL) status = prepare_kernel(&s);
+  if (!status) status = flatten(&s);
+  if (!status) status = prepare_kernel(&s);
+  if (!status) status = prepare_layers(&s);
   if (!status) status = submit_in_order(&s);
   if (status) {
     if (s.transfer->staging) kvs_engine_staging_put(engine, s.transfer->staging);
@@ -429,7 +461,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
     return status;
   }
   if (s.fatal) kvs_engine_lose(engine); /* the transfer failed in its lane, and keeps what may still be read */
-  count(engine, work, copies);
+  count(engine, work);
   *out = s.transfer;
   return KVS_OK;
 }

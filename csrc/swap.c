@@ -5,14 +5,20 @@
 
 #include "core.h"
 
-static int open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
+int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
   if (atomic_load(&engine->closed))
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: the process is ending", engine->name);
   return kvs_dev_check(engine->device, err);
 }
 
+int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {
+  if (!options || !options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "after_layers has %zu entries, but there are %zu layers: one a layer",
+                  options->nafter_layers, nlayers);
+}
+
 /* Two regions are the two sides: no copy crosses from one into the other. */
-static bool may_cross_seams(const struct kvs_regions *regions) {
+bool kvs_may_cross_seams(const struct kvs_regions *regions) {
   size_t seams = 0;
   for (size_t i = 0; i < regions->count; i++) seams += regions->items[i].seam;
   return regions->count > 2 && seams > 0;
@@ -24,7 +30,7 @@ static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *wo
   struct kvs_plan_naming naming = {.entry = entry};
   int status = kvs_plan_check_disjoint(&scratch->copies, &naming, &scratch->plan, err);
   if (status != KVS_INVALID) return status;
-  if (work->expand(work->call, &scratch->single, err)) return err->status;
+  if (work->expand(work->call, false, scratch, &scratch->single, err)) return err->status;
   naming.per_tensor = ntensors ? scratch->single.count / ntensors : 0;
   (void)kvs_plan_check_disjoint(&scratch->single, &naming, &scratch->plan, err);
   return err->status;
@@ -45,8 +51,27 @@ static int plan_cache(const void *arg, bool merge, struct kvs_copies *copies, st
                         err);
 }
 
-static int expand_cache(const void *arg, struct kvs_copies *copies, struct kvs_error *err) {
-  return plan_cache(arg, false, copies, err);
+static int expand_cache(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
+                        struct kvs_error *err) {
+  (void)scratch;
+  return plan_cache(arg, merge, copies, err);
+}
+
+/* The same list, tensor by tensor, with a mark where each ends. */
+static int plan_layers(const struct cache_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
+  bool split = kvs_may_cross_seams(&scratch->regions);
+  int status = KVS_OK;
+  scratch->copies.count = 0;
+  for (size_t t = 0; !status && t < call->ntensors; t++) {
+    struct cache_call layer = *call;
+    size_t from = scratch->copies.count;
+    layer.tensors = &call->tensors[t];
+    layer.ntensors = 1;
+    status = plan_cache(&layer, true, &scratch->copies, err);
+    if (!status && split) status = kvs_plan_split(&scratch->copies, from, &scratch->regions, err);
+    if (!status) status = kvs_scratch_layer(scratch, err);
+  }
+  return status;
 }
 
 static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct cache_call *call,
@@ -70,7 +95,7 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
 }
 
 static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work *work, const struct cache_call *call,
-                                struct kvs_error *err) {
+                                bool layered, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
@@ -80,8 +105,9 @@ static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work
                                 &scratch->plan, err);
   if (!status) status = plan_cache(call, true, &scratch->copies, err);
   if (!status && !disjoint) status = check_disjoint(scratch, work, "block", call->ntensors, err);
-  if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
-  return status;
+  if (status) return status;
+  if (layered) return plan_layers(call, scratch, err);
+  return kvs_may_cross_seams(&scratch->regions) ? kvs_plan_split(&scratch->copies, 0, &scratch->regions, err) : KVS_OK;
 }
 
 /* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
@@ -106,7 +132,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                    const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
   struct cache_call call = {tensors, ntensors, &gpu, &cpu, direction};
-  int status = open_for_work(engine, err);
+  int status = kvs_open_for_work(engine, err);
   if (status) return status;
   if (direction != KVS_D2H && direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (offload) and 1 is H2D (onboard)", (int)direction);
@@ -117,13 +143,17 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                           .nblocks = gpu.count,
                           .entries = gpu.count * ntensors,
                           .expand = expand_cache,
-                          .call = &call};
+                          .watch = kvs_watch_copies,
+                          .call = &call,
+                          .nlayers = ntensors};
+  bool layered = options && (options->layer_events || options->nafter_layers);
   for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu.count;
   status = copy_ids(scratch, &gpu, 0, err);
   if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
   gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
-  if (!status) status = check_and_plan_cache(engine, &work, &call, err);
+  if (!status) status = kvs_check_layer_options(options, ntensors, err);
+  if (!status) status = check_and_plan_cache(engine, &work, &call, layered, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;
@@ -142,8 +172,10 @@ static int plan_batch(const void *arg, bool merge, struct kvs_copies *copies, st
   return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, err);
 }
 
-static int expand_batch(const void *arg, struct kvs_copies *copies, struct kvs_error *err) {
-  return plan_batch(arg, false, copies, err);
+static int expand_batch(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
+                        struct kvs_error *err) {
+  (void)scratch;
+  return plan_batch(arg, merge, copies, err);
 }
 
 /* The region that holds all of an entry, or of a part of it that is followed by others (cover made sure). */
@@ -156,7 +188,7 @@ static int find_region(struct kvs_engine *engine, struct kvs_scratch *scratch, u
   return status;
 }
 
-static enum kvs_direction direction_of(const struct kvs_region *src, const struct kvs_region *dst) {
+enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst) {
   bool src_device = src->memory == KVS_MEMORY_DEVICE, dst_device = dst->memory == KVS_MEMORY_DEVICE;
   bool src_host = src->memory == KVS_MEMORY_PINNED || src->memory == KVS_MEMORY_PAGEABLE;
   bool dst_host = dst->memory == KVS_MEMORY_PINNED || dst->memory == KVS_MEMORY_PAGEABLE;
@@ -180,7 +212,7 @@ static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, e
     if (!status) status = find_region(engine, scratch, copies->dst[i], nbytes, &to, &dst, err);
     if (!status && !dst.writable) status = kvs_memory_cover(engine, scratch, copies->dst[i], nbytes, &to, err);
     if (status) return status;
-    enum kvs_direction this = direction_of(&src, &dst);
+    enum kvs_direction this = kvs_direction_of(&src, &dst);
     if (i == 0) *direction = this;
     if (this != *direction)
       return kvs_fail(err, KVS_INVALID, "copy %" PRIu32 " goes %s, copy 0 %s: one call moves one way", copies->block[i],
@@ -193,13 +225,18 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
                    bool one_size, size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
                    struct kvs_error *err) {
   struct batch_call call = {src, dst, nbytes, one_size, count};
-  int status = open_for_work(engine, err);
+  int status = kvs_open_for_work(engine, err);
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;
-  struct kvs_work work = {
-      .scratch = scratch, .nblocks = count, .entries = count, .expand = expand_batch, .call = &call};
-  status = plan_batch(&call, true, &scratch->copies, err);
+  struct kvs_work work = {.scratch = scratch,
+                          .nblocks = count,
+                          .entries = count,
+                          .expand = expand_batch,
+                          .watch = kvs_watch_copies,
+                          .call = &call};
+  status = kvs_check_layer_options(options, 0, err);
+  if (!status) status = plan_batch(&call, true, &scratch->copies, err);
   if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
     scratch->copies.count = 0;
@@ -208,7 +245,8 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   }
   for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
   if (!status) status = check_disjoint(scratch, &work, "entry", 0, err);
-  if (!status && may_cross_seams(&scratch->regions)) status = kvs_plan_split(&scratch->copies, &scratch->regions, err);
+  if (!status && kvs_may_cross_seams(&scratch->regions))
+    status = kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;

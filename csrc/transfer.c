@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "racecheck.h"
 
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *engine, struct kvs_error *err) {
   struct kvs_transfer *transfer = calloc(1, sizeof *transfer);
@@ -31,6 +32,10 @@ void kvs_transfer_drop(struct kvs_transfer *transfer) {
   if (atomic_fetch_sub(&transfer->refs, 1) != 1) return;
   if (transfer->end_shared && transfer->end)
     (void)kvs_dev_event_destroy(transfer->engine->device, transfer->end, &ignored);
+  for (size_t i = 0; i < transfer->nlayers; i++)
+    if (transfer->layers[i]) kvs_engine_event_put(transfer->engine, transfer->layers[i]);
+  free(transfer->layers);
+  kvs_racecheck_point_free(transfer->point);
   free(transfer->failed);
   free(transfer);
 }
@@ -79,6 +84,14 @@ static void discard_owner(struct kvs_transfer *transfer) {
   pthread_mutex_unlock(&engine->cache_lock);
 }
 
+static void count_done(const struct kvs_transfer *transfer) {
+  struct kvs_engine *engine = transfer->engine;
+  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].transfers, 1);
+  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].blocks, transfer->nblocks);
+  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].bytes, transfer->nbytes);
+  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].device_ns, transfer->elapsed_ns);
+}
+
 void kvs_transfer_finish(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_error ignored;
@@ -95,7 +108,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
   transfer->staging = NULL;
   sort_failed(transfer);
   atomic_fetch_add(failed ? &engine->failed : &engine->done, 1);
-  if (!failed) atomic_fetch_add(&engine->bytes[transfer->direction], transfer->nbytes);
+  if (!failed) count_done(transfer);
   atomic_store_explicit(&transfer->state, failed ? KVS_STATE_FAILED : KVS_STATE_DONE, memory_order_release);
 }
 
@@ -133,9 +146,16 @@ int kvs_transfer_poll(struct kvs_transfer *transfer, struct kvs_error *err) {
   return status ? status : kvs_fail(err, KVS_NOT_READY, "the transfer has not ended");
 }
 
+/* The caller knows that it is over: what it queues from now on comes after it. */
+static void seen_by_caller(const struct kvs_transfer *transfer) {
+  if (kvs_racecheck_on()) kvs_racecheck_follow(transfer->point, NULL, 0);
+}
+
 bool kvs_transfer_done(struct kvs_transfer *transfer) {
   struct kvs_error err;
-  return kvs_transfer_poll(transfer, &err) == KVS_OK;
+  bool done = kvs_transfer_poll(transfer, &err) == KVS_OK;
+  if (done) seen_by_caller(transfer);
+  return done;
 }
 
 int kvs_transfer_error(struct kvs_transfer *transfer, struct kvs_error *err) {
@@ -150,7 +170,9 @@ int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct 
   int status = kvs_wait_until(poll, transfer, transfer->engine->device->stepped, timeout_ns, err);
   if (status == KVS_TIMEOUT)
     return kvs_fail(err, status, "the transfer had not ended after %.3f s; it goes on", (double)timeout_ns / 1e9);
-  return status ? status : kvs_transfer_error(transfer, err);
+  if (status) return status;
+  seen_by_caller(transfer);
+  return kvs_transfer_error(transfer, err);
 }
 
 /* Nothing that is queued on a device can be recalled; the call exists for transfers that do part of their work later.
@@ -176,13 +198,65 @@ int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struc
   kvs_event end;
   int status = kvs_dev_check(device, err);
   if (status == KVS_FORKED) return status;
-  if (state_of(transfer) != KVS_STATE_RUNNING) return kvs_transfer_error(transfer, err);
-  status = kvs_stream_ask(device, stream, "the stream", &info, err);
+  if (state_of(transfer) == KVS_STATE_RUNNING) {
+    status = kvs_stream_ask(device, stream, "the stream", &info, err);
+    if (status) return status;
+    status = kvs_transfer_pin(transfer, &end, err);
+    if (status == KVS_NOT_READY) {
+      status = kvs_dev_stream_wait(device, stream, end, err);
+      kvs_transfer_unpin(transfer);
+    }
+  } else {
+    status = kvs_transfer_error(transfer, err);
+  }
+  if (!status && kvs_racecheck_on()) kvs_racecheck_follow(transfer->point, device, stream); /* waited or not */
+  return status;
+}
+
+static int check_layer(const struct kvs_transfer *transfer, size_t layer, struct kvs_error *err) {
+  if (layer < transfer->nlayers) return KVS_OK;
+  if (transfer->nlayers == 0)
+    return kvs_fail(err, KVS_INVALID,
+                    "the transfer was submitted without layer_events: its layers cannot be told apart");
+  return kvs_fail(err, KVS_RANGE, "layer is %zu; the transfer has %zu layers, 0 to %zu", layer, transfer->nlayers,
+                  transfer->nlayers - 1);
+}
+
+/* Layer events are the transfer's own until its handle goes, so they need no pin. */
+int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, uint64_t stream, struct kvs_error *err) {
+  struct kvs_device *device = transfer->engine->device;
+  struct kvs_stream_info info;
+  int status = kvs_dev_check(device, err);
+  if (status == KVS_FORKED) return status;
+  status = check_layer(transfer, layer, err);
   if (status) return status;
-  status = kvs_transfer_pin(transfer, &end, err);
-  if (status != KVS_NOT_READY) return status;
-  status = kvs_dev_stream_wait(device, stream, end, err);
-  kvs_transfer_unpin(transfer);
+  if (!transfer->layers[layer]) return kvs_transfer_make_wait(transfer, stream, err);
+  if (transfer->error.status != KVS_OK) { /* known since it was submitted */
+    *err = transfer->error;
+    return err->status;
+  }
+  status = kvs_stream_ask(device, stream, "the stream", &info, err);
+  return status ? status : kvs_dev_stream_wait(device, stream, transfer->layers[layer], err);
+}
+
+int kvs_transfer_layer_done(struct kvs_transfer *transfer, size_t layer, struct kvs_error *err) {
+  int status = check_layer(transfer, layer, err);
+  if (status) return status;
+  status = kvs_transfer_poll(transfer, err);
+  if (status == KVS_OK) {
+    if (kvs_racecheck_on() && transfer->layers[layer])
+      kvs_racecheck_order(transfer->engine->device, 0, transfer->layers[layer], NULL, 0);
+    else
+      seen_by_caller(transfer);
+    return kvs_transfer_error(transfer, err);
+  }
+  if (status != KVS_NOT_READY || !transfer->layers[layer]) return status;
+  return kvs_dev_event_query(transfer->engine->device, transfer->layers[layer], err);
+}
+
+static int new_reached_event(struct kvs_transfer *transfer, struct kvs_error *err) {
+  int status = kvs_dev_event_create(transfer->engine->device, false, &transfer->end, err);
+  if (!status && kvs_racecheck_on()) kvs_racecheck_stands_for(transfer->engine->device, transfer->end, transfer->point);
   return status;
 }
 
@@ -194,7 +268,7 @@ int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kv
   if (!transfer->end_shared) {
     bool ended = state_of(transfer) != KVS_STATE_RUNNING;
     if (!transfer->end && ended) /* one that was never recorded counts as reached */
-      status = kvs_dev_event_create(engine->device, false, &transfer->end, err);
+      status = new_reached_event(transfer, err);
     else if (!transfer->end)
       status = kvs_fail(err, KVS_UNSUPPORTED, "the driver gave no event for this transfer: wait() for it instead");
     transfer->end_shared = status == KVS_OK;
@@ -210,6 +284,9 @@ void kvs_transfer_get_info(struct kvs_transfer *transfer, struct kvs_transfer_in
       .state = state,
       .direction = transfer->direction,
       .path = transfer->path,
+      .number = transfer->ticket,
+      .lane = transfer->lane->number,
+      .num_layers = transfer->nlayers,
       .sequence = transfer->sequence,
       .nbytes = transfer->nbytes,
       .num_blocks = transfer->nblocks,

@@ -14,10 +14,14 @@ try:
         Error,
         Event,
         Memory,
+        Pool,
         QueueFull,
         Stream,
         Transfer,
         __version__,
+        move_blocks,
+        note_access,
+        note_order,
         swap_blocks_batch,
         swap_cache_all_layers,
         swap_cache_all_layers_async,
@@ -41,12 +45,16 @@ __all__ = [
     "Error",
     "Event",
     "Memory",
+    "Pool",
     "QueueFull",
     "Stream",
     "Transfer",
     "__version__",
     "devices",
     "get_include",
+    "move_blocks",
+    "note_access",
+    "note_order",
     "swap_blocks_batch",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",
@@ -78,6 +86,17 @@ def _log_to_stderr(level: str) -> None:
 
 if os.environ.get("KVSWAP_LOG"):
     _log_to_stderr(os.environ["KVSWAP_LOG"])
+
+
+def _log_races() -> None:
+    """KVSWAP_RACECHECK=1: the core starts the race checker, and what it finds goes to the log."""
+    from kvswap import _C, _races
+
+    _C._set_race_hook(_races.log_races)
+
+
+if os.environ.get("KVSWAP_RACECHECK", "0") not in ("", "0"):
+    _log_races()
 
 
 def get_include() -> str:

@@ -1,7 +1,9 @@
-"""For tests: faults, host devices that run step by step in an order that a seed decides, delays.
+"""For tests: faults, host devices that run step by step in an order that a seed decides, delays, the race checker.
 
     device = kvswap.testing.deterministic_device(seed=7)
     with kvswap.testing.fault(device, "copy", "skip", every=10_000):
+        ...
+    with kvswap.testing.race_checker():  # raises RaceFound if anything in here was not ordered
         ...
 
 A deterministic device runs queued work only inside calls on it; equal seeds and equal calls give equal interleavings,
@@ -10,44 +12,55 @@ and equal numbers from trace().
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, TypeAlias
 
-from kvswap import _C
+from kvswap import _C, _races
 
 __all__ = [
     "Action",
     "Kind",
+    "Race",
+    "RaceChecker",
+    "RaceFound",
+    "RaceParty",
     "capture",
     "delay",
     "deterministic_device",
     "fault",
     "parse_action",
     "parse_kind",
+    "race_checker",
     "set_lane_depth",
     "step",
     "trace",
 ]
 
-Kind: TypeAlias = Literal["call", "copy"]
+Kind: TypeAlias = Literal["call", "copy", "hazard"]
 Action: TypeAlias = Literal["fail", "skip", "lose", "delay"]
 
-_KINDS: dict[str, Kind] = {"call": "call", "copy": "copy"}
+_KINDS: dict[str, Kind] = {"call": "call", "copy": "copy"}  # that can be counted
 _ACTIONS: dict[str, Action] = {"fail": "fail", "skip": "skip", "lose": "lose", "delay": "delay"}
 
-
-_KINDS_OF: dict[str, tuple[str, ...]] = {"call": ("fail", "lose", "delay"), "copy": ("fail", "skip")}
+_KINDS_OF: dict[str, tuple[str, ...]] = {
+    "call": ("fail", "lose", "delay"),
+    "copy": ("fail", "skip"),
+    "hazard": ("skip",),
+}
 OPERATIONS = (
     *("alloc", "free", "host_alloc", "host_free", "host_register", "host_unregister", "pointer_query"),
     *("stream_create", "stream_destroy", "stream_query", "stream_info", "synchronize", "stream_wait"),
     *("event_create", "event_destroy", "event_record", "event_query", "event_elapsed"),
     *("copy", "copy_batch", "copy_direct", "copy_rect", "fill", "launch", "write32", "wait32"),
 )
+HAZARDS = ("raw", "war", "waw")
 
 
 def parse_kind(text: str) -> Kind | None:
-    """The kind of fault by that name, or None."""
+    """The kind of fault by that name, of those that take every= (not "hazard"), or None."""
     return _KINDS.get(text)
 
 
@@ -98,15 +111,23 @@ def fault(
     kind "copy" counts planned copies: "skip" drops one in silence, "fail" has it refused with `code`. kind "call"
     counts the calls to the device's driver, or only those of `operation` ("copy_batch"): "fail" refuses one with
     `code`, "lose" loses the device with it, "delay" has it return `delay` seconds late. The nth occurrence is hit (by
-    default the first, or with `every` the every-th), then each `every`-th after it; with every=0 only that one. One
-    fault a kind at a time.
+    default the first, or with `every` the every-th), then each `every`-th after it; with every=0 only that one.
+
+    kind "hazard" with "skip" leaves out the waits between transfers of pools that one kind of hazard, `operation`, is
+    the reason for: "raw" (reads what an earlier one writes), "war" (writes what an earlier one reads), "waw" (both
+    write). All of them, so nth and every stay as they are; a wait that another kind needs as well is kept.
+
+    One fault a kind at a time. ValueError: no such fault.
     """
     if kind not in _KINDS_OF:
         raise ValueError(f"kind is {kind!r}; it is one of {', '.join(_KINDS_OF)}")
     if action not in _KINDS_OF[kind]:
         raise ValueError(f"action is {action!r}; a fault of kind {kind!r} is one of {', '.join(_KINDS_OF[kind])}")
-    if operation and operation not in OPERATIONS:
-        raise ValueError(f"operation is {operation!r}; it is one of {', '.join(OPERATIONS)}")
+    operations = HAZARDS if kind == "hazard" else OPERATIONS
+    if (operation or kind == "hazard") and operation not in operations:
+        raise ValueError(f"operation is {operation!r}; it is one of {', '.join(operations)}")
+    if kind == "hazard" and (nth is not None or every):
+        raise ValueError("nth and every are not for hazards: all waits of the kind are left out")
     if every < 0 or (nth is not None and nth < 1):
         raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     first = (every or 1) if nth is None else nth
@@ -125,3 +146,125 @@ def delay(device: _C.Device, seconds: float, stream: Any) -> None:
 def set_lane_depth(device: _C.Device, depth: int) -> None:
     """How many transfers a lane holds unfinished before kvswap.QueueFull, 1 to 65536. For lanes made afterwards."""
     _C._set_lane_depth(device, depth)
+
+
+# -- races ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RaceParty:
+    """One of two accesses that nothing orders.
+
+    write: else it reads. transfer: Transfer.number, 0 for kvswap.note_access. lane, sequence: which transfer of which
+    lane. what: "D2H by dma", "access". stream: "cuda:0 stream 0x55...". where: who submitted it, "engine.py:123 in
+    step". Texts are empty where something is not known.
+    """
+
+    write: bool
+    transfer: int
+    lane: int
+    sequence: int
+    what: str
+    stream: str
+    where: str
+
+    def __str__(self) -> str:
+        return _races.describe_party(astuple(self))
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to one block of a pool, one of them a write, with no order between them.
+
+    pool: its name. slot: the block. first, second: in the order in which they were queued.
+    """
+
+    pool: str
+    slot: int
+    first: RaceParty
+    second: RaceParty
+
+    def __str__(self) -> str:
+        return _races.describe(astuple(self))
+
+
+class RaceFound(AssertionError):
+    """Races were found. races: all of them, a list of Race."""
+
+    _SHOWN = 10
+
+    def __init__(self, races: list[Race]) -> None:
+        self.races = races
+        shown = [str(race) for race in races[: self._SHOWN]]
+        more = [f"... and {len(races) - self._SHOWN} more"] if len(races) > self._SHOWN else []
+        super().__init__("\n".join([f"{len(races)} found:", *shown, *more]))
+
+
+_checkers_lock = threading.Lock()
+_checkers: list[RaceChecker] = []  # guarded by _checkers_lock: open ones, the innermost last
+_hook: Callable[[], object] | None = None  # guarded by _checkers_lock: set aside while any is open
+
+
+class RaceChecker:
+    """What race_checker() gives: the races found so far."""
+
+    def __init__(self) -> None:
+        self._races: list[Race] = []  # guarded by _checkers_lock
+
+    @property
+    def races(self) -> list[Race]:
+        """All races since the checker was entered, oldest first; those of checkers within it are theirs."""
+        with _checkers_lock:
+            _hand_out()
+            return list(self._races)
+
+
+def _hand_out() -> None:
+    """Give what was found since the last call to the innermost checker. Under _checkers_lock."""
+    for pool, slot, first, second in _C._racecheck_take():
+        _checkers[-1]._races.append(Race(pool, slot, RaceParty(*first), RaceParty(*second)))
+
+
+def _open(checker: RaceChecker) -> None:
+    global _hook
+    with _checkers_lock:
+        if _checkers:
+            _hand_out()
+        else:
+            _hook = _C._set_race_hook(None)
+            (_hook or _C._racecheck_take)()  # what was found before is the log's, or nobody's
+        _C._racecheck_start()
+        _checkers.append(checker)
+
+
+def _close(checker: RaceChecker) -> None:
+    with _checkers_lock:
+        _hand_out()
+        _checkers.remove(checker)
+        if not _checkers:
+            _C._set_race_hook(_hook)
+        _C._racecheck_stop()
+
+
+@contextmanager
+def race_checker(*, raise_at_exit: bool = True) -> Iterator[RaceChecker]:
+    """Look for races while the block runs: two accesses to one block of a pool, one of them a write, that nothing
+    orders, whatever their timing was this time.
+
+    It sees the transfers of all pools of the process, on all threads, and all order that is made through kvswap. Other
+    work must be told to it, by kvswap.note_access() and kvswap.note_order(). What was accessed before the first checker
+    was entered is unknown to it. At the end of the block, if it did not raise, RaceFound names the races that were
+    found; with raise_at_exit=False they only stand in `.races`. At most 1000 are kept from one look at `.races` to the
+    next.
+
+    Checkers nest: what is found goes to the innermost one alone (over all threads, the one entered last), and not to
+    the log, where KVSWAP_RACECHECK would have it.
+    """
+    checker = RaceChecker()
+    _open(checker)
+    try:
+        yield checker
+    finally:
+        _close(checker)
+    if raise_at_exit and checker._races:
+        raise RaceFound(list(checker._races))

@@ -49,6 +49,7 @@ class Tools:
         self.ids, self.back = np.arange(0, 40, 2), np.arange(0, 40, 2)[::-1].copy()
         self.array = np.zeros(8192, np.uint8)
         self.memory = device.alloc(256, host=True)
+        self.pools = [kvswap.Pool(device, side.memory, 64, 64) for side in (self.cache.gpu, self.cache.cpu)]
         self.arguments: tuple[Any, ...] = (self.cache.gpu.memory, self.cache.cpu.memory, 64, 64, 64)
 
     def swap(self, name: str) -> None:
@@ -135,6 +136,82 @@ def events(t: Tools) -> None:
         t.wrong(lambda: kvswap.Event(t.device))
 
 
+def pools(t: Tools) -> None:
+    room = np.zeros(4096, np.uint8)
+    first = kvswap.Pool(t.device, room, 4, 64, name="leak")
+    kvswap.Pool(t.device, room[1024:], 4, 64, rows=2, pitch=256, stride=32, group=first)
+    t.wrong(lambda: kvswap.Pool(t.device, room[:64], 4, 64))
+    t.wrong(lambda: kvswap.Pool(t.device, room, 4, 64))  # overlaps
+    t.wrong(lambda: kvswap.Pool(t.device, t.memory, 4, 64, stride=1))
+    t.wrong(lambda: kvswap.Pool(t.device, room[2048:], 5, 64, group=first))
+    t.wrong(lambda: kvswap.Pool(t.device, room[2048:], 4, 64, name="x" * 32))
+    t.wrong(lambda: kvswap.Pool("x", room, 4, 64))
+    t.wrong(lambda: kvswap.Pool(t.device, room))
+
+
+def moves(t: Tools) -> None:
+    """Right, through every path, in parts and layers, with wrong lists, refused copies and what travels from them."""
+
+    def go(*arguments: Any, **options: Any) -> None:
+        with suppress(*WRONG):
+            kvswap.move_blocks(*arguments, **options).wait(PATIENCE)
+
+    gpu, cpu = t.pools
+    parts = [(0, 0, 0, 2, 8, 16), (0, 1, 32, 1, 8, 0)]
+    for path in ("auto", "dma", "kernel"):
+        go(gpu, cpu, t.ids, t.back, path=path)
+    go([gpu], (cpu,), [1, 2], [3, 4], parts=parts, layer_events=True, after_layers=[None, t.event], stream=t.stream)
+    go(gpu, cpu, [1], [2], parts=[(0, 0, 60, 1, 8, 0)])
+    go(gpu, cpu, [1], [2], parts=[[1], [2, 3]])
+    go(gpu, cpu, [1], [2], parts=np.zeros((1, 6)))
+    go(gpu, cpu, [1], [2], parts=[(0, 0, 0, 1, 8, -1)])
+    go(gpu, cpu, [1], [2], after_layers=[t.event, t.event])
+    go(gpu, cpu, [1], [2], after_layers=["x"])
+    go(gpu, cpu, [1, 99], [2, 3])
+    go(gpu, cpu, [1], [2, 3])
+    go([gpu, 5], [cpu, cpu], [1], [2])
+    go([gpu] * 20, [cpu] * 20, [1], [2])
+    go(gpu, gpu, [1], [1])
+    with testing.fault(t.device, "copy", "fail", every=2):
+        go(gpu, cpu, t.ids, t.back)
+    go(cpu, gpu, t.back, t.ids)
+    go(gpu, cpu, t.ids, t.back)
+    kvswap.note_access(t.stream, gpu, np.arange(64), True)
+    with testing.fault(t.device, "call", "fail", nth=3, every=3):
+        go(gpu, cpu, t.ids, t.back, layer_events=True)
+    kvswap.note_access(t.stream, cpu, np.arange(64), True)
+    t.device.synchronize(PATIENCE)
+
+
+def layers(t: Tools) -> kvswap.Transfer:
+    return kvswap.move_blocks(*t.pools, [1], [2], layer_events=True)
+
+
+def accesses(t: Tools) -> None:
+    kvswap.note_access(t.stream, t.pools[0], t.ids, True, offset=8, nbytes=8)
+    t.wrong(lambda: kvswap.note_access(t.stream, t.pools[0], [99], True))
+    t.wrong(lambda: kvswap.note_access(t.stream, t.pools[0], ["x"], True))
+    t.wrong(lambda: kvswap.note_access("x", t.pools[0], [1], True))
+    t.wrong(lambda: kvswap.note_access(t.stream, 5, [1], True))
+
+
+def orders(t: Tools) -> None:
+    for before in (t.stream, t.event, t.ended):
+        kvswap.note_order(before, t.stream)
+        kvswap.note_order(before, None)
+    t.wrong(lambda: kvswap.note_order(t.stream.handle, None))
+    t.wrong(lambda: kvswap.note_order("x", t.stream))
+
+
+def races(t: Tools) -> None:
+    """What is found is taken, the rest forgotten."""
+    for raise_at_exit in (False, True):
+        with suppress(testing.RaceFound), testing.race_checker(raise_at_exit=raise_at_exit) as checker:
+            kvswap.note_access(kvswap.Stream(t.device), t.pools[1], [5], True)
+            kvswap.move_blocks(*t.pools, [1], [5]).wait(PATIENCE)
+            str(testing.RaceFound(checker.races))
+
+
 def deterministic(t: Tools) -> None:
     device = testing.deterministic_device(3)
     device.alloc(64)
@@ -145,6 +222,8 @@ def deterministic(t: Tools) -> None:
 def names(*values: str) -> Callable[[Any], Any]:
     return lambda thing: [getattr(thing, value) for value in values]
 
+
+POOL_ATTRIBUTES = ("device", "ptr", "num_blocks", "block_nbytes", "stride", "rows", "pitch", "group", "name")
 
 TABLE: Rows = {
     "__version__": lambda t: kvswap.__version__,
@@ -207,6 +286,21 @@ TABLE: Rows = {
     "Transfer.result": lambda t: (t.fresh().result(PATIENCE), t.wrong(t.failed.result)),
     "Transfer.cancel": lambda t: t.fresh().cancel(),
     "Transfer.make_wait": lambda t: (t.fresh().make_wait(t.stream), t.wrong(lambda: t.failed.make_wait(t.stream))),
+    "Transfer.make_wait_layer": lambda t: (
+        layers(t).make_wait_layer(0, t.stream),
+        t.wrong(lambda: layers(t).make_wait_layer(1, t.stream)),
+        t.wrong(lambda: t.failed.make_wait_layer(0, t.stream)),
+        t.device.synchronize(PATIENCE),
+    ),
+    "Transfer.layer_done": lambda t: (
+        layers(t).layer_done(0),
+        t.wrong(lambda: layers(t).layer_done(1)),
+        t.wrong(lambda: t.failed.layer_done(0)),
+        t.device.synchronize(PATIENCE),
+    ),
+    "Transfer.num_layers": lambda t: t.ended.num_layers,
+    "Transfer.number": lambda t: t.ended.number,
+    "Transfer.lane": lambda t: t.ended.lane,
     "Transfer.event": lambda t: (t.fresh().event, t.ended.event, t.failed.event),
     "Transfer.device": lambda t: t.ended.device,
     "Transfer.nbytes": lambda t: t.ended.nbytes,
@@ -217,11 +311,17 @@ TABLE: Rows = {
     "Transfer.state": lambda t: (t.ended.state, t.fresh().state),
     "Transfer.error": lambda t: (t.ended.error, t.failed.error),
     "Transfer.failed_blocks": lambda t: (t.ended.failed_blocks, t.failed.failed_blocks),
+    "Pool": pools,
+    **{f"Pool.{name}": lambda t, name=name: getattr(t.pools[0], name) for name in POOL_ATTRIBUTES},
+    "move_blocks": moves,
+    "note_access": accesses,
+    "note_order": orders,
     "swap_blocks_batch": lambda t: t.batch(),
     "swap_cache_per_layer": lambda t: t.swap("swap_cache_per_layer"),
     "swap_cache_per_layer_async": lambda t: t.swap("swap_cache_per_layer_async"),
     "swap_cache_all_layers": lambda t: t.swap("swap_cache_all_layers"),
     "swap_cache_all_layers_async": lambda t: t.swap("swap_cache_all_layers_async"),
+    **{f"testing.{name}": races for name in ("Race", "RaceParty", "RaceChecker", "RaceFound", "race_checker")},
     "testing.parse_kind": lambda t: testing.parse_kind("copy"),
     "testing.parse_action": lambda t: testing.parse_action("skip"),
     "testing.Kind": lambda t: testing.Kind,

@@ -28,14 +28,14 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h"},  # the surface: plain types and declarations
+    {"kvswap.h", "kvswap_pool.h"},  # the surface: plain types and declarations
     {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h"},
-    {"device.h"},
+    {"device.h", "hooks.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
     {"host_memory.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
-    {"plan.h"},
+    {"plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
     {"engine.h"},
-    {"core.h"},
+    {"core.h", "work.h", "pool.h"},
 ]
 
 
@@ -107,7 +107,8 @@ def test_includes_point_downward() -> None:
 
 def test_the_layers_of_sources() -> None:
     """Pure functions know no device's insides; devices know no lanes; what is above the seam knows none of them."""
-    pure, device = {"plan.c", "overlap.c", "region.c", "status.c"}, ("host_", "cuda_", "device")
+    pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "clock.c", "region.c", "status.c"}
+    device = ("host_", "cuda_", "device")
     above = {"engine.h", "core.h", "kvswap.h"}
     wrong = []
     for path in CORE:
@@ -125,8 +126,8 @@ def test_the_layers_of_sources() -> None:
 
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
-    allowed = {"engine.h", "kvswap.h", "py/bind.h"}
-    more = {"testing.c": {"device_host.h", "cuda_fatbin.h"}}
+    allowed = {"engine.h", "kvswap.h", "py/bind.h", "py/options.h"}
+    more = {"testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"}}
     wrong = []
     for path in BINDINGS:
         own = {name for name in includes(path) if (CSRC / name).exists()}
@@ -249,7 +250,7 @@ def test_the_types_say_where_they_are_found() -> None:
     for public in public_types():
         if public.__module__ == "kvswap":
             assert getattr(kvswap, public.__name__) is public
-    for name in ("Device", "Memory", "Stream", "Event", "Transfer", "Error", "QueueFull", "DeviceError"):
+    for name in ("Device", "Memory", "Stream", "Event", "Transfer", "Pool", "Error", "QueueFull", "DeviceError"):
         assert getattr(kvswap, name).__module__ == "kvswap", name
 
 
@@ -276,7 +277,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in ("kvswap.h", "status.h"):
+    for name in ("kvswap.h", "kvswap_pool.h", "status.h"):
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name

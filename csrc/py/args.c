@@ -136,6 +136,12 @@ int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value) {
   return 0;
 }
 
+int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected) {
+  if (count == expected) return 0;
+  PyErr_Format(PyExc_ValueError, "%s has %zu items, but %s has %zu", name, count, other, expected);
+  return -1;
+}
+
 void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity) {
   static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   double size = (double)nbytes;

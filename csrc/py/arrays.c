@@ -158,6 +158,71 @@ int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name,
   return 1;
 }
 
+/* -- parts --------------------------------------------------------------------------------------------------------- */
+
+enum { PART_COLUMNS = 6 };
+
+static int fill_part(const int64_t *row, const char *name, Py_ssize_t index, bool natural, struct kvs_part *part) {
+  static const char *const columns[PART_COLUMNS] = {"pair", "layer", "offset", "rows", "row_nbytes", "row_pitch"};
+  for (int i = 0; i < PART_COLUMNS; ++i) {
+    bool narrow = i < 2; /* pair and layer */
+    if ((natural || row[i] >= 0) && (!narrow || (uint64_t)row[i] <= UINT32_MAX)) continue;
+    PyObject *value = natural ? PyLong_FromUnsignedLongLong((uint64_t)row[i]) : PyLong_FromLongLong(row[i]);
+    if (value == NULL) return -1;
+    kvs_py_complain(PyExc_ValueError, name, index, "has %s %S: must be 0 %s", columns[i], value,
+                    narrow ? "to 2**32 - 1" : "or more");
+    Py_DECREF(value);
+    return -1;
+  }
+  *part = (struct kvs_part){(uint32_t)row[0], (uint32_t)row[1], (uint64_t)row[2],
+                            (uint64_t)row[3], (uint64_t)row[4], (uint64_t)row[5]};
+  return 0;
+}
+
+static int fill_parts(PyArrayObject *array, const char *name, bool natural, struct kvs_part **parts, size_t *count) {
+  const int64_t *data = PyArray_DATA(array);
+  *count = (size_t)PyArray_DIM(array, 0);
+  *parts = PyMem_Calloc(*count, sizeof **parts);
+  if (*parts == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (size_t i = 0; i < *count; ++i)
+    if (fill_part(data + PART_COLUMNS * i, name, (Py_ssize_t)i, natural, &(*parts)[i]) < 0) return -1;
+  return 0;
+}
+
+int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, size_t *count) {
+  PyArrayObject *array = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
+  if (array == NULL) {
+    if (!PyErr_ExceptionMatches(PyExc_ValueError) && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    PyErr_Clear();
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be an integer array of shape (n, 6), not %s",
+                           Py_TYPE(object)->tp_name);
+  }
+  bool natural = is_unsigned(array, 8) || is_unsigned(array, 4);
+  if (!natural && !is_signed(array, 8) && !is_signed(array, 4)) {
+    kvs_py_complain(PyExc_TypeError, name, -1, "must be integers of 32 or 64 bits, not %S",
+                    (PyObject *)PyArray_DESCR(array));
+    Py_DECREF(array);
+    return -1;
+  }
+  if (PyArray_NDIM(array) != 2 || PyArray_DIM(array, 1) != PART_COLUMNS) {
+    PyObject *shape = PyObject_GetAttrString((PyObject *)array, "shape");
+    if (shape != NULL) kvs_py_complain(PyExc_ValueError, name, -1, "has shape %S: must be (n, 6)", shape);
+    Py_XDECREF(shape);
+    Py_DECREF(array);
+    return -1;
+  }
+  array = in_order(array, natural ? NPY_UINT64 : NPY_INT64);
+  if (array == NULL) return -1;
+  int rc = fill_parts(array, name, natural, parts, count);
+  Py_DECREF(array);
+  return rc;
+}
+
+/* -- numbers ------------------------------------------------------------------------------------------------------- */
+
 static int numbers_from_array(PyArrayObject *array, const char *name, struct kvs_py_list *list) {
   bool natural = is_unsigned(array, 8) || is_unsigned(array, 4);
   if (check_array(array, name, "integers of 32 or 64 bits", natural || is_signed(array, 8) || is_signed(array, 4)) <

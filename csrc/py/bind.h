@@ -18,14 +18,16 @@
 /* module.c: one row of its table a PyObject pointer. */
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error;
-  PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pattern_type;
+  PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
-  PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index;
-  PyObject *compute_streams; /* {device name: what set_compute_stream() was given}, of others' stream objects */
-  PyObject *dlpack_version;  /* the newest DLPack that dlpack.c reads, a tuple */
-  atomic_bool exit_hooked;   /* _shutdown stands in atexit */
-  atomic_bool host_said;     /* that there is no GPU has been logged */
+  PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
+  PyObject *compute_streams;       /* {device name: what set_compute_stream() was given}, of others' stream objects */
+  PyObject *dlpack_version;        /* the newest DLPack that dlpack.c reads, a tuple */
+  PyObject *hooks;                 /* {"race": what is called when new races were found} */
+  atomic_uint_fast64_t races_told; /* kvs_racecheck_found() when that was last called */
+  atomic_bool exit_hooked;         /* _shutdown stands in atexit */
+  atomic_bool host_said;           /* that there is no GPU has been logged */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* of an instance of one of our types */
 
@@ -49,9 +51,11 @@ int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t 
 int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count); /* its index, or -1 */
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns);       /* seconds; NULL or None: -1, no limit */
 int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, or 0 where it has none */
-void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity);      /* "1.5 MiB" */
+int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected);
+void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity); /* "1.5 MiB" */
 extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+static inline bool kvs_py_given(PyObject *value) { return value != NULL && value != Py_None; }
 
 /* wait.c: wait in slices, so that Ctrl-C works. wait() is called without the GIL and answers KVS_TIMEOUT to be called
  * on. */
@@ -90,6 +94,8 @@ bool kvs_py_is_array(PyObject *object);
 bool kvs_py_is_scalar(PyObject *object); /* np.generic */
 int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep);
 int kvs_py_numbers(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
+/* An integer array of shape (n, 6), a row a struct kvs_part; *parts is to be freed with PyMem_Free. */
+int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, size_t *count);
 /* Words of 8 bytes from an int64 or uint64 array: 1, or 0 where `object` is no array nor converts to one. */
 int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
 
@@ -122,7 +128,18 @@ struct kvs_py_after {
   PyObject *keep;
 };
 int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after);
+/* One thing for each of `layers` layers, or None. */
+int kvs_py_after_layers(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, size_t layers,
+                        struct kvs_py_after *after);
+/* One thing alone: 1, or 0 where the object is none. */
+int kvs_py_after_one(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
+                     struct kvs_after *item);
 void kvs_py_after_clear(struct kvs_py_after *after);
+
+/* races.c: the race checker. */
+void kvs_py_tell_races(struct kvs_py_state *state); /* call the hook if new ones were found; keeps a raised exception */
+/* Who calls, for its reports: "engine.py:12 in step"; NULL while no checker runs. */
+const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
 /* device.c. Engines are new references. */
 struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* Device, name or None */
@@ -132,7 +149,7 @@ PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engin
 PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* makes its own */
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
 
-/* memory.c, stream.c, event.c, transfer.c */
+/* memory.c, stream.c, event.c, transfer.c, pool.c */
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
 struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle); /* borrowed */
 struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);   /* borrowed */
@@ -140,11 +157,14 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
 struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
+struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
+bool kvs_py_pool_readonly(PyObject *pool);         /* it cannot be a destination */
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
 void kvs_py_object_free(PyObject *self);
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
-    kvs_py_pattern_spec;
-extern PyMethodDef kvs_py_swap_methods[], kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[];
+    kvs_py_pool_spec, kvs_py_pattern_spec;
+extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
+    kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[];
 
 #endif

@@ -332,6 +332,41 @@ static PyObject *device_unregister(PyObject *self, PyObject *ptr) {
   Py_RETURN_NONE;
 }
 
+/* dict[name] = value, which may be NULL with an exception set; takes the reference. */
+static int set_item(PyObject *dict, const char *name, PyObject *value) {
+  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+  Py_XDECREF(value);
+  return rc;
+}
+
+static PyObject *path_stats(const struct kvs_path_stats *paths) {
+  PyObject *dict = PyDict_New();
+  for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {
+    const struct kvs_path_stats *row = &paths[path];
+    if (row->transfers == 0) continue;
+    PyObject *value = Py_BuildValue("{s:K, s:K, s:K, s:d}", "transfers", (unsigned long long)row->transfers, "blocks",
+                                    (unsigned long long)row->blocks, "bytes", (unsigned long long)row->bytes, "seconds",
+                                    (double)row->device_ns * 1e-9);
+    if (set_item(dict, kvs_path_name((enum kvs_path)path), value) < 0) Py_CLEAR(dict);
+  }
+  return dict;
+}
+
+/* {"d2h": {"dma": {"transfers": 1, ...}}, ...}, without rows that hold nothing. */
+static PyObject *all_path_stats(const struct kvs_stats *stats) {
+  static const char *const directions[] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
+  PyObject *dict = PyDict_New();
+  for (int direction = 0; dict != NULL && direction < 3; ++direction) {
+    PyObject *paths = path_stats(stats->paths[direction]);
+    if (paths != NULL && PyDict_GET_SIZE(paths) == 0) {
+      Py_DECREF(paths);
+      continue;
+    }
+    if (set_item(dict, directions[direction], paths) < 0) Py_CLEAR(dict);
+  }
+  return dict;
+}
+
 static PyObject *device_stats(PyObject *self, PyObject *unused) {
   (void)unused;
   struct kvs_engine *engine = kvs_py_device_engine(self);
@@ -343,18 +378,26 @@ static PyObject *device_stats(PyObject *self, PyObject *unused) {
   const struct {
     const char *name;
     uint64_t value;
-  } rows[] = {
-      {"submitted", stats.submitted},          {"done", stats.done},           {"failed", stats.failed},
-      {"cancelled", stats.cancelled},          {"bytes_d2h", stats.bytes_d2h}, {"bytes_h2d", stats.bytes_h2d},
-      {"bytes_other", stats.bytes_other},      {"copies", stats.copies},       {"merged", stats.merged},
-      {"unfinished", stats.unfinished},        {"lanes", stats.lanes},         {"refused_full", stats.refused_full},
-      {"staging_nbytes", stats.staging_nbytes}};
+  } rows[] = {{"submitted", stats.submitted},
+              {"done", stats.done},
+              {"failed", stats.failed},
+              {"cancelled", stats.cancelled},
+              {"bytes_d2h", stats.bytes_d2h},
+              {"bytes_h2d", stats.bytes_h2d},
+              {"bytes_other", stats.bytes_other},
+              {"copies", stats.copies},
+              {"merged", stats.merged},
+              {"unfinished", stats.unfinished},
+              {"lanes", stats.lanes},
+              {"refused_full", stats.refused_full},
+              {"staging_nbytes", stats.staging_nbytes},
+              {"waits_raw", stats.waits_raw},
+              {"waits_war", stats.waits_war},
+              {"waits_waw", stats.waits_waw}};
   PyObject *dict = PyDict_New();
-  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
-    PyObject *value = PyLong_FromUnsignedLongLong(rows[i].value);
-    if (value == NULL || PyDict_SetItemString(dict, rows[i].name, value) < 0) Py_CLEAR(dict);
-    Py_XDECREF(value);
-  }
+  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i)
+    if (set_item(dict, rows[i].name, PyLong_FromUnsignedLongLong(rows[i].value)) < 0) Py_CLEAR(dict);
+  if (dict != NULL && set_item(dict, "paths", all_path_stats(&stats)) < 0) Py_CLEAR(dict);
   return dict;
 }
 
@@ -388,7 +431,14 @@ PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\n"
                         "bytes_d2h, bytes_h2d,\n"
                         "bytes_other (of transfers done), copies (issued), merged (blocks that rode in another block's "
                         "copy), refused_full,\n"
-                        "and as of now unfinished, lanes, staging_nbytes. Any thread may call.");
+                        "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
+                        "a write, a write after\n"
+                        "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "
+                        "staging_nbytes.\n\n"
+                        "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'seconds': on the "
+                        "device, a float}}}, by\n"
+                        "direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any. Any "
+                        "thread may call.");
 PyDoc_STRVAR(
     device_doc,
     "Device(name=None)\n--\n\n"

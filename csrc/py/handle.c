@@ -1,14 +1,20 @@
 /* Streams by their driver's handle, and the list of what a transfer starts after. */
 #include "bind.h"
 
-static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, const char *name) {
+/* What messages say of an argument. */
+struct place {
+  const char *name;
+  Py_ssize_t index; /* -1: it is no list */
+};
+
+static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, struct place place) {
   if (wanted == NULL || have == wanted) return 0;
-  return kvs_py_complain(PyExc_ValueError, name, -1, "is of %s, not of %s", kvs_engine_name(have),
+  return kvs_py_complain(PyExc_ValueError, place.name, place.index, "is of %s, not of %s", kvs_engine_name(have),
                          kvs_engine_name(wanted));
 }
 
 /* An attribute as a handle: 1, or 0 where the object has none. */
-static int handle_attribute(PyObject *object, PyObject *attribute, const char *name, uint64_t *handle) {
+static int handle_attribute(PyObject *object, PyObject *attribute, struct place place, uint64_t *handle) {
   PyObject *value;
   int has = kvs_py_attribute(object, attribute, &value);
   if (has <= 0) return has;
@@ -16,13 +22,13 @@ static int handle_attribute(PyObject *object, PyObject *attribute, const char *n
     Py_DECREF(value);
     return 0;
   }
-  int rc = kvs_py_uint64(value, name, -1, handle);
+  int rc = kvs_py_uint64(value, place.name, place.index, handle);
   Py_DECREF(value);
   return rc < 0 ? -1 : 1;
 }
 
 /* __cuda_stream__: (version, handle), by a method or as an attribute. */
-static int from_protocol(struct kvs_py_state *state, PyObject *object, const char *name, uint64_t *handle) {
+static int from_protocol(struct kvs_py_state *state, PyObject *object, struct place place, uint64_t *handle) {
   PyObject *pair;
   int has = kvs_py_attribute(object, state->s_cuda_stream_method, &pair);
   if (has <= 0) return has;
@@ -35,19 +41,20 @@ static int from_protocol(struct kvs_py_state *state, PyObject *object, const cha
   uint64_t version = 0;
   int rc = 1;
   if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2)
-    rc = kvs_py_complain(PyExc_TypeError, name, -1, "has a __cuda_stream__ that is no pair (version, handle)");
-  else if (kvs_py_uint64(PyTuple_GET_ITEM(pair, 0), name, -1, &version) < 0 ||
-           kvs_py_uint64(PyTuple_GET_ITEM(pair, 1), name, -1, handle) < 0)
+    rc = kvs_py_complain(PyExc_TypeError, place.name, place.index,
+                         "has a __cuda_stream__ that is no pair (version, handle)");
+  else if (kvs_py_uint64(PyTuple_GET_ITEM(pair, 0), place.name, place.index, &version) < 0 ||
+           kvs_py_uint64(PyTuple_GET_ITEM(pair, 1), place.name, place.index, handle) < 0)
     rc = -1;
   else if (version != 0)
-    rc = kvs_py_complain(PyExc_ValueError, name, -1, "has __cuda_stream__ version %llu: only 0 is known",
+    rc = kvs_py_complain(PyExc_ValueError, place.name, place.index, "has __cuda_stream__ version %llu: only 0 is known",
                          (unsigned long long)version);
   Py_DECREF(pair);
   return rc;
 }
 
 /* torch says which GPU its stream is of. */
-static int check_index(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine) {
+static int check_index(struct kvs_py_state *state, PyObject *object, struct place place, struct kvs_engine *engine) {
   PyObject *value;
   if (engine == NULL || kvs_engine_device(engine)->info.driver == 0) return 0;
   int has = kvs_py_attribute(object, state->s_device_index, &value);
@@ -57,26 +64,30 @@ static int check_index(struct kvs_py_state *state, PyObject *object, const char 
   Py_DECREF(value);
   if (index == -1 && PyErr_Occurred()) return -1;
   if (index == ordinal) return 0;
-  return kvs_py_complain(PyExc_ValueError, name, -1, "is of cuda:%ld, not of %s", index, kvs_engine_name(engine));
+  return kvs_py_complain(PyExc_ValueError, place.name, place.index, "is of cuda:%ld, not of %s", index,
+                         kvs_engine_name(engine));
 }
 
 /* 1, or 0 where the object is no stream. */
-static int find_stream(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
+static int find_stream(struct kvs_py_state *state, PyObject *object, struct place place, struct kvs_engine *engine,
                        uint64_t *handle) {
   if ((PyObject *)Py_TYPE(object) == state->stream_type)
-    return same_engine(kvs_py_stream_engine(object, handle), engine, name) < 0 ? -1 : 1;
-  if (PyLong_Check(object) || kvs_py_is_scalar(object)) return kvs_py_uint64(object, name, -1, handle) < 0 ? -1 : 1;
-  if (PyType_Check(object) || PyUnicode_Check(object) || (PyObject *)Py_TYPE(object) == state->memory_type) return 0;
-  int has = handle_attribute(object, state->s_cuda_stream, name, handle);
-  if (has == 0) has = from_protocol(state, object, name, handle);
-  if (has == 0) has = handle_attribute(object, state->s_ptr, name, handle);
-  if (has == 1 && check_index(state, object, name, engine) < 0) return -1;
+    return same_engine(kvs_py_stream_engine(object, handle), engine, place) < 0 ? -1 : 1;
+  if (PyLong_Check(object) || kvs_py_is_scalar(object))
+    return kvs_py_uint64(object, place.name, place.index, handle) < 0 ? -1 : 1;
+  if (PyType_Check(object) || PyUnicode_Check(object)) return 0;
+  PyObject *type = (PyObject *)Py_TYPE(object);
+  if (type == state->memory_type || type == state->pool_type) return 0; /* their ptr is no stream's */
+  int has = handle_attribute(object, state->s_cuda_stream, place, handle);
+  if (has == 0) has = from_protocol(state, object, place, handle);
+  if (has == 0) has = handle_attribute(object, state->s_ptr, place, handle);
+  if (has == 1 && check_index(state, object, place, engine) < 0) return -1;
   return has;
 }
 
 int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
                          uint64_t *handle) {
-  int has = find_stream(state, object, name, engine, handle);
+  int has = find_stream(state, object, (struct place){name, -1}, engine, handle);
   if (has != 0) return has < 0 ? -1 : 0;
   return kvs_py_complain(
       PyExc_TypeError, name, -1,
@@ -86,7 +97,8 @@ int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const cha
 }
 
 /* One thing to start after: 1, or 0 where the object is none (it may be a list of them). */
-static int find_item(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_after *item) {
+static int find_item(struct kvs_py_state *state, PyObject *object, struct place place, struct kvs_engine *engine,
+                     struct kvs_after *item) {
   *item = (struct kvs_after){.kind = KVS_AFTER_STREAM};
   if ((PyObject *)Py_TYPE(object) == state->transfer_type) {
     item->kind = KVS_AFTER_TRANSFER;
@@ -95,15 +107,23 @@ static int find_item(struct kvs_py_state *state, PyObject *object, struct kvs_en
   }
   if ((PyObject *)Py_TYPE(object) == state->event_type) {
     item->kind = KVS_AFTER_EVENT;
-    return same_engine(kvs_py_event_engine(object, &item->handle), engine, "after") < 0 ? -1 : 1;
+    return same_engine(kvs_py_event_engine(object, &item->handle), engine, place) < 0 ? -1 : 1;
   }
   if (PyTuple_Check(object) || PyList_Check(object)) return 0;
-  int has = PyLong_Check(object) ? 0 : handle_attribute(object, state->s_cuda_event, "after", &item->handle);
-  if (has == 1) item->kind = KVS_AFTER_EVENT; /* torch.cuda.Event */
-  return has != 0 ? has : find_stream(state, object, "after", engine, &item->handle);
+  int has = PyLong_Check(object) ? 0 : handle_attribute(object, state->s_cuda_event, place, &item->handle);
+  if (has == 0) return find_stream(state, object, place, engine, &item->handle);
+  if (has == 1) item->kind = item->handle == 0 ? KVS_AFTER_NONE : KVS_AFTER_EVENT; /* torch: 0 was never recorded */
+  return has;
 }
 
-static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_after *after) {
+int kvs_py_after_one(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
+                     struct kvs_after *item) {
+  return find_item(state, object, (struct place){name, -1}, engine, item);
+}
+
+/* The items of the tuple after->keep; `none`: None is one too. */
+static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, const char *name, bool none,
+                      struct kvs_py_after *after) {
   size_t count = (size_t)PyTuple_GET_SIZE(after->keep);
   after->items = count <= 1 ? &after->single : PyMem_Calloc(count, sizeof *after->items);
   if (after->items == NULL) {
@@ -112,35 +132,50 @@ static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, str
   }
   for (size_t i = 0; i < count; ++i) {
     PyObject *object = PyTuple_GET_ITEM(after->keep, (Py_ssize_t)i);
-    struct kvs_after *item = &after->items[after->count];
-    int has = find_item(state, object, engine, item);
+    after->items[i].kind = KVS_AFTER_NONE;
+    if (none && object == Py_None) continue;
+    int has = find_item(state, object, (struct place){name, (Py_ssize_t)i}, engine, &after->items[i]);
     if (has < 0) return -1;
     if (has == 0)
-      return kvs_py_complain(PyExc_TypeError, "after", (Py_ssize_t)i,
-                             "must be an Event, a Transfer or a stream, not %s", Py_TYPE(object)->tp_name);
-    if (item->kind != KVS_AFTER_EVENT || item->handle != 0) ++after->count; /* a torch event never recorded is 0 */
+      return kvs_py_complain(PyExc_TypeError, name, (Py_ssize_t)i, "must be an Event, a Transfer or a stream%s, not %s",
+                             none ? ", or None" : "", Py_TYPE(object)->tp_name);
   }
+  after->count = count;
   return 0;
 }
 
-int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after) {
-  if (object == NULL) return 0;
-  int has = find_item(state, object, engine, &after->single);
-  if (has < 0) return -1;
-  if (has == 1) {
-    after->items = &after->single;
-    after->count = after->single.kind != KVS_AFTER_EVENT || after->single.handle != 0;
-    return 0;
-  }
+/* after->keep from any iterable but a str. */
+static int keep_items(PyObject *object, const char *name, const char *wanted, struct kvs_py_after *after) {
   after->keep = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
-  if (after->keep != NULL) return fill_items(state, engine, after);
+  if (after->keep != NULL) return 0;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     PyErr_Clear();
   }
-  return kvs_py_complain(PyExc_TypeError, "after", -1,
-                         "must be an Event, a Transfer or a stream, or an iterable of them, not %s",
-                         Py_TYPE(object)->tp_name);
+  return kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %s", wanted, Py_TYPE(object)->tp_name);
+}
+
+int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after) {
+  if (object == NULL) return 0;
+  int has = kvs_py_after_one(state, object, "after", engine, &after->single);
+  if (has < 0) return -1;
+  if (has == 1) {
+    after->items = &after->single;
+    after->count = 1;
+    return 0;
+  }
+  if (keep_items(object, "after", "an Event, a Transfer or a stream, or an iterable of them", after) < 0) return -1;
+  return fill_items(state, engine, "after", false, after);
+}
+
+int kvs_py_after_layers(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, size_t layers,
+                        struct kvs_py_after *after) {
+  if (keep_items(object, "after_layers", "a sequence with one entry a layer, or None", after) < 0) return -1;
+  size_t count = (size_t)PyTuple_GET_SIZE(after->keep);
+  if (count == layers) return fill_items(state, engine, "after_layers", true, after);
+  PyErr_Format(PyExc_ValueError, "after_layers has %zu items, but there %s %zu layer%s", count,
+               layers == 1 ? "is" : "are", layers, layers == 1 ? "" : "s");
+  return -1;
 }
 
 void kvs_py_after_clear(struct kvs_py_after *after) {

@@ -41,6 +41,7 @@ static const struct row rows[] = {
     ROW(stream_type, make_type, &kvs_py_stream_spec),
     ROW(event_type, make_type, &kvs_py_event_spec),
     ROW(transfer_type, make_type, &kvs_py_transfer_spec),
+    ROW(pool_type, make_type, &kvs_py_pool_spec),
     ROW(pattern_type, make_type, &kvs_py_pattern_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
@@ -59,7 +60,9 @@ static const struct row rows[] = {
     ROW(s_ptr, make_name, "ptr"),
     ROW(s_cuda_event, make_name, "cuda_event"),
     ROW(s_device_index, make_name, "device_index"),
+    ROW(s_race, make_name, "race"),
     ROW(compute_streams, make_dict, NULL),
+    ROW(hooks, make_dict, NULL),
     ROW(dlpack_version, make_version, NULL),
 };
 enum { ROWS = sizeof rows / sizeof *rows };
@@ -73,7 +76,8 @@ struct kvs_py_state *kvs_py_state_of(PyObject *self) {
 }
 
 static int module_exec(PyObject *module) {
-  PyMethodDef *const methods[] = {kvs_py_swap_methods, kvs_py_pattern_methods, kvs_py_testing_methods,
+  PyMethodDef *const methods[] = {kvs_py_swap_methods, kvs_py_move_methods,    kvs_py_note_methods,
+                                  kvs_py_race_methods, kvs_py_pattern_methods, kvs_py_testing_methods,
                                   kvs_py_seam_methods};
   if (kvs_py_arrays_init() < 0) return -1;
   for (int i = 0; i < ROWS; ++i) {

@@ -1,10 +1,7 @@
 /* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared;
  * what differs between the functions is in their struct swap_kind. */
-#include "bind.h"
+#include "options.h"
 
-#include <math.h>
-
-enum common { STREAM, AFTER, DEVICE, PATH, PRIORITY, MAX_CTAS, PACE_GBPS, COMMON };
 enum batch { SRC_PTRS, DST_PTRS, SIZES, BATCH };
 enum cache {
   GPU_PTR,
@@ -19,22 +16,22 @@ enum cache {
   CPU_STRIDE,
   CACHE
 };
+enum { COMMON = KVS_PY_COMMON + 1 }; /* behind those: the shared options, then device */
 enum { PER_TENSOR = 5 }; /* numbers that may differ between tensors: block_nbytes, the two counts, the two strides */
 
-#define COMMON_NAMES "stream", "after", "device", "path", "priority", "max_ctas", "pace_gbps"
+#define COMMON_NAMES KVS_PY_COMMON_NAMES, "device"
 #define CACHE_NAMES(s)                                                                                                 \
   "gpu_ptr" s, "cpu_ptr" s, "block_nbytes", "num_gpu_blocks", "num_cpu_blocks", "gpu_block_ids", "cpu_block_ids",      \
       "direction", "gpu_stride", "cpu_stride", COMMON_NAMES
 
 static const char *const batch_names[] = {"src_ptrs", "dst_ptrs", "sizes", COMMON_NAMES};
 static const char *const layer_names[] = {CACHE_NAMES("")};
-static const char *const layers_names[] = {CACHE_NAMES("s")};
+static const char *const layers_names[] = {CACHE_NAMES("s"), KVS_PY_LAYER_NAMES};
 
 struct swap_call {
   struct kvs_py_state *state;
   const char *const *names;
   PyObject **values;
-  PyObject *hold;             /* what must live until the transfer ends, a list, or NULL */
   struct kvs_py_list ptrs[2]; /* gpu and cpu, or source and destination */
   struct kvs_py_list numbers[PER_TENSOR];
   struct kvs_tensor single, *tensors;
@@ -42,32 +39,17 @@ struct swap_call {
   PyObject *keep[2]; /* of ids */
   int64_t direction;
   struct kvs_engine *engine;
-  struct kvs_py_after after;
-  struct kvs_options options;
+  struct kvs_py_options options;
   struct kvs_transfer *transfer;
 };
 
 struct swap_kind {
   struct kvs_py_args args;
   int common; /* where the common arguments begin */
-  bool many, sync;
+  bool many, sync, layered;
   int (*read)(struct swap_call *call, const struct swap_kind *kind);
-  int (*submit)(struct swap_call *call, struct kvs_error *err);
+  int (*submit)(void *call, struct kvs_error *err);
 };
-
-/* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the
- * GIL. */
-_Thread_local int kvs_py_releasing;
-
-static void release_owner(void *owner) {
-  PyGILState_STATE gil = PyGILState_Ensure();
-  kvs_py_releasing++;
-  Py_DECREF((PyObject *)owner);
-  kvs_py_releasing--;
-  PyGILState_Release(gil);
-}
-
-static bool given(PyObject *value) { return value != NULL && value != Py_None; }
 
 static void swap_clear(struct swap_call *call) {
   for (int i = 0; i < 2; ++i) {
@@ -76,18 +58,11 @@ static void swap_clear(struct swap_call *call) {
   }
   for (int i = 0; i < PER_TENSOR; ++i) Py_XDECREF(call->numbers[i].keep);
   if (call->tensors != &call->single) PyMem_Free(call->tensors);
-  kvs_py_after_clear(&call->after);
-  Py_XDECREF(call->hold);
+  kvs_py_options_clear(&call->options);
   if (call->engine != NULL) kvs_engine_unref(call->engine);
 }
 
 /* -- lists of pointers --------------------------------------------------------------------------------------------- */
-
-static int same_length(const char *name, size_t count, const char *other, size_t expected) {
-  if (count == expected) return 0;
-  PyErr_Format(PyExc_ValueError, "%s has %zu items, but %s has %zu", name, count, other, expected);
-  return -1;
-}
 
 static int check_limits(const struct kvs_py_list *ptrs, const struct kvs_py_list *sizes, const char *name) {
   for (size_t i = 0; ptrs->limits != NULL && i < ptrs->count; ++i) {
@@ -104,20 +79,21 @@ static int read_batch(struct swap_call *call, const struct swap_kind *kind) {
   const char *const *names = kind->args.names;
   struct kvs_py_list *sizes = &call->numbers[0];
   for (int side = SRC_PTRS; side <= DST_PTRS; ++side)
-    if (kvs_py_pointers(call->state, call->values[side], names[side], side == DST_PTRS, &call->hold,
+    if (kvs_py_pointers(call->state, call->values[side], names[side], side == DST_PTRS, &call->options.hold,
                         &call->ptrs[side]) < 0)
       return -1;
   if (kvs_py_numbers(call->state, call->values[SIZES], "sizes", sizes) < 0) return -1;
-  if (same_length("dst_ptrs", call->ptrs[1].count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
-  if (!sizes->one && same_length("sizes", sizes->count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
+  if (kvs_py_same_length("dst_ptrs", call->ptrs[1].count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
+  if (!sizes->one && kvs_py_same_length("sizes", sizes->count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
   if (check_limits(&call->ptrs[0], sizes, "src_ptrs") < 0) return -1;
   return check_limits(&call->ptrs[1], sizes, "dst_ptrs");
 }
 
-static int submit_batch(struct swap_call *call, struct kvs_error *err) {
+static int submit_batch(void *arg, struct kvs_error *err) {
+  struct swap_call *call = arg;
   const struct kvs_py_list *sizes = &call->numbers[0];
   return kvs_swap_batch(call->engine, call->ptrs[0].data, call->ptrs[1].data, sizes->data, sizes->one,
-                        call->ptrs[0].count, &call->options, &call->transfer, err);
+                        call->ptrs[0].count, &call->options.core, &call->transfer, err);
 }
 
 /* -- caches: tensors and ids --------------------------------------------------------------------------------------- */
@@ -138,7 +114,7 @@ static int read_direction(struct swap_call *call) {
 static int read_tensor(struct swap_call *call, const char *name, PyObject *value, bool write,
                        struct kvs_py_list *list) {
   struct kvs_py_address address;
-  if (kvs_py_address(call->state, value, name, -1, write, &call->hold, &address) < 0) return -1;
+  if (kvs_py_address(call->state, value, name, -1, write, &call->options.hold, &address) < 0) return -1;
   list->single[0] = address.ptr;
   list->single[1] = address.nbytes;
   list->data = &list->single[0];
@@ -152,11 +128,11 @@ static int read_sides(struct swap_call *call, const struct swap_kind *kind) {
     bool write = (call->direction == KVS_H2D) == (side == GPU_PTR);
     struct kvs_py_list *list = &call->ptrs[side];
     const char *name = kind->args.names[side];
-    int rc = kind->many ? kvs_py_pointers(call->state, call->values[side], name, write, &call->hold, list)
+    int rc = kind->many ? kvs_py_pointers(call->state, call->values[side], name, write, &call->options.hold, list)
                         : read_tensor(call, name, call->values[side], write, list);
     if (rc < 0) return -1;
   }
-  return kind->many ? same_length("cpu_ptrs", call->ptrs[1].count, "gpu_ptrs", call->ptrs[0].count) : 0;
+  return kind->many ? kvs_py_same_length("cpu_ptrs", call->ptrs[1].count, "gpu_ptrs", call->ptrs[0].count) : 0;
 }
 
 static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
@@ -165,7 +141,7 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
     struct kvs_py_list *list = &call->numbers[i];
     PyObject *value = call->values[places[i]];
     const char *name = kind->args.names[places[i]];
-    if (places[i] >= GPU_STRIDE && !given(value)) {
+    if (places[i] >= GPU_STRIDE && !kvs_py_given(value)) {
       list->one = true; /* 0: as far as a block is long */
       list->data = list->single;
       continue;
@@ -177,7 +153,7 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
       continue;
     }
     if (kvs_py_numbers(call->state, value, name, list) < 0) return -1;
-    if (!list->one && same_length(name, list->count, "gpu_ptrs", call->ptrs[0].count) < 0) return -1;
+    if (!list->one && kvs_py_same_length(name, list->count, "gpu_ptrs", call->ptrs[0].count) < 0) return -1;
   }
   return 0;
 }
@@ -233,90 +209,23 @@ static int read_cache(struct swap_call *call, const struct swap_kind *kind) {
     if (kvs_py_ids(call->state, call->values[GPU_IDS + side], kind->args.names[GPU_IDS + side], &call->ids[side],
                    &call->keep[side]) < 0)
       return -1;
-  if (same_length("cpu_block_ids", call->ids[1].count, "gpu_block_ids", call->ids[0].count) < 0) return -1;
+  if (kvs_py_same_length("cpu_block_ids", call->ids[1].count, "gpu_block_ids", call->ids[0].count) < 0) return -1;
   return fill_tensors(call, kind);
 }
 
-static int submit_cache(struct swap_call *call, struct kvs_error *err) {
+static int submit_cache(void *arg, struct kvs_error *err) {
+  struct swap_call *call = arg;
   return kvs_swap_cache(call->engine, call->tensors, call->ptrs[0].count, &call->ids[0], &call->ids[1],
-                        (enum kvs_direction)call->direction, &call->options, &call->transfer, err);
+                        (enum kvs_direction)call->direction, &call->options.core, &call->transfer, err);
 }
 
-/* -- common to all five -------------------------------------------------------------------------------------------- */
-
-static int read_choices(PyObject *const *common, struct kvs_options *options) {
-  options->priority = KVS_PRIORITY_NORMAL;
-  if (common[PATH] != NULL) {
-    const char *const paths[] = {kvs_path_name(KVS_PATH_AUTO), kvs_path_name(KVS_PATH_DMA),
-                                 kvs_path_name(KVS_PATH_KERNEL), kvs_path_name(KVS_PATH_DIRECT)};
-    int path = kvs_py_choice(common[PATH], "path", paths, 4);
-    if (path < 0) return -1;
-    options->path = (enum kvs_path)path;
-  }
-  if (common[PRIORITY] != NULL) {
-    int priority = kvs_py_choice(common[PRIORITY], "priority", kvs_py_priority_names, 3);
-    if (priority < 0) return -1;
-    options->priority = (enum kvs_priority)priority;
-  }
-  return 0;
-}
-
-static int read_limits(PyObject *const *common, struct kvs_options *options) {
-  if (given(common[MAX_CTAS])) {
-    uint64_t ctas;
-    if (kvs_py_uint64(common[MAX_CTAS], "max_ctas", -1, &ctas) < 0) return -1;
-    if (ctas == 0 || ctas > 1024)
-      return kvs_py_complain(PyExc_ValueError, "max_ctas", -1, "is %R: must be 1 to 1024, or None", common[MAX_CTAS]);
-    options->max_ctas = (unsigned)ctas;
-  }
-  if (given(common[PACE_GBPS])) {
-    options->pace_gbps = PyFloat_AsDouble(common[PACE_GBPS]);
-    if (options->pace_gbps == -1.0 && PyErr_Occurred()) {
-      if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-      PyErr_Clear();
-      return kvs_py_complain(PyExc_TypeError, "pace_gbps", -1, "must be a number, not %s",
-                             Py_TYPE(common[PACE_GBPS])->tp_name);
-    }
-    if (!(options->pace_gbps > 0) || isinf(options->pace_gbps))
-      return kvs_py_complain(PyExc_ValueError, "pace_gbps", -1, "is %R: must be above 0, or None", common[PACE_GBPS]);
-  }
-  return 0;
-}
+/* -- the call ------------------------------------------------------------------------------------------------------ */
 
 /* The device that was named, else that of the pointers: the GPU's of a cache; of a batch, either side's. */
 static struct kvs_engine *find_engine(struct swap_call *call, PyObject *device, bool batch) {
-  if (given(device) || call->ptrs[0].count == 0) return kvs_py_engine_from(call->state, device);
+  if (kvs_py_given(device) || call->ptrs[0].count == 0) return kvs_py_engine_from(call->state, device);
   const uint64_t first[2] = {call->ptrs[0].data[0], call->ptrs[1].data[0]};
   return kvs_py_engine_of(call->state, first, batch ? 2 : 1);
-}
-
-static int read_options(struct swap_call *call, PyObject *const *common) {
-  struct kvs_options *options = &call->options;
-  if (given(common[STREAM])) {
-    if (kvs_py_stream_handle(call->state, common[STREAM], "stream", call->engine, &options->stream) < 0) return -1;
-    options->on_stream = true;
-  }
-  if (kvs_py_after(call->state, common[AFTER], call->engine, &call->after) < 0) return -1;
-  options->after = call->after.items;
-  options->nafter = call->after.count;
-  options->owner = call->hold;
-  options->release = call->hold != NULL ? release_owner : NULL;
-  return 0;
-}
-
-static int swap_submit(struct swap_call *call, const struct swap_kind *kind) {
-  struct kvs_error err = {0};
-  int rc;
-  kvs_py_collect(call->engine);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kind->submit(call, &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK) {
-    kvs_py_raise(call->state, &err);
-    return -1;
-  }
-  call->hold = NULL; /* the engine's now */
-  return 0;
 }
 
 static PyObject *finish(struct swap_call *call, const struct swap_kind *kind) {
@@ -329,54 +238,49 @@ static PyObject *finish(struct swap_call *call, const struct swap_kind *kind) {
 
 static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                       PyObject *kwnames) {
-  PyObject *values[CACHE + COMMON], *result = NULL;
+  PyObject *values[CACHE + COMMON + KVS_PY_LAYERED], *result = NULL;
+  PyObject *const *common = values + kind->common, *const *device = common + KVS_PY_COMMON;
   struct swap_call call = {.state = PyModule_GetState(module), .names = kind->args.names, .values = values};
-  PyObject *const *common = values + kind->common;
+  struct kvs_py_options *options = &call.options;
+  options->common = common;
+  options->layered = kind->layered ? device + 1 : NULL;
   if (kvs_py_args_parse(&kind->args, args, nargs, kwnames, values) < 0) return NULL;
-  if (read_choices(common, &call.options) == 0 && read_limits(common, &call.options) == 0 &&
-      kind->read(&call, kind) == 0 &&
-      (call.engine = find_engine(&call, common[DEVICE], kind->common == BATCH)) != NULL &&
-      read_options(&call, common) == 0 && swap_submit(&call, kind) == 0)
+  if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0 &&
+      (call.engine = find_engine(&call, *device, kind->common == BATCH)) != NULL &&
+      kvs_py_options_read(call.state, call.engine, call.ptrs[0].count, options) == 0 &&
+      kvs_py_submit(call.state, call.engine, options, kind->submit, &call) == 0)
     result = finish(&call, kind);
   swap_clear(&call);
   return result;
 }
 
-#define FUNCTION(name, table, begin, needed, many_, sync_, read_, submit_)                                             \
+#define TOTAL(begin, layered) ((begin) + COMMON + ((layered) ? KVS_PY_LAYERED : 0))
+#define FUNCTION(name, table, begin, needed, many_, sync_, layered_, read_, submit_)                                   \
   static PyObject *name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {                \
     static const struct swap_kind kind = {                                                                             \
-        {#name, table, needed, needed, (begin) + COMMON}, begin, many_, sync_, read_, submit_};                        \
+        {#name, table, needed, needed, TOTAL(begin, layered_)}, begin, many_, sync_, layered_, read_, submit_};        \
     return swap(&kind, module, args, nargs, kwnames);                                                                  \
   }
-FUNCTION(swap_blocks_batch, batch_names, BATCH, 3, true, false, read_batch, submit_batch)
-FUNCTION(swap_cache_per_layer, layer_names, CACHE, 8, false, true, read_cache, submit_cache)
-FUNCTION(swap_cache_per_layer_async, layer_names, CACHE, 8, false, false, read_cache, submit_cache)
-FUNCTION(swap_cache_all_layers, layers_names, CACHE, 8, true, true, read_cache, submit_cache)
-FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, read_cache, submit_cache)
+FUNCTION(swap_blocks_batch, batch_names, BATCH, 3, true, false, false, read_batch, submit_batch)
+FUNCTION(swap_cache_per_layer, layer_names, CACHE, 8, false, true, false, read_cache, submit_cache)
+FUNCTION(swap_cache_per_layer_async, layer_names, CACHE, 8, false, false, false, read_cache, submit_cache)
+FUNCTION(swap_cache_all_layers, layers_names, CACHE, 8, true, true, false, read_cache, submit_cache)
+FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true, read_cache, submit_cache)
 
 /* -- docs ---------------------------------------------------------------------------------------------------------- */
 
 #define COMMON_SIGNATURE                                                                                               \
-  "stream=None, after=(), device=None, path='auto', priority='normal', max_ctas=None, pace_gbps=None)\n--\n\n"
+  "stream=None, after=(), device=None, path='auto', priority='normal', max_ctas=None, pace_gbps=None"
+#define SIGNATURE_END ")\n--\n\n"
 #define CACHE_SIGNATURE(s)                                                                                             \
   "($module, /, gpu_ptr" s ", cpu_ptr" s ", block_nbytes, num_gpu_blocks, num_cpu_blocks, gpu_block_ids, "             \
   "cpu_block_ids, direction, *, gpu_stride=None, cpu_stride=None, " COMMON_SIGNATURE
 #define COMMON_DOC                                                                                                     \
-  "stream: behave as if enqueued on it: after all work on it so far, and work on it later waits. An int handle (0, 1 " \
-  "and\n"                                                                                                              \
-  "  2 as CUDA means them), a torch, cupy or kvswap stream. None: after the device's compute stream, and nobody "      \
-  "waits.\n"                                                                                                           \
-  "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its "     \
-  "error.\n"                                                                                                           \
-  "device: Device, its name, or None: the pointers' GPU, host:0 where there is none.\n"                                \
-  "path: 'auto', 'dma' (copy engines), 'kernel' (GPU) or 'direct' (host device). priority: 'high', 'normal',\n"        \
-  "  'background'. max_ctas, pace_gbps: bounds of path 'kernel', in CTAs (1 to 1024; None: 8, or 4 in the "            \
-  "background)\n"                                                                                                      \
-  "  and 10^9 bytes a second (None: unpaced, or 40 in the background).\n\n"                                            \
-  "Tensors are held until the transfer ended; behind a plain address the caller keeps the memory until done().\n"      \
-  "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing "      \
-  "moved;\n"                                                                                                           \
-  "QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."
+  KVS_PY_ORDER_DOC                                                                                                     \
+  "device: Device, its name, or None: the pointers' GPU, host:0 where there is none.\n" KVS_PY_PATH_DOC
+#define TAIL_DOC                                                                                                       \
+  "\nTensors are held until the transfer ended; behind a plain address the caller keeps the memory until "             \
+  "done().\n" KVS_PY_CHECKED_DOC
 #define CACHE_DOC                                                                                                      \
   "Block i of a tensor lies at its pointer + i * stride bytes (stride None: block_nbytes) and is block_nbytes long.\n" \
   "gpu_block_ids, cpu_block_ids: int32 or int64 arrays (n,), or sequences of ints, of one length.\n"                   \
@@ -384,28 +288,32 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, read_
 
 PyDoc_STRVAR(
     swap_blocks_batch_doc,
-    "swap_blocks_batch($module, /, src_ptrs, dst_ptrs, sizes, *, " COMMON_SIGNATURE
+    "swap_blocks_batch($module, /, src_ptrs, dst_ptrs, sizes, *, " COMMON_SIGNATURE SIGNATURE_END
     "Copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], in no order among them; returns the Transfer at once.\n\n"
     "src_ptrs, dst_ptrs: int64 or uint64 arrays (n,), or sequences of addresses and tensors. sizes: bytes, an array "
     "or\n"
-    "  sequence (n,), or one int for all.\n" COMMON_DOC);
+    "  sequence (n,), or one int for all.\n" COMMON_DOC TAIL_DOC);
 #define LAYER_DOC                                                                                                      \
   "gpu_ptr, cpu_ptr: an address or a tensor. block_nbytes, num_gpu_blocks, num_cpu_blocks: ints.\n" CACHE_DOC COMMON_DOC
 #define LAYERS_DOC                                                                                                     \
   "gpu_ptrs, cpu_ptrs: int64 or uint64 arrays (t,), or sequences of addresses and tensors. block_nbytes,\n"            \
   "  num_gpu_blocks, num_cpu_blocks, gpu_stride, cpu_stride: one int, or t of them.\n" CACHE_DOC COMMON_DOC
-#define LAYER_HEAD "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of one tensor"
-#define LAYERS_HEAD "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor"
+#define LAYER_HEAD SIGNATURE_END "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of one tensor"
+#define LAYERS_HEAD SIGNATURE_END "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor"
 #define AT_ONCE "; returns the Transfer at once.\n\n"
 #define WHEN_DONE                                                                                                      \
   "; returns None when the bytes have\narrived, or raises why not. Ctrl-C works, and lets the transfer go on.\n\n"
 
-PyDoc_STRVAR(swap_cache_per_layer_doc, "swap_cache_per_layer" CACHE_SIGNATURE("") LAYER_HEAD WHEN_DONE LAYER_DOC);
+PyDoc_STRVAR(swap_cache_per_layer_doc,
+             "swap_cache_per_layer" CACHE_SIGNATURE("") LAYER_HEAD WHEN_DONE LAYER_DOC TAIL_DOC);
 PyDoc_STRVAR(swap_cache_per_layer_async_doc,
-             "swap_cache_per_layer_async" CACHE_SIGNATURE("") LAYER_HEAD AT_ONCE LAYER_DOC);
-PyDoc_STRVAR(swap_cache_all_layers_doc, "swap_cache_all_layers" CACHE_SIGNATURE("s") LAYERS_HEAD WHEN_DONE LAYERS_DOC);
+             "swap_cache_per_layer_async" CACHE_SIGNATURE("") LAYER_HEAD AT_ONCE LAYER_DOC TAIL_DOC);
+PyDoc_STRVAR(swap_cache_all_layers_doc,
+             "swap_cache_all_layers" CACHE_SIGNATURE("s") LAYERS_HEAD WHEN_DONE LAYERS_DOC TAIL_DOC);
 PyDoc_STRVAR(swap_cache_all_layers_async_doc,
-             "swap_cache_all_layers_async" CACHE_SIGNATURE("s") LAYERS_HEAD AT_ONCE LAYERS_DOC);
+             "swap_cache_all_layers_async" CACHE_SIGNATURE(
+                 "s") ", layer_events=False, after_layers=None" LAYERS_HEAD AT_ONCE LAYERS_DOC
+                      "Layer by layer, a tensor of the lists a layer, in their order:\n" KVS_PY_LAYER_DOC TAIL_DOC);
 
 #define ROW(name) {#name, KVS_PY_FASTCALL(name), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_swap_methods[] = {

@@ -6,6 +6,7 @@
 
 #include "../cuda_fatbin.h"
 #include "../device_host.h"
+#include "../hooks.h"
 
 static PyObject *answer(struct kvs_py_state *state, int rc, const struct kvs_error *err) {
   if (rc != KVS_OK) return kvs_py_raise(state, err);
@@ -104,11 +105,9 @@ static PyObject *host_capture(PyObject *module, PyObject *const *args, Py_ssize_
 
 enum { F_DEVICE, F_KIND, F_ACTION, F_OPERATION, F_NTH, F_EVERY, F_CODE, F_DELAY, F_COUNT };
 
-static int read_fault(PyObject *const *values, int *kind, struct kvs_fault *fault) {
-  static const char *const kinds[] = {"call", "copy"};
+static int read_fault(PyObject *const *values, struct kvs_fault *fault) {
   static const char *const actions[] = {"none", "fail", "skip", "lose", "delay"};
   int64_t code = 1, delay_ns = 0;
-  if ((*kind = kvs_py_choice(values[F_KIND], "kind", kinds, 2)) < 0) return -1;
   int action = kvs_py_choice(values[F_ACTION], "action", actions, 5);
   if (action < 0) return -1;
   fault->action = (enum kvs_fault_action)action;
@@ -132,15 +131,38 @@ static int read_fault(PyObject *const *values, int *kind, struct kvs_fault *faul
   return 0;
 }
 
+/* A fault of the engine's, not of its device: between transfers of pools the waits for a kind of hazard are left out.
+ */
+static PyObject *skip_hazard(struct kvs_py_state *state, PyObject *const *values) {
+  static const char *const actions[] = {"none", "skip"}, *const hazards[] = {"raw", "war", "waw"};
+  struct kvs_error err = {0};
+  int hazard = 0;
+  int action = kvs_py_choice(values[F_ACTION], "action", actions, 2);
+  if (action < 0) return NULL;
+  if (action == 1 && values[F_OPERATION] == NULL)
+    hazard = kvs_py_complain(PyExc_ValueError, "operation", -1, "is needed: 'raw', 'war' or 'waw'");
+  else if (action == 1)
+    hazard = kvs_py_choice(values[F_OPERATION], "operation", hazards, 3);
+  if (hazard < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, values[F_DEVICE]);
+  if (engine == NULL) return NULL;
+  int rc = kvs_engine_skip_hazard(engine, action == 1 ? hazards[hazard] : NULL, &err);
+  kvs_engine_unref(engine);
+  return answer(state, rc, &err);
+}
+
 static PyObject *set_fault(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"device", "kind", "action", "operation", "nth", "every", "code", "delay"};
+  static const char *const kinds[] = {[KVS_FAULT_CALL] = "call", [KVS_FAULT_COPY] = "copy", "hazard"};
   static const struct kvs_py_args spec = {"_set_fault", names, 3, 3, F_COUNT};
   struct kvs_py_state *state = PyModule_GetState(module);
   struct kvs_fault fault = {0};
   struct kvs_error err = {0};
   PyObject *values[F_COUNT];
-  int kind;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || read_fault(values, &kind, &fault) < 0) return NULL;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  int kind = kvs_py_choice(values[F_KIND], "kind", kinds, KVS_FAULT_KINDS + 1);
+  if (kind == KVS_FAULT_KINDS) return skip_hazard(state, values);
+  if (kind < 0 || read_fault(values, &fault) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[F_DEVICE]);
   if (engine == NULL) return NULL;
   int rc = kvs_dev_fault_set(kvs_engine_device(engine), (enum kvs_fault_kind)kind, &fault, &err);
@@ -231,7 +253,10 @@ PyDoc_STRVAR(set_fault_doc,
              "_set_fault($module, /, device, kind, action, *, operation='', nth=1, every=0, code=1, delay=0.0)\n--\n\n"
              "From now on let the nth 'call' (of a member of the seam, '' for any) or 'copy' fail, be skipped, delayed "
              "by so many\n"
-             "seconds, or lose the device; then each `every` more, 0: once. action 'none' ends it. One fault a kind.");
+             "seconds, or lose the device; then each `every` more, 0: once. action 'none' ends it. One fault a kind.\n"
+             "kind 'hazard', action 'skip', operation 'raw', 'war' or 'waw': the waits between transfers of pools for "
+             "such a hazard\n"
+             "are left out.");
 PyDoc_STRVAR(set_lane_depth_doc, "_set_lane_depth($module, /, device, depth)\n--\n\n"
                                  "How many unfinished transfers a lane holds, 1 to 65536. Concerns lanes made later.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");

@@ -109,6 +109,41 @@ static PyObject *transfer_make_wait(PyObject *self, PyObject *stream) {
   Py_RETURN_NONE;
 }
 
+/* -- layer by layer ------------------------------------------------------------------------------------------------ */
+
+static PyObject *transfer_make_wait_layer(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"layer", "stream"};
+  static const struct kvs_py_args spec = {"make_wait_layer", names, 2, 2, 2};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_transfer *transfer = kvs_py_transfer_core(self);
+  struct kvs_error err = {0};
+  PyObject *values[2];
+  uint64_t layer, handle;
+  int rc;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_uint64(values[0], "layer", -1, &layer) < 0) return NULL;
+  if (kvs_py_stream_handle(state, values[1], "stream", kvs_transfer_engine(transfer), &handle) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_transfer_make_wait_layer(transfer, layer, handle, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *transfer_layer_done(PyObject *self, PyObject *value) {
+  struct kvs_transfer *transfer = kvs_py_transfer_core(self);
+  struct kvs_error err = {0};
+  uint64_t layer;
+  int rc;
+  if (kvs_py_uint64(value, "layer", -1, &layer) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_transfer_layer_done(transfer, layer, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_NOT_READY) Py_RETURN_FALSE;
+  kvs_py_collect(kvs_transfer_engine(transfer)); /* it may have been the last one */
+  return rc == KVS_OK ? Py_NewRef(Py_True) : kvs_py_raise(kvs_py_state_of(self), &err);
+}
+
 /* -- attributes ---------------------------------------------------------------------------------------------------- */
 
 static const char *state_name(enum kvs_state state) {
@@ -143,12 +178,14 @@ static PyObject *transfer_device(PyObject *self, void *unused) {
   return kvs_py_device_like(kvs_py_state_of(self), kvs_transfer_engine(kvs_py_transfer_core(self)));
 }
 
-enum field { NBYTES, NUM_BLOCKS, SEQUENCE };
+enum field { NBYTES, NUM_BLOCKS, NUM_LAYERS, NUMBER, LANE, SEQUENCE };
 
 static PyObject *transfer_number(PyObject *self, void *field) {
   struct kvs_transfer_info info = {0};
   kvs_transfer_get_info(kvs_py_transfer_core(self), &info);
-  const uint64_t numbers[] = {[NBYTES] = info.nbytes, [NUM_BLOCKS] = info.num_blocks, [SEQUENCE] = info.sequence};
+  const uint64_t numbers[] = {
+      [NBYTES] = info.nbytes, [NUM_BLOCKS] = info.num_blocks, [NUM_LAYERS] = info.num_layers, [NUMBER] = info.number,
+      [LANE] = info.lane,     [SEQUENCE] = info.sequence};
   return PyLong_FromUnsignedLongLong(numbers[(uintptr_t)field]);
 }
 
@@ -216,6 +253,16 @@ PyDoc_STRVAR(
     "Work queued on the stream later waits for the transfer, and for all earlier ones of its lane. Does not block.\n\n"
     "It orders and proves nothing: it raises if the failure is known already; before trusting the bytes look at "
     "error.");
+PyDoc_STRVAR(make_wait_layer_doc,
+             "make_wait_layer($self, /, layer, stream)\n--\n\n"
+             "Work queued on the stream later waits for layers 0 to `layer`. Does not block, and proves as little as\n"
+             "make_wait(): it raises if the failure is known already.\n"
+             "\n"
+             "ValueError: the transfer was submitted without layer_events. IndexError: it has no such layer.");
+PyDoc_STRVAR(layer_done_doc,
+             "layer_done($self, layer, /)\n--\n\n"
+             "Whether layers 0 to `layer` have arrived. Raises the transfer's error if it failed. Never blocks.\n\n"
+             "ValueError: the transfer was submitted without layer_events. IndexError: it has no such layer.");
 
 static PyMethodDef methods[] = {
     {"done", transfer_done, METH_NOARGS, done_doc},
@@ -223,6 +270,8 @@ static PyMethodDef methods[] = {
     {"result", KVS_PY_FASTCALL(transfer_result), METH_FASTCALL | METH_KEYWORDS, result_doc},
     {"cancel", transfer_cancel, METH_NOARGS, cancel_doc},
     {"make_wait", transfer_make_wait, METH_O, make_wait_doc},
+    {"make_wait_layer", KVS_PY_FASTCALL(transfer_make_wait_layer), METH_FASTCALL | METH_KEYWORDS, make_wait_layer_doc},
+    {"layer_done", transfer_layer_done, METH_O, layer_done_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -232,6 +281,12 @@ static PyGetSetDef getset[] = {
     {"nbytes", transfer_number, NULL, "int: bytes of all its blocks.", (void *)(uintptr_t)NBYTES},
     {"num_blocks", transfer_number, NULL, "int: pairs of blocks (each in every tensor).",
      (void *)(uintptr_t)NUM_BLOCKS},
+    {"num_layers", transfer_number, NULL, "int: layers that can be waited for, 0 without layer_events.",
+     (void *)(uintptr_t)NUM_LAYERS},
+    {"number", transfer_number, NULL, "int: its number among all transfers of the device, from 1.",
+     (void *)(uintptr_t)NUMBER},
+    {"lane", transfer_number, NULL, "int: number of its lane. A lane's transfers run and complete in order.",
+     (void *)(uintptr_t)LANE},
     {"sequence", transfer_number, NULL, "int: its place in its lane, from 1.", (void *)(uintptr_t)SEQUENCE},
     {"elapsed", transfer_elapsed, NULL,
      "float: seconds it took on the device, 0.0 where that cannot say; None while it runs.", NULL},

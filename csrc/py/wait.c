@@ -19,6 +19,7 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
                 const char *what) {
   int64_t start = timeout_ns < 0 ? 0 : now_ns();
   int64_t left = timeout_ns;
+  kvs_py_tell_races(state); /* those that another thread's calls found */
   for (;;) {
     struct kvs_error err = {0};
     int64_t slice = left >= 0 && left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS;

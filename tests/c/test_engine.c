@@ -8,6 +8,7 @@
 #include "check.h"
 #include "core.h"
 #include "device_host.h"
+#include "hooks.h"
 
 enum { BLOCKS = 64, NBYTES = 768 };
 

@@ -289,7 +289,7 @@ static void test_split(void) {
     }
     kvs_plan_batch(src, dst, nbytes, false, 4, false, &copies, &err);
     kvs_plan_batch(src, dst, nbytes, false, 4, false, &whole, &err);
-    CHECK(!kvs_plan_split(&copies, &set, &err));
+    CHECK(!kvs_plan_split(&copies, 0, &set, &err));
     for (size_t i = 0; i < copies.count; i++)
       for (uint64_t b = 0; b + 1 < copies.nbytes[i]; b++)
         if (seam_after[copies.src[i] + b] || seam_after[copies.dst[i] + b]) CHECK(false, "round %d crosses", round);

@@ -1,0 +1,534 @@
+/* Transfers between pools: the call of kvswap_pool.h. Everything happens under the engine's hazard_lock, so that what
+ * is seen in the tables is still so when they learn of the transfer. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+#include "hooks.h"
+#include "layout.h"
+#include "racecheck.h"
+
+/* A part with its runs, and whether they may go as rectangles. */
+struct planned_part {
+  struct kvs_part part;
+  size_t runs_end;
+  bool strided;
+};
+
+/* Kept from call to call with the rest of the scratch. */
+struct kvs_move_scratch {
+  struct kvs_run_list runs;
+  struct planned_part *parts;
+  struct kvs_touch *touches;
+  uint64_t *next_byte; /* a pair: where its next part may begin */
+  uint64_t *covered;   /* a pair: bytes of a block in its parts */
+  int64_t *slots;      /* both lists as they were at the call, then both without blocks that are lost already */
+  uint32_t *positions;
+  size_t pairs, nparts, blocks; /* room */
+};
+
+struct move_call {
+  const struct kvs_move *move;
+  struct kvs_engine *engine;
+  struct kvs_move_scratch *room;
+  size_t nparts, ntouches;
+  const int64_t *all_src, *all_dst; /* slots as the caller named them */
+  size_t all;
+  const int64_t *src, *dst;  /* those to be copied */
+  const uint32_t *positions; /* of these in the caller's lists; NULL: the same */
+  size_t count;
+};
+
+void kvs_move_scratch_free(struct kvs_move_scratch *room) {
+  if (!room) return;
+  free(room->runs.items);
+  free(room->parts);
+  free(room->touches);
+  free(room->next_byte);
+  free(room->covered);
+  free(room->slots);
+  free(room->positions);
+  free(room);
+}
+
+/* -- room ------------------------------------------------------------------------------------------------------ */
+
+/* Contents are not kept. */
+static bool renew(void *pointer, size_t count, size_t size) {
+  void **at = pointer;
+  free(*at);
+  *at = calloc(count ? count : 1, size);
+  return *at != NULL;
+}
+
+static int make_room(struct kvs_scratch *scratch, size_t pairs, size_t parts, size_t blocks, struct kvs_error *err) {
+  struct kvs_move_scratch *room = scratch->move;
+  bool ok = true;
+  if (!room) room = scratch->move = calloc(1, sizeof *room);
+  if (!room) return kvs_fail(err, KVS_NOMEM, "no memory for a plan");
+  if (pairs > room->pairs) {
+    room->pairs = 0;
+    ok = renew(&room->touches, 2 * pairs, sizeof *room->touches) &&
+         renew(&room->next_byte, pairs, sizeof *room->next_byte) && renew(&room->covered, pairs, sizeof *room->covered);
+    if (ok) room->pairs = pairs;
+  }
+  if (ok && parts > room->nparts) {
+    room->nparts = 0;
+    ok = renew(&room->parts, parts, sizeof *room->parts);
+    if (ok) room->nparts = parts;
+  }
+  if (ok && blocks > room->blocks) {
+    room->blocks = 0;
+    ok = renew(&room->slots, 4 * blocks, sizeof *room->slots) &&
+         renew(&room->positions, blocks, sizeof *room->positions);
+    if (ok) room->blocks = blocks;
+  }
+  room->runs.count = 0;
+  return ok ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for a plan of %zu pools and %zu blocks", pairs, blocks);
+}
+
+/* -- checks ---------------------------------------------------------------------------------------------------- */
+
+static int check_pools(const struct kvs_move *move, struct kvs_error *err) {
+  if (move->npairs == 0) return kvs_fail(err, KVS_INVALID, "src has no pools");
+  const struct kvs_engine *engine = move->src[0]->engine;
+  for (size_t i = 0; i < move->npairs; i++) {
+    const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
+    if (src->engine != engine || dst->engine != engine)
+      return kvs_fail(err, KVS_INVALID, "%s[%zu] is a pool of %s, src[0] of %s: a transfer runs on one device",
+                      src->engine != engine ? "src" : "dst", i,
+                      src->engine != engine ? src->engine->name : dst->engine->name, engine->name);
+    if (!move->parts && src->layout.block_nbytes != dst->layout.block_nbytes)
+      return kvs_fail(err, KVS_INVALID,
+                      "src[%zu] has blocks of %" PRIu64 " bytes, dst[%zu] of %" PRIu64
+                      ": name the parts that are to be moved",
+                      i, src->layout.block_nbytes, i, dst->layout.block_nbytes);
+  }
+  return KVS_OK;
+}
+
+/* The tables that the transfer reads and writes, each once; *shared: one of them is both. */
+static int find_touches(struct move_call *call, bool *shared, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  struct kvs_touch *touches = call->room->touches;
+  uint64_t number = ++call->engine->moves;
+  *shared = false;
+  call->ntouches = 0;
+  for (size_t i = 0; i < move->npairs; i++) {
+    struct kvs_pool *dst = move->dst[i];
+    if (dst->mark == number)
+      return kvs_fail(err, KVS_INVALID, "dst[%zu] (pool '%s') is named twice: its blocks would be written twice", i,
+                      dst->name);
+    dst->mark = number;
+    if (dst->table->write_mark != number)
+      touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true};
+    dst->table->written = dst->table->write_mark == number ? dst->table->written + 1 : 1;
+    dst->table->write_mark = number;
+  }
+  for (size_t i = 0; i < move->npairs; i++) {
+    struct kvs_table *table = move->src[i]->table;
+    if (table->write_mark == number) *shared = true;
+    if (table->read_mark != number) touches[call->ntouches++] = (struct kvs_touch){.table = table};
+    table->read_mark = number;
+  }
+  return KVS_OK;
+}
+
+static uint64_t fewest(struct kvs_pool *const *pools, size_t count) {
+  uint64_t blocks = UINT64_MAX;
+  for (size_t i = 0; i < count; i++)
+    if (pools[i]->layout.num_blocks < blocks) blocks = pools[i]->layout.num_blocks;
+  return blocks;
+}
+
+static void copy_slots(const struct kvs_ids *ids, int64_t *slots) {
+  if (ids->width == 8 && ids->count)
+    memcpy(slots, ids->data, ids->count * sizeof *slots);
+  else
+    for (size_t i = 0; i < ids->count; i++) slots[i] = ((const int32_t *)ids->data)[i];
+}
+
+static int take_slots(struct move_call *call, bool shared, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  int64_t *src = call->room->slots, *dst = src + move->src_ids.count;
+  copy_slots(&move->src_ids, src);
+  copy_slots(&move->dst_ids, dst);
+  const struct kvs_ids from = {src, 8, move->src_ids.count}, to = {dst, 8, move->dst_ids.count};
+  call->all_src = call->src = src;
+  call->all_dst = call->dst = dst;
+  call->all = call->count = from.count;
+  return kvs_plan_check_slots(&from, fewest(move->src, move->npairs), &to, fewest(move->dst, move->npairs), shared,
+                              &scratch->plan, err);
+}
+
+static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_pool *pool,
+                      const char *name, size_t index, bool write, struct kvs_error *err) {
+  struct kvs_side side = {.name = name, .index = index, .write = write};
+  return kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
+}
+
+static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
+                       struct kvs_error *err) {
+  static const char *const names[] = {"device to host", "host to device", "within one kind of memory"};
+  const struct kvs_move *move = call->move;
+  for (size_t i = 0; i < move->npairs; i++) {
+    int status = cover_pool(call->engine, scratch, move->src[i], "src", i, false, err);
+    if (!status) status = cover_pool(call->engine, scratch, move->dst[i], "dst", i, true, err);
+    if (status) return status;
+    enum kvs_direction this = kvs_direction_of(kvs_regions_find(&scratch->regions, move->src[i]->layout.ptr),
+                                               kvs_regions_find(&scratch->regions, move->dst[i]->layout.ptr));
+    if (i == 0) *direction = this;
+    if (this != *direction)
+      return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
+                      i, names[this], names[*direction]);
+  }
+  return KVS_OK;
+}
+
+/* -- parts ----------------------------------------------------------------------------------------------------- */
+
+/* Parts of one pair go up its blocks, so that none is written twice. */
+static int check_parts(const struct move_call *call, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  uint32_t layer = 0;
+  memset(call->room->next_byte, 0, move->npairs * sizeof *call->room->next_byte);
+  for (size_t i = 0; i < move->nparts; i++) {
+    const struct kvs_part *part = &move->parts[i];
+    if (part->pair >= move->npairs)
+      return kvs_fail(err, KVS_RANGE, "parts[%zu] is of pair %u; there are %zu pairs, from 0", i, part->pair,
+                      move->npairs);
+    if (part->layer != layer && (i == 0 || part->layer != layer + 1))
+      return kvs_fail(err, KVS_INVALID, "parts[%zu] is of layer %u after layer %u: layers begin at 0 and rise by 1", i,
+                      part->layer, layer);
+    layer = part->layer;
+    int status = kvs_layout_check_part(part, i, &move->src[part->pair]->layout, &move->dst[part->pair]->layout, err);
+    if (status) return status;
+    if (part->offset < call->room->next_byte[part->pair])
+      return kvs_fail(err, KVS_INVALID,
+                      "parts[%zu] begins at byte %" PRIu64
+                      " of a block of pair %u, but an earlier part ends at %" PRIu64,
+                      i, part->offset, part->pair, call->room->next_byte[part->pair]);
+    call->room->next_byte[part->pair] = part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes;
+  }
+  return KVS_OK;
+}
+
+static bool in_one_region(const struct kvs_regions *regions, const struct kvs_pool_layout *layout) {
+  const struct kvs_region *region = kvs_regions_find(regions, layout->ptr);
+  return kvs_layout_extent(layout) <= region->nbytes - (layout->ptr - region->base);
+}
+
+static struct kvs_part part_at(const struct move_call *call, size_t i) {
+  if (call->move->parts) return call->move->parts[i];
+  return (struct kvs_part){
+      .pair = (uint32_t)i, .layer = (uint32_t)i, .rows = 1, .row_nbytes = call->move->src[i]->layout.block_nbytes};
+}
+
+/* The copy engine takes rows at a pitch within one allocation and one registration, up to a largest pitch. */
+static bool may_stride(const struct move_call *call, const struct kvs_scratch *scratch, const struct kvs_part *part,
+                       size_t from) {
+  uint64_t most = call->engine->device->info.max_pitch;
+  const struct kvs_run_list *runs = &call->room->runs;
+  for (size_t r = from; r < runs->count; r++)
+    if (runs->items[r].src_pitch > most || runs->items[r].dst_pitch > most) return false;
+  return in_one_region(&scratch->regions, &call->move->src[part->pair]->layout) &&
+         in_one_region(&scratch->regions, &call->move->dst[part->pair]->layout);
+}
+
+static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch, uint64_t *nbytes,
+                      struct kvs_error *err) {
+  struct kvs_run_list *runs = &call->room->runs;
+  *nbytes = 0;
+  memset(call->room->covered, 0, call->move->npairs * sizeof *call->room->covered);
+  for (size_t i = 0; i < call->nparts; i++) {
+    struct kvs_part part = part_at(call, i);
+    size_t from = runs->count;
+    int status =
+        kvs_layout_runs(&part, &call->move->src[part.pair]->layout, &call->move->dst[part.pair]->layout, runs, err);
+    if (status) return status;
+    call->room->parts[i] = (struct planned_part){part, runs->count, may_stride(call, scratch, &part, from)};
+    call->room->covered[part.pair] += part.rows * part.row_nbytes;
+    *nbytes += part.rows * part.row_nbytes;
+  }
+  return KVS_OK;
+}
+
+/* A table's slots are written as a whole if every pool that shares them is, and all of its block. */
+static void find_whole(struct move_call *call) {
+  const struct kvs_move *move = call->move;
+  for (size_t t = 0; t < call->ntouches; t++)
+    call->room->touches[t].whole = call->room->touches[t].table->written == call->room->touches[t].table->members;
+  for (size_t i = 0; i < move->npairs; i++) {
+    if (call->room->covered[i] == move->dst[i]->layout.block_nbytes) continue;
+    for (size_t t = 0; t < call->ntouches; t++)
+      if (call->room->touches[t].table == move->dst[i]->table) call->room->touches[t].whole = false;
+  }
+}
+
+/* -- copies ---------------------------------------------------------------------------------------------------- */
+
+static uint32_t position_of(const struct move_call *call, size_t i) {
+  return call->positions ? call->positions[i] : (uint32_t)i;
+}
+
+/* One row of each block; neighbours on both sides become one copy. */
+static int plan_row(const struct move_call *call, const struct kvs_pool_layout *src, const struct kvs_pool_layout *dst,
+                    const struct kvs_run *run, uint64_t row, bool merge, struct kvs_copies *copies,
+                    struct kvs_error *err) {
+  uint64_t from = src->ptr + run->src + row * run->src_pitch, to = dst->ptr + run->dst + row * run->dst_pitch;
+  bool packed = merge && src->stride == run->row_nbytes && dst->stride == run->row_nbytes;
+  int status = kvs_copies_reserve(copies, copies->count + call->count, err);
+  if (status) return status;
+  for (size_t i = 0, n; i < call->count; i += n) {
+    for (n = 1; packed && i + n < call->count; n++)
+      if (call->src[i + n] != call->src[i] + (int64_t)n || call->dst[i + n] != call->dst[i] + (int64_t)n ||
+          position_of(call, i + n) != position_of(call, i) + n)
+        break;
+    kvs_copies_push(copies, to + (uint64_t)call->dst[i] * dst->stride, from + (uint64_t)call->src[i] * src->stride,
+                    n * run->row_nbytes, position_of(call, i));
+  }
+  return KVS_OK;
+}
+
+static int plan_rects(const struct move_call *call, const struct kvs_pool_layout *src,
+                      const struct kvs_pool_layout *dst, const struct kvs_run *run, struct kvs_rects *rects,
+                      struct kvs_error *err) {
+  int status = kvs_rects_reserve(rects, rects->count + call->count, err);
+  if (status) return status;
+  for (size_t i = 0; i < call->count; i++) {
+    rects->block[rects->count] = position_of(call, i);
+    rects->items[rects->count++] = (struct kvs_rect){.dst = dst->ptr + (uint64_t)call->dst[i] * dst->stride + run->dst,
+                                                     .src = src->ptr + (uint64_t)call->src[i] * src->stride + run->src,
+                                                     .dst_pitch = run->dst_pitch,
+                                                     .src_pitch = run->src_pitch,
+                                                     .width = run->row_nbytes,
+                                                     .height = run->rows,
+                                                     .depth = 1};
+  }
+  rects->rows += run->rows * call->count;
+  return KVS_OK;
+}
+
+static int plan_part(const struct move_call *call, size_t index, bool merge, struct kvs_rects *rects,
+                     struct kvs_copies *copies, struct kvs_error *err) {
+  const struct planned_part *planned = &call->room->parts[index];
+  const struct kvs_pool_layout *src = &call->move->src[planned->part.pair]->layout;
+  const struct kvs_pool_layout *dst = &call->move->dst[planned->part.pair]->layout;
+  int status = KVS_OK;
+  for (size_t r = index ? planned[-1].runs_end : 0; !status && r < planned->runs_end; r++) {
+    const struct kvs_run *run = &call->room->runs.items[r];
+    if (rects && planned->strided && run->rows > 1)
+      status = plan_rects(call, src, dst, run, rects, err);
+    else
+      for (uint64_t row = 0; !status && row < run->rows; row++)
+        status = plan_row(call, src, dst, run, row, merge, copies, err);
+  }
+  return status;
+}
+
+/* All parts; `marks`: cut at seams, and note where the layers end. */
+static int plan_all(const struct move_call *call, bool merge, bool marks, struct kvs_scratch *scratch,
+                    struct kvs_rects *rects, struct kvs_copies *copies, struct kvs_error *err) {
+  bool split = marks && kvs_may_cross_seams(&scratch->regions);
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < call->nparts; i++) {
+    size_t from = copies->count;
+    bool last = i + 1 == call->nparts || call->room->parts[i + 1].part.layer != call->room->parts[i].part.layer;
+    status = plan_part(call, i, merge, rects, copies, err);
+    if (!status && split) status = kvs_plan_split(copies, from, &scratch->regions, err);
+    if (!status && marks && last) status = kvs_scratch_layer(scratch, err);
+  }
+  return status;
+}
+
+static int expand_move(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
+                       struct kvs_error *err) {
+  return plan_all(arg, merge, merge, scratch, NULL, copies, err);
+}
+
+/* -- failure travels ------------------------------------------------------------------------------------------- */
+
+static const struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot,
+                                            const struct kvs_pool **pool) {
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    const struct kvs_failure *failure = kvs_table_failure(call->move->src[i]->table, src_slot);
+    *pool = call->move->src[i];
+    if (failure) return failure;
+  }
+  return NULL;
+}
+
+static bool may_have_failed(const struct move_call *call) {
+  for (size_t t = 0; t < call->ntouches; t++)
+    if (!call->room->touches[t].write && call->room->touches[t].table->nfailures) return true;
+  return false;
+}
+
+/* Leave out the blocks whose source is lost; `work` learns which and why. */
+static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
+  int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
+  uint32_t *kept = call->room->positions, *lost = kept + call->all; /* one grows from the front, one from the back */
+  const struct kvs_pool *pool;
+  size_t n = 0;
+  if (!may_have_failed(call)) return;
+  for (size_t i = 0; i < call->all; i++) {
+    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool);
+    if (!failure) {
+      src[n] = call->all_src[i];
+      dst[n] = call->all_dst[i];
+      kept[n++] = (uint32_t)i;
+      continue;
+    }
+    if (!work->nlost++) {
+      const struct kvs_error *first = &failure->error;
+      kvs_fail(&work->lost_error, first->status,
+               "src_ids[%zu]: slot %" PRId64 " of pool '%s' does not hold what it should, since transfer %" PRIu64
+               " failed to write it: %.200s",
+               i, call->all_src[i], pool->name, failure->transfer, first->message);
+      work->lost_error.code = first->code;
+      work->lost_error.operation = first->operation;
+    }
+    *--lost = (uint32_t)i;
+  }
+  work->lost = lost;
+  call->src = src;
+  call->dst = dst;
+  call->positions = kept;
+  call->count = n;
+}
+
+static void set_all(const struct move_call *call, size_t position, struct kvs_failure *failure) {
+  for (size_t t = 0; t < call->ntouches; t++)
+    if (call->room->touches[t].write)
+      kvs_table_set_failure(call->room->touches[t].table, call->all_dst[position], failure);
+}
+
+/* A block that was lost before keeps the first failure's story. */
+static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
+  const struct kvs_pool *pool;
+  const struct kvs_failure *first = failure_of(call, call->all_src[position], &pool);
+  set_all(call, position, first ? (struct kvs_failure *)(uintptr_t)first : failure);
+}
+
+static void settle(const void *arg, const struct kvs_transfer *transfer) {
+  static struct kvs_failure unknown = {.refs = 1, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
+  const struct move_call *call = arg;
+  for (size_t t = 0; t < call->ntouches; t++) {
+    const struct kvs_touch *touch = &call->room->touches[t];
+    for (size_t i = 0; touch->write && touch->whole && touch->table->nfailures && i < call->all; i++)
+      kvs_table_set_failure(touch->table, call->all_dst[i], NULL);
+  }
+  if (transfer->error.status == KVS_OK) return;
+  struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
+  struct kvs_failure *used = failure ? failure : &unknown;
+  if (transfer->all_failed)
+    for (size_t i = 0; i < call->all; i++) pass_on(call, i, used);
+  else
+    for (size_t i = 0; i < transfer->nfailed; i++) pass_on(call, transfer->failed[i], used);
+  if (failure) kvs_failure_unref(failure);
+}
+
+/* -- the race checker ------------------------------------------------------------------------------------------ */
+
+static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
+                       bool write, const struct kvs_race_party *who, void (*tell)(const struct kvs_access *)) {
+  const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
+  struct kvs_race_party party = *who;
+  party.write = write;
+  tell(&(struct kvs_access){.device = call->engine->device,
+                            .stream = transfer->lane->spine,
+                            .pool = pool->number,
+                            .slots = pool->layout.num_blocks,
+                            .pool_name = pool->name,
+                            .ids = write ? call->dst : call->src,
+                            .count = call->count,
+                            .write = write,
+                            .begin = part->offset,
+                            .end = part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes,
+                            .who = &party,
+                            .done = transfer->lane->waited});
+}
+
+static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
+                       const struct kvs_copies *unused, const struct kvs_race_party *who) {
+  const struct move_call *call = arg;
+  (void)unused;
+  bool first = layer == SIZE_MAX || layer == 0;
+  for (int noting = !first; noting < 2; noting++)
+    for (size_t i = 0; i < call->nparts; i++) {
+      const struct kvs_part *part = &call->room->parts[i].part;
+      if (noting && layer != SIZE_MAX && part->layer != layer) continue;
+      for (int write = 0; write < 2; write++)
+        watch_side(call, transfer, part, write, who, noting ? kvs_racecheck_access : kvs_racecheck_catch_up);
+    }
+}
+
+/* -- the call -------------------------------------------------------------------------------------------------- */
+
+static uint64_t count_entries(const struct move_call *call) {
+  uint64_t entries = 0;
+  for (size_t i = 0, r = 0; i < call->nparts; i++)
+    for (; r < call->room->parts[i].runs_end; r++)
+      entries += call->room->parts[i].strided ? call->count : call->count * call->room->runs.items[r].rows;
+  return entries;
+}
+
+static int check_and_plan(struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
+                          struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
+  bool shared, strided = !kvs_dev_fault_on_copies(call->engine->device);
+  int status = find_touches(call, &shared, err);
+  if (!status) status = take_slots(call, shared, scratch, err);
+  if (!status) status = cover_pools(call, scratch, &work->direction, err);
+  if (!status && call->move->parts) status = check_parts(call, err);
+  if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
+  if (status) return status;
+  find_whole(call);
+  leave_out_lost(call, work);
+  work->nbytes *= call->all;
+  work->nblocks = call->all;
+  work->entries = count_entries(call);
+  work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;
+  status = kvs_check_layer_options(options, work->nlayers, err);
+  if (!status) status = plan_all(call, true, true, scratch, strided ? &scratch->rects : NULL, &scratch->copies, err);
+  bool layered = options && (options->layer_events || options->nafter_layers);
+  if (!layered) scratch->nlayers = 0; /* issued in one go */
+  return status;
+}
+
+static int move_locked(struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
+                       struct kvs_transfer **transfer, struct kvs_error *err) {
+  struct kvs_work work = {
+      .scratch = scratch, .expand = expand_move, .watch = watch_move, .settle = settle, .call = call};
+  int status = check_and_plan(call, &work, options, err);
+  if (status) return status;
+  work.touches = call->room->touches;
+  work.ntouches = call->ntouches;
+  work.src_slots = call->src;
+  work.dst_slots = call->dst;
+  work.nslots = call->count;
+  return kvs_submit(call->engine, &work, options, transfer, err);
+}
+
+int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *options, struct kvs_transfer **transfer,
+                    struct kvs_error *err) {
+  int status = check_pools(move, err);
+  if (status) return status;
+  struct move_call call = {.move = move, .engine = move->src[0]->engine};
+  status = kvs_open_for_work(call.engine, err);
+  if (status) return status;
+  struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);
+  if (!scratch) return KVS_NOMEM;
+  size_t most = move->src_ids.count > move->dst_ids.count ? move->src_ids.count : move->dst_ids.count;
+  call.nparts = move->parts ? move->nparts : move->npairs;
+  status = make_room(scratch, move->npairs, call.nparts, most, err);
+  call.room = scratch->move;
+  if (!status) {
+    pthread_mutex_lock(&call.engine->hazard_lock);
+    status = move_locked(&call, scratch, options, transfer, err);
+    pthread_mutex_unlock(&call.engine->hazard_lock);
+  }
+  kvs_scratch_put(call.engine, scratch);
+  return status;
+}

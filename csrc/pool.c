@@ -1,0 +1,254 @@
+/* Pools: checked layouts in known memory, their tables of slots, and what failed transfers left in them. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+#include "layout.h"
+#include "racecheck.h"
+
+static atomic_uint_fast64_t pool_numbers;
+
+/* -- failures -------------------------------------------------------------------------------------------------- */
+
+struct kvs_failure *kvs_failure_new(const struct kvs_error *error, uint64_t transfer) {
+  struct kvs_failure *failure = calloc(1, sizeof *failure);
+  if (!failure) return NULL;
+  atomic_init(&failure->refs, 1);
+  failure->error = *error;
+  failure->transfer = transfer;
+  return failure;
+}
+
+void kvs_failure_unref(struct kvs_failure *failure) {
+  if (atomic_fetch_sub(&failure->refs, 1) == 1) free(failure);
+}
+
+const struct kvs_failure *kvs_table_failure(const struct kvs_table *table, int64_t slot) {
+  return table->nfailures ? table->failures[slot] : NULL;
+}
+
+void kvs_table_set_failure(struct kvs_table *table, int64_t slot, struct kvs_failure *failure) {
+  struct kvs_failure *before = table->failures[slot];
+  if (failure) atomic_fetch_add(&failure->refs, 1);
+  table->failures[slot] = failure;
+  if (failure && !before) table->nfailures++;
+  if (!failure && before) table->nfailures--;
+  if (before) kvs_failure_unref(before);
+}
+
+/* -- tables ---------------------------------------------------------------------------------------------------- */
+
+static void table_free(struct kvs_table *table) {
+  for (uint64_t slot = 0; table->nfailures && slot < table->hazards.count; slot++)
+    kvs_table_set_failure(table, (int64_t)slot, NULL);
+  free(table->hazards.slots);
+  free(table->failures);
+  free(table);
+}
+
+/* Untouched memory of a large table costs nothing until its slots are used. */
+static int table_new(uint64_t slots, struct kvs_table **made, struct kvs_error *err) {
+  struct kvs_table *table = calloc(1, sizeof *table);
+  if (table) {
+    table->hazards.count = slots;
+    table->hazards.slots = calloc(slots, sizeof *table->hazards.slots);
+    table->failures = calloc(slots, sizeof(struct kvs_failure *));
+  }
+  if (!table || !table->hazards.slots || !table->failures) {
+    if (table) table_free(table);
+    return kvs_fail(err, KVS_NOMEM, "no memory to track a pool of %" PRIu64 " blocks", slots);
+  }
+  *made = table;
+  return KVS_OK;
+}
+
+/* -- opening and closing --------------------------------------------------------------------------------------- */
+
+static int check_memory(struct kvs_engine *engine, const struct kvs_pool_layout *layout, struct kvs_error *err) {
+  struct kvs_side side = {.name = "ptr", .index = SIZE_MAX};
+  struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
+  if (!scratch) return KVS_NOMEM;
+  int status = kvs_memory_cover(engine, scratch, layout->ptr, kvs_layout_extent(layout), &side, err);
+  kvs_scratch_put(engine, scratch);
+  return status;
+}
+
+static int check_group(const struct kvs_engine *engine, const struct kvs_pool_layout *layout, struct kvs_error *err) {
+  const struct kvs_pool *group = layout->group;
+  if (!group) return KVS_OK;
+  if (group->engine != engine)
+    return kvs_fail(err, KVS_INVALID, "group is a pool of %s, not of %s", group->engine->name, engine->name);
+  if (group->layout.num_blocks != layout->num_blocks)
+    return kvs_fail(err, KVS_INVALID, "group has %" PRIu64 " blocks, this pool %" PRIu64 ": a group shares its slots",
+                    group->layout.num_blocks, layout->num_blocks);
+  return KVS_OK;
+}
+
+static int check_alone_locked(const struct kvs_engine *engine, const struct kvs_pool_layout *layout,
+                              struct kvs_error *err) {
+  bool sure;
+  for (const struct kvs_pool *other = engine->pools; other; other = other->next)
+    if (kvs_layouts_overlap(layout, &other->layout, &sure))
+      return kvs_fail(err, KVS_INVALID,
+                      "the blocks from 0x%" PRIx64 " on %s those of pool '%s' (from 0x%" PRIx64
+                      " on): pools that share bytes cannot be kept in order",
+                      layout->ptr, sure ? "overlap" : "lie among", other->name, other->layout.ptr);
+  return KVS_OK;
+}
+
+static void name_pool(struct kvs_pool *pool, const char *name) {
+  if (name)
+    snprintf(pool->name, sizeof pool->name, "%s", name);
+  else
+    snprintf(pool->name, sizeof pool->name, "pool %" PRIu64, pool->number);
+  pool->layout.name = pool->name;
+}
+
+static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
+  struct kvs_engine *engine = pool->engine;
+  pthread_mutex_lock(&engine->memory_lock);
+  int status = check_alone_locked(engine, &pool->layout, err);
+  if (!status) {
+    pool->next = engine->pools;
+    engine->pools = pool;
+  }
+  pthread_mutex_unlock(&engine->memory_lock);
+  if (status) return status;
+  pthread_mutex_lock(&engine->hazard_lock);
+  pool->table->members++;
+  pthread_mutex_unlock(&engine->hazard_lock);
+  return KVS_OK;
+}
+
+int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked, struct kvs_pool **opened,
+                  struct kvs_error *err) {
+  struct kvs_pool_layout layout = *asked;
+  int status = kvs_dev_check(engine->device, err);
+  if (!status) status = kvs_layout_check(&layout, err);
+  if (!status) status = check_group(engine, &layout, err);
+  if (!status) status = check_memory(engine, &layout, err);
+  if (status) return status;
+  struct kvs_pool *pool = calloc(1, sizeof *pool);
+  if (!pool) return kvs_fail(err, KVS_NOMEM, "no memory for a pool");
+  atomic_init(&pool->refs, 1);
+  pool->engine = engine;
+  pool->layout = layout;
+  pool->number = atomic_fetch_add(&pool_numbers, 1) + 1;
+  name_pool(pool, layout.name);
+  status = layout.group ? KVS_OK : table_new(layout.num_blocks, &pool->table, err);
+  if (layout.group) pool->table = layout.group->table;
+  if (!status) status = put_in(pool, err);
+  if (status) {
+    if (!layout.group && pool->table) table_free(pool->table);
+    free(pool);
+    return status;
+  }
+  if (layout.group) kvs_pool_ref(layout.group);
+  kvs_engine_ref(engine);
+  *opened = pool;
+  return KVS_OK;
+}
+
+void kvs_pool_ref(struct kvs_pool *pool) { atomic_fetch_add(&pool->refs, 1); }
+
+static void take_out(struct kvs_pool *pool) {
+  struct kvs_engine *engine = pool->engine;
+  pthread_mutex_lock(&engine->memory_lock);
+  struct kvs_pool **at = &engine->pools;
+  while (*at != pool) at = &(*at)->next;
+  *at = pool->next;
+  pthread_mutex_unlock(&engine->memory_lock);
+  pthread_mutex_lock(&engine->hazard_lock);
+  if (--pool->table->members == 0) table_free(pool->table);
+  pthread_mutex_unlock(&engine->hazard_lock);
+}
+
+void kvs_pool_unref(struct kvs_pool *pool) {
+  struct kvs_engine *engine = pool->engine;
+  if (atomic_fetch_sub(&pool->refs, 1) != 1) return;
+  if (engine->device->fork_generation != kvs_fork_generation()) return; /* the parent's: its lock may be held there */
+  take_out(pool);
+  if (kvs_racecheck_on()) kvs_racecheck_forget_pool(pool->number);
+  if (pool->layout.group) kvs_pool_unref(pool->layout.group);
+  free(pool);
+  kvs_engine_unref(engine);
+}
+
+struct kvs_engine *kvs_pool_engine(const struct kvs_pool *pool) { return pool->engine; }
+
+void kvs_pool_get_layout(const struct kvs_pool *pool, struct kvs_pool_layout *layout) { *layout = pool->layout; }
+
+/* -- what others do -------------------------------------------------------------------------------------------- */
+
+static int read_slots(const struct kvs_pool *pool, const struct kvs_ids *ids, int64_t *slots, struct kvs_error *err) {
+  for (size_t i = 0; i < ids->count; i++) {
+    slots[i] = ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+    if ((uint64_t)slots[i] >= pool->layout.num_blocks)
+      return kvs_fail(err, KVS_RANGE, "slots[%zu] is %" PRId64 "; pool '%s' has %" PRIu64 " blocks, 0 to %" PRIu64, i,
+                      slots[i], pool->name, pool->layout.num_blocks, pool->layout.num_blocks - 1);
+  }
+  return KVS_OK;
+}
+
+static void forget_failures(struct kvs_pool *pool, const int64_t *slots, size_t count) {
+  pthread_mutex_lock(&pool->engine->hazard_lock);
+  for (size_t i = 0; pool->table->nfailures && i < count; i++) kvs_table_set_failure(pool->table, slots[i], NULL);
+  pthread_mutex_unlock(&pool->engine->hazard_lock);
+}
+
+int kvs_note_access(struct kvs_pool *pool, const struct kvs_ids *ids, bool write, uint64_t offset, uint64_t nbytes,
+                    uint64_t stream, const char *where, struct kvs_error *err) {
+  uint64_t block = pool->layout.block_nbytes;
+  int status = kvs_dev_check(pool->engine->device, err);
+  if (status) return status;
+  if (offset >= block || nbytes > block - offset)
+    return kvs_fail(err, KVS_INVALID,
+                    "offset %" PRIu64 " and nbytes %" PRIu64 " go beyond a block of %" PRIu64 " bytes", offset, nbytes,
+                    block);
+  if (nbytes == 0) nbytes = block - offset;
+  int64_t *slots = malloc((ids->count ? ids->count : 1) * sizeof *slots);
+  if (!slots) return kvs_fail(err, KVS_NOMEM, "no memory for %zu slots", ids->count);
+  status = read_slots(pool, ids, slots, err);
+  if (!status && write && nbytes == block) forget_failures(pool, slots, ids->count);
+  if (!status && kvs_racecheck_on()) {
+    struct kvs_race_party who = {.write = write, .what = "access"};
+    snprintf(who.stream, sizeof who.stream, "%s stream 0x%" PRIx64, pool->engine->name, stream);
+    if (where) snprintf(who.where, sizeof who.where, "%s", where);
+    kvs_racecheck_access(&(struct kvs_access){.device = pool->engine->device,
+                                              .stream = stream,
+                                              .pool = pool->number,
+                                              .slots = pool->layout.num_blocks,
+                                              .pool_name = pool->name,
+                                              .ids = slots,
+                                              .count = ids->count,
+                                              .write = write,
+                                              .begin = offset,
+                                              .end = offset + nbytes,
+                                              .who = &who});
+  }
+  free(slots);
+  return status;
+}
+
+int kvs_note_order(struct kvs_engine *engine, const struct kvs_after *before, bool on_host, uint64_t stream,
+                   struct kvs_error *err) {
+  struct kvs_device *device = engine->device, *later = on_host ? NULL : device;
+  int status = kvs_dev_check(device, err);
+  if (status || !kvs_racecheck_on()) return status;
+  switch (before->kind) {
+  case KVS_AFTER_STREAM:
+    kvs_racecheck_order(device, before->handle, 0, later, stream);
+    break;
+  case KVS_AFTER_EVENT:
+    kvs_racecheck_order(device, 0, before->handle, later, stream);
+    break;
+  case KVS_AFTER_TRANSFER:
+    kvs_racecheck_follow(before->transfer->point, later, stream);
+    break;
+  case KVS_AFTER_NONE:
+    break;
+  }
+  return KVS_OK;
+}

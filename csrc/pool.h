@@ -1,0 +1,51 @@
+/* The structs behind pools: tables of slots, and what failed transfers left in them. For the core's own files only. */
+#ifndef KVS_POOL_H
+#define KVS_POOL_H
+
+#include <stdatomic.h>
+
+#include "hazard.h"
+#include "kvswap.h"
+
+/* What a failed transfer should have written. */
+struct kvs_failure {
+  atomic_uint refs;
+  struct kvs_error error;
+  uint64_t transfer; /* its number */
+};
+
+/* What is known of the slots of one pool, or of several whose slots belong together. Guarded by engine->hazard_lock. */
+struct kvs_table {
+  struct kvs_hazards hazards;
+  struct kvs_failure **failures; /* a slot: NULL, or why its bytes are not what they should be */
+  size_t nfailures;
+  unsigned members;               /* pools that share it */
+  uint64_t read_mark, write_mark; /* the last call that reads, writes it */
+  unsigned written;               /* pools of it that this call writes */
+};
+
+struct kvs_pool {
+  atomic_uint refs;
+  struct kvs_engine *engine;
+  struct kvs_pool *next; /* guarded by engine->memory_lock */
+  struct kvs_table *table;
+  struct kvs_pool_layout layout; /* group: a reference */
+  uint64_t number;               /* unique in the process */
+  char name[32];
+  uint64_t mark; /* guarded by engine->hazard_lock: the last call that writes it */
+};
+
+/* What a transfer does to a table. */
+struct kvs_touch {
+  struct kvs_table *table;
+  bool write, whole; /* whole: all bytes of the slots are written */
+};
+
+/* pool.c, all under the engine's hazard_lock. */
+const struct kvs_failure *kvs_table_failure(const struct kvs_table *, int64_t slot);
+/* Take `failure` (referenced; NULL: all is well) for a slot. */
+void kvs_table_set_failure(struct kvs_table *, int64_t slot, struct kvs_failure *);
+struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
+void kvs_failure_unref(struct kvs_failure *);
+
+#endif

@@ -1,0 +1,158 @@
+/* kvswap.move_blocks(). What it costs in Python does not depend on the number of blocks beyond reading the lists. */
+#include "options.h"
+
+#include <string.h>
+
+enum { SRC, DST, SRC_IDS, DST_IDS, PARTS, MOVE };
+enum { FEW = 8 }; /* pairs whose pointers need no allocation */
+
+static const char *const names[] = {
+    "src", "dst", "src_ids", "dst_ids", "parts", KVS_PY_COMMON_NAMES, KVS_PY_LAYER_NAMES,
+};
+
+struct move_call {
+  struct kvs_py_state *state;
+  struct kvs_move move;
+  PyObject *sides[2]; /* a Pool, or a tuple of them */
+  PyObject *keep[2];  /* of ids */
+  struct kvs_pool *few[2 * FEW], **pools;
+  struct kvs_part *parts;
+  struct kvs_py_options options;
+  struct kvs_transfer *transfer;
+};
+
+static void move_clear(struct move_call *call) {
+  for (int side = 0; side < 2; ++side) {
+    Py_XDECREF(call->sides[side]);
+    Py_XDECREF(call->keep[side]);
+  }
+  if (call->pools != call->few) PyMem_Free(call->pools);
+  PyMem_Free(call->parts);
+  kvs_py_options_clear(&call->options);
+}
+
+/* -- pools --------------------------------------------------------------------------------------------------------- */
+
+static bool is_pool(const struct move_call *call, PyObject *object) {
+  return (PyObject *)Py_TYPE(object) == call->state->pool_type;
+}
+
+/* A tuple of a sequence: a list could change while we read it. */
+static PyObject *read_side(const struct move_call *call, PyObject *object, const char *name) {
+  if (is_pool(call, object)) return Py_NewRef(object);
+  PyObject *pools = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
+  if (pools != NULL) return pools;
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
+    PyErr_Clear();
+  }
+  kvs_py_complain(PyExc_TypeError, name, -1, "must be a Pool or a sequence of Pools, not %s", Py_TYPE(object)->tp_name);
+  return NULL;
+}
+
+static size_t count_of(const struct move_call *call, int side) {
+  return is_pool(call, call->sides[side]) ? 1 : (size_t)PyTuple_GET_SIZE(call->sides[side]);
+}
+
+static int fill_pools(struct move_call *call, int side, size_t count, struct kvs_pool **pools) {
+  PyObject *object = call->sides[side];
+  bool one = is_pool(call, object);
+  for (size_t i = 0; i < count; ++i) {
+    PyObject *pool = one ? object : PyTuple_GET_ITEM(object, (Py_ssize_t)i);
+    Py_ssize_t index = one ? -1 : (Py_ssize_t)i;
+    if (!is_pool(call, pool))
+      return kvs_py_complain(PyExc_TypeError, names[side], index, "must be a Pool, not %s", Py_TYPE(pool)->tp_name);
+    if (side == DST && kvs_py_pool_readonly(pool))
+      return kvs_py_complain(PyExc_ValueError, names[side], index,
+                             "is the destination, and a pool of read-only memory");
+    pools[i] = kvs_py_pool_core(pool);
+  }
+  return 0;
+}
+
+static int read_pools(struct move_call *call, PyObject *const *values) {
+  for (int side = SRC; side <= DST; ++side)
+    if ((call->sides[side] = read_side(call, values[side], names[side])) == NULL) return -1;
+  size_t count = count_of(call, SRC);
+  if (kvs_py_same_length("dst", count_of(call, DST), "src", count) < 0) return -1;
+  if (count == 0) return kvs_py_complain(PyExc_ValueError, "src", -1, "has no pools: at least one pair is needed");
+  call->pools = count <= FEW ? call->few : PyMem_Calloc(2 * count, sizeof(struct kvs_pool *));
+  if (call->pools == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  call->move.src = call->pools;
+  call->move.dst = call->pools + count;
+  call->move.npairs = count;
+  if (fill_pools(call, SRC, count, call->pools) < 0 || fill_pools(call, DST, count, call->pools + count) < 0) return -1;
+  call->options.hold = PyTuple_Pack(2, call->sides[SRC], call->sides[DST]);
+  return call->options.hold == NULL ? -1 : 0;
+}
+
+/* -- the call ------------------------------------------------------------------------------------------------------ */
+
+static int read_lists(struct move_call *call, PyObject *const *values) {
+  struct kvs_move *move = &call->move;
+  if (kvs_py_ids(call->state, values[SRC_IDS], "src_ids", &move->src_ids, &call->keep[0]) < 0) return -1;
+  if (kvs_py_ids(call->state, values[DST_IDS], "dst_ids", &move->dst_ids, &call->keep[1]) < 0) return -1;
+  if (kvs_py_same_length("dst_ids", move->dst_ids.count, "src_ids", move->src_ids.count) < 0) return -1;
+  if (!kvs_py_given(values[PARTS])) return 0;
+  if (kvs_py_parts(values[PARTS], "parts", &call->parts, &move->nparts) < 0) return -1;
+  move->parts = call->parts;
+  return 0;
+}
+
+/* As far as after_layers is concerned: whether the parts' layers ascend without gaps is for the core to check. */
+static size_t layers_of(const struct kvs_move *move) {
+  if (move->parts == NULL) return move->npairs;
+  return move->nparts == 0 ? 0 : (size_t)move->parts[move->nparts - 1].layer + 1;
+}
+
+static int submit(void *arg, struct kvs_error *err) {
+  struct move_call *call = arg;
+  return kvs_move_blocks(&call->move, &call->options.core, &call->transfer, err);
+}
+
+static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const struct kvs_py_args spec = {"move_blocks", names, 4, 4, MOVE + KVS_PY_COMMON + KVS_PY_LAYERED};
+  PyObject *values[MOVE + KVS_PY_COMMON + KVS_PY_LAYERED], *result = NULL;
+  struct move_call call = {.state = PyModule_GetState(module)};
+  struct kvs_py_options *options = &call.options;
+  options->common = values + MOVE;
+  options->layered = values + MOVE + KVS_PY_COMMON;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_options_check(options) == 0 && read_pools(&call, values) == 0 && read_lists(&call, values) == 0) {
+    struct kvs_engine *engine = kvs_pool_engine(call.move.src[0]);
+    if (kvs_py_options_read(call.state, engine, layers_of(&call.move), options) == 0 &&
+        kvs_py_submit(call.state, engine, options, submit, &call) == 0)
+      result = kvs_py_transfer_new(call.state, call.transfer);
+  }
+  move_clear(&call);
+  return result;
+}
+
+PyDoc_STRVAR(
+    move_blocks_doc,
+    "move_blocks($module, /, src, dst, src_ids, dst_ids, *, parts=None, layer_events=False, after_layers=None, "
+    "stream=None, after=(), path='auto', priority='normal', max_ctas=None, pace_gbps=None)\n--\n\n"
+    "Copy slot src_ids[i] of each source Pool to slot dst_ids[i] of its destination Pool; returns the Transfer.\n"
+    "\n"
+    "It starts after those transfers between pools, on whatever lanes, that write what it reads, and that read or\n"
+    "write what it writes; work of anybody else's is ordered by streams alone. A block whose source slot holds what\n"
+    "a failed transfer should have written fails too, and so does its destination, until a whole block is written\n"
+    "there or note_access() tells of a write.\n"
+    "\n"
+    "src, dst: a Pool, or as many Pools each, pair by pair, all of one device: GPU to host, host to GPU, or within\n"
+    "  one of them.\n"
+    "src_ids, dst_ids: int32 or int64 arrays (n,), or sequences of ints, of one length. Each destination slot once,\n"
+    "  and no slot both read and written.\n"
+    "parts: None: whole blocks, pair i being layer i. Else integers, shape (p, 6): what is moved of each block of a\n"
+    "  pair, by columns pair, layer, offset, rows, row_nbytes, row_pitch: so many rows of so many bytes, so far\n"
+    "  apart, the first at offset, counted in the block's own bytes, 0 to block_nbytes, in the order of its rows.\n"
+    "  Layers begin at 0 and rise by 1; the parts of a pair ascend in the block and do not overlap.\n" KVS_PY_LAYER_DOC
+        KVS_PY_ORDER_DOC KVS_PY_PATH_DOC "\nThe pools are held until the transfer ended.\n" KVS_PY_CHECKED_DOC);
+
+PyMethodDef kvs_py_move_methods[] = {
+    {"move_blocks", KVS_PY_FASTCALL(move_blocks), METH_FASTCALL | METH_KEYWORDS, move_blocks_doc},
+    {NULL, NULL, 0, NULL},
+};

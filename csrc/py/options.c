@@ -1,0 +1,117 @@
+/* What all submitting functions take beside what they move, and how they submit. */
+#include "options.h"
+
+#include <math.h>
+
+enum common { STREAM, AFTER, PATH, PRIORITY, MAX_CTAS, PACE_GBPS };
+enum layered { LAYER_EVENTS, AFTER_LAYERS };
+
+/* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the
+ * GIL. */
+_Thread_local int kvs_py_releasing;
+
+static void release_owner(void *owner) {
+  PyGILState_STATE gil = PyGILState_Ensure();
+  kvs_py_releasing++;
+  Py_DECREF((PyObject *)owner);
+  kvs_py_releasing--;
+  PyGILState_Release(gil);
+}
+
+static int read_choices(PyObject *const *common, struct kvs_options *core) {
+  core->priority = KVS_PRIORITY_NORMAL;
+  if (common[PATH] != NULL) {
+    const char *const paths[] = {kvs_path_name(KVS_PATH_AUTO), kvs_path_name(KVS_PATH_DMA),
+                                 kvs_path_name(KVS_PATH_KERNEL), kvs_path_name(KVS_PATH_DIRECT)};
+    int path = kvs_py_choice(common[PATH], "path", paths, KVS_PATHS);
+    if (path < 0) return -1;
+    core->path = (enum kvs_path)path;
+  }
+  if (common[PRIORITY] != NULL) {
+    int priority = kvs_py_choice(common[PRIORITY], "priority", kvs_py_priority_names, 3);
+    if (priority < 0) return -1;
+    core->priority = (enum kvs_priority)priority;
+  }
+  return 0;
+}
+
+static int read_limits(PyObject *const *common, struct kvs_options *core) {
+  if (kvs_py_given(common[MAX_CTAS])) {
+    uint64_t ctas;
+    if (kvs_py_uint64(common[MAX_CTAS], "max_ctas", -1, &ctas) < 0) return -1;
+    if (ctas == 0 || ctas > 1024)
+      return kvs_py_complain(PyExc_ValueError, "max_ctas", -1, "is %R: must be 1 to 1024, or None", common[MAX_CTAS]);
+    core->max_ctas = (unsigned)ctas;
+  }
+  if (kvs_py_given(common[PACE_GBPS])) {
+    core->pace_gbps = PyFloat_AsDouble(common[PACE_GBPS]);
+    if (core->pace_gbps == -1.0 && PyErr_Occurred()) {
+      if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+      PyErr_Clear();
+      return kvs_py_complain(PyExc_TypeError, "pace_gbps", -1, "must be a number, not %s",
+                             Py_TYPE(common[PACE_GBPS])->tp_name);
+    }
+    if (!(core->pace_gbps > 0) || isinf(core->pace_gbps))
+      return kvs_py_complain(PyExc_ValueError, "pace_gbps", -1, "is %R: must be above 0, or None", common[PACE_GBPS]);
+  }
+  return 0;
+}
+
+int kvs_py_options_check(struct kvs_py_options *options) {
+  if (read_choices(options->common, &options->core) < 0 || read_limits(options->common, &options->core) < 0) return -1;
+  if (options->layered == NULL || options->layered[LAYER_EVENTS] == NULL) return 0;
+  int events = PyObject_IsTrue(options->layered[LAYER_EVENTS]);
+  options->core.layer_events = events == 1;
+  return events < 0 ? -1 : 0;
+}
+
+static int read_layers(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
+                       struct kvs_py_options *options) {
+  PyObject *value = options->layered == NULL ? NULL : options->layered[AFTER_LAYERS];
+  if (!kvs_py_given(value)) return 0;
+  if (kvs_py_after_layers(state, value, engine, layers, &options->after_layers) < 0) return -1;
+  options->core.after_layers = options->after_layers.items;
+  options->core.nafter_layers = options->after_layers.count;
+  return 0;
+}
+
+int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
+                        struct kvs_py_options *options) {
+  PyObject *const *common = options->common;
+  struct kvs_options *core = &options->core;
+  if (kvs_py_given(common[STREAM])) {
+    if (kvs_py_stream_handle(state, common[STREAM], "stream", engine, &core->stream) < 0) return -1;
+    core->on_stream = true;
+  }
+  if (kvs_py_after(state, common[AFTER], engine, &options->after) < 0) return -1;
+  core->after = options->after.items;
+  core->nafter = options->after.count;
+  if (read_layers(state, engine, layers, options) < 0) return -1;
+  core->owner = options->hold;
+  core->release = options->hold != NULL ? release_owner : NULL;
+  core->where = kvs_py_where(state, options->where, sizeof options->where);
+  return 0;
+}
+
+void kvs_py_options_clear(struct kvs_py_options *options) {
+  kvs_py_after_clear(&options->after);
+  kvs_py_after_clear(&options->after_layers);
+  Py_XDECREF(options->hold);
+}
+
+int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_options *options,
+                  int (*submit)(void *call, struct kvs_error *err), void *call) {
+  struct kvs_error err = {0};
+  int rc;
+  kvs_py_collect(engine);
+  Py_BEGIN_ALLOW_THREADS
+  rc = submit(call, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) {
+    kvs_py_raise(state, &err);
+    return -1;
+  }
+  options->hold = NULL; /* the engine's now */
+  kvs_py_tell_races(state);
+  return 0;
+}

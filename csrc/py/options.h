@@ -1,0 +1,46 @@
+/* What the submitting functions share (options.c). In their tables of names stand KVS_PY_COMMON_NAMES, and
+ * KVS_PY_LAYER_NAMES where they go layer by layer. */
+#ifndef KVS_PY_OPTIONS_H
+#define KVS_PY_OPTIONS_H
+
+#include "bind.h"
+
+#define KVS_PY_COMMON_NAMES "stream", "after", "path", "priority", "max_ctas", "pace_gbps"
+#define KVS_PY_LAYER_NAMES "layer_events", "after_layers"
+enum { KVS_PY_COMMON = 6, KVS_PY_LAYERED = 2 };
+struct kvs_py_options {
+  PyObject *const *common;  /* the values of those names */
+  PyObject *const *layered; /* likewise, or NULL */
+  PyObject *hold;           /* what must live until the transfer ends, or NULL */
+  struct kvs_options core;
+  struct kvs_py_after after, after_layers;
+  char where[160];
+};
+int kvs_py_options_check(struct kvs_py_options *options); /* what can be said without a device */
+int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
+                        struct kvs_py_options *options);
+void kvs_py_options_clear(struct kvs_py_options *options);
+/* Call `submit`, which uses options->core, without the GIL; then what was held is the transfer's. */
+int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_options *options,
+                  int (*submit)(void *call, struct kvs_error *err), void *call);
+
+/* Docs. */
+#define KVS_PY_ORDER_DOC                                                                                               \
+  "stream: behave as if enqueued on it: after all work on it so far, and work on it later waits. An int handle\n"      \
+  "  (0, 1 and 2 as CUDA means them), a torch, cupy or kvswap stream. None: after the device's compute stream,\n"      \
+  "  and nobody waits.\n"                                                                                              \
+  "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its\n"    \
+  "  error.\n"
+#define KVS_PY_PATH_DOC                                                                                                \
+  "path: 'auto', 'dma' (copy engines), 'kernel' (GPU) or 'direct' (host device). priority: 'high', 'normal',\n"        \
+  "  'background'. max_ctas, pace_gbps: bounds of path 'kernel', in CTAs (1 to 1024; None: 8, or 4 in the\n"           \
+  "  background) and 10^9 bytes a second (None: unpaced, or 40 in the background).\n"
+#define KVS_PY_LAYER_DOC                                                                                               \
+  "layer_events: True: each layer can be waited for by itself, by Transfer.make_wait_layer() and layer_done().\n"      \
+  "after_layers: None, or a sequence with one entry a layer: an Event, a Transfer or a stream that the layer's\n"      \
+  "  copies start after, over and above the rest; or None. Layers are copied in order.\n"
+#define KVS_PY_CHECKED_DOC                                                                                             \
+  "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing\n"     \
+  "moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."
+
+#endif

@@ -1,0 +1,235 @@
+/* kvswap.Pool: blocks in memory whose slots are tracked. It holds the tensor that it was made of and the pool that it
+ * is grouped with; transfers between pools hold the pools. */
+#include "bind.h"
+
+#include <string.h>
+
+struct pool_object {
+  PyObject_HEAD
+  struct kvs_pool *pool;
+  PyObject *hold;  /* the tensor and what exports it, a list; NULL behind a plain address */
+  PyObject *group; /* a Pool, or NULL */
+  bool readonly;
+};
+
+static struct pool_object *as_pool(PyObject *self) { return (struct pool_object *)self; }
+
+struct kvs_pool *kvs_py_pool_core(PyObject *pool) { return as_pool(pool)->pool; }
+
+bool kvs_py_pool_readonly(PyObject *pool) { return as_pool(pool)->readonly; }
+
+/* -- making one ---------------------------------------------------------------------------------------------------- */
+
+enum { DEVICE, PTR, NUM_BLOCKS, BLOCK_NBYTES, STRIDE, ROWS, PITCH, GROUP, NAME, ARGUMENTS };
+
+static int read_numbers(PyObject *const *values, struct kvs_pool_layout *layout) {
+  if (kvs_py_uint64(values[NUM_BLOCKS], "num_blocks", -1, &layout->num_blocks) < 0) return -1;
+  if (kvs_py_uint64(values[BLOCK_NBYTES], "block_nbytes", -1, &layout->block_nbytes) < 0) return -1;
+  if (kvs_py_given(values[STRIDE]) && kvs_py_uint64(values[STRIDE], "stride", -1, &layout->stride) < 0) return -1;
+  if (values[PITCH] != NULL && kvs_py_uint64(values[PITCH], "pitch", -1, &layout->pitch) < 0) return -1;
+  layout->rows = 1;
+  if (values[ROWS] != NULL && kvs_py_uint64(values[ROWS], "rows", -1, &layout->rows) < 0) return -1;
+  if (layout->rows == 0) return kvs_py_complain(PyExc_ValueError, "rows", -1, "is 0: a block has at least one row");
+  return 0;
+}
+
+static int read_name(PyObject *value, struct kvs_pool_layout *layout) {
+  Py_ssize_t length;
+  if (!kvs_py_given(value)) return 0;
+  if (!PyUnicode_Check(value))
+    return kvs_py_complain(PyExc_TypeError, "name", -1, "must be a str or None, not %s", Py_TYPE(value)->tp_name);
+  layout->name = PyUnicode_AsUTF8AndSize(value, &length);
+  if (layout->name == NULL) return -1;
+  if (length < 1 || length > 31 || strlen(layout->name) != (size_t)length)
+    return kvs_py_complain(PyExc_ValueError, "name", -1, "is %R: must be 1 to 31 bytes of UTF-8, none of them 0",
+                           value);
+  return 0;
+}
+
+static int read_group(struct kvs_py_state *state, PyObject *value, struct kvs_pool_layout *layout) {
+  if (!kvs_py_given(value)) return 0;
+  if ((PyObject *)Py_TYPE(value) != state->pool_type)
+    return kvs_py_complain(PyExc_TypeError, "group", -1, "must be a Pool or None, not %s", Py_TYPE(value)->tp_name);
+  layout->group = kvs_py_pool_core(value);
+  return 0;
+}
+
+/* Bytes from the first block's first to the last block's last, UINT64_MAX where that is too many to count. */
+static uint64_t extent_of(const struct kvs_pool_layout *layout) {
+  uint64_t row = layout->block_nbytes / layout->rows, rows = 0, blocks = 0, all;
+  if (__builtin_mul_overflow(layout->rows - 1, layout->pitch != 0 ? layout->pitch : row, &rows) ||
+      __builtin_mul_overflow(layout->num_blocks - 1, layout->stride != 0 ? layout->stride : row, &blocks) ||
+      __builtin_add_overflow(rows, blocks, &all) || __builtin_add_overflow(all, row, &all))
+    return UINT64_MAX;
+  return all;
+}
+
+/* A tensor whose size is known must hold all the blocks that it is said to have. */
+static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
+  if (limit == UINT64_MAX || layout->num_blocks == 0) return 0;
+  uint64_t row = layout->block_nbytes / layout->rows, needed = extent_of(layout);
+  if (needed <= limit) return 0;
+  return kvs_py_complain(
+      PyExc_ValueError, "ptr", -1,
+      "is a tensor of %llu bytes, but %llu blocks of %llu bytes at stride %llu, in %llu rows at "
+      "pitch %llu, need %llu",
+      (unsigned long long)limit, (unsigned long long)layout->num_blocks, (unsigned long long)layout->block_nbytes,
+      (unsigned long long)(layout->stride != 0 ? layout->stride : row), (unsigned long long)layout->rows,
+      (unsigned long long)(layout->pitch != 0 ? layout->pitch : row), (unsigned long long)needed);
+}
+
+static int read_layout(struct kvs_py_state *state, PyObject *const *values, struct pool_object *self,
+                       struct kvs_pool_layout *layout) {
+  struct kvs_py_address address;
+  if (kvs_py_address(state, values[PTR], "ptr", -1, false, &self->hold, &address) < 0) return -1;
+  layout->ptr = address.ptr;
+  self->readonly = address.readonly;
+  if (read_numbers(values, layout) < 0 || read_name(values[NAME], layout) < 0) return -1;
+  if (read_group(state, values[GROUP], layout) < 0 || check_cover(layout, address.nbytes) < 0) return -1;
+  if (layout->group != NULL) self->group = Py_NewRef(values[GROUP]);
+  return 0;
+}
+
+static int open_pool(struct kvs_py_state *state, PyObject *device, struct pool_object *self,
+                     const struct kvs_pool_layout *layout) {
+  struct kvs_engine *engine = kvs_py_engine_from(state, device);
+  struct kvs_error err = {0};
+  int rc;
+  if (engine == NULL) return -1;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_pool_open(engine, layout, &self->pool, &err);
+  kvs_engine_unref(engine);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return 0;
+  self->pool = NULL;
+  kvs_py_raise(state, &err);
+  return -1;
+}
+
+static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"device", "ptr",   "num_blocks", "block_nbytes", "stride",
+                          "rows",   "pitch", "group",      "name",         NULL};
+  struct kvs_py_state *state = PyType_GetModuleState(type);
+  struct kvs_pool_layout layout = {0};
+  PyObject *values[ARGUMENTS] = {NULL};
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOOOO:Pool", names, &values[DEVICE], &values[PTR],
+                                   &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE], &values[ROWS],
+                                   &values[PITCH], &values[GROUP], &values[NAME]))
+    return NULL;
+  struct pool_object *self = (struct pool_object *)type->tp_alloc(type, 0);
+  if (self == NULL) return NULL;
+  if (read_layout(state, values, self, &layout) == 0 && open_pool(state, values[DEVICE], self, &layout) == 0)
+    return (PyObject *)self;
+  Py_DECREF(self);
+  return NULL;
+}
+
+/* -- letting it go ------------------------------------------------------------------------------------------------- */
+
+static int pool_traverse(PyObject *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(as_pool(self)->hold);
+  Py_VISIT(as_pool(self)->group);
+  return 0;
+}
+
+static int pool_clear(PyObject *self) {
+  Py_CLEAR(as_pool(self)->hold);
+  Py_CLEAR(as_pool(self)->group);
+  return 0;
+}
+
+static void pool_dealloc(PyObject *self) {
+  struct kvs_pool *pool = kvs_py_pool_core(self);
+  PyObject *hold = as_pool(self)->hold, *group = as_pool(self)->group;
+  PyObject_GC_UnTrack(self);
+  kvs_py_object_free(self);
+  if (pool != NULL) {
+    Py_BEGIN_ALLOW_THREADS /* a submission may hold the lock of the pools */
+    kvs_pool_unref(pool);
+    Py_END_ALLOW_THREADS
+  }
+  Py_XDECREF(group);
+  Py_XDECREF(hold);
+}
+
+/* -- attributes ---------------------------------------------------------------------------------------------------- */
+
+static PyObject *pool_repr(PyObject *self) {
+  struct kvs_pool_layout layout;
+  char size[24];
+  kvs_pool_get_layout(kvs_py_pool_core(self), &layout);
+  kvs_py_size_text(layout.block_nbytes, size, sizeof size);
+  return PyUnicode_FromFormat("<kvswap.Pool '%s' %llu block%s of %s on %s>", layout.name,
+                              (unsigned long long)layout.num_blocks, layout.num_blocks == 1 ? "" : "s", size,
+                              kvs_engine_name(kvs_pool_engine(kvs_py_pool_core(self))));
+}
+
+static PyObject *pool_device(PyObject *self, void *unused) {
+  (void)unused;
+  return kvs_py_device_like(kvs_py_state_of(self), kvs_pool_engine(kvs_py_pool_core(self)));
+}
+
+static PyObject *pool_number(PyObject *self, void *field) {
+  struct kvs_pool_layout layout;
+  kvs_pool_get_layout(kvs_py_pool_core(self), &layout);
+  const uint64_t numbers[] = {[PTR] = layout.ptr,       [NUM_BLOCKS] = layout.num_blocks,
+                              [STRIDE] = layout.stride, [BLOCK_NBYTES] = layout.block_nbytes,
+                              [ROWS] = layout.rows,     [PITCH] = layout.pitch};
+  return PyLong_FromUnsignedLongLong(numbers[(uintptr_t)field]);
+}
+
+static PyObject *pool_group(PyObject *self, void *unused) {
+  (void)unused;
+  PyObject *group = as_pool(self)->group;
+  return Py_NewRef(group != NULL ? group : Py_None);
+}
+
+static PyObject *pool_name(PyObject *self, void *unused) {
+  struct kvs_pool_layout layout;
+  (void)unused;
+  kvs_pool_get_layout(kvs_py_pool_core(self), &layout);
+  return PyUnicode_FromString(layout.name);
+}
+
+/* -- docs and slots ------------------------------------------------------------------------------------------------ */
+
+PyDoc_STRVAR(
+    pool_doc,
+    "Pool(device, ptr, num_blocks, block_nbytes, *, stride=None, rows=1, pitch=0, group=None, name=None)\n--\n\n"
+    "Blocks in memory whose slots are tracked, so that move_blocks() orders transfers between pools by itself.\n\n"
+    "device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which is held as long as the\n"
+    "  pool lives; behind a plain address the caller keeps the memory. Of the device or of the host.\n"
+    "num_blocks, block_nbytes: how many blocks (up to 2**32 - 1), and the bytes of each, of all its rows together.\n"
+    "stride: bytes from block to block, None: one row. Block i begins at ptr + i * stride.\n"
+    "rows, pitch: a block is so many equal rows, so many bytes apart (0: one row): the layers of a layer-first cache,\n"
+    "  or K and V in separate halves.\n"
+    "group: another Pool of as many blocks: a slot of both belongs to one block, they are moved together and tracked\n"
+    "  as one. name: for messages, 1 to 31 bytes; None: 'pool N'.\n\n"
+    "Pools of one device must not share bytes. ValueError: a layout that does not fit, or memory that is not known.\n"
+    "Any thread may use it.");
+
+static PyGetSetDef getset[] = {
+    {"device", pool_device, NULL, "Device: where its transfers run.", NULL},
+    {"ptr", pool_number, NULL, "int: address of block 0.", (void *)(uintptr_t)PTR},
+    {"num_blocks", pool_number, NULL, "int: slots 0 to num_blocks - 1.", (void *)(uintptr_t)NUM_BLOCKS},
+    {"block_nbytes", pool_number, NULL, "int: bytes of a block, of all its rows.", (void *)(uintptr_t)BLOCK_NBYTES},
+    {"stride", pool_number, NULL, "int: bytes from block to block.", (void *)(uintptr_t)STRIDE},
+    {"rows", pool_number, NULL, "int: rows of a block.", (void *)(uintptr_t)ROWS},
+    {"pitch", pool_number, NULL, "int: bytes from row to row.", (void *)(uintptr_t)PITCH},
+    {"group", pool_group, NULL, "Pool: the one that it was grouped with, or None.", NULL},
+    {"name", pool_name, NULL, "str: for messages.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)pool_doc},   {Py_tp_new, pool_create},  {Py_tp_dealloc, pool_dealloc}, {Py_tp_repr, pool_repr},
+    {Py_tp_traverse, pool_traverse}, {Py_tp_clear, pool_clear}, {Py_tp_getset, getset},        {0, NULL},
+};
+
+PyType_Spec kvs_py_pool_spec = {
+    .name = "kvswap.Pool",
+    .basicsize = sizeof(struct pool_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};

@@ -1,0 +1,180 @@
+/* The race checker as Python sees it: who calls, a hook for what was found, and the underscored functions that
+ * kvswap.testing is made of. */
+#include "bind.h"
+
+#include <frameobject.h>
+#include <stdio.h>
+#include <string.h>
+
+/* -- who calls ----------------------------------------------------------------------------------------------------- */
+
+/* "/.../kvswap/": code from there is not who calls. A new reference to a str. */
+static PyObject *package_folder(struct kvs_py_state *state) {
+  PyObject *module = PyType_GetModule((PyTypeObject *)state->pool_type);
+  PyObject *file = module == NULL ? NULL : PyModule_GetFilenameObject(module);
+  if (file == NULL) return NULL;
+  Py_ssize_t length = PyUnicode_GET_LENGTH(file);
+  Py_ssize_t slash = PyUnicode_FindChar(file, '/', 0, length, -1);
+  PyObject *folder = slash < 0 ? NULL : PyUnicode_Substring(file, 0, slash + 1);
+  Py_DECREF(file);
+  return folder;
+}
+
+static int is_ours(PyCodeObject *code, PyObject *folder) {
+  PyObject *file = PyObject_GetAttrString((PyObject *)code, "co_filename");
+  Py_ssize_t ours = file == NULL ? -1 : PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1);
+  Py_XDECREF(file);
+  return (int)ours;
+}
+
+static int describe(PyFrameObject *frame, PyCodeObject *code, char *text, size_t capacity) {
+  PyObject *file = PyObject_GetAttrString((PyObject *)code, "co_filename");
+  PyObject *name = file == NULL ? NULL : PyObject_GetAttrString((PyObject *)code, "co_name");
+  const char *path = name == NULL ? NULL : PyUnicode_AsUTF8(file);
+  const char *function = path == NULL ? NULL : PyUnicode_AsUTF8(name);
+  if (function != NULL) {
+    const char *slash = strrchr(path, '/');
+    snprintf(text, capacity, "%s:%d in %s", slash == NULL ? path : slash + 1, PyFrame_GetLineNumber(frame), function);
+  }
+  Py_XDECREF(name);
+  Py_XDECREF(file);
+  return function == NULL ? -1 : 0;
+}
+
+/* The innermost frame outside the package. */
+static int find_caller(PyObject *folder, char *text, size_t capacity) {
+  PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+  int rc = 1;
+  while (frame != NULL && rc == 1) {
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    rc = is_ours(code, folder);
+    if (rc == 0) rc = describe(frame, code, text, capacity);
+    Py_DECREF(code);
+    PyFrameObject *outer = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = outer;
+  }
+  Py_XDECREF(frame);
+  return rc;
+}
+
+const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity) {
+  if (!kvs_racecheck_active()) return NULL;
+  text[0] = '\0';
+  PyObject *folder = package_folder(state);
+  int rc = folder == NULL ? -1 : find_caller(folder, text, capacity);
+  Py_XDECREF(folder);
+  if (rc < 0) PyErr_Clear(); /* a report that does not say who is worth more than none */
+  return text;
+}
+
+/* -- the hook ------------------------------------------------------------------------------------------------------ */
+
+/* Two threads may both call it for the same races, or one for none: whoever takes them gets each once. */
+void kvs_py_tell_races(struct kvs_py_state *state) {
+  PyObject *type, *value, *traceback;
+  if (!kvs_racecheck_active()) return;
+  uint64_t found = kvs_racecheck_found();
+  if (atomic_exchange(&state->races_told, found) == found) return;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyObject *hook = PyObject_GetItem(state->hooks, state->s_race);
+  PyObject *done = hook == NULL || hook == Py_None ? NULL : PyObject_CallNoArgs(hook);
+  if (hook == NULL)
+    PyErr_Clear(); /* none was ever set */
+  else if (done == NULL && hook != Py_None)
+    PyErr_WriteUnraisable(hook); /* what was submitted is not to be lost for it */
+  Py_XDECREF(done);
+  Py_XDECREF(hook);
+  PyErr_Restore(type, value, traceback);
+}
+
+static PyObject *set_race_hook(PyObject *module, PyObject *hook) {
+  struct kvs_py_state *state = PyModule_GetState(module);
+  if (hook != Py_None && !PyCallable_Check(hook))
+    return kvs_py_complain(PyExc_TypeError, "hook", -1, "must be callable or None, not %s", Py_TYPE(hook)->tp_name),
+           NULL;
+  PyObject *before = PyObject_GetItem(state->hooks, state->s_race);
+  if (before == NULL) {
+    if (!PyErr_ExceptionMatches(PyExc_KeyError)) return NULL;
+    PyErr_Clear();
+    before = Py_NewRef(Py_None);
+  }
+  if (PyObject_SetItem(state->hooks, state->s_race, hook) == 0) return before;
+  Py_DECREF(before);
+  return NULL;
+}
+
+/* -- taking what was found ----------------------------------------------------------------------------------------- */
+
+/* A text that was cut to its buffer may end inside a character. */
+static PyObject *text_of(const char *text) { return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"); }
+
+static PyObject *party_of(const struct kvs_race_party *party) {
+  return Py_BuildValue("(NKKKNNN)", PyBool_FromLong(party->write), (unsigned long long)party->transfer,
+                       (unsigned long long)party->lane, (unsigned long long)party->sequence, text_of(party->what),
+                       text_of(party->stream), text_of(party->where));
+}
+
+static int append_race(PyObject *list, const struct kvs_race *race) {
+  PyObject *made = Py_BuildValue("(NKNN)", text_of(race->pool), (unsigned long long)race->slot, party_of(&race->first),
+                                 party_of(&race->second));
+  int rc = made == NULL ? -1 : PyList_Append(list, made);
+  Py_XDECREF(made);
+  return rc;
+}
+
+static PyObject *racecheck_take(PyObject *module, PyObject *unused) {
+  enum { AT_ONCE = 32 };
+  (void)module, (void)unused;
+  PyObject *list = PyList_New(0);
+  struct kvs_race *races = PyMem_Calloc(AT_ONCE, sizeof *races);
+  size_t taken = AT_ONCE;
+  if (races == NULL) PyErr_NoMemory();
+  if (races == NULL) Py_CLEAR(list);
+  while (list != NULL && taken == AT_ONCE) {
+    taken = kvs_racecheck_take(races, AT_ONCE);
+    for (size_t i = 0; list != NULL && i < taken; ++i)
+      if (append_race(list, &races[i]) < 0) Py_CLEAR(list);
+  }
+  PyMem_Free(races);
+  return list;
+}
+
+static PyObject *racecheck_start(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  kvs_racecheck_start();
+  Py_RETURN_NONE;
+}
+
+static PyObject *racecheck_stop(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  kvs_racecheck_stop();
+  Py_RETURN_NONE;
+}
+
+static PyObject *racecheck_found(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return PyLong_FromUnsignedLongLong(kvs_racecheck_found());
+}
+
+PyDoc_STRVAR(set_race_hook_doc,
+             "_set_race_hook($module, hook, /)\n--\n\n"
+             "hook() is called after a call that submits, notes or waits while new races have been found; None: "
+             "nothing is.\n"
+             "Returns the one before.");
+PyDoc_STRVAR(racecheck_start_doc, "_racecheck_start($module, /)\n--\n\nStart the checker. Starts and stops nest.");
+PyDoc_STRVAR(racecheck_stop_doc, "_racecheck_stop($module, /)\n--\n\nUndo one start.");
+PyDoc_STRVAR(racecheck_found_doc, "_racecheck_found($module, /)\n--\n\nHow many races since the first start.");
+PyDoc_STRVAR(racecheck_take_doc,
+             "_racecheck_take($module, /)\n--\n\n"
+             "The races that nobody took yet, at most 1000, oldest first: (pool, slot, first, second), a party being\n"
+             "(write, transfer, lane, sequence, what, stream, where).");
+
+PyMethodDef kvs_py_race_methods[] = {
+    {"_set_race_hook", set_race_hook, METH_O, set_race_hook_doc},
+    {"_racecheck_start", racecheck_start, METH_NOARGS, racecheck_start_doc},
+    {"_racecheck_stop", racecheck_stop, METH_NOARGS, racecheck_stop_doc},
+    {"_racecheck_found", racecheck_found, METH_NOARGS, racecheck_found_doc},
+    {"_racecheck_take", racecheck_take, METH_NOARGS, racecheck_take_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,57 @@
+/* What one submitting call works with: the plan, and what there is to know of it. For the core's own files only. */
+#ifndef KVS_WORK_H
+#define KVS_WORK_H
+
+#include "plan.h"
+#include "pool.h"
+
+struct kvs_move_scratch; /* move.c's own */
+
+/* Where the copies of a layer end. */
+struct kvs_layer_end {
+  size_t copies, rects;
+};
+
+/* Working memory of one submitting call. */
+struct kvs_scratch {
+  int64_t *ids; /* both lists as they were at the call: the caller's arrays are read once */
+  size_t ids_capacity;
+  struct kvs_copies copies, single; /* merged; one entry a block, made only when something was refused */
+  struct kvs_rects rects;           /* of copies: those that are rows at a pitch */
+  struct kvs_layer_end *layers;     /* made where layers matter */
+  size_t nlayers, layers_capacity;
+  struct kvs_regions regions; /* those that this call touches */
+  struct kvs_move_scratch *move;
+  struct kvs_plan_scratch plan;
+  struct kvs_scratch *next;
+};
+
+/* What is to be moved, checked and planned. `expand` makes the list again as plain copies, merged or with one entry a
+ * block: for paths that have no use for rectangles, and for a merged copy that is refused and tried block by block. */
+struct kvs_work {
+  struct kvs_scratch *scratch;
+  enum kvs_direction direction;
+  uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
+  int (*expand)(const void *call, bool merge, struct kvs_scratch *, struct kvs_copies *, struct kvs_error *);
+  /* Tell the race checker of the accesses of one layer, or of all (SIZE_MAX), whose plain copies are `view`. */
+  void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *view,
+                const struct kvs_race_party *);
+  const void *call;
+  size_t nlayers; /* that there could be */
+  /* Of transfers between pools, whose caller holds hazard_lock. */
+  const struct kvs_touch *touches;
+  size_t ntouches;
+  const int64_t *src_slots, *dst_slots;
+  size_t nslots;
+  const uint32_t *lost; /* blocks that are not copied since their source is lost */
+  size_t nlost;
+  struct kvs_error lost_error;
+  void (*settle)(const void *call, const struct kvs_transfer *); /* once it is known which blocks failed */
+};
+
+/* memory.c */
+struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
+void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
+int kvs_scratch_layer(struct kvs_scratch *, struct kvs_error *); /* a layer ends where the lists end now */
+
+#endif

@@ -1,0 +1,38 @@
+"""Races as text, and in the log where KVSWAP_RACECHECK asks for it.
+
+A race is what kvswap._C._racecheck_take() gives: (pool, slot, first, second), a party being (write, transfer, lane,
+sequence, what, stream, where).
+"""
+
+import logging
+from typing import Any
+
+from kvswap import _C
+
+Party = tuple[bool, int, int, int, str, str, str]
+Race = tuple[str, int, Party, Party]
+
+
+def describe_party(party: Party | tuple[Any, ...]) -> str:
+    """'D2H by dma (transfer 12, lane 3 #4, cuda:0 stream 0x55, engine.py:12 in step) reads'."""
+    write, transfer, lane, sequence, what, stream, where = party
+    known = [f"transfer {transfer}", f"lane {lane} #{sequence}"] if transfer else []
+    known += [text for text in (stream, where) if text]
+    details = f" ({', '.join(known)})" if known else ""
+    return f"{what or 'an access'}{details} {'writes' if write else 'reads'}"
+
+
+def describe(race: Race | tuple[Any, ...]) -> str:
+    """One line that names the block and both parties."""
+    pool, slot, first, second = race
+    if not pool:  # how the core says it
+        return "the race checker has run out of memory: races may go unnoticed"
+    parties = f"{describe_party(first)}, and {describe_party(second)}"
+    return f"race on slot {slot} of pool {pool!r}: {parties}, with no order between them"
+
+
+def log_races() -> None:
+    """Take the races that nobody took yet, and log each as an error: for _C._set_race_hook()."""
+    logger = logging.getLogger("kvswap")
+    for race in _C._racecheck_take():
+        logger.error("%s", describe(race))
