@@ -15,6 +15,8 @@ import pytest
 from conftest import PATIENCE, run_python, usable
 
 import kvswap
+from kvswap import testing
+from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
 
 SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
 GPU_PATHS = ("auto", "dma", "kernel")
@@ -274,6 +276,75 @@ def test_make_wait_of_a_torch_stream(cuda: kvswap.Device, torch: Any, gpu_path: 
         total = gpu.sum(dtype=torch.int64)
     consumer.synchronize()
     assert int(total) == 3 * 64 * 4096
+
+
+def race_rig(cuda: kvswap.Device, torch: Any) -> tuple[Any, Any, Any]:
+    """A manager over torch's tensors, and both sides as tensors: 16 blocks of 4 layers of 16 KiB."""
+    shape = (16, 4, 2, 2, 16, 128)
+    gpu = torch.zeros(shape, dtype=torch.float16, device="cuda")
+    cpu = torch.zeros(shape, dtype=torch.float16).pin_memory()
+    pool = KVCacheBlockPool(
+        gpu,
+        cpu,
+        16,
+        16,
+        num_layers=4,
+        kv_factor=2,
+        num_kv_heads=2,
+        tokens_per_block=16,
+        size_per_head=128,
+        dtype="fp16",
+    )
+    torch.cuda.synchronize()
+    return KVCacheTransferManager([pool], device=cuda), gpu, cpu
+
+
+@pytest.mark.parametrize("synced", [False, True], ids=["no sync", "sync_with_compute"])
+def test_the_store_race(cuda: kvswap.Device, torch: Any, synced: bool) -> None:
+    """A kernel writes a block and the store follows: without sync_with_compute it stores what was there before, and the
+    checker names both; with it, neither."""
+    manager, gpu, cpu = race_rig(cuda, torch)
+    stream = torch.cuda.Stream()
+    stale = 0
+    with testing.race_checker(raise_at_exit=False) as checker:
+        for i in range(150):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)  # about 10 ms
+                gpu[i % 16].fill_(i + 1)
+            kvswap.note_access(stream, manager.primary_pools[0], [i % 16], True)
+            if synced:
+                manager.sync_with_compute(stream)
+            manager.offload(i % 16, (5 * i) % 16).wait(PATIENCE)
+            stale += bool((cpu[(5 * i) % 16] != i + 1).any())
+            stream.synchronize()
+            kvswap.note_order(stream, None)
+        races = checker.races
+    manager.close()
+    if synced:
+        assert (stale, races) == (0, [])
+    else:
+        assert stale == 150
+        assert len(races) == 150 and all("test_gpu.py" in str(race) for race in races)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 15, 16])
+def test_partial_blocks_against_torch(cuda: kvswap.Device, torch: Any, gpu_path: str, tokens: int) -> None:
+    manager, gpu, cpu = race_rig(cuda, torch)
+    gpu.copy_(torch.randint(-1000, 1000, gpu.shape, device="cuda"))
+    cpu.copy_(torch.randint(-1000, 1000, cpu.shape))
+    torch.cuda.synchronize()
+    expected_cpu, expected_gpu = cpu.clone(), gpu.clone()
+    manager._options["path"] = gpu_path
+    for source, target in ((3, 9), (4, 1), (15, 0)):
+        expected_cpu[target][..., :tokens, :] = gpu[source][..., :tokens, :].cpu()
+    manager.offload([3, 4, 15], [9, 1, 0], tokens).wait(PATIENCE)
+    assert torch.equal(cpu, expected_cpu)
+    expected_gpu[7][..., :tokens, :] = gpu[2][..., :tokens, :]
+    manager.onboard(Block(2), 7, tokens).wait(PATIENCE)
+    expected_gpu[5][..., :tokens, :] = cpu[1][..., :tokens, :].cuda()
+    manager.onboard(1, 5, tokens).wait(PATIENCE)
+    assert torch.equal(gpu, expected_gpu)
+    manager.close()
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,572 @@
+"""KV-cache blocks between GPU and host memory, with the calls of TensorRT-LLM's KVCacheTransferManager.
+
+    pool = KVCacheBlockPool(gpu_tensor, host_tensor, 4096, 16384, num_layers=32, kv_factor=2, num_kv_heads=8,
+                            tokens_per_block=32, size_per_head=128, dtype="fp16")
+    manager = KVCacheTransferManager([pool], device="cuda:0")
+    # every step, as there:
+    manager.sync_with_compute(model_stream)    # there: syncWithBufferManager()
+    manager.offload(3, 17)                     # primary block 3 -> secondary block 17
+    manager.onboard([17, 18], [4, 5])          # secondary blocks 17, 18 -> primary blocks 4, 5: one transfer
+    manager.sync_transfers(model_stream)       # there: syncTransfers()
+    # the model's kernels go on model_stream behind that
+
+Names and behaviour follow TensorRT-LLM's cpp/tensorrt_llm/batch_manager/kvCacheTransferManager.h, in Python's
+spelling. What differs: the pools are given once, to the constructor; a batch of blocks is one call; each call returns a
+Transfer that can be waited for, layer by layer if wanted, and that tells of failures; a copy waits for exactly those
+earlier copies that it must (a pool remembers every slot's last write and its readers since), and no synchronisation
+makes the manager forget one.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvswap import _C
+
+__all__ = [
+    "Block",
+    "KVCacheBlockPool",
+    "KVCacheTransferManager",
+    "KvCacheTransferStats",
+    "TransferMode",
+]
+
+TransferMode: TypeAlias = Literal["dram", "posix", "gds"]
+"""How blocks travel: between memories ("dram"), or to and from files ("posix", "gds"), which is not there yet."""
+
+_BITS = {
+    **dict.fromkeys(("fp32", "float32", "int32"), 32),
+    **dict.fromkeys(("fp16", "float16", "half", "bf16", "bfloat16"), 16),
+    **dict.fromkeys(("fp8", "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"), 8),
+    **dict.fromkeys(("fp4", "nvfp4", "int4"), 4),
+}
+
+_MEMORIES = ("secondary", "primary")  # by is_primary
+
+_Parts: TypeAlias = NDArray[np.int64]
+_Ids: TypeAlias = NDArray[Any] | Sequence[Any]
+
+
+class Block(NamedTuple):
+    """A block and the memory that it is in: is_primary says GPU memory, else it is host memory."""
+
+    index: int  # type: ignore[assignment]  # slot in the pools of that memory, from 0; hides tuple.index()
+    is_primary: bool = True
+
+
+def _index(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+
+
+def _bits_of(dtype: Any) -> int:
+    """Bits an element of a name, a number of bits, or anything with an itemsize (NumPy, torch, TensorRT)."""
+    if isinstance(dtype, str):
+        if dtype.lower() not in _BITS:
+            raise ValueError(f"dtype is {dtype!r}; by name it is one of {', '.join(_BITS)}")
+        return _BITS[dtype.lower()]
+    if isinstance(dtype, int | np.integer) and not isinstance(dtype, bool):
+        if dtype < 1:
+            raise ValueError(f"dtype is {dtype}: a number is the bits of an element, at least 1")
+        return int(dtype)
+    if isinstance(dtype, type) and issubclass(dtype, np.generic):
+        dtype = np.dtype(dtype)
+    itemsize = getattr(dtype, "itemsize", None)
+    if not isinstance(itemsize, int | float) or itemsize <= 0 or itemsize * 8 != int(itemsize * 8):
+        raise TypeError(f"dtype must be a name, a number of bits, or have an itemsize, not {type(dtype).__name__}")
+    return int(itemsize * 8)
+
+
+@dataclass(frozen=True, eq=False)
+class KVCacheBlockPool:
+    """The blocks of some layers, in both memories.
+
+    A block is laid out as [num_layers][kv_factor][num_kv_heads][tokens_per_block][size_per_head] elements, as in
+    TensorRT-LLM; block i of a memory lies at its address + i * stride bytes.
+
+    primary, secondary: address or tensor of the GPU's and of the host's blocks (pinned, or registered with the device).
+      A tensor is held as long as the manager. secondary None goes with num_secondary_blocks 0: no host memory.
+    num_primary_blocks, num_secondary_blocks: how many; the same in all pools of a manager, as a block is one slot of
+      each.
+    num_layers, kv_factor (2: keys and values; 1: one latent, as MLA has), num_kv_heads, tokens_per_block,
+      size_per_head: the shape, in elements.
+    dtype: of an element: a name ("fp16", "bf16", "fp8", "fp32", "int8", "fp4", "int4", ...), a number of bits, or a
+      NumPy, torch or TensorRT dtype (its itemsize counts).
+    block_nbytes: bytes of a block; None: as the shape has it. What is beyond the shape is padding at the block's end,
+      and is moved with whole blocks.
+    primary_stride, secondary_stride: bytes from block to block; None: block_nbytes.
+    contains_block_scales: the elements are scales of another pool's elements, whose order interleaves tokens.
+    """
+
+    primary: Any = field(repr=False)
+    secondary: Any = field(repr=False)
+    num_primary_blocks: int
+    num_secondary_blocks: int
+    num_layers: int
+    kv_factor: int
+    num_kv_heads: int
+    tokens_per_block: int
+    size_per_head: int
+    dtype: Any
+    block_nbytes: int | None = None
+    primary_stride: int | None = None
+    secondary_stride: int | None = None
+    contains_block_scales: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_primary_blocks", "num_layers", "kv_factor", "num_kv_heads", "tokens_per_block"):
+            self._check_number(name, 1)
+        self._check_number("size_per_head", 1)
+        self._check_number("num_secondary_blocks", 0)
+        if (self.secondary is None) != (self.num_secondary_blocks == 0):
+            given = "no secondary" if self.secondary is None else "a secondary"
+            raise ValueError(f"{given} was given, but num_secondary_blocks is {self.num_secondary_blocks}")
+        layer_bits = self.kv_factor * self.num_kv_heads * self.tokens_per_block * self.size_per_head * self.bits
+        if layer_bits % 8:
+            raise ValueError(f"a layer of a block has {layer_bits} bits: no whole number of bytes")
+        least = self.num_layers * layer_bits // 8
+        if self.block_nbytes is None:
+            object.__setattr__(self, "block_nbytes", least)
+        self._check_number("block_nbytes", least)
+
+    def _check_number(self, name: str, least: int) -> None:
+        number = _index(getattr(self, name), name)
+        if number < least:
+            raise ValueError(f"{name} is {number}: must be at least {least}")
+        object.__setattr__(self, name, number)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return _bits_of(self.dtype)
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether some tokens of a block can be copied alone. Not of 4-bit types and block scales: those go whole."""
+        return self.bits % 8 == 0 and not self.contains_block_scales
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of a block, padding not counted."""
+        elements = self.kv_factor * self.num_kv_heads * self.tokens_per_block * self.size_per_head
+        return elements * self.bits // 8
+
+    def nbytes(self, num_tokens: int = 0) -> int:
+        """Bytes of a block that a copy of so many tokens moves; 0 and less, or all of them: the whole block."""
+        if not self.cuts(num_tokens):
+            assert self.block_nbytes is not None
+            return self.block_nbytes
+        return self.num_layers * self.layer_nbytes // self.tokens_per_block * num_tokens
+
+    def cuts(self, num_tokens: int) -> bool:
+        """Whether a copy of so many tokens moves less than a whole block."""
+        return self.can_cut and 0 < num_tokens < self.tokens_per_block
+
+    def _part(self, pair: int, num_tokens: int, layer: int | None) -> tuple[int, int, int, int, int, int]:
+        """A row of move_blocks' parts: the tokens of one layer, or of all layers at once."""
+        layers = self.num_layers if layer is None else 1
+        begin = 0 if layer is None else layer * self.layer_nbytes
+        if self.cuts(num_tokens):
+            rows = layers * self.kv_factor * self.num_kv_heads
+            pitch = self.layer_nbytes // (self.kv_factor * self.num_kv_heads)
+            return pair, layer or 0, begin, rows, pitch // self.tokens_per_block * num_tokens, pitch
+        assert self.block_nbytes is not None
+        last = layer is None or layer == self.num_layers - 1
+        nbytes = self.block_nbytes - begin if last else self.layer_nbytes
+        return pair, layer or 0, begin, 1, nbytes, nbytes
+
+
+def _make_parts(pools: Sequence[KVCacheBlockPool], num_tokens: int, layered: bool) -> _Parts | None:
+    """What of each block is moved: shape (parts, 6), or None for whole blocks.
+
+    Layered, in the order of the layers: layer l of every pool that has one, then layer l + 1.
+    """
+    if layered:
+        layers = range(max(pool.num_layers for pool in pools))
+        rows = [
+            pool._part(i, num_tokens, layer)
+            for layer in layers
+            for i, pool in enumerate(pools)
+            if layer < pool.num_layers
+        ]
+    elif any(pool.cuts(num_tokens) for pool in pools):
+        rows = [pool._part(i, num_tokens, None) for i, pool in enumerate(pools)]
+    else:
+        return None
+    parts = np.array(rows, np.int64)
+    parts.flags.writeable = False
+    return parts
+
+
+def _locate(blocks: Any, is_primary: bool, name: str) -> tuple[_Ids, bool]:
+    """The slots of a batch, and whether they are in primary memory. Plain numbers are in the memory given."""
+    if isinstance(blocks, Block):
+        return [blocks.index], bool(blocks.is_primary)
+    if isinstance(blocks, int):
+        return [blocks], is_primary
+    if hasattr(blocks, "__array__"):  # arrays, CPU tensors and NumPy's numbers
+        array = np.asarray(blocks)
+        return (array if array.ndim else array.reshape(1)), is_primary
+    if hasattr(blocks, "__index__"):
+        return [operator.index(blocks)], is_primary
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        raise TypeError(f"{name} must be a Block, an int, or an array or sequence of them, not {type(blocks).__name__}")
+    items = blocks if isinstance(blocks, list | tuple) else list(blocks)
+    if Block not in map(type, items):
+        return items, is_primary
+    memories = [bool(item.is_primary) if isinstance(item, Block) else is_primary for item in items]
+    if memories.count(memories[0]) < len(items):
+        other = memories.index(not memories[0])
+        raise ValueError(
+            f"{name}[{other}] is in {_MEMORIES[memories[other]]} memory, but {name}[0] in {_MEMORIES[memories[0]]}: "
+            "a batch lies in one memory"
+        )
+    return [item.index if isinstance(item, Block) else item for item in items], memories[0]
+
+
+def _check_mode(mode: str) -> None:
+    if mode == "dram":
+        return
+    if mode in ("posix", "gds"):
+        raise _C.Error(f"mode {mode!r} moves blocks to and from files: the file tier is not there yet, use mode 'dram'")
+    raise ValueError(f"mode is {mode!r}; it is one of 'dram', 'posix', 'gds'")
+
+
+@dataclass
+class KvCacheTransferStats:
+    """What was submitted, however it ended: blocks (one of all pools counts once) and their bytes.
+
+    onboard: secondary to primary memory. offload: primary to secondary. intra_device_copy: within primary memory.
+    """
+
+    onboard_blocks: int = 0
+    onboard_bytes: int = 0
+    offload_blocks: int = 0
+    offload_bytes: int = 0
+    intra_device_copy_blocks: int = 0
+    intra_device_copy_bytes: int = 0
+
+
+class _Call(NamedTuple):
+    """What is different between offload() and onboard()."""
+
+    source: str  # name of the argument
+    target: str
+    source_primary: bool  # where plain numbers are
+    target_primary: bool
+    opposite: str
+
+
+_OFFLOAD = _Call("block", "offload_block", True, False, "onboard")
+_ONBOARD = _Call("offloaded_block", "block", False, True, "offload")
+
+
+class KVCacheTransferManager:
+    """Moves blocks between primary (GPU) and secondary (host) memory, beside the model and in the right order.
+
+    pools: KVCacheBlockPools; a block is the same slot of each. device: Device, its name, or None: the current GPU, or
+      host:0 where there is none. path, priority, max_ctas, pace_gbps: as kvswap.move_blocks takes them, for every copy.
+
+    Order. Offloads are one lane, onboards another: each behaves as work on a stream of its own, in the order of
+    submission; copies of the two lanes run side by side, and loads are given the better priority. Whatever lane they
+    are in, a copy waits for the last write to each block that it reads, and for the last write and all reads since of
+    each block that it writes; for nothing else. The model's kernels are on other streams:
+
+    - sync_with_compute(stream) before the first copy of a step: copies submitted from then on start after all that
+      the stream has queued. Call it again whenever kernels were queued that write a block that a copy is to read, or
+      use one that a copy is to write.
+    - sync_transfers(stream) after the last: what the stream queues from then on starts after all copies so far.
+
+    Each is right by itself, may be called at any time, any number of times, on any number of streams.
+
+    Failures. What the device refuses fails the Transfer, not the call: wait() and make_wait() raise it, and once it has
+    ended `.error` holds it and `.failed_blocks` the positions in the batch. sync_transfers() orders and proves nothing:
+    look at `.error` before the bytes are trusted. A block that is copied from a lost one is lost as well, until it is
+    written whole or kvswap.note_access() tells of a write.
+
+    Threads: any thread may call anything. Two copies between the same blocks that two threads submit are ordered as
+    they were submitted.
+
+    Limits: a lane holds 128 unfinished transfers (kvswap.QueueFull beyond): submit batches, not blocks one by one.
+    """
+
+    def __init__(
+        self,
+        pools: Iterable[KVCacheBlockPool],
+        *,
+        device: _C.Device | str | None = None,
+        path: str = "auto",
+        priority: str = "normal",
+        max_ctas: int | None = None,
+        pace_gbps: float | None = None,
+    ) -> None:
+        self._pools = _check_pools(pools)
+        self._device = device if isinstance(device, _C.Device) else _C.Device(device)
+        self._options: dict[str, Any] = {
+            "path": path,
+            "priority": priority,
+            "max_ctas": max_ctas,
+            "pace_gbps": pace_gbps,
+        }
+        primary = self._open(True)
+        self._sides = (self._open(False), primary)  # by is_primary
+        # They carry waits only: the copies run on lanes' streams, where loads have the better priority already.
+        self._offload_stream = _C.Stream(self._device)
+        self._onboard_stream = _C.Stream(self._device)
+        self._most_tokens = max(pool.tokens_per_block for pool in self._pools)
+        self._parts = self._cached_parts()
+        self._lock = threading.Lock()
+        self._event = _C.Event(self._device, timing=False)  # guarded by _lock
+        self._stats = KvCacheTransferStats()  # guarded by _lock
+        self._closed = False
+
+    def _open(self, primary: bool) -> tuple[_C.Pool, ...]:
+        """One kvswap.Pool a pool, which share slot numbers; none where there are no secondary blocks."""
+        opened: list[_C.Pool] = []
+        for i, pool in enumerate(self._pools):
+            ptr, blocks, stride = pool.secondary, pool.num_secondary_blocks, pool.secondary_stride
+            if primary:
+                ptr, blocks, stride = pool.primary, pool.num_primary_blocks, pool.primary_stride
+            if blocks == 0:
+                return ()
+            group, name = opened[0] if opened else None, f"{_MEMORIES[primary]} {i}"
+            try:
+                opened.append(_C.Pool(self._device, ptr, blocks, pool.nbytes(), stride=stride, group=group, name=name))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"pools[{i}].{_MEMORIES[primary]}: {error}") from None
+        return tuple(opened)
+
+    def _cached_parts(self) -> Callable[[int, bool], _Parts | None]:
+        pools = self._pools
+
+        @lru_cache(maxsize=self._most_tokens)
+        def parts(num_tokens: int, layered: bool) -> _Parts | None:
+            return _make_parts(pools, num_tokens, layered)
+
+        return parts
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> _C.Device:
+        """The device that everything runs on."""
+        return self._device
+
+    @property
+    def primary_pools(self) -> tuple[_C.Pool, ...]:
+        """The GPU side of each pool: for kvswap.note_access() and kvswap.move_blocks()."""
+        return self._sides[True]
+
+    @property
+    def secondary_pools(self) -> tuple[_C.Pool, ...]:
+        """The host side of each pool; empty where there are no secondary blocks."""
+        return self._sides[False]
+
+    @property
+    def offload_stream(self) -> _C.Stream:
+        """What is queued on it so far is waited for by later offloads, and comes after earlier ones."""
+        return self._offload_stream
+
+    @property
+    def onboard_stream(self) -> _C.Stream:
+        """What is queued on it so far is waited for by later onboards, and comes after earlier ones."""
+        return self._onboard_stream
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers a transfer with layer_events has: of the pool that has most."""
+        return max(pool.num_layers for pool in self._pools)
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def offload(
+        self,
+        block: Any,
+        offload_block: Any,
+        num_tokens_to_copy: int = 0,
+        mode: TransferMode = "dram",
+        directory: str | None = None,
+        *,
+        layer_events: bool = False,
+        after: Any = (),
+        after_layers: Sequence[Any] | None = None,
+    ) -> _C.Transfer:
+        """Copy blocks from primary to secondary memory; returns the Transfer at once.
+
+        block, offload_block: where from and where to: an int, a Block, or an array or sequence of them, as many on both
+          sides; a batch is one transfer. An int is primary in `block` and secondary in `offload_block`; a Block says so
+          itself, so offload(3, Block(5, True)) copies within primary memory. Each target once, none a source as well.
+        num_tokens_to_copy: only the first so many tokens of each block; 0 and less, or a block's tokens and more: all.
+          Pools whose blocks cannot be cut (KVCacheBlockPool.can_cut) are copied whole.
+        mode: "dram". "posix" and "gds" raise kvswap.Error: there is no file tier yet. directory: not looked at.
+        layer_events: layers arrive in order, and each can be waited for (Transfer.make_wait_layer, layer_done). Layers
+          count from 0 within each pool; layer l of the transfer is layer l of every pool that has one.
+        after: Event, Transfer or stream to start after, or an iterable of them. after_layers: one a layer: what the
+          copies of that layer start after as well.
+
+        Ordered as the class says. ValueError, IndexError, TypeError: wrong arguments; QueueFull; DeviceError: nothing
+        moved. What fails after that is the Transfer's error. Any thread may call.
+        """
+        _check_mode(mode)
+        return self._move(_OFFLOAD, block, offload_block, num_tokens_to_copy, layer_events, after, after_layers)
+
+    def onboard(
+        self,
+        offloaded_block: Any,
+        block: Any,
+        num_tokens_to_copy: int = 0,
+        mode: TransferMode = "dram",
+        directory: str | None = None,
+        *,
+        layer_events: bool = False,
+        after: Any = (),
+        after_layers: Sequence[Any] | None = None,
+    ) -> _C.Transfer:
+        """Copy blocks from secondary to primary memory; returns the Transfer at once.
+
+        An int is secondary in `offloaded_block` and primary in `block`; onboard(Block(3), 5, 20) copies the first 20
+        tokens of primary block 3 to primary block 5 (partial reuse of a block that stays where it is). Everything else
+        as offload().
+        """
+        _check_mode(mode)
+        return self._move(_ONBOARD, offloaded_block, block, num_tokens_to_copy, layer_events, after, after_layers)
+
+    def _move(
+        self,
+        call: _Call,
+        source: Any,
+        target: Any,
+        num_tokens: int,
+        layer_events: bool,
+        after: Any,
+        after_layers: Sequence[Any] | None,
+    ) -> _C.Transfer:
+        src_ids, src_primary = _locate(source, call.source_primary, call.source)
+        dst_ids, dst_primary = _locate(target, call.target_primary, call.target)
+        if (src_primary, dst_primary) == (call.target_primary, call.source_primary):
+            raise ValueError(
+                f"{call.source} is in {_MEMORIES[src_primary]} memory and {call.target} in {_MEMORIES[dst_primary]}: "
+                f"that is for {call.opposite}()"
+            )
+        if not (self._sides[src_primary] and self._sides[dst_primary]):
+            raise ValueError("there is no secondary memory: num_secondary_blocks is 0")
+        if self._closed:
+            raise _C.Error("the transfer manager is closed")
+        tokens = _index(num_tokens, "num_tokens_to_copy")
+        layered = layer_events or after_layers is not None
+        try:
+            transfer = _C.move_blocks(
+                self._sides[src_primary],
+                self._sides[dst_primary],
+                src_ids,
+                dst_ids,
+                parts=self._parts(tokens if 0 < tokens < self._most_tokens else 0, layered),
+                layer_events=layer_events,
+                after_layers=after_layers,
+                stream=self._onboard_stream if call is _ONBOARD else self._offload_stream,
+                after=after,
+                **self._options,
+            )
+        except (IndexError, TypeError, ValueError) as error:
+            raise _reworded(error, call) from None
+        self._count(src_primary and dst_primary, call, len(src_ids), transfer.nbytes)
+        return transfer
+
+    def _count(self, intra_device: bool, call: _Call, blocks: int, nbytes: int) -> None:
+        with self._lock:
+            stats = self._stats
+            if intra_device:
+                stats.intra_device_copy_blocks += blocks
+                stats.intra_device_copy_bytes += nbytes
+            elif call is _ONBOARD:
+                stats.onboard_blocks += blocks
+                stats.onboard_bytes += nbytes
+            else:
+                stats.offload_blocks += blocks
+                stats.offload_bytes += nbytes
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def sync_with_compute(self, stream: Any) -> None:
+        """Copies submitted from now on start after all that `stream` has queued so far (there:
+        syncWithBufferManager).
+
+        stream: int handle, or a torch, cupy or kvswap stream. Nothing waits on the host. Any thread may call.
+        """
+        with self._lock:
+            self._event.record(stream)
+            self._event.wait(self._offload_stream)
+            self._event.wait(self._onboard_stream)
+
+    def sync_transfers(self, stream: Any) -> None:
+        """What `stream` queues from now on starts after all copies submitted so far (there: syncTransfers).
+
+        It orders and proves nothing: a Transfer's `.error` says whether its bytes can be trusted. Nothing waits on the
+        host. Any thread may call.
+        """
+        with self._lock:
+            for lane in (self._offload_stream, self._onboard_stream):
+                self._event.record(lane)
+                self._event.wait(stream)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def get_and_reset_transfer_stats(self) -> KvCacheTransferStats:
+        """What was submitted since the last call, or since the beginning."""
+        with self._lock:
+            stats, self._stats = self._stats, KvCacheTransferStats()
+        return stats
+
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Take no more copies, and wait until those submitted have ended, however: at most `timeout` seconds, None for
+        no limit.
+
+        TimeoutError leaves them running, and close() may be called again; DeviceError says that the device is lost.
+        Closing twice is harmless. The memory may be freed afterwards, once the model is through with it.
+        """
+        self._closed = True
+        end = None if timeout is None else time.monotonic() + timeout
+        self._offload_stream.synchronize(timeout)  # which comes after all offloads
+        self._onboard_stream.synchronize(None if end is None else max(0.0, end - time.monotonic()))
+
+    def __enter__(self) -> KVCacheTransferManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_pools(pools: Iterable[KVCacheBlockPool]) -> tuple[KVCacheBlockPool, ...]:
+    checked = tuple(pools)
+    if not checked:
+        raise ValueError("pools is empty: there must be at least one")
+    for i, pool in enumerate(checked):
+        if not isinstance(pool, KVCacheBlockPool):
+            raise TypeError(f"pools[{i}] must be a KVCacheBlockPool, not {type(pool).__name__}")
+        for name in ("num_primary_blocks", "num_secondary_blocks"):
+            if getattr(pool, name) != getattr(checked[0], name):
+                raise ValueError(
+                    f"{name} is {getattr(pool, name)} in pools[{i}] and {getattr(checked[0], name)} in pools[0]: a "
+                    "block is one slot of every pool"
+                )
+    return checked
+
+
+def _reworded(error: Exception, call: _Call) -> Exception:
+    """The same error in the words of the method that was called."""
+    text = str(error).replace("src_ids", call.source).replace("dst_ids", call.target)
+    return error if text == str(error) else type(error)(text)
