@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|sanitize|bench|replay [TRACE]
+# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|hazards|sanitize|bench|replay [TRACE]
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
 # takes two and a half minutes, bench one, replay one; sanitize is bounded to nine.
 set -uo pipefail
@@ -17,9 +17,16 @@ pytest() { run "$1" pytest -p no:cacheprovider -o faulthandler_timeout=60 --devi
 } >"$out/machine.txt" 2>&1
 
 suite() {
-  (head -n 1 "$out/machine.txt"; time pytest 300 -q --durations=15 --ignore=tests/test_c.py --long-seconds=3 tests) \
+  (head -n 1 "$out/machine.txt"; time pytest 300 -q --durations=15 --ignore=tests/test_c.py \
+    --ignore=tests/long/test_hazards.py --long-seconds=3 tests) \
     >"$out/suite.txt" 2>&1
   tail -n 5 "$out/suite.txt"
+}
+
+# Random programs of copies against their model, on the GPU and its own copy paths.
+hazards() {
+  pytest 170 -q -k "test_threads or silent" --long-seconds=50 tests/long/test_hazards.py >"$out/hazards.txt" 2>&1
+  tail -n 12 "$out/hazards.txt"
 }
 
 # The suite, less what starts processes of its own, counts Python's objects or captures graphs in torch, and less what holds
@@ -73,9 +80,9 @@ replay() {
 }
 
 case $part in
-suite | sanitize | bench | replay) "$part" ;;
+suite | hazards | sanitize | bench | replay) "$part" ;;
 *)
-  echo "the part is '$part'; it is one of: suite, sanitize, bench, replay" >&2
+  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, replay" >&2
   exit 2
   ;;
 esac

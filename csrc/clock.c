@@ -14,10 +14,8 @@
  *   caller sees event   the host hears of clock(event)
  *   caller sees s idle  the host hears of clock(s), whose tick then advances as for a record
  *
- * All else is made of these: a point is a record without an event, being told of order is a wait or a look. A transfer
- * between pools need not wait for one that has ended: what its kvs_access.done says stands for the wait, and it hears
- * of the whole clock that the earlier access was made with, as it would have from the event. For that, transfers on one
- * stream have different ticks.
+ * All else is made of these: a point is a record without an event; to follow one, or to be told of order, is a wait or
+ * a look. A clock is handed on only by what then advances the tick, so accesses between two of these may share one.
  *
  * What a slot may forget. Let `old` come before `new` (new's clock has heard of old), and let anything later, `next`,
  * race with old. Then next does not come after new either, or it would come after old. So if new visits all the bytes
@@ -91,7 +89,6 @@ bool kvs_clock_raise(struct kvs_clock **clock, uint32_t stream, uint64_t to) {
 struct kvs_stream_clock {
   struct kvs_stream_key key; /* device NULL: free */
   uint64_t tick;             /* of a free one: its last */
-  uint64_t transfer;         /* whose work came last, 0: another's */
   struct kvs_clock *clock;
 };
 
@@ -144,13 +141,6 @@ static bool tick(struct kvs_clocks *clocks, uint32_t stream) {
 
 bool kvs_clocks_hear(struct kvs_clocks *clocks, uint32_t who, struct kvs_clock *clock) {
   return kvs_clock_join(place(clocks, who), clock);
-}
-
-bool kvs_clocks_work(struct kvs_clocks *clocks, uint32_t stream, uint64_t transfer) {
-  uint64_t *last = &clocks->streams[stream].transfer;
-  bool another = transfer != *last;
-  *last = transfer;
-  return (!another || tick(clocks, stream)) && kvs_clocks_hear(clocks, stream, clocks->host);
 }
 
 struct kvs_clock *kvs_clocks_moment(struct kvs_clocks *clocks, uint32_t stream) {
@@ -246,7 +236,6 @@ void kvs_party_unref(struct kvs_party *party) {
 void kvs_visit_unref(struct kvs_visit *visit) {
   if (!visit || --visit->refs) return;
   kvs_party_unref(visit->party);
-  kvs_clock_unref(visit->clock);
   free(visit);
 }
 
@@ -291,11 +280,6 @@ bool kvs_past_add(struct kvs_past *past, struct kvs_visit *visit, const struct k
 }
 
 /* -- slots ----------------------------------------------------------------------------------------------------- */
-
-struct kvs_past *kvs_shadow_find(const struct kvs_shadow *shadow, uint64_t slot) {
-  struct kvs_past *page = shadow->pages ? shadow->pages[slot / PAGE] : NULL;
-  return page ? &page[slot % PAGE] : NULL;
-}
 
 struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot) {
   if (!shadow->pages) shadow->pages = calloc(shadow->slots / PAGE + 1, sizeof *shadow->pages);

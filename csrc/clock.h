@@ -53,8 +53,6 @@ struct kvs_clocks {
 
 bool kvs_clocks_stream(struct kvs_clocks *clocks, const struct kvs_stream_key *key, uint32_t *number);
 struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t who); /* borrowed; NULL: heard of nothing */
-/* The host queues work on the stream, with another tick than the transfer that it queued before. */
-bool kvs_clocks_work(struct kvs_clocks *clocks, uint32_t stream, uint64_t transfer);
 /* Who comes after all that the clock comes after. */
 bool kvs_clocks_hear(struct kvs_clocks *clocks, uint32_t who, struct kvs_clock *clock);
 /* The clock of all that the stream, or each stream of the device, was given so far: a reference. Of a device, *moment
@@ -80,9 +78,8 @@ struct kvs_visit {
   unsigned refs;
   bool write;
   uint32_t stream;
-  uint64_t tick;           /* the stream's own component then: who has heard of that comes after this visit */
-  uint64_t begin, end;     /* bytes of each slot */
-  struct kvs_clock *clock; /* the stream's then, of a tracked transfer; else NULL */
+  uint64_t tick;       /* the stream's own component then: who has heard of that comes after this visit */
+  uint64_t begin, end; /* bytes of each slot */
   struct kvs_party *party;
 };
 
@@ -108,8 +105,7 @@ struct kvs_shadow {
   struct kvs_past **pages;
 };
 
-struct kvs_past *kvs_shadow_find(const struct kvs_shadow *shadow, uint64_t slot); /* NULL: nobody visited it */
-struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot);       /* NULL: no memory */
+struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot); /* there already or made now */
 void kvs_shadow_free(struct kvs_shadow *shadow);
 
 #endif

@@ -27,6 +27,7 @@ enum {
   KVS_MAX_LANES = 32,      /* of one direction and priority */
   KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
   KVS_STREAM_LOCKS = 16,
+  KVS_LANE_POINTS = 64,     /* ended transfers that a lane remembers for the race checker */
   KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
 };
 
@@ -64,6 +65,11 @@ struct kvs_transfer {
   atomic_int state; /* enum kvs_state */
 };
 
+struct kvs_lane_point {
+  uint64_t sequence;
+  struct kvs_race_point *point;
+};
+
 struct kvs_event_pair {
   kvs_event start, end;
 };
@@ -88,7 +94,8 @@ struct kvs_lane {
   uint64_t sequence;                /* guarded by submit: of the last transfer */
   uint64_t waited[KVS_LANES];       /* guarded by submit: how far of each other lane the spine has waited for already */
   atomic_uint_fast64_t ended;       /* sequence of the last transfer that ended */
-  struct kvs_event_pair *events;    /* guarded by lock: free ones; room for depth */
+  struct kvs_lane_point points[KVS_LANE_POINTS]; /* guarded by lock: of ended transfers, by sequence */
+  struct kvs_event_pair *events;                 /* guarded by lock: free ones; room for depth */
   unsigned nevents;
 };
 
@@ -147,22 +154,6 @@ struct kvs_engine {
   } paths[3][KVS_PATHS]; /* by direction and path, of transfers done */
 };
 
-/* swap.c */
-int kvs_open_for_work(struct kvs_engine *, struct kvs_error *); /* neither shut down nor lost, nor a parent's */
-int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
-bool kvs_may_cross_seams(const struct kvs_regions *);
-enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
-
-/* submit.c */
-int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
-               struct kvs_error *);
-
-/* order.c, on the lane that the caller holds: the spine waits for what the transfer must start after; what comes after
- * it waits for the spine. */
-int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
-int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
-int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
-
 /* watch.c: for the race checker, which blocks of which pools lie under plain copies. */
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *view,
                       const struct kvs_race_party *);
@@ -180,6 +171,10 @@ void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
 void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
 /* As kvs_transfer_pin, of the lane's transfer with that sequence, whose memory is kept until unpin. */
+/* Of an ended transfer or a later one, to be freed; NULL: unknown. */
+struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
+/* The last unfinished transfer that may touch [low, high), 0: none. */
+uint64_t kvs_lane_last_on(struct kvs_lane *, uint64_t low, uint64_t high);
 int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
 void kvs_engine_reap(struct kvs_engine *);
 void kvs_engine_lose(struct kvs_engine *);

@@ -34,6 +34,7 @@ static void lane_free(struct kvs_lane *lane) {
   }
   if (lane->fork) (void)kvs_dev_event_destroy(device, lane->fork, &ignored);
   if (lane->spine) (void)kvs_dev_stream_destroy(device, lane->spine, &ignored);
+  for (unsigned i = 0; i < KVS_LANE_POINTS; i++) kvs_racecheck_point_free(lane->points[i].point);
   pthread_mutex_destroy(&lane->submit);
   pthread_mutex_destroy(&lane->lock);
   free(lane->events);
@@ -211,9 +212,38 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   return kvs_dev_stream_query(device, lane->spine, err);
 }
 
+/* For the race checker, which may be told of order after the transfer long after its memory is gone. */
+static void keep_point_locked(struct kvs_lane *lane, struct kvs_transfer *transfer) {
+  struct kvs_lane_point *kept = &lane->points[transfer->sequence % KVS_LANE_POINTS];
+  if (!transfer->point && !kept->point) return;
+  kvs_racecheck_point_free(kept->point);
+  *kept = (struct kvs_lane_point){transfer->sequence, kvs_racecheck_point_ref(transfer->point)};
+}
+
+struct kvs_race_point *kvs_lane_point(struct kvs_lane *lane, uint64_t sequence) {
+  struct kvs_race_point *point = NULL;
+  pthread_mutex_lock(&lane->lock);
+  const struct kvs_lane_point *kept = &lane->points[sequence % KVS_LANE_POINTS];
+  if (kept->sequence >= sequence) point = kvs_racecheck_point_ref(kept->point); /* a later one covers it */
+  pthread_mutex_unlock(&lane->lock);
+  return point;
+}
+
+uint64_t kvs_lane_last_on(struct kvs_lane *lane, uint64_t low, uint64_t high) {
+  uint64_t sequence = 0;
+  pthread_mutex_lock(&lane->lock);
+  for (const struct kvs_transfer *transfer = lane->head; transfer; transfer = transfer->next)
+    if ((low < transfer->gpu.high && transfer->gpu.low < high) ||
+        (low < transfer->cpu.high && transfer->cpu.low < high))
+      sequence = transfer->sequence;
+  pthread_mutex_unlock(&lane->lock);
+  return sequence;
+}
+
 static void finish_oldest_locked(struct kvs_lane *lane) {
   struct kvs_transfer *transfer = pop_locked(lane);
   kvs_transfer_finish(transfer);
+  keep_point_locked(lane, transfer);
   atomic_store(&lane->ended, transfer->sequence);
   if (!transfer->pins) take_back_events(lane, transfer);
   kvs_transfer_drop(transfer);

@@ -123,7 +123,6 @@ static int find_touches(struct move_call *call, bool *shared, struct kvs_error *
     dst->mark = number;
     if (dst->table->write_mark != number)
       touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true};
-    dst->table->written = dst->table->write_mark == number ? dst->table->written + 1 : 1;
     dst->table->write_mark = number;
   }
   for (size_t i = 0; i < move->npairs; i++) {
@@ -254,18 +253,6 @@ static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch,
   return KVS_OK;
 }
 
-/* A table's slots are written as a whole if every pool that shares them is, and all of its block. */
-static void find_whole(struct move_call *call) {
-  const struct kvs_move *move = call->move;
-  for (size_t t = 0; t < call->ntouches; t++)
-    call->room->touches[t].whole = call->room->touches[t].table->written == call->room->touches[t].table->members;
-  for (size_t i = 0; i < move->npairs; i++) {
-    if (call->room->covered[i] == move->dst[i]->layout.block_nbytes) continue;
-    for (size_t t = 0; t < call->ntouches; t++)
-      if (call->room->touches[t].table == move->dst[i]->table) call->room->touches[t].whole = false;
-  }
-}
-
 /* -- copies ---------------------------------------------------------------------------------------------------- */
 
 static uint32_t position_of(const struct move_call *call, size_t i) {
@@ -352,7 +339,7 @@ static int expand_move(const void *arg, bool merge, struct kvs_scratch *scratch,
 static const struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot,
                                             const struct kvs_pool **pool) {
   for (size_t i = 0; i < call->move->npairs; i++) {
-    const struct kvs_failure *failure = kvs_table_failure(call->move->src[i]->table, src_slot);
+    const struct kvs_failure *failure = kvs_pool_failure(call->move->src[i], src_slot);
     *pool = call->move->src[i];
     if (failure) return failure;
   }
@@ -360,8 +347,8 @@ static const struct kvs_failure *failure_of(const struct move_call *call, int64_
 }
 
 static bool may_have_failed(const struct move_call *call) {
-  for (size_t t = 0; t < call->ntouches; t++)
-    if (!call->room->touches[t].write && call->room->touches[t].table->nfailures) return true;
+  for (size_t i = 0; i < call->move->npairs; i++)
+    if (call->move->src[i]->nfailures) return true;
   return false;
 }
 
@@ -398,27 +385,28 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   call->count = n;
 }
 
-static void set_all(const struct move_call *call, size_t position, struct kvs_failure *failure) {
-  for (size_t t = 0; t < call->ntouches; t++)
-    if (call->room->touches[t].write)
-      kvs_table_set_failure(call->room->touches[t].table, call->all_dst[position], failure);
-}
-
 /* A block that was lost before keeps the first failure's story. */
 static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
   const struct kvs_pool *pool;
   const struct kvs_failure *first = failure_of(call, call->all_src[position], &pool);
-  set_all(call, position, first ? (struct kvs_failure *)(uintptr_t)first : failure);
+  if (first) failure = (struct kvs_failure *)(uintptr_t)first;
+  for (size_t i = 0; i < call->move->npairs; i++)
+    kvs_pool_set_failure(call->move->dst[i], call->all_dst[position], failure);
+}
+
+/* What is written whole is good again. */
+static void forget_failures(const struct move_call *call) {
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    struct kvs_pool *dst = call->move->dst[i];
+    bool whole = call->room->covered[i] == dst->layout.block_nbytes;
+    for (size_t b = 0; whole && dst->nfailures && b < call->all; b++) kvs_pool_set_failure(dst, call->all_dst[b], NULL);
+  }
 }
 
 static void settle(const void *arg, const struct kvs_transfer *transfer) {
   static struct kvs_failure unknown = {.refs = 1, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
   const struct move_call *call = arg;
-  for (size_t t = 0; t < call->ntouches; t++) {
-    const struct kvs_touch *touch = &call->room->touches[t];
-    for (size_t i = 0; touch->write && touch->whole && touch->table->nfailures && i < call->all; i++)
-      kvs_table_set_failure(touch->table, call->all_dst[i], NULL);
-  }
+  forget_failures(call);
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   struct kvs_failure *used = failure ? failure : &unknown;
@@ -432,36 +420,33 @@ static void settle(const void *arg, const struct kvs_transfer *transfer) {
 /* -- the race checker ------------------------------------------------------------------------------------------ */
 
 static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
-                       bool write, const struct kvs_race_party *who, void (*tell)(const struct kvs_access *)) {
+                       bool write, const struct kvs_race_party *who) {
   const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
   struct kvs_race_party party = *who;
   party.write = write;
-  tell(&(struct kvs_access){.device = call->engine->device,
-                            .stream = transfer->lane->spine,
-                            .pool = pool->number,
-                            .slots = pool->layout.num_blocks,
-                            .pool_name = pool->name,
-                            .ids = write ? call->dst : call->src,
-                            .count = call->count,
-                            .write = write,
-                            .begin = part->offset,
-                            .end = part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes,
-                            .who = &party,
-                            .done = transfer->lane->waited});
+  kvs_racecheck_access(&(struct kvs_access){.device = call->engine->device,
+                                            .stream = transfer->lane->spine,
+                                            .pool = pool->number,
+                                            .slots = pool->layout.num_blocks,
+                                            .pool_name = pool->name,
+                                            .ids = write ? call->dst : call->src,
+                                            .count = call->count,
+                                            .write = write,
+                                            .begin = part->offset,
+                                            .end = part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes,
+                                            .who = &party});
 }
 
 static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
                        const struct kvs_copies *unused, const struct kvs_race_party *who) {
   const struct move_call *call = arg;
   (void)unused;
-  bool first = layer == SIZE_MAX || layer == 0;
-  for (int noting = !first; noting < 2; noting++)
-    for (size_t i = 0; i < call->nparts; i++) {
-      const struct kvs_part *part = &call->room->parts[i].part;
-      if (noting && layer != SIZE_MAX && part->layer != layer) continue;
-      for (int write = 0; write < 2; write++)
-        watch_side(call, transfer, part, write, who, noting ? kvs_racecheck_access : kvs_racecheck_catch_up);
-    }
+  for (size_t i = 0; i < call->nparts; i++) {
+    const struct kvs_part *part = &call->room->parts[i].part;
+    if (layer != SIZE_MAX && part->layer != layer) continue;
+    watch_side(call, transfer, part, false, who);
+    watch_side(call, transfer, part, true, who);
+  }
 }
 
 /* -- the call -------------------------------------------------------------------------------------------------- */
@@ -484,7 +469,6 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   if (!status && call->move->parts) status = check_parts(call, err);
   if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
   if (status) return status;
-  find_whole(call);
   leave_out_lost(call, work);
   work->nbytes *= call->all;
   work->nblocks = call->all;

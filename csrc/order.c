@@ -1,6 +1,7 @@
 /* Order: what a transfer starts after, and what comes after it. All of it is waits and records of events on its lane's
  * spine; nothing here blocks. The caller holds the lane (lane->submit). */
 #include <inttypes.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core.h"
@@ -89,6 +90,21 @@ static void look_at_progress(struct kvs_engine *engine) {
     progress->done[i] = kvs_racecheck_on() ? 0 : atomic_load(&engine->numbered[i]->ended);
 }
 
+/* What a table inherited is needed by everybody until it is over. */
+static void add_inherited(struct kvs_engine *engine, struct kvs_table *table) {
+  bool over = true;
+  if (!table->inherited) return;
+  for (unsigned i = 0; i < engine->progress.lanes; i++) {
+    if (table->inherited[i] <= engine->progress.done[i]) continue;
+    over = false;
+    if (engine->needs.sequence[i][KVS_WAW] < table->inherited[i])
+      engine->needs.sequence[i][KVS_WAW] = table->inherited[i];
+  }
+  if (!over) return;
+  free(table->inherited);
+  table->inherited = NULL;
+}
+
 static void find_needs(const struct kvs_transfer *transfer, const struct kvs_work *work) {
   struct kvs_engine *engine = transfer->engine;
   unsigned lane = transfer->lane->number;
@@ -100,6 +116,7 @@ static void find_needs(const struct kvs_transfer *transfer, const struct kvs_wor
       kvs_hazards_write(&touch->table->hazards, work->dst_slots, work->nslots, lane, &engine->progress, &engine->needs);
     else
       kvs_hazards_read(&touch->table->hazards, work->src_slots, work->nslots, lane, &engine->progress, &engine->needs);
+    add_inherited(engine, touch->table);
   }
 }
 
@@ -117,15 +134,29 @@ static uint64_t farthest(const struct kvs_engine *engine, unsigned lane, uint64_
   return most;
 }
 
+/* Nothing is left to wait for, and yet what comes now comes after it. */
+static void follow_ended(struct kvs_transfer *transfer, struct kvs_lane *before, uint64_t sequence) {
+  if (!kvs_racecheck_on()) return;
+  struct kvs_race_point *point = kvs_lane_point(before, sequence);
+  kvs_racecheck_follow(point, transfer->engine->device, transfer->lane->spine);
+  kvs_racecheck_point_free(point);
+}
+
 static int wait_for_lane(struct kvs_transfer *transfer, unsigned number, struct kvs_error *err) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_lane *lane = transfer->lane;
+  struct kvs_lane *other = engine->numbered[number];
   struct kvs_transfer *before;
   kvs_event end;
   unsigned reasons;
   uint64_t sequence = farthest(engine, number, lane->waited[number], &reasons);
   if (!sequence) return KVS_OK;
-  int status = kvs_lane_pin(engine->numbered[number], sequence, &before, &end, err);
+  int status = kvs_lane_pin(other, sequence, &before, &end, err);
+  if (status == KVS_UNSUPPORTED) { /* without an event; perhaps it has ended and nobody looked */
+    (void)kvs_lane_reap(other, err);
+    status = kvs_lane_pin(other, sequence, &before, &end, err);
+  }
+  if (status == KVS_OK) follow_ended(transfer, other, sequence);
   if (status == KVS_NOT_READY) {
     status = kvs_dev_stream_wait(engine->device, lane->spine, end, err);
     kvs_transfer_unpin(before);
@@ -159,6 +190,13 @@ static void note_hazards(const struct kvs_transfer *transfer, const struct kvs_w
 
 /* -- before and behind ----------------------------------------------------------------------------------------- */
 
+static int check_event(const struct kvs_transfer *transfer, kvs_event event, struct kvs_error *err) {
+  bool before = kvs_racecheck_internal(true);
+  int status = kvs_dev_event_query(transfer->engine->device, event, err);
+  kvs_racecheck_internal(before);
+  return status == KVS_NOT_READY ? KVS_OK : status;
+}
+
 static int check_waitable(const struct kvs_transfer *transfer, size_t index, struct kvs_transfer *before,
                           struct kvs_error *err) {
   kvs_event end;
@@ -177,6 +215,7 @@ static int check_layers(const struct kvs_transfer *transfer, const struct kvs_op
     const struct kvs_after *after = &options->after_layers[i];
     if (after->kind == KVS_AFTER_STREAM)
       status = kvs_stream_ask(transfer->engine->device, after->handle, "a stream in after_layers", &info, err);
+    if (after->kind == KVS_AFTER_EVENT) status = check_event(transfer, after->handle, err);
     if (after->kind == KVS_AFTER_TRANSFER) status = check_waitable(transfer, i, after->transfer, err);
   }
   return status;
@@ -208,10 +247,15 @@ static void lose_track(struct kvs_transfer *transfer) {
 int kvs_order_behind(struct kvs_transfer *transfer, const struct kvs_work *work, const struct kvs_options *options,
                      struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
+  struct kvs_error ignored;
   int status = kvs_dev_event_record(device, transfer->end, transfer->lane->spine, err);
   if (status) lose_track(transfer);
   if (kvs_racecheck_on()) transfer->point = kvs_racecheck_point(device, transfer->lane->spine);
   note_hazards(transfer, work);
-  if (!status && options->on_stream) status = kvs_dev_stream_wait(device, options->stream, transfer->end, err);
+  if (!options->on_stream) return status;
+  if (!status) return kvs_dev_stream_wait(device, options->stream, transfer->end, err);
+  /* The copies run all the same, and what the caller queues next must come after them. */
+  if (!kvs_dev_event_record(device, transfer->lane->fork, transfer->lane->spine, &ignored))
+    (void)kvs_dev_stream_wait(device, options->stream, transfer->lane->fork, &ignored);
   return status;
 }

@@ -25,26 +25,24 @@ void kvs_failure_unref(struct kvs_failure *failure) {
   if (atomic_fetch_sub(&failure->refs, 1) == 1) free(failure);
 }
 
-const struct kvs_failure *kvs_table_failure(const struct kvs_table *table, int64_t slot) {
-  return table->nfailures ? table->failures[slot] : NULL;
+const struct kvs_failure *kvs_pool_failure(const struct kvs_pool *pool, int64_t slot) {
+  return pool->nfailures ? pool->failures[slot] : NULL;
 }
 
-void kvs_table_set_failure(struct kvs_table *table, int64_t slot, struct kvs_failure *failure) {
-  struct kvs_failure *before = table->failures[slot];
+void kvs_pool_set_failure(struct kvs_pool *pool, int64_t slot, struct kvs_failure *failure) {
+  struct kvs_failure *before = pool->failures[slot];
   if (failure) atomic_fetch_add(&failure->refs, 1);
-  table->failures[slot] = failure;
-  if (failure && !before) table->nfailures++;
-  if (!failure && before) table->nfailures--;
+  pool->failures[slot] = failure;
+  if (failure && !before) pool->nfailures++;
+  if (!failure && before) pool->nfailures--;
   if (before) kvs_failure_unref(before);
 }
 
 /* -- tables ---------------------------------------------------------------------------------------------------- */
 
 static void table_free(struct kvs_table *table) {
-  for (uint64_t slot = 0; table->nfailures && slot < table->hazards.count; slot++)
-    kvs_table_set_failure(table, (int64_t)slot, NULL);
   free(table->hazards.slots);
-  free(table->failures);
+  free(table->inherited);
   free(table);
 }
 
@@ -54,10 +52,9 @@ static int table_new(uint64_t slots, struct kvs_table **made, struct kvs_error *
   if (table) {
     table->hazards.count = slots;
     table->hazards.slots = calloc(slots, sizeof *table->hazards.slots);
-    table->failures = calloc(slots, sizeof(struct kvs_failure *));
   }
-  if (!table || !table->hazards.slots || !table->failures) {
-    if (table) table_free(table);
+  if (!table || !table->hazards.slots) {
+    free(table);
     return kvs_fail(err, KVS_NOMEM, "no memory to track a pool of %" PRIu64 " blocks", slots);
   }
   *made = table;
@@ -115,11 +112,31 @@ static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
     engine->pools = pool;
   }
   pthread_mutex_unlock(&engine->memory_lock);
-  if (status) return status;
-  pthread_mutex_lock(&engine->hazard_lock);
-  pool->table->members++;
-  pthread_mutex_unlock(&engine->hazard_lock);
+  return status;
+}
+
+/* Whatever still runs on this memory, perhaps for a pool that is gone: the new one's first transfers wait for it. */
+static int inherit(struct kvs_pool *pool, struct kvs_error *err) {
+  struct kvs_engine *engine = pool->engine;
+  uint64_t low = pool->layout.ptr, high = low + kvs_layout_extent(&pool->layout);
+  uint64_t *inherited = pool->table->inherited;
+  unsigned lanes = atomic_load(&engine->nlanes);
+  for (unsigned i = 0; i < lanes; i++) {
+    uint64_t sequence = kvs_lane_last_on(engine->numbered[i], low, high);
+    if (!sequence) continue;
+    if (!inherited) inherited = calloc(KVS_LANES, sizeof *inherited);
+    if (!inherited) return kvs_fail(err, KVS_NOMEM, "no memory to open a pool whose memory is in use");
+    pool->table->inherited = inherited;
+    if (sequence > inherited[i]) inherited[i] = sequence;
+  }
   return KVS_OK;
+}
+
+static void pool_free(struct kvs_pool *pool) {
+  for (uint64_t slot = 0; pool->nfailures && slot < pool->layout.num_blocks; slot++)
+    kvs_pool_set_failure(pool, (int64_t)slot, NULL);
+  free(pool->failures);
+  free(pool);
 }
 
 int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked, struct kvs_pool **opened,
@@ -137,12 +154,19 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   pool->layout = layout;
   pool->number = atomic_fetch_add(&pool_numbers, 1) + 1;
   name_pool(pool, layout.name);
-  status = layout.group ? KVS_OK : table_new(layout.num_blocks, &pool->table, err);
-  if (layout.group) pool->table = layout.group->table;
+  pool->failures = calloc(layout.num_blocks, sizeof(struct kvs_failure *));
+  if (!pool->failures)
+    status = kvs_fail(err, KVS_NOMEM, "no memory to track a pool of %" PRIu64 " blocks", layout.num_blocks);
+  if (!status && !layout.group) status = table_new(layout.num_blocks, &pool->table, err);
+  if (!status && layout.group) pool->table = layout.group->table;
+  pthread_mutex_lock(&engine->hazard_lock);
+  if (!status) status = inherit(pool, err);
   if (!status) status = put_in(pool, err);
+  if (!status) pool->table->members++;
+  pthread_mutex_unlock(&engine->hazard_lock);
   if (status) {
     if (!layout.group && pool->table) table_free(pool->table);
-    free(pool);
+    pool_free(pool);
     return status;
   }
   if (layout.group) kvs_pool_ref(layout.group);
@@ -172,7 +196,7 @@ void kvs_pool_unref(struct kvs_pool *pool) {
   take_out(pool);
   if (kvs_racecheck_on()) kvs_racecheck_forget_pool(pool->number);
   if (pool->layout.group) kvs_pool_unref(pool->layout.group);
-  free(pool);
+  pool_free(pool);
   kvs_engine_unref(engine);
 }
 
@@ -194,7 +218,7 @@ static int read_slots(const struct kvs_pool *pool, const struct kvs_ids *ids, in
 
 static void forget_failures(struct kvs_pool *pool, const int64_t *slots, size_t count) {
   pthread_mutex_lock(&pool->engine->hazard_lock);
-  for (size_t i = 0; pool->table->nfailures && i < count; i++) kvs_table_set_failure(pool->table, slots[i], NULL);
+  for (size_t i = 0; pool->nfailures && i < count; i++) kvs_pool_set_failure(pool, slots[i], NULL);
   pthread_mutex_unlock(&pool->engine->hazard_lock);
 }
 

@@ -14,14 +14,15 @@ struct kvs_failure {
   uint64_t transfer; /* its number */
 };
 
-/* What is known of the slots of one pool, or of several whose slots belong together. Guarded by engine->hazard_lock. */
+/* Who reads and writes the slots of one pool, or of several whose slots belong together. Guarded by
+ * engine->hazard_lock. */
 struct kvs_table {
   struct kvs_hazards hazards;
-  struct kvs_failure **failures; /* a slot: NULL, or why its bytes are not what they should be */
-  size_t nfailures;
+  /* A lane: how far it must have come before anybody touches the slots, since the memory was in use when a pool was
+   * made of it. NULL: it was not, or all that is over. */
+  uint64_t *inherited;
   unsigned members;               /* pools that share it */
   uint64_t read_mark, write_mark; /* the last call that reads, writes it */
-  unsigned written;               /* pools of it that this call writes */
 };
 
 struct kvs_pool {
@@ -32,19 +33,22 @@ struct kvs_pool {
   struct kvs_pool_layout layout; /* group: a reference */
   uint64_t number;               /* unique in the process */
   char name[32];
-  uint64_t mark; /* guarded by engine->hazard_lock: the last call that writes it */
+  /* Guarded by engine->hazard_lock. */
+  struct kvs_failure **failures; /* a slot: NULL, or why its bytes are not what they should be */
+  size_t nfailures;
+  uint64_t mark; /* the last call that writes it */
 };
 
 /* What a transfer does to a table. */
 struct kvs_touch {
   struct kvs_table *table;
-  bool write, whole; /* whole: all bytes of the slots are written */
+  bool write;
 };
 
 /* pool.c, all under the engine's hazard_lock. */
-const struct kvs_failure *kvs_table_failure(const struct kvs_table *, int64_t slot);
+const struct kvs_failure *kvs_pool_failure(const struct kvs_pool *, int64_t slot);
 /* Take `failure` (referenced; NULL: all is well) for a slot. */
-void kvs_table_set_failure(struct kvs_table *, int64_t slot, struct kvs_failure *);
+void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);
 struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
 void kvs_failure_unref(struct kvs_failure *);
 

@@ -170,6 +170,7 @@ static const struct kvs_watch watcher = {
 /* -- points ---------------------------------------------------------------------------------------------------- */
 
 struct kvs_race_point {
+  unsigned refs; /* guarded by lock, as the clock's */
   uint64_t session;
   struct kvs_clock *clock;
 };
@@ -178,7 +179,7 @@ struct kvs_race_point {
 static struct kvs_race_point *point_new_locked(struct kvs_clock *clock) {
   struct kvs_race_point *point = clock ? malloc(sizeof *point) : NULL;
   if (point)
-    *point = (struct kvs_race_point){checker.session, clock};
+    *point = (struct kvs_race_point){1, checker.session, clock};
   else
     kvs_clock_unref(clock);
   return point;
@@ -203,12 +204,21 @@ struct kvs_race_point *kvs_racecheck_point_all(struct kvs_device *device) {
   return point;
 }
 
+struct kvs_race_point *kvs_racecheck_point_ref(struct kvs_race_point *point) {
+  if (!point) return NULL;
+  pthread_mutex_lock(&lock);
+  point->refs++;
+  pthread_mutex_unlock(&lock);
+  return point;
+}
+
 void kvs_racecheck_point_free(struct kvs_race_point *point) {
   if (!point) return;
   pthread_mutex_lock(&lock);
-  kvs_clock_unref(point->clock);
+  bool last = --point->refs == 0;
+  if (last) kvs_clock_unref(point->clock);
   pthread_mutex_unlock(&lock);
-  free(point);
+  if (last) free(point);
 }
 
 void kvs_racecheck_follow(const struct kvs_race_point *point, struct kvs_device *later_device, kvs_stream later) {
@@ -255,16 +265,14 @@ static struct kvs_party *party_locked(struct pool *pool, const struct kvs_access
 }
 
 static struct kvs_visit *visit_locked(struct pool *pool, const struct kvs_access *access, uint32_t number) {
-  struct kvs_clock *clock = kvs_clocks_of(&checker.clocks, number);
   struct kvs_visit *visit = calloc(1, sizeof *visit);
   if (!visit) return NULL;
   *visit = (struct kvs_visit){.refs = 1,
                               .write = access->write,
                               .stream = number,
-                              .tick = kvs_clock_at(clock, number),
+                              .tick = kvs_clock_at(kvs_clocks_of(&checker.clocks, number), number),
                               .begin = access->begin,
-                              .end = access->end,
-                              .clock = access->done ? kvs_clock_ref(clock) : NULL};
+                              .end = access->end};
   visit->party = party_locked(pool, access);
   if (visit->party) return visit;
   kvs_visit_unref(visit);
@@ -295,32 +303,6 @@ static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_part
   return true;
 }
 
-/* Whether or not the two conflict: the hazard table knows whole slots, and has readers wait for readers where it has no
- * room for more. */
-static bool catch_up_locked(const struct pool *pool, const struct kvs_access *access, uint32_t number) {
-  const struct kvs_clock *last = NULL;
-  for (size_t i = 0; access->done && i < access->count; i++) {
-    const struct kvs_past *past = kvs_shadow_find(&pool->shadow, (uint64_t)access->ids[i]);
-    for (uint32_t j = 0; past && j < past->count; j++) {
-      const struct kvs_visit *old = past->visits[j];
-      if (!old->clock || old->clock == last) continue;
-      if (access->done[old->party->who.lane] < old->party->who.sequence) continue;
-      if (!kvs_clocks_hear(&checker.clocks, number, old->clock)) return false;
-      last = old->clock;
-    }
-  }
-  return true;
-}
-
-/* The stream, which hears of the host and of what the access is known to come after. */
-static bool begin_locked(const struct kvs_access *access, const struct kvs_stream_key *key, struct pool **pool,
-                         uint32_t *number) {
-  struct kvs_clocks *clocks = &checker.clocks;
-  *pool = pool_locked(access);
-  return *pool && kvs_clocks_stream(clocks, key, number) && kvs_clocks_work(clocks, *number, access->who->transfer) &&
-         catch_up_locked(*pool, access, *number);
-}
-
 static bool visit_slot_locked(struct pool *pool, int64_t slot, struct kvs_visit *visit) {
   const struct kvs_clock *now = kvs_clocks_of(&checker.clocks, visit->stream);
   struct kvs_past *past = kvs_shadow_make(&pool->shadow, (uint64_t)slot);
@@ -336,24 +318,18 @@ static bool visit_slot_locked(struct pool *pool, int64_t slot, struct kvs_visit 
 
 void kvs_racecheck_access(const struct kvs_access *access) {
   struct kvs_visit *visit = NULL;
-  struct pool *pool;
   uint32_t number;
   if (!kvs_racecheck_on() || access->begin >= access->end) return;
   struct kvs_stream_key key = identify(access->device, access->stream);
   if (!enter()) return;
-  if (begin_locked(access, &key, &pool, &number)) visit = visit_locked(pool, access, number);
+  struct pool *pool = pool_locked(access);
+  if (pool && kvs_clocks_stream(&checker.clocks, &key, &number) &&
+      kvs_clocks_hear(&checker.clocks, number, checker.clocks.host))
+    visit = visit_locked(pool, access, number);
   bool well = visit != NULL;
   for (size_t i = 0; well && i < access->count; i++) well = visit_slot_locked(pool, access->ids[i], visit);
   kvs_visit_unref(visit);
   leave(well);
-}
-
-void kvs_racecheck_catch_up(const struct kvs_access *access) {
-  struct pool *pool;
-  uint32_t number;
-  if (!kvs_racecheck_on() || !access->done) return;
-  struct kvs_stream_key key = identify(access->device, access->stream);
-  if (enter()) leave(begin_locked(access, &key, &pool, &number));
 }
 
 void kvs_racecheck_forget_pool(uint64_t number) {

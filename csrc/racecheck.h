@@ -8,8 +8,8 @@
  * Only what the *caller* sees to be over counts. kvswap itself also looks at streams and events, at moments that depend
  * on timing, and leaves out waits for what it finds to have ended; a race must not be found or missed for that. So it
  * looks within kvs_racecheck_internal(), a transfer keeps a point (what had been queued when it was), and when the
- * caller asks about the transfer or orders something after it, kvs_racecheck_follow() says so, whether or not anything
- * was left to wait for.
+ * caller asks about the transfer, or the caller or kvswap itself orders something after it, kvs_racecheck_follow() says
+ * so, whether or not anything was left to wait for.
  *
  * One checker a process, for all its devices. Off, it costs one relaxed load where it would look. Its lock is a leaf
  * that may be taken under any other; the device is asked before it is taken.
@@ -43,21 +43,12 @@ struct kvs_access {
   bool write;
   uint64_t begin, end;
   const struct kvs_race_party *who;
-  /* Order that the hazard table keeps, also where it need not wait: the lane's transfers up to done[lane] come before
-   * this access, because its stream waits for them or because they were found to have ended. Counts for earlier
-   * accesses that are tracked too. NULL: this access is not tracked. */
-  const uint64_t *done;
 };
 
 /* Note the access and report what it races with. Called with the work not yet queued but all its waits queued. Never
  * fails: where memory runs out the checker says so once, as a race with an empty pool name, and is silent until it is
  * started again. */
 void kvs_racecheck_access(const struct kvs_access *access);
-
-/* A tracked transfer that is about to be noted comes after what access->done says, and after all that comes before that
- * in turn. kvs_racecheck_access() does this for its own slots; of a transfer over several pools or layers, all accesses
- * go through here before the first goes there. */
-void kvs_racecheck_catch_up(const struct kvs_access *access);
 
 /* The pool is gone, the device is about to be closed: forget all about it. Their work is over. */
 void kvs_racecheck_forget_pool(uint64_t pool);
@@ -70,12 +61,13 @@ void kvs_racecheck_order(struct kvs_device *device, kvs_stream stream, kvs_event
                          kvs_stream later);
 
 /* What had been queued on a stream, or on all of a device, at some moment: for whoever cannot say later which event
- * that was. NULL where the checker is off or has no memory; NULL and points of an earlier start order nothing. Owned by
- * the caller, to be freed whether or not the checker is on. */
+ * that was. NULL where the checker is off or has no memory; NULL and points of an earlier start order nothing. The
+ * caller gets a reference, to be dropped whether or not the checker is on. */
 struct kvs_race_point;
 struct kvs_race_point *kvs_racecheck_point(struct kvs_device *device, kvs_stream stream);
 struct kvs_race_point *kvs_racecheck_point_all(struct kvs_device *device);
-void kvs_racecheck_point_free(struct kvs_race_point *point);
+struct kvs_race_point *kvs_racecheck_point_ref(struct kvs_race_point *point); /* one more reference; NULL of NULL */
+void kvs_racecheck_point_free(struct kvs_race_point *point);                  /* drops one */
 /* The point comes before whatever comes later on `later`, or with later_device NULL: the caller saw that it is over. */
 void kvs_racecheck_follow(const struct kvs_race_point *point, struct kvs_device *later_device, kvs_stream later);
 /* The event stands for the point, as if it had been recorded there. */

@@ -222,6 +222,15 @@ static int check_layer(const struct kvs_transfer *transfer, size_t layer, struct
                   transfer->nlayers - 1);
 }
 
+/* What is known to have gone wrong, also while it runs: some of it was refused. */
+static int known_error(struct kvs_transfer *transfer, struct kvs_error *err) {
+  pthread_mutex_lock(&transfer->lane->lock);
+  int status = transfer->error.status;
+  if (status) *err = transfer->error;
+  pthread_mutex_unlock(&transfer->lane->lock);
+  return status;
+}
+
 /* Layer events are the transfer's own until its handle goes, so they need no pin. */
 int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, uint64_t stream, struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
@@ -231,11 +240,8 @@ int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, ui
   status = check_layer(transfer, layer, err);
   if (status) return status;
   if (!transfer->layers[layer]) return kvs_transfer_make_wait(transfer, stream, err);
-  if (transfer->error.status != KVS_OK) { /* known since it was submitted */
-    *err = transfer->error;
-    return err->status;
-  }
-  status = kvs_stream_ask(device, stream, "the stream", &info, err);
+  status = known_error(transfer, err);
+  if (!status) status = kvs_stream_ask(device, stream, "the stream", &info, err);
   return status ? status : kvs_dev_stream_wait(device, stream, transfer->layers[layer], err);
 }
 
@@ -250,7 +256,9 @@ int kvs_transfer_layer_done(struct kvs_transfer *transfer, size_t layer, struct 
       seen_by_caller(transfer);
     return kvs_transfer_error(transfer, err);
   }
-  if (status != KVS_NOT_READY || !transfer->layers[layer]) return status;
+  if (status != KVS_NOT_READY) return status;
+  int error = known_error(transfer, err);
+  if (error || !transfer->layers[layer]) return error ? error : status;
   return kvs_dev_event_query(transfer->engine->device, transfer->layers[layer], err);
 }
 

@@ -49,6 +49,22 @@ struct kvs_work {
   void (*settle)(const void *call, const struct kvs_transfer *); /* once it is known which blocks failed */
 };
 
+/* swap.c */
+int kvs_open_for_work(struct kvs_engine *, struct kvs_error *); /* neither shut down nor lost, nor a parent's */
+int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
+bool kvs_may_cross_seams(const struct kvs_regions *);
+enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
+
+/* submit.c */
+int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
+               struct kvs_error *);
+
+/* order.c, on the lane that the caller holds: the spine waits for what the transfer must start after; what comes after
+ * it waits for the spine. */
+int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
+int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
+int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
+
 /* memory.c */
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
 void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);

@@ -82,23 +82,33 @@ static void writes(int stream, const char *where) { touch_window(stream, where, 
 static void reads(int stream, const char *where) { touch_window(stream, where, false, 0, BLOCK); }
 
 /* A transfer: lane, sequence and number are one to three digits each in `number`, as 12034 is 34 of lane 12. */
-static void transfer_on(int stream, uint64_t pool, int64_t slot, bool write, uint64_t number, const uint64_t *done,
-                        void (*tell)(const struct kvs_access *)) {
+static void transfer_on(int stream, uint64_t pool, int64_t slot, bool write, uint64_t number) {
   struct kvs_race_party who = who_is("transfer");
   who.transfer = number;
   who.lane = number / 1000;
   who.sequence = number % 1000;
-  tell(&(struct kvs_access){.device = device,
-                            .stream = streams[stream],
-                            .pool = pool,
-                            .slots = SLOTS,
-                            .pool_name = "gpu",
-                            .ids = &slot,
-                            .count = 1,
-                            .write = write,
-                            .end = BLOCK,
-                            .who = &who,
-                            .done = done});
+  kvs_racecheck_access(&(struct kvs_access){.device = device,
+                                            .stream = streams[stream],
+                                            .pool = pool,
+                                            .slots = SLOTS,
+                                            .pool_name = "gpu",
+                                            .ids = &slot,
+                                            .count = 1,
+                                            .write = write,
+                                            .end = BLOCK,
+                                            .who = &who});
+}
+
+/* With the point that a transfer keeps of itself. */
+static struct kvs_race_point *kept_transfer(int stream, uint64_t pool, int64_t slot, bool write, uint64_t number) {
+  transfer_on(stream, pool, slot, write, number);
+  return kvs_racecheck_point(device, streams[stream]);
+}
+
+/* The stream comes after the point, which is not needed any more. */
+static void follows(int stream, struct kvs_race_point *point) {
+  kvs_racecheck_follow(point, device, streams[stream]);
+  kvs_racecheck_point_free(point);
 }
 
 static size_t take(struct kvs_race *races, size_t capacity) { return kvs_racecheck_take(races, capacity); }
@@ -377,58 +387,106 @@ static void test_points(void) {
   OK(kvs_dev_event_destroy(device, event, &err));
 }
 
-static void test_done(void) {
-  uint64_t done[4] = {0, 0, 0, 0};
+/* Transfers of which the later follows the points of those that the hazard table puts before it. */
+static void test_follow(void) {
   kvs_event event = make_event();
   fresh();
-  transfer_on(0, 1, 7, true, 1001, done, kvs_racecheck_access);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_access);
-  CHECK(races() == 1, "neither waited for nor over");
+  kvs_racecheck_point_free(kept_transfer(0, 1, 7, true, 1001));
+  transfer_on(1, 1, 7, true, 2001);
+  CHECK(races() == 1, "neither waited for nor followed");
   fresh();
-  done[1] = 2;
-  transfer_on(0, 1, 7, true, 1002, done, kvs_racecheck_access);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_access);
-  CHECK(races() == 0, "the lane has come so far");
-  transfer_on(0, 1, 7, true, 1003, done, kvs_racecheck_access);
-  transfer_on(2, 1, 7, true, 3001, done, kvs_racecheck_access);
-  CHECK(races() == 3, "1003 with 2001, 3001 with both");
+  follows(1, kept_transfer(0, 1, 7, true, 1001));
+  transfer_on(1, 1, 7, true, 2001);
+  CHECK(races() == 0, "followed");
+  transfer_on(0, 1, 7, true, 1002);
+  transfer_on(2, 1, 7, true, 3001);
+  CHECK(races() == 3, "1002 with 2001, 3001 with both");
   fresh();
-  transfer_on(0, 1, 7, true, 1001, NULL, kvs_racecheck_access);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_access);
-  CHECK(races() == 1, "the first is not tracked");
+  struct kvs_race_point *earlier = kept_transfer(0, 1, 7, true, 1001);
+  transfer_on(0, 1, 7, true, 1002);
+  follows(1, earlier);
+  transfer_on(1, 1, 7, true, 2001);
+  CHECK(races() == 1, "only the first of two on a stream, between which nothing but the point was taken");
   fresh();
-  transfer_on(0, 1, 7, true, 1001, done, kvs_racecheck_access);
-  transfer_on(1, 1, 7, true, 2001, NULL, kvs_racecheck_access);
-  CHECK(races() == 1, "the second is not tracked");
+  transfer_on(0, 1, 7, true, 1001);
+  follows(1, kept_transfer(0, 1, 7, true, 1002));
+  transfer_on(1, 1, 7, true, 2001);
+  CHECK(races() == 0, "both of two on a stream");
 
-  /* What is over hands on what it waited for, as its event would have. */
+  /* Whether it was found to have ended makes no difference. */
+  for (int follow = 0; follow < 2; follow++) {
+    fresh();
+    struct kvs_race_point *point = kept_transfer(0, 1, 7, true, 1001);
+    bool before = kvs_racecheck_internal(true);
+    OK(kvs_dev_synchronize(device, &err));
+    kvs_racecheck_internal(before);
+    if (follow) kvs_racecheck_follow(point, device, streams[1]);
+    kvs_racecheck_point_free(point);
+    transfer_on(1, 1, 7, true, 2001);
+    CHECK(races() == !follow);
+  }
+
+  /* What is followed hands on what it waited for, as its event would have. */
   fresh();
   writes(2, "a"), record(event, 2), awaits(0, event);
-  transfer_on(0, 1, 7, false, 1001, done, kvs_racecheck_access);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_access);
+  follows(1, kept_transfer(0, 1, 7, false, 1001));
+  transfer_on(1, 1, 7, true, 2001);
   CHECK(races() == 0);
-  fresh(); /* also over another pool, where that is told before */
+  fresh(); /* also over another pool */
   writes(2, "a"), record(event, 2), awaits(0, event);
-  transfer_on(0, 2, 9, true, 1001, done, kvs_racecheck_access);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_catch_up);
-  transfer_on(1, 2, 9, false, 2001, done, kvs_racecheck_catch_up);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_access);
-  transfer_on(1, 2, 9, false, 2001, done, kvs_racecheck_access);
+  follows(1, kept_transfer(0, 2, 9, true, 1001));
+  transfer_on(1, 1, 7, true, 2001);
+  transfer_on(1, 2, 9, false, 2001);
+  CHECK(races() == 0);
+  fresh(); /* and what it followed itself */
+  follows(1, kept_transfer(0, 1, 7, true, 1001));
+  follows(2, kept_transfer(1, 1, 8, true, 2001));
+  transfer_on(2, 1, 7, true, 3001);
   CHECK(races() == 0);
   fresh(); /* and from reader to reader */
-  uint64_t nothing[4] = {0, 0, 0, 0};
-  transfer_on(0, 1, 7, false, 1001, nothing, kvs_racecheck_access);
-  transfer_on(1, 1, 7, false, 2001, done, kvs_racecheck_access);
+  follows(1, kept_transfer(0, 1, 7, false, 1001));
+  transfer_on(1, 1, 7, false, 2001);
   record(event, 1), awaits(2, event);
-  transfer_on(2, 1, 7, true, 3001, nothing, kvs_racecheck_access);
+  transfer_on(2, 1, 7, true, 3001);
   CHECK(races() == 0);
-  /* But not what its lane did later. */
+  /* But not what its stream did later, nor what it followed later. */
   fresh();
-  transfer_on(0, 1, 7, true, 1002, done, kvs_racecheck_access);
+  earlier = kept_transfer(0, 1, 7, true, 1001);
   touch_window(0, "a", true, BLOCK, 2 * BLOCK);
-  transfer_on(1, 1, 7, true, 2001, done, kvs_racecheck_access);
+  follows(1, earlier);
+  transfer_on(1, 1, 7, true, 2001);
   touch_window(1, "b", true, BLOCK, 2 * BLOCK);
   CHECK(is_race("a", "b"));
+  fresh();
+  writes(2, "a");
+  earlier = kept_transfer(0, 1, 8, true, 1001);
+  follows(0, kvs_racecheck_point(device, streams[2]));
+  follows(1, earlier);
+  writes(1, "b");
+  CHECK(is_race("a", "b"));
+  OK(kvs_dev_event_destroy(device, event, &err));
+}
+
+static void test_references(void) {
+  kvs_event event = make_event();
+  fresh();
+  CHECK(!kvs_racecheck_point_ref(NULL));
+  struct kvs_race_point *point = kept_transfer(0, 1, 7, true, 1001);
+  CHECK(kvs_racecheck_point_ref(point) == point && kvs_racecheck_point_ref(point) == point);
+  follows(1, point);
+  transfer_on(1, 1, 7, true, 2001);
+  CHECK(races() == 0, "one of three");
+  kvs_racecheck_stands_for(device, event, point);
+  kvs_racecheck_point_free(point);
+  awaits(2, event), reads(2, "a");
+  CHECK(races() == 1, "two of three, whose event says nothing of 2001");
+  kvs_racecheck_follow(point, NULL, 0);
+  kvs_racecheck_stop();
+  CHECK(kvs_racecheck_point_ref(point) == point, "the checker is off");
+  kvs_racecheck_point_free(point);
+  fresh();
+  writes(0, "a"), follows(1, point), writes(1, "b");
+  CHECK(is_race("a", "b"), "the last, of an earlier start");
   OK(kvs_dev_event_destroy(device, event, &err));
 }
 
@@ -436,59 +494,67 @@ static void test_done(void) {
 static void test_layers(void) {
   kvs_event event = make_event();
   fresh();
-  transfer_on(0, 1, 7, true, 1001, NULL, kvs_racecheck_access);
+  transfer_on(0, 1, 7, true, 1001);
   record(event, 0);
-  transfer_on(0, 1, 8, true, 1001, NULL, kvs_racecheck_access);
+  transfer_on(0, 1, 8, true, 1001);
   awaits(1, event);
-  transfer_on(1, 1, 7, true, 2001, NULL, kvs_racecheck_access);
+  transfer_on(1, 1, 7, true, 2001);
   CHECK(races() == 0, "the first layer");
-  transfer_on(1, 1, 8, true, 2001, NULL, kvs_racecheck_access);
+  transfer_on(1, 1, 8, true, 2001);
   CHECK(races() == 1, "the second layer");
 
-  /* Whoever comes after a transfer by the hazard table comes after all its layers, whatever bytes they share. */
-  uint64_t done[3] = {0, 1, 0};
-  struct kvs_race_party who = {.transfer = 1001, .lane = 1, .sequence = 1};
-  int64_t slot = 7;
-  struct kvs_access access = {.device = device,
-                              .stream = streams[0],
-                              .pool = 1,
-                              .slots = SLOTS,
-                              .pool_name = "gpu",
-                              .ids = &slot,
-                              .count = 1,
-                              .write = true,
-                              .end = BLOCK,
-                              .who = &who,
-                              .done = done};
-  fresh();
-  kvs_racecheck_access(&access);
-  record(event, 0);
-  access.begin = BLOCK, access.end = 2 * BLOCK;
-  kvs_racecheck_access(&access);
-  transfer_on(1, 1, 7, false, 2001, done, kvs_racecheck_access);
-  touch_window(1, "a", true, BLOCK, 2 * BLOCK);
-  CHECK(races() == 0);
+  /* Whoever follows a transfer comes after all its layers, whatever bytes they share; after its event, the first's. */
+  for (int follow = 0; follow < 2; follow++) {
+    struct kvs_race_party who = who_is("layers");
+    who.transfer = 1001, who.lane = 1, who.sequence = 1;
+    int64_t slot = 7;
+    struct kvs_access access = {.device = device,
+                                .stream = streams[0],
+                                .pool = 1,
+                                .slots = SLOTS,
+                                .pool_name = "gpu",
+                                .ids = &slot,
+                                .count = 1,
+                                .write = true,
+                                .end = BLOCK,
+                                .who = &who};
+    fresh();
+    kvs_racecheck_access(&access);
+    record(event, 0);
+    access.begin = BLOCK, access.end = 2 * BLOCK;
+    kvs_racecheck_access(&access);
+    struct kvs_race_point *point = kvs_racecheck_point(device, streams[0]);
+    if (follow)
+      kvs_racecheck_follow(point, device, streams[1]);
+    else
+      awaits(1, event);
+    kvs_racecheck_point_free(point);
+    transfer_on(1, 1, 7, false, 2001);
+    CHECK(races() == 0, "the first layer");
+    touch_window(1, "a", true, BLOCK, 2 * BLOCK);
+    CHECK(follow ? races() == 0 : is_race("layers", "a"), "the second layer");
+  }
   OK(kvs_dev_event_destroy(device, event, &err));
 }
 
 /* A transfer that comes in parts is one party for each pool and kind of access. */
 static void test_parties(void) {
   fresh();
-  for (int64_t slot = 0; slot < 50; slot++) transfer_on(0, 1, slot, true, 1001, NULL, kvs_racecheck_access);
+  for (int64_t slot = 0; slot < 50; slot++) transfer_on(0, 1, slot, true, 1001);
   for (int64_t slot = 0; slot < 50; slot++) {
-    transfer_on(1, 1, slot, false, 2001, NULL, kvs_racecheck_access);
-    transfer_on(1, 2, slot, true, 2001, NULL, kvs_racecheck_access);
+    transfer_on(1, 1, slot, false, 2001);
+    transfer_on(1, 2, slot, true, 2001);
   }
   CHECK(races() == 1);
   for (int64_t slot = 0; slot < 50; slot++) {
-    transfer_on(2, 1, slot, true, 3001, NULL, kvs_racecheck_access);
-    transfer_on(2, 2, slot, true, 3001, NULL, kvs_racecheck_access);
+    transfer_on(2, 1, slot, true, 3001);
+    transfer_on(2, 2, slot, true, 3001);
   }
   CHECK(races() == 3, "pool 1 with both, pool 2 with one");
   fresh();
-  transfer_on(0, 1, 7, true, 1001, NULL, kvs_racecheck_access);
-  transfer_on(0, 1, 8, true, 1001, NULL, kvs_racecheck_access);
-  for (int i = 0; i < 10; i++) transfer_on(1, 1, 7 + i % 2, i % 3, 2001, NULL, kvs_racecheck_access);
+  transfer_on(0, 1, 7, true, 1001);
+  transfer_on(0, 1, 8, true, 1001);
+  for (int i = 0; i < 10; i++) transfer_on(1, 1, 7 + i % 2, i % 3, 2001);
   CHECK(races() == 2, "its reads and its writes");
 }
 
@@ -602,8 +668,10 @@ static void test_clocks(void) {
   uint32_t numbers[4], again;
   for (uint32_t i = 0; i < 4; i++) {
     CHECK(kvs_clocks_stream(&clocks, &keys[i], &numbers[i]) && numbers[i] == i);
-    CHECK(kvs_clock_at(kvs_clocks_of(&clocks, i), i) == 1 && kvs_clocks_work(&clocks, i, 77));
-    CHECK(kvs_clocks_work(&clocks, i, 77) && kvs_clock_at(kvs_clocks_of(&clocks, i), i) == 2);
+    CHECK(kvs_clock_at(kvs_clocks_of(&clocks, i), i) == 1);
+    struct kvs_clock *first = kvs_clocks_moment(&clocks, i);
+    CHECK(kvs_clock_at(first, i) == 1 && kvs_clock_at(kvs_clocks_of(&clocks, i), i) == 2);
+    kvs_clock_unref(first);
   }
   struct kvs_clock *moment = kvs_clocks_moment(&clocks, 0), *other = kvs_clocks_moment(&clocks, 2);
   CHECK(kvs_clock_at(moment, 0) == 2 && kvs_clock_at(kvs_clocks_of(&clocks, 0), 0) == 3);
@@ -628,9 +696,9 @@ static void test_clocks(void) {
 static void test_past(void) {
   struct kvs_shadow shadow = {.slots = 257};
   struct kvs_clock *now = NULL, *host = NULL;
-  CHECK(!kvs_shadow_find(&shadow, 256));
   struct kvs_past *past = kvs_shadow_make(&shadow, 256);
-  CHECK(past && kvs_shadow_find(&shadow, 256) == past && !kvs_shadow_find(&shadow, 0));
+  CHECK(past && past->count == 0 && kvs_shadow_make(&shadow, 256) == past);
+  CHECK(kvs_shadow_make(&shadow, 0) != past && kvs_shadow_make(&shadow, 255) != past);
   for (uint32_t i = 0; i < 3; i++) { /* of three streams that know nothing of each other */
     struct kvs_visit *visit = calloc(1, sizeof *visit);
     *visit = (struct kvs_visit){.refs = 1, .stream = i, .tick = 5, .end = 1};
@@ -834,20 +902,19 @@ static void test_off(void) {
 
 /* Each thing that is queued or seen is a node; what comes before it directly are its edges, and its ancestors all that
  * comes before it. No clocks. */
-enum { NODES = 1024, POOLS = 2, FEW_SLOTS = 4, EVENTS = 5, POINTS = 3, VISITS = 512 };
+enum { NODES = 1024, POOLS = 2, FEW_SLOTS = 4, EVENTS = 5, POINTS = 3, KEPT = 8, VISITS = 512 };
 
 struct node {
   uint64_t ancestors[NODES / 64]; /* itself included */
 };
 
 struct visited {
-  int node, last; /* last: of the transfer's nodes */
+  int node;
   unsigned pool, slots;
   uint64_t begin, end;
-  bool write, tracked, gone;
+  bool write, gone;
   uint64_t number; /* of the transfer, or of the note, from 1 */
   bool note;
-  uint64_t lane, sequence;
 };
 
 struct expected {
@@ -862,12 +929,14 @@ static struct model {
   int nnodes;
   int last[STREAMS], host, event[EVENTS], point[POINTS];
   struct kvs_race_point *points[POINTS];
+  struct kvs_race_point *kept[KEPT]; /* of transfers */
+  int kept_node[KEPT];
   kvs_event events[EVENTS];
   struct visited visits[VISITS];
   size_t nvisits;
   struct expected races[1000];
   size_t nraces;
-  uint64_t numbers, sequence[STREAMS];
+  uint64_t numbers;
 } model;
 
 static struct kvs_device *devices[2]; /* the last stream is of the second */
@@ -901,12 +970,9 @@ static bool stood_for(size_t index, unsigned slot) {
   return false;
 }
 
-static bool meet(const struct visited *a, const struct visited *b, unsigned slot) {
-  return !a->gone && a->pool == b->pool && (a->slots & b->slots) >> slot & 1;
-}
-
 static bool clash(const struct visited *a, const struct visited *b, unsigned slot) {
-  return meet(a, b, slot) && (a->write || b->write) && a->begin < b->end && b->begin < a->end;
+  return !a->gone && a->pool == b->pool && (a->slots & b->slots) >> slot & 1 && (a->write || b->write) &&
+         a->begin < b->end && b->begin < a->end;
 }
 
 static void expect(const struct visited *a, const struct visited *b, unsigned slot) {
@@ -927,32 +993,28 @@ static void random_access(struct visited *visit) {
   visit->end = visit->begin + 1 + check_below(&model.random, 6);
 }
 
-static void tell(const struct visited *visit, uint64_t stream, const uint64_t *done,
-                 void (*call)(const struct kvs_access *)) {
+static void tell(const struct visited *visit, uint64_t stream) {
   static const char *const names[POOLS] = {"zero", "one"};
   struct kvs_race_party who = {.transfer = visit->note ? 0 : visit->number, .what = "random"};
   int64_t ids[FEW_SLOTS];
   size_t count = 0;
-  who.lane = visit->lane;
-  who.sequence = visit->sequence;
   snprintf(who.where, sizeof who.where, "%" PRIu64, visit->number);
   for (unsigned slot = 0; slot < FEW_SLOTS; slot++)
     if (visit->slots >> slot & 1) ids[count++] = slot * 300; /* on pages of their own */
-  call(&(struct kvs_access){.device = device_of(stream),
-                            .stream = streams[stream],
-                            .pool = visit->pool + 1,
-                            .slots = SLOTS,
-                            .pool_name = names[visit->pool],
-                            .ids = ids,
-                            .count = count,
-                            .write = visit->write,
-                            .begin = visit->begin,
-                            .end = visit->end,
-                            .who = &who,
-                            .done = done});
+  kvs_racecheck_access(&(struct kvs_access){.device = device_of(stream),
+                                            .stream = streams[stream],
+                                            .pool = visit->pool + 1,
+                                            .slots = SLOTS,
+                                            .pool_name = names[visit->pool],
+                                            .ids = ids,
+                                            .count = count,
+                                            .write = visit->write,
+                                            .begin = visit->begin,
+                                            .end = visit->end,
+                                            .who = &who});
 }
 
-static void visit_now(struct visited *visit, uint64_t stream, const uint64_t *done) {
+static void visit_now(struct visited *visit, uint64_t stream) {
   visit->node = model.last[stream] = new_node(model.last[stream], model.host);
   for (unsigned slot = 0; slot < FEW_SLOTS; slot++)
     for (size_t i = 0; i < model.nvisits; i++)
@@ -960,41 +1022,44 @@ static void visit_now(struct visited *visit, uint64_t stream, const uint64_t *do
           !stood_for(i, slot))
         expect(&model.visits[i], visit, slot);
   model.visits[model.nvisits++] = *visit;
-  tell(visit, stream, done, kvs_racecheck_access);
+  tell(visit, stream);
 }
 
-static void catch_up(int node, const struct visited *visit, const uint64_t *done) {
-  for (unsigned slot = 0; slot < FEW_SLOTS; slot++)
-    for (size_t i = 0; i < model.nvisits; i++) {
-      const struct visited *old = &model.visits[i];
-      if (old->tracked && meet(old, visit, slot) && done[old->lane] >= old->sequence && !stood_for(i, slot))
-        add_edge(node, old->last);
-    }
-}
-
-static void random_transfer(uint64_t stream) {
-  struct visited visits[2];
-  uint64_t done[STREAMS], number = ++model.numbers;
-  size_t parts = 1 + check_below(&model.random, 2), first = model.nvisits;
-  bool tracked = check_below(&model.random, 2);
-  for (uint64_t lane = 0; lane < STREAMS; lane++) done[lane] = check_below(&model.random, model.sequence[lane] + 1);
-  model.sequence[stream]++;
-  int node = model.last[stream] = new_node(model.last[stream], model.host);
-  for (size_t i = 0; i < parts; i++) {
-    visits[i] =
-        (struct visited){.number = number, .lane = stream, .sequence = model.sequence[stream], .tracked = tracked};
-    random_access(&visits[i]);
-    if (tracked) catch_up(node, &visits[i], done);
-    if (tracked) tell(&visits[i], stream, done, kvs_racecheck_catch_up);
+/* The stream comes after a transfer's point; `last`: by the last reference, but for one in model.points. */
+static void follow_kept(uint64_t stream, size_t k, bool last) {
+  struct kvs_race_point *point = kvs_racecheck_point_ref(model.kept[k]);
+  if (last) {
+    kvs_racecheck_point_free(model.kept[k]);
+    model.kept[k] = NULL;
   }
-  for (size_t i = 0; i < parts; i++) visit_now(&visits[i], stream, tracked ? done : NULL);
-  for (size_t i = first; i < model.nvisits; i++) model.visits[i].last = model.last[stream];
+  kvs_racecheck_follow(point, device_of(stream), streams[stream]);
+  if (point) model.last[stream] = new_node(model.last[stream], model.kept_node[k]);
+  kvs_racecheck_point_free(point);
+}
+
+static void keep(uint64_t stream, size_t k) {
+  kvs_racecheck_point_free(model.kept[k]);
+  model.kept[k] = kvs_racecheck_point(device_of(stream), streams[stream]);
+  model.kept_node[k] = model.last[stream] = new_node(model.last[stream], model.host);
+}
+
+/* In up to three layers, each after what that one follows; others may come after any of them. */
+static void random_transfer(uint64_t stream) {
+  uint64_t number = ++model.numbers;
+  for (size_t layers = 1 + check_below(&model.random, 3); layers > 0; layers--) {
+    struct visited visit = {.number = number};
+    for (size_t n = check_below(&model.random, 3); n > 0; n--)
+      follow_kept(stream, check_below(&model.random, KEPT), check_below(&model.random, 8) == 0);
+    random_access(&visit);
+    visit_now(&visit, stream);
+    if (layers == 1 || check_below(&model.random, 4) == 0) keep(stream, check_below(&model.random, KEPT));
+  }
 }
 
 static void random_note(uint64_t stream) {
   struct visited visit = {.number = ++model.numbers, .note = true};
   random_access(&visit);
-  visit_now(&visit, stream, NULL);
+  visit_now(&visit, stream);
 }
 
 static void see(int node) { model.host = new_node(model.host, node); }
@@ -1034,17 +1099,23 @@ static void random_order(uint64_t stream, uint64_t e) {
 }
 
 static void random_point(uint64_t stream, uint64_t e, size_t p) {
-  switch (check_below(&model.random, 4)) {
+  size_t k = check_below(&model.random, KEPT);
+  switch (check_below(&model.random, 5)) {
   case 0:
+    kvs_racecheck_point_free(model.points[p]);
+    model.points[p] = kvs_racecheck_point_ref(model.kept[k]);
+    model.point[p] = model.points[p] ? model.kept_node[k] : -1;
+    break;
+  case 1:
     kvs_racecheck_point_free(model.points[p]);
     model.points[p] = kvs_racecheck_point(device_of(stream), streams[stream]);
     model.point[p] = new_node(model.last[stream], model.host);
     break;
-  case 1:
+  case 2:
     kvs_racecheck_follow(model.points[p], device_of(stream), streams[stream]);
     model.last[stream] = new_node(model.last[stream], model.point[p]);
     break;
-  case 2:
+  case 3:
     kvs_racecheck_follow(model.points[p], NULL, 0);
     see(model.point[p]);
     break;
@@ -1119,6 +1190,7 @@ static size_t random_program(uint64_t seed) {
   CHECK(n == model.nraces && right == n, "seed %" PRIu64 ": %zu races, expected %zu, right up to %zu", seed, n,
         model.nraces, right);
   for (size_t i = 0; i < POINTS; i++) kvs_racecheck_point_free(model.points[i]);
+  for (size_t i = 0; i < KEPT; i++) kvs_racecheck_point_free(model.kept[i]);
   kvs_racecheck_stop();
   return n;
 }
@@ -1145,6 +1217,7 @@ static void test_random(void) {
 /* -- threads ----------------------------------------------------------------------------------------------------- */
 
 static atomic_bool finished;
+static struct kvs_race_point *everybodys;
 
 /* On a stream and a pool of its own: never a race. */
 static void *work(void *arg) {
@@ -1155,12 +1228,14 @@ static void *work(void *arg) {
   wrong += kvs_dev_event_create(device, true, &event, &err) != KVS_OK;
   for (int i = 0; i < 2000; i++) {
     int64_t slot = (int64_t)check_below(&random, SLOTS);
-    transfer_on((int)number, 10 + number, slot, check_below(&random, 2), 1000 * number + 1, NULL, kvs_racecheck_access);
+    transfer_on((int)number, 10 + number, slot, check_below(&random, 2), 1000 * number + 1);
     wrong += kvs_dev_event_record(device, event, streams[number], &err) != KVS_OK;
     struct kvs_race_point *point = kvs_racecheck_point(device, streams[number]);
     (void)query(event);
     kvs_racecheck_follow(point, device, streams[(number + 1) % STREAMS]);
     kvs_racecheck_point_free(point);
+    kvs_racecheck_follow(kvs_racecheck_point_ref(everybodys), device, streams[number]);
+    kvs_racecheck_point_free(everybodys);
     if (i % 50 == 0) kvs_racecheck_forget_pool(10 + number);
     if (i % 500 == 0) wrong += kvs_dev_synchronize(device, &err) != KVS_OK;
   }
@@ -1186,6 +1261,10 @@ static void test_threads(void) {
   uint64_t found = kvs_racecheck_found();
   device = open_device(0);
   for (size_t i = 0; i < STREAMS; i++) OK(kvs_dev_stream_create(device, 0, &streams[i], &err));
+  kvs_racecheck_start();
+  everybodys = kvs_racecheck_point(device, streams[0]);
+  CHECK(everybodys);
+  kvs_racecheck_stop();
   pthread_create(&toggler, NULL, toggle, NULL);
   for (size_t i = 0; i < STREAMS; i++) pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)i);
   for (int i = 0; i < 20; i++) { /* whoever holds the lock: the child can take it */
@@ -1204,6 +1283,7 @@ static void test_threads(void) {
   }
   atomic_store(&finished, true);
   pthread_join(toggler, NULL);
+  kvs_racecheck_point_free(everybodys); /* the last reference, or the sanitizers tell */
   CHECK(kvs_racecheck_found() == found && !kvs_racecheck_active());
   kvs_dev_close(device);
   device = before;
@@ -1219,7 +1299,8 @@ int main(void) {
   test_host();
   test_told();
   test_points();
-  test_done();
+  test_follow();
+  test_references();
   test_layers();
   test_parties();
   test_forgetting();
