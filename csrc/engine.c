@@ -81,7 +81,7 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   if (status) return status;
   for (int i = KVS_PATH_AUTO; path && *path; i++) {
     if (i > KVS_PATH_DIRECT)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, kernel, direct", path);
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, kernel, direct", path);
     if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
     engine->default_path = (enum kvs_path)i;
     break;
@@ -365,7 +365,7 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
 const char *kvs_version(void) { return KVSWAP_VERSION; }
 
 const char *kvs_path_name(enum kvs_path path) {
-  static const char *const list[] = {"auto", "dma", "kernel", "direct"};
+  static const char *const list[] = {"auto", "dma", "strided", "kernel", "direct"};
   return list[path];
 }
 

@@ -344,6 +344,7 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
     kvs_copies_free(&scratch->single);
     kvs_rects_free(&scratch->rects);
     kvs_move_scratch_free(scratch->move);
+    kvs_stacks_free(&scratch->stacks);
     free(scratch->layers);
     kvs_regions_clear(&scratch->regions);
     kvs_plan_scratch_free(&scratch->plan);

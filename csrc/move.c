@@ -33,6 +33,7 @@ struct move_call {
   struct kvs_engine *engine;
   struct kvs_move_scratch *room;
   size_t nparts, ntouches;
+  bool rows;                        /* copies of rows are of use */
   const int64_t *all_src, *all_dst; /* slots as the caller named them */
   size_t all;
   const int64_t *src, *dst;  /* those to be copied */
@@ -224,13 +225,19 @@ static struct kvs_part part_at(const struct move_call *call, size_t i) {
       .pair = (uint32_t)i, .layer = (uint32_t)i, .rows = 1, .row_nbytes = call->move->src[i]->layout.block_nbytes};
 }
 
-/* The copy engine takes rows at a pitch within one allocation and one registration, up to a largest pitch. */
+static bool make_rect(const struct move_call *call, const struct kvs_run *run, struct kvs_rect *rect) {
+  return kvs_rect_make(rect, run->dst, run->src, run->row_nbytes, run->rows, run->dst_pitch, run->src_pitch,
+                       call->engine->device->info.max_pitch);
+}
+
+/* The copy engine takes rows at a pitch within one allocation and one registration, if the pitch is not too odd. */
 static bool may_stride(const struct move_call *call, const struct kvs_scratch *scratch, const struct kvs_part *part,
                        size_t from) {
-  uint64_t most = call->engine->device->info.max_pitch;
+  struct kvs_rect rect;
   const struct kvs_run_list *runs = &call->room->runs;
+  if (!call->rows) return false;
   for (size_t r = from; r < runs->count; r++)
-    if (runs->items[r].src_pitch > most || runs->items[r].dst_pitch > most) return false;
+    if (!make_rect(call, &runs->items[r], &rect)) return false;
   return in_one_region(&scratch->regions, &call->move->src[part->pair]->layout) &&
          in_one_region(&scratch->regions, &call->move->dst[part->pair]->layout);
 }
@@ -283,15 +290,14 @@ static int plan_rects(const struct move_call *call, const struct kvs_pool_layout
                       struct kvs_error *err) {
   int status = kvs_rects_reserve(rects, rects->count + call->count, err);
   if (status) return status;
+  struct kvs_rect shape;
+  if (!make_rect(call, run, &shape)) return kvs_fail(err, KVS_INTERNAL, "a run that was said to be strided is not");
   for (size_t i = 0; i < call->count; i++) {
-    rects->block[rects->count] = position_of(call, i);
-    rects->items[rects->count++] = (struct kvs_rect){.dst = dst->ptr + (uint64_t)call->dst[i] * dst->stride + run->dst,
-                                                     .src = src->ptr + (uint64_t)call->src[i] * src->stride + run->src,
-                                                     .dst_pitch = run->dst_pitch,
-                                                     .src_pitch = run->src_pitch,
-                                                     .width = run->row_nbytes,
-                                                     .height = run->rows,
-                                                     .depth = 1};
+    struct kvs_rect *rect = &rects->items[rects->count];
+    *rect = shape;
+    rect->dst += dst->ptr + (uint64_t)call->dst[i] * dst->stride;
+    rect->src += src->ptr + (uint64_t)call->src[i] * src->stride;
+    rects->block[rects->count++] = position_of(call, i);
   }
   rects->rows += run->rows * call->count;
   return KVS_OK;
@@ -462,7 +468,8 @@ static uint64_t count_entries(const struct move_call *call) {
 static int check_and_plan(struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
                           struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
-  bool shared, strided = !kvs_dev_fault_on_copies(call->engine->device);
+  bool shared, insists;
+  call->rows = kvs_wants_rows(call->engine, options, &insists) && !kvs_dev_fault_on_copies(call->engine->device);
   int status = find_touches(call, &shared, err);
   if (!status) status = take_slots(call, shared, scratch, err);
   if (!status) status = cover_pools(call, scratch, &work->direction, err);
@@ -475,7 +482,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->entries = count_entries(call);
   work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;
   status = kvs_check_layer_options(options, work->nlayers, err);
-  if (!status) status = plan_all(call, true, true, scratch, strided ? &scratch->rects : NULL, &scratch->copies, err);
+  if (!status) status = plan_all(call, true, true, scratch, &scratch->rects, &scratch->copies, err);
   bool layered = options && (options->layer_events || options->nafter_layers);
   if (!layered) scratch->nlayers = 0; /* issued in one go */
   return status;

@@ -19,6 +19,7 @@ enum {
   BATCH_LARGE = 256, /* the same from LARGE_COPY bytes a copy on */
   LARGE_COPY = 32 << 10,
   KERNEL_BELOW = 12 << 10, /* mean bytes a copy below which the kernel beats the copy engine (measured, H200) */
+  STRIDED_FROM = 4 << 10,  /* mean bytes a row from which copies of rows do: a little slower, but no SM is used */
   KERNEL_FROM = 16,        /* copies from which a launch pays */
   KERNEL_CTAS = 8,         /* 4 fill the link of an H200, 8 leave room for slower SMs */
   KERNEL_THREADS = 512,
@@ -60,20 +61,36 @@ static bool would_block(const struct submission *s) {
   return host && !s->device->ops->copy_direct;
 }
 
+static bool prefers_direct(const struct kvs_engine *engine) {
+  return engine->device->ops->copy_direct && !engine->device->stepped;
+}
+
 static enum kvs_path predict(const struct submission *s) {
   const struct kvs_scratch *scratch = s->work->scratch;
   size_t count = scratch->copies.count + scratch->rects.rows;
-  if (s->device->ops->copy_direct && !s->device->stepped) return KVS_PATH_DIRECT;
-  if (!s->device->info.kernels || s->engine->no_kernel) return KVS_PATH_DMA;
+  bool rows = scratch->rects.count > 0;
+  enum kvs_path by_engine = rows ? KVS_PATH_STRIDED : KVS_PATH_DMA;
+  if (prefers_direct(s->engine)) return KVS_PATH_DIRECT;
+  if (!s->device->info.kernels || s->engine->no_kernel) return by_engine;
   if (would_block(s)) return KVS_PATH_KERNEL;
-  if (count < KERNEL_FROM) return KVS_PATH_DMA;
-  if (s->work->nbytes / count >= KERNEL_BELOW || pageable(&scratch->regions)) return KVS_PATH_DMA;
-  return KVS_PATH_KERNEL;
+  if (count < KERNEL_FROM || pageable(&scratch->regions)) return by_engine;
+  return s->work->nbytes / count >= (rows ? STRIDED_FROM : KERNEL_BELOW) ? by_engine : KVS_PATH_KERNEL;
+}
+
+static enum kvs_path asked_for(const struct kvs_engine *engine, const struct kvs_options *options) {
+  return options && options->path != KVS_PATH_AUTO ? options->path : engine->default_path;
+}
+
+bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options, bool *insists) {
+  enum kvs_path path = asked_for(engine, options);
+  *insists = path == KVS_PATH_STRIDED;
+  return *insists || (path == KVS_PATH_AUTO && !prefers_direct(engine));
 }
 
 static int choose_path(struct submission *s, enum kvs_path *path) {
-  *path = s->options->path != KVS_PATH_AUTO ? s->options->path : s->engine->default_path;
+  *path = asked_for(s->engine, s->options);
   if (*path == KVS_PATH_AUTO) *path = predict(s);
+  if (*path == KVS_PATH_STRIDED && s->work->scratch->rects.count == 0) *path = KVS_PATH_DMA; /* nothing is strided */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma' and 'kernel'",
                     s->engine->name);
@@ -90,10 +107,10 @@ static int choose_path(struct submission *s, enum kvs_path *path) {
   return KVS_OK;
 }
 
-/* Rectangles are for the copy engine: other paths get their rows as plain copies. */
+/* The other paths get the rows as plain copies. */
 static int flatten(struct submission *s) {
   struct kvs_scratch *scratch = s->work->scratch;
-  if (s->transfer->path == KVS_PATH_DMA || scratch->rects.count == 0) return KVS_OK;
+  if (s->transfer->path == KVS_PATH_STRIDED || scratch->rects.count == 0) return KVS_OK;
   scratch->copies.count = scratch->rects.count = scratch->nlayers = 0;
   scratch->rects.rows = 0;
   return s->work->expand(s->work->call, true, scratch, &scratch->copies, s->err);
@@ -219,9 +236,8 @@ static void issue_dma(struct submission *s) {
 static void issue_rect(struct submission *s, const struct kvs_rect *rect, uint32_t block) {
   struct kvs_error why;
   int status = kvs_dev_copy_rect(s->device, rect, s->lane->spine, &why);
-  for (uint64_t row = 0; status && !beyond_hope(status) && row < rect->height; row++) {
-    int again =
-        copy_in_parts(s, rect->dst + row * rect->dst_pitch, rect->src + row * rect->src_pitch, rect->width, &why);
+  for (uint64_t row = 0; status && !beyond_hope(status) && row < kvs_rect_rows(rect); row++) {
+    int again = copy_in_parts(s, kvs_rect_dst(rect, row), kvs_rect_src(rect, row), rect->width, &why);
     if (beyond_hope(again)) status = again;
     if (again && !beyond_hope(again)) {
       note_failure(s, block, &why);
@@ -320,7 +336,7 @@ static void issue_view(struct submission *s) {
     kvs_fail_driver(&why, KVS_REFUSED, code, "copy", "injected fault");
     for (size_t i = s->view.count; i < refused_end; i++) block_by_block(s, i, false, &why);
   }
-  if (s->transfer->path == KVS_PATH_DMA)
+  if (s->transfer->path == KVS_PATH_DMA || s->transfer->path == KVS_PATH_STRIDED)
     issue_dma(s);
   else
     issue_whole(s, s->transfer->path);

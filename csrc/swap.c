@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "hooks.h"
 
 int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
   if (atomic_load(&engine->closed))
@@ -53,8 +54,27 @@ static int plan_cache(const void *arg, bool merge, struct kvs_copies *copies, st
 
 static int expand_cache(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
                         struct kvs_error *err) {
-  (void)scratch;
-  return plan_cache(arg, merge, copies, err);
+  int status = plan_cache(arg, merge, copies, err);
+  if (status || !merge || !kvs_may_cross_seams(&scratch->regions)) return status;
+  return kvs_plan_split(copies, 0, &scratch->regions, err);
+}
+
+/* The same list, where tensors lie at equal distances, as rows; with AUTO only if that takes half as many copies. */
+static int plan_rows(struct kvs_engine *engine, const struct cache_call *call, const struct kvs_options *options,
+                     struct kvs_scratch *scratch, struct kvs_error *err) {
+  size_t plain = scratch->copies.count;
+  bool insists;
+  if (!kvs_wants_rows(engine, options, &insists) || call->ntensors < 2 || kvs_dev_fault_on_copies(engine->device))
+    return KVS_OK;
+  int status = kvs_stacks_find(call->tensors, call->ntensors, &scratch->regions, &scratch->stacks, err);
+  if (status || scratch->stacks.count == call->ntensors) return status;
+  scratch->copies.count = 0;
+  status = kvs_plan_stacks(call->tensors, &scratch->stacks, call->gpu_ids, call->cpu_ids, call->direction,
+                           engine->device->info.max_pitch, &scratch->rects, &scratch->copies, err);
+  if (status || insists || 2 * (scratch->copies.count + scratch->rects.count) <= plain) return status;
+  scratch->copies.count = scratch->rects.count = 0;
+  scratch->rects.rows = 0;
+  return plan_cache(call, true, &scratch->copies, err);
 }
 
 /* The same list, tensor by tensor, with a mark where each ends. */
@@ -95,7 +115,7 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
 }
 
 static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work *work, const struct cache_call *call,
-                                bool layered, struct kvs_error *err) {
+                                const struct kvs_options *options, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
@@ -106,7 +126,9 @@ static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work
   if (!status) status = plan_cache(call, true, &scratch->copies, err);
   if (!status && !disjoint) status = check_disjoint(scratch, work, "block", call->ntensors, err);
   if (status) return status;
-  if (layered) return plan_layers(call, scratch, err);
+  if (options && (options->layer_events || options->nafter_layers)) return plan_layers(call, scratch, err);
+  status = plan_rows(engine, call, options, scratch, err);
+  if (status) return status;
   return kvs_may_cross_seams(&scratch->regions) ? kvs_plan_split(&scratch->copies, 0, &scratch->regions, err) : KVS_OK;
 }
 
@@ -146,14 +168,13 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                           .watch = kvs_watch_copies,
                           .call = &call,
                           .nlayers = ntensors};
-  bool layered = options && (options->layer_events || options->nafter_layers);
   for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu.count;
   status = copy_ids(scratch, &gpu, 0, err);
   if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
   gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
   if (!status) status = kvs_check_layer_options(options, ntensors, err);
-  if (!status) status = check_and_plan_cache(engine, &work, &call, layered, err);
+  if (!status) status = check_and_plan_cache(engine, &work, &call, options, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;

@@ -4,6 +4,7 @@
 
 #include "plan.h"
 #include "pool.h"
+#include "stride.h"
 
 struct kvs_move_scratch; /* move.c's own */
 
@@ -22,6 +23,7 @@ struct kvs_scratch {
   size_t nlayers, layers_capacity;
   struct kvs_regions regions; /* those that this call touches */
   struct kvs_move_scratch *move;
+  struct kvs_stacks stacks;
   struct kvs_plan_scratch plan;
   struct kvs_scratch *next;
 };
@@ -56,6 +58,8 @@ bool kvs_may_cross_seams(const struct kvs_regions *);
 enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
 
 /* submit.c */
+/* Whether copies of rows are of use to a call: where there are any, or (auto) where they make it much shorter. */
+bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, bool *insists);
 int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
                struct kvs_error *);
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-_Path: TypeAlias = Literal["auto", "dma", "kernel", "direct"]
+_Path: TypeAlias = Literal["auto", "dma", "strided", "kernel", "direct"]
 _Priority: TypeAlias = Literal["high", "normal", "background"]
 _StreamLike: TypeAlias = Any  # int handle, or an object with cuda_stream, ptr, __cuda_stream__, or a kvswap Stream
 _Address: TypeAlias = Any  # int, or a tensor: data_ptr(), DLPack, array interfaces, buffer protocol

@@ -15,7 +15,8 @@ class DeviceInfo:
 
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.
-    driver: the CUDA version it is for. paths: "dma", "kernel" and "direct", each "on", or why not.
+    driver: the CUDA version it is for. paths: "dma", "strided", "kernel" and "direct", each "on", or
+    why not.
     """
 
     name: str  # what kvswap.Device takes: "cuda:0", "host:0"
@@ -27,7 +28,7 @@ class DeviceInfo:
     pci: str  # "0000:01:00.0"; empty on a host device
     link: str  # "32.0 GT/s PCIe x16", the most that the link can do; empty where it is not known
     driver: str  # the CUDA version that the driver is for, "13.0"; empty on a host device
-    paths: dict[str, str]  # "dma", "kernel", "direct"
+    paths: dict[str, str]  # "dma", "strided", "kernel", "direct"
 
 
 def devices() -> list[DeviceInfo]:
@@ -52,7 +53,12 @@ def _cuda(ordinal: int) -> DeviceInfo:
         pci=info["pci"],
         link=_link(info["pci"]),
         driver=f"{info['driver'] // 1000}.{info['driver'] % 1000 // 10}",
-        paths={"dma": "on", "kernel": _kernel_path(info), "direct": "only host devices copy by threads"},
+        paths={
+            "dma": "on",
+            "strided": "on",
+            "kernel": _kernel_path(info),
+            "direct": "only host devices copy by threads",
+        },
     )
 
 
@@ -67,7 +73,7 @@ def _host() -> DeviceInfo:
         pci="",
         link="",
         driver="",
-        paths={"dma": "on", "kernel": _disabled() or "on", "direct": "on"},
+        paths={"dma": "on", "strided": "on", "kernel": _disabled() or "on", "direct": "on"},
     )
 
 

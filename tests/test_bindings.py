@@ -158,7 +158,7 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         ({"direction": True}, ValueError, "direction is True"),
         ({"direction": "H2D"}, ValueError, "direction is 'H2D'"),
         ({"direction": 2**70}, ValueError, "direction is 1180591620717411303424"),
-        ({"path": "relay"}, ValueError, "path is 'relay': must be one of 'auto', 'dma', 'kernel', 'direct'"),
+        ({"path": "relay"}, ValueError, "path is 'relay': must be one of 'auto', 'dma', 'strided', 'kernel', 'direct'"),
         ({"path": None}, TypeError, "path must be a str, not NoneType"),
         ({"priority": "low"}, ValueError, "priority is 'low'"),
         ({"max_ctas": 0}, ValueError, "max_ctas is 0"),
@@ -789,7 +789,7 @@ def test_the_default_without_a_gpu_is_said_once() -> None:
 def test_the_list_of_devices() -> None:
     found = kvswap.devices()
     assert found[-1].name == "host:0" and found[-1].kind == "host"
-    assert set(found[-1].paths) == {"dma", "kernel", "direct"}
+    assert set(found[-1].paths) == {"dma", "strided", "kernel", "direct"}
     with pytest.raises(AttributeError):
         found[-1].name = "x"  # type: ignore[misc]
 

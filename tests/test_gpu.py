@@ -19,7 +19,7 @@ from kvswap import testing
 from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
 
 SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
-GPU_PATHS = ("auto", "dma", "kernel")
+GPU_PATHS = ("auto", "dma", "strided", "kernel")
 
 
 @pytest.fixture(autouse=True)

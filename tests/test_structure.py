@@ -34,6 +34,7 @@ ROWS = [
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
     {"host_memory.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
     {"plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
+    {"stride.h"},
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
 ]
@@ -107,7 +108,7 @@ def test_includes_point_downward() -> None:
 
 def test_the_layers_of_sources() -> None:
     """Pure functions know no device's insides; devices know no lanes; what is above the seam knows none of them."""
-    pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "clock.c", "region.c", "status.c"}
+    pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "stride.c", "clock.c", "region.c", "status.c"}
     device = ("host_", "cuda_", "device")
     above = {"engine.h", "core.h", "kvswap.h"}
     wrong = []
