@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|hazards|sanitize|bench|replay [TRACE]
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
-# takes two and a half minutes, bench one, replay one; sanitize is bounded to nine.
+# takes four and a half minutes, hazards two and a half, sanitize three, bench one, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 part=$2 trace=${3:-}
@@ -17,7 +17,7 @@ pytest() { run "$1" pytest -p no:cacheprovider -o faulthandler_timeout=60 --devi
 } >"$out/machine.txt" 2>&1
 
 suite() {
-  (head -n 1 "$out/machine.txt"; time pytest 300 -q --durations=15 --ignore=tests/test_c.py \
+  (head -n 1 "$out/machine.txt"; time pytest 420 -q --durations=15 --ignore=tests/test_c.py \
     --ignore=tests/long/test_hazards.py --long-seconds=3 tests) \
     >"$out/suite.txt" 2>&1
   tail -n 5 "$out/suite.txt"
@@ -33,7 +33,8 @@ hazards() {
 # streams up (--serial: the tools run one command at a time). Calls that the driver is meant to refuse are no errors; what
 # a tool says of memory and kernels is. memory_passed is left out since initcheck does not see what a batch call writes.
 sanitize_part() {
-  local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told"
+  local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told
+    and not keeps_a_manager"
   local log="$out/sanitizer-$tool-$tests${3:+-$3}.log"
   [ "$tool" = initcheck ] && only+=" and not memory_passed"
   timeout -k 5 530 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
@@ -65,6 +66,7 @@ bench() {
     >"$out/batch_parts.txt"
   rm -f "$out/batch_parts"
   timeout 120 python3 -P benchmarks/bench_order.py --device cuda:0 --json "$out/bench_order.json" | tee "$out/bench_order.txt"
+  timeout 120 python3 -P benchmarks/bench_layers.py --device cuda:0 --json "$out/bench_layers.json" | tee "$out/bench_layers.txt"
 }
 
 replay() {
