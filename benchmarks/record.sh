@@ -48,7 +48,7 @@ sanitize() {
   export -f sanitize_part
   {
     printf '%s\n' "memcheck faults D2H and" "memcheck faults H2D and" # the slow ones first
-    for tests in swap order gpu transfer regions conformance pool transfer_manager faults validation; do
+    for tests in swap strided order gpu transfer regions conformance pool transfer_manager faults validation; do
       printf "%s $tests\n" memcheck racecheck initcheck synccheck
     done
   } | grep -v "memcheck faults$" | xargs -P 6 -L 1 bash -c 'sanitize_part "$@"' _
