@@ -33,9 +33,9 @@ hazards() {
 # streams up (--serial: the tools run one command at a time). Calls that the driver is meant to refuse are no errors; what
 # a tool says of memory and kernels is. memory_passed is left out since initcheck does not see what a batch call writes.
 sanitize_part() {
-  local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told
-    and not keeps_a_manager"
+  local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told"
   local log="$out/sanitizer-$tool-$tests${3:+-$3}.log"
+  only+=" and not keeps_a_manager"
   [ "$tool" = initcheck ] && only+=" and not memory_passed"
   timeout -k 5 530 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
     python3 -P -m pytest -p no:cacheprovider -o faulthandler_timeout=100 -v --device cuda:0 --serial \

@@ -57,7 +57,7 @@ int kvs_layout_check(struct kvs_pool_layout *layout, struct kvs_error *err) {
   if (!apart(layout))
     return kvs_fail(err, KVS_INVALID,
                     "blocks overlap: rows of %" PRIu64 " bytes, stride %" PRIu64 " from block to block, pitch %" PRIu64
-                    " from row to row, %" PRIu64 " blocks of %" PRIu64 " rows",
+                    " from row to row, %" PRIu64 " blocks of %" PRIu64 " rows: name stride= and pitch=",
                     row, layout->stride, layout->pitch, layout->num_blocks, layout->rows);
   return KVS_OK;
 }

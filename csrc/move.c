@@ -376,8 +376,8 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
     if (!work->nlost++) {
       const struct kvs_error *first = &failure->error;
       kvs_fail(&work->lost_error, first->status,
-               "src_ids[%zu]: slot %" PRId64 " of pool '%s' does not hold what it should, since transfer %" PRIu64
-               " failed to write it: %.200s",
+               "src_ids[%zu]: slot %" PRId64
+               " of pool '%s' does not hold what it should, which began when transfer %" PRIu64 " failed: %.200s",
                i, call->all_src[i], pool->name, failure->transfer, first->message);
       work->lost_error.code = first->code;
       work->lost_error.operation = first->operation;

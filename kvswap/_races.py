@@ -31,8 +31,18 @@ def describe(race: Race | tuple[Any, ...]) -> str:
     return f"race on slot {slot} of pool {pool!r}: {parties}, with no order between them"
 
 
+_logged: set[tuple[str, ...]] = set()
+
+
 def log_races() -> None:
-    """Take the races that nobody took yet, and log each as an error: for _C._set_race_hook()."""
+    """Take the races that nobody took yet, and log them as errors: for _C._set_race_hook().
+
+    A pair of lines that race again and again is logged once.
+    """
     logger = logging.getLogger("kvswap")
     for race in _C._racecheck_take():
-        logger.error("%s", describe(race))
+        pool, _, first, second = race
+        lines = (pool, first[4], first[6], second[4], second[6])
+        if lines not in _logged and len(_logged) < 1000:
+            _logged.add(lines)
+            logger.error("%s", describe(race))

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -74,12 +75,13 @@ def _index(value: Any, name: str) -> int:
 def _bits_of(dtype: Any) -> int:
     """Bits an element of a name, a number of bits, or anything with an itemsize (NumPy, torch, TensorRT)."""
     if isinstance(dtype, str):
-        if dtype.lower() not in _BITS:
+        name = dtype.lower().removeprefix("torch.")
+        if name not in _BITS:
             raise ValueError(f"dtype is {dtype!r}; by name it is one of {', '.join(_BITS)}")
-        return _BITS[dtype.lower()]
+        return _BITS[name]
     if isinstance(dtype, int | np.integer) and not isinstance(dtype, bool):
-        if dtype < 1:
-            raise ValueError(f"dtype is {dtype}: a number is the bits of an element, at least 1")
+        if isinstance(dtype, Enum) or dtype not in (4, 8, 16, 32, 64):
+            raise ValueError(f"dtype is {dtype!r}; a number is the bits of an element: 4, 8, 16, 32 or 64")
         return int(dtype)
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         dtype = np.dtype(dtype)

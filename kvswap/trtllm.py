@@ -8,7 +8,7 @@ functions beneath it (copy_device_to_host and its like). Every function behaves 
 start after all work on it so far, work on it later waits for them, and the call returns at once.
 
     tasks      a sequence of (dst, src) pairs of addresses, of CopyTask or of any object with .dst and .src, or an array
-               (n, 2) of int64 or uint64: dst in column 0, src in column 1. None at all: nothing happens.
+               (n, 2) of int64 or uint64: dst in column 0, src in column 1. An empty one: nothing happens.
     num_bytes  of every task; any number of bytes
     stream     int handle, or a torch, cupy or kvswap stream
     device     kvswap.Device, its name, or None: the stream's where it is a kvswap, torch or cupy stream, else the

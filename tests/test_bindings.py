@@ -171,7 +171,7 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         ({"stream": "x"}, TypeError, "stream must be a stream"),
         ({"stream": -1}, ValueError, "stream is -1"),
         ({"stream": True}, TypeError, "stream must be an int, not bool"),
-        ({"after": None}, TypeError, "after must be an Event, a Transfer or a stream"),
+        ({"after": 1.5}, TypeError, "after must be an Event, a Transfer or a stream"),
         ({"after": ["x"]}, TypeError, r"after\[0\] must be an Event"),
         ({"after": "x"}, TypeError, "after must be"),
         ({"gpu_ptr": None}, TypeError, "gpu_ptr must be an address or a tensor .* not NoneType"),

@@ -156,7 +156,7 @@ static int keep_items(PyObject *object, const char *name, const char *wanted, st
 }
 
 int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after) {
-  if (object == NULL) return 0;
+  if (object == NULL || object == Py_None) return 0;
   int has = kvs_py_after_one(state, object, "after", engine, &after->single);
   if (has < 0) return -1;
   if (has == 1) {

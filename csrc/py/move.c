@@ -40,7 +40,9 @@ static bool is_pool(const struct move_call *call, PyObject *object) {
 /* A tuple of a sequence: a list could change while we read it. */
 static PyObject *read_side(const struct move_call *call, PyObject *object, const char *name) {
   if (is_pool(call, object)) return Py_NewRef(object);
-  PyObject *pools = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
+  /* an array is what the swap functions take: its items would be counted before they are looked at */
+  bool other = PyUnicode_Check(object) || PyObject_CheckBuffer(object);
+  PyObject *pools = other ? NULL : PySequence_Tuple(object);
   if (pools != NULL) return pools;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;

@@ -24,9 +24,9 @@ static int read_access(struct kvs_py_state *state, PyObject *const *values, stru
     if (access->nbytes == 0)
       return kvs_py_complain(PyExc_ValueError, "nbytes", -1, "is 0: must be 1 or more, or None for all to the end");
   }
-  int write = PyObject_IsTrue(values[WRITE]);
-  if (write < 0) return -1;
-  access->write = write == 1;
+  if (!PyBool_Check(values[WRITE]))
+    return kvs_py_complain(PyExc_TypeError, "write", -1, "must be a bool, not %s", Py_TYPE(values[WRITE])->tp_name);
+  access->write = values[WRITE] == Py_True;
   return kvs_py_ids(state, values[SLOTS], "slots", &access->slots, &access->keep);
 }
 

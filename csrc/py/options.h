@@ -32,7 +32,8 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
   "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its\n"    \
   "  error.\n"
 #define KVS_PY_PATH_DOC                                                                                                \
-  "path: 'auto', 'dma' (copy engines), 'kernel' (GPU) or 'direct' (host device). priority: 'high', 'normal',\n"        \
+  "path: 'auto', 'dma', 'strided' (copy engines), 'kernel' (GPU) or 'direct' (host device). priority: 'high', "        \
+  "'normal',\n"                                                                                                        \
   "  'background'. max_ctas, pace_gbps: bounds of path 'kernel', in CTAs (1 to 1024; None: 8, or 4 in the\n"           \
   "  background) and 10^9 bytes a second (None: unpaced, or 40 in the background).\n"
 #define KVS_PY_LAYER_DOC                                                                                               \
