@@ -77,7 +77,7 @@ int kvs_cuda_driver_load(const char *library, struct kvs_cuda_driver *driver, st
   driver->library = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!driver->library) {
     const char *reason = dlerror();
-    return kvs_fail(err, KVS_UNSUPPORTED, "%s was not found: %s", library, reason ? reason : "no reason given");
+    return kvs_fail(err, KVS_UNSUPPORTED, "there is no CUDA driver here: %s", reason ? reason : library);
   }
   int status = load_table(library, driver, err);
   if (status != KVS_OK) {

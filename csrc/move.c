@@ -1,6 +1,7 @@
 /* Transfers between pools: the call of kvswap_pool.h. Everything happens under the engine's hazard_lock, so that what
  * is seen in the tables is still so when they learn of the transfer. */
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -135,11 +136,16 @@ static int find_touches(struct move_call *call, bool *shared, struct kvs_error *
   return KVS_OK;
 }
 
-static uint64_t fewest(struct kvs_pool *const *pools, size_t count) {
-  uint64_t blocks = UINT64_MAX;
-  for (size_t i = 0; i < count; i++)
-    if (pools[i]->layout.num_blocks < blocks) blocks = pools[i]->layout.num_blocks;
-  return blocks;
+enum { POOL_TEXT = 48 };
+
+/* The list, with what bounds it: the pool with the fewest blocks. */
+static struct kvs_plan_slots slots_of(const int64_t *slots, size_t count, struct kvs_pool *const *pools, size_t npools,
+                                      char text[POOL_TEXT]) {
+  const struct kvs_pool *least = pools[0];
+  for (size_t i = 1; i < npools; i++)
+    if (pools[i]->layout.num_blocks < least->layout.num_blocks) least = pools[i];
+  snprintf(text, POOL_TEXT, "pool '%s'", least->name);
+  return (struct kvs_plan_slots){.ids = {slots, 8, count}, .blocks = least->layout.num_blocks, .pool = text};
 }
 
 static void copy_slots(const struct kvs_ids *ids, int64_t *slots) {
@@ -154,12 +160,13 @@ static int take_slots(struct move_call *call, bool shared, struct kvs_scratch *s
   int64_t *src = call->room->slots, *dst = src + move->src_ids.count;
   copy_slots(&move->src_ids, src);
   copy_slots(&move->dst_ids, dst);
-  const struct kvs_ids from = {src, 8, move->src_ids.count}, to = {dst, 8, move->dst_ids.count};
+  char src_text[POOL_TEXT], dst_text[POOL_TEXT];
+  struct kvs_plan_slots from = slots_of(src, move->src_ids.count, move->src, move->npairs, src_text);
+  struct kvs_plan_slots to = slots_of(dst, move->dst_ids.count, move->dst, move->npairs, dst_text);
   call->all_src = call->src = src;
   call->all_dst = call->dst = dst;
-  call->all = call->count = from.count;
-  return kvs_plan_check_slots(&from, fewest(move->src, move->npairs), &to, fewest(move->dst, move->npairs), shared,
-                              &scratch->plan, err);
+  call->all = call->count = move->src_ids.count;
+  return kvs_plan_check_slots(&from, &to, shared, &scratch->plan, err);
 }
 
 static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_pool *pool,

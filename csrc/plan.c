@@ -93,9 +93,9 @@ static int check_range(const struct kvs_ids *ids, const char *name, uint64_t blo
     if ((uint64_t)id < blocks) continue;
     if (ntensors > 1) snprintf(of, sizeof of, " of tensor %zu", tensor);
     if (blocks == 0)
-      return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 ", but that %s%s has no blocks", name, i, id, side, of);
-    return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; that %s%s has %" PRIu64 " blocks, 0 to %" PRIu64, name, i,
-                    id, side, of, blocks, blocks - 1);
+      return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 ", but %s%s has no blocks", name, i, id, side, of);
+    return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 "; %s%s has %" PRIu64 " blocks, 0 to %" PRIu64, name, i, id,
+                    side, of, blocks, blocks - 1);
   }
   return KVS_OK;
 }
@@ -174,26 +174,27 @@ int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const 
     return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", gpu_ids->count, UINT32_MAX);
   if (ntensors == 0) return KVS_OK;
   uint64_t gpu_blocks = fewest_blocks(tensors, ntensors, true, &tensor);
-  int status = check_range(gpu_ids, "gpu_block_ids", gpu_blocks, "side", tensor, ntensors, err);
+  int status = check_range(gpu_ids, "gpu_block_ids", gpu_blocks, "that side", tensor, ntensors, err);
   if (status) return status;
   uint64_t cpu_blocks = fewest_blocks(tensors, ntensors, false, &tensor);
-  status = check_range(cpu_ids, "cpu_block_ids", cpu_blocks, "side", tensor, ntensors, err);
+  status = check_range(cpu_ids, "cpu_block_ids", cpu_blocks, "that side", tensor, ntensors, err);
   if (status) return status;
   return direction == KVS_D2H ? check_duplicates(cpu_ids, "cpu_block_ids", cpu_blocks, NULL, scratch, err)
                               : check_duplicates(gpu_ids, "gpu_block_ids", gpu_blocks, NULL, scratch, err);
 }
 
-int kvs_plan_check_slots(const struct kvs_ids *src_ids, uint64_t src_blocks, const struct kvs_ids *dst_ids,
-                         uint64_t dst_blocks, bool shared, struct kvs_plan_scratch *scratch, struct kvs_error *err) {
+int kvs_plan_check_slots(const struct kvs_plan_slots *src, const struct kvs_plan_slots *dst, bool shared,
+                         struct kvs_plan_scratch *scratch, struct kvs_error *err) {
+  const struct kvs_ids *src_ids = &src->ids, *dst_ids = &dst->ids;
   if (src_ids->count != dst_ids->count)
     return kvs_fail(err, KVS_INVALID,
                     "src_ids has %zu entries and dst_ids has %zu: they name pairs and must be equally long",
                     src_ids->count, dst_ids->count);
   if (src_ids->count > UINT32_MAX)
     return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", src_ids->count, UINT32_MAX);
-  int status = check_range(src_ids, "src_ids", src_blocks, "pool", 0, 0, err);
-  if (!status) status = check_range(dst_ids, "dst_ids", dst_blocks, "pool", 0, 0, err);
-  return status ? status : check_duplicates(dst_ids, "dst_ids", dst_blocks, shared ? src_ids : NULL, scratch, err);
+  int status = check_range(src_ids, "src_ids", src->blocks, src->pool, 0, 0, err);
+  if (!status) status = check_range(dst_ids, "dst_ids", dst->blocks, dst->pool, 0, 0, err);
+  return status ? status : check_duplicates(dst_ids, "dst_ids", dst->blocks, shared ? src_ids : NULL, scratch, err);
 }
 
 /* -- copies ---------------------------------------------------------------------------------------------------- */

@@ -55,10 +55,16 @@ int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const 
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_plan_scratch *scratch,
                        struct kvs_error *err);
 
-/* Check both lists of a move between slots (equal lengths, ranges, no destination twice; `shared`: no slot on both
- * sides). src_blocks and dst_blocks: of the smallest pool of a side. */
-int kvs_plan_check_slots(const struct kvs_ids *src_ids, uint64_t src_blocks, const struct kvs_ids *dst_ids,
-                         uint64_t dst_blocks, bool shared, struct kvs_plan_scratch *scratch, struct kvs_error *err);
+/* One list of a move between slots, and the smallest pool of that side. */
+struct kvs_plan_slots {
+  struct kvs_ids ids;
+  uint64_t blocks;
+  const char *pool; /* for messages: "pool 'kv'" */
+};
+
+/* Check both (equal lengths, ranges, no destination twice; `shared`: no slot on both sides). */
+int kvs_plan_check_slots(const struct kvs_plan_slots *src, const struct kvs_plan_slots *dst, bool shared,
+                         struct kvs_plan_scratch *scratch, struct kvs_error *err);
 
 /* Append the copies of checked ids, tensor by tensor; `merge`: blocks that continue on both sides become one copy. */
 int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,

@@ -553,6 +553,8 @@ class KVCacheTransferManager:
 
 
 def _check_pools(pools: Iterable[KVCacheBlockPool]) -> tuple[KVCacheBlockPool, ...]:
+    if not isinstance(pools, Iterable):
+        raise TypeError(f"pools must be a sequence of KVCacheBlockPools, not {type(pools).__name__}: pass [pool]")
     checked = tuple(pools)
     if not checked:
         raise ValueError("pools is empty: there must be at least one")

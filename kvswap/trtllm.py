@@ -144,6 +144,7 @@ def _copy(
         transfer = _C.swap_blocks_batch(src_ptrs, dst_ptrs, num_bytes, stream=stream, device=on)
     except (TypeError, ValueError) as error:
         text = re.sub(r"\b(dst|src)_ptrs\[(\d+)\]", r"tasks[\2].\1", str(error)).replace("sizes", "num_bytes")
+        text = re.sub(r"\bentry (\d+)", r"tasks[\1]", text)
         raise type(error)(text) from None
     transfer.make_wait(stream)  # which it has already: but this raises what was refused
 

@@ -201,6 +201,11 @@ int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, si
                            Py_TYPE(object)->tp_name);
   }
   bool natural = is_unsigned(array, 8) || is_unsigned(array, 4);
+  if (PyArray_SIZE(array) == 0 && PyArray_NDIM(array) != 2) {
+    kvs_py_complain(PyExc_ValueError, name, -1, "is empty: leave it out to move whole blocks");
+    Py_DECREF(array);
+    return -1;
+  }
   if (!natural && !is_signed(array, 8) && !is_signed(array, 4)) {
     kvs_py_complain(PyExc_TypeError, name, -1, "must be integers of 32 or 64 bits, not %S",
                     (PyObject *)PyArray_DESCR(array));

@@ -90,7 +90,7 @@ static void missing_library(void) {
   struct kvs_cuda_driver driver;
   struct kvs_error err;
   CHECK(kvs_cuda_driver_load("libkvswap-no-such-driver.so.1", &driver, &err) == KVS_UNSUPPORTED);
-  CHECK(strncmp(err.message, "libkvswap-no-such-driver.so.1 was not found: ", 45) == 0);
+  CHECK(strncmp(err.message, "there is no CUDA driver here: libkvswap-no-such-driver.so.1", 58) == 0);
   CHECK(driver.library == NULL);
 }
 
