@@ -155,8 +155,8 @@ struct kvs_engine {
 };
 
 /* watch.c: for the race checker, which blocks of which pools lie under plain copies. */
-void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *view,
-                      const struct kvs_race_party *);
+void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
+                      const struct kvs_rects *, const struct kvs_race_party *);
 
 /* move.c */
 void kvs_move_scratch_free(struct kvs_move_scratch *);

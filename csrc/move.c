@@ -451,9 +451,10 @@ static void watch_side(const struct move_call *call, const struct kvs_transfer *
 }
 
 static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
-                       const struct kvs_copies *unused, const struct kvs_race_party *who) {
+                       const struct kvs_copies *copies, const struct kvs_rects *rects,
+                       const struct kvs_race_party *who) {
   const struct move_call *call = arg;
-  (void)unused;
+  (void)copies, (void)rects; /* the parts say it better */
   for (size_t i = 0; i < call->nparts; i++) {
     const struct kvs_part *part = &call->room->parts[i].part;
     if (layer != SIZE_MAX && part->layer != layer) continue;

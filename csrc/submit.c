@@ -71,9 +71,10 @@ static enum kvs_path predict(const struct submission *s) {
   bool rows = scratch->rects.count > 0;
   enum kvs_path by_engine = rows ? KVS_PATH_STRIDED : KVS_PATH_DMA;
   if (prefers_direct(s->engine)) return KVS_PATH_DIRECT;
+  if (pageable(&scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured rows of it */
   if (!s->device->info.kernels || s->engine->no_kernel) return by_engine;
   if (would_block(s)) return KVS_PATH_KERNEL;
-  if (count < KERNEL_FROM || pageable(&scratch->regions)) return by_engine;
+  if (count < KERNEL_FROM) return by_engine;
   return s->work->nbytes / count >= (rows ? STRIDED_FROM : KERNEL_BELOW) ? by_engine : KVS_PATH_KERNEL;
 }
 
@@ -316,7 +317,7 @@ static void look_at(struct submission *s, size_t from, size_t to) {
 }
 
 /* The race checker's side of a layer, before anything of it is queued. */
-static void watch(const struct submission *s, size_t layer) {
+static void watch(const struct submission *s, size_t layer, size_t from, size_t to) {
   static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
   const struct kvs_transfer *transfer = s->transfer;
   struct kvs_race_party who = {.transfer = transfer->ticket, .lane = s->lane->number, .sequence = transfer->sequence};
@@ -324,7 +325,9 @@ static void watch(const struct submission *s, size_t layer) {
   snprintf(who.what, sizeof who.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
   snprintf(who.stream, sizeof who.stream, "%s stream 0x%" PRIx64, s->engine->name, s->lane->spine);
   if (s->options->where) snprintf(who.where, sizeof who.where, "%s", s->options->where);
-  s->work->watch(s->work->call, transfer, layer, &s->view, &who);
+  const struct kvs_rects *all = &s->work->scratch->rects;
+  const struct kvs_rects rects = {.items = all->items + from, .block = all->block + from, .count = to - from};
+  s->work->watch(s->work->call, transfer, layer, &s->view, &rects, &who);
 }
 
 static void issue_view(struct submission *s) {
@@ -354,7 +357,7 @@ static void issue_layers(struct submission *s) {
       fail_whole(s, &why);
     if (!s->fatal && !transfer->all_failed) {
       look_at(s, begin.copies, end.copies);
-      watch(s, layer);
+      watch(s, layer, begin.rects, end.rects);
       issue_view(s);
       issue_rects(s, begin.rects, end.rects);
     }
@@ -375,7 +378,7 @@ static void issue(struct submission *s) {
     return;
   }
   look_at(s, 0, scratch->copies.count);
-  watch(s, SIZE_MAX);
+  watch(s, SIZE_MAX, 0, scratch->rects.count);
   issue_view(s);
   issue_rects(s, 0, scratch->rects.count);
 }

@@ -74,8 +74,19 @@ static struct target *list_pools(struct kvs_engine *engine, size_t *count) {
   return targets;
 }
 
+static void look_at_all(struct look *look, const struct target *target, bool write, const struct kvs_copies *copies,
+                        const struct kvs_rects *rects) {
+  for (size_t i = 0; i < copies->count; i++)
+    look_under(look, target, write ? copies->dst[i] : copies->src[i], copies->nbytes[i]);
+  for (size_t i = 0; i < rects->count; i++)
+    for (uint64_t row = 0; row < kvs_rect_rows(&rects->items[i]); row++)
+      look_under(look, target, write ? kvs_rect_dst(&rects->items[i], row) : kvs_rect_src(&rects->items[i], row),
+                 rects->items[i].width);
+}
+
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *transfer, size_t layer,
-                      const struct kvs_copies *view, const struct kvs_race_party *who) {
+                      const struct kvs_copies *copies, const struct kvs_rects *rects,
+                      const struct kvs_race_party *who) {
   (void)unused, (void)layer;
   size_t count;
   struct target *targets = list_pools(transfer->engine, &count);
@@ -83,9 +94,7 @@ void kvs_watch_copies(const void *unused, const struct kvs_transfer *transfer, s
   struct look look = {.access = {.device = transfer->engine->device, .stream = transfer->lane->spine, .who = &party}};
   for (int write = 0; write < 2; write++) {
     party.write = look.access.write = write;
-    for (size_t t = 0; t < count; t++)
-      for (size_t i = 0; i < view->count; i++)
-        look_under(&look, &targets[t], write ? view->dst[i] : view->src[i], view->nbytes[i]);
+    for (size_t t = 0; t < count; t++) look_at_all(&look, &targets[t], write, copies, rects);
     flush(&look);
   }
   free(look.ids);

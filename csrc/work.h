@@ -35,9 +35,9 @@ struct kvs_work {
   enum kvs_direction direction;
   uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
   int (*expand)(const void *call, bool merge, struct kvs_scratch *, struct kvs_copies *, struct kvs_error *);
-  /* Tell the race checker of the accesses of one layer, or of all (SIZE_MAX), whose plain copies are `view`. */
-  void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *view,
-                const struct kvs_race_party *);
+  /* Tell the race checker of the accesses of one layer, or of all (SIZE_MAX), which are these copies and rows. */
+  void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
+                const struct kvs_rects *, const struct kvs_race_party *);
   const void *call;
   size_t nlayers; /* that there could be */
   /* Of transfers between pools, whose caller holds hazard_lock. */

@@ -202,6 +202,19 @@ def test_layers_are_copied_one_by_one(device: kvswap.Device, direction: int) -> 
     assert (transfer.path, transfer.num_layers) == ("dma", LAYERS)
 
 
+@pytest.mark.parametrize("path", ["strided", "dma", "kernel", "auto"])
+def test_the_race_checker_sees_rows(direction: int, path: str) -> None:
+    device = testing.deterministic_device(5)
+    slab = Slab(device, 4096)
+    pool = kvswap.Pool(device, slab.cpu.ptr, SLOTS, LAYERS * slab.nbytes, name="host")
+    stream = kvswap.Stream(device)
+    with testing.race_checker(raise_at_exit=False) as checker:
+        kvswap.note_access(stream, pool, [3], True)
+        slab.swap([1, 2], [4, 3], direction, path=path).wait(PATIENCE)
+        races = checker.races
+    assert [(race.pool, race.slot, race.second.write) for race in races] == [("host", 3, direction == 0)]
+
+
 @pytest.mark.parametrize("apart", [(600 << 20) + 4096, (3400 << 20) + 512])
 def test_layers_that_lie_far_apart(device: kvswap.Device, direction: int, apart: int) -> None:
     """Beyond the largest pitch of a 2-D copy (2 GiB) too."""
