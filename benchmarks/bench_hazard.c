@@ -9,33 +9,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "bench.h"
 #include "hazard.h"
 
-enum { RUNS = 21, LANES = 12, MOST_BLOCKS = 8192, ELSEWHERE = 64 << 20 };
+enum { LANES = 12, MOST_BLOCKS = 8192, ELSEWHERE = 64 << 20 };
 
 static struct kvs_hazards src, dst;
 static struct kvs_progress progress;
 static struct kvs_needs needs;
 static int64_t src_ids[MOST_BLOCKS], dst_ids[MOST_BLOCKS];
 static uint64_t sequence[LANES], rng = 1, sum;
-
-static double now_ns(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
-}
-
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-static double median(double *values) {
-  qsort(values, RUNS, sizeof *values, by_value);
-  return values[RUNS / 2];
-}
 
 static void draw(int64_t *ids, size_t n) {
   for (size_t i = 0; i < n; i++) {

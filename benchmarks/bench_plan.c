@@ -6,27 +6,9 @@
  *      csrc/region.c csrc/status.c && /tmp/bench_plan [blocks] */
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "bench.h"
 #include "plan.h"
-
-enum { RUNS = 21 };
-
-static double now_ns(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
-}
-
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-static double median(double *values) {
-  qsort(values, RUNS, sizeof *values, by_value);
-  return values[RUNS / 2];
-}
 
 static void permute(int64_t *ids, size_t n, uint64_t *state) {
   for (size_t i = 0; i < n; i++) ids[i] = (int64_t)i;

@@ -154,7 +154,9 @@ struct kvs_engine {
   } paths[3][KVS_PATHS]; /* by direction and path, of transfers done */
 };
 
-/* watch.c: for the race checker, which blocks of which pools lie under plain copies. */
+/* watch.c: for the race checker, who works on a stream (`where` may be NULL); and, which blocks of which pools lie
+ * under plain copies. */
+struct kvs_race_party kvs_watch_party(const struct kvs_engine *, kvs_stream, const char *where);
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
                       const struct kvs_rects *, const struct kvs_race_party *);
 

@@ -25,6 +25,11 @@ uint64_t kvs_layout_extent(const struct kvs_pool_layout *layout);
 /* Whether two pools share a byte. *sure: both layouts are simple enough to say; if not, the answer is yes. */
 bool kvs_layouts_overlap(const struct kvs_pool_layout *a, const struct kvs_pool_layout *b, bool *sure);
 
+/* One past the last byte of a checked part. */
+static inline uint64_t kvs_part_end(const struct kvs_part *part) {
+  return part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes;
+}
+
 /* Check a part against the pair of pools that it names; `index` is for the message. */
 int kvs_layout_check_part(const struct kvs_part *part, size_t index, const struct kvs_pool_layout *src,
                           const struct kvs_pool_layout *dst, struct kvs_error *err);

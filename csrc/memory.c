@@ -302,6 +302,11 @@ void kvs_engine_event_put(struct kvs_engine *engine, kvs_event event) {
   if (!kept) (void)kvs_dev_event_destroy(engine->device, event, &ignored);
 }
 
+void kvs_scratch_clear(struct kvs_scratch *scratch) {
+  scratch->copies.count = scratch->rects.count = scratch->nlayers = 0;
+  scratch->rects.rows = 0;
+}
+
 int kvs_scratch_layer(struct kvs_scratch *scratch, struct kvs_error *err) {
   if (scratch->nlayers == scratch->layers_capacity) {
     size_t capacity = scratch->layers_capacity ? 2 * scratch->layers_capacity : 64;
@@ -325,8 +330,8 @@ struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error 
 }
 
 void kvs_scratch_put(struct kvs_engine *engine, struct kvs_scratch *scratch) {
-  scratch->copies.count = scratch->single.count = scratch->rects.count = scratch->nlayers = 0;
-  scratch->rects.rows = 0;
+  kvs_scratch_clear(scratch);
+  scratch->single.count = 0;
   scratch->regions.count = 0;
   pthread_mutex_lock(&engine->cache_lock);
   scratch->next = engine->scratch;

@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "core.h"
-#include "hooks.h"
 #include "layout.h"
 #include "racecheck.h"
 
@@ -148,18 +147,11 @@ static struct kvs_plan_slots slots_of(const int64_t *slots, size_t count, struct
   return (struct kvs_plan_slots){.ids = {slots, 8, count}, .blocks = least->layout.num_blocks, .pool = text};
 }
 
-static void copy_slots(const struct kvs_ids *ids, int64_t *slots) {
-  if (ids->width == 8 && ids->count)
-    memcpy(slots, ids->data, ids->count * sizeof *slots);
-  else
-    for (size_t i = 0; i < ids->count; i++) slots[i] = ((const int32_t *)ids->data)[i];
-}
-
 static int take_slots(struct move_call *call, bool shared, struct kvs_scratch *scratch, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   int64_t *src = call->room->slots, *dst = src + move->src_ids.count;
-  copy_slots(&move->src_ids, src);
-  copy_slots(&move->dst_ids, dst);
+  kvs_ids_copy(&move->src_ids, src);
+  kvs_ids_copy(&move->dst_ids, dst);
   char src_text[POOL_TEXT], dst_text[POOL_TEXT];
   struct kvs_plan_slots from = slots_of(src, move->src_ids.count, move->src, move->npairs, src_text);
   struct kvs_plan_slots to = slots_of(dst, move->dst_ids.count, move->dst, move->npairs, dst_text);
@@ -177,7 +169,6 @@ static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, co
 
 static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
                        struct kvs_error *err) {
-  static const char *const names[] = {"device to host", "host to device", "within one kind of memory"};
   const struct kvs_move *move = call->move;
   for (size_t i = 0; i < move->npairs; i++) {
     int status = cover_pool(call->engine, scratch, move->src[i], "src", i, false, err);
@@ -188,7 +179,7 @@ static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch
     if (i == 0) *direction = this;
     if (this != *direction)
       return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
-                      i, names[this], names[*direction]);
+                      i, kvs_direction_text(this), kvs_direction_text(*direction));
   }
   return KVS_OK;
 }
@@ -216,7 +207,7 @@ static int check_parts(const struct move_call *call, struct kvs_error *err) {
                       "parts[%zu] begins at byte %" PRIu64
                       " of a block of pair %u, but an earlier part ends at %" PRIu64,
                       i, part->offset, part->pair, call->room->next_byte[part->pair]);
-    call->room->next_byte[part->pair] = part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes;
+    call->room->next_byte[part->pair] = kvs_part_end(part);
   }
   return KVS_OK;
 }
@@ -446,7 +437,7 @@ static void watch_side(const struct move_call *call, const struct kvs_transfer *
                                             .count = call->count,
                                             .write = write,
                                             .begin = part->offset,
-                                            .end = part->offset + (part->rows - 1) * part->row_pitch + part->row_nbytes,
+                                            .end = kvs_part_end(part),
                                             .who = &party});
 }
 
@@ -477,7 +468,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
                           struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool shared, insists;
-  call->rows = kvs_wants_rows(call->engine, options, &insists) && !kvs_dev_fault_on_copies(call->engine->device);
+  call->rows = kvs_wants_rows(call->engine, options, &insists);
   int status = find_touches(call, &shared, err);
   if (!status) status = take_slots(call, shared, scratch, err);
   if (!status) status = cover_pools(call, scratch, &work->direction, err);
@@ -491,8 +482,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;
   status = kvs_check_layer_options(options, work->nlayers, err);
   if (!status) status = plan_all(call, true, true, scratch, &scratch->rects, &scratch->copies, err);
-  bool layered = options && (options->layer_events || options->nafter_layers);
-  if (!layered) scratch->nlayers = 0; /* issued in one go */
+  if (!kvs_wants_layers(options)) scratch->nlayers = 0; /* issued in one go */
   return status;
 }
 

@@ -72,8 +72,11 @@ int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nb
 
 /* -- ids ------------------------------------------------------------------------------------------------------- */
 
-static inline int64_t id_at(const struct kvs_ids *ids, size_t i) {
-  return ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+void kvs_ids_copy(const struct kvs_ids *ids, int64_t *copy) {
+  if (ids->width == 8 && ids->count)
+    memcpy(copy, ids->data, ids->count * sizeof *copy);
+  else
+    for (size_t i = 0; i < ids->count; i++) copy[i] = kvs_id_at(ids, i);
 }
 
 static uint64_t fewest_blocks(const struct kvs_tensor *tensors, size_t ntensors, bool gpu, size_t *which) {
@@ -89,7 +92,7 @@ static int check_range(const struct kvs_ids *ids, const char *name, uint64_t blo
                        size_t ntensors, struct kvs_error *err) {
   char of[48] = "";
   for (size_t i = 0; i < ids->count; i++) {
-    int64_t id = id_at(ids, i);
+    int64_t id = kvs_id_at(ids, i);
     if ((uint64_t)id < blocks) continue;
     if (ntensors > 1) snprintf(of, sizeof of, " of tensor %zu", tensor);
     if (blocks == 0)
@@ -101,9 +104,9 @@ static int check_range(const struct kvs_ids *ids, const char *name, uint64_t blo
 }
 
 static int name_duplicate(const struct kvs_ids *ids, const char *name, size_t second, struct kvs_error *err) {
-  int64_t id = id_at(ids, second);
+  int64_t id = kvs_id_at(ids, second);
   size_t first = 0;
-  while (id_at(ids, first) != id) first++;
+  while (kvs_id_at(ids, first) != id) first++;
   return kvs_fail(err, KVS_INVALID,
                   "%s[%zu] and %s[%zu] are both %" PRId64 ": two blocks would be written to one destination", name,
                   first, name, second, id);
@@ -123,13 +126,13 @@ static void clear_bits(const struct kvs_ids *ids, size_t count, size_t words, ui
   if (words <= count)
     memset(bitmap, 0, words * sizeof *bitmap);
   else
-    while (count-- > 0) bitmap[(uint64_t)id_at(ids, count) >> 6] = 0;
+    while (count-- > 0) bitmap[(uint64_t)kvs_id_at(ids, count) >> 6] = 0;
 }
 
 static int name_shared(const struct kvs_ids *src_ids, const struct kvs_ids *dst_ids, size_t at, struct kvs_error *err) {
-  int64_t id = id_at(src_ids, at);
+  int64_t id = kvs_id_at(src_ids, at);
   size_t there = 0;
-  while (id_at(dst_ids, there) != id) there++;
+  while (kvs_id_at(dst_ids, there) != id) there++;
   return kvs_fail(err, KVS_INVALID,
                   "src_ids[%zu] and dst_ids[%zu] are both %" PRId64
                   " of one pool: a slot cannot be read and written by the same transfer",
@@ -145,7 +148,7 @@ static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_
   if (status) return status;
   uint64_t *bitmap = scratch->bitmap;
   for (; i < ids->count; i++) {
-    uint64_t id = (uint64_t)id_at(ids, i), bit = 1ull << (id & 63);
+    uint64_t id = (uint64_t)kvs_id_at(ids, i), bit = 1ull << (id & 63);
     if (bitmap[id >> 6] & bit) {
       twice = i;
       break;
@@ -154,7 +157,7 @@ static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_
   }
   if (others)
     for (; shared < others->count; shared++) {
-      uint64_t id = (uint64_t)id_at(others, shared);
+      uint64_t id = (uint64_t)kvs_id_at(others, shared);
       if (id < blocks && bitmap[id >> 6] >> (id & 63) & 1) break;
     }
   clear_bits(ids, i, words, bitmap);
@@ -219,11 +222,11 @@ int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const stru
     uint64_t dst_stride = direction == KVS_D2H ? cpu_stride : gpu_stride;
     bool packed = merge && src_stride == nbytes && dst_stride == nbytes;
     for (size_t i = 0; i < count;) {
-      int64_t s = id_at(src_ids, i), d = id_at(dst_ids, i);
+      int64_t s = kvs_id_at(src_ids, i), d = kvs_id_at(dst_ids, i);
       size_t run = 1;
       if (packed)
-        while (i + run < count && id_at(src_ids, i + run) == s + (int64_t)run &&
-               id_at(dst_ids, i + run) == d + (int64_t)run)
+        while (i + run < count && kvs_id_at(src_ids, i + run) == s + (int64_t)run &&
+               kvs_id_at(dst_ids, i + run) == d + (int64_t)run)
           run++;
       kvs_copies_push(copies, dst + (uint64_t)d * dst_stride, src + (uint64_t)s * src_stride, run * nbytes,
                       (uint32_t)i);

@@ -24,6 +24,12 @@ struct kvs_rects {
   uint64_t rows; /* of all */
 };
 
+static inline int64_t kvs_id_at(const struct kvs_ids *ids, size_t i) {
+  return ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+}
+/* All of them, as 8 bytes each. */
+void kvs_ids_copy(const struct kvs_ids *ids, int64_t *copy);
+
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch);
 /* Room for that many words of bits, all zero. */
 int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err);

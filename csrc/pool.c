@@ -207,12 +207,11 @@ void kvs_pool_get_layout(const struct kvs_pool *pool, struct kvs_pool_layout *la
 /* -- what others do -------------------------------------------------------------------------------------------- */
 
 static int read_slots(const struct kvs_pool *pool, const struct kvs_ids *ids, int64_t *slots, struct kvs_error *err) {
-  for (size_t i = 0; i < ids->count; i++) {
-    slots[i] = ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+  kvs_ids_copy(ids, slots);
+  for (size_t i = 0; i < ids->count; i++)
     if ((uint64_t)slots[i] >= pool->layout.num_blocks)
       return kvs_fail(err, KVS_RANGE, "slots[%zu] is %" PRId64 "; pool '%s' has %" PRIu64 " blocks, 0 to %" PRIu64, i,
                       slots[i], pool->name, pool->layout.num_blocks, pool->layout.num_blocks - 1);
-  }
   return KVS_OK;
 }
 
@@ -237,9 +236,9 @@ int kvs_note_access(struct kvs_pool *pool, const struct kvs_ids *ids, bool write
   status = read_slots(pool, ids, slots, err);
   if (!status && write && nbytes == block) forget_failures(pool, slots, ids->count);
   if (!status && kvs_racecheck_on()) {
-    struct kvs_race_party who = {.write = write, .what = "access"};
-    snprintf(who.stream, sizeof who.stream, "%s stream 0x%" PRIx64, pool->engine->name, stream);
-    if (where) snprintf(who.where, sizeof who.where, "%s", where);
+    struct kvs_race_party who = kvs_watch_party(pool->engine, stream, where);
+    who.write = write;
+    snprintf(who.what, sizeof who.what, "access");
     kvs_racecheck_access(&(struct kvs_access){.device = pool->engine->device,
                                               .stream = stream,
                                               .pool = pool->number,

@@ -115,17 +115,13 @@ bool kvs_rect_make(struct kvs_rect *rect, uint64_t dst, uint64_t src, uint64_t w
          cut_pitch(src_pitch, width, max_pitch, &rect->src_pitch, &rect->src_height);
 }
 
-static int64_t id_at(const struct kvs_ids *ids, size_t i) {
-  return ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
-}
-
 static void push_rects(const struct kvs_tensor *tensor, const struct kvs_rect *shape, const struct kvs_ids *gpu_ids,
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_rects *rects) {
   uint64_t gpu_stride = stride_of(tensor->gpu_stride, tensor->nbytes);
   uint64_t cpu_stride = stride_of(tensor->cpu_stride, tensor->nbytes);
   for (size_t i = 0; i < gpu_ids->count; i++) {
-    uint64_t gpu = tensor->gpu + (uint64_t)id_at(gpu_ids, i) * gpu_stride;
-    uint64_t cpu = tensor->cpu + (uint64_t)id_at(cpu_ids, i) * cpu_stride;
+    uint64_t gpu = tensor->gpu + (uint64_t)kvs_id_at(gpu_ids, i) * gpu_stride;
+    uint64_t cpu = tensor->cpu + (uint64_t)kvs_id_at(cpu_ids, i) * cpu_stride;
     struct kvs_rect *rect = &rects->items[rects->count];
     *rect = *shape;
     rect->dst = direction == KVS_D2H ? cpu : gpu;

@@ -85,6 +85,7 @@ static enum kvs_path asked_for(const struct kvs_engine *engine, const struct kvs
 bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options, bool *insists) {
   enum kvs_path path = asked_for(engine, options);
   *insists = path == KVS_PATH_STRIDED;
+  if (kvs_dev_fault_on_copies(engine->device)) return false; /* which looks at plain copies */
   return *insists || (path == KVS_PATH_AUTO && !prefers_direct(engine));
 }
 
@@ -112,8 +113,7 @@ static int choose_path(struct submission *s, enum kvs_path *path) {
 static int flatten(struct submission *s) {
   struct kvs_scratch *scratch = s->work->scratch;
   if (s->transfer->path == KVS_PATH_STRIDED || scratch->rects.count == 0) return KVS_OK;
-  scratch->copies.count = scratch->rects.count = scratch->nlayers = 0;
-  scratch->rects.rows = 0;
+  kvs_scratch_clear(scratch);
   return s->work->expand(s->work->call, true, scratch, &scratch->copies, s->err);
 }
 
@@ -320,11 +320,12 @@ static void look_at(struct submission *s, size_t from, size_t to) {
 static void watch(const struct submission *s, size_t layer, size_t from, size_t to) {
   static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
   const struct kvs_transfer *transfer = s->transfer;
-  struct kvs_race_party who = {.transfer = transfer->ticket, .lane = s->lane->number, .sequence = transfer->sequence};
   if (!kvs_racecheck_on()) return;
+  struct kvs_race_party who = kvs_watch_party(s->engine, s->lane->spine, s->options->where);
+  who.transfer = transfer->ticket;
+  who.lane = s->lane->number;
+  who.sequence = transfer->sequence;
   snprintf(who.what, sizeof who.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
-  snprintf(who.stream, sizeof who.stream, "%s stream 0x%" PRIx64, s->engine->name, s->lane->spine);
-  if (s->options->where) snprintf(who.where, sizeof who.where, "%s", s->options->where);
   const struct kvs_rects *all = &s->work->scratch->rects;
   const struct kvs_rects rects = {.items = all->items + from, .block = all->block + from, .count = to - from};
   s->work->watch(s->work->call, transfer, layer, &s->view, &rects, &who);

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "core.h"
-#include "hooks.h"
 
 int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
   if (atomic_load(&engine->closed))
@@ -16,6 +15,10 @@ int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, s
   if (!options || !options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;
   return kvs_fail(err, KVS_INVALID, "after_layers has %zu entries, but there are %zu layers: one a layer",
                   options->nafter_layers, nlayers);
+}
+
+bool kvs_wants_layers(const struct kvs_options *options) {
+  return options && (options->layer_events || options->nafter_layers);
 }
 
 /* Two regions are the two sides: no copy crosses from one into the other. */
@@ -64,16 +67,14 @@ static int plan_rows(struct kvs_engine *engine, const struct cache_call *call, c
                      struct kvs_scratch *scratch, struct kvs_error *err) {
   size_t plain = scratch->copies.count;
   bool insists;
-  if (!kvs_wants_rows(engine, options, &insists) || call->ntensors < 2 || kvs_dev_fault_on_copies(engine->device))
-    return KVS_OK;
+  if (!kvs_wants_rows(engine, options, &insists) || call->ntensors < 2) return KVS_OK;
   int status = kvs_stacks_find(call->tensors, call->ntensors, &scratch->regions, &scratch->stacks, err);
   if (status || scratch->stacks.count == call->ntensors) return status;
   scratch->copies.count = 0;
   status = kvs_plan_stacks(call->tensors, &scratch->stacks, call->gpu_ids, call->cpu_ids, call->direction,
                            engine->device->info.max_pitch, &scratch->rects, &scratch->copies, err);
   if (status || insists || 2 * (scratch->copies.count + scratch->rects.count) <= plain) return status;
-  scratch->copies.count = scratch->rects.count = 0;
-  scratch->rects.rows = 0;
+  kvs_scratch_clear(scratch);
   return plan_cache(call, true, &scratch->copies, err);
 }
 
@@ -126,7 +127,7 @@ static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work
   if (!status) status = plan_cache(call, true, &scratch->copies, err);
   if (!status && !disjoint) status = check_disjoint(scratch, work, "block", call->ntensors, err);
   if (status) return status;
-  if (options && (options->layer_events || options->nafter_layers)) return plan_layers(call, scratch, err);
+  if (kvs_wants_layers(options)) return plan_layers(call, scratch, err);
   status = plan_rows(engine, call, options, scratch, err);
   if (status) return status;
   return kvs_may_cross_seams(&scratch->regions) ? kvs_plan_split(&scratch->copies, 0, &scratch->regions, err) : KVS_OK;
@@ -142,10 +143,7 @@ static int copy_ids(struct kvs_scratch *scratch, struct kvs_ids *ids, size_t at,
     scratch->ids_capacity = capacity;
   }
   int64_t *copy = scratch->ids + at;
-  if (ids->width == 8 && ids->count)
-    memcpy(copy, ids->data, ids->count * sizeof *copy);
-  else
-    for (size_t i = 0; i < ids->count; i++) copy[i] = ((const int32_t *)ids->data)[i];
+  kvs_ids_copy(ids, copy);
   return KVS_OK;
 }
 
@@ -209,6 +207,11 @@ static int find_region(struct kvs_engine *engine, struct kvs_scratch *scratch, u
   return status;
 }
 
+const char *kvs_direction_text(enum kvs_direction direction) {
+  static const char *const texts[] = {"device to host", "host to device", "within one kind of memory"};
+  return texts[direction];
+}
+
 enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst) {
   bool src_device = src->memory == KVS_MEMORY_DEVICE, dst_device = dst->memory == KVS_MEMORY_DEVICE;
   bool src_host = src->memory == KVS_MEMORY_PINNED || src->memory == KVS_MEMORY_PAGEABLE;
@@ -221,7 +224,6 @@ enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct k
 /* On the planned copies, which were made in one reading of the caller's lists. */
 static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
                        struct kvs_error *err) {
-  static const char *const names[] = {"device to host", "host to device", "within one kind of memory"};
   const struct kvs_copies *copies = &scratch->copies;
   struct kvs_region src = {.nbytes = 0}, dst = {.nbytes = 0};
   *direction = KVS_OTHER_DIRECTION;
@@ -237,7 +239,7 @@ static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, e
     if (i == 0) *direction = this;
     if (this != *direction)
       return kvs_fail(err, KVS_INVALID, "copy %" PRIu32 " goes %s, copy 0 %s: one call moves one way", copies->block[i],
-                      names[this], names[*direction]);
+                      kvs_direction_text(this), kvs_direction_text(*direction));
   }
   return KVS_OK;
 }

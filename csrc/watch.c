@@ -1,4 +1,5 @@
 /* For the race checker: plain copies know addresses, it knows blocks of pools. */
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -6,6 +7,13 @@
 #include "core.h"
 #include "layout.h"
 #include "racecheck.h"
+
+struct kvs_race_party kvs_watch_party(const struct kvs_engine *engine, kvs_stream stream, const char *where) {
+  struct kvs_race_party party = {.write = false};
+  snprintf(party.stream, sizeof party.stream, "%s stream 0x%" PRIx64, engine->name, stream);
+  if (where) snprintf(party.where, sizeof party.where, "%s", where);
+  return party;
+}
 
 /* What is known of a pool, kept for the time of a look: the pool itself may go meanwhile. */
 struct target {

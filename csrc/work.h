@@ -54,8 +54,10 @@ struct kvs_work {
 /* swap.c */
 int kvs_open_for_work(struct kvs_engine *, struct kvs_error *); /* neither shut down nor lost, nor a parent's */
 int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
+bool kvs_wants_layers(const struct kvs_options *);
 bool kvs_may_cross_seams(const struct kvs_regions *);
 enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst);
+const char *kvs_direction_text(enum kvs_direction); /* "device to host" */
 
 /* submit.c */
 /* Whether copies of rows are of use to a call: where there are any, or (auto) where they make it much shorter. */
@@ -72,6 +74,7 @@ int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struc
 /* memory.c */
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
 void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
+void kvs_scratch_clear(struct kvs_scratch *);                    /* no copies, rows or layers are planned */
 int kvs_scratch_layer(struct kvs_scratch *, struct kvs_error *); /* a layer ends where the lists end now */
 
 #endif
