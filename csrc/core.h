@@ -6,8 +6,9 @@
  *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
  *   3. engine->lock         the list of lanes
  *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
- *   5. leaves, never together: engine->memory_lock, engine->cache_lock
- *   6. the race checker's, under any other; it calls nothing
+ *   5. relay->lock, tables.lock
+ *   6. leaves, never together: engine->memory_lock, engine->cache_lock
+ *   7. the race checker's, under any other; it calls nothing
  * No callback runs under any of them. */
 #ifndef KVS_CORE_H
 #define KVS_CORE_H
@@ -19,6 +20,7 @@
 #include "engine.h"
 #include "hazard.h"
 #include "kvswap.h"
+#include "launch.h"
 #include "plan.h"
 #include "pool.h"
 #include "work.h"
@@ -50,8 +52,10 @@ struct kvs_transfer {
   void *owner;
   void (*release)(void *);
   struct kvs_staging *staging;
-  kvs_event start, end; /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
-  bool end_shared;      /* guarded by lane->lock: handed out, so it is the transfer's own now */
+  struct kvs_table_of_rows *table; /* that its kernels read; NULL: none */
+  bool relayed;                    /* its relay may have been given up, and done again by a kernel */
+  kvs_event start, end;            /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
+  bool end_shared;                 /* guarded by lane->lock: handed out, so it is the transfer's own now */
   unsigned pins; /* guarded by lane->lock: who is about to wait for `end`, which must not be used again meanwhile */
   /* Written before `state` leaves RUNNING, constant afterwards. */
   struct kvs_error error; /* status KVS_OK: none */
@@ -119,7 +123,14 @@ struct kvs_engine {
   enum kvs_path default_path;
   unsigned default_ctas;
   double default_pace;
-  bool no_kernel, no_batch;
+  struct kvs_disabled disabled;
+  struct kvs_costs costs;
+  char costs_note[240]; /* where they are from */
+
+  struct kvs_tables tables;
+  struct kvs_relay relays[2]; /* by direction */
+  char relay_note[160];       /* why there are none; empty: there are */
+  atomic_bool relay_gave_up;  /* one did: AUTO takes none any more */
 
   pthread_mutex_t lock;
   struct kvs_lane *lanes; /* guarded by lock */
@@ -149,6 +160,7 @@ struct kvs_engine {
   size_t nevents, events_capacity;
   atomic_bool has_garbage;
   atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
+  atomic_uint_fast64_t second_attempts;
   struct {
     atomic_uint_fast64_t transfers, blocks, bytes, device_ns;
   } paths[3][KVS_PATHS]; /* by direction and path, of transfers done */
@@ -196,17 +208,7 @@ void kvs_transfer_unpin(struct kvs_transfer *);
 int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
 int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
 
-/* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message.
- */
-struct kvs_side {
-  const char *name; /* of the argument */
-  size_t index;     /* SIZE_MAX: it is no list */
-  bool write;
-  int want; /* KVS_SIDE_* */
-};
-enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
-int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
-                     const struct kvs_side *, struct kvs_error *);
+/* memory.c */
 /* Events without timing that are kept for reuse; put takes any. */
 int kvs_engine_event_get(struct kvs_engine *, kvs_event *, struct kvs_error *);
 void kvs_engine_event_put(struct kvs_engine *, kvs_event);

@@ -151,7 +151,8 @@ static int check_copy(struct kvs_host_view *view, const struct kvs_piece *piece,
 static int queue_copies(struct kvs_device *device, const struct kvs_copies *copies, size_t from, size_t to, bool seams,
                         kvs_stream stream, const char *operation, struct kvs_error *err) {
   struct kvs_host_view view = {.memory = &host_of(device)->memory};
-  struct kvs_host_op *op = kvs_host_op_new(KVS_HOST_COPY, 0, to - from, err);
+  /* The list itself has as many bytes: no overflow. */
+  struct kvs_host_op *op = kvs_host_op_new(KVS_HOST_COPY, 0, (to - from) * sizeof(struct kvs_piece), err);
   uint64_t total = 0;
   int status = KVS_OK;
   if (!op) return KVS_NOMEM;
@@ -257,7 +258,7 @@ static int host_launch(struct kvs_device *device, const struct kvs_launch *launc
     return refuse_value("launch", "parameters of another size than the kernel's", err);
   if (launch->grid == 0 || launch->threads == 0 || launch->threads > MAX_THREADS)
     return refuse_value("launch", "an empty grid, or a CTA of 0 or more than 1024 threads", err);
-  struct kvs_host_op *op = kvs_host_op_new(delay ? KVS_HOST_DELAY : KVS_HOST_KERNEL, launch->grid, 0, err);
+  struct kvs_host_op *op = kvs_host_op_new(delay ? KVS_HOST_DELAY : KVS_HOST_KERNEL, launch->grid, nbytes, err);
   if (!op) return KVS_NOMEM;
   if (delay) {
     uint64_t ns = ((const struct kvs_delay_params *)launch->params)->ns;
@@ -265,7 +266,8 @@ static int host_launch(struct kvs_device *device, const struct kvs_launch *launc
   } else {
     op->what.kernel.id = launch->kernel;
     op->what.kernel.grid = launch->grid;
-    memcpy(&op->what.kernel.params, launch->params, nbytes);
+    op->what.kernel.threads = launch->threads;
+    op->what.kernel.params = memcpy(op->pieces, launch->params, nbytes);
   }
   return kvs_host_enqueue(queue_of(device), op, stream, "launch", err);
 }
@@ -389,7 +391,7 @@ int64_t kvs_host_step(struct kvs_device *device, int64_t steps) {
   struct kvs_host_queue *queue = deterministic_of(device);
   if (!queue) return -1;
   pthread_mutex_lock(&queue->lock);
-  int64_t ran = kvs_host_steps_locked(queue, steps);
+  int64_t ran = kvs_host_steps_locked(queue, steps, true);
   pthread_mutex_unlock(&queue->lock);
   return ran;
 }

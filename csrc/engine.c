@@ -7,6 +7,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "calibration.h"
 #include "core.h"
 #include "racecheck.h"
 
@@ -38,6 +39,39 @@ int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool s
   }
 }
 
+/* -- costs ----------------------------------------------------------------------------------------------------- */
+
+void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note) {
+  engine->costs = *costs;
+  snprintf(engine->costs_note, sizeof engine->costs_note, "%s", note);
+}
+
+const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine) { return &engine->costs; }
+
+const char *kvs_engine_costs_note(const struct kvs_engine *engine) { return engine->costs_note; }
+
+const char *kvs_engine_relay_note(const struct kvs_engine *engine) { return engine->relay_note; }
+
+/* A machine that was not calibrated is no error, nor is a file that cannot be used: the note says so. */
+static void load_costs(struct kvs_engine *engine) {
+  const struct kvs_device_info *info = &engine->device->info;
+  char what[KVS_COSTS_WHAT], path[512], note[sizeof engine->costs_note];
+  struct kvs_costs costs;
+  struct kvs_error err;
+  kvs_costs_what(info, what);
+  int status = kvs_costs_path(what, path, sizeof path, &err);
+  if (!status) status = kvs_costs_read(path, &costs, &err);
+  if (!status) {
+    snprintf(note, sizeof note, "%.200s", path);
+    kvs_engine_set_costs(engine, &costs, note);
+  } else if (status == KVS_RANGE) {
+    kvs_engine_set_costs(engine, kvs_costs_default(), "built in: kvswap calibrate measures this machine");
+  } else {
+    snprintf(note, sizeof note, "built in, since %.200s", err.message);
+    kvs_engine_set_costs(engine, kvs_costs_default(), note);
+  }
+}
+
 /* -- opening and closing --------------------------------------------------------------------------------------- */
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -56,11 +90,16 @@ static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs
   const struct {
     const char *word;
     bool *flag;
-  } known[] = {{"kernel", &engine->no_kernel}, {"batch", &engine->no_batch}};
+  } known[] = {{"kernel", &engine->disabled.kernel},
+               {"batch", &engine->disabled.batch},
+               {"relay", &engine->disabled.relay},
+               {"strided", &engine->disabled.strided}};
+  const size_t nknown = sizeof known / sizeof known[0];
   for (const char *at = list; at && *at;) {
     size_t n = strcspn(at, ","), i = 0;
-    while (i < 2 && (strlen(known[i].word) != n || strncmp(at, known[i].word, n) != 0)) i++;
-    if (i == 2) return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch", list);
+    while (i < nknown && (strlen(known[i].word) != n || strncmp(at, known[i].word, n) != 0)) i++;
+    if (i == nknown)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch, relay, strided", list);
     *known[i].flag = true;
     at += n + (at[n] == ',');
   }
@@ -81,7 +120,8 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   if (status) return status;
   for (int i = KVS_PATH_AUTO; path && *path; i++) {
     if (i > KVS_PATH_DIRECT)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, kernel, direct", path);
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, relay, kernel, direct",
+                      path);
     if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
     engine->default_path = (enum kvs_path)i;
     break;
@@ -113,6 +153,8 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   for (int i = 0; !status && i < 2; i++) status = kvs_engine_staging_get(engine, 65536, &staging[i], err);
   for (int i = 0; i < 2; i++)
     if (staging[i]) kvs_engine_staging_put(engine, staging[i]);
+  if (!status) status = kvs_tables_open(engine, err);
+  if (!status) kvs_relays_open(engine);
   return status;
 }
 
@@ -131,6 +173,8 @@ static void destroy(struct kvs_engine *engine) {
     (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
     kvs_lanes_destroy(engine);
+    kvs_relays_close(engine);
+    kvs_tables_close(engine);
     if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, engine->compute_stream, &err);
     destroy_retired_locked(engine);
     free(engine->retired);
@@ -142,6 +186,8 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
   pthread_mutex_destroy(&engine->cache_lock);
+  pthread_mutex_destroy(&engine->tables.lock);
+  for (int i = 0; i < 2; i++) pthread_mutex_destroy(&engine->relays[i].lock);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
   free(engine);
 }
@@ -162,7 +208,10 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
+  pthread_mutex_init(&engine->tables.lock, NULL);
+  for (int i = 0; i < 2; i++) pthread_mutex_init(&engine->relays[i].lock, NULL);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
+  load_costs(engine);
   int status = read_environment(engine, err);
   if (!status) status = warm_up(engine, err);
   if (status) {
@@ -338,6 +387,7 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
       .done = atomic_load(&engine->done),
       .failed = atomic_load(&engine->failed),
       .cancelled = atomic_load(&engine->cancelled),
+      .second_attempts = atomic_load(&engine->second_attempts),
       .copies = atomic_load(&engine->copies),
       .merged = atomic_load(&engine->merged),
       .refused_full = atomic_load(&engine->refused_full),
@@ -365,7 +415,7 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
 const char *kvs_version(void) { return KVSWAP_VERSION; }
 
 const char *kvs_path_name(enum kvs_path path) {
-  static const char *const list[] = {"auto", "dma", "strided", "kernel", "direct"};
+  static const char *const list[] = {"auto", "dma", "strided", "relay", "kernel", "direct"};
   return list[path];
 }
 

@@ -2,6 +2,7 @@
 #ifndef KVS_ENGINE_H
 #define KVS_ENGINE_H
 
+#include "cost.h"
 #include "device.h"
 #include "kvswap.h"
 
@@ -11,6 +12,14 @@ KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 /* Whoever is about to destroy a stream of the engine asks first: true if it is the compute stream, and then the engine
  * destroys it, once another is set or the engine ends. */
 KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
+
+/* Why path relay is not there; empty where it is. And where the costs are from that AUTO predicts with. */
+KVS_API const char *kvs_engine_relay_note(const struct kvs_engine *engine);
+KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
+/* Predict with these from now on: while nobody submits. kvs_engine_open() takes the machine's calibration, where there
+ * is one, else built-in figures. */
+KVS_API void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note);
+KVS_API const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine);
 
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);

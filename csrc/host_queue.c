@@ -151,12 +151,11 @@ static int refuse_deadlock(const char *operation, struct kvs_error *err) {
 
 /* -- operations ------------------------------------------------------------------------------------------------ */
 
-struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, size_t npieces, struct kvs_error *err) {
+struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, size_t behind, struct kvs_error *err) {
   struct kvs_host_op *op = NULL;
-  if (npieces < (SIZE_MAX - sizeof *op) / sizeof op->pieces[0])
-    op = malloc(sizeof *op + npieces * sizeof op->pieces[0]);
+  if (behind < SIZE_MAX - sizeof *op) op = malloc(sizeof *op + behind);
   if (!op) {
-    kvs_fail(err, KVS_NOMEM, "no memory to queue %zu copies", npieces);
+    kvs_fail(err, KVS_NOMEM, "no memory to queue work that is described by %zu bytes", behind);
     return NULL;
   }
   memset(op, 0, sizeof *op);
@@ -247,8 +246,9 @@ static void push_locked(struct kvs_host_queue *queue, struct kvs_host_stream *st
     activate_locked(queue, stream);
   }
   stream->tail = op;
-  if (queue->deterministic)
-    kvs_host_steps_locked(queue, (int64_t)kvs_host_random_locked(queue, 3));
+  if (queue
+          ->deterministic) /* who queues is quick: nobody's patience ends before the work that it waits for is queued */
+    kvs_host_steps_locked(queue, (int64_t)kvs_host_random_locked(queue, 3), false);
   else if (queue->idle && stream->head == op)
     pthread_cond_signal(&queue->work);
 }
@@ -301,7 +301,7 @@ int kvs_host_stream_destroy(struct kvs_host_queue *queue, kvs_stream handle, str
 static bool pass_time_locked(struct kvs_host_queue *queue) {
   if (!queue->deterministic) return false;
   int64_t steps = 1 + (int64_t)kvs_host_random_locked(queue, 4);
-  return kvs_host_steps_locked(queue, steps) < steps;
+  return kvs_host_steps_locked(queue, steps, true) < steps;
 }
 
 static int not_ready(const char *operation, bool stuck, struct kvs_error *err) {
@@ -353,7 +353,7 @@ int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, st
   uint64_t target = queue->next_seq; /* what is queued from now on, by others, is not waited for */
   while (!status && !(status = check_lost(queue, operation, err)) && oldest_locked(queue) < target) {
     if (queue->deterministic) {
-      if (!kvs_host_steps_locked(queue, 1) && !(status = check_lost(queue, operation, err)))
+      if (!kvs_host_steps_locked(queue, 1, true) && !(status = check_lost(queue, operation, err)))
         status = refuse_deadlock(operation, err);
     } else {
       if (target < queue->awaited) queue->awaited = target;

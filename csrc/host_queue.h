@@ -48,11 +48,8 @@ struct kvs_host_op {
     } fill;
     struct {
       enum kvs_kernel id;
-      unsigned grid;
-      union {
-        struct kvs_copy_params copy;
-        struct kvs_pattern_params pattern;
-      } params;
+      unsigned grid, threads;
+      const void *params; /* behind the operation */
     } kernel;
     struct {
       uint64_t ptr;
@@ -65,13 +62,13 @@ struct kvs_host_op {
 
   bool prepared;             /* KERNEL: its addresses were checked */
   bool started;              /* DELAY: `until` is set */
-  uint64_t until;            /* DELAY: when it ends */
+  uint64_t until;            /* DELAY: when it ends; RELAY: when its patience does */
   uint64_t pace_ns;          /* KERNEL: it lasts at least so long */
   uint64_t begun_ns;         /* KERNEL: since when */
-  uint64_t units, unit;      /* copies, rows or CTAs: how many, and the first that nobody has taken */
-  uint64_t offset;           /* bytes of `unit` that are taken already */
+  uint64_t units, unit;      /* copies, rows, CTAs or fillings: how many, and the first that nobody has taken */
+  uint64_t offset;           /* bytes of `unit` that are taken already; RELAY: its first segment */
   unsigned running;          /* slices in the hands of workers */
-  struct kvs_piece pieces[]; /* COPY: `units` of them */
+  struct kvs_piece pieces[]; /* COPY: `units` of them. KERNEL: its parameters lie here */
 };
 
 struct kvs_host_stream {
@@ -128,8 +125,8 @@ int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint
                         struct kvs_host_memory *memory, atomic_int *lost, struct kvs_error *err);
 void kvs_host_queue_destroy(struct kvs_host_queue *queue); /* drops what is queued */
 
-/* An operation with room for `npieces` copies, of `units` units; NULL with *err filled. */
-struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, size_t npieces, struct kvs_error *err);
+/* An operation of `units` units, with `behind` bytes for its pieces or parameters; NULL with *err filled. */
+struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, size_t behind, struct kvs_error *err);
 /* Queue it. Takes the operation over, also on failure. `operation` is the member's name, for errors. */
 int kvs_host_enqueue(struct kvs_host_queue *queue, struct kvs_host_op *op, kvs_stream handle, const char *operation,
                      struct kvs_error *err);
@@ -152,7 +149,8 @@ int kvs_host_event_elapsed(struct kvs_host_queue *queue, kvs_event from, kvs_eve
 /* Between host_queue.c and host_run.c. */
 int kvs_host_workers_start_locked(struct kvs_host_queue *queue, struct kvs_error *err);
 void kvs_host_workers_stop(struct kvs_host_queue *queue);
-int64_t kvs_host_steps_locked(struct kvs_host_queue *queue, int64_t steps); /* how many could be run */
+/* How many of so many steps could be run. `jump`: where only time is left to pass, it passes. */
+int64_t kvs_host_steps_locked(struct kvs_host_queue *queue, int64_t steps, bool jump);
 uint64_t kvs_host_random_locked(struct kvs_host_queue *queue, uint64_t below);
 void kvs_host_op_free_locked(struct kvs_host_op *op);
 void kvs_host_stream_pop_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream); /* ends the head */

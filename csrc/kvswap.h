@@ -29,7 +29,15 @@ struct kvs_transfer; /* one submitted list of copies; reference-counted */
 struct kvs_pool;     /* blocks in memory, whose slots are tracked; reference-counted */
 
 enum kvs_direction { KVS_D2H = 0, KVS_H2D = 1, KVS_OTHER_DIRECTION = 2 /* device to device, host to host */ };
-enum kvs_path { KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_STRIDED, KVS_PATH_KERNEL, KVS_PATH_DIRECT, KVS_PATHS };
+enum kvs_path {
+  KVS_PATH_AUTO,
+  KVS_PATH_DMA,
+  KVS_PATH_STRIDED,
+  KVS_PATH_RELAY,
+  KVS_PATH_KERNEL,
+  KVS_PATH_DIRECT,
+  KVS_PATHS
+};
 enum kvs_priority { KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
@@ -101,6 +109,7 @@ struct kvs_stats {
   uint64_t copies, merged;                     /* copies issued; blocks that rode in another block's copy */
   uint64_t unfinished, lanes;                  /* now */
   uint64_t refused_full;                       /* submissions answered with KVS_QUEUE_FULL */
+  uint64_t second_attempts;                    /* transfers that their first path gave up and another one did */
   uint64_t staging_nbytes;                     /* memory held for descriptors */
   uint64_t waits_raw, waits_war, waits_waw;    /* waits inserted for hazards; one may serve several kinds */
   struct kvs_path_stats paths[3][KVS_PATHS];   /* by direction and path */

@@ -302,20 +302,25 @@ void kvs_engine_event_put(struct kvs_engine *engine, kvs_event event) {
   if (!kept) (void)kvs_dev_event_destroy(engine->device, event, &ignored);
 }
 
-void kvs_scratch_clear(struct kvs_scratch *scratch) {
-  scratch->copies.count = scratch->rects.count = scratch->nlayers = 0;
-  scratch->rects.rows = 0;
-}
-
-int kvs_scratch_layer(struct kvs_scratch *scratch, struct kvs_error *err) {
-  if (scratch->nlayers == scratch->layers_capacity) {
+int kvs_scratch_mark(struct kvs_scratch *scratch, size_t index, bool rows, struct kvs_error *err) {
+  if (index >= scratch->layers_capacity) {
     size_t capacity = scratch->layers_capacity ? 2 * scratch->layers_capacity : 64;
     struct kvs_layer_end *grown = realloc(scratch->layers, capacity * sizeof *grown);
     if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %zu layers", capacity);
     scratch->layers = grown;
     scratch->layers_capacity = capacity;
   }
-  scratch->layers[scratch->nlayers++] = (struct kvs_layer_end){scratch->copies.count, scratch->rects.count};
+  struct kvs_layer_end *layer = &scratch->layers[index];
+  if (index == scratch->nlayers) {
+    *layer = (struct kvs_layer_end){0, 0, 0};
+    scratch->nlayers++;
+  }
+  if (rows) {
+    layer->rows = scratch->rows.count;
+  } else {
+    layer->copies = scratch->copies.count;
+    layer->rects = scratch->rects.count;
+  }
   return KVS_OK;
 }
 
@@ -330,7 +335,8 @@ struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error 
 }
 
 void kvs_scratch_put(struct kvs_engine *engine, struct kvs_scratch *scratch) {
-  kvs_scratch_clear(scratch);
+  scratch->copies.count = scratch->rects.count = scratch->rows.count = scratch->nlayers = 0;
+  scratch->rects.rows = 0;
   scratch->single.count = 0;
   scratch->regions.count = 0;
   pthread_mutex_lock(&engine->cache_lock);
@@ -348,6 +354,8 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
     kvs_copies_free(&scratch->copies);
     kvs_copies_free(&scratch->single);
     kvs_rects_free(&scratch->rects);
+    kvs_rows_free(&scratch->rows);
+    kvs_packing_free(&scratch->packing);
     kvs_move_scratch_free(scratch->move);
     kvs_stacks_free(&scratch->stacks);
     free(scratch->layers);

@@ -33,7 +33,8 @@ struct move_call {
   struct kvs_engine *engine;
   struct kvs_move_scratch *room;
   size_t nparts, ntouches;
-  bool rows;                        /* copies of rows are of use */
+  bool rows; /* copies of rows may be of use */
+  bool layered;
   const int64_t *all_src, *all_dst; /* slots as the caller named them */
   size_t all;
   const int64_t *src, *dst;  /* those to be copied */
@@ -318,24 +319,91 @@ static int plan_part(const struct move_call *call, size_t index, bool merge, str
   return status;
 }
 
-/* All parts; `marks`: cut at seams, and note where the layers end. */
-static int plan_all(const struct move_call *call, bool merge, bool marks, struct kvs_scratch *scratch,
-                    struct kvs_rects *rects, struct kvs_copies *copies, struct kvs_error *err) {
-  bool split = marks && kvs_may_cross_seams(&scratch->regions);
+static bool ends_layer(const struct move_call *call, size_t part) {
+  const struct planned_part *parts = call->room->parts;
+  return part + 1 == call->nparts || parts[part + 1].part.layer != parts[part].part.layer;
+}
+
+static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct move_call *call = arg;
+  bool merge = form != KVS_FORM_SINGLE, split = merge && kvs_may_cross_seams(&scratch->regions);
+  struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
+  struct kvs_rects *rects = form == KVS_FORM_RECTS ? &scratch->rects : NULL;
   int status = KVS_OK;
+  copies->count = 0;
+  if (merge) scratch->rects.count = 0, scratch->rects.rows = 0;
   for (size_t i = 0; !status && i < call->nparts; i++) {
     size_t from = copies->count;
-    bool last = i + 1 == call->nparts || call->room->parts[i + 1].part.layer != call->room->parts[i].part.layer;
     status = plan_part(call, i, merge, rects, copies, err);
     if (!status && split) status = kvs_plan_split(copies, from, &scratch->regions, err);
-    if (!status && marks && last) status = kvs_scratch_layer(scratch, err);
+    if (!status && merge && call->layered && ends_layer(call, i))
+      status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, false, err);
   }
   return status;
 }
 
-static int expand_move(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
-                       struct kvs_error *err) {
-  return plan_all(arg, merge, merge, scratch, NULL, copies, err);
+/* What copies of rows could take. */
+static void find_rects(const struct move_call *call, struct kvs_shape *shape) {
+  for (size_t i = 0, r = 0; i < call->nparts; i++)
+    for (; r < call->room->parts[i].runs_end; r++) {
+      const struct kvs_run *run = &call->room->runs.items[r];
+      bool strided = call->room->parts[i].strided && run->rows > 1;
+      if (strided) {
+        shape->rects += call->count;
+        shape->rect_rows += run->rows * call->count;
+        shape->rect_nbytes += run->rows * run->row_nbytes * call->count;
+      } else {
+        shape->rest_copies += run->rows * call->count;
+      }
+    }
+}
+
+static int list_part(const struct move_call *call, size_t index, struct kvs_rows *rows, struct kvs_error *err) {
+  const struct planned_part *planned = &call->room->parts[index];
+  const struct kvs_pool_layout *src = &call->move->src[planned->part.pair]->layout;
+  const struct kvs_pool_layout *dst = &call->move->dst[planned->part.pair]->layout;
+  int status = KVS_OK;
+  for (size_t r = index ? planned[-1].runs_end : 0; !status && r < planned->runs_end; r++) {
+    const struct kvs_run *run = &call->room->runs.items[r];
+    status = kvs_rows_reserve(rows, rows->count + run->rows, err);
+    for (uint64_t row = 0; !status && row < run->rows; row++)
+      kvs_rows_push(rows, &(struct kvs_row){.src = src->ptr + run->src + row * run->src_pitch,
+                                            .dst = dst->ptr + run->dst + row * run->dst_pitch,
+                                            .src_stride = src->stride,
+                                            .dst_stride = dst->stride,
+                                            .nbytes = run->row_nbytes});
+  }
+  return status;
+}
+
+static int list_rows(const struct move_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < call->nparts; i++) {
+    status = list_part(call, i, &scratch->rows, err);
+    if (!status && call->layered && ends_layer(call, i))
+      status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, true, err);
+  }
+  return status;
+}
+
+/* Slots are 32-bit numbers to the kernels. */
+static uint64_t most_slots(const struct move_call *call) {
+  uint64_t most = 0;
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    uint64_t src = call->move->src[i]->layout.num_blocks, dst = call->move->dst[i]->layout.num_blocks;
+    if (src > most) most = src;
+    if (dst > most) most = dst;
+  }
+  return most;
+}
+
+static int find_shape(const struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
+                      struct kvs_error *err) {
+  if (call->rows) find_rects(call, &work->shape);
+  if (!kvs_wants_rows(call->engine, options)) return KVS_OK;
+  work->grid = most_slots(call) <= UINT32_MAX;
+  int status = list_rows(call, work->scratch, err);
+  return status ? status : kvs_find_shape(work, most_slots(call), err);
 }
 
 /* -- failure travels ------------------------------------------------------------------------------------------- */
@@ -467,8 +535,8 @@ static uint64_t count_entries(const struct move_call *call) {
 static int check_and_plan(struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
                           struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
-  bool shared, insists;
-  call->rows = kvs_wants_rows(call->engine, options, &insists);
+  bool shared;
+  call->rows = kvs_may_stride(call->engine, options);
   int status = find_touches(call, &shared, err);
   if (!status) status = take_slots(call, shared, scratch, err);
   if (!status) status = cover_pools(call, scratch, &work->direction, err);
@@ -480,31 +548,32 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->nblocks = call->all;
   work->entries = count_entries(call);
   work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;
+  work->src_slots = call->src;
+  work->dst_slots = call->dst;
+  work->nslots = call->count;
+  work->touches = call->room->touches;
+  work->ntouches = call->ntouches;
   status = kvs_check_layer_options(options, work->nlayers, err);
-  if (!status) status = plan_all(call, true, true, scratch, &scratch->rects, &scratch->copies, err);
-  if (!kvs_wants_layers(options)) scratch->nlayers = 0; /* issued in one go */
-  return status;
+  return status ? status : find_shape(call, work, options, err);
 }
 
 static int move_locked(struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
                        struct kvs_transfer **transfer, struct kvs_error *err) {
-  struct kvs_work work = {
-      .scratch = scratch, .expand = expand_move, .watch = watch_move, .settle = settle, .call = call};
+  struct kvs_work work = {.scratch = scratch,
+                          .plan = plan_move,
+                          .layered = call->layered,
+                          .watch = watch_move,
+                          .settle = settle,
+                          .call = call};
   int status = check_and_plan(call, &work, options, err);
-  if (status) return status;
-  work.touches = call->room->touches;
-  work.ntouches = call->ntouches;
-  work.src_slots = call->src;
-  work.dst_slots = call->dst;
-  work.nslots = call->count;
-  return kvs_submit(call->engine, &work, options, transfer, err);
+  return status ? status : kvs_submit(call->engine, &work, options, transfer, err);
 }
 
 int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *options, struct kvs_transfer **transfer,
                     struct kvs_error *err) {
   int status = check_pools(move, err);
   if (status) return status;
-  struct move_call call = {.move = move, .engine = move->src[0]->engine};
+  struct move_call call = {.move = move, .engine = move->src[0]->engine, .layered = kvs_wants_layers(options)};
   status = kvs_open_for_work(call.engine, err);
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);

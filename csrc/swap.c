@@ -34,7 +34,7 @@ static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *wo
   struct kvs_plan_naming naming = {.entry = entry};
   int status = kvs_plan_check_disjoint(&scratch->copies, &naming, &scratch->plan, err);
   if (status != KVS_INVALID) return status;
-  if (work->expand(work->call, false, scratch, &scratch->single, err)) return err->status;
+  if (work->plan(work->call, KVS_FORM_SINGLE, scratch, err)) return err->status;
   naming.per_tensor = ntensors ? scratch->single.count / ntensors : 0;
   (void)kvs_plan_check_disjoint(&scratch->single, &naming, &scratch->plan, err);
   return err->status;
@@ -47,52 +47,94 @@ struct cache_call {
   size_t ntensors;
   const struct kvs_ids *gpu_ids, *cpu_ids;
   enum kvs_direction direction;
+  uint64_t max_pitch;
+  bool layered;
 };
 
-static int plan_cache(const void *arg, bool merge, struct kvs_copies *copies, struct kvs_error *err) {
-  const struct cache_call *call = arg;
-  return kvs_plan_cache(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction, merge, copies,
+static int plan_tensors(const struct cache_call *call, size_t from, size_t to, bool merge, struct kvs_copies *copies,
+                        struct kvs_error *err) {
+  return kvs_plan_cache(call->tensors + from, to - from, call->gpu_ids, call->cpu_ids, call->direction, merge, copies,
                         err);
 }
 
-static int expand_cache(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
-                        struct kvs_error *err) {
-  int status = plan_cache(arg, merge, copies, err);
-  if (status || !merge || !kvs_may_cross_seams(&scratch->regions)) return status;
-  return kvs_plan_split(copies, 0, &scratch->regions, err);
-}
-
-/* The same list, where tensors lie at equal distances, as rows; with AUTO only if that takes half as many copies. */
-static int plan_rows(struct kvs_engine *engine, const struct cache_call *call, const struct kvs_options *options,
-                     struct kvs_scratch *scratch, struct kvs_error *err) {
-  size_t plain = scratch->copies.count;
-  bool insists;
-  if (!kvs_wants_rows(engine, options, &insists) || call->ntensors < 2) return KVS_OK;
-  int status = kvs_stacks_find(call->tensors, call->ntensors, &scratch->regions, &scratch->stacks, err);
-  if (status || scratch->stacks.count == call->ntensors) return status;
-  scratch->copies.count = 0;
-  status = kvs_plan_stacks(call->tensors, &scratch->stacks, call->gpu_ids, call->cpu_ids, call->direction,
-                           engine->device->info.max_pitch, &scratch->rects, &scratch->copies, err);
-  if (status || insists || 2 * (scratch->copies.count + scratch->rects.count) <= plain) return status;
-  kvs_scratch_clear(scratch);
-  return plan_cache(call, true, &scratch->copies, err);
-}
-
-/* The same list, tensor by tensor, with a mark where each ends. */
+/* Tensor by tensor, with a mark where each ends. */
 static int plan_layers(const struct cache_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
   bool split = kvs_may_cross_seams(&scratch->regions);
   int status = KVS_OK;
-  scratch->copies.count = 0;
   for (size_t t = 0; !status && t < call->ntensors; t++) {
-    struct cache_call layer = *call;
     size_t from = scratch->copies.count;
-    layer.tensors = &call->tensors[t];
-    layer.ntensors = 1;
-    status = plan_cache(&layer, true, &scratch->copies, err);
+    status = plan_tensors(call, t, t + 1, true, &scratch->copies, err);
     if (!status && split) status = kvs_plan_split(&scratch->copies, from, &scratch->regions, err);
-    if (!status) status = kvs_scratch_layer(scratch, err);
+    if (!status) status = kvs_scratch_mark(scratch, t, false, err);
   }
   return status;
+}
+
+static int plan_cache(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct cache_call *call = arg;
+  if (form == KVS_FORM_SINGLE) return plan_tensors(call, 0, call->ntensors, false, &scratch->single, err);
+  scratch->copies.count = scratch->rects.count = 0;
+  scratch->rects.rows = 0;
+  if (call->layered) return plan_layers(call, scratch, err);
+  int status = form == KVS_FORM_RECTS
+                   ? kvs_plan_stacks(call->tensors, &scratch->stacks, call->gpu_ids, call->cpu_ids, call->direction,
+                                     call->max_pitch, &scratch->rects, &scratch->copies, err)
+                   : plan_tensors(call, 0, call->ntensors, true, &scratch->copies, err);
+  if (status || !kvs_may_cross_seams(&scratch->regions)) return status;
+  return kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
+}
+
+/* What copies of rows could take, where tensors lie at equal distances. */
+static int find_stacks(const struct cache_call *call, struct kvs_work *work, struct kvs_error *err) {
+  struct kvs_stacks *stacks = &work->scratch->stacks;
+  struct kvs_shape *shape = &work->shape;
+  if (call->ntensors < 2 || call->layered) return KVS_OK;
+  int status = kvs_stacks_find(call->tensors, call->ntensors, &work->scratch->regions, stacks, err);
+  if (status || stacks->count == call->ntensors) return status;
+  for (size_t i = 0; i < stacks->count; i++) {
+    const struct kvs_stack *stack = &stacks->items[i];
+    const struct kvs_tensor *first = &call->tensors[stacks->order[stack->first]];
+    if (stack->count > 1) {
+      shape->rects += call->gpu_ids->count;
+      shape->rect_rows += stack->count * call->gpu_ids->count;
+      shape->rect_nbytes += stack->count * call->gpu_ids->count * first->nbytes;
+    } else {
+      shape->rest_copies += call->gpu_ids->count;
+    }
+  }
+  return KVS_OK;
+}
+
+static int list_rows(const struct cache_call *call, struct kvs_work *work, struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
+  int status = kvs_rows_reserve(&scratch->rows, call->ntensors, err);
+  for (size_t t = 0; !status && t < call->ntensors; t++) {
+    const struct kvs_tensor *tensor = &call->tensors[t];
+    uint64_t gpu_stride = tensor->gpu_stride ? tensor->gpu_stride : tensor->nbytes;
+    uint64_t cpu_stride = tensor->cpu_stride ? tensor->cpu_stride : tensor->nbytes;
+    bool store = call->direction == KVS_D2H;
+    kvs_rows_push(&scratch->rows, &(struct kvs_row){.src = store ? tensor->gpu : tensor->cpu,
+                                                    .dst = store ? tensor->cpu : tensor->gpu,
+                                                    .src_stride = store ? gpu_stride : cpu_stride,
+                                                    .dst_stride = store ? cpu_stride : gpu_stride,
+                                                    .nbytes = tensor->nbytes});
+    if (call->layered) status = kvs_scratch_mark(scratch, t, true, err);
+  }
+  return status;
+}
+
+/* Slots are 32-bit numbers to the kernels. */
+static bool slots_fit(const struct cache_call *call) {
+  for (size_t t = 0; t < call->ntensors; t++)
+    if (call->tensors[t].gpu_blocks > UINT32_MAX || call->tensors[t].cpu_blocks > UINT32_MAX) return false;
+  return true;
+}
+
+static uint64_t cpu_slots(const struct cache_call *call) {
+  uint64_t most = 0;
+  for (size_t t = 0; t < call->ntensors; t++)
+    if (call->tensors[t].cpu_blocks > most) most = call->tensors[t].cpu_blocks;
+  return most;
 }
 
 static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct cache_call *call,
@@ -115,8 +157,8 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
   return KVS_OK;
 }
 
-static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work *work, const struct cache_call *call,
-                                const struct kvs_options *options, struct kvs_error *err) {
+static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const struct cache_call *call,
+                       const struct kvs_options *options, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
@@ -124,13 +166,16 @@ static int check_and_plan_cache(struct kvs_engine *engine, const struct kvs_work
   if (!status)
     status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
                                 &scratch->plan, err);
-  if (!status) status = plan_cache(call, true, &scratch->copies, err);
-  if (!status && !disjoint) status = check_disjoint(scratch, work, "block", call->ntensors, err);
-  if (status) return status;
-  if (kvs_wants_layers(options)) return plan_layers(call, scratch, err);
-  status = plan_rows(engine, call, options, scratch, err);
-  if (status) return status;
-  return kvs_may_cross_seams(&scratch->regions) ? kvs_plan_split(&scratch->copies, 0, &scratch->regions, err) : KVS_OK;
+  if (!status && !disjoint) {
+    status = plan_tensors(call, 0, call->ntensors, true, &scratch->copies, err);
+    if (!status) status = check_disjoint(scratch, work, "block", call->ntensors, err);
+    scratch->copies.count = 0;
+  }
+  if (!status && kvs_may_stride(engine, options)) status = find_stacks(call, work, err);
+  if (status || !kvs_wants_rows(engine, options)) return status;
+  work->grid = slots_fit(call);
+  status = list_rows(call, work, err);
+  return status ? status : kvs_find_shape(work, cpu_slots(call), err);
 }
 
 /* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
@@ -151,7 +196,8 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                    const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
                    const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
-  struct cache_call call = {tensors, ntensors, &gpu, &cpu, direction};
+  struct cache_call call = {
+      tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(options)};
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
   if (direction != KVS_D2H && direction != KVS_H2D)
@@ -162,7 +208,8 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                           .direction = direction,
                           .nblocks = gpu.count,
                           .entries = gpu.count * ntensors,
-                          .expand = expand_cache,
+                          .plan = plan_cache,
+                          .layered = call.layered,
                           .watch = kvs_watch_copies,
                           .call = &call,
                           .nlayers = ntensors};
@@ -171,8 +218,11 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
   gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
+  work.src_slots = scratch->ids + (direction == KVS_D2H ? 0 : gpu.count);
+  work.dst_slots = scratch->ids + (direction == KVS_D2H ? gpu.count : 0);
+  work.nslots = gpu.count;
   if (!status) status = kvs_check_layer_options(options, ntensors, err);
-  if (!status) status = check_and_plan_cache(engine, &work, &call, options, err);
+  if (!status) status = check_cache(engine, &work, &call, options, err);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;
@@ -186,15 +236,25 @@ struct batch_call {
   size_t count;
 };
 
-static int plan_batch(const void *arg, bool merge, struct kvs_copies *copies, struct kvs_error *err) {
+static int plan_batch(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
   const struct batch_call *call = arg;
+  bool merge = form != KVS_FORM_SINGLE;
+  struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
+  copies->count = 0;
   return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, err);
 }
 
-static int expand_batch(const void *arg, bool merge, struct kvs_scratch *scratch, struct kvs_copies *copies,
-                        struct kvs_error *err) {
-  (void)scratch;
-  return plan_batch(arg, merge, copies, err);
+/* Entries whose places on the host follow one another are one run; they go in the order given. */
+static void find_batch_shape(struct kvs_work *work) {
+  const struct kvs_copies *copies = &work->scratch->copies;
+  const uint64_t *host = work->direction == KVS_D2H ? copies->dst : copies->src;
+  uint64_t runs = copies->count > 0;
+  for (size_t i = 1; i < copies->count; i++) runs += host[i] != host[i - 1] + copies->nbytes[i - 1];
+  work->shape = (struct kvs_shape){.direction = work->direction,
+                                   .nbytes = work->nbytes,
+                                   .copies = copies->count,
+                                   .rows = copies->count,
+                                   .runs = runs};
 }
 
 /* The region that holds all of an entry, or of a part of it that is followed by others (cover made sure). */
@@ -255,21 +315,23 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   struct kvs_work work = {.scratch = scratch,
                           .nblocks = count,
                           .entries = count,
-                          .expand = expand_batch,
+                          .plan = plan_batch,
+                          .planned = true,
                           .watch = kvs_watch_copies,
                           .call = &call};
   status = kvs_check_layer_options(options, 0, err);
-  if (!status) status = plan_batch(&call, true, &scratch->copies, err);
+  if (!status) status = plan_batch(&call, KVS_FORM_COPIES, scratch, err);
   if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
     scratch->copies.count = 0;
-    status = plan_batch(&call, false, &scratch->copies, err);
+    status = kvs_plan_batch(src, dst, nbytes, one_size, count, false, &scratch->copies, err);
     if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   }
   for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
   if (!status) status = check_disjoint(scratch, &work, "entry", 0, err);
   if (!status && kvs_may_cross_seams(&scratch->regions))
     status = kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
+  find_batch_shape(&work);
   if (!status) status = kvs_submit(engine, &work, options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;

@@ -2,15 +2,17 @@
 #ifndef KVS_WORK_H
 #define KVS_WORK_H
 
+#include "cost.h"
+#include "packing.h"
 #include "plan.h"
 #include "pool.h"
 #include "stride.h"
 
 struct kvs_move_scratch; /* move.c's own */
 
-/* Where the copies of a layer end. */
+/* Where a layer ends in each of the lists. */
 struct kvs_layer_end {
-  size_t copies, rects;
+  size_t copies, rects, rows;
 };
 
 /* Working memory of one submitting call. */
@@ -19,7 +21,9 @@ struct kvs_scratch {
   size_t ids_capacity;
   struct kvs_copies copies, single; /* merged; one entry a block, made only when something was refused */
   struct kvs_rects rects;           /* of copies: those that are rows at a pitch */
-  struct kvs_layer_end *layers;     /* made where layers matter */
+  struct kvs_rows rows;             /* with the pairs of slots: all of it */
+  struct kvs_packing packing;
+  struct kvs_layer_end *layers; /* made where layers matter */
   size_t nlayers, layers_capacity;
   struct kvs_regions regions; /* those that this call touches */
   struct kvs_move_scratch *move;
@@ -28,23 +32,34 @@ struct kvs_scratch {
   struct kvs_scratch *next;
 };
 
-/* What is to be moved, checked and planned. `expand` makes the list again as plain copies, merged or with one entry a
- * block: for paths that have no use for rectangles, and for a merged copy that is refused and tried block by block. */
+/* The forms of a plan. Copies and copies of rows are made when a path wants them, for there are as many as blocks of
+ * all tensors; rows and pairs of slots are made at once. */
+enum kvs_form {
+  KVS_FORM_COPIES, /* scratch->copies, merged */
+  KVS_FORM_RECTS,  /* scratch->rects, and copies for what is in none */
+  KVS_FORM_SINGLE, /* scratch->single: one copy a block, in the order of the others */
+};
+
+/* What is to be moved, checked. */
 struct kvs_work {
   struct kvs_scratch *scratch;
   enum kvs_direction direction;
   uint64_t nbytes, nblocks, entries; /* entries: blocks of all tensors */
-  int (*expand)(const void *call, bool merge, struct kvs_scratch *, struct kvs_copies *, struct kvs_error *);
+  struct kvs_shape shape;
+  int (*plan)(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
+  bool planned; /* FORM_COPIES is there already */
+  bool grid;    /* rows and the pairs of slots are there */
+  bool layered; /* layers matter: lists go layer by layer, with marks */
   /* Tell the race checker of the accesses of one layer, or of all (SIZE_MAX), which are these copies and rows. */
   void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
                 const struct kvs_rects *, const struct kvs_race_party *);
   const void *call;
   size_t nlayers; /* that there could be */
+  const int64_t *src_slots, *dst_slots;
+  size_t nslots;
   /* Of transfers between pools, whose caller holds hazard_lock. */
   const struct kvs_touch *touches;
   size_t ntouches;
-  const int64_t *src_slots, *dst_slots;
-  size_t nslots;
   const uint32_t *lost; /* blocks that are not copied since their source is lost */
   size_t nlost;
   struct kvs_error lost_error;
@@ -60,8 +75,11 @@ enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct k
 const char *kvs_direction_text(enum kvs_direction); /* "device to host" */
 
 /* submit.c */
-/* Whether copies of rows are of use to a call: where there are any, or (auto) where they make it much shorter. */
-bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, bool *insists);
+bool kvs_may_stride(const struct kvs_engine *, const struct kvs_options *); /* whether copies of rows may be of use */
+bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *); /* the same of rows and pairs */
+/* From the rows in scratch and the pairs of slots: pack the rows, and work out what the planner wants to know, but the
+ * copies of rows. `cpu_slots`: the slots of the host's side are below it. */
+int kvs_find_shape(struct kvs_work *, uint64_t cpu_slots, struct kvs_error *);
 int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
                struct kvs_error *);
 
@@ -71,10 +89,21 @@ int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struc
 int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
 int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
 
-/* memory.c */
+/* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message.
+ */
+struct kvs_side {
+  const char *name; /* of the argument */
+  size_t index;     /* SIZE_MAX: it is no list */
+  bool write;
+  int want; /* KVS_SIDE_* */
+};
+enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
+int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
+                     const struct kvs_side *, struct kvs_error *);
+
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
 void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
-void kvs_scratch_clear(struct kvs_scratch *);                    /* no copies, rows or layers are planned */
-int kvs_scratch_layer(struct kvs_scratch *, struct kvs_error *); /* a layer ends where the lists end now */
+/* Layer `index` ends where the lists end now, as far as they are of that form; rows: of the rows. */
+int kvs_scratch_mark(struct kvs_scratch *, size_t index, bool rows, struct kvs_error *);
 
 #endif

@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, TypeAlias, final
+from os import PathLike
+from typing import Any, Final, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-_Path: TypeAlias = Literal["auto", "dma", "strided", "kernel", "direct"]
+_Path: TypeAlias = Literal["auto", "dma", "strided", "relay", "kernel", "direct"]
 _Priority: TypeAlias = Literal["high", "normal", "background"]
 _StreamLike: TypeAlias = Any  # int handle, or an object with cuda_stream, ptr, __cuda_stream__, or a kvswap Stream
 _Address: TypeAlias = Any  # int, or a tensor: data_ptr(), DLPack, array interfaces, buffer protocol
@@ -320,6 +321,43 @@ def _cuda_count() -> tuple[int, str]: ...
 def _cuda_info(ordinal: int) -> dict[str, Any]: ...
 def _fatbin() -> dict[str, Any]: ...
 def _shutdown(timeout: float) -> None: ...
+
+class _PathCost(TypedDict):
+    start: float
+    each: Sequence[float]
+    run: Sequence[float]
+
+class _Tuning(TypedDict, total=False):
+    kernel_ctas: int
+    background_ctas: int
+    background_gbps: float
+    link_gbps_d2h: float
+    link_gbps_h2d: float
+
+class _Costs(TypedDict):
+    d2h: dict[str, _PathCost]
+    h2d: dict[str, _PathCost]
+    tuning: _Tuning
+
+def _costs_read(path: str | PathLike[str] | None, /) -> _Costs: ...
+def _costs_write(path: str | PathLike[str], costs: _Costs, machine: str) -> None: ...
+def _costs_what(device: Device, /) -> str: ...
+def _costs_use(device: Device, costs: _Costs | None) -> None: ...
+def _costs_path(what: str, /) -> str: ...
+def _costs_predict(
+    costs: _Costs | None,
+    path: _Path,
+    direction: Literal["d2h", "h2d"],
+    nbytes: int,
+    *,
+    copies: int = 0,
+    rects: int = 0,
+    rect_rows: int = 0,
+    rect_nbytes: int = 0,
+    rest_copies: int = 0,
+    rows: int = 0,
+    runs: int = 0,
+) -> float: ...
 
 # Seam calls, one a member of csrc/device.h: for the conformance suite. Each returns what the member returns and raises
 # DeviceError with its code.

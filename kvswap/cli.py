@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -19,13 +21,15 @@ from kvswap.replay.units import parse_size
 
 if TYPE_CHECKING:
     from kvswap import _C, testing
+    from kvswap.bench import table
+    from kvswap.bench.plot import Result as BenchResult
     from kvswap.replay import geometry
     from kvswap.replay.report import Report
     from kvswap.replay.settings import Settings, Sizes
     from kvswap.replay.trace import Trace
 
 EXIT_OK, EXIT_WRONG_BYTES, EXIT_USAGE, EXIT_DEVICE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
-PATHS = ("auto", "dma", "strided", "kernel", "direct")
+PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
 # Small enough that the demo's trace overflows both tiers; blocks large enough that there is something to watch.
 _DEMO_BLOCKS = {"gpu": 128, "host": 512}
 _DEMO_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 512 << 10}
@@ -77,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_info(commands)
     _add_bench(commands)
+    _add_calibrate(commands)
     _add_replay(commands)
     _add_demo(commands)
     return parser
@@ -114,30 +119,209 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure every call, direction, size and path; every byte is verified")
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast blocks move, and what that costs; every byte is verified",
+        description="Measures kvswap's paths, and what others do by hand, on the shapes of a model's cache; beside a "
+        "load with --load; path auto against all others with --regret.",
+    )
+    from kvswap.bench.loads import KINDS
+    from kvswap.bench.methods import METHODS
+    from kvswap.bench.shapes import FAMILIES
+
     _add_device(parser)
-    parser.add_argument("--quick", action="store_true", help="fewer bytes and repeats")
-    parser.add_argument("--path", choices=PATHS[1:], action="append", help="only this path; may be given again")
-    parser.add_argument("--bytes", type=_size, metavar="SIZE", help="bytes a case moves (256MiB on a GPU, else 32MiB)")
-    parser.add_argument("--repeats", type=_positive, help="the median of so many runs is shown (default 5)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--load", choices=KINDS, help="run this beside the copies; measure its slow-down and their speed")
+    what.add_argument(
+        "--regret", action="store_true", help="draw shapes at random; measure how far auto is from the best"
+    )
+    what.add_argument("--list", action="store_true", help="list the cases of the table and end")
+    parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and repeats: whether it works")
+    parser.add_argument(
+        "--bytes",
+        type=_some_size,
+        metavar="SIZE",
+        help="bytes a case (1GiB on a GPU; with --load and --regret 256MiB; less on a host device)",
+    )
+    parser.add_argument("--repeats", type=_positive, metavar="N", help="the median of so many runs (default 3)")
+    _add_choice(parser, "--shape", FAMILIES, "this shape (--load: default run)")
+    parser.add_argument(
+        "--size", type=_some_size, action="append", metavar="SIZE", help="only blocks of this size; may be given again"
+    )
+    _add_choice(parser, "--direction", {"D2H": None, "H2D": None}, "this direction")
+    _add_choice(parser, "--method", METHODS, "this method")
+    parser.add_argument(
+        "--pairs", type=_positive, metavar="N", help="--load: windows with and without copies (default 10)"
+    )
+    parser.add_argument("--seconds", type=_duration, metavar="S", help="--load: length of a window (default 1)")
+    parser.add_argument("--draws", type=_positive, metavar="N", help="--regret: number of shapes (default 200)")
+    parser.add_argument(
+        "--seed", type=_count, metavar="N", help="--regret: of the shapes (default: another every time)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write JSON; - for the standard output")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the result (needs matplotlib: kvswap[plot])")
     parser.set_defaults(run=_bench)
 
 
+def _add_choice(parser: argparse.ArgumentParser, option: str, choices: Iterable[str], what: str) -> None:
+    names = list(choices)
+    parser.add_argument(
+        option,
+        choices=names,
+        action="append",
+        metavar="NAME",
+        help=f"only {what}; may be given again: {', '.join(names)}",
+    )
+
+
+# Options of `kvswap bench` that only some of its three measurements have.
+_BENCH_OPTIONS = {
+    "the table": ("repeats", "shape", "size", "direction"),
+    "--load": ("pairs", "seconds", "shape", "size", "direction"),
+    "--regret": ("draws", "seed"),
+}
+
+
 def _bench(args: argparse.Namespace) -> int:
-    from kvswap import bench
     from kvswap.replay.check import WrongBytes
 
+    _check_bench(args)
+    if args.list:
+        return _list_bench(args)
     with _json_file(args.json) as write:
         out = sys.stderr if args.json == "-" else sys.stdout
-        device = open_device(args.device)
-        plan = bench.plan(device, quick=args.quick, nbytes=args.bytes, repeats=args.repeats, paths=args.path)
+        run = _bench_run(args, open_device(args.device))
         try:
-            result = bench.run(plan, lambda line: print(line, file=out, flush=True))
+            result = run(lambda line: print(line, file=out, flush=True))
         except WrongBytes as error:
             return _fail(EXIT_WRONG_BYTES, str(error))
         write(result.to_dict())
+    if args.plot is not None:
+        from kvswap.bench import plot
+
+        with _writing_plot(args.plot):
+            plot.draw(result, args.plot)
     return EXIT_OK
+
+
+def _check_bench(args: argparse.Namespace) -> None:
+    """What an option is for is known before a device is opened."""
+    what = "--load" if args.load else "--regret" if args.regret else "the table"
+    for option in sorted({option for options in _BENCH_OPTIONS.values() for option in options}):
+        if getattr(args, option) is not None and option not in _BENCH_OPTIONS[what]:
+            owners = " and ".join(owner for owner, options in _BENCH_OPTIONS.items() if option in options)
+            raise UsageError(f"--{option} is for {owners}, not for {what}")
+    if args.load and args.shape is not None and len(args.shape) > 1:
+        raise UsageError("--load takes one --shape")
+    _check_plot(args)
+
+
+def _bench_run(args: argparse.Namespace, device: _C.Device) -> Callable[[Callable[[str], None]], BenchResult]:
+    from kvswap.bench import beside, regret, table
+
+    common = {"quick": args.quick, "nbytes": args.bytes, "methods": args.method}
+    where = {"sizes": args.size, "directions": args.direction}
+    if args.load:
+        family = args.shape[0] if args.shape else None
+        load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, family=family, **where, **common)
+        return partial(beside.run, load)
+    if args.regret:
+        seed = secrets.randbits(32) if args.seed is None else args.seed
+        return partial(regret.run, regret.plan(device, seed, draws=args.draws, **common))
+    return partial(table.run, _table_plan(args, device))
+
+
+def _table_plan(args: argparse.Namespace, device: _C.Device) -> table.Plan:
+    from kvswap.bench import table
+
+    return table.plan(
+        device,
+        quick=args.quick,
+        nbytes=args.bytes,
+        repeats=args.repeats,
+        families=args.shape,
+        sizes=args.size,
+        directions=args.direction,
+        methods=args.method,
+    )
+
+
+def _list_bench(args: argparse.Namespace) -> int:
+    from kvswap.bench import table
+
+    for case in table.cases(_table_plan(args, open_device(args.device))):
+        print(f"{case.key}: {case.description}")
+    return EXIT_OK
+
+
+def _add_calibrate(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what transfers take on this machine, and store it for the choice of paths",
+        description="Measures each path, direction and size, every byte verified, and stores what they take: by GPU, "
+        "driver and version in the user's cache folder, or where KVSWAP_CALIBRATION says.",
+    )
+    _add_device(parser)
+    parser.add_argument("--seconds", type=_duration, default=10.0, metavar="S", help="how long, in all (default 10)")
+    parser.add_argument("--output", metavar="FILE", help="store it here instead")
+    parser.add_argument("--show", action="store_true", help="measure nothing: show what is stored")
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    import time
+
+    deadline = time.monotonic() + args.seconds  # which opening the device counts towards
+
+    from kvswap import _C, calibrate
+    from kvswap.replay.check import WrongBytes
+
+    if args.show:
+        return _show_calibration(args)
+    calibrate.check_environment()
+    device = open_device(args.device)
+    path = _calibration_path(args, device)
+    calibrate.check_writable(path)
+    reporter = calibrate.Reporter(sys.stderr)
+    try:
+        result = calibrate.calibrate(device, deadline, reporter)
+    except WrongBytes as error:
+        return _fail(EXIT_WRONG_BYTES, str(error))
+    finally:
+        reporter.close()
+    print(calibrate.summary(result))
+    try:
+        _C._costs_write(path, result.costs, _C._costs_what(device))
+    except ValueError as error:
+        raise UsageError(f"it could not be stored: {error}") from None
+    print(f"stored in {path}")
+    return EXIT_OK
+
+
+def _show_calibration(args: argparse.Namespace) -> int:
+    from kvswap import _C, calibrate
+
+    path = args.output or _calibration_path(args, open_device(args.device))
+    try:
+        costs, where = _C._costs_read(path), path
+    except IndexError:
+        if args.output is not None:
+            raise UsageError(f"--output {path}: there is no such file") from None
+        costs, where = _C._costs_read(None), f"built in, for there is no {path}"
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(calibrate.table(costs))
+    print(where)
+    return EXIT_OK
+
+
+def _calibration_path(args: argparse.Namespace, device: _C.Device) -> str:
+    from kvswap import _C
+
+    try:
+        return args.output or _C._costs_path(_C._costs_what(device))
+    except IndexError as error:
+        raise UsageError(str(error)) from None
 
 
 def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -340,10 +524,16 @@ def _plot(args: argparse.Namespace, report: Report) -> None:
     if args.plot is not None:
         from kvswap.replay import plot
 
-        try:
+        with _writing_plot(args.plot):
             plot.draw(report, args.plot)
-        except OSError as error:
-            raise UsageError(f"--plot {args.plot}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _writing_plot(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--plot {name}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
@@ -411,6 +601,13 @@ def _size(text: str) -> int:
         return parse_size(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _some_size(text: str) -> int:
+    size = _size(text)
+    if size == 0:
+        raise argparse.ArgumentTypeError(f"not a size above 0: {text!r}")
+    return size
 
 
 def _at_least(convert: Callable[[str], _Number], text: str, least: _Number, what: str) -> _Number:

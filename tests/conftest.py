@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 # Streams beyond the number of hardware queues hold each other up. Read by the driver when the first context is made.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# What this machine was calibrated to is not what the tests are about.
+os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibration")
 
 import kvswap
 from kvswap import _C
@@ -29,7 +31,7 @@ from kvswap import _C
 Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
-PATHS = ("auto", "dma", "strided", "kernel", "direct")
+PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 
 settings.register_profile(

@@ -158,7 +158,11 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         ({"direction": True}, ValueError, "direction is True"),
         ({"direction": "H2D"}, ValueError, "direction is 'H2D'"),
         ({"direction": 2**70}, ValueError, "direction is 1180591620717411303424"),
-        ({"path": "relay"}, ValueError, "path is 'relay': must be one of 'auto', 'dma', 'strided', 'kernel', 'direct'"),
+        (
+            {"path": "ring"},
+            ValueError,
+            "path is 'ring': must be one of 'auto', 'dma', 'strided', 'relay', 'kernel', 'direct'",
+        ),
         ({"path": None}, TypeError, "path must be a str, not NoneType"),
         ({"priority": "low"}, ValueError, "priority is 'low'"),
         ({"max_ctas": 0}, ValueError, "max_ctas is 0"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvswap import _C, bench, cli, testing
+from kvswap import _C, cli
 from kvswap.replay.progress import Progress, progress_line
 from kvswap.replay.run import Replay
 
@@ -229,34 +229,6 @@ def test_info_as_json(capsys: Output) -> None:
     assert found["devices"][-1]["name"] == "host:0"
     assert found["devices"][-1]["paths"]["dma"] == "on"
     assert found["opened"]["host:0"]["error"] is None
-
-
-QUICK = ["bench", "--quick", "--bytes", "1MiB", "--repeats", "1"]
-
-
-def test_bench(device_name: str, tmp_path: Path, capsys: Output) -> None:
-    result = tmp_path / "bench.json"
-    assert cli.main([*QUICK, "--device", device_name, "--json", str(result)]) == 0
-    out = capsys.readouterr().out
-    assert "one copy of" in out and "0 wrong bytes" in out
-    found = json.loads(result.read_text())
-    assert found["wrong_bytes"] == 0
-    rows = [row for row in found["rows"] if row["gbps"] is not None]
-    assert {row["call"] for row in rows} == {"swap_blocks_batch", "swap_cache_per_layer", "swap_cache_all_layers"}
-    assert {row["direction"] for row in rows} == {"D2H", "H2D"}
-    assert {row["path"] for row in rows} >= {"dma"}
-    assert all(row["share"] > 0 and row["cpu_us_per_block"] > 0 for row in rows)
-
-
-def test_bench_covers_every_size_by_default() -> None:
-    sizes = bench.plan(_C.Device("host:0")).sizes
-    assert (sizes[0], sizes[-1]) == (4 << 10, 2 << 20)
-
-
-def test_bench_verifies_every_byte(capsys: Output) -> None:
-    with testing.fault(_C.Device("host:0"), "copy", "skip", nth=30):
-        assert cli.main([*QUICK, "--device", "host:0", "--path", "dma"]) == 1
-    assert "WRONG BYTES: " in capsys.readouterr().err
 
 
 def test_progress_is_one_line_on_a_terminal(trace: Path, device_name: str) -> None:

@@ -352,7 +352,11 @@ def refused(pair: tuple[Tier, Tier], error: type[Exception], message: str, call:
         (IndexError, rf"src_ids\[1\] is {BLOCKS}.*{BLOCKS} blocks, 0 to {BLOCKS - 1}", {"src_ids": [0, BLOCKS]}),
         (IndexError, rf"dst_ids\[0\] is -1.*{BLOCKS} blocks, 0 to {BLOCKS - 1}", {"dst_ids": [-1, 0]}),
         (ValueError, r"dst_ids\[0\] and dst_ids\[1\] are both 4", {"dst_ids": [4, 4]}),
-        (ValueError, "path is 'x': must be one of 'auto', 'dma', 'strided', 'kernel', 'direct'", {"path": "x"}),
+        (
+            ValueError,
+            "path is 'x': must be one of 'auto', 'dma', 'strided', 'relay', 'kernel', 'direct'",
+            {"path": "x"},
+        ),
         (ValueError, "priority is 'x'", {"priority": "x"}),
         (ValueError, "max_ctas is 0: must be 1 to 1024", {"max_ctas": 0}),
         (ValueError, "pace_gbps is -1", {"pace_gbps": -1}),

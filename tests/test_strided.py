@@ -12,7 +12,7 @@ import pytest
 from conftest import PATIENCE, Buffer
 
 import kvswap
-from kvswap import testing
+from kvswap import _C, testing
 
 LAYERS, BLOCKS, SLOTS = 6, 20, 24
 
@@ -139,16 +139,21 @@ def test_tensors_of_their_own_are_not_strided(device: kvswap.Device, direction: 
         np.testing.assert_array_equal(target.get().reshape(-1, 64), wanted)
 
 
-@pytest.mark.parametrize(("nbytes", "taken"), [(4096, "strided"), (2048, "kernel")])
-def test_when_auto_takes_it(direction: int, nbytes: int, taken: str) -> None:
+@pytest.mark.parametrize("cheap", ["dma", "strided", "relay", "kernel"])
+def test_auto_takes_what_is_predicted_to_be_fastest(direction: int, cheap: str) -> None:
     device = testing.deterministic_device(3)
-    slab = Slab(device, nbytes)
+    costs = _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            cost["start"] = 1.0 if path == cheap else 1e9
+    _C._costs_use(device, costs)
+    slab = Slab(device, 4096)
     gpu_ids, cpu_ids = ids(6)
     expected = slab.expected(gpu_ids, cpu_ids, direction)
     transfer = slab.swap(gpu_ids, cpu_ids, direction)
     transfer.wait(PATIENCE)
     slab.check(expected)
-    assert transfer.path == taken
+    assert transfer.path == cheap
 
 
 def test_neighbours_are_better_merged(direction: int) -> None:

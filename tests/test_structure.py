@@ -33,10 +33,12 @@ ROWS = [
     {"device.h", "hooks.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
     {"host_memory.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
-    {"plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
-    {"stride.h"},
+    {"cost.h", "plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
+    {"calibration.h", "packing.h", "stride.h"},
+    {"launch.h"},
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
+    {"submit.h"},
 ]
 
 
@@ -109,6 +111,8 @@ def test_includes_point_downward() -> None:
 def test_the_layers_of_sources() -> None:
     """Pure functions know no device's insides; devices know no lanes; what is above the seam knows none of them."""
     pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "stride.c", "clock.c", "region.c", "status.c"}
+    pure |= {"cost.c", "cost_default.c", "packing.c"}
+    pure |= {"cost.c", "cost_default.c"}
     device = ("host_", "cuda_", "device")
     above = {"engine.h", "core.h", "kvswap.h"}
     wrong = []
@@ -128,7 +132,7 @@ def test_the_layers_of_sources() -> None:
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
     allowed = {"engine.h", "kvswap.h", "py/bind.h", "py/options.h"}
-    more = {"testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"}}
+    more = {"testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"}, "calibration.c": {"calibration.h"}}
     wrong = []
     for path in BINDINGS:
         own = {name for name in includes(path) if (CSRC / name).exists()}

@@ -2,3 +2,5 @@
 #include "copy.cu"
 #include "delay.cu"
 #include "pattern.cu"
+#include "relay.cu"
+#include "ring.cu"

@@ -13,7 +13,9 @@
 
 /* X(name, symbol in the fatbin, parameter struct) */
 #define KVS_KERNEL_LIST(X)                                                                                             \
-  X(COPY, kvs_kernel_copy, kvs_copy_params)          /* scattered copies, any size, any alignment */                   \
+  X(COPY, kvs_kernel_copy, kvs_copy_params)          /* scattered copies by words, any size, any alignment */          \
+  X(RING, kvs_kernel_ring, kvs_copy_params)          /* the same by bulk copies through shared memory */               \
+  X(RELAY, kvs_kernel_relay, kvs_relay_params)       /* between scattered blocks and a ring in device memory */        \
   X(PATTERN, kvs_kernel_pattern, kvs_pattern_params) /* write or check bytes that are a function of their key */       \
   X(DELAY, kvs_kernel_delay, kvs_delay_params)       /* keep a stream busy for a time */
 
@@ -24,16 +26,89 @@ enum kvs_kernel {
       KVS_KERNELS
 };
 
-/* One piece of copying. Both addresses are as the device sees them (pinned host memory by its device alias). */
+/* One piece of copying. All addresses are as the device sees them (pinned host memory by its device alias). */
 struct kvs_piece {
   uint64_t dst, src, nbytes;
 };
 
-struct kvs_copy_params {
-  uint64_t pieces; /* address of struct kvs_piece[npieces], device or pinned memory; read until the kernel ended */
-  uint64_t npieces;
-  uint64_t ns_per_mib; /* pace of one CTA: nanoseconds it spends at least on 1 MiB; 0: unpaced */
+/* One row of every block: for the pair (s, d) of slots it goes from src + s * src_stride to dst + d * dst_stride. Where
+ * rows are packed, those of one block lie `packed` bytes after its beginning, and blocks packed_stride apart. */
+struct kvs_row {
+  uint64_t src, dst, src_stride, dst_stride, nbytes;
+  uint64_t packed, packed_stride;
 };
+
+struct kvs_pair {
+  uint32_t src, dst;
+};
+
+/* Copies in one of two forms. A list: pieces. A grid: each of nrows rows of each pair, cut into `parts` pieces of
+ * `piece` bytes (those beyond the end of a shorter row are empty): O(blocks) to upload, where the rows are there. */
+struct kvs_units {
+  uint64_t pieces; /* list: address of struct kvs_piece[]; 0: a grid */
+  uint64_t rows;   /* grid: address of struct kvs_row[] */
+  uint64_t pairs;  /* grid: address of struct kvs_pair[] */
+  uint32_t nrows, parts, piece;
+};
+
+enum {
+  KVS_INLINE_PAIRS = 480, /* that travel as parameters */
+  /* RING and RELAY: how they are launched. Each warp has a ring of stages, chunk bytes each, in dynamic shared memory.
+   * Measured on an H200: benchmarks/tune_copy.cu. */
+  KVS_RING_WARPS = 2,
+  KVS_RING_STAGES = 8,
+  KVS_RING_CHUNK = 4096,
+};
+
+struct kvs_copy_params {
+  struct kvs_units units; /* read until the kernel ended; a grid with pairs 0: inline_pairs */
+  uint64_t count;         /* pieces, or pairs * nrows * parts */
+  uint64_t ns_per_mib;    /* pace of one CTA: nanoseconds it spends at least on 1 MiB; 0: unpaced */
+  uint64_t only_if;       /* address of a 32-bit word: if that is 0, nothing is copied; 0: always */
+  uint32_t chunk;         /* RING: bytes of one stage, a multiple of 128 */
+  struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
+};
+
+/* The relay: the kernel moves blocks into (gather) or out of (scatter) the slots of a ring in device memory, and the
+ * copy engine moves whole slots; they meet through flags. Each filling of a slot is described by segments.
+ *
+ * flags[] of 32-bit words, all 0 before: filled[KVS_RELAY_SLOTS], emptied[KVS_RELAY_SLOTS], aborted. The kernel adds 1
+ * a warp; streams write the number of the filling. Filling f goes to slot f % nslots, as its (f / nslots + 1)th, k:
+ * gather: the kernel waits for emptied >= k - 1, fills, adds to filled; the copy waits for filled >= k * warps, copies
+ * out, writes emptied = k.
+ * scatter: the copy waits for emptied >= (k - 1) * warps, copies in, writes filled = k; the kernel waits for filled >=
+ * k, scatters, adds to emptied. Who waits for longer than patience_ns, or sees abort_word, sets `aborted` and all flags
+ * to KVS_RELAY_RELEASED, and the kernel ends: nobody who waits for a flag stays behind. */
+enum { KVS_RELAY_SLOTS = 16, KVS_RELAY_FLAGS = 2 * KVS_RELAY_SLOTS + 1, KVS_RELAY_RELEASED = 0x40000000 };
+
+/* A part of a filling. List: pieces [first, first + count), the i-th at packed[i] in the slot. Grid: rows [first_row,
+ * first_row + nrows) of pairs [first, first + count), packed from `base` in the slot. */
+struct kvs_segment {
+  uint64_t first, count, base;
+  uint32_t first_row, nrows;
+  uint32_t last, unused; /* last: of its filling */
+};
+
+struct kvs_relay_params {
+  struct kvs_units units; /* gather: src is read; scatter: dst is written; the other side is the ring */
+  uint64_t packed;        /* list: address of uint64_t[], where in its slot a piece lies */
+  uint64_t segments;      /* address of struct kvs_segment[nsegments] */
+  uint64_t ring, slot_nbytes;
+  uint64_t flags;      /* address of uint32_t[KVS_RELAY_FLAGS] in device memory */
+  uint64_t abort_word; /* address of a 32-bit word in host memory: not 0: give up */
+  uint64_t patience_ns;
+  uint32_t nsegments, nslots, gather, chunk;
+};
+
+KVS_BOTH struct kvs_piece kvs_row_part(const struct kvs_row *row, uint64_t src, uint64_t dst, uint64_t part,
+                                       uint64_t piece) {
+  struct kvs_piece unit;
+  uint64_t at = part * piece, left = at < row->nbytes ? row->nbytes - at : 0;
+  unit.src = src + at;
+  unit.dst = dst + at;
+  unit.nbytes = left < piece ? left : piece;
+  return unit;
+}
 
 /* How a piece is cut so that the body moves in the widest words that both addresses allow: `head` bytes, then `words`
  * words of `width` bytes at which dst and src are both aligned, then `tail` bytes. head + words * width + tail =

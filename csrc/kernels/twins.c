@@ -1,16 +1,20 @@
 /* C twins of the kernels.
  *
- * Work is dealt as on the device: CTA c of g takes items c, c + g, c + 2g, ... A piece is cut by kvs_cut_piece as in
+ * Work is dealt as on the device: CTA c of g takes units c, c + g, c + 2g, ... A piece is cut by kvs_cut_piece as in
  * the CUDA code, so that a mistake in the cut shows up where there is no GPU. Words are moved with memcpy of constant
  * size: the compiler makes one load and one store of it, and nothing is said about the type of the bytes. */
 #include "twins.h"
 
 #include <endian.h>
-#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
-/* -- COPY ------------------------------------------------------------------------------------------------------ */
+/* Tables are read by bytes: nothing is said about how they are aligned. */
+static void read_entry(uint64_t table, uint64_t index, void *entry, size_t nbytes) {
+  memcpy(entry, (const char *)(uintptr_t)table + index * nbytes, nbytes);
+}
+
+/* -- COPY and RING --------------------------------------------------------------------------------------------- */
 
 static inline __attribute__((always_inline)) void copy_words(char *dst, const char *src, uint64_t words, size_t width) {
   for (uint64_t i = 0; i < words; i++) memcpy(dst + i * width, src + i * width, width);
@@ -43,13 +47,107 @@ static void copy_piece(const struct kvs_piece *piece) {
   copy_words(dst + body, src + body, cut.tail, 1);
 }
 
+struct kvs_piece kvs_twin_unit(const struct kvs_copy_params *params, uint64_t unit) {
+  const struct kvs_units *units = &params->units;
+  struct kvs_piece piece;
+  struct kvs_row row;
+  struct kvs_pair pair;
+  if (units->pieces) {
+    read_entry(units->pieces, unit, &piece, sizeof piece);
+    return piece;
+  }
+  uint64_t part = unit % units->parts, line = unit / units->parts, block = line / units->nrows;
+  read_entry(units->rows, line % units->nrows, &row, sizeof row);
+  read_entry(units->pairs ? units->pairs : (uint64_t)(uintptr_t)params->inline_pairs, block, &pair, sizeof pair);
+  return kvs_row_part(&row, row.src + pair.src * row.src_stride, row.dst + pair.dst * row.dst_stride, part,
+                      units->piece);
+}
+
+bool kvs_twin_copies(const struct kvs_copy_params *params) {
+  return !params->only_if || __atomic_load_n((const uint32_t *)(uintptr_t)params->only_if, __ATOMIC_ACQUIRE) != 0;
+}
+
 static void run_copy(const struct kvs_copy_params *params, unsigned cta, unsigned grid) {
-  const char *pieces = (const char *)(uintptr_t)params->pieces;
-  for (uint64_t i = cta; i < params->npieces; i += grid) {
-    struct kvs_piece piece;
-    memcpy(&piece, pieces + i * sizeof piece, sizeof piece);
+  if (!kvs_twin_copies(params)) return;
+  for (uint64_t unit = cta; unit < params->count; unit += grid) {
+    struct kvs_piece piece = kvs_twin_unit(params, unit);
     copy_piece(&piece);
   }
+}
+
+/* -- RELAY ----------------------------------------------------------------------------------------------------- */
+
+struct kvs_segment kvs_twin_segment(const struct kvs_relay_params *params, uint64_t index) {
+  struct kvs_segment segment;
+  read_entry(params->segments, index, &segment, sizeof segment);
+  return segment;
+}
+
+uint64_t kvs_twin_segment_units(const struct kvs_relay_params *params, const struct kvs_segment *segment) {
+  return params->units.pieces ? segment->count : segment->count * segment->nrows * params->units.parts;
+}
+
+struct kvs_piece kvs_twin_segment_unit(const struct kvs_relay_params *params, const struct kvs_segment *segment,
+                                       uint64_t slot, uint64_t unit) {
+  const struct kvs_units *units = &params->units;
+  struct kvs_piece piece;
+  struct kvs_row row;
+  struct kvs_pair pair;
+  if (units->pieces) {
+    uint64_t at;
+    read_entry(units->pieces, segment->first + unit, &piece, sizeof piece);
+    read_entry(params->packed, segment->first + unit, &at, sizeof at);
+    *(params->gather ? &piece.dst : &piece.src) = slot + at;
+    return piece;
+  }
+  uint64_t part = unit % units->parts, line = unit / units->parts, block = line / segment->nrows;
+  read_entry(units->rows, segment->first_row + line % segment->nrows, &row, sizeof row);
+  read_entry(units->pairs, segment->first + block, &pair, sizeof pair);
+  uint64_t there = slot + segment->base + row.packed + block * row.packed_stride;
+  uint64_t src = params->gather ? row.src + pair.src * row.src_stride : there;
+  uint64_t dst = params->gather ? there : row.dst + pair.dst * row.dst_stride;
+  return kvs_row_part(&row, src, dst, part, units->piece);
+}
+
+uint64_t kvs_twin_slot(const struct kvs_relay_params *params, uint64_t filling) {
+  return params->ring + filling % params->nslots * params->slot_nbytes;
+}
+
+static uint32_t *relay_flag(const struct kvs_relay_params *params, bool filled, uint64_t slot) {
+  return (uint32_t *)(uintptr_t)params->flags + (filled ? 0 : KVS_RELAY_SLOTS) + slot;
+}
+
+bool kvs_twin_relay_told(const struct kvs_relay_params *params) {
+  return __atomic_load_n((const uint32_t *)(uintptr_t)params->abort_word, __ATOMIC_ACQUIRE) != 0;
+}
+
+bool kvs_twin_relay_may(const struct kvs_relay_params *params, uint64_t filling) {
+  uint32_t before = (uint32_t)(filling / params->nslots); /* fillings of its slot */
+  const uint32_t *flag = relay_flag(params, !params->gather, filling % params->nslots);
+  uint32_t wanted = params->gather ? before : before + 1;
+  return (int32_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - wanted) >= 0;
+}
+
+void kvs_twin_relay_fill(const struct kvs_relay_params *params, uint64_t filling, uint64_t segment, uint32_t warps) {
+  uint64_t slot = kvs_twin_slot(params, filling);
+  struct kvs_segment part;
+  do {
+    part = kvs_twin_segment(params, segment++);
+    uint64_t units = kvs_twin_segment_units(params, &part);
+    for (uint64_t unit = 0; unit < units; unit++) {
+      struct kvs_piece piece = kvs_twin_segment_unit(params, &part, slot, unit);
+      copy_piece(&piece);
+    }
+  } while (!part.last);
+  __atomic_fetch_add(relay_flag(params, params->gather, filling % params->nslots), warps, __ATOMIC_RELEASE);
+}
+
+/* `aborted` first: who was released by a flag finds it set. */
+void kvs_twin_relay_release(const struct kvs_relay_params *params) {
+  uint32_t *flags = (uint32_t *)(uintptr_t)params->flags;
+  __atomic_store_n(flags + 2 * KVS_RELAY_SLOTS, 1, __ATOMIC_RELEASE);
+  __atomic_store_n((uint32_t *)(uintptr_t)params->abort_word, 1, __ATOMIC_RELEASE);
+  for (int i = 0; i < 2 * KVS_RELAY_SLOTS; i++) __atomic_store_n(flags + i, KVS_RELAY_RELEASED, __ATOMIC_RELEASE);
 }
 
 /* -- PATTERN --------------------------------------------------------------------------------------------------- */
@@ -103,11 +201,10 @@ static void report(struct kvs_pattern_result *result, uint64_t wrong, uint64_t f
 }
 
 static void run_pattern(const struct kvs_pattern_params *params, unsigned cta, unsigned grid) {
-  const char *items = (const char *)(uintptr_t)params->items;
   for (uint64_t i = cta; i < params->nitems; i += grid) {
     struct kvs_pattern_item item;
     uint64_t first = UINT64_MAX, wrong;
-    memcpy(&item, items + i * sizeof item, sizeof item);
+    read_entry(params->items, i, &item, sizeof item);
     if (params->mode == KVS_PATTERN_WRITE) {
       write_item(&item);
       continue;
@@ -120,11 +217,13 @@ static void run_pattern(const struct kvs_pattern_params *params, unsigned cta, u
 void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsigned grid) {
   switch (kernel) {
   case KVS_KERNEL_COPY:
+  case KVS_KERNEL_RING:
     run_copy(params, cta, grid);
     break;
   case KVS_KERNEL_PATTERN:
     run_pattern(params, cta, grid);
     break;
+  case KVS_KERNEL_RELAY:
   case KVS_KERNEL_DELAY:
   case KVS_KERNELS:
     break;

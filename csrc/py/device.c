@@ -221,9 +221,23 @@ PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
                        "kernels_note", info->kernels_note);
 }
 
+/* dict[name] = value, which may be NULL with an exception set; takes the reference. */
+static int set_item(PyObject *dict, const char *name, PyObject *value) {
+  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+  Py_XDECREF(value);
+  return rc;
+}
+
 static PyObject *device_info(PyObject *self, void *unused) {
   (void)unused;
-  return kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
+  const struct kvs_engine *engine = kvs_py_device_engine(self);
+  const char *relay = kvs_engine_relay_note(engine);
+  PyObject *dict = kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
+  if (dict == NULL) return NULL;
+  if (set_item(dict, "relay", PyUnicode_FromString(*relay ? relay : "on")) < 0 ||
+      set_item(dict, "costs", PyUnicode_FromString(kvs_engine_costs_note(engine))) < 0)
+    Py_CLEAR(dict);
+  return dict;
 }
 
 /* -- methods ------------------------------------------------------------------------------------------------------- */
@@ -332,13 +346,6 @@ static PyObject *device_unregister(PyObject *self, PyObject *ptr) {
   Py_RETURN_NONE;
 }
 
-/* dict[name] = value, which may be NULL with an exception set; takes the reference. */
-static int set_item(PyObject *dict, const char *name, PyObject *value) {
-  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
-  Py_XDECREF(value);
-  return rc;
-}
-
 static PyObject *path_stats(const struct kvs_path_stats *paths) {
   PyObject *dict = PyDict_New();
   for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {
@@ -390,6 +397,7 @@ static PyObject *device_stats(PyObject *self, PyObject *unused) {
               {"unfinished", stats.unfinished},
               {"lanes", stats.lanes},
               {"refused_full", stats.refused_full},
+              {"second_attempts", stats.second_attempts},
               {"staging_nbytes", stats.staging_nbytes},
               {"waits_raw", stats.waits_raw},
               {"waits_war", stats.waits_war},
@@ -430,7 +438,8 @@ PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\n"
                         "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), "
                         "bytes_d2h, bytes_h2d,\n"
                         "bytes_other (of transfers done), copies (issued), merged (blocks that rode in another block's "
-                        "copy), refused_full,\n"
+                        "copy), refused_full, second_attempts (transfers that were done another way after the\n"
+                        "first was refused or given up),\n"
                         "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
                         "a write, a write after\n"
                         "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "

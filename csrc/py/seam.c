@@ -71,7 +71,7 @@ static int copy_rect(struct seam_call *c, struct kvs_error *err) {
 
 /* (npieces, address of the pieces, grid, threads, stream) */
 static int launch_copy(struct seam_call *c, struct kvs_error *err) {
-  struct kvs_copy_params params = {.pieces = c->a[1], .npieces = c->a[0]};
+  struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
   struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
                               .grid = (unsigned)c->a[2],
                               .threads = (unsigned)c->a[3],

@@ -1,0 +1,67 @@
+"""csrc/cost_default.c, the costs that serve where nothing was calibrated, from a calibration:
+
+python3 benchmarks/cost_table.py CALIBRATION > csrc/cost_default.c
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from kvswap import _C
+
+_HEAD = """\
+/* The costs that serve where nothing was calibrated: those of an H200 on PCIe 5. Made by benchmarks/cost_table.py
+ * from a calibration of that machine; do not edit. */
+#include "cost.h"
+
+/* clang-format off */
+static const struct kvs_costs costs = {
+  .paths = {"""
+_TAIL = """};
+/* clang-format on */
+
+const struct kvs_costs *kvs_costs_default(void) { return &costs; }
+"""
+
+
+def table(costs: _C._Costs) -> str:
+    """The whole file."""
+    lines = [_HEAD]
+    for name, of_direction in (("D2H", costs["d2h"]), ("H2D", costs["h2d"])):
+        lines.append(f"    [KVS_{name}] = {{")
+        for path in ("auto", "dma", "strided", "relay", "kernel", "direct"):
+            lines += _path(path, of_direction.get(path))
+        lines.append("    },")
+    lines.append("  },")
+    tuning = costs["tuning"]
+    lines.append(f"  .tuning = {{.kernel_ctas = {tuning['kernel_ctas']},")
+    lines.append(f"             .background_ctas = {tuning['background_ctas']},")
+    lines.append(f"             .background_gbps = {tuning['background_gbps']:.15g},")
+    lines.append(f"             .link_gbps = {{{tuning['link_gbps_d2h']:.15g}, {tuning['link_gbps_h2d']:.15g}}}}},")
+    return "\n".join([*lines, _TAIL])
+
+
+def _path(path: str, cost: _C._PathCost | None) -> Iterator[str]:
+    name = f"      [KVS_PATH_{path.upper()}] ="
+    if cost is None:
+        yield f"{name} {{.start = -1}},"
+        return
+    yield f"{name} {{.start = {cost['start']:.15g},"
+    yield f"        .each = {{{_numbers(cost['each'])}}}{',' if cost['run'] else '},'}"
+    if cost["run"]:
+        yield f"        .run = {{{_numbers(cost['run'])}}}}},"
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.15g}" for number in numbers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calibration", help="the file that `kvswap calibrate` stored")
+    print(table(_C._costs_read(parser.parse_args().calibration)), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+/* What a warp copies: the pieces of a list or of a grid, and how it copies one by words. */
+#ifndef KVS_UNITS_CUH
+#define KVS_UNITS_CUH
+
+#include "common.cuh"
+
+static __device__ __forceinline__ struct kvs_piece listed_piece(const struct kvs_units &units, uint64_t index) {
+  struct kvs_piece piece;
+  const struct kvs_piece *from = (const struct kvs_piece *)units.pieces + index;
+  word_load(&piece.dst, &from->dst);
+  word_load(&piece.src, &from->src);
+  word_load(&piece.nbytes, &from->nbytes);
+  return piece;
+}
+
+static __device__ __forceinline__ struct kvs_row row_at(const struct kvs_units &units, uint32_t index) {
+  struct kvs_row row;
+  const struct kvs_row *from = (const struct kvs_row *)units.rows + index;
+  word_load(&row.src, &from->src);
+  word_load(&row.dst, &from->dst);
+  word_load(&row.src_stride, &from->src_stride);
+  word_load(&row.dst_stride, &from->dst_stride);
+  word_load(&row.nbytes, &from->nbytes);
+  word_load(&row.packed, &from->packed);
+  word_load(&row.packed_stride, &from->packed_stride);
+  return row;
+}
+
+static __device__ __forceinline__ struct kvs_pair pair_at(uint64_t pairs, uint64_t index) {
+  struct kvs_pair pair;
+  const struct kvs_pair *from = (const struct kvs_pair *)pairs + index;
+  word_load(&pair.src, &from->src);
+  word_load(&pair.dst, &from->dst);
+  return pair;
+}
+
+/* Unit `index` of a copying kernel. */
+static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy_params &params, uint64_t index) {
+  const struct kvs_units &units = params.units;
+  if (units.pieces) return listed_piece(units, index);
+  const uint64_t part = index % units.parts, line = index / units.parts, block = line / units.nrows;
+  const struct kvs_row row = row_at(units, (uint32_t)(line % units.nrows));
+  const struct kvs_pair pair = units.pairs ? pair_at(units.pairs, block) : params.inline_pairs[block];
+  return kvs_row_part(&row, row.src + pair.src * row.src_stride, row.dst + pair.dst * row.dst_stride, part,
+                      units.piece);
+}
+
+/* The piece that lane `from` of the warp holds. */
+static __device__ __forceinline__ struct kvs_piece piece_of_lane(const struct kvs_piece &held, unsigned from) {
+  struct kvs_piece piece;
+  piece.dst = __shfl_sync(KVS_ALL_LANES, held.dst, (int)from);
+  piece.src = __shfl_sync(KVS_ALL_LANES, held.src, (int)from);
+  piece.nbytes = __shfl_sync(KVS_ALL_LANES, held.nbytes, (int)from);
+  return piece;
+}
+
+/* -- by words -------------------------------------------------------------------------------------------------- */
+
+#define WORDS_IN_FLIGHT 8u
+
+/* N words a lane, all loaded before the first is stored; dst and src are this lane's first. */
+template <unsigned N, typename Word> static __device__ __forceinline__ void copy_words(Word *dst, const Word *src) {
+  Word held[N];
+#pragma unroll
+  for (unsigned i = 0; i < N; i++) word_load(&held[i], src + i * KVS_WARP);
+#pragma unroll
+  for (unsigned i = 0; i < N; i++) word_store(dst + i * KVS_WARP, &held[i]);
+}
+
+/* One tile of `count` words: whole ones at once, the last of a piece by halves and then single words. */
+template <typename Word>
+static __device__ __forceinline__ void copy_tile(Word *dst, const Word *src, unsigned count, unsigned lane) {
+  if (count == WORDS_IN_FLIGHT * KVS_WARP) {
+    copy_words<WORDS_IN_FLIGHT>(dst, src);
+    return;
+  }
+  if (count >= WORDS_IN_FLIGHT / 2 * KVS_WARP) {
+    copy_words<WORDS_IN_FLIGHT / 2>(dst, src);
+    dst += WORDS_IN_FLIGHT / 2 * KVS_WARP;
+    src += WORDS_IN_FLIGHT / 2 * KVS_WARP;
+    count -= WORDS_IN_FLIGHT / 2 * KVS_WARP;
+  }
+#pragma unroll 1
+  for (unsigned at = lane; at < count; at += KVS_WARP, dst += KVS_WARP, src += KVS_WARP) copy_words<1>(dst, src);
+}
+
+/* The fewer than 16 bytes before and after the words: lanes 0 to 15 take the head, the others the tail. */
+static __device__ __forceinline__ void copy_ends(const struct kvs_piece &piece, const struct kvs_cut &cut,
+                                                 unsigned lane) {
+  uint64_t at = lane < 16u ? lane : piece.nbytes - cut.tail + (lane - 16u);
+  uint8_t byte;
+  if (lane < 16u ? lane >= cut.head : lane - 16u >= cut.tail) return;
+  word_load(&byte, (const uint8_t *)piece.src + at);
+  word_store((uint8_t *)piece.dst + at, &byte);
+}
+
+template <typename Word>
+static __device__ __forceinline__ void warp_copy_words(const struct kvs_piece &piece, const struct kvs_cut &cut,
+                                                       unsigned lane) {
+  const unsigned tile = WORDS_IN_FLIGHT * KVS_WARP;
+  Word *dst = (Word *)(piece.dst + cut.head);
+  const Word *src = (const Word *)(piece.src + cut.head);
+  for (uint64_t at = 0; at < cut.words; at += tile) {
+    const uint64_t left = cut.words - at;
+    copy_tile(dst + at + lane, src + at + lane, (unsigned)(left < tile ? left : tile), lane);
+    __syncwarp();
+  }
+}
+
+/* A whole piece by one warp: any size, any alignment. */
+static __device__ __noinline__ void warp_copy(const struct kvs_piece &piece, unsigned lane) {
+  const struct kvs_cut cut = kvs_cut_piece(piece.dst, piece.src, piece.nbytes);
+  copy_ends(piece, cut, lane);
+  switch (cut.width) {
+  case 16:
+    warp_copy_words<uint4>(piece, cut, lane);
+    break;
+  case 8:
+    warp_copy_words<uint64_t>(piece, cut, lane);
+    break;
+  case 4:
+    warp_copy_words<uint32_t>(piece, cut, lane);
+    break;
+  case 2:
+    warp_copy_words<uint16_t>(piece, cut, lane);
+    break;
+  default:
+    warp_copy_words<uint8_t>(piece, cut, lane);
+    break;
+  }
+  __syncwarp();
+}
+
+/* -- pace ------------------------------------------------------------------------------------------------------ */
+
+#define CATCH_UP_NS 20000u
+#define PACE_MAX_NS_PER_MIB 1000000000u /* keeps the product below 64 bits up to 2^43 bytes */
+
+/* A schedule: what begins n bytes into the work starts no sooner than n bytes' time after the beginning. Who fell
+ * behind (a busy link) may catch up CATCH_UP_NS, not more: a burst at full speed is what pacing is there to prevent. */
+struct pace {
+  uint64_t ns_per_mib; /* 0: unpaced */
+  uint64_t start;
+  uint64_t done; /* bytes before the current piece */
+};
+
+static __device__ __forceinline__ struct pace pace_begin(uint64_t ns_per_mib) {
+  return {ns_per_mib < PACE_MAX_NS_PER_MIB ? ns_per_mib : PACE_MAX_NS_PER_MIB, clock_ns(), 0};
+}
+
+static __device__ __forceinline__ void pace_wait(struct pace *pace, uint64_t offset) {
+  if (pace->ns_per_mib == 0) return;
+  uint64_t due = pace->start + (((pace->done + offset) >> 10) * pace->ns_per_mib >> 10);
+  uint64_t now = clock_ns();
+  if (now > due + CATCH_UP_NS) pace->start += now - due - CATCH_UP_NS;
+  for (; now < due; now = clock_ns()) sleep_ns(due - now);
+  __syncwarp();
+}
+
+/* -- only if --------------------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ uint32_t load_acquire(uint64_t address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+static __device__ __forceinline__ bool nothing_to_do(const struct kvs_copy_params &params) {
+  return params.only_if && load_acquire(params.only_if) == 0;
+}
+
+#endif

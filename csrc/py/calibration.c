@@ -1,0 +1,279 @@
+/* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "each":
+ * [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {name: number}}; paths that are not known are not in it, and
+ * `run` is as long as the path uses it. */
+#include "../calibration.h"
+#include "bind.h"
+
+#include <string.h>
+
+static const char *const direction_names[2] = {"d2h", "h2d"};
+enum { MOST_PATH = 4096 };
+
+/* -- from C -------------------------------------------------------------------------------------------------------- */
+
+static PyObject *numbers_from(const double *numbers, int count) {
+  PyObject *list = PyList_New(count);
+  for (int i = 0; list != NULL && i < count; ++i) {
+    PyObject *number = PyFloat_FromDouble(numbers[i]);
+    if (number == NULL)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, i, number);
+  }
+  return list;
+}
+
+/* Takes the reference to value, which may be NULL. */
+static int put(PyObject *dict, const char *name, PyObject *value) {
+  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+  Py_XDECREF(value);
+  return rc;
+}
+
+static PyObject *paths_from(const struct kvs_path_cost *costs) {
+  PyObject *paths = PyDict_New();
+  for (int i = KVS_PATH_DMA; paths != NULL && i < KVS_PATHS; ++i) {
+    enum kvs_path path = (enum kvs_path)i;
+    if (costs[i].start < 0) continue;
+    PyObject *cost =
+        Py_BuildValue("{s:d, s:N, s:N}", "start", costs[i].start, "each", numbers_from(costs[i].each, KVS_COST_SIZES),
+                      "run", numbers_from(costs[i].run, kvs_cost_runs(path)));
+    if (put(paths, kvs_path_name(path), cost) < 0) Py_CLEAR(paths);
+  }
+  return paths;
+}
+
+static PyObject *tuning_from(const struct kvs_tuning *tuning) {
+  PyObject *dict = PyDict_New();
+  for (int i = 0; dict != NULL && i < KVS_TUNINGS; ++i) {
+    double value = kvs_tuning_get(tuning, i);
+    PyObject *number = kvs_tuning_whole(i) ? PyLong_FromDouble(value) : PyFloat_FromDouble(value);
+    if (put(dict, kvs_tuning_names[i], number) < 0) Py_CLEAR(dict);
+  }
+  return dict;
+}
+
+static PyObject *costs_from(const struct kvs_costs *costs) {
+  PyObject *dict = PyDict_New();
+  if (dict == NULL) return NULL;
+  int rc = put(dict, "tuning", tuning_from(&costs->tuning));
+  for (int i = 0; rc == 0 && i < 2; ++i) rc = put(dict, direction_names[i], paths_from(costs->paths[i]));
+  if (rc < 0) Py_CLEAR(dict);
+  return dict;
+}
+
+/* -- to C ---------------------------------------------------------------------------------------------------------- */
+
+static int check_dict(PyObject *object, const char *name) {
+  if (PyDict_Check(object)) return 0;
+  return kvs_py_complain(PyExc_TypeError, name, -1, "must be a dict, not %s", Py_TYPE(object)->tp_name);
+}
+
+static int read_double(PyObject *value, const char *name, double *number) {
+  *number = PyFloat_AsDouble(value);
+  if (*number != -1.0 || !PyErr_Occurred()) return 0;
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+  PyErr_Clear();
+  return kvs_py_complain(PyExc_TypeError, name, -1, "must be a number, not %s", Py_TYPE(value)->tp_name);
+}
+
+static int read_numbers(PyObject *value, const char *name, double *numbers, int count) {
+  PyObject *items = PySequence_Tuple(value);
+  if (items == NULL) return -1;
+  Py_ssize_t length = PyTuple_GET_SIZE(items);
+  int rc =
+      length == count ? 0 : kvs_py_complain(PyExc_ValueError, name, -1, "has %zd numbers: must be %d", length, count);
+  for (int i = 0; rc == 0 && i < count; ++i) rc = read_double(PyTuple_GET_ITEM(items, i), name, &numbers[i]);
+  Py_DECREF(items);
+  return rc;
+}
+
+static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *cost) {
+  static const char *const names[] = {"start", "each", "run"};
+  PyObject *values[3];
+  if (check_dict(dict, kvs_path_name(path)) < 0) return -1;
+  for (int i = 0; i < 3; ++i) {
+    values[i] = PyDict_GetItemString(dict, names[i]);
+    if (values[i] == NULL) return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "lacks '%s'", names[i]);
+  }
+  if (PyDict_Size(dict) != 3)
+    return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "has more than start, each and run");
+  if (read_double(values[0], names[0], &cost->start) < 0) return -1;
+  if (cost->start < 0) return kvs_py_complain(PyExc_ValueError, "start", -1, "is %R: must be 0 or more", values[0]);
+  if (read_numbers(values[1], names[1], cost->each, KVS_COST_SIZES) < 0) return -1;
+  return read_numbers(values[2], names[2], cost->run, kvs_cost_runs(path));
+}
+
+static int read_paths(PyObject *dict, struct kvs_path_cost *costs) {
+  static const char *const paths[] = {"dma", "strided", "relay", "kernel", "direct"}; /* without "auto" */
+  PyObject *name, *cost;
+  Py_ssize_t at = 0;
+  while (PyDict_Next(dict, &at, &name, &cost)) {
+    int path = kvs_py_choice(name, "a path of costs", paths, KVS_PATHS - 1);
+    if (path < 0 || read_cost(cost, (enum kvs_path)(path + 1), &costs[path + 1]) < 0) return -1;
+  }
+  return 0;
+}
+
+static int read_tuning(PyObject *dict, struct kvs_tuning *tuning) {
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  while (PyDict_Next(dict, &at, &name, &value)) {
+    double number;
+    int i = kvs_py_choice(name, "a name of tuning", kvs_tuning_names, KVS_TUNINGS);
+    if (i < 0 || read_double(value, kvs_tuning_names[i], &number) < 0) return -1;
+    if (!kvs_tuning_set(tuning, i, number))
+      return kvs_py_complain(PyExc_ValueError, kvs_tuning_names[i], -1, "cannot be %R", value);
+  }
+  return 0;
+}
+
+static int read_costs(PyObject *dict, struct kvs_costs *costs) {
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  kvs_costs_clear(costs);
+  if (check_dict(dict, "costs") < 0) return -1;
+  while (PyDict_Next(dict, &at, &name, &value)) {
+    static const char *const names[] = {"d2h", "h2d", "tuning"};
+    int i = kvs_py_choice(name, "a name of costs", names, 3);
+    if (i < 0 || check_dict(value, names[i]) < 0) return -1;
+    if ((i < 2 ? read_paths(value, costs->paths[i]) : read_tuning(value, &costs->tuning)) < 0) return -1;
+  }
+  return 0;
+}
+
+/* -- functions ----------------------------------------------------------------------------------------------------- */
+
+/* str, bytes or os.PathLike; *keep owns it. */
+static const char *read_path(PyObject *value, PyObject **keep) {
+  return PyUnicode_FSConverter(value, keep) ? PyBytes_AS_STRING(*keep) : NULL;
+}
+
+static PyObject *costs_read(PyObject *module, PyObject *object) {
+  struct kvs_costs costs = *kvs_costs_default();
+  struct kvs_error err = {0};
+  PyObject *keep = NULL;
+  int rc = KVS_OK;
+  if (object != Py_None) {
+    const char *path = read_path(object, &keep);
+    if (path == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_costs_read(path, &costs, &err);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(keep);
+  }
+  return rc == KVS_OK ? costs_from(&costs) : kvs_py_raise(PyModule_GetState(module), &err);
+}
+
+static PyObject *costs_write(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"path", "costs", "machine"};
+  static const struct kvs_py_args spec = {"_costs_write", names, 3, 3, 3};
+  struct kvs_costs costs;
+  struct kvs_error err = {0};
+  PyObject *values[3], *keep = NULL;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || read_costs(values[1], &costs) < 0) return NULL;
+  const char *machine = PyUnicode_AsUTF8(values[2]);
+  const char *path = machine == NULL ? NULL : read_path(values[0], &keep);
+  if (path == NULL) return NULL;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_costs_write(path, &costs, machine, &err);
+  Py_END_ALLOW_THREADS
+  Py_DECREF(keep);
+  if (rc != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *costs_what(PyObject *module, PyObject *device) {
+  struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), device);
+  char what[KVS_COSTS_WHAT];
+  if (engine == NULL) return NULL;
+  kvs_costs_what(&kvs_engine_device(engine)->info, what);
+  kvs_engine_unref(engine);
+  return PyUnicode_FromString(what);
+}
+
+static PyObject *costs_use(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "costs"};
+  static const struct kvs_py_args spec = {"_costs_use", names, 2, 2, 2};
+  struct kvs_costs costs = *kvs_costs_default();
+  PyObject *values[2];
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (values[1] != Py_None && read_costs(values[1], &costs) < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), values[0]);
+  if (engine == NULL) return NULL;
+  kvs_engine_set_costs(engine, &costs, values[1] == Py_None ? "built in" : "as this process set them");
+  kvs_engine_unref(engine);
+  Py_RETURN_NONE;
+}
+
+static PyObject *costs_path(PyObject *module, PyObject *object) {
+  const char *what = PyUnicode_AsUTF8(object);
+  char path[MOST_PATH];
+  struct kvs_error err = {0};
+  if (what == NULL) return NULL;
+  if (kvs_costs_path(what, path, sizeof path, &err) != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
+  return PyUnicode_DecodeFSDefault(path);
+}
+
+enum {
+  COSTS,
+  PATH,
+  DIRECTION,
+  NUMBERS,
+  NBYTES = NUMBERS,
+  COPIES,
+  RECTS,
+  RECT_ROWS,
+  RECT_NBYTES,
+  REST_COPIES,
+  ROWS,
+  RUNS,
+  PREDICT
+};
+
+static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"costs",     "path",        "direction",   "nbytes", "copies", "rects",
+                                      "rect_rows", "rect_nbytes", "rest_copies", "rows",   "runs"};
+  static const char *const paths[] = {"auto", "dma", "strided", "relay", "kernel", "direct"};
+  static const struct kvs_py_args spec = {"_costs_predict", names, 4, 4, PREDICT};
+  struct kvs_costs costs = *kvs_costs_default();
+  struct kvs_shape shape = {0};
+  uint64_t *const numbers[] = {&shape.nbytes,      &shape.copies,      &shape.rects, &shape.rect_rows,
+                               &shape.rect_nbytes, &shape.rest_copies, &shape.rows,  &shape.runs};
+  PyObject *values[PREDICT];
+  (void)module;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (values[COSTS] != Py_None && read_costs(values[COSTS], &costs) < 0) return NULL;
+  int path = kvs_py_choice(values[PATH], "path", paths, KVS_PATHS);
+  int direction = path < 0 ? -1 : kvs_py_choice(values[DIRECTION], "direction", direction_names, 2);
+  if (direction < 0) return NULL;
+  shape.direction = (enum kvs_direction)direction;
+  for (int i = NUMBERS; i < PREDICT; ++i)
+    if (values[i] != NULL && kvs_py_uint64(values[i], names[i], -1, numbers[i - NUMBERS]) < 0) return NULL;
+  return PyFloat_FromDouble(kvs_cost_ns(&costs, &shape, (enum kvs_path)path));
+}
+
+PyDoc_STRVAR(read_doc, "_costs_read($module, path, /)\n--\n\n"
+                       "The costs in a calibration's file; of None, the built-in ones. IndexError: there is no file.");
+PyDoc_STRVAR(write_doc, "_costs_write($module, /, path, costs, machine)\n--\n\n"
+                        "Store costs in a new file, mode 0600, that takes the old one's place.");
+PyDoc_STRVAR(what_doc, "_costs_what($module, device, /)\n--\n\nWhat the calibration of a device is called.");
+PyDoc_STRVAR(use_doc, "_costs_use($module, /, device, costs)\n--\n\n"
+                      "Predict with these costs on a device, None: the built-in ones; while nobody submits to it.");
+PyDoc_STRVAR(path_doc, "_costs_path($module, what, /)\n--\n\n"
+                       "Where the calibration that is called so lies. IndexError: nowhere.");
+PyDoc_STRVAR(predict_doc,
+             "_costs_predict($module, /, costs, path, direction, nbytes, *, copies=0, rects=0, rect_rows=0,\n"
+             "               rect_nbytes=0, rest_copies=0, rows=0, runs=0)\n--\n\n"
+             "Nanoseconds that a transfer of this shape (struct kvs_shape) takes; costs None: the built-in ones.");
+
+PyMethodDef kvs_py_calibration_methods[] = {
+    {"_costs_read", costs_read, METH_O, read_doc},
+    {"_costs_write", KVS_PY_FASTCALL(costs_write), METH_FASTCALL | METH_KEYWORDS, write_doc},
+    {"_costs_what", costs_what, METH_O, what_doc},
+    {"_costs_use", KVS_PY_FASTCALL(costs_use), METH_FASTCALL | METH_KEYWORDS, use_doc},
+    {"_costs_path", costs_path, METH_O, path_doc},
+    {"_costs_predict", KVS_PY_FASTCALL(costs_predict), METH_FASTCALL | METH_KEYWORDS, predict_doc},
+    {NULL, NULL, 0, NULL},
+};

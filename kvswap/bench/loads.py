@@ -1,0 +1,162 @@
+"""What a model does to a GPU, in three kinds: a large matrix product, a decode step's, and a stream through memory.
+
+With torch they are what their names say. Without it kvswap's copy kernel stands in: every SM copies within GPU memory,
+in launches about as long as the product that they stand for, and the load's name says so. On a host device NumPy works
+on the same processors that copy.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvswap import _C
+
+from .methods import NotMeasured, Pieces
+from .shapes import WAIT_LIMIT
+from .with_torch import ordinal, torch_for
+
+_PIECE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A load. product: m, k and n of a matrix product; none: a stream."""
+
+    description: str
+    product: tuple[int, int, int] | None
+    host_product: tuple[int, int, int] | None
+    stand_in_nbytes: int  # that kvswap's copy kernel moves a launch
+
+
+KINDS = {
+    "matmul": Kind("8192^3 bf16 product", (8192, 8192, 8192), (512, 512, 512), 3 << 30),
+    "decode": Kind("64x4096 by 4096x14336 bf16 product", (64, 4096, 14336), (16, 1024, 3584), 64 << 20),
+    "stream": Kind("elementwise over 1 GiB of GPU memory", None, None, 1 << 30),
+}
+
+
+class Load(ABC):
+    """Work that comes in equal pieces of about 10 ms.
+
+    stream: where they are queued. ahead: how many may be queued before the first has ended, so that a caller that is
+    held up elsewhere does not let the stream run dry.
+    """
+
+    ahead = 1
+
+    def __init__(self, name: str, stream: Any) -> None:
+        self.name, self.stream = name, stream
+
+    @abstractmethod
+    def queue(self) -> None:
+        """Queue one piece."""
+
+
+def load_for(device: _C.Device, key: str) -> Load:
+    """The load of that name for this device, warmed up."""
+    kind = KINDS[key]
+    if device.kind == "host":
+        return _NumpyLoad(device, kind)
+    try:
+        torch = torch_for(device)
+    except NotMeasured as why:
+        return _StandIn(device, key, kind, str(why))
+    return _TorchLoad(device, kind, torch)
+
+
+class _TorchLoad(Load):
+    """A CUDA graph of as many products as make up a piece: one launch, whatever their number."""
+
+    ahead = 10
+
+    def __init__(self, device: _C.Device, kind: Kind, torch: Any) -> None:
+        self._torch, cuda = torch, torch.device("cuda", ordinal(device))
+        super().__init__(f"{kind.description} (torch {torch.__version__})", torch.cuda.Stream(cuda))
+        work = self._work(kind, cuda)
+        with torch.cuda.stream(self.stream):
+            per_piece = _repeats(work, self.stream.synchronize)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self.stream):
+                for _ in range(per_piece):
+                    work()
+        torch.cuda.synchronize(cuda)
+
+    def _work(self, kind: Kind, cuda: Any) -> Callable[[], object]:
+        torch, options = self._torch, {"dtype": self._torch.bfloat16, "device": cuda}
+        if kind.product is None:
+            source = torch.ones(kind.stand_in_nbytes // 4, **options)  # read and written: half of the bytes each
+            target = torch.empty_like(source)
+            return lambda: torch.mul(source, 1.5, out=target)
+        m, k, n = kind.product
+        a, b = torch.randn((m, k), **options), torch.randn((k, n), **options)
+        out = torch.empty((m, n), **options)
+        return lambda: torch.mm(a, b, out=out)
+
+    def queue(self) -> None:
+        with self._torch.cuda.stream(self.stream):
+            self._graph.replay()
+
+
+class _StandIn(Load):
+    """kvswap's copy kernel on every SM, within GPU memory."""
+
+    ahead = 2  # of plain launches a driver's queue holds few
+    _ENTRY = 32 << 10
+    _BUFFER = 256 << 20  # beyond any cache; longer launches go over it several times
+
+    def __init__(self, device: _C.Device, key: str, kind: Kind, why: str) -> None:
+        stream, entries = _C.Stream(device), kind.stand_in_nbytes // 2 // self._ENTRY  # read and written
+        super().__init__(f"stand-in for {key}: kvswap's copy kernel within GPU memory ({why})", stream)
+        at = np.arange(entries, dtype=np.uint64) * np.uint64(self._ENTRY) % np.uint64(self._BUFFER)
+        self._buffers = [device.alloc(self._BUFFER) for _ in range(2)]
+        src, dst = (np.uint64(buffer.ptr) + at for buffer in self._buffers)
+        self._pieces = Pieces(device, src, dst, np.full_like(src, self._ENTRY))
+        self._pieces.upload(stream.handle)
+        self._ctas = 2 * int(device.info["sms"])
+        self._per_piece = _repeats(self._launch, lambda: stream.synchronize(WAIT_LIMIT))
+
+    def _launch(self) -> None:
+        self._pieces.launch(self.stream.handle, threads=512, ctas=self._ctas)
+
+    def queue(self) -> None:
+        for _ in range(self._per_piece):
+            self._launch()
+
+
+class _NumpyLoad(Load):
+    """Works in the caller's thread; its stream stays empty and only gives the time."""
+
+    def __init__(self, device: _C.Device, kind: Kind) -> None:
+        rng = np.random.default_rng(1)
+        if kind.host_product is None:
+            source = rng.random(4 << 20)
+            target, what = np.empty_like(source), "elementwise over 64 MiB"
+            self._work: Callable[[], object] = lambda: np.multiply(source, 1.5, out=target)
+        else:
+            m, k, n = kind.host_product
+            a, b = rng.random((m, k), np.float32), rng.random((k, n), np.float32)
+            out, what = np.empty((m, n), np.float32), f"{m}x{k} by {k}x{n} float32 product"
+            self._work = lambda: np.matmul(a, b, out=out)
+        super().__init__(f"{what} (NumPy, on the processors that also copy)", _C.Stream(device))
+        self._per_piece = _repeats(self._work, lambda: None)
+
+    def queue(self) -> None:
+        for _ in range(self._per_piece):
+            self._work()
+
+
+def _repeats(work: Callable[[], object], wait: Callable[[], object]) -> int:
+    """How often work() makes up a piece."""
+    work()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(3):
+        work()
+    wait()
+    return max(1, round(3 * _PIECE_SECONDS / (time.perf_counter() - begin)))

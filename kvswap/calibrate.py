@@ -1,0 +1,500 @@
+"""kvswap calibrate: what a transfer takes on this machine, by path, direction and size.
+
+Each path is measured by moving many blocks of one size between scattered places, by the public call with the path
+forced, from the call until the bytes are there. Before each transfer its destination is poisoned, after it every byte
+is checked, and only then does its time count. What a transfer takes at all (`start`) and what one more block takes
+(`each`) are told apart by transfers of one block and of many: see solve(). Sizes are taken coarsely first, so that a
+budget that runs out costs sizes, which are then interpolated, and no path.
+
+docs/calibration.md says what the numbers mean and how they are stored.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvswap import _C
+from kvswap.replay.check import WrongBytes
+from kvswap.replay.errors import UsageError
+from kvswap.replay.pattern import POISON_KEY, mix
+from kvswap.replay.units import format_size
+
+Path: TypeAlias = Literal["dma", "strided", "relay", "kernel", "direct"]
+Direction: TypeAlias = Literal["d2h", "h2d"]
+Kind: TypeAlias = Literal["start", "each", "run"]
+Words: TypeAlias = NDArray[np.uint64]
+
+SIZES = tuple(512 << i for i in range(14))  # KVS_COST_SIZES of csrc/cost.h
+PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
+DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
+
+_AREA = {"cuda": 256 << 20, "host": 32 << 20}  # on each side; the link is measured by one copy of all of it
+_MOVED = {"cuda": 64 << 20, "host": 8 << 20}  # most bytes a transfer otherwise,
+_LEAST_MOVED = 8 << 20  # and, where the link is slow, as many as it moves in
+_MOVED_SECONDS = 2e-3
+_ROWS = 8192  # most rows a transfer
+_LAYERS = 64  # tensors, where a path is for several
+_REPEATS, _LEAST_REPEATS, _START_REPEATS = 5, 3, 15
+_CTAS = (1, 2, 4, 8, 16, 32, 64)
+_CTAS_SIZE = 16 << 10  # at which they are compared
+_ENOUGH = 0.97  # of the best, for fewer CTAs
+_BACKGROUND_SHARE = 0.72  # of the slower link: SM stores that come near to the link hold up the rest of the GPU
+_WAIT_LIMIT = 60.0
+# What is set for one run must not be stored for all.
+_UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAUNCH_BLOCKING")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transfer: so many blocks of each of so many tensors, which lie one after the other on the GPU's side and
+    block-first on the host's. No two blocks of a side touch, unless the host's are to be `together`: one run."""
+
+    tensors: int
+    row_nbytes: int
+    blocks: int
+    together: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.tensors * self.blocks
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_nbytes
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured, and what it tells: the cost of size number `index`."""
+
+    path: Path
+    direction: Direction
+    kind: Kind
+    index: int
+    shape: Shape
+
+    @property
+    def level(self) -> int:
+        """0 is measured whatever the budget; the larger, the later."""
+        if self.kind == "start" or self.index in (0, len(SIZES) - 1):
+            return 0
+        return next(level for level, step in enumerate((8, 4, 2, 1)) if self.index % step == 0)
+
+    def __str__(self) -> str:
+        size = "start" if self.kind == "start" else format_size(SIZES[self.index])
+        return f"{self.path} {self.direction} {size}"
+
+
+@dataclass
+class Result:
+    """What was found. seconds: of each point that was measured. skipped: points that there was no time for.
+    unavailable: paths that the device lacks, and why."""
+
+    device: str
+    product: str
+    costs: _C._Costs
+    seconds: dict[Point, float] = field(default_factory=dict)
+    skipped: int = 0
+    unavailable: dict[Path, str] = field(default_factory=dict)
+    bytes_verified: int = 0
+
+
+Progress: TypeAlias = Callable[[int, int, str], None]
+
+
+def check_environment() -> None:
+    """Raises UsageError where a variable would falsify what is measured."""
+    for name in _UNWANTED:
+        if os.environ.get(name, "") not in ("", "0"):
+            raise UsageError(f"{name} is set, and what is measured with it would be stored for runs without: unset it")
+
+
+def check_writable(path: str) -> None:
+    """Raises UsageError where a calibration could not be stored, before time is spent on it. Makes its folder."""
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror or error}") from None
+    if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: a calibration cannot be stored there; name a file with --output")
+
+
+def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda done, total, what: None) -> Result:
+    """Measure until the deadline (of time.monotonic), or a little beyond if that is too short for what must be known.
+
+    WrongBytes: a transfer delivered one wrong byte.
+    """
+    product = str(device.info["name"])
+    stream = _C.Stream(device)
+    rig = _Rig(device, stream)
+    try:
+        device.set_compute_stream(stream)
+        tuning = _measure_tuning(rig, progress)
+        result = Result(device.name, product, {"d2h": {}, "h2d": {}, "tuning": tuning})
+        _measure_points(rig, result, deadline, progress)
+    finally:
+        device.synchronize(_WAIT_LIMIT)
+        device.set_compute_stream(0)
+        rig.close()
+    result.bytes_verified = rig.bytes_verified
+    result.costs = {**solve(result.seconds), "tuning": tuning}
+    return result
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def points(path: Path, direction: Direction, moved: int) -> list[Point]:
+    """All of one path: transfers of `moved` bytes at most."""
+
+    def many(size: int, tensors: int, together: bool = False) -> Shape:
+        rows = min(_ROWS, moved // size)
+        tensors = min(tensors, rows)
+        return Shape(tensors, size, rows // tensors, together)
+
+    def runs(size: int) -> Shape:
+        row = max(SIZES[0], size // _LAYERS)
+        return Shape(size // row, row, min(_ROWS // (size // row), moved // size))
+
+    def each(tensors: int, together: bool = False) -> list[Point]:
+        return [Point(path, direction, "each", i, many(size, tensors, together)) for i, size in enumerate(SIZES)]
+
+    if path == "strided":
+        start, run = Shape(2, SIZES[0], 1), Shape(2, SIZES[0], min(_ROWS, moved // SIZES[0]) // 2)
+        return [
+            Point(path, direction, "start", 0, start),
+            *each(_LAYERS),
+            Point(path, direction, "run", 0, run),
+        ]
+    if path == "relay":
+        start = Shape(_LAYERS, SIZES[0], 1)
+        return [
+            Point(path, direction, "start", 0, start),
+            *each(_LAYERS, together=True),
+            *(Point(path, direction, "run", i, runs(size)) for i, size in enumerate(SIZES)),
+        ]
+    return [Point(path, direction, "start", 0, Shape(1, SIZES[0], 1)), *each(1)]
+
+
+def _measure_tuning(rig: _Rig, progress: Progress) -> _C._Tuning:
+    progress(0, 1, "the link")
+    link = {direction: rig.area / rig.measure_link(direction) / 1e9 for direction in DIRECTIONS}
+    rig.moved = moved(rig.moved, min(link.values()))
+    tuning: _C._Tuning = {
+        "kernel_ctas": 0,
+        "background_ctas": 0,
+        "background_gbps": 0.0,
+        "link_gbps_d2h": round(link["d2h"], 3),
+        "link_gbps_h2d": round(link["h2d"], 3),
+    }
+    shape = Shape(1, _CTAS_SIZE, min(_ROWS, rig.moved // _CTAS_SIZE))
+    try:
+        gbps = {
+            ctas: [shape.nbytes / rig.measure("kernel", d, shape, _LEAST_REPEATS, ctas) / 1e9 for d in DIRECTIONS]
+            for ctas in _CTAS
+            if ctas <= max(1, int(rig.device.info["sms"]))
+        }
+    except Unavailable:
+        return tuning
+    pace = _BACKGROUND_SHARE * min(link.values())
+    best = [max(reached) for reached in zip(*gbps.values(), strict=True)]
+    shares = {ctas: min(np.divide(reached, best)) for ctas, reached in gbps.items()}
+    kernel_ctas = fewest(shares, _ENOUGH * max(shares.values()))
+    background_ctas = fewest({ctas: min(reached) for ctas, reached in gbps.items()}, pace)
+    tuning["kernel_ctas"] = rig.kernel_ctas = kernel_ctas
+    tuning["background_ctas"] = min(background_ctas or kernel_ctas, kernel_ctas)
+    tuning["background_gbps"] = round(pace, 3)
+    return tuning
+
+
+def moved(most: int, gbps: float) -> int:
+    """Bytes a transfer, a power of two: a slow link must not spend the whole budget on a few."""
+    while most > _LEAST_MOVED and most > gbps * 1e9 * _MOVED_SECONDS:
+        most //= 2
+    return most
+
+
+def fewest(reached: dict[int, float], enough: float) -> int:
+    """The smallest number of CTAs that reaches so much; 0: none does."""
+    return min((ctas for ctas, value in reached.items() if value >= enough), default=0)
+
+
+def _measure_points(rig: _Rig, result: Result, deadline: float, progress: Progress) -> None:
+    """Level by level; from the second on only what still fits, by the longest that one took so far."""
+    plan = [point for path in PATHS for direction in DIRECTIONS for point in points(path, direction, rig.moved)]
+    plan.sort(key=lambda point: point.level)  # which keeps the rest of the order
+    longest = 0.0
+    for done, point in enumerate(plan):
+        begin = time.monotonic()
+        if point.path in result.unavailable:
+            continue
+        if point.level > 0 and begin + longest > deadline:
+            result.skipped += 1
+            continue
+        progress(done, len(plan), str(point))
+        repeats = _START_REPEATS if point.kind == "start" else _REPEATS if begin < deadline else _LEAST_REPEATS
+        try:
+            result.seconds[point] = rig.measure(point.path, point.direction, point.shape, repeats)
+        except Unavailable as error:
+            if point.kind == "start":
+                result.unavailable[point.path] = str(error)
+        if point.kind != "start":
+            longest = max(longest, time.monotonic() - begin)
+    progress(len(plan), len(plan), "done")
+
+
+# -- costs from what was measured -------------------------------------------------------------------------------------
+
+
+def solve(seconds: dict[Point, float]) -> _C._Costs:
+    """Costs of the paths that were measured, such that csrc/cost.c predicts what was measured; none is negative."""
+    costs: _C._Costs = {"d2h": {}, "h2d": {}, "tuning": {}}
+    for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
+        for path in PATHS:
+            of_path = {
+                point: took for point, took in seconds.items() if (point.path, point.direction) == (path, direction)
+            }
+            needed = {"start", "each", "run"} if path in ("strided", "relay") else {"start", "each"}
+            if {point.kind for point in of_path} == needed:
+                of_direction[path] = _solve_path(path, of_path)
+    return costs
+
+
+def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
+    """Each number follows from the others, so in turns, which settle at once: a start is little beside a transfer of
+    many blocks, and many blocks are little in a start."""
+
+    def of(kind: Kind) -> list[tuple[int, Shape, float]]:
+        return [(point.index, point.shape, took * 1e9) for point, took in seconds.items() if point.kind == kind]
+
+    ((_, start_shape, start_ns),) = of("start")
+    start, run = start_ns, [0.0]
+    for _ in range(50):
+        a_rect = run[0] if path == "strided" else 0.0
+        each = fill({i: max(0.0, ns - start - s.blocks * a_rect) / s.rows for i, s, ns in of("each")})
+        a_row = each[0] if path == "strided" else 0.0
+        runs = {i: max(0.0, ns - start - s.rows * a_row) / s.blocks for i, s, ns in of("run")}
+        run = [runs[0]] if path == "strided" else fill(runs) if runs else []
+        start = max(0.0, start_ns - _beyond_start(path, start_shape, each, run))
+    return {"start": round(start, 3), "each": _rounded(each), "run": _rounded(run)}
+
+
+def _beyond_start(path: Path, shape: Shape, each: Sequence[float], run: Sequence[float]) -> float:
+    rows = shape.rows * each[0]
+    if path == "strided":
+        return rows + shape.blocks * run[0]
+    return max(rows, run[SIZES.index(shape.nbytes)]) if path == "relay" else rows
+
+
+def fill(known: dict[int, float]) -> list[float]:
+    """All sizes from some, as csrc/cost.c has it: linear in the size; below as the least, above in proportion."""
+    indices = sorted(known)
+    last = indices[-1]
+    found = np.interp(SIZES, [SIZES[i] for i in indices], [known[i] for i in indices])
+    return [float(ns) if i <= last else known[last] * SIZES[i] / SIZES[last] for i, ns in enumerate(found)]
+
+
+def _rounded(numbers: Sequence[float]) -> list[float]:
+    return [round(number, 3) for number in numbers]
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Unavailable(Exception):
+    """The device does not have the path, or not for such a transfer."""
+
+
+class _Rig:
+    """Memory on both sides, and transfers that are timed and verified."""
+
+    def __init__(self, device: _C.Device, stream: _C.Stream) -> None:
+        self.device = device
+        self.area = _AREA[device.kind]
+        self.moved = _MOVED[device.kind]
+        self.kernel_ctas: int | None = None  # of path kernel, unless a measurement says otherwise
+        self.bytes_verified = 0
+        self._stream = stream
+        self._rng = np.random.default_rng(1)
+        self._round = 0
+        self._gpu = device.alloc(self.area)
+        try:
+            self._cpu = device.alloc(self.area, host=True)
+        except BaseException:
+            self._gpu.free()
+            raise
+
+    def close(self) -> None:
+        self._gpu.free()
+        self._cpu.free()
+
+    def measure_link(self, direction: Direction) -> float:
+        """Seconds of one copy of a whole side."""
+        gpu, cpu = np.array([self._gpu.ptr], np.uint64), np.array([self._cpu.ptr], np.uint64)
+        source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
+
+        def submit() -> _C.Transfer:
+            return _C.swap_blocks_batch(source, target, self.area, device=self.device, path="dma")
+
+        return self._median(submit, "dma", direction, source, target, self.area, _LEAST_REPEATS)
+
+    def measure(
+        self, path: Path, direction: Direction, shape: Shape, repeats: int, max_ctas: int | None = None
+    ) -> float:
+        """Median seconds of a transfer. Unavailable: the path does not take it."""
+        row, slots = shape.row_nbytes, 2 * shape.blocks  # every other slot: nothing is merged
+        gpu_ids = 2 * self._rng.permutation(shape.blocks)
+        cpu_ids = np.arange(shape.blocks) if shape.together else 2 * self._rng.permutation(shape.blocks)
+        tensors = np.arange(shape.tensors)[:, None]
+        gpu_ptrs = self._gpu.ptr + tensors * (slots * row)
+        cpu_ptrs = self._cpu.ptr + tensors * row
+        gpu = (gpu_ptrs + gpu_ids * row).reshape(-1).astype(np.uint64)
+        cpu = (cpu_ptrs + cpu_ids * (shape.tensors * row)).reshape(-1).astype(np.uint64)
+        source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
+        ctas = max_ctas or self.kernel_ctas if path == "kernel" else None
+        gpu_list, cpu_list = gpu_ptrs.reshape(-1).astype(np.uint64), cpu_ptrs.reshape(-1).astype(np.uint64)
+
+        def submit() -> _C.Transfer:
+            return _C.swap_cache_all_layers_async(
+                gpu_list,
+                cpu_list,
+                row,
+                slots,
+                slots,
+                gpu_ids,
+                cpu_ids,
+                DIRECTIONS.index(direction),
+                cpu_stride=shape.tensors * row,
+                device=self.device,
+                path=path,
+                max_ctas=ctas,
+            )
+
+        return self._median(submit, path, direction, source, target, row, repeats)
+
+    def _median(
+        self,
+        submit: Callable[[], _C.Transfer],
+        path: Path,
+        direction: Direction,
+        source: Words,
+        target: Words,
+        nbytes: int,
+        repeats: int,
+    ) -> float:
+        """The first transfer, which may have to set things up, does not count."""
+        self._round += 1
+        keys = mix(np.arange(len(source), dtype=np.uint64) + np.uint64(self._round << 32))
+        poison = np.full(len(target), POISON_KEY)
+        took = []
+        self._pattern(False, source, nbytes, keys)
+        for _ in range(1 + repeats):
+            self._pattern(False, target, nbytes, poison)
+            took.append(self._timed(submit, path))
+            wrong, item, offset = self._pattern(True, target, nbytes, keys)
+            if wrong:
+                message = f"WRONG BYTES: {path} {direction}, {format_size(nbytes)} a block: block {item} of the list, "
+                message += f"offset {offset}; {wrong} wrong bytes in all; nothing is stored"
+                raise WrongBytes(message, wrong_bytes=wrong, block=item or 0, layer=0, offset=offset or 0)
+            self.bytes_verified += len(target) * nbytes
+        return statistics.median(took[1:])
+
+    def _timed(self, submit: Callable[[], _C.Transfer], path: Path) -> float:
+        """Seconds. By polling: wait() sleeps between its looks, for longer the longer it has waited."""
+        begin = time.perf_counter()
+        try:
+            transfer = submit()
+        except (ValueError, _C.Error) as error:
+            if isinstance(error, _C.DeviceError):
+                raise
+            raise Unavailable(str(error)) from None
+        while not transfer.done() and time.perf_counter() - begin < _WAIT_LIMIT:
+            pass
+        seconds = time.perf_counter() - begin
+        transfer.wait(_WAIT_LIMIT)
+        if transfer.path != path:
+            raise Unavailable(f"runs as {transfer.path}")
+        return seconds
+
+    def _pattern(self, check: bool, ptrs: Words, nbytes: int, keys: Words) -> tuple[int, int | None, int | None]:
+        """Waits for its end, so that the device is idle when a measurement begins."""
+        sizes = np.full(len(ptrs), nbytes, np.uint64)
+        return _C._pattern(self.device, check, ptrs, sizes, keys, self._stream).result(_WAIT_LIMIT)
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Shows how far it is: a bar of tqdm's where there is one and a terminal, else a line a second."""
+
+    _INTERVAL = 1.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next = time.monotonic() + self._INTERVAL
+        self._bar = _tqdm_bar(stream) if stream.isatty() else None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.n = done
+            self._bar.set_description_str(what)
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._INTERVAL
+            print(f"kvswap: {done} of {total}: {what}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _tqdm_bar(stream: TextIO) -> Any:
+    try:
+        tqdm = importlib.import_module("tqdm")
+    except ImportError:
+        return None
+    return tqdm.tqdm(file=stream, leave=False, bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} {elapsed}")
+
+
+def table(costs: _C._Costs) -> str:
+    """GB/s by size, one column a path and direction: size over the cost of one more."""
+    columns: list[tuple[str, str, float, Sequence[float]]] = []
+    for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
+        for path, cost in of_direction.items():
+            columns.append((direction, path, cost["start"], cost["each"]))
+            if path == "relay":
+                columns.append((direction, "(runs)", cost["start"], cost["run"]))
+    lines = ["".join([f"{'':>9}", *(f"{direction:>9}" for direction, *_ in columns)])]
+    lines.append("".join([f"{'GB/s':>9}", *(f"{path:>9}" for _, path, *_ in columns)]))
+    for i, size in enumerate(SIZES):
+        rates = (f"{size / each[i]:9.2f}" if each[i] else f"{'-':>9}" for *_, each in columns)
+        lines.append("".join([f"{format_size(size):>9}", *rates]))
+    lines.append("".join([f"{'start us':>9}", *(f"{start / 1e3:9.1f}" for *_, start, _ in columns)]))
+    tuning = costs["tuning"]
+    lines.append(f"link     {tuning['link_gbps_d2h']:.1f} GB/s d2h, {tuning['link_gbps_h2d']:.1f} GB/s h2d")
+    if tuning["kernel_ctas"]:
+        background = f"{tuning['background_ctas']} CTAs paced to {tuning['background_gbps']:.1f} GB/s"
+        lines.append(f"kernel   {tuning['kernel_ctas']} CTAs; in the background {background}")
+    return "\n".join(lines)
+
+
+def summary(result: Result) -> str:
+    """All that was found, and what was not."""
+    lines = [f"{result.device} ({result.product})", table(result.costs)]
+    lines += [f"{path:<8} not available: {why}" for path, why in result.unavailable.items()]
+    measured = f"{len(result.seconds)} transfers timed"
+    if result.skipped:
+        measured += f", {result.skipped} interpolated for want of time (--seconds)"
+    lines.append(f"{measured}; {format_size(result.bytes_verified)} verified, 0 wrong bytes")
+    return "\n".join(lines)

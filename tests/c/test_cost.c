@@ -1,0 +1,394 @@
+/* Costs: what a shape is predicted to take, and files of them: what was written comes back, what is damaged is refused,
+ * and who could have written it. */
+#include "calibration.h"
+#include "check.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { LARGE = 64 << 10 };
+static struct kvs_error err;
+static char folder[] = "/tmp/kvs_cost_XXXXXX", file[64];
+
+static double size_at(int i) { return (double)((uint64_t)KVS_COST_LEAST << i); }
+
+/* Every number another one, of three digits after the point at most. */
+static struct kvs_costs some_costs(uint64_t seed) {
+  struct kvs_costs costs;
+  kvs_costs_clear(&costs);
+  for (int direction = 0; direction < 2; direction++)
+    for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++) {
+      struct kvs_path_cost *cost = &costs.paths[direction][path];
+      cost->start = (double)check_below(&seed, 1000000000) / 1000;
+      for (int i = 0; i < KVS_COST_SIZES; i++) cost->each[i] = (double)check_below(&seed, 1000000000) / 1000;
+      for (int i = 0; i < kvs_cost_runs((enum kvs_path)path); i++)
+        cost->run[i] = (double)check_below(&seed, 1000000000) / 1000;
+    }
+  costs.tuning = (struct kvs_tuning){7, 3, 39.125, {55.5, 0.001}};
+  return costs;
+}
+
+/* -- prediction ------------------------------------------------------------------------------------------------ */
+
+static double kernel_ns(const struct kvs_costs *costs, uint64_t nbytes, uint64_t rows) {
+  return kvs_cost_ns(costs, &(struct kvs_shape){.direction = KVS_H2D, .nbytes = nbytes, .rows = rows}, KVS_PATH_KERNEL);
+}
+
+static void test_between_points(void) {
+  struct kvs_costs costs;
+  struct kvs_path_cost *cost = &costs.paths[KVS_H2D][KVS_PATH_KERNEL];
+  kvs_costs_clear(&costs);
+  cost->start = 1000;
+  for (int i = 0; i < KVS_COST_SIZES; i++) cost->each[i] = 90 + size_at(i) / 50;
+  for (int i = 0; i < KVS_COST_SIZES; i++)
+    CHECK(kernel_ns(&costs, (uint64_t)size_at(i) * 10, 10) == 1000 + 10 * cost->each[i], "point %d", i);
+  /* a fixed cost and a bandwidth are met exactly everywhere between the points */
+  for (uint64_t nbytes = 512; nbytes < (4 << 20); nbytes = nbytes * 9 / 8 + 1) {
+    double expected = 1000 + 3 * (90 + (double)nbytes / 50);
+    CHECK(fabs(kernel_ns(&costs, nbytes * 3, 3) - expected) < 1e-6 * expected, "%u bytes", (unsigned)nbytes);
+  }
+  CHECK(kernel_ns(&costs, 100, 100) == 1000 + 100 * cost->each[0]); /* below: as the least */
+  double last = cost->each[KVS_COST_SIZES - 1];
+  CHECK(kernel_ns(&costs, 12 << 20, 1) == 1000 + 3 * last); /* above: in proportion */
+}
+
+static void test_monotone_and_without_steps(void) {
+  struct kvs_costs costs;
+  kvs_costs_clear(&costs);
+  struct kvs_path_cost *cost = &costs.paths[KVS_H2D][KVS_PATH_KERNEL];
+  uint64_t seed = 3;
+  for (int i = 0; i < KVS_COST_SIZES; i++)
+    cost->each[i] = (i ? cost->each[i - 1] : 0) + (double)check_below(&seed, 100) * size_at(i) / 1000;
+  cost->start = 0;
+  double before = 0;
+  for (uint64_t nbytes = 1; nbytes < (32 << 20); nbytes += nbytes / 64 + 1) {
+    double ns = kernel_ns(&costs, nbytes, 1), next = kernel_ns(&costs, nbytes + 1, 1);
+    CHECK(ns >= before && next >= ns, "%u bytes: %g after %g", (unsigned)nbytes, ns, before);
+    CHECK(next - ns <= 0.3, "%u bytes: a step of %g", (unsigned)nbytes, next - ns); /* the steepest slope is 0.2 */
+    before = ns;
+  }
+}
+
+static void test_each_path(void) {
+  struct kvs_costs costs = some_costs(1);
+  struct kvs_path_cost *paths = costs.paths[KVS_D2H];
+  const struct kvs_shape shape = {.direction = KVS_D2H,
+                                  .nbytes = 64 * 1024 + 7 * 2048,
+                                  .copies = 16,
+                                  .rects = 8,
+                                  .rect_rows = 64,
+                                  .rect_nbytes = 64 * 1024,
+                                  .rest_copies = 7,
+                                  .rows = 71,
+                                  .runs = 8};
+  struct kvs_shape other = shape;
+  double rects =
+      paths[KVS_PATH_STRIDED].start + 8 * paths[KVS_PATH_STRIDED].run[0] + 64 * paths[KVS_PATH_STRIDED].each[1];
+  CHECK(fabs(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED) - rects - 7 * paths[KVS_PATH_DMA].each[2]) < 1e-3);
+  paths[KVS_PATH_DMA].start = -1; /* which the rest needs */
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED)));
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_DMA)));
+  other.rest_copies = 0;
+  CHECK(fabs(kvs_cost_ns(&costs, &other, KVS_PATH_STRIDED) - rects) < 1e-3);
+  other = shape;
+  other.nbytes = 16 * 4096;
+  CHECK(kvs_cost_ns(&costs, &other, KVS_PATH_DIRECT) ==
+        paths[KVS_PATH_DIRECT].start + 16 * paths[KVS_PATH_DIRECT].each[3]);
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_AUTO)));
+  other.direction = KVS_OTHER_DIRECTION;
+  CHECK(kvs_cost_ns(&costs, &other, KVS_PATH_DIRECT) ==
+        paths[KVS_PATH_DIRECT].start + 16 * paths[KVS_PATH_DIRECT].each[3]);
+  other.direction = KVS_H2D;
+  CHECK(kvs_cost_ns(&costs, &other, KVS_PATH_DIRECT) ==
+        costs.paths[KVS_H2D][KVS_PATH_DIRECT].start + 16 * costs.paths[KVS_H2D][KVS_PATH_DIRECT].each[3]);
+  for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++)
+    CHECK(isinf(kvs_cost_ns(&costs, &(struct kvs_shape){.nbytes = 4096}, (enum kvs_path)path)), "nothing for %d", path);
+}
+
+static void test_relay_is_the_slower_of_two(void) {
+  struct kvs_costs costs = some_costs(2);
+  struct kvs_path_cost *relay = &costs.paths[KVS_D2H][KVS_PATH_RELAY];
+  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 1 << 20, .rows = 1024, .runs = 4};
+  relay->start = 5000;
+  relay->each[1] = 100;   /* 1 KiB */
+  relay->run[9] = 100000; /* 256 KiB */
+  CHECK(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY) == 5000 + 4 * 100000.0);
+  relay->run[9] = 20000;
+  CHECK(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY) == 5000 + 1024 * 100.0);
+  shape.runs = 0;
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY)));
+}
+
+static void test_the_built_in_costs(void) {
+  const struct kvs_costs *costs = kvs_costs_default();
+  struct kvs_costs none;
+  CHECK(kvs_costs_check(costs, &err) == KVS_OK, "%s", err.message);
+  CHECK(costs->tuning.kernel_ctas > 0 && costs->tuning.link_gbps[KVS_H2D] > 0);
+  for (int direction = 0; direction < 2; direction++)
+    for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++) CHECK(costs->paths[direction][path].start >= 0);
+  kvs_costs_clear(&none);
+  const struct kvs_shape shape = {
+      .nbytes = 4096, .copies = 1, .rects = 1, .rect_rows = 1, .rect_nbytes = 4096, .rows = 1, .runs = 1};
+  for (int path = 0; path < KVS_PATHS; path++) CHECK(isinf(kvs_cost_ns(&none, &shape, (enum kvs_path)path)));
+}
+
+/* -- files ----------------------------------------------------------------------------------------------------- */
+
+static size_t load(char *text) {
+  FILE *from = fopen(file, "r");
+  size_t n = from ? fread(text, 1, LARGE, from) : 0;
+  if (from) fclose(from);
+  text[n] = '\0';
+  return n;
+}
+
+static void store(const char *text, size_t nbytes) {
+  FILE *to = fopen(file, "w");
+  CHECK(to && fwrite(text, 1, nbytes, to) == nbytes);
+  if (to) fclose(to);
+  chmod(file, 0600);
+}
+
+/* Read a file that must be refused. */
+static void refuse(const char *text, size_t nbytes, const char *complaint) {
+  struct kvs_costs before = some_costs(9), costs = before;
+  store(text, nbytes);
+  CHECK(kvs_costs_read(file, &costs, &err) == KVS_INVALID, "%s", complaint);
+  CHECK(strstr(err.message, complaint), "'%s' is not in: %s", complaint, err.message);
+  CHECK(strstr(err.message, file) == err.message);
+  CHECK(memcmp(&costs, &before, sizeof costs) == 0, "costs of a refused file");
+}
+
+/* The text with `old` replaced once; returns its length. */
+static size_t replaced(char *to, const char *text, const char *old, const char *new) {
+  const char *at = strstr(text, old);
+  CHECK(at, "%s", old);
+  if (!at) return 0;
+  return (size_t)snprintf(to, LARGE, "%.*s%s%s", (int)(at - text), text, new, at + strlen(old));
+}
+
+static void test_written_comes_back(void) {
+  for (uint64_t seed = 1; seed < 40; seed++) {
+    struct kvs_costs costs = some_costs(seed), back;
+    if (seed % 3 == 0) costs.paths[seed & 1][1 + seed % (KVS_PATHS - 1)] = (struct kvs_path_cost){.start = -1};
+    if (seed % 5 == 0) costs.tuning = (struct kvs_tuning){0};
+    memset(&back, 0xff, sizeof back);
+    CHECK(kvs_costs_write(file, &costs, "a machine", &err) == KVS_OK, "%s", err.message);
+    CHECK(kvs_costs_read(file, &back, &err) == KVS_OK, "%s", err.message);
+    CHECK(memcmp(&costs.paths, &back.paths, sizeof costs.paths) == 0, "seed %u", (unsigned)seed);
+    for (int i = 0; i < KVS_TUNINGS; i++)
+      CHECK(kvs_tuning_get(&costs.tuning, i) == kvs_tuning_get(&back.tuning, i), "%s", kvs_tuning_names[i]);
+  }
+}
+
+static void test_the_file_is_the_users_alone(void) {
+  char deep[128], text[LARGE + 1];
+  struct stat info;
+  struct kvs_costs costs = some_costs(1);
+  umask(0);
+  snprintf(deep, sizeof deep, "%s/a/b/c.txt", folder);
+  CHECK(kvs_costs_write(deep, &costs, "m", &err) == KVS_OK, "%s", err.message);
+  CHECK(stat(deep, &info) == 0 && (info.st_mode & 07777) == 0600);
+  CHECK(unlink(deep) == 0);
+  for (int i = 0; i < 2; i++) {
+    *strrchr(deep, '/') = '\0';
+    CHECK(stat(deep, &info) == 0 && (info.st_mode & 07777) == 0700, "%s", deep);
+    CHECK(rmdir(deep) == 0, "something was left in %s: %s", deep, strerror(errno));
+  }
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
+  const mode_t wide[] = {0602, 0620, 0666};
+  for (int i = 0; i < 3; i++) {
+    chmod(file, wide[i]);
+    CHECK(kvs_costs_read(file, &costs, &err) == KVS_INVALID && strstr(err.message, "others can write it"));
+  }
+  chmod(file, 0644); /* reading is anybody's */
+  CHECK(kvs_costs_read(file, &costs, &err) == KVS_OK);
+  CHECK(load(text) > 0);
+  if (geteuid() == 0) { /* only root can give files away */
+    CHECK(chown(file, 12345, (gid_t)-1) == 0);
+    CHECK(kvs_costs_read(file, &costs, &err) == KVS_INVALID && strstr(err.message, "another user (12345)"));
+    CHECK(chown(file, 0, (gid_t)-1) == 0);
+  }
+}
+
+static void test_links_pipes_and_folders(void) {
+  char link[80], target[80];
+  struct kvs_costs costs = some_costs(1);
+  struct stat info;
+  snprintf(link, sizeof link, "%s/link", folder);
+  snprintf(target, sizeof target, "%s/pipe", folder);
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
+  CHECK(symlink(file, link) == 0);
+  CHECK(kvs_costs_read(link, &costs, &err) == KVS_OK);
+  chmod(file, 0666); /* what the link leads to is what counts */
+  CHECK(kvs_costs_read(link, &costs, &err) == KVS_INVALID);
+  CHECK(kvs_costs_write(link, &costs, "m", &err) == KVS_OK); /* takes the link's place, touches no other file */
+  CHECK(lstat(link, &info) == 0 && S_ISREG(info.st_mode));
+  CHECK(stat(file, &info) == 0 && (info.st_mode & 0777) == 0666);
+  unlink(link);
+  CHECK(mkfifo(target, 0600) == 0);
+  CHECK(kvs_costs_read(target, &costs, &err) == KVS_INVALID && strstr(err.message, "plain file"));
+  unlink(target);
+  CHECK(kvs_costs_read(folder, &costs, &err) == KVS_INVALID && strstr(err.message, "plain file"));
+  CHECK(kvs_costs_read(link, &costs, &err) == KVS_RANGE);
+}
+
+/* Cut anywhere, a file is refused, and so is one that lacks any of its lines but those of tuning. */
+static void test_cut_files(void) {
+  static char text[LARGE + 1], less[LARGE + 1];
+  struct kvs_costs costs = some_costs(4);
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
+  size_t n = load(text);
+  CHECK(n > 1000);
+  for (size_t keep = 0; keep < n; keep++) refuse(text, keep, "cut off");
+  for (char *line = text, *next; *line; line = next) {
+    next = strchr(line, '\n') + 1;
+    size_t before = (size_t)(line - text), after = n - (size_t)(next - text);
+    memcpy(less, text, before);
+    memcpy(less + before, next, after);
+    if (strncmp(line, "kernel_", 7) && strncmp(line, "background_", 11) && strncmp(line, "link_", 5)) {
+      refuse(less, before + after, "line ");
+      continue;
+    }
+    store(less, before + after);
+    CHECK(kvs_costs_read(file, &costs, &err) == KVS_OK, "%s", err.message);
+  }
+}
+
+static void test_wrong_numbers(void) {
+  static char text[LARGE + 1], wrong[LARGE + 1];
+  static const char *const numbers[] = {"nan",  "inf",   "-inf", "-1",     "-0",
+                                        "1e3",  "0x10",  "+5",   "1.",     ".5",
+                                        "1..2", "1.2.3", "1,5",  "1.2345", "12345678901234567",
+                                        "five", "1_000"};
+  struct kvs_costs costs = some_costs(4);
+  costs.paths[KVS_D2H][KVS_PATH_DMA].start = 77777;
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
+  load(text);
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    refuse(wrong, replaced(wrong, text, "77777", numbers[i]), "is no number");
+  refuse(wrong, replaced(wrong, text, "77777", "10000000001"), "is more than");
+  refuse(wrong, replaced(wrong, text, "77777", "1 2"), "more than 1 number");
+  refuse(wrong, replaced(wrong, text, "d2h.dma.start 77777", "d2h.dma.start"), "0 of 1 number");
+  refuse(wrong, replaced(wrong, text, "d2h.dma.each ", "d2h.dma.each 5 "), "more than 14 numbers");
+  refuse(wrong, replaced(wrong, text, "kernel_ctas 7", "kernel_ctas 1025"), "kernel_ctas cannot be 1025");
+  refuse(wrong, replaced(wrong, text, "kernel_ctas 7", "kernel_ctas 7.5"), "kernel_ctas cannot be 7.5");
+  refuse(wrong, replaced(wrong, text, "gbps 39.125", "gbps 100001"), "background_gbps cannot be 100001");
+  store(wrong, replaced(wrong, text, "77777", "0077777.000"));
+  CHECK(kvs_costs_read(file, &costs, &err) == KVS_OK && costs.paths[KVS_D2H][KVS_PATH_DMA].start == 77777);
+}
+
+static void test_wrong_lines(void) {
+  static char text[LARGE + 1], wrong[LARGE + 1];
+  struct kvs_costs costs = some_costs(4);
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
+  size_t n = load(text);
+  refuse(wrong, replaced(wrong, text, "calibration 1", "calibration 2"), "line 1: it is not 'kvswap calibration 1'");
+  refuse(wrong, replaced(wrong, text, "machine m\n", ""), "line 2: it does not begin with 'machine '");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\n\n"), "something follows");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\nkernel_ctas 1\n"), "something follows");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nkernel_ctas 7\nend\n"), "kernel_ctas once more");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\n\nend\n"), "'' is no key");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nring 5\nend\n"), "'ring 5' is no key");
+  refuse(wrong, replaced(wrong, text, "d2h.dma.start", "d2h.auto.start"), "is no key");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nd2h.dma.run 5\nend\n"), "is no key"); /* dma has none */
+  refuse(wrong, replaced(wrong, text, "machine m", "machine \x1b[2J"), "does not print");
+  refuse(wrong, replaced(wrong, text, "machine m\n", "machine m\r\n"), "does not print");
+  wrong[0] = '\0';
+  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 1\nmachine %0500d\nend\n", 1);
+  refuse(wrong, long_line, "longer than");
+  memcpy(wrong, text, n);
+  wrong[n / 2] = '\0';
+  refuse(wrong, n, "line ");
+  memset(wrong, 'x', LARGE);
+  refuse(wrong, LARGE, "so no calibration");
+}
+
+static void test_costs_that_are_none_are_not_written(void) {
+  const double wrong[] = {NAN, INFINITY, -1, 1e11};
+  struct kvs_costs good = some_costs(1), costs;
+  char path[5000];
+  CHECK(kvs_costs_write(file, &good, "m", &err) == KVS_OK);
+  for (int i = 0; i < 4; i++) {
+    costs = good;
+    if (!(wrong[i] < 0))
+      costs.paths[0][KVS_PATH_DMA].start = wrong[i]; /* a negative start says unknown */
+    else
+      costs.paths[0][KVS_PATH_DMA].each[3] = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+    costs = good;
+    costs.paths[1][KVS_PATH_RELAY].run[13] = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+    costs = good;
+    costs.tuning.link_gbps[1] = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+  }
+  costs = good;
+  costs.tuning.background_ctas = 1025;
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID);
+  CHECK(kvs_costs_write(file, &good, "two\nlines", &err) == KVS_INVALID);
+  CHECK(kvs_costs_write(file, &good, "", &err) == KVS_INVALID);
+  CHECK(kvs_costs_write("/proc/kvs/none.txt", &good, "m", &err) == KVS_INVALID && strstr(err.message, "/proc/kvs"));
+  CHECK(kvs_costs_write(folder, &good, "m", &err) == KVS_INVALID); /* a folder is not replaced */
+  memset(path, 'x', sizeof path - 1);
+  path[sizeof path - 1] = '\0';
+  CHECK(kvs_costs_write(path, &good, "m", &err) == KVS_RANGE);
+  CHECK(kvs_costs_read(file, &costs, &err) == KVS_OK && memcmp(&costs.paths, &good.paths, sizeof good.paths) == 0);
+  unlink(file);
+  CHECK(rmdir(folder) == 0, "something was left: %s", strerror(errno));
+  CHECK(mkdir(folder, 0700) == 0);
+}
+
+/* -- names ----------------------------------------------------------------------------------------------------- */
+
+static void test_names(void) {
+  struct kvs_device_info info = {.name = "NVIDIA H200 (PCIe)/../x_y\n", .driver = 13010};
+  char what[KVS_COSTS_WHAT], expected[KVS_COSTS_WHAT], path[200];
+  kvs_costs_what(&info, what);
+  snprintf(expected, sizeof expected, "NVIDIA-H200-PCIe-..-x-y-driver-13.1-kvswap-%s", kvs_version());
+  CHECK(strcmp(what, expected) == 0, "%s", what);
+  setenv("HOME", "/h", 1);
+  unsetenv("XDG_CACHE_HOME");
+  unsetenv("KVSWAP_CALIBRATION");
+  CHECK(kvs_costs_path("a-1.2", path, sizeof path, &err) == KVS_OK);
+  CHECK(strcmp(path, "/h/.cache/kvswap/calibration-a-1.2.txt") == 0, "%s", path);
+  CHECK(kvs_costs_path("a", path, strlen("/h/.cache/kvswap/calibration-a.txt"), &err) == KVS_RANGE);
+  setenv("XDG_CACHE_HOME", "relative", 1);
+  CHECK(kvs_costs_path("a", path, sizeof path, &err) == KVS_OK && strncmp(path, "/h/", 3) == 0);
+  setenv("XDG_CACHE_HOME", "/c", 1);
+  CHECK(kvs_costs_path("a", path, sizeof path, &err) == KVS_OK);
+  CHECK(strcmp(path, "/c/kvswap/calibration-a.txt") == 0, "%s", path);
+  setenv("KVSWAP_CALIBRATION", "mine.txt", 1);
+  CHECK(kvs_costs_path("a", path, sizeof path, &err) == KVS_OK && strcmp(path, "mine.txt") == 0);
+  unsetenv("KVSWAP_CALIBRATION");
+  unsetenv("XDG_CACHE_HOME");
+  unsetenv("HOME");
+  CHECK(kvs_costs_path("a", path, sizeof path, &err) == KVS_RANGE && strstr(err.message, "set HOME"));
+  CHECK(kvs_costs_path("a/b", path, sizeof path, &err) == KVS_INVALID);
+  CHECK(kvs_costs_path("", path, sizeof path, &err) == KVS_INVALID);
+}
+
+int main(void) {
+  CHECK(mkdtemp(folder) != NULL);
+  snprintf(file, sizeof file, "%s/costs.txt", folder);
+  test_between_points();
+  test_monotone_and_without_steps();
+  test_each_path();
+  test_relay_is_the_slower_of_two();
+  test_the_built_in_costs();
+  test_written_comes_back();
+  test_the_file_is_the_users_alone();
+  test_links_pipes_and_folders();
+  test_cut_files();
+  test_wrong_numbers();
+  test_wrong_lines();
+  test_costs_that_are_none_are_not_written();
+  test_names();
+  unlink(file);
+  CHECK(rmdir(folder) == 0, "something was left in %s: %s", folder, strerror(errno));
+  return check_close();
+}

@@ -1,0 +1,348 @@
+"""kvswap bench: what it moves, by which methods, what it times, and that one wrong byte ends it."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvswap
+from kvswap import _C, Direction, cli, testing
+from kvswap.bench import beside, loads, measure, regret, table
+from kvswap.bench.methods import METHODS, NotMeasured, Pieces
+from kvswap.bench.shapes import FAMILIES, SPREAD, Place, Shape
+from kvswap.replay.check import WrongBytes
+from kvswap.replay.errors import UsageError
+
+QUICK = ["bench", "--quick", "--bytes", "1MiB"]
+SHAPES = [
+    Shape(3, 4096, 20),
+    Shape(3, 4096, 20, slab=True),
+    Shape(3, 4096, 20, host_run=0),
+    Shape(3, 4096, 20, gpu_run=4, host_run=8, block_first=False),
+    Shape(1, 1040, 7),
+]
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def lab(device: kvswap.Device) -> Iterator[measure.Lab]:
+    with measure.opened(device, 1) as opened:
+        yield opened
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_lie_apart_and_inside(lab: measure.Lab, shape: Shape) -> None:
+    (place,) = lab.places((shape,))
+    gpu, host = place.addresses()
+    for ends in (gpu, host):
+        assert len(ends) == shape.copies
+        assert (np.diff(np.sort(ends)) >= shape.block_nbytes).all()
+    inside = host - np.uint64(place.host_ptr)
+    assert int(inside.max()) + shape.block_nbytes <= shape.side_nbytes(shape.host_run)
+    first = gpu.reshape(shape.tensors, -1) - place.gpu_ptrs[:, None]
+    assert int(first.max()) + shape.block_nbytes <= place.gpu_slots * shape.block_nbytes
+
+
+def test_runs_of_ids() -> None:
+    device = kvswap.Device("host:0")
+    with measure.opened(device, 1) as lab:
+        (place,) = lab.places((Shape(2, 64, 40, gpu_run=8, host_run=0),))
+        assert (np.diff(place.gpu_ids.reshape(5, 8), axis=1) == 1).all()
+        assert (np.diff(place.host_ids) == 1).all() and place.host_is_one_run
+        assert place.gpu_ids.max() < place.gpu_slots == 40 * SPREAD
+        (scattered,) = lab.places((Shape(2, 64, 40),))
+        assert (np.diff(scattered.host_ids) != 1).any() and not scattered.host_is_one_run
+
+
+def test_tensors_at_equal_pitch_only_in_a_slab(lab: measure.Lab) -> None:
+    """Within one allocation; those that lie apart are allocations of their own."""
+
+    def allocations(place: Place) -> int:
+        return len({_C._seam(lab.device, "pointer_query", int(ptr))["base"] for ptr in place.gpu_ptrs})
+
+    assert allocations(*lab.places((SHAPES[0],))) == 3
+    assert allocations(*lab.places((SHAPES[1],))) == 1
+
+
+def test_families_make_up_the_bytes() -> None:
+    for family in FAMILIES.values():
+        for size in table.SIZES:
+            total = sum(shape.nbytes for shape in family.of(size, 1 << 30))
+            assert 0.98 * (1 << 30) < total <= 1 << 30
+
+
+def test_what_an_earlier_copy_left_is_wrong(lab: measure.Lab) -> None:
+    (place,) = lab.places((SHAPES[0],))
+    job = lab.job(METHODS["dma"], (SHAPES[0],), "D2H")
+    lab.warm_up(job)
+    place.check(Direction.D2H, lab.stream, "what was copied")
+    job.fill()
+    with pytest.raises(WrongBytes, match=r"WRONG BYTES: dma D2H 3 x 4 KiB x 20: block 0 of the list, tensor 0, off"):
+        job.check()
+
+
+# -- methods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["D2H", "H2D", "both"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_method_moves_every_byte(lab: measure.Lab, shape: Shape, direction: str) -> None:
+    shapes = (shape,) * (2 if direction == "both" else 1)
+    measured, noted = set(), {}
+    for key, method in METHODS.items():
+        try:
+            with measure.refusals(lab.device):
+                figures = lab.figures(lab.job(method, shapes, direction), 1, 10.0)
+        except NotMeasured as why:
+            noted[key] = str(why)
+            continue
+        measured.add(key)
+        assert figures.gbps > 0 and figures.blocked_ms > 0 and figures.cpu_ms > 0 and figures.repeats == 1
+        assert (figures.device_gbps or 0) > 0 or (direction == "both" and not figures.queued)
+    assert measured >= {"auto", "dma", "loop", "batch", "numpy", "pointers"}
+    assert noted.get("strided") == (None if shape.slab else "path dma was taken")
+    if lab.device.info["kernels"]:
+        assert measured >= {"kernel", "background", "warp"}
+    if lab.device.kind == "host":
+        assert noted["torch"] == noted["triton"] == "torch has no such device"
+    else:
+        assert "host devices" in noted["direct"]
+
+
+def test_what_is_refused_is_no_figure_but_wrong_bytes_are_no_refusal(device: kvswap.Device) -> None:
+    with pytest.raises(NotMeasured, match=r"^not here$"), measure.refusals(device):
+        raise kvswap.Error("not here\nat all")
+    with pytest.raises(WrongBytes), measure.refusals(device):
+        raise WrongBytes("wrong", wrong_bytes=1, block=0, layer=0, offset=0)
+
+
+def test_pieces_say_that_there_are_no_kernels() -> None:
+    class Without:
+        info = {"kernels": False, "kernels_note": "built without nvcc"}
+
+    with pytest.raises(NotMeasured, match="no kernels: built without nvcc"):
+        Pieces(Without(), *(np.zeros(1, np.uint64),) * 3)
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_spin_keeps_the_callers_time_out_of_the_devices(lab: measure.Lab) -> None:
+    """Five copies whose every call takes 2 ms: the caller sees them, the device does not."""
+    shape = Shape(1, 4096, 5)
+    job = lab.job(METHODS["loop"], (shape,), "D2H")
+    with testing.fault(lab.device, "call", "delay", operation="copy", every=1, delay=0.002):
+        figures = lab.figures(job, 3, 10.0)
+    assert figures.queued and figures.repeats == 3
+    assert figures.blocked_ms >= 10
+    assert shape.nbytes / figures.gbps / 1e9 >= 0.010
+    assert figures.device_gbps is not None and shape.nbytes / figures.device_gbps / 1e9 < 0.008
+
+
+def test_a_call_that_outlasts_the_spin_is_told(lab: measure.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_LONGEST_SPIN", 0.001)
+    job = lab.job(METHODS["loop"], (Shape(1, 4096, 5),), "D2H")
+    with testing.fault(lab.device, "call", "delay", operation="copy", every=1, delay=0.002):
+        figures = lab.figures(job, 1, 10.0)
+        assert not figures.queued and figures.device_gbps is not None
+        both = lab.figures(lab.job(METHODS["loop"], (Shape(1, 4096, 5),) * 2, "both"), 1, 10.0)
+        assert not both.queued and both.device_gbps is None  # they did not begin together
+
+
+def test_repeats_end_with_the_time(lab: measure.Lab) -> None:
+    assert lab.figures(lab.job(METHODS["dma"], (SHAPES[0],), "D2H"), 1000, 0.0).repeats == 1
+
+
+def test_median_interval() -> None:
+    """Ten values: the second and the ninth, which hold the median with 97.9 %; fewer than six: all."""
+    assert beside.median_interval(list(range(10))) == (1, 8)
+    assert beside.median_interval(list(range(20, 0, -1))) == (6, 15)
+    assert beside.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert beside.median_interval([4.0]) == (4.0, 4.0)
+
+
+def test_only_bytes_within_the_window_count() -> None:
+    spans = [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0), (4.0, 5.0), (6.0, 6.0)]
+    assert beside.copies_within(spans, 0.5, 3.0) == pytest.approx(0.5 + 1 + 0.5)
+    assert beside.copies_within(spans, 0.25, 0.5) == pytest.approx(0.25)
+    assert beside.copies_within(spans, 5.0, 9.0) == 0
+
+
+@pytest.mark.parametrize("kind", loads.KINDS)
+def test_a_load_comes_in_pieces(device: kvswap.Device, kind: str) -> None:
+    load = loads.load_for(device, kind)
+    window = beside._run_load(device, load, 0.2)
+    assert window.pieces >= 1
+    assert window.pieces * window.piece_seconds >= 0.199  # the load ran for as long as it was asked to
+    assert "NumPy" in load.name if device.kind == "host" else "torch" in load.name
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_table(device_name: str, tmp_path: Path, capsys: Output) -> None:
+    result = tmp_path / "bench.json"
+    assert cli.main([*QUICK, "--device", device_name, "--json", str(result)]) == 0
+    out = capsys.readouterr().out
+    assert "one bare copy of 1 MiB" in out and "0 wrong bytes" in out and "not measured: path dma was taken" in out
+    found = read_json(result)
+    assert (found["what"], found["wrong_bytes"], found["device"]) == ("table", 0, device_name)
+    assert found["bytes_verified"] > 0
+    assert set(found["ceilings_gbps"]) == {"D2H", "H2D", "both"}
+    measured = [row for row in found["rows"] if row["figures"]]
+    assert {row["family"] for row in measured} == set(FAMILIES)
+    assert {row["direction"] for row in measured} == {"D2H", "H2D", "both"}
+    assert {row["method"] for row in measured} >= {"auto", "dma", "strided", "loop", "batch", "numpy", "pointers"}
+    assert all(row["share"] > 0 for row in measured)
+    assert all(row["note"] for row in found["rows"] if not row["figures"])
+    small = {row["method"]: row for row in found["small_rows"]}
+    assert small["bare"]["p50_us"] > 0 and small["bare"]["p99_us"] >= small["bare"]["p50_us"]
+    assert len({row["key"] for row in found["rows"] + found["small_rows"]}) == len(found["rows"] + found["small_rows"])
+
+
+def test_the_table_is_what_the_list_says(device_name: str, tmp_path: Path, capsys: Output) -> None:
+    only = ["--shape", "tensor", "--size", "4KiB", "--size", "64KiB", "--direction", "H2D", "--method", "dma"]
+    result = tmp_path / "bench.json"
+    assert cli.main([*QUICK, "--device", device_name, *only, "--list"]) == 0
+    listed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert cli.main([*QUICK, "--device", device_name, *only, "--json", str(result)]) == 0
+    found = read_json(result)
+    assert listed == [row["key"] for row in found["rows"] + found["small_rows"]]
+    assert listed == ["tensor/4KiB/H2D/dma", "tensor/64KiB/H2D/dma", "small/H2D/bare", "small/H2D/dma"]
+
+
+def test_a_wrong_byte_ends_it(device_name: str, capsys: Output) -> None:
+    with testing.fault(kvswap.Device(device_name), "copy", "skip", nth=30):
+        assert cli.main([*QUICK, "--device", device_name, "--method", "dma"]) == 1
+    assert "WRONG BYTES: dma " in capsys.readouterr().err
+
+
+def test_beside_a_load(device_name: str, tmp_path: Path, capsys: Output) -> None:
+    result = tmp_path / "bench.json"
+    options = ["--load", "stream", "--seconds", "0.05", "--pairs", "3", "--size", "16KiB", "--method", "dma"]
+    assert cli.main([*QUICK, "--device", device_name, *options, "--method", "triton", "--json", str(result)]) == 0
+    assert "slow-down" in capsys.readouterr().out
+    found = read_json(result)
+    assert (found["what"], found["load"], found["pairs"], found["wrong_bytes"]) == ("beside a load", "stream", 3, 0)
+    assert [row["method"] for row in found["rows"]] == ["one copy", "dma", "triton"] * 2
+    for row in found["rows"]:
+        if row["method"] == "triton" and row["slowdown"] is None:
+            assert row["note"]
+            continue
+        assert len(row["slowdowns"]) == 3 and row["gbps"] > 0 and row["gbps_alone"] > 0
+        low, high = row["slowdown_interval"]
+        assert 0 < low <= row["slowdown"] <= high
+
+
+def test_regret(device_name: str, tmp_path: Path, capsys: Output) -> None:
+    result = tmp_path / "bench.json"
+    options = ["--regret", "--draws", "5", "--seed", "7", "--json", str(result)]
+    assert cli.main([*QUICK, "--device", device_name, *options]) == 0
+    out = capsys.readouterr().out
+    assert "seed 7" in out and "within 5 %" in out and "the worst shapes" in out
+    found = read_json(result)
+    ratios = [row["ratio"] for row in found["rows"]]
+    assert len(ratios) == found["draws"] == 5
+    assert found["least"] == min(ratios)
+    assert found["near"] == sum(ratio >= 0.95 for ratio in ratios) / 5
+    for row in found["rows"]:
+        assert row["ratio"] == row["gbps"]["auto"] / max(row["gbps"].values())
+        assert {"auto", "dma", row["took"]} <= set(row["gbps"])
+
+
+def test_draws_follow_the_seed_and_keep_to_the_limit() -> None:
+    device, most = kvswap.Device("host:0"), 2 << 20
+    plans = [regret.plan(device, seed, draws=200, nbytes=most) for seed in (1, 1, 2)]
+    assert plans[0].draws == plans[1].draws != plans[2].draws
+    shapes = [drawn.shape for drawn in plans[0].draws]
+    assert all(0 < shape.nbytes <= most and shape.block_nbytes % 16 == 0 for shape in shapes)
+    assert {drawn.direction for drawn in plans[0].draws} == {"D2H", "H2D"}
+    assert {shape.slab for shape in shapes} == {shape.block_first for shape in shapes} == {False, True}
+    assert min(shape.block_nbytes for shape in shapes) < 2048 and max(shape.block_nbytes for shape in shapes) > 1 << 20
+    assert max(shape.tensors for shape in shapes) > 32 and max(shape.gpu_run for shape in shapes) == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--pairs", "3"], "--pairs is for --load"),
+        (["--load", "matmul", "--repeats", "2"], "--repeats is for the table"),
+        (["--regret", "--shape", "run"], "--shape is for the table and --load, not for --regret"),
+        (["--seed", "3"], "--seed is for --regret"),
+        (["--load", "decode", "--shape", "both"], "takes one direction at a time"),
+        (["--load", "decode", "--shape", "run", "--shape", "slab"], "takes one --shape"),
+        (["--bytes", "900TiB"], "is free: ask for fewer --bytes"),
+        (["--size", "900TiB"], "is free: ask for fewer --bytes"),
+        (["--regret", "--bytes", "900TiB"], "is free: ask for fewer --bytes"),
+        (["--plot", "x.doc"], "x.doc"),
+        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
+        (["--device", "tpu:0"], "tpu:0"),
+    ],
+)
+def test_wrong_usage(capsys: Output, monkeypatch: pytest.MonkeyPatch, options: list[str], complaint: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    device = [] if "--device" in options else ["--device", "host:0"]
+    assert cli.main(["bench", "--quick", *device, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvswap: ") and err.count("\n") == 1
+    assert complaint in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--load", "matmul", "--regret"],
+        ["--load", "usb"],
+        ["--method", "usb"],
+        ["--shape", "usb"],
+        ["--size", "0"],
+        ["--bytes", "8 XB"],
+        ["--load", "stream", "--seconds", "nan"],
+        ["--regret", "--draws", "0"],
+    ],
+)
+def test_wrong_usage_that_the_parser_sees(capsys: Output, options: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", *options])
+    assert caught.value.code == 2
+    assert "usage: kvswap bench" in capsys.readouterr().err
+
+
+def test_a_load_that_cannot_run_is_told(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise NotMeasured("no such thing")
+
+    monkeypatch.setattr(beside, "load_for", none)
+    with pytest.raises(UsageError, match="--load matmul cannot run here: no such thing"):
+        beside.run(beside.plan(device, "matmul", quick=True, nbytes=1 << 20), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--shape", "run", "--shape", "both", "--size", "4KiB"],
+        ["--load", "decode", "--seconds", "0.05", "--pairs", "1", "--method", "dma"],
+        ["--regret", "--draws", "3"],
+    ],
+)
+def test_plots(device_name: str, tmp_path: Path, capsys: Output, options: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "x.png"
+    assert cli.main([*QUICK, "--device", device_name, *options, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

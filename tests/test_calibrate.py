@@ -1,0 +1,448 @@
+"""kvswap calibrate: what it stores and where, what it makes of what it measured, and when it stores nothing."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import kvswap
+from kvswap import _C, calibrate, cli, testing
+from kvswap.calibrate import DIRECTIONS, PATHS, SIZES, Point, Shape
+
+Output = pytest.CaptureFixture[str]
+MOVED = 64 << 20  # as on a GPU
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and none of the variables that a calibration minds."""
+    for name in ("KVSWAP_CALIBRATION", *calibrate._UNWANTED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def stored(device: str) -> Path:
+    return Path(_C._costs_path(_C._costs_what(kvswap.Device(device))))
+
+
+def predicted(costs: _C._Costs, point: Point) -> float:
+    """Seconds, as the planner has them."""
+    shape = point.shape
+    numbers = {"copies": shape.rows, "rows": shape.rows, "runs": 1 if shape.together else shape.blocks}
+    numbers |= {"rects": shape.blocks, "rect_rows": shape.rows, "rect_nbytes": shape.nbytes}
+    return _C._costs_predict(costs, point.path, point.direction, shape.nbytes, **numbers) / 1e9
+
+
+def all_points() -> list[Point]:
+    return [p for path in PATHS for direction in DIRECTIONS for p in calibrate.points(path, direction, MOVED)]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) -> None:
+    assert cli.main(["calibrate", "--device", device_name, "--seconds", "0.2"]) == 0
+    out = capsys.readouterr().out
+    path = stored(device_name)
+    assert path.parent == cache / "kvswap" and f"stored in {path}" in out
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert os.listdir(path.parent) == [path.name]
+    costs = _C._costs_read(path)
+    expected = set(PATHS) if device_name.startswith("host") else set(PATHS) - {"direct"}
+    for found in (costs["d2h"], costs["h2d"]):
+        assert found.keys() - {"relay"} == expected - {"relay"}
+        for path_name, cost in found.items():
+            assert len(cost["each"]) == len(SIZES)
+            assert max(cost["each"]) > 0, path_name
+    assert costs["tuning"]["kernel_ctas"] >= costs["tuning"]["background_ctas"] >= 1
+    assert (
+        0 < costs["tuning"]["background_gbps"] < min(costs["tuning"]["link_gbps_d2h"], costs["tuning"]["link_gbps_h2d"])
+    )
+    assert "0 wrong bytes" in out and "interpolated for want of time" in out
+    assert calibrate.table(costs) in out
+
+
+def test_show(device_name: str, capsys: Output) -> None:
+    assert cli.main(["calibrate", "--device", device_name, "--show"]) == 0
+    out = capsys.readouterr().out
+    assert calibrate.table(_C._costs_read(None)) in out
+    assert f"built in, for there is no {stored(device_name)}" in out
+    costs = _C._costs_read(None)
+    costs["d2h"]["dma"]["start"] = 123456.0
+    _C._costs_write(stored(device_name), costs, "a machine")
+    assert cli.main(["calibrate", "--device", device_name, "--show"]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{calibrate.table(costs)}\n{stored(device_name)}\n"
+    assert " 123.5 " in out
+
+
+def test_output_and_the_variable_say_where(
+    device_name: str, tmp_path: Path, cache: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_CALIBRATION", str(tmp_path / "by variable.txt"))
+    assert cli.main(["calibrate", "--device", device_name, "--seconds", "0.01"]) == 0
+    output = tmp_path / "new" / "by option.txt"
+    assert cli.main(["calibrate", "--device", device_name, "--seconds", "0.01", "--output", str(output)]) == 0
+    assert not cache.exists()
+    assert _C._costs_read(tmp_path / "by variable.txt")["d2h"].keys() == _C._costs_read(output)["d2h"].keys()
+    capsys.readouterr()
+    assert cli.main(["calibrate", "--show", "--output", str(output)]) == 0
+    assert capsys.readouterr().out.endswith(f"{output}\n")
+
+
+def test_wrong_bytes_end_it_and_nothing_is_stored(cache: Path, capsys: Output) -> None:
+    device = kvswap.Device("host:0")
+    for old in (None, b"an old one\n"):
+        if old is not None:
+            stored("host:0").parent.mkdir(parents=True, exist_ok=True)
+            stored("host:0").write_bytes(old)
+        with testing.fault(device, "copy", "skip", nth=20):
+            assert cli.main(["calibrate", "--device", "host:0", "--seconds", "0.01"]) == 1
+        out, err = capsys.readouterr()
+        assert err.startswith("kvswap: WRONG BYTES: ") and "nothing is stored" in err
+        assert out == ""
+        assert stored("host:0").read_bytes() == old if old is not None else not stored("host:0").exists()
+
+
+def test_a_refused_copy_ends_it_and_nothing_is_stored(cache: Path, capsys: Output) -> None:
+    with testing.fault(kvswap.Device("host:0"), "copy", "fail", nth=20):
+        assert cli.main(["calibrate", "--device", "host:0", "--seconds", "0.01"]) == 3
+    assert capsys.readouterr().err.startswith("kvswap: ")
+    assert not stored("host:0").exists()
+
+
+@pytest.mark.parametrize("variable", calibrate._UNWANTED)
+def test_what_is_set_for_one_run_is_not_stored_for_all(
+    variable: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", None)
+    monkeypatch.setenv(variable, "1")
+    assert cli.main(["calibrate", "--device", "host:0"]) == 2
+    assert f"{variable} is set" in capsys.readouterr().err
+    monkeypatch.setenv(variable, "")
+    calibrate.check_environment()
+
+
+def test_wrong_usage(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before anything is measured."""
+    monkeypatch.setattr(calibrate, "calibrate", None)
+    (tmp_path / "file").write_text("x")
+    for options, complaint in (
+        (["--output", "/proc/nowhere/at/all.txt"], "/proc/nowhere"),
+        (["--output", str(tmp_path)], "cannot be stored there"),
+        (["--output", str(tmp_path / "file" / "x.txt")], "file"),
+        (["--show", "--output", str(tmp_path / "none.txt")], "there is no such file"),
+        (["--show", "--output", str(tmp_path / "file")], "line 1"),
+        (["--device", "tpu:0"], "tpu:0"),
+    ):
+        assert cli.main(["calibrate", "--device", "host:0", *options]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("kvswap: ") and complaint in err
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["calibrate", "--device", "host:0"]) == 2
+    assert "set HOME, XDG_CACHE_HOME or KVSWAP_CALIBRATION" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", "--seconds", "0"])
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_fits_and_says_what_it_claims() -> None:
+    for point in all_points():
+        shape = point.shape
+        assert 1 <= shape.rows <= 8192
+        assert shape.nbytes <= MOVED  # every other slot: half of the memory, which is at least four times as much
+        if point.kind == "each":
+            assert shape.row_nbytes == SIZES[point.index]
+        if point.kind == "run" and point.path == "relay":
+            assert shape.tensors * shape.row_nbytes == SIZES[point.index] and not shape.together
+        if point.path == "strided":
+            assert shape.tensors > 1, "one tensor is no rows"
+    assert all(2 * calibrate._MOVED[kind] <= calibrate._AREA[kind] for kind in ("cuda", "host"))
+
+
+class Rig:
+    """Takes no time, and knows what each transfer costs."""
+
+    area, moved, bytes_verified, kernel_ctas = 1 << 30, MOVED, 0, None
+
+    def __init__(self, costs: _C._Costs, refused: dict[str, int] | None = None) -> None:
+        self.costs, self.refused = costs, refused or {}
+        self.device = kvswap.Device("host:0")
+        self.asked: list[tuple[str, str, Shape]] = []
+
+    def measure_link(self, direction: str) -> float:
+        return self.area / {"d2h": 50e9, "h2d": 40e9}[direction]
+
+    def measure(self, path: str, direction: str, shape: Shape, repeats: int, max_ctas: int | None = None) -> float:
+        assert repeats >= 3
+        self.asked.append((path, direction, shape))
+        if shape.row_nbytes >= self.refused.get(path, sys.maxsize):
+            raise calibrate.Unavailable("because")
+        kind = "start" if shape.rows in (1, 2) else "each"
+        return predicted(self.costs, Point(path, direction, kind, 0, shape))  # type: ignore[arg-type]
+
+
+def found_by(rig: Rig, seconds: float) -> calibrate.Result:
+    result = calibrate.Result("fake:0", "a fake", {"d2h": {}, "h2d": {}, "tuning": {}})
+    calibrate._measure_points(rig, result, time.monotonic() + seconds, lambda done, total, what: None)  # type: ignore[arg-type]
+    return result
+
+
+def test_without_time_every_path_is_still_known() -> None:
+    costs = _C._costs_read(None)
+    result = found_by(Rig(costs), -1)
+    assert {(point.path, point.direction) for point in result.seconds} == set(itertools.product(PATHS, DIRECTIONS))
+    assert result.skipped > 100
+    found = calibrate.solve(result.seconds)
+    assert found["d2h"].keys() == found["h2d"].keys() == set(PATHS)
+    for point, seconds in result.seconds.items():
+        assert predicted(found, point) == pytest.approx(seconds, rel=1e-2)  # relay's rows: of a size between
+
+
+def test_with_time_everything_is_measured() -> None:
+    result = found_by(Rig(_C._costs_read(None)), 60)
+    assert result.skipped == 0 and set(result.seconds) == set(all_points())
+
+
+def test_a_path_that_is_not_there_is_unknown() -> None:
+    rig = Rig(_C._costs_read(None), {"kernel": 1, "relay": 1})
+    result = found_by(rig, 60)
+    assert result.unavailable == {"kernel": "because", "relay": "because"}
+    assert len([1 for path, *_ in rig.asked if path == "kernel"]) == 1, "asked again"
+    result.costs = calibrate.solve(result.seconds)
+    assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
+    result.costs["tuning"] = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
+    assert result.costs["tuning"]["kernel_ctas"] == 0
+    assert "kernel   not available: because" in calibrate.summary(result)
+    assert math.isinf(_C._costs_predict(result.costs, "kernel", "d2h", 4096, rows=1))
+
+
+def test_a_size_that_is_refused_is_taken_from_its_neighbours() -> None:
+    costs = _C._costs_read(None)
+    found = calibrate.solve(found_by(Rig(costs, {"strided": 1 << 20}), 60).seconds)
+    each, truth = found["h2d"]["strided"]["each"], costs["h2d"]["strided"]["each"]
+    assert each[:11] == pytest.approx(truth[:11], rel=1e-3)
+    assert each[11:] == pytest.approx([2 * each[10], 4 * each[10], 8 * each[10]])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_costs_are_found_again(path: str) -> None:
+    """What was predicted from random costs leads back to them."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        per_byte, extra, start, run = (
+            1 / rng.uniform(10, 60),
+            rng.uniform(10, 2000),
+            rng.uniform(1e3, 1e5),
+            rng.uniform(100, 3e3),
+        )
+        each = [round(extra + size * per_byte, 3) for size in SIZES]
+        runs = {
+            "strided": [round(run, 3)],
+            "relay": [round(run + extra * size / 512 + size * per_byte * 1.1, 3) for size in SIZES],
+        }
+        cost: _C._PathCost = {"start": round(start, 3), "each": each, "run": runs.get(path, [])}
+        costs: _C._Costs = {"d2h": {path: cost}, "h2d": {}, "tuning": {}}
+        seconds = {p: predicted(costs, p) for p in all_points() if (p.path, p.direction) == (path, "d2h")}
+        found = calibrate.solve(seconds)["d2h"][path]
+        if path != "relay":  # of which only what it is bound by shows: each path of it in its own transfers
+            assert found["start"] == pytest.approx(cost["start"], rel=1e-2)
+            assert found["each"] == pytest.approx(cost["each"], rel=1e-2)
+            assert found["run"] == pytest.approx(cost["run"], rel=1e-2)
+        both: _C._Costs = {"d2h": {path: found}, "h2d": {}, "tuning": {}}
+        for point, took in seconds.items():
+            assert predicted(both, point) == pytest.approx(took, rel=1e-2)
+
+
+def test_no_noise_makes_a_cost_negative() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        found = calibrate.solve({point: float(rng.uniform(0, 1e-3)) for point in all_points()})
+        for cost in [*found["d2h"].values(), *found["h2d"].values()]:
+            assert min(cost["start"], *cost["each"], *cost["run"]) >= 0
+        _C._costs_predict(found, "dma", "d2h", 1, copies=1)  # which refuses what is negative
+
+
+def test_sizes_between_are_as_the_planner_has_them() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        indices = sorted({int(i) for i in rng.integers(0, len(SIZES), 5)})
+        values = {i: float(rng.uniform(1, 1e6)) for i in indices}
+        filled = calibrate.fill(values)
+        assert all(filled[i] == pytest.approx(value) for i, value in values.items())
+        assert filled[: indices[0]] == [values[indices[0]]] * indices[0]
+        for low, high in itertools.pairwise(indices):
+            share = [(SIZES[i] - SIZES[low]) / (SIZES[high] - SIZES[low]) for i in range(low, high)]
+            assert filled[low:high] == pytest.approx(
+                [values[low] + (values[high] - values[low]) * part for part in share]
+            )
+        last = indices[-1]
+        assert filled[last:] == pytest.approx([values[last] * size / SIZES[last] for size in SIZES[last:]])
+
+
+def test_the_fewest_ctas_that_are_enough() -> None:
+    assert calibrate.fewest({1: 10.0, 2: 19.5, 4: 20.0, 8: 19.0}, 19.4) == 2
+    assert calibrate.fewest({1: 10.0}, 11) == 0
+    rig = Rig(_C._costs_read(None))
+    gbps = {1: 10, 2: 20, 4: 39, 8: 40}
+
+    def measure(path: str, direction: str, shape: Shape, repeats: int, max_ctas: int) -> float:
+        return shape.nbytes / (gbps.get(max_ctas, 40) * 1e9) * (2 if direction == "h2d" else 1)
+
+    rig.measure = measure  # type: ignore[assignment]
+    rig.device = type("Device", (), {"info": {"sms": 8}})()
+    tuning = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
+    assert (tuning["kernel_ctas"], rig.kernel_ctas) == (4, 4)  # 39 of 40 is enough
+    assert tuning["background_gbps"] == pytest.approx(0.72 * 40)
+    assert tuning["background_ctas"] == 4  # h2d reaches no more than 20: as many as the kernel has at most
+    assert (tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) == (50, 40)
+
+
+def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:
+    stream = kvswap.Stream(device)
+    device.set_compute_stream(stream)
+    rig = calibrate._Rig(device, stream)
+    try:
+        shape = Shape(4, 1000, 7)
+        assert 0 < rig.measure("dma", "d2h", shape, 3) < 60
+        assert rig.bytes_verified == 4 * shape.nbytes
+        with pytest.raises(calibrate.Unavailable, match="runs as dma"):
+            rig.measure("strided", "h2d", Shape(1, 512, 3), 3)
+        if device_name.startswith("host"):
+            with testing.fault(device, "copy", "skip", nth=40), pytest.raises(kvswap.Error, match="kernel h2d, 1000 B"):
+                rig.measure("kernel", "h2d", shape, 3)
+        else:
+            with pytest.raises(calibrate.Unavailable):
+                rig.measure("direct", "d2h", shape, 3)
+    finally:
+        rig.close()
+
+
+def test_a_slow_link_is_given_less_to_move() -> None:
+    assert calibrate.moved(64 << 20, 55) == 64 << 20
+    assert calibrate.moved(64 << 20, 25) == 32 << 20
+    assert calibrate.moved(64 << 20, 13) == 16 << 20
+    assert calibrate.moved(64 << 20, 0.1) == calibrate.moved(8 << 20, 0.1) == 8 << 20
+
+
+def test_a_path_that_lacks_what_it_needs_is_unknown() -> None:
+    """Not one kind of cost is made up."""
+    seconds = found_by(Rig(_C._costs_read(None)), -1).seconds
+    for path, kind in (("relay", "run"), ("strided", "run"), ("dma", "start"), ("kernel", "each")):
+        found = calibrate.solve({p: took for p, took in seconds.items() if (p.path, p.kind) != (path, kind)})
+        assert found["d2h"].keys() == found["h2d"].keys() == set(PATHS) - {path}
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    class Bar:
+        def __init__(self, **options: object) -> None:
+            self.shown: list[tuple[int, int, str]] = []
+            self.closed = False
+            bars.append(self)
+
+        def set_description_str(self, what: str) -> None:
+            self.shown.append((self.n, self.total, what))
+
+        def close(self) -> None:
+            self.closed = True
+
+    bars: list[Bar] = []
+    monkeypatch.setitem(sys.modules, "tqdm", type("tqdm", (), {"tqdm": Bar}))
+    reporter = calibrate.Reporter(Terminal())
+    reporter(3, 7, "a path")
+    reporter.close()
+    assert bars[0].shown == [(3, 7, "a path")] and bars[0].closed
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # there is none
+    assert calibrate.Reporter(Terminal())._bar is None
+
+
+def test_progress_is_a_line_a_second_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(calibrate.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    reporter = calibrate.Reporter(stream)
+    for i in range(40):
+        now = 100.0 + i / 10
+        reporter(i, 40, "a path")
+    reporter.close()
+    assert stream.getvalue().splitlines() == [f"kvswap: {i} of 40: a path" for i in (10, 20, 30)]
+
+
+# -- dicts and files --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    costs = _C._costs_read(None)
+    del costs["d2h"]["relay"]
+    costs["h2d"]["strided"]["run"] = [0.125]
+    _C._costs_write(tmp_path / "x", costs, "a machine")
+    assert _C._costs_read(tmp_path / "x") == costs
+    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 1", "machine a machine"]
+    with pytest.raises(IndexError, match="nowhere"):
+        _C._costs_read(tmp_path / "nowhere")
+    (tmp_path / "x").chmod(0o606)
+    with pytest.raises(ValueError, match="others can write it"):
+        _C._costs_read(tmp_path / "x")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e11, "5", None])
+@pytest.mark.parametrize("part", ["start", "each", "run", "tuning"])
+def test_values_that_are_no_costs_are_refused(tmp_path: Path, part: str, value: object) -> None:
+    costs = _C._costs_read(None)
+    if part == "tuning":
+        costs["tuning"]["background_gbps"] = value
+    elif part == "start":
+        costs["d2h"]["relay"]["start"] = value
+    else:
+        costs["d2h"]["relay"][part][5] = value
+    with pytest.raises((ValueError, TypeError), match=r"background_gbps|start|each|run"):
+        _C._costs_write(tmp_path / "x", costs, "a machine")
+    assert os.listdir(tmp_path) == []
+
+
+def test_dicts_that_are_no_costs_are_refused() -> None:
+    def refuse(error: type[Exception], **parts: object) -> None:
+        with pytest.raises(error):
+            _C._costs_predict(parts, "dma", "d2h", 1, copies=1)
+
+    cost = {"start": 1, "each": [1] * 14, "run": []}
+    assert _C._costs_predict({"d2h": {"dma": cost}}, "dma", "d2h", 512, copies=1) == 2
+    refuse(ValueError, other={})
+    refuse(TypeError, d2h=5)
+    refuse(ValueError, d2h={"auto": cost})
+    refuse(TypeError, d2h={"dma": 5})
+    refuse(ValueError, d2h={"dma": {"start": 1, "each": [1] * 14}})
+    refuse(ValueError, d2h={"dma": {**cost, "more": 1}})
+    refuse(ValueError, d2h={"dma": {**cost, "each": [1] * 13}})
+    refuse(ValueError, d2h={"dma": {**cost, "run": [1]}})
+    refuse(ValueError, tuning={"ctas": 1})
+    refuse(ValueError, tuning={"kernel_ctas": 1.5})
+    with pytest.raises(TypeError):
+        _C._costs_predict([], "dma", "d2h", 1, copies=1)  # type: ignore[arg-type]
+
+
+def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import cost_table
+
+    assert cost_table.table(_C._costs_read(None)) == (ROOT / "csrc" / "cost_default.c").read_text()
