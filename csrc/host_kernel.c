@@ -1,4 +1,5 @@
-/* Before a kernel of the host device runs: are its tables there, and what they name? */
+/* Looks at everything that a kernel will touch, in the order in which the kernel finds it: its tables first, then what
+ * they point at. Addresses are worked out by the twins' own functions, so what is looked at is what will be used. */
 #include "host_kernel.h"
 
 #include <string.h>
@@ -76,12 +77,10 @@ static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_param
 static bool can_read_segment(struct kvs_host_view *view, const struct kvs_relay_params *params,
                              const struct kvs_segment *segment) {
   const struct kvs_units *units = &params->units;
-  uint64_t ignored, rows = (uint64_t)segment->nrows * units->parts;
   if (units->pieces)
     return can_read_entries(view, units->pieces, segment->first, segment->count, sizeof(struct kvs_piece)) &&
            can_read_entries(view, params->packed, segment->first, segment->count, sizeof(uint64_t));
-  return !__builtin_mul_overflow(segment->count, rows, &ignored) &&
-         can_read_entries(view, units->rows, segment->first_row, segment->nrows, sizeof(struct kvs_row)) &&
+  return can_read_entries(view, units->rows, segment->first_row, segment->nrows, sizeof(struct kvs_row)) &&
          can_read_entries(view, units->pairs, segment->first, segment->count, sizeof(struct kvs_pair));
 }
 

@@ -246,8 +246,8 @@ static void push_locked(struct kvs_host_queue *queue, struct kvs_host_stream *st
     activate_locked(queue, stream);
   }
   stream->tail = op;
-  if (queue
-          ->deterministic) /* who queues is quick: nobody's patience ends before the work that it waits for is queued */
+  /* Who queues is quick: nobody's patience ends before the work that it waits for is queued. */
+  if (queue->deterministic)
     kvs_host_steps_locked(queue, (int64_t)kvs_host_random_locked(queue, 3), false);
   else if (queue->idle && stream->head == op)
     pthread_cond_signal(&queue->work);

@@ -267,7 +267,7 @@ static int pack_group(struct filling *filling, const struct kvs_group *group, st
   const struct kvs_packing *packing = filling->packing;
   int status = KVS_OK;
   for (size_t at = 0, n; !status && at < packing->npairs; at += n) {
-    n = (size_t)((filling->room - filling->used) / group->nbytes);
+    n = filling->used < filling->room ? (size_t)((filling->room - filling->used) / group->nbytes) : 0;
     if (n == 0 && filling->used) {
       status = end(filling, err);
       continue;

@@ -642,7 +642,7 @@ static void test_loss(void) {
     uint32_t never = 0;
     OK(kvs_dev_alloc(device, 64, &gpu, &err));
     struct kvs_piece piece = {.dst = gpu + 60, .src = address(&from), .nbytes = 8}; /* 4 bytes past the end */
-    struct kvs_copy_params params = {.pieces = address(&piece), .npieces = 1};
+    struct kvs_copy_params params = {.units = {.pieces = address(&piece)}, .count = 1};
     struct kvs_launch launch = {KVS_KERNEL_COPY, 1, 32, 0, &params, sizeof params};
     OK(kvs_dev_wait32(device, address(&never), 1, other, &err));
     OK(kvs_dev_launch(device, &launch, stream, &err));
@@ -720,17 +720,18 @@ static void test_copy_kernel(void) {
         CHECK(cut.head + cut.words * cut.width + cut.tail == size);
         CHECK(cut.words == 0 || ((pieces[n].dst + cut.head) % cut.width | (pieces[n].src + cut.head) % cut.width) == 0);
       }
-  struct kvs_copy_params params = {.pieces = table, .npieces = n};
+  struct kvs_copy_params params = {.units = {.pieces = table}, .count = n};
   struct kvs_launch launch = {KVS_KERNEL_COPY, 7, 32, 0, &params, sizeof params};
   OK(kvs_dev_launch(device, &launch, 0, &err));
-  params.npieces = 0; /* the parameters were copied */
+  params.count = 0; /* the parameters were copied */
   OK(kvs_dev_synchronize(device, &err));
   CHECK(memcmp(to, oracle, count * ROOM) == 0);
 
   uint64_t begin = now_ns(); /* 4 MiB at 5 ms a MiB by 2 CTAs */
   pieces[0] = (struct kvs_piece){gpu, pinned, 2 << 20};
   pieces[1] = (struct kvs_piece){gpu + (2 << 20), pinned, 2 << 20};
-  params = (struct kvs_copy_params){table, 2, 5000000};
+  params.count = 2;
+  params.ns_per_mib = 5000000;
   launch.grid = 2;
   if (count * ROOM > (size_t)4 << 20) {
     OK(kvs_dev_launch(device, &launch, 0, &err));
