@@ -39,7 +39,7 @@ double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape,
   case KVS_PATH_STRIDED:
     return strided(cost, &paths[KVS_PATH_DMA], shape);
   case KVS_PATH_KERNEL:
-    return shape->rows ? cost->start + of_all(cost->each, shape->nbytes, shape->rows) : INFINITY;
+    return shape->pieces ? cost->start + of_all(cost->each, shape->nbytes, shape->pieces) : INFINITY;
   case KVS_PATH_RELAY:
     return relay(cost, shape);
   default:

@@ -39,7 +39,10 @@ struct kvs_shape {
   uint64_t rect_rows;   /* the rows in them */
   uint64_t rect_nbytes; /* their bytes */
   uint64_t rest_copies; /* STRIDED: plain copies beside them, of the other bytes; they cost what they do on DMA */
-  uint64_t rows;        /* KERNEL, RELAY: rows of blocks */
+  uint64_t apart_rows;  /* of rect_rows, those that lie apart on the host */
+  uint64_t apart_nbytes;
+  uint64_t pieces;      /* KERNEL: rows of blocks, or merged copies */
+  uint64_t rows;        /* RELAY: rows of blocks */
   uint64_t runs;        /* RELAY: contiguous runs of the host's side */
 };
 

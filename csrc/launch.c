@@ -12,7 +12,6 @@ enum {
   COPY_THREADS = 512,
   KERNEL_CTAS = 8,
   BACKGROUND_CTAS = 4,
-  LIST_IF_SHORTER = 4, /* a merged list is taken instead of a grid if it has so many times fewer entries */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
 static const double BACKGROUND_PACE = 40.0; /* GB/s, under the load at which SM stores to the host stall the GPU */
@@ -59,7 +58,7 @@ static bool wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
   if (any_alias(&work->scratch->regions)) return true;
-  return s->transfer->path == KVS_PATH_KERNEL && LIST_IF_SHORTER * work->shape.copies <= work->shape.rows;
+  return s->transfer->path == KVS_PATH_KERNEL && work->shape.pieces < work->shape.rows;
 }
 
 /* Room for what is staged later: a list is made from what is in view then. */
@@ -85,9 +84,10 @@ static int prepare_grid(struct kvs_submission *s) {
   struct kvs_packing *packing = &work->scratch->packing;
   const struct kvs_rows *rows = &work->scratch->rows;
   size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
-  int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, work->direction, packing, s->err);
+  int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
   if (status || !work->nslots || !rows->count) return status;
   if (s->transfer->path == KVS_PATH_RELAY) {
+    kvs_pack_sort(packing, work->direction);
     const struct kvs_ring_shape *ring = &s->engine->relays[work->direction].ring;
     status = kvs_pack_grid(packing, work->direction, ring, &work->scratch->regions, s->err);
     nbytes += packing->nsegments * sizeof *packing->segments;

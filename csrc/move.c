@@ -343,18 +343,15 @@ static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *sc
 }
 
 /* What copies of rows could take. */
-static void find_rects(const struct move_call *call, struct kvs_shape *shape) {
+static void find_rects(const struct move_call *call, enum kvs_direction direction, struct kvs_shape *shape) {
   for (size_t i = 0, r = 0; i < call->nparts; i++)
     for (; r < call->room->parts[i].runs_end; r++) {
       const struct kvs_run *run = &call->room->runs.items[r];
-      bool strided = call->room->parts[i].strided && run->rows > 1;
-      if (strided) {
-        shape->rects += call->count;
-        shape->rect_rows += run->rows * call->count;
-        shape->rect_nbytes += run->rows * run->row_nbytes * call->count;
-      } else {
+      if (call->room->parts[i].strided && run->rows > 1)
+        kvs_shape_add_rects(shape, call->count, run->rows, run->row_nbytes,
+                            direction == KVS_D2H ? run->dst_pitch : run->src_pitch);
+      else
         shape->rest_copies += run->rows * call->count;
-      }
     }
 }
 
@@ -399,7 +396,7 @@ static uint64_t most_slots(const struct move_call *call) {
 
 static int find_shape(const struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
                       struct kvs_error *err) {
-  if (call->rows) find_rects(call, &work->shape);
+  if (call->rows) find_rects(call, work->direction, &work->shape);
   if (!kvs_wants_rows(call->engine, options)) return KVS_OK;
   work->grid = most_slots(call) <= UINT32_MAX;
   int status = list_rows(call, work->scratch, err);

@@ -144,6 +144,17 @@ int kvs_pack_count_runs(const struct kvs_packing *packing, const int64_t *host_s
 
 /* -- pairs ----------------------------------------------------------------------------------------------------- */
 
+int kvs_pack_pairs(const int64_t *src, const int64_t *dst, size_t count, struct kvs_packing *packing,
+                   struct kvs_error *err) {
+  size_t capacity = packing->pairs_capacity;
+  int status = grow(&packing->room, &capacity, count, sizeof *packing->room, err);
+  if (!status) status = grow(&packing->pairs, &packing->pairs_capacity, count, sizeof *packing->pairs, err);
+  if (status) return status;
+  packing->npairs = count;
+  for (size_t i = 0; i < count; i++) packing->pairs[i] = (struct kvs_pair){(uint32_t)src[i], (uint32_t)dst[i]};
+  return KVS_OK;
+}
+
 static uint32_t key_of(const struct kvs_pair *pair, enum kvs_direction direction) {
   return direction == KVS_D2H ? pair->dst : pair->src;
 }
@@ -151,7 +162,7 @@ static uint32_t key_of(const struct kvs_pair *pair, enum kvs_direction direction
 enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };
 
 /* Least-digit radix sort by the host's slot, over the bits in which slots differ. */
-static void sort_pairs(struct kvs_packing *packing, enum kvs_direction direction) {
+void kvs_pack_sort(struct kvs_packing *packing, enum kvs_direction direction) {
   size_t count = packing->npairs;
   uint32_t differ = 0;
   bool ascending = true;
@@ -175,18 +186,6 @@ static void sort_pairs(struct kvs_packing *packing, enum kvs_direction direction
     packing->room = packing->pairs;
     packing->pairs = sorted;
   }
-}
-
-int kvs_pack_pairs(const int64_t *src, const int64_t *dst, size_t count, enum kvs_direction direction,
-                   struct kvs_packing *packing, struct kvs_error *err) {
-  size_t capacity = packing->pairs_capacity;
-  int status = grow(&packing->room, &capacity, count, sizeof *packing->room, err);
-  if (!status) status = grow(&packing->pairs, &packing->pairs_capacity, count, sizeof *packing->pairs, err);
-  if (status) return status;
-  packing->npairs = count;
-  for (size_t i = 0; i < count; i++) packing->pairs[i] = (struct kvs_pair){(uint32_t)src[i], (uint32_t)dst[i]};
-  sort_pairs(packing, direction);
-  return KVS_OK;
 }
 
 /* -- fillings -------------------------------------------------------------------------------------------------- */

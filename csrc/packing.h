@@ -58,9 +58,11 @@ int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t 
 int kvs_pack_count_runs(const struct kvs_packing *packing, const int64_t *host_slots, size_t count, uint64_t slots,
                         struct kvs_plan_scratch *scratch, uint64_t *runs, struct kvs_error *err);
 
-/* Take the pairs of slots, in the order of the host's; all are below 2^32. */
-int kvs_pack_pairs(const int64_t *src, const int64_t *dst, size_t count, enum kvs_direction direction,
-                   struct kvs_packing *packing, struct kvs_error *err);
+/* Take the pairs of slots; all are below 2^32. */
+int kvs_pack_pairs(const int64_t *src, const int64_t *dst, size_t count, struct kvs_packing *packing,
+                   struct kvs_error *err);
+/* Put them in the order of the host's. */
+void kvs_pack_sort(struct kvs_packing *packing, enum kvs_direction direction);
 
 /* Plan the fillings of a grid: segments, and the copies between ring and host, cut at seams. The first fillings of a
  * gather and the last of a scatter are small, since the link waits for the one and the kernel for the other. */

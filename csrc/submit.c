@@ -16,6 +16,9 @@
 #include "hooks.h"
 #include "racecheck.h"
 
+/* The kernel takes a merged list instead of rows and pairs if it has so many times fewer entries. */
+enum { LIST_IF_SHORTER = 4 };
+
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.03;
 
@@ -42,6 +45,7 @@ int kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots, struct kvs_error *
   shape->direction = work->direction;
   shape->nbytes = work->nbytes;
   shape->rows = scratch->rows.count * work->nslots;
+  shape->pieces = LIST_IF_SHORTER * shape->copies <= shape->rows ? shape->copies : shape->rows;
   shape->runs = shape->rows;
   if (work->layered || work->direction == KVS_OTHER_DIRECTION) return KVS_OK;
   int status = kvs_pack_rows(&scratch->rows, work->direction, KVS_RING_SLOT_NBYTES, &scratch->packing, err);

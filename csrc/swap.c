@@ -94,13 +94,10 @@ static int find_stacks(const struct cache_call *call, struct kvs_work *work, str
   for (size_t i = 0; i < stacks->count; i++) {
     const struct kvs_stack *stack = &stacks->items[i];
     const struct kvs_tensor *first = &call->tensors[stacks->order[stack->first]];
-    if (stack->count > 1) {
-      shape->rects += call->gpu_ids->count;
-      shape->rect_rows += stack->count * call->gpu_ids->count;
-      shape->rect_nbytes += stack->count * call->gpu_ids->count * first->nbytes;
-    } else {
+    if (stack->count > 1)
+      kvs_shape_add_rects(shape, call->gpu_ids->count, stack->count, first->nbytes, stack->cpu_pitch);
+    else
       shape->rest_copies += call->gpu_ids->count;
-    }
   }
   return KVS_OK;
 }
@@ -253,6 +250,7 @@ static void find_batch_shape(struct kvs_work *work) {
   work->shape = (struct kvs_shape){.direction = work->direction,
                                    .nbytes = work->nbytes,
                                    .copies = copies->count,
+                                   .pieces = copies->count,
                                    .rows = copies->count,
                                    .runs = runs};
 }

@@ -40,6 +40,16 @@ enum kvs_form {
   KVS_FORM_SINGLE, /* scratch->single: one copy a block, in the order of the others */
 };
 
+static inline void kvs_shape_add_rects(struct kvs_shape *shape, uint64_t rects, uint64_t rows, uint64_t row_nbytes,
+                                       uint64_t host_pitch) {
+  uint64_t all = rects * rows, apart = host_pitch == row_nbytes ? 0 : all;
+  shape->rects += rects;
+  shape->rect_rows += all;
+  shape->rect_nbytes += all * row_nbytes;
+  shape->apart_rows += apart;
+  shape->apart_nbytes += apart * row_nbytes;
+}
+
 /* What is to be moved, checked. */
 struct kvs_work {
   struct kvs_scratch *scratch;

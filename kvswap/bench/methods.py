@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -81,12 +81,13 @@ def _pointers(place: Place, direction: Direction, _: _C.Stream) -> Submit:
 
 
 class ByHand:
-    """Queues work on a stream of its own after what `compute` holds, between two events that time it."""
+    """Queues work on a stream, of its own or given, after what `compute` holds, between two events that time it."""
 
     _KEPT = 4  # pairs of events: more than are in flight at a time
 
-    def __init__(self, device: _C.Device, compute: _C.Stream) -> None:
-        self.stream = _C.Stream(device)
+    def __init__(self, device: _C.Device, compute: _C.Stream, stream: Any = None) -> None:
+        self.stream = _C.Stream(device) if stream is None else stream
+        self._handle: int = self.stream.handle if stream is None else stream.cuda_stream
         self._compute, self._fork = compute, _C.Event(device, timing=False)
         self._events = [(_C.Event(device), _C.Event(device)) for _ in range(self._KEPT)]
         self._used = 0
@@ -97,7 +98,7 @@ class ByHand:
         self._fork.record(self._compute)
         self._fork.wait(self.stream)
         start.record(self.stream)
-        queue(self.stream.handle)
+        queue(self._handle)
         end.record(self.stream)
         return _Queued(start, end)
 

@@ -53,15 +53,15 @@ def by_hand(place: Place, direction: Direction, compute: _C.Stream) -> Submit:
     torch, words = torch_for(place.device), _words(place)
     if not place.host_is_one_run:
         raise NotMeasured("the host's side is not one run")
-    shape, queue_on = place.shape, ByHand(place.device, compute)
-    cuda = torch.device("cuda", ordinal(place.device))
+    shape, cuda = place.shape, torch.device("cuda", ordinal(place.device))
+    stream = torch.cuda.Stream(device=cuda)  # torch's own: its allocators look at a stream after we are done with it
+    queue_on = ByHand(place.device, compute, stream)
     tensors = [torch.as_tensor(_Raw(int(ptr), (place.gpu_slots, words)), device=cuda) for ptr in place.gpu_ptrs]
     ids = torch.from_numpy(place.gpu_ids).to(cuda)
     stage = torch.empty((shape.blocks, shape.tensors, words), dtype=torch.int64, device=cuda)
     begin = place.host_ptr + int(place.host_ids[0]) * place.host_stride
     pinned = np.ctypeslib.as_array((ctypes.c_int64 * (shape.nbytes // _WORD)).from_address(begin))
     host = torch.from_numpy(pinned).view(stage.shape)
-    stream = torch.cuda.ExternalStream(queue_on.stream.handle, device=cuda)
     torch.cuda.synchronize(cuda)
 
     def queue(_: int) -> None:
@@ -86,11 +86,11 @@ def by_triton(place: Place, direction: Direction, compute: _C.Stream) -> Submit:
     if importlib.util.find_spec("triton") is None:
         raise NotMeasured("triton is not installed")
     copy_words = importlib.import_module("kvswap.bench.triton_copy").copy_words
-    queue_on, count = ByHand(place.device, compute), place.shape.copies
-    cuda = torch.device("cuda", ordinal(place.device))
+    cuda, count = torch.device("cuda", ordinal(place.device)), place.shape.copies
+    stream = torch.cuda.Stream(device=cuda)
+    queue_on = ByHand(place.device, compute, stream)
     pinned = torch.from_numpy(np.stack(place.ends(direction)).astype(np.int64)).pin_memory()
     pointers = torch.empty_like(pinned, device=cuda)
-    stream = torch.cuda.ExternalStream(queue_on.stream.handle, device=cuda)
 
     def launch(nblocks: int) -> None:
         with torch.cuda.device(cuda), torch.cuda.stream(stream):
