@@ -112,8 +112,34 @@ static int check_tensor(const struct kvs_tensor *tensor, size_t t, uint64_t ends
   return KVS_OK;
 }
 
+static bool checked_before(const struct kvs_plan_scratch *scratch, const struct kvs_tensor *tensors, size_t ntensors,
+                           enum kvs_direction direction) {
+  return ntensors && ntensors == scratch->nchecked && direction == scratch->checked_direction &&
+         memcmp(tensors, scratch->checked, ntensors * sizeof *tensors) == 0;
+}
+
+/* Not remembering costs time, nothing else. */
+static void remember(struct kvs_plan_scratch *scratch, const struct kvs_tensor *tensors, size_t ntensors,
+                     enum kvs_direction direction, bool disjoint) {
+  scratch->nchecked = 0;
+  if (ntensors > scratch->checked_capacity) {
+    free(scratch->checked);
+    scratch->checked = malloc(ntensors * sizeof *tensors);
+    scratch->checked_capacity = scratch->checked ? ntensors : 0;
+  }
+  if (ntensors == 0 || ntensors > scratch->checked_capacity) return;
+  memcpy(scratch->checked, tensors, ntensors * sizeof *tensors);
+  scratch->nchecked = ntensors;
+  scratch->checked_direction = direction;
+  scratch->checked_disjoint = disjoint;
+}
+
 int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
                            struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err) {
+  if (checked_before(scratch, tensors, ntensors, direction)) {
+    *disjoint = scratch->checked_disjoint;
+    return KVS_OK;
+  }
   if (ntensors > UINT32_MAX / 2) return kvs_fail(err, KVS_INVALID, "%zu tensors in one call are too many", ntensors);
   int status = grow_spans(scratch, 6 * ntensors, err); /* the spans, as many to sort them, as many for offsets */
   if (status) return status;
@@ -137,6 +163,7 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
   }
   struct kvs_span *sorted = sort_spans(spans, spans + count, count);
   *disjoint = prove_disjoint(sorted, count, tensors, spans + 2 * count);
+  remember(scratch, tensors, ntensors, direction, *disjoint);
   return KVS_OK;
 }
 

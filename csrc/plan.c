@@ -11,6 +11,7 @@
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch) {
   free(scratch->bitmap);
   free(scratch->spans);
+  free(scratch->checked);
   memset(scratch, 0, sizeof *scratch);
 }
 

@@ -14,6 +14,11 @@ struct kvs_plan_scratch {
   size_t bitmap_words;
   struct kvs_span *spans; /* sorting room */
   size_t spans_capacity;
+  /* The tensors that were checked last, and found to be right: an engine's are the same from call to call. */
+  struct kvs_tensor *checked;
+  size_t nchecked, checked_capacity;
+  enum kvs_direction checked_direction;
+  bool checked_disjoint;
 };
 
 /* Copies that are rows at a pitch, and the block of each. */

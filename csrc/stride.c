@@ -39,6 +39,15 @@ static int by_base(const void *a, const void *b) {
   return (left > right) - (left < right);
 }
 
+/* Mostly they come in order. */
+static void sort_bases(struct kvs_base *bases, size_t count) {
+  for (size_t i = 1; i < count; i++)
+    if (bases[i].gpu < bases[i - 1].gpu) {
+      qsort(bases, count, sizeof *bases, by_base);
+      return;
+    }
+}
+
 static uint64_t stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
 
 static bool same_shape(const struct kvs_tensor *a, const struct kvs_tensor *b) {
@@ -70,7 +79,7 @@ int kvs_stacks_find(const struct kvs_tensor *tensors, size_t ntensors, const str
   stacks->count = 0;
   if (status || ntensors > UINT32_MAX) return status;
   for (size_t t = 0; t < ntensors; t++) stacks->sorting[t] = (struct kvs_base){tensors[t].gpu, (uint32_t)t};
-  qsort(stacks->sorting, ntensors, sizeof *stacks->sorting, by_base);
+  sort_bases(stacks->sorting, ntensors);
   for (size_t i = 0; i < ntensors; i++) {
     stacks->order[i] = stacks->sorting[i].tensor;
     const struct kvs_tensor *next = &tensors[stacks->order[i]];

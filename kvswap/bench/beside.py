@@ -30,7 +30,7 @@ from .table import DIRECTIONS, check_room
 SIZES = (16 << 10, 64 << 10)
 _NBYTES = {"cuda": 256 << 20, "host": 16 << 20}
 _METHODS = {
-    "cuda": ("dma", "relay", "kernel", "background", "batch", "warp"),
+    "cuda": ("background", "high", "kernel", "batch", "warp"),
     "host": ("dma", "kernel", "direct"),
 }
 _ONE_COPY = "one copy"  # a bare one of all bytes: the reference, measured first
