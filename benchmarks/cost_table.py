@@ -47,7 +47,7 @@ def _path(path: str, cost: _C._PathCost | None) -> Iterator[str]:
     if cost is None:
         yield f"{name} {{.start = -1}},"
         return
-    yield f"{name} {{.start = {cost['start']:.15g},"
+    yield f"{name} {{.start = {cost['start']:.15g}, .extra = {cost['extra']:.15g},"
     yield f"        .each = {{{_numbers(cost['each'])}}}{',' if cost['run'] else '},'}"
     if cost["run"]:
         yield f"        .run = {{{_numbers(cost['run'])}}}}},"

@@ -1,11 +1,12 @@
 /* Files of costs. A line is a key and its numbers; `keys` below is the whole list, for reading and writing alike:
  *
- *   kvswap calibration 1                  the first line
+ *   kvswap calibration 2                  the first line
  *   machine ...                           the second, for people
  *   kernel_ctas 8                         a member of struct kvs_tuning, if known
  *   d2h.relay.start 50000                 a path's costs: all of them or none
  *   d2h.relay.each 21 33.5 ...
  *   d2h.relay.run 2600 ...
+ *   d2h.strided.extra 2000                where the path has one
  *   end                                   the last line: a file that was cut off lacks it
  *
  * Numbers are digits with at most three more after a point, parsed here: no locale, no nan, no infinity, no sign. */
@@ -21,15 +22,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const char first_line[] = "kvswap calibration 1", last_line[] = "end";
-static const char *const directions[2] = {"d2h", "h2d"}, *const parts[] = {"start", "each", "run"};
-enum {
-  PARTS = 3,
-  KEYS = KVS_TUNINGS + 2 * KVS_PATHS * PARTS,
-  MOST_BYTES = 32 << 10,
-  MOST_LINE = 400,
-  MOST_PATH = 4096
-};
+static const char first_line[] = "kvswap calibration 2", last_line[] = "end";
+static const char first_words[] = "kvswap calibration "; /* of any version */
+static const char *const directions[2] = {"d2h", "h2d"}, *const parts[] = {"start", "extra", "each", "run"};
+enum { START, EXTRA, EACH, RUN, PARTS };
+enum { KEYS = KVS_TUNINGS + 2 * KVS_PATHS * PARTS, MOST_BYTES = 32 << 10, MOST_LINE = 400, MOST_PATH = 4096 };
 
 /* -- tuning ---------------------------------------------------------------------------------------------------- */
 
@@ -66,6 +63,22 @@ struct key {
   int count;                  /* so many numbers; 0: there is no such key */
 };
 
+/* How many numbers a part of a path's costs has. */
+static int count_of(enum kvs_path path, int part) {
+  switch (path == KVS_PATH_AUTO ? PARTS : part) {
+  case START:
+    return 1;
+  case EXTRA:
+    return kvs_cost_has_extra(path);
+  case EACH:
+    return KVS_COST_SIZES;
+  case RUN:
+    return kvs_cost_has_run(path) ? KVS_COST_SIZES : 0;
+  default:
+    return 0;
+  }
+}
+
 static struct key key_at(struct kvs_costs *costs, int i) {
   struct key key = {.tuning = i < KVS_TUNINGS ? i : -1, .count = 1};
   if (i < KVS_TUNINGS) {
@@ -77,14 +90,22 @@ static struct key key_at(struct kvs_costs *costs, int i) {
   enum kvs_path path = (enum kvs_path)(i / PARTS % KVS_PATHS);
   int direction = i / PARTS / KVS_PATHS;
   key.cost = &costs->paths[direction][path];
-  if (key.part) key.count = key.part == 1 ? KVS_COST_SIZES : kvs_cost_runs(path);
-  if (path == KVS_PATH_AUTO) key.count = 0;
+  key.count = count_of(path, key.part);
   snprintf(key.name, sizeof key.name, "%s.%s.%s", directions[direction], kvs_path_name(path), parts[key.part]);
   return key;
 }
 
 static double *numbers_of(const struct key *key) {
-  return key->part == 0 ? &key->cost->start : key->part == 1 ? key->cost->each : key->cost->run;
+  switch (key->part) {
+  case START:
+    return &key->cost->start;
+  case EXTRA:
+    return &key->cost->extra;
+  case EACH:
+    return key->cost->each;
+  default:
+    return key->cost->run;
+  }
 }
 
 /* -- reading --------------------------------------------------------------------------------------------------- */
@@ -172,19 +193,29 @@ static int read_key(struct reader *r, char *line) {
 }
 
 static int check_whole_paths(struct reader *r) {
-  for (int i = KVS_TUNINGS; i < KEYS; i += PARTS)
-    for (int part = 0; part < PARTS; part++) {
+  for (int i = KVS_TUNINGS; i < KEYS; i += PARTS) {
+    bool some = false;
+    for (int part = 0; part < PARTS; part++) some |= r->seen[i + part];
+    for (int part = 0; some && part < PARTS; part++) {
       struct key key = key_at(&r->costs, i + part);
-      bool some = r->seen[i] || r->seen[i + 1] || r->seen[i + 2];
-      if (some && key.count && !r->seen[i + part]) return complain(r, "it ends without %s", key.name);
+      if (key.count && !r->seen[i + part]) return complain(r, "it ends without %s", key.name);
     }
+  }
   return KVS_OK;
+}
+
+static int check_first(const struct reader *r, const char *line) {
+  if (strcmp(line, first_line) == 0) return KVS_OK;
+  if (strncmp(line, first_words, sizeof first_words - 1) == 0)
+    return complain(r, "the format is version %.20s, this kvswap reads version %s", line + sizeof first_words - 1,
+                    first_line + sizeof first_words - 1);
+  return complain(r, "it is not '%s'", first_line);
 }
 
 static int parse(struct reader *r) {
   char *line;
   int status = read_line(r, &line);
-  if (!status && strcmp(line, first_line) != 0) status = complain(r, "it is not '%s'", first_line);
+  if (!status) status = check_first(r, line);
   if (!status) status = read_line(r, &line);
   if (!status && strncmp(line, "machine ", 8) != 0) status = complain(r, "it does not begin with 'machine '");
   kvs_costs_clear(&r->costs);

@@ -119,10 +119,7 @@ struct kvs_engine {
   atomic_uint_fast64_t tickets;
   atomic_uint depth; /* of new lanes */
 
-  /* Defaults from the environment. */
-  enum kvs_path default_path;
-  unsigned default_ctas;
-  double default_pace;
+  struct kvs_defaults defaults; /* guarded by lock */
   struct kvs_disabled disabled;
   struct kvs_costs costs;
   char costs_note[240]; /* where they are from */

@@ -1,3 +1,4 @@
+/* A path's cost is its start and what it consists of; see cost.h for the parts of each. */
 #include "cost.h"
 
 #include <math.h>
@@ -17,19 +18,39 @@ static double of_all(const double *costs, uint64_t nbytes, uint64_t count) {
   return count ? (double)count * at_mean(costs, nbytes, count) : 0;
 }
 
+/* Some of them, `other_count` with `other_nbytes`, cost otherwise. */
+static double of_both(const struct kvs_path_cost *cost, uint64_t nbytes, uint64_t count, uint64_t other_nbytes,
+                      uint64_t other_count) {
+  return of_all(cost->each, nbytes - other_nbytes, count - other_count) + of_all(cost->run, other_nbytes, other_count);
+}
+
+static double dma(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
+  uint64_t first = shape->copies < KVS_COST_BATCH ? shape->copies : KVS_COST_BATCH;
+  if (shape->copies == 0) return INFINITY;
+  return cost->start + (shape->copies > 1 ? (double)first * cost->extra : 0) +
+         of_all(cost->each, shape->nbytes, shape->copies);
+}
+
 static double strided(const struct kvs_path_cost *cost, const struct kvs_path_cost *dma,
                       const struct kvs_shape *shape) {
-  double rows = (double)shape->rects * cost->run[0] + of_all(cost->each, shape->rect_nbytes, shape->rect_rows);
   if (shape->rects == 0 || shape->rect_rows == 0) return INFINITY;
+  double rows = (double)shape->rects * cost->extra +
+                of_both(cost, shape->rect_nbytes, shape->rect_rows, shape->apart_nbytes, shape->apart_rows);
   if (shape->rest_copies == 0) return cost->start + rows;
   if (dma->start < 0) return INFINITY;
   return cost->start + rows + of_all(dma->each, shape->nbytes - shape->rect_nbytes, shape->rest_copies);
 }
 
+static double kernel(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
+  if (shape->pieces == 0) return INFINITY;
+  return cost->start + of_both(cost, shape->nbytes, shape->pieces, shape->skew_nbytes, shape->skew_pieces);
+}
+
 static double relay(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
-  double gather = of_all(cost->each, shape->nbytes, shape->rows), move = of_all(cost->run, shape->nbytes, shape->runs);
   if (shape->rows == 0 || shape->runs == 0) return INFINITY;
-  return cost->start + (gather > move ? gather : move);
+  double gather = of_all(cost->each, shape->nbytes, shape->rows), move = of_all(cost->run, shape->nbytes, shape->runs);
+  double alone = shape->nbytes > KVS_COST_FILLING ? KVS_COST_FILLING / (double)shape->nbytes : 1;
+  return cost->start + (gather > move ? gather + move * alone : move + gather * alone);
 }
 
 double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape, enum kvs_path path) {
@@ -39,11 +60,11 @@ double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape,
   case KVS_PATH_STRIDED:
     return strided(cost, &paths[KVS_PATH_DMA], shape);
   case KVS_PATH_KERNEL:
-    return shape->pieces ? cost->start + of_all(cost->each, shape->nbytes, shape->pieces) : INFINITY;
+    return kernel(cost, shape);
   case KVS_PATH_RELAY:
     return relay(cost, shape);
   default:
-    return shape->copies ? cost->start + of_all(cost->each, shape->nbytes, shape->copies) : INFINITY;
+    return dma(cost, shape); /* DIRECT too, which has no extra */
   }
 }
 
@@ -62,8 +83,11 @@ static int check(const char *what, double value, double most, struct kvs_error *
 
 static int check_path(const struct kvs_path_cost *cost, enum kvs_path path, struct kvs_error *err) {
   int status = check("start", cost->start, KVS_COST_MOST_NS, err);
-  for (int i = 0; !status && i < KVS_COST_SIZES; i++) status = check("each", cost->each[i], KVS_COST_MOST_NS, err);
-  for (int i = 0; !status && i < kvs_cost_runs(path); i++) status = check("run", cost->run[i], KVS_COST_MOST_NS, err);
+  if (!status) status = check("extra", cost->extra, kvs_cost_has_extra(path) ? KVS_COST_MOST_NS : 0, err);
+  for (int i = 0; !status && i < KVS_COST_SIZES; i++) {
+    status = check("each", cost->each[i], KVS_COST_MOST_NS, err);
+    if (!status) status = check("run", cost->run[i], kvs_cost_has_run(path) ? KVS_COST_MOST_NS : 0, err);
+  }
   return status;
 }
 

@@ -123,18 +123,18 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
       return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, relay, kernel, direct",
                       path);
     if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
-    engine->default_path = (enum kvs_path)i;
+    engine->defaults.path = (enum kvs_path)i;
     break;
   }
   if (ctas && *ctas) {
     long n = strtol(ctas, &end, 10);
     if (*end || n < 1 || n > 1024)
       return kvs_fail(err, KVS_INVALID, "KVSWAP_MAX_CTAS is '%s'; it is a number from 1 to 1024", ctas);
-    engine->default_ctas = (unsigned)n;
+    engine->defaults.max_ctas = (unsigned)n;
   }
   if (gbps && *gbps) {
-    engine->default_pace = strtod(gbps, &end);
-    if (*end || !(engine->default_pace > 0))
+    engine->defaults.pace_gbps = strtod(gbps, &end);
+    if (*end || !(engine->defaults.pace_gbps > 0))
       return kvs_fail(err, KVS_INVALID, "KVSWAP_PACE_GBPS is '%s'; it is a positive number", gbps);
   }
   return KVS_OK;
@@ -304,6 +304,20 @@ void kvs_shutdown(int64_t timeout_ns) {
     (void)kvs_engine_drain(open[i], NULL, left > 0 ? left : 0, &err);
     kvs_engine_collect(open[i]);
   }
+}
+
+/* -- defaults -------------------------------------------------------------------------------------------------- */
+
+void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
+  pthread_mutex_lock(&engine->lock);
+  engine->defaults = *defaults;
+  pthread_mutex_unlock(&engine->lock);
+}
+
+void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
+  pthread_mutex_lock(&engine->lock);
+  *defaults = engine->defaults;
+  pthread_mutex_unlock(&engine->lock);
 }
 
 /* -- properties ------------------------------------------------------------------------------------------------ */

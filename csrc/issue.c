@@ -3,12 +3,6 @@
 
 #include <stdlib.h>
 
-enum {
-  BATCH_SMALL = 128,              /* copies a batch call */
-  BATCH_LARGE = KVS_BATCH_COPIES, /* the same from LARGE_COPY bytes a copy on */
-  LARGE_COPY = 32 << 10,
-};
-
 /* -- what was refused ------------------------------------------------------------------------------------------ */
 
 void kvs_note_failure(struct kvs_submission *s, uint32_t block, const struct kvs_error *why) {
@@ -105,12 +99,9 @@ static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
   }
 }
 
-/* One large batch call is slow and, below 28 KiB from host to device, very slow: the driver does far better with the
- * same list in parts, all on one stream (H200, driver 580, 8192 x 16 KiB: 25 -> 45 GB/s D2H, 6 -> 43 H2D; more streams
- * undo it). */
 void kvs_issue_copies(struct kvs_submission *s) {
   size_t count = s->view.count, all = s->work->scratch->copies.count;
-  size_t part = all && s->work->nbytes / all >= LARGE_COPY ? BATCH_LARGE : BATCH_SMALL;
+  size_t part = kvs_batch_part(all ? s->work->nbytes / all : 0);
   if (s->engine->disabled.batch) part = 1;
   for (size_t from = 0; from < count; from += part) issue_range(s, from, count - from < part ? count : from + part);
 }

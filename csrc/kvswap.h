@@ -38,7 +38,7 @@ enum kvs_path {
   KVS_PATH_DIRECT,
   KVS_PATHS
 };
-enum kvs_priority { KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
+enum kvs_priority { KVS_PRIORITY_DEFAULT, KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
 /* Something that a transfer starts after. */
@@ -48,8 +48,8 @@ struct kvs_after {
   struct kvs_transfer *transfer; /* TRANSFER: of any device of this process; borrowed for the call */
 };
 
-/* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, path by prediction,
- * normal priority. Where options are taken, NULL is the same. */
+/* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, and the engine's
+ * defaults for the rest. Where options are taken, NULL is the same. */
 struct kvs_options {
   bool on_stream;  /* behave as if enqueued on `stream` */
   uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
@@ -62,8 +62,8 @@ struct kvs_options {
   size_t nafter_layers;                 /* 0, or the number of layers */
   enum kvs_path path;
   enum kvs_priority priority;
-  unsigned max_ctas; /* path kernel: at most so many CTAs; 0: the default */
-  double pace_gbps;  /* path kernel: at most so many 10^9 bytes a second; 0: unpaced. The copy engine has no pace */
+  unsigned max_ctas; /* paths kernel and relay: at most so many CTAs; 0: the default */
+  double pace_gbps;  /* path kernel: at most so many 10^9 bytes a second; 0: the default. Copy engines have no pace */
   void *owner;       /* kept until the transfer ended; then release(owner) runs inside kvs_engine_collect() */
   void (*release)(void *); /* on failure of the submitting call the owner stays the caller's */
   const char *where;       /* who submits, for the race checker's reports: "engine.py:123 in step"; copied */
@@ -127,6 +127,16 @@ KVS_API const char *kvs_engine_name(const struct kvs_engine *engine);
 KVS_API int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err);
 /* Wait for everything queued on the device, by anybody. timeout_ns < 0: no limit. KVS_TIMEOUT leaves all running. */
 KVS_API int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err);
+/* What transfers take whose options say AUTO, DEFAULT or 0. Zero-initialised: AUTO, NORMAL, and what was measured. The
+ * first ones come from the environment: KVSWAP_PATH, KVSWAP_MAX_CTAS, KVSWAP_PACE_GBPS. */
+struct kvs_defaults {
+  enum kvs_path path;
+  enum kvs_priority priority;
+  unsigned max_ctas;
+  double pace_gbps;
+};
+KVS_API void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults);
+KVS_API void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults);
 KVS_API void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats);
 /* Notice transfers that ended and release their owners. Cheap when nothing ended. `release` runs under no lock of
  * kvswap's and may call it; kvs_shutdown() and the last kvs_engine_unref() run it too. */

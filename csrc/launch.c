@@ -144,7 +144,6 @@ size_t kvs_place_list(struct kvs_submission *s, const struct kvs_piece **pieces)
 double kvs_pace_gbps(const struct kvs_submission *s) {
   const struct kvs_tuning *tuning = &s->engine->costs.tuning;
   if (s->options->pace_gbps > 0) return s->options->pace_gbps;
-  if (s->engine->default_pace > 0) return s->engine->default_pace;
   if (s->options->priority != KVS_PRIORITY_BACKGROUND) return 0;
   return tuning->background_gbps > 0 ? tuning->background_gbps : BACKGROUND_PACE;
 }
@@ -159,8 +158,7 @@ static uint64_t pace(const struct kvs_submission *s, unsigned ctas) {
 
 static unsigned most_ctas(const struct kvs_submission *s) {
   const struct kvs_tuning *tuning = &s->engine->costs.tuning;
-  unsigned ctas = s->options->max_ctas ? s->options->max_ctas : s->engine->default_ctas;
-  if (ctas) return ctas;
+  if (s->options->max_ctas) return s->options->max_ctas;
   if (s->options->priority == KVS_PRIORITY_BACKGROUND)
     return tuning->background_ctas ? tuning->background_ctas : BACKGROUND_CTAS;
   return tuning->kernel_ctas ? tuning->kernel_ctas : KERNEL_CTAS;
@@ -182,7 +180,11 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
   const struct kvs_packing *packing = &s->work->scratch->packing;
   enum kvs_kernel kernel = bulk_copies(s->device) ? KVS_KERNEL_RING : KVS_KERNEL_COPY;
   struct kvs_launch launch = kvs_launch_of(s, kernel, count);
-  struct kvs_copy_params params = {.units = *units, .count = count, .only_if = only_if, .chunk = KVS_RING_CHUNK};
+  struct kvs_copy_params params = {.units = *units,
+                                   .count = count,
+                                   .only_if = only_if,
+                                   .chunk = KVS_RING_CHUNK,
+                                   .by_src = s->work->direction == KVS_H2D};
   while (launch.grid > 1 && pace(s, launch.grid) >= SLOWEST_NS_PER_MIB)
     launch.grid /= 2; /* fewer, rather than faster than was asked for */
   params.ns_per_mib = pace(s, launch.grid);

@@ -7,8 +7,8 @@
 #include "core.h"
 #include "racecheck.h"
 
-/* A stream that the host sees idle need not be waited for, which is two calls and, on the device, a look across streams.
- * The legacy stream being idle says nothing of those that it waits for. */
+/* A stream that the host sees idle need not be waited for, which is two calls and, on the device, a look across
+ * streams. The legacy stream being idle says nothing of those that it waits for. */
 static int spine_follows(struct kvs_transfer *transfer, kvs_stream stream, struct kvs_error *err) {
   struct kvs_lane *lane = transfer->lane;
   struct kvs_device *device = lane->engine->device;

@@ -181,9 +181,11 @@ static int copy_filling(const struct relaying *r, size_t filling, kvs_stream str
   size_t from = filling ? r->packing->ends[filling - 1] : 0, to = r->packing->ends[filling];
   if (to - from == 1)
     return kvs_dev_copy(r->s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, why);
+  uint64_t mean = copies->count ? r->s->work->nbytes / copies->count : 0;
+  size_t most = r->s->engine->disabled.batch ? 1 : kvs_batch_part(mean);
   int status = KVS_OK;
   for (size_t part; !status && from < to; from += part) {
-    part = r->s->engine->disabled.batch ? 1 : to - from < KVS_BATCH_COPIES ? to - from : KVS_BATCH_COPIES;
+    part = to - from < most ? to - from : most;
     status = kvs_dev_copy_batch(r->s->device, copies, from, from + part, stream, why);
   }
   return status;

@@ -31,6 +31,26 @@ static uint64_t count_breaks(const int64_t *src, const int64_t *dst, size_t coun
   return breaks;
 }
 
+/* Which rows begin off the lines that a link moves, on the host: by the last bits of the slots. */
+static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
+  enum { LINE = KVS_COST_LINE };
+  struct kvs_shape *shape = &work->shape;
+  const struct kvs_rows *rows = &work->scratch->rows;
+  uint64_t slots[LINE] = {0}, off = 0, nbytes = 0;
+  bool store = work->direction == KVS_D2H, counted = false;
+  for (size_t i = 0; i < rows->count; i++) {
+    const struct kvs_row *row = &rows->items[i];
+    uint64_t base = store ? row->dst : row->src, stride = store ? row->dst_stride : row->src_stride;
+    if (((base | stride) & (LINE - 1)) == 0) continue;
+    for (size_t s = 0; !counted && s < work->nslots; s++) slots[host_slots[s] & (LINE - 1)]++;
+    counted = true;
+    for (uint64_t s = 0; s < LINE; s++)
+      if ((base + s * stride) & (LINE - 1)) off += slots[s], nbytes += slots[s] * row->nbytes;
+  }
+  shape->skew_pieces = shape->rows ? (uint64_t)((double)off * (double)shape->pieces / (double)shape->rows) : 0;
+  shape->skew_nbytes = shape->skew_pieces ? nbytes : 0;
+}
+
 int kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   struct kvs_shape *shape = &work->shape;
@@ -47,6 +67,7 @@ int kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots, struct kvs_error *
   shape->rows = scratch->rows.count * work->nslots;
   shape->pieces = LIST_IF_SHORTER * shape->copies <= shape->rows ? shape->copies : shape->rows;
   shape->runs = shape->rows;
+  find_skew(work, host);
   if (work->layered || work->direction == KVS_OTHER_DIRECTION) return KVS_OK;
   int status = kvs_pack_rows(&scratch->rows, work->direction, KVS_RING_SLOT_NBYTES, &scratch->packing, err);
   return status
@@ -89,8 +110,9 @@ static bool may_relay(const struct kvs_submission *s) {
          kvs_relay_usable(s->engine, &s->engine->relays[s->work->direction]);
 }
 
-/* How much longer a way takes beside a model that keeps the GPU's memory busy: the copy engine's small copies suffer, the
- * relay's large ones less, and a kernel of ours takes what it needs (measured, H200, beside a decode step's product). */
+/* How much longer a way takes beside a model that keeps the GPU's memory busy: the copy engine's small copies suffer,
+ * the relay's large ones less, and a kernel of ours takes what it needs (measured, H200, beside a decode step's
+ * product). */
 static double beside_a_model(enum kvs_path path) {
   return path == KVS_PATH_KERNEL ? 1.0 : path == KVS_PATH_RELAY ? 1.1 : 1.3;
 }
@@ -127,17 +149,31 @@ static enum kvs_path pick(const struct kvs_submission *s) {
   return best;
 }
 
-static enum kvs_path asked_for(const struct kvs_engine *engine, const struct kvs_options *options) {
-  return options && options->path != KVS_PATH_AUTO ? options->path : engine->default_path;
+/* The caller's options, and the engine's defaults where they leave it open. */
+static void resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {
+  struct kvs_defaults defaults;
+  kvs_engine_get_defaults(engine, &defaults);
+  if (given) *options = *given;
+  if (options->path == KVS_PATH_AUTO) options->path = defaults.path;
+  if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = defaults.priority;
+  if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = KVS_PRIORITY_NORMAL;
+  if (options->max_ctas == 0) options->max_ctas = defaults.max_ctas;
+  if (options->pace_gbps <= 0) options->pace_gbps = defaults.pace_gbps;
 }
 
-bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *options) {
+static enum kvs_path asked_for(struct kvs_engine *engine, const struct kvs_options *options) {
+  struct kvs_options resolved = {.path = KVS_PATH_AUTO};
+  resolve(engine, options, &resolved);
+  return resolved.path;
+}
+
+bool kvs_may_stride(struct kvs_engine *engine, const struct kvs_options *options) {
   enum kvs_path path = asked_for(engine, options);
   if (kvs_dev_fault_on_copies(engine->device)) return false; /* which looks at plain copies */
   return path == KVS_PATH_STRIDED || (path == KVS_PATH_AUTO && !prefers_direct(engine) && !engine->disabled.strided);
 }
 
-bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options) {
+bool kvs_wants_rows(struct kvs_engine *engine, const struct kvs_options *options) {
   enum kvs_path path = asked_for(engine, options);
   return path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY || (path == KVS_PATH_AUTO && !prefers_direct(engine));
 }
@@ -147,7 +183,7 @@ static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const
 }
 
 static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
-  *path = asked_for(s->engine, s->options);
+  *path = s->options->path;
   if (*path == KVS_PATH_AUTO) *path = pick(s);
   if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* nothing is strided */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
@@ -382,9 +418,10 @@ static int submit_in_order(struct kvs_submission *s) {
 
 int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_options *options,
                struct kvs_transfer **out, struct kvs_error *err) {
-  static const struct kvs_options defaults = {.priority = KVS_PRIORITY_NORMAL};
+  struct kvs_options resolved = {.path = KVS_PATH_AUTO};
   struct kvs_submission s = {.engine = engine, .device = engine->device, .work = work, .err = err};
-  s.options = options ? options : &defaults;
+  resolve(engine, options, &resolved);
+  s.options = &resolved;
   s.transfer = kvs_transfer_new(engine, err);
   if (!s.transfer) return KVS_NOMEM;
   s.transfer->direction = work->direction;

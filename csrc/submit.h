@@ -24,7 +24,10 @@ struct kvs_submission {
   struct kvs_error *err; /* of the whole call */
 };
 
-enum { KVS_BATCH_COPIES = 256 }; /* most of one batch call: large ones are slow, and have crashed drivers */
+/* Copies of one batch call, by their mean size. One large call is slow and, below 28 KiB from host to device, very
+ * slow: the driver does far better with the same list in parts, all on one stream (H200, driver 580, 8192 x 16 KiB: 25
+ * -> 45 GB/s D2H, 6 -> 43 H2D; more streams undo it; benchmarks/batch_parts.cu). */
+static inline size_t kvs_batch_part(uint64_t mean_nbytes) { return mean_nbytes >= 32 << 10 ? 256 : 128; }
 
 static inline bool kvs_beyond_hope(int status) { return status == KVS_LOST; }
 

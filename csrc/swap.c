@@ -245,12 +245,17 @@ static int plan_batch(const void *arg, enum kvs_form form, struct kvs_scratch *s
 static void find_batch_shape(struct kvs_work *work) {
   const struct kvs_copies *copies = &work->scratch->copies;
   const uint64_t *host = work->direction == KVS_D2H ? copies->dst : copies->src;
-  uint64_t runs = copies->count > 0;
-  for (size_t i = 1; i < copies->count; i++) runs += host[i] != host[i - 1] + copies->nbytes[i - 1];
+  uint64_t runs = 0, skewed = 0, nbytes = 0;
+  for (size_t i = 0; i < copies->count; i++) {
+    runs += i == 0 || host[i] != host[i - 1] + copies->nbytes[i - 1];
+    if (host[i] % KVS_COST_LINE) skewed++, nbytes += copies->nbytes[i];
+  }
   work->shape = (struct kvs_shape){.direction = work->direction,
                                    .nbytes = work->nbytes,
                                    .copies = copies->count,
                                    .pieces = copies->count,
+                                   .skew_pieces = skewed,
+                                   .skew_nbytes = nbytes,
                                    .rows = copies->count,
                                    .runs = runs};
 }

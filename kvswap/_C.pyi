@@ -43,6 +43,14 @@ class Device:
     @property
     def lost(self) -> bool: ...
     def set_compute_stream(self, stream: _StreamLike, /) -> None: ...
+    def set_defaults(
+        self,
+        *,
+        path: _Path = "auto",
+        priority: _Priority | None = None,
+        max_ctas: int | None = None,
+        pace_gbps: float | None = None,
+    ) -> None: ...
     def synchronize(self, timeout: float | None = None) -> None: ...
     def alloc(self, nbytes: int, *, host: bool = False) -> Memory: ...
     def register(self, ptr: _Address, nbytes: int | None = None) -> None: ...
@@ -172,7 +180,7 @@ def swap_blocks_batch(
     after: _After | Iterable[_After] = (),
     device: Device | str | None = None,
     path: _Path = "auto",
-    priority: _Priority = "normal",
+    priority: _Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> Transfer: ...
@@ -192,7 +200,7 @@ def swap_cache_per_layer(
     after: _After | Iterable[_After] = (),
     device: Device | str | None = None,
     path: _Path = "auto",
-    priority: _Priority = "normal",
+    priority: _Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> None: ...
@@ -212,7 +220,7 @@ def swap_cache_per_layer_async(
     after: _After | Iterable[_After] = (),
     device: Device | str | None = None,
     path: _Path = "auto",
-    priority: _Priority = "normal",
+    priority: _Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> Transfer: ...
@@ -232,7 +240,7 @@ def swap_cache_all_layers(
     after: _After | Iterable[_After] = (),
     device: Device | str | None = None,
     path: _Path = "auto",
-    priority: _Priority = "normal",
+    priority: _Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> None: ...
@@ -252,7 +260,7 @@ def swap_cache_all_layers_async(
     after: _After | Iterable[_After] = (),
     device: Device | str | None = None,
     path: _Path = "auto",
-    priority: _Priority = "normal",
+    priority: _Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
     layer_events: bool = False,
@@ -270,7 +278,7 @@ def move_blocks(
     stream: _StreamLike | None = None,
     after: _After | Iterable[_After] = (),
     path: _Path = "auto",
-    priority: _Priority = "normal",
+    priority: _Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> Transfer: ...
@@ -324,6 +332,7 @@ def _shutdown(timeout: float) -> None: ...
 
 class _PathCost(TypedDict):
     start: float
+    extra: float
     each: Sequence[float]
     run: Sequence[float]
 
@@ -354,7 +363,12 @@ def _costs_predict(
     rects: int = 0,
     rect_rows: int = 0,
     rect_nbytes: int = 0,
+    apart_rows: int = 0,
+    apart_nbytes: int = 0,
     rest_copies: int = 0,
+    pieces: int = 0,
+    skew_pieces: int = 0,
+    skew_nbytes: int = 0,
     rows: int = 0,
     runs: int = 0,
 ) -> float: ...

@@ -2,9 +2,10 @@
 
 Each path is measured by moving many blocks of one size between scattered places, by the public call with the path
 forced, from the call until the bytes are there. Before each transfer its destination is poisoned, after it every byte
-is checked, and only then does its time count. What a transfer takes at all (`start`) and what one more block takes
-(`each`) are told apart by transfers of one block and of many: see solve(). Sizes are taken coarsely first, so that a
-budget that runs out costs sizes, which are then interpolated, and no path.
+is checked, and only then does its time count. What a transfer takes at all (`start`), what one more block takes
+(`each`, and `run` of another kind of block) and what comes on top (`extra`) are told apart by transfers of one block,
+of some and of many: see solve(). Sizes are taken coarsely first, so that a budget that runs out costs sizes, which are
+then interpolated, and no path.
 
 docs/calibration.md says what the numbers mean and how they are stored.
 """
@@ -16,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TextIO, TypeAlias
 
 import numpy as np
@@ -30,10 +31,14 @@ from kvswap.replay.units import format_size
 
 Path: TypeAlias = Literal["dma", "strided", "relay", "kernel", "direct"]
 Direction: TypeAlias = Literal["d2h", "h2d"]
-Kind: TypeAlias = Literal["start", "each", "run"]
+Kind: TypeAlias = Literal["start", "extra", "each", "run"]
+_Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
 Words: TypeAlias = NDArray[np.uint64]
 
-SIZES = tuple(512 << i for i in range(14))  # KVS_COST_SIZES of csrc/cost.h
+# As csrc/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING.
+SIZES = tuple(512 << i for i in range(14))
+_BATCH = 128
+_FILLING = 1 << 20
 PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
 
@@ -43,6 +48,9 @@ _LEAST_MOVED = 8 << 20  # and, where the link is slow, as many as it moves in
 _MOVED_SECONDS = 2e-3
 _ROWS = 8192  # most rows a transfer
 _LAYERS = 64  # tensors, where a path is for several
+_FEW_LAYERS = 8
+_FEW_COPIES, _FEW_INDEX = 32, 8  # and their size: one that is always measured, and bound by the link
+_SKEW = 16  # bytes by which the host's blocks lie off the lines, where they are to
 _REPEATS, _LEAST_REPEATS, _START_REPEATS = 5, 3, 15
 _CTAS = (1, 2, 4, 8, 16, 32, 64)
 _CTAS_SIZE = 16 << 10  # at which they are compared
@@ -56,12 +64,15 @@ _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAU
 @dataclass(frozen=True)
 class Shape:
     """A transfer: so many blocks of each of so many tensors, which lie one after the other on the GPU's side and
-    block-first on the host's. No two blocks of a side touch, unless the host's are to be `together`: one run."""
+    block-first on the host's, or there too one after the other: `apart`. No two blocks of a side touch, unless the
+    host's are to be `together`: one run. skew: the host's blocks lie off the lines of its memory."""
 
     tensors: int
     row_nbytes: int
     blocks: int
     together: bool = False
+    apart: bool = False
+    skew: bool = False
 
     @property
     def rows(self) -> int:
@@ -85,12 +96,12 @@ class Point:
     @property
     def level(self) -> int:
         """0 is measured whatever the budget; the larger, the later."""
-        if self.kind == "start" or self.index in (0, len(SIZES) - 1):
+        if self.kind in ("start", "extra") or self.index in (0, len(SIZES) - 1):
             return 0
         return next(level for level, step in enumerate((8, 4, 2, 1)) if self.index % step == 0)
 
     def __str__(self) -> str:
-        size = "start" if self.kind == "start" else format_size(SIZES[self.index])
+        size = format_size(SIZES[self.index]) if self.kind in ("each", "run") else self.kind
         return f"{self.path} {self.direction} {size}"
 
 
@@ -157,33 +168,36 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
 def points(path: Path, direction: Direction, moved: int) -> list[Point]:
     """All of one path: transfers of `moved` bytes at most."""
 
-    def many(size: int, tensors: int, together: bool = False) -> Shape:
+    def start(tensors: int) -> Point:
+        return Point(path, direction, "start", 0, Shape(tensors, SIZES[0], 1))
+
+    def many(size: int, tensors: int) -> Shape:
         rows = min(_ROWS, moved // size)
         tensors = min(tensors, rows)
-        return Shape(tensors, size, rows // tensors, together)
+        return Shape(tensors, size, rows // tensors)
 
-    def runs(size: int) -> Shape:
-        row = max(SIZES[0], size // _LAYERS)
-        return Shape(size // row, row, min(_ROWS // (size // row), moved // size))
+    def every(kind: Literal["each", "run"], shape: Callable[[int], Shape]) -> list[Point]:
+        return [Point(path, direction, kind, i, shape(size)) for i, size in enumerate(SIZES)]
 
-    def each(tensors: int, together: bool = False) -> list[Point]:
-        return [Point(path, direction, "each", i, many(size, tensors, together)) for i, size in enumerate(SIZES)]
+    def each(tensors: int) -> list[Point]:
+        return every("each", lambda size: many(size, tensors))
 
-    if path == "strided":
-        start, run = Shape(2, SIZES[0], 1), Shape(2, SIZES[0], min(_ROWS, moved // SIZES[0]) // 2)
-        return [
-            Point(path, direction, "start", 0, start),
-            *each(_LAYERS),
-            Point(path, direction, "run", 0, run),
-        ]
-    if path == "relay":
-        start = Shape(_LAYERS, SIZES[0], 1)
-        return [
-            Point(path, direction, "start", 0, start),
-            *each(_LAYERS, together=True),
-            *(Point(path, direction, "run", i, runs(size)) for i, size in enumerate(SIZES)),
-        ]
-    return [Point(path, direction, "start", 0, Shape(1, SIZES[0], 1)), *each(1)]
+    match path:
+        case "dma":
+            few = Shape(1, SIZES[_FEW_INDEX], _FEW_COPIES)
+            return [start(1), Point(path, direction, "extra", _FEW_INDEX, few), *each(1)]
+        case "strided":
+            extra = Point(path, direction, "extra", 0, many(SIZES[0], 2))
+            run = every("run", lambda size: replace(many(size, _LAYERS), apart=True))
+            return [start(2), extra, *each(_LAYERS), *run]
+        case "relay":
+            together = every("each", lambda size: replace(many(size, _LAYERS), together=True))
+            run = every("run", lambda size: many(size, 1))  # of one row: nothing is gathered faster
+            return [start(_FEW_LAYERS), *together, *run]
+        case "kernel":
+            return [start(1), *each(1), *every("run", lambda size: replace(many(size, 1), skew=True))]
+        case "direct":
+            return [start(1), *each(1)]
 
 
 def _measure_tuning(rig: _Rig, progress: Progress) -> _C._Tuning:
@@ -242,13 +256,14 @@ def _measure_points(rig: _Rig, result: Result, deadline: float, progress: Progre
             result.skipped += 1
             continue
         progress(done, len(plan), str(point))
-        repeats = _START_REPEATS if point.kind == "start" else _REPEATS if begin < deadline else _LEAST_REPEATS
+        single = point.kind in ("start", "extra")  # numbers on which much depends, of little transfers
+        repeats = _START_REPEATS if single else _REPEATS if begin < deadline else _LEAST_REPEATS
         try:
             result.seconds[point] = rig.measure(point.path, point.direction, point.shape, repeats)
         except Unavailable as error:
             if point.kind == "start":
                 result.unavailable[point.path] = str(error)
-        if point.kind != "start":
+        if not single:
             longest = max(longest, time.monotonic() - begin)
     progress(len(plan), len(plan), "done")
 
@@ -264,7 +279,7 @@ def solve(seconds: dict[Point, float]) -> _C._Costs:
             of_path = {
                 point: took for point, took in seconds.items() if (point.path, point.direction) == (path, direction)
             }
-            needed = {"start", "each", "run"} if path in ("strided", "relay") else {"start", "each"}
+            needed = {point.kind for point in points(path, "d2h", _LEAST_MOVED)}
             if {point.kind for point in of_path} == needed:
                 of_direction[path] = _solve_path(path, of_path)
     return costs
@@ -273,31 +288,79 @@ def solve(seconds: dict[Point, float]) -> _C._Costs:
 def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
     """Each number follows from the others, so in turns, which settle at once: a start is little beside a transfer of
     many blocks, and many blocks are little in a start."""
-
-    def of(kind: Kind) -> list[tuple[int, Shape, float]]:
-        return [(point.index, point.shape, took * 1e9) for point, took in seconds.items() if point.kind == kind]
-
-    ((_, start_shape, start_ns),) = of("start")
-    start, run = start_ns, [0.0]
+    nanoseconds: _Measured = {"start": {}, "extra": {}, "each": {}, "run": {}}
+    for point, took in seconds.items():
+        nanoseconds[point.kind][point.index] = (point.shape, took * 1e9)
+    solve_once = _solve_relay if path == "relay" else _solve_rows
+    cost: _C._PathCost = {"start": 0.0, "extra": 0.0, "each": [0.0] * len(SIZES), "run": [0.0] * len(SIZES)}
     for _ in range(50):
-        a_rect = run[0] if path == "strided" else 0.0
-        each = fill({i: max(0.0, ns - start - s.blocks * a_rect) / s.rows for i, s, ns in of("each")})
-        a_row = each[0] if path == "strided" else 0.0
-        runs = {i: max(0.0, ns - start - s.rows * a_row) / s.blocks for i, s, ns in of("run")}
-        run = [runs[0]] if path == "strided" else fill(runs) if runs else []
-        start = max(0.0, start_ns - _beyond_start(path, start_shape, each, run))
-    return {"start": round(start, 3), "each": _rounded(each), "run": _rounded(run)}
+        cost = solve_once(path, nanoseconds, cost)
+    return {
+        "start": round(cost["start"], 3),
+        "extra": round(cost["extra"], 3),
+        "each": _rounded(cost["each"]),
+        "run": _rounded(cost["run"]),
+    }
 
 
-def _beyond_start(path: Path, shape: Shape, each: Sequence[float], run: Sequence[float]) -> float:
-    rows = shape.rows * each[0]
+def _solve_rows(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
+    """start + extra + rows, which are of one of two kinds."""
+
+    def rows(kind: Kind) -> list[float]:
+        known = {
+            i: max(0.0, ns - cost["start"] - cost["extra"] * _extras(path, shape)) / shape.rows
+            for i, (shape, ns) in nanoseconds[kind].items()
+        }
+        return fill(known) if known else []
+
+    each, run, extra = rows("each"), rows("run"), 0.0
+    for shape, ns in nanoseconds["extra"].values():
+        extra = max(0.0, ns - cost["start"] - _rows(shape, each)) / _extras(path, shape)
+    shape, ns = nanoseconds["start"][0]
+    start = max(0.0, ns - _rows(shape, each) - extra * _extras(path, shape))
+    return {"start": start, "extra": extra, "each": each, "run": run}
+
+
+def _solve_relay(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
+    """start + the longer of rows and runs + a share of the shorter. Where rows take longer than runs, no more is found
+    of these than that they are no slower, and the other way round; no noise of the ones ends up in the others."""
+    each = {
+        i: max(0.0, ns - cost["start"] - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
+        for i, (shape, ns) in nanoseconds["each"].items()
+    }
+    run = {
+        i: max(0.0, ns - cost["start"] - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
+        for i, (shape, ns) in nanoseconds["run"].items()
+    }
+    shape, ns = nanoseconds["start"][0]
+    start = max(0.0, ns - _rows(shape, cost["each"]) - at(cost["run"], shape.nbytes))
+    return {"start": start, "extra": 0.0, "each": fill(each), "run": fill(run)}
+
+
+def _extras(path: Path, shape: Shape) -> int:
+    """How often a transfer has the extra cost of its path."""
     if path == "strided":
-        return rows + shape.blocks * run[0]
-    return max(rows, run[SIZES.index(shape.nbytes)]) if path == "relay" else rows
+        return shape.blocks
+    return min(shape.rows, _BATCH) if path == "dma" and shape.rows > 1 else 0
+
+
+def _rows(shape: Shape, each: Sequence[float]) -> float:
+    return shape.rows * at(each, shape.row_nbytes)
+
+
+def _alone(shape: Shape) -> float:
+    """The share of a relay that nothing overlaps."""
+    return min(1.0, _FILLING / shape.nbytes)
+
+
+def at(costs: Sequence[float], size: int) -> float:
+    """The cost of one of that size, as csrc/cost.c has it: linear between two sizes; below as the least, above in
+    proportion."""
+    return float(np.interp(size, SIZES, costs)) if size <= SIZES[-1] else costs[-1] * size / SIZES[-1]
 
 
 def fill(known: dict[int, float]) -> list[float]:
-    """All sizes from some, as csrc/cost.c has it: linear in the size; below as the least, above in proportion."""
+    """All sizes from some, likewise."""
     indices = sorted(known)
     last = indices[-1]
     found = np.interp(SIZES, [SIZES[i] for i in indices], [known[i] for i in indices])
@@ -322,7 +385,7 @@ class _Rig:
         self.device = device
         self.area = _AREA[device.kind]
         self.moved = _MOVED[device.kind]
-        self.kernel_ctas: int | None = None  # of path kernel, unless a measurement says otherwise
+        self.kernel_ctas: int | None = None  # of a path's kernel, unless a measurement says otherwise
         self.bytes_verified = 0
         self._stream = stream
         self._rng = np.random.default_rng(1)
@@ -355,13 +418,15 @@ class _Rig:
         row, slots = shape.row_nbytes, 2 * shape.blocks  # every other slot: nothing is merged
         gpu_ids = 2 * self._rng.permutation(shape.blocks)
         cpu_ids = np.arange(shape.blocks) if shape.together else 2 * self._rng.permutation(shape.blocks)
+        cpu_stride = row if shape.apart else shape.tensors * row
+        cpu_base = self._cpu.ptr + (_SKEW if shape.skew else 0)
         tensors = np.arange(shape.tensors)[:, None]
         gpu_ptrs = self._gpu.ptr + tensors * (slots * row)
-        cpu_ptrs = self._cpu.ptr + tensors * row
+        cpu_ptrs = cpu_base + tensors * (slots * row if shape.apart else row)
         gpu = (gpu_ptrs + gpu_ids * row).reshape(-1).astype(np.uint64)
-        cpu = (cpu_ptrs + cpu_ids * (shape.tensors * row)).reshape(-1).astype(np.uint64)
+        cpu = (cpu_ptrs + cpu_ids * cpu_stride).reshape(-1).astype(np.uint64)
         source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
-        ctas = max_ctas or self.kernel_ctas if path == "kernel" else None
+        ctas = max_ctas or self.kernel_ctas if path in ("kernel", "relay") else None
         gpu_list, cpu_list = gpu_ptrs.reshape(-1).astype(np.uint64), cpu_ptrs.reshape(-1).astype(np.uint64)
 
         def submit() -> _C.Transfer:
@@ -374,7 +439,7 @@ class _Rig:
                 gpu_ids,
                 cpu_ids,
                 DIRECTIONS.index(direction),
-                cpu_stride=shape.tensors * row,
+                cpu_stride=cpu_stride,
                 device=self.device,
                 path=path,
                 max_ctas=ctas,
@@ -467,14 +532,17 @@ def _tqdm_bar(stream: TextIO) -> Any:
     return tqdm.tqdm(file=stream, leave=False, bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} {elapsed}")
 
 
+_RUNS = {"strided": "(apart)", "relay": "(runs)", "kernel": "(skewed)"}  # what `run` is of
+
+
 def table(costs: _C._Costs) -> str:
     """GB/s by size, one column a path and direction: size over the cost of one more."""
     columns: list[tuple[str, str, float, Sequence[float]]] = []
     for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
         for path, cost in of_direction.items():
             columns.append((direction, path, cost["start"], cost["each"]))
-            if path == "relay":
-                columns.append((direction, "(runs)", cost["start"], cost["run"]))
+            if path in _RUNS:
+                columns.append((direction, _RUNS[path], cost["start"], cost["run"]))
     lines = ["".join([f"{'':>9}", *(f"{direction:>9}" for direction, *_ in columns)])]
     lines.append("".join([f"{'GB/s':>9}", *(f"{path:>9}" for _, path, *_ in columns)]))
     for i, size in enumerate(SIZES):

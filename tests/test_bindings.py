@@ -1022,7 +1022,7 @@ def test_everything_public_is_described(function: Any) -> None:
 
 
 def test_signatures() -> None:
-    common = "stream=None, after=(), device=None, path='auto', priority='normal', max_ctas=None, pace_gbps=None"
+    common = "stream=None, after=(), device=None, path='auto', priority=None, max_ctas=None, pace_gbps=None"
     layered = ", layer_events=False, after_layers=None"
     assert str(inspect.signature(kvswap.swap_blocks_batch)) == f"(src_ptrs, dst_ptrs, sizes, *, {common})"
     for s, function, more in (

@@ -244,6 +244,11 @@ TABLE: Rows = {
     "Device.kind": lambda t: t.device.kind,
     "Device.info": lambda t: t.device.info,
     "Device.lost": lambda t: t.device.lost,
+    "Device.set_defaults": lambda t: (
+        t.device.set_defaults(path="kernel", priority="high", max_ctas=2, pace_gbps=3.0),
+        t.device.set_defaults(),
+        t.wrong(lambda: t.device.set_defaults(path="x")),
+    ),
     "Device.set_compute_stream": lambda t: (
         t.device.set_compute_stream(t.stream),
         t.device.set_compute_stream(0),

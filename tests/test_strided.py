@@ -278,3 +278,41 @@ def test_layers_that_lie_far_apart(device: kvswap.Device, direction: int, apart:
             np.testing.assert_array_equal(cpu.get().reshape(4, layers, nbytes)[:, layer], wanted)
     if device.kind != "cuda":
         del whole
+
+
+def test_defaults_of_a_device(direction: int) -> None:
+    device = testing.deterministic_device(3)
+    slab = Slab(device, 4096)
+    gpu_ids, cpu_ids = ids(6)
+
+    def path(**options: Any) -> str:
+        expected = slab.expected(gpu_ids, cpu_ids, direction)
+        transfer = slab.swap(gpu_ids, cpu_ids, direction, **options)
+        transfer.wait(PATIENCE)
+        slab.check(expected)
+        taken: str = transfer.path
+        return taken
+
+    device.set_defaults(path="kernel", priority="background", max_ctas=3, pace_gbps=20.0)
+    lanes = device.stats()["lanes"]
+    assert (path(), path(path="dma")) == ("kernel", "dma")
+    assert device.stats()["lanes"] == lanes + 1  # of the background
+    assert path(priority="normal") == "kernel" and device.stats()["lanes"] == lanes + 1
+    device.set_defaults(path="relay")
+    assert path() == "relay"
+    device.set_defaults()
+    assert path(path="strided") == "strided"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"path": "ring"}, "path is 'ring'"),
+        ({"priority": "low"}, "priority is 'low'"),
+        ({"max_ctas": 0}, "max_ctas is 0"),
+        ({"pace_gbps": -1}, "pace_gbps is -1"),
+    ],
+)
+def test_wrong_defaults(device: kvswap.Device, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        device.set_defaults(**wrong)

@@ -58,6 +58,7 @@ enum {
   KVS_RING_WARPS = 2,
   KVS_RING_STAGES = 8,
   KVS_RING_CHUNK = 4096,
+  KVS_RING_LINE = 128, /* bytes that a link moves at once: parts of lines are as slow as whole ones */
 };
 
 struct kvs_copy_params {
@@ -65,7 +66,8 @@ struct kvs_copy_params {
   uint64_t count;         /* pieces, or pairs * nrows * parts */
   uint64_t ns_per_mib;    /* pace of one CTA: nanoseconds it spends at least on 1 MiB; 0: unpaced */
   uint64_t only_if;       /* address of a 32-bit word: if that is 0, nothing is copied; 0: always */
-  uint32_t chunk;         /* RING: bytes of one stage, a multiple of 128 */
+  uint32_t chunk;         /* RING: bytes of one stage, a multiple of KVS_RING_LINE */
+  uint32_t by_src;        /* RING: pieces are cut at lines of the source, else of the destination: the host's side */
   struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
 };
 

@@ -5,8 +5,8 @@
  * proxy), hence a proxy fence between a flag and the bytes, on both sides of it. */
 #include "ring.cuh"
 
-/* Looks at flags are few, and at the host's word fewer, by one warp alone: measured, all warps looking ten times as often
- * cost copies in both directions at once an eighth of the link. */
+/* Looks at flags are few, and at the host's word fewer, by one warp alone: measured, all warps looking ten times as
+ * often cost copies in both directions at once an eighth of the link. */
 #define POLL_NS 2000u
 #define LOOK_AT_HOST_EVERY 16u
 
@@ -46,8 +46,8 @@ static __device__ __noinline__ bool wait_for(const struct kvs_relay_params &para
   for (unsigned polls = 1; (int32_t)(load_acquire(flag) - value) < 0; polls++) {
     sleep_ns(POLL_NS);
     if (load_acquire(aborted_flag(params))) return false;
-    if (clock_ns() - begin < params.patience_ns && (polls % LOOK_AT_HOST_EVERY || load_acquire(params.abort_word) == 0))
-      continue;
+    const bool told = watches && polls % LOOK_AT_HOST_EVERY == 0 && load_acquire(params.abort_word);
+    if (!told && clock_ns() - begin < params.patience_ns) continue;
     release_all(params);
     return false;
   }
@@ -100,7 +100,7 @@ static __device__ __forceinline__ uint64_t copy_segment(const struct kvs_relay_p
     unsigned i = 0;
     for (; i < KVS_WARP && turn + i * all < count; i++) {
       const struct kvs_piece piece = piece_of_lane(held, i);
-      if (piece.nbytes) ring_copy(ring, piece, lane);
+      if (piece.nbytes) ring_copy(ring, piece, 0, lane);
     }
     if (i < KVS_WARP) return turn + i * all - count;
   }

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)
       const struct kvs_piece piece = piece_of_lane(held, i);
       if (piece.nbytes == 0) continue;
       pace_wait(&pace, 0);
-      ring_copy(&ring, piece, lane);
+      ring_copy(&ring, piece, params.by_src ? piece.src : piece.dst, lane);
       pace.done += piece.nbytes;
     }
   }

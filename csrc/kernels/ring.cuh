@@ -93,17 +93,21 @@ static __device__ __forceinline__ void ring_drain(struct ring *ring, unsigned la
   __syncwarp();
 }
 
-/* By all lanes of the warp together. */
-static __device__ __forceinline__ void ring_copy(struct ring *ring, const struct kvs_piece &piece, unsigned lane) {
+/* By all lanes of the warp together. The first operation goes to the end of a line of `line_of`. */
+static __device__ __forceinline__ void ring_copy(struct ring *ring, const struct kvs_piece &piece, uint64_t line_of,
+                                                 unsigned lane) {
   if ((piece.dst | piece.src | piece.nbytes) & 15u) {
     warp_copy(piece, lane);
     return;
   }
-  if (lane == 0)
-    for (uint64_t at = 0; at < piece.nbytes; at += ring->chunk) {
+  if (lane == 0) {
+    uint64_t most = ring->chunk - (line_of & (KVS_RING_LINE - 1u));
+    for (uint64_t at = 0, n; at < piece.nbytes; at += n, most = ring->chunk) {
       const uint64_t left = piece.nbytes - at;
-      ring_push(ring, piece.dst + at, piece.src + at, (uint32_t)(left < ring->chunk ? left : ring->chunk));
+      n = left < most ? left : most;
+      ring_push(ring, piece.dst + at, piece.src + at, (uint32_t)n);
     }
+  }
   __syncwarp();
 }
 
@@ -111,7 +115,8 @@ static __device__ __forceinline__ void ring_copy(struct ring *ring, const struct
 static __device__ __forceinline__ uint32_t shared_address(const void *) { return 0; }
 static __device__ __forceinline__ void ring_begin(struct ring *, unsigned) {}
 static __device__ __forceinline__ void ring_drain(struct ring *, unsigned) { __syncwarp(); }
-static __device__ __forceinline__ void ring_copy(struct ring *, const struct kvs_piece &piece, unsigned lane) {
+static __device__ __forceinline__ void ring_copy(struct ring *, const struct kvs_piece &piece, uint64_t,
+                                                 unsigned lane) {
   warp_copy(piece, lane);
 }
 #endif

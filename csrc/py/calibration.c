@@ -1,6 +1,6 @@
-/* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "each":
- * [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {name: number}}; paths that are not known are not in it, and
- * `run` is as long as the path uses it. */
+/* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "extra":
+ * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {name: number}}; paths that are not known are not in
+ * it. Where a path uses no extra it is 0, where it uses no run that list is empty. */
 #include "../calibration.h"
 #include "bind.h"
 
@@ -30,14 +30,16 @@ static int put(PyObject *dict, const char *name, PyObject *value) {
   return rc;
 }
 
+static int runs_of(enum kvs_path path) { return kvs_cost_has_run(path) ? KVS_COST_SIZES : 0; }
+
 static PyObject *paths_from(const struct kvs_path_cost *costs) {
   PyObject *paths = PyDict_New();
   for (int i = KVS_PATH_DMA; paths != NULL && i < KVS_PATHS; ++i) {
     enum kvs_path path = (enum kvs_path)i;
     if (costs[i].start < 0) continue;
     PyObject *cost =
-        Py_BuildValue("{s:d, s:N, s:N}", "start", costs[i].start, "each", numbers_from(costs[i].each, KVS_COST_SIZES),
-                      "run", numbers_from(costs[i].run, kvs_cost_runs(path)));
+        Py_BuildValue("{s:d, s:d, s:N, s:N}", "start", costs[i].start, "extra", costs[i].extra, "each",
+                      numbers_from(costs[i].each, KVS_COST_SIZES), "run", numbers_from(costs[i].run, runs_of(path)));
     if (put(paths, kvs_path_name(path), cost) < 0) Py_CLEAR(paths);
   }
   return paths;
@@ -89,19 +91,22 @@ static int read_numbers(PyObject *value, const char *name, double *numbers, int 
 }
 
 static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *cost) {
-  static const char *const names[] = {"start", "each", "run"};
-  PyObject *values[3];
+  enum { START, EXTRA, EACH, RUN, PARTS };
+  static const char *const names[PARTS] = {"start", "extra", "each", "run"};
+  PyObject *values[PARTS];
   if (check_dict(dict, kvs_path_name(path)) < 0) return -1;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < PARTS; ++i) {
     values[i] = PyDict_GetItemString(dict, names[i]);
     if (values[i] == NULL) return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "lacks '%s'", names[i]);
   }
-  if (PyDict_Size(dict) != 3)
-    return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "has more than start, each and run");
-  if (read_double(values[0], names[0], &cost->start) < 0) return -1;
-  if (cost->start < 0) return kvs_py_complain(PyExc_ValueError, "start", -1, "is %R: must be 0 or more", values[0]);
-  if (read_numbers(values[1], names[1], cost->each, KVS_COST_SIZES) < 0) return -1;
-  return read_numbers(values[2], names[2], cost->run, kvs_cost_runs(path));
+  if (PyDict_Size(dict) != PARTS)
+    return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "has more than start, extra, each and run");
+  if (read_double(values[START], names[START], &cost->start) < 0) return -1;
+  if (cost->start < 0)
+    return kvs_py_complain(PyExc_ValueError, names[START], -1, "is %R: must be 0 or more", values[START]);
+  if (read_double(values[EXTRA], names[EXTRA], &cost->extra) < 0) return -1;
+  if (read_numbers(values[EACH], names[EACH], cost->each, KVS_COST_SIZES) < 0) return -1;
+  return read_numbers(values[RUN], names[RUN], cost->run, runs_of(path));
 }
 
 static int read_paths(PyObject *dict, struct kvs_path_cost *costs) {
@@ -226,21 +231,29 @@ enum {
   RECTS,
   RECT_ROWS,
   RECT_NBYTES,
+  APART_ROWS,
+  APART_NBYTES,
   REST_COPIES,
+  PIECES,
+  SKEW_PIECES,
+  SKEW_NBYTES,
   ROWS,
   RUNS,
   PREDICT
 };
 
 static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"costs",     "path",        "direction",   "nbytes", "copies", "rects",
-                                      "rect_rows", "rect_nbytes", "rest_copies", "rows",   "runs"};
+  static const char *const names[] = {
+      "costs",      "path",         "direction",   "nbytes", "copies",      "rects",       "rect_rows", "rect_nbytes",
+      "apart_rows", "apart_nbytes", "rest_copies", "pieces", "skew_pieces", "skew_nbytes", "rows",      "runs"};
   static const char *const paths[] = {"auto", "dma", "strided", "relay", "kernel", "direct"};
   static const struct kvs_py_args spec = {"_costs_predict", names, 4, 4, PREDICT};
   struct kvs_costs costs = *kvs_costs_default();
   struct kvs_shape shape = {0};
-  uint64_t *const numbers[] = {&shape.nbytes,      &shape.copies,      &shape.rects, &shape.rect_rows,
-                               &shape.rect_nbytes, &shape.rest_copies, &shape.rows,  &shape.runs};
+  uint64_t *const numbers[] = {&shape.nbytes,      &shape.copies,      &shape.rects,        &shape.rect_rows,
+                               &shape.rect_nbytes, &shape.apart_rows,  &shape.apart_nbytes, &shape.rest_copies,
+                               &shape.pieces,      &shape.skew_pieces, &shape.skew_nbytes,  &shape.rows,
+                               &shape.runs};
   PyObject *values[PREDICT];
   (void)module;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
@@ -265,7 +278,8 @@ PyDoc_STRVAR(path_doc, "_costs_path($module, what, /)\n--\n\n"
                        "Where the calibration that is called so lies. IndexError: nowhere.");
 PyDoc_STRVAR(predict_doc,
              "_costs_predict($module, /, costs, path, direction, nbytes, *, copies=0, rects=0, rect_rows=0,\n"
-             "               rect_nbytes=0, rest_copies=0, rows=0, runs=0)\n--\n\n"
+             "               rect_nbytes=0, apart_rows=0, apart_nbytes=0, rest_copies=0, pieces=0, skew_pieces=0,\n"
+             "               skew_nbytes=0, rows=0, runs=0)\n--\n\n"
              "Nanoseconds that a transfer of this shape (struct kvs_shape) takes; costs None: the built-in ones.");
 
 PyMethodDef kvs_py_calibration_methods[] = {

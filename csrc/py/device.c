@@ -1,5 +1,5 @@
 /* kvswap.Device, and the ways to one: by object, by name, by pointer, by default. */
-#include "bind.h"
+#include "options.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -263,6 +263,18 @@ static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
   return keep_compute_stream(state, engine, stream) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *device_set_defaults(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"path", "priority", "max_ctas", "pace_gbps"};
+  static const struct kvs_py_args spec = {"set_defaults", names, 0, 0, 4};
+  PyObject *common[KVS_PY_COMMON] = {NULL}; /* the stream and what comes before it are for each call to say */
+  struct kvs_py_options options = {.common = common};
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, common + 2) < 0 || kvs_py_options_check(&options) < 0) return NULL;
+  const struct kvs_options *core = &options.core;
+  struct kvs_defaults defaults = {core->path, core->priority, core->max_ctas, core->pace_gbps};
+  kvs_engine_set_defaults(kvs_py_device_engine(self), &defaults);
+  Py_RETURN_NONE;
+}
+
 static int wait_sync(void *sync, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_sync_wait(sync, timeout_ns, err);
 }
@@ -416,6 +428,13 @@ PyDoc_STRVAR(
     "set_compute_stream($self, stream, /)\n--\n\n"
     "Name the stream that transfers without stream= start after: the one on which the model runs.\n\n"
     "Until one is set, that is the legacy default stream. Concerns transfers submitted later. Any thread may call.");
+PyDoc_STRVAR(set_defaults_doc,
+             "set_defaults($self, /, *, path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
+             "What transfers take that leave these open (path='auto', None). All four are set: what is left out here "
+             "goes back\n"
+             "to what suits. At first they come from KVSWAP_PATH, KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. Concerns "
+             "transfers\n"
+             "submitted later. Any thread may call.");
 PyDoc_STRVAR(
     synchronize_doc,
     "synchronize($self, /, timeout=None)\n--\n\n"
@@ -459,6 +478,7 @@ PyDoc_STRVAR(
 
 static PyMethodDef methods[] = {
     {"set_compute_stream", device_set_compute_stream, METH_O, set_compute_stream_doc},
+    {"set_defaults", KVS_PY_FASTCALL(device_set_defaults), METH_FASTCALL | METH_KEYWORDS, set_defaults_doc},
     {"synchronize", KVS_PY_FASTCALL(device_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
     {"alloc", KVS_PY_FASTCALL(device_alloc), METH_FASTCALL | METH_KEYWORDS, alloc_doc},
     {"register", KVS_PY_FASTCALL(device_register), METH_FASTCALL | METH_KEYWORDS, register_doc},
@@ -474,7 +494,8 @@ static PyGetSetDef getset[] = {
      "dict: name, pci, uuid, memory (bytes), max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), "
      "cc_major,\n"
      "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, "
-     "kernels_note.",
+     "kernels_note,\n"
+     "relay ('on', or why path relay is not there), costs (where the figures are from that path 'auto' goes by).",
      NULL},
     {"lost", device_lost, NULL, "bool: an asynchronous fault has made the device useless; every transfer on it fails.",
      NULL},

@@ -136,7 +136,7 @@ static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t
 PyDoc_STRVAR(
     move_blocks_doc,
     "move_blocks($module, /, src, dst, src_ids, dst_ids, *, parts=None, layer_events=False, after_layers=None, "
-    "stream=None, after=(), path='auto', priority='normal', max_ctas=None, pace_gbps=None)\n--\n\n"
+    "stream=None, after=(), path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
     "Copy slot src_ids[i] of each source Pool to slot dst_ids[i] of its destination Pool; returns the Transfer.\n"
     "\n"
     "It starts after those transfers between pools, on whatever lanes, that write what it reads, and that read or\n"

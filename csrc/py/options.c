@@ -19,7 +19,6 @@ static void release_owner(void *owner) {
 }
 
 static int read_choices(PyObject *const *common, struct kvs_options *core) {
-  core->priority = KVS_PRIORITY_NORMAL;
   if (common[PATH] != NULL) {
     const char *const paths[] = {kvs_path_name(KVS_PATH_AUTO),    kvs_path_name(KVS_PATH_DMA),
                                  kvs_path_name(KVS_PATH_STRIDED), kvs_path_name(KVS_PATH_RELAY),
@@ -28,10 +27,10 @@ static int read_choices(PyObject *const *common, struct kvs_options *core) {
     if (path < 0) return -1;
     core->path = (enum kvs_path)path;
   }
-  if (common[PRIORITY] != NULL) {
+  if (kvs_py_given(common[PRIORITY])) {
     int priority = kvs_py_choice(common[PRIORITY], "priority", kvs_py_priority_names, 3);
     if (priority < 0) return -1;
-    core->priority = (enum kvs_priority)priority;
+    core->priority = (enum kvs_priority)(KVS_PRIORITY_NORMAL + priority);
   }
   return 0;
 }

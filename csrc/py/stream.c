@@ -15,7 +15,8 @@ struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle) {
 }
 
 /* The device's numbers: "normal" is what a stream has that nobody asked a priority for. */
-static int priority_number(const struct kvs_device_info *info, int priority) {
+static int priority_number(const struct kvs_device_info *info, int named) {
+  enum kvs_priority priority = (enum kvs_priority)(KVS_PRIORITY_NORMAL + named);
   if (priority == KVS_PRIORITY_HIGH) return info->priority_high;
   return priority == KVS_PRIORITY_BACKGROUND ? info->priority_low : 0;
 }
@@ -24,7 +25,7 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
   static char *names[] = {"device", "priority", NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   PyObject *device = NULL, *name = NULL;
-  int priority = KVS_PRIORITY_NORMAL;
+  int priority = 0;
   struct kvs_error err = {0};
   int rc;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$O:Stream", names, &device, &name)) return NULL;

@@ -269,8 +269,7 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
 
 /* -- docs ---------------------------------------------------------------------------------------------------------- */
 
-#define COMMON_SIGNATURE                                                                                               \
-  "stream=None, after=(), device=None, path='auto', priority='normal', max_ctas=None, pace_gbps=None"
+#define COMMON_SIGNATURE "stream=None, after=(), device=None, path='auto', priority=None, max_ctas=None, pace_gbps=None"
 #define SIGNATURE_END ")\n--\n\n"
 #define CACHE_SIGNATURE(s)                                                                                             \
   "($module, /, gpu_ptr" s ", cpu_ptr" s ", block_nbytes, num_gpu_blocks, num_cpu_blocks, gpu_block_ids, "             \

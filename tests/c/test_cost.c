@@ -24,8 +24,9 @@ static struct kvs_costs some_costs(uint64_t seed) {
     for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++) {
       struct kvs_path_cost *cost = &costs.paths[direction][path];
       cost->start = (double)check_below(&seed, 1000000000) / 1000;
+      if (kvs_cost_has_extra((enum kvs_path)path)) cost->extra = (double)check_below(&seed, 1000000000) / 1000;
       for (int i = 0; i < KVS_COST_SIZES; i++) cost->each[i] = (double)check_below(&seed, 1000000000) / 1000;
-      for (int i = 0; i < kvs_cost_runs((enum kvs_path)path); i++)
+      for (int i = 0; kvs_cost_has_run((enum kvs_path)path) && i < KVS_COST_SIZES; i++)
         cost->run[i] = (double)check_below(&seed, 1000000000) / 1000;
     }
   costs.tuning = (struct kvs_tuning){7, 3, 39.125, {55.5, 0.001}};
@@ -34,8 +35,11 @@ static struct kvs_costs some_costs(uint64_t seed) {
 
 /* -- prediction ------------------------------------------------------------------------------------------------ */
 
-static double kernel_ns(const struct kvs_costs *costs, uint64_t nbytes, uint64_t rows) {
-  return kvs_cost_ns(costs, &(struct kvs_shape){.direction = KVS_H2D, .nbytes = nbytes, .rows = rows}, KVS_PATH_KERNEL);
+static bool near(double a, double b) { return fabs(a - b) <= 1e-9 * fabs(b); }
+
+static double kernel_ns(const struct kvs_costs *costs, uint64_t nbytes, uint64_t pieces) {
+  return kvs_cost_ns(costs, &(struct kvs_shape){.direction = KVS_H2D, .nbytes = nbytes, .pieces = pieces},
+                     KVS_PATH_KERNEL);
 }
 
 static void test_between_points(void) {
@@ -73,52 +77,85 @@ static void test_monotone_and_without_steps(void) {
   }
 }
 
-static void test_each_path(void) {
+static void test_dma(void) {
   struct kvs_costs costs = some_costs(1);
-  struct kvs_path_cost *paths = costs.paths[KVS_D2H];
-  const struct kvs_shape shape = {.direction = KVS_D2H,
-                                  .nbytes = 64 * 1024 + 7 * 2048,
-                                  .copies = 16,
-                                  .rects = 8,
-                                  .rect_rows = 64,
-                                  .rect_nbytes = 64 * 1024,
-                                  .rest_copies = 7,
-                                  .rows = 71,
-                                  .runs = 8};
-  struct kvs_shape other = shape;
-  double rects =
-      paths[KVS_PATH_STRIDED].start + 8 * paths[KVS_PATH_STRIDED].run[0] + 64 * paths[KVS_PATH_STRIDED].each[1];
-  CHECK(fabs(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED) - rects - 7 * paths[KVS_PATH_DMA].each[2]) < 1e-3);
-  paths[KVS_PATH_DMA].start = -1; /* which the rest needs */
-  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED)));
-  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_DMA)));
-  other.rest_copies = 0;
-  CHECK(fabs(kvs_cost_ns(&costs, &other, KVS_PATH_STRIDED) - rects) < 1e-3);
-  other = shape;
-  other.nbytes = 16 * 4096;
-  CHECK(kvs_cost_ns(&costs, &other, KVS_PATH_DIRECT) ==
-        paths[KVS_PATH_DIRECT].start + 16 * paths[KVS_PATH_DIRECT].each[3]);
-  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_AUTO)));
-  other.direction = KVS_OTHER_DIRECTION;
-  CHECK(kvs_cost_ns(&costs, &other, KVS_PATH_DIRECT) ==
-        paths[KVS_PATH_DIRECT].start + 16 * paths[KVS_PATH_DIRECT].each[3]);
-  other.direction = KVS_H2D;
-  CHECK(kvs_cost_ns(&costs, &other, KVS_PATH_DIRECT) ==
-        costs.paths[KVS_H2D][KVS_PATH_DIRECT].start + 16 * costs.paths[KVS_H2D][KVS_PATH_DIRECT].each[3]);
-  for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++)
-    CHECK(isinf(kvs_cost_ns(&costs, &(struct kvs_shape){.nbytes = 4096}, (enum kvs_path)path)), "nothing for %d", path);
+  struct kvs_path_cost *dma = &costs.paths[KVS_D2H][KVS_PATH_DMA];
+  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 4096, .copies = 1};
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_DMA), dma->start + dma->each[3])); /* one is no batch */
+  const uint64_t counts[] = {2, KVS_COST_BATCH - 1, KVS_COST_BATCH, KVS_COST_BATCH + 1, 8192};
+  for (int i = 0; i < 5; i++) {
+    shape.copies = counts[i];
+    shape.nbytes = counts[i] * 4096;
+    double first = counts[i] < KVS_COST_BATCH ? (double)counts[i] : KVS_COST_BATCH;
+    CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_DMA),
+               dma->start + first * dma->extra + (double)counts[i] * dma->each[3]),
+          "%u copies", (unsigned)counts[i]);
+  }
 }
 
-static void test_relay_is_the_slower_of_two(void) {
+static void test_direct(void) {
+  struct kvs_costs costs = some_costs(1);
+  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 16 * 4096, .copies = 16};
+  for (int direction = 0; direction < 3; direction++) { /* KVS_OTHER_DIRECTION costs as KVS_D2H */
+    const struct kvs_path_cost *direct = &costs.paths[direction == KVS_H2D][KVS_PATH_DIRECT];
+    shape.direction = (enum kvs_direction)direction;
+    CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_DIRECT), direct->start + 16 * direct->each[3]), "%d", direction);
+  }
+}
+
+static void test_strided(void) {
+  struct kvs_costs costs = some_costs(1);
+  struct kvs_path_cost *dma = &costs.paths[KVS_D2H][KVS_PATH_DMA];
+  const struct kvs_path_cost *cost = &costs.paths[KVS_D2H][KVS_PATH_STRIDED];
+  struct kvs_shape shape = {
+      .direction = KVS_D2H, .nbytes = 64 * 1024, .rects = 8, .rect_rows = 64, .rect_nbytes = 64 * 1024};
+  double rects = cost->start + 8 * cost->extra;
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED), rects + 64 * cost->each[1]));
+  shape.rest_copies = 7;
+  shape.nbytes += 7 * 2048;
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED), rects + 64 * cost->each[1] + 7 * dma->each[2]));
+  shape.apart_rows = 16;
+  shape.apart_nbytes = 16 * 1024;
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED),
+             rects + 48 * cost->each[1] + 16 * cost->run[1] + 7 * dma->each[2]));
+  shape.apart_rows = 64;
+  shape.apart_nbytes = 64 * 1024;
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED), rects + 64 * cost->run[1] + 7 * dma->each[2]));
+  dma->start = -1; /* which the rest needs */
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_STRIDED)));
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_DMA)));
+}
+
+static void test_kernel(void) {
+  struct kvs_costs costs = some_costs(1);
+  const struct kvs_path_cost *cost = &costs.paths[KVS_D2H][KVS_PATH_KERNEL];
+  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 10 * 2048, .pieces = 10};
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_KERNEL), cost->start + 10 * cost->each[2]));
+  shape.skew_pieces = 4;
+  shape.skew_nbytes = 4 * 2048;
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_KERNEL), cost->start + 6 * cost->each[2] + 4 * cost->run[2]));
+}
+
+static void test_what_is_not_there_is_never_picked(void) {
+  struct kvs_costs costs = some_costs(1);
+  const struct kvs_shape none = {.nbytes = 4096};
+  for (int path = KVS_PATH_AUTO; path < KVS_PATHS; path++)
+    CHECK(isinf(kvs_cost_ns(&costs, &none, (enum kvs_path)path)), "nothing for %d", path);
+}
+
+/* Gathering and moving overlap, but for a filling: 1 MiB. */
+static void test_relay(void) {
   struct kvs_costs costs = some_costs(2);
   struct kvs_path_cost *relay = &costs.paths[KVS_D2H][KVS_PATH_RELAY];
-  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 1 << 20, .rows = 1024, .runs = 4};
+  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 4 << 20, .rows = 4096, .runs = 16};
   relay->start = 5000;
   relay->each[1] = 100;   /* 1 KiB */
   relay->run[9] = 100000; /* 256 KiB */
-  CHECK(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY) == 5000 + 4 * 100000.0);
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 16 * 100000 + 4096 * 100 / 4.0));
   relay->run[9] = 20000;
-  CHECK(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY) == 5000 + 1024 * 100.0);
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
+  shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 256 << 10, .rows = 256, .runs = 1};
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 256 * 100 + 20000)); /* it is all one filling */
   shape.runs = 0;
   CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY)));
 }
@@ -132,7 +169,7 @@ static void test_the_built_in_costs(void) {
     for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++) CHECK(costs->paths[direction][path].start >= 0);
   kvs_costs_clear(&none);
   const struct kvs_shape shape = {
-      .nbytes = 4096, .copies = 1, .rects = 1, .rect_rows = 1, .rect_nbytes = 4096, .rows = 1, .runs = 1};
+      .nbytes = 4096, .copies = 1, .rects = 1, .rect_rows = 1, .rect_nbytes = 4096, .pieces = 1, .rows = 1, .runs = 1};
   for (int path = 0; path < KVS_PATHS; path++) CHECK(isinf(kvs_cost_ns(&none, &shape, (enum kvs_path)path)));
 }
 
@@ -287,7 +324,9 @@ static void test_wrong_lines(void) {
   struct kvs_costs costs = some_costs(4);
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
   size_t n = load(text);
-  refuse(wrong, replaced(wrong, text, "calibration 1", "calibration 2"), "line 1: it is not 'kvswap calibration 1'");
+  refuse(wrong, replaced(wrong, text, "calibration 2", "calibration 1"),
+         "line 1: the format is version 1, this kvswap reads version 2; `kvswap calibrate` makes it anew");
+  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 2'");
   refuse(wrong, replaced(wrong, text, "machine m\n", ""), "line 2: it does not begin with 'machine '");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\n\n"), "something follows");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\nkernel_ctas 1\n"), "something follows");
@@ -296,10 +335,11 @@ static void test_wrong_lines(void) {
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nring 5\nend\n"), "'ring 5' is no key");
   refuse(wrong, replaced(wrong, text, "d2h.dma.start", "d2h.auto.start"), "is no key");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nd2h.dma.run 5\nend\n"), "is no key"); /* dma has none */
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nd2h.kernel.extra 5\nend\n"), "is no key");
   refuse(wrong, replaced(wrong, text, "machine m", "machine \x1b[2J"), "does not print");
   refuse(wrong, replaced(wrong, text, "machine m\n", "machine m\r\n"), "does not print");
   wrong[0] = '\0';
-  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 1\nmachine %0500d\nend\n", 1);
+  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 2\nmachine %0500d\nend\n", 1);
   refuse(wrong, long_line, "longer than");
   memcpy(wrong, text, n);
   wrong[n / 2] = '\0';
@@ -324,9 +364,18 @@ static void test_costs_that_are_none_are_not_written(void) {
     costs.paths[1][KVS_PATH_RELAY].run[13] = wrong[i];
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
     costs = good;
+    costs.paths[1][KVS_PATH_STRIDED].extra = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+    costs = good;
     costs.tuning.link_gbps[1] = wrong[i];
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
   }
+  costs = good;
+  costs.paths[1][KVS_PATH_KERNEL].extra = 1; /* which no file would keep */
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID);
+  costs = good;
+  costs.paths[1][KVS_PATH_DMA].run[0] = 1;
+  CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID);
   costs = good;
   costs.tuning.background_ctas = 1025;
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID);
@@ -377,8 +426,12 @@ int main(void) {
   snprintf(file, sizeof file, "%s/costs.txt", folder);
   test_between_points();
   test_monotone_and_without_steps();
-  test_each_path();
-  test_relay_is_the_slower_of_two();
+  test_dma();
+  test_direct();
+  test_strided();
+  test_kernel();
+  test_relay();
+  test_what_is_not_there_is_never_picked();
   test_the_built_in_costs();
   test_written_comes_back();
   test_the_file_is_the_users_alone();
