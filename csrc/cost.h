@@ -18,7 +18,8 @@ enum {
 struct kvs_path_cost {
   double start;                /* of a transfer, however small */
   double extra;                /* DMA: of each of the first KVS_COST_BATCH copies, where there are several; STRIDED: of
-                                  one more copy of rows, over and above them. The others: not used, 0 */
+                                  one more copy of rows, over and above them; RELAY: once, of a transfer of several
+                                  fillings. The others: not used, 0 */
   double each[KVS_COST_SIZES]; /* of one more copy of that size: DMA, DIRECT a merged copy; STRIDED a row that the
                                   host's next one touches; KERNEL a piece whose host side is at a multiple of
                                   KVS_COST_LINE; RELAY a row gathered or scattered */
@@ -68,7 +69,9 @@ int kvs_costs_check(const struct kvs_costs *costs, struct kvs_error *err);
 #define KVS_COST_MOST_CTAS 1024
 
 /* Which of kvs_path_cost's members a path uses; `start` and `each` always count. */
-static inline bool kvs_cost_has_extra(enum kvs_path path) { return path == KVS_PATH_DMA || path == KVS_PATH_STRIDED; }
+static inline bool kvs_cost_has_extra(enum kvs_path path) {
+  return path == KVS_PATH_DMA || path == KVS_PATH_STRIDED || path == KVS_PATH_RELAY;
+}
 static inline bool kvs_cost_has_run(enum kvs_path path) {
   return path == KVS_PATH_STRIDED || path == KVS_PATH_RELAY || path == KVS_PATH_KERNEL;
 }

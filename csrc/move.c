@@ -397,7 +397,7 @@ static uint64_t most_slots(const struct move_call *call) {
 static int find_shape(const struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
                       struct kvs_error *err) {
   if (call->rows) find_rects(call, work->direction, &work->shape);
-  if (!kvs_wants_rows(call->engine, options)) return KVS_OK;
+  if (!kvs_wants_rows(call->engine, options, work->entries)) return KVS_OK;
   work->grid = most_slots(call) <= UINT32_MAX;
   int status = list_rows(call, work->scratch, err);
   return status ? status : kvs_find_shape(work, most_slots(call), err);
@@ -533,7 +533,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
                           struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool shared;
-  call->rows = kvs_may_stride(call->engine, options);
+  call->rows = kvs_may_stride(call->engine, options, UINT64_MAX);
   int status = find_touches(call, &shared, err);
   if (!status) status = take_slots(call, shared, scratch, err);
   if (!status) status = cover_pools(call, scratch, &work->direction, err);

@@ -73,10 +73,21 @@ static bool goes_on(const struct kvs_stack *stack, const struct kvs_tensor *firs
          reaches(regions, first->cpu, next->cpu, next->cpu_blocks, next->cpu_stride, nbytes);
 }
 
+/* There are more regions than tensors, so hardly two that share one on both sides: it is not worth sorting them. */
+static int each_alone(size_t ntensors, struct kvs_stacks *stacks) {
+  for (size_t t = 0; t < ntensors; t++) {
+    stacks->order[t] = (uint32_t)t;
+    stacks->items[t] = (struct kvs_stack){.first = t, .count = 1};
+  }
+  stacks->count = ntensors;
+  return KVS_OK;
+}
+
 int kvs_stacks_find(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_regions *regions,
                     struct kvs_stacks *stacks, struct kvs_error *err) {
   int status = reserve(stacks, ntensors, err);
   stacks->count = 0;
+  if (!status && regions->count > ntensors) return each_alone(ntensors, stacks);
   if (status || ntensors > UINT32_MAX) return status;
   for (size_t t = 0; t < ntensors; t++) stacks->sorting[t] = (struct kvs_base){tensors[t].gpu, (uint32_t)t};
   sort_bases(stacks->sorting, ntensors);

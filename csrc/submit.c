@@ -19,6 +19,9 @@
 /* The kernel takes a merged list instead of rows and pairs if it has so many times fewer entries. */
 enum { LIST_IF_SHORTER = 4 };
 
+/* So few copies go to the copy engine: to think of other ways would take longer than any of them could save. */
+enum { FEW = 2 };
+
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.03;
 
@@ -167,15 +170,17 @@ static enum kvs_path asked_for(struct kvs_engine *engine, const struct kvs_optio
   return resolved.path;
 }
 
-bool kvs_may_stride(struct kvs_engine *engine, const struct kvs_options *options) {
+bool kvs_may_stride(struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
   enum kvs_path path = asked_for(engine, options);
   if (kvs_dev_fault_on_copies(engine->device)) return false; /* which looks at plain copies */
-  return path == KVS_PATH_STRIDED || (path == KVS_PATH_AUTO && !prefers_direct(engine) && !engine->disabled.strided);
+  return path == KVS_PATH_STRIDED ||
+         (path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine) && !engine->disabled.strided);
 }
 
-bool kvs_wants_rows(struct kvs_engine *engine, const struct kvs_options *options) {
+bool kvs_wants_rows(struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
   enum kvs_path path = asked_for(engine, options);
-  return path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY || (path == KVS_PATH_AUTO && !prefers_direct(engine));
+  return path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY ||
+         (path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine));
 }
 
 static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const char *why) {

@@ -168,8 +168,8 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const s
     if (!status) status = check_disjoint(scratch, work, "block", call->ntensors, err);
     scratch->copies.count = 0;
   }
-  if (!status && kvs_may_stride(engine, options)) status = find_stacks(call, work, err);
-  if (status || !kvs_wants_rows(engine, options)) return status;
+  if (!status && kvs_may_stride(engine, options, work->entries)) status = find_stacks(call, work, err);
+  if (status || !kvs_wants_rows(engine, options, work->entries)) return status;
   work->grid = slots_fit(call);
   status = list_rows(call, work, err);
   return status ? status : kvs_find_shape(work, cpu_slots(call), err);

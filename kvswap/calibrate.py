@@ -191,9 +191,13 @@ def points(path: Path, direction: Direction, moved: int) -> list[Point]:
             run = every("run", lambda size: replace(many(size, _LAYERS), apart=True))
             return [start(2), extra, *each(_LAYERS), *run]
         case "relay":
+            # Twice the bytes of others: what its flags cost once is told apart by a transfer of few fillings.
+            moved *= 2
             together = every("each", lambda size: replace(many(size, _LAYERS), together=True))
+            few = Shape(_LAYERS, SIZES[_FEW_INDEX], max(1, moved // 8 // _LAYERS // SIZES[_FEW_INDEX]), together=True)
+            extra = Point(path, direction, "extra", _FEW_INDEX, few)
             run = every("run", lambda size: many(size, 1))  # of one row: nothing is gathered faster
-            return [start(_FEW_LAYERS), *together, *run]
+            return [start(_FEW_LAYERS), extra, *together, *run]
         case "kernel":
             return [start(1), *each(1), *every("run", lambda size: replace(many(size, 1), skew=True))]
         case "direct":
@@ -325,16 +329,23 @@ def _solve_relay(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._
     """start + the longer of rows and runs + a share of the shorter. Where rows take longer than runs, no more is found
     of these than that they are no slower, and the other way round; no noise of the ones ends up in the others."""
     each = {
-        i: max(0.0, ns - cost["start"] - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
+        i: max(0.0, ns - _relay_once(cost, shape) - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
         for i, (shape, ns) in nanoseconds["each"].items()
     }
     run = {
-        i: max(0.0, ns - cost["start"] - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
+        i: max(0.0, ns - _relay_once(cost, shape) - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
         for i, (shape, ns) in nanoseconds["run"].items()
     }
     shape, ns = nanoseconds["start"][0]
     start = max(0.0, ns - _rows(shape, cost["each"]) - at(cost["run"], shape.nbytes))
-    return {"start": start, "extra": 0.0, "each": fill(each), "run": fill(run)}
+    few, few_ns = nanoseconds["extra"][_FEW_INDEX]
+    gather, move = _rows(few, cost["each"]), at(cost["run"], few.nbytes)
+    extra = max(0.0, few_ns - start - max(gather, move) - _alone(few) * min(gather, move))
+    return {"start": start, "extra": extra, "each": fill(each), "run": fill(run)}
+
+
+def _relay_once(cost: _C._PathCost, shape: Shape) -> float:
+    return cost["start"] + (cost["extra"] if shape.nbytes > _FILLING else 0.0)
 
 
 def _extras(path: Path, shape: Shape) -> int:

@@ -171,7 +171,8 @@ def test_the_plan_fits_and_says_what_it_claims() -> None:
     for point in all_points():
         shape = point.shape
         assert 1 <= shape.rows <= 8192
-        assert shape.nbytes <= MOVED  # every other slot: half of the memory, which is at least four times as much
+        # Every other slot: at most all of the memory, which is four times as much as most move.
+        assert shape.nbytes <= (2 if point.path == "relay" else 1) * MOVED
         if point.kind in ("each", "run"):
             assert shape.row_nbytes == SIZES[point.index]
             assert shape.together == (point.kind == "each" and point.path == "relay")
@@ -268,7 +269,7 @@ def test_costs_are_found_again(path: str) -> None:
         }
         cost: _C._PathCost = {
             "start": round(start, 3),
-            "extra": round(run, 3) if path in ("dma", "strided") else 0.0,
+            "extra": round(run, 3) if path in ("dma", "strided", "relay") else 0.0,
             "each": each,
             "run": runs.get(path, []),
         }
