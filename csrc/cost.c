@@ -50,7 +50,7 @@ static double relay(const struct kvs_path_cost *cost, const struct kvs_shape *sh
   if (shape->rows == 0 || shape->runs == 0) return INFINITY;
   double gather = of_all(cost->each, shape->nbytes, shape->rows), move = of_all(cost->run, shape->nbytes, shape->runs);
   double alone = shape->nbytes > KVS_COST_FILLING ? KVS_COST_FILLING / (double)shape->nbytes : 1;
-  double flags = shape->nbytes > KVS_COST_FILLING ? cost->extra : 0;
+  double flags = cost->extra * (shape->nbytes < KVS_COST_SLOT ? (double)shape->nbytes / KVS_COST_SLOT : 1);
   return cost->start + flags + (gather > move ? gather + move * alone : move + gather * alone);
 }
 

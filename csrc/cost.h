@@ -11,6 +11,7 @@ enum { KVS_COST_SIZES = 14, KVS_COST_LEAST = 512 };
 enum {
   KVS_COST_BATCH = 128,       /* copies that the processor hands over before the copy engine begins */
   KVS_COST_FILLING = 1 << 20, /* bytes of a relay that nothing overlaps: the first filling, or the last */
+  KVS_COST_SLOT = 16 << 20,   /* bytes of a slot of the relay's ring */
   KVS_COST_LINE = 64,         /* bytes: a kernel that reaches over the link off these pays for parts of lines */
 };
 
@@ -18,8 +19,8 @@ enum {
 struct kvs_path_cost {
   double start;                /* of a transfer, however small */
   double extra;                /* DMA: of each of the first KVS_COST_BATCH copies, where there are several; STRIDED: of
-                                  one more copy of rows, over and above them; RELAY: once, of a transfer of several
-                                  fillings. The others: not used, 0 */
+                                  one more copy of rows, over and above them; RELAY: once, of a transfer that fills a
+                                  slot, and in proportion of less. The others: not used, 0 */
   double each[KVS_COST_SIZES]; /* of one more copy of that size: DMA, DIRECT a merged copy; STRIDED a row that the
                                   host's next one touches; KERNEL a piece whose host side is at a multiple of
                                   KVS_COST_LINE; RELAY a row gathered or scattered */

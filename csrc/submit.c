@@ -20,10 +20,14 @@
 enum { LIST_IF_SHORTER = 4 };
 
 /* So few copies go to the copy engine: to think of other ways would take longer than any of them could save. */
-enum { FEW = 2 };
+enum { FEW = 8 };
 
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
-static const double KERNEL_HANDICAP = 1.03;
+static const double KERNEL_HANDICAP = 1.01;
+
+/* Short runs of odd sizes cost the copy engine anything up to twice what was measured of round ones. */
+static const double SHORT_RUNS_HANDICAP = 1.15;
+enum { SHORT_RUN = 128 << 10 };
 
 /* -- what it looks like ---------------------------------------------------------------------------------------- */
 
@@ -125,6 +129,7 @@ static double beside_a_model(enum kvs_path path) {
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
   if (s->options->priority == KVS_PRIORITY_HIGH) ns *= beside_a_model(path);
+  if (path == KVS_PATH_RELAY && s->work->nbytes / SHORT_RUN < s->work->shape.runs) ns *= SHORT_RUNS_HANDICAP;
   if (path != KVS_PATH_KERNEL) return ns;
   double paced = kvs_pace_gbps(s) > 0 ? (double)s->work->nbytes / kvs_pace_gbps(s) : 0;
   if (paced > ns) ns = paced;

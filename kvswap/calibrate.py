@@ -39,6 +39,7 @@ Words: TypeAlias = NDArray[np.uint64]
 SIZES = tuple(512 << i for i in range(14))
 _BATCH = 128
 _FILLING = 1 << 20
+_SLOT = 16 << 20  # of the relay's ring
 PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
 
@@ -53,7 +54,7 @@ _FEW_COPIES, _FEW_INDEX = 32, 8  # and their size: one that is always measured, 
 _SKEW = 16  # bytes by which the host's blocks lie off the lines, where they are to
 _REPEATS, _LEAST_REPEATS, _START_REPEATS = 5, 3, 15
 _CTAS = (1, 2, 4, 8, 16, 32, 64)
-_CTAS_SIZE = 16 << 10  # at which they are compared
+_CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
 _BACKGROUND_SHARE = 0.72  # of the slower link: SM stores that come near to the link hold up the rest of the GPU
 _WAIT_LIMIT = 60.0
@@ -338,14 +339,16 @@ def _solve_relay(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._
     }
     shape, ns = nanoseconds["start"][0]
     start = max(0.0, ns - _rows(shape, cost["each"]) - at(cost["run"], shape.nbytes))
+    start = max(0.0, start - cost["extra"] * min(1.0, shape.nbytes / _SLOT))
     few, few_ns = nanoseconds["extra"][_FEW_INDEX]
     gather, move = _rows(few, cost["each"]), at(cost["run"], few.nbytes)
     extra = max(0.0, few_ns - start - max(gather, move) - _alone(few) * min(gather, move))
+    extra /= min(1.0, few.nbytes / _SLOT)
     return {"start": start, "extra": extra, "each": fill(each), "run": fill(run)}
 
 
 def _relay_once(cost: _C._PathCost, shape: Shape) -> float:
-    return cost["start"] + (cost["extra"] if shape.nbytes > _FILLING else 0.0)
+    return cost["start"] + cost["extra"] * min(1.0, shape.nbytes / _SLOT)
 
 
 def _extras(path: Path, shape: Shape) -> int:

@@ -149,6 +149,7 @@ static void test_relay(void) {
   struct kvs_path_cost *relay = &costs.paths[KVS_D2H][KVS_PATH_RELAY];
   struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 4 << 20, .rows = 4096, .runs = 16};
   relay->start = 5000;
+  relay->extra = 0;
   relay->each[1] = 100;   /* 1 KiB */
   relay->run[9] = 100000; /* 256 KiB */
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 16 * 100000 + 4096 * 100 / 4.0));
@@ -156,6 +157,10 @@ static void test_relay(void) {
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 256 << 10, .rows = 256, .runs = 1};
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 256 * 100 + 20000)); /* it is all one filling */
+  relay->extra = 6400; /* of a slot's 16 MiB and more */
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 100 + 256 * 100 + 20000));
+  shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 64 << 20, .rows = 65536, .runs = 256};
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 6400 + 65536 * 100 + 256 * 20000 / 64.0));
   shape.runs = 0;
   CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY)));
 }
