@@ -44,15 +44,17 @@ static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
   struct kvs_shape *shape = &work->shape;
   const struct kvs_rows *rows = &work->scratch->rows;
   uint64_t slots[LINE] = {0}, off = 0, nbytes = 0;
+  unsigned used[LINE], nused = 0; /* those that there are */
   bool store = work->direction == KVS_D2H, counted = false;
   for (size_t i = 0; i < rows->count; i++) {
     const struct kvs_row *row = &rows->items[i];
     uint64_t base = store ? row->dst : row->src, stride = store ? row->dst_stride : row->src_stride;
     if (((base | stride) & (LINE - 1)) == 0) continue;
-    for (size_t s = 0; !counted && s < work->nslots; s++) slots[host_slots[s] & (LINE - 1)]++;
+    for (size_t s = 0; !counted && s < work->nslots; s++)
+      if (slots[host_slots[s] & (LINE - 1)]++ == 0) used[nused++] = (unsigned)(host_slots[s] & (LINE - 1));
     counted = true;
-    for (uint64_t s = 0; s < LINE; s++)
-      if ((base + s * stride) & (LINE - 1)) off += slots[s], nbytes += slots[s] * row->nbytes;
+    for (unsigned u = 0; u < nused; u++)
+      if ((base + used[u] * stride) & (LINE - 1)) off += slots[used[u]], nbytes += slots[used[u]] * row->nbytes;
   }
   shape->skew_pieces = shape->rows ? (uint64_t)((double)off * (double)shape->pieces / (double)shape->rows) : 0;
   shape->skew_nbytes = shape->skew_pieces ? nbytes : 0;

@@ -56,6 +56,7 @@ _REPEATS, _LEAST_REPEATS, _START_REPEATS = 5, 3, 15
 _CTAS = (1, 2, 4, 8, 16, 32, 64)
 _CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
+_LEAST_CTAS = 8
 _BACKGROUND_SHARE = 0.72  # of the slower link: SM stores that come near to the link hold up the rest of the GPU
 _WAIT_LIMIT = 60.0
 # What is set for one run must not be stored for all.
@@ -228,7 +229,8 @@ def _measure_tuning(rig: _Rig, progress: Progress) -> _C._Tuning:
     pace = _BACKGROUND_SHARE * min(link.values())
     best = [max(reached) for reached in zip(*gbps.values(), strict=True)]
     shares = {ctas: min(np.divide(reached, best)) for ctas, reached in gbps.items()}
-    kernel_ctas = fewest(shares, _ENOUGH * max(shares.values()))
+    # Not fewer than eight: the relay takes as many, and what the caller does hides what they are good for there.
+    kernel_ctas = max(fewest(shares, _ENOUGH * max(shares.values())), max(ctas for ctas in gbps if ctas <= _LEAST_CTAS))
     background_ctas = fewest({ctas: min(reached) for ctas, reached in gbps.items()}, pace)
     tuning["kernel_ctas"] = rig.kernel_ctas = kernel_ctas
     tuning["background_ctas"] = min(background_ctas or kernel_ctas, kernel_ctas)
