@@ -207,9 +207,12 @@ static struct kvs_transfer *pop_locked(struct kvs_lane *lane) {
 
 /* Whether the oldest transfer's device work has ended. */
 static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
-  struct kvs_device *device = lane->engine->device;
-  if (lane->head->end) return kvs_dev_event_query(device, lane->head->end, err);
-  return kvs_dev_stream_query(device, lane->spine, err);
+  struct kvs_engine *engine = lane->engine;
+  const struct kvs_transfer *oldest = lane->head;
+  int status = oldest->end ? kvs_dev_event_query(engine->device, oldest->end, err)
+                           : kvs_dev_stream_query(engine->device, lane->spine, err);
+  if (status || !oldest->unjoined || kvs_relay_usable(engine, &engine->relays[oldest->direction])) return status;
+  return kvs_fail(err, KVS_NOT_READY, "some of its copies have not ended");
 }
 
 /* For the race checker, which may be told of order after the transfer long after its memory is gone. */

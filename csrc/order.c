@@ -243,7 +243,7 @@ int kvs_order_before_layer(struct kvs_transfer *transfer, const struct kvs_optio
                                         : KVS_OK;
 }
 
-/* Nothing will be recorded for the end: the spine being idle stands for it. */
+/* No event tells of the end: the spine being idle stands for it. */
 static void lose_track(struct kvs_transfer *transfer) {
   struct kvs_error ignored;
   if (transfer->end) (void)kvs_dev_event_destroy(transfer->engine->device, transfer->end, &ignored);
@@ -255,11 +255,11 @@ int kvs_order_behind(struct kvs_transfer *transfer, const struct kvs_work *work,
   struct kvs_device *device = transfer->engine->device;
   struct kvs_error ignored;
   int status = kvs_dev_event_record(device, transfer->end, transfer->lane->spine, err);
-  if (status) lose_track(transfer);
+  if (status || transfer->unjoined) lose_track(transfer);
   if (kvs_racecheck_on()) transfer->point = kvs_racecheck_point(device, transfer->lane->spine);
   note_hazards(transfer, work);
   if (!options->on_stream) return status;
-  if (!status) return kvs_dev_stream_wait(device, options->stream, transfer->end, err);
+  if (transfer->end) return kvs_dev_stream_wait(device, options->stream, transfer->end, err);
   /* The copies run all the same, and what the caller queues next must come after them. */
   if (!kvs_dev_event_record(device, transfer->lane->fork, transfer->lane->spine, &ignored))
     (void)kvs_dev_stream_wait(device, options->stream, transfer->lane->fork, &ignored);

@@ -159,8 +159,7 @@ static int start(struct relaying *r, struct kvs_error *why) {
       .gather = r->gather,
       .chunk = KVS_RING_CHUNK,
   };
-  int status = kvs_dev_stream_wait(s->device, s->lane->spine, relay->idle, why);
-  if (!status) status = place(r, &params, why);
+  int status = place(r, &params, why);
   if (!status) status = kvs_dev_fill(s->device, relay->flags, 0, KVS_RELAY_FLAGS, s->lane->spine, why);
   if (!status) status = kvs_dev_event_record(s->device, relay->fork, s->lane->spine, why);
   for (size_t i = 0; !status && i < KVS_RELAY_STREAMS; i++)
@@ -230,7 +229,10 @@ static void end_use(const struct relaying *r) {
 static int relay_locked(struct relaying *r, struct kvs_error *why) {
   struct kvs_submission *s = r->s;
   struct kvs_error unjoined;
-  int status = start(r, why);
+  if (r->relay->spine) return kvs_fail(why, KVS_REFUSED, "the transfer before cannot be waited for");
+  int status = kvs_dev_stream_wait(s->device, s->lane->spine, r->relay->idle, why);
+  if (status) return status; /* the spine does not come after the transfer before: `idle` still tells of that one */
+  status = start(r, why);
   if (status) { /* no copy was queued, but perhaps what clears the flags */
     end_use(r);
     return status;
@@ -240,6 +242,7 @@ static int relay_locked(struct relaying *r, struct kvs_error *why) {
   if (join(r, &unjoined)) { /* nobody can come after the copies any more, so nothing that they wrote can be trusted */
     raise_abort(r);
     r->relay->spine = s->lane->spine;
+    s->transfer->unjoined = true;
     kvs_fail_whole(s, &unjoined);
     return kvs_beyond_hope(unjoined.status) ? unjoined.status : KVS_OK;
   }
@@ -260,6 +263,6 @@ int kvs_issue_relay(struct kvs_submission *s, struct kvs_error *why) {
   pthread_mutex_lock(&r.relay->lock);
   int status = relay_locked(&r, why);
   pthread_mutex_unlock(&r.relay->lock);
-  s->transfer->relayed = status == KVS_OK && s->transfer->staging;
+  s->transfer->relayed = status == KVS_OK && !s->transfer->all_failed; /* else nobody did it again */
   return status;
 }

@@ -345,7 +345,8 @@ def _solve_relay(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._
     few, few_ns = nanoseconds["extra"][_FEW_INDEX]
     gather, move = _rows(few, cost["each"]), at(cost["run"], few.nbytes)
     extra = max(0.0, few_ns - start - max(gather, move) - _alone(few) * min(gather, move))
-    extra /= min(1.0, few.nbytes / _SLOT)
+    if few.nbytes < _SLOT:  # there it is in proportion, as the rows are, and cannot be told from these
+        extra = 0.0
     return {"start": start, "extra": extra, "each": fill(each), "run": fill(run)}
 
 

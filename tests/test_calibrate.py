@@ -316,18 +316,22 @@ def test_the_fewest_ctas_that_are_enough() -> None:
     assert calibrate.fewest({1: 10.0, 2: 19.5, 4: 20.0, 8: 19.0}, 19.4) == 2
     assert calibrate.fewest({1: 10.0}, 11) == 0
     rig = Rig(_C._costs_read(None))
-    gbps = {1: 10, 2: 20, 4: 39, 8: 40}
+    gbps = {1: 10, 2: 20, 4: 28, 8: 36, 16: 39, 32: 40}
 
     def measure(path: str, direction: str, shape: Shape, repeats: int, max_ctas: int) -> float:
         return shape.nbytes / (gbps.get(max_ctas, 40) * 1e9) * (2 if direction == "h2d" else 1)
 
     rig.measure = measure  # type: ignore[assignment]
-    rig.device = type("Device", (), {"info": {"sms": 8}})()
+    rig.device = type("Device", (), {"info": {"sms": 32}})()
     tuning = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-    assert (tuning["kernel_ctas"], rig.kernel_ctas) == (4, 4)  # 39 of 40 is enough
+    assert (tuning["kernel_ctas"], rig.kernel_ctas) == (16, 16)  # 39 of 40 is enough
     assert tuning["background_gbps"] == pytest.approx(0.72 * 40)
-    assert tuning["background_ctas"] == 4  # h2d reaches no more than 20: as many as the kernel has at most
+    assert tuning["background_ctas"] == 16  # h2d reaches no more than 20: as many as the kernel has at most
     assert (tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) == (50, 40)
+    for sms, few in ((132, 8), (6, 4)):  # not fewer than eight, where there are so many
+        gbps = dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 40)
+        rig.device = type("Device", (), {"info": {"sms": sms}})()
+        assert calibrate._measure_tuning(rig, lambda done, total, what: None)["kernel_ctas"] == few  # type: ignore[arg-type]
 
 
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:

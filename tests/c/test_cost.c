@@ -157,7 +157,7 @@ static void test_relay(void) {
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 256 << 10, .rows = 256, .runs = 1};
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 256 * 100 + 20000)); /* it is all one filling */
-  relay->extra = 6400; /* of a slot's 16 MiB and more */
+  relay->extra = 6400;                                                                /* of a slot's 16 MiB and more */
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 100 + 256 * 100 + 20000));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 64 << 20, .rows = 65536, .runs = 256};
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 6400 + 65536 * 100 + 256 * 20000 / 64.0));

@@ -1,0 +1,654 @@
+"""The paths that copy by a kernel, `relay` and `kernel`, from the public calls: anything that may be asked for, against
+a model in NumPy; what may be queued beside it, before it and after it; and every way in which a relay may go wrong."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Buffer, Gate, check_pattern, pattern_bytes, run_python, usable, write_pattern
+from hypothesis import given
+from hypothesis import strategies as st
+from transfers import (
+    CALLS,
+    D2H,
+    GUARD,
+    H2D,
+    MIB,
+    SIZES,
+    Chooser,
+    Drawn,
+    Ids,
+    Side,
+    Sides,
+    Work,
+    carry_out,
+    draw,
+    lay_out,
+    plain,
+    view,
+)
+
+import kvswap
+from kvswap import _C, testing
+
+INLINE = (0, 1, 8, 479, 480, 481, 2000)  # pairs of slots, round about as many as travel as parameters
+
+
+@pytest.fixture(params=[D2H, H2D], ids=["D2H", "H2D"])
+def direction(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=["relay", "kernel"])
+def path(request: pytest.FixtureRequest, session_device: kvswap.Device) -> str:
+    return usable(session_device, str(request.param))
+
+
+@pytest.fixture
+def sides(device: kvswap.Device) -> Sides:
+    return Sides(device, 4 * MIB)
+
+
+@pytest.fixture
+def seamed(device: kvswap.Device) -> Iterator[Sides]:
+    """The host's side is memory of the caller's, registered in parts."""
+    sides = Sides(device, 4 * MIB, registered=True)
+    yield sides
+    sides.close()
+
+
+# -- anything ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_any_transfer(sides: Sides, path: str, direction: int, call: str) -> None:
+    choose = Chooser(random.Random(f"{path} {direction} {call}"))
+    for _ in range(60):
+        sides.run(draw(choose, sides.room, direction=direction), call, path=path)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_any_transfer_over_seams(seamed: Sides, path: str, direction: int, call: str) -> None:
+    choose = Chooser(random.Random(f"{path} {direction} {call} seams"))
+    for _ in range(30):
+        seamed.run(draw(choose, seamed.room, direction=direction, begin=seamed.begin), call, path=path)
+
+
+@given(st.data(), st.sampled_from(["relay", "kernel"]), st.sampled_from(sorted(CALLS)))
+def test_whatever_is_asked_for(session_device: kvswap.Device, data: st.DataObject, path: str, call: str) -> None:
+    usable(session_device, path)
+    Sides(session_device, MIB).run(draw(Drawn(data), MIB, 500), call, path=path)
+
+
+def test_any_interleaving(path: str) -> None:
+    """On devices that reorder all that nothing orders, each by its seed."""
+    for seed in range(1, 41):
+        sides, choose = Sides(testing.deterministic_device(seed), MIB), Chooser(random.Random(seed))
+        for call in CALLS:
+            sides.run(draw(choose, sides.room, 500), call, path=path)
+
+
+@pytest.mark.parametrize("count", INLINE)
+@pytest.mark.parametrize("tensors", [1, 90])
+@pytest.mark.parametrize("together", [True, False], ids=["block-first", "layer-first"])
+def test_numbers_of_pairs(sides: Sides, path: str, direction: int, count: int, tensors: int, together: bool) -> None:
+    for nbytes in (1, 16, 20):
+        work = plain(nbytes, tensors, count, direction, together=together, seed=nbytes)
+        transfer = sides.run(work, path=path)
+        assert (transfer.path, transfer.num_blocks, transfer.nbytes) == (path, count, count * tensors * nbytes)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_sizes_and_alignments(sides: Sides, path: str, direction: int, nbytes: int) -> None:
+    for gpu_at, cpu_at in ((0, 0), (1, 3), (8, 0), (4, 12), (15, 1), (2, 2)):
+        rng, sizes = np.random.default_rng(nbytes + gpu_at), (nbytes, nbytes)
+        places = (lay_out(sizes, 7, GUARD + gpu_at, 0, False), lay_out(sizes, 7, GUARD + cpu_at, 0, True))
+        work = Work(sizes, *places, rng.permutation(7), rng.permutation(7), direction)
+        for call in ("swap", "batch"):
+            sides.run(work, call, path=path)
+
+
+def four_fillings(direction: int) -> Work:
+    """Of several copies each, on both streams that copy; the ring has three slots."""
+    return plain(128 << 10, 1, 60, direction)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_many_fillings(device: kvswap.Device, direction: int, call: str) -> None:
+    """More of them than the ring has slots, so that each waits for one before it."""
+    sides = Sides(device, 40 * MIB)
+    for nbytes, tensors, count, together in ((200 << 10, 2, 90, True), (4096, 3, 2900, False), (9000, 64, 60, True)):
+        work = plain(nbytes, tensors, count, direction, together=together)
+        assert sides.run(work, call, path="relay").path == "relay"
+
+
+def test_many_fillings_in_every_interleaving(direction: int) -> None:
+    """Of so many copies that something else may well happen before the last of them."""
+    work = plain(16 << 10, 1, 500, direction)
+    for seed in range(1, 31):
+        sides = Sides(testing.deterministic_device(seed), 9 * MIB)
+        sides.run(work, ("swap", "batch")[seed % 2], path="relay")
+
+
+def test_a_block_larger_than_a_slot(device: kvswap.Device, direction: int) -> None:
+    sides = Sides(device, 128 * MIB)
+    assert sides.run(plain(28 * MIB + 5, 1, 1, direction), path="relay").path == "relay"
+    assert sides.run(plain(3 * MIB + 1, 2, 6, direction), path="relay").path == "relay"
+
+
+PARTS = {
+    "a row": [(0, 0, 3, 1, 500, 0)],
+    "rows": [(0, 0, 1, 5, 20, 200), (1, 0, 0, 1, 1004, 0)],
+    "three parts": [(0, 0, 0, 2, 11, 502), (0, 0, 900, 1, 104, 0), (1, 0, 1003, 1, 1, 0)],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("count", [8, 480, 481])
+def test_parts_of_blocks(sides: Sides, path: str, direction: int, parts: list[Any], count: int) -> None:
+    work = plain(1004, 2, count, direction)
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+    transfer = sides.move(work, path=path, parts=np.array(parts))
+    for pair, _, offset, rows, nbytes, pitch in parts:
+        for row in range(rows):
+            at = offset + row * pitch
+            here, there = (
+                view(model[at:], side, pair, nbytes)
+                for model, side in ((sides.gpu_model, work.gpu), (sides.cpu_model, work.cpu))
+            )
+            if direction == H2D:
+                here[work.gpu_ids] = there[work.cpu_ids]
+            else:
+                there[work.cpu_ids] = here[work.gpu_ids]
+    transfer.wait(PATIENCE)
+    sides.check(f"{parts}")
+    assert transfer.path == path
+
+
+def test_one_source_many_destinations(sides: Sides, path: str, direction: int) -> None:
+    for count in (12, 481):
+        work = plain(513, 3, count, direction)
+        (work.cpu_ids if direction == H2D else work.gpu_ids)[: count // 2] = 1
+        sides.run(work, path=path)
+
+
+# -- what else is queued ----------------------------------------------------------------------------------------------
+
+
+def test_others_are_submitted_before_it_begins(device: kvswap.Device, path: str, direction: int) -> None:
+    """Transfers of so many tables of rows that not all have a place on the device, all held up at once: what each of
+    them reads is its own, whatever is submitted after it."""
+    many, room = 40, 40000
+    sides, stream = Sides(device, many * room), kvswap.Stream(device)
+    for count in (8, 480, 481):
+        works = [plain(7 + i % 5, 3, count, direction, seed=i, begin=GUARD + i * room) for i in range(many)]
+        sides.prepare(many * room)
+        with Gate(device) as gate:
+            gate.hold(stream)
+            transfers = [sides.swap(work, path=path, stream=stream) for work in works]
+            transfers += [sides.swap(work, path=path, stream=stream) for work in works[:3]]  # tables that are in use
+            gate.open()
+        for transfer, work in zip(transfers, works + works[:3], strict=True):
+            transfer.wait(PATIENCE)
+            carry_out(work, sides.gpu_model, sides.cpu_model)
+        sides.check(f"{count} pairs")
+
+
+def test_tables_come_and_go(sides: Sides, path: str, direction: int) -> None:
+    """One after another, of more tables than there are places, and again; some of them larger than those they evict."""
+    works = [plain(16 + i, 1 + i % 9, 5, direction, begin=GUARD + i, seed=i) for i in range(70)]
+    for work in works + works[::-1] + works[::7] * 3:
+        assert sides.run(work, path=path).path == path
+
+
+def halves(direction: int, nbytes: int, count: int, number: int = 2, room: int = 4 * MIB) -> list[Work]:
+    """Transfers in parts of the buffers that have nothing to do with each other."""
+    works = [plain(nbytes, 2, count, direction, seed=i, begin=GUARD + i * room // number) for i in range(number)]
+    assert max(works[0].gpu.end, works[0].cpu.end) <= room // number
+    return works
+
+
+def test_two_relays_of_one_direction(device: kvswap.Device, direction: int) -> None:
+    """From two streams: the second one waits for the ring, not the caller for anything."""
+    sides, streams = Sides(device, 32 * MIB), [kvswap.Stream(device) for _ in range(2)]
+    works = halves(direction, 8192, 900, room=sides.room)
+    for turn in range(4):
+        sides.prepare(sides.room)
+        testing.delay(device, 0.002 * turn, streams[0])
+        transfers = [sides.swap(work, path="relay", stream=s) for work, s in zip(works, streams, strict=True)]
+        for transfer, work in zip(transfers, works, strict=True):
+            transfer.wait(PATIENCE)
+            carry_out(work, sides.gpu_model, sides.cpu_model)
+            assert transfer.path == "relay"
+        sides.check()
+
+
+def test_relays_in_every_interleaving() -> None:
+    """Two of each direction at once, from four streams."""
+    for seed in range(1, 41):
+        device = testing.deterministic_device(seed)
+        sides, streams = Sides(device, MIB), [kvswap.Stream(device) for _ in range(4)]
+        works = [plain(700, 2, 40, i % 2, seed=seed + i, begin=GUARD + i * MIB // 4) for i in range(4)]
+        sides.prepare(sides.room)
+        if seed % 2:
+            testing.delay(device, 0.001, streams[seed % 4])
+        transfers = [sides.swap(work, path="relay", stream=s) for work, s in zip(works, streams, strict=True)]
+        for transfer, work in zip(transfers, works, strict=True):
+            transfer.wait(PATIENCE)
+            carry_out(work, sides.gpu_model, sides.cpu_model)
+            assert transfer.path == "relay"
+        sides.check(f"seed {seed}")
+
+
+def test_threads(device: kvswap.Device, path: str) -> None:
+    """Each with its stream and its part of the buffers, both directions, all at once."""
+    number, turns, room = 6, 12, 2 * MIB
+    sides = Sides(device, number * room)
+    sides.prepare(number * room)
+    works = [plain(1000 + i, 3, 200, i % 2, seed=i, begin=GUARD + i * room) for i in range(number)]
+    errors: list[BaseException] = []
+
+    def work(mine: Work) -> None:
+        try:
+            stream = kvswap.Stream(device)
+            for turn in range(turns):
+                call = (sides.swap, sides.batch)[turn % 2]
+                call(mine, path=path, stream=stream if turn % 3 else None).wait(PATIENCE)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for mine in works:
+        carry_out(mine, sides.gpu_model, sides.cpu_model)
+    sides.check()
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def pointers(buffer: Buffer, side: Side, ids: Ids) -> Ids:
+    """Of every block of every tensor, tensor by tensor."""
+    return np.concatenate([buffer.ptr + b + ids * s for b, s in zip(side.begins, side.strides, strict=True)])
+
+
+def store_and_load(device: kvswap.Device, path: str, on_stream: bool, nbytes: int, count: int) -> None:
+    """The model writes blocks late; they are stored; it writes over them at once, and reads those late. Then they are
+    loaded back, and it reads them at once. No call waits for anything."""
+    sides, stream, other = Sides(device, 4 * MIB), kvswap.Stream(device), kvswap.Stream(device)
+    store = plain(nbytes, 2, count, D2H)
+    load = Work(store.nbytes, store.gpu, store.cpu, store.gpu_ids, store.cpu_ids, H2D)
+    sides.prepare(sides.room)
+    gpu, cpu = pointers(sides.gpu, store.gpu, store.gpu_ids), pointers(sides.cpu, store.cpu, store.cpu_ids)
+    first, second = np.arange(gpu.size), np.arange(gpu.size) + 1000000
+    if not on_stream:
+        device.set_compute_stream(stream)
+    options: dict[str, Any] = {"path": path, **({"stream": stream} if on_stream else {})}
+    testing.delay(device, 0.003, stream)
+    written = write_pattern(device, gpu, nbytes, first, stream)
+    stored = sides.swap(store, **options)
+    if not on_stream:  # which holds up nobody: who needs it says so
+        stored.make_wait(stream)
+    over = write_pattern(device, gpu, nbytes, second, stream)
+    testing.delay(device, 0.003, stream)
+    seen = check_pattern(device, gpu, nbytes, second, stream)  # the load must not come before it
+    loaded = sides.swap(load, after=[stored], **options)
+    loaded.make_wait(other)
+    if not on_stream:
+        loaded.make_wait(stream)
+    jobs = [seen] + [check_pattern(device, gpu, nbytes, first, s) for s in (stream, other)]
+    jobs.append(check_pattern(device, cpu, nbytes, first, other))
+    written.result(PATIENCE), over.result(PATIENCE)
+    assert [job.result(PATIENCE)[0] for job in jobs] == [0, 0, 0, 0]
+    stored.wait(PATIENCE), loaded.wait(PATIENCE)
+    assert stored.path == loaded.path == path
+
+
+@pytest.mark.parametrize("on_stream", [True, False], ids=["S", "None"])
+@pytest.mark.parametrize(("nbytes", "count"), [(64, 300), (4096, 100), (20000, 90)])
+def test_late_producers_and_consumers(
+    device: kvswap.Device, path: str, on_stream: bool, nbytes: int, count: int
+) -> None:
+    store_and_load(device, path, on_stream, nbytes, count)
+
+
+@pytest.mark.parametrize("on_stream", [True, False], ids=["S", "None"])
+def test_late_producers_and_consumers_in_every_interleaving(path: str, on_stream: bool) -> None:
+    for seed in range(1, 31):
+        store_and_load(testing.deterministic_device(seed), path, on_stream, 600, 30)
+
+
+# -- what the driver refuses ------------------------------------------------------------------------------------------
+
+OPERATIONS = ("copy", "copy_batch", "wait32", "write32", "fill", "launch", "event_record", "stream_wait", "event_query")
+
+
+def outcome_of(sides: Sides, work: Work, transfer: kvswap.Transfer) -> str:
+    """That the transfer tells the truth about every block, and nothing else has changed."""
+    try:
+        transfer.wait(PATIENCE)
+        failed = np.array([], np.int64)
+    except kvswap.DeviceError as error:
+        assert error.code == 33
+        failed = transfer.failed_blocks
+        assert failed.size > 0 and transfer.state == "failed"
+    kept = np.delete(np.arange(work.count), failed)
+    carry_out(work, sides.gpu_model, sides.cpu_model, kept)
+    sides.forget(work, failed)
+    sides.check(f"{failed.size} lost")
+    return "lost" if failed.size else "done"
+
+
+def refuse(sides: Sides, work: Work, nth: int, operation: str, every: int = 0, **options: Any) -> str:
+    """What came of a relay whose nth call of the driver was refused; and that the next ones are none the worse."""
+    device = sides.device
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+    before = device.stats()
+    try:
+        with testing.fault(device, "call", "fail", operation=operation, nth=nth, every=every, code=33):
+            transfer = sides.swap(work, path="relay", **options)
+    except kvswap.DeviceError as error:
+        assert error.code == 33
+        device.synchronize(PATIENCE)
+        sides.check("raised")
+        assert device.stats()["submitted"] == before["submitted"]
+        outcome = "raised"
+    else:
+        outcome = outcome_of(sides, work, transfer)
+        again = device.stats()["second_attempts"] - before["second_attempts"]
+        assert again == (transfer.path == "dma"), f"{transfer.path}, {again} second attempts, {outcome}"
+        if (
+            again and outcome == "done" and device.name.startswith("host:seed")
+        ):  # by its own clock: nobody's patience ran out
+            assert 0 < transfer.elapsed < 0.2, f"the kernel was not told to give up: {transfer.elapsed} s"
+        outcome = "again" if again and outcome == "done" else outcome
+        sides.prepare(sides.end)
+        device.synchronize(PATIENCE)
+        sides.check("somebody wrote after the transfer's end")
+    for _ in range(2):
+        assert sides.run(work, path="relay", **options).path == "relay"
+    assert device.stats()["unfinished"] == 0
+    return outcome
+
+
+@pytest.fixture(params=["threads", "seed 3", "seed 4"])
+def faulty(request: pytest.FixtureRequest, device: kvswap.Device) -> Sides:
+    """On the device under test and on deterministic ones."""
+    usable(device, "kernel")
+    kind = str(request.param)
+    return Sides(device if kind == "threads" else testing.deterministic_device(int(kind[5:])), 8 * MIB)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_nth_of_an_operation_is_refused(faulty: Sides, direction: int, operation: str) -> None:
+    outcomes = [refuse(faulty, four_fillings(direction), nth, operation) for nth in range(1, 11)]
+    assert outcomes[-1] == "done", "there are more calls than the test goes through"
+    if operation in ("copy", "wait32", "write32", "fill", "launch", "event_record", "stream_wait"):
+        assert "again" in outcomes, outcomes
+
+
+@pytest.mark.parametrize("on_stream", [False, True], ids=["None", "S"])
+def test_the_nth_call_is_refused(faulty: Sides, direction: int, on_stream: bool) -> None:
+    options = {"stream": kvswap.Stream(faulty.device)} if on_stream else {}
+    outcomes = [refuse(faulty, four_fillings(direction), nth, "", **options) for nth in range(1, 56)]
+    assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_is_refused_from_then_on(faulty: Sides, direction: int, operation: str) -> None:
+    for nth in range(1, 9):
+        refuse(faulty, four_fillings(direction), nth, operation, every=1)
+
+
+def test_all_is_refused_from_then_on(faulty: Sides, direction: int) -> None:
+    for nth in range(1, 56, 2):
+        refuse(faulty, four_fillings(direction), nth, "", every=1)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_lists_are_refused_too(faulty: Sides, direction: int, nth: int) -> None:
+    """By pointers: the kernel reads a list of pieces."""
+    work = four_fillings(direction)
+    for operation in ("copy", "launch", "wait32", "write32", "fill"):
+        faulty.prepare(max(work.gpu.end, work.cpu.end))
+        with testing.fault(faulty.device, "call", "fail", operation=operation, nth=nth, code=33):
+            transfer = faulty.batch(work, path="relay")
+        transfer.wait(PATIENCE)
+        carry_out(work, faulty.gpu_model, faulty.cpu_model)
+        faulty.check(f"{operation} {nth}")
+
+
+def test_a_refusal_while_another_relay_is_on_its_way(direction: int) -> None:
+    """Three relays on three streams, the first of them late. Whatever the driver refuses of the second one, the third
+    must not come into the ring before the first has left it."""
+    relays = 0
+    for nth in range(1, 33):
+        works = halves(direction, 70000, 6, number=3)
+        device = testing.deterministic_device(nth)
+        sides, streams = Sides(device, 4 * MIB), [kvswap.Stream(device) for _ in works]
+        sides.prepare(sides.room)
+        with Gate(device) as gate:
+            gate.hold(streams[0])
+            transfers = [sides.swap(works[0], path="relay", stream=streams[0])]
+            try:
+                with testing.fault(device, "call", "fail", nth=nth, code=33):
+                    transfers.append(sides.swap(works[1], path="relay", stream=streams[1]))
+            except kvswap.DeviceError:
+                works[1:2] = []
+            transfers.append(sides.swap(works[-1], path="relay", stream=streams[2]))
+            gate.open()
+            device.synchronize(PATIENCE)
+        for transfer, work in zip(transfers, works, strict=True):
+            if transfer.error is None:
+                carry_out(work, sides.gpu_model, sides.cpu_model)
+            else:
+                assert transfer is transfers[1] and len(works) == 3
+                sides.forget(work, np.arange(work.count))
+        sides.check(f"call {nth}")
+        relays += transfers[-1].path == "relay"
+    assert relays > 25
+
+
+@pytest.mark.parametrize("operation", ["", *OPERATIONS])
+def test_the_device_is_lost_on_the_way(direction: int, operation: str) -> None:
+    """At whatever call: all that is unfinished fails, nothing hangs, and the device says that it is lost."""
+    lost = 0
+    for nth in range(1, 30 if operation == "" else 7):
+        device = testing.deterministic_device(nth)
+        sides, work = Sides(device, 8 * MIB), four_fillings(direction)
+        sides.prepare(max(work.gpu.end, work.cpu.end))
+        before = sides.swap(work, path="relay")
+        transfer = None
+        try:
+            with testing.fault(device, "call", "lose", operation=operation, nth=nth, code=700):
+                transfer = sides.swap(work, path="relay")
+        except kvswap.DeviceError as error:
+            assert error.code == 700
+        if not device.lost:
+            continue
+        lost += 1
+        for unfinished in (before, transfer):
+            if unfinished is None:
+                continue
+            with pytest.raises(kvswap.DeviceError):
+                unfinished.wait(PATIENCE)
+            assert unfinished.failed_blocks.tolist() == list(range(work.count))
+        with pytest.raises(kvswap.DeviceError, match="lost"):
+            sides.swap(work, path="relay")
+    assert lost > 0 or operation in ("copy_batch", "event_query"), "no such call was made"
+
+
+# -- a relay that is given up -----------------------------------------------------------------------------------------
+
+
+def cheapest(device: kvswap.Device, name: str) -> None:
+    """Let AUTO find that path the fastest."""
+    costs = _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            cost["start"] = 1.0 if path == name else 1e9
+    _C._costs_use(device, costs)
+
+
+def give_up(sides: Sides, work: Work, submit: Callable[[], kvswap.Transfer]) -> None:
+    """A relay that is given up is done again before its end, for whoever waits for it on the device too."""
+    device, stream, keys = sides.device, kvswap.Stream(sides.device), np.arange(work.count) % 7
+    gpu, cpu = (
+        (sides.gpu, sides.gpu_model, work.gpu, work.gpu_ids),
+        (sides.cpu, sides.cpu_model, work.cpu, work.cpu_ids),
+    )
+    (source, model, side, ids), (target, _, there, target_ids) = (cpu, gpu) if work.direction == H2D else (gpu, cpu)
+    for tensor, nbytes in enumerate(work.nbytes):
+        view(model, side, tensor, nbytes)[ids] = np.stack([pattern_bytes(key, nbytes) for key in range(7)])[keys]
+    source.put(model)
+    before = device.stats()["second_attempts"]
+    transfer = submit()
+    transfer.make_wait(stream)
+    jobs = [
+        check_pattern(device, target.ptr + begin + target_ids * stride, nbytes, keys, stream)
+        for begin, stride, nbytes in zip(there.begins, there.strides, work.nbytes, strict=True)
+    ]
+    assert [job.result(PATIENCE)[0] for job in jobs] == [0] * len(jobs)
+    transfer.wait(PATIENCE)
+    assert (transfer.path, transfer.state, transfer.failed_blocks.size) == ("relay", "done", 0)
+    carry_out(work, sides.gpu_model, sides.cpu_model)
+    sides.check("given up")
+    assert device.stats()["second_attempts"] == before + 1, "it was not given up: the test is none"
+
+
+def patience_runs_out(direction: int) -> Work:
+    """Blocks of a byte that lie apart on the host, more in one filling than the copy engine of a deterministic device
+    copies while the kernel waits patiently: by the device's clock each copy takes a microsecond."""
+    rng, count = np.random.default_rng(5), 280000
+    nbytes = (1, 31) if direction == D2H else (1,)
+    gpu, cpu = lay_out(nbytes, count, GUARD, 0, False), lay_out(nbytes, count, GUARD, 1, False)
+    ids = rng.permutation(count)
+    return Work(nbytes, gpu, cpu, ids, np.arange(count), direction)
+
+
+@pytest.mark.slow
+def test_a_relay_that_is_given_up(direction: int) -> None:
+    device = testing.deterministic_device(direction + 8)
+    sides, work = Sides(device, 10 * MIB), patience_runs_out(direction)
+    cheapest(device, "relay")
+    small = plain(64, 2, 40, direction)
+    assert sides.run(small).path == "relay"
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+    give_up(sides, work, lambda: sides.swap(work, path="relay"))
+    for _ in range(3):
+        assert sides.run(small).path != "relay"  # it is known by now what becomes of relays here
+        assert sides.run(small, path="relay").path == "relay"
+
+
+@pytest.mark.slow
+def test_a_caller_that_is_held_up_in_between(device: kvswap.Device, direction: int) -> None:
+    """The kernel runs already, and those who would meet it are queued too late: on the device under test. AUTO is not
+    asked: the device is everybody's."""
+    usable(device, "kernel")
+    sides, work = Sides(device, 16 * MIB), plain(128 << 10, 1, 100, direction)
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+
+    def submit() -> kvswap.Transfer:
+        with testing.fault(device, "call", "delay", operation="write32", delay=0.4):
+            return sides.swap(work, path="relay")
+
+    give_up(sides, work, submit)
+    for _ in range(3):
+        assert sides.run(work, path="relay").path == "relay"
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+TRY = """
+    import numpy as np
+    import kvswap
+    device = kvswap.Device({device!r})
+    gpu, cpu = device.alloc(4096), device.alloc(4096, host=True)
+    there = np.frombuffer(cpu, np.uint8)
+    for path in {paths}:
+        there[:] = np.arange(4096) % 251
+        want = there.reshape(64, 64)[:20].copy()
+        try:
+            tensors = [gpu.ptr, gpu.ptr + 2048], [cpu.ptr, cpu.ptr + 32]
+            ids = np.arange(20), np.arange(20)
+            for direction in (1, 0):
+                transfer = kvswap.swap_cache_all_layers_async(
+                    *tensors, 32, 64, 64, *ids, direction, cpu_stride=64, device=device, path=path)
+                transfer.wait(30)
+                if direction:
+                    there[:] = 0
+            print(path, transfer.path, bool((there.reshape(64, 64)[:20] == want).all()))
+        except kvswap.Error as error:
+            print(path, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "answers"),
+    [
+        (
+            {"KVSWAP_DISABLE": "relay"},
+            {"relay": "path 'relay' is off: KVSWAP_DISABLE names it", "kernel": "kernel True"},
+        ),
+        (
+            {"KVSWAP_DISABLE": "kernel"},
+            {
+                "relay": "path 'relay' is off: KVSWAP_DISABLE names 'kernel', which it needs",
+                "kernel": "path 'kernel' is off: KVSWAP_DISABLE names it",
+                "strided": "strided True",
+            },
+        ),
+        ({"KVSWAP_DISABLE": "strided"}, {"strided": "strided True", "relay": "relay True"}),
+        ({"KVSWAP_DISABLE": "batch"}, {"relay": "relay True", "dma": "dma True"}),
+        ({"KVSWAP_DISABLE": "relay,kernel,strided,batch"}, {"dma": "dma True"}),
+        ({"KVSWAP_PATH": "relay"}, {"auto": "relay True", "dma": "dma True", "kernel": "kernel True"}),
+        ({"KVSWAP_PATH": "kernel"}, {"auto": "kernel True", "relay": "relay True"}),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) and len(value) == 1 else "",
+)
+def test_the_environment(device: kvswap.Device, environment: dict[str, str], answers: dict[str, str]) -> None:
+    usable(device, "kernel")
+    run = run_python(TRY.format(device=device.name, paths=list(answers)), **environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [f"{path} {answer}" for path, answer in answers.items()]
+
+
+def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
+    usable(device, "kernel")
+    for off in ("relay", "kernel,relay", "strided"):
+        script = """
+            import numpy as np
+            import kvswap
+            from kvswap import _C, testing
+            device = testing.deterministic_device(1)
+            memory = np.zeros(1 << 16, np.uint8)
+            at = memory.ctypes.data
+            for cheap in ("relay", "kernel", "strided"):
+                costs = _C._costs_read(None)
+                for paths in (costs["d2h"], costs["h2d"]):
+                    for path, cost in paths.items():
+                        cost["start"] = 1.0 if path == cheap else 1e6 if path == "dma" else 1e9
+                _C._costs_use(device, costs)
+                swap = kvswap.swap_cache_all_layers_async(
+                    [at, at + 8192], [at + 32768, at + 32800], 32, 64, 64, [1, 5, 3, 9, 20], [2, 7, 4, 30, 11], 0,
+                    cpu_stride=64, device=device)
+                swap.wait(30)
+                print(cheap, swap.path)
+        """
+        run = run_python(script, KVSWAP_DISABLE=off)
+        assert run.returncode == 0, run.stderr
+        wanted = [f"{cheap} {'dma' if cheap in off else cheap}" for cheap in ("relay", "kernel", "strided")]
+        if "kernel" in off:
+            wanted[0] = "relay dma"
+        assert run.stdout.splitlines() == wanted
