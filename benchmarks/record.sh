@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|hazards|sanitize|bench|replay [TRACE]
+# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|hazards|sanitize|bench|load|tune|replay [TRACE]
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
 # takes four and a half minutes, hazards two and a half, sanitize three, bench one, replay one.
 set -uo pipefail
@@ -48,7 +48,7 @@ sanitize() {
   export -f sanitize_part
   {
     printf '%s\n' "memcheck faults D2H and" "memcheck faults H2D and" # the slow ones first
-    for tests in swap strided order gpu transfer regions conformance pool transfer_manager faults validation; do
+    for tests in swap strided copy_engine order gpu transfer regions conformance pool transfer_manager faults validation; do
       printf "%s $tests\n" memcheck racecheck initcheck synccheck
     done
   } | grep -v "memcheck faults$" | xargs -P 6 -L 1 bash -c 'sanitize_part "$@"' _
@@ -59,14 +59,36 @@ sanitize() {
   grep -E "^== |SUMMARY|exit status|passed|failed| error" "$out/sanitizer.txt"
 }
 
+# What this machine was calibrated to stands beside what that makes of path auto.
 bench() {
-  timeout 150 python3 -P benchmarks/bench_gpu.py --repeats 9 --json "$out/bench_gpu.json" >"$out/bench_gpu.txt" 2>&1
-  cat "$out/bench_gpu.txt"
-  nvcc -O2 -arch=native -o "$out/batch_parts" benchmarks/batch_parts.cu -lcuda && timeout 60 "$out/batch_parts" \
-    >"$out/batch_parts.txt"
-  rm -f "$out/batch_parts"
+  run 60 kvswap calibrate --output "$out/calibration.txt" >"$out/calibrate.txt" 2>&1
+  export KVSWAP_CALIBRATION="$out/calibration.txt"
+  run 250 kvswap bench --json "$out/bench.json" --plot "$out/bench.png" >"$out/bench.txt" 2>&1
+  cat "$out/bench.txt"
+  run 100 kvswap bench --regret --seed 1 --json "$out/regret.json" --plot "$out/regret.png" >"$out/regret.txt" 2>&1
+  timeout 60 python3 -P benchmarks/bench_calls.py --device cuda:0 --json "$out/bench_calls.json" | tee "$out/bench_calls.txt"
   timeout 120 python3 -P benchmarks/bench_order.py --device cuda:0 --json "$out/bench_order.json" | tee "$out/bench_order.txt"
-  timeout 120 python3 -P benchmarks/bench_layers.py --device cuda:0 --json "$out/bench_layers.json" | tee "$out/bench_layers.txt"
+}
+
+# What copies cost a model beside them: nine minutes a load.
+load() {
+  for kind in decode matmul; do
+    run 320 kvswap bench --load "$kind" --size 16KiB --method background --method high --method kernel --method warp \
+      --json "$out/$kind-run.json" --plot "$out/$kind-run.png" >"$out/$kind-run.txt" 2>&1
+    run 150 kvswap bench --load "$kind" --shape tensor --size 64KiB --method background --method high \
+      --json "$out/$kind-tensor.json" >"$out/$kind-tensor.txt" 2>&1
+    run 120 kvswap bench --load "$kind" --shape slab --size 16KiB --method strided --json "$out/$kind-slab.json" \
+      >"$out/$kind-slab.txt" 2>&1
+  done
+}
+
+# What the settings of kernels, the relay and batch calls are good for: the constants of csrc are from here.
+tune() {
+  for program in batch_parts tune_copy; do
+    nvcc -O2 -std=c++17 -arch=native -Icsrc/kernels -o "$out/$program" "benchmarks/$program.cu" -lcuda &&
+      timeout 300 "$out/$program" >"$out/$program.txt"
+    rm -f "$out/$program"
+  done
 }
 
 replay() {
@@ -82,9 +104,9 @@ replay() {
 }
 
 case $part in
-suite | hazards | sanitize | bench | replay) "$part" ;;
+suite | hazards | sanitize | bench | load | tune | replay) "$part" ;;
 *)
-  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, replay" >&2
+  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, load, tune, replay" >&2
   exit 2
   ;;
 esac

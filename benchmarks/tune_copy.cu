@@ -1,4 +1,4 @@
-// What the copying kernels and the relay make of their settings: the measurement behind the constants in csrc/copying.h.
+// What the copying kernels and the relay make of their settings: the measurement behind the constants in csrc/kernels/kernels.h and csrc/launch.[ch].
 // 512 MiB a case, random permutations, medians of 5; every byte is checked. Shares are of one 1 GiB copy in the same run.
 //
 //   nvcc -O2 -std=c++17 -arch=native -Icsrc/kernels -o /tmp/tune_copy benchmarks/tune_copy.cu -lcuda

@@ -25,9 +25,10 @@ enum { FEW = 8 };
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.01;
 
-/* Short runs of odd sizes cost the copy engine anything up to twice what was measured of round ones. */
+/* Short runs of odd sizes cost the copy engine anything up to twice what was measured of round ones; below 28 KiB from
+ * host to device, three times and more. */
 static const double SHORT_RUNS_HANDICAP = 1.15;
-enum { SHORT_RUN = 128 << 10 };
+enum { SHORT_RUN = 128 << 10, TOO_SHORT_RUN = 32 << 10 };
 
 /* -- what it looks like ---------------------------------------------------------------------------------------- */
 
@@ -141,7 +142,7 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
 static enum kvs_path pick(const struct kvs_submission *s) {
   const struct kvs_shape *shape = &s->work->shape;
   bool kernel = !reason_against_kernel(s->engine);
-  bool relay = may_relay(s) && !atomic_load(&s->engine->relay_gave_up);
+  bool relay = shape->nbytes / TOO_SHORT_RUN >= shape->runs && !atomic_load(&s->engine->relay_gave_up) && may_relay(s);
   if (prefers_direct(s->engine)) return KVS_PATH_DIRECT;
   if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
   if (would_block(s) && kernel) return KVS_PATH_KERNEL;
