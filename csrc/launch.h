@@ -42,6 +42,7 @@ struct kvs_tables {
 /* The rings of one direction, their flags, and the streams on which the copy engine empties or fills them. */
 struct kvs_relay {
   pthread_mutex_t lock;       /* one transfer of a direction is queued at a time */
+  uint64_t last;              /* guarded by lock: the key of the lane whose transfer used it last */
   struct kvs_ring_shape ring; /* address 0: there is none */
   uint64_t flags;
   kvs_stream copying[KVS_RELAY_STREAMS];
@@ -64,6 +65,8 @@ void kvs_relays_open(struct kvs_engine *); /* engine->relay_note says why there 
 void kvs_relays_close(struct kvs_engine *);
 /* Whether nobody will be in the way whom `idle` does not tell of. */
 bool kvs_relay_usable(struct kvs_engine *, struct kvs_relay *);
+/* Whether a transfer with those options would wait for no other lane's. */
+bool kvs_relay_free(struct kvs_engine *, struct kvs_relay *, const struct kvs_options *);
 /* Of a transfer that ended: whether its relay was given up and done again. */
 bool kvs_relay_gave_up(const struct kvs_staging *);
 

@@ -93,6 +93,24 @@ bool kvs_relay_usable(struct kvs_engine *engine, struct kvs_relay *relay) {
   return usable;
 }
 
+/* Transfers of one key are in one lane, and wait for each other anyhow. */
+static uint64_t key_of(const struct kvs_options *options) {
+  return (options->on_stream ? options->stream << 3 | 4u : 0) + (uint64_t)options->priority;
+}
+
+/* One that waits for a late producer holds up all relays that come after it, whatever their streams: who can do
+ * otherwise should. */
+bool kvs_relay_free(struct kvs_engine *engine, struct kvs_relay *relay, const struct kvs_options *options) {
+  struct kvs_error ignored;
+  if (engine->device->stepped) return true; /* there, looking makes work go on */
+  pthread_mutex_lock(&relay->lock);
+  bool before = kvs_racecheck_internal(true);
+  bool free = relay->last == key_of(options) || kvs_dev_event_query(engine->device, relay->idle, &ignored) == KVS_OK;
+  kvs_racecheck_internal(before);
+  pthread_mutex_unlock(&relay->lock);
+  return free;
+}
+
 bool kvs_relay_gave_up(const struct kvs_staging *staging) {
   return __atomic_load_n((const uint32_t *)(uintptr_t)staging->host, __ATOMIC_ACQUIRE) != 0;
 }
@@ -229,6 +247,7 @@ static void end_use(const struct relaying *r) {
 static int relay_locked(struct relaying *r, struct kvs_error *why) {
   struct kvs_submission *s = r->s;
   struct kvs_error unjoined;
+  r->relay->last = key_of(s->options);
   if (r->relay->spine) return kvs_fail(why, KVS_REFUSED, "the transfer before cannot be waited for");
   int status = kvs_dev_stream_wait(s->device, s->lane->spine, r->relay->idle, why);
   if (status) return status; /* the spine does not come after the transfer before: `idle` still tells of that one */

@@ -25,10 +25,12 @@ enum { FEW = 8 };
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.01;
 
-/* Short runs of odd sizes cost the copy engine anything up to twice what was measured of round ones; below 28 KiB from
- * host to device, three times and more. */
-static const double SHORT_RUNS_HANDICAP = 1.15;
-enum { SHORT_RUN = 128 << 10, TOO_SHORT_RUN = 32 << 10 };
+/* Runs of odd sizes cost the copy engine more than was measured of round ones: short ones up to a half more, and below
+ * 28 KiB from host to device three times and more. */
+static double short_runs(const struct kvs_shape *shape) {
+  uint64_t mean = shape->runs ? shape->nbytes / shape->runs : 0;
+  return mean < 32 << 10 ? 3.0 : mean < 128 << 10 ? 1.15 : 1.0;
+}
 
 /* -- what it looks like ---------------------------------------------------------------------------------------- */
 
@@ -132,7 +134,7 @@ static double beside_a_model(enum kvs_path path) {
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
   if (s->options->priority == KVS_PRIORITY_HIGH) ns *= beside_a_model(path);
-  if (path == KVS_PATH_RELAY && s->work->nbytes / SHORT_RUN < s->work->shape.runs) ns *= SHORT_RUNS_HANDICAP;
+  if (path == KVS_PATH_RELAY) ns *= short_runs(&s->work->shape);
   if (path != KVS_PATH_KERNEL) return ns;
   double paced = kvs_pace_gbps(s) > 0 ? (double)s->work->nbytes / kvs_pace_gbps(s) : 0;
   if (paced > ns) ns = paced;
@@ -142,7 +144,8 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
 static enum kvs_path pick(const struct kvs_submission *s) {
   const struct kvs_shape *shape = &s->work->shape;
   bool kernel = !reason_against_kernel(s->engine);
-  bool relay = shape->nbytes / TOO_SHORT_RUN >= shape->runs && !atomic_load(&s->engine->relay_gave_up) && may_relay(s);
+  bool relay = !atomic_load(&s->engine->relay_gave_up) && may_relay(s) &&
+               kvs_relay_free(s->engine, &s->engine->relays[s->work->direction], s->options);
   if (prefers_direct(s->engine)) return KVS_PATH_DIRECT;
   if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
   if (would_block(s) && kernel) return KVS_PATH_KERNEL;

@@ -39,6 +39,9 @@ static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *tabl
   int status = KVS_OK;
   table->count = 0;
   if (table->staging && table->staging->nbytes < nbytes) {
+    /* An upload whose event was refused may still read what would be given to others. */
+    status = kvs_dev_stream_query(engine->device, engine->tables.upload, err);
+    if (status) return status;
     kvs_engine_staging_put(engine, table->staging);
     table->staging = NULL;
   }
