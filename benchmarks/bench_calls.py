@@ -15,9 +15,11 @@ from collections.abc import Callable
 import numpy as np
 
 import kvswap
+from kvswap.replay.settings import Path
 
 TENSORS, NBYTES, SLOTS = 80, 8192, 1024
 SINGLE = 64 << 10
+PATHS: tuple[Path, ...] = ("auto", "kernel", "relay", "strided", "dma")
 
 
 def measure(submit: Callable[[], kvswap.Transfer], repeats: int) -> dict[str, float]:
@@ -62,14 +64,14 @@ def main() -> None:
 
     print(f"{device.name} ({device.info['name']})\n{'':<44} {'path':<8}    call us    total us      CPU us")
     src, dst = np.array([gpu.ptr], np.uint64), np.array([cpu.ptr], np.uint64)
-    for path in ("auto", "dma"):
+    for path in (PATHS[0], PATHS[-1]):
         single = functools.partial(kvswap.swap_blocks_batch, src, dst, SINGLE, device=device, path=path)
         show("one block of 64 KiB by pointers, D2H", path, measure(single, 2000))
     for blocks, where in ((1, "permuted"), (8, "permuted"), (512, "one run"), (512, "permuted")):
         gpu_ids = rng.permutation(SLOTS)[:blocks]
         cpu_ids = np.arange(blocks) if where == "one run" else rng.permutation(SLOTS)[:blocks]
         for direction in (kvswap.Direction.D2H, kvswap.Direction.H2D):
-            for path in ("auto", "kernel", "relay", "strided", "dma"):
+            for path in PATHS:
                 call = functools.partial(
                     kvswap.swap_cache_all_layers_async,
                     *(gpu_ptrs, cpu_ptrs, NBYTES, SLOTS, SLOTS, gpu_ids, cpu_ids, direction),

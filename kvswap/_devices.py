@@ -15,7 +15,7 @@ class DeviceInfo:
 
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.
-    driver: the CUDA version it is for. paths: "dma", "strided", "kernel" and "direct", each "on", or
+    driver: the CUDA version it is for. paths: "dma", "strided", "relay", "kernel" and "direct", each "on", or
     why not.
     """
 
@@ -28,7 +28,7 @@ class DeviceInfo:
     pci: str  # "0000:01:00.0"; empty on a host device
     link: str  # "32.0 GT/s PCIe x16", the most that the link can do; empty where it is not known
     driver: str  # the CUDA version that the driver is for, "13.0"; empty on a host device
-    paths: dict[str, str]  # "dma", "strided", "kernel", "direct"
+    paths: dict[str, str]  # "dma", "strided", "relay", "kernel", "direct"
 
 
 def devices() -> list[DeviceInfo]:
@@ -55,7 +55,8 @@ def _cuda(ordinal: int) -> DeviceInfo:
         driver=f"{info['driver'] // 1000}.{info['driver'] % 1000 // 10}",
         paths={
             "dma": "on",
-            "strided": "on",
+            "strided": _disabled("strided") or "on",
+            "relay": _disabled("relay") or _launch_blocking() or _kernel_path(info),
             "kernel": _kernel_path(info),
             "direct": "only host devices copy by threads",
         },
@@ -73,13 +74,24 @@ def _host() -> DeviceInfo:
         pci="",
         link="",
         driver="",
-        paths={"dma": "on", "strided": "on", "kernel": _disabled() or "on", "direct": "on"},
+        paths={
+            "dma": "on",
+            "strided": _disabled("strided") or "on",
+            "relay": _disabled("relay") or _disabled("kernel") or "on",
+            "kernel": _disabled("kernel") or "on",
+            "direct": "on",
+        },
     )
 
 
-def _disabled() -> str:
+def _disabled(path: str) -> str:
     names = os.environ.get("KVSWAP_DISABLE", "").split(",")
-    return "KVSWAP_DISABLE names it" if "kernel" in names else ""
+    return "KVSWAP_DISABLE names it" if path in names else ""
+
+
+def _launch_blocking() -> str:
+    on = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    return "CUDA_LAUNCH_BLOCKING is set, and it needs a kernel and copies at once" if on else ""
 
 
 def _kernel_path(info: dict[str, Any]) -> str:
@@ -91,7 +103,7 @@ def _kernel_path(info: dict[str, Any]) -> str:
         built = int(built_major), int(built_minor)
         # machine code runs on later GPUs of its generation, PTX on all later ones
         if built <= (major, minor) and (form == "compute" or built[0] == major):
-            return _disabled() or "on"
+            return _disabled("kernel") or "on"
     return f"built for {archs}, and this GPU is sm_{major}{minor}"
 
 

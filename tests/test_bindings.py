@@ -793,7 +793,7 @@ def test_the_default_without_a_gpu_is_said_once() -> None:
 def test_the_list_of_devices() -> None:
     found = kvswap.devices()
     assert found[-1].name == "host:0" and found[-1].kind == "host"
-    assert set(found[-1].paths) == {"dma", "strided", "kernel", "direct"}
+    assert set(found[-1].paths) == {"dma", "strided", "relay", "kernel", "direct"}
     with pytest.raises(AttributeError):
         found[-1].name = "x"  # type: ignore[misc]
 

@@ -19,7 +19,7 @@ from kvswap import testing
 from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
 
 SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
-GPU_PATHS = ("auto", "dma", "strided", "kernel")
+GPU_PATHS = ("auto", "dma", "strided", "relay", "kernel")
 
 
 @pytest.fixture(autouse=True)
@@ -540,14 +540,75 @@ for nbytes in (15, 4096, 65536):
     gpu = [torch.randint(0, 256, (300, nbytes), dtype=torch.uint8, device="cuda") for _ in range(4)]
     cpu = [torch.zeros(300, nbytes, dtype=torch.uint8).pin_memory() for _ in range(4)]
     torch.cuda.synchronize()
-    for path in ("auto", "dma", "kernel"):
-        if path == "kernel" and not kvswap.Device("cuda:0").info["kernels"]:
+    for path in ("auto", "dma", "kernel", "relay"):
+        info = kvswap.Device("cuda:0").info
+        if path == "kernel" and not info["kernels"]:
+            continue
+        if path == "relay" and info["relay"] != "on":
             continue
         gpu_ids, cpu_ids = rng.permutation(300)[:250], rng.permutation(300)[:250]
         kvswap.swap_cache_all_layers(gpu, cpu, nbytes, 300, 300, gpu_ids, cpu_ids, 0, path=path)
         for g, c in zip(gpu, cpu):
             assert torch.equal(c[torch.as_tensor(cpu_ids)], g.cpu()[torch.as_tensor(gpu_ids)]), (nbytes, path)
-print("right")
+print("right", kvswap.Device("cuda:0").stats()["second_attempts"], kvswap.Device("cuda:0").info["relay"])
+"""
+
+BUSY = """
+import threading
+import numpy as np
+import torch
+import kvswap
+
+device, rng, stop = kvswap.Device("cuda:0"), np.random.default_rng(1), threading.Event()
+LAYERS, BLOCKS, NBYTES = 40, 200, 8192
+slab = torch.randint(0, 256, (LAYERS, BLOCKS, NBYTES), dtype=torch.uint8, device="cuda")
+back = torch.zeros_like(slab)
+host = torch.zeros(BLOCKS, LAYERS, NBYTES, dtype=torch.uint8).pin_memory()
+streams = [torch.cuda.Stream() for _ in range(40)]
+a = torch.randn(2048, 2048, device="cuda")
+torch.cuda.synchronize()
+
+def work():
+    while not stop.is_set():
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.mm(a, a)
+        for stream in streams[::7]:
+            stream.synchronize()
+
+def allocate():
+    while not stop.is_set():
+        torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(64 << 20))
+        torch.cuda.empty_cache()
+
+threads = [threading.Thread(target=work), threading.Thread(target=allocate)]
+for thread in threads:
+    thread.start()
+try:
+    for turn in range(40):
+        gpu_ids, cpu_ids = rng.permutation(BLOCKS), rng.permutation(BLOCKS)
+        streams_of = [kvswap.Stream(device), kvswap.Stream(device)]
+        options = dict(cpu_stride=LAYERS * NBYTES, path="relay", device=device)
+        halves = [slice(0, BLOCKS // 2), slice(BLOCKS // 2, BLOCKS)]
+        hosts = [host[0, layer] for layer in range(LAYERS)]
+        for tensors, direction in ((slab, 0), (back, 1)):  # two of one direction at once
+            transfers = [
+                kvswap.swap_cache_all_layers_async(
+                    [t.data_ptr() for t in tensors], [h.data_ptr() for h in hosts], NBYTES, BLOCKS, BLOCKS,
+                    gpu_ids[half], cpu_ids[half], direction, stream=stream, **options)
+                for half, stream in zip(halves, streams_of)
+            ]
+            for transfer in transfers:
+                transfer.wait(60)
+                assert transfer.path == "relay", transfer.path
+        assert torch.equal(slab, back), turn
+        back.zero_()
+        torch.cuda.synchronize()
+finally:
+    stop.set()
+    for thread in threads:
+        thread.join()
+print("right", device.stats()["second_attempts"])
 """
 
 
@@ -567,8 +628,19 @@ print("right")
 def test_allocators_and_settings(torch: Any, environment: dict[str, str]) -> None:
     script = SWAPS
     if environment.get("KVSWAP_DISABLE") == "kernel":
-        script = script.replace('("auto", "dma", "kernel")', '("auto", "dma")')
-    assert process(script, **environment) == "right\n"
+        script = script.replace('("auto", "dma", "kernel", "relay")', '("auto", "dma")')
+    answer, attempts, relay = process(script, **environment).split(maxsplit=2)
+    assert (answer, attempts) == ("right", "0")  # nothing was given up on the way
+    if "CUDA_LAUNCH_BLOCKING" in environment:
+        assert relay.startswith("CUDA_LAUNCH_BLOCKING is set")
+
+
+@pytest.mark.parametrize("connections", ["1", "32"])
+def test_relays_beside_a_busy_gpu(cuda: kvswap.Device, torch: Any, connections: str) -> None:
+    """40 streams of products, a thread that allocates and frees, two relays of a direction at once."""
+    if cuda.info["relay"] != "on":
+        pytest.skip(f"relay: {cuda.info['relay']}")
+    assert process(BUSY, CUDA_DEVICE_MAX_CONNECTIONS=connections).startswith("right ")
 
 
 def test_many_descriptors(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
