@@ -76,15 +76,22 @@ struct kvs_copy_params {
  *
  * flags[] of 32-bit words, all 0 before: filled[KVS_RELAY_SLOTS], emptied[KVS_RELAY_SLOTS], aborted. The kernel adds 1
  * a warp; streams write the number of the filling. Filling f goes to slot f % nslots, as its (f / nslots + 1)th, k:
+ *
  * gather: the kernel waits for emptied >= k - 1, fills, adds to filled; the copy waits for filled >= k * warps, copies
  * out, writes emptied = k.
+ *
  * scatter: the copy waits for emptied >= (k - 1) * warps, copies in, writes filled = k; the kernel waits for filled >=
- * k, scatters, adds to emptied. Who waits for longer than patience_ns, or sees abort_word, sets `aborted` and all flags
- * to KVS_RELAY_RELEASED, and the kernel ends: nobody who waits for a flag stays behind. */
+ * k, scatters, adds to emptied.
+ *
+ * Who waits for longer than patience_ns, or sees abort_word, sets `aborted` and abort_word to 1 and the other flags to
+ * KVS_RELAY_RELEASED, and the kernel ends: nobody who waits for a flag stays behind. Streams still write theirs, so
+ * only `aborted` tells afterwards that the relay was given up; who does it again comes after the kernel and the copies.
+ */
 enum { KVS_RELAY_SLOTS = 16, KVS_RELAY_FLAGS = 2 * KVS_RELAY_SLOTS + 1, KVS_RELAY_RELEASED = 0x40000000 };
 
-/* A part of a filling. List: pieces [first, first + count), the i-th at packed[i] in the slot. Grid: rows [first_row,
- * first_row + nrows) of pairs [first, first + count), packed from `base` in the slot. */
+/* A part of a filling. List: pieces [first, first + count), pieces[i] at packed[i] in the slot. Grid: rows [first_row,
+ * first_row + nrows) of pairs [first, first + count): row r of the b-th of them at base + r.packed + b *
+ * r.packed_stride in the slot; parts * piece covers the longest row. */
 struct kvs_segment {
   uint64_t first, count, base;
   uint32_t first_row, nrows;
