@@ -79,7 +79,7 @@ def collect(*, open_devices: bool = False) -> Report:
 def _open(name: str) -> Opened:
     try:
         return Opened(dict(_C.Device(name).info))
-    except _C.Error as error:
+    except (_C.Error, ValueError) as error:  # ValueError: of what the environment says
         return Opened({}, str(error))
 
 
@@ -102,7 +102,13 @@ def _opened(opened: Opened | None) -> list[str]:
         return []
     if opened.error is not None:
         return [f"         does not open: {opened.error}"]
-    return [f"         opened; kernels {'loaded' if opened.info['kernels'] else 'off'}: {opened.info['kernels_note']}"]
+    info = opened.info
+    return [
+        f"         opened; kernels {'loaded' if info['kernels'] else 'off'}: {info['kernels_note']}",
+        f"         relay {info['relay']}; auto goes by figures that are {info['costs']}"
+        if info["costs"].startswith("built in")
+        else f"         relay {info['relay']}; auto goes by the figures of {info['costs']}",
+    ]
 
 
 def _plain(value: object) -> object:

@@ -289,7 +289,7 @@ def test_draws_follow_the_seed_and_keep_to_the_limit() -> None:
         (["--load", "decode", "--shape", "run", "--shape", "slab"], "takes one --shape"),
         (["--bytes", "900TiB"], "is free: ask for fewer --bytes"),
         (["--size", "900TiB"], "is free: ask for fewer --bytes"),
-        (["--regret", "--bytes", "900TiB"], "is free: ask for fewer --bytes"),
+        (["--regret", "--seed", "1", "--draws", "50", "--bytes", "900TiB"], "is free: ask for fewer --bytes"),
         (["--plot", "x.doc"], "x.doc"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
         (["--device", "tpu:0"], "tpu:0"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 import kvswap
 from kvswap import _C, calibrate, cli, testing
@@ -471,3 +471,19 @@ def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyP
     import cost_table
 
     assert cost_table.table(_C._costs_read(None)) == (ROOT / "csrc" / "cost_default.c").read_text()
+
+
+def test_a_calibration_that_cannot_be_used_is_said_once(tmp_path: Path) -> None:
+    file = tmp_path / "costs"
+    file.write_text("no calibration\n")
+    file.chmod(0o600)
+    script = """
+        import kvswap
+        device = kvswap.Device("host:0")
+        kvswap.Device("host:0")
+        print(device.info["costs"])
+    """
+    run = run_python(script, KVSWAP_CALIBRATION=str(file))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("built in, since ") and str(file) in run.stdout
+    assert run.stderr.count("the calibration cannot be used") == 1 and str(file) in run.stderr

@@ -27,6 +27,32 @@ static int hook_exit(struct kvs_py_state *state) {
   return done == NULL ? -1 : 0;
 }
 
+/* In Python's logging, under kvswap. `format` has one %s. */
+static int say(const char *level, const char *format, const char *text) {
+  PyObject *logging = PyImport_ImportModule("logging");
+  PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
+  PyObject *done = logger == NULL ? NULL : PyObject_CallMethod(logger, level, "ss", format, text);
+  Py_XDECREF(logging);
+  Py_XDECREF(logger);
+  Py_XDECREF(done);
+  return done == NULL ? -1 : 0;
+}
+
+/* Said once: work that was meant for a GPU would otherwise be slow without a word. */
+static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
+  if (atomic_exchange(&state->host_said, true)) return 0;
+  return say("info", "using host:0, which is memory and threads: %s",
+             why->message[0] != '\0' ? why->message : "no CUDA device");
+}
+
+/* Said once: somebody calibrated this machine, and it is of no use. */
+static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine) {
+  const char *note = kvs_engine_costs_note(engine), *refused = "built in, since ";
+  if (strncmp(note, refused, strlen(refused)) != 0 || atomic_exchange(&state->costs_said, true)) return 0;
+  return say("warning", "the calibration cannot be used, and path 'auto' goes by built-in figures: %s",
+             note + strlen(refused));
+}
+
 static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {
   struct kvs_engine *engine = NULL;
   struct kvs_error err = {0};
@@ -35,8 +61,11 @@ static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *na
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_engine_open(name, &engine, &err);
   Py_END_ALLOW_THREADS
-  if (rc == KVS_OK) return engine;
-  kvs_py_raise(state, &err);
+  if (rc == KVS_OK && say_costs(state, engine) == 0) return engine;
+  if (rc == KVS_OK)
+    kvs_engine_unref(engine);
+  else
+    kvs_py_raise(state, &err);
   return NULL;
 }
 
@@ -60,21 +89,6 @@ static struct kvs_engine *open_current(struct kvs_py_state *state) {
   if (kvs_cuda_current(&ordinal, &err) == KVS_OK) return open_cuda(state, ordinal);
   kvs_py_raise(state, &err);
   return NULL;
-}
-
-/* Said once: work that was meant for a GPU would otherwise be slow without a word. */
-static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
-  if (atomic_exchange(&state->host_said, true)) return 0;
-  PyObject *logging = PyImport_ImportModule("logging");
-  PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
-  const char *reason = why->message[0] != '\0' ? why->message : "no CUDA device";
-  PyObject *done = logger == NULL ? NULL
-                                  : PyObject_CallMethod(logger, "info", "ss",
-                                                        "using host:0, which is memory and threads: %s", reason);
-  Py_XDECREF(logging);
-  Py_XDECREF(logger);
-  Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
 }
 
 static struct kvs_engine *open_default(struct kvs_py_state *state) {
@@ -430,9 +444,10 @@ PyDoc_STRVAR(
     "Until one is set, that is the legacy default stream. Concerns transfers submitted later. Any thread may call.");
 PyDoc_STRVAR(set_defaults_doc,
              "set_defaults($self, /, *, path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
-             "What transfers take that leave these open (path='auto', None). All four are set: what is left out here "
-             "goes back\n"
-             "to what suits. At first they come from KVSWAP_PATH, KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. Concerns "
+             "What transfers take that leave these open (path='auto', None): values as kvswap.swap_blocks_batch takes "
+             "them.\n"
+             "All four are set: what is left out here goes back to what suits. At first they come from KVSWAP_PATH, "
+             "KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. Concerns "
              "transfers\n"
              "submitted later. Any thread may call.");
 PyDoc_STRVAR(
