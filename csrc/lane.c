@@ -146,12 +146,19 @@ int kvs_lane_reserve(struct kvs_lane *lane, struct kvs_transfer *transfer, struc
   int status = KVS_OK;
   pthread_mutex_lock(&lane->lock);
   unsigned count = lane->count;
-  if (count < lane->depth && lane->nevents) {
+  bool unjoined = false; /* nothing on the spine comes after the copies of such a one */
+  for (const struct kvs_transfer *queued = lane->head; queued; queued = queued->next) unjoined |= queued->unjoined;
+  if (!unjoined && count < lane->depth && lane->nevents) {
     struct kvs_event_pair pair = lane->events[--lane->nevents];
     transfer->start = pair.start;
     transfer->end = pair.end;
   }
   pthread_mutex_unlock(&lane->lock);
+  if (unjoined) {
+    atomic_fetch_add(&lane->engine->refused_full, 1);
+    return kvs_fail(err, KVS_QUEUE_FULL,
+                    "a transfer of this lane failed and its copies still run: wait for it and submit again");
+  }
   if (count >= lane->depth) {
     atomic_fetch_add(&lane->engine->refused_full, 1);
     return kvs_fail(err, KVS_QUEUE_FULL,

@@ -12,6 +12,7 @@ enum {
   COPY_THREADS = 512,
   KERNEL_CTAS = 8,
   BACKGROUND_CTAS = 4,
+  MOST_RESIDENT = 32, /* CTAs of a relay: more gain nothing */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
 static const double BACKGROUND_PACE = 40.0; /* GB/s, under the load at which SM stores to the host stall the GPU */
@@ -164,8 +165,16 @@ static unsigned most_ctas(const struct kvs_submission *s) {
   return tuning->kernel_ctas ? tuning->kernel_ctas : KERNEL_CTAS;
 }
 
+/* The relay's warps wait for each other, so all of them must be on the device at once. */
+static unsigned resident(const struct kvs_submission *s, unsigned ctas) {
+  unsigned most = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
+  if (most > MOST_RESIDENT) most = MOST_RESIDENT;
+  return ctas < most ? ctas : most;
+}
+
 struct kvs_launch kvs_launch_of(const struct kvs_submission *s, enum kvs_kernel kernel, uint64_t units) {
   unsigned ctas = most_ctas(s);
+  if (kernel == KVS_KERNEL_RELAY) ctas = resident(s, ctas);
   bool words = kernel == KVS_KERNEL_COPY;
   uint64_t most = words ? units : (units + KVS_RING_WARPS - 1) / KVS_RING_WARPS;
   if (most < ctas) ctas = (unsigned)most;
@@ -185,8 +194,8 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
                                    .only_if = only_if,
                                    .chunk = KVS_RING_CHUNK,
                                    .by_src = s->work->direction == KVS_H2D};
-  while (launch.grid > 1 && pace(s, launch.grid) >= SLOWEST_NS_PER_MIB)
-    launch.grid /= 2; /* fewer, rather than faster than was asked for */
+  while (launch.grid > 1 && pace(s, launch.grid) >= SLOWEST_NS_PER_MIB / KVS_RING_WARPS)
+    launch.grid /= 2; /* fewer, rather than faster than was asked for; the warps of RING share a CTA's pace */
   params.ns_per_mib = pace(s, launch.grid);
   if (!units->pieces && !units->pairs)
     memcpy(params.inline_pairs, packing->pairs, packing->npairs * sizeof *packing->pairs);

@@ -4,6 +4,7 @@
 #define KVS_LAUNCH_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "packing.h"
 
@@ -39,17 +40,25 @@ struct kvs_tables {
   kvs_stream upload;                          /* on which nothing waits for anybody */
 };
 
+/* Who used a relay last. */
+struct kvs_relay_user {
+  const struct kvs_lane *lane; /* NULL: nobody did */
+  bool on_stream;
+  uint64_t stream;
+  enum kvs_priority priority;
+};
+
 /* The rings of one direction, their flags, and the streams on which the copy engine empties or fills them. */
 struct kvs_relay {
   pthread_mutex_t lock;       /* one transfer of a direction is queued at a time */
-  uint64_t last;              /* guarded by lock: the key of the lane whose transfer used it last */
+  struct kvs_relay_user last; /* guarded by lock */
   struct kvs_ring_shape ring; /* address 0: there is none */
   uint64_t flags;
   kvs_stream copying[KVS_RELAY_STREAMS];
   kvs_event fork, joins[KVS_RELAY_STREAMS];
-  kvs_event idle;   /* guarded by lock: the last transfer no longer uses the ring */
-  kvs_stream spine; /* guarded by lock: `idle` could not be recorded; that and the other streams being idle stands for
-                       it. 0: it was */
+  kvs_event idle;            /* guarded by lock: the last transfer no longer uses the ring */
+  _Atomic(kvs_stream) spine; /* written under lock: `idle` could not be recorded; that and the other streams being idle
+                       stands for it. 0: it was */
 };
 
 /* tables.c. The rows, where the device will find them once `spine` gets there; the table is to be given back when the

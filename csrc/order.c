@@ -7,16 +7,10 @@
 #include "core.h"
 #include "racecheck.h"
 
-/* A stream that the host sees idle need not be waited for, which is two calls and, on the device, a look across
- * streams. The legacy stream being idle says nothing of those that it waits for. */
 static int spine_follows(struct kvs_transfer *transfer, kvs_stream stream, struct kvs_error *err) {
   struct kvs_lane *lane = transfer->lane;
-  struct kvs_device *device = lane->engine->device;
-  struct kvs_error busy;
-  bool may_ask = stream > KVS_STREAM_PER_THREAD && !device->stepped; /* there, looking makes work go on */
-  if (may_ask && kvs_dev_stream_query(device, stream, &busy) == KVS_OK) return KVS_OK;
-  int status = kvs_dev_event_record(device, lane->fork, stream, err);
-  return status ? status : kvs_dev_stream_wait(device, lane->spine, lane->fork, err);
+  int status = kvs_dev_event_record(lane->engine->device, lane->fork, stream, err);
+  return status ? status : kvs_dev_stream_wait(lane->engine->device, lane->spine, lane->fork, err);
 }
 
 static int spine_waits_for_stream(struct kvs_transfer *transfer, kvs_stream stream, const char *what,

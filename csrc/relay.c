@@ -84,29 +84,34 @@ static bool drained(struct kvs_device *device, const struct kvs_relay *relay) {
 }
 
 bool kvs_relay_usable(struct kvs_engine *engine, struct kvs_relay *relay) {
-  pthread_mutex_lock(&relay->lock);
+  if (atomic_load(&relay->spine) == 0) return true;
+  if (pthread_mutex_trylock(&relay->lock)) return false; /* somebody queues, which may take long */
   bool before = kvs_racecheck_internal(true);
-  if (relay->spine && drained(engine->device, relay)) relay->spine = 0;
+  if (relay->spine && drained(engine->device, relay)) atomic_store(&relay->spine, 0);
   kvs_racecheck_internal(before);
   bool usable = relay->spine == 0;
   pthread_mutex_unlock(&relay->lock);
   return usable;
 }
 
-/* Transfers of one key are in one lane, and wait for each other anyhow. */
-static uint64_t key_of(const struct kvs_options *options) {
-  return (options->on_stream ? options->stream << 3 | 4u : 0) + (uint64_t)options->priority;
+/* Whether `idle` has been reached. Not asked of stepped devices, where looking makes work go on. */
+static bool is_idle(struct kvs_engine *engine, const struct kvs_relay *relay) {
+  struct kvs_error ignored;
+  bool before = kvs_racecheck_internal(true);
+  bool idle = engine->device->stepped || kvs_dev_event_query(engine->device, relay->idle, &ignored) == KVS_OK;
+  kvs_racecheck_internal(before);
+  return idle;
 }
 
 /* One that waits for a late producer holds up all relays that come after it, whatever their streams: who can do
- * otherwise should. */
+ * otherwise should. Transfers of one lane wait for each other anyhow; which lane it will be is known later, so here the
+ * caller's stream stands for it (that of each thread is another behind one handle). */
 bool kvs_relay_free(struct kvs_engine *engine, struct kvs_relay *relay, const struct kvs_options *options) {
-  struct kvs_error ignored;
-  if (engine->device->stepped) return true; /* there, looking makes work go on */
-  pthread_mutex_lock(&relay->lock);
-  bool before = kvs_racecheck_internal(true);
-  bool free = relay->last == key_of(options) || kvs_dev_event_query(engine->device, relay->idle, &ignored) == KVS_OK;
-  kvs_racecheck_internal(before);
+  if (pthread_mutex_trylock(&relay->lock)) return false;
+  const struct kvs_relay_user *last = &relay->last;
+  bool same = last->lane && last->on_stream == options->on_stream && last->stream == options->stream &&
+              last->priority == options->priority && !(options->on_stream && options->stream == KVS_STREAM_PER_THREAD);
+  bool free = same || is_idle(engine, relay);
   pthread_mutex_unlock(&relay->lock);
   return free;
 }
@@ -203,7 +208,9 @@ static int copy_filling(const struct relaying *r, size_t filling, kvs_stream str
   int status = KVS_OK;
   for (size_t part; !status && from < to; from += part) {
     part = to - from < most ? to - from : most;
-    status = kvs_dev_copy_batch(r->s->device, copies, from, from + part, stream, why);
+    status = part == 1
+                 ? kvs_dev_copy(r->s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, why)
+                 : kvs_dev_copy_batch(r->s->device, copies, from, from + part, stream, why);
   }
   return status;
 }
@@ -247,10 +254,12 @@ static void end_use(const struct relaying *r) {
 static int relay_locked(struct relaying *r, struct kvs_error *why) {
   struct kvs_submission *s = r->s;
   struct kvs_error unjoined;
-  r->relay->last = key_of(s->options);
   if (r->relay->spine) return kvs_fail(why, KVS_REFUSED, "the transfer before cannot be waited for");
+  if (s->picked && r->relay->last.lane != s->lane && !is_idle(s->engine, r->relay)) /* taken since it was picked */
+    return kvs_fail(why, KVS_REFUSED, "another lane uses the ring");
   int status = kvs_dev_stream_wait(s->device, s->lane->spine, r->relay->idle, why);
   if (status) return status; /* the spine does not come after the transfer before: `idle` still tells of that one */
+  r->relay->last = (struct kvs_relay_user){s->lane, s->options->on_stream, s->options->stream, s->options->priority};
   status = start(r, why);
   if (status) { /* no copy was queued, but perhaps what clears the flags */
     end_use(r);

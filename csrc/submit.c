@@ -144,7 +144,7 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
 static enum kvs_path pick(const struct kvs_submission *s) {
   const struct kvs_shape *shape = &s->work->shape;
   bool kernel = !reason_against_kernel(s->engine);
-  bool relay = !atomic_load(&s->engine->relay_gave_up) && may_relay(s) &&
+  bool relay = !atomic_load(&s->engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s) &&
                kvs_relay_free(s->engine, &s->engine->relays[s->work->direction], s->options);
   if (prefers_direct(s->engine)) return KVS_PATH_DIRECT;
   if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
@@ -200,7 +200,8 @@ static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const
 
 static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
   *path = s->options->path;
-  if (*path == KVS_PATH_AUTO) *path = pick(s);
+  s->picked = *path == KVS_PATH_AUTO;
+  if (s->picked) *path = pick(s);
   if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* nothing is strided */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'relay' and 'kernel'",

@@ -15,6 +15,7 @@ struct kvs_submission {
   struct kvs_copies view;     /* of the plan's copies: those of the layer that is being issued */
   size_t first_row, rows_end; /* of the plan's rows: the same */
   size_t staged;              /* bytes of the staging that are used */
+  bool picked;                /* its path was, by AUTO */
   bool listed;                /* kernel and relay: by pieces, rather than by rows and pairs */
   struct kvs_units units;     /* what they read, once it is on its way to the device */
   size_t failed_capacity;

@@ -127,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)
         go = params.gather ? wait_for(params, emptied_flag(params, slot), use - 1u)
                            : wait_for(params, filled_flag(params, slot), use);
       if (!__shfl_sync(KVS_ALL_LANES, (int)go, 0)) return;
+      __syncwarp(); /* what lane 0 acquired, all see: a shuffle orders no memory */
       fence_proxies();
     }
     turn = copy_segment(params, segment, there, turn, all, &ring, lane);
@@ -136,8 +137,10 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)
     fence_proxies();
     __threadfence_system();
     __syncwarp();
-    if (lane == 0)
+    if (lane == 0) {
+      __threadfence_system(); /* of what the other lanes did before the barrier, too */
       atomicAdd_system((unsigned *)(params.gather ? filled_flag(params, slot) : emptied_flag(params, slot)), 1u);
+    }
     if (++slot == params.nslots) slot = 0, use++;
   }
 }

@@ -191,7 +191,7 @@ static void test_an_end_that_is_not_recorded(void) {
   CHECK(!kvs_dev_stream_create(rig.device, 0, &stream, &err));
   struct kvs_after after = {.kind = KVS_AFTER_STREAM, .handle = rig.held};
   struct kvs_options options = {.on_stream = true, .stream = stream, .after = &after, .nafter = 1};
-  refuse(&rig, KVS_FAULT_CALL, "event_record", 3); /* of the held stream (the other is idle), the start, the end */
+  refuse(&rig, KVS_FAULT_CALL, "event_record", 4); /* of the stream, of the held one, the start, the end */
   CHECK(!move(&host, &gpu, 1, 1, 5, &options, &transfer), "%s", err.message);
   refuse(&rig, KVS_FAULT_CALL, "", 0);
   CHECK(!kvs_dev_fill(rig.device, (uintptr_t)(rig.memory[1] + 5 * NBYTES), 0x77777777, NBYTES / 4, stream, &err));
