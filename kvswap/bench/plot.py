@@ -94,7 +94,8 @@ def _regret(figure_type: Any, result: regret.Result) -> Any:
     return figure
 
 
-def _style(method: str) -> dict[str, str]:
-    """The same for a method in all pictures."""
+def _style(method: str) -> dict[str, Any]:
+    """The same for a method in all pictures, and no two alike."""
     number = list(METHODS).index(method) if method in METHODS else len(METHODS)
-    return {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
+    colors = importlib.import_module("matplotlib").colormaps["tab20"].colors
+    return {"color": colors[number % len(colors)], "marker": _MARKERS[number % len(_MARKERS)]}
