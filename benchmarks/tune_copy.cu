@@ -1,5 +1,6 @@
-// What the copying kernels and the relay make of their settings: the measurement behind the constants in csrc/kernels/kernels.h and csrc/launch.[ch].
-// 512 MiB a case, random permutations, medians of 5; every byte is checked. Shares are of one 1 GiB copy in the same run.
+// What the copying kernels and the relay make of their settings: the measurement behind the constants in
+// csrc/kernels/kernels.h and csrc/launch.[ch]. 512 MiB a case, random permutations, medians of 5; every byte is
+// checked. Shares are of one 1 GiB copy in the same run.
 //
 //   nvcc -O2 -std=c++17 -arch=native -Icsrc/kernels -o /tmp/tune_copy benchmarks/tune_copy.cu -lcuda
 //   /tmp/tune_copy [kernel|relay|all]
@@ -17,17 +18,17 @@
 
 #include "fatbin.cu"
 
-#define CHECK(call)                                                              \
-  do {                                                                           \
-    int code_ = (int)(call);                                                     \
-    if (code_) {                                                                 \
-      printf("%s: %d\n", #call, code_);                                          \
-      exit(1);                                                                   \
-    }                                                                            \
+#define CHECK(call)                                                                                                    \
+  do {                                                                                                                 \
+    int code_ = (int)(call);                                                                                           \
+    if (code_) {                                                                                                       \
+      printf("%s: %d\n", #call, code_);                                                                                \
+      exit(1);                                                                                                         \
+    }                                                                                                                  \
   } while (0)
 
-typedef CUresult (*batch_function)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t,
-                                   CUstream);
+typedef CUresult (*batch_function)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *,
+                                   size_t, CUstream);
 typedef CUresult (*word_function)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 
 enum { RUNS = 5, TENSORS = 80 };
@@ -153,8 +154,8 @@ static void run_relay(size_t nbytes, bool load, bool permuted, const relay_setti
   for (size_t b = 0; b < blocks; b++) {
     ids[b] = {(uint32_t)(load ? to[b] : from[b]), (uint32_t)(load ? from[b] : to[b])};
     for (size_t t = 0; t < TENSORS; t++)
-      list.push_back({table[t].dst + ids[b].dst * table[t].dst_stride, table[t].src + ids[b].src * table[t].src_stride,
-                      nbytes});
+      list.push_back(
+          {table[t].dst + ids[b].dst * table[t].dst_stride, table[t].src + ids[b].src * table[t].src_stride, nbytes});
   }
   const size_t per = std::max<size_t>(1, s.slot_nbytes / block);
   std::vector<struct kvs_segment> parts;
@@ -184,9 +185,10 @@ static void run_relay(size_t nbytes, bool load, bool permuted, const relay_setti
   unsigned shared = s.warps * RING_STAGES * s.chunk, all = s.ctas * s.warps;
   CHECK(cudaFuncSetAttribute(kvs_kernel_relay, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   char text[160];
-  snprintf(text, sizeof text, "relay  %3zu KiB %-8s %2u CTAs x %u warps, %2u KiB a stage, %2u x %4.1f MiB%s, %u streams",
-           nbytes >> 10, permuted ? "permuted" : "one run", s.ctas, s.warps, s.chunk >> 10, s.slots,
-           per * block / 1048576.0, s.ramp ? " ramped" : "", s.streams);
+  snprintf(text, sizeof text,
+           "relay  %3zu KiB %-8s %2u CTAs x %u warps, %2u KiB a stage, %2u x %4.1f MiB%s, %u streams", nbytes >> 10,
+           permuted ? "permuted" : "one run", s.ctas, s.warps, s.chunk >> 10, s.slots, per * block / 1048576.0,
+           s.ramp ? " ramped" : "", s.streams);
   measure(text, load, list, [&] {
     CHECK(cudaMemsetAsync(flags, 0, 4 * KVS_RELAY_FLAGS, spine));
     CHECK(cudaEventRecord(fork_event, spine));
@@ -257,9 +259,8 @@ int main(int argc, char **argv) {
   CHECK(cudaEventCreateWithFlags(&fork_event, cudaEventDisableTiming));
   for (int load = 0; load < 2; load++) {
     std::vector<struct kvs_piece> one = {{(uint64_t)(load ? gpu : host), (uint64_t)(load ? host : gpu), POOL}};
-    measure("one copy of 1 GiB", load, one, [&] {
-      CHECK(cudaMemcpyAsync(load ? gpu : host, load ? host : gpu, POOL, cudaMemcpyDefault, spine));
-    });
+    measure("one copy of 1 GiB", load, one,
+            [&] { CHECK(cudaMemcpyAsync(load ? gpu : host, load ? host : gpu, POOL, cudaMemcpyDefault, spine)); });
   }
   if (what != "relay")
     for (size_t kib : {4, 8, 16, 64})
@@ -268,7 +269,8 @@ int main(int argc, char **argv) {
         for (unsigned ctas : {2, 4, 8, 16, 32})
           for (unsigned warps : {2, 4, 8})
             for (unsigned chunk : {2, 4, 8})
-              if (ctas * warps <= 64 && warps * chunk * 8 <= 224 && chunk <= kib && chunk * 4 >= std::min<size_t>(kib, 16))
+              if (ctas * warps <= 64 && warps * chunk * 8 <= 224 && chunk <= kib &&
+                  chunk * 4 >= std::min<size_t>(kib, 16))
                 run_kernel(kib << 10, load, "ring", ctas, warps, chunk << 10);
       }
   if (what != "kernel")
