@@ -182,11 +182,11 @@ int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error 
 void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
 void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
-/* As kvs_transfer_pin, of the lane's transfer with that sequence, whose memory is kept until unpin. */
 /* Of an ended transfer or a later one, to be freed; NULL: unknown. */
 struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
 /* The last unfinished transfer that may touch [low, high), 0: none. */
 uint64_t kvs_lane_last_on(struct kvs_lane *, uint64_t low, uint64_t high);
+/* As kvs_transfer_pin, of the lane's transfer with that sequence, whose memory is kept until unpin. */
 int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
 void kvs_engine_reap(struct kvs_engine *);
 void kvs_engine_lose(struct kvs_engine *);

@@ -41,12 +41,6 @@ int kvs_upload(struct kvs_submission *s, size_t from, struct kvs_error *why) {
 
 /* -- preparing ------------------------------------------------------------------------------------------------- */
 
-static bool any_alias(const struct kvs_regions *regions) {
-  for (size_t i = 0; i < regions->count; i++)
-    if (regions->items[i].alias && regions->items[i].alias != regions->items[i].base) return true;
-  return false;
-}
-
 static uint64_t parts_of(const struct kvs_rows *rows) {
   uint64_t longest = 1;
   for (size_t i = 0; i < rows->count; i++)
@@ -58,7 +52,7 @@ static uint64_t parts_of(const struct kvs_rows *rows) {
 static bool wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
-  if (any_alias(&work->scratch->regions)) return true;
+  if (kvs_regions_aliased(&work->scratch->regions)) return true;
   return s->transfer->path == KVS_PATH_KERNEL && work->shape.pieces < work->shape.rows;
 }
 

@@ -302,19 +302,31 @@ static int plan_rects(const struct move_call *call, const struct kvs_pool_layout
   return KVS_OK;
 }
 
+/* The runs of a part, and the pools that they are between. */
+struct part_runs {
+  const struct kvs_pool_layout *src, *dst;
+  const struct kvs_run *first, *end;
+};
+
+static struct part_runs runs_of(const struct move_call *call, size_t index) {
+  const struct planned_part *planned = &call->room->parts[index];
+  const struct kvs_run *runs = call->room->runs.items;
+  return (struct part_runs){.src = &call->move->src[planned->part.pair]->layout,
+                            .dst = &call->move->dst[planned->part.pair]->layout,
+                            .first = runs + (index ? planned[-1].runs_end : 0),
+                            .end = runs + planned->runs_end};
+}
+
 static int plan_part(const struct move_call *call, size_t index, bool merge, struct kvs_rects *rects,
                      struct kvs_copies *copies, struct kvs_error *err) {
-  const struct planned_part *planned = &call->room->parts[index];
-  const struct kvs_pool_layout *src = &call->move->src[planned->part.pair]->layout;
-  const struct kvs_pool_layout *dst = &call->move->dst[planned->part.pair]->layout;
+  struct part_runs part = runs_of(call, index);
   int status = KVS_OK;
-  for (size_t r = index ? planned[-1].runs_end : 0; !status && r < planned->runs_end; r++) {
-    const struct kvs_run *run = &call->room->runs.items[r];
-    if (rects && planned->strided && run->rows > 1)
-      status = plan_rects(call, src, dst, run, rects, err);
+  for (const struct kvs_run *run = part.first; !status && run < part.end; run++) {
+    if (rects && call->room->parts[index].strided && run->rows > 1)
+      status = plan_rects(call, part.src, part.dst, run, rects, err);
     else
       for (uint64_t row = 0; !status && row < run->rows; row++)
-        status = plan_row(call, src, dst, run, row, merge, copies, err);
+        status = plan_row(call, part.src, part.dst, run, row, merge, copies, err);
   }
   return status;
 }
@@ -344,30 +356,27 @@ static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *sc
 
 /* What copies of rows could take. */
 static void find_rects(const struct move_call *call, enum kvs_direction direction, struct kvs_shape *shape) {
-  for (size_t i = 0, r = 0; i < call->nparts; i++)
-    for (; r < call->room->parts[i].runs_end; r++) {
-      const struct kvs_run *run = &call->room->runs.items[r];
+  for (size_t i = 0; i < call->nparts; i++) {
+    struct part_runs part = runs_of(call, i);
+    for (const struct kvs_run *run = part.first; run < part.end; run++)
       if (call->room->parts[i].strided && run->rows > 1)
         kvs_shape_add_rects(shape, call->count, run->rows, run->row_nbytes,
                             direction == KVS_D2H ? run->dst_pitch : run->src_pitch);
       else
         shape->rest_copies += run->rows * call->count;
-    }
+  }
 }
 
 static int list_part(const struct move_call *call, size_t index, struct kvs_rows *rows, struct kvs_error *err) {
-  const struct planned_part *planned = &call->room->parts[index];
-  const struct kvs_pool_layout *src = &call->move->src[planned->part.pair]->layout;
-  const struct kvs_pool_layout *dst = &call->move->dst[planned->part.pair]->layout;
+  struct part_runs part = runs_of(call, index);
   int status = KVS_OK;
-  for (size_t r = index ? planned[-1].runs_end : 0; !status && r < planned->runs_end; r++) {
-    const struct kvs_run *run = &call->room->runs.items[r];
+  for (const struct kvs_run *run = part.first; !status && run < part.end; run++) {
     status = kvs_rows_reserve(rows, rows->count + run->rows, err);
     for (uint64_t row = 0; !status && row < run->rows; row++)
-      kvs_rows_push(rows, &(struct kvs_row){.src = src->ptr + run->src + row * run->src_pitch,
-                                            .dst = dst->ptr + run->dst + row * run->dst_pitch,
-                                            .src_stride = src->stride,
-                                            .dst_stride = dst->stride,
+      kvs_rows_push(rows, &(struct kvs_row){.src = part.src->ptr + run->src + row * run->src_pitch,
+                                            .dst = part.dst->ptr + run->dst + row * run->dst_pitch,
+                                            .src_stride = part.src->stride,
+                                            .dst_stride = part.dst->stride,
                                             .nbytes = run->row_nbytes});
   }
   return status;
@@ -566,11 +575,13 @@ static int move_locked(struct move_call *call, struct kvs_scratch *scratch, cons
   return status ? status : kvs_submit(call->engine, &work, options, transfer, err);
 }
 
-int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *options, struct kvs_transfer **transfer,
+int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given, struct kvs_transfer **transfer,
                     struct kvs_error *err) {
   int status = check_pools(move, err);
   if (status) return status;
-  struct move_call call = {.move = move, .engine = move->src[0]->engine, .layered = kvs_wants_layers(options)};
+  struct kvs_options options;
+  kvs_options_resolve(move->src[0]->engine, given, &options);
+  struct move_call call = {.move = move, .engine = move->src[0]->engine, .layered = kvs_wants_layers(&options)};
   status = kvs_open_for_work(call.engine, err);
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);
@@ -581,7 +592,7 @@ int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *optio
   call.room = scratch->move;
   if (!status) {
     pthread_mutex_lock(&call.engine->hazard_lock);
-    status = move_locked(&call, scratch, options, transfer, err);
+    status = move_locked(&call, scratch, &options, transfer, err);
     pthread_mutex_unlock(&call.engine->hazard_lock);
   }
   kvs_scratch_put(call.engine, scratch);

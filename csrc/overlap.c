@@ -107,7 +107,7 @@ static int check_tensor(const struct kvs_tensor *tensor, size_t t, uint64_t ends
       return kvs_fail(err, KVS_INVALID,
                       "tensor %zu: %" PRIu64 " blocks of stride %" PRIu64 " from 0x%" PRIx64
                       " reach beyond the address space (num_%s_blocks or %s_stride is wrong)",
-                      t, blocks, stride ? stride : tensor->nbytes, base, side, side);
+                      t, blocks, kvs_stride_of(stride, tensor->nbytes), base, side, side);
   }
   return KVS_OK;
 }
@@ -153,12 +153,12 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
     spans[count++] = (struct kvs_span){.begin = tensor->gpu,
                                        .end = ends[0],
                                        .index = (uint32_t)t,
-                                       .stride = tensor->gpu_stride ? tensor->gpu_stride : tensor->nbytes,
+                                       .stride = kvs_stride_of(tensor->gpu_stride, tensor->nbytes),
                                        .dst = direction == KVS_H2D};
     spans[count++] = (struct kvs_span){.begin = tensor->cpu,
                                        .end = ends[1],
                                        .index = (uint32_t)t,
-                                       .stride = tensor->cpu_stride ? tensor->cpu_stride : tensor->nbytes,
+                                       .stride = kvs_stride_of(tensor->cpu_stride, tensor->nbytes),
                                        .dst = direction == KVS_D2H};
   }
   struct kvs_span *sorted = sort_spans(spans, spans + count, count);

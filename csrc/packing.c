@@ -43,14 +43,6 @@ void kvs_packing_free(struct kvs_packing *packing) {
 
 /* -- rows and groups ------------------------------------------------------------------------------------------- */
 
-static uint64_t host_of(const struct kvs_row *row, enum kvs_direction direction) {
-  return direction == KVS_D2H ? row->dst : row->src;
-}
-
-static uint64_t host_stride_of(const struct kvs_row *row, enum kvs_direction direction) {
-  return direction == KVS_D2H ? row->dst_stride : row->src_stride;
-}
-
 static int by_dst(const void *a, const void *b) {
   uint64_t left = ((const struct kvs_row *)a)->dst, right = ((const struct kvs_row *)b)->dst;
   return (left > right) - (left < right);
@@ -63,7 +55,7 @@ static int by_src(const void *a, const void *b) {
 
 static void sort_rows(struct kvs_rows *rows, enum kvs_direction direction) {
   for (size_t i = 1; i < rows->count; i++)
-    if (host_of(&rows->items[i], direction) < host_of(&rows->items[i - 1], direction)) {
+    if (kvs_row_host(&rows->items[i], direction) < kvs_row_host(&rows->items[i - 1], direction)) {
       qsort(rows->items, rows->count, sizeof *rows->items, direction == KVS_D2H ? by_dst : by_src);
       return;
     }
@@ -104,7 +96,7 @@ int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t 
   struct kvs_group *group = NULL;
   for (size_t i = 0; i < rows->count; i++) {
     struct kvs_row *row = &rows->items[i];
-    uint64_t host = host_of(row, direction), stride = host_stride_of(row, direction);
+    uint64_t host = kvs_row_host(row, direction), stride = kvs_row_host_stride(row, direction);
     if (!group || host != group->host + group->nbytes || stride != group->host_stride ||
         group->nbytes + row->nbytes > most) {
       if (group) end_group(rows, group);

@@ -19,6 +19,14 @@ static inline void kvs_rows_push(struct kvs_rows *rows, const struct kvs_row *ro
   rows->items[rows->count++] = *row;
 }
 
+/* Where a row of slot 0 lies on the host, and how far its slots are apart there. */
+static inline uint64_t kvs_row_host(const struct kvs_row *row, enum kvs_direction direction) {
+  return direction == KVS_D2H ? row->dst : row->src;
+}
+static inline uint64_t kvs_row_host_stride(const struct kvs_row *row, enum kvs_direction direction) {
+  return direction == KVS_D2H ? row->dst_stride : row->src_stride;
+}
+
 /* Rows [first, first + count): `nbytes` of a block, those of block s from host + s * host_stride. */
 struct kvs_group {
   size_t first, count;

@@ -65,7 +65,7 @@ int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nb
     *end = base;
     return KVS_OK;
   }
-  if (__builtin_mul_overflow(blocks - 1, stride ? stride : nbytes, &span) ||
+  if (__builtin_mul_overflow(blocks - 1, kvs_stride_of(stride, nbytes), &span) ||
       __builtin_add_overflow(span, nbytes, &span) || __builtin_add_overflow(base, span, end))
     return KVS_INVALID;
   return KVS_OK;
@@ -215,8 +215,8 @@ int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const stru
   if (status) return status;
   for (size_t t = 0; t < ntensors; t++) {
     const struct kvs_tensor *tensor = &tensors[t];
-    uint64_t nbytes = tensor->nbytes, gpu_stride = tensor->gpu_stride ? tensor->gpu_stride : nbytes;
-    uint64_t cpu_stride = tensor->cpu_stride ? tensor->cpu_stride : nbytes;
+    uint64_t nbytes = tensor->nbytes, gpu_stride = kvs_stride_of(tensor->gpu_stride, nbytes);
+    uint64_t cpu_stride = kvs_stride_of(tensor->cpu_stride, nbytes);
     uint64_t src = direction == KVS_D2H ? tensor->gpu : tensor->cpu;
     uint64_t dst = direction == KVS_D2H ? tensor->cpu : tensor->gpu;
     uint64_t src_stride = direction == KVS_D2H ? gpu_stride : cpu_stride;
@@ -333,16 +333,11 @@ static uint64_t alias_of(const struct kvs_regions *regions, const struct kvs_reg
   return *last && (*last)->alias ? (*last)->alias + (address - (*last)->base) : address;
 }
 
-static bool any_alias(const struct kvs_regions *regions) {
-  for (size_t i = 0; regions && i < regions->count; i++)
-    if (regions->items[i].alias && regions->items[i].alias != regions->items[i].base) return true;
-  return false;
-}
-
 size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
                        struct kvs_piece *pieces) {
   const struct kvs_region *src_last = NULL, *dst_last = NULL;
-  bool aliased = any_alias(regions); /* unusual: on 64-bit Linux pinned memory is where the device sees it */
+  bool aliased =
+      regions && kvs_regions_aliased(regions); /* unusual: on 64-bit Linux pinned memory is where the device sees it */
   size_t count = 0;
   for (size_t i = 0; i < copies->count; i++) {
     uint64_t dst = copies->dst[i], src = copies->src[i], left = copies->nbytes[i];

@@ -55,6 +55,8 @@ static inline void kvs_copies_push(struct kvs_copies *copies, uint64_t dst, uint
 /* One past the last byte of `blocks` blocks of a side; KVS_INVALID where that wraps around. */
 int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nbytes, uint64_t *end);
 
+static inline uint64_t kvs_stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
+
 /* Check sizes and strides of the tensors. Strides of 0 are taken as nbytes by all functions here. *disjoint says
  * whether the extents alone prove that destinations overlap neither each other nor a source; if not,
  * kvs_plan_check_disjoint decides on the planned copies. */

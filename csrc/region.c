@@ -47,6 +47,12 @@ int kvs_regions_add(struct kvs_regions *set, const struct kvs_region *region, st
   return KVS_OK;
 }
 
+bool kvs_regions_aliased(const struct kvs_regions *set) {
+  for (size_t i = 0; i < set->count; i++)
+    if (set->items[i].alias && set->items[i].alias != set->items[i].base) return true;
+  return false;
+}
+
 bool kvs_regions_remove(struct kvs_regions *set, uint64_t base, struct kvs_region *removed) {
   size_t at = upper(set, base);
   if (at == 0 || set->items[at - 1].base != base) return false;

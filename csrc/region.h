@@ -48,6 +48,9 @@ const struct kvs_region *kvs_regions_find(const struct kvs_regions *set, uint64_
 /* The first region with base > address, or NULL: where an unknown gap must end. */
 const struct kvs_region *kvs_regions_after(const struct kvs_regions *set, uint64_t address);
 
+/* Whether the device sees any of them at another address than the host. */
+bool kvs_regions_aliased(const struct kvs_regions *set);
+
 void kvs_regions_clear(struct kvs_regions *set);
 
 const char *kvs_memory_name(enum kvs_memory memory);

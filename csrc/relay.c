@@ -201,8 +201,6 @@ static int start(struct relaying *r, struct kvs_error *why) {
 static int copy_filling(const struct relaying *r, size_t filling, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_copies *copies = &r->packing->copies;
   size_t from = filling ? r->packing->ends[filling - 1] : 0, to = r->packing->ends[filling];
-  if (to - from == 1)
-    return kvs_dev_copy(r->s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, why);
   uint64_t mean = copies->count ? r->s->work->nbytes / copies->count : 0;
   size_t most = r->s->engine->disabled.batch ? 1 : kvs_batch_part(mean);
   int status = KVS_OK;

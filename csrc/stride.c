@@ -48,11 +48,9 @@ static void sort_bases(struct kvs_base *bases, size_t count) {
     }
 }
 
-static uint64_t stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
-
 static bool same_shape(const struct kvs_tensor *a, const struct kvs_tensor *b) {
-  return a->nbytes == b->nbytes && stride_of(a->gpu_stride, a->nbytes) == stride_of(b->gpu_stride, b->nbytes) &&
-         stride_of(a->cpu_stride, a->nbytes) == stride_of(b->cpu_stride, b->nbytes);
+  return a->nbytes == b->nbytes && kvs_stride_of(a->gpu_stride, a->nbytes) == kvs_stride_of(b->gpu_stride, b->nbytes) &&
+         kvs_stride_of(a->cpu_stride, a->nbytes) == kvs_stride_of(b->cpu_stride, b->nbytes);
 }
 
 /* Whether the region that `base` lies in reaches to the end of a tensor that begins at `at`. */
@@ -137,8 +135,8 @@ bool kvs_rect_make(struct kvs_rect *rect, uint64_t dst, uint64_t src, uint64_t w
 
 static void push_rects(const struct kvs_tensor *tensor, const struct kvs_rect *shape, const struct kvs_ids *gpu_ids,
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_rects *rects) {
-  uint64_t gpu_stride = stride_of(tensor->gpu_stride, tensor->nbytes);
-  uint64_t cpu_stride = stride_of(tensor->cpu_stride, tensor->nbytes);
+  uint64_t gpu_stride = kvs_stride_of(tensor->gpu_stride, tensor->nbytes);
+  uint64_t cpu_stride = kvs_stride_of(tensor->cpu_stride, tensor->nbytes);
   for (size_t i = 0; i < gpu_ids->count; i++) {
     uint64_t gpu = tensor->gpu + (uint64_t)kvs_id_at(gpu_ids, i) * gpu_stride;
     uint64_t cpu = tensor->cpu + (uint64_t)kvs_id_at(cpu_ids, i) * cpu_stride;

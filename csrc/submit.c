@@ -48,10 +48,10 @@ static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
   const struct kvs_rows *rows = &work->scratch->rows;
   uint64_t slots[LINE] = {0}, off = 0, nbytes = 0;
   unsigned used[LINE], nused = 0; /* those that there are */
-  bool store = work->direction == KVS_D2H, counted = false;
+  bool counted = false;
   for (size_t i = 0; i < rows->count; i++) {
     const struct kvs_row *row = &rows->items[i];
-    uint64_t base = store ? row->dst : row->src, stride = store ? row->dst_stride : row->src_stride;
+    uint64_t base = kvs_row_host(row, work->direction), stride = kvs_row_host_stride(row, work->direction);
     if (((base | stride) & (LINE - 1)) == 0) continue;
     for (size_t s = 0; !counted && s < work->nslots; s++)
       if (slots[host_slots[s] & (LINE - 1)]++ == 0) used[nused++] = (unsigned)(host_slots[s] & (LINE - 1));
@@ -141,19 +141,14 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
   return s->options->priority == KVS_PRIORITY_HIGH ? ns : ns * KERNEL_HANDICAP;
 }
 
-static enum kvs_path pick(const struct kvs_submission *s) {
-  const struct kvs_shape *shape = &s->work->shape;
-  bool kernel = !reason_against_kernel(s->engine);
-  bool relay = !atomic_load(&s->engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s) &&
-               kvs_relay_free(s->engine, &s->engine->relays[s->work->direction], s->options);
-  if (prefers_direct(s->engine)) return KVS_PATH_DIRECT;
-  if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
-  if (would_block(s) && kernel) return KVS_PATH_KERNEL;
+static enum kvs_path fastest(const struct kvs_submission *s, bool relay) {
   const struct {
     enum kvs_path path;
     bool possible;
-  } ways[] = {
-      {KVS_PATH_DMA, true}, {KVS_PATH_STRIDED, shape->rects > 0}, {KVS_PATH_RELAY, relay}, {KVS_PATH_KERNEL, kernel}};
+  } ways[] = {{KVS_PATH_DMA, true},
+              {KVS_PATH_STRIDED, s->work->shape.rects > 0},
+              {KVS_PATH_RELAY, relay},
+              {KVS_PATH_KERNEL, !reason_against_kernel(s->engine)}};
   enum kvs_path best = KVS_PATH_DMA;
   double least = INFINITY;
   for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
@@ -163,11 +158,20 @@ static enum kvs_path pick(const struct kvs_submission *s) {
   return best;
 }
 
-/* The caller's options, and the engine's defaults where they leave it open. */
-static void resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {
+static enum kvs_path pick(const struct kvs_submission *s) {
+  struct kvs_engine *engine = s->engine;
+  if (prefers_direct(engine)) return KVS_PATH_DIRECT;
+  if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
+  if (would_block(s) && !reason_against_kernel(engine)) return KVS_PATH_KERNEL;
+  enum kvs_path best = fastest(s, !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s));
+  if (best != KVS_PATH_RELAY || kvs_relay_free(engine, &engine->relays[s->work->direction], s->options)) return best;
+  return fastest(s, false);
+}
+
+void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {
   struct kvs_defaults defaults;
   kvs_engine_get_defaults(engine, &defaults);
-  if (given) *options = *given;
+  *options = given ? *given : (struct kvs_options){.path = KVS_PATH_AUTO};
   if (options->path == KVS_PATH_AUTO) options->path = defaults.path;
   if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = defaults.priority;
   if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = KVS_PRIORITY_NORMAL;
@@ -175,23 +179,15 @@ static void resolve(struct kvs_engine *engine, const struct kvs_options *given, 
   if (options->pace_gbps <= 0) options->pace_gbps = defaults.pace_gbps;
 }
 
-static enum kvs_path asked_for(struct kvs_engine *engine, const struct kvs_options *options) {
-  struct kvs_options resolved = {.path = KVS_PATH_AUTO};
-  resolve(engine, options, &resolved);
-  return resolved.path;
-}
-
-bool kvs_may_stride(struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
-  enum kvs_path path = asked_for(engine, options);
+bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
   if (kvs_dev_fault_on_copies(engine->device)) return false; /* which looks at plain copies */
-  return path == KVS_PATH_STRIDED ||
-         (path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine) && !engine->disabled.strided);
+  return options->path == KVS_PATH_STRIDED ||
+         (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine) && !engine->disabled.strided);
 }
 
-bool kvs_wants_rows(struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
-  enum kvs_path path = asked_for(engine, options);
-  return path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY ||
-         (path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine));
+bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
+  return options->path == KVS_PATH_KERNEL || options->path == KVS_PATH_RELAY ||
+         (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine));
 }
 
 static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const char *why) {
@@ -435,10 +431,7 @@ static int submit_in_order(struct kvs_submission *s) {
 
 int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_options *options,
                struct kvs_transfer **out, struct kvs_error *err) {
-  struct kvs_options resolved = {.path = KVS_PATH_AUTO};
-  struct kvs_submission s = {.engine = engine, .device = engine->device, .work = work, .err = err};
-  resolve(engine, options, &resolved);
-  s.options = &resolved;
+  struct kvs_submission s = {.engine = engine, .device = engine->device, .work = work, .options = options, .err = err};
   s.transfer = kvs_transfer_new(engine, err);
   if (!s.transfer) return KVS_NOMEM;
   s.transfer->direction = work->direction;

@@ -12,14 +12,12 @@ int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
 }
 
 int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {
-  if (!options || !options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;
+  if (!options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;
   return kvs_fail(err, KVS_INVALID, "after_layers has %zu entries, but there are %zu layers: one a layer",
                   options->nafter_layers, nlayers);
 }
 
-bool kvs_wants_layers(const struct kvs_options *options) {
-  return options && (options->layer_events || options->nafter_layers);
-}
+bool kvs_wants_layers(const struct kvs_options *options) { return options->layer_events || options->nafter_layers; }
 
 /* Two regions are the two sides: no copy crosses from one into the other. */
 bool kvs_may_cross_seams(const struct kvs_regions *regions) {
@@ -107,8 +105,8 @@ static int list_rows(const struct cache_call *call, struct kvs_work *work, struc
   int status = kvs_rows_reserve(&scratch->rows, call->ntensors, err);
   for (size_t t = 0; !status && t < call->ntensors; t++) {
     const struct kvs_tensor *tensor = &call->tensors[t];
-    uint64_t gpu_stride = tensor->gpu_stride ? tensor->gpu_stride : tensor->nbytes;
-    uint64_t cpu_stride = tensor->cpu_stride ? tensor->cpu_stride : tensor->nbytes;
+    uint64_t gpu_stride = kvs_stride_of(tensor->gpu_stride, tensor->nbytes);
+    uint64_t cpu_stride = kvs_stride_of(tensor->cpu_stride, tensor->nbytes);
     bool store = call->direction == KVS_D2H;
     kvs_rows_push(&scratch->rows, &(struct kvs_row){.src = store ? tensor->gpu : tensor->cpu,
                                                     .dst = store ? tensor->cpu : tensor->gpu,
@@ -191,10 +189,12 @@ static int copy_ids(struct kvs_scratch *scratch, struct kvs_ids *ids, size_t at,
 
 int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
                    const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
-                   const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err) {
+                   const struct kvs_options *given, struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
+  struct kvs_options options;
+  kvs_options_resolve(engine, given, &options);
   struct cache_call call = {
-      tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(options)};
+      tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(&options)};
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
   if (direction != KVS_D2H && direction != KVS_H2D)
@@ -218,9 +218,9 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   work.src_slots = scratch->ids + (direction == KVS_D2H ? 0 : gpu.count);
   work.dst_slots = scratch->ids + (direction == KVS_D2H ? gpu.count : 0);
   work.nslots = gpu.count;
-  if (!status) status = kvs_check_layer_options(options, ntensors, err);
-  if (!status) status = check_cache(engine, &work, &call, options, err);
-  if (!status) status = kvs_submit(engine, &work, options, transfer, err);
+  if (!status) status = kvs_check_layer_options(&options, ntensors, err);
+  if (!status) status = check_cache(engine, &work, &call, &options, err);
+  if (!status) status = kvs_submit(engine, &work, &options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;
 }
@@ -308,9 +308,11 @@ static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, e
 }
 
 int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
-                   bool one_size, size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
+                   bool one_size, size_t count, const struct kvs_options *given, struct kvs_transfer **transfer,
                    struct kvs_error *err) {
   struct batch_call call = {src, dst, nbytes, one_size, count};
+  struct kvs_options options;
+  kvs_options_resolve(engine, given, &options);
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
@@ -322,7 +324,7 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
                           .planned = true,
                           .watch = kvs_watch_copies,
                           .call = &call};
-  status = kvs_check_layer_options(options, 0, err);
+  status = kvs_check_layer_options(&options, 0, err);
   if (!status) status = plan_batch(&call, KVS_FORM_COPIES, scratch, err);
   if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
@@ -335,7 +337,7 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   if (!status && kvs_may_cross_seams(&scratch->regions))
     status = kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
   find_batch_shape(&work);
-  if (!status) status = kvs_submit(engine, &work, options, transfer, err);
+  if (!status) status = kvs_submit(engine, &work, &options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;
 }

@@ -85,9 +85,11 @@ enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct k
 const char *kvs_direction_text(enum kvs_direction); /* "device to host" */
 
 /* submit.c */
+/* The caller's options (NULL: none), and the engine's defaults where they leave it open: each call does it once. */
+void kvs_options_resolve(struct kvs_engine *, const struct kvs_options *given, struct kvs_options *);
 /* Whether copies of rows, and rows and pairs, may be of use to a call that moves so many blocks of all tensors. */
-bool kvs_may_stride(struct kvs_engine *, const struct kvs_options *, uint64_t entries);
-bool kvs_wants_rows(struct kvs_engine *, const struct kvs_options *, uint64_t entries);
+bool kvs_may_stride(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
+bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
 /* From the rows in scratch and the pairs of slots: pack the rows, and work out what the planner wants to know, but the
  * copies of rows. `cpu_slots`: the slots of the host's side are below it. */
 int kvs_find_shape(struct kvs_work *, uint64_t cpu_slots, struct kvs_error *);
