@@ -643,6 +643,54 @@ def test_relays_beside_a_busy_gpu(cuda: kvswap.Device, torch: Any, connections: 
     assert process(BUSY, CUDA_DEVICE_MAX_CONNECTIONS=connections).startswith("right ")
 
 
+def test_beside_attention(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
+    """A kernel that wants nearly all of an SM's shared memory runs beside the copies: it gives what it gives alone, and
+    so do they."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        pytest.skip("this torch does not name its kind of attention")
+    layers, blocks, nbytes = 20, 400, 16384
+    query, key, value = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def attention() -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    gpu = torch.randint(0, 256, (layers, blocks, nbytes), dtype=torch.uint8, device="cuda")
+    back, host = torch.zeros_like(gpu), torch.zeros(blocks, layers, nbytes, dtype=torch.uint8).pin_memory()
+    expected = attention()
+    torch.cuda.synchronize()
+    for turn in range(4):
+        gpu_ids, cpu_ids = ids(turn, blocks, blocks)
+        results = [attention() for _ in range(30)]
+        busy = torch.cuda.Event()
+        busy.record()
+        stream = kvswap.Stream(cuda)  # not the model's: nothing of this waits for it
+        for tensors, direction in ((gpu, 0), (back, 1)):
+            transfer = kvswap.swap_cache_all_layers_async(
+                [t.data_ptr() for t in tensors],
+                [host[0, layer].data_ptr() for layer in range(layers)],
+                nbytes,
+                blocks,
+                blocks,
+                gpu_ids,
+                cpu_ids,
+                direction,
+                cpu_stride=layers * nbytes,
+                stream=stream,
+                path=gpu_path,
+                device=cuda,
+            )
+            beside = not busy.query()
+            transfer.wait(PATIENCE)
+        assert beside, "the copies were queued when attention was over: nothing was tested"
+        assert torch.equal(back, gpu), turn
+        assert all(torch.equal(result, expected) for result in results), turn
+        back.zero_()
+        torch.cuda.synchronize()
+
+
 def test_many_descriptors(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
     """More copies than one call of the driver takes in good health."""
     blocks = 120_000
