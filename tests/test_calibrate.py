@@ -71,7 +71,7 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
         assert found.keys() - {"relay"} == expected - {"relay"}
         for path_name, cost in found.items():
             assert len(cost["each"]) == len(SIZES)
-            assert max(cost["each"]) > 0, path_name
+            assert max(cost["each"]) > 0 or path_name == "relay", path_name  # whose cost is of bytes, not of blocks
     assert costs["tuning"]["kernel_ctas"] >= costs["tuning"]["background_ctas"] >= 1
     assert (
         0 < costs["tuning"]["background_gbps"] < min(costs["tuning"]["link_gbps_d2h"], costs["tuning"]["link_gbps_h2d"])

@@ -31,7 +31,7 @@ static __device__ __forceinline__ uint64_t aborted_flag(const struct kvs_relay_p
 /* Nobody waits for a flag any more. Whoever adds to one later does no harm. */
 static __device__ __noinline__ void release_all(const struct kvs_relay_params &params) {
   atomicExch_system((unsigned *)aborted_flag(params), 1u);
-  atomicExch_system((unsigned *)params.abort_word, 1u);
+  store_release(params.abort_word, 1u); /* not exchanged: a link need not carry atomics to the host */
   __threadfence_system();
   for (uint32_t slot = 0; slot < KVS_RELAY_SLOTS; slot++) {
     atomicExch_system((unsigned *)filled_flag(params, slot), (unsigned)KVS_RELAY_RELEASED);

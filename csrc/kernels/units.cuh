@@ -165,6 +165,10 @@ static __device__ __forceinline__ uint32_t load_acquire(uint64_t address) {
   return value;
 }
 
+static __device__ __forceinline__ void store_release(uint64_t address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 static __device__ __forceinline__ bool nothing_to_do(const struct kvs_copy_params &params) {
   return params.only_if && load_acquire(params.only_if) == 0;
 }
