@@ -43,7 +43,10 @@ _SLOT = 16 << 20  # of the relay's ring
 PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
 
-_AREA = {"cuda": 256 << 20, "host": 32 << 20}  # on each side; the link is measured by one copy of all of it
+# On each side; the link is measured by one copy of all of it. Blocks are spread over as much as there is for them, since
+# the copy engine is slower where they are far apart, as those of a real pool are.
+_AREA = {"cuda": 1 << 30, "host": 64 << 20}
+_SPREAD = 16  # at most so many times the room that they need
 _MOVED = {"cuda": 64 << 20, "host": 8 << 20}  # most bytes a transfer otherwise,
 _LEAST_MOVED = 8 << 20  # and, where the link is slow, as many as it moves in
 _MOVED_SECONDS = 2e-3
@@ -432,9 +435,10 @@ class _Rig:
         self, path: Path, direction: Direction, shape: Shape, repeats: int, max_ctas: int | None = None
     ) -> float:
         """Median seconds of a transfer. Unavailable: the path does not take it."""
-        row, slots = shape.row_nbytes, 2 * shape.blocks  # every other slot: nothing is merged
-        gpu_ids = 2 * self._rng.permutation(shape.blocks)
-        cpu_ids = np.arange(shape.blocks) if shape.together else 2 * self._rng.permutation(shape.blocks)
+        row, blocks = shape.row_nbytes, shape.blocks
+        slots = min(_SPREAD * blocks, self.area // (shape.tensors * row) - 1)  # less one, for what is askew
+        gpu_ids = 2 * self._rng.permutation(slots // 2)[:blocks]  # every other slot at most: nothing is merged
+        cpu_ids = np.arange(blocks) if shape.together else 2 * self._rng.permutation(slots // 2)[:blocks]
         cpu_stride = row if shape.apart else shape.tensors * row
         cpu_base = self._cpu.ptr + (_SKEW if shape.skew else 0)
         tensors = np.arange(shape.tensors)[:, None]
