@@ -43,8 +43,8 @@ _SLOT = 16 << 20  # of the relay's ring
 PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
 
-# On each side; the link is measured by one copy of all of it. Blocks are spread over as much as there is for them, since
-# the copy engine is slower where they are far apart, as those of a real pool are.
+# On each side; the link is measured by one copy of all of it. Blocks are spread over as much as there is for them: the
+# copy engine is slower where they are far apart, as those of a real pool are.
 _AREA = {"cuda": 1 << 30, "host": 64 << 20}
 _SPREAD = 16  # at most so many times the room that they need
 _MOVED = {"cuda": 64 << 20, "host": 8 << 20}  # most bytes a transfer otherwise,
