@@ -20,7 +20,7 @@
 enum { LIST_IF_SHORTER = 4 };
 
 /* So few copies go to the copy engine: to think of other ways would take longer than any of them could save. */
-enum { FEW = 8 };
+enum { FEW = 3 };
 
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.01;

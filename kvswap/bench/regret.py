@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -124,7 +125,8 @@ class Result(Document):
         return {"what": "regret", "goal": goal, **asdict(self)}
 
 
-def _measure(lab: Lab, plan: Plan, drawn: Draw) -> Row:
+def _measure(lab: Lab, plan: Plan, drawn: Draw, order: random.Random) -> Row:
+    """In rounds, each in an order of its own: a transfer right after one like it finds everything warm."""
     jobs = {"auto": lab.job(METHODS["auto"], (drawn.shape,), drawn.direction)}
     _, took = lab.warm_up(jobs["auto"])
     for method in plan.methods:
@@ -137,8 +139,8 @@ def _measure(lab: Lab, plan: Plan, drawn: Draw) -> Row:
     for done in range(_MOST):
         if done >= repeats:
             break
-        for method, job in jobs.items():
-            walls[method].append(lab.idle(job)[0])
+        for method in order.sample(list(jobs), len(jobs)):
+            walls[method].append(lab.idle(jobs[method])[0])
         if done == 0:
             repeats = max(_FEWEST, int(_SHAPE_SECONDS / sum(times[0] for times in walls.values())))
     gbps = {method: drawn.shape.nbytes / statistics.median(times) / 1e9 for method, times in walls.items()}
@@ -150,10 +152,11 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
     """Measure all shapes, then show both figures and the worst. Raises WrongBytes for one wrong byte."""
     result = Result(**document(plan.device), seed=plan.seed, draws=len(plan.draws))
     show(f"{result.title()}: {result.draws} shapes of at most {format_size(plan.most_nbytes)}, seed {plan.seed}")
+    order = random.Random(plan.seed)
     with opened(plan.device, plan.seed) as lab:
         lab.reserve(max(host_nbytes([drawn.shape]) for drawn in plan.draws))
         for drawn in plan.draws:
-            result.rows.append(_measure(lab, plan, drawn))
+            result.rows.append(_measure(lab, plan, drawn, order))
             if len(result.rows) % 50 == 0:
                 show(f"{len(result.rows)} of {result.draws}")
         result.bytes_verified = lab.bytes_verified
