@@ -62,6 +62,7 @@ int kvs_chunks_cut(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, u
 static int begin_resize(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = kvs_dev_check(pool->engine->device, err);
   if (status) return status;
+  if (pool->segment) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
   pthread_mutex_lock(&pool->lock);
   status = kvs_host_pool_state_error(pool, err);
   if (!status && pool->resizing)

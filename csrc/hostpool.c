@@ -379,6 +379,18 @@ int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct k
 
 /* -- the end --------------------------------------------------------------------------------------------------- */
 
+/* Calls that look at a segment's words; those that wait there do so for less than a second at a time, in Python. */
+static int await_readers(struct kvs_host_pool *pool, struct kvs_error *err) {
+  uint64_t until = kvs_clock_ns() + UINT64_C(10000000000);
+  struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
+  bool late = false;
+  pthread_mutex_lock(&pool->lock);
+  while (pool->readers && !late) late = pthread_cond_timedwait(&pool->changed, &pool->lock, &end) != 0;
+  late = pool->readers != 0;
+  pthread_mutex_unlock(&pool->lock);
+  return late ? kvs_fail(err, KVS_TIMEOUT, "another thread still waits for blocks of the pool") : KVS_OK;
+}
+
 /* Registrations, then the mapping. KVS_TIMEOUT: some of it is in use after all. */
 static int give_back(struct kvs_host_pool *pool, bool keep_range, struct kvs_error *err) {
   struct kvs_error why = {0}, ignored;
@@ -392,6 +404,8 @@ static int give_back(struct kvs_host_pool *pool, bool keep_range, struct kvs_err
     }
     chunk->registered = false;
   }
+  if (pool->segment) kvs_shared_file_close(pool->segment);
+  pool->segment = NULL;
   if (why.status && why.status != KVS_LOST) { /* the driver still knows these addresses: nobody else may have them */
     keep_range = true;
     *err = why;
@@ -414,7 +428,8 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
   status = kvs_host_pool_drain(pool, timeout_ns, err);
   if (status == KVS_OK || status == KVS_LOST) {
     kvs_crew_dismiss(pool);
-    status = give_back(pool, keep_range, err);
+    status = await_readers(pool, err);
+    if (!status) status = give_back(pool, keep_range, err);
     pthread_mutex_lock(&pool->lock);
     pool->pinned = false;
     if (status != KVS_TIMEOUT && status != KVS_CLOSED) pool->state = KVS_POOL_CLOSED;

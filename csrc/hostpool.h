@@ -1,4 +1,4 @@
-/* The struct behind a host pool: for hostpool.c, chunks.c and populate.c.
+/* The struct behind a host pool: for its own files and those of shared pools.
  *
  * Memory is one range of addresses with room for max_blocks. What is used of it lies in extents: one for the whole
  * pool, or one a layer where layers have room to grow. Each is cut into chunks of whole units (a unit: a block, or a
@@ -19,6 +19,8 @@ struct kvs_chunk {
   bool ready, registered;
 };
 
+struct kvs_shared_file;
+
 struct kvs_host_pool {
   struct kvs_engine *engine;
   struct kvs_host_pool *next; /* of those that could not be closed when they were freed */
@@ -32,6 +34,7 @@ struct kvs_host_pool {
   uint64_t base;                 /* of the first block */
   enum kvs_pages pages;
   int node;
+  struct kvs_shared_file *segment; /* NULL: of this process alone */
 
   pthread_mutex_t lock;
   pthread_cond_t changed; /* state, or a chunk became ready */
@@ -46,6 +49,7 @@ struct kvs_host_pool {
   bool pinned;
   bool stop;
   bool resizing;    /* one grow, shrink or close at a time */
+  unsigned readers; /* calls that look at the segment */
   unsigned working; /* of the crew */
   unsigned hired;   /* threads to join */
   pthread_t crew[KVS_CREW];
@@ -82,5 +86,24 @@ int kvs_crew_hire(struct kvs_host_pool *, struct kvs_error *); /* for all chunks
 void kvs_crew_dismiss(struct kvs_host_pool *);                 /* stop, and wait until they are gone */
 /* Register no chunk, because one was refused. Without the lock, and with no crew at work. */
 void kvs_crew_roll_back(struct kvs_host_pool *);
+
+/* shared_file.c: the file behind a shared pool. */
+struct kvs_shared_file {
+  struct kvs_shared_file *next; /* in the list of those that this process owns */
+  char path[128];
+  uint64_t device, inode; /* of the file: another one may have its name by now */
+  uint64_t generation;
+  int64_t owner_pid;
+  uint64_t owner_start;
+  bool owner;
+  uint64_t map_base, map_nbytes, data_offset;
+  uint32_t *words; /* one a block, in the mapping */
+  uint64_t num_blocks;
+};
+int kvs_shared_file_open(const struct kvs_host_pool *, const struct kvs_shared_options *, struct kvs_shared_file **,
+                         bool *replaced, struct kvs_error *);
+void kvs_shared_file_unlink(struct kvs_shared_file *);
+void kvs_shared_file_close(struct kvs_shared_file *); /* forget it; what it mapped is its user's to unmap */
+bool kvs_process_alive(int64_t pid, uint64_t start);  /* start: as the kernel tells it, 0: any */
 
 #endif

@@ -98,6 +98,51 @@ KVS_API int kvs_host_free(uint64_t ptr, struct kvs_error *err);
 KVS_API int kvs_host_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);
 KVS_API int kvs_host_unregister(uint64_t ptr, struct kvs_error *err);
 
+/* Shared pools: a pool whose memory several processes of one user map, from a file in /dev/shm that nobody else may
+ * open. Who creates it owns it: its name goes when the owner closes it or ends. Each process registers the memory with
+ * its own device. All functions of pools above take them too, but for growing and shrinking.
+ *
+ * Each block has a word that all processes see: empty, being written by a process, or published. One writes, many
+ * read: claim, write, publish; readers wait for that. Memory is ordered by it, work of devices is not: publish after
+ * the transfer that writes the block has ended. */
+enum kvs_shared_mode { KVS_SHARED_CREATE, KVS_SHARED_JOIN, KVS_SHARED_EITHER /* join, or create it first */ };
+struct kvs_shared_options {
+  const char *name; /* letters, digits, '.', '_' and '-'; 1 to 100 */
+  enum kvs_shared_mode mode;
+  uint64_t generation; /* JOIN: only this one; 0: any */
+};
+struct kvs_shared_info {
+  char path[128];
+  uint64_t generation; /* of this segment: another one of the same name has another */
+  int64_t owner_pid;
+  bool owner;       /* this process is it */
+  bool owner_alive; /* else: nobody will find the segment any more, but those who have it */
+};
+
+/* pages 2MIB and 1GIB become TRANSPARENT; max_blocks must be 0. A segment whose owner died is replaced, and so are all
+ * others of this user when one is created. KVS_INVALID: it exists, does not exist, or is of another geometry, version
+ * or generation. KVS_UNSUPPORTED: it is another user's, or of another pid namespace. */
+KVS_API int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
+                            const struct kvs_shared_options *shared, struct kvs_host_pool **pool,
+                            struct kvs_error *err);
+KVS_API int kvs_shared_get_info(struct kvs_host_pool *pool, struct kvs_shared_info *info, struct kvs_error *err);
+KVS_API int kvs_shared_unlink(struct kvs_host_pool *pool,
+                              struct kvs_error *err); /* by the owner: nobody joins any more */
+/* Blocks that are empty, or whose writer died, become this process's to write: won[i]. */
+KVS_API int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, bool *won,
+                             struct kvs_error *err);
+/* All or nothing; KVS_INVALID: another process is writing one. */
+KVS_API int kvs_shared_publish(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct kvs_error *err);
+KVS_API int kvs_shared_retract(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct kvs_error *err);
+KVS_API int kvs_shared_published(struct kvs_host_pool *pool, const struct kvs_ids *blocks, bool *published,
+                                 struct kvs_error *err);
+/* Until all are published. KVS_TIMEOUT; KVS_CLOSED: who wrote one died. */
+KVS_API int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, int64_t timeout_ns,
+                            struct kvs_error *err);
+/* Remove this user's segments whose owners died; their names, a line each, as far as there is room. Returns how many.
+ */
+KVS_API size_t kvs_shared_clean(char *names, size_t capacity);
+
 #ifdef __cplusplus
 }
 #endif

@@ -144,6 +144,8 @@ void kvs_pages_touch(uint64_t base, uint64_t nbytes) {
     (void)__atomic_fetch_add((unsigned char *)at(base + i), 0, __ATOMIC_RELAXED);
 }
 
+bool kvs_pages_can_populate(void) { return madvise(NULL, 0, POPULATE_WRITE) == 0; }
+
 int kvs_pages_populate(uint64_t base, uint64_t nbytes, struct kvs_error *err) {
   char size[KVS_SIZE_TEXT];
   int code = 0;

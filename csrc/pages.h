@@ -41,6 +41,7 @@ void kvs_run_on_node(int node);                      /* the calling thread, if a
 
 /* Have pages behind [base, base + nbytes), contents kept. KVS_NOMEM: there are none. */
 int kvs_pages_populate(uint64_t base, uint64_t nbytes, struct kvs_error *err);
+bool kvs_pages_can_populate(void);                    /* without touching */
 void kvs_pages_touch(uint64_t base, uint64_t nbytes); /* the same by writing to each, for kernels before 5.14 */
 
 #endif

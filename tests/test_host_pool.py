@@ -497,9 +497,9 @@ def test_growing_needs_room(device: kvswap.Device) -> None:
         pool.grow(6)  # a view does not mind
         assert view.shape == (4, 4096)
         del view
-    with HostPool(4, 4096, device=device, layers=2, layout="layer-first") as pool:
-        with pytest.raises(kvswap.Error, match="made with max_blocks"):
-            pool.shrink(2)
+    solid = HostPool(4, 4096, device=device, layers=2, layout="layer-first")
+    with pytest.raises(kvswap.Error, match="made with max_blocks"):
+        solid.shrink(2)
 
 
 def test_growing_that_will_not_register(device: kvswap.Device) -> None:

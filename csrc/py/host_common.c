@@ -448,27 +448,30 @@ void kvs_py_host_pool_dealloc(PyObject *self) {
 
 /* -- attributes ---------------------------------------------------------------------------------------------------- */
 
-enum { NUM_BLOCKS, BLOCK_NBYTES, NBYTES, MAPPED, MAX_BLOCKS, LAYERS, LAYER_NBYTES, LAYER_STRIDE, PTR, CHUNKS };
-
-static PyObject *get_number(PyObject *self, void *field) {
+PyObject *kvs_py_host_number(PyObject *self, void *field) {
   struct kvs_host_pool_info info;
   uintptr_t which = (uintptr_t)field;
-  if ((which == PTR ? kvs_py_host_pool_info(self, &info) : any_info(self, &info)) < 0) return NULL;
-  const uint64_t numbers[] = {
-      [NUM_BLOCKS] = info.num_blocks, [BLOCK_NBYTES] = info.block_nbytes, [NBYTES] = info.nbytes,
-      [MAPPED] = info.mapped_nbytes,  [MAX_BLOCKS] = info.max_blocks,     [LAYERS] = info.layers,
-      [LAYER_STRIDE] = info.stride,   [LAYER_NBYTES] = info.layer_nbytes, [PTR] = info.ptr,
-      [CHUNKS] = info.chunks};
+  if ((which == KVS_PY_HOST_PTR ? kvs_py_host_pool_info(self, &info) : any_info(self, &info)) < 0) return NULL;
+  const uint64_t numbers[] = {[KVS_PY_HOST_NUM_BLOCKS] = info.num_blocks,
+                              [KVS_PY_HOST_BLOCK_NBYTES] = info.block_nbytes,
+                              [KVS_PY_HOST_NBYTES] = info.nbytes,
+                              [KVS_PY_HOST_MAPPED] = info.mapped_nbytes,
+                              [KVS_PY_HOST_MAX_BLOCKS] = info.max_blocks,
+                              [KVS_PY_HOST_LAYER_COUNT] = info.layers,
+                              [KVS_PY_HOST_LAYER_STRIDE] = info.stride,
+                              [KVS_PY_HOST_LAYER_NBYTES] = info.layer_nbytes,
+                              [KVS_PY_HOST_PTR] = info.ptr,
+                              [KVS_PY_HOST_CHUNKS] = info.chunks};
   return PyLong_FromUnsignedLongLong(numbers[which]);
 }
 
-static PyObject *get_layout(PyObject *self, void *unused) {
+PyObject *kvs_py_host_layout(PyObject *self, void *unused) {
   struct kvs_host_pool_info info;
   (void)unused;
   return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(info.layer_first ? "layer-first" : "block-first");
 }
 
-static PyObject *get_pages(PyObject *self, void *unused) {
+PyObject *kvs_py_host_pages(PyObject *self, void *unused) {
   static const char *const names[] = {[KVS_PAGES_DEFAULT] = "default",
                                       [KVS_PAGES_TRANSPARENT] = "transparent",
                                       [KVS_PAGES_2MIB] = "2MiB",
@@ -478,7 +481,7 @@ static PyObject *get_pages(PyObject *self, void *unused) {
   return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.pages]);
 }
 
-static PyObject *get_state(PyObject *self, void *unused) {
+PyObject *kvs_py_host_state(PyObject *self, void *unused) {
   static const char *const names[] = {[KVS_POOL_POPULATING] = "populating",
                                       [KVS_POOL_READY] = "ready",
                                       [KVS_POOL_FAILED] = "failed",
@@ -489,13 +492,13 @@ static PyObject *get_state(PyObject *self, void *unused) {
   return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.state]);
 }
 
-static PyObject *get_pinned(PyObject *self, void *unused) {
+PyObject *kvs_py_host_pinned(PyObject *self, void *unused) {
   struct kvs_host_pool_info info;
   (void)unused;
   return any_info(self, &info) < 0 ? NULL : PyBool_FromLong(info.pinned && info.state != KVS_POOL_CLOSED);
 }
 
-static PyObject *get_node(PyObject *self, void *unused) {
+PyObject *kvs_py_host_numa_node(PyObject *self, void *unused) {
   struct kvs_host_pool_info info;
   (void)unused;
   if (any_info(self, &info) < 0) return NULL;
@@ -503,12 +506,12 @@ static PyObject *get_node(PyObject *self, void *unused) {
   return info.node < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.node);
 }
 
-static PyObject *get_device(PyObject *self, void *unused) {
+PyObject *kvs_py_host_device(PyObject *self, void *unused) {
   (void)unused;
   return kvs_py_device_like(kvs_py_state_of(self), kvs_host_pool_engine(as_pool(self)->pool));
 }
 
-static PyObject *get_notices(PyObject *self, void *unused) {
+PyObject *kvs_py_host_notices(PyObject *self, void *unused) {
   struct kvs_host_pool_info info;
   char text[2048];
   (void)unused;
@@ -521,30 +524,6 @@ static PyObject *get_notices(PyObject *self, void *unused) {
   Py_XDECREF(lines);
   return tuple;
 }
-
-PyGetSetDef kvs_py_host_pool_getset[] = {
-    {"ptr", get_number, NULL, "int: address of the first block; kvswap.Error once it is closed.", (void *)PTR},
-    {"nbytes", get_number, NULL, "int: bytes of all blocks, num_blocks * block_nbytes.", (void *)NBYTES},
-    {"mapped_nbytes", get_number, NULL, "int: bytes of memory that it takes: nbytes, rounded up to pages.",
-     (void *)MAPPED},
-    {"num_blocks", get_number, NULL, "int: blocks 0 to num_blocks - 1.", (void *)NUM_BLOCKS},
-    {"max_blocks", get_number, NULL, "int: how far it can grow.", (void *)MAX_BLOCKS},
-    {"block_nbytes", get_number, NULL, "int: bytes of a block, of all layers together.", (void *)BLOCK_NBYTES},
-    {"layers", get_number, NULL, "int: layers of a block.", (void *)LAYERS},
-    {"layer_nbytes", get_number, NULL, "int: bytes of a block in one layer.", (void *)LAYER_NBYTES},
-    {"layer_stride", get_number, NULL, "int: bytes from block to block within a layer: cpu_stride of the swap calls.",
-     (void *)LAYER_STRIDE},
-    {"chunks", get_number, NULL, "int: parts that are registered one by one.", (void *)CHUNKS},
-    {"layout", get_layout, NULL, "str: 'block-first' or 'layer-first'.", NULL},
-    {"pages", get_pages, NULL, "str: what kind of pages it has: 'default', 'transparent', '2MiB', '1GiB'.", NULL},
-    {"state", get_state, NULL, "str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'.", NULL},
-    {"pinned", get_pinned, NULL, "bool: all of it is registered with the device.", NULL},
-    {"numa_node", get_node, NULL, "int, 'interleave', or None: where its pages were asked for.", NULL},
-    {"device", get_device, NULL, "Device: what it is registered with.", NULL},
-    {"notices", get_notices, NULL, "tuple of str: what had to be done otherwise than asked. They are logged too.",
-     NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 
 /* -- docs ---------------------------------------------------------------------------------------------------------- */
 

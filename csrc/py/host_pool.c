@@ -141,6 +141,12 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef getset[] = {
+    KVS_PY_HOST_GETSET,
+    KVS_PY_HOST_NUMBER("max_blocks", KVS_PY_HOST_MAX_BLOCKS, "int: how far it can grow."),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_doc, (void *)host_pool_doc},
     {Py_tp_new, host_pool_create},
@@ -149,7 +155,7 @@ static PyType_Slot slots[] = {
     {Py_tp_traverse, kvs_py_host_pool_traverse},
     {Py_tp_clear, kvs_py_host_pool_clear},
     {Py_tp_methods, methods},
-    {Py_tp_getset, kvs_py_host_pool_getset},
+    {Py_tp_getset, getset},
     {Py_bf_getbuffer, kvs_py_host_pool_getbuffer},
     {Py_bf_releasebuffer, kvs_py_host_pool_releasebuffer},
     {0, NULL},

@@ -46,7 +46,49 @@ int kvs_py_host_pool_traverse(PyObject *self, visitproc visit, void *arg);
 int kvs_py_host_pool_clear(PyObject *self);
 int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags);
 void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view);
-extern PyGetSetDef kvs_py_host_pool_getset[];
+
+/* Attributes, each with its docstring. */
+enum {
+  KVS_PY_HOST_NUM_BLOCKS,
+  KVS_PY_HOST_BLOCK_NBYTES,
+  KVS_PY_HOST_NBYTES,
+  KVS_PY_HOST_MAPPED,
+  KVS_PY_HOST_MAX_BLOCKS,
+  KVS_PY_HOST_LAYER_COUNT,
+  KVS_PY_HOST_LAYER_NBYTES,
+  KVS_PY_HOST_LAYER_STRIDE,
+  KVS_PY_HOST_PTR,
+  KVS_PY_HOST_CHUNKS
+};
+PyObject *kvs_py_host_number(PyObject *self, void *field);
+PyObject *kvs_py_host_layout(PyObject *self, void *unused);
+PyObject *kvs_py_host_pages(PyObject *self, void *unused);
+PyObject *kvs_py_host_state(PyObject *self, void *unused);
+PyObject *kvs_py_host_pinned(PyObject *self, void *unused);
+PyObject *kvs_py_host_numa_node(PyObject *self, void *unused);
+PyObject *kvs_py_host_device(PyObject *self, void *unused);
+PyObject *kvs_py_host_notices(PyObject *self, void *unused);
+#define KVS_PY_HOST_NUMBER(name, field, doc) {name, kvs_py_host_number, NULL, doc, (void *)(field)}
+#define KVS_PY_HOST_GETSET                                                                                             \
+  KVS_PY_HOST_NUMBER("ptr", KVS_PY_HOST_PTR, "int: address of the first block; kvswap.Error once it is closed."),      \
+      KVS_PY_HOST_NUMBER("nbytes", KVS_PY_HOST_NBYTES, "int: bytes of all blocks, num_blocks * block_nbytes."),        \
+      KVS_PY_HOST_NUMBER("mapped_nbytes", KVS_PY_HOST_MAPPED,                                                          \
+                         "int: bytes of memory that it takes: nbytes, rounded up to pages."),                          \
+      KVS_PY_HOST_NUMBER("num_blocks", KVS_PY_HOST_NUM_BLOCKS, "int: blocks 0 to num_blocks - 1."),                    \
+      KVS_PY_HOST_NUMBER("block_nbytes", KVS_PY_HOST_BLOCK_NBYTES, "int: bytes of a block, of all layers together."),  \
+      KVS_PY_HOST_NUMBER("layers", KVS_PY_HOST_LAYER_COUNT, "int: layers of a block."),                                \
+      KVS_PY_HOST_NUMBER("layer_nbytes", KVS_PY_HOST_LAYER_NBYTES, "int: bytes of a block in one layer."),             \
+      KVS_PY_HOST_NUMBER("layer_stride", KVS_PY_HOST_LAYER_STRIDE,                                                     \
+                         "int: bytes from block to block within a layer: cpu_stride of the swap calls."),              \
+      KVS_PY_HOST_NUMBER("chunks", KVS_PY_HOST_CHUNKS, "int: parts that are registered one by one."),                  \
+      {"layout", kvs_py_host_layout, NULL, "str: 'block-first' or 'layer-first'.", NULL},                              \
+      {"pages", kvs_py_host_pages, NULL, "str: its kind of pages: 'default', 'transparent', '2MiB', '1GiB'.", NULL},   \
+      {"state", kvs_py_host_state, NULL, "str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'.", NULL},      \
+      {"pinned", kvs_py_host_pinned, NULL, "bool: all of it is registered with the device.", NULL},                    \
+      {"numa_node", kvs_py_host_numa_node, NULL, "int, 'interleave' or None: where its pages were asked for.", NULL},  \
+      {"device", kvs_py_host_device, NULL, "Device: what it is registered with.", NULL}, {                             \
+    "notices", kvs_py_host_notices, NULL, "tuple of str: what was done otherwise than asked; logged too.", NULL        \
+  }
 
 /* Methods, each with its docstring. */
 #define KVS_PY_HOST_METHOD(name) PyObject *kvs_py_host_##name(PyObject *, PyObject *const *, Py_ssize_t, PyObject *)
