@@ -227,8 +227,8 @@ int kvs_budget_check(const struct kvs_budget *budget, uint64_t nbytes, int64_t r
   if (budget->available != UINT64_MAX && nbytes > free_bytes)
     return kvs_fail(err, KVS_NOMEM,
                     "%s of host memory do not fit: the machine has %s available, and reserve= %s %s. Ask for less, "
-                    "free some, or pass reserve= (bytes to leave free; negative: how much the memory of a virtual "
-                    "machine will grow as it is used)",
+                    "free some, or pass reserve= or KVSWAP_RESERVE (bytes to leave free; negative: how much the "
+                    "memory of a virtual machine will grow as it is used)",
                     wanted, kvs_size_text(budget->available, there), reserve < 0 ? "expects another" : "keeps free",
                     kvs_size_text(size, kept));
   if (budget->group_max == UINT64_MAX) return KVS_OK;

@@ -1,6 +1,7 @@
 /* Host pools: geometry, mapping, growing, shrinking and the end. What the threads do is in populate.c. */
 #include "hostpool.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -147,8 +148,16 @@ size_t kvs_host_pool_notices(struct kvs_host_pool *pool, char *text, size_t capa
 int kvs_host_pool_afford(const struct kvs_host_pool *pool, uint64_t nbytes, struct kvs_error *err) {
   struct kvs_budget budget;
   kvs_budget_read("", &budget);
-  return kvs_budget_check(&budget, nbytes, pool->asked.has_reserve ? pool->asked.reserve : kvs_budget_reserve(&budget),
-                          err);
+  int64_t reserve = pool->asked.has_reserve ? pool->asked.reserve : kvs_budget_reserve(&budget);
+  const char *text = pool->asked.has_reserve ? NULL : getenv("KVSWAP_RESERVE");
+  if (text && *text) {
+    char *end;
+    errno = 0;
+    reserve = strtoll(text, &end, 10);
+    if (*end || errno)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_RESERVE is '%.40s'; it is a number of bytes, negative ones too", text);
+  }
+  return kvs_budget_check(&budget, nbytes, reserve, err);
 }
 
 /* Pages [from, to) of every extent, given as bytes within it. */
@@ -304,6 +313,7 @@ int kvs_host_pool_get_info(struct kvs_host_pool *pool, struct kvs_host_pool_info
           (pool->asked.layers - 1) * layer_pitch(pool) + (pool->num_blocks - 1) * pool->stride + pool->layer_nbytes,
       .layer_first = pool->asked.layer_first,
       .pinned = pool->pinned,
+      .refused = pool->refused.status != KVS_OK,
       .pages = pool->pages,
       .node = pool->node,
       .done_nbytes = pool->registering ? (pool->populated + pool->registered) / 2 : pool->populated,

@@ -55,6 +55,7 @@ struct kvs_host_pool_info {
   uint64_t stride;               /* from block to block, within a layer */
   uint64_t extent;               /* from ptr to the end of the last layer of the last block */
   bool layer_first, pinned;
+  bool refused; /* it is not pinned because the driver refused a chunk */
   enum kvs_pages pages;
   int node;                           /* where its pages were asked for; -1: anywhere, -2: interleaved */
   uint64_t done_nbytes, total_nbytes; /* how far it is; registering counts as much as populating */

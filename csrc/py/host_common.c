@@ -136,12 +136,15 @@ static int call_progress(struct kvs_py_host_pool *self) {
 }
 
 int kvs_py_host_pool_tell(struct kvs_py_host_pool *self) {
+  struct kvs_host_pool_info info;
+  struct kvs_error ignored;
   char text[2048];
+  if (kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
   kvs_host_pool_notices(self->pool, text, sizeof text);
   for (char *line = text + self->told, *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
     *end = '\0';
     self->told = end + 1 - text;
-    if (kvs_py_say("warning", "host pool: %s", line) < 0) return -1;
+    if (kvs_py_say(info.refused ? "warning" : "info", "host pool: %s", line) < 0) return -1;
   }
   return 0;
 }
