@@ -29,6 +29,7 @@ from kvswap.memory import HostPool
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
 LAYOUTS = ("block-first", "layer-first")
 
 
@@ -164,6 +165,8 @@ def test_address_space(device_name: str) -> None:
     """RLIMIT_AS: no room for the addresses is an error, at once."""
     if not device_name.startswith("host"):
         pytest.skip("a driver needs more addresses than such a limit leaves")
+    if SANITIZED:
+        pytest.skip("so does a sanitizer")
     run = run_python(
         """
         import resource, sys, kvswap
@@ -639,7 +642,8 @@ def test_no_leak(device: kvswap.Device) -> None:
         cycle()
     gc.collect()
     after = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
-    assert after[0] - before[0] < 2 * MIB and after[1] - before[1] < 2 * MIB and after[2:] == before[2:]
+    room = (40 if SANITIZED else 2) * MIB
+    assert after[0] - before[0] < room and after[1] - before[1] < room and after[2:] == before[2:]
 
 
 def test_a_forked_child_is_told(device_name: str) -> None:

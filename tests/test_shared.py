@@ -27,6 +27,7 @@ from kvswap.memory import SharedPool
 FOLDER = Path("/dev/shm")
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
 VERSION_AT, PID_AT, START_AT, SPACE_AT, GENERATION_AT, BLOCKS_AT = 8, 16, 24, 32, 40, 48
 
 if not FOLDER.is_dir():
@@ -626,7 +627,8 @@ def test_no_leak(device: kvswap.Device, name: str) -> None:
     for _ in range(200):
         cycle()
     after = count()
-    assert after[0] - before[0] < 2 * MIB and after[1] - before[1] < 2 * MIB and after[2:] == before[2:]
+    room = (40 if SANITIZED else 2) * MIB
+    assert after[0] - before[0] < room and after[1] - before[1] < room and after[2:] == before[2:]
     assert abs(os.statvfs(FOLDER).f_bavail - free) * PAGE < 32 * MIB
 
 
