@@ -59,12 +59,14 @@ int kvs_chunks_cut(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, u
 
 /* -- growing and shrinking ------------------------------------------------------------------------------------- */
 
-static int begin_resize(struct kvs_host_pool *pool, struct kvs_error *err) {
+/* `whatever`: also a pool that failed or was cancelled, for shrinking makes it whole again. */
+static int begin_resize(struct kvs_host_pool *pool, bool whatever, struct kvs_error *err) {
   int status = kvs_dev_check(pool->engine->device, err);
   if (status) return status;
   if (pool->segment) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
   pthread_mutex_lock(&pool->lock);
-  status = kvs_host_pool_state_error(pool, err);
+  bool ended = pool->state == KVS_POOL_FAILED || pool->state == KVS_POOL_CANCELLED;
+  status = whatever && ended ? KVS_OK : kvs_host_pool_state_error(pool, err);
   if (!status && pool->resizing)
     status = kvs_fail(err, KVS_INVALID, "another thread is growing, shrinking or closing the pool");
   if (!status) pool->resizing = true;
@@ -130,7 +132,7 @@ static int grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout
 }
 
 int kvs_host_pool_grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
-  int status = begin_resize(pool, err);
+  int status = begin_resize(pool, false, err);
   if (status) return status;
   if (num_blocks <= pool->num_blocks)
     status = kvs_fail(err, KVS_INVALID, "num_blocks is %" PRIu64 ", but the pool has %" PRIu64 " blocks already",
@@ -179,7 +181,7 @@ static int shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeo
 }
 
 int kvs_host_pool_shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
-  int status = begin_resize(pool, err);
+  int status = begin_resize(pool, true, err);
   if (status) return status;
   if (num_blocks == 0 || num_blocks >= pool->num_blocks)
     status =

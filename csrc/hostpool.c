@@ -199,48 +199,45 @@ static int map_private(struct kvs_host_pool *pool, struct kvs_error *err) {
   }
 }
 
-static bool choose_nodes(struct kvs_host_pool *pool, struct kvs_nodes *nodes) {
+/* Fills *nodes; returns what to call it: a node, -2 interleaved, -1 anywhere. */
+static int choose_nodes(const struct kvs_host_pool *pool, struct kvs_nodes *nodes) {
   int node = pool->asked.node;
   memset(nodes, 0, sizeof *nodes);
   switch (pool->asked.placement) {
   case KVS_PLACE_ANYWHERE:
-    return false;
+    return -1;
   case KVS_PLACE_INTERLEAVE:
     nodes->interleave = true;
-    pool->node = -2;
-    return kvs_nodes_with_memory(nodes);
+    return kvs_nodes_with_memory(nodes) ? -2 : -1;
   case KVS_PLACE_AUTO:
     node = pool->engine->device->info.numa_node;
     break;
   case KVS_PLACE_NODE:
     break;
   }
-  if (node < 0 || node >= KVS_NODE_WORDS * 64) return false;
+  if (node < 0 || node >= KVS_NODE_WORDS * 64) return -1;
   nodes->bits[node / 64] = UINT64_C(1) << (node % 64);
-  pool->node = node;
-  return true;
+  return node;
 }
 
-/* Ask for pages on the nodes that were chosen: [from, to) of every extent. */
 void kvs_host_pool_place(struct kvs_host_pool *pool, uint64_t from, uint64_t to) {
   struct kvs_nodes nodes;
   struct kvs_error err;
   char wanted[KVS_SIZE_TEXT], there[KVS_SIZE_TEXT];
-  if (!choose_nodes(pool, &nodes)) {
-    pool->node = -1;
-    return;
-  }
-  for (uint64_t i = 0; i < pool->extents; i++)
+  int node = choose_nodes(pool, &nodes);
+  for (uint64_t i = 0; node != -1 && i < pool->extents; i++)
     if (kvs_pages_bind(pool->base + i * pool->extent_pitch + from, to - from, &nodes, &err)) {
       kvs_host_pool_note(pool, "%s", err.message);
-      pool->node = -1;
-      return;
+      node = -1;
     }
-  uint64_t nbytes = pool->extents * (to - from), left = pool->node >= 0 ? kvs_budget_node("", pool->node) : UINT64_MAX;
+  uint64_t nbytes = pool->extents * (to - from), left = node >= 0 ? kvs_budget_node("", node) : UINT64_MAX;
   if (!kvs_pages_huge(pool->pages) && nbytes > left)
     kvs_host_pool_note(pool,
                        "NUMA node %d has %s free for %s: the rest will be on other nodes, where copies are slower",
-                       pool->node, kvs_size_text(left, there), kvs_size_text(nbytes, wanted));
+                       node, kvs_size_text(left, there), kvs_size_text(nbytes, wanted));
+  pthread_mutex_lock(&pool->lock);
+  pool->node = node;
+  pthread_mutex_unlock(&pool->lock);
 }
 
 static int check_node(const struct kvs_host_pool_options *asked, struct kvs_error *err) {

@@ -53,12 +53,18 @@ void kvs_crew_roll_back(struct kvs_host_pool *pool) {
   for (size_t i = 0; i < pool->nchunks; i++) {
     struct kvs_chunk *chunk = &pool->chunks[i];
     if (!chunk->registered) continue;
-    if (kvs_engine_unregister(pool->engine, chunk->base, &err))
+    if (kvs_engine_unregister(pool->engine, chunk->base, &err)) {
       kvs_host_pool_note(pool, "a chunk stays registered: %s", err.message);
-    else
-      chunk->registered = false;
+      continue;
+    }
+    pthread_mutex_lock(&pool->lock);
+    chunk->registered = false;
+    pool->registered -= chunk->nbytes;
+    pthread_mutex_unlock(&pool->lock);
   }
+  pthread_mutex_lock(&pool->lock);
   pool->registering = false;
+  pthread_mutex_unlock(&pool->lock);
   kvs_budget_read("", &budget);
   bool tight = budget.memlock < pool->total;
   kvs_host_pool_note(pool, "the memory is pageable, not pinned, and copies are slower: %s%s%s", pool->refused.message,
@@ -86,7 +92,7 @@ static void *work(void *arg) {
   struct piece piece;
   if (pool->node >= 0) kvs_run_on_node(pool->node);
   pthread_mutex_lock(&pool->lock);
-  while (!pool->stop && take_piece_locked(pool, &piece)) {
+  while (!pool->stop && !atomic_load(&pool->engine->closed) && take_piece_locked(pool, &piece)) {
     struct kvs_error err = {0};
     pthread_mutex_unlock(&pool->lock);
     int status = kvs_pages_populate(piece.base, piece.nbytes, &err);
@@ -123,6 +129,7 @@ int kvs_crew_hire(struct kvs_host_pool *pool, struct kvs_error *err) {
   pthread_mutex_lock(&pool->lock);
   unsigned size = crew_size(pool);
   pool->stop = false;
+  pool->failure.status = KVS_OK;
   pool->next_chunk = 0;
   pool->state = KVS_POOL_POPULATING;
   while (pool->hired < size && pthread_create(&pool->crew[pool->hired], NULL, work, pool) == 0) {

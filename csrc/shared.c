@@ -10,8 +10,8 @@
 
 #include "hostpool.h"
 
-/* A word: EMPTY, the pid of who is writing the block, or PUBLISHED. */
-enum { EMPTY = 0 };
+/* A word: EMPTY, who is writing the block, or PUBLISHED. */
+enum { EMPTY = 0, PID_BITS = 22 };
 static const uint32_t PUBLISHED = UINT32_C(1) << 31;
 
 int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
@@ -119,9 +119,31 @@ static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks
   return status;
 }
 
-static uint32_t me(void) { return (uint32_t)getpid(); }
+/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
+ * container that is started again, the very same). */
+static uint32_t name_of(int64_t pid, uint64_t start) {
+  return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
+}
+
+static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
+
+static uint32_t me(void) {
+  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
+  uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
+  if (both >> 32 == pid) return (uint32_t)both;
+  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
+  atomic_store(&known, pid << 32 | word);
+  return word;
+}
 
 static bool is_writer(uint32_t word) { return word != EMPTY && word != PUBLISHED; }
+
+/* The block was being written by a process that is gone. */
+static bool is_orphan(uint32_t word) {
+  if (!is_writer(word) || word == me()) return false;
+  int64_t pid = pid_of(word);
+  return !kvs_process_alive(pid, 0) || name_of(pid, kvs_process_start(pid)) != word;
+}
 
 static void wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
@@ -130,7 +152,7 @@ int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, b
   if (status) return status;
   for (size_t i = 0; i < blocks->count; i++) {
     uint32_t *word = word_of(pool->segment, blocks, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    bool mine_to_try = seen == EMPTY || (is_writer(seen) && seen != me() && !kvs_process_alive(seen, 0));
+    bool mine_to_try = seen == EMPTY || is_orphan(seen);
     won[i] = mine_to_try && __atomic_compare_exchange_n(word, &seen, me(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   }
   leave(pool);
@@ -143,9 +165,9 @@ static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, u
   if (status) return status;
   for (size_t i = 0; !status && i < blocks->count; i++) {
     uint32_t seen = __atomic_load_n(word_of(pool->segment, blocks, i), __ATOMIC_ACQUIRE);
-    if (is_writer(seen) && seen != me() && kvs_process_alive(seen, 0))
-      status = kvs_fail(err, KVS_INVALID, "blocks[%zu] = %" PRId64 " is being written by process %" PRIu32, i,
-                        id_at(blocks, i), seen);
+    if (is_writer(seen) && seen != me() && !is_orphan(seen))
+      status = kvs_fail(err, KVS_INVALID, "blocks[%zu] = %" PRId64 " is being written by process %" PRId64, i,
+                        id_at(blocks, i), pid_of(seen));
   }
   for (size_t i = 0; !status && i < blocks->count; i++) {
     uint32_t *word = word_of(pool->segment, blocks, i);
@@ -185,15 +207,16 @@ int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, in
     int64_t left = timeout_ns < 0 ? slice_ns : timeout_ns - (int64_t)(kvs_clock_ns() - start);
     if (seen == PUBLISHED) {
       i++;
-    } else if (is_writer(seen) && seen != me() && !kvs_process_alive(seen, 0)) {
-      status = kvs_fail(err, KVS_CLOSED,
-                        "process %" PRIu32 " died while it wrote block %" PRId64 ": claim() and write it "
-                        "anew",
-                        seen, id_at(blocks, i));
+    } else if (is_orphan(seen)) {
+      status = kvs_fail(err, KVS_CLOSED, "process %" PRId64 " died while it wrote block %" PRId64 ": claim() it anew",
+                        pid_of(seen), id_at(blocks, i));
+    } else if (left <= 0 && seen == EMPTY) {
+      status = kvs_fail(err, KVS_TIMEOUT, "blocks[%zu] = %" PRId64 " was not published in time; nobody claimed it", i,
+                        id_at(blocks, i));
     } else if (left <= 0) {
-      status = kvs_fail(err, KVS_TIMEOUT, "blocks[%zu] = %" PRId64 " was not published within %g s (%s)", i,
-                        id_at(blocks, i), (double)timeout_ns / 1e9,
-                        seen == EMPTY ? "nobody writes it" : "it is being written");
+      status = kvs_fail(err, KVS_TIMEOUT,
+                        "blocks[%zu] = %" PRId64 " was not published in time; process %" PRId64 " is writing it", i,
+                        id_at(blocks, i), pid_of(seen));
     } else {
       struct timespec pause = {.tv_nsec = (long)(left < slice_ns ? left : slice_ns)};
       syscall(SYS_futex, word, FUTEX_WAIT, seen, &pause, NULL, 0);

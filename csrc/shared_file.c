@@ -59,6 +59,12 @@ static bool read_stat(int64_t pid, char *state, uint64_t *start) {
                 state, start) == 2;
 }
 
+uint64_t kvs_process_start(int64_t pid) {
+  char state;
+  uint64_t start;
+  return read_stat(pid, &state, &start) ? start : 0;
+}
+
 bool kvs_process_alive(int64_t pid, uint64_t start) {
   char state = 0;
   uint64_t born = 0;
@@ -202,10 +208,9 @@ static int check_name(const char *name, struct kvs_error *err) {
 
 static void fill_header(const struct kvs_host_pool *pool, struct header *header) {
   uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
-  char state;
   *header = (struct header){.version = VERSION, .header_nbytes = sizeof *header, .owner_pid = getpid()};
   memcpy(header->magic, MAGIC, sizeof MAGIC);
-  (void)read_stat(header->owner_pid, &state, &header->owner_start);
+  header->owner_start = kvs_process_start(header->owner_pid);
   header->pid_space = pid_space();
   header->num_blocks = pool->num_blocks;
   header->block_nbytes = pool->asked.block_nbytes;

@@ -515,6 +515,33 @@ def test_growing_that_will_not_register(device: kvswap.Device) -> None:
         gc.collect()
 
 
+def test_growing_into_no_memory(device: kvswap.Device) -> None:
+    """What was cancelled in the middle of growing is whole again once it is shrunk."""
+    with HostPool(4, MIB, device=device, max_blocks=256, chunk_nbytes=MIB) as pool:
+        np.asarray(pool)[:] = 9
+        gc.collect()
+        with (
+            testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.05),
+            pytest.raises(kvswap.Error, match="cancelled"),
+        ):
+            threading.Timer(0.2, pool.cancel).start()
+            pool.grow(256)
+        assert pool.state == "cancelled" and pool.ready(3) and not pool.ready(255) and not pool.pinned
+        pool.shrink(4)
+        assert pool.state == "ready" and pool.pinned and (np.asarray(pool) == 9).all()
+        gc.collect()
+
+
+def test_a_pool_of_another_device(device: kvswap.Device) -> None:
+    """Registered with one, blocks for the transfers of another."""
+    other = kvswap.Device("host:1") if device.kind == "host" else device
+    with HostPool(8, 4096, device=device) as host:
+        target = host.pool(device=other)
+        assert target.device == other and target.num_blocks == 8
+        del target
+        gc.collect()
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 

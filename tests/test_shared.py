@@ -210,8 +210,10 @@ def test_words(device: kvswap.Device, name: str) -> None:
         pool.publish([1, 2])
         assert pool.published([0, 1, 2, 3]).tolist() == [False, True, True, False]
         pool.wait_ready([1, 2], timeout=0)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=rf"blocks\[1\] = 3 .* process {os.getpid()} is writing it"):
             pool.wait_ready([1, 3], timeout=0.01)
+        with pytest.raises(TimeoutError, match=r"blocks\[0\] = 7 was not published in time; nobody claimed it"):
+            pool.wait_ready([7], timeout=0.1)
         pool.retract([1])
         assert not pool.published([1])[0] and pool.claim([1])[0]
         for call in (pool.publish, pool.retract, pool.claim, pool.published, pool.wait_ready):

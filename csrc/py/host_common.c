@@ -141,9 +141,9 @@ int kvs_py_host_pool_tell(struct kvs_py_host_pool *self) {
   char text[2048];
   if (kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
   kvs_host_pool_notices(self->pool, text, sizeof text);
-  for (char *line = text + self->told, *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
+  char *line = text + atomic_exchange(&self->told, strlen(text));
+  for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
     *end = '\0';
-    self->told = end + 1 - text;
     if (kvs_py_say(info.refused ? "warning" : "info", "host pool: %s", line) < 0) return -1;
   }
   return 0;
@@ -406,7 +406,6 @@ PyObject *kvs_py_host_close(PyObject *self, PyObject *const *args, Py_ssize_t na
   if (values[0] != NULL && kvs_py_timeout(values[0], "timeout", &timeout_ns) < 0) return NULL;
   int force = read_flag(values[1], 0);
   if (force < 0 || close_pool(self, timeout_ns, force == 1) < 0) return NULL;
-  Py_CLEAR(as_pool(self)->progress);
   Py_RETURN_NONE;
 }
 

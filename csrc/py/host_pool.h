@@ -11,7 +11,7 @@ struct kvs_py_host_pool {
   struct kvs_host_pool *pool;
   atomic_long uses;
   PyObject *progress; /* called while somebody waits for it to be populated; NULL: nothing */
-  Py_ssize_t told;    /* characters of its notices that were logged */
+  atomic_size_t told; /* characters of its notices that were logged */
 };
 
 /* The arguments that both constructors take, in this order. */

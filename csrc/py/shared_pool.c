@@ -92,27 +92,41 @@ static PyObject *shared_publish(PyObject *self, PyObject *blocks) { return chang
 
 static PyObject *shared_retract(PyObject *self, PyObject *blocks) { return change(self, blocks, kvs_shared_retract); }
 
-struct waiting {
-  struct kvs_host_pool *pool;
-  struct kvs_ids ids;
-};
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
-static int wait_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
-  const struct waiting *waiting = arg;
-  return kvs_shared_wait(waiting->pool, &waiting->ids, timeout_ns, err);
+/* In slices, so that Ctrl-C works; the last one's error names the block that is not there. */
+static int wait_published(PyObject *self, const struct kvs_ids *ids, int64_t timeout_ns) {
+  int64_t start = now_ns();
+  for (;;) {
+    struct kvs_error err = {0};
+    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - (now_ns() - start);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_shared_wait(core_of(self), ids, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);
+    Py_END_ALLOW_THREADS
+    if (rc == KVS_OK) return 0;
+    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)) {
+      kvs_py_raise(kvs_py_state_of(self), &err);
+      return -1;
+    }
+    if (PyErr_CheckSignals() < 0) return -1;
+  }
 }
 
 static PyObject *shared_wait_ready(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"blocks", "timeout"};
   static const struct kvs_py_args spec = {"wait_ready", names, 1, 2, 2};
-  struct kvs_py_state *state = kvs_py_state_of(self);
-  struct waiting waiting = {.pool = core_of(self)};
+  struct kvs_ids ids;
   PyObject *values[2], *keep = NULL;
   int64_t timeout_ns;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_timeout(values[1], "timeout", &timeout_ns) < 0) return NULL;
-  if (kvs_py_ids(state, values[0], "blocks", &waiting.ids, &keep) < 0) return NULL;
-  int rc = kvs_py_wait(state, wait_slice, &waiting, timeout_ns, "publishing of the blocks");
+  if (kvs_py_ids(kvs_py_state_of(self), values[0], "blocks", &ids, &keep) < 0) return NULL;
+  int rc = wait_published(self, &ids, timeout_ns);
   Py_XDECREF(keep);
   return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
