@@ -69,6 +69,16 @@ static int check_geometry(const struct kvs_host_pool_options *o, struct kvs_erro
   return KVS_OK;
 }
 
+static int check_node(const struct kvs_host_pool_options *asked, struct kvs_error *err) {
+  struct kvs_nodes nodes;
+  if (asked->placement != KVS_PLACE_NODE) return KVS_OK;
+  bool known = kvs_nodes_with_memory(&nodes);
+  bool there = asked->node >= 0 && asked->node < KVS_NODE_WORDS * 64 &&
+               (!known || nodes.bits[asked->node / 64] >> (asked->node % 64) & 1);
+  return there ? KVS_OK
+               : kvs_fail(err, KVS_INVALID, "numa is %d: this machine has no such node with memory", asked->node);
+}
+
 /* What depends on the size of pages. */
 static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
   pool->pages = pages;
@@ -76,13 +86,17 @@ static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
   pool->map_nbytes = kvs_host_pool_room(pool);
 }
 
+static void free_orphans(void);
+
 int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                       struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool_options asked = *options;
   pthread_condattr_t monotonic;
   if (asked.layers == 0) asked.layers = 1;
   if (asked.chunk_nbytes == 0) asked.chunk_nbytes = UINT64_C(1) << 30;
+  free_orphans();
   int status = check_geometry(&asked, err);
+  if (!status) status = check_node(&asked, err);
   if (!status) status = kvs_dev_check(engine->device, err);
   if (status) return status;
   struct kvs_host_pool *pool = calloc(1, sizeof *pool);
@@ -240,16 +254,6 @@ void kvs_host_pool_place(struct kvs_host_pool *pool, uint64_t from, uint64_t to)
   pthread_mutex_unlock(&pool->lock);
 }
 
-static int check_node(const struct kvs_host_pool_options *asked, struct kvs_error *err) {
-  struct kvs_nodes nodes;
-  if (asked->placement != KVS_PLACE_NODE) return KVS_OK;
-  bool known = kvs_nodes_with_memory(&nodes);
-  bool there = asked->node >= 0 && asked->node < KVS_NODE_WORDS * 64 &&
-               (!known || nodes.bits[asked->node / 64] >> (asked->node % 64) & 1);
-  return there ? KVS_OK
-               : kvs_fail(err, KVS_INVALID, "numa is %d: this machine has no such node with memory", asked->node);
-}
-
 int kvs_host_pool_start(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = KVS_OK;
   kvs_host_pool_place(pool, 0, kvs_host_pool_used(pool, pool->num_blocks));
@@ -260,14 +264,10 @@ int kvs_host_pool_start(struct kvs_host_pool *pool, struct kvs_error *err) {
 
 /* -- opening, asking, waiting ---------------------------------------------------------------------------------- */
 
-static void free_orphans(void);
-
 int kvs_host_pool_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                        struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool *pool;
-  free_orphans();
-  int status = check_node(options, err);
-  if (!status) status = kvs_host_pool_new(engine, options, &pool, err);
+  int status = kvs_host_pool_new(engine, options, &pool, err);
   if (status) return status;
   status = map_private(pool, err);
   if (!status) {
@@ -409,7 +409,9 @@ static int give_back(struct kvs_host_pool *pool, bool keep_range, struct kvs_err
       *err = why;
       return status;
     }
-    chunk->registered = false;
+    pthread_mutex_lock(&pool->lock);
+    chunk->registered = pool->pinned = false;
+    pthread_mutex_unlock(&pool->lock);
   }
   if (pool->segment) kvs_shared_file_close(pool->segment);
   pool->segment = NULL;
@@ -438,7 +440,6 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
     status = await_readers(pool, err);
     if (!status) status = give_back(pool, keep_range, err);
     pthread_mutex_lock(&pool->lock);
-    pool->pinned = false;
     if (status != KVS_TIMEOUT && status != KVS_CLOSED) pool->state = KVS_POOL_CLOSED;
     pthread_mutex_unlock(&pool->lock);
   }

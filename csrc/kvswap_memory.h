@@ -88,8 +88,8 @@ KVS_API int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, 
 /* Give its memory back, once no transfer uses it; KVS_TIMEOUT: it is as before. Closing twice is no error. keep_range:
  * the addresses stay taken, and read as zeros, until kvs_host_pool_free(). */
 KVS_API int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool keep_range, struct kvs_error *err);
-/* Close, if that is still to do, and forget the pool. Where transfers still use it after timeout_ns, some later open or
- * free does so. In a forked child: forget only. */
+/* Close, if that is still to do, and forget the pool. Where transfers still use it after timeout_ns, the next open does
+ * so. In a forked child: forget only. */
 KVS_API void kvs_host_pool_free(struct kvs_host_pool *pool, int64_t timeout_ns);
 
 /* Single pieces, for callers without an object to keep. A piece belongs to the engine that made it; freeing and

@@ -34,7 +34,7 @@ int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_option
   pool->base = pool->map_base + pool->segment->data_offset;
   if (huge)
     kvs_host_pool_note(pool, "shared memory has no pages of 2 MiB or 1 GiB set aside: transparent ones are asked for");
-  if (replaced) kvs_host_pool_note(pool, "a segment that a dead process left behind was replaced");
+  if (replaced) kvs_host_pool_note(pool, "what a process left behind when it died was removed");
   status = kvs_pages_commit(pool->map_base, pool->map_nbytes, pool->pages, err);
   if (!status) status = kvs_host_pool_start(pool, err);
   if (!status) {

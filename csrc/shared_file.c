@@ -367,7 +367,7 @@ int kvs_shared_file_open(const struct kvs_host_pool *pool, const struct kvs_shar
   struct kvs_shared_file *segment = status ? NULL : calloc(1, sizeof *segment);
   if (!segment) return status ? status : kvs_fail(err, KVS_NOMEM, "no memory for a shared pool");
   snprintf(segment->path, sizeof segment->path, "%s/%s%s", FOLDER, PREFIX, shared->name);
-  if (shared->mode != KVS_SHARED_JOIN) (void)kvs_shared_clean(NULL, 0);
+  *replaced = shared->mode != KVS_SHARED_JOIN && kvs_shared_clean(NULL, 0) > 0;
   status = KVS_NOT_READY;
   for (int tries = 0; status == KVS_NOT_READY && tries < TRIES; tries++) {
     if (shared->mode != KVS_SHARED_JOIN) status = create(pool, segment, err);

@@ -330,9 +330,11 @@ def test_a_writer_that_dies(device: kvswap.Device, name: str, start: Start) -> N
         pool.publish([6, 7])
     assert not pool.published([6])[0]
     assert not pool.claim([7])[0]
-    threading.Timer(0.2, writer.kill).start()
+    killer = threading.Timer(0.2, writer.kill)
+    killer.start()
     with pytest.raises(kvswap.Error, match="died while it wrote block 7"):
         pool.wait_ready([8, 7], timeout=PATIENCE)
+    killer.join()
     assert pool.claim([7, 8]).tolist() == [True, False]
     pool.publish([7])
     pool.wait_ready([7, 8])
@@ -566,7 +568,7 @@ def test_a_pid_that_was_used_again(device: kvswap.Device, name: str) -> None:
     pool = SharedPool(name, 8, 4096, device=device)
     rewrite(name, START_AT, struct.pack("<Q", 1))
     with SharedPool(name, 8, 4096, device=device) as anew:
-        assert (anew.owner and any("replaced" in notice for notice in anew.notices)) or not anew.notices
+        assert anew.owner and "left behind" in anew.notices[0]
     pool.close()
 
 
@@ -651,6 +653,21 @@ def test_closing_while_another_thread_waits(device: kvswap.Device, name: str) ->
     pool.close()
     thread.join(PATIENCE)
     assert len(told) == 1 and "closed" in str(told[0])
+
+
+def test_population_that_fails(device: kvswap.Device, name: str) -> None:
+    """The memory is not to be had after all: an error for who waits, and nothing but closing is left to do."""
+    owner = SharedPool(name, 8, MIB, device=device)
+    with testing.fault(device, "call", "delay", operation="host_register", delay=0.5):
+        joined = SharedPool(name, 8, MIB, device=device, create=False, chunk_nbytes=MIB, threads=1, wait=False)
+        os.truncate(path_of(name), 4 * MIB)  # as if what lies behind could not be had
+        with pytest.raises(MemoryError, match="no memory left for the next"):
+            joined.wait(PATIENCE)
+    assert joined.state == "failed" and not joined.pinned and not joined.ready(7)
+    with pytest.raises(MemoryError):
+        joined.wait(PATIENCE)
+    joined.close()
+    owner.close()
 
 
 def test_it_keeps_its_size(device: kvswap.Device, name: str) -> None:
