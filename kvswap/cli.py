@@ -499,7 +499,7 @@ def _run(
     failure: str | None = None
     try:
         with _fault(args.fault, device):
-            replay.run(progress.update)
+            replay.run(progress.update, progress.memory)
     except WrongBytes as error:
         status, failure = EXIT_WRONG_BYTES, str(error)
     except TimeoutError as error:

@@ -28,17 +28,18 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h", "kvswap_pool.h"},  # the surface: plain types and declarations
+    {"kvswap.h", "kvswap_memory.h", "kvswap_pool.h"},  # the surface: plain types and declarations
     {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h"},
     {"device.h", "hooks.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
     {"host_memory.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
+    {"budget.h", "pages.h"},
     {"cost.h", "plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
     {"calibration.h", "packing.h", "stride.h"},
     {"launch.h"},
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
-    {"submit.h"},
+    {"submit.h", "hostpool.h"},
 ]
 
 
@@ -131,7 +132,7 @@ def test_the_layers_of_sources() -> None:
 
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
-    allowed = {"engine.h", "kvswap.h", "py/bind.h", "py/options.h"}
+    allowed = {"engine.h", "kvswap.h", "py/bind.h", "py/host_pool.h", "py/options.h"}
     more = {"testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"}, "calibration.c": {"calibration.h"}}
     wrong = []
     for path in BINDINGS:
@@ -282,7 +283,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in ("kvswap.h", "kvswap_pool.h", "status.h"):
+    for name in ("kvswap.h", "kvswap_memory.h", "kvswap_pool.h", "status.h"):
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name

@@ -29,6 +29,25 @@ PyObject *kvs_py_int64_array(size_t count, int64_t **data) {
   return array;
 }
 
+PyObject *kvs_py_bool_array(size_t count, bool **data) {
+  void *memory = NULL;
+  PyObject *array = new_array(count, NPY_BOOL, &memory);
+  *data = memory;
+  return array;
+}
+
+PyObject *kvs_py_rows_view(PyObject *base, uint64_t ptr, uint64_t rows, uint64_t row_nbytes, uint64_t stride) {
+  npy_intp shape[2] = {(npy_intp)rows, (npy_intp)row_nbytes}, strides[2] = {(npy_intp)stride, 1};
+  PyObject *array =
+      PyArray_New(&PyArray_Type, 2, shape, NPY_UINT8, strides, (void *)(uintptr_t)ptr, 0, NPY_ARRAY_WRITEABLE, NULL);
+  if (array == NULL) {
+    Py_DECREF(base);
+    return NULL;
+  }
+  if (PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) Py_CLEAR(array); /* it takes the reference either way */
+  return array;
+}
+
 bool kvs_py_is_array(PyObject *object) { return PyArray_Check(object); }
 
 bool kvs_py_is_scalar(PyObject *object) { return PyArray_CheckScalar(object) && !PyArray_Check(object); }

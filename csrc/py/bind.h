@@ -19,6 +19,7 @@
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
+  PyObject *host_pool_type, *shared_pool_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
   PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
@@ -91,6 +92,7 @@ struct kvs_py_list {
 int kvs_py_arrays_init(void);
 PyObject *kvs_py_uint64_array(size_t count, uint64_t **data);
 PyObject *kvs_py_int64_array(size_t count, int64_t **data);
+PyObject *kvs_py_bool_array(size_t count, bool **data);
 bool kvs_py_is_array(PyObject *object);
 bool kvs_py_is_scalar(PyObject *object); /* np.generic */
 int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep);
@@ -99,6 +101,8 @@ int kvs_py_numbers(struct kvs_py_state *state, PyObject *object, const char *nam
 int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, size_t *count);
 /* Words of 8 bytes from an int64 or uint64 array: 1, or 0 where `object` is no array nor converts to one. */
 int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
+/* A writable uint8 array of shape (rows, row_nbytes) over memory that `base` keeps; takes the reference to it. */
+PyObject *kvs_py_rows_view(PyObject *base, uint64_t ptr, uint64_t rows, uint64_t row_nbytes, uint64_t stride);
 
 /* address.c: tensors. */
 struct kvs_py_address {
@@ -149,6 +153,8 @@ struct kvs_engine *kvs_py_device_engine(PyObject *device);                      
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */
 PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* makes its own */
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
+/* In Python's logging, under kvswap. `format` has one %s. */
+int kvs_py_say(const char *level, const char *format, const char *text);
 
 /* memory.c, stream.c, event.c, transfer.c, pool.c */
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
@@ -160,12 +166,16 @@ PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *t
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
 bool kvs_py_pool_readonly(PyObject *pool);         /* it cannot be a destination */
+/* A Pool over memory that `hold` keeps; takes the references to both, also on failure. name: a str, None or NULL. */
+PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
+                           PyObject *name, PyObject *hold);
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
 void kvs_py_object_free(PyObject *self);
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
-    kvs_py_pool_spec, kvs_py_pattern_spec;
+    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec;
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
-    kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[];
+    kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
+    kvs_py_host_methods[], kvs_py_shared_methods[];
 
 #endif

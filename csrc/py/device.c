@@ -27,8 +27,7 @@ static int hook_exit(struct kvs_py_state *state) {
   return done == NULL ? -1 : 0;
 }
 
-/* In Python's logging, under kvswap. `format` has one %s. */
-static int say(const char *level, const char *format, const char *text) {
+int kvs_py_say(const char *level, const char *format, const char *text) {
   PyObject *logging = PyImport_ImportModule("logging");
   PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
   PyObject *done = logger == NULL ? NULL : PyObject_CallMethod(logger, level, "ss", format, text);
@@ -41,16 +40,16 @@ static int say(const char *level, const char *format, const char *text) {
 /* Said once: work that was meant for a GPU would otherwise be slow without a word. */
 static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
   if (atomic_exchange(&state->host_said, true)) return 0;
-  return say("info", "using host:0, which is memory and threads: %s",
-             why->message[0] != '\0' ? why->message : "no CUDA device");
+  return kvs_py_say("info", "using host:0, which is memory and threads: %s",
+                    why->message[0] != '\0' ? why->message : "no CUDA device");
 }
 
 /* Said once: somebody calibrated this machine, and it is of no use. */
 static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine) {
   const char *note = kvs_engine_costs_note(engine), *refused = "built in, since ";
   if (strncmp(note, refused, strlen(refused)) != 0 || atomic_exchange(&state->costs_said, true)) return 0;
-  return say("warning", "the calibration cannot be used, and path 'auto' goes by built-in figures: %s",
-             note + strlen(refused));
+  return kvs_py_say("warning", "the calibration cannot be used, and path 'auto' goes by built-in figures: %s",
+                    note + strlen(refused));
 }
 
 static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {

@@ -77,7 +77,9 @@ static int find_stream(struct kvs_py_state *state, PyObject *object, struct plac
     return kvs_py_uint64(object, place.name, place.index, handle) < 0 ? -1 : 1;
   if (PyType_Check(object) || PyUnicode_Check(object)) return 0;
   PyObject *type = (PyObject *)Py_TYPE(object);
-  if (type == state->memory_type || type == state->pool_type) return 0; /* their ptr is no stream's */
+  if (type == state->memory_type || type == state->pool_type || type == state->host_pool_type ||
+      type == state->shared_pool_type)
+    return 0; /* their ptr is no stream's */
   int has = handle_attribute(object, state->s_cuda_stream, place, handle);
   if (has == 0) has = from_protocol(state, object, place, handle);
   if (has == 0) has = handle_attribute(object, state->s_ptr, place, handle);

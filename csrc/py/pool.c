@@ -90,9 +90,9 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   return 0;
 }
 
-static int open_pool(struct kvs_py_state *state, PyObject *device, struct pool_object *self,
+/* `engine`: a reference to take, or NULL with an exception set. */
+static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, struct pool_object *self,
                      const struct kvs_pool_layout *layout) {
-  struct kvs_engine *engine = kvs_py_engine_from(state, device);
   struct kvs_error err = {0};
   int rc;
   if (engine == NULL) return -1;
@@ -118,7 +118,26 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return NULL;
   struct pool_object *self = (struct pool_object *)type->tp_alloc(type, 0);
   if (self == NULL) return NULL;
-  if (read_layout(state, values, self, &layout) == 0 && open_pool(state, values[DEVICE], self, &layout) == 0)
+  if (read_layout(state, values, self, &layout) == 0 &&
+      open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) == 0)
+    return (PyObject *)self;
+  Py_DECREF(self);
+  return NULL;
+}
+
+PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
+                           PyObject *name, PyObject *hold) {
+  PyTypeObject *type = (PyTypeObject *)state->pool_type;
+  struct pool_object *self = hold == NULL ? NULL : (struct pool_object *)type->tp_alloc(type, 0);
+  if (self == NULL) {
+    Py_XDECREF(hold);
+    kvs_engine_unref(engine);
+    return NULL;
+  }
+  self->hold = hold;
+  if (read_name(name, layout) < 0)
+    kvs_engine_unref(engine);
+  else if (open_pool(state, engine, self, layout) == 0)
     return (PyObject *)self;
   Py_DECREF(self);
   return NULL;

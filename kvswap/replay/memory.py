@@ -7,6 +7,7 @@ tier's slots, so that ids are as scattered as on a server that has run for a day
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ class GroupMemory:
 
     group: Group
     gpu: tuple[_C.Memory, ...]
-    host: _C.Memory | None
+    host: _C.HostPool | None
     gpu_ptrs: Words  # base of each layer's tensor
     host_ptrs: Words  # where each layer begins in the pool's first block
     gpu_ids: Slots  # block id of a slot
@@ -48,11 +49,23 @@ def _grid(bases: Words, ids: Slots, stride: int) -> Words:
 
 
 class TierMemory:
-    """All groups' memory. Allocated whole or not at all; close() frees it, and nothing queued may use it by then."""
+    """All groups' memory. Allocated whole or not at all; close() frees it, and nothing queued may use it by then.
 
-    def __init__(self, device: _C.Device, geometry: Geometry, sizes: Sizes, seed: int) -> None:
+    progress: called as progress(done_nbytes, total_nbytes) while a group's host memory comes up.
+    """
+
+    def __init__(
+        self,
+        device: _C.Device,
+        geometry: Geometry,
+        sizes: Sizes,
+        seed: int,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
         self._owned: list[_C.Memory] = []
+        self._pools: list[_C.HostPool] = []
         self._device = device
+        self._progress = progress
         rng = np.random.default_rng(seed)
         try:
             self.groups = tuple(self._allocate(group, sizes, rng) for group in geometry.groups)
@@ -61,8 +74,8 @@ class TierMemory:
             raise
 
     def _allocate(self, group: Group, sizes: Sizes, rng: np.random.Generator) -> GroupMemory:
-        gpu = tuple(self._own(sizes.gpu_blocks * group.layer_nbytes, host=False) for _ in group.layers)
-        host = self._own(sizes.host_blocks * group.block_nbytes, host=True) if sizes.host_blocks else None
+        gpu = tuple(self._own(sizes.gpu_blocks * group.layer_nbytes) for _ in group.layers)
+        host = self._pool(sizes.host_blocks, group) if sizes.host_blocks else None
         offsets = np.arange(len(group.layers), dtype=np.uint64) * np.uint64(group.layer_nbytes)
         return GroupMemory(
             group=group,
@@ -74,11 +87,20 @@ class TierMemory:
             host_ids=rng.permutation(sizes.host_blocks).astype(np.int64),
         )
 
-    def _own(self, nbytes: int, *, host: bool) -> _C.Memory:
-        memory = self._device.alloc(nbytes, host=host)
+    def _own(self, nbytes: int) -> _C.Memory:
+        memory = self._device.alloc(nbytes)
         self._owned.append(memory)
         return memory
 
+    def _pool(self, num_blocks: int, group: Group) -> _C.HostPool:
+        pool = _C.HostPool(
+            num_blocks, group.block_nbytes, device=self._device, pages="transparent", progress=self._progress
+        )
+        self._pools.append(pool)
+        return pool
+
     def close(self) -> None:
+        while self._pools:
+            self._pools.pop().close()
         while self._owned:
             self._owned.pop().free()

@@ -23,12 +23,24 @@ class Progress:
         self._drawn = False
 
     def update(self, report: Report, total: int) -> None:
+        if self._due():
+            self._draw(progress_line(report, total))
+
+    def memory(self, done: int, total: int) -> None:
+        """How far host memory is, in bytes: progress= of a host pool."""
+        if self._due():
+            self._draw(f"[{_bar(done, total)}] {format_size(done)} of {format_size(total)} of host memory")
+
+    def _due(self) -> bool:
         now = time.monotonic()
         if not self._enabled or now < self._next:
-            return
+            return False
         self._next = now + _INTERVAL
+        return True
+
+    def _draw(self, text: str) -> None:
+        line = text[: max(1, shutil.get_terminal_size().columns - 1)]
         self._drawn = True
-        line = progress_line(report, total)[: max(1, shutil.get_terminal_size().columns - 1)]
         self._stream.write(f"\r{line}\x1b[K")
         self._stream.flush()
 
@@ -40,10 +52,12 @@ class Progress:
             self._drawn = False
 
 
+def _bar(done: int, total: int) -> str:
+    return ("#" * round(done / total * _BAR if total else _BAR)).ljust(_BAR, ".")
+
+
 def progress_line(report: Report, total: int) -> str:
-    share = report.requests / total if total else 1.0
-    bar = ("#" * round(share * _BAR)).ljust(_BAR, ".")
     return (
-        f"[{bar}] {report.requests:,}/{total:,}  in {format_size(report.loads.nbytes)}  "
+        f"[{_bar(report.requests, total)}] {report.requests:,}/{total:,}  in {format_size(report.loads.nbytes)}  "
         f"out {format_size(report.stores.nbytes)}  verified {report.verified_where_used:,}  wrong {report.wrong_bytes}"
     )

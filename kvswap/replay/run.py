@@ -45,6 +45,7 @@ _MAX_STORES = 64  # moves that may be unfinished: bounds memory, and stays far b
 _LEGACY_STREAM = 0
 
 OnProgress = Callable[[Report, int], None]
+OnMemory = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,14 @@ class Replay:
         self._host_read_by = np.full(settings.sizes.host_blocks, -1, np.int64)
         self._host_filled_by = np.full(settings.sizes.host_blocks, -1, np.int64)
 
-    def run(self, on_progress: OnProgress | None = None) -> Report:
+    def run(self, on_progress: OnProgress | None = None, on_memory: OnMemory | None = None) -> Report:
         """Replay the trace. Raises WrongBytes for a wrong byte, kvswap.Error or TimeoutError if the device fails."""
         self._progress = on_progress or (lambda report, total: None)
         self._compute = _C.Stream(self._device)
         self._scrub = _C.Stream(self._device, priority="background")
-        self._memory = TierMemory(self._device, self._settings.geometry, self._settings.sizes, self._settings.seed)
-        self._checker = Checker(self._device, self._memory, self._settings.seed)
+        settings = self._settings
+        self._memory = TierMemory(self._device, settings.geometry, settings.sizes, settings.seed, on_memory)
+        self._checker = Checker(self._device, self._memory, settings.seed)
         self._start = time.monotonic()
         try:
             self._device.set_compute_stream(self._compute)

@@ -1,0 +1,566 @@
+/* What kvswap.memory.HostPool and SharedPool have in common: arguments, waiting, views, attributes, the end. */
+#include "host_pool.h"
+
+#include <limits.h>
+#include <string.h>
+
+enum { CLOSED = -1, CLOSE_SECONDS = 60 };
+static const long FORCED = LONG_MIN / 2;
+static const int64_t SECOND_NS = 1000000000;
+
+static struct kvs_py_host_pool *as_pool(PyObject *self) { return (struct kvs_py_host_pool *)self; }
+
+/* -- arguments ----------------------------------------------------------------------------------------------------- */
+
+static int read_numa(PyObject *value, struct kvs_host_pool_options *options) {
+  int64_t node;
+  if (value == NULL) return 0;
+  if (value == Py_None) {
+    options->placement = KVS_PLACE_ANYWHERE;
+    return 0;
+  }
+  if (PyUnicode_Check(value)) {
+    static const char *const words[] = {"auto", "interleave"};
+    int which = kvs_py_choice(value, "numa", words, 2);
+    options->placement = which == 1 ? KVS_PLACE_INTERLEAVE : KVS_PLACE_AUTO;
+    return which < 0 ? -1 : 0;
+  }
+  if (kvs_py_int64(value, "numa", -1, &node) < 0) return -1;
+  if (node < 0 || node > INT_MAX)
+    return kvs_py_complain(PyExc_ValueError, "numa", -1, "is %lld: a node is 0 or more", (long long)node);
+  options->placement = KVS_PLACE_NODE;
+  options->node = (int)node;
+  return 0;
+}
+
+static int read_flag(PyObject *value, int otherwise) { return value == NULL ? otherwise : PyObject_IsTrue(value); }
+
+/* A number from 1 on; NULL and None leave it as it is. */
+static int read_count(PyObject *value, const char *name, uint64_t most, uint64_t *number) {
+  if (!kvs_py_given(value)) return 0;
+  if (kvs_py_uint64(value, name, -1, number) < 0) return -1;
+  if (*number >= 1 && *number <= most) return 0;
+  return kvs_py_complain(PyExc_ValueError, name, -1, "is %llu: must be 1 to %llu", (unsigned long long)*number,
+                         (unsigned long long)most);
+}
+
+int kvs_py_host_options(PyObject *num_blocks, PyObject *block_nbytes, PyObject *const *common,
+                        struct kvs_host_pool_options *options) {
+  static const char *const layouts[] = {"block-first", "layer-first"};
+  static const char *const pages[] = {"default", "transparent", "2MiB", "1GiB"};
+  uint64_t threads = 0;
+  if (kvs_py_uint64(num_blocks, "num_blocks", -1, &options->num_blocks) < 0) return -1;
+  if (kvs_py_uint64(block_nbytes, "block_nbytes", -1, &options->block_nbytes) < 0) return -1;
+  if (read_count(common[KVS_PY_HOST_LAYERS], "layers", UINT32_MAX, &options->layers) < 0) return -1;
+  if (read_count(common[KVS_PY_HOST_CHUNK], "chunk_nbytes", UINT64_MAX, &options->chunk_nbytes) < 0) return -1;
+  if (read_count(common[KVS_PY_HOST_THREADS], "threads", 64, &threads) < 0) return -1;
+  options->threads = (unsigned)threads;
+  int layout = common[KVS_PY_HOST_LAYOUT] ? kvs_py_choice(common[KVS_PY_HOST_LAYOUT], "layout", layouts, 2) : 0;
+  int kind = common[KVS_PY_HOST_PAGES] ? kvs_py_choice(common[KVS_PY_HOST_PAGES], "pages", pages, 4) : 0;
+  if (layout < 0 || kind < 0 || read_numa(common[KVS_PY_HOST_NUMA], options) < 0) return -1;
+  options->layer_first = layout == 1;
+  options->pages = (enum kvs_pages)kind;
+  int pinned = read_flag(common[KVS_PY_HOST_REGISTER], 1);
+  if (pinned < 0) return -1;
+  options->pageable = pinned == 0;
+  if (kvs_py_given(common[KVS_PY_HOST_RESERVE])) {
+    options->has_reserve = true;
+    if (kvs_py_int64(common[KVS_PY_HOST_RESERVE], "reserve", -1, &options->reserve) < 0) return -1;
+  }
+  PyObject *progress = common[KVS_PY_HOST_PROGRESS];
+  if (!kvs_py_given(progress) || PyCallable_Check(progress)) return 0;
+  return kvs_py_complain(PyExc_TypeError, "progress", -1, "must be callable or None, not %s",
+                         Py_TYPE(progress)->tp_name);
+}
+
+struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine) {
+  struct kvs_py_host_pool *self = (struct kvs_py_host_pool *)type->tp_alloc(type, 0);
+  if (self == NULL) return NULL;
+  *engine = kvs_py_engine_from(PyType_GetModuleState(type), common[KVS_PY_HOST_DEVICE]);
+  if (*engine == NULL) {
+    Py_DECREF(self);
+    return NULL;
+  }
+  PyObject *progress = common[KVS_PY_HOST_PROGRESS];
+  if (kvs_py_given(progress)) self->progress = Py_NewRef(progress);
+  return self;
+}
+
+PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const *common, int rc,
+                                  const struct kvs_error *err) {
+  int wait = read_flag(common[KVS_PY_HOST_WAIT], 1);
+  if (rc != KVS_OK)
+    kvs_py_raise(kvs_py_state_of((PyObject *)self), err);
+  else if (wait == 0 ? kvs_py_host_pool_tell(self) == 0 : wait > 0 && kvs_py_host_pool_wait(self, -1) == 0)
+    return (PyObject *)self;
+  Py_DECREF(self);
+  return NULL;
+}
+
+/* -- is it there? -------------------------------------------------------------------------------------------------- */
+
+static PyObject *raise_closed(PyObject *self) {
+  struct kvs_error err = {0};
+  kvs_fail(&err, KVS_CLOSED, "the pool is closed");
+  return kvs_py_raise(kvs_py_state_of(self), &err);
+}
+
+/* As it is, closed or not. */
+static int any_info(PyObject *self, struct kvs_host_pool_info *info) {
+  struct kvs_error err = {0};
+  if (kvs_host_pool_get_info(as_pool(self)->pool, info, &err) == KVS_OK) return 0;
+  kvs_py_raise(kvs_py_state_of(self), &err);
+  return -1;
+}
+
+int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info) {
+  if (any_info(self, info) < 0) return -1;
+  if (info->state != KVS_POOL_CLOSED && atomic_load(&as_pool(self)->uses) >= 0) return 0;
+  raise_closed(self);
+  return -1;
+}
+
+/* -- waiting ------------------------------------------------------------------------------------------------------- */
+
+static int call_progress(struct kvs_py_host_pool *self) {
+  struct kvs_host_pool_info info;
+  struct kvs_error ignored;
+  PyObject *progress = self->progress;
+  if (progress == NULL || kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
+  Py_INCREF(progress);
+  PyObject *done = PyObject_CallFunction(progress, "KK", (unsigned long long)info.done_nbytes,
+                                         (unsigned long long)info.total_nbytes);
+  Py_DECREF(progress);
+  Py_XDECREF(done);
+  return done == NULL ? -1 : 0;
+}
+
+int kvs_py_host_pool_tell(struct kvs_py_host_pool *self) {
+  struct kvs_host_pool_info info;
+  struct kvs_error ignored;
+  char text[2048];
+  if (kvs_host_pool_get_info(self->pool, &info, &ignored) != KVS_OK) return 0;
+  kvs_host_pool_notices(self->pool, text, sizeof text);
+  char *line = text + atomic_exchange(&self->told, strlen(text));
+  for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
+    *end = '\0';
+    if (kvs_py_say(info.refused ? "warning" : "info", "host pool: %s", line) < 0) return -1;
+  }
+  return 0;
+}
+
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * SECOND_NS + now.tv_nsec;
+}
+
+int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
+  int64_t start = timeout_ns < 0 ? 0 : now_ns();
+  for (;;) {
+    struct kvs_error err = {0};
+    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - (now_ns() - start);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_host_pool_wait(self->pool, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);
+    Py_END_ALLOW_THREADS
+    if (call_progress(self) < 0) return -1;
+    if (rc == KVS_OK) return kvs_py_host_pool_tell(self);
+    if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)
+      kvs_fail(&err, KVS_TIMEOUT, "the pool was not populated within %g s; it goes on", (double)timeout_ns * 1e-9);
+    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)) {
+      kvs_py_raise(kvs_py_state_of((PyObject *)self), &err);
+      return -1;
+    }
+    if (PyErr_CheckSignals() < 0) return -1;
+  }
+}
+
+PyObject *kvs_py_host_wait(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"wait", names, 0, 1, 1};
+  PyObject *value;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  return kvs_py_host_pool_wait(as_pool(self), timeout_ns) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *kvs_py_host_ready(PyObject *self, PyObject *block) {
+  struct kvs_error err = {0};
+  uint64_t index;
+  if (kvs_py_uint64(block, "block", -1, &index) < 0) return NULL;
+  int rc = kvs_host_pool_ready(as_pool(self)->pool, index, &err);
+  if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(kvs_py_state_of(self), &err);
+  return PyBool_FromLong(rc == KVS_OK);
+}
+
+PyObject *kvs_py_host_cancel(PyObject *self, PyObject *unused) {
+  struct kvs_host_pool_info info;
+  (void)unused;
+  if (any_info(self, &info) < 0) return NULL;
+  kvs_host_pool_cancel(as_pool(self)->pool);
+  Py_RETURN_NONE;
+}
+
+/* -- views --------------------------------------------------------------------------------------------------------- */
+
+/* The bytes of all blocks, if nothing lies between them; else a row a layer. view->internal holds shape and strides. */
+static int fill_view(PyObject *self, const struct kvs_host_pool_info *info, Py_buffer *view, int flags) {
+  if (info->extent == info->nbytes)
+    return PyBuffer_FillInfo(view, self, (void *)(uintptr_t)info->ptr, (Py_ssize_t)info->nbytes, 0, flags);
+  if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES) {
+    PyErr_SetString(PyExc_BufferError, "the layers of this pool have room to grow between them: take layer(i)");
+    return -1;
+  }
+  Py_ssize_t *shape = PyMem_Calloc(4, sizeof *shape);
+  if (shape == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  shape[0] = (Py_ssize_t)info->layers;
+  shape[1] = (Py_ssize_t)(info->num_blocks * info->layer_nbytes);
+  shape[2] = (Py_ssize_t)info->layer_pitch;
+  shape[3] = 1;
+  *view = (Py_buffer){.buf = (void *)(uintptr_t)info->ptr,
+                      .obj = Py_NewRef(self),
+                      .len = (Py_ssize_t)info->nbytes,
+                      .itemsize = 1,
+                      .ndim = 2,
+                      .format = (flags & PyBUF_FORMAT) ? (char *)(uintptr_t)"B" : NULL,
+                      .shape = shape,
+                      .strides = shape + 2,
+                      .internal = shape};
+  return 0;
+}
+
+int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags) {
+  atomic_long *uses = &as_pool(self)->uses;
+  struct kvs_host_pool_info info;
+  view->obj = NULL;
+  long seen = atomic_load(uses);
+  do {
+    if (seen < 0) {
+      PyErr_SetString(PyExc_BufferError, "the pool is closed");
+      return -1;
+    }
+  } while (!atomic_compare_exchange_weak(uses, &seen, seen + 1));
+  if (kvs_py_host_pool_info(self, &info) == 0 && fill_view(self, &info, view, flags) == 0) return 0;
+  atomic_fetch_sub(uses, 1);
+  return -1;
+}
+
+void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view) {
+  PyMem_Free(view->internal);
+  atomic_fetch_sub(&as_pool(self)->uses, 1);
+}
+
+static PyObject *layer_view(PyObject *self, PyObject *index) {
+  struct kvs_host_pool_info info;
+  uint64_t layer;
+  PyObject *memory = PyMemoryView_FromObject(self); /* counted: the pool stays open as long as there is an array */
+  if (memory == NULL || kvs_py_host_pool_info(self, &info) < 0 || kvs_py_uint64(index, "layer", -1, &layer) < 0) {
+    Py_XDECREF(memory);
+    return NULL;
+  }
+  if (layer >= info.layers) {
+    PyErr_Format(PyExc_IndexError, "layer is %llu; the pool has %llu layers, 0 to %llu", (unsigned long long)layer,
+                 (unsigned long long)info.layers, (unsigned long long)info.layers - 1);
+    Py_DECREF(memory);
+    return NULL;
+  }
+  return kvs_py_rows_view(memory, info.ptr + layer * info.layer_pitch, info.num_blocks, info.layer_nbytes, info.stride);
+}
+
+PyObject *kvs_py_host_layer(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"layer"};
+  static const struct kvs_py_args spec = {"layer", names, 1, 1, 1};
+  PyObject *index;
+  return kvs_py_args_parse(&spec, args, nargs, kwnames, &index) < 0 ? NULL : layer_view(self, index);
+}
+
+/* (num_blocks, *shape) */
+static PyObject *whole_shape(PyObject *tensor, PyObject *shape) {
+  PyObject *own = PyObject_GetAttrString(tensor, "shape");
+  PyObject *first = own == NULL ? NULL : PySequence_GetSlice(own, 0, 1);
+  PyObject *head = first == NULL ? NULL : PySequence_Tuple(first);
+  PyObject *rest = head == NULL ? NULL : PySequence_Tuple(shape);
+  PyObject *whole = rest == NULL ? NULL : PySequence_Concat(head, rest);
+  Py_XDECREF(own);
+  Py_XDECREF(first);
+  Py_XDECREF(head);
+  Py_XDECREF(rest);
+  return whole;
+}
+
+PyObject *kvs_py_host_torch(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"layer", "dtype", "shape"};
+  static const struct kvs_py_args spec = {"torch", names, 1, 3, 3};
+  PyObject *values[3];
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  PyObject *torch = PyImport_ImportModule("torch");
+  PyObject *array = torch == NULL ? NULL : layer_view(self, values[0]);
+  PyObject *tensor = array == NULL ? NULL : PyObject_CallMethod(torch, "from_numpy", "O", array);
+  Py_XDECREF(torch);
+  Py_XDECREF(array);
+  if (tensor != NULL && kvs_py_given(values[1])) {
+    PyObject *typed = PyObject_CallMethod(tensor, "view", "O", values[1]);
+    Py_SETREF(tensor, typed);
+  }
+  if (tensor != NULL && kvs_py_given(values[2])) {
+    PyObject *shape = whole_shape(tensor, values[2]);
+    PyObject *shaped = shape == NULL ? NULL : PyObject_CallMethod(tensor, "view", "(O)", shape);
+    Py_XDECREF(shape);
+    Py_SETREF(tensor, shaped);
+  }
+  return tensor;
+}
+
+PyObject *kvs_py_host_layer_ptrs(PyObject *self, PyObject *unused) {
+  struct kvs_host_pool_info info;
+  uint64_t *data;
+  (void)unused;
+  if (kvs_py_host_pool_info(self, &info) < 0) return NULL;
+  PyObject *array = kvs_py_uint64_array(info.layers, &data);
+  for (uint64_t i = 0; array != NULL && i < info.layers; ++i) data[i] = info.ptr + i * info.layer_pitch;
+  return array;
+}
+
+PyObject *kvs_py_host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"name", "device"};
+  static const struct kvs_py_args spec = {"pool", names, 0, 0, 2};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_host_pool_info info;
+  PyObject *values[2];
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || kvs_py_host_pool_info(self, &info) < 0) return NULL;
+  struct kvs_pool_layout layout = {.ptr = info.ptr,
+                                   .num_blocks = info.num_blocks,
+                                   .block_nbytes = info.block_nbytes,
+                                   .stride = info.stride,
+                                   .rows = info.layer_first ? info.layers : 1,
+                                   .pitch = info.layer_first ? info.layer_pitch : 0};
+  struct kvs_engine *engine = kvs_host_pool_engine(as_pool(self)->pool);
+  if (kvs_py_given(values[1]))
+    engine = kvs_py_engine_from(state, values[1]);
+  else
+    kvs_engine_ref(engine);
+  return engine == NULL ? NULL : kvs_py_pool_over(state, engine, &layout, values[0], PyMemoryView_FromObject(self));
+}
+
+/* -- the end ------------------------------------------------------------------------------------------------------- */
+
+static int drain_slice(void *pool, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_host_pool_drain(pool, timeout_ns, err);
+}
+
+/* Wait for transfers, and have those that held the pool's views drop them. */
+int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns) {
+  struct kvs_host_pool *pool = as_pool(self)->pool;
+  bool lost = atomic_load(&kvs_engine_device(kvs_host_pool_engine(pool))->lost) != 0; /* then nothing runs any more */
+  if (!lost && kvs_py_wait(kvs_py_state_of(self), drain_slice, pool, timeout_ns, "the transfers that use the pool") < 0)
+    return -1;
+  kvs_py_collect(kvs_host_pool_engine(pool));
+  return 0;
+}
+
+/* Nobody exports it from now on. `wanted`: what `uses` becomes. */
+int kvs_py_host_pool_take(PyObject *self, long wanted) {
+  long none = 0;
+  if (atomic_compare_exchange_strong(&as_pool(self)->uses, &none, wanted)) return 0;
+  if (none < 0) return raise_closed(self), -1;
+  PyErr_Format(PyExc_BufferError, "%ld view%s of the pool %s in use (arrays, tensors, kvswap.Pool): drop them first",
+               none, none == 1 ? "" : "s", none == 1 ? "is" : "are");
+  return -1;
+}
+
+static int close_core(PyObject *self, bool forced) {
+  struct kvs_error err = {0};
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_host_pool_close(as_pool(self)->pool, CLOSE_SECONDS * SECOND_NS, forced, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return 0;
+  if (rc == KVS_TIMEOUT || rc == KVS_INVALID) atomic_fetch_sub(&as_pool(self)->uses, forced ? FORCED : CLOSED);
+  kvs_py_raise(kvs_py_state_of(self), &err);
+  return -1;
+}
+
+static int close_pool(PyObject *self, int64_t timeout_ns, bool force) {
+  struct kvs_host_pool_info info;
+  if (any_info(self, &info) < 0) return -1;
+  if (info.state == KVS_POOL_CLOSED || atomic_load(&as_pool(self)->uses) < 0) return 0;
+  if (kvs_py_host_pool_drain(self, timeout_ns) < 0) return -1;
+  if (force && atomic_load(&as_pool(self)->uses) > 0) {
+    atomic_fetch_add(&as_pool(self)->uses, FORCED);
+    return close_core(self, true);
+  }
+  return kvs_py_host_pool_take(self, CLOSED) < 0 ? -1 : close_core(self, false);
+}
+
+PyObject *kvs_py_host_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout", "force"};
+  static const struct kvs_py_args spec = {"close", names, 0, 1, 2};
+  PyObject *values[2];
+  int64_t timeout_ns = CLOSE_SECONDS * SECOND_NS;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (values[0] != NULL && kvs_py_timeout(values[0], "timeout", &timeout_ns) < 0) return NULL;
+  int force = read_flag(values[1], 0);
+  if (force < 0 || close_pool(self, timeout_ns, force == 1) < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+PyObject *kvs_py_host_enter(PyObject *self, PyObject *unused) {
+  (void)unused;
+  return Py_NewRef(self);
+}
+
+PyObject *kvs_py_host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  if (close_pool(self, CLOSE_SECONDS * SECOND_NS, false) < 0) {
+    /* Views that the traceback of an error holds must not hide it: the pool goes with them. */
+    if (nargs < 1 || args[0] == Py_None || !PyErr_ExceptionMatches(PyExc_BufferError)) return NULL;
+    PyErr_Clear();
+  }
+  Py_RETURN_NONE;
+}
+
+int kvs_py_host_pool_traverse(PyObject *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(as_pool(self)->progress);
+  return 0;
+}
+
+int kvs_py_host_pool_clear(PyObject *self) {
+  Py_CLEAR(as_pool(self)->progress);
+  return 0;
+}
+
+void kvs_py_host_pool_dealloc(PyObject *self) {
+  struct kvs_host_pool *pool = as_pool(self)->pool;
+  PyObject *progress = as_pool(self)->progress;
+  int64_t patience = kvs_py_releasing ? 0 : CLOSE_SECONDS * SECOND_NS;
+  PyObject_GC_UnTrack(self);
+  kvs_py_object_free(self);
+  if (pool != NULL) {
+    Py_BEGIN_ALLOW_THREADS /* it waits for transfers */
+    kvs_host_pool_free(pool, patience);
+    Py_END_ALLOW_THREADS
+  }
+  Py_XDECREF(progress);
+}
+
+/* -- attributes ---------------------------------------------------------------------------------------------------- */
+
+PyObject *kvs_py_host_number(PyObject *self, void *field) {
+  struct kvs_host_pool_info info;
+  uintptr_t which = (uintptr_t)field;
+  if ((which == KVS_PY_HOST_PTR ? kvs_py_host_pool_info(self, &info) : any_info(self, &info)) < 0) return NULL;
+  const uint64_t numbers[] = {[KVS_PY_HOST_NUM_BLOCKS] = info.num_blocks,
+                              [KVS_PY_HOST_BLOCK_NBYTES] = info.block_nbytes,
+                              [KVS_PY_HOST_NBYTES] = info.nbytes,
+                              [KVS_PY_HOST_MAPPED] = info.mapped_nbytes,
+                              [KVS_PY_HOST_MAX_BLOCKS] = info.max_blocks,
+                              [KVS_PY_HOST_LAYER_COUNT] = info.layers,
+                              [KVS_PY_HOST_LAYER_STRIDE] = info.stride,
+                              [KVS_PY_HOST_LAYER_NBYTES] = info.layer_nbytes,
+                              [KVS_PY_HOST_PTR] = info.ptr,
+                              [KVS_PY_HOST_CHUNKS] = info.chunks};
+  return PyLong_FromUnsignedLongLong(numbers[which]);
+}
+
+PyObject *kvs_py_host_layout(PyObject *self, void *unused) {
+  struct kvs_host_pool_info info;
+  (void)unused;
+  return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(info.layer_first ? "layer-first" : "block-first");
+}
+
+PyObject *kvs_py_host_pages(PyObject *self, void *unused) {
+  static const char *const names[] = {[KVS_PAGES_DEFAULT] = "default",
+                                      [KVS_PAGES_TRANSPARENT] = "transparent",
+                                      [KVS_PAGES_2MIB] = "2MiB",
+                                      [KVS_PAGES_1GIB] = "1GiB"};
+  struct kvs_host_pool_info info;
+  (void)unused;
+  return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.pages]);
+}
+
+PyObject *kvs_py_host_state(PyObject *self, void *unused) {
+  static const char *const names[] = {[KVS_POOL_POPULATING] = "populating",
+                                      [KVS_POOL_READY] = "ready",
+                                      [KVS_POOL_FAILED] = "failed",
+                                      [KVS_POOL_CANCELLED] = "cancelled",
+                                      [KVS_POOL_CLOSED] = "closed"};
+  struct kvs_host_pool_info info;
+  (void)unused;
+  return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.state]);
+}
+
+PyObject *kvs_py_host_pinned(PyObject *self, void *unused) {
+  struct kvs_host_pool_info info;
+  (void)unused;
+  return any_info(self, &info) < 0 ? NULL : PyBool_FromLong(info.pinned && info.state != KVS_POOL_CLOSED);
+}
+
+PyObject *kvs_py_host_numa_node(PyObject *self, void *unused) {
+  struct kvs_host_pool_info info;
+  (void)unused;
+  if (any_info(self, &info) < 0) return NULL;
+  if (info.node == -2) return PyUnicode_FromString("interleave");
+  return info.node < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.node);
+}
+
+PyObject *kvs_py_host_device(PyObject *self, void *unused) {
+  (void)unused;
+  return kvs_py_device_like(kvs_py_state_of(self), kvs_host_pool_engine(as_pool(self)->pool));
+}
+
+PyObject *kvs_py_host_notices(PyObject *self, void *unused) {
+  struct kvs_host_pool_info info;
+  char text[2048];
+  (void)unused;
+  if (any_info(self, &info) < 0) return NULL;
+  kvs_host_pool_notices(as_pool(self)->pool, text, sizeof text);
+  PyObject *whole = PyUnicode_FromString(text);
+  PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
+  PyObject *tuple = lines == NULL ? NULL : PyList_AsTuple(lines);
+  Py_XDECREF(whole);
+  Py_XDECREF(lines);
+  return tuple;
+}
+
+/* -- docs ---------------------------------------------------------------------------------------------------------- */
+
+const char kvs_py_host_wait_doc[] =
+    "wait($self, /, timeout=None)\n--\n\n"
+    "Wait until all blocks are ready; calls progress= meanwhile, in this thread.\n\n"
+    "timeout: seconds; TimeoutError, and it goes on. MemoryError: there is no memory for "
+    "it.\nkvswap.Error: it was cancelled. Any thread may wait.";
+const char kvs_py_host_ready_doc[] = "ready($self, block, /)\n--\n\n"
+                                     "Whether that block can be used: it is populated and, if it is to be, registered. "
+                                     "Never blocks.";
+const char kvs_py_host_cancel_doc[] = "cancel($self, /)\n--\n\n"
+                                      "Populate no more. Blocks that are ready stay so; close() gives all back.";
+const char kvs_py_host_layer_doc[] =
+    "layer($self, /, layer)\n--\n\n"
+    "One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows where\n"
+    "the layout is block-first. While it lives the pool can neither close nor shrink.";
+const char kvs_py_host_torch_doc[] =
+    "torch($self, /, layer, dtype=None, shape=None)\n--\n\n"
+    "One layer as a torch tensor on the CPU: layer(i) seen as dtype (None: uint8) and as (num_blocks, *shape).\n"
+    "While it lives the pool can neither close nor shrink.";
+const char kvs_py_host_layer_ptrs_doc[] =
+    "layer_ptrs($self, /)\n--\n\n"
+    "Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride.";
+const char kvs_py_host_pool_doc[] =
+    "pool($self, /, *, name=None, device=None)\n--\n\n"
+    "A kvswap.Pool of its blocks, for move_blocks(): on its device, or on another one. While that lives the pool can\n"
+    "neither close nor shrink. One at a time on a device, since pools must not share bytes.";
+const char kvs_py_host_close_doc[] =
+    "close($self, /, timeout=60, *, force=False)\n--\n\n"
+    "Give its memory back, once the transfers that may use it ended. Closing twice is no error.\n\n"
+    "timeout: seconds to wait for them, None: no limit; TimeoutError, and the pool is as before.\n"
+    "force: close although views of it are alive, which is a BufferError otherwise. They read zeros from then on, and\n"
+    "  their addresses are not used again before they are gone.\n"
+    "kvswap.Error in the child of a fork.";
+const char kvs_py_host_enter_doc[] = "__enter__($self, /)\n--\n\nThe pool itself.";
+const char kvs_py_host_exit_doc[] = "__exit__($self, /, *error)\n--\n\nclose(). After an error, views that are alive "
+                                    "do not hide it: the pool then goes with the last of them.";

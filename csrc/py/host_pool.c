@@ -1,0 +1,169 @@
+/* kvswap.memory.HostPool: blocks of host memory of this process. */
+#include "host_pool.h"
+
+enum { NUM_BLOCKS, BLOCK_NBYTES, MAX_BLOCKS, COMMON };
+
+static PyObject *host_pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"num_blocks", "block_nbytes", "max_blocks", KVS_PY_HOST_NAMES, NULL};
+  struct kvs_host_pool_options options = {0};
+  struct kvs_error err = {0};
+  struct kvs_engine *engine;
+  PyObject *values[COMMON + KVS_PY_HOST_ARGUMENTS] = {NULL}, **common = values + COMMON;
+  int rc;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOO:HostPool", names, &values[NUM_BLOCKS],
+                                   &values[BLOCK_NBYTES], &values[MAX_BLOCKS], &common[0], &common[1], &common[2],
+                                   &common[3], &common[4], &common[5], &common[6], &common[7], &common[8], &common[9],
+                                   &common[10]))
+    return NULL;
+  if (kvs_py_host_options(values[NUM_BLOCKS], values[BLOCK_NBYTES], common, &options) < 0) return NULL;
+  if (kvs_py_given(values[MAX_BLOCKS]) && kvs_py_uint64(values[MAX_BLOCKS], "max_blocks", -1, &options.max_blocks) < 0)
+    return NULL;
+  if (kvs_py_given(values[MAX_BLOCKS]) && options.max_blocks == 0) {
+    kvs_py_complain(PyExc_ValueError, "max_blocks", -1, "is 0: must be num_blocks or more");
+    return NULL;
+  }
+  struct kvs_py_host_pool *self = kvs_py_host_pool_new(type, common, &engine);
+  if (self == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_host_pool_open(engine, &options, &self->pool, &err);
+  kvs_engine_unref(engine);
+  Py_END_ALLOW_THREADS
+  return kvs_py_host_pool_opened(self, common, rc, &err);
+}
+
+static int read_size(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, const char *function,
+                     uint64_t *num_blocks, int64_t *timeout_ns) {
+  static const char *const names[] = {"num_blocks", "timeout"};
+  const struct kvs_py_args spec = {function, names, 1, 2, 2};
+  PyObject *values[2];
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return -1;
+  if (kvs_py_uint64(values[0], "num_blocks", -1, num_blocks) < 0) return -1;
+  *timeout_ns = INT64_C(60000000000);
+  return values[1] == NULL ? 0 : kvs_py_timeout(values[1], "timeout", timeout_ns);
+}
+
+typedef int (*resize_function)(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns,
+                               struct kvs_error *err);
+
+/* The core waits for transfers again: with what they held is drained here, in slices, it has nothing to wait for. */
+static int resize(PyObject *self, resize_function function, uint64_t num_blocks, int64_t timeout_ns) {
+  struct kvs_py_host_pool *object = (struct kvs_py_host_pool *)self;
+  struct kvs_error err = {0};
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = function(object->pool, num_blocks, timeout_ns, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return 0;
+  kvs_py_raise(kvs_py_state_of(self), &err);
+  return -1;
+}
+
+static PyObject *host_pool_grow(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  struct kvs_host_pool_info info;
+  uint64_t num_blocks;
+  int64_t timeout_ns;
+  if (read_size(args, nargs, kwnames, "grow", &num_blocks, &timeout_ns) < 0) return NULL;
+  if (kvs_py_host_pool_info(self, &info) < 0) return NULL;
+  if (resize(self, kvs_host_pool_grow, num_blocks, timeout_ns) < 0) return NULL;
+  return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *host_pool_shrink(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  struct kvs_host_pool_info info;
+  uint64_t num_blocks;
+  int64_t timeout_ns;
+  if (read_size(args, nargs, kwnames, "shrink", &num_blocks, &timeout_ns) < 0) return NULL;
+  if (kvs_py_host_pool_info(self, &info) < 0 || kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
+  if (kvs_py_host_pool_take(self, -1) < 0) return NULL;
+  int rc = resize(self, kvs_host_pool_shrink, num_blocks, timeout_ns);
+  atomic_store(&((struct kvs_py_host_pool *)self)->uses, 0);
+  if (rc < 0) return NULL;
+  return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *host_pool_repr(PyObject *self) {
+  struct kvs_host_pool *pool = ((struct kvs_py_host_pool *)self)->pool;
+  struct kvs_host_pool_info info;
+  struct kvs_error err = {0};
+  char size[24];
+  if (kvs_host_pool_get_info(pool, &info, &err) != KVS_OK) return PyUnicode_FromString("<kvswap.memory.HostPool>");
+  kvs_py_size_text(info.block_nbytes, size, sizeof size);
+  return PyUnicode_FromFormat("<kvswap.memory.HostPool %llu block%s of %s on %s%s>",
+                              (unsigned long long)info.num_blocks, info.num_blocks == 1 ? "" : "s", size,
+                              kvs_engine_name(kvs_host_pool_engine(pool)),
+                              info.state == KVS_POOL_CLOSED ? ", closed"
+                              : info.pinned                 ? ", pinned"
+                                                            : "");
+}
+
+PyDoc_STRVAR(
+    host_pool_doc,
+    "HostPool(num_blocks, block_nbytes, *, max_blocks=None, device=None, layers=1, layout='block-first', "
+    "pages='default', numa='auto', chunk_nbytes=1073741824, threads=None, register=True, reserve=None, progress=None, "
+    "wait=True)\n--\n\n"
+    "Blocks of host memory, populated by several threads and registered with a device: pinned memory that comes up\n"
+    "fast. It takes the bytes that are asked for, rounded up to a page.\n\n"
+    "num_blocks, block_nbytes: how many (up to 2**32 - 1), and the bytes of each, of all layers together.\n"
+    "layers, layout: 'block-first' keeps all layers of a block together: long runs for the copy paths, one object a\n"
+    "  block for files. 'layer-first': all blocks of a layer together, as engines hold them.\n"
+    "max_blocks: how far grow() may go; takes addresses, no memory. None: num_blocks.\n"
+    "device: Device, its name, or None: as Device(None).\n"
+    "pages: 'default'; 'transparent': huge pages where the kernel can; '2MiB', '1GiB': of those that the system set\n"
+    "  aside. What is not to be had becomes the next smaller kind, with a notice.\n"
+    "numa: 'auto': the device's node; a node; 'interleave': over all; None: as the system does.\n"
+    "chunk_nbytes: registrations are of about so many bytes, of whole blocks: copies never cross from one to the next\n"
+    "  within a block. threads: that populate, 1 to 64.\n"
+    "register: False: pageable memory. A chunk that the driver refuses makes the pool pageable, with a notice.\n"
+    "reserve: bytes of the machine's memory that must stay free, None: a share; negative: so many bytes more than are\n"
+    "  free now will come, as on virtual machines whose memory grows.\n"
+    "progress: called as progress(done_nbytes, total_nbytes) by whoever waits; what it raises is raised there, and\n"
+    "  ends the constructor with nothing left behind.\n"
+    "wait: False: return at once; ready() says which blocks can be used.\n\n"
+    "It has the buffer protocol (all blocks' bytes; a row a layer where layers have room to grow) and is taken\n"
+    "wherever kvswap takes a tensor. A child made by fork() does not have the memory.\n\n"
+    "MemoryError: limits of the machine or of a control group, found before anything is allocated; ValueError.\n"
+    "Any thread may use it.");
+PyDoc_STRVAR(
+    grow_doc,
+    "grow($self, /, num_blocks, timeout=60)\n--\n\n"
+    "Make it so many blocks, at most max_blocks, and wait until they are ready. Addresses and contents stay.\n\n"
+    "timeout: seconds to wait for transfers that use the last block, where the new ones share a page with it.");
+PyDoc_STRVAR(
+    shrink_doc,
+    "shrink($self, /, num_blocks, timeout=60)\n--\n\n"
+    "Give the memory of the last blocks back, so that so many remain. Addresses and contents of those stay.\n\n"
+    "timeout: seconds to wait for transfers that use the pool. BufferError while views of it are alive.");
+
+static PyMethodDef methods[] = {
+    KVS_PY_HOST_METHODS,
+    {"grow", KVS_PY_FASTCALL(host_pool_grow), METH_FASTCALL | METH_KEYWORDS, grow_doc},
+    {"shrink", KVS_PY_FASTCALL(host_pool_shrink), METH_FASTCALL | METH_KEYWORDS, shrink_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    KVS_PY_HOST_GETSET,
+    KVS_PY_HOST_NUMBER("max_blocks", KVS_PY_HOST_MAX_BLOCKS, "int: how far it can grow."),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)host_pool_doc},
+    {Py_tp_new, host_pool_create},
+    {Py_tp_dealloc, kvs_py_host_pool_dealloc},
+    {Py_tp_repr, host_pool_repr},
+    {Py_tp_traverse, kvs_py_host_pool_traverse},
+    {Py_tp_clear, kvs_py_host_pool_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_bf_getbuffer, kvs_py_host_pool_getbuffer},
+    {Py_bf_releasebuffer, kvs_py_host_pool_releasebuffer},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_host_pool_spec = {
+    .name = "kvswap.memory.HostPool",
+    .basicsize = sizeof(struct kvs_py_host_pool),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};

@@ -1,0 +1,127 @@
+/* What HostPool and SharedPool have in common: the object, its arguments, and all methods but the constructor. */
+#ifndef KVS_PY_HOST_POOL_H
+#define KVS_PY_HOST_POOL_H
+
+#include "bind.h"
+
+/* `uses` counts exported buffers. Taking it from 0 to CLOSED is what gives the memory up, so that closing and a new
+ * export cannot both succeed; closing in spite of exports takes it far below 0. */
+struct kvs_py_host_pool {
+  PyObject_HEAD
+  struct kvs_host_pool *pool;
+  atomic_long uses;
+  PyObject *progress; /* called while somebody waits for it to be populated; NULL: nothing */
+  atomic_size_t told; /* characters of its notices that were logged */
+};
+
+/* The arguments that both constructors take, in this order. */
+enum {
+  KVS_PY_HOST_DEVICE,
+  KVS_PY_HOST_LAYERS,
+  KVS_PY_HOST_LAYOUT,
+  KVS_PY_HOST_PAGES,
+  KVS_PY_HOST_NUMA,
+  KVS_PY_HOST_CHUNK,
+  KVS_PY_HOST_THREADS,
+  KVS_PY_HOST_REGISTER,
+  KVS_PY_HOST_RESERVE,
+  KVS_PY_HOST_PROGRESS,
+  KVS_PY_HOST_WAIT,
+  KVS_PY_HOST_ARGUMENTS
+};
+#define KVS_PY_HOST_NAMES                                                                                              \
+  "device", "layers", "layout", "pages", "numa", "chunk_nbytes", "threads", "register", "reserve", "progress", "wait"
+
+int kvs_py_host_options(PyObject *num_blocks, PyObject *block_nbytes, PyObject *const *common,
+                        struct kvs_host_pool_options *options);
+/* An object without its pool, and the engine that is asked for. */
+struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine);
+/* Its pool was opened, or was not: wait if that is wanted. Takes the reference to self; NULL with an exception. */
+PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const *common, int rc,
+                                  const struct kvs_error *err);
+int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info); /* kvswap.Error once it is closed */
+
+void kvs_py_host_pool_dealloc(PyObject *self);
+int kvs_py_host_pool_traverse(PyObject *self, visitproc visit, void *arg);
+int kvs_py_host_pool_clear(PyObject *self);
+int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags);
+void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view);
+
+/* Attributes, each with its docstring. */
+enum {
+  KVS_PY_HOST_NUM_BLOCKS,
+  KVS_PY_HOST_BLOCK_NBYTES,
+  KVS_PY_HOST_NBYTES,
+  KVS_PY_HOST_MAPPED,
+  KVS_PY_HOST_MAX_BLOCKS,
+  KVS_PY_HOST_LAYER_COUNT,
+  KVS_PY_HOST_LAYER_NBYTES,
+  KVS_PY_HOST_LAYER_STRIDE,
+  KVS_PY_HOST_PTR,
+  KVS_PY_HOST_CHUNKS
+};
+PyObject *kvs_py_host_number(PyObject *self, void *field);
+PyObject *kvs_py_host_layout(PyObject *self, void *unused);
+PyObject *kvs_py_host_pages(PyObject *self, void *unused);
+PyObject *kvs_py_host_state(PyObject *self, void *unused);
+PyObject *kvs_py_host_pinned(PyObject *self, void *unused);
+PyObject *kvs_py_host_numa_node(PyObject *self, void *unused);
+PyObject *kvs_py_host_device(PyObject *self, void *unused);
+PyObject *kvs_py_host_notices(PyObject *self, void *unused);
+#define KVS_PY_HOST_NUMBER(name, field, doc) {name, kvs_py_host_number, NULL, doc, (void *)(field)}
+#define KVS_PY_HOST_GETSET                                                                                             \
+  KVS_PY_HOST_NUMBER("ptr", KVS_PY_HOST_PTR, "int: address of the first block; kvswap.Error once it is closed."),      \
+      KVS_PY_HOST_NUMBER("nbytes", KVS_PY_HOST_NBYTES, "int: bytes of all blocks, num_blocks * block_nbytes."),        \
+      KVS_PY_HOST_NUMBER("mapped_nbytes", KVS_PY_HOST_MAPPED,                                                          \
+                         "int: bytes of memory that it takes: nbytes, rounded up to pages."),                          \
+      KVS_PY_HOST_NUMBER("num_blocks", KVS_PY_HOST_NUM_BLOCKS, "int: blocks 0 to num_blocks - 1."),                    \
+      KVS_PY_HOST_NUMBER("block_nbytes", KVS_PY_HOST_BLOCK_NBYTES, "int: bytes of a block, of all layers together."),  \
+      KVS_PY_HOST_NUMBER("layers", KVS_PY_HOST_LAYER_COUNT, "int: layers of a block."),                                \
+      KVS_PY_HOST_NUMBER("layer_nbytes", KVS_PY_HOST_LAYER_NBYTES, "int: bytes of a block in one layer."),             \
+      KVS_PY_HOST_NUMBER("layer_stride", KVS_PY_HOST_LAYER_STRIDE,                                                     \
+                         "int: bytes from block to block within a layer: cpu_stride of the swap calls."),              \
+      KVS_PY_HOST_NUMBER("chunks", KVS_PY_HOST_CHUNKS, "int: parts that are registered one by one."),                  \
+      {"layout", kvs_py_host_layout, NULL, "str: 'block-first' or 'layer-first'.", NULL},                              \
+      {"pages", kvs_py_host_pages, NULL, "str: its kind of pages: 'default', 'transparent', '2MiB', '1GiB'.", NULL},   \
+      {"state", kvs_py_host_state, NULL, "str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'.", NULL},      \
+      {"pinned", kvs_py_host_pinned, NULL, "bool: all of it is registered with the device.", NULL},                    \
+      {"numa_node", kvs_py_host_numa_node, NULL, "int, 'interleave' or None: where its pages were asked for.", NULL},  \
+      {"device", kvs_py_host_device, NULL, "Device: what it is registered with.", NULL}, {                             \
+    "notices", kvs_py_host_notices, NULL, "tuple of str: what was done otherwise than asked; logged too.", NULL        \
+  }
+
+/* Methods, each with its docstring. */
+#define KVS_PY_HOST_METHOD(name) PyObject *kvs_py_host_##name(PyObject *, PyObject *const *, Py_ssize_t, PyObject *)
+KVS_PY_HOST_METHOD(wait);
+KVS_PY_HOST_METHOD(layer);
+KVS_PY_HOST_METHOD(torch);
+KVS_PY_HOST_METHOD(pool);
+KVS_PY_HOST_METHOD(close);
+PyObject *kvs_py_host_ready(PyObject *self, PyObject *block);
+PyObject *kvs_py_host_cancel(PyObject *self, PyObject *unused);
+PyObject *kvs_py_host_layer_ptrs(PyObject *self, PyObject *unused);
+PyObject *kvs_py_host_enter(PyObject *self, PyObject *unused);
+PyObject *kvs_py_host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+extern const char kvs_py_host_wait_doc[], kvs_py_host_layer_doc[], kvs_py_host_torch_doc[], kvs_py_host_pool_doc[],
+    kvs_py_host_close_doc[], kvs_py_host_ready_doc[], kvs_py_host_cancel_doc[], kvs_py_host_layer_ptrs_doc[],
+    kvs_py_host_enter_doc[], kvs_py_host_exit_doc[];
+#define KVS_PY_HOST_KEYWORDS(name)                                                                                     \
+  {#name, KVS_PY_FASTCALL(kvs_py_host_##name), METH_FASTCALL | METH_KEYWORDS, kvs_py_host_##name##_doc}
+#define KVS_PY_HOST_METHODS                                                                                            \
+  KVS_PY_HOST_KEYWORDS(wait), KVS_PY_HOST_KEYWORDS(layer), KVS_PY_HOST_KEYWORDS(torch), KVS_PY_HOST_KEYWORDS(pool),    \
+      KVS_PY_HOST_KEYWORDS(close), {"ready", kvs_py_host_ready, METH_O, kvs_py_host_ready_doc},                        \
+      {"cancel", kvs_py_host_cancel, METH_NOARGS, kvs_py_host_cancel_doc},                                             \
+      {"layer_ptrs", kvs_py_host_layer_ptrs, METH_NOARGS, kvs_py_host_layer_ptrs_doc},                                 \
+      {"__enter__", kvs_py_host_enter, METH_NOARGS, kvs_py_host_enter_doc}, {                                          \
+    "__exit__", KVS_PY_FASTCALL(kvs_py_host_exit), METH_FASTCALL, kvs_py_host_exit_doc                                 \
+  }
+
+/* Until it is populated, telling its progress; Ctrl-C works. */
+int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns);
+int kvs_py_host_pool_tell(struct kvs_py_host_pool *self); /* log the notices that are new */
+/* Wait for the transfers that use it, and have those that held views drop them. */
+int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns);
+/* Nobody exports it from now on, if nobody does: `uses` becomes `wanted`. BufferError; kvswap.Error if it is closed. */
+int kvs_py_host_pool_take(PyObject *self, long wanted);
+
+#endif

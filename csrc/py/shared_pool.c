@@ -1,0 +1,282 @@
+/* kvswap.memory.SharedPool: blocks of host memory that several processes of one user map. */
+#include "host_pool.h"
+
+#include <string.h>
+
+enum { NAME, NUM_BLOCKS, BLOCK_NBYTES, CREATE, GENERATION, COMMON };
+
+static struct kvs_host_pool *core_of(PyObject *self) { return ((struct kvs_py_host_pool *)self)->pool; }
+
+/* -- making one ---------------------------------------------------------------------------------------------------- */
+
+static int read_shared(PyObject *const *values, struct kvs_shared_options *shared) {
+  PyObject *create = values[CREATE];
+  Py_ssize_t length;
+  if (!PyUnicode_Check(values[NAME]))
+    return kvs_py_complain(PyExc_TypeError, "name", -1, "must be a str, not %s", Py_TYPE(values[NAME])->tp_name);
+  shared->name = PyUnicode_AsUTF8AndSize(values[NAME], &length);
+  if (shared->name == NULL) return -1;
+  if (strlen(shared->name) != (size_t)length)
+    return kvs_py_complain(PyExc_ValueError, "name", -1, "is %R: it has a zero in it", values[NAME]);
+  if (create != NULL && create != Py_None && !PyBool_Check(create))
+    return kvs_py_complain(PyExc_TypeError, "create", -1, "must be a bool or None, not %s", Py_TYPE(create)->tp_name);
+  shared->mode = create == Py_None ? KVS_SHARED_EITHER : create == Py_False ? KVS_SHARED_JOIN : KVS_SHARED_CREATE;
+  if (!kvs_py_given(values[GENERATION])) return 0;
+  if (shared->mode != KVS_SHARED_JOIN)
+    return kvs_py_complain(PyExc_ValueError, "generation", -1, "is for create=False: what is created gets a new one");
+  if (kvs_py_uint64(values[GENERATION], "generation", -1, &shared->generation) < 0) return -1;
+  if (shared->generation != 0) return 0;
+  return kvs_py_complain(PyExc_ValueError, "generation", -1, "is 0, which no segment has");
+}
+
+static PyObject *shared_pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"name", "num_blocks", "block_nbytes", "create", "generation", KVS_PY_HOST_NAMES, NULL};
+  struct kvs_host_pool_options options = {0};
+  struct kvs_shared_options shared = {0};
+  struct kvs_error err = {0};
+  struct kvs_engine *engine;
+  PyObject *values[COMMON + KVS_PY_HOST_ARGUMENTS] = {NULL}, **common = values + COMMON;
+  int rc;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$OOOOOOOOOOOOO:SharedPool", names, &values[NAME],
+                                   &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[CREATE], &values[GENERATION],
+                                   &common[0], &common[1], &common[2], &common[3], &common[4], &common[5], &common[6],
+                                   &common[7], &common[8], &common[9], &common[10]))
+    return NULL;
+  if (kvs_py_host_options(values[NUM_BLOCKS], values[BLOCK_NBYTES], common, &options) < 0) return NULL;
+  if (read_shared(values, &shared) < 0) return NULL;
+  struct kvs_py_host_pool *self = kvs_py_host_pool_new(type, common, &engine);
+  if (self == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_shared_open(engine, &options, &shared, &self->pool, &err);
+  kvs_engine_unref(engine);
+  Py_END_ALLOW_THREADS
+  return kvs_py_host_pool_opened(self, common, rc, &err);
+}
+
+/* -- blocks -------------------------------------------------------------------------------------------------------- */
+
+typedef int (*change_function)(struct kvs_host_pool *, const struct kvs_ids *, struct kvs_error *);
+typedef int (*ask_function)(struct kvs_host_pool *, const struct kvs_ids *, bool *, struct kvs_error *);
+
+static PyObject *change(PyObject *self, PyObject *blocks, change_function function) {
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_error err = {0};
+  struct kvs_ids ids;
+  PyObject *keep = NULL;
+  if (kvs_py_ids(state, blocks, "blocks", &ids, &keep) < 0) return NULL;
+  int rc = function(core_of(self), &ids, &err);
+  Py_XDECREF(keep);
+  return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(state, &err);
+}
+
+static PyObject *ask(PyObject *self, PyObject *blocks, ask_function function) {
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_error err = {0};
+  struct kvs_ids ids;
+  PyObject *keep = NULL;
+  bool *answers;
+  if (kvs_py_ids(state, blocks, "blocks", &ids, &keep) < 0) return NULL;
+  PyObject *array = kvs_py_bool_array(ids.count, &answers);
+  int rc = array == NULL ? KVS_OK : function(core_of(self), &ids, answers, &err);
+  Py_XDECREF(keep);
+  if (rc == KVS_OK) return array;
+  Py_DECREF(array);
+  return kvs_py_raise(state, &err);
+}
+
+static PyObject *shared_claim(PyObject *self, PyObject *blocks) { return ask(self, blocks, kvs_shared_claim); }
+
+static PyObject *shared_published(PyObject *self, PyObject *blocks) { return ask(self, blocks, kvs_shared_published); }
+
+static PyObject *shared_publish(PyObject *self, PyObject *blocks) { return change(self, blocks, kvs_shared_publish); }
+
+static PyObject *shared_retract(PyObject *self, PyObject *blocks) { return change(self, blocks, kvs_shared_retract); }
+
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* In slices, so that Ctrl-C works; the last one's error names the block that is not there. */
+static int wait_published(PyObject *self, const struct kvs_ids *ids, int64_t timeout_ns) {
+  int64_t start = now_ns();
+  for (;;) {
+    struct kvs_error err = {0};
+    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - (now_ns() - start);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_shared_wait(core_of(self), ids, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);
+    Py_END_ALLOW_THREADS
+    if (rc == KVS_OK) return 0;
+    if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)) {
+      kvs_py_raise(kvs_py_state_of(self), &err);
+      return -1;
+    }
+    if (PyErr_CheckSignals() < 0) return -1;
+  }
+}
+
+static PyObject *shared_wait_ready(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"blocks", "timeout"};
+  static const struct kvs_py_args spec = {"wait_ready", names, 1, 2, 2};
+  struct kvs_ids ids;
+  PyObject *values[2], *keep = NULL;
+  int64_t timeout_ns;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_timeout(values[1], "timeout", &timeout_ns) < 0) return NULL;
+  if (kvs_py_ids(kvs_py_state_of(self), values[0], "blocks", &ids, &keep) < 0) return NULL;
+  int rc = wait_published(self, &ids, timeout_ns);
+  Py_XDECREF(keep);
+  return rc < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *shared_unlink(PyObject *self, PyObject *unused) {
+  struct kvs_error err = {0};
+  int rc;
+  (void)unused;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_shared_unlink(core_of(self), &err);
+  Py_END_ALLOW_THREADS
+  return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(kvs_py_state_of(self), &err);
+}
+
+/* -- attributes ---------------------------------------------------------------------------------------------------- */
+
+enum { PATH, SHOWN_GENERATION, OWNER, OWNER_PID, OWNER_ALIVE };
+
+static PyObject *get_shared(PyObject *self, void *field) {
+  struct kvs_shared_info info;
+  struct kvs_error err = {0};
+  if (kvs_shared_get_info(core_of(self), &info, &err) != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  switch ((uintptr_t)field) {
+  case PATH:
+    return PyUnicode_FromString(info.path);
+  case SHOWN_GENERATION:
+    return PyLong_FromUnsignedLongLong(info.generation);
+  case OWNER_PID:
+    return PyLong_FromLongLong(info.owner_pid);
+  case OWNER:
+    return PyBool_FromLong(info.owner);
+  default:
+    return PyBool_FromLong(info.owner_alive);
+  }
+}
+
+static PyObject *shared_pool_repr(PyObject *self) {
+  struct kvs_shared_info info;
+  struct kvs_error err = {0};
+  if (kvs_shared_get_info(core_of(self), &info, &err) != KVS_OK)
+    return PyUnicode_FromFormat("<kvswap.memory.SharedPool, %s>", err.message);
+  return PyUnicode_FromFormat("<kvswap.memory.SharedPool %s on %s, %s>", info.path,
+                              kvs_engine_name(kvs_host_pool_engine(core_of(self))), info.owner ? "owned" : "joined");
+}
+
+/* -- of the module ------------------------------------------------------------------------------------------------- */
+
+static PyObject *shared_clean(PyObject *module, PyObject *unused) {
+  char text[8192];
+  (void)module, (void)unused;
+  Py_BEGIN_ALLOW_THREADS
+  kvs_shared_clean(text, sizeof text);
+  Py_END_ALLOW_THREADS
+  PyObject *whole = PyUnicode_FromString(text);
+  PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
+  Py_XDECREF(whole);
+  return lines;
+}
+
+PyDoc_STRVAR(
+    clean_doc,
+    "clean($module, /)\n--\n\n"
+    "Remove shared pools of this user whose owners died without closing them; returns their names. Creating a\n"
+    "shared pool does so too. Processes that have joined one keep it.");
+
+PyMethodDef kvs_py_shared_methods[] = {
+    {"clean", shared_clean, METH_NOARGS, clean_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+/* -- docs and slots ------------------------------------------------------------------------------------------------ */
+
+PyDoc_STRVAR(
+    shared_pool_doc,
+    "SharedPool(name, num_blocks, block_nbytes, *, create=True, generation=None, device=None, layers=1, "
+    "layout='block-first', pages='default', numa='auto', chunk_nbytes=1073741824, threads=None, register=True, "
+    "reserve=None, progress=None, wait=True)\n--\n\n"
+    "A host pool that several processes of one user map: the ranks of a model, or one copy of what all of them "
+    "need.\n\n"
+    "name: 1 to 100 letters, digits, '.', '_' and '-': it lies at /dev/shm/kvswap.<name>, for this user alone.\n"
+    "create: True: make it; what an owner that died left there is replaced. False: join what is there; num_blocks,\n"
+    "  block_nbytes, layers and layout must be the same. None: join, or make it.\n"
+    "generation: with create=False, join only the segment that has it, as its owner told.\n"
+    "Everything else as for HostPool; pages '2MiB' and '1GiB' become 'transparent', with a notice.\n\n"
+    "Who makes it owns it: its name goes when the owner closes it or ends; who has joined keeps the memory. Each\n"
+    "process registers it with its own device. A process that is killed leaves its name behind until the next "
+    "start.\n\n"
+    "Each block has a word that all processes see. One process writes a block, many read it: claim(), write,\n"
+    "publish(); readers wait_ready(). Publish after the transfer that writes the block has ended.\n\n"
+    "ValueError: it exists (create=True), does not, or is another one. kvswap.Error: it belongs to another user or\n"
+    "another pid namespace. MemoryError: no room in /dev/shm, or as for HostPool. Any thread may use it.");
+PyDoc_STRVAR(claim_doc,
+             "claim($self, blocks, /)\n--\n\n"
+             "Which of these blocks are this process's to write from now on: those that are empty, and those "
+             "whose writer\ndied. blocks: ids; returns a bool array, one a block. Never blocks.");
+PyDoc_STRVAR(publish_doc, "publish($self, blocks, /)\n--\n\n"
+                          "Say that these blocks are written, and wake who waits for them. ValueError: another process "
+                          "is writing one,\nand none is published.");
+PyDoc_STRVAR(retract_doc,
+             "retract($self, blocks, /)\n--\n\n"
+             "Make these blocks empty, to be written anew. That nobody reads them any more is the caller's "
+             "care. ValueError: another\nprocess is writing one.");
+PyDoc_STRVAR(published_doc,
+             "published($self, blocks, /)\n--\n\nWhich of these blocks are published: a bool array. Never blocks.");
+PyDoc_STRVAR(wait_ready_doc, "wait_ready($self, /, blocks, timeout=None)\n--\n\n"
+                             "Wait until all of these blocks are published.\n\n"
+                             "timeout: seconds; TimeoutError. kvswap.Error: the process that was writing one died.");
+PyDoc_STRVAR(unlink_doc, "unlink($self, /)\n--\n\n"
+                         "Take its name away: nobody joins any more, who has it keeps it. For its owner. Twice is no "
+                         "error.");
+
+static PyMethodDef methods[] = {
+    KVS_PY_HOST_METHODS,
+    {"claim", shared_claim, METH_O, claim_doc},
+    {"publish", shared_publish, METH_O, publish_doc},
+    {"retract", shared_retract, METH_O, retract_doc},
+    {"published", shared_published, METH_O, published_doc},
+    {"wait_ready", KVS_PY_FASTCALL(shared_wait_ready), METH_FASTCALL | METH_KEYWORDS, wait_ready_doc},
+    {"unlink", shared_unlink, METH_NOARGS, unlink_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    KVS_PY_HOST_GETSET,
+    {"path", get_shared, NULL, "str: its file.", (void *)PATH},
+    {"generation", get_shared, NULL, "int: tells it from others of the same name, before and after.",
+     (void *)SHOWN_GENERATION},
+    {"owner", get_shared, NULL, "bool: this process made it.", (void *)OWNER},
+    {"owner_pid", get_shared, NULL, "int: the process that made it.", (void *)OWNER_PID},
+    {"owner_alive", get_shared, NULL, "bool: that process lives.", (void *)OWNER_ALIVE},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)shared_pool_doc},
+    {Py_tp_new, shared_pool_create},
+    {Py_tp_dealloc, kvs_py_host_pool_dealloc},
+    {Py_tp_repr, shared_pool_repr},
+    {Py_tp_traverse, kvs_py_host_pool_traverse},
+    {Py_tp_clear, kvs_py_host_pool_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_bf_getbuffer, kvs_py_host_pool_getbuffer},
+    {Py_bf_releasebuffer, kvs_py_host_pool_releasebuffer},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_shared_pool_spec = {
+    .name = "kvswap.memory.SharedPool",
+    .basicsize = sizeof(struct kvs_py_host_pool),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};

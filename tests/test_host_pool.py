@@ -1,0 +1,850 @@
+"""Host pools: exactly the bytes asked for, populated and registered in chunks, and given back whole."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, ROOT, Buffer, Gate, random_bytes
+
+import kvswap
+from kvswap import memory, testing
+from kvswap.memory import HostPool
+
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
+LAYOUTS = ("block-first", "layer-first")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def mapped() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+
+def run_python(code: str, *arguments: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT / "tests",
+    )
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("blocks", "nbytes", "layers"), [(7, PAGE, 4), (100, 1000, 10), (1, 1, 1), (33, 6 * 4099, 6)])
+def test_exactly_what_was_asked_for(device: kvswap.Device, layout: str, blocks: int, nbytes: int, layers: int) -> None:
+    with HostPool(blocks, nbytes, device=device, layers=layers, layout=layout) as pool:
+        assert (pool.num_blocks, pool.block_nbytes, pool.layers) == (blocks, nbytes, layers)
+        assert pool.nbytes == blocks * nbytes
+        assert pool.mapped_nbytes == -(-blocks * nbytes // PAGE) * PAGE
+        assert pool.layer_nbytes * layers == nbytes
+        assert (pool.layout, pool.pages, pool.state) == (layout, "default", "ready")
+        assert pool.pinned and pool.notices == ()
+        assert pool.ptr % PAGE == 0 and pool.device == device
+        assert memoryview(pool).nbytes == pool.nbytes
+        assert not np.asarray(pool).any()
+        assert f"{blocks} block" in repr(pool) and "pinned" in repr(pool)
+
+
+@pytest.mark.parametrize("threads", [1, 3, None])
+def test_all_of_it_is_there_and_no_more(device: kvswap.Device, threads: int | None) -> None:
+    """Populated before use, and the memory goes with the pool."""
+    gc.collect()
+    before, mapped_before = resident(), mapped()
+    pool = HostPool(96, MIB, device=device, threads=threads, chunk_nbytes=8 * MIB)
+    grown = resident() - before
+    assert pool.chunks == 12
+    assert 96 * MIB <= grown <= 100 * MIB
+    pool.close()
+    assert resident() - before < 4 * MIB
+    assert mapped() - mapped_before < 64 * MIB  # stacks of threads are kept by the C library
+    assert pool.state == "closed" and "closed" in repr(pool)
+
+
+def test_chunks_are_of_whole_blocks_and_pages(device: kvswap.Device) -> None:
+    """Chunks that are not: two registrations would share a page, or a block cross from one to the next."""
+    for nbytes in (1000, 3 * PAGE, PAGE + 512, 7):
+        with HostPool(5000, nbytes, device=device, chunk_nbytes=64 * 1024) as pool:
+            step = pool.nbytes if pool.chunks == 1 else None
+            for chunk in range(1, pool.chunks):
+                step = step or find_seam(device, pool)
+                assert chunk * step % PAGE == 0 and chunk * step % nbytes == 0
+            assert pool.pinned
+
+
+def find_seam(device: kvswap.Device, pool: HostPool) -> int:
+    """Bytes of the first registration."""
+    from conftest import seam
+
+    region = seam(device, "pointer_query", pool.ptr)
+    return int(region["nbytes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_blocks": 0}, ValueError, "num_blocks is 0"),
+        ({"num_blocks": 1 << 32}, ValueError, r"2\*\*32 - 1"),
+        ({"block_nbytes": 0}, ValueError, "block_nbytes is 0"),
+        ({"layers": 3}, ValueError, "not a multiple of layers"),
+        ({"layers": 0}, ValueError, "layers is 0"),
+        ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'"),
+        ({"pages": "4KiB"}, ValueError, "pages is '4KiB'"),
+        ({"numa": "near"}, ValueError, "numa is 'near'"),
+        ({"numa": -1}, ValueError, "numa is -1"),
+        ({"numa": 1000}, ValueError, "no such node"),
+        ({"chunk_nbytes": 0}, ValueError, "chunk_nbytes is 0"),
+        ({"threads": 65}, ValueError, "threads is 65"),
+        ({"max_blocks": 3}, ValueError, "max_blocks is 3, less than num_blocks, which is 4"),
+        ({"progress": 3}, TypeError, "progress must be callable"),
+        ({"reserve": "much"}, TypeError, "reserve must be an int"),
+        ({"num_blocks": 1 << 20, "block_nbytes": 1 << 40}, MemoryError, "more than a process can address"),
+    ],
+)
+def test_wrong_arguments(device: kvswap.Device, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    before = mapped()
+    with pytest.raises(error, match=text):
+        HostPool(**{"num_blocks": 4, "block_nbytes": 4096, "device": device, **arguments})
+    assert mapped() == before
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1, 2, 64])
+def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * PAGE
+    before, mapped_before, threads = resident(), mapped(), threading.active_count()
+    start = time.monotonic()
+    with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
+        HostPool(factor * total // MIB, MIB, device=device)
+    assert time.monotonic() - start < 1
+    assert resident() - before < MIB and mapped() == mapped_before and threading.active_count() == threads
+
+
+def test_reserve(device: kvswap.Device) -> None:
+    with pytest.raises(MemoryError, match=r"keeps free 1\.0 PiB"):
+        HostPool(1, PAGE, device=device, reserve=1 << 50)
+    HostPool(1, PAGE, device=device, reserve=0).close()
+    HostPool(1, PAGE, device=device, reserve=-(1 << 50)).close()
+
+
+def test_address_space(device_name: str) -> None:
+    """RLIMIT_AS: no room for the addresses is an error, at once."""
+    if not device_name.startswith("host"):
+        pytest.skip("a driver needs more addresses than such a limit leaves")
+    if SANITIZED:
+        pytest.skip("so does a sanitizer")
+    run = run_python(
+        """
+        import resource, sys, kvswap
+        from kvswap.memory import HostPool
+        device = kvswap.Device(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        try:
+            HostPool(16, 1 << 20, device=device, max_blocks=1 << 20)
+        except MemoryError as error:
+            print(error)
+        """,
+        device_name,
+    )
+    assert "no address space for" in run.stdout and "RLIMIT_AS" in run.stdout, run.stderr
+
+
+# -- layouts and views ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [None, 50], ids=["solid", "room"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers(device: kvswap.Device, layout: str, room: int | None) -> None:
+    blocks, layers, nbytes = 20, 5, 5 * 1024
+    with HostPool(blocks, nbytes, device=device, layers=layers, layout=layout, max_blocks=room) as pool:
+        for i in range(layers):
+            pool.layer(i)[:] = np.arange(blocks)[:, None] + 100 * i % 251
+        ptrs = pool.layer_ptrs()
+        for i in range(layers):
+            view = pool.layer(i)
+            assert view.shape == (blocks, nbytes // layers) and view.dtype == np.uint8 and view.flags.writeable
+            assert view.ctypes.data == ptrs[i]
+            assert view.strides == (pool.layer_stride, 1)
+            assert (view == (np.arange(blocks)[:, None] + 100 * i % 251).astype(np.uint8)).all()
+            del view
+        if layout == "block-first":
+            flat = np.frombuffer(pool, np.uint8).reshape(blocks, layers, nbytes // layers)
+            assert all((flat[:, i] == pool.layer(i)).all() for i in range(layers))
+            del flat
+        else:
+            rows = np.asarray(pool).reshape(layers, blocks, nbytes // layers)
+            assert all((rows[i] == pool.layer(i)).all() for i in range(layers))
+            del rows
+        with pytest.raises(IndexError, match="layer is 5; the pool has 5 layers"):
+            pool.layer(5)
+        gc.collect()
+
+
+def test_torch(device: kvswap.Device) -> None:
+    torch = pytest.importorskip("torch")
+    with HostPool(6, 3 * 64, device=device, layers=3) as pool:
+        tensor = pool.torch(1, torch.bfloat16, (4, 2, 4))
+        assert tensor.shape == (6, 4, 2, 4) and tensor.dtype == torch.bfloat16 and tensor[0].is_contiguous()
+        tensor.fill_(1.5)
+        assert tensor.data_ptr() == pool.layer_ptrs()[1]
+        assert (pool.layer(1).reshape(6, -1).view(np.uint16) == 0x3FC0).all()
+        assert not pool.layer(0).any() and not pool.layer(2).any()
+        with pytest.raises(BufferError, match="1 view of the pool is in use"):
+            pool.close()
+        del tensor
+        assert pool.torch(0).shape == (6, 64)
+        gc.collect()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_swaps(device: kvswap.Device, path: str, layout: str) -> None:
+    """Every path, across many chunks, from and to a pool of either layout."""
+    blocks, layers, nbytes = 64, 4, 8192
+    gpu = [Buffer(device, blocks * nbytes) for _ in range(layers)]
+    data = [buffer.randomise(seed) for seed, buffer in enumerate(gpu)]
+    rng = np.random.default_rng(3)
+    with HostPool(blocks, layers * nbytes, device=device, layers=layers, layout=layout, chunk_nbytes=1 << 16) as pool:
+        assert pool.chunks >= 32
+        ids, slots = rng.permutation(blocks), rng.permutation(blocks)
+        ptrs = [buffer.ptr for buffer in gpu]
+        arguments = (ptrs, pool.layer_ptrs(), nbytes, blocks, blocks, ids, slots)
+        options = {"device": device, "path": path, "cpu_stride": pool.layer_stride}
+        kvswap.swap_cache_all_layers(*arguments, kvswap.Direction.D2H, **options)
+        for i in range(layers):
+            np.testing.assert_array_equal(pool.layer(i)[slots], data[i].reshape(blocks, nbytes)[ids])
+            gpu[i].put(np.zeros(blocks * nbytes, np.uint8))
+        kvswap.swap_cache_all_layers(*arguments, kvswap.Direction.H2D, **options)
+        for i in range(layers):
+            np.testing.assert_array_equal(gpu[i].get(), data[i])
+        gc.collect()
+
+
+@pytest.mark.parametrize("room", [None, 40], ids=["solid", "room"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moves(device: kvswap.Device, layout: str, room: int | None) -> None:
+    blocks, layers, nbytes = 32, 4, 4096
+    cache = Buffer(device, blocks * layers * nbytes)
+    data = cache.randomise(5).reshape(layers, blocks, nbytes)
+    source = kvswap.Pool(device, cache.ptr, blocks, layers * nbytes, stride=nbytes, rows=layers, pitch=blocks * nbytes)
+    with HostPool(blocks, layers * nbytes, device=device, layers=layers, layout=layout, max_blocks=room) as host:
+        target = host.pool(name="host side")
+        assert target.name == "host side" and target.num_blocks == blocks
+        order = np.random.default_rng(1).permutation(blocks)
+        kvswap.move_blocks(source, target, np.arange(blocks), order).wait(PATIENCE)
+        for i in range(layers):
+            np.testing.assert_array_equal(host.layer(i)[order], data[i])
+        with pytest.raises(BufferError, match="in use"):
+            host.close()
+        with pytest.raises(ValueError, match=r"overlap|lie among"):
+            host.pool()
+        del target
+        gc.collect()
+
+
+# -- readiness, progress, cancelling ----------------------------------------------------------------------------------
+
+
+def test_use_begins_before_all_is_populated(device: kvswap.Device) -> None:
+    """The second chunk is held up; the first is ready, is swapped to and read back meanwhile."""
+    gpu = Buffer(device, 4 * MIB)
+    data = gpu.randomise(1)
+    with testing.fault(device, "call", "delay", operation="host_register", nth=2, delay=1.0):
+        pool = HostPool(16, MIB, device=device, chunk_nbytes=8 * MIB, threads=1, wait=False)
+        deadline = time.monotonic() + PATIENCE
+        while not pool.ready(0):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert not pool.ready(15) and pool.state == "populating" and not pool.pinned
+        with pytest.raises(TimeoutError, match="it goes on"):
+            pool.wait(0.01)
+        kvswap.swap_cache_per_layer(gpu.ptr, pool.ptr, MIB, 4, 8, [0, 1, 2, 3], [7, 5, 3, 1], 0, device=device)
+        assert not pool.ready(15)
+        np.testing.assert_array_equal(np.frombuffer(pool, np.uint8).reshape(16, MIB)[[7, 5, 3, 1]].ravel(), data)
+        with pytest.raises(kvswap.Error, match="still being populated"):
+            pool.grow(17)
+        pool.wait(PATIENCE)
+    assert pool.ready(15) and pool.pinned
+    with pytest.raises(IndexError, match="block is 16; the pool has 16 blocks, 0 to 15"):
+        pool.ready(16)
+    gc.collect()
+    pool.close()
+
+
+def test_progress(device: kvswap.Device) -> None:
+    told: list[tuple[int, int]] = []
+    with (
+        testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.06),
+        HostPool(
+            12, MIB, device=device, chunk_nbytes=2 * MIB, threads=1, progress=lambda *where: told.append(where)
+        ) as pool,
+    ):
+        assert told[-1] == (12 * MIB, 12 * MIB) == (pool.nbytes, pool.nbytes)
+    done = [done for done, _ in told]
+    assert done == sorted(done) and len(set(done)) >= 4 and all(total == 12 * MIB for _, total in told)
+
+
+def test_what_progress_raises_ends_the_constructor(device: kvswap.Device) -> None:
+    def stop(done: int, total: int) -> None:
+        raise RuntimeError("enough")
+
+    before = mapped()
+    with (
+        testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.06),
+        pytest.raises(RuntimeError, match="enough"),
+    ):
+        HostPool(64, MIB, device=device, chunk_nbytes=2 * MIB, progress=stop)
+    gc.collect()
+    assert mapped() - before < 40 * MIB
+
+
+def test_cancel(device: kvswap.Device) -> None:
+    with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.2):
+        pool = HostPool(64, MIB, device=device, chunk_nbytes=2 * MIB, threads=1, wait=False)
+        while not pool.ready(0):
+            time.sleep(0.001)
+        pool.cancel()
+        with pytest.raises(kvswap.Error, match="cancelled"):
+            pool.wait(PATIENCE)
+    assert pool.state == "cancelled" and pool.ready(0) and not pool.ready(63) and not pool.pinned
+    with pytest.raises(kvswap.Error, match="cancelled"):
+        pool.grow(65)
+    pool.close()
+
+
+def test_ctrl_c_works_while_it_is_populated(device_name: str) -> None:
+    run = run_python(
+        """
+        import os, signal, sys, threading, time, kvswap
+        from kvswap import testing
+        from kvswap.memory import HostPool
+        device = kvswap.Device(sys.argv[1])
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.5):
+            try:
+                HostPool(64, 1 << 20, device=device, chunk_nbytes=1 << 20, threads=1)
+            except KeyboardInterrupt:
+                print("interrupted", time.monotonic() - start < 5)
+        """,
+        device_name,
+    )
+    assert run.stdout == "interrupted True\n", run.stderr
+
+
+def test_leaving_while_it_is_populated(device_name: str) -> None:
+    """Neither a hang nor a crash."""
+    run = run_python(
+        """
+        import sys, kvswap
+        from kvswap.memory import HostPool
+        pool = HostPool(512, 1 << 20, device=sys.argv[1], wait=False)
+        """,
+        device_name,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [1, 3, 8])
+def test_a_chunk_that_will_not_register(device: kvswap.Device, caplog: pytest.LogCaptureFixture, nth: int) -> None:
+    with testing.fault(device, "call", "fail", operation="host_register", nth=nth, code=801):
+        pool = HostPool(64, 65536, device=device, chunk_nbytes=8 * 65536)
+    assert pool.chunks == 8 and not pool.pinned and pool.state == "ready"
+    assert any("pageable" in notice and "801" in notice for notice in pool.notices)
+    assert "pageable" in caplog.text
+    for at in range(0, pool.nbytes, 65536):  # nothing of it is registered any more
+        with pytest.raises(ValueError, match="was not registered"):
+            device.unregister(pool.ptr + at)
+    gpu = Buffer(device, pool.nbytes)
+    data = gpu.randomise(4)
+    ids = np.random.default_rng(1).permutation(64)
+    kvswap.swap_cache_per_layer(gpu.ptr, pool, 65536, 64, 64, np.arange(64), ids, 0, device=device)
+    np.testing.assert_array_equal(np.asarray(pool).reshape(64, -1)[ids].ravel(), data)
+    assert not device.lost
+    Buffer(device, 4096, "cpu")  # the driver still works
+    gc.collect()
+    pool.close()
+
+
+def test_pageable_on_request(device: kvswap.Device) -> None:
+    with HostPool(4, MIB, device=device, register=False) as pool:
+        assert not pool.pinned and pool.notices == ()
+        with pytest.raises(ValueError, match="was not registered"):
+            device.unregister(pool.ptr)
+
+
+def test_huge_pages_or_a_notice(device: kvswap.Device) -> None:
+    for pages in ("transparent", "2MiB", "1GiB"):
+        with HostPool(8, MIB, device=device, pages=pages) as pool:
+            assert (pool.pages == pages) == (pool.notices == ())
+            if pool.pages in ("default", "transparent"):
+                assert pool.mapped_nbytes == 8 * MIB
+            np.asarray(pool)[:] = 1
+            gc.collect()
+
+
+def test_transparent_huge_pages_are_used(device: kvswap.Device) -> None:
+    with HostPool(32, MIB, device=device, pages="transparent") as pool:
+        if pool.pages != "transparent":
+            pytest.skip("transparent huge pages are off")
+        text = Path("/proc/self/smaps").read_text()
+        entry = text[text.index(f"{pool.ptr:x}-") :]
+        line = next(line for line in entry.splitlines() if line.startswith("AnonHugePages:"))
+        assert int(line.split()[1]) >= 16 * 1024
+
+
+def test_numa(device: kvswap.Device) -> None:
+    node = Path("/sys/devices/system/node/node0")
+    if not node.exists():
+        pytest.skip("the kernel says nothing of NUMA nodes")
+    for numa, shown in ((0, 0), ("interleave", "interleave"), (None, None)):
+        with HostPool(4, MIB, device=device, numa=numa) as pool:
+            assert pool.numa_node == shown or any("place memory" in notice for notice in pool.notices)
+
+
+# -- growing and shrinking --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [4 * 4096, 4 * 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grow_and_shrink(device: kvswap.Device, layout: str, nbytes: int) -> None:
+    """Addresses and contents stay, memory comes and goes, all of it stays registered."""
+    pool = HostPool(
+        10, nbytes, device=device, layers=4, layout=layout, max_blocks=3000, chunk_nbytes=64 * 1024, numa=None
+    )
+    rng, expected = np.random.default_rng(2), np.full((4, 3000, nbytes // 4), 0, np.uint8)
+    ptrs = pool.layer_ptrs()
+    before = resident()
+    for blocks in (11, 500, 30, 29, 3000, 1, 2, 700):
+        old = pool.num_blocks
+        pool.grow(blocks) if blocks > old else pool.shrink(blocks)
+        assert pool.num_blocks == blocks and pool.pinned and pool.state == "ready"
+        assert (pool.layer_ptrs() == ptrs).all() and pool.ready(blocks - 1)
+        assert pool.nbytes == blocks * nbytes <= pool.mapped_nbytes <= pool.nbytes + 4 * PAGE
+        for layer in range(4):
+            view = pool.layer(layer)
+            np.testing.assert_array_equal(view[: min(old, blocks)], expected[layer, : min(old, blocks)])
+            view[:] = expected[layer, :blocks] = rng.integers(0, 255, (blocks, nbytes // 4), np.uint8)
+            del view
+        gc.collect()
+    assert resident() - before < 16 * MIB + 700 * nbytes
+    gpu = Buffer(device, 700 * nbytes)
+    kvswap.swap_cache_all_layers(
+        [gpu.ptr + i * nbytes // 4 for i in range(4)],
+        ptrs,
+        nbytes // 4,
+        700,
+        700,
+        np.arange(700),
+        np.arange(700),
+        1,
+        gpu_stride=nbytes,
+        cpu_stride=pool.layer_stride,
+        device=device,
+    )
+    swapped = gpu.get().reshape(700, 4, nbytes // 4)
+    np.testing.assert_array_equal(swapped.transpose(1, 0, 2), expected[:, :700])
+    pool.close()
+    with pytest.raises(ValueError, match="not registered"):
+        device.unregister(int(ptrs[0]))
+
+
+def test_growing_needs_room(device: kvswap.Device) -> None:
+    with HostPool(4, 4096, device=device, max_blocks=6) as pool:
+        with pytest.raises(ValueError, match="room for 6 blocks"):
+            pool.grow(7)
+        with pytest.raises(ValueError, match="has 4 blocks already"):
+            pool.grow(4)
+        for wrong in (0, 4, 5):
+            with pytest.raises(ValueError, match="shrinks to 1 to 3"):
+                pool.shrink(wrong)
+        view = pool.layer(0)
+        with pytest.raises(BufferError, match="1 view of the pool is in use"):
+            pool.shrink(3)
+        pool.grow(6)  # a view does not mind
+        assert view.shape == (4, 4096)
+        del view
+    solid = HostPool(4, 4096, device=device, layers=2, layout="layer-first")
+    with pytest.raises(kvswap.Error, match="made with max_blocks"):
+        solid.shrink(2)
+
+
+def test_growing_that_will_not_register(device: kvswap.Device) -> None:
+    with HostPool(4, 4096, device=device, max_blocks=100) as pool:
+        np.asarray(pool)[:] = 9
+        with testing.fault(device, "call", "fail", operation="host_register"):
+            pool.grow(100)
+        assert not pool.pinned and pool.num_blocks == 100
+        assert (np.asarray(pool)[: 4 * 4096] == 9).all()
+        gc.collect()
+
+
+def test_growing_into_no_memory(device: kvswap.Device) -> None:
+    """What was cancelled in the middle of growing is whole again once it is shrunk."""
+    with HostPool(4, MIB, device=device, max_blocks=256, chunk_nbytes=MIB) as pool:
+        np.asarray(pool)[:] = 9
+        gc.collect()
+        with (
+            testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.05),
+            pytest.raises(kvswap.Error, match="cancelled"),
+        ):
+            threading.Timer(0.2, pool.cancel).start()
+            pool.grow(256)
+        assert pool.state == "cancelled" and pool.ready(3) and not pool.ready(255) and not pool.pinned
+        pool.shrink(4)
+        assert pool.state == "ready" and pool.pinned and (np.asarray(pool) == 9).all()
+        gc.collect()
+
+
+def test_a_pool_of_another_device(device: kvswap.Device) -> None:
+    """Registered with one, blocks for the transfers of another."""
+    other = kvswap.Device("host:1") if device.kind == "host" else device
+    with HostPool(8, 4096, device=device) as host:
+        target = host.pool(device=other)
+        assert target.device == other and target.num_blocks == 8
+        del target
+        gc.collect()
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_use_after_close(device: kvswap.Device) -> None:
+    pool = HostPool(4, 4096, device=device)
+    pool.close()
+    pool.close()
+    for use in (
+        lambda: pool.ptr,
+        lambda: pool.layer(0),
+        lambda: pool.torch(0),
+        lambda: pool.layer_ptrs(),
+        lambda: pool.pool(),
+        lambda: pool.ready(0),
+        lambda: pool.wait(),
+        lambda: pool.grow(5),
+        lambda: pool.shrink(3),
+        lambda: memoryview(pool),
+        lambda: kvswap.swap_blocks_batch([pool], [pool], 64, device=device),
+    ):
+        with pytest.raises((kvswap.Error, BufferError, ModuleNotFoundError), match=r"closed|torch"):
+            use()
+
+
+def swap_behind(stream: kvswap.Stream, gpu: Buffer, pool: HostPool, nbytes: int, slot: int) -> kvswap.Transfer:
+    return kvswap.swap_cache_per_layer_async(
+        gpu.ptr, pool, nbytes, 1, pool.num_blocks, [0], [slot], 0, device=gpu.device, stream=stream
+    )
+
+
+def test_close_waits_for_transfers(device: kvswap.Device) -> None:
+    pool = HostPool(4, 4096, device=device)
+    gpu, stream = Buffer(device, 4 * 4096), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_cache_per_layer_async(
+            gpu.ptr, pool, 4096, 4, 4, [0], [1], 0, device=device, stream=stream
+        )
+        with pytest.raises(TimeoutError):
+            pool.close(timeout=0.05)
+        assert pool.ready(0) and pool.layer(0).shape == (4, 4096)
+        threading.Timer(0.2, gate.open).start()
+        pool.close(timeout=PATIENCE)
+        assert transfer.done()
+    assert pool.state == "closed"
+
+
+def test_force_leaves_views_readable(device: kvswap.Device) -> None:
+    """They read zeros, and nobody else is given their addresses as long as they live."""
+    before = resident()
+    pool = HostPool(64, MIB, device=device)
+    view = pool.layer(0)
+    view[:] = 7
+    ptr = pool.ptr
+    with pytest.raises(BufferError, match="drop them first"):
+        pool.close()
+    pool.close(force=True)
+    assert pool.state == "closed" and resident() - before < 8 * MIB
+    assert not view[3].any()
+    others = [mmap.mmap(-1, 64 * MIB) for _ in range(4)]
+    for other in others:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(other))
+        assert start + 64 * MIB <= ptr or start >= ptr + 64 * MIB
+    with pytest.raises((kvswap.Error, BufferError), match="closed"):
+        pool.layer(0)
+
+
+def test_an_error_is_not_hidden_by_views(device: kvswap.Device) -> None:
+    with pytest.raises(ZeroDivisionError), HostPool(4, 4096, device=device) as pool:
+        view = pool.layer(0)
+        view[0] = 1 // 0
+    assert pool.state == "ready"
+    del view
+    with HostPool(4, 4096, device=device) as pool:
+        pass
+    assert pool.state == "closed"
+
+
+def test_dropping_it_gives_all_back(device: kvswap.Device) -> None:
+    before = resident()
+    for _ in range(3):
+        HostPool(64, MIB, device=device)
+        array = np.asarray(HostPool(64, MIB, device=device))
+        array[:] = 1
+        del array
+    gc.collect()
+    assert resident() - before < 8 * MIB
+
+
+def test_a_pool_that_transfers_hold(device: kvswap.Device) -> None:
+    """Dropped while a transfer runs: the transfer ends well, then the memory goes."""
+    before = resident()
+    pool, gpu, stream = HostPool(64, MIB, device=device), Buffer(device, MIB), kvswap.Stream(device)
+    gpu.put(np.full(MIB, 3, np.uint8))
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_cache_per_layer_async(
+            gpu.ptr, pool, MIB, 1, 64, [0], [5], 0, device=device, stream=stream
+        )
+        del pool
+        gate.open()
+        transfer.wait(PATIENCE)
+    del transfer
+    device.synchronize(PATIENCE)
+    HostPool(1, 4096, device=device).close()
+    assert resident() - before < 8 * MIB
+
+
+@pytest.mark.slow
+def test_no_leak(device: kvswap.Device) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def cycle() -> None:
+        with HostPool(16, 65536, device=device, layers=4, max_blocks=32, chunk_nbytes=65536) as pool:
+            pool.grow(20)
+            pool.shrink(8)
+            pool.layer(1)[:] = 1
+
+    for _ in range(20):
+        cycle()
+    gc.collect()
+    before = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
+    for _ in range(200):
+        cycle()
+    gc.collect()
+    after = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
+    room = (40 if SANITIZED else 2) * MIB
+    assert after[0] - before[0] < room and after[1] - before[1] < room and after[2:] == before[2:]
+
+
+def test_a_forked_child_is_told(device_name: str) -> None:
+    run = run_python(
+        """
+        import os, sys, kvswap
+        from kvswap.memory import HostPool
+        pool = HostPool(64, 1 << 20, device=sys.argv[1])
+        pool.layer(0)[:] = 3
+        child = os.fork()
+        if child == 0:
+            told = 0
+            for use in (pool.close, lambda: pool.layer(0), lambda: pool.ptr, lambda: pool.ready(0), pool.wait,
+                        lambda: pool.grow(65), pool.cancel, lambda: pool.state, lambda: pool.notices):
+                try:
+                    use()
+                except (kvswap.Error, BufferError) as error:
+                    told += "fork" in str(error)
+            del pool, use
+            os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert (pool.layer(0) == 3).all()
+        pool.close()
+        print("closed")
+        """,
+        device_name,
+    )
+    assert run.stdout == "closed\n", run.stderr
+
+
+@pytest.mark.parametrize("when", ["populating", "registering", "used"])
+def test_kill(device_name: str, when: str) -> None:
+    """kill -9 at any time: the machine has its memory back."""
+    code = """
+        import sys, time, kvswap
+        from kvswap import testing
+        from kvswap.memory import HostPool
+        device = kvswap.Device(sys.argv[1])
+        if sys.argv[2] == "registering":
+            with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=60):
+                pool = HostPool(256, 1 << 20, device=device, wait=False, chunk_nbytes=64 << 20)
+                print("go", flush=True)
+                time.sleep(60)
+        pool = HostPool(256, 1 << 20, device=device, wait=sys.argv[2] == "used")
+        gpu = device.alloc(1 << 20)
+        print("go", flush=True)
+        while True:
+            kvswap.swap_cache_per_layer(gpu, pool, 1 << 20, 1, 256, [0], [200], 0, device=device)
+        """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), device_name, when], stdout=subprocess.PIPE, cwd=ROOT / "tests"
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"go\n"
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(PATIENCE) == -signal.SIGKILL
+    process.stdout.close()
+    with HostPool(256, MIB, device=device_name) as pool:
+        assert pool.pinned
+
+
+def test_two_threads_close_and_use(device: kvswap.Device) -> None:
+    """No crash, and nobody gets anything but a view or an error."""
+    for _ in range(20):
+        pool = HostPool(8, 65536, device=device, max_blocks=16)
+        stop, wrong = threading.Event(), []
+
+        def use(pool: HostPool = pool, stop: threading.Event = stop, wrong: list[Exception] = wrong) -> None:
+            while not stop.is_set():
+                try:
+                    view = pool.layer(0)
+                    view[:] = 1
+                    del view
+                    pool.ready(3)
+                except (kvswap.Error, BufferError):
+                    pass
+                except Exception as error:
+                    wrong.append(error)
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            try:
+                pool.close()
+                break
+            except BufferError:
+                continue
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        pool.close(force=True)
+
+
+# -- by address -------------------------------------------------------------------------------------------------------
+
+
+def test_alloc_and_free(device: kvswap.Device) -> None:
+    ptr = memory.host_alloc(10000, device=device)
+    gpu = Buffer(device, 10000)
+    data = gpu.randomise(1)
+    kvswap.swap_cache_per_layer(gpu.ptr, ptr, 10000, 1, 1, [0], [0], 0, device=device)
+    assert ctypes.string_at(ptr, 10000) == data.tobytes()
+    memory.host_free(ptr)
+    with pytest.raises(ValueError, match="given back already"):
+        memory.host_free(ptr)
+    with pytest.raises(ValueError, match="does not come from host_alloc"):
+        memory.host_free(gpu.ptr)
+    with pytest.raises(ValueError, match="nbytes is 0"):
+        memory.host_alloc(0, device=device)
+    with pytest.raises(MemoryError):
+        memory.host_alloc(1 << 60, device=device)
+
+
+def test_register_piece_by_piece(device: kvswap.Device) -> None:
+    """Copies across the seams of what was registered one by one."""
+    room = mmap.mmap(-1, 16 * PAGE)
+    array = np.frombuffer(room, np.uint8)
+    ptr = array.ctypes.data
+    for piece in range(4):
+        memory.host_register(ptr + piece * 4 * PAGE, 4 * PAGE, device=device)
+    with pytest.raises(ValueError, match="registered already"):
+        memory.host_register(array, 16 * PAGE, device=device)
+    gpu = Buffer(device, 16 * PAGE)
+    data = gpu.randomise(1)
+    kvswap.swap_cache_per_layer(gpu.ptr, ptr, 16 * PAGE, 1, 1, [0], [0], 0, device=device)
+    np.testing.assert_array_equal(array, data)
+    for piece in range(4):
+        memory.host_unregister(ptr + piece * 4 * PAGE)
+    with pytest.raises(ValueError, match=r"does not come from host_register\(\)"):
+        memory.host_unregister(array)
+    with pytest.raises(ValueError, match="tensor of"):
+        memory.host_register(array, 17 * PAGE, device=device)
+
+
+def test_memlock_is_named(device_name: str) -> None:
+    """Where the driver refuses and a limit on locked memory is a likely reason, the notice says what to change."""
+    if os.geteuid() != 0:
+        pytest.skip("gives up root's right to lock what it likes")
+    run = run_python(
+        """
+        import ctypes, resource, sys, kvswap
+        from kvswap import testing
+        from kvswap.memory import HostPool
+        device = kvswap.Device(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+        import os
+        os.setuid(65534)
+        with testing.fault(device, "call", "fail", operation="host_register"):
+            print("\\n".join(HostPool(4, 1 << 20, device=device).notices))
+        """,
+        device_name,
+    )
+    assert "RLIMIT_MEMLOCK allows 64.0 KiB" in run.stdout and "ulimit -l unlimited" in run.stdout, run.stderr
+
+
+def test_limits_do_not_depend_on_the_soft_limit_of_open_files(device: kvswap.Device) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+    try:
+        HostPool(4, 4096, device=device, numa="interleave").close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_random_bytes_survive_neighbours(device: kvswap.Device) -> None:
+    """Two pools side by side: what is written to one is not seen in the other."""
+    first, second = HostPool(32, 4096, device=device), HostPool(32, 4096, device=device)
+    one, two = random_bytes(1, first.nbytes), random_bytes(2, second.nbytes)
+    np.asarray(first)[:], np.asarray(second)[:] = one, two
+    assert (np.asarray(first) == one).all() and (np.asarray(second) == two).all()
+    gc.collect()
+    first.close()
+    assert (np.asarray(second) == two).all()
+    gc.collect()
+    second.close()
