@@ -91,6 +91,11 @@ struct kvs_cu_uuid {
   unsigned char bytes[16];
 };
 
+/* Of memory and of events; passed by value. */
+struct kvs_cu_ipc_handle {
+  char bytes[64];
+};
+
 struct kvs_cu_location {
   int type, id;
 };

@@ -197,5 +197,6 @@ KVS_API const char *kvs_version(void);
 }
 #endif
 
+#include "kvswap_ipc.h"
 #include "kvswap_pool.h"
 #endif

@@ -28,17 +28,17 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h", "kvswap_pool.h"},  # the surface: plain types and declarations
-    {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h"},
-    {"device.h", "hooks.h"},
+    {"kvswap.h", "kvswap_ipc.h", "kvswap_pool.h"},  # the surface: plain types and declarations
+    {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h", "owner.h"},
+    {"device.h", "hooks.h", "share.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
-    {"host_memory.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
+    {"host_arena.h", "host_memory.h", "host_parts.h", "host_queue.h", "host_copy.h", "host_kernel.h", "device_host.h"},
     {"cost.h", "plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
     {"calibration.h", "packing.h", "stride.h"},
     {"launch.h"},
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
-    {"submit.h"},
+    {"submit.h", "imports.h", "move.h"},
 ]
 
 
