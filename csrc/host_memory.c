@@ -151,11 +151,12 @@ int kvs_host_memory_open(struct kvs_host_memory *memory, const struct kvs_handle
   void *pages = NULL;
   int status = kvs_host_arena_open(handle, "memory_open", &pages, &there, err);
   if (status) return status;
-  if (there != nbytes) {
+  if (there < nbytes) {
     kvs_host_arena_close(pages, there);
     return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "memory_open",
                            "the allocation has %" PRIu64 " bytes, not %" PRIu64, there, nbytes);
   }
+  nbytes = there; /* as a driver maps all of it, whatever part is known to the caller */
   uint64_t base = (uint64_t)(uintptr_t)pages;
   struct kvs_region region = {.base = base, .nbytes = nbytes, .alias = base, .memory = KVS_MEMORY_DEVICE, .seam = true};
   struct kvs_region all = {.base = base, .nbytes = (nbytes + page - 1) / page * page + page, .alias = KVS_HOST_PRIVATE};

@@ -40,6 +40,11 @@ struct kvs_export {
  * for others as long as it is not freed. */
 KVS_API int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_error *err);
 
+/* An export of a handle that came without one: at the beginning of an allocation on this device, which has at least
+ * nbytes. Its owner is not known, and counts as running. */
+KVS_API int kvs_export_from_handle(struct kvs_engine *engine, const unsigned char handle[64], uint64_t nbytes,
+                                   struct kvs_export *made, struct kvs_error *err);
+
 /* The fixed form that travels (docs/ipc.md has it byte by byte); reading checks length, version and sum, and that the
  * numbers can be true. */
 KVS_API void kvs_export_write(const struct kvs_export *from, unsigned char bytes[KVS_EXPORT_NBYTES]);

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 struct kvs_owner {
-  int64_t pid;
+  int64_t pid;    /* 0: not known, and counted as running */
   uint64_t start; /* clock ticks from the machine's start; 0: not known */
 };
 

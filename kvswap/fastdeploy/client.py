@@ -108,7 +108,8 @@ class _Link:
         self._closed = False
         self._numbers = itertools.count(1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._pid, self._watch = 0, None
+        self._pid = 0  # of rank 0, as the kernel says; the thread's alone, and so is what follows
+        self._watch: int | None = None
         self._thread = threading.Thread(target=self._run, name="kvswap-client", daemon=True)
         self._thread.start()
 
@@ -178,9 +179,8 @@ class _Link:
 
     def leave_getters(self, future: _Future) -> Result | None:
         """It waits no longer. A Result that came just now is given back."""
-        with self._lock:
-            with contextlib.suppress(ValueError):
-                self._getters.remove(future)
+        with self._lock, contextlib.suppress(ValueError):
+            self._getters.remove(future)
         return future.result() if future.done() else None
 
     def put_back(self, result: Result) -> None:
@@ -410,7 +410,7 @@ class Client(_Calls):
         """Have blocks swapped on all ranks; returns the task's id once it is taken. It ends with a Result.
 
         kind: SWAP2CPU or SWAP2GPU. gpu_block_ids, cpu_block_ids: pairs. task_id: None makes one. node_ids: handed back.
-        events: for each rank an event from kvswap.memory.export_event(), recorded after the kernels that write (or read)
+        events: for each rank an event from kvswap.memory.export_event(), recorded after the kernels that write or read
           those blocks; None: they are over, the engine has synchronised.
 
         kvswap.QueueFull: too many are under way. NotReady: not now. ManagerError: the task is wrong. TimeoutError: no
@@ -483,7 +483,7 @@ class Client(_Calls):
         self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
 
     def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
-        """For each rank the "generation" and "handles" of the caches that it created: kvswap.memory.open() takes one."""
+        """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created."""
         body: list[dict[str, Any]] = self._answer(self._link.ask(GetHandles), timeout)
         return body
 

@@ -2,7 +2,7 @@
 
     from kvswap.fastdeploy.queue import EngineCacheQueue        # there: fastdeploy.inter_communicator
 
-It talks to `kvswap manager`, not to FastDeploy's queue: the two do not understand each other. What differs: no pickle and
+It talks to `kvswap manager`, not to FastDeploy's queue: the two do not understand each other. What differs: no pickle,
 no port (the address's port only names the manager), a full queue raises kvswap.QueueFull, and a task that failed raises
 TaskFailed where FastDeploy would have called it done.
 """
@@ -71,7 +71,9 @@ class EngineCacheQueue:
         parts = tuple(item)
         newer = bool(parts) and not isinstance(parts[0], Sequence)
         if len(parts) != 5:
-            raise ValueError(f"a swap task has 5 items, not {len(parts)}: reading from and writing to storage is not served")
+            raise ValueError(
+                f"a swap task has 5 items, not {len(parts)}: reading from and writing to storage is not served"
+            )
         if newer:
             kind, task_id, nodes, gpu_ids, cpu_ids = parts
         else:
@@ -108,7 +110,9 @@ class EngineCacheQueue:
 
     def get_transfer_task(self) -> Any:
         """Of the managers' side: kvswap's have their own way."""
-        raise _C.Error("get_transfer_task() is what FastDeploy's manager calls; `kvswap manager` takes its tasks itself")
+        raise _C.Error(
+            "get_transfer_task() is what FastDeploy's manager calls; `kvswap manager` takes its tasks itself"
+        )
 
     def put_transfer_done_signal(self, item: Any) -> None:
         """Of the managers' side: kvswap's have their own way."""

@@ -81,12 +81,26 @@ def _speculative(text: str) -> dict[str, Any]:
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Which manager is meant: for all commands."""
     group = parser.add_argument_group("which manager")
-    group.add_argument("--cache_queue_port", type=_at_least(0), default=9923, metavar="PORT",
-                       help="names the manager, as it names FastDeploy's queue; no port is opened (default: 9923)")  # fmt: skip
-    group.add_argument("--local_data_parallel_id", type=_at_least(0), default=0, metavar="N",
-                       help="tells the managers of data-parallel engines apart (default: 0)")  # fmt: skip
-    group.add_argument("--socket_dir", type=Path, metavar="DIR",
-                       help="folder of the socket, mode 700; default: kvswap/manager-PORT.N in $XDG_RUNTIME_DIR")  # fmt: skip
+    group.add_argument(
+        "--cache_queue_port",
+        type=_at_least(0),
+        default=9923,
+        metavar="PORT",
+        help="names the manager, as it names FastDeploy's queue; no port is opened (default: 9923)",
+    )
+    group.add_argument(
+        "--local_data_parallel_id",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="tells the managers of data-parallel engines apart (default: 0)",
+    )
+    group.add_argument(
+        "--socket_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the socket, mode 700; default: kvswap/manager-PORT.N in $XDG_RUNTIME_DIR",
+    )
 
 
 def place_of(args: argparse.Namespace) -> Path:
@@ -108,25 +122,51 @@ def _add_model(group: Any) -> None:
     group.add_argument("--mp_num", type=count, default=1, help="ranks of the model (tensor parallel)")
     group.add_argument("--device_id", type=_at_least(0), default=0, help="the GPU of this rank")
     group.add_argument("--num_layers", type=count, default=1, help="layers of the model")
-    group.add_argument("--key_cache_shape", type=_shape, default=(), metavar="B,H,T,D",
-                       help="num_blocks,kv_heads,block_size,head_dim of the key caches (newer FastDeploy)")  # fmt: skip
-    group.add_argument("--value_cache_shape", type=_shape, default=(), metavar="B,H,T,D",
-                       help="of the value caches; empty: keys only")  # fmt: skip
+    group.add_argument(
+        "--key_cache_shape",
+        type=_shape,
+        default=(),
+        metavar="B,H,T,D",
+        help="num_blocks,kv_heads,block_size,head_dim of the key caches (newer FastDeploy)",
+    )
+    group.add_argument(
+        "--value_cache_shape", type=_shape, default=(), metavar="B,H,T,D", help="of the value caches; empty: keys only"
+    )
     group.add_argument("--num_gpu_blocks", type=count, default=1, help="blocks on the GPU (older FastDeploy)")
     group.add_argument("--kv_num_head", type=count, default=1, help="heads of keys and values (older)")
     group.add_argument("--block_size", type=count, default=64, help="tokens of a block (older)")
     group.add_argument("--head_dim", type=count, default=1, help="size of a head (older)")
-    group.add_argument("--bytes_per_layer_per_block", type=count, default=None,
-                       help="of keys, or of values: checked against the shape (older)")  # fmt: skip
+    group.add_argument(
+        "--bytes_per_layer_per_block",
+        type=count,
+        default=None,
+        help="of keys, or of values: checked against the shape (older)",
+    )
     group.add_argument("--num_cpu_blocks", type=_at_least(0), default=4, help="blocks in host memory; 0: none")
-    group.add_argument("--cache_dtype", default="bfloat16", choices=sorted(ITEM_NBYTES),
-                       help="of the caches; block_wise_fp8: bytes with scales beside them")  # fmt: skip
-    group.add_argument("--default_dtype", default="bfloat16", choices=sorted(set(ITEM_NBYTES) - {"block_wise_fp8"}),
-                       help="of the scales")  # fmt: skip
-    group.add_argument("--speculative_config", type=_speculative, default={}, metavar="JSON",
-                       help="num_extra_cache_layer and num_gpu_block_expand_ratio of it count")  # fmt: skip
-    group.add_argument("--create_cache_tensor", action="store_true",
-                       help="create the GPU caches and export them; without: attach to the engine's")  # fmt: skip
+    group.add_argument(
+        "--cache_dtype",
+        default="bfloat16",
+        choices=sorted(ITEM_NBYTES),
+        help="of the caches; block_wise_fp8: bytes with scales beside them",
+    )
+    group.add_argument(
+        "--default_dtype",
+        default="bfloat16",
+        choices=sorted(set(ITEM_NBYTES) - {"block_wise_fp8"}),
+        help="of the scales",
+    )
+    group.add_argument(
+        "--speculative_config",
+        type=_speculative,
+        default={},
+        metavar="JSON",
+        help="num_extra_cache_layer and num_gpu_block_expand_ratio of it count",
+    )
+    group.add_argument(
+        "--create_cache_tensor",
+        action="store_true",
+        help="create the GPU caches and export them; without: attach to the engine's",
+    )
 
 
 def _add_refused(group: Any) -> None:
@@ -134,22 +174,41 @@ def _add_refused(group: Any) -> None:
     group.add_argument("--enable_splitwise", type=int, default=0, help="only 0")
     group.add_argument("--protocol", default="ipc", help="only ipc")
     group.add_argument("--kvcache_storage_backend", default=None, help="none is served")
-    for name in ("rdma_port", "pod_ip", "engine_worker_queue_port", "engine_pid", "ipc_suffix", "max_model_len",
-                 "write_policy", "model_path"):  # fmt: skip
+    for name in (
+        "rdma_port",
+        "pod_ip",
+        "engine_worker_queue_port",
+        "engine_pid",
+        "ipc_suffix",
+        "max_model_len",
+        "write_policy",
+        "model_path",
+    ):
         group.add_argument(f"--{name}", default=None, help=argparse.SUPPRESS)
 
 
 def _add_own(group: Any) -> None:
     group.add_argument("--device", default=None, metavar="NAME", help="cuda:N or host:N in place of --device_id's")
-    group.add_argument("--slab", action="store_true",
-                       help="with --create_cache_tensor: one allocation for all layers, which the copy engine moves "
-                       "faster; FastDeploy's segments cannot express that, so kvswap's client must attach")  # fmt: skip
-    group.add_argument("--mps", action="store_true",
-                       help="the engine and this process share the GPU by MPS: kernels may be used")  # fmt: skip
-    group.add_argument("--keep_swap_space", action="store_true",
-                       help="keep host memory when caches are cleared (FD_ENABLE_SWAP_SPACE_CLEARING=0)")  # fmt: skip
-    group.add_argument("--queue_limit", type=_at_least(1), default=1024,
-                       help="tasks under way or undelivered; beyond it the answer is that the queue is full")  # fmt: skip
+    group.add_argument(
+        "--slab",
+        action="store_true",
+        help="with --create_cache_tensor: one allocation for all layers, which the copy engine moves "
+        "faster; FastDeploy's segments cannot express that, so kvswap's client must attach",
+    )
+    group.add_argument(
+        "--mps", action="store_true", help="the engine and this process share the GPU by MPS: kernels may be used"
+    )
+    group.add_argument(
+        "--keep_swap_space",
+        action="store_true",
+        help="keep host memory when caches are cleared (FD_ENABLE_SWAP_SPACE_CLEARING=0)",
+    )
+    group.add_argument(
+        "--queue_limit",
+        type=_at_least(1),
+        default=1024,
+        help="tasks under way or undelivered; beyond it the answer is that the queue is full",
+    )
     for name, default, what in (
         ("rank_timeout", 5.0, "a rank that is silent for so long counts as dead"),
         ("task_timeout", 60.0, "a task that takes longer is reported failed"),
@@ -157,8 +216,13 @@ def _add_own(group: Any) -> None:
         ("stop_timeout", 30.0, "how long tasks under way may take after SIGTERM"),
     ):
         group.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=f"{what} ({default:g})")
-    group.add_argument("--metrics_port", type=_at_least(1), default=None, metavar="PORT",
-                       help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)")  # fmt: skip
+    group.add_argument(
+        "--metrics_port",
+        type=_at_least(1),
+        default=None,
+        metavar="PORT",
+        help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)",
+    )
     group.add_argument("--log_format", choices=("text", "json"), default="text", help="of the log, one line a task")
     group.add_argument("--log_level", choices=("debug", "info", "warning", "error"), default="info")
 
@@ -211,7 +275,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """What the options say. ValueError: they do not fit together, or ask for what is not served."""
     _refuse(args)
     if args.mp_num > MOST_RANKS or args.rank >= args.mp_num:
-        raise ValueError(f"--rank {args.rank} --mp_num {args.mp_num}: ranks go from 0 to mp_num - 1, {MOST_RANKS} at most")
+        raise ValueError(
+            f"--rank {args.rank} --mp_num {args.mp_num}: ranks go from 0 to mp_num - 1, {MOST_RANKS} at most"
+        )
     if args.slab and not args.create_cache_tensor:
         raise ValueError("--slab goes with --create_cache_tensor")
     return Settings(

@@ -1,8 +1,8 @@
 """A rank's caches on both sides, and the swaps between them.
 
-The GPU side is created here or attached to; the host side is one piece of pinned memory whose blocks hold all layers one
-behind the other. Both are kvswap.Pools, so that two swaps of the same blocks run in the order in which they were
-submitted, and a swap that reads what a failed one should have written fails too.
+The GPU side is created here or attached to; the host side is one piece of pinned memory whose blocks hold all
+layers, one behind the other. Both are kvswap.Pools, so that two swaps of the same blocks run in the order in which they
+were submitted, and a swap that reads what a failed one should have written fails too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ class GpuSide:
 
 
 def _pools(
-    device: _C.Device, caches: Sequence[Cache], ptrs: Sequence[int], side: str, stride: int | None = None, count: int = 0
+    device: _C.Device,
+    caches: Sequence[Cache],
+    ptrs: Sequence[int],
+    side: str,
+    stride: int | None = None,
+    count: int = 0,
 ) -> list[_C.Pool]:
     """One a cache; those with as many blocks share what is known of their slots."""
     first: dict[int, _C.Pool] = {}
@@ -103,7 +108,7 @@ def create(device: _C.Device, layout: Layout, slab: bool, after: int) -> GpuSide
         for cache, memory in zip(caches, owned, strict=True):
             side.handles[cache.name] = ipc.export_bytes(device, memory.ptr, cache.nbytes, generation)
             if not slab:
-                ipc.write_segment(cache.name, device, memory.ptr)
+                ipc.write_segment(cache.name, device, memory.ptr, cache.nbytes)
                 side.on_close(lambda name=cache.name: ipc.unlink_segment(name))  # type: ignore[misc]
     except BaseException:
         side.close()

@@ -123,6 +123,8 @@ def _drain(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     with Client(arguments.place_of(args)) as client:
         client.drain(args.timeout, undo=args.undo)
-    done = "takes tasks again" if args.undo else f"drained in {time.monotonic() - begun:.1f} s; --undo takes tasks again"
+    done = (
+        "takes tasks again" if args.undo else f"drained in {time.monotonic() - begun:.1f} s; --undo takes tasks again"
+    )
     print(done, file=sys.stderr)
     return 0

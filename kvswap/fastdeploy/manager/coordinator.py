@@ -1,7 +1,7 @@
 """Rank 0's other part: it takes tasks from clients, hands each to all ranks, and says how it ended.
 
 A task is done when all ranks have done it. One that a rank fails, or that a dead rank had, is reported failed with that
-rank and its reason, once, as soon as the others have ended theirs or died too; nothing waits for a rank without a limit.
+rank and its reason, once, as soon as the others have ended theirs or died. Nothing waits for a rank without a limit.
 One thread calls it, the process's loop. It knows no sockets: `to_client` and `to_rank` carry its messages.
 """
 
@@ -357,8 +357,11 @@ class Coordinator:
             for i in slow:
                 self.ranks[i].overdue.add(pending.number)
             if pending.failed is None:
-                pending.failed = (slow[0], f"rank {slow[0]} took longer than {self._settings.task_timeout:g} s, and may "
-                                  "still write the blocks: no task is taken until it has ended")  # fmt: skip
+                limit = f"took longer than {self._settings.task_timeout:g} s"
+                pending.failed = (
+                    slow[0],
+                    f"{limit}, and may still write the blocks: no task is taken until it has ended",
+                )
             self._report(pending)
 
     # -- clearing and the like ----------------------------------------------------------------------------------------
@@ -384,7 +387,9 @@ class Coordinator:
             return
         handles = message.handles if isinstance(message, Attach | Restore) else None
         if handles is not None and len(handles) != len(self.ranks):
-            self._answer(*asked, "refused", f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks")
+            self._answer(
+                *asked, "refused", f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks"
+            )
             return
         self._operation = _Operation(what, time.monotonic() + message.timeout, handles, [asked])
         self._reason = ""

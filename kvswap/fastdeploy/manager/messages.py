@@ -1,6 +1,6 @@
 """What is said over the manager's socket: msgpack of these types, nothing else.
 
-A client asks and gets an Answer by the number of its request; a Result comes for every task that was accepted, once. The
+A client asks and gets an Answer by the number of its request; a Result comes for every task that was taken, once. The
 ranks other than 0 connect to rank 0 in the same way. A message that is none of these is answered with code "malformed".
 """
 

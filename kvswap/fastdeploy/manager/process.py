@@ -68,7 +68,7 @@ class Stop:
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
     socket.setsockopt(zmq.SNDHWM, _KEPT_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
