@@ -5,9 +5,10 @@
     ptrs = [cuda_host_alloc(num_cpu_blocks * block_nbytes) for _ in caches]
     swap_cache_all_layers(caches, ptrs, num_cpu_blocks, [3, 4], [17, 90], 0, 0)   # GPU blocks 3, 4 -> host 17, 90
 
-The ops are in kvswap.fastdeploy.ops. docs/fastdeploy.md has all of it.
+The swap ops are in kvswap.fastdeploy.ops, the segments in kvswap.fastdeploy.ipc. docs/fastdeploy.md has all of it.
 """
 
+from kvswap.fastdeploy.ipc import get_data_ptr_ipc, set_data_ipc, share_external_data, unset_data_ipc
 from kvswap.fastdeploy.ops import (
     cuda_host_alloc,
     cuda_host_free,
@@ -23,6 +24,9 @@ from kvswap.fastdeploy.ops import (
 __all__ = [
     "cuda_host_alloc",
     "cuda_host_free",
+    "get_data_ptr_ipc",
+    "set_data_ipc",
+    "share_external_data",
     "swap_cache",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",
@@ -30,4 +34,5 @@ __all__ = [
     "swap_cache_layout_async",
     "swap_cache_per_layer",
     "swap_cache_per_layer_async",
+    "unset_data_ipc",
 ]

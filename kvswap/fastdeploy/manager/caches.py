@@ -131,6 +131,7 @@ def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSid
                 opened.append(ipc.open_segment(cache.name, device, cache.nbytes))
             else:
                 opened.append(ipc.open_bytes(handles[cache.name], device, cache.nbytes))
+            _check_apart(caches, opened)
         side = GpuSide(device, caches, opened, time.time_ns())
     except BaseException:
         for each in opened:
@@ -139,6 +140,18 @@ def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSid
     for each in opened:
         side.on_close(each.close)
     return side
+
+
+def _check_apart(caches: Sequence[Cache], opened: Sequence[ipc.Opened]) -> None:
+    """FastDeploy's own set_data_ipc() hands out the beginning of the allocation that a tensor lies in, so that tensors
+    within one allocation all look like its beginning."""
+    last, cache = opened[-1], caches[len(opened) - 1]
+    for other, known in zip(caches, opened[:-1], strict=False):
+        if last.ptr < known.ptr + known.nbytes and known.ptr < last.ptr + last.nbytes:
+            raise ValueError(
+                f"{cache.name} opens at the same memory as {other.name}: they lie in one allocation, which a segment "
+                "cannot tell apart; let each have its own, or attach with handles of kvswap.memory.export()"
+            )
 
 
 class HostSide:

@@ -81,6 +81,16 @@ def _beat(worker: Worker, settings: Settings) -> Beat:
     return Beat(settings.layout.rank, worker.ready, worker.phase, worker.busy, worker.generation)
 
 
+def _request_in(frame: zmq.Frame) -> int:
+    """The number of a malformed request, so that whoever waits for its answer is told; 0 if there is none."""
+    try:
+        found = msgspec.msgpack.decode(frame.buffer)
+        number = found.get("request", 0) if isinstance(found, dict) else 0
+    except _DECODE_ERRORS:
+        return 0
+    return number if isinstance(number, int) and 0 <= number < 1 << 62 else 0
+
+
 class _Connection:
     """Another process that talks to rank 0: a client, or a rank."""
 
@@ -186,7 +196,7 @@ class Rank0:
             except _DECODE_ERRORS as error:
                 self._metrics.malformed()
                 _log.debug("malformed message of process %d: %s", peer.pid, error)
-                self._send(name, Answer(0, "malformed", str(error)[:500]))
+                self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
                 continue
             self._handle(name, peer.pid, message)
 

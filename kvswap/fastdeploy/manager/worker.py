@@ -48,7 +48,7 @@ class _StepThread(threading.Thread):
             self._run(self.step)
         except Exception as error:  # whatever it is, the other ranks are told
             self.reason = f"{type(error).__name__}: {error}"
-            _log.warning("step %s failed: %s", self.step.what, self.reason, exc_info=error)
+            _log.debug("step %s failed", self.step.what, exc_info=error)
 
     error: BaseException | None
 
@@ -67,6 +67,7 @@ class Worker:
         self._running: dict[Kind, deque[_Running]] = {kind: deque() for kind in Kind}
         self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
         self._step: _StepThread | None = None
+        self._next_step: Step | None = None  # that came while another one ran
         self.phase = "starting"
         self.failed = ""  # why it could not start
 
@@ -101,11 +102,11 @@ class Worker:
         self._begin(Step(number=-1, what="start" if state == State.NORMAL else "open"))
 
     def begin(self, step: Step) -> None:
-        """Begin a step of rank 0's. A repeated one is answered by its own end."""
+        """Begin a step of rank 0's, now or when the one that runs has ended: rank 0 may have given that up."""
         if self._step is not None:
-            self._report(StepDone(self._layout.rank, step.number, False, f"still busy with {self._step.step.what}"))
-            return
-        self._begin(step)
+            self._next_step = step
+        else:
+            self._begin(step)
 
     def _begin(self, step: Step) -> None:
         self.phase = {"start": "allocating", "attach": "attaching", "clear": "clearing"}.get(step.what, step.what)
@@ -167,6 +168,9 @@ class Worker:
             self._report(StepDone(self._layout.rank, step.step.number, not step.reason, step.reason))
         elif step.reason:
             self.failed = step.reason
+        if self._next_step is not None:
+            following, self._next_step = self._next_step, None
+            self._begin(following)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
