@@ -103,8 +103,10 @@ static int owner_gone(const struct kvs_export *from, struct kvs_error *err) {
 }
 
 static struct kvs_import *find_import_locked(struct kvs_engine *engine, const struct kvs_export *from) {
+  bool bare = from->pid == 0; /* then allocation_nbytes is only the least that is there */
   for (struct kvs_import *import = engine->imports; import; import = import->next)
-    if (import->nbytes == from->allocation_nbytes && memcmp(&import->handle, from->handle, sizeof from->handle) == 0)
+    if ((import->nbytes == from->allocation_nbytes || (bare && import->nbytes > from->allocation_nbytes)) &&
+        memcmp(&import->handle, from->handle, sizeof from->handle) == 0)
       return import;
   return NULL;
 }
@@ -112,11 +114,14 @@ static struct kvs_import *find_import_locked(struct kvs_engine *engine, const st
 static int open_import_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **opened,
                               struct kvs_error *err) {
   struct kvs_error ignored;
+  struct kvs_region region;
   struct kvs_import *import = calloc(1, sizeof *import);
   if (!import) return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
   import->nbytes = from->allocation_nbytes;
   memcpy(&import->handle, from->handle, sizeof import->handle);
   int status = kvs_dev_memory_open(engine->device, &import->handle, import->nbytes, &import->base, err);
+  if (!status && from->pid == 0 && !kvs_dev_pointer_query(engine->device, import->base, &region, &ignored))
+    import->nbytes = region.nbytes - (import->base - region.base); /* all of it: the next may know of more */
   if (!status) {
     status = kvs_memory_add(engine, import->base, import->nbytes, KVS_ORIGIN_IMPORTED, err);
     if (status) (void)kvs_dev_memory_close(engine->device, import->base, &ignored);

@@ -8,6 +8,7 @@
 The swap ops are in kvswap.fastdeploy.ops, the segments in kvswap.fastdeploy.ipc. docs/fastdeploy.md has all of it.
 """
 
+from kvswap.fastdeploy.install import install
 from kvswap.fastdeploy.ipc import get_data_ptr_ipc, set_data_ipc, share_external_data, unset_data_ipc
 from kvswap.fastdeploy.ops import (
     cuda_host_alloc,
@@ -25,6 +26,7 @@ __all__ = [
     "cuda_host_alloc",
     "cuda_host_free",
     "get_data_ptr_ipc",
+    "install",
     "set_data_ipc",
     "share_external_data",
     "swap_cache",

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
-__all__ = ["Blocks", "blocks_of", "order_of"]
+__all__ = ["Blocks", "blocks_of", "framework_device", "itemsize", "order_of"]
 
 
 class Blocks(NamedTuple):
@@ -102,6 +102,19 @@ def stream_of(tensor: Any) -> Any:
         return module.cuda.current_stream(tensor.device)
     if framework == "paddle" and module is not None:
         return _paddle_stream(module, tensor)
+    return None
+
+
+def framework_device(tensor: Any) -> str | None:
+    """cuda:N of the tensor, or of what paddle was set to, where there is such a thing."""
+    framework = type(tensor).__module__.partition(".")[0]
+    if framework == "torch" and tensor.is_cuda:
+        return f"cuda:{tensor.device.index}"
+    paddle = sys.modules.get("paddle")
+    if paddle is not None and hasattr(paddle, "device"):
+        kind, _, number = str(paddle.device.get_device()).partition(":")
+        if kind == "gpu" and number.isdigit():
+            return f"cuda:{number}"
     return None
 
 

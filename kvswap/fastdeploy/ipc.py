@@ -25,6 +25,7 @@ import numpy as np
 
 from kvswap import _C, memory
 from kvswap.fastdeploy._tensors import itemsize
+from kvswap.fastdeploy.ops import current_device
 
 __all__ = [
     "Opened",
@@ -237,10 +238,6 @@ class SharedTensor:
         )
 
 
-def _device_for(device: _Device) -> _C.Device:
-    return device if isinstance(device, _C.Device) else _C.Device(device)
-
-
 def _as_framework(shared: SharedTensor, like: Any) -> Any:
     """A tensor of the same kind as `like`, which reads and writes the shared bytes."""
     framework = type(like).__module__.partition(".")[0]
@@ -268,8 +265,8 @@ def set_data_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> None:
       devices only.
     ValueError: a tensor within an allocation, which a segment cannot express, or no device memory. Any thread may call.
     """
-    if device is None and _C._cuda_count()[0] == 0 and not isinstance(tensor, _C.Memory):
-        device = _C.Device(None)
+    if device is None and not isinstance(tensor, _C.Memory):
+        device = current_device(None, tensor)
     write_segment(shm_name, device, tensor)
 
 
@@ -286,7 +283,7 @@ def share_external_data(tensor: Any, shm_name: str, shape: Sequence[int], *, dev
     size = itemsize(tensor, "tensor")
     if not extents or min(extents) < 1:
         raise ValueError(f"shape is {list(extents)}: every extent must be at least 1")
-    opened = open_segment(shm_name, _device_for(device), math.prod(extents) * size)
+    opened = open_segment(shm_name, current_device(device, tensor), math.prod(extents) * size)
     shared = SharedTensor(opened, extents, size, getattr(tensor, "dtype", None))
     try:
         made = _as_framework(shared, tensor)
@@ -301,7 +298,7 @@ def share_external_data(tensor: Any, shm_name: str, shape: Sequence[int], *, dev
 def get_data_ptr_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> Any:
     """The address in this process of what another one has named: one int64, in a tensor of `tensor`'s framework on the
     CPU, else in a NumPy array. It stays open until the process ends, or unset_data_ipc() closes it."""
-    opened = open_segment(shm_name, _device_for(device), 1)
+    opened = open_segment(shm_name, current_device(device, tensor), 1)
     with _lock:
         _shared.setdefault(opened.ptr, []).append(opened)
     address = np.array([opened.ptr], np.int64)

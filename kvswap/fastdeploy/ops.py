@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from kvswap import _C
-from kvswap.fastdeploy._tensors import Blocks, blocks_of, order_of
+from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_device, order_of
 
 __all__ = [
     "cuda_host_alloc",
@@ -74,11 +74,28 @@ def _kind() -> str:
     return "cuda" if _C._cuda_count()[0] > 0 else "host"
 
 
+_last: _C.Device | None = None  # what an op used last in this process
+
+
 def device_of(rank: Any, device: _Device = None) -> _C.Device:
     """The device that is named, else the one that `rank` stands for: opened once, then remembered."""
-    if isinstance(device, _C.Device):
-        return device
-    return _device_named(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
+    global _last
+    if not isinstance(device, _C.Device):
+        device = _device_named(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
+    _last = device
+    return device
+
+
+def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
+    """For ops that are told no rank: the device that is named, else the tensor's GPU, else the one that the tensor's
+    framework (or paddle, where it is loaded) has set, else what an op used last, else the current GPU or host:0."""
+    global _last
+    if device is None:
+        device = framework_device(tensor)
+    if isinstance(device, str):
+        device = _device_named(device)
+    _last = device or _last or _C.Device(None)
+    return _last
 
 
 def _check_ids(gpu_ids: _Ids, cpu_ids: _Ids) -> int:
@@ -396,15 +413,15 @@ def cuda_host_alloc(nbytes: int, flags: int = 0, *, device: _Device = None) -> i
 
     flags: those of cudaHostAlloc, 0 to 7. The memory is portable and mapped in any case; write-combined is not heeded,
       as it would make the CPU's reads slow and no copy faster.
-    device: whose driver allocates; None: the current GPU, host:0 where there is none. Every device can copy it.
+    device: whose driver allocates; None: the current GPU, host:0 where there is none. Every device can copy it, so it
+      matters only in that a device is opened.
 
     ValueError: a wrong size or flag. MemoryError, DeviceError: there is none to be had. Any thread may call.
     """
     size, bits = _index(nbytes, "nbytes", 1), _index(flags, "flags")
     if bits & ~_FLAGS:
         raise ValueError(f"flags is {bits:#x}: of cudaHostAlloc's flags there are 1, 2 and 4")
-    on = device if isinstance(device, _C.Device) else _C.Device(device)
-    memory = on.alloc(size, host=True)
+    memory = current_device(device).alloc(size, host=True)
     with _host_lock:
         _host[memory.ptr] = memory
     return memory.ptr

@@ -184,7 +184,7 @@ def _add_refused(group: Any) -> None:
         "write_policy",
         "model_path",
     ):
-        group.add_argument(f"--{name}", default=None, help=argparse.SUPPRESS)
+        group.add_argument(f"--{name}", default=None, help="taken, means nothing here")
 
 
 def _add_own(group: Any) -> None:
@@ -224,7 +224,12 @@ def _add_own(group: Any) -> None:
         help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)",
     )
     group.add_argument("--log_format", choices=("text", "json"), default="text", help="of the log, one line a task")
-    group.add_argument("--log_level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--log_level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="of the log (info); debug tells why a step failed",
+    )
 
 
 def _refuse(args: argparse.Namespace) -> None:
