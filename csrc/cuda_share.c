@@ -3,8 +3,6 @@
 
 #include "cuda_device.h"
 
-#define LAZY_PEER_ACCESS 1u /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only value of its kind */
-
 _Static_assert(sizeof(struct kvs_cu_ipc_handle) == sizeof(struct kvs_handle), "a handle is the driver's");
 
 static int refuse_old(const char *what, struct kvs_error *err) {
@@ -46,7 +44,7 @@ static int memory_open(struct kvs_device *device, const struct kvs_handle *handl
   if (status != KVS_OK) return status;
   bool there = scope.cu->cuIpcOpenMemHandle && scope.cu->cuIpcCloseMemHandle;
   memcpy(&given, handle, sizeof given);
-  int code = there ? scope.cu->cuIpcOpenMemHandle(&made, given, LAZY_PEER_ACCESS) : KVS_CU_SUCCESS;
+  int code = there ? scope.cu->cuIpcOpenMemHandle(&made, given, KVS_CU_IPC_LAZY_PEER_ACCESS) : KVS_CU_SUCCESS;
   if (there && code == KVS_CU_SUCCESS && check_size(scope.cu, made, nbytes, &wrong) != KVS_OK)
     (void)scope.cu->cuIpcCloseMemHandle(made);
   status = kvs_cuda_leave(&scope, code, "cuIpcOpenMemHandle", err);
@@ -70,8 +68,51 @@ static int memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_erro
   return kvs_cuda_leave(&scope, code, "cuIpcCloseMemHandle", err);
 }
 
+static int event_create_shared(struct kvs_device *device, kvs_event *event, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  kvs_cu_event made = NULL;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuEventCreate(&made, KVS_CU_EVENT_DISABLE_TIMING | KVS_CU_EVENT_INTERPROCESS);
+  status = kvs_cuda_leave(&scope, code, "cuEventCreate", err);
+  if (status == KVS_OK) *event = (uintptr_t)made;
+  return status;
+}
+
+static int event_share(struct kvs_device *device, kvs_event event, struct kvs_handle *handle, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  struct kvs_cu_ipc_handle made;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  bool there = scope.cu->cuIpcGetEventHandle;
+  int code = there ? scope.cu->cuIpcGetEventHandle(&made, kvs_cuda_event(event)) : KVS_CU_SUCCESS;
+  status = kvs_cuda_leave(&scope, code, "cuIpcGetEventHandle", err);
+  if (status == KVS_OK && !there) return refuse_old("cuIpcGetEventHandle", err);
+  if (status == KVS_OK) memcpy(handle, &made, sizeof made);
+  return status;
+}
+
+static int event_open(struct kvs_device *device, const struct kvs_handle *handle, kvs_event *event,
+                      struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  struct kvs_cu_ipc_handle given;
+  kvs_cu_event made = NULL;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  bool there = scope.cu->cuIpcOpenEventHandle;
+  memcpy(&given, handle, sizeof given);
+  int code = there ? scope.cu->cuIpcOpenEventHandle(&made, given) : KVS_CU_SUCCESS;
+  status = kvs_cuda_leave(&scope, code, "cuIpcOpenEventHandle", err);
+  if (status == KVS_OK && !there) return refuse_old("cuIpcOpenEventHandle", err);
+  if (status == KVS_OK) *event = (uintptr_t)made;
+  return status;
+}
+
 const struct kvs_share_ops kvs_cuda_share_ops = {
     .memory_share = memory_share,
     .memory_open = memory_open,
     .memory_close = memory_close,
+    .event_create_shared = event_create_shared,
+    .event_share = event_share,
+    .event_open = event_open,
 };

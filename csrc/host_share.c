@@ -48,8 +48,37 @@ static int memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_erro
   return status ? status : kvs_host_memory_close(&host_of(device)->memory, ptr, err);
 }
 
+/* -- events ---------------------------------------------------------------------------------------------------- */
+
+/* Steps of a deterministic device happen inside calls on it alone: it cannot wait for another process. */
+static int event_create_shared(struct kvs_device *device, kvs_event *event, struct kvs_error *err) {
+  struct kvs_host_words *words;
+  if (device->stepped) return kvs_fail(err, KVS_UNSUPPORTED, "a deterministic device shares no events");
+  int status = kvs_host_words_new(&words, err);
+  return status ? status : kvs_host_event_adopt(&host_of(device)->queue, words, event, err);
+}
+
+static int event_share(struct kvs_device *device, kvs_event event, struct kvs_handle *handle, struct kvs_error *err) {
+  struct kvs_host_words *words = kvs_host_event_words(&host_of(device)->queue, event, err);
+  if (!words) return err->status;
+  int status = kvs_host_words_share(words, handle, err);
+  kvs_host_words_unref(words);
+  return status;
+}
+
+static int event_open(struct kvs_device *device, const struct kvs_handle *handle, kvs_event *event,
+                      struct kvs_error *err) {
+  struct kvs_host_words *words;
+  if (device->stepped) return kvs_fail(err, KVS_UNSUPPORTED, "a deterministic device shares no events");
+  int status = kvs_host_words_open(handle, &words, err);
+  return status ? status : kvs_host_event_adopt(&host_of(device)->queue, words, event, err);
+}
+
 const struct kvs_share_ops kvs_host_share_ops = {
     .memory_share = memory_share,
     .memory_open = memory_open,
     .memory_close = memory_close,
+    .event_create_shared = event_create_shared,
+    .event_share = event_share,
+    .event_open = event_open,
 };

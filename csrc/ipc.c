@@ -33,9 +33,20 @@ struct kvs_mapped {
 
 /* -- exporting ------------------------------------------------------------------------------------------------- */
 
+/* Who exports: what is the same for memory and events. */
+static void sign(struct kvs_engine *engine, enum kvs_export_kind kind, const struct kvs_handle *handle,
+                 struct kvs_export *made) {
+  struct kvs_owner self = kvs_owner_self();
+  made->kind = kind;
+  memcpy(made->uuid, engine->device->info.uuid, sizeof made->uuid);
+  memcpy(made->device, engine->name, sizeof made->device);
+  made->pid = self.pid;
+  made->start = self.start;
+  memcpy(made->handle, handle, sizeof made->handle);
+}
+
 int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_error *err) {
   struct kvs_device *device = engine->device;
-  struct kvs_owner self = kvs_owner_self();
   struct kvs_region region;
   struct kvs_handle handle;
   int status = kvs_dev_check(device, err);
@@ -53,15 +64,19 @@ int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct k
                     made->nbytes, made->address, region.nbytes - (made->address - region.base));
   status = kvs_dev_memory_share(device, made->address, &handle, err);
   if (status) return status;
-  made->kind = KVS_EXPORT_HANDLE;
-  memcpy(made->uuid, device->info.uuid, sizeof made->uuid);
-  memcpy(made->device, engine->name, sizeof made->device);
-  made->pid = self.pid;
-  made->start = self.start;
+  sign(engine, KVS_EXPORT_HANDLE, &handle, made);
   made->allocation_nbytes = region.nbytes;
   made->offset = made->address - region.base;
   made->buffer_id = region.buffer_id;
-  memcpy(made->handle, &handle, sizeof made->handle);
+  return KVS_OK;
+}
+
+int kvs_export_event(struct kvs_engine *engine, uint64_t event, struct kvs_export *made, struct kvs_error *err) {
+  struct kvs_handle handle;
+  int status = kvs_dev_event_share(engine->device, event, &handle, err);
+  if (status) return status;
+  memset(made, 0, sizeof *made);
+  sign(engine, KVS_EXPORT_EVENT, &handle, made);
   return KVS_OK;
 }
 
@@ -202,6 +217,21 @@ static int check_wanted(struct kvs_engine *engine, const struct kvs_export *from
   return kvs_owner_alive(&owner) ? KVS_OK : owner_gone(from, err);
 }
 
+int kvs_open_event(struct kvs_engine *engine, const struct kvs_export *from, uint64_t *event, struct kvs_error *err) {
+  const struct kvs_owner owner = {from->pid, from->start};
+  struct kvs_handle handle;
+  int status = kvs_open_for_work(engine, err);
+  if (!status && from->kind != KVS_EXPORT_EVENT)
+    status = kvs_fail(err, KVS_INVALID, "the export is of memory, not of an event: open() it");
+  if (!status) status = check_wanted(engine, from, NULL, err);
+  if (status) return status;
+  if (kvs_owner_is_self(&owner))
+    return kvs_fail(err, KVS_INVALID, "this process exported the event: use the event itself");
+  memcpy(&handle, from->handle, sizeof handle);
+  status = kvs_dev_event_open(engine->device, &handle, event, err);
+  return status == KVS_REFUSED && !kvs_owner_alive(&owner) ? owner_gone(from, err) : status;
+}
+
 /* Our own memory: is it still the allocation that was exported? */
 static int check_own(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_error *err) {
   struct kvs_region region;
@@ -227,6 +257,8 @@ static int open_view(struct kvs_mapped *mapped, struct kvs_error *err) {
 int kvs_mapped_open(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
                     struct kvs_mapped **made, struct kvs_error *err) {
   int status = kvs_open_for_work(engine, err);
+  if (!status && from->kind == KVS_EXPORT_EVENT)
+    status = kvs_fail(err, KVS_INVALID, "the export is of an event, not of memory: open_event() it");
   if (!status) status = check_wanted(engine, from, generation, err);
   if (status) return status;
   struct kvs_mapped *mapped = calloc(1, sizeof *mapped);

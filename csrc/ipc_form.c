@@ -94,10 +94,11 @@ static bool ends(const char *text, size_t nbytes) { return memchr(text, '\0', nb
 
 /* Whoever wrote it: nothing in it may lead outside of the allocation. */
 static int check_numbers(const struct kvs_export *made, struct kvs_error *err) {
-  if (made->kind != KVS_EXPORT_HANDLE)
+  bool memory = made->kind == KVS_EXPORT_HANDLE;
+  if (!memory && made->kind != KVS_EXPORT_EVENT)
     return kvs_fail(err, KVS_INVALID, "the export is of kind %d, which this kvswap does not know", (int)made->kind);
-  if (made->nbytes == 0 || made->offset > made->allocation_nbytes ||
-      made->nbytes > made->allocation_nbytes - made->offset)
+  if (memory && (made->nbytes == 0 || made->offset > made->allocation_nbytes ||
+                 made->nbytes > made->allocation_nbytes - made->offset))
     return kvs_fail(err, KVS_INVALID,
                     "the export is of %" PRIu64 " bytes at byte %" PRIu64 " of an allocation of %" PRIu64 " bytes",
                     made->nbytes, made->offset, made->allocation_nbytes);

@@ -12,6 +12,7 @@ enum { KVS_EXPORT_NBYTES = 512, KVS_EXPORT_DIMS = 8 };
 
 enum kvs_export_kind {
   KVS_EXPORT_HANDLE = 1, /* of a whole allocation: cuIpcMemHandle, or a host device's file */
+  KVS_EXPORT_EVENT = 3,  /* no memory, but an event; of the fields about memory none means anything */
 };
 
 /* What one process tells another of its memory. Numbers are bytes unless they say otherwise; a text ends with a 0. */
@@ -44,6 +45,12 @@ KVS_API int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, 
  * nbytes. Its owner is not known, and counts as running. */
 KVS_API int kvs_export_from_handle(struct kvs_engine *engine, const unsigned char handle[64], uint64_t nbytes,
                                    struct kvs_export *made, struct kvs_error *err);
+
+/* An event that was made to be shared (kvs_dev_event_create_shared), and opening one in another process: there it is an
+ * event of the device like others, which the caller destroys. Its maker keeps it until then. */
+KVS_API int kvs_export_event(struct kvs_engine *engine, uint64_t event, struct kvs_export *made, struct kvs_error *err);
+KVS_API int kvs_open_event(struct kvs_engine *engine, const struct kvs_export *from, uint64_t *event,
+                           struct kvs_error *err);
 
 /* The fixed form that travels (docs/ipc.md has it byte by byte); reading checks length, version and sum, and that the
  * numbers can be true. */

@@ -24,3 +24,16 @@ int kvs_dev_memory_open(struct kvs_device *device, const struct kvs_handle *hand
 int kvs_dev_memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
   THROUGH(memory_close, ptr, err);
 }
+
+int kvs_dev_event_create_shared(struct kvs_device *device, kvs_event *event, struct kvs_error *err) {
+  THROUGH(event_create_shared, event, err);
+}
+
+int kvs_dev_event_share(struct kvs_device *device, kvs_event event, struct kvs_handle *handle, struct kvs_error *err) {
+  THROUGH(event_share, event, handle, err);
+}
+
+int kvs_dev_event_open(struct kvs_device *device, const struct kvs_handle *handle, kvs_event *event,
+                       struct kvs_error *err) {
+  THROUGH(event_open, handle, event, err);
+}

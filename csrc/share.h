@@ -19,11 +19,21 @@ struct kvs_share_ops {
   int (*memory_open)(struct kvs_device *, const struct kvs_handle *, uint64_t nbytes, uint64_t *ptr,
                      struct kvs_error *);
   int (*memory_close)(struct kvs_device *, uint64_t ptr, struct kvs_error *);
+
+  /* Events, without timing. One that was made to be shared is, in any process that opened it, an event like others:
+   * each may record it, and a wait is for the recording that is the latest by then. Its maker keeps it as long as
+   * others use it. Opened in other processes than the maker's; destroyed like others. */
+  int (*event_create_shared)(struct kvs_device *, kvs_event *, struct kvs_error *);
+  int (*event_share)(struct kvs_device *, kvs_event, struct kvs_handle *, struct kvs_error *);
+  int (*event_open)(struct kvs_device *, const struct kvs_handle *, kvs_event *, struct kvs_error *);
 };
 
 int kvs_dev_memory_share(struct kvs_device *, uint64_t ptr, struct kvs_handle *, struct kvs_error *);
 int kvs_dev_memory_open(struct kvs_device *, const struct kvs_handle *, uint64_t nbytes, uint64_t *ptr,
                         struct kvs_error *);
 int kvs_dev_memory_close(struct kvs_device *, uint64_t ptr, struct kvs_error *);
+int kvs_dev_event_create_shared(struct kvs_device *, kvs_event *, struct kvs_error *);
+int kvs_dev_event_share(struct kvs_device *, kvs_event, struct kvs_handle *, struct kvs_error *);
+int kvs_dev_event_open(struct kvs_device *, const struct kvs_handle *, kvs_event *, struct kvs_error *);
 
 #endif

@@ -537,3 +537,166 @@ def test_a_forked_child_cannot_use_what_its_parent_opened(device_name: str) -> N
         """
     )
     assert run.stdout == "fine\n", run
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+def shared_event(device: kvswap.Device) -> tuple[kvswap.Event, str]:
+    event = kvswap.Event(device, interprocess=True)
+    return event, f"bytes.fromhex('{memory.export_event(event).hex()}')"
+
+
+def test_a_stream_waits_for_another_process(device: kvswap.Device, other: Process, buffer: Buffer) -> None:
+    """Written here behind a gate, read there behind the event: never the old bytes."""
+    event, data = shared_event(device)
+    other.do(f"mapped, event = memory.open({hex_of(memory.export(buffer.memory))}), memory.open_event({data})")
+    other.do("host, stream = device.alloc(4096, host=True), kvswap.Stream(device)")
+    stream = kvswap.Stream(device)
+    for round in range(1, 4):
+        with Gate(device) as gate:
+            gate.hold(stream)
+            _C._seam(device, "fill", buffer.ptr, round, 1024, stream.handle)
+            event.record(stream)
+            other.do("event.wait(stream)")
+            other.do("copied = kvswap.swap_blocks_batch([mapped], [host], 4096, stream=stream, device=device)")
+            time.sleep(0.05)
+            assert other.do("[event.query(), copied.done()]") == [False, False]
+        other.do("copied.wait(60); event.synchronize(60)")
+        assert other.do("np.frombuffer(host, np.uint32).tolist()") == [round] * 1024
+        event.synchronize(PATIENCE)
+
+
+def test_the_other_way_round(device: kvswap.Device, other: Process) -> None:
+    """An opened event is recorded there and waited for here."""
+    event, data = shared_event(device)
+    other.do(f"event, stream = memory.open_event({data}), kvswap.Stream(device)")
+    other.do("gate = Gate(device); gate.hold(stream); event.record(stream)")
+    stream, after = kvswap.Stream(device), kvswap.Event(device)
+    event.wait(stream)
+    after.record(stream)
+    time.sleep(0.05)
+    assert not after.query() and not event.query()
+    with pytest.raises(TimeoutError):
+        event.synchronize(0.05)
+    other.do("gate.open()")
+    after.synchronize(PATIENCE)
+    event.synchronize(PATIENCE)
+    other.do("del gate; gc.enable()")
+
+
+def test_recording_again_moves_no_wait(device: kvswap.Device, other: Process) -> None:
+    event, data = shared_event(device)
+    assert event.query()  # never recorded
+    other.do(f"event, stream, after = memory.open_event({data}), kvswap.Stream(device), kvswap.Event(device)")
+    assert other.do("event.query()")
+    fast, slow = kvswap.Stream(device), kvswap.Stream(device)
+    event.record(fast)
+    event.synchronize(PATIENCE)
+    other.do("event.wait(stream); after.record(stream)")
+    with Gate(device) as gate:
+        gate.hold(slow)
+        event.record(slow)
+        other.do("after.synchronize(60)")
+        assert not other.do("event.query()")
+    other.do("event.synchronize(60)")
+
+
+def test_a_wait_is_for_one_recording_and_not_for_a_later_one_that_is_reached_first(
+    device: kvswap.Device, other: Process
+) -> None:
+    event, data = shared_event(device)
+    other.do(f"event, stream, after = memory.open_event({data}), kvswap.Stream(device), kvswap.Event(device)")
+    fast, slow = kvswap.Stream(device), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(slow)
+        event.record(slow)
+        other.do("event.wait(stream); after.record(stream)")
+        event.record(fast)
+        event.synchronize(PATIENCE)
+        assert other.do("event.query()")
+        time.sleep(0.03)
+        if device.kind == "host":  # nobody documents what a GPU does
+            assert not other.do("after.query()")
+    other.do("after.synchronize(60)")
+
+
+def test_a_recording_whose_process_is_killed_holds_nobody_up(device: kvswap.Device, device_name: str) -> None:
+    if device.kind != "host":
+        pytest.skip("what a GPU's driver does then is its own")
+    event, data = shared_event(device)
+    with Process("from conftest import Gate") as victim:
+        victim.do(f"device = kvswap.Device({device_name!r}); stream = kvswap.Stream(device); gate = Gate(device)")
+        victim.do(f"event = memory.open_event({data}); gate.hold(stream); event.record(stream)")
+        stream, after = kvswap.Stream(device), kvswap.Event(device)
+        event.wait(stream)
+        after.record(stream)
+        time.sleep(0.1)
+        assert not after.query()
+        victim.kill()
+        after.synchronize(PATIENCE)
+        event.synchronize(PATIENCE)
+
+
+def test_at_most_64_unfinished_recordings(device: kvswap.Device) -> None:
+    if device.kind != "host":
+        pytest.skip("a limit of host devices")
+    event, stream = kvswap.Event(device, interprocess=True), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        for _ in range(64):
+            event.record(stream)
+        with pytest.raises(kvswap.DeviceError, match="64 recordings"):
+            event.record(stream)
+    event.synchronize(PATIENCE)
+    event.record(stream)
+    event.synchronize(PATIENCE)
+
+
+def test_events_that_cannot_be_shared(device: kvswap.Device, buffer: Buffer) -> None:
+    plain, (event, _) = kvswap.Event(device), shared_event(device)
+    with pytest.raises(kvswap.DeviceError):
+        memory.export_event(plain)
+    with pytest.raises(ValueError, match="the event itself"):
+        memory.open_event(memory.export_event(event))
+    with pytest.raises(ValueError, match="not of an event"):
+        memory.open_event(memory.export(buffer.memory).to_bytes())
+    with pytest.raises(ValueError, match="not of memory"):
+        memory.open(memory.export_event(event))
+    with pytest.raises(ValueError, match="timing"):
+        kvswap.Event(device, timing=True, interprocess=True)
+    with pytest.raises(TypeError, match=r"kvswap\.Event"):
+        memory.export_event(3)
+    with pytest.raises(kvswap.DeviceError):
+        event.elapsed_time(plain)
+
+
+def test_an_event_of_a_dead_owner(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"event = kvswap.Event({device_name!r}, interprocess=True)") as owner:
+        data = bytes.fromhex(owner.do("memory.export_event(event).hex()"))
+        memory.open_event(data, device=device)
+        owner.kill()
+        with pytest.raises(kvswap.Error, match="has ended"):
+            memory.open_event(data, device=device)
+
+
+def test_200_events_leak_nothing(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"device = kvswap.Device({device_name!r}); event = kvswap.Event(device, interprocess=True)") as owner:
+        data, stream = bytes.fromhex(owner.do("memory.export_event(event).hex()")), kvswap.Stream(device)
+
+        def cycle() -> None:
+            event = memory.open_event(data, device=device)
+            event.record(stream)
+            event.wait(stream)
+            event.synchronize(PATIENCE)
+            memory.export_event(kvswap.Event(device, interprocess=True))
+
+        for _ in range(10):
+            cycle()
+        stream.synchronize(PATIENCE)
+        before = count_of("/proc/self/fd"), count_of("/proc/self/map_files")
+        for _ in range(200):
+            cycle()
+        stream.synchronize(PATIENCE)
+        after = count_of("/proc/self/fd"), count_of("/proc/self/map_files")
+        assert after[0] <= before[0] and after[1] <= before[1] + 2

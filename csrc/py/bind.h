@@ -153,9 +153,10 @@ PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
 
 /* memory.c, stream.c, event.c, transfer.c, pool.c */
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
-struct kvs_engine *kvs_py_memory_engine(PyObject *memory);                   /* borrowed */
-struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle); /* borrowed */
-struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);   /* borrowed */
+struct kvs_engine *kvs_py_memory_engine(PyObject *memory);                                           /* borrowed */
+struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);                         /* borrowed */
+struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                           /* borrowed */
+PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine, kvs_event handle); /* owns it */
 PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer);
 struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */

@@ -183,6 +183,50 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   return result;
 }
 
+/* -- events -------------------------------------------------------------------------------------------------------- */
+
+static PyObject *ipc_export_event(PyObject *module, PyObject *event) {
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_export made = {0};
+  struct kvs_error err = {0};
+  unsigned char bytes[KVS_EXPORT_NBYTES];
+  uint64_t handle;
+  int rc;
+  if ((PyObject *)Py_TYPE(event) != state->event_type)
+    return kvs_py_complain(PyExc_TypeError, "event", -1, "must be a kvswap.Event, not %s", Py_TYPE(event)->tp_name),
+           NULL;
+  struct kvs_engine *engine = kvs_py_event_engine(event, &handle);
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_export_event(engine, handle, &made, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  kvs_export_write(&made, bytes);
+  return PyBytes_FromStringAndSize((const char *)bytes, sizeof bytes);
+}
+
+static PyObject *ipc_open_event(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"data", "device"};
+  static const struct kvs_py_args spec = {"_ipc_open_event", names, 1, 1, 2};
+  struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_export from;
+  struct kvs_error err = {0};
+  PyObject *values[2];
+  uint64_t handle = 0;
+  int rc;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (read_export(state, values[0], &from) < 0) return NULL;
+  struct kvs_engine *engine = engine_for(state, values[1], &from);
+  if (engine == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_open_event(engine, &from, &handle, &err);
+  Py_END_ALLOW_THREADS
+  PyObject *event = rc == KVS_OK ? kvs_py_event_new(state, engine, handle) : kvs_py_raise(state, &err);
+  kvs_engine_unref(engine);
+  return event;
+}
+
+PyDoc_STRVAR(ipc_export_event_doc, "_ipc_export_event($module, event, /)\n--\n\nAn interprocess event as bytes.");
+PyDoc_STRVAR(ipc_open_event_doc, "_ipc_open_event($module, /, data, *, device=None)\n--\n\nThe Event of such bytes.");
 PyDoc_STRVAR(ipc_export_doc,
              "_ipc_export($module, /, source, *, device=None, nbytes=None, dtype='', shape=(), generation=0)\n--\n\n"
              "Device memory (a tensor, Memory, Pool or address) as the bytes of struct kvs_export.");
@@ -195,5 +239,7 @@ PyMethodDef kvs_py_ipc_methods[] = {
     {"_ipc_export", KVS_PY_FASTCALL(ipc_export), METH_FASTCALL | METH_KEYWORDS, ipc_export_doc},
     {"_ipc_read", ipc_read, METH_O, ipc_read_doc},
     {"_ipc_open", KVS_PY_FASTCALL(ipc_open), METH_FASTCALL | METH_KEYWORDS, ipc_open_doc},
+    {"_ipc_export_event", ipc_export_event, METH_O, ipc_export_event_doc},
+    {"_ipc_open_event", KVS_PY_FASTCALL(ipc_open_event), METH_FASTCALL | METH_KEYWORDS, ipc_open_event_doc},
     {NULL, NULL, 0, NULL},
 };

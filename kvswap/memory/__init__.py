@@ -5,6 +5,6 @@ with kvswap.memory.open(data) as mapped: ...          # in another: mapped.ptr, 
 """
 
 from kvswap._C import Mapped
-from kvswap.memory.ipc import Export, export, open
+from kvswap.memory.ipc import Export, export, export_event, open, open_event
 
-__all__ = ["Export", "Mapped", "export", "open"]
+__all__ = ["Export", "Mapped", "export", "export_event", "open", "open_event"]

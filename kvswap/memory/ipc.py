@@ -7,7 +7,7 @@ from typing import Any
 
 from kvswap import _C
 
-__all__ = ["Export", "export", "open"]
+__all__ = ["Export", "export", "export_event", "open", "open_event"]
 
 
 class Export:
@@ -129,6 +129,28 @@ def open(export: Export | bytes, *, device: _C.Device | str | None = None, gener
     return _C._ipc_open(
         export.to_bytes() if isinstance(export, Export) else export, device=device, generation=generation
     )
+
+
+def export_event(event: _C.Event) -> bytes:
+    """An event made with interprocess=True, as 512 bytes that other processes of this user can open.
+
+    Keep the Event as long as others use what they opened. Returns at once. Any thread may call. DeviceError: it was not
+    made with interprocess=True.
+    """
+    return _C._ipc_export_event(event)
+
+
+def open_event(data: bytes, *, device: _C.Device | str | None = None) -> _C.Event:
+    """An event of another process, which both may record, query and wait for.
+
+    What waits for it, waits for the latest recording, whoever queued it, at the time of the call: so tell the other
+    side when it is queued. A recording whose process ends before it is reached holds nobody up; ask Mapped.alive() before
+    trusting the bytes that it should have announced. Of a host device at most 64 recordings can be unfinished.
+
+    device: None: the device with its UUID. ValueError: no event, of another device, or this process's own;
+    kvswap.Error: its owner has ended.
+    """
+    return _C._ipc_open_event(data, device=device)
 
 
 def _dtype_of(source: Any) -> str:
