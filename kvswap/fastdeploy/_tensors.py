@@ -110,9 +110,9 @@ def framework_device(tensor: Any) -> str | None:
     framework = type(tensor).__module__.partition(".")[0]
     if framework == "torch" and tensor.is_cuda:
         return f"cuda:{tensor.device.index}"
-    paddle = sys.modules.get("paddle")
-    if paddle is not None and hasattr(paddle, "device"):
-        kind, _, number = str(paddle.device.get_device()).partition(":")
+    get_device = getattr(getattr(sys.modules.get("paddle"), "device", None), "get_device", None)
+    if callable(get_device):
+        kind, _, number = str(get_device()).partition(":")
         if kind == "gpu" and number.isdigit():
             return f"cuda:{number}"
     return None

@@ -24,7 +24,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
@@ -381,6 +381,18 @@ class _Calls:
         return self._link.under_way
 
 
+def _ready(status: dict[str, Any]) -> str:
+    """What is missing until tasks are taken; empty: nothing."""
+    return "" if status["ready"] else str(status["why_not"])
+
+
+def _started(status: dict[str, Any]) -> str:
+    for rank in status["ranks"]:
+        if not rank["here"] or rank["phase"] in ("starting", "allocating", "open"):
+            return f"rank {rank['rank']}: {rank['phase']}"
+    return ""
+
+
 _READY_EVERY = 0.05
 _LATER = 5.0  # the manager's own limit comes first, so that its answer says what is missing
 
@@ -444,17 +456,25 @@ class Client(_Calls):
 
     def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
         """Return the status once tasks are taken. TimeoutError says what is missing."""
+        return self._wait_until(_ready, timeout)
+
+    def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
         end = time.monotonic() + timeout
         while True:
             try:
                 status = self.status(max(0.1, end - time.monotonic()))
+                why = missing(status)
             except ManagerError as error:  # it died; it may be started again
-                status = {"ready": False, "why_not": str(error)}
-            if status["ready"]:
+                status, why = {}, str(error)
+            if not why:
                 return status
             if time.monotonic() > end:
-                raise TimeoutError(f"not ready after {timeout:g} s: {status['why_not']}")
+                raise TimeoutError(f"not ready after {timeout:g} s: {why}")
             time.sleep(_READY_EVERY)
+
+    def wait_started(self, timeout: float = 60.0) -> dict[str, Any]:
+        """Return the status once all ranks are there and wait for attach(), or are ready. TimeoutError, as above."""
+        return self._wait_until(_started, timeout)
 
     def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
         """The engine's caches are there, and all ranks shall open them.
@@ -557,17 +577,25 @@ class AsyncClient(_Calls):
 
     async def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
         """As Client.wait_ready()."""
+        return await self._wait_until(_ready, timeout)
+
+    async def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
         end = time.monotonic() + timeout
         while True:
             try:
                 status = await self.status(max(0.1, end - time.monotonic()))
+                why = missing(status)
             except ManagerError as error:
-                status = {"ready": False, "why_not": str(error)}
-            if status["ready"]:
+                status, why = {}, str(error)
+            if not why:
                 return status
             if time.monotonic() > end:
-                raise TimeoutError(f"not ready after {timeout:g} s: {status['why_not']}")
+                raise TimeoutError(f"not ready after {timeout:g} s: {why}")
             await asyncio.sleep(_READY_EVERY)
+
+    async def wait_started(self, timeout: float = 60.0) -> dict[str, Any]:
+        """As Client.wait_started()."""
+        return await self._wait_until(_started, timeout)
 
     async def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
         """As Client.attach()."""
