@@ -106,6 +106,7 @@ class _Link:
         self._ended: deque[str] = deque()  # not collected, in the order in which they ended
         self._getters: deque[_Future] = deque()
         self._closed = False
+        self._owner = os.getpid()
         self._numbers = itertools.count(1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pid = 0  # of rank 0, as the kernel says; the thread's alone, and so is what follows
@@ -123,6 +124,8 @@ class _Link:
     def _ask_locked(self, message: Any) -> _Future:
         if self._closed:
             raise _C.Error("the client is closed")
+        if os.getpid() != self._owner:
+            raise _C.Error("this client was made before fork(): make one in this process")
         future = self._requests[message.request] = _new_future()
         self._outgoing.append((message, future))
         os.eventfd_write(self._wake, 1)
@@ -183,8 +186,11 @@ class _Link:
             self._getters.remove(future)
         return future.result() if future.done() else None
 
-    def put_back(self, result: Result) -> None:
-        """A Result whose getter was cancelled as it came: the next one gets it."""
+    def give_back(self, future: _Future) -> None:
+        """It waits no longer. A Result that came just now goes to the next one who asks."""
+        result = self.leave_getters(future)
+        if result is None:
+            return
         with self._lock:
             if self._getters:
                 self._getters.popleft().set_result(result)
@@ -205,6 +211,8 @@ class _Link:
             if self._closed:
                 return
             self._closed = True
+            if os.getpid() != self._owner:
+                return  # the thread is the parent's
             os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -446,7 +454,11 @@ class Client(_Calls):
     def next_result(self, timeout: float = 60.0) -> Result:
         """The next task that ended, in the order in which they did. TimeoutError: none has."""
         future = self._link.next_ended()
-        concurrent.futures.wait([future], timeout)
+        try:
+            concurrent.futures.wait([future], timeout)
+        except BaseException:  # Ctrl-C
+            self._link.give_back(future)
+            raise
         return self._next(future, timeout)
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
@@ -563,10 +575,8 @@ class AsyncClient(_Calls):
         future = self._link.next_ended()
         try:
             await self._wait(future, timeout)
-        except asyncio.CancelledError:
-            late = self._link.leave_getters(future)
-            if late is not None:
-                self._link.put_back(late)
+        except BaseException:  # cancelled
+            self._link.give_back(future)
             raise
         return self._next(future, timeout)
 

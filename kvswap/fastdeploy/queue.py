@@ -15,6 +15,7 @@ from typing import Any
 
 from kvswap import _C
 from kvswap.fastdeploy.client import Client, Result
+from kvswap.fastdeploy.manager import places
 
 __all__ = ["EngineCacheQueue", "TaskFailed"]
 
@@ -51,7 +52,9 @@ class EngineCacheQueue:
     ) -> None:
         self.address, self.is_server = address, is_server
         self._timeout = timeout
-        self._client = Client(port=address[1], data_parallel_id=local_data_parallel_id)
+        directory = places.default_directory(address[1], local_data_parallel_id)
+        places.prepare_directory(directory)  # as there, the engine makes the queue before it starts the managers
+        self._client = Client(directory)
         self._lock = threading.Lock()
         self._items: dict[str, tuple[Any, ...]] = {}  # guarded by _lock: as they were put
 

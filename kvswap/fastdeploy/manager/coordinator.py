@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ __all__ = ["Coordinator"]
 _log = logging.getLogger("kvswap.manager")
 
 _LOOK_EVERY = 0.05  # seconds
+_AWAY = 1.0  # seconds without a look: this process was stopped, and says nothing of the others
+_MOST_KEPT = 4096  # messages for one client
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Coordinator:
         self._pending: dict[int, _Pending] = {}
         self._ids: set[str] = set()
         self._undelivered: deque[tuple[bytes, ToClient]] = deque()
+        self._kept: Counter[bytes] = Counter()  # of those, by client
         self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
         self._operation: _Operation | None = None
         self._reason = ""  # why the last operation failed
@@ -204,19 +207,27 @@ class Coordinator:
         self.deliver(client, Answer(request, code, message, body))
 
     def deliver(self, client: bytes, message: ToClient) -> None:
-        """In order; what the client cannot take now is kept, and counts against the queue's limit."""
+        """In order; what the client cannot take now is kept, and counts against the queue's limit. A client that takes
+        nothing for thousands of messages gets none of them."""
+        if not self._kept[client] and self._to_client(client, message):
+            return
         self._undelivered.append((client, message))
-        if len(self._undelivered) == 1:
-            self.flush()
+        self._kept[client] += 1
+        if self._kept[client] > _MOST_KEPT:
+            self.gone(client)
 
     def flush(self) -> None:
         """Send what is kept. A client that does not read holds up its own messages only."""
         blocked: set[bytes] = set()
-        for _ in range(len(self._undelivered)):
-            client, message = self._undelivered.popleft()
+        kept, self._undelivered = self._undelivered, deque()
+        for client, message in kept:
             if client in blocked or not self._to_client(client, message):
                 blocked.add(client)
                 self._undelivered.append((client, message))
+            elif self._kept[client] > 1:
+                self._kept[client] -= 1
+            else:
+                del self._kept[client]
 
     @property
     def undelivered(self) -> int:
@@ -340,6 +351,9 @@ class Coordinator:
         """What time brings: ranks that are silent, tasks and operations that take too long."""
         now = time.monotonic()
         if now - self._looked > _LOOK_EVERY:
+            if now - self._looked > _AWAY:
+                for rank in self.ranks:
+                    rank.seen = now
             self._looked = now
             self._look(now)
         self._go_on(now)
@@ -348,7 +362,8 @@ class Coordinator:
     def _look(self, now: float) -> None:
         for rank in self.ranks[1:]:
             if rank.here and now - rank.seen > self._settings.rank_timeout:
-                self.lost(rank.number, f"(process {rank.pid}) was silent for {self._settings.rank_timeout:g} s")
+                limit = f"{self._settings.rank_timeout:g} s"
+                self.lost(rank.number, f"(process {rank.pid}) was silent for {limit}, and may still write the blocks")
             elif rank.leaving and rank.here and not rank.tasks:
                 self._to_rank(rank.number, Left())
         late = [p for p in self._pending.values() if now - p.begun > self._settings.task_timeout]
@@ -531,13 +546,9 @@ class Coordinator:
                 pending.failed = (min(pending.waiting, default=0), why)
             self._report(pending)
 
-    def clients(self) -> Iterable[bytes]:
-        return {client for client, _ in self._undelivered}
-
     def gone(self, client: bytes) -> None:
-        """A client has died: nobody reads what is kept for it."""
-        kept = [(to, message) for to, message in self._undelivered if to != client]
-        dropped = len(self._undelivered) - len(kept)
-        self._undelivered = deque(kept)
+        """Nobody reads what is kept for a client: it has died, or takes nothing."""
+        dropped = self._kept.pop(client, 0)
         if dropped:
-            _log.warning("a client is gone: %d messages for it are dropped", dropped)
+            self._undelivered = deque((to, message) for to, message in self._undelivered if to != client)
+            _log.warning("a client is gone, or reads nothing: %d messages for it are dropped", dropped)

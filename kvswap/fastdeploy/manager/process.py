@@ -330,6 +330,7 @@ class RankN:
         self._socket.connect(f"ipc://{places.socket_path(settings.directory)}")
         self._worker = Worker(settings, self._report)
         self._welcome = self._started = self._left = False
+        self._looped = time.monotonic()
         self._told = 0  # generation of the handles that rank 0 has
         self._refused = ""
         self._rank0: _Connection | None = None
@@ -378,6 +379,8 @@ class RankN:
             self._rank0 = _Connection(pid)
 
     def _handle(self, message: ToRank) -> None:
+        if isinstance(message, Do | Step) and not self._welcome:
+            return  # from before rank 0 gave this rank up: it has been reported failed
         if isinstance(message, Do):
             self._worker.take(message.number, message.task)
         elif isinstance(message, Step):
@@ -388,16 +391,34 @@ class RankN:
                 self._started = True
                 self._worker.start(State(message.state))
         elif isinstance(message, Unknown):
-            self._welcome = False
+            self._start_over("rank 0 does not know this rank")
         elif isinstance(message, Left):
             self._left = True
         else:
             self._refused = message.message
 
+    def _start_over(self, why: str) -> None:
+        """What was not begun never will be: rank 0, or whoever asked it, counts those tasks as failed."""
+        if self._welcome:
+            _log.warning("%s: %d tasks that were not begun are dropped", why, self._worker.drop_waiting())
+            self._welcome = False
+
+    def _look_around(self) -> None:
+        """Was this process stopped for so long, or has rank 0 died?"""
+        now = time.monotonic()
+        if now - self._looped > self._settings.rank_timeout / 2:
+            self._start_over(f"this rank was away for {now - self._looped:.1f} s")
+        self._looped = now
+        if self._rank0 is not None and _has_ended(self._rank0):
+            self._start_over(f"rank 0 (process {self._rank0.pid}) has ended")
+            self._rank0.close()
+            self._rank0 = None
+
     def run(self) -> int:
         rank, said, deadline = self._settings.layout.rank, 0.0, None
         try:
             while deadline is None or self._unfinished(deadline):
+                self._look_around()
                 busy = self._worker.pump()
                 if self._worker.failed:
                     raise _C.Error(self._worker.failed)
@@ -422,7 +443,7 @@ class RankN:
         """It ends when rank 0 has nothing more for it, or is not there."""
         if time.monotonic() > deadline:
             return False
-        if not self._welcome or self._rank0 is None or _has_ended(self._rank0):
+        if not self._welcome:
             return self._worker.busy > 0
         return not self._left or self._worker.busy > 0
 

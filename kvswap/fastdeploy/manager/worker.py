@@ -177,6 +177,12 @@ class Worker:
     def take(self, number: int, task: Task) -> None:
         self._waiting.append((number, task, time.monotonic()))
 
+    def drop_waiting(self) -> int:
+        """Tasks that are not submitted yet will not be; how many."""
+        dropped = len(self._waiting)
+        self._waiting.clear()
+        return dropped
+
     def pump(self) -> bool:
         """Submit what can be, report what has ended; whether anything is under way."""
         self._end_step()
