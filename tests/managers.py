@@ -45,7 +45,16 @@ _numbers = itertools.count(1)
 class Manager:
     """Ranks as processes, in a folder of their own. Lines of rank i's log: log(i)."""
 
-    def __init__(self, ranks: int = 1, *options: str, model: tuple[str, ...] = MODEL, create: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        *options: str,
+        model: tuple[str, ...] = MODEL,
+        create: bool = True,
+        device: str | None = None,
+    ) -> None:
+        """device: of all ranks; None: host:0, host:1, ..."""
+        self.device = device
         self.ranks, self.options = ranks, (*model, *(("--create_cache_tensor",) if create else ()), *options)
         self._folder = tempfile.TemporaryDirectory(prefix="kvm-")
         self.directory = Path(self._folder.name, "m")
@@ -73,8 +82,8 @@ class Manager:
         with self._log(rank).open("ab") as log:
             self.processes[rank] = process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", "kvswap.fastdeploy.manager", "--rank", str(rank),
-                 "--mp_num", str(self.ranks), "--device_id", str(self.device_id + rank), "--device", f"host:{rank}",
-                 "--socket_dir", str(self.directory), "--log_level", "debug", *self.options, *options],
+                 "--mp_num", str(self.ranks), "--device_id", str(self.device_id + rank),
+                 "--device", self.device or f"host:{rank}", "--socket_dir", str(self.directory), "--log_level", "debug", *self.options, *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
             )  # fmt: skip

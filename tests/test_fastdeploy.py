@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Bytes, Gate, random_bytes, run_python
+from conftest import PATIENCE, Buffer, Bytes, Gate, random_bytes, run_python, seam
 from numpy.typing import NDArray
 
 import kvswap
@@ -501,6 +501,26 @@ def test_host_memory(device: kvswap.Device) -> None:
         ctypes.memset(ptr, 7, 12345)
         assert ctypes.string_at(ptr, 12345) == b"\7" * 12345
         fastdeploy.cuda_host_free(ptr)
+
+
+def test_host_memory_is_for_every_path(device: kvswap.Device, path: str) -> None:
+    """It is pinned, a region that the device knows."""
+    layers = Layers(device, [SHAPE])
+    kvswap.swap_cache_per_layer(
+        layers.tensors[0].data_ptr(),
+        layers.ptrs[0],
+        layers.tensors[0].block_nbytes,
+        SHAPE[0],
+        HOST_BLOCKS,
+        GPU_IDS,
+        CPU_IDS,
+        1,
+        device=device,
+        path=path,
+    )
+    layers.check(GPU_IDS, CPU_IDS, 1)
+    assert seam(device, "pointer_query", layers.ptrs[0])["memory"] == "pinned host"
+    layers.free()
 
 
 def test_host_memory_without_a_device() -> None:

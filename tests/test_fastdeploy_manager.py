@@ -28,7 +28,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 import zmq
-from conftest import PATIENCE, ROOT, Gate, pattern_bytes, write_pattern
+from conftest import PATIENCE, ROOT
 from managers import CPU_BLOCKS, GPU_BLOCKS, SHAPE, Manager, Model, until
 
 import kvswap
@@ -784,43 +784,6 @@ def test_attach_tells_segments_of_one_allocation() -> None:
         client.wait_started(PATIENCE)
         with pytest.raises(ManagerError, match=r"key_caches_1.* same memory as .*key_caches_0"):
             client.attach()
-        engine.free()
-
-
-def test_the_engines_kernels_come_first() -> None:
-    """A store behind a kernel that has not run: with the kernel's event it waits for it, across the processes; without
-    one it stores what was there before, which is what the event is for."""
-    with Manager(1, create=False) as manager:
-        engine = Engine(manager, NAMES, CACHE_NBYTES)
-        client, device = manager.client(), engine.device[0]
-        client.wait_started(PATIENCE)
-        client.attach(engine.handles())
-        block, stream = CACHE_NBYTES // SHAPE[0], kvswap.Stream(device)
-        event = kvswap.Event(device, timing=False, interprocess=True)
-        ptrs = [cache.ptr + block for cache in engine.caches[0]]  # block 1 of each cache
-        with Gate(device) as gate:
-            gate.hold(stream)
-            job = write_pattern(device, ptrs, block, [7] * len(ptrs), stream)  # dropped, it would wait
-            event.record(stream)
-            early = client.swap(SWAP2CPU, [1], [1])
-            assert client.result(early).ok
-            late = client.swap(SWAP2CPU, [1], [2], events=[memory.export_event(event)])
-            with pytest.raises(TimeoutError):
-                client.result(late, 0.3)
-            gate.open()
-            assert client.result(late, PATIENCE).ok and job.done()
-        assert client.result(client.swap(SWAP2GPU, [3, 4], [1, 2])).ok
-        for cache in engine.caches[0]:
-            found = np.asarray(cache).reshape(-1, block)
-            assert not found[3].any()
-            np.testing.assert_array_equal(found[4], pattern_bytes(7, block))
-        del found
-        result = client.result(client.swap(SWAP2CPU, [1], [2], events=[b"rubbish"]))
-        assert not result.ok and "rank 0" not in result.reason and result.rank == 0
-        with pytest.raises(ManagerError, match="events has 2 items: one for each of 1 ranks"):
-            client.swap(SWAP2CPU, [1], [2], events=[None, None])
-        assert client.result(client.swap(SWAP2CPU, [1], [2], events=[None])).ok
-        client.clear()
         engine.free()
 
 
