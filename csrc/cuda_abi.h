@@ -68,6 +68,8 @@ typedef struct kvs_cu_event_object *kvs_cu_event;
   X(KVS_CU_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING, 1)                                                             \
   X(KVS_CU_EVENT_DEFAULT, CU_EVENT_DEFAULT, 0)                                                                         \
   X(KVS_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING, 2)                                                           \
+  X(KVS_CU_EVENT_INTERPROCESS, CU_EVENT_INTERPROCESS, 4)                                                               \
+  X(KVS_CU_IPC_LAZY_PEER_ACCESS, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, 1)                                                \
   X(KVS_CU_CAPTURE_MODE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED, 2)                                                    \
   X(KVS_CU_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_NONE, 0)                                                      \
   X(KVS_CU_WAIT_VALUE_GEQ, CU_STREAM_WAIT_VALUE_GEQ, 0)                                                                \
@@ -89,6 +91,11 @@ enum kvs_cu_newer_value {
 
 struct kvs_cu_uuid {
   unsigned char bytes[16];
+};
+
+/* Of memory and of events; passed by value. */
+struct kvs_cu_ipc_handle {
+  char bytes[64];
 };
 
 struct kvs_cu_location {

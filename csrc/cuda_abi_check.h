@@ -18,6 +18,8 @@ SAME_SIZE(kvs_cu_function, CUfunction)
 SAME_SIZE(kvs_cu_stream, CUstream)
 SAME_SIZE(kvs_cu_event, CUevent)
 SAME_SIZE(struct kvs_cu_uuid, CUuuid)
+SAME_SIZE(struct kvs_cu_ipc_handle, CUipcMemHandle)
+SAME_SIZE(struct kvs_cu_ipc_handle, CUipcEventHandle)
 SAME_SIZE(struct kvs_cu_copy_2d, CUDA_MEMCPY2D)
 SAME_SIZE(struct kvs_cu_copy_3d, CUDA_MEMCPY3D)
 /* Enumerations travel as int here. */

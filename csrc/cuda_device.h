@@ -5,6 +5,7 @@
 
 #include "cuda_driver.h"
 #include "device.h"
+#include "share.h"
 
 struct kvs_cuda_device {
   struct kvs_device base;
@@ -46,6 +47,9 @@ struct kvs_cuda_pointer {
   uint64_t base, nbytes, device_pointer, buffer_id;
 };
 int kvs_cuda_pointer_attributes(const struct kvs_cuda_driver *cu, uint64_t ptr, struct kvs_cuda_pointer *pointer);
+
+/* With other processes: cuda_share.c */
+extern const struct kvs_share_ops kvs_cuda_share_ops;
 
 /* Kernels: cuda_kernels.c. Loading never fails the device: info.kernels and info.kernels_note say what came of it.
  * Inside a scope. */

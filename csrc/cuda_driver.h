@@ -78,7 +78,15 @@
   X(REQUIRED, cuEventDestroy, "cuEventDestroy", 4000, (kvs_cu_event event))                                            \
   X(REQUIRED, cuEventRecord, "cuEventRecord", 2000, (kvs_cu_event event, kvs_cu_stream stream))                        \
   X(REQUIRED, cuEventQuery, "cuEventQuery", 2000, (kvs_cu_event event))                                                \
-  X(REQUIRED, cuEventElapsedTime, "cuEventElapsedTime", 2000, (float *ms, kvs_cu_event from, kvs_cu_event to))
+  X(REQUIRED, cuEventElapsedTime, "cuEventElapsedTime", 2000, (float *ms, kvs_cu_event from, kvs_cu_event to))         \
+  X(OPTIONAL, cuIpcGetMemHandle, "cuIpcGetMemHandle", 4010, (struct kvs_cu_ipc_handle * handle, kvs_cu_deviceptr ptr)) \
+  X(OPTIONAL, cuIpcOpenMemHandle, "cuIpcOpenMemHandle", 11000,                                                         \
+    (kvs_cu_deviceptr * ptr, struct kvs_cu_ipc_handle handle, unsigned flags))                                         \
+  X(OPTIONAL, cuIpcCloseMemHandle, "cuIpcCloseMemHandle", 4010, (kvs_cu_deviceptr ptr))                                \
+  X(OPTIONAL, cuIpcGetEventHandle, "cuIpcGetEventHandle", 4010,                                                        \
+    (struct kvs_cu_ipc_handle * handle, kvs_cu_event event))                                                           \
+  X(OPTIONAL, cuIpcOpenEventHandle, "cuIpcOpenEventHandle", 4010,                                                      \
+    (kvs_cu_event * event, struct kvs_cu_ipc_handle handle))
 
 struct kvs_cuda_driver {
   void *library; /* from dlopen; never closed: the driver has threads of its own */

@@ -143,12 +143,12 @@ int kvs_dev_check(struct kvs_device *device, struct kvs_error *err) {
   return KVS_OK;
 }
 
-static int enter(struct kvs_device *device, const char *operation, struct kvs_error *err) {
+int kvs_dev_enter(struct kvs_device *device, const char *operation, struct kvs_error *err) {
   int status = kvs_dev_check(device, err);
   return status ? status : fault_call(device, operation, err);
 }
 
-static int leave(struct kvs_device *device, int status, const struct kvs_error *err) {
+int kvs_dev_leave(struct kvs_device *device, int status, const struct kvs_error *err) {
   int none = 0;
   if (status != KVS_LOST) return status;
   if (atomic_compare_exchange_strong(&device->lost, &none, err->code ? err->code : KVS_DRIVER_LAUNCH_FAILED))
@@ -159,10 +159,10 @@ static int leave(struct kvs_device *device, int status, const struct kvs_error *
 /* `told` is whom to tell when it succeeded. */
 #define THROUGH_TELLING(told, member, ...)                                                                             \
   do {                                                                                                                 \
-    int status = enter(device, #member, err);                                                                          \
+    int status = kvs_dev_enter(device, #member, err);                                                                  \
     if (!status) status = device->ops->member(device, __VA_ARGS__);                                                    \
     if (!status) told;                                                                                                 \
-    return leave(device, status, err);                                                                                 \
+    return kvs_dev_leave(device, status, err);                                                                         \
   } while (0)
 
 #define THROUGH(member, ...) THROUGH_TELLING((void)0, member, __VA_ARGS__)
@@ -235,10 +235,10 @@ int kvs_dev_event_create(struct kvs_device *device, bool timing, kvs_event *even
 }
 
 int kvs_dev_event_destroy(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
-  int status = enter(device, "event_destroy", err);
-  if (status) return leave(device, status, err);
+  int status = kvs_dev_enter(device, "event_destroy", err);
+  if (status) return kvs_dev_leave(device, status, err);
   TELL(forget_event(device, event)); /* before: once it is destroyed, another thread may be given its handle */
-  return leave(device, device->ops->event_destroy(device, event, err), err);
+  return kvs_dev_leave(device, device->ops->event_destroy(device, event, err), err);
 }
 
 int kvs_dev_event_record(struct kvs_device *device, kvs_event event, kvs_stream stream, struct kvs_error *err) {
@@ -251,11 +251,11 @@ int kvs_dev_event_query(struct kvs_device *device, kvs_event event, struct kvs_e
 
 int kvs_dev_event_elapsed(struct kvs_device *device, kvs_event from, kvs_event to, uint64_t *ns,
                           struct kvs_error *err) {
-  int status = enter(device, "event_elapsed", err);
+  int status = kvs_dev_enter(device, "event_elapsed", err);
   if (!status) status = device->ops->event_elapsed(device, from, to, ns, err);
   if (!status) TELL(reached(device, from));
   if (!status) TELL(reached(device, to));
-  return leave(device, status, err);
+  return kvs_dev_leave(device, status, err);
 }
 
 int kvs_dev_stream_wait(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_error *err) {

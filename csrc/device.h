@@ -92,6 +92,7 @@ struct kvs_stream_info {
 };
 
 struct kvs_device;
+struct kvs_share_ops;
 
 struct kvs_device_ops {
   const char *kind;                   /* "cuda" or "host" */
@@ -134,6 +135,8 @@ struct kvs_device_ops {
   int (*write32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
   int (*wait32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream,
                 struct kvs_error *); /* until (int32)(*ptr - value) >= 0 */
+
+  const struct kvs_share_ops *share; /* (optional) with other processes: share.h */
 };
 
 /* Every implementation's struct begins with this one. */

@@ -306,6 +306,7 @@ static const struct kvs_device_ops cuda_ops = {
     .launch = kvs_cuda_launch,
     .write32 = write32,
     .wait32 = wait32,
+    .share = &kvs_cuda_share_ops,
 };
 
 /* What has to be asked in the context, and what has to exist before work runs. */

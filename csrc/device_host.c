@@ -21,20 +21,11 @@
 
 #include "host_copy.h"
 #include "host_kernel.h"
-#include "host_memory.h"
-#include "host_queue.h"
+#include "host_parts.h"
 
 #define MAX_PITCH ((uint64_t)INT32_MAX)
 #define MAX_THREADS 1024u
 #define MAX_DELAY_NS ((uint64_t)10 * 1000000000u)
-
-struct host_device {
-  struct kvs_device base;
-  struct kvs_host_memory memory;
-  struct kvs_host_queue queue;
-};
-
-static struct host_device *host_of(struct kvs_device *device) { return (struct host_device *)device; }
 
 static struct kvs_host_queue *queue_of(struct kvs_device *device) { return &host_of(device)->queue; }
 
@@ -333,6 +324,7 @@ static const struct kvs_device_ops host_ops = {
     .launch = host_launch,
     .write32 = host_write32,
     .wait32 = host_wait32,
+    .share = &kvs_host_share_ops,
 };
 
 static int count_cores(void) {
@@ -367,6 +359,7 @@ int kvs_device_host_open(int ordinal, uint64_t seed, struct kvs_device **device,
   host->base.ordinal = ordinal;
   host->base.fork_generation = kvs_fork_generation();
   describe(&host->base.info, workers, cores, seed);
+  kvs_host_uuid(host->base.info.uuid, ordinal, seed);
   int status = kvs_host_memory_init(&host->memory, ordinal, host->base.info.memory, err);
   if (status) goto no_memory;
   status = kvs_host_queue_init(&host->queue, workers, seed, &host->memory, &host->base.lost, err);

@@ -185,6 +185,7 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->lock);
   pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
+  pthread_mutex_destroy(&engine->share_lock);
   pthread_mutex_destroy(&engine->cache_lock);
   pthread_mutex_destroy(&engine->tables.lock);
   for (int i = 0; i < 2; i++) pthread_mutex_destroy(&engine->relays[i].lock);
@@ -207,6 +208,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->lock, NULL);
   pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
+  pthread_mutex_init(&engine->share_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
   pthread_mutex_init(&engine->tables.lock, NULL);
   for (int i = 0; i < 2; i++) pthread_mutex_init(&engine->relays[i].lock, NULL);

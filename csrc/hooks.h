@@ -41,4 +41,8 @@ struct kvs_watch {
 };
 void kvs_dev_watch(const struct kvs_watch *watch);
 
+/* The gate of every wrapper: forked? lost? a fault? And, behind the call, noting a loss. */
+int kvs_dev_enter(struct kvs_device *, const char *operation, struct kvs_error *);
+int kvs_dev_leave(struct kvs_device *, int status, const struct kvs_error *);
+
 #endif

@@ -26,14 +26,21 @@ int kvs_host_memory_init(struct kvs_host_memory *memory, int ordinal, uint64_t l
   memory->ordinal = ordinal;
   memory->limit = limit;
   memory->next_buffer_id = 1;
-  if (pthread_rwlock_init(&memory->lock, NULL) != 0) return kvs_fail(err, KVS_NOMEM, "cannot make a lock");
-  return KVS_OK;
+  int status = kvs_host_arena_init(&memory->arena, err);
+  if (status) return status;
+  if (pthread_rwlock_init(&memory->lock, NULL) == 0) return KVS_OK;
+  kvs_host_arena_destroy(&memory->arena);
+  return kvs_fail(err, KVS_NOMEM, "cannot make a lock");
 }
 
-static void unmap(const struct kvs_region *pages) { munmap((void *)(uintptr_t)pages->base, (size_t)pages->nbytes); }
+static void unmap(struct kvs_host_memory *memory, const struct kvs_region *pages) {
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  kvs_host_arena_unmap(&memory->arena, (void *)(uintptr_t)pages->base, (size_t)pages->nbytes - page, pages->alias);
+}
 
 void kvs_host_memory_destroy(struct kvs_host_memory *memory) {
-  for (size_t i = 0; i < memory->owned.count; i++) unmap(&memory->owned.items[i]);
+  for (size_t i = 0; i < memory->owned.count; i++) unmap(memory, &memory->owned.items[i]);
+  kvs_host_arena_destroy(&memory->arena);
   kvs_regions_clear(&memory->owned);
   kvs_regions_clear(&memory->known);
   pthread_rwlock_destroy(&memory->lock);
@@ -43,7 +50,12 @@ void kvs_host_memory_destroy(struct kvs_host_memory *memory) {
 
 static const char *alloc_name(enum kvs_memory kind) { return kind == KVS_MEMORY_DEVICE ? "alloc" : "host_alloc"; }
 
-static void *map_pages(size_t nbytes, size_t page) {
+/* Of `nbytes` the last page is the guard. Only device memory is for others: fresh pages of a process's own are cheaper.
+ */
+static void *map_pages(struct kvs_host_memory *memory, enum kvs_memory kind, size_t nbytes, size_t page,
+                       uint64_t *offset) {
+  if (kind == KVS_MEMORY_DEVICE) return kvs_host_arena_map(&memory->arena, nbytes - page, offset);
+  *offset = KVS_HOST_PRIVATE;
   char *pages = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (pages == MAP_FAILED) return NULL;
   mprotect(pages + nbytes - page, page, PROT_NONE);
@@ -65,25 +77,26 @@ int kvs_host_memory_alloc(struct kvs_host_memory *memory, enum kvs_memory kind, 
                           struct kvs_error *err) {
   const char *name = alloc_name(kind);
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
-  uint64_t charge = kind == KVS_MEMORY_DEVICE ? nbytes : 0;
+  uint64_t charge = kind == KVS_MEMORY_DEVICE ? nbytes : 0, offset = KVS_HOST_PRIVATE;
   void *pages = NULL;
   int status = KVS_OK;
   if (nbytes == 0) return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, name, "0 bytes");
   size_t mapped = (nbytes + page - 1) / page * page + page;
 
   pthread_rwlock_wrlock(&memory->lock);
-  if (nbytes <= memory->limit && charge <= memory->limit - memory->device_nbytes) pages = map_pages(mapped, page);
+  if (nbytes <= memory->limit && charge <= memory->limit - memory->device_nbytes)
+    pages = map_pages(memory, kind, mapped, page, &offset);
   if (pages) {
     bool device = kind == KVS_MEMORY_DEVICE;
     uint64_t base = (uint64_t)(uintptr_t)pages;
     struct kvs_region region = {.base = base, .nbytes = nbytes, .alias = base, .memory = kind, .seam = true};
-    struct kvs_region all = {.base = base, .nbytes = mapped, .memory = kind};
+    struct kvs_region all = {.base = base, .nbytes = mapped, .alias = offset, .memory = kind};
     region.device = device ? memory->ordinal : -1;
     region.writable = true;
     region.buffer_id = memory->next_buffer_id++;
     status = add_locked(memory, &region, &all, err);
     if (status)
-      munmap(pages, mapped);
+      unmap(memory, &all);
     else
       memory->device_nbytes += charge;
   }
@@ -100,17 +113,79 @@ int kvs_host_memory_free(struct kvs_host_memory *memory, enum kvs_memory kind, u
   struct kvs_region region, pages;
   pthread_rwlock_wrlock(&memory->lock);
   const struct kvs_region *owned = kvs_regions_find(&memory->owned, ptr);
-  bool found = owned && owned->base == ptr && owned->memory == kind;
+  bool found = owned && owned->base == ptr && owned->memory == kind && owned->origin == KVS_ORIGIN_OTHER;
   if (found) {
     kvs_regions_remove(&memory->known, ptr, &region);
     kvs_regions_remove(&memory->owned, ptr, &pages);
     if (kind == KVS_MEMORY_DEVICE) memory->device_nbytes -= region.nbytes;
-    unmap(&pages);
+    unmap(memory, &pages);
   }
   pthread_rwlock_unlock(&memory->lock);
   if (found) return KVS_OK;
   return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, kind == KVS_MEMORY_DEVICE ? "free" : "host_free",
                          "0x%" PRIx64 " is not the start of such an allocation", ptr);
+}
+
+/* -- sharing --------------------------------------------------------------------------------------------------- */
+
+int kvs_host_memory_share(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_handle *handle,
+                          struct kvs_error *err) {
+  struct kvs_region region = {.nbytes = 0};
+  uint64_t offset = KVS_HOST_PRIVATE;
+  pthread_rwlock_rdlock(&memory->lock);
+  const struct kvs_region *known = kvs_regions_find(&memory->known, ptr);
+  const struct kvs_region *owned = kvs_regions_find(&memory->owned, ptr);
+  bool ours = known && owned && known->memory == KVS_MEMORY_DEVICE && owned->origin == KVS_ORIGIN_OTHER;
+  if (ours) region = *known, offset = owned->alias;
+  pthread_rwlock_unlock(&memory->lock);
+  if (!ours)
+    return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "memory_share",
+                           "0x%" PRIx64 " is no device memory that was allocated here", ptr);
+  return kvs_host_arena_share(&memory->arena, offset, region.nbytes, region.buffer_id, handle, err);
+}
+
+int kvs_host_memory_open(struct kvs_host_memory *memory, const struct kvs_handle *handle, uint64_t nbytes,
+                         uint64_t *ptr, struct kvs_error *err) {
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  uint64_t there = 0;
+  void *pages = NULL;
+  int status = kvs_host_arena_open(handle, "memory_open", &pages, &there, err);
+  if (status) return status;
+  if (there < nbytes) {
+    kvs_host_arena_close(pages, there);
+    return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "memory_open",
+                           "the allocation has %" PRIu64 " bytes, not %" PRIu64, there, nbytes);
+  }
+  nbytes = there; /* as a driver maps all of it, whatever part is known to the caller */
+  uint64_t base = (uint64_t)(uintptr_t)pages;
+  struct kvs_region region = {.base = base, .nbytes = nbytes, .alias = base, .memory = KVS_MEMORY_DEVICE, .seam = true};
+  struct kvs_region all = {.base = base, .nbytes = (nbytes + page - 1) / page * page + page, .alias = KVS_HOST_PRIVATE};
+  region.device = memory->ordinal;
+  region.writable = true;
+  all.origin = KVS_ORIGIN_IMPORTED; /* freeing it is not ours, and its pages are no hole when we unmap them */
+  pthread_rwlock_wrlock(&memory->lock);
+  region.buffer_id = memory->next_buffer_id++;
+  status = add_locked(memory, &region, &all, err);
+  pthread_rwlock_unlock(&memory->lock);
+  if (status) kvs_host_arena_close(pages, nbytes);
+  if (!status) *ptr = base;
+  return status;
+}
+
+int kvs_host_memory_close(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_region pages;
+  pthread_rwlock_wrlock(&memory->lock);
+  const struct kvs_region *owned = kvs_regions_find(&memory->owned, ptr);
+  bool found = owned && owned->base == ptr && owned->origin == KVS_ORIGIN_IMPORTED;
+  if (found) {
+    kvs_regions_remove(&memory->known, ptr, NULL);
+    kvs_regions_remove(&memory->owned, ptr, &pages);
+    unmap(memory, &pages);
+  }
+  pthread_rwlock_unlock(&memory->lock);
+  if (found) return KVS_OK;
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "memory_close", "nothing was opened at 0x%" PRIx64,
+                         ptr);
 }
 
 /* -- look-up --------------------------------------------------------------------------------------------------- */

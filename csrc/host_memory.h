@@ -5,14 +5,18 @@
 #include <pthread.h>
 
 #include "device.h"
+#include "host_arena.h"
 
 struct kvs_host_memory {
   pthread_rwlock_t lock;
   struct kvs_regions known; /* guarded by lock: allocations and registrations, by the bytes asked for */
-  struct kvs_regions owned; /* guarded by lock: allocations, by the pages that were mapped for them */
-  uint64_t next_buffer_id;  /* guarded by lock */
-  uint64_t device_nbytes;   /* guarded by lock: allocated as device memory */
-  uint64_t limit;           /* bytes of device memory there are */
+  /* Guarded by lock: allocations and what was imported, by the pages that were mapped for them; `alias` is where those
+   * lie in the arena's file. */
+  struct kvs_regions owned;
+  struct kvs_host_arena arena;
+  uint64_t next_buffer_id; /* guarded by lock */
+  uint64_t device_nbytes;  /* guarded by lock: allocated as device memory */
+  uint64_t limit;          /* bytes of device memory there are */
   int ordinal;
 };
 
@@ -25,6 +29,12 @@ int kvs_host_memory_alloc(struct kvs_host_memory *memory, enum kvs_memory kind, 
 int kvs_host_memory_free(struct kvs_host_memory *memory, enum kvs_memory kind, uint64_t ptr, struct kvs_error *err);
 int kvs_host_memory_register(struct kvs_host_memory *memory, uint64_t ptr, size_t nbytes, struct kvs_error *err);
 int kvs_host_memory_unregister(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err);
+/* To and from other processes: share.h. */
+int kvs_host_memory_share(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_handle *handle,
+                          struct kvs_error *err);
+int kvs_host_memory_open(struct kvs_host_memory *memory, const struct kvs_handle *handle, uint64_t nbytes,
+                         uint64_t *ptr, struct kvs_error *err);
+int kvs_host_memory_close(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err);
 int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region,
                           struct kvs_error *err);
 

@@ -50,7 +50,15 @@ int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint
 }
 
 static void mark_unref_locked(struct kvs_host_mark *mark) {
-  if (mark && --mark->refs == 0) free(mark);
+  if (!mark || --mark->refs) return;
+  kvs_host_words_unref(mark->words);
+  free(mark);
+}
+
+static void event_free_locked(struct kvs_host_event *event) {
+  mark_unref_locked(event->mark);
+  kvs_host_words_unref(event->words);
+  free(event);
 }
 
 void kvs_host_queue_destroy(struct kvs_host_queue *queue) {
@@ -60,8 +68,7 @@ void kvs_host_queue_destroy(struct kvs_host_queue *queue) {
   for (size_t i = 0; i < queue->nstreams; i++) free(queue->streams[i]);
   for (size_t i = 0; i < queue->nthreads; i++) free(queue->threads[i]);
   for (size_t i = 0; i < queue->nevents; i++) {
-    if (queue->events[i]) mark_unref_locked(queue->events[i]->mark);
-    free(queue->events[i]);
+    if (queue->events[i]) event_free_locked(queue->events[i]);
   }
   pthread_mutex_unlock(&queue->lock);
   free(queue->streams);
@@ -165,7 +172,11 @@ struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, siz
 }
 
 void kvs_host_op_free_locked(struct kvs_host_op *op) {
-  if (op->kind == KVS_HOST_RECORD || op->kind == KVS_HOST_WAIT_EVENT) mark_unref_locked(op->what.mark);
+  bool record = op->kind == KVS_HOST_RECORD;
+  struct kvs_host_mark *mark = record || op->kind == KVS_HOST_WAIT_EVENT ? op->what.mark : NULL;
+  /* dropped with a lost device: other processes must not wait for it */
+  if (record && mark->words && !mark->done) kvs_host_words_end(mark->words, mark->number);
+  mark_unref_locked(mark);
   free(op);
 }
 
@@ -366,11 +377,13 @@ int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, st
 
 /* -- events ---------------------------------------------------------------------------------------------------- */
 
-int kvs_host_event_create(struct kvs_host_queue *queue, bool timing, kvs_event *handle, struct kvs_error *err) {
+static int event_add(struct kvs_host_queue *queue, bool timing, struct kvs_host_words *words, kvs_event *handle,
+                     struct kvs_error *err) {
   size_t index;
   struct kvs_host_event *event = calloc(1, sizeof *event);
   if (!event) return refuse_nomem("event_create", err);
   event->timing = timing;
+  event->words = words;
   pthread_mutex_lock(&queue->lock);
   bool put = table_put((void ***)&queue->events, &queue->nevents, event, &index);
   pthread_mutex_unlock(&queue->lock);
@@ -382,14 +395,36 @@ int kvs_host_event_create(struct kvs_host_queue *queue, bool timing, kvs_event *
   return KVS_OK;
 }
 
+int kvs_host_event_create(struct kvs_host_queue *queue, bool timing, kvs_event *handle, struct kvs_error *err) {
+  return event_add(queue, timing, NULL, handle, err);
+}
+
+int kvs_host_event_adopt(struct kvs_host_queue *queue, struct kvs_host_words *words, kvs_event *handle,
+                         struct kvs_error *err) {
+  int status = event_add(queue, false, words, handle, err);
+  if (status) kvs_host_words_unref(words);
+  return status;
+}
+
+struct kvs_host_words *kvs_host_event_words(struct kvs_host_queue *queue, kvs_event handle, struct kvs_error *err) {
+  struct kvs_host_event *event;
+  pthread_mutex_lock(&queue->lock);
+  int status = find_event_locked(queue, handle, "event_share", &event, err);
+  struct kvs_host_words *words = status ? NULL : kvs_host_words_ref(event->words);
+  pthread_mutex_unlock(&queue->lock);
+  if (!status && !words)
+    kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_HANDLE, "event_share",
+                    "event 0x%" PRIx64 " was not made to be shared between processes", handle);
+  return words;
+}
+
 int kvs_host_event_destroy(struct kvs_host_queue *queue, kvs_event handle, struct kvs_error *err) {
   struct kvs_host_event *event;
   pthread_mutex_lock(&queue->lock);
   int status = find_event_locked(queue, handle, "event_destroy", &event, err);
   if (!status) {
     queue->events[(handle - FIRST_HANDLE) / 2] = NULL;
-    mark_unref_locked(event->mark);
-    free(event);
+    event_free_locked(event);
   }
   pthread_mutex_unlock(&queue->lock);
   return status;
@@ -404,14 +439,27 @@ static struct kvs_host_op *mark_op(enum kvs_host_kind kind, struct kvs_host_mark
   return op;
 }
 
+/* The number of a recording that other processes see; 0: there is no place for it. */
+static int number_locked(const struct kvs_host_event *event, struct kvs_host_mark *mark, struct kvs_error *err) {
+  if (!event->words) return KVS_OK;
+  mark->number = kvs_host_words_begin(event->words);
+  if (!mark->number)
+    return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_OUT_OF_MEMORY, "event_record",
+                           "64 recordings of this event, in all processes, have not been reached yet");
+  mark->words = kvs_host_words_ref(event->words);
+  return KVS_OK;
+}
+
 static int record_locked(struct kvs_host_queue *queue, struct kvs_host_event *event, struct kvs_host_stream *stream,
                          struct kvs_error *err) {
   struct kvs_host_mark *mark = calloc(1, sizeof *mark);
   if (!mark) return refuse_nomem("event_record", err);
   struct kvs_host_op *op = mark_op(KVS_HOST_RECORD, mark, err);
-  if (!op) {
+  int status = op ? number_locked(event, mark, err) : KVS_NOMEM;
+  if (status) { /* nothing of it may be seen elsewhere */
+    free(op);
     free(mark);
-    return KVS_NOMEM;
+    return status;
   }
   mark->refs++;
   mark_unref_locked(event->mark);
@@ -432,6 +480,36 @@ int kvs_host_event_record(struct kvs_host_queue *queue, kvs_event handle, kvs_st
   return status;
 }
 
+/* What the event's latest recording is by now, a reference: NULL if there is none, or it was reached. Of an event that
+ * processes share it may be another one's. */
+static int latest_locked(const struct kvs_host_event *event, struct kvs_host_mark **mark, struct kvs_error *err) {
+  uint64_t number = event->words ? kvs_host_words_latest(event->words) : 0;
+  *mark = NULL;
+  if (!event->words) {
+    if (!event->mark || event->mark->done) return KVS_OK;
+    *mark = event->mark;
+    (*mark)->refs++;
+    return KVS_OK;
+  }
+  if (!number || kvs_host_words_ended(event->words, number) || kvs_host_words_abandoned(event->words, number))
+    return KVS_OK;
+  *mark = calloc(1, sizeof **mark);
+  if (!*mark) return refuse_nomem("stream_wait", err);
+  **mark = (struct kvs_host_mark){.refs = 1, .words = kvs_host_words_ref(event->words), .number = number};
+  return KVS_OK;
+}
+
+static int wait_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream, const struct kvs_host_event *event,
+                       struct kvs_error *err) {
+  struct kvs_host_mark *mark;
+  int status = latest_locked(event, &mark, err);
+  if (status || !mark) return status;
+  struct kvs_host_op *op = mark_op(KVS_HOST_WAIT_EVENT, mark, err);
+  mark_unref_locked(mark);
+  if (op) push_locked(queue, stream, op);
+  return op ? KVS_OK : KVS_NOMEM;
+}
+
 int kvs_host_stream_wait(struct kvs_host_queue *queue, kvs_stream stream_handle, kvs_event handle,
                          struct kvs_error *err) {
   struct kvs_host_event *event;
@@ -439,25 +517,22 @@ int kvs_host_stream_wait(struct kvs_host_queue *queue, kvs_stream stream_handle,
   pthread_mutex_lock(&queue->lock);
   int status = find_event_locked(queue, handle, "stream_wait", &event, err);
   if (!status) status = admit_locked(queue, stream_handle, "stream_wait", &stream, err);
-  if (!status && event->mark && !event->mark->done) {
-    struct kvs_host_op *op = mark_op(KVS_HOST_WAIT_EVENT, event->mark, err);
-    if (op)
-      push_locked(queue, stream, op);
-    else
-      status = KVS_NOMEM;
-  }
+  if (!status) status = wait_locked(queue, stream, event, err);
   pthread_mutex_unlock(&queue->lock);
   return status;
 }
 
 int kvs_host_event_query(struct kvs_host_queue *queue, kvs_event handle, struct kvs_error *err) {
   struct kvs_host_event *event;
+  struct kvs_host_mark *mark = NULL;
   pthread_mutex_lock(&queue->lock);
   int status = find_event_locked(queue, handle, "event_query", &event, err);
   if (!status) {
     bool stuck = pass_time_locked(queue);
     status = check_lost(queue, "event_query", err);
-    if (!status && event->mark && !event->mark->done) status = not_ready("event_query", stuck, err);
+    if (!status) status = latest_locked(event, &mark, err);
+    if (!status && mark) status = not_ready("event_query", stuck, err);
+    mark_unref_locked(mark);
   }
   pthread_mutex_unlock(&queue->lock);
   return status;

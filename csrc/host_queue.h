@@ -7,6 +7,7 @@
 
 #include "device.h"
 #include "host_memory.h"
+#include "host_words.h"
 
 #define KVS_HOST_PRIORITY_LOW 0
 #define KVS_HOST_PRIORITY_HIGH (-5)
@@ -28,11 +29,14 @@ enum kvs_host_kind {
 };
 
 /* One recording of an event. Waits hold the mark and not the event, so recording the event again does not move them,
- * and an event may be destroyed at any time. Guarded by the queue's lock. */
+ * and an event may be destroyed at any time. It may be of another process, and then nobody tells when it is reached:
+ * who waits for it looks again and again. */
 struct kvs_host_mark {
-  unsigned refs;
-  bool done;
-  uint64_t ns; /* when it was reached */
+  unsigned refs;                /* guarded by the queue's lock */
+  bool done;                    /* guarded by the queue's lock */
+  uint64_t ns;                  /* when it was reached */
+  struct kvs_host_words *words; /* of an event that processes share, else NULL; constant */
+  uint64_t number;              /* of the recording there */
 };
 
 /* One queued operation. What it is, is constant once queued; its progress is guarded by the queue's lock. */
@@ -62,7 +66,7 @@ struct kvs_host_op {
 
   bool prepared;             /* KERNEL: its addresses were checked */
   bool started;              /* DELAY: `until` is set */
-  uint64_t until;            /* DELAY: when it ends; RELAY: when its patience does */
+  uint64_t until;            /* DELAY: when it ends; RELAY: when its patience does; WAIT_EVENT: when to look at whose */
   uint64_t pace_ns;          /* KERNEL: it lasts at least so long */
   uint64_t begun_ns;         /* KERNEL: since when */
   uint64_t units, unit;      /* copies, rows, CTAs or fillings: how many, and the first that nobody has taken */
@@ -84,7 +88,8 @@ struct kvs_host_stream {
 
 struct kvs_host_event {
   bool timing;
-  struct kvs_host_mark *mark; /* the latest recording, or NULL */
+  struct kvs_host_mark *mark;   /* the latest recording, or NULL */
+  struct kvs_host_words *words; /* all of its recordings, where processes share it, else NULL */
 };
 
 /* All guarded by `lock`, but what stands under "constant". */
@@ -140,6 +145,11 @@ int kvs_host_stream_capture(struct kvs_host_queue *queue, kvs_stream handle, boo
 int kvs_host_stream_wait(struct kvs_host_queue *queue, kvs_stream handle, kvs_event event, struct kvs_error *err);
 int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, struct kvs_error *err);
 int kvs_host_event_create(struct kvs_host_queue *queue, bool timing, kvs_event *event, struct kvs_error *err);
+/* Takes the words over, also on failure. */
+int kvs_host_event_adopt(struct kvs_host_queue *queue, struct kvs_host_words *words, kvs_event *event,
+                         struct kvs_error *err);
+/* The words of an event, a reference; NULL with *err filled where there are none. */
+struct kvs_host_words *kvs_host_event_words(struct kvs_host_queue *queue, kvs_event event, struct kvs_error *err);
 int kvs_host_event_destroy(struct kvs_host_queue *queue, kvs_event event, struct kvs_error *err);
 int kvs_host_event_record(struct kvs_host_queue *queue, kvs_event event, kvs_stream handle, struct kvs_error *err);
 int kvs_host_event_query(struct kvs_host_queue *queue, kvs_event event, struct kvs_error *err);

@@ -27,8 +27,9 @@
 #include "kernels/twins.h"
 
 #define SLICE_NBYTES ((uint64_t)1 << 20)
-#define SLICE_UNITS 1024u          /* bounds how long taking a slice of tiny copies holds the lock */
-#define POLL_NS ((uint64_t)100000) /* from look to look at a word that a stream waits for */
+#define SLICE_UNITS 1024u             /* bounds how long taking a slice of tiny copies holds the lock */
+#define POLL_NS ((uint64_t)100000)    /* from look to look at a word that a stream waits for */
+#define OWNER_NS ((uint64_t)20000000) /* from look to look whether whoever would write it still lives */
 #define STEP_NS 1000u
 
 /* A part of an operation: units [first, first + units); of the first one the bytes before `offset` are not in it, and
@@ -186,6 +187,15 @@ static bool delay_over_locked(struct kvs_host_op *op, uint64_t now) {
   return now >= op->until;
 }
 
+/* Of a recording that another process may have queued, or not live to reach. */
+static bool shared_reached(struct kvs_host_op *op, uint64_t now) {
+  const struct kvs_host_mark *mark = op->what.mark;
+  if (kvs_host_words_ended(mark->words, mark->number)) return true;
+  if (now < op->until) return false;
+  op->until = now + OWNER_NS;
+  return kvs_host_words_abandoned(mark->words, mark->number);
+}
+
 /* Can the head of a stream go on? If that depends on time, *wake becomes no later than the time to look again. */
 static bool ready_locked(struct kvs_host_queue *queue, struct kvs_host_op *op, uint64_t now, uint64_t *wake) {
   uint64_t again;
@@ -194,7 +204,10 @@ static bool ready_locked(struct kvs_host_queue *queue, struct kvs_host_op *op, u
   case KVS_HOST_WRITE32:
     return true;
   case KVS_HOST_WAIT_EVENT:
-    return op->what.mark->done;
+    if (op->what.mark->done || !op->what.mark->words) return op->what.mark->done;
+    if (shared_reached(op, now)) return true;
+    again = now + POLL_NS;
+    break;
   case KVS_HOST_WAIT32:
     if (flag_reached(op)) return true;
     again = queue->deterministic ? KVS_HOST_NEVER : now + POLL_NS;
@@ -245,6 +258,7 @@ static void run_instant_locked(struct kvs_host_queue *queue, struct kvs_host_str
   if (op->kind == KVS_HOST_RECORD) {
     op->what.mark->done = true;
     op->what.mark->ns = now_locked(queue);
+    if (op->what.mark->words) kvs_host_words_end(op->what.mark->words, op->what.mark->number);
   } else if (op->kind == KVS_HOST_WRITE32) {
     __atomic_store_n((uint32_t *)(uintptr_t)op->what.flag.ptr, op->what.flag.value, __ATOMIC_RELEASE);
   }

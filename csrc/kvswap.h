@@ -197,6 +197,7 @@ KVS_API const char *kvs_version(void);
 }
 #endif
 
+#include "kvswap_ipc.h"
 #include "kvswap_memory.h"
 #include "kvswap_pool.h"
 #endif

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "imports.h"
 
 enum { SIDE_TEXT = 48 };
 
@@ -80,6 +81,8 @@ static int check_kind(struct kvs_engine *engine, const struct kvs_region *region
   return KVS_OK;
 }
 
+static bool is_whole(enum kvs_origin origin) { return origin == KVS_ORIGIN_ALLOCATED || origin == KVS_ORIGIN_IMPORTED; }
+
 int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address, uint64_t nbytes,
                      const struct kvs_side *side, struct kvs_error *err) {
   uint64_t at = address, end = address + nbytes;
@@ -88,8 +91,7 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
   while (at < end) {
     const struct kvs_region *region = kvs_regions_find(&scratch->regions, at);
     int status = region ? KVS_OK : look_up(engine, scratch, at, &region, err);
-    bool beyond =
-        !status && at != address && (leaving == KVS_ORIGIN_ALLOCATED || region->origin == KVS_ORIGIN_ALLOCATED);
+    bool beyond = !status && at != address && (is_whole(leaving) || is_whole(region->origin));
     if (beyond) status = KVS_INVALID;
     if (status == KVS_INVALID && at == address)
       return kvs_fail(err, status, "%s = 0x%" PRIx64 " is not mapped memory", side_text(side, text), address);
@@ -109,11 +111,17 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
 
 static const int64_t DRAIN_NS = 60ll * 1000 * 1000 * 1000;
 
-static int add_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_error *err) {
+int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enum kvs_origin origin,
+                   struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
   if (status) return status;
   region.origin = origin;
+  if (nbytes) { /* it may be a part of what the driver handles as one */
+    region.alias += ptr - region.base;
+    region.base = ptr;
+    region.nbytes = nbytes;
+  }
   pthread_mutex_lock(&engine->memory_lock);
   status = kvs_regions_add(&engine->regions, &region, err);
   pthread_mutex_unlock(&engine->memory_lock);
@@ -133,7 +141,7 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
     kvs_engine_free_orphans(engine, DRAIN_NS); /* now it is worth waiting for */
   }
   if (status) return status;
-  status = add_region(engine, *ptr, KVS_ORIGIN_ALLOCATED, err);
+  status = kvs_memory_add(engine, *ptr, 0, KVS_ORIGIN_ALLOCATED, err);
   if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
   return status;
 }
@@ -147,12 +155,15 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
   return found;
 }
 
-/* Take `ptr` out of the table once nothing queued can use it any more. */
-static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, int64_t timeout_ns,
-                  struct kvs_region *region, struct kvs_error *err) {
+int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, int64_t timeout_ns,
+                      struct kvs_region *region, struct kvs_error *err) {
+  static const char *const done[] = {[KVS_ORIGIN_OTHER] = "made",
+                                     [KVS_ORIGIN_ALLOCATED] = "allocated",
+                                     [KVS_ORIGIN_REGISTERED] = "registered",
+                                     [KVS_ORIGIN_IMPORTED] = "opened"};
   if (!known_region(engine, ptr, origin, region))
     return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
-                    origin == KVS_ORIGIN_REGISTERED ? "registered" : "allocated");
+                    done[origin]);
   int status = kvs_dev_check(engine->device, err);
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
@@ -160,6 +171,7 @@ static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origi
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
+  if (mine && origin == KVS_ORIGIN_IMPORTED) kvs_pools_close_locked(engine, region);
   pthread_mutex_unlock(&engine->memory_lock);
   if (!mine) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
   return status;
@@ -167,10 +179,17 @@ static int retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origi
 
 static int free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, KVS_ORIGIN_ALLOCATED, timeout_ns, &region, err);
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, timeout_ns, &region, err);
   if (status) return status;
   return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
                                             : kvs_dev_host_free(engine->device, ptr, err);
+}
+
+/* Also what another process owns, which only its views let go. */
+static int free_orphan(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_region region;
+  if (known_region(engine, ptr, KVS_ORIGIN_IMPORTED, &region)) return kvs_import_free(engine, ptr, timeout_ns, err);
+  return free_within(engine, ptr, timeout_ns, err);
 }
 
 int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
@@ -198,7 +217,7 @@ void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns) {
   engine->norphans = engine->orphans_capacity = 0;
   pthread_mutex_unlock(&engine->memory_lock);
   for (size_t i = 0; i < count; i++)
-    if (free_within(engine, orphans[i], timeout_ns, &ignored) == KVS_TIMEOUT) kvs_engine_free_later(engine, orphans[i]);
+    if (free_orphan(engine, orphans[i], timeout_ns, &ignored) == KVS_TIMEOUT) kvs_engine_free_later(engine, orphans[i]);
   free(orphans);
 }
 
@@ -225,14 +244,14 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   int status = refuse_known(engine, ptr, nbytes, err);
   if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
-  status = add_region(engine, ptr, KVS_ORIGIN_REGISTERED, err);
+  status = kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, err);
   if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
   return status;
 }
 
 int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
-  int status = retire(engine, ptr, KVS_ORIGIN_REGISTERED, DRAIN_NS, &region, err);
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, DRAIN_NS, &region, err);
   return status ? status : kvs_dev_host_unregister(engine->device, ptr, err);
 }
 
@@ -374,5 +393,6 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
   while (engine->nevents) (void)kvs_dev_event_destroy(engine->device, engine->events[--engine->nevents], &ignored);
   free(engine->events);
   kvs_regions_clear(&engine->regions);
+  kvs_imports_destroy(engine);
   free(engine->orphans);
 }

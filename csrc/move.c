@@ -7,26 +7,8 @@
 
 #include "core.h"
 #include "layout.h"
+#include "move.h"
 #include "racecheck.h"
-
-/* A part with its runs, and whether they may go as rectangles. */
-struct planned_part {
-  struct kvs_part part;
-  size_t runs_end;
-  bool strided;
-};
-
-/* Kept from call to call with the rest of the scratch. */
-struct kvs_move_scratch {
-  struct kvs_run_list runs;
-  struct planned_part *parts;
-  struct kvs_touch *touches;
-  uint64_t *next_byte; /* a pair: where its next part may begin */
-  uint64_t *covered;   /* a pair: bytes of a block in its parts */
-  int64_t *slots;      /* both lists as they were at the call, then both without blocks that are lost already */
-  uint32_t *positions;
-  size_t pairs, nparts, blocks; /* room */
-};
 
 struct move_call {
   const struct kvs_move *move;
@@ -41,54 +23,6 @@ struct move_call {
   const uint32_t *positions; /* of these in the caller's lists; NULL: the same */
   size_t count;
 };
-
-void kvs_move_scratch_free(struct kvs_move_scratch *room) {
-  if (!room) return;
-  free(room->runs.items);
-  free(room->parts);
-  free(room->touches);
-  free(room->next_byte);
-  free(room->covered);
-  free(room->slots);
-  free(room->positions);
-  free(room);
-}
-
-/* -- room ------------------------------------------------------------------------------------------------------ */
-
-/* Contents are not kept. */
-static bool renew(void *pointer, size_t count, size_t size) {
-  void **at = pointer;
-  free(*at);
-  *at = calloc(count ? count : 1, size);
-  return *at != NULL;
-}
-
-static int make_room(struct kvs_scratch *scratch, size_t pairs, size_t parts, size_t blocks, struct kvs_error *err) {
-  struct kvs_move_scratch *room = scratch->move;
-  bool ok = true;
-  if (!room) room = scratch->move = calloc(1, sizeof *room);
-  if (!room) return kvs_fail(err, KVS_NOMEM, "no memory for a plan");
-  if (pairs > room->pairs) {
-    room->pairs = 0;
-    ok = renew(&room->touches, 2 * pairs, sizeof *room->touches) &&
-         renew(&room->next_byte, pairs, sizeof *room->next_byte) && renew(&room->covered, pairs, sizeof *room->covered);
-    if (ok) room->pairs = pairs;
-  }
-  if (ok && parts > room->nparts) {
-    room->nparts = 0;
-    ok = renew(&room->parts, parts, sizeof *room->parts);
-    if (ok) room->nparts = parts;
-  }
-  if (ok && blocks > room->blocks) {
-    room->blocks = 0;
-    ok = renew(&room->slots, 4 * blocks, sizeof *room->slots) &&
-         renew(&room->positions, blocks, sizeof *room->positions);
-    if (ok) room->blocks = blocks;
-  }
-  room->runs.count = 0;
-  return ok ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for a plan of %zu pools and %zu blocks", pairs, blocks);
-}
 
 /* -- checks ---------------------------------------------------------------------------------------------------- */
 
@@ -165,7 +99,9 @@ static int take_slots(struct move_call *call, bool shared, struct kvs_scratch *s
 static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_pool *pool,
                       const char *name, size_t index, bool write, struct kvs_error *err) {
   struct kvs_side side = {.name = name, .index = index, .write = write};
-  return kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
+  return kvs_pool_check_open(pool, err)
+             ? err->status
+             : kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
 }
 
 static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
@@ -588,7 +524,7 @@ int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given
   if (!scratch) return KVS_NOMEM;
   size_t most = move->src_ids.count > move->dst_ids.count ? move->src_ids.count : move->dst_ids.count;
   call.nparts = move->parts ? move->nparts : move->npairs;
-  status = make_room(scratch, move->npairs, call.nparts, most, err);
+  status = kvs_move_make_room(scratch, move->npairs, call.nparts, most, err);
   call.room = scratch->move;
   if (!status) {
     pthread_mutex_lock(&call.engine->hazard_lock);

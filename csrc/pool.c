@@ -87,7 +87,7 @@ static int check_alone_locked(const struct kvs_engine *engine, const struct kvs_
                               struct kvs_error *err) {
   bool sure;
   for (const struct kvs_pool *other = engine->pools; other; other = other->next)
-    if (kvs_layouts_overlap(layout, &other->layout, &sure))
+    if (!atomic_load(&other->closed) && kvs_layouts_overlap(layout, &other->layout, &sure))
       return kvs_fail(err, KVS_INVALID,
                       "the blocks from 0x%" PRIx64 " on %s those of pool '%s' (from 0x%" PRIx64
                       " on): pools that share bytes cannot be kept in order",
@@ -113,6 +113,18 @@ static int put_in(struct kvs_pool *pool, struct kvs_error *err) {
   }
   pthread_mutex_unlock(&engine->memory_lock);
   return status;
+}
+
+void kvs_pools_close_locked(struct kvs_engine *engine, const struct kvs_region *region) {
+  for (struct kvs_pool *pool = engine->pools; pool; pool = pool->next)
+    if (pool->layout.ptr < region->base + region->nbytes &&
+        region->base < pool->layout.ptr + kvs_layout_extent(&pool->layout))
+      atomic_store(&pool->closed, true);
+}
+
+int kvs_pool_check_open(const struct kvs_pool *pool, struct kvs_error *err) {
+  if (!atomic_load(&pool->closed)) return KVS_OK;
+  return kvs_fail(err, KVS_CLOSED, "pool '%s' lies in memory of another process that has been closed", pool->name);
 }
 
 /* Whatever still runs on this memory, perhaps for a pool that is gone: the new one's first transfers wait for it. */

@@ -29,6 +29,7 @@ struct kvs_pool {
   atomic_uint refs;
   struct kvs_engine *engine;
   struct kvs_pool *next; /* guarded by engine->memory_lock */
+  atomic_bool closed;    /* its memory was another process's, and is gone */
   struct kvs_table *table;
   struct kvs_pool_layout layout; /* group: a reference */
   uint64_t number;               /* unique in the process */
@@ -45,7 +46,11 @@ struct kvs_touch {
   bool write;
 };
 
-/* pool.c, all under the engine's hazard_lock. */
+/* pool.c. Under memory_lock: pools in that memory cannot be used any more. */
+void kvs_pools_close_locked(struct kvs_engine *, const struct kvs_region *);
+int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
+
+/* All under the engine's hazard_lock. */
 const struct kvs_failure *kvs_pool_failure(const struct kvs_pool *, int64_t slot);
 /* Take `failure` (referenced; NULL: all is well) for a slot. */
 void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);

@@ -27,7 +27,7 @@ struct kvs_region {
   bool writable;
   /* What this engine has to do with it. One copy or pool never spans an allocation and something else, even where the
    * addresses happen to follow each other. */
-  enum kvs_origin { KVS_ORIGIN_OTHER, KVS_ORIGIN_ALLOCATED, KVS_ORIGIN_REGISTERED } origin;
+  enum kvs_origin { KVS_ORIGIN_OTHER, KVS_ORIGIN_ALLOCATED, KVS_ORIGIN_REGISTERED, KVS_ORIGIN_IMPORTED } origin;
 };
 
 /* A set of disjoint regions, sorted by base. Zero-initialised is empty. Not locked: the owner guards it. */

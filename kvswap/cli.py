@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_replay(commands)
     _add_demo(commands)
+    _add_manager(commands)
     return parser
 
 
@@ -392,6 +393,12 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     _add_tiers(parser)
     _add_run_options(parser)
     parser.set_defaults(run=_demo)
+
+
+def _add_manager(commands: _Commands[argparse.ArgumentParser]) -> None:
+    from kvswap.fastdeploy.manager.command import add_commands
+
+    add_commands(commands)
 
 
 def _replay(args: argparse.Namespace) -> int:

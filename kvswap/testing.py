@@ -55,6 +55,7 @@ OPERATIONS = (
     *("stream_create", "stream_destroy", "stream_query", "stream_info", "synchronize", "stream_wait"),
     *("event_create", "event_destroy", "event_record", "event_query", "event_elapsed"),
     *("copy", "copy_batch", "copy_direct", "copy_rect", "fill", "launch", "write32", "wait32"),
+    *("memory_share", "memory_open", "memory_close", "event_create_shared", "event_share", "event_open"),
 )
 HAZARDS = ("raw", "war", "waw")
 

@@ -19,7 +19,7 @@
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
-  PyObject *host_pool_type, *shared_pool_type;
+  PyObject *host_pool_type, *shared_pool_type, *mapped_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
   PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
@@ -158,8 +158,10 @@ int kvs_py_say(const char *level, const char *format, const char *text);
 
 /* memory.c, stream.c, event.c, transfer.c, pool.c */
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
-struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle); /* borrowed */
-struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);   /* borrowed */
+struct kvs_engine *kvs_py_memory_engine(PyObject *memory);                                           /* borrowed */
+struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);                         /* borrowed */
+struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                           /* borrowed */
+PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine, kvs_event handle); /* owns it */
 PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer);
 struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
@@ -170,12 +172,13 @@ bool kvs_py_pool_readonly(PyObject *pool);         /* it cannot be a destination
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
                            PyObject *name, PyObject *hold);
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
+PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mapped, struct kvs_engine *engine);
 void kvs_py_object_free(PyObject *self);
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
-    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec;
+    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec, kvs_py_mapped_spec;
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
-    kvs_py_host_methods[], kvs_py_shared_methods[];
+    kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[];
 
 #endif

@@ -1,4 +1,5 @@
 /* kvswap.Event: an event of its own, or the one that marks a transfer's end, which then keeps the transfer. */
+#include "../share.h"
 #include "bind.h"
 
 struct event_object {
@@ -26,23 +27,39 @@ static struct event_object *event_alloc(PyTypeObject *type, struct kvs_engine *e
 }
 
 static PyObject *event_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"device", "timing", NULL};
+  static char *names[] = {"device", "timing", "interprocess", NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_error err = {0};
   PyObject *device = NULL;
-  int timing = 1;
+  int timing = -1, shared = 0;
   int rc;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$p:Event", names, &device, &timing)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pp:Event", names, &device, &timing, &shared)) return NULL;
+  if (shared && timing == 1) {
+    PyErr_SetString(PyExc_ValueError, "an interprocess event has no timing");
+    return NULL;
+  }
   struct kvs_engine *engine = kvs_py_engine_from(state, device);
   struct event_object *self = engine == NULL ? NULL : event_alloc(type, engine);
   if (self == NULL) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err);
+  rc = shared ? kvs_dev_event_create_shared(kvs_engine_device(engine), &self->handle, &err)
+              : kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err);
   Py_END_ALLOW_THREADS
   if (rc == KVS_OK) return (PyObject *)self;
   self->handle = 0;
   Py_DECREF(self);
   return kvs_py_raise(state, &err);
+}
+
+PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine, kvs_event handle) {
+  struct kvs_error ignored = {0};
+  kvs_engine_ref(engine);
+  struct event_object *self = event_alloc((PyTypeObject *)state->event_type, engine);
+  if (self != NULL)
+    self->handle = handle;
+  else
+    kvs_dev_event_destroy(kvs_engine_device(engine), handle, &ignored);
+  return (PyObject *)self;
 }
 
 PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer) {
@@ -159,10 +176,12 @@ static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
 }
 
 PyDoc_STRVAR(event_doc,
-             "Event(device=None, *, timing=True)\n--\n\n"
+             "Event(device=None, *, timing=True, interprocess=False)\n--\n\n"
              "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
              "One that was never recorded counts as reached. timing=False: elapsed_time() is refused, the rest is\n"
-             "cheaper. Any thread may use it.");
+             "cheaper. interprocess=True: kvswap.memory.export_event() can share it with other processes; it has no "
+             "timing.\n"
+             "Any thread may use it.");
 PyDoc_STRVAR(record_doc,
              "record($self, stream, /)\n--\n\n"
              "Mark the work queued on the stream so far. Recording again moves the mark, but not for what waits on\n"

@@ -16,6 +16,8 @@ struct memory_object {
 
 static struct memory_object *as_memory(PyObject *self) { return (struct memory_object *)self; }
 
+struct kvs_engine *kvs_py_memory_engine(PyObject *memory) { return as_memory(memory)->engine; }
+
 static bool reserve_free(struct memory_object *self) {
   long none = 0;
   return atomic_compare_exchange_strong(&self->uses, &none, FREED);

@@ -1,0 +1,118 @@
+/* What a GPU shares with other processes: share.h filled in, by the driver's handles of allocations ("legacy" IPC). */
+#include <string.h>
+
+#include "cuda_device.h"
+
+_Static_assert(sizeof(struct kvs_cu_ipc_handle) == sizeof(struct kvs_handle), "a handle is the driver's");
+
+static int refuse_old(const char *what, struct kvs_error *err) {
+  return kvs_fail(err, KVS_UNSUPPORTED, "this CUDA driver has no %s", what);
+}
+
+static int memory_share(struct kvs_device *device, uint64_t ptr, struct kvs_handle *handle, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  struct kvs_cu_ipc_handle made;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuIpcGetMemHandle ? scope.cu->cuIpcGetMemHandle(&made, ptr) : KVS_CU_SUCCESS;
+  status = kvs_cuda_leave(&scope, code, "cuIpcGetMemHandle", err);
+  if (status == KVS_OK && !scope.cu->cuIpcGetMemHandle) return refuse_old("cuIpcGetMemHandle", err);
+  if (status == KVS_OK) memcpy(handle, &made, sizeof made);
+  return status;
+}
+
+/* The size that the driver maps must hold what the handle is said to stand for; it may be more, for small allocations
+ * share one of the driver's. */
+static int check_size(const struct kvs_cuda_driver *cu, kvs_cu_deviceptr ptr, uint64_t nbytes, struct kvs_error *err) {
+  struct kvs_cuda_pointer pointer;
+  int code = kvs_cuda_pointer_attributes(cu, ptr, &pointer);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuPointerGetAttributes", err);
+  if (pointer.known && ptr - pointer.base < pointer.nbytes && pointer.nbytes - (ptr - pointer.base) >= nbytes)
+    return KVS_OK;
+  return kvs_fail_driver(err, KVS_REFUSED, KVS_CU_INVALID_VALUE, "cuIpcOpenMemHandle",
+                         "the allocation has %llu bytes, not %llu", (unsigned long long)pointer.nbytes,
+                         (unsigned long long)nbytes);
+}
+
+static int memory_open(struct kvs_device *device, const struct kvs_handle *handle, uint64_t nbytes, uint64_t *ptr,
+                       struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  struct kvs_cu_ipc_handle given;
+  struct kvs_error wrong = {.status = KVS_OK};
+  kvs_cu_deviceptr made = 0;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  bool there = scope.cu->cuIpcOpenMemHandle && scope.cu->cuIpcCloseMemHandle;
+  memcpy(&given, handle, sizeof given);
+  int code = there ? scope.cu->cuIpcOpenMemHandle(&made, given, KVS_CU_IPC_LAZY_PEER_ACCESS) : KVS_CU_SUCCESS;
+  if (there && code == KVS_CU_SUCCESS && check_size(scope.cu, made, nbytes, &wrong) != KVS_OK)
+    (void)scope.cu->cuIpcCloseMemHandle(made);
+  status = kvs_cuda_leave(&scope, code, "cuIpcOpenMemHandle", err);
+  if (status != KVS_OK) return status;
+  if (!there) return refuse_old("cuIpcOpenMemHandle", err);
+  if (wrong.status != KVS_OK) {
+    *err = wrong;
+    return wrong.status;
+  }
+  *ptr = made;
+  return KVS_OK;
+}
+
+static int memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuCtxSynchronize(); /* nobody documents that closing waits */
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_leave(&scope, code, "cuCtxSynchronize", err);
+  code = scope.cu->cuIpcCloseMemHandle ? scope.cu->cuIpcCloseMemHandle(ptr) : KVS_CU_INVALID_VALUE;
+  return kvs_cuda_leave(&scope, code, "cuIpcCloseMemHandle", err);
+}
+
+static int event_create_shared(struct kvs_device *device, kvs_event *event, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  kvs_cu_event made = NULL;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuEventCreate(&made, KVS_CU_EVENT_DISABLE_TIMING | KVS_CU_EVENT_INTERPROCESS);
+  status = kvs_cuda_leave(&scope, code, "cuEventCreate", err);
+  if (status == KVS_OK) *event = (uintptr_t)made;
+  return status;
+}
+
+static int event_share(struct kvs_device *device, kvs_event event, struct kvs_handle *handle, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  struct kvs_cu_ipc_handle made;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  bool there = scope.cu->cuIpcGetEventHandle;
+  int code = there ? scope.cu->cuIpcGetEventHandle(&made, kvs_cuda_event(event)) : KVS_CU_SUCCESS;
+  status = kvs_cuda_leave(&scope, code, "cuIpcGetEventHandle", err);
+  if (status == KVS_OK && !there) return refuse_old("cuIpcGetEventHandle", err);
+  if (status == KVS_OK) memcpy(handle, &made, sizeof made);
+  return status;
+}
+
+static int event_open(struct kvs_device *device, const struct kvs_handle *handle, kvs_event *event,
+                      struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  struct kvs_cu_ipc_handle given;
+  kvs_cu_event made = NULL;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  bool there = scope.cu->cuIpcOpenEventHandle;
+  memcpy(&given, handle, sizeof given);
+  int code = there ? scope.cu->cuIpcOpenEventHandle(&made, given) : KVS_CU_SUCCESS;
+  status = kvs_cuda_leave(&scope, code, "cuIpcOpenEventHandle", err);
+  if (status == KVS_OK && !there) return refuse_old("cuIpcOpenEventHandle", err);
+  if (status == KVS_OK) *event = (uintptr_t)made;
+  return status;
+}
+
+const struct kvs_share_ops kvs_cuda_share_ops = {
+    .memory_share = memory_share,
+    .memory_open = memory_open,
+    .memory_close = memory_close,
+    .event_create_shared = event_create_shared,
+    .event_share = event_share,
+    .event_open = event_open,
+};

@@ -1,0 +1,40 @@
+"""FastDeploy's cache ops by their own names and arguments, and a cache transfer manager.
+
+    from kvswap.fastdeploy import cuda_host_alloc, swap_cache_all_layers
+
+    ptrs = [cuda_host_alloc(num_cpu_blocks * block_nbytes) for _ in caches]
+    swap_cache_all_layers(caches, ptrs, num_cpu_blocks, [3, 4], [17, 90], 0, 0)   # GPU blocks 3, 4 -> host 17, 90
+
+The swap ops are in kvswap.fastdeploy.ops, the segments in kvswap.fastdeploy.ipc. docs/fastdeploy.md has all of it.
+"""
+
+from kvswap.fastdeploy._install import install
+from kvswap.fastdeploy.ipc import get_data_ptr_ipc, set_data_ipc, share_external_data, unset_data_ipc
+from kvswap.fastdeploy.ops import (
+    cuda_host_alloc,
+    cuda_host_free,
+    swap_cache,
+    swap_cache_all_layers,
+    swap_cache_all_layers_async,
+    swap_cache_layout,
+    swap_cache_layout_async,
+    swap_cache_per_layer,
+    swap_cache_per_layer_async,
+)
+
+__all__ = [
+    "cuda_host_alloc",
+    "cuda_host_free",
+    "get_data_ptr_ipc",
+    "install",
+    "set_data_ipc",
+    "share_external_data",
+    "swap_cache",
+    "swap_cache_all_layers",
+    "swap_cache_all_layers_async",
+    "swap_cache_layout",
+    "swap_cache_layout_async",
+    "swap_cache_per_layer",
+    "swap_cache_per_layer_async",
+    "unset_data_ipc",
+]

@@ -1,0 +1,114 @@
+"""kvswap's ops in the place of FastDeploy's, in a FastDeploy that runs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from types import ModuleType, TracebackType
+from typing import Any
+
+from kvswap import _C
+from kvswap.fastdeploy import ipc, ops
+
+__all__ = ["Installed", "install"]
+
+_log = logging.getLogger("kvswap")
+
+# Newer FastDeploys gather the ops in the first; the second is where they are made, and older ones import from there.
+_MODULES = ("fastdeploy.cache_manager.ops", "fastdeploy.model_executor.ops.gpu")
+
+_OPS: dict[str, Any] = {
+    "cuda_host_alloc": ops.cuda_host_alloc,
+    "cuda_host_free": ops.cuda_host_free,
+    "get_data_ptr_ipc": ipc.get_data_ptr_ipc,
+    "set_data_ipc": ipc.set_data_ipc,
+    "share_external_data": ipc.share_external_data,
+    "swap_cache": ops.swap_cache,
+    "swap_cache_all_layers": ops.swap_cache_all_layers,
+    "swap_cache_layout": ops.swap_cache_layout,
+    "swap_cache_per_layer": ops.swap_cache_per_layer,
+    "swap_cache_per_layer_async": ops.swap_cache_per_layer_async,
+    "unset_data_ipc": ipc.unset_data_ipc,
+}
+
+_lock = threading.Lock()
+
+
+class Installed:
+    """What install() did. names: "module.name" of all that was rebound. remove() undoes it; so does leaving `with`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[ModuleType, str, Any]] = []  # guarded by _lock
+
+    @property
+    def names(self) -> list[str]:
+        with _lock:
+            return [f"{module.__name__}.{name}" for module, name, _ in self._before]
+
+    def _rebind_locked(self, module: ModuleType, name: str) -> None:
+        self._before.append((module, name, getattr(module, name)))
+        setattr(module, name, _OPS[name])
+
+    def remove(self) -> None:
+        """Give FastDeploy its own ops back. What was allocated or opened by ours must be given back before. Harmless if
+        done."""
+        with _lock:
+            while self._before:
+                module, name, own = self._before.pop()
+                setattr(module, name, own)
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _import(name: str) -> ModuleType | None:
+    """None: this FastDeploy has no such module. What fails within one that it has is raised."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            return None
+        raise
+
+
+def _users(name: str, own: Any) -> list[ModuleType]:
+    """FastDeploy's modules that have imported the op by its name."""
+    return [
+        module
+        for path, module in list(sys.modules.items())
+        if path.startswith("fastdeploy.") and name in vars(module) and vars(module)[name] is own
+    ]
+
+
+def install() -> Installed:
+    """Rebind FastDeploy's cache ops to kvswap's, wherever its modules have them; every other name stays as it is.
+
+    Call it in each process whose ops are to be ours, once FastDeploy can be imported: before its cache manager is, or
+    later. All ops change together, as memory from one side's cuda_host_alloc() is not for the other's cuda_host_free().
+
+    kvswap.Error: there is no FastDeploy to be imported, or it has none of the ops. Any thread may call.
+    """
+    found = [module for module in map(_import, _MODULES) if module is not None]
+    if not found:
+        raise _C.Error(f"there is no FastDeploy here: neither {_MODULES[0]} nor {_MODULES[1]} can be imported")
+    installed = Installed()
+    with _lock:
+        for module in found:
+            for name in _OPS.keys() & vars(module).keys():
+                own = vars(module)[name]
+                if own is _OPS[name]:
+                    continue
+                installed._rebind_locked(module, name)
+                for user in _users(name, own):
+                    installed._rebind_locked(user, name)
+    if not installed.names and not any(_OPS.keys() & vars(module).keys() for module in found):
+        raise _C.Error(f"{found[0].__name__} has none of the ops that kvswap has: is it for another device?")
+    _log.info("FastDeploy's ops are kvswap's now: %s", ", ".join(sorted(installed.names)))
+    return installed

@@ -1,0 +1,197 @@
+"""A rank's caches on both sides, and the swaps between them.
+
+The GPU side is created here or attached to; the host side is one piece of pinned memory whose blocks hold all
+layers, one behind the other. Both are kvswap.Pools, so that two swaps of the same blocks run in the order in which they
+were submitted, and a swap that reads what a failed one should have written fails too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvswap import _C
+from kvswap.fastdeploy import ipc
+from kvswap.fastdeploy.manager.layout import Cache, Layout
+from kvswap.fastdeploy.manager.messages import Handles, Kind
+
+__all__ = ["GpuSide", "HostSide", "attach", "create", "submit"]
+
+
+class _Owned(Protocol):
+    """Memory of a cache: an allocation of ours, or a mapping of the engine's."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+class GpuSide:
+    """The caches on the GPU, for one generation of them. close() frees what was created, or closes what was opened."""
+
+    def __init__(self, device: _C.Device, caches: Sequence[Cache], owned: Sequence[_Owned], generation: int) -> None:
+        self.generation = generation
+        self.handles: Handles = {}
+        self._closers: list[Callable[[], None]] = []
+        self.pools = _pools(device, caches, [memory.ptr for memory in owned], "gpu")
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Called in close(), the last one first."""
+        self._closers.append(closer)
+
+    def close(self) -> None:
+        """Once; what fails stays, so that it can be called again."""
+        self.pools = []
+        self.handles = {}
+        while self._closers:
+            self._closers[-1]()
+            self._closers.pop()
+
+
+def _pools(
+    device: _C.Device,
+    caches: Sequence[Cache],
+    ptrs: Sequence[int],
+    side: str,
+    stride: int | None = None,
+    count: int = 0,
+) -> list[_C.Pool]:
+    """One a cache; those with as many blocks share what is known of their slots."""
+    first: dict[int, _C.Pool] = {}
+    pools = []
+    for cache, ptr in zip(caches, ptrs, strict=True):
+        blocks = count or cache.num_blocks
+        name = f"{side} {cache.name}"[:31]
+        pool = _C.Pool(
+            device, ptr, blocks, cache.block_nbytes, stride=stride, group=first.get(cache.num_blocks), name=name
+        )
+        first.setdefault(cache.num_blocks, pool)
+        pools.append(pool)
+    return pools
+
+
+class _Part:
+    """A cache within a slab."""
+
+    def __init__(self, slab: _C.Memory, ptr: int) -> None:
+        self.slab, self.ptr = slab, ptr
+
+
+_ALIGN = 512
+
+
+def create(device: _C.Device, layout: Layout, slab: bool, after: int) -> GpuSide:
+    """New caches, zeroed and exported, with a generation above `after`.
+
+    slab: one allocation for all of them. Else each has its own, and FastDeploy's segment by its name beside the handle.
+    """
+    caches = layout.caches()
+    generation = max(after + 1, time.time_ns())
+    if slab:
+        sizes = [-(-cache.nbytes // _ALIGN) * _ALIGN for cache in caches]
+        memory = device.alloc(sum(sizes))
+        offsets = itertools.accumulate(sizes, initial=0)
+        owned: list[Any] = [_Part(memory, memory.ptr + offset) for offset, _ in zip(offsets, caches, strict=False)]
+        allocations = [memory]
+    else:
+        allocations = [device.alloc(cache.nbytes) for cache in caches]
+        owned = list(allocations)
+    side = GpuSide(device, caches, owned, generation)
+    for memory in allocations:
+        side.on_close(memory.free)
+    try:
+        for memory in allocations:
+            ipc.zero(memory)
+        for cache, memory in zip(caches, owned, strict=True):
+            side.handles[cache.name] = ipc.export_bytes(device, memory.ptr, cache.nbytes, generation)
+            if not slab:
+                ipc.write_segment(cache.name, device, memory.ptr, cache.nbytes)
+                side.on_close(lambda name=cache.name: ipc.unlink_segment(name))  # type: ignore[misc]
+    except BaseException:
+        side.close()
+        raise
+    return side
+
+
+def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSide:
+    """The engine's caches: by kvswap's handles, or None by FastDeploy's segments.
+
+    kvswap.Error, ValueError: one is missing, is not there any more, or is of another size.
+    """
+    caches = layout.caches()
+    if handles is not None and (missing := [cache.name for cache in caches if cache.name not in handles]):
+        raise ValueError(f"no handle of {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    opened: list[ipc.Opened] = []
+    try:
+        for cache in caches:
+            if handles is None:
+                opened.append(ipc.open_segment(cache.name, device, cache.nbytes))
+            else:
+                opened.append(ipc.open_bytes(handles[cache.name], device, cache.nbytes))
+            _check_apart(caches, opened)
+        side = GpuSide(device, caches, opened, time.time_ns())
+    except BaseException:
+        for each in opened:
+            each.close()
+        raise
+    for each in opened:
+        side.on_close(each.close)
+    return side
+
+
+def _check_apart(caches: Sequence[Cache], opened: Sequence[ipc.Opened]) -> None:
+    """FastDeploy's own set_data_ipc() hands out the beginning of the allocation that a tensor lies in, so that tensors
+    within one allocation all look like its beginning."""
+    last, cache = opened[-1], caches[len(opened) - 1]
+    for other, known in zip(caches, opened[:-1], strict=False):
+        if last.ptr < known.ptr + known.nbytes and known.ptr < last.ptr + last.nbytes:
+            raise ValueError(
+                f"{cache.name} opens at the same memory as {other.name}: they lie in one allocation, which a segment "
+                "cannot tell apart; let each have its own, or attach with handles of kvswap.memory.export()"
+            )
+
+
+class HostSide:
+    """The host blocks, and which of them hold anything. A block is what was swapped out to it since the memory is
+    there: a swap back of any other block would deliver bytes that nobody wrote."""
+
+    def __init__(self, device: _C.Device, layout: Layout) -> None:
+        self._layout = layout
+        self._device = device
+        self._memory: _C.Memory | None = device.alloc(layout.block_nbytes * layout.num_cpu_blocks, host=True)
+        self.written = np.zeros(layout.num_cpu_blocks, np.bool_)
+        self.pools = self._open(self._memory)
+
+    def _open(self, memory: _C.Memory) -> list[_C.Pool]:
+        caches = self._layout.caches()
+        offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=memory.ptr)
+        ptrs = list(offsets)[:-1]
+        stride, count = self._layout.block_nbytes, self._layout.num_cpu_blocks
+        return _pools(self._device, caches, ptrs, "host", stride, count)
+
+    def close(self) -> None:
+        """Free the memory, once the swaps that use it have ended; again if that failed."""
+        self.pools = []
+        if self._memory is not None:
+            self._memory.free()
+            self._memory = None
+
+
+def submit(
+    gpu: GpuSide, host: HostSide, kind: Kind, gpu_ids: list[int], cpu_ids: list[int], after: Sequence[Any]
+) -> _C.Transfer:
+    """Queue a swap. ValueError: a host block that would be read holds nothing; kvswap.QueueFull: later."""
+    here, there = np.asarray(gpu_ids, np.int64), np.asarray(cpu_ids, np.int64)
+    if kind == Kind.SWAP2CPU:
+        transfer = _C.move_blocks(gpu.pools, host.pools, here, there, after=after)
+        host.written[there] = True
+        return transfer
+    if there.size and not host.written[there].all():
+        i = int(np.argmin(host.written[there]))
+        raise ValueError(
+            f"cpu_block_ids[{i}] is {cpu_ids[i]}: that host block holds nothing since this rank's memory was allocated"
+        )
+    return _C.move_blocks(host.pools, gpu.pools, there, here, after=after)

@@ -1,0 +1,130 @@
+"""`kvswap manager`: run, status, drain."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from kvswap import _C
+from kvswap.fastdeploy.manager import arguments
+from kvswap.replay.errors import UsageError
+
+__all__ = ["add_commands"]
+
+
+def add_commands(commands: Any) -> None:
+    """To the kvswap command's own."""
+    parser = commands.add_parser(
+        "manager",
+        help="swap an engine's cache blocks from a process beside it, as FastDeploy's cache transfer manager does",
+    )
+    own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    run = own.add_parser("run", help="run a rank until SIGTERM; takes FastDeploy's options")
+    arguments.add_run(run)
+    run.set_defaults(run=_run)
+    status = own.add_parser("status", help="state, ranks and tasks of a running manager")
+    arguments.add_place(status)
+    status.add_argument("--json", action="store_true", help="write JSON")
+    status.add_argument("--timeout", type=float, default=5.0, metavar="S", help="for an answer (5)")
+    status.set_defaults(run=_status)
+    drain = own.add_parser("drain", help="take no more tasks, and return when none is under way")
+    arguments.add_place(drain)
+    drain.add_argument("--undo", action="store_true", help="take tasks again")
+    drain.add_argument("--timeout", type=float, default=60.0, metavar="S", help="until it is given up (60)")
+    drain.set_defaults(run=_drain)
+
+
+def _need_packages() -> None:
+    try:
+        import msgspec
+        import zmq
+    except ImportError as error:
+        raise UsageError(f"kvswap manager needs {error.name}: pip install 'kvswap[manager]'") from None
+    assert msgspec and zmq
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": round(record.created, 6), "level": record.levelname.lower(), "message": record.getMessage()}
+        line.update(getattr(record, "task", {}))
+        return json.dumps(line)
+
+
+def _log_to_stderr(settings: arguments.Settings) -> None:
+    handler = logging.StreamHandler()
+    text = logging.Formatter(f"%(asctime)s %(levelname)s rank {settings.layout.rank}: %(message)s")
+    handler.setFormatter(_JsonLines() if settings.log_format == "json" else text)
+    logger = logging.getLogger("kvswap.manager")
+    logger.addHandler(handler)
+    logger.setLevel(settings.log_level.upper())
+    logger.propagate = False
+
+
+def _device_name(settings: arguments.Settings) -> str:
+    if settings.device:
+        return settings.device
+    kind = "cuda" if _C._cuda_count()[0] > 0 else "host"
+    return f"{kind}:{settings.layout.device_id}"
+
+
+def _run(args: argparse.Namespace) -> int:
+    _need_packages()
+    from dataclasses import replace
+
+    from kvswap.fastdeploy.manager import process
+
+    try:
+        settings = arguments.settings_of(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    settings = replace(settings, device=_device_name(settings))
+    if not settings.mps:
+        arguments.disable_kernels()
+    _log_to_stderr(settings)
+    return process.run(settings)
+
+
+def _status(args: argparse.Namespace) -> int:
+    _need_packages()
+    from kvswap.fastdeploy.client import Client
+
+    with Client(arguments.place_of(args)) as client:
+        found = client.status(args.timeout)
+    print(json.dumps(found, indent=2) if args.json else _as_text(found))
+    return 0
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    state = found["state"] + (", ready" if found["ready"] else f", not ready: {found['why_not']}")
+    lines = [
+        f"state     {state}",
+        f"tasks     {found['under_way']} under way of {found['queue_limit']}, {found['done']} done, "
+        f"{found['failed']} failed, {found['undelivered']} messages undelivered",
+        f"caches    {found['layout']}",
+    ]
+    if found["last_failure"]:
+        lines.append(f"failure   {found['last_failure']}")
+    for rank in found["ranks"]:
+        where = f"process {rank['pid']}, " if rank["here"] else ""
+        late = f", {rank['overdue']} overdue" if rank["overdue"] else ""
+        lines.append(f"rank {rank['rank']:<4} {where}{rank['phase']}, {rank['tasks']} tasks{late}, "
+                     f"generation {rank['generation']}, heard {rank['silent']:.1f} s ago")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    _need_packages()
+    from kvswap.fastdeploy.client import Client
+
+    begun = time.monotonic()
+    with Client(arguments.place_of(args)) as client:
+        client.drain(args.timeout, undo=args.undo)
+    done = (
+        "takes tasks again" if args.undo else f"drained in {time.monotonic() - begun:.1f} s; --undo takes tasks again"
+    )
+    print(done, file=sys.stderr)
+    return 0

@@ -1,0 +1,554 @@
+"""Rank 0's other part: it takes tasks from clients, hands each to all ranks, and says how it ended.
+
+A task is done when all ranks have done it. One that a rank fails, or that a dead rank had, is reported failed with that
+rank and its reason, once, as soon as the others have ended theirs or died. Nothing waits for a rank without a limit.
+One thread calls it, the process's loop. It knows no sockets: `to_client` and `to_rank` carry its messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvswap.fastdeploy.manager.arguments import Settings
+from kvswap.fastdeploy.manager.messages import (
+    Answer,
+    Attach,
+    Beat,
+    Clear,
+    Do,
+    Done,
+    Drain,
+    FromClient,
+    GetHandles,
+    GetStatus,
+    Handles,
+    Kind,
+    Left,
+    Restore,
+    Result,
+    State,
+    Step,
+    StepDone,
+    Submit,
+    Task,
+    ToClient,
+    ToRank,
+)
+from kvswap.fastdeploy.manager.metrics import Metrics
+
+__all__ = ["Coordinator"]
+
+_log = logging.getLogger("kvswap.manager")
+
+_LOOK_EVERY = 0.05  # seconds
+_AWAY = 1.0  # seconds without a look: this process was stopped, and says nothing of the others
+_MOST_KEPT = 4096  # messages for one client
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank."""
+
+    number: int
+    here: bool = False
+    pid: int = 0
+    ready: bool = False
+    phase: str = "not started"
+    busy: int = 0
+    generation: int = 0
+    handles: Handles | None = None
+    leaving: bool = False
+    seen: float = 0.0
+    tasks: set[int] = field(default_factory=set)  # that it has been given and has not ended
+    overdue: set[int] = field(default_factory=set)  # that were reported failed while it still works on them
+
+
+@dataclass
+class _Pending:
+    """A task that is under way."""
+
+    number: int
+    client: bytes
+    task: Task
+    begun: float
+    waiting: set[int]
+    failed: tuple[int, str] | None = None  # the first one
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Operation:
+    """Clearing, restoring, attaching or draining: one at a time."""
+
+    what: str
+    deadline: float
+    handles: list[Handles] | None
+    asked: list[tuple[bytes, int]]  # client, request
+    number: int = 0
+    waiting: set[int] | None = None  # ranks that have not ended their step; None: tasks are still under way
+
+
+class Coordinator:
+    """See the module. `to_client` returns whether the client could take the message now."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        state: State,
+        to_client: Callable[[bytes, ToClient], bool],
+        to_rank: Callable[[int, ToRank], None],
+        keep_state: Callable[[State], None],
+        metrics: Metrics,
+    ) -> None:
+        self._settings, self._metrics = settings, metrics
+        self._to_client, self._to_rank, self._keep_state = to_client, to_rank, keep_state
+        self.state = state
+        self.ranks = [_Rank(i) for i in range(settings.ranks)]
+        self._pending: dict[int, _Pending] = {}
+        self._ids: set[str] = set()
+        self._undelivered: deque[tuple[bytes, ToClient]] = deque()
+        self._kept: Counter[bytes] = Counter()  # of those, by client
+        self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
+        self._operation: _Operation | None = None
+        self._reason = ""  # why the last operation failed
+        self._attached: list[Handles] | None = None
+        self._attached_once = False
+        self._draining = False
+        self.stopping = False
+        self._ended: Counter[str] = Counter()
+        self._looked = 0.0
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def hello(self, rank: int, pid: int) -> None:
+        """A rank is there, perhaps again: what an earlier process had in hand has failed."""
+        known = self.ranks[rank]
+        if known.here:
+            self.lost(rank, f"was started again as process {pid}")
+        self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting")
+        _log.info("rank=%d pid=%d is here", rank, pid)
+
+    def beat(self, beat: Beat) -> None:
+        rank = self.ranks[beat.rank]
+        rank.seen = time.monotonic()
+        rank.ready, rank.phase, rank.busy = beat.ready, beat.phase, beat.busy
+        rank.generation = beat.generation
+        if beat.handles is not None:
+            rank.handles = beat.handles
+        if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
+            self._give_again(rank)
+
+    def _give_again(self, rank: _Rank) -> None:
+        """A rank that was started again gets the caches that the others have."""
+        rank.phase = "attaching"
+        handles = self._attached[rank.number] if self._attached else None
+        self._to_rank(rank.number, Step(self._number(), "attach", handles))
+
+    def lost(self, number: int, why: str) -> None:
+        """A rank is dead. Its part of every task has failed."""
+        rank = self.ranks[number]
+        if not rank.here:
+            return
+        _log.warning("rank=%d pid=%d is lost: %s", number, rank.pid, why)
+        self._metrics.rank_lost(number)
+        tasks = rank.tasks
+        self.ranks[number] = _Rank(number, phase=f"lost: {why}"[:500])
+        for task in sorted(tasks):
+            self._part_ended(number, task, f"rank {number} {why}")
+        operation = self._operation
+        if operation is not None and operation.waiting is not None and number in operation.waiting:
+            self._end_operation("failed", f"rank {number} {why} while it was {operation.what}")
+
+    def leave(self, number: int) -> None:
+        self.ranks[number].leaving = True
+
+    def _not_ready(self) -> str:
+        """Why no task can be taken; empty if it can."""
+        if self.stopping:
+            return "the manager is stopping"
+        if self._draining:
+            return "the manager is draining"
+        if self.state != State.NORMAL:
+            return f"the caches are {self.state.name}"
+        for rank in self.ranks:
+            if not rank.here:
+                return f"rank {rank.number} of {len(self.ranks)} is not there ({rank.phase})"
+            if rank.leaving:
+                return f"rank {rank.number} is stopping"
+            if not rank.ready:
+                return f"rank {rank.number} is not ready: {rank.phase}"
+            if rank.overdue:
+                return f"rank {rank.number} still works on a task that was reported as too slow"
+        if self._operation is not None:
+            return f"the manager is busy with {self._operation.what}"
+        return ""
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def ask(self, client: bytes, message: FromClient) -> None:
+        """A client's request: it is answered, now or when it has ended."""
+        if isinstance(message, Submit):
+            code, why = self._submit(client, message.task)
+            self._answer(client, message.request, code, why)
+        elif isinstance(message, GetStatus):
+            self._answer(client, message.request, "ok", "", self.status())
+        elif isinstance(message, GetHandles):
+            self._answer_handles(client, message.request)
+        else:
+            self._operate(client, message)
+
+    def _answer(self, client: bytes, request: int, code: str, message: str = "", body: Any = None) -> None:
+        self.deliver(client, Answer(request, code, message, body))
+
+    def deliver(self, client: bytes, message: ToClient) -> None:
+        """In order; what the client cannot take now is kept, and counts against the queue's limit. A client that takes
+        nothing for thousands of messages gets none of them."""
+        if not self._kept[client] and self._to_client(client, message):
+            return
+        self._undelivered.append((client, message))
+        self._kept[client] += 1
+        if self._kept[client] > _MOST_KEPT:
+            self.gone(client)
+
+    def flush(self) -> None:
+        """Send what is kept. A client that does not read holds up its own messages only."""
+        blocked: set[bytes] = set()
+        kept, self._undelivered = self._undelivered, deque()
+        for client, message in kept:
+            if client in blocked or not self._to_client(client, message):
+                blocked.add(client)
+                self._undelivered.append((client, message))
+            elif self._kept[client] > 1:
+                self._kept[client] -= 1
+            else:
+                del self._kept[client]
+
+    @property
+    def undelivered(self) -> int:
+        return len(self._undelivered)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._pending)
+
+    def _submit(self, client: bytes, task: Task) -> tuple[str, str]:
+        if why := self._not_ready():
+            return "not_ready", why
+        if len(self._pending) + len(self._undelivered) >= self._settings.queue_limit:
+            return "full", f"{len(self._pending)} tasks are under way, as many as --queue_limit allows"
+        if why := self._wrong(task):
+            self._metrics.refused()
+            return "refused", why
+        number = self._number()
+        everybody = {rank.number for rank in self.ranks}
+        self._pending[number] = _Pending(number, client, task, time.monotonic(), set(everybody))
+        self._ids.add(task.transfer_task_id)
+        self._metrics.queue_depth(len(self._pending))
+        for rank in self.ranks:
+            rank.tasks.add(number)
+        for i in sorted(everybody):
+            self._to_rank(i, Do(number, task))
+        return "ok", ""
+
+    def _wrong(self, task: Task) -> str:
+        """What is wrong with a task; empty if nothing is. The ranks look at the rest."""
+        if task.event_type not in set(Kind):
+            served = ", ".join(f"{kind.value} ({kind.name})" for kind in Kind)
+            return f"event_type is {task.event_type}: tasks are of type {served}"
+        if task.transfer_task_id in self._ids:
+            return f"transfer_task_id {task.transfer_task_id!r} is under way already"
+        gpu, cpu = task.gpu_block_ids, task.cpu_block_ids
+        if len(gpu) != len(cpu):
+            return f"gpu_block_ids has {len(gpu)} ids and cpu_block_ids has {len(cpu)}: they are pairs"
+        layout = self._settings.layout
+        for name, ids, limit in (
+            ("gpu_block_ids", gpu, layout.num_gpu_blocks),
+            ("cpu_block_ids", cpu, layout.num_cpu_blocks),
+        ):
+            for i, block in enumerate(ids):
+                if block >= limit:
+                    return f"{name}[{i}] is {block}: must be in [0, {limit})"
+        name, targets = ("cpu_block_ids", cpu) if task.event_type == Kind.SWAP2CPU else ("gpu_block_ids", gpu)
+        if len(set(targets)) != len(targets):
+            return f"{name} names block {Counter(targets).most_common(1)[0][0]} twice: each target has one source"
+        if task.events is not None and len(task.events) != len(self.ranks):
+            return f"events has {len(task.events)} items: one for each of {len(self.ranks)} ranks"
+        return ""
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    # -- tasks that end -----------------------------------------------------------------------------------------------
+
+    def done(self, done: Done) -> None:
+        """A rank has ended its part."""
+        rank = self.ranks[done.rank]
+        rank.tasks.discard(done.number)
+        rank.overdue.discard(done.number)
+        pending = self._pending.get(done.number)
+        if pending is None:
+            return  # reported already, as too slow
+        pending.nbytes += done.nbytes
+        pending.seconds = max(pending.seconds, done.seconds)
+        self._part_ended(done.rank, done.number, "" if done.ok else done.reason)
+
+    def _part_ended(self, rank: int, number: int, reason: str) -> None:
+        pending = self._pending.get(number)
+        if pending is None:
+            return
+        pending.waiting.discard(rank)
+        if reason and pending.failed is None:
+            pending.failed = (rank, reason)
+        if not pending.waiting:
+            self._report(pending)
+
+    def _report(self, pending: _Pending) -> None:
+        """Exactly once: it is under way no more."""
+        del self._pending[pending.number]
+        task = pending.task
+        self._ids.discard(task.transfer_task_id)
+        rank, reason = pending.failed if pending.failed is not None else (None, "")
+        ok = pending.failed is None
+        seconds = time.monotonic() - pending.begun
+        kind = Kind(task.event_type).name
+        self._ended["done" if ok else "failed"] += 1
+        self._metrics.queue_depth(len(self._pending))
+        self._metrics.task_ended(kind, ok, pending.nbytes, seconds, pending.seconds)
+        _log.log(
+            logging.INFO if ok else logging.WARNING,
+            "task=%s type=%s ok=%s blocks=%d bytes=%d seconds=%.6f%s",
+            task.transfer_task_id, kind, ok, len(task.gpu_block_ids), pending.nbytes, seconds,
+            "" if ok else f" rank={rank} reason={reason!r}",
+            extra={"task": {"task": task.transfer_task_id, "type": kind, "ok": ok, "blocks": len(task.gpu_block_ids),
+                            "bytes": pending.nbytes, "seconds": round(seconds, 6), "rank": rank, "reason": reason}},
+        )  # fmt: skip
+        self.deliver(
+            pending.client,
+            Result(
+                task.transfer_task_id,
+                task.event_type,
+                task.swap_node_ids,
+                task.gpu_block_ids,
+                task.cpu_block_ids,
+                ok,
+                rank,
+                reason,
+                pending.nbytes,
+                seconds,
+            ),
+        )
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """What time brings: ranks that are silent, tasks and operations that take too long."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_EVERY:
+            if now - self._looked > _AWAY:
+                for rank in self.ranks:
+                    rank.seen = now
+            self._looked = now
+            self._look(now)
+        self._go_on(now)
+        self.flush()
+
+    def _look(self, now: float) -> None:
+        for rank in self.ranks[1:]:
+            if rank.here and now - rank.seen > self._settings.rank_timeout:
+                limit = f"{self._settings.rank_timeout:g} s"
+                self.lost(rank.number, f"(process {rank.pid}) was silent for {limit}, and may still write the blocks")
+            elif rank.leaving and rank.here and not rank.tasks:
+                self._to_rank(rank.number, Left())
+        late = [p for p in self._pending.values() if now - p.begun > self._settings.task_timeout]
+        for pending in late:
+            slow = sorted(pending.waiting)
+            for i in slow:
+                self.ranks[i].overdue.add(pending.number)
+            if pending.failed is None:
+                limit = f"took longer than {self._settings.task_timeout:g} s"
+                pending.failed = (
+                    slow[0],
+                    f"{limit}, and may still write the blocks: no task is taken until it has ended",
+                )
+            self._report(pending)
+
+    # -- clearing and the like ----------------------------------------------------------------------------------------
+
+    def _operate(self, client: bytes, message: Drain | Attach | Clear | Restore) -> None:
+        if isinstance(message, Drain) and message.undo:
+            self._draining = False
+            self._answer(client, message.request, "ok", "", self.status())
+            return
+        what = type(message).__name__.lower()
+        asked = (client, message.request)
+        if self._operation is not None:
+            if self._operation.what == what:
+                self._operation.asked.append(asked)
+            else:
+                self._answer(*asked, "busy", f"the manager is busy with {self._operation.what}")
+            return
+        if why := self._cannot(what):
+            self._answer(*asked, "refused", why)
+            return
+        if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
+            self._answer(*asked, "ok", f"the caches are {self.state.name} already", self.status())
+            return
+        handles = message.handles if isinstance(message, Attach | Restore) else None
+        if handles is not None and len(handles) != len(self.ranks):
+            self._answer(
+                *asked, "refused", f"handles has {len(handles)} items: one for each of {len(self.ranks)} ranks"
+            )
+            return
+        self._operation = _Operation(what, time.monotonic() + message.timeout, handles, [asked])
+        self._reason = ""
+        if what == "drain":
+            self._draining = True
+        elif what == "clear":
+            self._set_state(State.CLEARING)
+        elif what == "restore":
+            self._set_state(State.UPDATING)
+        self._go_on(time.monotonic())
+
+    def _cannot(self, what: str) -> str:
+        if what == "restore" and self.state == State.CLEARING:
+            return "the caches are CLEARING: that did not end, clear again first"
+        if what == "attach" and self.state != State.NORMAL:
+            return f"the caches are {self.state.name}: restore them with the new handles"
+        if what == "attach" and self._settings.create:
+            return "the managers created the caches themselves (--create_cache_tensor): ask them for handles"
+        return ""
+
+    def _set_state(self, state: State) -> None:
+        if state != self.state:
+            _log.info("state=%s was=%s", state.name, self.state.name)
+            self.state = state
+            self._keep_state(state)
+
+    def _go_on(self, now: float) -> None:
+        """The operation's next step, if it can be taken."""
+        operation = self._operation
+        if operation is None:
+            return
+        if now > operation.deadline:
+            self._end_operation("timeout", f"{operation.what} did not end in time: {self._held_up(operation)}")
+        elif operation.waiting is None and not self._pending and not any(rank.tasks for rank in self.ranks):
+            if operation.what == "drain":
+                self._end_operation("ok", "")
+            else:
+                self._begin_steps(operation)
+
+    def _held_up(self, operation: _Operation) -> str:
+        if operation.waiting is None:
+            missing = [f"rank {rank.number} is not there ({rank.phase})" for rank in self.ranks if not rank.here]
+            busy = [f"rank {rank.number} has {len(rank.tasks)} tasks under way" for rank in self.ranks if rank.tasks]
+            return "; ".join(missing + busy)
+        return "; ".join(f"rank {i} is {self.ranks[i].phase}" for i in sorted(operation.waiting))
+
+    def _begin_steps(self, operation: _Operation) -> None:
+        missing = [rank for rank in self.ranks if not rank.here]
+        if missing:  # wait for it to be started again, as long as the time lasts
+            return
+        operation.number = self._number()
+        operation.waiting = {rank.number for rank in self.ranks}
+        for rank in self.ranks:
+            rank.ready = False
+            rank.phase = {"clear": "clearing", "attach": "attaching"}.get(operation.what, "restoring")
+        for i in sorted(operation.waiting):
+            handles = operation.handles[i] if operation.handles is not None else None
+            self._to_rank(i, Step(operation.number, operation.what, handles))
+
+    def step_done(self, done: StepDone) -> None:
+        operation = self._operation
+        if operation is None or operation.waiting is None or operation.number != done.number:
+            return
+        operation.waiting.discard(done.rank)
+        if not done.ok:
+            self._end_operation("failed", f"rank {done.rank}: {done.reason}")
+        elif not operation.waiting:
+            self._end_operation("ok", "")
+
+    def _end_operation(self, code: str, message: str) -> None:
+        """The state moves on only when all ranks did it; else the same request goes on from here."""
+        operation, self._operation = self._operation, None
+        assert operation is not None
+        if code == "ok":
+            if operation.what == "clear":
+                self._set_state(State.CLEARED)
+                for rank in self.ranks:
+                    rank.handles = None
+            else:
+                if operation.what == "restore":
+                    self._set_state(State.NORMAL)
+                if operation.what in ("restore", "attach") and not self._settings.create:
+                    self._attached, self._attached_once = operation.handles, True
+        else:
+            self._reason = message
+            _log.warning("%s: %s", operation.what, message)
+        for client, request in operation.asked:
+            self._answer(client, request, code, message, self.status())
+
+    def _answer_handles(self, client: bytes, request: int) -> None:
+        why = self._not_ready()
+        if why or not self._settings.create:
+            self._answer(client, request, "not_ready" if why else "refused", why or "the engine created the caches")
+            return
+        missing = [rank.number for rank in self.ranks if rank.handles is None]
+        if missing:
+            self._answer(client, request, "not_ready", f"rank {missing[0]} has not told its handles yet")
+            return
+        body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
+        self._answer(client, request, "ok", "", body)
+
+    # -- what there is to see -----------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        now = time.monotonic()
+        return {
+            "state": self.state.name,
+            "ready": not self._not_ready(),
+            "why_not": self._not_ready(),
+            "draining": self._draining,
+            "operation": self._operation.what if self._operation else None,
+            "last_failure": self._reason,
+            "under_way": len(self._pending),
+            "undelivered": len(self._undelivered),
+            "queue_limit": self._settings.queue_limit,
+            "done": self._ended["done"],
+            "failed": self._ended["failed"],
+            "layout": self._settings.layout.describe(),
+            "ranks": [
+                {
+                    "rank": rank.number,
+                    "here": rank.here,
+                    "pid": rank.pid,
+                    "ready": rank.ready,
+                    "phase": rank.phase,
+                    "tasks": len(rank.tasks),
+                    "overdue": len(rank.overdue),
+                    "generation": rank.generation,
+                    "silent": round(now - rank.seen, 3) if rank.here and rank.number else 0.0,
+                }
+                for rank in self.ranks
+            ],
+        }
+
+    def abandon(self, why: str) -> None:
+        """Report what is still under way as failed: the manager ends."""
+        for pending in list(self._pending.values()):
+            if pending.failed is None:
+                pending.failed = (min(pending.waiting, default=0), why)
+            self._report(pending)
+
+    def gone(self, client: bytes) -> None:
+        """Nobody reads what is kept for a client: it has died, or takes nothing."""
+        dropped = self._kept.pop(client, 0)
+        if dropped:
+            self._undelivered = deque((to, message) for to, message in self._undelivered if to != client)
+            _log.warning("a client is gone, or reads nothing: %d messages for it are dropped", dropped)

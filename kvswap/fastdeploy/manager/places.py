@@ -1,0 +1,95 @@
+"""Where the manager's socket and locks are, and who may use them: one folder of mode 0700 for each manager."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from kvswap import _C
+
+_MOST_PATH_NBYTES = 107  # of a Unix socket's address
+
+
+def default_directory(port: int, data_parallel_id: int = 0) -> Path:
+    """The folder of the manager that serves an engine's cache queue port, and of its clients."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime, "kvswap") if runtime else Path(f"/tmp/kvswap-{os.getuid()}")
+    return base / f"manager-{port}.{data_parallel_id}"
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make it, for this user alone. kvswap.Error: it is there and somebody else's, or open to others."""
+    for folder in (directory.parent, directory):
+        if folder == directory or not folder.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_directory(directory)
+
+
+def check_directory(directory: Path) -> None:
+    """kvswap.Error: it is not there, not this user's, or others can enter it."""
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        raise _C.Error(f"{directory} is not there: no manager was started with this port (or --socket_dir)") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise _C.Error(f"{directory} is no folder")
+    if found.st_uid != os.getuid():
+        raise _C.Error(f"{directory} belongs to user {found.st_uid}, not to {os.getuid()}: it is not to be trusted")
+    if found.st_mode & 0o077:
+        raise _C.Error(f"{directory} has mode {found.st_mode & 0o777:o}: it must be 700, so that nobody else gets in")
+
+
+def socket_path(directory: Path) -> Path:
+    path = directory / "manager.sock"
+    if len(os.fsencode(path)) > _MOST_PATH_NBYTES:
+        raise _C.Error(f"{path} is too long for a socket's address: choose a shorter --socket_dir")
+    return path
+
+
+class Lock:
+    """Held by a rank as long as it lives: the kernel gives it up with the process, however that ends."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._fd = os.open(directory / f"rank{rank}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            raise _C.Error(f"rank {rank} runs already in {directory}, as process {owner or 'unknown'}") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Peer:
+    """Who sent a message: what the kernel says of the other end of the socket."""
+
+    __slots__ = ("pid", "uid")
+
+    def __init__(self, frame: Any) -> None:
+        self.uid = self.pid = -1
+        try:
+            parts = str(frame.get("Peer-Address")).split(":")
+            self.uid, self.pid = int(parts[-3]), int(parts[-1])
+        except (LookupError, ValueError, TypeError, OSError):
+            pass  # a libzmq that does not tell: -1 is nobody's, so the message is not taken
+
+    @property
+    def ours(self) -> bool:
+        return self.uid == os.getuid()
+
+
+def watch_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the kernel cannot tell."""
+    if pid <= 0 or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

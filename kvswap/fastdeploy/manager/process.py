@@ -1,0 +1,481 @@
+"""The loops: of rank 0, which serves clients and the other ranks, and of those.
+
+A loop takes the messages that are there, lets the worker submit and report, and sleeps until something comes: a
+millisecond while swaps are under way, a twentieth of a second else. Signals set a flag.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvswap import _C
+from kvswap.fastdeploy.manager import messages, places
+from kvswap.fastdeploy.manager.arguments import Settings
+from kvswap.fastdeploy.manager.coordinator import Coordinator
+from kvswap.fastdeploy.manager.messages import (
+    Answer,
+    Beat,
+    Bye,
+    Do,
+    Done,
+    Hello,
+    Leave,
+    Left,
+    Refuse,
+    State,
+    Step,
+    StepDone,
+    ToClient,
+    ToRank,
+    Unknown,
+    Welcome,
+)
+from kvswap.fastdeploy.manager.metrics import Metrics
+from kvswap.fastdeploy.manager.worker import Worker
+
+__all__ = ["run"]
+
+_log = logging.getLogger("kvswap.manager")
+
+_BEAT_EVERY = 0.5
+_BUSY_MS, _IDLE_MS = 1, 50
+_AT_ONCE = 200  # messages taken before the worker gets its turn
+_MOST_CLIENTS = 256
+_KEPT_MESSAGES = 4096  # in a socket's queues
+_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
+
+
+class Stop:
+    """Whether SIGTERM or SIGINT came."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+
+def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
+    socket.setsockopt(zmq.SNDHWM, _KEPT_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
+    socket.setsockopt(zmq.LINGER, 2000)
+    return socket
+
+
+def _beat(worker: Worker, settings: Settings) -> Beat:
+    """How this rank is, without its handles."""
+    return Beat(settings.layout.rank, worker.ready, worker.phase, worker.busy, worker.generation)
+
+
+def _request_in(frame: zmq.Frame) -> int:
+    """The number of a malformed request, so that whoever waits for its answer is told; 0 if there is none."""
+    try:
+        found = msgspec.msgpack.decode(frame.buffer)
+        number = found.get("request", 0) if isinstance(found, dict) else 0
+    except _DECODE_ERRORS:
+        return 0
+    return number if isinstance(number, int) and 0 <= number < 1 << 62 else 0
+
+
+class _Connection:
+    """Another process that talks to rank 0: a client, or a rank."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.watch, self.rank = pid, places.watch_process(pid), -1
+
+    def close(self) -> None:
+        if self.watch is not None:
+            os.close(self.watch)
+            self.watch = None
+
+
+class Rank0:
+    """The rank that clients and the other ranks talk to."""
+
+    def __init__(self, settings: Settings, stop: Stop) -> None:
+        self._settings, self._stop = settings, stop
+        self._metrics = Metrics(settings.metrics_port)
+        self._state_file = settings.directory / "state"
+        state = _read_state(self._state_file)
+        self._path = places.socket_path(settings.directory)
+        self._path.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is not there
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(f"ipc://{self._path}")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._connections: dict[bytes, _Connection] = {}
+        self._coordinator = Coordinator(
+            settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
+        )
+        self._worker = Worker(settings, self._report)
+        self._coordinator.hello(0, os.getpid())
+        self._worker.start(state)
+
+    def _keep_state(self, state: State) -> None:
+        """So that after kill -9 it is not taken for granted that the engine's caches are there."""
+        new = self._state_file.with_suffix(".new")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(state.name)
+        new.replace(self._state_file)
+
+    # -- messages out -------------------------------------------------------------------------------------------------
+
+    def _send(self, client: bytes, message: Any) -> bool:
+        """False: not now. What is for somebody who has gone is dropped."""
+        try:
+            self._socket.send_multipart([client, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(client)
+        return True
+
+    def _to_client(self, client: bytes, message: ToClient) -> bool:
+        return self._send(client, message)
+
+    def _to_rank(self, rank: int, message: ToRank) -> None:
+        if rank == 0:
+            if isinstance(message, Do):
+                self._worker.take(message.number, message.task)
+            elif isinstance(message, Step):
+                self._worker.begin(message)
+            return
+        for name, connection in list(self._connections.items()):
+            if connection.rank == rank and not self._send(name, message):
+                self._coordinator.lost(rank, f"(process {connection.pid}) takes no messages")
+
+    def _tell(self) -> None:
+        beat = _beat(self._worker, self._settings)
+        beat.handles = self._worker.handles
+        self._coordinator.beat(beat)
+
+    def _report(self, message: Done | StepDone) -> None:
+        self._tell()
+        if isinstance(message, Done):
+            self._coordinator.done(message)
+        else:
+            self._coordinator.step_done(message)
+
+    # -- messages in --------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = places.Peer(frames[-1])
+            if not peer.ours:
+                self._metrics.stranger()
+                _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
+                continue
+            name = frames[0].bytes
+            try:
+                if len(frames) != 2:
+                    raise ValueError(f"{len(frames) - 1} parts: a message has one")
+                message = messages.to_server.decode(frames[1].buffer)
+            except _DECODE_ERRORS as error:
+                self._metrics.malformed()
+                _log.debug("malformed message of process %d: %s", peer.pid, error)
+                self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
+                continue
+            self._handle(name, peer.pid, message)
+
+    def _handle(self, name: bytes, pid: int, message: Any) -> None:
+        connection = self._connections.get(name)
+        if connection is None and (connection := self._admit(name, pid)) is None:
+            self._send(name, Answer(getattr(message, "request", 0), "refused", f"{_MOST_CLIENTS} clients are here"))
+            return
+        if isinstance(message, Bye):
+            self._forget(name)
+        elif isinstance(message, Hello):
+            self._hello(name, connection, message)
+        elif isinstance(message, Beat | Done | StepDone | Leave):
+            self._from_rank(name, connection, message)
+        else:
+            self._coordinator.ask(name, message)
+
+    def _admit(self, name: bytes, pid: int) -> _Connection | None:
+        """None: there are too many, also when those that have gone without a word are forgotten."""
+        most = _MOST_CLIENTS + self._settings.ranks
+        if len(self._connections) >= most:
+            for known in list(self._connections):
+                self._send(known, Answer(0, "ok", "are you there?"))
+        if len(self._connections) >= most:
+            return None
+        connection = self._connections[name] = _Connection(pid)
+        if connection.watch is not None:
+            self._poller.register(connection.watch, zmq.POLLIN)
+        return connection
+
+    def _hello(self, name: bytes, connection: _Connection, message: Hello) -> None:
+        ours = self._settings.layout.describe()
+        if not 0 < message.rank < self._settings.ranks:
+            self._send(name, Refuse(f"rank {message.rank}: rank 0 was started with --mp_num {self._settings.ranks}"))
+        elif message.shape != ours:
+            self._send(name, Refuse(f"its caches are {message.shape}; those of rank 0 are {ours}"))
+        else:
+            for other, known in list(self._connections.items()):
+                if known.rank == message.rank and other != name:
+                    self._drop(other)
+            connection.rank = message.rank
+            self._coordinator.hello(message.rank, connection.pid)
+            self._send(name, Welcome(self._coordinator.state))
+
+    def _from_rank(self, name: bytes, connection: _Connection, message: Beat | Done | StepDone | Leave) -> None:
+        if connection.rank < 0 or connection.rank != message.rank or not self._coordinator.ranks[message.rank].here:
+            self._send(name, Unknown())
+        elif isinstance(message, Beat):
+            self._coordinator.beat(message)
+        elif isinstance(message, Done):
+            self._coordinator.done(message)
+        elif isinstance(message, StepDone):
+            self._coordinator.step_done(message)
+        else:
+            self._coordinator.leave(message.rank)
+
+    def _forget(self, name: bytes) -> None:
+        """A process has gone."""
+        connection = self._drop(name)
+        if connection is not None and connection.rank >= 0:
+            self._coordinator.lost(connection.rank, f"(process {connection.pid}) died")
+        self._coordinator.gone(name)
+
+    def _drop(self, name: bytes) -> _Connection | None:
+        connection = self._connections.pop(name, None)
+        if connection is not None:
+            if connection.watch is not None:
+                self._poller.unregister(connection.watch)
+            connection.close()
+        return connection
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        try:
+            deadline = None
+            beaten = 0.0
+            while deadline is None or self._unfinished(deadline):
+                busy = self._worker.pump()
+                if self._worker.failed:
+                    raise _C.Error(self._worker.failed)
+                if time.monotonic() - beaten > _BEAT_EVERY:
+                    beaten = time.monotonic()
+                    self._tell()
+                self._coordinator.tick()
+                self._wait(busy)
+                if self._stop.asked and deadline is None:
+                    self._coordinator.stopping = True
+                    deadline = time.monotonic() + self._settings.stop_timeout
+            return 0 if self._coordinator.under_way == 0 else 1
+        finally:
+            self._close()
+
+    def _unfinished(self, deadline: float) -> bool:
+        left = self._coordinator.under_way + self._coordinator.undelivered
+        return left > 0 and time.monotonic() < deadline
+
+    def _wait(self, busy: bool) -> None:
+        waiting = busy or self._coordinator.undelivered > 0
+        ready = self._poller.poll(_BUSY_MS if waiting else _IDLE_MS)
+        gone = {fd for fd, _ in ready if isinstance(fd, int)}
+        self._take()  # first what it said before it ended
+        for name, connection in list(self._connections.items()):
+            if connection.watch in gone:
+                self._forget(name)
+
+    def _close(self) -> None:
+        self._coordinator.abandon("the manager was stopped")
+        self._coordinator.flush()
+        for name in list(self._connections):
+            self._drop(name)
+        with contextlib.suppress(Exception):  # the process ends: the driver frees what is left
+            self._worker.close(self._settings.stop_timeout)
+        self._socket.close()
+        self._context.term()
+        for path in (self._path, self._state_file):
+            path.unlink(missing_ok=True)
+        self._metrics.close()
+
+
+class RankN:
+    """Any other rank: it does what rank 0 says."""
+
+    def __init__(self, settings: Settings, stop: Stop) -> None:
+        self._settings, self._stop = settings, stop
+        self._metrics = Metrics(settings.metrics_port)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = _socket(self._context, zmq.DEALER)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a rank 0 that is not there
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.connect(f"ipc://{places.socket_path(settings.directory)}")
+        self._worker = Worker(settings, self._report)
+        self._welcome = self._started = self._left = False
+        self._looped = time.monotonic()
+        self._told = 0  # generation of the handles that rank 0 has
+        self._refused = ""
+        self._rank0: _Connection | None = None
+
+    def _send(self, message: Any) -> bool:
+        try:
+            self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _report(self, message: Done | StepDone) -> None:
+        self._tell()
+        self._send(message)
+
+    def _tell(self) -> None:
+        """That it is alive; and new handles, once."""
+        beat = _beat(self._worker, self._settings)
+        if self._told != beat.generation:
+            beat.handles = self._worker.handles
+        if self._send(beat) and beat.handles is not None:
+            self._told = beat.generation
+
+    def _take(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = places.Peer(frame)
+            if not peer.ours:
+                self._metrics.stranger()
+                continue
+            try:
+                message = messages.to_rank.decode(frame.buffer)
+            except _DECODE_ERRORS as error:
+                _log.debug("malformed message of rank 0: %s", error)
+                continue
+            self._watch(peer.pid)
+            self._handle(message)
+
+    def _watch(self, pid: int) -> None:
+        if self._rank0 is None or self._rank0.pid != pid:
+            if self._rank0 is not None:
+                self._rank0.close()
+            self._rank0 = _Connection(pid)
+
+    def _handle(self, message: ToRank) -> None:
+        if isinstance(message, Do | Step) and not self._welcome:
+            return  # from before rank 0 gave this rank up: it has been reported failed
+        if isinstance(message, Do):
+            self._worker.take(message.number, message.task)
+        elif isinstance(message, Step):
+            self._worker.begin(message)
+        elif isinstance(message, Welcome):
+            self._welcome, self._told = True, 0
+            if not self._started:
+                self._started = True
+                self._worker.start(State(message.state))
+        elif isinstance(message, Unknown):
+            self._start_over("rank 0 does not know this rank")
+        elif isinstance(message, Left):
+            self._left = True
+        else:
+            self._refused = message.message
+
+    def _start_over(self, why: str) -> None:
+        """What was not begun never will be: rank 0, or whoever asked it, counts those tasks as failed."""
+        if self._welcome:
+            _log.warning("%s: %d tasks that were not begun are dropped", why, self._worker.drop_waiting())
+            self._welcome = False
+
+    def _look_around(self) -> None:
+        """Was this process stopped for so long, or has rank 0 died?"""
+        now = time.monotonic()
+        if now - self._looped > self._settings.rank_timeout / 2:
+            self._start_over(f"this rank was away for {now - self._looped:.1f} s")
+        self._looped = now
+        if self._rank0 is not None and _has_ended(self._rank0):
+            self._start_over(f"rank 0 (process {self._rank0.pid}) has ended")
+            self._rank0.close()
+            self._rank0 = None
+
+    def run(self) -> int:
+        rank, said, deadline = self._settings.layout.rank, 0.0, None
+        try:
+            while deadline is None or self._unfinished(deadline):
+                self._look_around()
+                busy = self._worker.pump()
+                if self._worker.failed:
+                    raise _C.Error(self._worker.failed)
+                if self._refused:
+                    raise _C.Error(f"rank 0 refuses this rank: {self._refused}")
+                if time.monotonic() - said > _BEAT_EVERY:
+                    said = time.monotonic()
+                    if self._welcome:
+                        self._tell()
+                    else:
+                        self._send(Hello(rank, self._settings.layout.describe()))
+                self._socket.poll(_BUSY_MS if busy else _IDLE_MS)
+                self._take()
+                if self._stop.asked:
+                    deadline = deadline or time.monotonic() + self._settings.stop_timeout
+                    self._send(Leave(rank))
+            return 0 if self._worker.busy == 0 else 1
+        finally:
+            self._close()
+
+    def _unfinished(self, deadline: float) -> bool:
+        """It ends when rank 0 has nothing more for it, or is not there."""
+        if time.monotonic() > deadline:
+            return False
+        if not self._welcome:
+            return self._worker.busy > 0
+        return not self._left or self._worker.busy > 0
+
+    def _close(self) -> None:
+        if self._rank0 is not None:
+            self._rank0.close()
+        with contextlib.suppress(Exception):
+            self._worker.close(self._settings.stop_timeout)
+        self._socket.close()
+        self._context.term()
+        self._metrics.close()
+
+
+def _has_ended(connection: _Connection) -> bool:
+    return connection.watch is not None and bool(zmq.select([connection.watch], [], [], 0)[0])
+
+
+def _read_state(path: Path) -> State:
+    try:
+        return State[path.read_text()]
+    except (FileNotFoundError, KeyError):
+        return State.NORMAL
+
+
+def run(settings: Settings) -> int:
+    """Run a rank until SIGTERM; the exit status. kvswap.Error: it cannot run."""
+    os.umask(0o077)
+    places.prepare_directory(settings.directory)
+    lock = places.Lock(settings.directory, settings.layout.rank)
+    stop = Stop()
+    try:
+        kind: Callable[[Settings, Stop], Rank0 | RankN] = Rank0 if settings.layout.rank == 0 else RankN
+        return kind(settings, stop).run()
+    finally:
+        lock.close()

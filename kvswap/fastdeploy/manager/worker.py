@@ -1,0 +1,257 @@
+"""The part of every rank: its caches, the swaps that are under way, and the steps of clearing and restoring.
+
+One thread calls it, the process's loop; what takes long (allocating, freeing, opening) is a step, which runs beside it,
+one at a time, while no swap is submitted. Tasks are submitted in the order in which they came, as many as the lanes of
+the device hold; they end when they end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvswap import _C
+from kvswap.fastdeploy import ipc
+from kvswap.fastdeploy.manager import caches
+from kvswap.fastdeploy.manager.arguments import Settings
+from kvswap.fastdeploy.manager.messages import Done, Handles, Kind, State, Step, StepDone, Task
+
+__all__ = ["Worker"]
+
+_log = logging.getLogger("kvswap.manager")
+
+_MOST_UNDER_WAY = 96  # in one direction: a lane of the device holds 128
+_MOST_EVENTS = 64
+
+
+@dataclass
+class _Running:
+    number: int
+    transfer: _C.Transfer
+    begun: float
+
+
+class _StepThread(threading.Thread):
+    """A step, and how it ended."""
+
+    def __init__(self, step: Step, run: Callable[[Step], None]) -> None:
+        super().__init__(name=f"kvswap-{step.what}", daemon=True)
+        self.step, self._run, self.reason, self.error = step, run, "", None
+        self.begun = time.monotonic()
+
+    def run(self) -> None:
+        try:
+            self._run(self.step)
+        except Exception as error:  # whatever it is, the other ranks are told
+            self.reason = f"{type(error).__name__}: {error}"
+            _log.debug("step %s failed", self.step.what, exc_info=error)
+
+    error: BaseException | None
+
+
+class Worker:
+    """What a rank does. `report` is given what rank 0 is to hear."""
+
+    def __init__(self, settings: Settings, report: Callable[[Done | StepDone], None]) -> None:
+        self._settings, self._report = settings, report
+        self._layout = settings.layout
+        self._device: _C.Device | None = None
+        self._gpu: caches.GpuSide | None = None
+        self._host: caches.HostSide | None = None
+        self._generation = 0
+        self._waiting: deque[tuple[int, Task, float]] = deque()
+        self._running: dict[Kind, deque[_Running]] = {kind: deque() for kind in Kind}
+        self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
+        self._step: _StepThread | None = None
+        self._next_step: Step | None = None  # that came while another one ran
+        self.phase = "starting"
+        self.failed = ""  # why it could not start
+
+    # -- how it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self._step is None and self._gpu is not None and (self._host is not None or not self._has_host)
+
+    @property
+    def _has_host(self) -> bool:
+        return self._layout.num_cpu_blocks > 0
+
+    @property
+    def busy(self) -> int:
+        return len(self._waiting) + sum(len(lane) for lane in self._running.values())
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
+    def handles(self) -> Handles | None:
+        """Of the caches that it created."""
+        gpu = self._gpu
+        return None if gpu is None or not self._settings.create or self._step is not None else gpu.handles
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def start(self, state: State) -> None:
+        """Open the device, and allocate if the caches are meant to be there."""
+        self._begin(Step(number=-1, what="start" if state == State.NORMAL else "open"))
+
+    def begin(self, step: Step) -> None:
+        """Begin a step of rank 0's, now or when the one that runs has ended: rank 0 may have given that up."""
+        if self._step is not None:
+            self._next_step = step
+        else:
+            self._begin(step)
+
+    def _begin(self, step: Step) -> None:
+        self.phase = {"start": "allocating", "attach": "attaching", "clear": "clearing"}.get(step.what, step.what)
+        self._step = _StepThread(step, self._run_step)
+        self._step.start()
+
+    def _run_step(self, step: Step) -> None:
+        if self._device is None:
+            self._device = _C.Device(self._settings.device)
+        if step.what == "clear":
+            self._clear(self._device)
+        elif step.what in ("start", "restore", "attach"):
+            self._allocate(self._device, step)
+
+    def _allocate(self, device: _C.Device, step: Step) -> None:
+        """What is missing. After a failure it goes on from where that was."""
+        if self._host is None and self._has_host:
+            self._host = caches.HostSide(device, self._layout)
+        if self._gpu is None and self._settings.create:
+            self._gpu = caches.create(device, self._layout, self._settings.slab, self._generation)
+            self._generation = self._gpu.generation
+        elif not self._settings.create and step.what != "start":
+            self._attach(device, step.handles)
+
+    def _attach(self, device: _C.Device, handles: Handles | None) -> None:
+        device.synchronize(self._settings.step_timeout)
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
+        self._gpu = caches.attach(device, self._layout, handles)
+        self._generation = max(self._generation + 1, self._gpu.generation)
+
+    def _clear(self, device: _C.Device) -> None:
+        """Once, however often it is called. Nothing is freed that a copy still uses."""
+        device.synchronize(self._settings.step_timeout)
+        self._events.clear()
+        if self._host is not None:
+            self._host.written[:] = False  # kept or not: the keys and values are of weights that are no more
+            if not self._settings.keep_swap_space:
+                self._host.close()
+                self._host = None
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
+
+    def _end_step(self) -> None:
+        step = self._step
+        if step is None or step.is_alive():
+            return
+        self._step = None
+        what = step.step.what
+        if step.reason:
+            self.phase = f"{what} failed: {step.reason}"[:500]
+        else:
+            self.phase = "ready" if self.ready else "waits for attach()" if what == "start" else "cleared"
+        _log.info("step=%s rank=%d ok=%s seconds=%.3f phase=%r", what, self._layout.rank, not step.reason,
+                  time.monotonic() - step.begun, self.phase)  # fmt: skip
+        if step.step.number >= 0:
+            self._report(StepDone(self._layout.rank, step.step.number, not step.reason, step.reason))
+        elif step.reason:
+            self.failed = step.reason
+        if self._next_step is not None:
+            following, self._next_step = self._next_step, None
+            self._begin(following)
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    def take(self, number: int, task: Task) -> None:
+        self._waiting.append((number, task, time.monotonic()))
+
+    def drop_waiting(self) -> int:
+        """Tasks that are not submitted yet will not be; how many."""
+        dropped = len(self._waiting)
+        self._waiting.clear()
+        return dropped
+
+    def pump(self) -> bool:
+        """Submit what can be, report what has ended; whether anything is under way."""
+        self._end_step()
+        for lane in self._running.values():
+            while lane and lane[0].transfer.done():
+                self._finish(lane.popleft())
+        while self._waiting and self._submit(*self._waiting[0]):
+            self._waiting.popleft()
+        return self._step is not None or self.busy > 0
+
+    def _submit(self, number: int, task: Task, came: float) -> bool:
+        """False: not now. In order, because what a task reads another one in front of it may write."""
+        kind = Kind(task.event_type)
+        if not self.ready:
+            if self._step is None:
+                self._fail(number, f"no caches: {self.phase}", came)
+            return self._step is None
+        if len(self._running[kind]) >= _MOST_UNDER_WAY:
+            return False
+        try:
+            if self._gpu is None or self._host is None:
+                raise ValueError("there is no host memory (--num_cpu_blocks 0)")
+            transfer = caches.submit(
+                self._gpu, self._host, kind, task.gpu_block_ids, task.cpu_block_ids, self._after(task)
+            )
+        except _C.QueueFull:
+            return False
+        except (_C.Error, ValueError, IndexError, TypeError, MemoryError) as error:
+            self._fail(number, f"{type(error).__name__}: {error}", came)
+            return True
+        self._running[kind].append(_Running(number, transfer, came))
+        return True
+
+    def _after(self, task: Task) -> list[_C.Event]:
+        exported = None if task.events is None else task.events[self._layout.rank]
+        if exported is None:
+            return []
+        event = self._events.get(exported)
+        if event is None:
+            assert self._device is not None
+            event = self._events[exported] = ipc.open_event(exported, self._device)
+            while len(self._events) > _MOST_EVENTS:
+                self._events.popitem(last=False)
+        self._events.move_to_end(exported)
+        return [event]
+
+    def _fail(self, number: int, reason: str, came: float) -> None:
+        self._report(Done(self._layout.rank, number, False, reason, 0, time.monotonic() - came))
+
+    def _finish(self, running: _Running) -> None:
+        error = running.transfer.error
+        seconds = time.monotonic() - running.begun
+        if error is None:
+            self._report(Done(self._layout.rank, running.number, True, "", running.transfer.nbytes, seconds))
+        else:
+            self._report(Done(self._layout.rank, running.number, False, f"{type(error).__name__}: {error}", 0, seconds))
+
+    def close(self, timeout: float) -> None:
+        """Give everything back: at the end, when nothing is under way."""
+        if self._step is not None:
+            self._step.join(timeout)
+            self._end_step()
+        if self._device is not None and self._step is None:
+            self._clear_all(self._device, timeout)
+
+    def _clear_all(self, device: _C.Device, timeout: float) -> None:
+        device.synchronize(timeout)
+        self._events.clear()
+        for side in (self._host, self._gpu):
+            if side is not None:
+                side.close()
+        self._host = self._gpu = None

@@ -1,0 +1,446 @@
+"""FastDeploy's swap ops, with its names and positional arguments.
+
+All of them copy blocks between caches on a GPU and host memory: block swap_block_ids_gpu[i] of every cache <-> block
+swap_block_ids_cpu[i] of its host memory. What they share:
+
+cache: any tensor that kvswap takes (paddle's, torch's, NumPy's, ...), contiguous, of any element type: shape
+  [num_blocks, kv_heads, block_size, head_dim], or [num_blocks, kv_heads, block_size] for scales. Host memory is an
+  address: of cuda_host_alloc(), or of anything the device can reach.
+swap_block_ids_gpu, swap_block_ids_cpu: as many ints on both sides, in their ranges, each target once. Messages call
+  them gpu_block_ids and cpu_block_ids.
+rank: which device: cuda:rank, or host:rank where there is no GPU. mode: 0 copies from the GPU to the host, 1 back.
+stream: what the swap behaves as if enqueued on; None: CuPy's current stream where one is set (then it also starts after
+  the tensor's), else the tensor's. device: a kvswap Device or its name, in place of `rank`'s.
+
+Everything is checked before anything moves: IndexError for an id, ValueError and TypeError for the rest. The ops that
+are not async return when the bytes are there, or raise why not. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from kvswap import _C
+from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_device, order_of
+
+__all__ = [
+    "cuda_host_alloc",
+    "cuda_host_free",
+    "swap_cache",
+    "swap_cache_all_layers",
+    "swap_cache_all_layers_async",
+    "swap_cache_layout",
+    "swap_cache_layout_async",
+    "swap_cache_per_layer",
+    "swap_cache_per_layer_async",
+]
+
+_Ids: TypeAlias = Any  # a sequence of ints, or an integer array
+_Device: TypeAlias = _C.Device | str | None
+
+
+def _index(value: Any, name: str, least: int = 0) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not bool")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}: must be at least {least}")
+    return number
+
+
+def _check_mode(mode: Any) -> int:
+    """FastDeploy's own ops take whatever is not 0 for H2D: a wrong mode overwrites the cache."""
+    if isinstance(mode, bool) or mode not in (0, 1):
+        raise ValueError(f"mode is {mode!r}: must be 0 (GPU to host) or 1 (host to GPU)")
+    return int(mode)
+
+
+@lru_cache(maxsize=64)
+def _device_named(name: str) -> _C.Device:
+    return _C.Device(name)
+
+
+@lru_cache(maxsize=1)
+def _kind() -> str:
+    return "cuda" if _C._cuda_count()[0] > 0 else "host"
+
+
+_last: _C.Device | None = None  # what an op used last in this process
+
+
+def device_of(rank: Any, device: _Device = None) -> _C.Device:
+    """The device that is named, else the one that `rank` stands for: opened once, then remembered."""
+    global _last
+    if not isinstance(device, _C.Device):
+        device = _device_named(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
+    _last = device
+    return device
+
+
+def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
+    """For ops that are told no rank: the device that is named, else the tensor's GPU, else the one that the tensor's
+    framework (or paddle, where it is loaded) has set, else what an op used last, else the current GPU or host:0."""
+    global _last
+    if device is None:
+        device = framework_device(tensor)
+    if isinstance(device, str):
+        device = _device_named(device)
+    _last = device or _last or _C.Device(None)
+    return _last
+
+
+def _check_ids(gpu_ids: _Ids, cpu_ids: _Ids) -> int:
+    """How many there are, of an array or a sequence."""
+    for ids, name in ((gpu_ids, "swap_block_ids_gpu"), (cpu_ids, "swap_block_ids_cpu")):
+        if isinstance(ids, str | bytes) or not hasattr(ids, "__len__"):
+            raise TypeError(f"{name} must be a sequence of ints, not {type(ids).__name__}")
+    if len(gpu_ids) != len(cpu_ids):
+        raise ValueError(
+            f"swap_block_ids_gpu has {len(gpu_ids)} ids and swap_block_ids_cpu has {len(cpu_ids)}: "
+            "they are pairs, as many on both sides"
+        )
+    return len(gpu_ids)
+
+
+def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
+    """The caches and their host memory. Layers without values (None, 0), as MLA's caches have, are left out."""
+    if isinstance(tensors, str) or not isinstance(tensors, Sequence):
+        raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(tensors).__name__}")
+    if len(tensors) != len(ptrs):
+        raise ValueError(
+            f"cache_gpu_tensors has {len(tensors)} tensors and cache_cpu_ptrs has {len(ptrs)} addresses: one for each"
+        )
+    kept, addresses = [], []
+    for i, (tensor, ptr) in enumerate(zip(tensors, ptrs, strict=True)):
+        address = _index(ptr, f"cache_cpu_ptrs[{i}]")
+        if tensor is None and address == 0:
+            continue
+        if tensor is None or address == 0:
+            missing = "cache_gpu_tensors" if tensor is None else "cache_cpu_ptrs"
+            raise ValueError(f"{missing}[{i}] is {None if tensor is None else 0}, but its other side is not")
+        kept.append(tensor)
+        addresses.append(address)
+    return kept, addresses
+
+
+def _submit(
+    tensors: list[Any],
+    blocks: list[Blocks],
+    ptrs: list[int],
+    cpu_blocks: int,
+    gpu_ids: _Ids,
+    cpu_ids: _Ids,
+    mode: int,
+    device: _C.Device,
+    stream: Any,
+    cpu_stride: int | None = None,
+) -> _C.Transfer:
+    stream, after = order_of(tensors[0], stream) if tensors else (stream, ())
+    return _C.swap_cache_all_layers_async(
+        tensors,
+        ptrs,
+        [block.nbytes for block in blocks],
+        [block.num for block in blocks],
+        cpu_blocks,
+        gpu_ids,
+        cpu_ids,
+        mode,
+        cpu_stride=cpu_stride,
+        stream=stream,
+        after=after,
+        device=device,
+    )
+
+
+def _swap(
+    tensors: Any,
+    ptrs: Any,
+    cpu_blocks: Any,
+    gpu_ids: _Ids,
+    cpu_ids: _Ids,
+    rank: Any,
+    mode: Any,
+    stream: Any,
+    on: _Device,
+) -> _C.Transfer:
+    direction, count = _check_mode(mode), _check_ids(gpu_ids, cpu_ids)
+    most, device = _index(cpu_blocks, "max_block_num_cpu"), device_of(rank, on)
+    kept, addresses = _pairs(tensors, ptrs)
+    blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
+    if not kept or not count:  # with no ids there is nothing to check them against
+        kept, blocks, addresses, gpu_ids, cpu_ids = [], [], [], (), ()
+    return _submit(kept, blocks, addresses, most, gpu_ids, cpu_ids, direction, device, stream)
+
+
+# -- all layers -------------------------------------------------------------------------------------------------------
+
+
+def swap_cache_all_layers_async(
+    cache_gpu_tensors: Sequence[Any],
+    cache_cpu_ptrs: Sequence[int],
+    max_block_num_cpu: int,
+    swap_block_ids_gpu: _Ids,
+    swap_block_ids_cpu: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
+) -> _C.Transfer:
+    """As swap_cache_all_layers(), but returns the Transfer at once: wait for it, or for its `event`, or on a stream."""
+    return _swap(
+        cache_gpu_tensors,
+        cache_cpu_ptrs,
+        max_block_num_cpu,
+        swap_block_ids_gpu,
+        swap_block_ids_cpu,
+        rank,
+        mode,
+        stream,
+        device,
+    )
+
+
+def swap_cache_all_layers(
+    cache_gpu_tensors: Sequence[Any],
+    cache_cpu_ptrs: Sequence[int],
+    max_block_num_cpu: int,
+    swap_block_ids_gpu: _Ids,
+    swap_block_ids_cpu: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
+) -> None:
+    """Copy the same blocks of every cache; returns when the bytes are there.
+
+    cache_gpu_tensors: a list of caches, each with its own number of blocks and block size. An empty list does nothing
+      (a model without values). cache_cpu_ptrs: as many addresses, of max_block_num_cpu blocks each.
+
+    The rest as the module says (help(kvswap.fastdeploy.ops)).
+    """
+    _swap(
+        cache_gpu_tensors,
+        cache_cpu_ptrs,
+        max_block_num_cpu,
+        swap_block_ids_gpu,
+        swap_block_ids_cpu,
+        rank,
+        mode,
+        stream,
+        device,
+    ).wait()
+
+
+# -- one layer --------------------------------------------------------------------------------------------------------
+
+
+def swap_cache_per_layer_async(
+    cache_gpu: Any,
+    cache_cpu_ptr: int,
+    max_block_num_cpu: int,
+    swap_block_ids_gpu: _Ids,
+    swap_block_ids_cpu: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
+) -> _C.Transfer:
+    """As swap_cache_per_layer(), but returns the Transfer at once: wait for it, or for its `event`, or on a stream.
+
+    An event that is recorded on CuPy's current stream (or on the tensor's, where CuPy has none) after the call is
+    reached when the bytes are there.
+    """
+    direction = _check_mode(mode)
+    count = _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
+    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
+    blocks, address = blocks_of(cache_gpu, "cache_gpu"), _index(cache_cpu_ptr, "cache_cpu_ptr", 1)
+    tensors = [cache_gpu] if count else []
+    return _submit(
+        tensors,
+        [blocks][: len(tensors)],
+        [address][: len(tensors)],
+        most,
+        swap_block_ids_gpu,
+        swap_block_ids_cpu,
+        direction,
+        on,
+        stream,
+    )
+
+
+def swap_cache_per_layer(
+    cache_gpu: Any,
+    cache_cpu_ptr: int,
+    max_block_num_cpu: int,
+    swap_block_ids_gpu: _Ids,
+    swap_block_ids_cpu: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
+) -> None:
+    """Copy blocks of one cache; returns when the bytes are there.
+
+    cache_gpu: the cache. cache_cpu_ptr: the address of max_block_num_cpu blocks.
+
+    The rest as the module says (help(kvswap.fastdeploy.ops)).
+    """
+    swap_cache_per_layer_async(
+        cache_gpu,
+        cache_cpu_ptr,
+        max_block_num_cpu,
+        swap_block_ids_gpu,
+        swap_block_ids_cpu,
+        rank,
+        mode,
+        stream=stream,
+        device=device,
+    ).wait()
+
+
+swap_cache = swap_cache_per_layer  # as it was called first
+
+
+# -- layer-first to block-first ---------------------------------------------------------------------------------------
+
+
+def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
+    shape = [_index(extent, f"cache_shape[{i}]", 1) for i, extent in enumerate(cache_shape)]
+    if len(shape) not in (3, 4):
+        raise ValueError(f"cache_shape is {shape}: it has 3 or 4 extents, the number of blocks first")
+    found = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(tensors)]
+    for i, (tensor, blocks) in enumerate(zip(tensors, found, strict=True)):
+        extents = [int(extent) for extent in tensor.shape]
+        if math.prod(shape[1:]) != math.prod(extents[1:]) or blocks.nbytes != found[0].nbytes:
+            raise ValueError(
+                f"cache_gpu_tensors[{i}] has shape {extents} ({blocks.nbytes} bytes a block), but cache_shape is "
+                f"{shape} and the first tensor's blocks have {found[0].nbytes} bytes: all layers are alike"
+            )
+    return found
+
+
+def swap_cache_layout_async(
+    cache_gpu_tensors: Sequence[Any],
+    cache_cpu_ptrs: int,
+    cache_shape: Sequence[int],
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
+) -> _C.Transfer:
+    """As swap_cache_layout(), but returns the Transfer at once: wait for it, or for its `event`, or on a stream."""
+    direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
+    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
+    if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
+        raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
+    tensors = list(cache_gpu_tensors) if count else []
+    blocks = _layout_blocks(tensors, cache_shape)
+    offsets = list(itertools.accumulate((block.nbytes for block in blocks), initial=0))
+    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # an object's number has no limit but its memory's
+    return _submit(
+        tensors,
+        blocks,
+        [base + offset for offset in offsets[:-1]],
+        most,
+        gpu_block_ids,
+        cpu_block_ids,
+        direction,
+        on,
+        stream,
+        cpu_stride=offsets[-1] or None,
+    )
+
+
+def swap_cache_layout(
+    cache_gpu_tensors: Sequence[Any],
+    cache_cpu_ptrs: int,
+    cache_shape: Sequence[int],
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
+) -> None:
+    """Copy blocks between layer-first caches and block-first host objects, in one transfer; returns when they are
+    there.
+
+    cache_gpu_tensors: the layers, all alike, as cache_shape says. cache_cpu_ptrs: one address: object j of the host
+      holds a block of every layer, [num_layers, kv_heads, block_size, head_dim], at cache_cpu_ptrs + j * its bytes.
+
+    The rest as the module says (help(kvswap.fastdeploy.ops)).
+    """
+    swap_cache_layout_async(
+        cache_gpu_tensors,
+        cache_cpu_ptrs,
+        cache_shape,
+        gpu_block_ids,
+        cpu_block_ids,
+        rank,
+        mode,
+        stream=stream,
+        device=device,
+    ).wait()
+
+
+# -- host memory ------------------------------------------------------------------------------------------------------
+
+_FLAGS = 0x01 | 0x02 | 0x04  # portable, mapped (this memory always is), write-combined (as fast without: no matter)
+
+_host_lock = threading.Lock()
+_host: dict[int, _C.Memory] = {}  # guarded by _host_lock: what cuda_host_alloc() gave out, by address
+
+
+def cuda_host_alloc(nbytes: int, flags: int = 0, *, device: _Device = None) -> int:
+    """Pinned host memory; returns its address.
+
+    flags: those of cudaHostAlloc, 0 to 7. The memory is portable and mapped in any case; write-combined is not heeded,
+      as it would make the CPU's reads slow and no copy faster.
+    device: whose driver allocates; None: the current GPU, host:0 where there is none. Every device can copy it, so it
+      matters only in that a device is opened.
+
+    ValueError: a wrong size or flag. MemoryError, DeviceError: there is none to be had. Any thread may call.
+    """
+    size, bits = _index(nbytes, "nbytes", 1), _index(flags, "flags")
+    if bits & ~_FLAGS:
+        raise ValueError(f"flags is {bits:#x}: of cudaHostAlloc's flags there are 1, 2 and 4")
+    memory = current_device(device).alloc(size, host=True)
+    with _host_lock:
+        _host[memory.ptr] = memory
+    return memory.ptr
+
+
+def cuda_host_free(ptr: int) -> None:
+    """Free what cuda_host_alloc() returned, once the transfers that use it have ended.
+
+    ValueError: not an address from there, or freed already. TimeoutError: transfers still use it after 60 s; nothing is
+    freed. Any thread may call.
+    """
+    address = _index(ptr, "ptr")
+    with _host_lock:
+        memory = _host.pop(address, None)
+    if memory is None:
+        raise ValueError(f"ptr is {address:#x}: not an address from cuda_host_alloc(), or freed already")
+    try:
+        memory.free()
+    except BaseException:
+        with _host_lock:
+            _host[address] = memory
+        raise

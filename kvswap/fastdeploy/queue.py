@@ -1,0 +1,126 @@
+"""A client with the method names of FastDeploy's EngineCacheQueue, so that an engine changes an import.
+
+    from kvswap.fastdeploy.queue import EngineCacheQueue        # there: fastdeploy.inter_communicator
+
+It talks to `kvswap manager`, not to FastDeploy's queue: the two do not understand each other. What differs: no pickle,
+no port (the address's port only names the manager), a full queue raises kvswap.QueueFull, and a task that failed raises
+TaskFailed where FastDeploy would have called it done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from kvswap import _C
+from kvswap.fastdeploy.client import Client, Result
+from kvswap.fastdeploy.manager import places
+
+__all__ = ["EngineCacheQueue", "TaskFailed"]
+
+
+class TaskFailed(_C.Error):
+    """A task that get_transfer_done_signal() cannot call done.
+
+    item: the task as it was put. rank: the first rank that failed, or None. The blocks that it should have written are
+    not to be used.
+    """
+
+    def __init__(self, item: tuple[Any, ...], result: Result) -> None:
+        super().__init__(f"swap task {result.transfer_task_id} failed on rank {result.rank}: {result.reason}")
+        self.item, self.rank = item, result.rank
+
+
+class EngineCacheQueue:
+    """See the module. Positional arguments as there; of the address the port counts, of the rest the data-parallel id.
+
+    Any thread may call.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int] = ("127.0.0.1", 56666),
+        authkey: bytes = b"",
+        is_server: bool = False,
+        num_client: int = 1,
+        client_id: int = -1,
+        local_data_parallel_size: int = 1,
+        local_data_parallel_id: int = 0,
+        *,
+        timeout: float = 10.0,
+    ) -> None:
+        self.address, self.is_server = address, is_server
+        self._timeout = timeout
+        directory = places.default_directory(address[1], local_data_parallel_id)
+        places.prepare_directory(directory)  # as there, the engine makes the queue before it starts the managers
+        self._client = Client(directory)
+        self._lock = threading.Lock()
+        self._items: dict[str, tuple[Any, ...]] = {}  # guarded by _lock: as they were put
+
+    def get_server_port(self) -> int:
+        """The port that names the manager. There it is one that is listened on."""
+        return self.address[1]
+
+    def put_transfer_task(self, item: Sequence[Any]) -> None:
+        """Have blocks swapped.
+
+        item: (swap_node_ids, gpu_block_ids, cpu_block_ids, event_type, transfer_task_id), or as newer FastDeploys have
+          it (event_type, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids). event_type: a CacheStatus, or
+          its number.
+
+        kvswap.QueueFull: too many are under way. NotReady, ManagerError: not now, or wrong. TimeoutError: no answer.
+        """
+        parts = tuple(item)
+        newer = bool(parts) and not isinstance(parts[0], Sequence)
+        if len(parts) != 5:
+            raise ValueError(
+                f"a swap task has 5 items, not {len(parts)}: reading from and writing to storage is not served"
+            )
+        if newer:
+            kind, task_id, nodes, gpu_ids, cpu_ids = parts
+        else:
+            nodes, gpu_ids, cpu_ids, kind, task_id = parts
+        name = str(task_id)
+        with self._lock:
+            if name in self._items:
+                raise ValueError(f"transfer_task_id {name!r} is under way already")
+            self._items[name] = parts
+        try:
+            self._client.swap(
+                int(getattr(kind, "value", kind)), gpu_ids, cpu_ids, task_id=name, node_ids=nodes, timeout=self._timeout
+            )
+        except BaseException:
+            with self._lock:
+                self._items.pop(name, None)
+            raise
+
+    def get_transfer_done_signal(self) -> tuple[Any, ...] | None:
+        """The next task that is done, as it was put; None if none is. TaskFailed: the next one that ended failed."""
+        try:
+            result = self._client.next_result(0.0)
+        except TimeoutError:
+            return None
+        with self._lock:
+            item = self._items.pop(result.transfer_task_id, ())
+        if not result.ok:
+            raise TaskFailed(item, result)
+        return item
+
+    def empty(self) -> bool:
+        """Whether no task is under way."""
+        return self._client.under_way == 0
+
+    def get_transfer_task(self) -> Any:
+        """Of the managers' side: kvswap's have their own way."""
+        raise _C.Error(
+            "get_transfer_task() is what FastDeploy's manager calls; `kvswap manager` takes its tasks itself"
+        )
+
+    def put_transfer_done_signal(self, item: Any) -> None:
+        """Of the managers' side: kvswap's have their own way."""
+        raise _C.Error("put_transfer_done_signal() is what FastDeploy's manager calls; `kvswap manager` reports itself")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()

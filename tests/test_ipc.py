@@ -1,0 +1,702 @@
+"""Device memory in other processes: real ones, on the device under test."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Buffer, Gate, random_bytes, run_python
+from processes import Failed, Process
+
+import kvswap
+from kvswap import _C, memory, testing
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def other(device_name: str) -> Iterator[Process]:
+    with Process(
+        f"""
+        from conftest import Buffer, Gate, seam
+        device = kvswap.Device({device_name!r})
+        def bytes_at(ptr, nbytes):
+            bounce, stream = device.alloc(nbytes, host=True), kvswap.Stream(device)
+            seam(device, "copy", bounce.ptr, ptr, nbytes, stream.handle)
+            stream.synchronize(60)
+            return np.frombuffer(bounce, np.uint8).copy()
+        def put_at(ptr, data):
+            bounce, stream = device.alloc(data.size, host=True), kvswap.Stream(device)
+            np.frombuffer(bounce, np.uint8)[:] = data
+            seam(device, "copy", ptr, bounce.ptr, data.size, stream.handle)
+            stream.synchronize(60)
+        """
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+def buffer(device: kvswap.Device) -> Buffer:
+    return Buffer(device, 4 * MIB)
+
+
+def hex_of(export: memory.Export) -> str:
+    return f"bytes.fromhex('{export.to_bytes().hex()}')"
+
+
+def wrong(process: Process, code: str, kind: str) -> str:
+    """What the other process is told raises such an exception; its text."""
+    with pytest.raises(Failed) as failed:
+        process.do(code)
+    assert kind in failed.value.kinds, failed.value
+    return failed.value.text
+
+
+# -- the right bytes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset, nbytes", [(0, 4 * MIB), (0, 1), (1, 1), (4097, 70001), (4 * MIB - 3, 3)])
+def test_interior_memory_opens_at_the_right_bytes(
+    device: kvswap.Device, other: Process, buffer: Buffer, offset: int, nbytes: int
+) -> None:
+    data = buffer.randomise(7)
+    export = memory.export(buffer.ptr + offset, device=device, nbytes=nbytes)
+    assert (export.offset, export.nbytes, export.allocation_nbytes) == (offset, nbytes, 4 * MIB)
+    assert export.owner == os.getpid() and export.device == device.name
+    other.do(f"mapped = memory.open({hex_of(export)})")
+    assert other.do("mapped.nbytes, mapped.owner, mapped.local, mapped.alive()") == [nbytes, os.getpid(), False, True]
+    there = bytes.fromhex(other.do("bytes_at(mapped.ptr, mapped.nbytes).tobytes().hex()"))
+    assert there == data[offset : offset + nbytes].tobytes()
+    new = random_bytes(8, nbytes)
+    other.do(f"put_at(mapped.ptr, np.frombuffer(bytes.fromhex('{new.tobytes().hex()}'), np.uint8))")
+    data[offset : offset + nbytes] = new
+    np.testing.assert_array_equal(buffer.get(), data)
+    other.do("mapped.close()")
+
+
+def test_exports_of_one_allocation_are_mapped_once(device: kvswap.Device, other: Process, buffer: Buffer) -> None:
+    first = memory.export(buffer.ptr + 256, device=device, nbytes=100)
+    second = memory.export(buffer.ptr + MIB, device=device, nbytes=100)
+    other.do(f"one, two = memory.open({hex_of(first)}), memory.open({hex_of(second)})")
+    assert other.do("two.ptr - one.ptr") == MIB - 256
+    other.do("one.close()")
+    other.do("bytes_at(two.ptr, 100)")  # the allocation is mapped still
+    other.do("ptr = two.ptr; two.close()")
+    assert wrong(other, "kvswap.swap_blocks_batch([ptr], [ptr + 50], 20, device=device)", "ValueError")
+
+
+def test_a_pool_opens_as_a_pool(device: kvswap.Device, other: Process) -> None:
+    rows, blocks, row, pitch = 3, 40, 1000, 50_000
+    buffer = Buffer(device, rows * pitch)
+    data = buffer.randomise(3)
+    pool = kvswap.Pool(device, buffer.ptr, blocks, rows * row, stride=1100, rows=rows, pitch=pitch, name="layers")
+    other.do(f"mapped = memory.open({hex_of(memory.export(pool, generation=9))}, generation=9)")
+    other.do("pool = mapped.pool(name='theirs')")
+    assert other.do(
+        "[pool.num_blocks, pool.block_nbytes, pool.stride, pool.rows, pool.pitch, pool.name, mapped.generation]"
+    ) == [blocks, rows * row, 1100, rows, pitch, "theirs", 9]
+    other.do("host = device.alloc(40 * 3000, host=True); own = kvswap.Pool(device, host, 40, 3000)")
+    other.do("kvswap.move_blocks(pool, own, [5, 39], [0, 1]).wait(60)")
+    there = bytes.fromhex(other.do("bytes(memoryview(host)[:6000]).hex()"))
+    block = [b"".join(data[r * pitch + b * 1100 :][:row].tobytes() for r in range(rows)) for b in (5, 39)]
+    assert there == b"".join(block)
+    other.do("mapped.close()")
+    assert "closed" in wrong(other, "kvswap.move_blocks(pool, own, [5], [0])", "Error")
+    assert "closed" in wrong(other, "mapped.pool()", "Error")
+
+
+def test_what_travels_with_a_tensor(device: kvswap.Device, buffer: Buffer, other: Process) -> None:
+    class Tensor:
+        dtype, shape = "torch.bfloat16", (4, 8, 2)
+
+        def data_ptr(self) -> int:
+            return buffer.ptr + 512
+
+        def nbytes(self) -> int:
+            return 128
+
+    export = memory.export(Tensor(), device=device)
+    assert (export.dtype, export.shape, export.nbytes, export.offset) == ("bfloat16", (4, 8, 2), 128, 512)
+    again = memory.Export.from_bytes(export.to_bytes())
+    assert again.to_bytes() == export.to_bytes() and again.uuid == export.uuid and "128 bytes" in repr(again)
+    other.do(f"mapped = memory.open({hex_of(export)})")
+    assert other.do("[mapped.dtype, list(mapped.shape), mapped.device.name]") == ["bfloat16", [4, 8, 2], device.name]
+    assert wrong(other, "mapped.pool()", "ValueError")
+
+
+def test_the_protocols_of_memory(device: kvswap.Device, buffer: Buffer, other: Process) -> None:
+    other.do(f"mapped = memory.open({hex_of(memory.export(buffer.memory))})")
+    interface = "__array_interface__" if device.kind == "host" else "__cuda_array_interface__"
+    assert other.do(f"mapped.{interface}['data'][0] == mapped.ptr == mapped.data_ptr()")
+    missing = "__cuda_array_interface__" if device.kind == "host" else "__array_interface__"
+    wrong(other, f"mapped.{missing}", "AttributeError")
+    if device.kind == "host":
+        other.do("view = memoryview(mapped)")
+        wrong(other, "mapped.close()", "BufferError")
+        other.do("del view")
+    else:
+        wrong(other, "memoryview(mapped)", "BufferError")
+    other.do("mapped.close()")
+    other.do("mapped.close()")
+    for use in ("mapped.ptr", "mapped.__enter__()"):
+        assert "already closed" in wrong(other, use, "Error")
+    wrong(other, "memoryview(mapped)", "BufferError")
+    assert other.do("mapped.closed, 'closed' in repr(mapped)") == [True, True]
+
+
+# -- the same process -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_process_gets_the_plain_memory(device: kvswap.Device, buffer: Buffer) -> None:
+    with memory.open(memory.export(buffer.ptr + 7, device=device, nbytes=90), device=device) as mapped:
+        assert mapped.local and mapped.ptr == buffer.ptr + 7 and mapped.alive() and mapped.owner == os.getpid()
+    assert mapped.closed
+    buffer.get()
+
+
+def test_the_same_process_after_the_memory_was_freed(device: kvswap.Device) -> None:
+    freed = device.alloc(4 * MIB)
+    data = memory.export(freed).to_bytes()
+    freed.free()
+    kept = device.alloc(4 * MIB)  # perhaps at the same address
+    with pytest.raises(ValueError, match="freed since"):
+        memory.open(data, device=device)
+    kept.free()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_not_the_devices(device: kvswap.Device) -> None:
+    array, pinned = np.zeros(100, np.uint8), device.alloc(100, host=True)
+    for source in (array, pinned):
+        with pytest.raises(ValueError, match="not memory of"):
+            memory.export(source, device=device)
+    gpu = device.alloc(100)
+    with pytest.raises(ValueError, match="nbytes"):
+        memory.export(gpu.ptr, device=device)
+    with pytest.raises(ValueError, match="200, but source has 100"):
+        memory.export(gpu, nbytes=200)
+    with pytest.raises(ValueError, match="ends after"):
+        memory.export(gpu.ptr, device=device, nbytes=10_000_000)
+    with pytest.raises(ValueError, match="0 bytes"):
+        memory.export(gpu, nbytes=0)
+    with pytest.raises(ValueError, match="dimensions"):
+        memory.export(gpu, shape=[1] * 9)
+    with pytest.raises(ValueError, match="dtype"):
+        memory.export(gpu, dtype="x" * 16)
+    with pytest.raises(ValueError, match="generation"):
+        memory.export(gpu, generation=-1)
+
+
+CASES = {
+    "short": (lambda data: data[:-1], "511 bytes instead of 512"),
+    "long": (lambda data: data + b"x", "513 bytes instead of 512"),
+    "empty": (lambda data: b"", "no export"),
+    "other": (lambda data: b"x" * 512, "no export"),
+    "damaged": (lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:], "checksum"),
+    "newer": (lambda data: data[:8] + struct.pack("<I", 2) + data[12:], "form 2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_that_are_no_export(buffer: Buffer, case: str) -> None:
+    change, text = CASES[case]
+    data = change(memory.export(buffer.memory).to_bytes())
+    for call in (memory.Export.from_bytes, memory.open):
+        with pytest.raises(ValueError, match=text):
+            call(data)
+
+
+def crc32c(data: bytes) -> int:
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+# Places in the form, as docs/ipc.md has them.
+FIELDS = {"pid": 24, "start": 32, "generation": 40, "allocation_nbytes": 48, "offset": 56, "nbytes": 64, "uuid": 192}
+
+
+def changed(data: bytes, field: str, value: int) -> bytes:
+    at = FIELDS[field]
+    data = data[:at] + struct.pack("<Q", value) + data[at + 8 : 508]
+    return data + struct.pack("<I", crc32c(data))
+
+
+def told(process: Process, data: bytes) -> str:
+    return f"memory.open(bytes.fromhex('{data.hex()}'), device=device)"
+
+
+def test_the_sum_is_crc_32c(buffer: Buffer) -> None:
+    data = memory.export(buffer.memory).to_bytes()
+    assert crc32c(b"123456789") == 0xE3069283
+    assert struct.unpack("<I", data[508:])[0] == crc32c(data[:508])
+
+
+def test_wrong_sizes(buffer: Buffer, other: Process) -> None:
+    data = memory.export(buffer.memory).to_bytes()
+    assert "at byte" in wrong(other, told(other, changed(data, "nbytes", 4 * MIB + 1)), "ValueError")
+    assert "at byte" in wrong(other, told(other, changed(data, "offset", 1)), "ValueError")
+    assert "at byte" in wrong(other, told(other, changed(data, "offset", (1 << 64) - 1)), "ValueError")
+    text = wrong(other, told(other, changed(data, "allocation_nbytes", 1 << 40)), "DeviceError")
+    assert f"has {4 * MIB} bytes" in text
+
+
+def test_a_wrong_device(buffer: Buffer, other: Process) -> None:
+    data = changed(memory.export(buffer.memory).to_bytes(), "uuid", 12345)
+    assert "UUID" in wrong(other, told(other, data), "ValueError")
+
+
+def test_a_wrong_generation(buffer: Buffer, other: Process) -> None:
+    export = memory.export(buffer.memory, generation=3)
+    text = wrong(other, f"memory.open({hex_of(export)}, generation=4)", "ValueError")
+    assert "generation 3" in text and "4 is expected" in text
+    other.do(f"memory.open({hex_of(export)}, generation=3).close()")
+    with pytest.raises(ValueError, match="4 is expected"):
+        memory.open(export, generation=4)
+
+
+def test_memory_that_was_freed(device: kvswap.Device, other: Process) -> None:
+    freed = device.alloc(4 * MIB)
+    export = memory.export(freed)
+    del export._source
+    freed.free()
+    kept = device.alloc(4 * MIB)
+    text = wrong(other, f"memory.open({hex_of(export)})", "DeviceError")
+    if device.kind == "host":
+        assert "freed since" in text
+    kept.free()
+
+
+def test_another_user_is_refused(session_device: kvswap.Device, tmp_path: object) -> None:
+    if session_device.kind != "host":
+        pytest.skip("the driver's own to refuse")
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    shared = session_device.alloc(MIB)
+    data = memory.export(shared).to_bytes()
+    run = run_python(
+        f"""
+        import os, kvswap
+        from kvswap import memory
+        kvswap.Device("host:0")
+        os.setuid(65534)
+        try:
+            memory.open(bytes.fromhex("{data.hex()}"))
+        except kvswap.DeviceError as error:
+            print("refused:", error)
+        """
+    )
+    assert run.returncode == 0 and "refused:" in run.stdout and "user" in run.stdout, run
+
+
+# -- an owner that ends -----------------------------------------------------------------------------------------------
+
+
+def exporting(device_name: str) -> Process:
+    return Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(1 << 20)")
+
+
+def export_of(owner: Process) -> bytes:
+    return bytes.fromhex(owner.do("memory.export(shared).to_bytes().hex()"))
+
+
+def test_a_dead_owner_is_an_error(device: kvswap.Device, device_name: str) -> None:
+    with exporting(device_name) as owner:
+        data = export_of(owner)
+        owner.kill()
+        with pytest.raises(kvswap.Error, match="has ended"):
+            memory.open(data, device=device)
+
+
+def test_a_later_process_with_the_same_number_is_not_the_owner(device: kvswap.Device, device_name: str) -> None:
+    with exporting(device_name) as owner:
+        data = export_of(owner)
+        start = struct.unpack("<Q", data[32:40])[0]
+        with pytest.raises(kvswap.Error, match="has ended"):
+            memory.open(changed(data, "start", start - 1), device=device)
+        memory.open(data, device=device).close()
+
+
+def test_an_owner_that_is_killed_while_its_memory_is_open(device: kvswap.Device, device_name: str) -> None:
+    if device.kind != "host":
+        pytest.skip("what a GPU's driver does with the memory of a dead process is its own")
+    with exporting(device_name) as owner:
+        owner.do("np.frombuffer(shared, np.uint8)[:] = 5")
+        owner.do("pool = kvswap.Pool(device, shared, 16, 65536)")
+        data = bytes.fromhex(owner.do("memory.export(pool).to_bytes().hex()"))
+        mapped = memory.open(data, device=device)
+        assert mapped.alive()
+        os.kill(owner.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while mapped.alive() and time.monotonic() < deadline:  # also while it is a zombie
+            time.sleep(0.01)
+        assert not mapped.alive()
+        with pytest.raises(kvswap.Error, match="has ended"):
+            mapped.pool()
+        assert (np.frombuffer(mapped, np.uint8) == 5).all()
+        mapped.close()
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_copies(device: kvswap.Device, device_name: str) -> None:
+    with exporting(device_name) as owner, Gate(device) as gate:
+        mapped = memory.open(export_of(owner), device=device)
+        host, stream = device.alloc(MIB, host=True), kvswap.Stream(device)
+        gate.hold(stream)
+        transfer = kvswap.swap_blocks_batch([mapped], [host], MIB, stream=stream, device=device)
+        with pytest.raises(TimeoutError):
+            mapped.close(timeout=0.2)
+        assert not mapped.closed and mapped.ptr and not transfer.done()
+        threading.Timer(0.3, gate.open).start()
+        mapped.close()
+        assert transfer.done() and mapped.closed
+        transfer.wait(PATIENCE)
+
+
+def test_closing_waits_for_other_work(device: kvswap.Device, device_name: str) -> None:
+    """Kernels of the model, say: the device's, not ours."""
+    with exporting(device_name) as owner, Gate(device) as gate:
+        mapped, stream = memory.open(export_of(owner), device=device), kvswap.Stream(device)
+        gate.hold(stream)
+        _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
+        with pytest.raises(TimeoutError):
+            mapped.close(timeout=0.1)
+        gate.open()
+        mapped.close()
+
+
+def test_a_dropped_mapping_goes_when_it_can(device: kvswap.Device, device_name: str) -> None:
+    with exporting(device_name) as owner, Gate(device) as gate:
+        mapped = memory.open(export_of(owner), device=device)
+        ptr, host, stream = mapped.ptr, device.alloc(MIB, host=True), kvswap.Stream(device)
+        gate.hold(stream)
+        transfer = kvswap.swap_blocks_batch(
+            np.array([ptr]), np.array([host.ptr]), MIB, stream=stream, device=device
+        )  # by address: nothing holds the mapping
+        del mapped
+        kept = device.alloc(64)  # would free what is not in use
+        gate.open()
+        transfer.wait(PATIENCE)
+        device.synchronize(PATIENCE)
+        kept = device.alloc(kept.nbytes)
+        with pytest.raises(ValueError, match="not mapped"):
+            kvswap.swap_blocks_batch(np.array([ptr]), np.array([host.ptr]), MIB, device=device)
+
+
+def count_of(folder: str) -> int:
+    return len(os.listdir(folder))
+
+
+def test_200_cycles_leak_nothing(device: kvswap.Device, device_name: str) -> None:
+    def cycle(data: bytes) -> None:
+        with memory.open(data, device=device) as mapped:
+            host = device.alloc(4096, host=True)
+            kvswap.swap_blocks_batch([mapped], [host], 4096, device=device).wait(PATIENCE)
+            host.free()
+        with suppress(ValueError):
+            memory.open(data, device=device, generation=7)
+
+    with exporting(device_name) as owner:
+        data = export_of(owner)
+        for _ in range(20):
+            cycle(data)
+        before = count_of("/proc/self/fd"), count_of("/proc/self/map_files"), kib_of_this_process()
+        theirs = owner.do(f"len(os.listdir('/proc/{owner.pid}/fd'))")
+        for _ in range(200):
+            cycle(data)
+        after = count_of("/proc/self/fd"), count_of("/proc/self/map_files"), kib_of_this_process()
+        assert after[0] <= before[0] and after[1] <= before[1] + 2
+        assert after[2] < before[2] + 8 * 1024
+        assert owner.do(f"len(os.listdir('/proc/{owner.pid}/fd'))") == theirs
+
+
+def kib_of_this_process() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def test_exporting_and_freeing_leaks_no_memory(device: kvswap.Device) -> None:
+    if device.kind != "host":
+        pytest.skip("the driver's own memory")
+
+    def cycle() -> None:
+        shared = device.alloc(MIB)
+        np.frombuffer(shared, np.uint8)[:] = 1
+        memory.export(shared)
+        shared.free()
+
+    def shared_kib() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+
+    cycle()
+    files, kib = count_of("/proc/self/fd"), shared_kib()
+    blocks = [os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in arenas()]
+    for _ in range(200):
+        cycle()
+    assert count_of("/proc/self/fd") == files and shared_kib() <= kib + 64
+    assert [os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in arenas()] == blocks
+
+
+def arenas() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "memfd:kvswap" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(fd)
+    return sorted(found, key=int)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_in_the_middle(device: kvswap.Device, buffer: Buffer, device_name: str) -> None:
+    """Whenever an opener dies, its owner goes on, and the next one opens the right bytes."""
+    data = buffer.randomise(5)
+    export = memory.export(buffer.ptr + 100, device=device, nbytes=1000)
+    for i in range(6):
+        with Process(f"device = kvswap.Device({device_name!r})") as victim:
+            victim.tell(
+                f"""
+                while True:
+                    with memory.open({hex_of(export)}) as mapped:
+                        host = device.alloc(1000, host=True)
+                        kvswap.swap_blocks_batch([mapped], [host], 1000, device=device).wait(60)
+                """
+            )
+            time.sleep(0.05 + 0.03 * i)
+            victim.kill()
+        np.testing.assert_array_equal(buffer.get(), data)
+    with Process(f"device = kvswap.Device({device_name!r})") as last:
+        last.do(f"mapped = memory.open({hex_of(export)}); host = device.alloc(1000, host=True)")
+        last.do("kvswap.swap_blocks_batch([mapped], [host], 1000, device=device).wait(60)")
+        assert bytes.fromhex(last.do("bytes(memoryview(host)).hex()")) == data[100:1100].tobytes()
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_refuses(device: kvswap.Device, device_name: str, buffer: Buffer) -> None:
+    with testing.fault(device, "call", "fail", operation="memory_share"), pytest.raises(kvswap.DeviceError):
+        memory.export(buffer.memory)
+    with exporting(device_name) as owner:
+        data = export_of(owner)
+        with testing.fault(device, "call", "fail", operation="memory_open"), pytest.raises(kvswap.DeviceError):
+            memory.open(data, device=device)
+        mapped = memory.open(data, device=device)
+        with testing.fault(device, "call", "fail", operation="pointer_query"):
+            pass
+        mapped.close()
+
+
+def test_a_forked_child_cannot_use_what_its_parent_opened(device_name: str) -> None:
+    if not device_name.startswith("host"):
+        pytest.skip("a GPU does not survive fork()")
+    run = run_python(
+        f"""
+        import os, warnings
+        warnings.simplefilter("ignore")
+        import kvswap
+        from processes import Process
+        from kvswap import memory
+        device = kvswap.Device({device_name!r})
+        with Process("device = kvswap.Device({device_name!r}); shared = device.alloc(1 << 20)") as owner:
+            data = bytes.fromhex(owner.do("memory.export(shared).to_bytes().hex()"))
+            mapped, own = memory.open(data), device.alloc(64)
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    for call in (mapped.close, lambda: memory.export(own)):
+                        try:
+                            call()
+                        except kvswap.Error as error:
+                            assert "fork" in str(error), error
+                    with memory.open(data, device=kvswap.Device({device_name!r})) as again:
+                        assert again.nbytes == 1 << 20
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+            mapped.close()
+            print("fine")
+        """
+    )
+    assert run.stdout == "fine\n", run
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+def shared_event(device: kvswap.Device) -> tuple[kvswap.Event, str]:
+    event = kvswap.Event(device, interprocess=True)
+    return event, f"bytes.fromhex('{memory.export_event(event).hex()}')"
+
+
+def test_a_stream_waits_for_another_process(device: kvswap.Device, other: Process, buffer: Buffer) -> None:
+    """Written here behind a gate, read there behind the event: never the old bytes."""
+    event, data = shared_event(device)
+    other.do(f"mapped, event = memory.open({hex_of(memory.export(buffer.memory))}), memory.open_event({data})")
+    other.do("host, stream = device.alloc(4096, host=True), kvswap.Stream(device)")
+    stream = kvswap.Stream(device)
+    for round in range(1, 4):
+        with Gate(device) as gate:
+            gate.hold(stream)
+            _C._seam(device, "fill", buffer.ptr, round, 1024, stream.handle)
+            event.record(stream)
+            other.do("event.wait(stream)")
+            other.do("copied = kvswap.swap_blocks_batch([mapped], [host], 4096, stream=stream, device=device)")
+            time.sleep(0.05)
+            assert other.do("[event.query(), copied.done()]") == [False, False]
+        other.do("copied.wait(60); event.synchronize(60)")
+        assert other.do("np.frombuffer(host, np.uint32).tolist()") == [round] * 1024
+        event.synchronize(PATIENCE)
+
+
+def test_the_other_way_round(device: kvswap.Device, other: Process) -> None:
+    """An opened event is recorded there and waited for here."""
+    event, data = shared_event(device)
+    other.do(f"event, stream = memory.open_event({data}), kvswap.Stream(device)")
+    other.do("gate = Gate(device); gate.hold(stream); event.record(stream)")
+    stream, after = kvswap.Stream(device), kvswap.Event(device)
+    event.wait(stream)
+    after.record(stream)
+    time.sleep(0.05)
+    assert not after.query() and not event.query()
+    with pytest.raises(TimeoutError):
+        event.synchronize(0.05)
+    other.do("gate.open()")
+    after.synchronize(PATIENCE)
+    event.synchronize(PATIENCE)
+    other.do("del gate; gc.enable()")
+
+
+def test_recording_again_moves_no_wait(device: kvswap.Device, other: Process) -> None:
+    event, data = shared_event(device)
+    assert event.query()  # never recorded
+    other.do(f"event, stream, after = memory.open_event({data}), kvswap.Stream(device), kvswap.Event(device)")
+    assert other.do("event.query()")
+    fast, slow = kvswap.Stream(device), kvswap.Stream(device)
+    event.record(fast)
+    event.synchronize(PATIENCE)
+    other.do("event.wait(stream); after.record(stream)")
+    with Gate(device) as gate:
+        gate.hold(slow)
+        event.record(slow)
+        other.do("after.synchronize(60)")
+        assert not other.do("event.query()")
+    other.do("event.synchronize(60)")
+
+
+def test_a_wait_is_for_one_recording_and_not_for_a_later_one_that_is_reached_first(
+    device: kvswap.Device, other: Process
+) -> None:
+    event, data = shared_event(device)
+    other.do(f"event, stream, after = memory.open_event({data}), kvswap.Stream(device), kvswap.Event(device)")
+    fast, slow = kvswap.Stream(device), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(slow)
+        event.record(slow)
+        other.do("event.wait(stream); after.record(stream)")
+        event.record(fast)
+        event.synchronize(PATIENCE)
+        assert other.do("event.query()")
+        time.sleep(0.03)
+        if device.kind == "host":  # nobody documents what a GPU does
+            assert not other.do("after.query()")
+    other.do("after.synchronize(60)")
+
+
+def test_a_recording_whose_process_is_killed_holds_nobody_up(device: kvswap.Device, device_name: str) -> None:
+    if device.kind != "host":
+        pytest.skip("what a GPU's driver does then is its own")
+    event, data = shared_event(device)
+    with Process("from conftest import Gate") as victim:
+        victim.do(f"device = kvswap.Device({device_name!r}); stream = kvswap.Stream(device); gate = Gate(device)")
+        victim.do(f"event = memory.open_event({data}); gate.hold(stream); event.record(stream)")
+        stream, after = kvswap.Stream(device), kvswap.Event(device)
+        event.wait(stream)
+        after.record(stream)
+        time.sleep(0.1)
+        assert not after.query()
+        victim.kill()
+        after.synchronize(PATIENCE)
+        event.synchronize(PATIENCE)
+
+
+def test_at_most_64_unfinished_recordings(device: kvswap.Device) -> None:
+    if device.kind != "host":
+        pytest.skip("a limit of host devices")
+    event, stream = kvswap.Event(device, interprocess=True), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        for _ in range(64):
+            event.record(stream)
+        with pytest.raises(kvswap.DeviceError, match="64 recordings"):
+            event.record(stream)
+    event.synchronize(PATIENCE)
+    event.record(stream)
+    event.synchronize(PATIENCE)
+
+
+def test_events_that_cannot_be_shared(device: kvswap.Device, buffer: Buffer) -> None:
+    plain, (event, _) = kvswap.Event(device), shared_event(device)
+    with pytest.raises(kvswap.DeviceError):
+        memory.export_event(plain)
+    with pytest.raises(ValueError, match="the event itself"):
+        memory.open_event(memory.export_event(event))
+    with pytest.raises(ValueError, match="not of an event"):
+        memory.open_event(memory.export(buffer.memory).to_bytes())
+    with pytest.raises(ValueError, match="not of memory"):
+        memory.open(memory.export_event(event))
+    with pytest.raises(ValueError, match="timing"):
+        kvswap.Event(device, timing=True, interprocess=True)
+    with pytest.raises(TypeError, match=r"kvswap\.Event"):
+        memory.export_event(3)
+    with pytest.raises(kvswap.DeviceError):
+        event.elapsed_time(plain)
+
+
+def test_an_event_of_a_dead_owner(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"event = kvswap.Event({device_name!r}, interprocess=True)") as owner:
+        data = bytes.fromhex(owner.do("memory.export_event(event).hex()"))
+        memory.open_event(data, device=device)
+        owner.kill()
+        with pytest.raises(kvswap.Error, match="has ended"):
+            memory.open_event(data, device=device)
+
+
+def test_200_events_leak_nothing(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"device = kvswap.Device({device_name!r}); event = kvswap.Event(device, interprocess=True)") as owner:
+        data, stream = bytes.fromhex(owner.do("memory.export_event(event).hex()")), kvswap.Stream(device)
+
+        def cycle() -> None:
+            event = memory.open_event(data, device=device)
+            event.record(stream)
+            event.wait(stream)
+            event.synchronize(PATIENCE)
+            memory.export_event(kvswap.Event(device, interprocess=True))
+
+        for _ in range(10):
+            cycle()
+        stream.synchronize(PATIENCE)
+        before = count_of("/proc/self/fd"), count_of("/proc/self/map_files")
+        for _ in range(200):
+            cycle()
+        stream.synchronize(PATIENCE)
+        after = count_of("/proc/self/fd"), count_of("/proc/self/map_files")
+        assert after[0] <= before[0] and after[1] <= before[1] + 2
