@@ -53,6 +53,7 @@ struct kvs_after {
 struct kvs_options {
   bool on_stream;  /* behave as if enqueued on `stream` */
   uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
+  bool after_compute; /* on a stream too: after the device's compute stream as well */
   const struct kvs_after *after;
   size_t nafter;
   /* Layer by layer (kvs_swap_cache: a layer a tensor; kvs_move_blocks: as its parts say). Layers are copied in order.
@@ -198,4 +199,5 @@ KVS_API const char *kvs_version(void);
 #endif
 
 #include "kvswap_pool.h"
+#include "kvswap_offload.h"
 #endif

@@ -28,7 +28,7 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h", "kvswap_pool.h"},  # the surface: plain types and declarations
+    {"kvswap.h", "kvswap_pool.h", "kvswap_offload.h"},  # the surface: plain types and declarations
     {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h"},
     {"device.h", "hooks.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
@@ -38,6 +38,7 @@ ROWS = [
     {"launch.h"},
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
+    {"offload.h"},
     {"submit.h"},
 ]
 
@@ -282,7 +283,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in ("kvswap.h", "kvswap_pool.h", "status.h"):
+    for name in ("kvswap.h", "kvswap_pool.h", "kvswap_offload.h", "status.h"):
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name
