@@ -126,21 +126,39 @@ static bool apart(const struct lie *a, const struct lie *b) {
   return offset >= a->width && offset + b->width <= a->stride;
 }
 
-static int check_side(const struct kvs_offload_layout *layout, bool gpu, struct lie *lies, struct kvs_error *err) {
+/* The host's side of all tensors. */
+static size_t list_host(const struct kvs_offload_layout *layout, struct lie *lies) {
   for (size_t i = 0; i < layout->ntensors; i++) {
     const struct kvs_offload_tensor *t = &layout->tensors[i];
-    struct lie lie = {t->cpu, 0, t->cpu_stride, layout->factor * t->cpu_page, i};
-    if (gpu) lie = (struct lie){t->gpu, 0, t->gpu_stride, t->gpu_page, i};
-    (void)kvs_plan_extent(lie.begin, gpu ? t->gpu_blocks : layout->chunks, lie.stride, lie.width, &lie.end);
-    lies[i] = lie;
+    lies[i] = (struct lie){t->cpu, 0, t->cpu_stride, layout->factor * t->cpu_page, i};
+    (void)kvs_plan_extent(t->cpu, layout->chunks, t->cpu_stride, lies[i].width, &lies[i].end);
   }
-  qsort(lies, layout->ntensors, sizeof *lies, by_begin);
-  for (size_t i = 0; i < layout->ntensors; i++)
-    for (size_t k = i + 1; k < layout->ntensors && lies[k].begin < lies[i].end; k++)
+  return layout->ntensors;
+}
+
+/* The GPU's side of a group's tensors. Groups may lie over each other: a block is one group's at a time. */
+static size_t list_group(const struct kvs_offload_layout *layout, size_t group, struct lie *lies) {
+  size_t n = 0;
+  for (size_t i = 0; i < layout->nparts; i++) {
+    size_t tensor = layout->parts[i].tensor, seen = 0;
+    if (layout->parts[i].group != group) continue;
+    while (seen < n && lies[seen].tensor != tensor) seen++;
+    if (seen < n) continue;
+    const struct kvs_offload_tensor *t = &layout->tensors[tensor];
+    lies[n] = (struct lie){t->gpu, 0, t->gpu_stride, t->gpu_page, tensor};
+    (void)kvs_plan_extent(t->gpu, t->gpu_blocks, t->gpu_stride, t->gpu_page, &lies[n].end);
+    n++;
+  }
+  return n;
+}
+
+static int check_apart(struct lie *lies, size_t count, const char *where, struct kvs_error *err) {
+  qsort(lies, count, sizeof *lies, by_begin);
+  for (size_t i = 0; i < count; i++)
+    for (size_t k = i + 1; k < count && lies[k].begin < lies[i].end; k++)
       if (!apart(&lies[i], &lies[k]))
-        return kvs_fail(err, KVS_INVALID,
-                        "tensors %zu and %zu share bytes on the %s: their blocks cannot be told apart", lies[i].tensor,
-                        lies[k].tensor, gpu ? "GPU" : "host");
+        return kvs_fail(err, KVS_INVALID, "tensors %zu and %zu share bytes %s: their blocks cannot be told apart",
+                        lies[i].tensor, lies[k].tensor, where);
   return KVS_OK;
 }
 
@@ -201,8 +219,9 @@ static int check_layout(struct kvs_engine *engine, const struct kvs_offload_layo
   for (size_t i = 0; !status && i < layout->nparts; i++) status = check_part(layout, i, err);
   struct lie *lies = status ? NULL : calloc(layout->ntensors, sizeof *lies);
   if (!status && !lies) status = kvs_fail(err, KVS_NOMEM, "no memory to check %zu tensors", layout->ntensors);
-  if (!status) status = check_side(layout, true, lies, err);
-  if (!status) status = check_side(layout, false, lies, err);
+  if (!status) status = check_apart(lies, list_host(layout, lies), "on the host", err);
+  for (size_t g = 0; !status && g < layout->ngroups; g++)
+    status = check_apart(lies, list_group(layout, g, lies), "on the GPU", err);
   free(lies);
   return status ? status : check_memory(engine, layout, err);
 }

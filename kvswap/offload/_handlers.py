@@ -45,10 +45,10 @@ def _allocate(like: Any, chunks: int, nbytes: int, device: _C.Device) -> Any:
 
 
 class _Region:
-    """A shared region that several handlers use: pinned if nobody did, and cleaned up by the last of them."""
+    """A shared region, pinned if nobody did."""
 
-    def __init__(self, region: Any, device: _C.Device, users: int) -> None:
-        self._region, self._device, self._users = region, device, users
+    def __init__(self, region: Any, device: _C.Device) -> None:
+        self._region, self._device = region, device
         self._registered: int | None = None
         base = getattr(region, "_base", None)
         if device.kind == "cuda" and base is not None and not getattr(region, "is_pinned", False):
@@ -56,9 +56,6 @@ class _Region:
             self._registered = base.data_ptr()
 
     def cleanup(self) -> None:
-        self._users -= 1
-        if self._users > 0:
-            return
         if self._registered is not None:
             self._device.unregister(self._registered)
         self._region.cleanup()
@@ -80,7 +77,7 @@ def make_handlers(
         raise ValueError("kv_caches has no tensors")
     first = kv_caches.tensors[0].tensor
     target = device if isinstance(device, _C.Device) else _C.Device(device or device_of(first))
-    shared = None if mmap_region is None else _Region(mmap_region, target, len(directions))
+    shared = None if mmap_region is None else _Region(mmap_region, target)
     gpu_tensors, cpu_tensors = [], []
     for i, entry in enumerate(kv_caches.tensors):
         page = _canonical_page(kv_caches, i) if canonical_layout else entry.page_size_bytes

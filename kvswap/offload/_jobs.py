@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvswap import _C
-from kvswap.offload._layout import device_of, is_torch, make_layout, shared_map
+from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
 from kvswap.offload._specs import TransferResult
 
 _logger = logging.getLogger("kvswap.offload")
@@ -101,6 +101,8 @@ class SingleDirectionOffloadingHandler:
     block_size_factor (blocks_per_chunk): how many GPU blocks a CPU block (a chunk) holds.
     kv_cache_groups_data_refs (layer_refs_per_group): a list of CanonicalKVCacheRef for each group of layers.
     gpu_to_cpu: True stores, False loads.
+    mmap_region: None, or what the CPU tensors lie in: its cleanup() is called when the last handler of these tensors was
+      shut down.
     canonical_layout: each reference has a mapping, which says where the page's fragments lie on the host.
     device: Device, its name, or None: the GPU tensors' (host:0 where they lie in the process's memory).
     compute_stream: a callable that gives the stream on which the model runs, asked at each job; None: torch's current
@@ -162,18 +164,20 @@ class SingleDirectionOffloadingHandler:
             remember_failures=remember_failures,
         )
         self.gpu_to_cpu = bool(gpu_to_cpu)
+        self.blocks_per_chunk = int(factor)
         self.kv_cache_groups_data_refs = self.layer_refs_per_group = refs
         self.transfer_type = ("GPU", "CPU") if gpu_to_cpu else ("CPU", "GPU")
         self.wait_timeout = wait_timeout
-        self._shared = shared_map(layout, (tuple(gpu_tensors), tuple(cpu_tensors)))
-        self._device = self._shared.device
+        shared = take_map(layout, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
+        self._shared: SharedMap | None = shared
+        self._map: _C.OffloadMap | None = shared.map
+        self._device = shared.device
         self._second_attempts = int(self._device.stats()["second_attempts"])
         sides = list(gpu_tensors), list(cpu_tensors)
         self.src_tensors, self.dst_tensors = sides if gpu_to_cpu else sides[::-1]
         self._compute = compute_stream or _current_stream(gpu_tensors[0], self._device)
         self._options: dict[str, Any] = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
         self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only: this queue's name
-        self._mmap_region = mmap_region
         self._submitting = threading.Lock()
         self._lock = threading.Lock()
         self._transfers: deque[Job] = deque()  # guarded by _lock
@@ -200,14 +204,14 @@ class SingleDirectionOffloadingHandler:
         source, target = spec if dst_spec is None else (spec, dst_spec)
         gpu, cpu = (source, target) if self.gpu_to_cpu else (target, source)
         with self._submitting:
-            if self._closed or self._stream is None:
+            if self._closed or self._map is None:
                 raise _C.Error("the offloading handler was shut down")
             with self._lock:
                 if any(job.job_id == job_id for job in self._transfers):
                     raise ValueError(f"job {job_id} was submitted before, and not collected yet")
             job = Job(job_id, [], 0, time.monotonic())
             lists = (gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices)
-            while not self._submit(job, lists):
+            while not self._submit(self._map, job, lists):
                 self._make_room(job)
             job.num_bytes = sum(transfer.nbytes for transfer in job.transfers)
             with self._lock:
@@ -216,11 +220,11 @@ class SingleDirectionOffloadingHandler:
             _logger.error("job %s could not be queued: %s", job_id, job.error)
         return True
 
-    def _submit(self, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
+    def _submit(self, target: _C.OffloadMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
         """False: the queue is full, and the job has to go on later."""
         compute = self._compute()
         try:
-            transfers, job.next_part, error = self._shared.map.submit(
+            transfers, job.next_part, error = target.submit(
                 *lists,
                 0 if self.gpu_to_cpu else 1,
                 stream=self._stream,
@@ -315,12 +319,10 @@ class SingleDirectionOffloadingHandler:
         with self._submitting:
             self.drain(timeout)
             self.get_finished()
-            self._stream = None
-            self._shared = None  # type: ignore[assignment]
+            shared, self._shared, self._map, self._stream = self._shared, None, None, None
             self.src_tensors, self.dst_tensors = [], []
-            region, self._mmap_region = self._mmap_region, None
-        if region is not None:
-            region.cleanup()
+        if shared is not None:
+            give_map(shared)
 
 
 def _current_stream(tensor: Any, device: _C.Device) -> Callable[[], Any]:

@@ -179,6 +179,7 @@ class SharedMap:
     """An OffloadMap that all handlers of the same blocks share, so that it keeps their transfers in order."""
 
     def __init__(self, layout: Layout, hold: object) -> None:
+        self.key = layout.key()
         self.device = _C.Device(layout.device)
         self.map = _C.OffloadMap(
             self.device,
@@ -190,17 +191,35 @@ class SharedMap:
             hold=hold,
             remember_failures=layout.remember_failures,
         )
+        self.users = 0  # guarded by _maps_lock
+        self.regions: list[Any] = []  # to be cleaned up when the last user has let go
 
 
 _maps: weakref.WeakValueDictionary[tuple[Any, ...], SharedMap] = weakref.WeakValueDictionary()
 _maps_lock = threading.Lock()
 
 
-def shared_map(layout: Layout, hold: object) -> SharedMap:
-    """The map of these blocks: another handler's, or a new one."""
-    key = layout.key()
+def take_map(layout: Layout, hold: object, region: Any) -> SharedMap:
+    """The map of these blocks: another handler's, or a new one. give_map() gives it back."""
     with _maps_lock:
-        found = _maps.get(key)
+        found = _maps.get(layout.key())
         if found is None:
-            found = _maps[key] = SharedMap(layout, hold)
+            found = _maps[layout.key()] = SharedMap(layout, hold)
+        if region is not None and region not in found.regions:
+            found.regions.append(region)
+        found.users += 1
         return found
+
+
+def give_map(shared: SharedMap) -> None:
+    """The handler's transfers have ended. The last one lets go of the tensors, and then of the regions they lie in."""
+    with _maps_lock:
+        shared.users -= 1
+        if shared.users:
+            return
+        _maps.pop(shared.key, None)
+        regions, shared.regions = shared.regions, []
+    del shared.map
+    shared.device.stats()  # collects what its transfers held
+    for region in regions:
+        region.cleanup()
