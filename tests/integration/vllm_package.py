@@ -3,7 +3,7 @@
     python tests/integration/vllm_package.py SOURCE [--device cuda:0] [--spec ...] [--stock]
 
 SOURCE: an unpacked vLLM source package (pip download --no-deps --no-binary vllm), or nothing: the one that is
-installed. Nothing of vLLM is compiled or replaced (on the CPU it is told that this is its platform). What there is of a model is this script: it takes what vLLM's
+installed. Nothing of vLLM is compiled or replaced. What there is of a model is this script: it takes what vLLM's
 scheduler decided, hands the connector's metadata to the worker's connector as vLLM's model runner does, writes each
 block that is to be computed as a function of its tokens, and checks the bytes of every block that vLLM counts as
 computed. So a block that was loaded wrong, or not at all, is found.
@@ -16,10 +16,12 @@ vLLM's own connector around our spec, where a fault has to raise and name the jo
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -44,23 +46,29 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def take_source(source: Path) -> None:
+    """Import vLLM from there, in the processes too in which it looks at models.
+
+    A package that was not installed has no metadata. vLLM reads there which platform it was built for.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="vllm-metadata-"))
+    atexit.register(shutil.rmtree, folder, True)
+    version = source.name.removeprefix("vllm-") + ("+cpu" if OPTIONS.device == "cpu" else "")
+    described = folder / f"vllm-{version}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    places = [str(folder), str(source)]  # which has metadata of its own, without the platform
+    sys.path[:0] = places
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 OPTIONS = parse()
 if OPTIONS.source:
-    sys.path.insert(0, str(Path(OPTIONS.source).resolve()))
-    # vLLM looks at models in processes of its own
-    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+    take_source(Path(OPTIONS.source).resolve())
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import vllm
-import vllm.platforms
-
-if OPTIONS.device == "cpu":
-    from vllm.platforms.cpu import CpuPlatform
-
-    # A package that was built for no device does not say so itself.
-    vllm.platforms.current_platform = CpuPlatform()  # type: ignore[attr-defined]
-
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -258,7 +266,7 @@ class Engine:
             self.compute(request, before, before + plan.num_scheduled_tokens[request])
         self.worker.wait_for_save()
         output = KVConnectorOutput()
-        if hasattr(self.worker, "get_transfer_results"):
+        if hasattr(output, "failed_recving"):
             results = self.worker.get_transfer_results(plan.finished_req_ids)
             output.finished_sending, output.finished_recving = results.finished_sending, results.finished_recving
             output.failed_recving = results.failed_recving
