@@ -153,9 +153,9 @@ class SingleDirectionOffloadingHandler:
             raise ValueError(f"block_size_factor is {factor}: must be at least 1")
         if not gpu_tensors:
             raise ValueError("gpu_tensors is empty: there must be at least one")
-        name = device_of(gpu_tensors[0]) if device is None else device if isinstance(device, str) else device.name
+        self._device = device if isinstance(device, _C.Device) else _C.Device(device or device_of(gpu_tensors[0]))
         layout = make_layout(
-            name,
+            self._device.name,
             gpu_tensors,
             cpu_tensors,
             int(factor),
@@ -168,10 +168,9 @@ class SingleDirectionOffloadingHandler:
         self.kv_cache_groups_data_refs = self.layer_refs_per_group = refs
         self.transfer_type = ("GPU", "CPU") if gpu_to_cpu else ("CPU", "GPU")
         self.wait_timeout = wait_timeout
-        shared = take_map(layout, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
+        shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
         self._map: _C.OffloadMap | None = shared.map
-        self._device = shared.device
         self._second_attempts = int(self._device.stats()["second_attempts"])
         sides = list(gpu_tensors), list(cpu_tensors)
         self.src_tensors, self.dst_tensors = sides if gpu_to_cpu else sides[::-1]

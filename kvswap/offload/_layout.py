@@ -178,9 +178,9 @@ def make_layout(
 class SharedMap:
     """An OffloadMap that all handlers of the same blocks share, so that it keeps their transfers in order."""
 
-    def __init__(self, layout: Layout, hold: object) -> None:
+    def __init__(self, layout: Layout, device: _C.Device, hold: object) -> None:
         self.key = layout.key()
-        self.device = _C.Device(layout.device)
+        self.device = device
         self.map = _C.OffloadMap(
             self.device,
             layout.tensors.ravel(),
@@ -199,12 +199,12 @@ _maps: weakref.WeakValueDictionary[tuple[Any, ...], SharedMap] = weakref.WeakVal
 _maps_lock = threading.Lock()
 
 
-def take_map(layout: Layout, hold: object, region: Any) -> SharedMap:
+def take_map(layout: Layout, device: _C.Device, hold: object, region: Any) -> SharedMap:
     """The map of these blocks: another handler's, or a new one. give_map() gives it back."""
     with _maps_lock:
         found = _maps.get(layout.key())
         if found is None:
-            found = _maps[layout.key()] = SharedMap(layout, hold)
+            found = _maps[layout.key()] = SharedMap(layout, device, hold)
         if region is not None and region not in found.regions:
             found.regions.append(region)
         found.users += 1
