@@ -51,8 +51,8 @@ struct kvs_after {
 /* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, and the engine's
  * defaults for the rest. Where options are taken, NULL is the same. */
 struct kvs_options {
-  bool on_stream;  /* behave as if enqueued on `stream` */
-  uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
+  bool on_stream;     /* behave as if enqueued on `stream` */
+  uint64_t stream;    /* driver's handle; 0, 1, 2 as CUDA means them */
   bool after_compute; /* on a stream too: after the device's compute stream as well */
   const struct kvs_after *after;
   size_t nafter;
@@ -198,6 +198,6 @@ KVS_API const char *kvs_version(void);
 }
 #endif
 
-#include "kvswap_pool.h"
 #include "kvswap_offload.h"
+#include "kvswap_pool.h"
 #endif

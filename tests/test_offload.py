@@ -26,8 +26,8 @@ from kvswap.offload import (
     CanonicalKVCacheTensor,
     CanonicalPageMapping,
     CopyRun,
-    CPULoadStoreSpec,
     CpuGpuOffloadingHandlers,
+    CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingWorker,
     SingleDirectionOffloadingHandler,
@@ -145,7 +145,9 @@ def draw_job(rng: random.Random, cache: Cache, sizes: list[int]) -> tuple[list[i
     """GPU blocks, chunks and block_indices for groups of those sizes, beginning and ending anywhere in a chunk."""
     gpu = rng.sample(range(len(cache.gpu[0])), sum(sizes))
     indices = [rng.randrange(5 * cache.factor) for _ in sizes]
-    needed = [-(-(size + index % cache.factor) // cache.factor) if size else 0 for size, index in zip(sizes, indices)]
+    needed = [
+        size and -(-(size + index % cache.factor) // cache.factor) for size, index in zip(sizes, indices, strict=True)
+    ]
     return gpu, rng.sample(range(len(cache.cpu[0])), sum(needed)), indices
 
 
@@ -190,9 +192,7 @@ def fragments(ref: CanonicalKVCacheRef, host_block: int) -> Iterator[tuple[int, 
 
 
 def moved_bytes(cache: Cache, sizes: list[int]) -> int:
-    return sum(
-        size * sum(r.page_size_bytes for r in refs) for size, refs in zip(sizes, cache.refs, strict=True)
-    )
+    return sum(size * sum(r.page_size_bytes for r in refs) for size, refs in zip(sizes, cache.refs, strict=True))
 
 
 def check_both_ways(cache: Cache, sizes: list[int], seed: int = 1, width: type = np.int64) -> None:
@@ -271,7 +271,9 @@ def test_the_canonical_layout_of_several_ranks(library: Library, path: str, fact
             host_page,
             2 * tokens * piece,
             tuple(
-                CopyRun(half * tokens * piece, half * host_page // 2 + rank * piece, piece, tokens, piece, ranks * piece)
+                CopyRun(
+                    half * tokens * piece, half * host_page // 2 + rank * piece, piece, tokens, piece, ranks * piece
+                )
                 for half in range(2)
             ),
             1,
@@ -720,8 +722,12 @@ def test_tensors_that_do_not_fit(library: Library) -> None:
     attempt(
         "share bytes on the host", gpu_tensors=[gpu[0], library.gpu(random_blocks(3, 8, 256))], cpu_tensors=overlapping
     )
-    attempt("share bytes on the GPU", gpu_tensors=gpu * 2, cpu_tensors=[cpu[0], library.cpu(random_blocks(4, 4, 512))],
-            layer_refs_per_group=plain([256, 256]))
+    attempt(
+        "share bytes on the GPU",
+        gpu_tensors=gpu * 2,
+        cpu_tensors=[cpu[0], library.cpu(random_blocks(4, 4, 512))],
+        layer_refs_per_group=plain([256, 256]),
+    )
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -812,7 +818,8 @@ def test_neither_torch_nor_vllm_is_imported() -> None:
         assert not {"torch", "vllm"} & set(sys.modules), sorted(sys.modules)
         import numpy as np
         from kvswap.offload import *
-        caches = CanonicalKVCaches([CanonicalKVCacheTensor(np.ones((4, 64), np.int8), 64)], [[CanonicalKVCacheRef(0, 64)]])
+        tensor = CanonicalKVCacheTensor(np.ones((4, 64), np.int8), 64)
+        caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 64)]])
         handlers = CpuGpuOffloadingHandlers(caches, 1, 4)
         store = handlers.gpu_to_cpu_handler
         store.transfer_async(1, (GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([2])))
@@ -833,5 +840,3 @@ def test_the_plugin_hook_does_nothing_unasked(monkeypatch: pytest.MonkeyPatch) -
     assert "vllm" not in set(sys.modules) - before
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         _ = kvswap.vllm.Other
-
-

@@ -38,7 +38,7 @@ def _allocate(like: Any, chunks: int, nbytes: int, device: _C.Device) -> Any:
         return torch.zeros((chunks, nbytes), dtype=torch.int8, device="cpu", pin_memory=device.kind == "cuda")
     if device.kind == "cuda":
         memory = device.alloc(chunks * nbytes, host=True)
-        array = np.frombuffer(memory, np.int8).reshape(chunks, nbytes)
+        array = np.frombuffer(memory, np.int8).reshape(chunks, nbytes)  # type: ignore[call-overload]
         array[:] = 0
         return array
     return np.zeros((chunks, nbytes), np.int8)

@@ -101,8 +101,8 @@ class SingleDirectionOffloadingHandler:
     block_size_factor (blocks_per_chunk): how many GPU blocks a CPU block (a chunk) holds.
     kv_cache_groups_data_refs (layer_refs_per_group): a list of CanonicalKVCacheRef for each group of layers.
     gpu_to_cpu: True stores, False loads.
-    mmap_region: None, or what the CPU tensors lie in: its cleanup() is called when the last handler of these tensors was
-      shut down.
+    mmap_region: None, or what the CPU tensors lie in: its cleanup() is called when the last handler of these tensors
+      was shut down.
     canonical_layout: each reference has a mapping, which says where the page's fragments lie on the host.
     device: Device, its name, or None: the GPU tensors' (host:0 where they lie in the process's memory).
     compute_stream: a callable that gives the stream on which the model runs, asked at each job; None: torch's current
@@ -175,7 +175,12 @@ class SingleDirectionOffloadingHandler:
         sides = list(gpu_tensors), list(cpu_tensors)
         self.src_tensors, self.dst_tensors = sides if gpu_to_cpu else sides[::-1]
         self._compute = compute_stream or _current_stream(gpu_tensors[0], self._device)
-        self._options: dict[str, Any] = {"path": path, "priority": priority, "max_ctas": max_ctas, "pace_gbps": pace_gbps}
+        self._options: dict[str, Any] = {
+            "path": path,
+            "priority": priority,
+            "max_ctas": max_ctas,
+            "pace_gbps": pace_gbps,
+        }
         self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only: this queue's name
         self._submitting = threading.Lock()
         self._lock = threading.Lock()
@@ -278,8 +283,8 @@ class SingleDirectionOffloadingHandler:
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> None:
         """Until these jobs have ended, however; get_finished() tells how. Jobs that are not known are not waited for.
 
-        timeout: seconds for all of them, None: wait_timeout. TimeoutError names the job that goes on. It says in the log
-        every ten seconds that it waits; Ctrl-C works.
+        timeout: seconds for all of them, None: wait_timeout. TimeoutError names the job that goes on. Every ten seconds
+        the log says that it waits; Ctrl-C works.
         """
         wanted = set(job_ids)
         with self._lock:
@@ -311,8 +316,8 @@ class SingleDirectionOffloadingHandler:
     def shutdown(self, timeout: float | None = 60.0) -> None:
         """Take no more jobs, wait for those submitted, and let go of the tensors; again and again if wanted.
 
-        timeout: seconds, None: no limit. TimeoutError leaves everything as it is but for new jobs, and shutdown() may be
-        called again. Jobs that were not collected are forgotten, and logged if they failed.
+        timeout: seconds, None: no limit. TimeoutError leaves everything as it is but for new jobs, and shutdown() may
+        be called again. Jobs that were not collected are forgotten, and logged if they failed.
         """
         self._closed = True
         with self._submitting:

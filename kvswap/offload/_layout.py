@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
     """A tensor seen as blocks: block i is the `page` bytes at ptr + i * stride."""
 
     ptr: int
-    count: int
+    blocks: int
     stride: int
     page: int
 
@@ -57,12 +57,12 @@ def _geometry(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, 
         if isinstance(described, dict):
             shape = tuple(described["shape"])
             size = np.dtype(described["typestr"]).itemsize
-            strides = described.get("strides") or tuple(
-                size * math.prod(shape[i + 1 :]) for i in range(len(shape))
-            )
+            strides = described.get("strides") or tuple(size * math.prod(shape[i + 1 :]) for i in range(len(shape)))
             return int(described["data"][0]), shape, tuple(strides), size
     try:
-        array: NDArray[Any] = np.from_dlpack(tensor) if hasattr(tensor, "__dlpack__") else np.asarray(memoryview(tensor))
+        array: NDArray[Any] = (
+            np.from_dlpack(tensor) if hasattr(tensor, "__dlpack__") else np.asarray(memoryview(tensor))
+        )
     except (TypeError, RuntimeError, BufferError):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}") from None
     return int(array.ctypes.data), array.shape, array.strides, array.itemsize
@@ -145,19 +145,21 @@ def make_layout(
 ) -> Layout:
     """Check what an engine hands over, and write it down in numbers."""
     if len(gpu_tensors) != len(cpu_tensors) or not gpu_tensors:
-        raise ValueError(f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least")
+        raise ValueError(
+            f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least"
+        )
     gpus = [blocks_of(tensor, f"gpu_tensors[{i}]") for i, tensor in enumerate(gpu_tensors)]
     cpus = [blocks_of(tensor, f"cpu_tensors[{i}]") for i, tensor in enumerate(cpu_tensors)]
-    chunks = cpus[0].count
+    chunks = cpus[0].blocks
     rows = []
     for i, (gpu, cpu) in enumerate(zip(gpus, cpus, strict=True)):
-        if cpu.count != chunks:
-            raise ValueError(f"cpu_tensors[{i}] has {cpu.count} chunks, cpu_tensors[0] {chunks}")
+        if cpu.blocks != chunks:
+            raise ValueError(f"cpu_tensors[{i}] has {cpu.blocks} chunks, cpu_tensors[0] {chunks}")
         if cpu.page % factor or (not canonical and cpu.page != gpu.page * factor):
             raise ValueError(
                 f"cpu_tensors[{i}] has chunks of {cpu.page} bytes: they are {factor} blocks of {gpu.page} bytes each"
             )
-        rows.append((gpu.ptr, gpu.count, gpu.stride, gpu.page, cpu.ptr, cpu.stride, cpu.page // factor))
+        rows.append((gpu.ptr, gpu.blocks, gpu.stride, gpu.page, cpu.ptr, cpu.stride, cpu.page // factor))
     parts: dict[tuple[int, ...], None] = {}  # a layer that shares another's blocks is moved with it
     for group, refs in enumerate(groups):
         for ref in refs:

@@ -44,7 +44,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     ) -> None:
         super().__init__(block_ids)
         if sum(group_sizes) != len(self.block_ids):
-            raise ValueError(f"group_sizes adds up to {sum(group_sizes)}, but there are {len(self.block_ids)} block_ids")
+            raise ValueError(
+                f"group_sizes adds up to {sum(group_sizes)}, but there are {len(self.block_ids)} block_ids"
+            )
         if len(block_indices) != len(group_sizes):
             raise ValueError(f"block_indices has {len(block_indices)} items, but group_sizes has {len(group_sizes)}")
         self.group_sizes = group_sizes

@@ -159,7 +159,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; what failed is kept for those who ask next."""
         requests = dict(self.connector_worker._load_jobs)
-        finished = super().get_finished(finished_req_ids)
+        finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         failures, self._watch.failures = self._watch.failures, []  # type: ignore[union-attr]
         for failure in failures:
             if failure.gpu_blocks is None:
@@ -216,6 +216,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def _complete_store_truly(self, keys: Any, req_context: Any, success: bool = True) -> Any:
         for job_id, failed in self._failed_keys():
             if failed is keys:
-                _logger.error("store %d failed, its %d blocks are dropped: %s", job_id, len(keys), self._failed_stores[job_id])
+                _logger.error(
+                    "store %d failed, its %d blocks are dropped: %s", job_id, len(keys), self._failed_stores[job_id]
+                )
                 success = False
         return self._complete_store(keys, req_context, success)

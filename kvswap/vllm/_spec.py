@@ -139,7 +139,7 @@ def _tiering() -> type:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     class KVSwapTieringOffloadingSpec(KVSwapTransfers, TieringOffloadingSpec):  # type: ignore[misc]
-        """vLLM's TieringOffloadingSpec with kvswap's transfers between GPU and host; KVSwapTransfers has its options."""
+        """vLLM's TieringOffloadingSpec with kvswap's transfers; KVSwapTransfers has its options."""
 
         remember_failures = False  # other tiers write to the host's blocks as well
 

@@ -13,6 +13,9 @@ keys are dropped: computed again) and in loads (recomputed), several requests at
 vLLM's own connector around our spec, where a fault has to raise and name the job.
 """
 
+# ruff: noqa: E402  (vLLM is imported once it is known from where)
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import argparse
@@ -438,8 +441,12 @@ def stock_faults(engine: Engine, device: kvswap.Device) -> None:
 
 def main() -> int:
     logging.getLogger("kvswap").setLevel(logging.CRITICAL)
-    print(f"vLLM {vllm.__version__} (from {Path(vllm.__file__).parent.name}/), torch {torch.__version__}, kvswap ", end="")
-    print(f"{kvswap.__version__}, {OPTIONS.device}, {OPTIONS.spec}, {OPTIONS.blocks_per_chunk} blocks a chunk, ", end="")
+    print(
+        f"vLLM {vllm.__version__} (from {Path(vllm.__file__).parent.name}/), torch {torch.__version__}, kvswap ", end=""
+    )
+    print(
+        f"{kvswap.__version__}, {OPTIONS.device}, {OPTIONS.spec}, {OPTIONS.blocks_per_chunk} blocks a chunk, ", end=""
+    )
     print("OffloadingConnector" if OPTIONS.stock else "KVSwapConnector", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder))
