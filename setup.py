@@ -74,7 +74,7 @@ setup(
     package_dir={"kvswap.include": "csrc"},
     package_data={
         "kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"],
-        "kvswap.include": ["kvswap.h", "kvswap_ipc.h", "kvswap_memory.h", "kvswap_pool.h", "status.h"],
+        "kvswap.include": ["kvswap.h", *(f"kvswap_{part}.h" for part in ("ipc", "memory", "offload", "pool")), "status.h"],
     },
     include_package_data=False,
     ext_modules=[

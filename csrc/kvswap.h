@@ -51,8 +51,9 @@ struct kvs_after {
 /* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, and the engine's
  * defaults for the rest. Where options are taken, NULL is the same. */
 struct kvs_options {
-  bool on_stream;  /* behave as if enqueued on `stream` */
-  uint64_t stream; /* driver's handle; 0, 1, 2 as CUDA means them */
+  bool on_stream;     /* behave as if enqueued on `stream` */
+  uint64_t stream;    /* driver's handle; 0, 1, 2 as CUDA means them */
+  bool after_compute; /* on a stream too: after the device's compute stream as well */
   const struct kvs_after *after;
   size_t nafter;
   /* Layer by layer (kvs_swap_cache: a layer a tensor; kvs_move_blocks: as its parts say). Layers are copied in order.
@@ -199,5 +200,6 @@ KVS_API const char *kvs_version(void);
 
 #include "kvswap_ipc.h"
 #include "kvswap_memory.h"
+#include "kvswap_offload.h"
 #include "kvswap_pool.h"
 #endif

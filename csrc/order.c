@@ -105,6 +105,11 @@ static void add_inherited(struct kvs_engine *engine, struct kvs_table *table) {
   table->inherited = NULL;
 }
 
+static const int64_t *slots_of(const struct kvs_work *work, const struct kvs_touch *touch) {
+  if (touch->slots) return touch->slots;
+  return touch->write ? work->dst_slots : work->src_slots;
+}
+
 static void find_needs(const struct kvs_transfer *transfer, const struct kvs_work *work) {
   struct kvs_engine *engine = transfer->engine;
   unsigned lane = transfer->lane->number;
@@ -112,10 +117,11 @@ static void find_needs(const struct kvs_transfer *transfer, const struct kvs_wor
   kvs_needs_reset(&engine->needs, engine->progress.lanes);
   for (size_t i = 0; i < work->ntouches; i++) {
     const struct kvs_touch *touch = &work->touches[i];
+    const int64_t *slots = slots_of(work, touch);
     if (touch->write)
-      kvs_hazards_write(&touch->table->hazards, work->dst_slots, work->nslots, lane, &engine->progress, &engine->needs);
+      kvs_hazards_write(&touch->table->hazards, slots, work->nslots, lane, &engine->progress, &engine->needs);
     else
-      kvs_hazards_read(&touch->table->hazards, work->src_slots, work->nslots, lane, &engine->progress, &engine->needs);
+      kvs_hazards_read(&touch->table->hazards, slots, work->nslots, lane, &engine->progress, &engine->needs);
     add_inherited(engine, touch->table);
   }
 }
@@ -180,11 +186,12 @@ static int wait_for_hazards(struct kvs_transfer *transfer, const struct kvs_work
 static void note_hazards(const struct kvs_transfer *transfer, const struct kvs_work *work) {
   kvs_stamp stamp = kvs_stamp_of(transfer->lane->number, transfer->sequence);
   for (size_t i = 0; i < work->ntouches; i++) {
-    struct kvs_hazards *hazards = &work->touches[i].table->hazards;
-    if (work->touches[i].write)
-      kvs_hazards_note_write(hazards, work->dst_slots, work->nslots, stamp);
+    const struct kvs_touch *touch = &work->touches[i];
+    const int64_t *slots = slots_of(work, touch);
+    if (touch->write)
+      kvs_hazards_note_write(&touch->table->hazards, slots, work->nslots, stamp);
     else
-      kvs_hazards_note_read(hazards, work->src_slots, work->nslots, stamp, &transfer->engine->progress);
+      kvs_hazards_note_read(&touch->table->hazards, slots, work->nslots, stamp, &transfer->engine->progress);
   }
 }
 
@@ -223,8 +230,8 @@ static int check_layers(const struct kvs_transfer *transfer, const struct kvs_op
 
 int kvs_order_before(struct kvs_transfer *transfer, const struct kvs_work *work, const struct kvs_options *options,
                      struct kvs_error *err) {
-  int status = options->on_stream ? spine_waits_for_stream(transfer, options->stream, "the stream", err)
-                                  : spine_waits_for_compute(transfer, err);
+  int status = options->on_stream ? spine_waits_for_stream(transfer, options->stream, "the stream", err) : KVS_OK;
+  if (!status && (!options->on_stream || options->after_compute)) status = spine_waits_for_compute(transfer, err);
   if (!status) status = check_layers(transfer, options, err);
   for (size_t i = 0; !status && i < options->nafter; i++)
     status = spine_waits_after(transfer, &options->after[i], i, err);

@@ -40,14 +40,14 @@ void kvs_pool_set_failure(struct kvs_pool *pool, int64_t slot, struct kvs_failur
 
 /* -- tables ---------------------------------------------------------------------------------------------------- */
 
-static void table_free(struct kvs_table *table) {
+void kvs_table_free(struct kvs_table *table) {
   free(table->hazards.slots);
   free(table->inherited);
   free(table);
 }
 
 /* Untouched memory of a large table costs nothing until its slots are used. */
-static int table_new(uint64_t slots, struct kvs_table **made, struct kvs_error *err) {
+int kvs_table_new(uint64_t slots, struct kvs_table **made, struct kvs_error *err) {
   struct kvs_table *table = calloc(1, sizeof *table);
   if (table) {
     table->hazards.count = slots;
@@ -55,7 +55,7 @@ static int table_new(uint64_t slots, struct kvs_table **made, struct kvs_error *
   }
   if (!table || !table->hazards.slots) {
     free(table);
-    return kvs_fail(err, KVS_NOMEM, "no memory to track a pool of %" PRIu64 " blocks", slots);
+    return kvs_fail(err, KVS_NOMEM, "no memory to track %" PRIu64 " blocks", slots);
   }
   *made = table;
   return KVS_OK;
@@ -128,17 +128,16 @@ int kvs_pool_check_open(const struct kvs_pool *pool, struct kvs_error *err) {
 }
 
 /* Whatever still runs on this memory, perhaps for a pool that is gone: the new one's first transfers wait for it. */
-static int inherit(struct kvs_pool *pool, struct kvs_error *err) {
-  struct kvs_engine *engine = pool->engine;
-  uint64_t low = pool->layout.ptr, high = low + kvs_layout_extent(&pool->layout);
-  uint64_t *inherited = pool->table->inherited;
+int kvs_table_inherit(struct kvs_engine *engine, struct kvs_table *table, uint64_t low, uint64_t high,
+                      struct kvs_error *err) {
+  uint64_t *inherited = table->inherited;
   unsigned lanes = atomic_load(&engine->nlanes);
   for (unsigned i = 0; i < lanes; i++) {
     uint64_t sequence = kvs_lane_last_on(engine->numbered[i], low, high);
     if (!sequence) continue;
     if (!inherited) inherited = calloc(KVS_LANES, sizeof *inherited);
     if (!inherited) return kvs_fail(err, KVS_NOMEM, "no memory to open a pool whose memory is in use");
-    pool->table->inherited = inherited;
+    table->inherited = inherited;
     if (sequence > inherited[i]) inherited[i] = sequence;
   }
   return KVS_OK;
@@ -169,15 +168,16 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   pool->failures = calloc(layout.num_blocks, sizeof(struct kvs_failure *));
   if (!pool->failures)
     status = kvs_fail(err, KVS_NOMEM, "no memory to track a pool of %" PRIu64 " blocks", layout.num_blocks);
-  if (!status && !layout.group) status = table_new(layout.num_blocks, &pool->table, err);
+  if (!status && !layout.group) status = kvs_table_new(layout.num_blocks, &pool->table, err);
   if (!status && layout.group) pool->table = layout.group->table;
   pthread_mutex_lock(&engine->hazard_lock);
-  if (!status) status = inherit(pool, err);
+  uint64_t end = layout.ptr + kvs_layout_extent(&layout);
+  if (!status) status = kvs_table_inherit(engine, pool->table, layout.ptr, end, err);
   if (!status) status = put_in(pool, err);
   if (!status) pool->table->members++;
   pthread_mutex_unlock(&engine->hazard_lock);
   if (status) {
-    if (!layout.group && pool->table) table_free(pool->table);
+    if (!layout.group && pool->table) kvs_table_free(pool->table);
     pool_free(pool);
     return status;
   }
@@ -197,7 +197,7 @@ static void take_out(struct kvs_pool *pool) {
   *at = pool->next;
   pthread_mutex_unlock(&engine->memory_lock);
   pthread_mutex_lock(&engine->hazard_lock);
-  if (--pool->table->members == 0) table_free(pool->table);
+  if (--pool->table->members == 0) kvs_table_free(pool->table);
   pthread_mutex_unlock(&engine->hazard_lock);
 }
 

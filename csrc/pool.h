@@ -44,6 +44,7 @@ struct kvs_pool {
 struct kvs_touch {
   struct kvs_table *table;
   bool write;
+  const int64_t *slots; /* as many as the work has; NULL: the work's own of that side */
 };
 
 /* pool.c. Under memory_lock: pools in that memory cannot be used any more. */
@@ -56,5 +57,10 @@ const struct kvs_failure *kvs_pool_failure(const struct kvs_pool *, int64_t slot
 void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);
 struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
 void kvs_failure_unref(struct kvs_failure *);
+/* A table of slots that nobody has touched, and its end. */
+int kvs_table_new(uint64_t slots, struct kvs_table **, struct kvs_error *);
+void kvs_table_free(struct kvs_table *);
+/* Whatever still runs on [low, high) is waited for by whoever touches the table first. */
+int kvs_table_inherit(struct kvs_engine *, struct kvs_table *, uint64_t low, uint64_t high, struct kvs_error *);
 
 #endif

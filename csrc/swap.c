@@ -40,23 +40,14 @@ static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *wo
 
 /* -- tensors and ids ------------------------------------------------------------------------------------------- */
 
-struct cache_call {
-  const struct kvs_tensor *tensors;
-  size_t ntensors;
-  const struct kvs_ids *gpu_ids, *cpu_ids;
-  enum kvs_direction direction;
-  uint64_t max_pitch;
-  bool layered;
-};
-
-static int plan_tensors(const struct cache_call *call, size_t from, size_t to, bool merge, struct kvs_copies *copies,
+static int plan_tensors(const struct kvs_cache_call *call, size_t from, size_t to, bool merge, struct kvs_copies *copies,
                         struct kvs_error *err) {
   return kvs_plan_cache(call->tensors + from, to - from, call->gpu_ids, call->cpu_ids, call->direction, merge, copies,
                         err);
 }
 
 /* Tensor by tensor, with a mark where each ends. */
-static int plan_layers(const struct cache_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
+static int plan_layers(const struct kvs_cache_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
   bool split = kvs_may_cross_seams(&scratch->regions);
   int status = KVS_OK;
   for (size_t t = 0; !status && t < call->ntensors; t++) {
@@ -68,8 +59,8 @@ static int plan_layers(const struct cache_call *call, struct kvs_scratch *scratc
   return status;
 }
 
-static int plan_cache(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
-  const struct cache_call *call = arg;
+int kvs_cache_plan(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct kvs_cache_call *call = arg;
   if (form == KVS_FORM_SINGLE) return plan_tensors(call, 0, call->ntensors, false, &scratch->single, err);
   scratch->copies.count = scratch->rects.count = 0;
   scratch->rects.rows = 0;
@@ -83,7 +74,7 @@ static int plan_cache(const void *arg, enum kvs_form form, struct kvs_scratch *s
 }
 
 /* What copies of rows could take, where tensors lie at equal distances. */
-static int find_stacks(const struct cache_call *call, struct kvs_work *work, struct kvs_error *err) {
+static int find_stacks(const struct kvs_cache_call *call, struct kvs_work *work, struct kvs_error *err) {
   struct kvs_stacks *stacks = &work->scratch->stacks;
   struct kvs_shape *shape = &work->shape;
   if (call->ntensors < 2 || call->layered) return KVS_OK;
@@ -100,7 +91,7 @@ static int find_stacks(const struct cache_call *call, struct kvs_work *work, str
   return KVS_OK;
 }
 
-static int list_rows(const struct cache_call *call, struct kvs_work *work, struct kvs_error *err) {
+static int list_rows(const struct kvs_cache_call *call, struct kvs_work *work, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   int status = kvs_rows_reserve(&scratch->rows, call->ntensors, err);
   for (size_t t = 0; !status && t < call->ntensors; t++) {
@@ -119,20 +110,20 @@ static int list_rows(const struct cache_call *call, struct kvs_work *work, struc
 }
 
 /* Slots are 32-bit numbers to the kernels. */
-static bool slots_fit(const struct cache_call *call) {
+static bool slots_fit(const struct kvs_cache_call *call) {
   for (size_t t = 0; t < call->ntensors; t++)
     if (call->tensors[t].gpu_blocks > UINT32_MAX || call->tensors[t].cpu_blocks > UINT32_MAX) return false;
   return true;
 }
 
-static uint64_t cpu_slots(const struct cache_call *call) {
+static uint64_t cpu_slots(const struct kvs_cache_call *call) {
   uint64_t most = 0;
   for (size_t t = 0; t < call->ntensors; t++)
     if (call->tensors[t].cpu_blocks > most) most = call->tensors[t].cpu_blocks;
   return most;
 }
 
-static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct cache_call *call,
+static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call,
                          struct kvs_error *err) {
   bool load = call->direction == KVS_H2D;
   for (size_t t = 0; t < call->ntensors; t++) {
@@ -152,7 +143,24 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
   return KVS_OK;
 }
 
-static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const struct cache_call *call,
+/* What the planner wants to know. */
+static int find_shape(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+                      const struct kvs_options *options, struct kvs_error *err) {
+  int status = KVS_OK;
+  if (kvs_may_stride(engine, options, work->entries)) status = find_stacks(call, work, err);
+  if (status || !kvs_wants_rows(engine, options, work->entries)) return status;
+  work->grid = slots_fit(call);
+  status = list_rows(call, work, err);
+  return status ? status : kvs_find_shape(work, cpu_slots(call), err);
+}
+
+int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+                      const struct kvs_options *options, struct kvs_error *err) {
+  int status = cover_tensors(engine, work->scratch, call, err);
+  return status ? status : find_shape(engine, work, call, options, err);
+}
+
+static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
                        const struct kvs_options *options, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
@@ -166,11 +174,7 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const s
     if (!status) status = check_disjoint(scratch, work, "block", call->ntensors, err);
     scratch->copies.count = 0;
   }
-  if (!status && kvs_may_stride(engine, options, work->entries)) status = find_stacks(call, work, err);
-  if (status || !kvs_wants_rows(engine, options, work->entries)) return status;
-  work->grid = slots_fit(call);
-  status = list_rows(call, work, err);
-  return status ? status : kvs_find_shape(work, cpu_slots(call), err);
+  return status ? status : find_shape(engine, work, call, options, err);
 }
 
 /* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
@@ -193,7 +197,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
   struct kvs_options options;
   kvs_options_resolve(engine, given, &options);
-  struct cache_call call = {
+  struct kvs_cache_call call = {
       tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(&options)};
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
@@ -205,7 +209,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                           .direction = direction,
                           .nblocks = gpu.count,
                           .entries = gpu.count * ntensors,
-                          .plan = plan_cache,
+                          .plan = kvs_cache_plan,
                           .layered = call.layered,
                           .watch = kvs_watch_copies,
                           .call = &call,

@@ -207,6 +207,38 @@ class Pool:
     @property
     def name(self) -> str: ...
 
+@final
+class OffloadMap:
+    def __new__(
+        cls,
+        device: Device | str | None,
+        tensors: NDArray[Any],
+        parts: NDArray[Any],
+        num_groups: int,
+        num_chunks: int,
+        blocks_per_chunk: int,
+        *,
+        hold: object = None,
+        remember_failures: bool = True,
+    ) -> OffloadMap: ...
+    def submit(
+        self,
+        gpu_blocks: _Ids,
+        chunks: _Ids,
+        group_sizes: _Ids,
+        block_indices: _Ids,
+        direction: int,
+        *,
+        stream: _StreamLike | None = None,
+        after: _After | Iterable[_After] = (),
+        path: _Path = "auto",
+        priority: _Priority | None = None,
+        max_ctas: int | None = None,
+        pace_gbps: float | None = None,
+        first: int = 0,
+        after_compute: bool = False,
+    ) -> tuple[tuple[Transfer, ...], int, Error | None]: ...
+
 def swap_blocks_batch(
     src_ptrs: _Addresses,
     dst_ptrs: _Addresses,

@@ -28,7 +28,7 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h", "kvswap_ipc.h", "kvswap_memory.h", "kvswap_pool.h"},  # the surface: plain types and declarations
+    {"kvswap.h", "kvswap_ipc.h", "kvswap_memory.h", "kvswap_offload.h", "kvswap_pool.h"},  # the surface
     {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h", "owner.h"},
     {"device.h", "hooks.h", "share.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
@@ -48,6 +48,7 @@ ROWS = [
     {"launch.h"},
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
+    {"offload.h"},
     {"submit.h", "hostpool.h", "imports.h", "move.h"},
 ]
 
@@ -293,7 +294,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in ("kvswap.h", "kvswap_memory.h", "kvswap_pool.h", "status.h"):
+    for name in ("kvswap.h", *(f"kvswap_{part}.h" for part in ("ipc", "memory", "offload", "pool")), "status.h"):
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name

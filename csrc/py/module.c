@@ -46,6 +46,7 @@ static const struct row rows[] = {
     ROW(host_pool_type, make_type, &kvs_py_host_pool_spec),
     ROW(shared_pool_type, make_type, &kvs_py_shared_pool_spec),
     ROW(mapped_type, make_type, &kvs_py_mapped_spec),
+    ROW(offload_type, make_type, &kvs_py_offload_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
     ROW(s_nbytes, make_name, "nbytes"),

@@ -10,7 +10,7 @@ enum layered { LAYER_EVENTS, AFTER_LAYERS };
  * GIL. */
 _Thread_local int kvs_py_releasing;
 
-static void release_owner(void *owner) {
+void kvs_py_release_owner(void *owner) {
   PyGILState_STATE gil = PyGILState_Ensure();
   kvs_py_releasing++;
   Py_DECREF((PyObject *)owner);
@@ -88,7 +88,7 @@ int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, s
   core->nafter = options->after.count;
   if (read_layers(state, engine, layers, options) < 0) return -1;
   core->owner = options->hold;
-  core->release = options->hold != NULL ? release_owner : NULL;
+  core->release = options->hold != NULL ? kvs_py_release_owner : NULL;
   core->where = kvs_py_where(state, options->where, sizeof options->where);
   return 0;
 }

@@ -20,6 +20,7 @@ int kvs_py_options_check(struct kvs_py_options *options); /* what can be said wi
 int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_options *options);
 void kvs_py_options_clear(struct kvs_py_options *options);
+void kvs_py_release_owner(void *owner); /* a release() that drops a reference to a Python object, with the GIL */
 /* Call `submit`, which uses options->core, without the GIL; then what was held is the transfer's. */
 int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_options *options,
                   int (*submit)(void *call, struct kvs_error *err), void *call);

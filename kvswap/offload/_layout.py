@@ -1,0 +1,227 @@
+"""From tensors and references to what kvswap._C.OffloadMap is made of. Nothing here runs per job."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvswap import _C
+
+_CPU_KINDS = (1, 3)  # DLPack: plain and pinned host memory
+_CUDA_KINDS = (2, 13)  # a GPU's, and managed
+
+
+class Blocks(NamedTuple):
+    """A tensor seen as blocks: block i is the `page` bytes at ptr + i * stride."""
+
+    ptr: int
+    blocks: int
+    stride: int
+    page: int
+
+
+def is_torch(tensor: Any) -> bool:
+    """Without importing torch."""
+    return type(tensor).__module__.partition(".")[0] == "torch" and hasattr(tensor, "untyped_storage")
+
+
+def device_of(tensor: Any) -> str:
+    """Where a tensor lies: "cuda:N"; memory of the process is host:0's."""
+    if is_torch(tensor):
+        return f"cuda:{tensor.device.index or 0}" if tensor.device.type == "cuda" else "host:0"
+    if hasattr(tensor, "__dlpack_device__"):
+        kind, index = tensor.__dlpack_device__()
+        if kind in _CUDA_KINDS:
+            return f"cuda:{int(index)}"
+        if kind in _CPU_KINDS:
+            return "host:0"
+        raise ValueError(f"the tensor lies on a device of DLPack's kind {kind}; kvswap knows CUDA and the host")
+    if hasattr(tensor, "__cuda_array_interface__"):
+        return "cuda:0"
+    return "host:0"
+
+
+def _geometry(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
+    """Address, shape, strides in bytes, item size."""
+    if is_torch(tensor):
+        size = int(tensor.element_size())
+        return int(tensor.data_ptr()), tuple(tensor.shape), tuple(s * size for s in tensor.stride()), size
+    for attribute in ("__cuda_array_interface__", "__array_interface__"):
+        described = getattr(tensor, attribute, None)
+        if isinstance(described, dict):
+            shape = tuple(described["shape"])
+            size = np.dtype(described["typestr"]).itemsize
+            strides = described.get("strides") or tuple(size * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            return int(described["data"][0]), shape, tuple(strides), size
+    try:
+        array: NDArray[Any] = (
+            np.from_dlpack(tensor) if hasattr(tensor, "__dlpack__") else np.asarray(memoryview(tensor))
+        )
+    except (TypeError, RuntimeError, BufferError):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}") from None
+    return int(array.ctypes.data), array.shape, array.strides, array.itemsize
+
+
+def blocks_of(tensor: Any, name: str) -> Blocks:
+    """A tensor whose first dimension is its blocks; what follows must lie together."""
+    ptr, shape, strides, size = _geometry(tensor, name)
+    if len(shape) < 2:
+        raise ValueError(f"{name} has shape {shape}: its first dimension is blocks, the others are their bytes")
+    page = size
+    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if extent > 1 and stride != page:
+            raise ValueError(f"{name} has strides of {strides} bytes: the bytes of a block must lie together")
+        page *= extent
+    if shape[0] > 1 and strides[0] < page:
+        raise ValueError(f"{name} has blocks {strides[0]} bytes apart that are {page} bytes long")
+    return Blocks(ptr, shape[0], strides[0] if shape[0] > 1 else page, page)
+
+
+def in_pages(tensor: Any, page: int, name: str) -> Any:
+    """The same memory as a tensor of bytes, (blocks, page)."""
+    if is_torch(tensor):
+        import torch
+
+        return tensor.view(torch.int8).view(-1, page)
+    if not (hasattr(tensor, "view") and hasattr(tensor, "reshape")):
+        tensor = np.asarray(memoryview(tensor))
+    flat = tensor.view(np.int8)
+    shaped = flat if flat.ndim == 2 and flat.shape[1] == page else flat.reshape(-1, page)
+    if blocks_of(shaped, name).ptr != blocks_of(flat if flat.ndim > 1 else shaped, name).ptr:
+        raise ValueError(f"{name} cannot be seen as blocks of {page} bytes without copying it")
+    return shaped
+
+
+class Layout(NamedTuple):
+    """What a map is made of, and what it is told apart by."""
+
+    device: str
+    tensors: NDArray[np.uint64]
+    parts: NDArray[np.uint64]
+    groups: int
+    chunks: int
+    factor: int
+    remember_failures: bool
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same blocks of the same memory."""
+        return (*self[:1], self.tensors.tobytes(), self.parts.tobytes(), *self[3:])
+
+
+def _parts_of(group: int, ref: Any, canonical: bool, gpu: Blocks, cpu_page: int) -> list[tuple[int, ...]]:
+    """Rows for kvswap._C.OffloadMap: what one layer moves of each block."""
+    where = f"group {group}, tensor {ref.tensor_idx}"
+    if not canonical:
+        if not 0 < ref.page_size_bytes <= min(gpu.page, cpu_page):
+            raise ValueError(f"{where}: page_size_bytes is {ref.page_size_bytes}; the tensor has {gpu.page} a block")
+        nbytes = int(ref.page_size_bytes)
+        return [(group, ref.tensor_idx, 0, 0, nbytes, 1, nbytes, nbytes, 1, 0)]
+    if ref.mapping is None:
+        raise ValueError(f"{where}: the canonical layout needs a mapping for each layer")
+    writers = (ref.mapping.num_writers, ref.mapping.writer_index)
+    rows = []
+    for run in ref.mapping.runs:
+        pitches = (run.local_stride, run.canonical_stride) if run.num_fragments > 1 else (run.fragment_size,) * 2
+        offsets = (run.local_offset, run.canonical_offset)
+        rows.append((group, ref.tensor_idx, *offsets, run.fragment_size, run.num_fragments, *pitches, *writers))
+    return [row for row in rows if row[5] > 0]
+
+
+def make_layout(
+    device: str,
+    gpu_tensors: Sequence[Any],
+    cpu_tensors: Sequence[Any],
+    factor: int,
+    groups: Sequence[Sequence[Any]],
+    *,
+    canonical: bool,
+    remember_failures: bool,
+) -> Layout:
+    """Check what an engine hands over, and write it down in numbers."""
+    if len(gpu_tensors) != len(cpu_tensors) or not gpu_tensors:
+        raise ValueError(
+            f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least"
+        )
+    gpus = [blocks_of(tensor, f"gpu_tensors[{i}]") for i, tensor in enumerate(gpu_tensors)]
+    cpus = [blocks_of(tensor, f"cpu_tensors[{i}]") for i, tensor in enumerate(cpu_tensors)]
+    chunks = cpus[0].blocks
+    rows = []
+    for i, (gpu, cpu) in enumerate(zip(gpus, cpus, strict=True)):
+        if cpu.blocks != chunks:
+            raise ValueError(f"cpu_tensors[{i}] has {cpu.blocks} chunks, cpu_tensors[0] {chunks}")
+        if cpu.page % factor or (not canonical and cpu.page != gpu.page * factor):
+            raise ValueError(
+                f"cpu_tensors[{i}] has chunks of {cpu.page} bytes: they are {factor} blocks of {gpu.page} bytes each"
+            )
+        rows.append((gpu.ptr, gpu.blocks, gpu.stride, gpu.page, cpu.ptr, cpu.stride, cpu.page // factor))
+    parts: dict[tuple[int, ...], None] = {}  # a layer that shares another's blocks is moved with it
+    for group, refs in enumerate(groups):
+        for ref in refs:
+            if not 0 <= ref.tensor_idx < len(gpus):
+                raise IndexError(f"group {group} refers to tensor {ref.tensor_idx}; there are {len(gpus)}, from 0")
+            parts.update(dict.fromkeys(_parts_of(group, ref, canonical, gpus[ref.tensor_idx], rows[ref.tensor_idx][6])))
+    return Layout(
+        device,
+        np.array(rows, np.uint64),
+        np.array(list(parts), np.uint64).reshape(-1, 10),
+        len(groups),
+        chunks,
+        factor,
+        remember_failures,
+    )
+
+
+class SharedMap:
+    """An OffloadMap that all handlers of the same blocks share, so that it keeps their transfers in order."""
+
+    def __init__(self, layout: Layout, device: _C.Device, hold: object) -> None:
+        self.key = layout.key()
+        self.device = device
+        self.map = _C.OffloadMap(
+            self.device,
+            layout.tensors.ravel(),
+            layout.parts.ravel(),
+            layout.groups,
+            layout.chunks,
+            layout.factor,
+            hold=hold,
+            remember_failures=layout.remember_failures,
+        )
+        self.users = 0  # guarded by _maps_lock
+        self.regions: list[Any] = []  # to be cleaned up when the last user has let go
+
+
+_maps: weakref.WeakValueDictionary[tuple[Any, ...], SharedMap] = weakref.WeakValueDictionary()
+_maps_lock = threading.Lock()
+
+
+def take_map(layout: Layout, device: _C.Device, hold: object, region: Any) -> SharedMap:
+    """The map of these blocks: another handler's, or a new one. give_map() gives it back."""
+    with _maps_lock:
+        found = _maps.get(layout.key())
+        if found is None:
+            found = _maps[layout.key()] = SharedMap(layout, device, hold)
+        if region is not None and region not in found.regions:
+            found.regions.append(region)
+        found.users += 1
+        return found
+
+
+def give_map(shared: SharedMap) -> None:
+    """The handler's transfers have ended. The last one lets go of the tensors, and then of the regions they lie in."""
+    with _maps_lock:
+        shared.users -= 1
+        if shared.users:
+            return
+        _maps.pop(shared.key, None)
+        regions, shared.regions = shared.regions, []
+    del shared.map
+    shared.device.stats()  # collects what its transfers held
+    for region in regions:
+        region.cleanup()

@@ -1,0 +1,42 @@
+"""What a vLLM loads by name, to offload its KV cache with kvswap. Installing kvswap is all that it takes.
+
+    vllm serve MODEL --kv-transfer-config '{
+      "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm", "kv_role": "kv_both",
+      "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368,
+                                    "spec_name": "KVSwapOffloadingSpec", "spec_module_path": "kvswap.vllm"}}'
+
+- KVSwapOffloadingSpec: vLLM's CPUOffloadingSpec, whose transfers kvswap does. KVSwapTieringOffloadingSpec: the same of
+  its TieringOffloadingSpec. Under vLLM's own connector ("kv_connector": "OffloadingConnector") a transfer that fails
+  raises, and the engine ends.
+- KVSwapConnector: vLLM's OffloadingConnector, which survives it: a failed store is as if it had not been, a failed load
+  is recomputed.
+- register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch() and nothing
+  else.
+
+Importing this imports no vLLM; its names do, when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvswap.vllm._plugin import register
+
+if TYPE_CHECKING:
+    from kvswap.vllm._connector import KVSwapConnector
+    from kvswap.vllm._spec import KVSwapOffloadingSpec, KVSwapTieringOffloadingSpec
+
+__all__ = ["KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVSwapConnector":
+        from kvswap.vllm import _connector
+
+        return _connector.KVSwapConnector
+    if name in ("KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec"):
+        from kvswap.vllm import _spec
+
+        return getattr(_spec, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,223 @@
+"""vLLM's offloading connector, told the truth about transfers that failed.
+
+The stock connector asserts that every job succeeded. Between it and its worker stands _Watch, which tells it of a
+failed job only that it is over, and the rest to KVSwapConnector:
+
+- a store: the scheduler's side calls complete_store(success=False), so that its keys are dropped. On the host its
+  blocks are poisoned already (kvswap.offload), should anybody load them after all.
+- a load: its GPU blocks are reported by get_block_ids_with_load_errors(), and vLLM recomputes or ends the request as
+  kv_load_failure_policy says. A model with several groups has block ids that name no request: there the request is
+  reported, by releases that know how (KVConnectorTransferResults); others cannot recompute, and the engine is told so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+import kvswap
+from kvswap.offload import TransferResult
+from kvswap.vllm._handler import VLLMHandler
+
+_logger = logging.getLogger("kvswap.vllm")
+
+
+@dataclass
+class KVSwapWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What a worker tells the scheduler: vLLM's, and which of the completed jobs are stores that failed, and why."""
+
+    failed_stores: dict[int, str] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
+        """Of this worker and another: a store that failed anywhere has failed."""
+        failed = {**self.failed_stores, **getattr(other, "failed_stores", {})}
+        return _with_failures(super().aggregate(other), failed)
+
+
+def _with_failures(meta: OffloadingWorkerMetadata, failed: dict[int, str]) -> KVSwapWorkerMetadata:
+    own = {f.name: getattr(meta, f.name) for f in fields(OffloadingWorkerMetadata)}
+    return KVSwapWorkerMetadata(**own, failed_stores=failed)
+
+
+@dataclass
+class _Failure:
+    job_id: int
+    error: str
+    gpu_blocks: list[int] | None  # of a load; None: it was a store
+
+
+def _gpu_blocks(spec: Any) -> list[int] | None:
+    """Of a load's destination; the host's blocks come without group_sizes."""
+    return [int(block) for block in spec.block_ids] if hasattr(spec, "group_sizes") else None
+
+
+class _Watch:
+    """A vLLM worker whose failed jobs end like others, and are written down."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._loads: dict[int, list[int]] = {}  # job -> GPU blocks
+        self._refused: list[_Failure] = []  # jobs that could not be submitted
+        self.failures: list[_Failure] = []  # to be told of
+        for handler in _handlers_of(worker):
+            handler.strict = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def _submit(self, job_id: int, target: Any, submit: Any, *args: Any, **kwargs: Any) -> bool:
+        blocks, error = _gpu_blocks(target), "the worker refused it"
+        try:
+            accepted = submit(job_id, *args, **kwargs)
+        except Exception as refused:  # whatever it is, the job is over and the engine goes on
+            accepted, error = False, str(refused)
+        if not accepted:
+            self._refused.append(_Failure(job_id, error, blocks))
+        elif blocks is not None:
+            self._loads[job_id] = blocks
+        return True
+
+    def transfer_async(self, job_id: int, spec: Any) -> bool:
+        """To 0.24: either direction."""
+        return self._submit(job_id, spec[1], self._worker.transfer_async, spec)
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """From 0.25 on."""
+        return self._submit(job_id, dst_spec, self._worker.submit_store, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **options: Any) -> bool:
+        """From 0.25 on."""
+        return self._submit(job_id, dst_spec, self._worker.submit_load, src_spec, dst_spec, **options)
+
+    def get_finished(self) -> list[Any]:
+        """All that have ended; those that failed without size and time, so that nobody counts them."""
+        refused, self._refused = self._refused, []
+        ended: list[Any] = []
+        for result in self._worker.get_finished():
+            blocks = self._loads.pop(result.job_id, None)
+            if result.success:
+                ended.append(result)
+            else:
+                refused.append(_Failure(result.job_id, str(getattr(result, "error", None)), blocks))
+        for failure in refused:
+            what = "store" if failure.gpu_blocks is None else "load"
+            _logger.error("offloading job %d (%s) failed: %s", failure.job_id, what, failure.error)
+            ended.append(TransferResult(failure.job_id, True))  # it is over, which is all that this connector asks
+        self.failures += refused
+        return ended
+
+
+def _handlers_of(worker: Any) -> list[VLLMHandler]:
+    """Ours, wherever a release keeps them."""
+    kept: list[Any] = [*getattr(worker, "handlers", ()), *vars(worker).values()]
+    return [handler for handler in kept if isinstance(handler, VLLMHandler)]
+
+
+class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's OffloadingConnector, which goes on when a transfer fails.
+
+    Configured as vLLM's own, with "kv_connector": "KVSwapConnector" and "kv_connector_module_path": "kvswap.vllm". With
+    "kv_load_failure_policy": "recompute" a request whose load failed is computed instead; vLLM's default ends it.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._groups = len(kv_cache_config.kv_cache_groups)
+        self._watch: _Watch | None = None
+        self._invalid_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._failed_stores: dict[int, str] = {}  # worker: to be told of; scheduler: of jobs that are not complete
+        if role == KVConnectorRole.SCHEDULER:
+            manager = self.connector_scheduler.manager
+            self._complete_store = manager.complete_store
+            manager.complete_store = self._complete_store_truly
+
+    # -- worker -------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        worker = self.connector_worker.worker
+        if not isinstance(worker, _Watch):
+            self._watch = self.connector_worker.worker = _Watch(worker)
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """As vLLM's."""
+        super().register_kv_caches(kv_caches)
+        self._attach()
+
+    def register_cross_layers_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, in releases that have it."""
+        super().register_cross_layers_kv_cache(*args, **kwargs)
+        self._attach()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """As vLLM's; what failed is kept for those who ask next."""
+        requests = dict(self.connector_worker._load_jobs)
+        finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        failures, self._watch.failures = self._watch.failures, []  # type: ignore[union-attr]
+        for failure in failures:
+            if failure.gpu_blocks is None:
+                self._failed_stores[failure.job_id] = failure.error
+            else:
+                self._note_failed_load(failure, requests.get(failure.job_id))
+        return finished
+
+    def _note_failed_load(self, failure: _Failure, request: str | None) -> None:
+        if self._groups == 1:
+            self._invalid_blocks.update(failure.gpu_blocks or ())
+        elif request is not None and hasattr(OffloadingConnector, "get_transfer_results"):
+            self._failed_requests.add(request)
+        else:
+            raise kvswap.Error(
+                f"offloading job {failure.job_id} failed to load ({failure.error}), and vLLM {vllm.__version__} cannot "
+                f"recompute blocks of a model with {self._groups} KV-cache groups"
+            )
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As vLLM's, with the requests whose load failed; in releases that have it."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._failed_requests
+        self._failed_requests = set()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """GPU blocks that hold nothing, of loads that failed since the last call."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def build_connector_worker_meta(self) -> Any:
+        """As vLLM's, with the stores that failed."""
+        meta = super().build_connector_worker_meta()
+        if meta is None or self.connector_worker is None:
+            return meta
+        failed, self._failed_stores = self._failed_stores, {}
+        return _with_failures(meta, failed)
+
+    # -- scheduler ----------------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """As vLLM's; stores that failed on any worker are dropped once all workers have told of them."""
+        meta = connector_output.kv_connector_worker_meta
+        self._failed_stores.update(getattr(meta, "failed_stores", {}))
+        super().update_connector_output(connector_output)
+        jobs = self.connector_scheduler._jobs
+        self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}
+
+    def _failed_keys(self) -> Iterable[tuple[int, Any]]:
+        jobs = self.connector_scheduler._jobs
+        return ((job_id, jobs[job_id].keys) for job_id in self._failed_stores if job_id in jobs)
+
+    def _complete_store_truly(self, keys: Any, req_context: Any, success: bool = True) -> Any:
+        for job_id, failed in self._failed_keys():
+            if failed is keys:
+                _logger.error(
+                    "store %d failed, its %d blocks are dropped: %s", job_id, len(keys), self._failed_stores[job_id]
+                )
+                success = False
+        return self._complete_store(keys, req_context, success)

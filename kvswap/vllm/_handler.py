@@ -1,0 +1,95 @@
+"""kvswap.offload's handler as vLLM drives it: options from its configuration, what is logged, what a failure does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kvswap import _C
+from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
+
+_logger = logging.getLogger("kvswap.vllm")
+
+_PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
+_WAIT_TIMEOUT = 300.0  # seconds
+_LOG_EVERY = 60.0  # seconds
+
+
+def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What kv_connector_extra_config says of kvswap; ValueError where it says what nobody knows."""
+    known = {"kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"}
+    unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
+    if unknown:
+        raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; of kvswap's there are {sorted(known)}")
+    path = extra_config.get("kvswap_path", "auto")
+    if path not in _PATHS:
+        raise ValueError(f"kvswap_path is {path!r}; it is one of {', '.join(_PATHS)}")
+    limit = extra_config.get("kvswap_wait_timeout_s", _WAIT_TIMEOUT)
+    return {
+        "path": path,
+        "priority": extra_config.get("kvswap_priority"),
+        "max_ctas": extra_config.get("kvswap_max_ctas"),
+        "pace_gbps": extra_config.get("kvswap_pace_gbps"),
+        "wait_timeout": None if limit is None else float(limit),
+    }
+
+
+class VLLMHandler(SingleDirectionOffloadingHandler):
+    """One direction under a vLLM worker.
+
+    strict: a failed job raises from get_finished() and names itself, since vLLM's own connector would take any result
+    for a success or end with a bare assertion. KVSwapConnector turns it off and reads the results.
+    """
+
+    strict = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: list[TransferResult] = []  # that were collected when another job's failure was raised
+        self._logged = time.monotonic()
+        self._logged_jobs = 0
+        path = self._options["path"]
+        _logger.info(
+            "kvswap moves KV blocks %s -> %s on %s, path %s: %d tensors, %d blocks a chunk",
+            *self.transfer_type,
+            self.device.name,
+            path,
+            len(self.src_tensors),
+            self.blocks_per_chunk,
+        )
+
+    def get_finished(self) -> list[TransferResult]:
+        """As the base class; strict, kvswap.Error for a job that failed."""
+        results, self._kept = self._kept + super().get_finished(), []
+        if time.monotonic() - self._logged >= _LOG_EVERY:
+            self._log()
+        failed = next((result for result in results if not result.success), None)
+        if failed is None or not self.strict:
+            return results
+        self._kept = [result for result in results if result is not failed]
+        raise _C.Error(
+            f"offloading job {failed.job_id} ({' to '.join(self.transfer_type)}, {failed.transfer_size} bytes) failed: "
+            f"{failed.error}. KVSwapConnector goes on in such a case"
+        ) from failed.error
+
+    def _log(self) -> None:
+        """What happened in the last minute or more, if anything did."""
+        stats = self.stats()
+        self._logged = time.monotonic()
+        if stats.jobs == self._logged_jobs:
+            return
+        self._logged_jobs = stats.jobs
+        speed = stats.bytes / stats.device_seconds / 1e9 if stats.device_seconds else 0.0
+        _logger.info(
+            "%s -> %s: %d jobs, %d failed, %d unfinished, %.3f GB at %.1f GB/s, queued %.3f s in all, paths %s",
+            *self.transfer_type,
+            stats.jobs,
+            stats.failed,
+            stats.unfinished,
+            stats.bytes / 1e9,
+            speed,
+            stats.queued_seconds,
+            stats.paths,
+        )

@@ -1,0 +1,44 @@
+"""The smallest step: vLLM's own handlers stay, and the copies that they submit are kvswap's."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from kvswap import _C
+
+_logger = logging.getLogger("kvswap.vllm")
+
+SWITCH = "KVSWAP_VLLM_SWAP_BLOCKS"
+
+
+def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
+    """vLLM's function of this name: copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], on torch's current stream.
+
+    src_ptrs, dst_ptrs, sizes: torch CPU tensors of int64 (or uint64), one entry a copy; they may be overwritten when it
+    returns. is_src_access_order_any: not looked at, sources are read in the stream's order. What is wrong or refused
+    raises, and names the entry.
+    """
+    import torch
+
+    del is_src_access_order_any
+    if len(sizes) == 0:
+        return
+    lists = (src_ptrs.numpy(), dst_ptrs.numpy(), sizes.numpy())
+    transfer = _C.swap_blocks_batch(*lists, stream=torch.cuda.current_stream() if torch.cuda.is_available() else None)
+    if transfer.done() and transfer.error is not None:
+        raise transfer.error
+
+
+def register() -> None:
+    """vLLM's plugin hook (group vllm.general_plugins). Does nothing unless KVSWAP_VLLM_SWAP_BLOCKS=1."""
+    if os.environ.get(SWITCH, "0") in ("", "0"):
+        return
+    from vllm import _custom_ops
+
+    if not hasattr(_custom_ops, "swap_blocks_batch"):
+        _logger.warning("%s is set, but this vLLM has no swap_blocks_batch: nothing is replaced", SWITCH)
+        return
+    _custom_ops.swap_blocks_batch = swap_blocks_batch
+    _logger.info("vLLM's swap_blocks_batch is kvswap's now")

@@ -1,0 +1,153 @@
+"""vLLM's offloading specs with kvswap's transfers: everything but the two directions' handlers stays vLLM's.
+
+vLLM's own code builds its handlers; while it does, the class that it builds is ours. To 0.24 that happens in
+create_handlers(), from 0.25 on in create_worker(). Where its class takes what is not known here, it stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import vllm
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+import kvswap
+from kvswap.offload._layout import device_of
+from kvswap.vllm._handler import VLLMHandler, options_of
+
+_logger = logging.getLogger("kvswap.vllm")
+
+_TAKEN = {
+    "self",
+    "gpu_tensors",
+    "cpu_tensors",
+    "block_size_factor",
+    "kv_cache_groups_data_refs",
+    "gpu_to_cpu",
+    "mmap_region",
+    "blocks_per_chunk",
+    "layer_refs_per_group",
+    "canonical_layout",
+    "host_memory_is_pinned",
+}
+_CLASS = "SingleDirectionOffloadingHandler"
+_building = threading.Lock()
+
+
+def why_not() -> str | None:
+    """Why vLLM's own handlers have to stay; None: they need not."""
+    theirs = getattr(gpu_worker, _CLASS, None)
+    if not isinstance(theirs, type):
+        return f"its gpu_worker has no {_CLASS}"
+    taken = set(inspect.signature(theirs.__init__).parameters)  # type: ignore[misc]
+    unknown = sorted(taken - _TAKEN)
+    if unknown:
+        return f"its {_CLASS} takes {', '.join(unknown)}"
+    return None
+
+
+def _leave(reason: str) -> None:
+    versions = (vllm.__version__, kvswap.__version__, reason)
+    _logger.warning("vLLM %s with kvswap %s: %s. vLLM's own transfers stay", *versions)
+
+
+@contextmanager
+def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> Iterator[None]:
+    """While vLLM builds a worker."""
+    reason = why_not()
+    if reason is not None:
+        _leave(reason)
+        yield
+        return
+    options = options_of(extra_config)
+    made: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        """Ours; or theirs for all of this worker, if the first cannot be made."""
+        try:
+            if not made or isinstance(made[0], VLLMHandler):
+                made.append(VLLMHandler(*args, **kwargs, **options, remember_failures=remember_failures))
+                return made[-1]
+        except (TypeError, ValueError, IndexError) as error:
+            if made:
+                raise
+            _leave(f"its cache has a shape that is not known: {error}")
+        made.append(theirs(*args, **kwargs))
+        return made[-1]
+
+    with _building:
+        theirs = getattr(gpu_worker, _CLASS)
+        setattr(gpu_worker, _CLASS, make)
+        try:
+            yield
+        finally:
+            setattr(gpu_worker, _CLASS, theirs)
+
+
+def _on_host(kv_caches: Any) -> bool:
+    return all(device_of(entry.tensor) == "host:0" for entry in kv_caches.tensors)
+
+
+class KVSwapTransfers:
+    """Mixed into one of vLLM's specs that keep blocks in host memory: kvswap does its transfers.
+
+    kv_connector_extra_config, besides vLLM's own: kvswap_path, kvswap_priority, kvswap_max_ctas, kvswap_pace_gbps (as
+    kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit).
+    """
+
+    remember_failures = True
+    extra_config: dict[str, Any]
+    _handlers: Any
+    _worker: Any
+
+    def create_handlers(self, kv_caches: Any) -> Any:
+        """To 0.24: both directions."""
+        with _ours_in_place(self.extra_config, self.remember_failures):
+            return super().create_handlers(kv_caches)  # type: ignore[misc]
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        """From 0.25 on: the worker."""
+        with _ours_in_place(self.extra_config, self.remember_failures):
+            return super().create_worker(kv_caches)  # type: ignore[misc]
+
+    # vLLM refuses platforms other than GPUs at this point. A cache in host memory is moved on the host device.
+
+    def get_handlers(self, kv_caches: Any) -> Any:
+        """To 0.24: as vLLM's; on the CPU platform too."""
+        if _on_host(kv_caches) and not self._handlers:
+            self._handlers = self.create_handlers(kv_caches)
+        return super().get_handlers(kv_caches)  # type: ignore[misc]
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """From 0.25 on: as vLLM's; on the CPU platform too."""
+        if _on_host(kv_caches) and not self._worker:
+            self._worker = self.create_worker(kv_caches)
+        return super().get_worker(kv_caches)  # type: ignore[misc]
+
+
+class KVSwapOffloadingSpec(KVSwapTransfers, CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's CPUOffloadingSpec with kvswap's transfers; KVSwapTransfers has its options."""
+
+
+def _tiering() -> type:
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    class KVSwapTieringOffloadingSpec(KVSwapTransfers, TieringOffloadingSpec):  # type: ignore[misc]
+        """vLLM's TieringOffloadingSpec with kvswap's transfers; KVSwapTransfers has its options."""
+
+        remember_failures = False  # other tiers write to the host's blocks as well
+
+    return KVSwapTieringOffloadingSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVSwapTieringOffloadingSpec":
+        made = globals()[name] = _tiering()
+        return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
