@@ -74,7 +74,7 @@ setup(
     package_dir={"kvswap.include": "csrc"},
     package_data={
         "kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"],
-        "kvswap.include": ["kvswap.h", "kvswap_pool.h", "status.h"],
+        "kvswap.include": ["kvswap.h", "kvswap_pool.h", "kvswap_file.h", "status.h"],
     },
     include_package_data=False,
     ext_modules=[

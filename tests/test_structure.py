@@ -28,7 +28,7 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h", "kvswap_pool.h"},  # the surface: plain types and declarations
+    {"kvswap.h", "kvswap_pool.h", "kvswap_file.h"},  # the surface: plain types and declarations
     {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h"},
     {"device.h", "hooks.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
@@ -39,6 +39,10 @@ ROWS = [
     {"engine.h"},
     {"core.h", "work.h", "pool.h"},
     {"submit.h"},
+    {"file_crc32c.h", "file_index.h", "file_format.h"},
+    {"file_sys.h"},
+    {"file_engine.h"},
+    {"file_store.h"},
 ]
 
 
@@ -113,6 +117,7 @@ def test_the_layers_of_sources() -> None:
     pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "stride.c", "clock.c", "region.c", "status.c"}
     pure |= {"cost.c", "cost_default.c", "packing.c"}
     pure |= {"cost.c", "cost_default.c"}
+    pure |= {"file_crc32c.c", "file_format.c", "file_index.c"}
     device = ("host_", "cuda_", "device")
     above = {"engine.h", "core.h", "kvswap.h"}
     wrong = []
@@ -131,8 +136,12 @@ def test_the_layers_of_sources() -> None:
 
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
-    allowed = {"engine.h", "kvswap.h", "py/bind.h", "py/options.h"}
-    more = {"testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"}, "calibration.c": {"calibration.h"}}
+    allowed = {"engine.h", "kvswap.h", "kvswap_file.h", "py/bind.h", "py/options.h", "py/files.h"}
+    more = {
+        "files.c": {"file_sys.h"},
+        "testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"},
+        "calibration.c": {"calibration.h"},
+    }
     wrong = []
     for path in BINDINGS:
         own = {name for name in includes(path) if (CSRC / name).exists()}
@@ -282,7 +291,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in ("kvswap.h", "kvswap_pool.h", "status.h"):
+    for name in ("kvswap.h", "kvswap_pool.h", "kvswap_file.h", "status.h"):
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name

@@ -43,6 +43,8 @@ static const struct row rows[] = {
     ROW(transfer_type, make_type, &kvs_py_transfer_spec),
     ROW(pool_type, make_type, &kvs_py_pool_spec),
     ROW(pattern_type, make_type, &kvs_py_pattern_spec),
+    ROW(file_store_type, make_type, &kvs_py_file_store_spec),
+    ROW(file_transfer_type, make_type, &kvs_py_file_transfer_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
     ROW(s_nbytes, make_name, "nbytes"),
