@@ -1,5 +1,4 @@
 /* Threads, each of which moves one request at a time by preadv and pwritev. */
-#include <signal.h>
 #include <stdlib.h>
 
 #include "file_engine.h"
@@ -34,11 +33,9 @@ static void close_threads(struct kvs_file_worker *worker) {
   free(worker);
 }
 
-/* The process's signals are for its own threads. */
 static int open_threads(struct kvs_file_queue *queue, unsigned depth, struct kvs_file_worker **opened,
                         struct kvs_error *err) {
   struct kvs_file_worker *worker = calloc(1, sizeof *worker + depth * sizeof(pthread_t));
-  sigset_t all, before;
   if (!worker) return kvs_fail(err, KVS_NOMEM, "no memory for %u threads", depth);
   worker->queue = queue;
   worker->scratch_nbytes = depth * queue->scratch_nbytes;
@@ -47,14 +44,11 @@ static int open_threads(struct kvs_file_queue *queue, unsigned depth, struct kvs
     free(worker);
     return kvs_fail(err, KVS_NOMEM, "no memory for the buffers of %u threads", depth);
   }
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   for (; worker->nthreads < depth; worker->nthreads++) {
     uint8_t *scratch = worker->scratch + worker->nthreads * queue->scratch_nbytes;
     *(struct seat *)(void *)scratch = (struct seat){queue, scratch};
-    if (pthread_create(&worker->threads[worker->nthreads], NULL, serve, scratch)) break;
+    if (kvs_file_thread_start(&worker->threads[worker->nthreads], serve, scratch)) break;
   }
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (worker->nthreads == 0) {
     close_threads(worker);
     return kvs_fail(err, KVS_NOMEM, "no thread could be started");

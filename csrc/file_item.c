@@ -1,9 +1,10 @@
 /* What becomes of one block.
  *
  *   begin_locked     asks for its key: shared for loads, alone for stores and deletes; who comes later waits in order
- *   ready            has its key. Done at once where there is nothing to do; else to the queue, or with pools to the
- *                    mover, which gives it a staging slot (and for stores the bytes) first
- *   item_begin       on a thread of the engine: a slot to write to, the header, the checksum; where the bytes are
+ *   ready            has its key. Done at once where there is nothing to do; else to the queue; where a gate has to
+ *                    open first, or staging is needed, by way of the mover
+ *   item_begin       on a thread of the engine: a slot to write to; with pools the mover then brings the bytes, and it
+ *                    comes here again; the header, the checksum; where the bytes are
  *   item_end         the same thread: looks at what came of it. A store is published here; what must be erased is the
  *                    item's next request
  *   finish_locked    its result; gives its key on
@@ -45,7 +46,7 @@ static void grant_locked(struct kvs_file_item *item) {
     item->entry->readers++;
   else
     item->entry->writer = true;
-  store->giving += item->transfer->kind != KVS_FILE_PUT;
+  store->granted++;
   append(&store->ready, item);
 }
 
@@ -103,10 +104,11 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   struct kvs_file_transfer *transfer = item->transfer;
   struct kvs_file_store *store = transfer->store;
   struct kvs_file_stats *stats = &store->stats;
+  if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && !item->written) kvs_file_slot_return_locked(item);
   leave_writes_locked(item);
   give_victim_back_locked(item);
   if (item->staging != UINT32_MAX) kvs_file_mover_release(item);
-  store->giving -= transfer->kind != KVS_FILE_PUT;
+  store->granted--;
   item->ended = true;
   item->status = status;
   item->code = code;
@@ -137,7 +139,7 @@ static void look_at_locked(struct kvs_file_item *item) {
   } else if (transfer->kind == KVS_FILE_PUT && !transfer->replace && there) {
     item->kept = true;
     kvs_file_item_finish_locked(item, KVS_OK, 0);
-  } else if (transfer->pools && transfer->kind != KVS_FILE_DROP) {
+  } else if (transfer->gate && !(transfer->pools && transfer->kind == KVS_FILE_PUT)) {
     kvs_file_mover_push(item);
   } else {
     kvs_file_queue_push(&transfer->store->queue, &item->request);
@@ -193,6 +195,7 @@ static void span_of_block(struct kvs_file_item *item, bool write) {
 
 static void join_writes_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
+  item->written = true;
   item->sequence = ++store->sequence;
   item->later = NULL;
   item->earlier = store->newest_write;
@@ -227,6 +230,11 @@ static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   int code;
   pthread_mutex_lock(&store->lock);
   enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);
+  bool staging_first = item->transfer->pools && item->staging == UINT32_MAX;
+  if (answer == KVS_FILE_SLOT && staging_first) {
+    kvs_file_mover_push(item);
+    answer = KVS_FILE_WAIT;
+  }
   if (answer == KVS_FILE_SLOT) join_writes_locked(item);
   if (answer == KVS_FILE_NONE_LEFT) {
     kvs_file_item_finish_locked(item, code ? KVS_FILE : KVS_NO_ROOM, code);
@@ -251,7 +259,7 @@ static bool set_off(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
   bool stop = item->transfer->cancelled && !item->begun;
-  item->begun = true;
+  item->begun = !item->transfer->pools || item->staging != UINT32_MAX; /* else this is only about a slot */
   if (stop) {
     kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
     kvs_file_run_ready_locked(store);

@@ -36,7 +36,13 @@ struct kvs_file_item {
   enum kvs_file_phase phase;
   bool begun; /* guarded by lock: it cannot be cancelled any more */
   bool kept, ended;
+  bool in_place;    /* its slot is that of the block that it replaces */
+  bool written;     /* something may have been: its slot no longer holds what it held */
   int status, code; /* KVS_OK, or why it failed, with an errno */
+};
+
+struct kvs_file_list {
+  struct kvs_file_item *first, *last;
 };
 
 struct kvs_file_transfer {
@@ -48,11 +54,12 @@ struct kvs_file_transfer {
   bool replace;
   struct kvs_pool **pools; /* with references; NULL: host memory */
   size_t npools;
-  int64_t *slots;   /* of the pools, one an item */
-  uint64_t gate;    /* an event of the device that must be reached first; 0: none */
-  bool gated;       /* guarded by store->lock: its items wait for that */
-  bool cancelled;   /* guarded by store->lock */
-  size_t remaining; /* guarded by store->lock: items that have not ended */
+  int64_t *slots;                         /* of the pools, one an item */
+  struct kvs_transfer *gate;              /* ends when all has that it starts after; NULL: nothing */
+  struct kvs_file_list waiting;           /* guarded by the mover's lock: items that have their key */
+  struct kvs_file_transfer *next_waiting; /* guarded by the mover's lock */
+  bool cancelled;                         /* guarded by store->lock */
+  size_t remaining;                       /* guarded by store->lock: items that have not ended */
   size_t nfailed, nkept;
   uint64_t start_ns, elapsed_ns;
   void *owner;
@@ -66,10 +73,6 @@ struct kvs_file_segment {
   int fd;
   uint32_t number; /* in its name */
   bool suspect;    /* it was cut off: the data of its blocks is compared when it is scanned */
-};
-
-struct kvs_file_list {
-  struct kvs_file_item *first, *last;
 };
 
 struct kvs_file_mover;
@@ -104,10 +107,10 @@ struct kvs_file_store {
   struct kvs_file_item *oldest_write, *newest_write; /* under way, by sequence */
   uint64_t unchecked_nbytes;                         /* written since the last checkpoint */
   bool checkpointing;
-  uint64_t generation;          /* of the last checkpoint */
-  size_t giving;                /* loads and deletes that have their key: slots may come free when they end */
-  struct kvs_file_list ready;   /* have their key and wait to be looked at */
-  struct kvs_file_list starved; /* wait for a slot */
+  uint64_t generation;                       /* of the last checkpoint */
+  size_t granted, nstarved;                  /* items that have their key; those among them that wait for a slot */
+  struct kvs_file_list ready;                /* have their key and wait to be looked at */
+  struct kvs_file_list starved;              /* wait for a slot */
   struct kvs_file_transfer *oldest, *newest; /* unfinished */
   unsigned unfinished[2];                    /* loads [1], others [0] */
   size_t unfinished_blocks[2];
@@ -152,6 +155,7 @@ enum kvs_file_slot_answer { KVS_FILE_SLOT, KVS_FILE_WAIT, KVS_FILE_NONE_LEFT };
 /* item->slot, and item->victim where one had to go. WAIT: the item is in the list of starved ones. May give the lock
  * back for a while. NONE_LEFT: *code is the errno, 0: all blocks are pinned. */
 enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *, int *code);
+void kvs_file_slot_return_locked(struct kvs_file_item *); /* nothing was written to it: all is as before it was taken */
 void kvs_file_slot_give_locked(struct kvs_file_store *, uint32_t slot);
 void kvs_file_wake_starved_locked(struct kvs_file_store *);
 
@@ -164,10 +168,9 @@ size_t kvs_file_cancel_all(struct kvs_file_store *);
 int kvs_file_mover_open(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_mover_close(struct kvs_file_store *); /* nothing is under way any more */
 int kvs_file_mover_prepare(struct kvs_file_transfer *, const struct kvs_file_blocks *, const struct kvs_file_options *,
-                           struct kvs_error *); /* pools, slots and gate of a transfer that is not submitted yet */
-void kvs_file_mover_forget(struct kvs_file_transfer *); /* ... and never will be */
-void kvs_file_mover_push(struct kvs_file_item *);       /* it has its key: staging is next */
-void kvs_file_mover_arrived(struct kvs_file_item *);    /* read and checked: to the device */
-void kvs_file_mover_release(struct kvs_file_item *);    /* under store->lock: its staging slot is free again */
+                           struct kvs_error *);      /* pools, slots and gate of a transfer that is not submitted yet */
+void kvs_file_mover_push(struct kvs_file_item *);    /* it has its key: staging is next */
+void kvs_file_mover_arrived(struct kvs_file_item *); /* read and checked: to the device */
+void kvs_file_mover_release(struct kvs_file_item *); /* under store->lock: its staging slot is free again */
 
 #endif

@@ -39,6 +39,7 @@ static int check_keys(const struct kvs_file_keys *keys, struct kvs_error *err) {
 static void free_transfer(struct kvs_file_transfer *transfer) {
   for (size_t i = 0; transfer->pools && i < transfer->npools; i++) kvs_pool_unref(transfer->pools[i]);
   free(transfer->pools);
+  if (transfer->gate) kvs_transfer_unref(transfer->gate);
   free(transfer->slots);
   free(transfer);
 }
@@ -151,7 +152,6 @@ static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const s
     pthread_mutex_unlock(&store->lock);
   }
   if (status) {
-    kvs_file_mover_forget(transfer);
     free_transfer(transfer);
     return status;
   }
