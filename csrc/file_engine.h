@@ -27,17 +27,25 @@ struct kvs_file_queue {
   pthread_mutex_t lock;
   pthread_cond_t pushed;
   struct kvs_file_request *first[2], *last[2]; /* guarded by lock: urgent ones are [1] */
-  unsigned idle;                               /* guarded by lock: threads that wait for one */
+  unsigned idle;                               /* guarded by lock: threads that wait for one here */
+  unsigned watchers;                           /* guarded by lock: threads that are to be told of one by `wake` */
+  int wake;                                    /* an eventfd */
   bool closed;                                 /* guarded by lock */
   struct kvs_file_faults *faults;
   bool direct;
   size_t scratch_nbytes;
+  uint8_t *fixed; /* memory that requests will often be for; NULL: none */
+  size_t fixed_nbytes;
 };
 int kvs_file_queue_init(struct kvs_file_queue *, struct kvs_error *);
 void kvs_file_queue_destroy(struct kvs_file_queue *);
 void kvs_file_queue_push(struct kvs_file_queue *, struct kvs_file_request *);
 /* The next one; NULL: there is none, and with `wait`: the queue was closed and is empty. */
 struct kvs_file_request *kvs_file_queue_pop(struct kvs_file_queue *, bool wait);
+/* For those who wait elsewhere: true if there is a request already. Else a push makes `wake` readable until unwatch. */
+bool kvs_file_queue_watch(struct kvs_file_queue *);
+void kvs_file_queue_unwatch(struct kvs_file_queue *);
+void kvs_file_queue_heard(struct kvs_file_queue *); /* `wake` was readable */
 void kvs_file_queue_close(struct kvs_file_queue *); /* threads end once it is empty */
 
 struct kvs_file_worker; /* an engine's threads */

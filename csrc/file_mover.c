@@ -502,7 +502,7 @@ static void destroy(struct kvs_file_mover *mover) {
 }
 
 static int make_staging(struct kvs_file_mover *mover, struct kvs_error *err) {
-  const struct kvs_file_store *store = mover->store;
+  struct kvs_file_store *store = mover->store;
   struct kvs_device *device = kvs_engine_device(mover->engine);
   uint64_t wanted = store->settings.staging_nbytes ? store->settings.staging_nbytes : STAGING_NBYTES;
   uint64_t slots = wanted / store->geometry.slot_nbytes;
@@ -513,6 +513,8 @@ static int make_staging(struct kvs_file_mover *mover, struct kvs_error *err) {
   int status = kvs_engine_alloc(mover->engine, nbytes, true, &mover->staging, err);
   if (status) return status;
   memset((void *)(uintptr_t)mover->staging, 0, nbytes);
+  store->queue.fixed = (uint8_t *)(uintptr_t)mover->staging;
+  store->queue.fixed_nbytes = nbytes;
   for (uint32_t i = 0; i < mover->nslots; i++) mover->free[mover->nfree++] = mover->nslots - 1 - i;
   status = kvs_dev_stream_create(device, device->info.priority_high, &mover->streams[1], err);
   return status ? status : kvs_dev_stream_create(device, device->info.priority_low, &mover->streams[0], err);

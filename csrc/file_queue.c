@@ -1,8 +1,17 @@
 /* Requests in two lists. A push wakes a thread only where one sleeps. */
+#include <errno.h>
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "file_engine.h"
+
+void kvs_file_queue_destroy(struct kvs_file_queue *queue) {
+  if (queue->wake >= 0) close(queue->wake);
+  pthread_cond_destroy(&queue->pushed);
+  pthread_mutex_destroy(&queue->lock);
+}
 
 int kvs_file_queue_init(struct kvs_file_queue *queue, struct kvs_error *err) {
   if (pthread_mutex_init(&queue->lock, NULL)) return kvs_fail(err, KVS_NOMEM, "no memory for a lock");
@@ -10,12 +19,11 @@ int kvs_file_queue_init(struct kvs_file_queue *queue, struct kvs_error *err) {
     pthread_mutex_destroy(&queue->lock);
     return kvs_fail(err, KVS_NOMEM, "no memory for a queue");
   }
-  return KVS_OK;
-}
-
-void kvs_file_queue_destroy(struct kvs_file_queue *queue) {
-  pthread_cond_destroy(&queue->pushed);
-  pthread_mutex_destroy(&queue->lock);
+  queue->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (queue->wake >= 0) return KVS_OK;
+  int code = errno;
+  kvs_file_queue_destroy(queue);
+  return kvs_file_fail(err, code, "making an eventfd");
 }
 
 void kvs_file_queue_push(struct kvs_file_queue *queue, struct kvs_file_request *request) {
@@ -24,8 +32,29 @@ void kvs_file_queue_push(struct kvs_file_queue *queue, struct kvs_file_request *
   struct kvs_file_request **last = &queue->last[request->urgent];
   *(*last ? &(*last)->next : &queue->first[request->urgent]) = request;
   *last = request;
+  bool tell = !queue->idle && queue->watchers;
   if (queue->idle) pthread_cond_signal(&queue->pushed);
   pthread_mutex_unlock(&queue->lock);
+  if (tell) (void)eventfd_write(queue->wake, 1);
+}
+
+bool kvs_file_queue_watch(struct kvs_file_queue *queue) {
+  pthread_mutex_lock(&queue->lock);
+  bool there = queue->first[0] || queue->first[1];
+  queue->watchers += !there;
+  pthread_mutex_unlock(&queue->lock);
+  return there;
+}
+
+void kvs_file_queue_unwatch(struct kvs_file_queue *queue) {
+  pthread_mutex_lock(&queue->lock);
+  queue->watchers--;
+  pthread_mutex_unlock(&queue->lock);
+}
+
+void kvs_file_queue_heard(struct kvs_file_queue *queue) {
+  eventfd_t count;
+  (void)eventfd_read(queue->wake, &count);
 }
 
 static struct kvs_file_request *take_locked(struct kvs_file_queue *queue) {

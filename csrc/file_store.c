@@ -165,15 +165,10 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
   status = kvs_file_open_directory(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
+  if (!status && settings->device) status = kvs_file_mover_open(store, err);
   if (!status) status = open_engine(store, err);
-  if (!status && settings->device) {
-    status = kvs_file_mover_open(store, err);
-    if (status) {
-      kvs_file_queue_close(&store->queue);
-      store->ops->close(store->worker);
-    }
-  }
   if (status) {
+    if (store->mover) kvs_file_mover_close(store);
     kvs_file_close_directory(store);
     free_store(store);
     return status;
@@ -197,9 +192,9 @@ static bool drain_locked(struct kvs_file_store *store, int64_t timeout_ns) {
 }
 
 static void stop(struct kvs_file_store *store) {
-  if (store->mover) kvs_file_mover_close(store);
   kvs_file_queue_close(&store->queue);
-  store->ops->close(store->worker);
+  store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
+  if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_checkpoint(store, store->sequence + 1, true);
   kvs_file_close_directory(store);
 }

@@ -71,8 +71,7 @@ bool kvs_file_span_advance(struct kvs_file_span *span, size_t nbytes, bool direc
   return false;
 }
 
-/* About half of what is left, as an interrupted call may do. */
-static struct kvs_file_span shortened(const struct kvs_file_span *span) {
+struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *span) {
   struct kvs_file_span part = *span;
   size_t half = kvs_file_span_nbytes(span) / 2;
   half -= half % KVS_FILE_PAGE;
@@ -91,7 +90,7 @@ static struct kvs_file_span shortened(const struct kvs_file_span *span) {
 int kvs_file_move(struct kvs_file_faults *faults, struct kvs_file_span *span, bool direct) {
   for (;;) {
     struct kvs_file_fault fault = kvs_file_fault_next(faults, span->write ? KVS_FILE_WRITE : KVS_FILE_READ);
-    struct kvs_file_span now = fault.action == KVS_FILE_FAULT_SHORT ? shortened(span) : *span;
+    struct kvs_file_span now = fault.action == KVS_FILE_FAULT_SHORT ? kvs_file_span_shortened(span) : *span;
     if (fault.action == KVS_FILE_FAULT_FAIL) return fault.code;
     if (fault.action == KVS_FILE_FAULT_INTERRUPT) continue;
     ssize_t n = now.write ? pwritev2(now.fd, now.pieces, (int)now.npieces, (off_t)now.offset, now.dsync ? RWF_DSYNC : 0)

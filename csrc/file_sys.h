@@ -53,6 +53,7 @@ struct kvs_file_span {
 };
 /* After `nbytes` were moved, of which only whole pages count with O_DIRECT (`direct`): whether all is done. */
 bool kvs_file_span_advance(struct kvs_file_span *, size_t nbytes, bool direct);
+struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *); /* about half of it, for tests */
 size_t kvs_file_span_nbytes(const struct kvs_file_span *);
 
 /* Until all of it is done: 0, or an errno. */

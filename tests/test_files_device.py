@@ -1,4 +1,4 @@
-"""The file tier with a device: blocks of pools through staging, in order with what they start after, and its failures."""
+"""The file tier with a device: blocks of pools through staging, after what they start after, and its failures."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 

@@ -171,7 +171,9 @@ def test_length_of_c_functions(path: Path) -> None:
     assert long == []
 
 
-@pytest.mark.parametrize("path", [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py", ROOT / "setup_uring.py"], ids=lambda path: path.name
+)
 def test_length_of_python_functions(path: Path) -> None:
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -204,7 +206,9 @@ TEXTS = [
     if path.is_file() and path.suffix in (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md", ".toml", ".sh", "")
 ]
 TEXTS += [
-    path for name in ("README.md", "setup.py", "setup_cuda.py", "pyproject.toml") if (path := ROOT / name).exists()
+    path
+    for name in ("README.md", "setup.py", "setup_cuda.py", "setup_uring.py", "pyproject.toml")
+    if (path := ROOT / name).exists()
 ]
 
 
