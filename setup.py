@@ -3,7 +3,7 @@
 Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
   KVSWAP_NVCC      path of nvcc; or `index`: take pinned packages from the package index (setup_cuda.py lists them)
-  KVSWAP_URING     auto (default): io_uring for the file tier where liburing is found; require: no build without; off: none
+  KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
   KVSWAP_WERROR=1  warnings of the C compiler are errors
   KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
   KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
