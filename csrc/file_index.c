@@ -113,8 +113,9 @@ static void drop(struct kvs_file_index *index, struct kvs_file_entry *entry) {
 
 void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *entry) {
   bool used = entry->readers || entry->writer || entry->first, there = entry->slot != KVS_NO_SLOT;
-  bool idle = there && !used && !entry->pins;
+  bool clean = entry->stale == KVS_NO_SLOT; /* else, without the newer block, the older one would be the newest */
+  bool idle = there && !used && !entry->pins && clean;
   if (entry->idle && !idle) leave_order(index, entry);
   if (!entry->idle && idle) join_order(index, entry);
-  if (!there && !used && !entry->pins && entry->stale == KVS_NO_SLOT) drop(index, entry);
+  if (!there && !used && !entry->pins && clean) drop(index, entry);
 }

@@ -274,8 +274,6 @@ int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
   return status;
 }
 
-/* -- opening ------------------------------------------------------------------------------------------------------- */
-
 static int open_folder(struct kvs_file_store *store, struct kvs_error *err) {
   const char *path = store->settings.directory;
   if (!store->settings.readonly && mkdir(path, 0700) && errno != EEXIST)
@@ -284,6 +282,44 @@ static int open_folder(struct kvs_file_store *store, struct kvs_error *err) {
   if (store->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", path);
   return KVS_OK;
 }
+
+/* Of the store's file, else of the first segment that can be read. */
+static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  uint32_t *numbers;
+  size_t count;
+  char name[32];
+  int fd, status = list_segments(store, &numbers, &count, err);
+  if (status) return status;
+  bool found = false;
+  for (size_t i = 0; !found && i <= count; i++) {
+    if (i) segment_name(numbers[i - 1], name);
+    if (kvs_file_openat(&store->faults, store->folder, i ? name : store_name, O_RDONLY, &fd)) continue;
+    int code = move_page(store, fd, false, 0, page, false);
+    found = !code && kvs_file_geometry_read(page, i > 0, there) == KVS_FILE_GOOD;
+    close(fd);
+  }
+  free(numbers);
+  if (found) return KVS_OK;
+  return kvs_fail(err, KVS_MISSING, "%.200s is no store: neither %s nor a segment in it can be read",
+                  store->settings.directory, store_name);
+}
+
+int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *err) {
+  struct kvs_file_store store = {.settings = {.directory = directory, .readonly = true}};
+  struct kvs_file_geometry there;
+  pthread_mutex_init(&store.faults.lock, NULL);
+  int status = open_folder(&store, err);
+  if (!status) status = peek(&store, &there, err);
+  if (store.folder >= 0) close(store.folder);
+  pthread_mutex_destroy(&store.faults.lock);
+  if (status) return status;
+  memcpy(layout, there.layout, strlen(there.layout) + 1);
+  *block_nbytes = there.block_nbytes;
+  return KVS_OK;
+}
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
 
 enum { READER_SEGMENTS = 1 << 16 }; /* that a reader may see */
 

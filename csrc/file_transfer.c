@@ -222,6 +222,46 @@ int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *keys,
   return status;
 }
 
+static size_t measure_locked(const struct kvs_file_index *index) {
+  size_t nbytes = 0;
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (const struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next)
+      nbytes += entry->key_nbytes;
+  return nbytes;
+}
+
+static size_t add_key(const struct kvs_file_entry *entry, uint8_t *keys, size_t *ends, size_t count) {
+  size_t begin = count ? ends[count - 1] : 0;
+  memcpy(keys + begin, entry->key, entry->key_nbytes);
+  ends[count] = begin + entry->key_nbytes;
+  return count + 1;
+}
+
+/* In the order of use; those that are in use or pinned are in no order, and come last. */
+static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, size_t *ends) {
+  size_t count = 0;
+  for (const struct kvs_file_entry *entry = index->oldest; entry; entry = entry->newer)
+    count = add_key(entry, keys, ends, count);
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (const struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next)
+      if (!entry->idle && entry->slot != KVS_NO_SLOT) count = add_key(entry, keys, ends, count);
+  return count;
+}
+
+int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
+  int status = check_fork(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  *keys = malloc(measure_locked(&store->index) + 1);
+  *ends = malloc((store->index.blocks + 1) * sizeof **ends);
+  *count = *keys && *ends ? list_locked(&store->index, *keys, *ends) : 0;
+  pthread_mutex_unlock(&store->lock);
+  if (*keys && *ends) return KVS_OK;
+  free(*keys);
+  free(*ends);
+  return kvs_fail(err, KVS_NOMEM, "no memory for the keys of a store");
+}
+
 /* -- the end ------------------------------------------------------------------------------------------------------- */
 
 void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from kvswap._files_command import add_files
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import parse_size
 
@@ -84,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_replay(commands)
     _add_demo(commands)
+    add_files(commands)
     return parser
 
 

@@ -675,6 +675,21 @@ def test_a_block_that_cannot_be_erased(tmp_path: Path) -> None:
     rig.store.close()
 
 
+def test_an_older_block_does_not_come_back_when_the_newer_one_leaves(tmp_path: Path) -> None:
+    """The older one could not be erased: then the newer one is not evicted, or the next start would serve the older."""
+    rig = Rig(tmp_path, slots=8)
+    data, keys = blocks_of(35, 30, rig.nbytes), keys_of(30)
+    rig.put([b"k"], data[:1])
+    with testing.file_fault(rig.store, "write", "fail", nth=2, code=errno.EIO):
+        rig.put([b"k"], data[1:2])
+    for i in range(2, 30):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    assert rig.store.contains([b"k"]) == [True]
+    assert rig.reopen().contains([b"k"]) == [True]
+    np.testing.assert_array_equal(rig.get([b"k"]), data[1:2])
+    rig.store.close()
+
+
 @pytest.mark.parametrize("engine_of_two", ENGINES)
 def test_a_full_disk(tmp_path: Path, engine_of_two: str, full_disk: Path) -> None:
     """A file system smaller than the budget: the store serves what fits, and says what does not."""

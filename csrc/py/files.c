@@ -1,6 +1,8 @@
 /* kvswap.files.FileStore: an open directory of blocks. */
 #include "files.h"
 
+#include <stdlib.h>
+
 #include "../file_sys.h"
 
 struct store_object {
@@ -198,6 +200,29 @@ static PyObject *store_pin(PyObject *self, PyObject *keys) { return pin(self, ke
 
 static PyObject *store_unpin(PyObject *self, PyObject *keys) { return pin(self, keys, false); }
 
+static PyObject *store_keys(PyObject *self, PyObject *unused) {
+  (void)unused;
+  struct kvs_error err = {0};
+  uint8_t *keys = NULL;
+  size_t *ends = NULL, count = 0;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_list(kvs_py_file_core(self), &keys, &ends, &count, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  PyObject *list = PyList_New((Py_ssize_t)count);
+  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
+    PyObject *key = PyBytes_FromStringAndSize((const char *)keys + begin, (Py_ssize_t)(ends[i] - begin));
+    if (key == NULL)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, (Py_ssize_t)i, key);
+  }
+  free(keys);
+  free(ends);
+  return list;
+}
+
 static PyObject *store_refresh(PyObject *self, PyObject *unused) {
   (void)unused;
   struct kvs_error err = {0};
@@ -289,6 +314,32 @@ static PyObject *store_set_fault(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+/* -- directories --------------------------------------------------------------------------------------------------- */
+
+static PyObject *peek(PyObject *module, PyObject *directory) {
+  char layout[KVS_FILE_LAYOUT_NBYTES + 1];
+  struct kvs_error err = {0};
+  PyObject *path = NULL;
+  uint64_t nbytes;
+  int rc;
+  if (!PyUnicode_FSConverter(directory, &path)) return NULL;
+  const char *name = PyBytes_AS_STRING(path);
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_peek(name, layout, &nbytes, &err);
+  Py_END_ALLOW_THREADS
+  Py_DECREF(path);
+  if (rc != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
+  return Py_BuildValue("(sK)", layout, (unsigned long long)nbytes);
+}
+
+PyDoc_STRVAR(peek_doc,
+             "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
+
+PyMethodDef kvs_py_file_methods[] = {
+    {"_file_peek", peek, METH_O, peek_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
 static PyObject *store_repr(PyObject *self) {
@@ -329,6 +380,8 @@ PyDoc_STRVAR(pin_doc, "pin($self, keys, /)\n--\n\n"
                       "Keep these blocks from being evicted until unpin(); pins count. All or none: Error names one "
                       "that is not there.");
 PyDoc_STRVAR(unpin_doc, "unpin($self, keys, /)\n--\n\nTake one pin from each. ValueError: one is not pinned.");
+PyDoc_STRVAR(keys_doc,
+             "keys($self, /)\n--\n\nThe keys of all blocks that are there, as bytes, those unused longest first.");
 PyDoc_STRVAR(refresh_doc, "refresh($self, /)\n--\n\n"
                           "Of a reader: see what the writer has stored since. Error while transfers are unfinished.");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounts, by name (docs/files.md says what each is): dict of int.");
@@ -342,6 +395,7 @@ static PyMethodDef methods[] = {
     {"contains", store_contains, METH_O, contains_doc},
     {"pin", store_pin, METH_O, pin_doc},
     {"unpin", store_unpin, METH_O, unpin_doc},
+    {"keys", store_keys, METH_NOARGS, keys_doc},
     {"refresh", store_refresh, METH_NOARGS, refresh_doc},
     {"stats", store_stats, METH_NOARGS, stats_doc},
     {"close", KVS_PY_FASTCALL(store_close), METH_FASTCALL | METH_KEYWORDS, close_doc},
