@@ -1,14 +1,9 @@
-/* Fuzzing of what is read from disk by the file tier, for libFuzzer:
+/* Fuzzing of what is read from disk by the file tier: run.sh builds it with libFuzzer and runs it.
  *
- *   clang -DFUZZING -std=c11 -D_GNU_SOURCE -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
- * -Icsrc \ tests/fuzz/fuzz_files.c csrc/[*].c csrc/kernels/[*].c -pthread -ldl -o /tmp/fuzz_files /tmp/fuzz_files
- * -max_total_time=600 -max_len=40960 tests/fuzz/corpus
- *
- * (without the brackets). The first byte says what the rest is: the store's file and a segment, opened as a reader and
- * as a writer, all of whose blocks are then loaded; or one page, read as each kind. Its upper bits say which checksums
- * are made right first, so that lies get past them. What must hold: no crash, no hang, and no block is served whose
- * bytes do not match a checksum that stands in its header. Without FUZZING it runs the files named on its
- * command line. */
+ * The first byte says what the rest is: the store's file and a segment, opened as a reader and as a writer, all of
+ * whose blocks are then loaded; or one page, read as each kind. Its upper bits say which checksums are made right
+ * first, so that lies get past them. What must hold: no crash, no hang, all loads end, and what was read can be written
+ * and read again. Without FUZZING it is a program that runs the files named on its command line. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
