@@ -151,6 +151,9 @@ struct kvs_file_info {
 };
 KVS_API void kvs_file_get_info(struct kvs_file_store *, struct kvs_file_info *);
 
+/* GPUDirect Storage: false, with why not. */
+KVS_API bool kvs_file_gds(char note[200]);
+
 #ifdef __cplusplus
 }
 #endif

@@ -13,12 +13,17 @@ checksum that was made when it was stored, before a byte of it goes to a device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvswap._C import FileStore, FileTransfer
 
-__all__ = ["FileStore", "FileTransfer", "Layout"]
+__all__ = ["FileStore", "FileTransfer", "Layout", "read_block_files", "write_block_files"]
 
 _MOST_TEXT = 3072
 
@@ -69,3 +74,44 @@ def _canonical(fields: Mapping[str, Any]) -> str:
     if len(text) > _MOST_TEXT:
         raise ValueError(f"a layout's fields take {len(text)} bytes as JSON: at most {_MOST_TEXT}")
     return text
+
+
+# -- files of one block and pool each, as TensorRT-LLM names them -----------------------------------------------------
+
+
+def _block_files(directory: str | os.PathLike[str], block_id: int, pools: int) -> list[Path]:
+    return [Path(directory, f"block_{block_id}_pool_{pool}.bin") for pool in range(pools)]
+
+
+def write_block_files(
+    directory: str | os.PathLike[str], block_id: int, pool_nbytes: Sequence[int], block: NDArray[np.uint8]
+) -> None:
+    """Write a block as TensorRT-LLM's manager does: the bytes of pool i alone in block_{block_id}_pool_{i}.bin.
+
+    block: the bytes of all pools, one after the other. Each file gets its name when it is whole (mode 0600). OSError.
+    """
+    begin = 0
+    for path, nbytes in zip(_block_files(directory, block_id, len(pool_nbytes)), pool_nbytes, strict=True):
+        part = path.with_suffix(".tmp")
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(block[begin : begin + nbytes].tobytes())
+        part.replace(path)
+        begin += nbytes
+
+
+def read_block_files(
+    directory: str | os.PathLike[str], block_id: int, pool_nbytes: Iterable[int]
+) -> NDArray[np.uint8] | None:
+    """A block from such files, or None where there are none. ValueError: there are, and of another size.
+
+    The files carry no checksum: of their bytes nothing can be said but that their number is right.
+    """
+    sizes = list(pool_nbytes)
+    paths = _block_files(directory, block_id, len(sizes))
+    if not all(path.exists() for path in paths):
+        return None
+    parts = [np.fromfile(path, np.uint8) for path in paths]
+    for path, part, nbytes in zip(paths, parts, sizes, strict=True):
+        if part.size != nbytes:
+            raise ValueError(f"{path} has {part.size} bytes; a block of that pool has {nbytes}")
+    return np.concatenate(parts)

@@ -332,10 +332,21 @@ static PyObject *peek(PyObject *module, PyObject *directory) {
   return Py_BuildValue("(sK)", layout, (unsigned long long)nbytes);
 }
 
+static PyObject *gds(PyObject *module, PyObject *unused) {
+  char note[200];
+  (void)module, (void)unused;
+  Py_BEGIN_ALLOW_THREADS(void)
+  kvs_file_gds(note);
+  Py_END_ALLOW_THREADS
+  return PyUnicode_FromString(note);
+}
+
+PyDoc_STRVAR(gds_doc, "_file_gds($module, /)\n--\n\nWhy GPUDirect Storage is not used.");
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
 PyMethodDef kvs_py_file_methods[] = {
+    {"_file_gds", gds, METH_NOARGS, gds_doc},
     {"_file_peek", peek, METH_O, peek_doc},
     {NULL, NULL, 0, NULL},
 };
