@@ -3,6 +3,7 @@
 Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
   KVSWAP_NVCC      path of nvcc; or `index`: take pinned packages from the package index (setup_cuda.py lists them)
+  KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
   KVSWAP_WERROR=1  warnings of the C compiler are errors
   KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
   KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
@@ -19,14 +20,18 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
 import setup_cuda
+import setup_uring
 
 CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
 NVCC = os.environ.get("KVSWAP_NVCC", "")
+URING = os.environ.get("KVSWAP_URING") or "auto"
 SANITIZE = os.environ.get("KVSWAP_SANITIZE", "")
 DEBUG = os.environ.get("KVSWAP_DEBUG", "") not in ("", "0")
 WERROR = os.environ.get("KVSWAP_WERROR", "") not in ("", "0")
 if CUDA not in ("auto", "require", "off"):
     raise SystemExit(f"KVSWAP_CUDA={CUDA!r}: must be auto, require or off")
+if URING not in ("auto", "require", "off"):
+    raise SystemExit(f"KVSWAP_URING={URING!r}: must be auto, require or off")
 
 
 class Build(build_ext):
@@ -34,6 +39,8 @@ class Build(build_ext):
         ext.define_macros.append(("KVSWAP_VERSION", f'"{self.distribution.get_version()}"'))
         if CUDA != "off":
             self.add_kernels(ext)
+        if URING != "off":
+            self.add_uring(ext)
         self.depend_on_flags(ext)
         super().build_extension(ext)
 
@@ -53,6 +60,16 @@ class Build(build_ext):
         if CUDA == "require" or (NVCC and not nvcc):  # what was asked for by name is not left out in silence
             raise SystemExit(f"kvswap: KVSWAP_CUDA={CUDA}, but the kernels cannot be built: {why}")
         print(f"kvswap: note: built without kernels, GPUs will be served by their copy engines alone: {why}")
+
+    def add_uring(self, ext):
+        link = setup_uring.find_uring(self.compiler.compiler_so[:1])
+        if link:
+            ext.define_macros.append(("KVSWAP_URING", "1"))
+            ext.extra_link_args += link
+        elif URING == "require":
+            raise SystemExit("kvswap: KVSWAP_URING=require, but there is no liburing to build with (liburing-dev)")
+        else:
+            print("kvswap: note: built without liburing, files will be read and written by threads")
 
     def depend_on_flags(self, ext):
         """Other flags than the last time are a reason to compile again; setuptools compares only the times of files."""
@@ -74,7 +91,7 @@ setup(
     package_dir={"kvswap.include": "csrc"},
     package_data={
         "kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"],
-        "kvswap.include": ["kvswap.h", *(f"kvswap_{part}.h" for part in ("ipc", "memory", "offload", "pool")), "status.h"],
+        "kvswap.include": ["kvswap*.h", "status.h"],
     },
     include_package_data=False,
     ext_modules=[

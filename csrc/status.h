@@ -23,7 +23,12 @@
   X(FORKED, -12, BASE, "opened before fork()")                                                                         \
   X(CAPTURING, -13, BASE, "the stream is being captured")                                                              \
   X(CANCELLED, -14, BASE, "cancelled")                                                                                 \
-  X(INTERNAL, -15, BASE, "internal error")
+  X(INTERNAL, -15, BASE, "internal error")                                                                             \
+  X(FILE, -16, BASE, "a file operation failed")                                                                        \
+  X(MISSING, -17, BASE, "not there")                                                                                   \
+  X(DAMAGED, -18, BASE, "the bytes are not those that were written")                                                   \
+  X(BUSY, -19, BASE, "in use by another process")                                                                      \
+  X(NO_ROOM, -20, BASE, "no room")
 
 enum kvs_status {
 #define X(name, value, exception, description) KVS_##name = (value),

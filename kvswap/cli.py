@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from kvswap._files_command import add_files
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import parse_size
 
@@ -85,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_demo(commands)
     _add_manager(commands)
+    add_files(commands)
     return parser
 
 
@@ -344,6 +346,10 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         size = tiers.add_mutually_exclusive_group()
         size.add_argument(f"--{tier}-blocks", type=_count, metavar="N", help=f"size of the {tier} tier in blocks")
         size.add_argument(f"--{tier}-bytes", type=_size, metavar="SIZE", help="the same in bytes, such as 8GiB")
+    tiers.add_argument(
+        "--file-tier", metavar="DIR", help="a third tier in files there: takes what leaves the host tier"
+    )
+    tiers.add_argument("--file-blocks", type=_positive, metavar="N", help="size of the file tier in blocks")
 
 
 def _add_geometry(parser: argparse.ArgumentParser) -> None:
@@ -457,10 +463,18 @@ def _full_geometry(args: argparse.Namespace) -> geometry.Geometry:
 
 
 def _settings(args: argparse.Namespace, shape: geometry.Geometry, sizes: Sizes) -> Settings:
+    from dataclasses import replace
+
     from kvswap.replay.settings import Settings
 
     return Settings(
-        geometry=shape, sizes=sizes, in_flight=args.in_flight, seconds=args.seconds, seed=args.seed, path=args.path
+        geometry=shape,
+        sizes=replace(sizes, file_blocks=args.file_blocks or 0),
+        in_flight=args.in_flight,
+        seconds=args.seconds,
+        seed=args.seed,
+        path=args.path,
+        file_tier=args.file_tier,
     )
 
 

@@ -12,6 +12,7 @@ and equal numbers from trace().
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ __all__ = [
     "delay",
     "deterministic_device",
     "fault",
+    "file_fault",
     "parse_action",
     "parse_kind",
     "race_checker",
@@ -137,6 +139,40 @@ def fault(
         yield
     finally:
         _C._set_fault(device, kind, "none")
+
+
+FileCall: TypeAlias = Literal["read", "write", "allocate", "open", "sync"]
+FileAction: TypeAlias = Literal["fail", "short", "interrupt", "delay"]
+
+
+@contextmanager
+def file_fault(
+    store: _C.FileStore,
+    call: FileCall,
+    action: FileAction,
+    *,
+    nth: int | None = None,
+    every: int = 0,
+    code: int = errno.EIO,
+    delay: float = 0.0,
+) -> Iterator[None]:
+    """Inject a fault into a kvswap.files.FileStore's calls of the file system while the block runs.
+
+    "fail" has the call fail with errno `code`; "short" has a read or write do about half; "interrupt" has it do nothing
+    and say EINTR; "delay" has it begin `delay` seconds late. nth and every count the calls of that kind, as in fault().
+    One fault a kind of call at a time. ValueError: no such fault.
+    """
+    if action == "short" and call not in ("read", "write"):
+        raise ValueError(f"action 'short' is for reads and writes, not for {call!r}")
+    if every < 0 or (nth is not None and nth < 1):
+        raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
+    if action == "interrupt" and every == 1:
+        raise ValueError("action 'interrupt' with every=1: the call would never get through")
+    store._set_fault(call, action, (every or 1) if nth is None else nth, every, code, delay)
+    try:
+        yield
+    finally:
+        store._set_fault(call, "none", 1, 0, 0, 0.0)
 
 
 def delay(device: _C.Device, seconds: float, stream: Any) -> None:

@@ -22,17 +22,19 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
+from kvswap._manager_files import ManagerFiles
+from kvswap.files import FileTransfer
 
 __all__ = [
     "Block",
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 TransferMode: TypeAlias = Literal["dram", "posix", "gds"]
-"""How blocks travel: between memories ("dram"), or to and from files ("posix", "gds"), which is not there yet."""
+"""How blocks travel: between memories ("dram"), to and from files ("posix"), or so by GPUDirect Storage ("gds")."""
 
 _BITS = {
     **dict.fromkeys(("fp32", "float32", "int32"), 32),
@@ -154,6 +156,11 @@ class KVCacheBlockPool:
         """Bits of an element."""
         return _bits_of(self.dtype)
 
+    def _shape(self) -> list[int | bool]:
+        """What tells blocks of one kind from another."""
+        numbers = [self.num_layers, self.kv_factor, self.num_kv_heads, self.tokens_per_block, self.size_per_head]
+        return [*numbers, self.bits, self.nbytes(), self.contains_block_scales]
+
     @property
     def can_cut(self) -> bool:
         """Whether some tokens of a block can be copied alone. Not of 4-bit types and block scales: those go whole."""
@@ -239,10 +246,11 @@ def _locate(blocks: Any, is_primary: bool, name: str) -> tuple[_Ids, bool]:
 
 
 def _check_mode(mode: str) -> None:
-    if mode == "dram":
+    if mode in ("dram", "posix"):
         return
-    if mode in ("posix", "gds"):
-        raise _C.Error(f"mode {mode!r} moves blocks to and from files: the file tier is not there yet, use mode 'dram'")
+    if mode == "gds":
+        why = _C._file_gds()
+        raise _C.Error(f"mode 'gds' cannot be used: {why}; mode 'posix' moves the same blocks through staging")
     raise ValueError(f"mode is {mode!r}; it is one of 'dram', 'posix', 'gds'")
 
 
@@ -280,6 +288,7 @@ class KVCacheTransferManager:
 
     pools: KVCacheBlockPools; a block is the same slot of each. device: Device, its name, or None: the current GPU, or
       host:0 where there is none. path, priority, max_ctas, pace_gbps: as kvswap.move_blocks takes them, for every copy.
+    file_options: of kvswap.files.FileStore for mode "posix": capacity (default 64 GiB), durability, engine, ...
 
     Order. Offloads are one lane, onboards another: each behaves as work on a stream of its own, in the order of
     submission; copies of the two lanes run side by side, and loads are given the better priority. Whatever lane they
@@ -313,6 +322,7 @@ class KVCacheTransferManager:
         priority: str = "normal",
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
+        file_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._pools = _check_pools(pools)
         self._device = device if isinstance(device, _C.Device) else _C.Device(device)
@@ -329,6 +339,12 @@ class KVCacheTransferManager:
         self._onboard_stream = _C.Stream(self._device)
         self._most_tokens = max(pool.tokens_per_block for pool in self._pools)
         self._parts = self._cached_parts()
+        self._files = ManagerFiles(
+            self._device,
+            [pool.nbytes() for pool in self._pools],
+            {"pools": [pool._shape() for pool in self._pools]},
+            file_options or {},
+        )
         self._lock = threading.Lock()
         self._event = _C.Event(self._device, timing=False)  # guarded by _lock
         self._stats = KvCacheTransferStats()  # guarded by _lock
@@ -393,6 +409,32 @@ class KVCacheTransferManager:
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
+    @overload
+    def offload(
+        self,
+        block: Any,
+        offload_block: Any,
+        num_tokens_to_copy: int = 0,
+        mode: Literal["dram"] = "dram",
+        directory: str | None = None,
+        *,
+        layer_events: bool = False,
+        after: Any = (),
+        after_layers: Sequence[Any] | None = None,
+    ) -> _C.Transfer: ...
+
+    @overload
+    def offload(
+        self,
+        block: Any,
+        offload_block: Any,
+        num_tokens_to_copy: int,
+        mode: Literal["posix", "gds"],
+        directory: str | None,
+        *,
+        after: Any = (),
+    ) -> FileTransfer: ...
+
     def offload(
         self,
         block: Any,
@@ -404,7 +446,7 @@ class KVCacheTransferManager:
         layer_events: bool = False,
         after: Any = (),
         after_layers: Sequence[Any] | None = None,
-    ) -> _C.Transfer:
+    ) -> _C.Transfer | FileTransfer:
         """Copy blocks from primary to secondary memory; returns the Transfer at once.
 
         block, offload_block: where from and where to: an int, a Block, or an array or sequence of them, as many on both
@@ -412,7 +454,12 @@ class KVCacheTransferManager:
           itself, so offload(3, Block(5, True)) copies within primary memory. Each target once, none a source as well.
         num_tokens_to_copy: only the first so many tokens of each block; 0 and less, or a block's tokens and more: all.
           Pools whose blocks cannot be cut (KVCacheBlockPool.can_cut) are copied whole.
-        mode: "dram". "posix" and "gds" raise kvswap.Error: there is no file tier yet. directory: not looked at.
+        mode, directory: "posix": to a file in the directory (kvswap.files; made where it is not there) instead of
+          secondary memory. offload_block then is the number that the blocks have there, from 0 on, and names no memory;
+          onboard() finds them by it. Whole blocks are copied; layer_events and after_layers are not for files; a
+          FileTransfer is returned, which has the same methods but those about streams. What the manager copies
+          afterwards from or to these primary blocks waits for it here, and so does sync_transfers(). "gds": the same by
+          GPUDirect Storage; kvswap.Error where it is not there.
         layer_events: layers arrive in order, and each can be waited for (Transfer.make_wait_layer, layer_done). Layers
           count from 0 within each pool; layer l of the transfer is layer l of every pool that has one.
         after: Event, Transfer or stream to start after, or an iterable of them. after_layers: one a layer: what the
@@ -422,7 +469,37 @@ class KVCacheTransferManager:
         moved. What fails after that is the Transfer's error. Any thread may call.
         """
         _check_mode(mode)
+        if mode != "dram":
+            return self._to_or_from_files(
+                _OFFLOAD, block, offload_block, directory, layer_events or after_layers, after
+            )
         return self._move(_OFFLOAD, block, offload_block, num_tokens_to_copy, layer_events, after, after_layers)
+
+    @overload
+    def onboard(
+        self,
+        offloaded_block: Any,
+        block: Any,
+        num_tokens_to_copy: int = 0,
+        mode: Literal["dram"] = "dram",
+        directory: str | None = None,
+        *,
+        layer_events: bool = False,
+        after: Any = (),
+        after_layers: Sequence[Any] | None = None,
+    ) -> _C.Transfer: ...
+
+    @overload
+    def onboard(
+        self,
+        offloaded_block: Any,
+        block: Any,
+        num_tokens_to_copy: int,
+        mode: Literal["posix", "gds"],
+        directory: str | None,
+        *,
+        after: Any = (),
+    ) -> FileTransfer: ...
 
     def onboard(
         self,
@@ -435,7 +512,7 @@ class KVCacheTransferManager:
         layer_events: bool = False,
         after: Any = (),
         after_layers: Sequence[Any] | None = None,
-    ) -> _C.Transfer:
+    ) -> _C.Transfer | FileTransfer:
         """Copy blocks from secondary to primary memory; returns the Transfer at once.
 
         An int is secondary in `offloaded_block` and primary in `block`; onboard(Block(3), 5, 20) copies the first 20
@@ -443,7 +520,31 @@ class KVCacheTransferManager:
         as offload().
         """
         _check_mode(mode)
+        if mode != "dram":
+            return self._to_or_from_files(
+                _ONBOARD, block, offloaded_block, directory, layer_events or after_layers, after
+            )
         return self._move(_ONBOARD, offloaded_block, block, num_tokens_to_copy, layer_events, after, after_layers)
+
+    def _to_or_from_files(
+        self, call: _Call, primary: Any, number: Any, directory: str | None, layered: bool, after: Any
+    ) -> FileTransfer:
+        loads = call is _ONBOARD
+        slots, is_primary = _locate(primary, True, "block")
+        numbers, numbers_primary = _locate(number, False, call.source if loads else call.target)
+        if not is_primary or numbers_primary:
+            raise ValueError("between primary memory and files: block is in primary memory, the other one is a number")
+        if layered:
+            raise ValueError("layer_events and after_layers are not for files: blocks come as a whole")
+        if self._closed:
+            raise _C.Error("the transfer manager is closed")
+        if any(int(i) < 0 for i in numbers):
+            raise ValueError("a block in files has a number from 0 on")
+        order = [self._onboard_stream if loads else self._offload_stream, *_several(after)]
+        run = self._files.onboard if loads else self._files.offload
+        transfer = run(directory, self._sides[True], slots, numbers, order)
+        self._count(False, call, len(slots), transfer.nbytes)
+        return transfer
 
     def _move(
         self,
@@ -467,6 +568,9 @@ class KVCacheTransferManager:
         if self._closed:
             raise _C.Error("the transfer manager is closed")
         tokens = _index(num_tokens, "num_tokens_to_copy")
+        for ids, primary in ((src_ids, src_primary), (dst_ids, dst_primary)):
+            if primary:
+                self._files.wait_for(ids)
         layered = layer_events or after_layers is not None
         try:
             transfer = _C.move_blocks(
@@ -516,8 +620,10 @@ class KVCacheTransferManager:
         """What `stream` queues from now on starts after all copies submitted so far (there: syncTransfers).
 
         It orders and proves nothing: a Transfer's `.error` says whether its bytes can be trusted. Nothing waits on the
-        host. Any thread may call.
+        host but for copies to and from files: those are waited for here, at most a minute (TimeoutError). Any thread
+        may call.
         """
+        self._files.wait_for(None)
         with self._lock:
             for lane in (self._offload_stream, self._onboard_stream):
                 self._event.record(lane)
@@ -540,8 +646,10 @@ class KVCacheTransferManager:
         """
         self._closed = True
         end = None if timeout is None else time.monotonic() + timeout
+        self._files.wait_for(None, timeout)
         self._offload_stream.synchronize(timeout)  # which comes after all offloads
         self._onboard_stream.synchronize(None if end is None else max(0.0, end - time.monotonic()))
+        self._files.close(timeout)
 
     def __enter__(self) -> KVCacheTransferManager:
         return self
@@ -568,6 +676,13 @@ def _check_pools(pools: Iterable[KVCacheBlockPool]) -> tuple[KVCacheBlockPool, .
                     "block is one slot of every pool"
                 )
     return checked
+
+
+def _several(after: Any) -> list[Any]:
+    """What `after` names, one or many."""
+    if isinstance(after, Iterable) and not isinstance(after, str):
+        return list(after)
+    return [] if after is None else [after]
 
 
 def _reworded(error: Exception, call: _Call) -> Exception:

@@ -37,6 +37,7 @@ THREADED = [
     "test_pool",
     "test_racecheck",
     "test_hostpool",
+    "test_files",
 ]
 CASES = [("plain", program) for program in PROGRAMS]
 CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
@@ -88,7 +89,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build(kind: str, program: str) -> Path:
         if kind not in libraries:
             libraries[kind] = library(kind)
-        target = libraries[kind].with_name(program)
+        target = libraries[kind].with_name(Path(program).name)
         source = f"tests/c/{program}.c"
         compile_with([*FLAGS, *KINDS[kind], source, str(libraries[kind]), "-o", str(target), "-ldl", "-lm"])
         return target
@@ -112,6 +113,16 @@ def test_c(build: Build, kind: str, program: str) -> None:
     last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else ""
     assert (run.returncode, re.sub(r"^\d+", "N", last)) == (0, "N passed, 0 failed"), f"{last}\n{run.stderr[-4000:]}"
     assert not last.startswith("0 passed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "address,undefined"])
+def test_the_corpus_of_the_fuzzer(build: Build, kind: str) -> None:
+    """What it once began with or found: pages and stores, whole and hurt."""
+    corpus = sorted((ROOT / "tests" / "fuzz" / "corpus").iterdir())
+    command = [str(build(kind, "../fuzz/fuzz_files")), *map(str, corpus)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stdout) == (0, f"{len(corpus)} passed, 0 failed\n"), run.stderr[-4000:]
 
 
 @pytest.mark.slow

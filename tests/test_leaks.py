@@ -13,6 +13,7 @@ import ctypes
 import gc
 import os
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from conftest import PATIENCE, Cache
 
 import kvswap
 from kvswap import _C, testing
+from kvswap.files import FileStore, Layout
 
 WRONG = (ValueError, IndexError, TypeError, MemoryError, kvswap.Error, AttributeError, BufferError, TimeoutError)
 TIMES = 200
@@ -336,9 +338,27 @@ TABLE: Rows = {
     "testing.trace": deterministic,
     "testing.capture": lambda t: capture(t),
     "testing.fault": lambda t: fault(t),
+    "testing.file_fault": lambda t: files(t),
     "testing.delay": lambda t: (testing.delay(t.device, 0, t.stream), t.wrong(lambda: testing.delay(t.device, -1, 0))),
     "testing.set_lane_depth": lambda t: (testing.set_lane_depth(t.device, 128), t.wrong(lambda: depth(t))),
 }
+
+
+def files(t: Tools) -> None:
+    """A store that is opened, used, hurt and closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = FileStore(folder, Layout(5000), capacity=1 << 20, engine="threads", depth=1)
+        data, keys = np.zeros((4, 5000), np.uint8), [b"1", b"2", b"3", b"4"]
+        with testing.file_fault(store, "write", "fail", nth=3):
+            t.wrong(lambda: store.store(keys, data, range(4)).wait(PATIENCE))
+        load = store.load([*keys, b"5"], [*data, np.zeros(5000, np.uint8)])
+        t.wrong(lambda: load.wait(PATIENCE))
+        assert len(load.reasons) == len(load.failed_blocks) == 2
+        store.delete(keys).wait(PATIENCE)
+        t.wrong(lambda: store.pin([b"nobody"]))
+        t.wrong(lambda: store.store([b""], data, [0]))
+        assert store.contains(keys) == [False] * 4 and store.stats() and store.info
+        store.close()
 
 
 def depth(t: Tools) -> None:

@@ -28,7 +28,7 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 ROWS = [
     {"cuda_fatbin.h"},  # data: anybody may look at it
     {"status.h"},
-    {"kvswap.h", "kvswap_ipc.h", "kvswap_memory.h", "kvswap_offload.h", "kvswap_pool.h"},  # the surface
+    {path.name for path in CSRC.glob("kvswap*.h")},  # the surface: plain types and declarations
     {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h", "owner.h"},
     {"device.h", "hooks.h", "share.h"},
     {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
@@ -50,6 +50,10 @@ ROWS = [
     {"core.h", "work.h", "pool.h"},
     {"offload.h"},
     {"submit.h", "hostpool.h", "imports.h", "move.h"},
+    {"file_crc32c.h", "file_index.h", "file_format.h"},
+    {"file_sys.h"},
+    {"file_engine.h"},
+    {"file_store.h"},
 ]
 
 
@@ -124,6 +128,7 @@ def test_the_layers_of_sources() -> None:
     pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "stride.c", "clock.c", "region.c", "status.c"}
     pure |= {"cost.c", "cost_default.c", "packing.c"}
     pure |= {"cost.c", "cost_default.c"}
+    pure |= {"file_crc32c.c", "file_format.c", "file_index.c"}
     device = ("host_", "cuda_", "device")
     above = {"engine.h", "core.h", "kvswap.h"}
     wrong = []
@@ -142,9 +147,13 @@ def test_the_layers_of_sources() -> None:
 
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
-    allowed = {"engine.h", "kvswap.h", "py/bind.h", "py/host_pool.h", "py/options.h"}
-    more = {"testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"}, "calibration.c": {"calibration.h"}}
-    more["event.c"] = {"share.h"}
+    allowed = {"engine.h", "kvswap.h", "kvswap_file.h", "py/bind.h", "py/files.h", "py/host_pool.h", "py/options.h"}
+    more = {
+        "calibration.c": {"calibration.h"},
+        "event.c": {"share.h"},
+        "files.c": {"file_sys.h"},
+        "testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"},
+    }
     wrong = []
     for path in BINDINGS:
         own = {name for name in includes(path) if (CSRC / name).exists()}
@@ -174,7 +183,9 @@ def test_length_of_c_functions(path: Path) -> None:
     assert long == []
 
 
-@pytest.mark.parametrize("path", [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py", ROOT / "setup_uring.py"], ids=lambda path: path.name
+)
 def test_length_of_python_functions(path: Path) -> None:
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -207,7 +218,9 @@ TEXTS = [
     if path.is_file() and path.suffix in (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md", ".toml", ".sh", "")
 ]
 TEXTS += [
-    path for name in ("README.md", "setup.py", "setup_cuda.py", "pyproject.toml") if (path := ROOT / name).exists()
+    path
+    for name in ("README.md", "setup.py", "setup_cuda.py", "setup_uring.py", "pyproject.toml")
+    if (path := ROOT / name).exists()
 ]
 
 
@@ -294,7 +307,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in ("kvswap.h", *(f"kvswap_{part}.h" for part in ("ipc", "memory", "offload", "pool")), "status.h"):
+    for name in (*(path.name for path in CSRC.glob("kvswap*.h")), "status.h"):
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name

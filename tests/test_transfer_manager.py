@@ -740,13 +740,6 @@ def test_wrong_arguments(rig: Rig, what: str) -> None:
     rig.check()
 
 
-@pytest.mark.parametrize("mode", ["posix", "gds"])
-def test_files_are_not_there_yet(rig: Rig, mode: Any) -> None:
-    for move in (rig.offload, rig.onboard):
-        with pytest.raises(kvswap.Error, match=f"'{mode}'.*file tier is not there yet"):
-            move(1, 2, 0, mode, "/tmp")
-
-
 def test_directory_is_not_looked_at(rig: Rig) -> None:
     rig.offload(1, 2, 0, "dram", "/nowhere").wait(PATIENCE)
     rig.copied(Block(1), Block(2, False))

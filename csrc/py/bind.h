@@ -19,7 +19,7 @@
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
-  PyObject *host_pool_type, *shared_pool_type, *mapped_type, *offload_type;
+  PyObject *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type, *file_transfer_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
   PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
@@ -147,6 +147,7 @@ void kvs_py_tell_races(struct kvs_py_state *state); /* call the hook if new ones
 const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
 /* device.c. Engines are new references. */
+int kvs_py_hook_exit(struct kvs_py_state *state); /* drain at exit: before anything that outlives a call is opened */
 struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* Device, name or None */
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
 struct kvs_engine *kvs_py_device_engine(PyObject *device);                                           /* borrowed */
@@ -177,9 +178,10 @@ void kvs_py_object_free(PyObject *self);
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
     kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec, kvs_py_mapped_spec,
-    kvs_py_offload_spec;
+    kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
-    kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[];
+    kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[],
+    kvs_py_file_methods[];
 
 #endif

@@ -13,8 +13,8 @@ struct kvs_engine *kvs_py_device_engine(PyObject *device) { return ((struct devi
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-/* Drain at exit. Registered when the first device is opened: an import must not leave traces. */
-static int hook_exit(struct kvs_py_state *state) {
+/* Drain at exit. Registered when the first device or store is opened: an import must not leave traces. */
+int kvs_py_hook_exit(struct kvs_py_state *state) {
   if (atomic_exchange(&state->exit_hooked, true)) return 0;
   PyObject *module = PyType_GetModule((PyTypeObject *)state->device_type);
   PyObject *shutdown = module == NULL ? NULL : PyObject_GetAttrString(module, "_shutdown");
@@ -56,7 +56,7 @@ static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *na
   struct kvs_engine *engine = NULL;
   struct kvs_error err = {0};
   int rc;
-  if (hook_exit(state) < 0) return NULL;
+  if (kvs_py_hook_exit(state) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_engine_open(name, &engine, &err);
   Py_END_ALLOW_THREADS

@@ -47,6 +47,8 @@ static const struct row rows[] = {
     ROW(shared_pool_type, make_type, &kvs_py_shared_pool_spec),
     ROW(mapped_type, make_type, &kvs_py_mapped_spec),
     ROW(offload_type, make_type, &kvs_py_offload_spec),
+    ROW(file_store_type, make_type, &kvs_py_file_store_spec),
+    ROW(file_transfer_type, make_type, &kvs_py_file_transfer_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
     ROW(s_nbytes, make_name, "nbytes"),
@@ -83,7 +85,8 @@ static int module_exec(PyObject *module) {
   PyMethodDef *const methods[] = {
       kvs_py_swap_methods,    kvs_py_move_methods,    kvs_py_note_methods, kvs_py_race_methods,
       kvs_py_pattern_methods, kvs_py_testing_methods, kvs_py_seam_methods, kvs_py_calibration_methods,
-      kvs_py_host_methods,    kvs_py_shared_methods,  kvs_py_ipc_methods,  kvs_py_ipc_handle_methods};
+      kvs_py_host_methods,    kvs_py_shared_methods,  kvs_py_ipc_methods,  kvs_py_ipc_handle_methods,
+      kvs_py_file_methods};
   if (kvs_py_arrays_init() < 0) return -1;
   for (int i = 0; i < ROWS; ++i) {
     PyObject *made = rows[i].make(module, PyModule_GetState(module), rows[i].what);

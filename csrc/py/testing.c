@@ -2,6 +2,8 @@
  * For kvswap's own modules and tests. */
 #include "bind.h"
 
+#include "../kvswap_file.h"
+
 #include <string.h>
 
 #include "../cuda_fatbin.h"
@@ -232,6 +234,7 @@ static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
   if (timeout_ns < 0) return kvs_py_complain(PyExc_ValueError, "timeout", -1, "must be finite"), NULL;
   Py_BEGIN_ALLOW_THREADS
+  kvs_file_shutdown(timeout_ns); /* first: stores use devices */
   kvs_shutdown(timeout_ns);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;

@@ -12,8 +12,8 @@ import numpy as np
 from .errors import UsageError
 from .report import Moves, Report
 
-_LABELS = ("GPU tier", "host tier", "computed")
-_COLOURS = ("#2a7f62", "#8cc084", "#d9d9d9")
+_LABELS = ("GPU tier", "host tier", "file tier", "computed")
+_COLOURS = ("#2a7f62", "#8cc084", "#e0b050", "#d9d9d9")
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -29,12 +29,9 @@ def draw(report: Report, path: str | Path) -> None:
     """Hits a tier over the requests, and how long loads and stores took."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.5), layout="constrained")
     tiers, times = figure.subplots(1, 2)
-    history = np.array(report.history or [(0.0, 0, 0, 0)], np.float64)
+    history = np.array(report.history or [(0.0, 0, 0, 0, 0)], np.float64)
     requests = np.arange(1, len(history) + 1)
-    labels = ["GPU tier", "host tier", "computed"]
-    tiers.stackplot(
-        requests, *np.cumsum(history[:, 1:], axis=0).T, labels=labels, colors=["#2a7f62", "#8cc084", "#d9d9d9"]
-    )
+    tiers.stackplot(requests, *np.cumsum(history[:, 1:], axis=0).T, labels=_LABELS, colors=_COLOURS)
     tiers.set(xlabel="requests", ylabel="blocks so far", title="Where blocks were found")
     tiers.legend(loc="upper left")
     _times(times, "loads (H2D)", report.loads)

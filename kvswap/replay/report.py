@@ -57,6 +57,7 @@ class Report:
     gpu_hits: int = 0
     host_hits: int = 0
     misses: int = 0
+    file_hits: int = 0
     tokens_total: int = 0
     tokens_saved: int = 0
     truncated_requests: int = 0
@@ -64,6 +65,11 @@ class Report:
     not_stored: int = 0
     loads: Moves = field(default_factory=Moves)
     stores: Moves = field(default_factory=Moves)
+    file_blocks: int = 0
+    file_tier: str = ""  # how it works; empty without one
+    file_loads: Moves = field(default_factory=Moves)
+    file_stores: Moves = field(default_factory=Moves)
+    verified_in_files: int = 0  # loaded again at the end
     verified_where_used: int = 0
     verified_given_up: int = 0  # in the host tier, before the slot was poisoned
     verified_at_end: dict[str, int] = field(default_factory=lambda: {"gpu": 0, "host": 0})
@@ -72,11 +78,12 @@ class Report:
     error: str | None = None
     ended: str = "running"  # then "complete", "seconds", "interrupted", "wrong bytes" or "failed"
     seconds: float = 0.0
-    history: list[tuple[float, int, int, int]] = field(default_factory=list)  # seconds, gpu hits, host hits, misses
+    history: list[tuple[float, int, int, int, int]] = field(default_factory=list)  # seconds, hits by tier, misses
 
     @property
     def blocks_verified(self) -> int:
-        return self.verified_where_used + self.verified_given_up + sum(self.verified_at_end.values())
+        at_end = sum(self.verified_at_end.values()) + self.verified_in_files
+        return self.verified_where_used + self.verified_given_up + at_end
 
     @property
     def scaled(self) -> bool:
@@ -124,6 +131,23 @@ class Report:
             },
             "poisoned": dict(self.poisoned),
             "wrong_bytes": self.wrong_bytes,
+            **(self._file_dict() if self.file_blocks else {}),
+        }
+
+    def _file_dict(self) -> dict[str, Any]:
+        return {
+            "file_tier": {
+                "blocks": self.file_blocks,
+                "how": self.file_tier,
+                "hits": self.file_hits,
+                "bytes_loaded": self.file_loads.nbytes,
+                "bytes_stored": self.file_stores.nbytes,
+                "gbps_load": self.file_loads.gbps(),
+                "gbps_store": self.file_stores.gbps(),
+                "load_ms": {"p50": self.file_loads.percentile_ms(50), "p99": self.file_loads.percentile_ms(99)},
+                "store_ms": {"p50": self.file_stores.percentile_ms(50), "p99": self.file_stores.percentile_ms(99)},
+                "verified_at_end": self.verified_in_files,
+            }
         }
 
     def to_text(self) -> str:
@@ -133,7 +157,7 @@ class Report:
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
     def _cache_rows(self) -> list[tuple[str, str]]:
-        blocks = self.gpu_hits + self.host_hits + self.misses
+        blocks = self.gpu_hits + self.host_hits + self.file_hits + self.misses
         done = f"{self.requests:,} of {self.trace_requests:,}"
         if self.ended != "complete":
             done += f" ({self.ended})"
@@ -141,6 +165,7 @@ class Report:
             ("requests", f"{done} in {self.seconds:.1f} s"),
             ("hits in the GPU tier", _share(self.gpu_hits, blocks, "blocks")),
             ("hits in the host tier", _share(self.host_hits, blocks, "blocks")),
+            *([("hits in the file tier", _share(self.file_hits, blocks, "blocks"))] if self.file_blocks else []),
             ("computed", _share(self.misses, blocks, "blocks")),
             ("prefill saved", _share(self.tokens_saved, self.tokens_total, "tokens")),
         ]
@@ -152,13 +177,17 @@ class Report:
         return rows
 
     def _moved_rows(self) -> list[tuple[str, str]]:
-        return [("loaded (H2D)", _moved(self.loads)), ("stored (D2H)", _moved(self.stores))]
+        rows = [("loaded (H2D)", _moved(self.loads)), ("stored (D2H)", _moved(self.stores))]
+        if self.file_blocks:
+            rows += [("loaded from files", _moved(self.file_loads)), ("stored to files", _moved(self.file_stores))]
+        return rows
 
     def _truth_rows(self) -> list[tuple[str, str]]:
         end = self.verified_at_end
         verified = (
             f"{self.blocks_verified:,} blocks: {self.verified_where_used:,} where used, "
-            f"{self.verified_given_up:,} on leaving the host tier, {sum(end.values()):,} at the end"
+            f"{self.verified_given_up:,} on leaving the host tier, "
+            f"{sum(end.values()) + self.verified_in_files:,} at the end"
         )
         poisoned = f"{self.poisoned['gpu']:,} GPU + {self.poisoned['host']:,} host slots when given up"
         return [("verified", verified), ("poisoned", poisoned), ("wrong bytes", f"{self.wrong_bytes:,}")]
@@ -187,6 +216,7 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
         f"  geometry  {geometry.describe()}",
         f"  GPU tier  {sizes.gpu_blocks:,} blocks, {format_size(sizes.gpu_blocks * block)}",
         f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * block)}",
+        *([f"  file tier {sizes.file_blocks:,} blocks in {settings.file_tier}"] if sizes.file_blocks else []),
         f"  in flight {settings.in_flight} requests; every block is written and checked by its hash, layer and offset",
     ]
     if trace.repeated:

@@ -13,7 +13,9 @@ that nothing else gives are made here, and only on the device; the host waits fo
 - a load starts after the store that fills its host slot (after=);
 - a host slot is checked and poisoned after the loads that read it and the store that filled it (scrub waits for them),
   and filled again after that (after=scrub);
-- blocks are checked after their load (compute waits for it).
+- blocks are checked after their load (compute waits for it);
+- with a file tier, the host waits for a block's store to a file before its host slot is poisoned, and for its load from
+  one before the compute stream checks it.
 Where the way that tiers admit requests implies one of them already, it is given all the same.
 A GPU slot is given up only when the requests that use it have ended. A lane is first in, first out, so the last store
 or load of a slot stands for all of them.
@@ -31,8 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
+from kvswap.files import FileTransfer
 
 from .check import Blocks, Check, Checker, WrongBytes
+from .file_tier import FileTier
 from .memory import GroupMemory, TierMemory
 from .report import Moves, Report
 from .settings import Settings
@@ -123,7 +127,8 @@ class Replay:
         self._trace = trace
         self._settings = settings
         self._device = device
-        self._tiers = Tiers(settings.sizes.gpu_blocks, settings.sizes.host_blocks)
+        self._tiers = Tiers(settings.sizes.gpu_blocks, settings.sizes.host_blocks, settings.sizes.file_blocks)
+        self._files: FileTier | None = None
         self.report = _new_report(trace, settings, device)
         self._moves: dict[int, _Move] = {}  # unfinished, by number
         self._next_move = 0
@@ -144,6 +149,9 @@ class Replay:
         settings = self._settings
         self._memory = TierMemory(self._device, settings.geometry, settings.sizes, settings.seed, on_memory)
         self._checker = Checker(self._device, self._memory, settings.seed)
+        if settings.file_tier is not None:
+            self._files = FileTier(self._device, self._memory, settings)
+            self.report.file_tier = self._files.describe()
         self._start = time.monotonic()
         try:
             self._device.set_compute_stream(self._compute)
@@ -203,8 +211,10 @@ class Replay:
         jobs: list[_C._PatternJob] = []
         self._poison_gpu(admission, jobs)
         load = self._load(admission)
+        from_files = self._load_from_files(admission)
         self._compute_misses(admission, jobs)
         self._store(admission)
+        self._end_files(from_files, self.report.file_loads)
         check = self._use(admission, load)
         self._flights.append(_Flight(admission, check, load, jobs))
 
@@ -259,12 +269,41 @@ class Replay:
     def _give_up_host(self, admission: Admission) -> None:
         """A block that was stored and never loaded is checked here, in place: so no store goes unseen."""
         slots = admission.host_given_up.slots
+        self._store_to_files(admission)
         self._stream_waits(self._scrub, self._unfinished(self._host_read_by, slots))
         self._stream_waits(self._scrub, self._unfinished(self._host_filled_by, slots))
         blocks = Blocks("host", admission.host_given_up.hashes, slots)
         check = self._checker.check(blocks, self._scrub, f"request {admission.request}, which took the slot over")
         self._scrubs.append(_Scrub(check, self._checker.poison("host", slots, self._scrub)))
         self.report.poisoned["host"] += len(slots)
+
+    def _load_from_files(self, admission: Admission) -> list[FileTransfer]:
+        """They start after the compute stream, which has poisoned the slots."""
+        if self._files is None or not len(admission.file_loads):
+            return []
+        slots = admission.slots[admission.file_loads]
+        reading = [t for move in self._unfinished(self._gpu_read_by, slots) for t in move.transfers]
+        return self._files.load(admission.hashes[admission.file_loads], slots, reading)
+
+    def _store_to_files(self, admission: Admission) -> None:
+        """What the host tier gives up. The host waits: afterwards the slots are poisoned."""
+        if self._files is None:
+            return
+        given_up = admission.host_given_up
+        if len(admission.file_given_up):
+            for transfer in self._files.drop(admission.file_given_up):
+                transfer.wait(self._settings.wait_limit)
+        if len(admission.file_stores):
+            slots = given_up.slots[admission.file_stores]
+            filling = [t for move in self._unfinished(self._host_filled_by, slots) for t in move.transfers]
+            stores = self._files.store(given_up.hashes[admission.file_stores], slots, filling)
+            self._end_files(stores, self.report.file_stores)
+
+    def _end_files(self, transfers: list[FileTransfer], moves: Moves) -> None:
+        """Wait for them; raises the error of one that failed."""
+        for transfer in transfers:
+            transfer.wait(self._settings.wait_limit)
+            moves.add(transfer.nbytes, transfer.elapsed)
 
     def _use(self, admission: Admission, load: _Move | None) -> Check | None:
         """What decode would do: read the blocks that were hits."""
@@ -295,9 +334,12 @@ class Replay:
         except WrongBytes as error:
             position = int(np.flatnonzero(admission.hashes == error.block)[0])
             loaded = np.flatnonzero(admission.loads == position)
+            from_file = position in admission.file_loads
             way = "it was in the GPU tier already"
             if len(loaded):
                 way = f"it was loaded from host slot {int(admission.load_from[loaded[0]])}"
+            elif from_file:
+                way = "it was loaded from the file tier"
             raise error.told(way) from None
 
     def _count(self, admission: Admission) -> None:
@@ -305,6 +347,7 @@ class Replay:
         report.requests += 1
         report.gpu_hits += admission.gpu_hits
         report.host_hits += admission.host_hits
+        report.file_hits += admission.file_hits
         report.misses += admission.misses
         report.verified_where_used += admission.leading
         report.truncated_requests += admission.cut > 0
@@ -313,7 +356,7 @@ class Replay:
         report.tokens_total += tokens
         report.tokens_saved += min(tokens, admission.leading * self._settings.geometry.block_tokens)
         moment = time.monotonic() - self._start
-        report.history.append((moment, admission.gpu_hits, admission.host_hits, admission.misses))
+        report.history.append((moment, admission.gpu_hits, admission.host_hits, admission.file_hits, admission.misses))
 
     def _final_sweep(self) -> None:
         """Check every block that any tier holds, in place."""
@@ -323,6 +366,22 @@ class Replay:
                 self._checker.result(check, self._settings.wait_limit)
                 self.report.verified_at_end[tier] += len(part.slots)
                 self._progress(self.report, len(self._trace))
+        self._sweep_files()
+
+    def _sweep_files(self) -> None:
+        """Load every block of the file tier once more, into slots of the GPU tier, and check it there."""
+        hashes, _ = self._tiers.file.residents()
+        step = min(256, self._tiers.gpu.num_blocks)
+        for begin in range(0, len(hashes) if self._files is not None else 0, step):
+            some = hashes[begin : begin + step]
+            slots = np.arange(len(some))
+            self._checker.poison("gpu", slots, self._compute).result(self._settings.wait_limit)
+            assert self._files is not None
+            self._end_files(self._files.load(some, slots, ()), self.report.file_loads)
+            check = self._checker.check(Blocks("gpu", some, slots), self._compute, "the final sweep of the file tier")
+            self._checker.result(check, self._settings.wait_limit)
+            self.report.verified_in_files += len(some)
+            self._progress(self.report, len(self._trace))
 
     def _submit(self, direction: int, slots: Slots, host_slots: Slots, after: Sequence[object]) -> _Move:
         lane = self._loads if direction == _H2D else self._stores
@@ -389,6 +448,8 @@ class Replay:
             self._device.set_compute_stream(_LEGACY_STREAM)
             self._flights.clear()
             self._scrubs.clear()
+            if self._files is not None:
+                self._files.close()
             self._memory.close()
         except (_C.Error, TimeoutError) as error:
             _log.warning("memory of the replay is not freed before exit: %s", error)
@@ -404,6 +465,7 @@ def _new_report(trace: Trace, settings: Settings, device: _C.Device) -> Report:
         full_bytes_per_block=settings.geometry.full_nbytes,
         gpu_blocks=settings.sizes.gpu_blocks,
         host_blocks=settings.sizes.host_blocks,
+        file_blocks=settings.sizes.file_blocks,
         in_flight=settings.in_flight,
         seed=settings.seed,
         path=settings.path,

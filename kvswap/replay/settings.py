@@ -27,6 +27,7 @@ class Sizes:
 
     gpu_blocks: int
     host_blocks: int
+    file_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,17 @@ class Settings:
     seed: int = 0
     path: Path = "auto"
     wait_limit: float = 60.0  # of every single wait
+    file_tier: str | None = None  # folder of the file tier, which has sizes.file_blocks
 
     def __post_init__(self) -> None:
         if self.in_flight < 1:
             raise UsageError(f"--in-flight must be at least 1, not {self.in_flight}")
         if self.seconds is not None and not self.seconds > 0:
             raise UsageError(f"--seconds must be more than 0, not {self.seconds:g}")
+        if (self.file_tier is None) != (self.sizes.file_blocks == 0):
+            raise UsageError("--file-tier DIR and --file-blocks N go together")
+        if self.file_tier is not None and self.sizes.host_blocks == 0:
+            raise UsageError("the file tier takes what leaves the host tier: there is none (--host-blocks 0)")
 
 
 @dataclass(frozen=True)

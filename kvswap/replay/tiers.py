@@ -1,4 +1,6 @@
-"""Which block is where: a GPU tier and a host tier, least recently used out first. Book-keeping: nothing moves here.
+"""Which block is where: a GPU tier, a host tier and perhaps a file tier, the least recently used out first.
+
+Book-keeping: nothing moves here.
 
 The rules, which tests hold against a brute-force model:
 - A request's hits are its leading blocks that some tier holds; from the first block that none holds on, all are
@@ -6,14 +8,16 @@ The rules, which tests hold against a brute-force model:
 - All blocks of a request are in the GPU tier while it runs: hits of the host tier are loaded, the others computed. A
   request longer than the GPU tier is cut to it.
 - A computed block that the host tier lacks is written through to it; the first ones where it has no room for all.
-- A request touches its blocks in both tiers, the last block first: of one prefix the end goes before the start.
+- A block that the host tier gives up goes to the file tier, if there is one and it lacks it; from there it is loaded to
+  the GPU tier, and stays where it is.
+- A request touches its blocks in all tiers, the last block first: of one prefix the end goes before the start.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +94,15 @@ class Admission:
     store_to: Slots  # their host slots
     gpu_given_up: GivenUp  # its last user must have ended before
     host_given_up: GivenUp
+    file_hits: int = 0
+    file_loads: Slots = field(default_factory=lambda: np.zeros(0, np.int64))  # positions of the file hits
+    file_stores: Slots = field(default_factory=lambda: np.zeros(0, np.int64))  # positions in host_given_up
+    file_given_up: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     @property
     def leading(self) -> int:
         """How many blocks are hits; those from there on are computed."""
-        return self.gpu_hits + self.host_hits
+        return self.gpu_hits + self.host_hits + self.file_hits
 
     @property
     def misses(self) -> int:
@@ -102,11 +110,12 @@ class Admission:
 
 
 class Tiers:
-    """The two tiers together."""
+    """The tiers together."""
 
-    def __init__(self, gpu_blocks: int, host_blocks: int) -> None:
+    def __init__(self, gpu_blocks: int, host_blocks: int, file_blocks: int = 0) -> None:
         self.gpu = Tier(gpu_blocks)
         self.host = Tier(host_blocks)
+        self.file = Tier(file_blocks)
         self._requests = 0
 
     def admit(self, hashes: NDArray[np.uint64]) -> Admission:
@@ -115,10 +124,13 @@ class Tiers:
         blocks: list[int] = hashes[: self.gpu.num_blocks].tolist()
         in_gpu = [block in self.gpu for block in blocks]
         in_host = [block in self.host for block in blocks]
-        leading = next((i for i, here in enumerate(zip(in_gpu, in_host, strict=True)) if not any(here)), len(blocks))
-        loads = [i for i in range(leading) if not in_gpu[i]]
-        self.gpu.touch(blocks, request)
-        self.host.touch(blocks, request)
+        in_file = [block in self.file for block in blocks]
+        here = [any(tiers) for tiers in zip(in_gpu, in_host, in_file, strict=True)]
+        leading = here.index(False) if False in here else len(blocks)
+        loads = [i for i in range(leading) if in_host[i] and not in_gpu[i]]
+        file_loads = [i for i in range(leading) if not in_gpu[i] and not in_host[i]]
+        for tier in (self.gpu, self.host, self.file):
+            tier.touch(blocks, request)
 
         load_from = self.host.slots_of(blocks[i] for i in loads)
         arriving = [block for block, here in zip(blocks, in_gpu, strict=True) if not here]
@@ -131,11 +143,12 @@ class Tiers:
         host_given_up = self.host.make_room(len(stores))
         self.host.insert(blocks[i] for i in stores)
         self.host.touch(blocks, request)
+        file_stores, file_given_up = self._to_file(host_given_up.hashes.tolist(), request)
         return Admission(
             request=request,
             hashes=hashes[: len(blocks)],
             cut=len(hashes) - len(blocks),
-            gpu_hits=leading - len(loads),
+            gpu_hits=leading - len(loads) - len(file_loads),
             host_hits=len(loads),
             slots=self.gpu.slots_of(blocks),
             loads=np.array(loads, np.int64),
@@ -144,4 +157,17 @@ class Tiers:
             store_to=self.host.slots_of(blocks[i] for i in stores),
             gpu_given_up=gpu_given_up,
             host_given_up=host_given_up,
+            file_hits=len(file_loads),
+            file_loads=np.array(file_loads, np.int64),
+            file_stores=np.array(file_stores, np.int64),
+            file_given_up=file_given_up,
         )
+
+    def _to_file(self, given_up: list[int], request: int) -> tuple[list[int], NDArray[np.uint64]]:
+        """Which of the host tier's blocks go to the file tier, the last ones where not all fit, and what leaves it."""
+        lacking = [i for i, block in enumerate(given_up) if block not in self.file]
+        stores = lacking[max(0, len(lacking) - self.file.num_blocks) :]
+        leaving = self.file.make_room(len(stores)).hashes
+        self.file.insert(given_up[i] for i in stores)
+        self.file.touch([given_up[i] for i in stores], request)
+        return stores, leaving

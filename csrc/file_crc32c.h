@@ -1,0 +1,16 @@
+/* CRC-32C (Castagnoli, reflected, initial value and final xor 0xffffffff): the checksum of the file tier. Pure. */
+#ifndef KVS_FILE_CRC32C_H
+#define KVS_FILE_CRC32C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Continue from `crc`, the result for what came before; 0 at the beginning. By the processor's instruction, three
+ * streams at once, where it has one; else by the table. */
+uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes);
+
+uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes); /* the same, always by table */
+
+const char *kvs_crc32c_how(void); /* "sse4.2", "armv8" or "table" */
+
+#endif

@@ -1,0 +1,72 @@
+/* The file system as the store sees it: whole reads and writes out of calls that do part of them, are interrupted, or
+ * fail; and the faults that tests inject. Errors are errno values; the text for people is made in one place. */
+#ifndef KVS_FILE_SYS_H
+#define KVS_FILE_SYS_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+#include "kvswap_file.h"
+
+enum { KVS_FILE_ENDED = 10000 }; /* beyond all of errno: the file is shorter than it should be */
+
+enum kvs_file_call { KVS_FILE_READ, KVS_FILE_WRITE, KVS_FILE_ALLOCATE, KVS_FILE_OPEN, KVS_FILE_SYNC, KVS_FILE_CALLS };
+enum kvs_file_fault_action {
+  KVS_FILE_FAULT_NONE,
+  KVS_FILE_FAULT_FAIL,      /* with `code` */
+  KVS_FILE_FAULT_SHORT,     /* READ, WRITE: only part is done */
+  KVS_FILE_FAULT_INTERRUPT, /* EINTR, nothing done */
+  KVS_FILE_FAULT_DELAY,
+};
+struct kvs_file_fault {
+  enum kvs_file_fault_action action;
+  uint64_t nth, every; /* as in struct kvs_fault */
+  int code;
+  uint64_t delay_ns;
+};
+
+struct kvs_file_faults {
+  pthread_mutex_t lock;
+  struct kvs_file_fault fault[KVS_FILE_CALLS]; /* guarded by lock */
+  uint64_t seen[KVS_FILE_CALLS];               /* guarded by lock */
+};
+void kvs_file_faults_set(struct kvs_file_faults *, enum kvs_file_call, const struct kvs_file_fault *);
+/* What shall happen to the next call of that kind; DELAY has been slept already and is NONE. */
+struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *, enum kvs_file_call);
+
+/* For tests. */
+void kvs_file_inject(struct kvs_file_store *, enum kvs_file_call, const struct kvs_file_fault *);
+
+/* One stretch of a file, to or from several pieces of memory. What is left to do is in the struct, so that it can go on
+ * after a part. */
+enum { KVS_FILE_PIECES = 3 };
+struct kvs_file_span {
+  int fd;
+  bool write;
+  bool dsync; /* on disk before it returns */
+  uint64_t offset;
+  struct iovec pieces[KVS_FILE_PIECES];
+  unsigned npieces;
+};
+/* After `nbytes` were moved, of which only whole pages count with O_DIRECT (`direct`): whether all is done. */
+bool kvs_file_span_advance(struct kvs_file_span *, size_t nbytes, bool direct);
+struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *); /* about half of it, for tests */
+size_t kvs_file_span_nbytes(const struct kvs_file_span *);
+
+/* Until all of it is done: 0, or an errno. */
+int kvs_file_move(struct kvs_file_faults *, struct kvs_file_span *, bool direct);
+
+/* Room for a file of that size: 0, or an errno. Where the file system cannot reserve it, the file is made that long. */
+int kvs_file_allocate(struct kvs_file_faults *, int fd, uint64_t nbytes);
+int kvs_file_openat(struct kvs_file_faults *, int folder, const char *name, int flags, int *fd); /* mode 0600 */
+int kvs_file_sync(struct kvs_file_faults *, int fd);
+
+/* "No space left on device (errno 28)". */
+const char *kvs_file_error_text(int code, char text[96]);
+/* KVS_FILE, with the text. `format` says what was tried. */
+int kvs_file_fail(struct kvs_error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4), cold));
+
+#endif

@@ -1,0 +1,225 @@
+/* FileStore.store(), load() and delete(): what they take, and how they are submitted. */
+#include "files.h"
+
+enum { KEYS, BLOCKS, IDS, AFTER, REPLACE, ARGUMENTS };
+static const char *const names[] = {"keys", "blocks", "ids", "after", "replace"};
+
+struct call {
+  struct kvs_py_state *state;
+  struct kvs_file_store *store;
+  bool load;
+  struct kvs_py_keys keys;
+  struct kvs_file_blocks blocks;
+  struct kvs_py_list pointers;
+  struct kvs_py_after after;
+  struct kvs_pool **pools;
+  uint64_t *addresses; /* made of a tensor and ids */
+  PyObject *hold;      /* a list of what must live until the transfer ended */
+  PyObject *keep_ids;
+  struct kvs_file_options options;
+  struct kvs_file_transfer *transfer;
+};
+
+static void clear(struct call *call) {
+  kvs_py_keys_clear(&call->keys);
+  kvs_py_after_clear(&call->after);
+  PyMem_Free(call->pools);
+  PyMem_Free(call->addresses);
+  Py_XDECREF(call->pointers.keep);
+  Py_XDECREF(call->keep_ids);
+  Py_XDECREF(call->hold);
+}
+
+/* Runs inside kvs_file_collect(), which is not always called under the GIL. */
+static void release_owner(void *owner) {
+  PyGILState_STATE gil = PyGILState_Ensure();
+  kvs_py_releasing++;
+  Py_DECREF((PyObject *)owner);
+  kvs_py_releasing--;
+  PyGILState_Release(gil);
+}
+
+/* -- blocks -------------------------------------------------------------------------------------------------------- */
+
+static uint64_t block_nbytes(const struct call *call) {
+  struct kvs_file_info info;
+  kvs_file_get_info(call->store, &info);
+  return info.block_nbytes;
+}
+
+static bool is_pool(const struct call *call, PyObject *object) {
+  return (PyObject *)Py_TYPE(object) == call->state->pool_type;
+}
+
+static int add_pool(struct call *call, PyObject *pool, Py_ssize_t index) {
+  if (!is_pool(call, pool))
+    return kvs_py_complain(PyExc_TypeError, "blocks", index, "must be a Pool, not %s", Py_TYPE(pool)->tp_name);
+  if (call->load && kvs_py_pool_readonly(pool))
+    return kvs_py_complain(PyExc_ValueError, "blocks", index, "is loaded to, and a pool of read-only memory");
+  call->pools[call->blocks.npools++] = kvs_py_pool_core(pool);
+  return kvs_py_hold(&call->hold, pool);
+}
+
+/* A Pool, or a sequence that begins with one: 1, or 0 where it is something else. */
+static int read_pools(struct call *call, PyObject *object) {
+  bool one = is_pool(call, object);
+  bool sequence = PyList_Check(object) || PyTuple_Check(object);
+  PyObject *items = one ? PyTuple_Pack(1, object) : sequence ? PySequence_Tuple(object) : NULL;
+  if (items == NULL) return PyErr_Occurred() ? -1 : 0;
+  Py_ssize_t count = PyTuple_GET_SIZE(items);
+  int rc = 0;
+  if (count > 0 && is_pool(call, PyTuple_GET_ITEM(items, 0))) {
+    rc = 1;
+    call->pools = PyMem_Calloc((size_t)count, sizeof(struct kvs_pool *));
+    if (call->pools == NULL) {
+      PyErr_NoMemory();
+      rc = -1;
+    }
+    for (Py_ssize_t i = 0; rc == 1 && i < count; ++i)
+      if (add_pool(call, PyTuple_GET_ITEM(items, i), one ? -1 : i) < 0) rc = -1;
+    call->blocks.pools = call->pools;
+  }
+  Py_DECREF(items);
+  return rc;
+}
+
+/* Blocks of one tensor, block i at its address + i * block_nbytes. */
+static int read_rows(struct call *call, PyObject *object) {
+  struct kvs_py_address address;
+  const struct kvs_ids *ids = &call->blocks.ids;
+  uint64_t nbytes = block_nbytes(call);
+  if (kvs_py_address(call->state, object, "blocks", -1, call->load, &call->hold, &address) < 0) return -1;
+  call->addresses = PyMem_Calloc(ids->count + 1, sizeof *call->addresses);
+  if (call->addresses == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  uint64_t most = address.nbytes == UINT64_MAX ? UINT64_MAX / nbytes : address.nbytes / nbytes;
+  for (size_t i = 0; i < ids->count; ++i) {
+    int64_t id = ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+    if (id < 0 || (uint64_t)id >= most)
+      return kvs_py_complain(PyExc_IndexError, "ids", (Py_ssize_t)i, "is %lld; blocks has %llu blocks of %llu bytes",
+                             (long long)id, (unsigned long long)most, (unsigned long long)nbytes);
+    call->addresses[i] = address.ptr + (uint64_t)id * nbytes;
+  }
+  call->blocks.addresses = call->addresses;
+  return kvs_py_same_length("ids", ids->count, "keys", call->keys.core.count);
+}
+
+static int read_pointers(struct call *call, PyObject *object) {
+  struct kvs_py_list *list = &call->pointers;
+  if (kvs_py_pointers(call->state, object, "blocks", call->load, &call->hold, list) < 0) return -1;
+  if (kvs_py_same_length("blocks", list->count, "keys", call->keys.core.count) < 0) return -1;
+  uint64_t nbytes = block_nbytes(call);
+  for (size_t i = 0; list->limits != NULL && i < list->count; ++i)
+    if (list->limits[i] < nbytes)
+      return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "has %llu bytes; a block of the store has %llu",
+                             (unsigned long long)list->limits[i], (unsigned long long)nbytes);
+  call->blocks.addresses = list->data;
+  return list->keep != NULL ? kvs_py_hold(&call->hold, list->keep) : 0;
+}
+
+static int read_blocks(struct call *call, PyObject *const *values) {
+  int pools = read_pools(call, values[BLOCKS]);
+  if (pools < 0) return -1;
+  if (kvs_py_given(values[IDS]) && kvs_py_ids(call->state, values[IDS], "ids", &call->blocks.ids, &call->keep_ids) < 0)
+    return -1;
+  if (pools && !kvs_py_given(values[IDS]))
+    return kvs_py_complain(PyExc_TypeError, "ids", -1, "are needed with pools: which slots");
+  if (pools) return kvs_py_same_length("ids", call->blocks.ids.count, "keys", call->keys.core.count);
+  return kvs_py_given(values[IDS]) ? read_rows(call, values[BLOCKS]) : read_pointers(call, values[BLOCKS]);
+}
+
+static int read_after(struct call *call, PyObject *value) {
+  struct kvs_engine *engine = call->blocks.npools ? kvs_pool_engine(call->pools[0]) : NULL;
+  if (kvs_py_after(call->state, value, engine, &call->after) < 0) return -1;
+  call->options.after = call->after.items;
+  call->options.nafter = call->after.count;
+  return 0;
+}
+
+/* -- submitting ---------------------------------------------------------------------------------------------------- */
+
+enum what { STORE, LOAD, DELETE };
+
+static PyObject *submit(struct call *call, enum what what) {
+  struct kvs_error err = {0};
+  int rc;
+  call->options.owner = call->hold;
+  call->options.release = call->hold != NULL ? release_owner : NULL;
+  Py_BEGIN_ALLOW_THREADS
+  kvs_file_collect(call->store);
+  if (what == STORE)
+    rc = kvs_file_put(call->store, &call->keys.core, &call->blocks, &call->options, &call->transfer, &err);
+  else if (what == LOAD)
+    rc = kvs_file_get(call->store, &call->keys.core, &call->blocks, &call->options, &call->transfer, &err);
+  else
+    rc = kvs_file_delete(call->store, &call->keys.core, &call->options, &call->transfer, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(call->state, &err);
+  call->hold = NULL; /* the transfer's now */
+  return kvs_py_file_transfer_new(call->state, call->transfer);
+}
+
+static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, bool load) {
+  const struct kvs_py_args spec = {load ? "load" : "store", names, 2, 3, load ? ARGUMENTS - 1 : ARGUMENTS};
+  struct call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self), .load = load};
+  PyObject *values[ARGUMENTS], *result = NULL;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  call.options.replace = true;
+  if (!load && values[REPLACE] != NULL) {
+    int replace = PyObject_IsTrue(values[REPLACE]);
+    if (replace < 0) return NULL;
+    call.options.replace = replace == 1;
+  }
+  if (kvs_py_keys(values[KEYS], &call.keys) == 0 && read_blocks(&call, values) == 0 &&
+      read_after(&call, values[AFTER]) == 0)
+    result = submit(&call, load ? LOAD : STORE);
+  clear(&call);
+  return result;
+}
+
+PyObject *kvs_py_file_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  return move(self, args, nargs, kwnames, false);
+}
+
+PyObject *kvs_py_file_load(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  return move(self, args, nargs, kwnames, true);
+}
+
+PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
+  struct call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self)};
+  PyObject *result = kvs_py_keys(keys, &call.keys) == 0 ? submit(&call, DELETE) : NULL;
+  clear(&call);
+  return result;
+}
+
+#define BLOCKS_DOC                                                                                                     \
+  "keys: a sequence of bytes (1 to 512 each) or of pairs (block id, pool), or a 2-D array of bytes, a row a key.\n"    \
+  "blocks, ids: a Pool of the store's device, or several whose slots make one block, in this order, with the slots\n"  \
+  "  in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without\n"    \
+  "  ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory\n"   \
+  "  behind plain addresses must stay mapped so long.\n"                                                               \
+  "after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the\n"       \
+  "  device's compute stream in any case. A Transfer that failed raises its error.\n"
+#define ERRORS_DOC                                                                                                     \
+  "\nAll or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished\n"   \
+  "transfers. What fails afterwards is told block by block (FileTransfer.failed_blocks, reasons). Any thread may "     \
+  "call."
+
+const char kvs_py_file_store_doc[] =
+    "store($self, /, keys, blocks, ids=None, *, after=(), replace=True)\n--\n\n"
+    "Store blocks under keys; returns the FileTransfer at once. The bytes must not change until it "
+    "ended.\n\n" BLOCKS_DOC
+    "replace: False: a key that is there is left as it is, and counts as stored: where equal keys mean equal bytes.\n"
+    "\nWhere the store is full, the blocks used least recently make room; where none can, the block "
+    "fails.\n" ERRORS_DOC;
+const char kvs_py_file_load_doc[] =
+    "load($self, /, keys, blocks, ids=None, *, after=())\n--\n\n"
+    "Load the blocks of these keys; returns the FileTransfer at once. A block that is not there, or is not what was\n"
+    "stored, is among the failed blocks, and what its memory then holds is undefined.\n\n" BLOCKS_DOC ERRORS_DOC;
+const char kvs_py_file_delete_doc[] =
+    "delete($self, keys, /)\n--\n\n"
+    "Delete blocks, also pinned ones; returns the FileTransfer at once. A key that is not there counts as deleted.\n"
+    "A deleted block does not come back, also after a crash.\n\n"
+    "keys: as in store(). QueueFull: too many unfinished transfers. Any thread may call.";

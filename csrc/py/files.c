@@ -1,0 +1,440 @@
+/* kvswap.files.FileStore: an open directory of blocks. */
+#include "files.h"
+
+#include <stdlib.h>
+
+#include "../file_sys.h"
+
+struct store_object {
+  PyObject_HEAD
+  struct kvs_file_store *store;
+};
+
+struct kvs_file_store *kvs_py_file_core(PyObject *store) { return ((struct store_object *)store)->store; }
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+enum {
+  DIRECTORY,
+  LAYOUT,
+  CAPACITY,
+  DEVICE,
+  DURABILITY,
+  ENGINE,
+  DEPTH,
+  QUEUE,
+  SEGMENT_NBYTES,
+  STAGING_NBYTES,
+  BUFFERED,
+  READONLY,
+  ARGUMENTS
+};
+
+static int read_limit(PyObject *value, const char *name, uint64_t most, uint64_t *number) {
+  if (!kvs_py_given(value)) return 0;
+  if (kvs_py_uint64(value, name, -1, number) < 0) return -1;
+  if (*number < 1 || *number > most)
+    return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be 1 to %llu, or None", value,
+                           (unsigned long long)most);
+  return 0;
+}
+
+static int read_flag(PyObject *value, bool *flag) {
+  int truth = value == NULL ? 0 : PyObject_IsTrue(value);
+  *flag = truth == 1;
+  return truth < 0 ? -1 : 0;
+}
+
+static int read_choice(PyObject *value, const char *name, const char *const *choices, int *choice) {
+  *choice = 0;
+  if (value == NULL) return 0;
+  *choice = kvs_py_choice(value, name, choices, 3);
+  return *choice < 0 ? -1 : 0;
+}
+
+/* A Layout: what has text and block_nbytes. *keep owns the text. */
+static int read_layout(PyObject *layout, struct kvs_file_settings *settings, PyObject **keep) {
+  PyObject *nbytes = PyObject_GetAttrString(layout, "block_nbytes");
+  int rc = nbytes == NULL ? -1 : kvs_py_uint64(nbytes, "layout.block_nbytes", -1, &settings->block_nbytes);
+  Py_XDECREF(nbytes);
+  if (rc < 0) return -1;
+  *keep = PyObject_GetAttrString(layout, "text");
+  settings->layout = *keep == NULL ? NULL : PyUnicode_AsUTF8(*keep);
+  return settings->layout == NULL ? -1 : 0;
+}
+
+static int read_settings(PyObject *const *values, struct kvs_file_settings *settings) {
+  static const char *const durabilities[] = {"none", "flush", "fsync"}, *const engines[] = {"auto", "threads",
+                                                                                            "io_uring"};
+  const uint64_t most = (uint64_t)1 << 62;
+  uint64_t depth = 0, queue = 0;
+  int durability, engine;
+  if (read_limit(values[CAPACITY], "capacity", most, &settings->capacity) < 0 ||
+      read_choice(values[DURABILITY], "durability", durabilities, &durability) < 0 ||
+      read_choice(values[ENGINE], "engine", engines, &engine) < 0 ||
+      read_limit(values[DEPTH], "depth", 256, &depth) < 0 || read_limit(values[QUEUE], "queue", 65536, &queue) < 0 ||
+      read_limit(values[SEGMENT_NBYTES], "segment_nbytes", most, &settings->segment_nbytes) < 0 ||
+      read_limit(values[STAGING_NBYTES], "staging_nbytes", most, &settings->staging_nbytes) < 0 ||
+      read_flag(values[BUFFERED], &settings->buffered) < 0 || read_flag(values[READONLY], &settings->readonly) < 0)
+    return -1;
+  if (!settings->readonly && settings->capacity == 0)
+    return kvs_py_complain(PyExc_TypeError, "capacity", -1, "is needed: bytes that the files may take");
+  settings->durability = (enum kvs_file_durability)durability;
+  settings->engine = (enum kvs_file_engine)engine;
+  settings->depth = (unsigned)depth;
+  settings->queue = (unsigned)queue;
+  return 0;
+}
+
+static PyObject *open_store(PyTypeObject *type, struct kvs_py_state *state, const struct kvs_file_settings *settings) {
+  struct kvs_error err = {0};
+  struct store_object *self;
+  int rc;
+  if (kvs_py_hook_exit(state) < 0) return NULL;
+  self = (struct store_object *)type->tp_alloc(type, 0);
+  if (self == NULL) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_open(settings, &self->store, &err);
+  Py_END_ALLOW_THREADS
+  if (rc == KVS_OK) return (PyObject *)self;
+  self->store = NULL;
+  Py_DECREF(self);
+  return kvs_py_raise(state, &err);
+}
+
+static PyObject *store_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"directory", "layout",         "capacity",       "device",   "durability", "engine", "depth",
+                          "queue",     "segment_nbytes", "staging_nbytes", "buffered", "readonly",   NULL};
+  struct kvs_py_state *state = PyType_GetModuleState(type);
+  struct kvs_file_settings settings = {0};
+  PyObject *v[ARGUMENTS] = {NULL}, *path = NULL, *text = NULL, *store = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
+                                   &v[CAPACITY], &v[DEVICE], &v[DURABILITY], &v[ENGINE], &v[DEPTH], &v[QUEUE],
+                                   &v[SEGMENT_NBYTES], &v[STAGING_NBYTES], &v[BUFFERED], &v[READONLY]))
+    return NULL;
+  if (!PyUnicode_FSConverter(v[DIRECTORY], &path)) return NULL;
+  settings.directory = PyBytes_AS_STRING(path);
+  if (read_layout(v[LAYOUT], &settings, &text) == 0 && read_settings(v, &settings) == 0 &&
+      (!kvs_py_given(v[DEVICE]) || (settings.device = kvs_py_engine_from(state, v[DEVICE])) != NULL))
+    store = open_store(type, state, &settings);
+  if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store has its own */
+  Py_XDECREF(text);
+  Py_DECREF(path);
+  return store;
+}
+
+static void store_dealloc(PyObject *self) {
+  struct kvs_file_store *store = kvs_py_file_core(self);
+  kvs_py_object_free(self);
+  if (store == NULL) return;
+  Py_BEGIN_ALLOW_THREADS /* the last handle closes it */
+  kvs_file_unref(store);
+  Py_END_ALLOW_THREADS
+}
+
+static PyObject *store_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"close", names, 0, 1, 1};
+  struct kvs_error err = {0};
+  PyObject *value;
+  int64_t timeout_ns;
+  int rc;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
+  if (value == NULL) timeout_ns = 60ll * 1000 * 1000 * 1000;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_close(kvs_py_file_core(self), timeout_ns, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *store_enter(PyObject *self, PyObject *unused) {
+  (void)unused;
+  return Py_NewRef(self);
+}
+
+static PyObject *store_exit(PyObject *self, PyObject *args) {
+  (void)args;
+  return store_close(self, NULL, 0, NULL);
+}
+
+/* -- keys ---------------------------------------------------------------------------------------------------------- */
+
+static PyObject *store_contains(PyObject *self, PyObject *object) {
+  struct kvs_py_keys keys = {0};
+  struct kvs_error err = {0};
+  PyObject *result = NULL;
+  bool *found = NULL;
+  int rc;
+  if (kvs_py_keys(object, &keys) == 0 && (found = PyMem_Calloc(keys.core.count + 1, sizeof *found)) == NULL)
+    PyErr_NoMemory();
+  if (found != NULL) {
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_file_contains(kvs_py_file_core(self), &keys.core, found, &err);
+    Py_END_ALLOW_THREADS
+    result = rc != KVS_OK ? kvs_py_raise(kvs_py_state_of(self), &err) : PyList_New((Py_ssize_t)keys.core.count);
+    for (size_t i = 0; result != NULL && i < keys.core.count; ++i)
+      PyList_SET_ITEM(result, (Py_ssize_t)i, PyBool_FromLong(found[i]));
+  }
+  PyMem_Free(found);
+  kvs_py_keys_clear(&keys);
+  return result;
+}
+
+static PyObject *pin(PyObject *self, PyObject *object, bool on) {
+  struct kvs_py_keys keys = {0};
+  struct kvs_error err = {0};
+  int rc = kvs_py_keys(object, &keys);
+  if (rc == 0) {
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_file_pin(kvs_py_file_core(self), &keys.core, on, &err);
+    Py_END_ALLOW_THREADS
+    if (rc != KVS_OK) kvs_py_raise(kvs_py_state_of(self), &err);
+  }
+  kvs_py_keys_clear(&keys);
+  return rc == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *store_pin(PyObject *self, PyObject *keys) { return pin(self, keys, true); }
+
+static PyObject *store_unpin(PyObject *self, PyObject *keys) { return pin(self, keys, false); }
+
+static PyObject *store_keys(PyObject *self, PyObject *unused) {
+  (void)unused;
+  struct kvs_error err = {0};
+  uint8_t *keys = NULL;
+  size_t *ends = NULL, count = 0;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_list(kvs_py_file_core(self), &keys, &ends, &count, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  PyObject *list = PyList_New((Py_ssize_t)count);
+  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
+    PyObject *key = PyBytes_FromStringAndSize((const char *)keys + begin, (Py_ssize_t)(ends[i] - begin));
+    if (key == NULL)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, (Py_ssize_t)i, key);
+  }
+  free(keys);
+  free(ends);
+  return list;
+}
+
+static PyObject *store_refresh(PyObject *self, PyObject *unused) {
+  (void)unused;
+  struct kvs_error err = {0};
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_refresh(kvs_py_file_core(self), &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  Py_RETURN_NONE;
+}
+
+/* -- telling ------------------------------------------------------------------------------------------------------- */
+
+static PyObject *store_stats(PyObject *self, PyObject *unused) {
+  (void)unused;
+  struct kvs_file_stats stats;
+  kvs_file_get_stats(kvs_py_file_core(self), &stats);
+  const struct {
+    const char *name;
+    uint64_t value;
+  } rows[] = {
+      {"blocks", stats.blocks},
+      {"pinned", stats.pinned},
+      {"slots", stats.slots},
+      {"segments", stats.segments},
+      {"file_nbytes", stats.file_nbytes},
+      {"stored", stats.stored},
+      {"kept", stats.kept},
+      {"loaded", stats.loaded},
+      {"deleted", stats.deleted},
+      {"evicted", stats.evicted},
+      {"missed", stats.missed},
+      {"damaged", stats.damaged},
+      {"failed", stats.failed},
+      {"found", stats.found},
+      {"cut", stats.cut},
+      {"foreign", stats.foreign},
+      {"lost_slots", stats.lost_slots},
+      {"unfinished_loads", stats.unfinished_loads},
+      {"unfinished_stores", stats.unfinished_stores},
+      {"refused_full", stats.refused_full},
+  };
+  PyObject *dict = PyDict_New();
+  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
+    PyObject *value = PyLong_FromUnsignedLongLong(rows[i].value);
+    if (value == NULL || PyDict_SetItemString(dict, rows[i].name, value) < 0) Py_CLEAR(dict);
+    Py_XDECREF(value);
+  }
+  return dict;
+}
+
+static PyObject *store_info(PyObject *self, void *unused) {
+  (void)unused;
+  struct kvs_file_info info;
+  kvs_file_get_info(kvs_py_file_core(self), &info);
+  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:O, s:K, s:K, s:K, s:K, s:I}", "engine", info.engine, "engine_note",
+                       info.engine_note, "direct", info.direct ? Py_True : Py_False, "direct_note", info.direct_note,
+                       "checksum", info.checksum, "readonly", info.readonly ? Py_True : Py_False, "block_nbytes",
+                       (unsigned long long)info.block_nbytes, "slot_nbytes", (unsigned long long)info.slot_nbytes,
+                       "segment_nbytes", (unsigned long long)info.segment_nbytes, "capacity",
+                       (unsigned long long)info.capacity, "depth", info.depth);
+}
+
+static PyObject *store_block_nbytes(PyObject *self, void *unused) {
+  (void)unused;
+  struct kvs_file_info info;
+  kvs_file_get_info(kvs_py_file_core(self), &info);
+  return PyLong_FromUnsignedLongLong(info.block_nbytes);
+}
+
+/* -- faults, for tests --------------------------------------------------------------------------------------------- */
+
+static PyObject *store_set_fault(PyObject *self, PyObject *args) {
+  static const char *const calls[] = {"read", "write", "allocate", "open", "sync"};
+  static const char *const actions[] = {"none", "fail", "short", "interrupt", "delay"};
+  PyObject *call, *action;
+  unsigned long long nth, every;
+  double delay;
+  struct kvs_file_fault fault = {0};
+  if (!PyArg_ParseTuple(args, "OOKKid:_set_fault", &call, &action, &nth, &every, &fault.code, &delay)) return NULL;
+  int which = kvs_py_choice(call, "call", calls, KVS_FILE_CALLS);
+  int what = which < 0 ? -1 : kvs_py_choice(action, "action", actions, 5);
+  if (what < 0) return NULL;
+  fault.action = (enum kvs_file_fault_action)what;
+  fault.nth = nth;
+  fault.every = every;
+  fault.delay_ns = (uint64_t)(delay * 1e9);
+  kvs_file_inject(kvs_py_file_core(self), (enum kvs_file_call)which, &fault);
+  Py_RETURN_NONE;
+}
+
+/* -- directories --------------------------------------------------------------------------------------------------- */
+
+static PyObject *peek(PyObject *module, PyObject *directory) {
+  char layout[KVS_FILE_LAYOUT_NBYTES + 1];
+  struct kvs_error err = {0};
+  PyObject *path = NULL;
+  uint64_t nbytes;
+  int rc;
+  if (!PyUnicode_FSConverter(directory, &path)) return NULL;
+  const char *name = PyBytes_AS_STRING(path);
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_peek(name, layout, &nbytes, &err);
+  Py_END_ALLOW_THREADS
+  Py_DECREF(path);
+  if (rc != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
+  return Py_BuildValue("(sK)", layout, (unsigned long long)nbytes);
+}
+
+static PyObject *gds(PyObject *module, PyObject *unused) {
+  char note[200];
+  (void)module, (void)unused;
+  Py_BEGIN_ALLOW_THREADS(void)
+  kvs_file_gds(note);
+  Py_END_ALLOW_THREADS
+  return PyUnicode_FromString(note);
+}
+
+PyDoc_STRVAR(gds_doc, "_file_gds($module, /)\n--\n\nWhy GPUDirect Storage is not used.");
+PyDoc_STRVAR(peek_doc,
+             "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
+
+PyMethodDef kvs_py_file_methods[] = {
+    {"_file_gds", gds, METH_NOARGS, gds_doc},
+    {"_file_peek", peek, METH_O, peek_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+/* -- docs and slots ------------------------------------------------------------------------------------------------ */
+
+static PyObject *store_repr(PyObject *self) {
+  struct kvs_file_stats stats;
+  kvs_file_get_stats(kvs_py_file_core(self), &stats);
+  return PyUnicode_FromFormat("<kvswap.files.FileStore %llu blocks in %llu segments>", (unsigned long long)stats.blocks,
+                              (unsigned long long)stats.segments);
+}
+
+PyDoc_STRVAR(
+    store_doc,
+    "FileStore(directory, layout, *, capacity=None, device=None, durability='none', engine='auto', depth=None, "
+    "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False)\n--\n\n"
+    "Blocks by key in the files of a directory, which is made where it is not there (mode 0700).\n\n"
+    "layout: a Layout. A directory of another layout is refused by name (ValueError) and left alone.\n"
+    "capacity: bytes that the files may take; beyond it the blocks used least recently are evicted.\n"
+    "device: of the Pools whose blocks are stored and loaded: a Device or its name. None: host memory only.\n"
+    "durability: when a block counts as stored: 'none': when the kernel has it (it survives this process); 'flush':\n"
+    "  when the disk has been given it; 'fsync': when the disk says that it survives a power failure.\n"
+    "engine: 'threads', 'io_uring', or 'auto': io_uring where build and kernel have it. depth: reads and writes at\n"
+    "  once, 1 to 256. buffered: through the page cache, even where O_DIRECT would do. `info` says what it became.\n"
+    "queue: unfinished transfers, of loads and of the rest each, before QueueFull; None: 128.\n"
+    "segment_nbytes: of a file, for a new store. staging_nbytes: pinned memory between device and files.\n"
+    "readonly: read what another process writes; refresh() looks again. One process writes.\n"
+    "\n"
+    "Calls on one key take effect in the order in which they were made; between keys there is none, and loads go\n"
+    "first. Error: the directory cannot be used. Any thread may use it.");
+PyDoc_STRVAR(close_doc,
+             "close($self, /, timeout=60.0)\n--\n\n"
+             "Take no more calls, let the transfers end (what has not begun after so many seconds, None: no limit, is\n"
+             "cancelled), and close the files. Done twice is harmless. Dropping the last handle does it too.");
+PyDoc_STRVAR(enter_doc, "__enter__($self, /)\n--\n\nThe store itself.");
+PyDoc_STRVAR(exit_doc, "__exit__($self, /, *args)\n--\n\nclose().");
+PyDoc_STRVAR(contains_doc, "contains($self, keys, /)\n--\n\n"
+                           "Whether each key's block is there now: a list of bool. It may be evicted before it is "
+                           "loaded, unless it is pinned.");
+PyDoc_STRVAR(pin_doc, "pin($self, keys, /)\n--\n\n"
+                      "Keep these blocks from being evicted until unpin(); pins count. All or none: Error names one "
+                      "that is not there.");
+PyDoc_STRVAR(unpin_doc, "unpin($self, keys, /)\n--\n\nTake one pin from each. ValueError: one is not pinned.");
+PyDoc_STRVAR(keys_doc,
+             "keys($self, /)\n--\n\nThe keys of all blocks that are there, as bytes, those unused longest first.");
+PyDoc_STRVAR(refresh_doc, "refresh($self, /)\n--\n\n"
+                          "Of a reader: see what the writer has stored since. Error while transfers are unfinished.");
+PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounts, by name (docs/files.md says what each is): dict of int.");
+PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
+                            "For kvswap.testing: what happens to the nth such call, and each `every` more.");
+
+static PyMethodDef methods[] = {
+    {"store", KVS_PY_FASTCALL(kvs_py_file_store), METH_FASTCALL | METH_KEYWORDS, kvs_py_file_store_doc},
+    {"load", KVS_PY_FASTCALL(kvs_py_file_load), METH_FASTCALL | METH_KEYWORDS, kvs_py_file_load_doc},
+    {"delete", kvs_py_file_delete, METH_O, kvs_py_file_delete_doc},
+    {"contains", store_contains, METH_O, contains_doc},
+    {"pin", store_pin, METH_O, pin_doc},
+    {"unpin", store_unpin, METH_O, unpin_doc},
+    {"keys", store_keys, METH_NOARGS, keys_doc},
+    {"refresh", store_refresh, METH_NOARGS, refresh_doc},
+    {"stats", store_stats, METH_NOARGS, stats_doc},
+    {"close", KVS_PY_FASTCALL(store_close), METH_FASTCALL | METH_KEYWORDS, close_doc},
+    {"__enter__", store_enter, METH_NOARGS, enter_doc},
+    {"__exit__", store_exit, METH_VARARGS, exit_doc},
+    {"_set_fault", store_set_fault, METH_VARARGS, set_fault_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"info", store_info, NULL, "dict: engine, direct (O_DIRECT) and why not, checksum, sizes in bytes, depth.", NULL},
+    {"block_nbytes", store_block_nbytes, NULL, "int: bytes of a block.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)store_doc},
+    {Py_tp_new, store_create},
+    {Py_tp_dealloc, store_dealloc},
+    {Py_tp_repr, store_repr},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_file_store_spec = {
+    .name = "kvswap.files.FileStore",
+    .basicsize = sizeof(struct store_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -1,0 +1,28 @@
+/* What the bindings of the file tier share: files.c (the store), file_calls.c (its calls) and file_transfer.c. */
+#ifndef KVS_PY_FILES_H
+#define KVS_PY_FILES_H
+
+#include "bind.h"
+
+#include "../kvswap_file.h"
+
+struct kvs_file_store *kvs_py_file_core(PyObject *store); /* borrowed; NULL: it was not opened */
+PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_transfer *transfer); /* takes it */
+
+/* Keys from a sequence of bytes or of (block id, pool), or from a 2-D array of bytes. */
+struct kvs_py_keys {
+  struct kvs_file_keys core;
+  Py_buffer view; /* obj NULL: none */
+  uint8_t *data;  /* own copies, or NULL */
+  size_t *ends;
+};
+int kvs_py_keys(PyObject *object, struct kvs_py_keys *keys);
+void kvs_py_keys_clear(struct kvs_py_keys *keys);
+
+/* file_calls.c: methods of the store. */
+PyObject *kvs_py_file_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
+PyObject *kvs_py_file_load(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
+PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys);
+extern const char kvs_py_file_store_doc[], kvs_py_file_load_doc[], kvs_py_file_delete_doc[];
+
+#endif

@@ -1,0 +1,97 @@
+"""Blocks of a transfer manager in files: its modes "posix" and "gds"."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvswap import _C
+from kvswap.files import FileStore, FileTransfer, Layout, read_block_files
+
+_CAPACITY = 64 << 30
+_WAIT = 60.0  # seconds
+
+
+class ManagerFiles:
+    """The stores of a manager, one a directory, opened when they are first named, and what is under way there.
+
+    A block is the bytes of all pools, under the key block_{id}. Where a directory holds block_{id}_pool_{i}.bin files
+    and not the key, a load takes the block from them.
+    """
+
+    def __init__(
+        self, device: _C.Device, pool_nbytes: Sequence[int], shape: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        self._device, self._pool_nbytes = device, list(pool_nbytes)
+        self._layout = Layout(sum(pool_nbytes), use="KVCacheTransferManager", **shape)
+        self._options = {"capacity": _CAPACITY, **options}
+        self._lock = threading.Lock()
+        self._stores: dict[str, FileStore] = {}  # guarded by _lock
+        self._under_way: list[tuple[FileTransfer, frozenset[int]]] = []  # guarded by _lock: with their primary blocks
+
+    def store_of(self, directory: str | None) -> FileStore:
+        if not directory:
+            raise ValueError("directory is needed: modes 'posix' and 'gds' keep blocks in files there")
+        path = os.path.abspath(directory)
+        with self._lock:
+            if path not in self._stores:
+                self._stores[path] = FileStore(path, self._layout, device=self._device, **self._options)
+            return self._stores[path]
+
+    def offload(self, directory: str | None, pools: Any, slots: Any, ids: Any, after: Any) -> FileTransfer:
+        store = self.store_of(directory)
+        return self._began(store.store(_keys(ids), pools, slots, after=after), slots)
+
+    def onboard(self, directory: str | None, pools: Any, slots: Any, ids: Any, after: Any) -> FileTransfer:
+        store = self.store_of(directory)
+        assert directory is not None
+        self._take_in(store, directory, ids)
+        return self._began(store.load(_keys(ids), pools, slots, after=after), slots)
+
+    def _take_in(self, store: FileStore, directory: str, ids: Any) -> None:
+        """Blocks that only others' files hold. They are stored first: the load that follows comes after."""
+        keys = _keys(ids)
+        for key, number, there in zip(keys, ids, store.contains(keys), strict=True):
+            block = None if there else read_block_files(directory, int(number), self._pool_nbytes)
+            if block is not None:
+                store.store([key], [np.ascontiguousarray(block)], replace=False)
+
+    def _began(self, transfer: FileTransfer, slots: Any) -> FileTransfer:
+        with self._lock:
+            self._under_way = [pair for pair in self._under_way if not pair[0].done()]
+            self._under_way.append((transfer, frozenset(int(slot) for slot in slots)))
+        return transfer
+
+    def wait_for(self, slots: Any | None, timeout: float | None = _WAIT) -> None:
+        """Until no transfer to or from files uses these primary blocks (None: any). Their failures are their own."""
+        with self._lock:
+            self._under_way = [pair for pair in self._under_way if not pair[0].done()]
+            wanted = list(self._under_way)
+        if not wanted:
+            return
+        used = None if slots is None else frozenset(int(slot) for slot in slots)
+        end = None if timeout is None else time.monotonic() + timeout
+        for transfer, blocks in wanted:
+            if used is not None and not used & blocks:
+                continue
+            try:
+                transfer.wait(None if end is None else max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                raise
+            except _C.Error:
+                pass  # told by the transfer
+
+    def close(self, timeout: float | None) -> None:
+        with self._lock:
+            stores, self._stores = list(self._stores.values()), {}
+        for store in stores:
+            store.close(timeout)
+
+
+def _keys(ids: Any) -> list[bytes]:
+    return [b"block_%d" % int(number) for number in ids]

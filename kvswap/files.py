@@ -1,0 +1,117 @@
+"""The file tier: blocks that leave memory for files, and come back exactly or are reported lost.
+
+    layout = Layout(2 << 20, model="llama-3-70b", dtype="bf16", tokens=16, tp_rank=0, tp_size=8)
+    with FileStore("/mnt/nvme/kv", layout, capacity=500 << 30, device="cuda:0") as store:
+        store.store(hashes, gpu_pools, ids, replace=False).wait(timeout=10)
+        load = store.load(hashes, gpu_pools, ids)
+        load.wait(timeout=10)  # raises what went wrong; load.failed_blocks says which blocks are lost, load.reasons why
+
+A store is a directory; docs/files.md describes its files byte by byte. What a load delivers has been compared with the
+checksum that was made when it was stored, before a byte of it goes to a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvswap._C import FileStore, FileTransfer
+
+__all__ = ["FileStore", "FileTransfer", "Layout", "read_block_files", "write_block_files"]
+
+_MOST_TEXT = 3072
+
+
+class Layout:
+    """What the blocks of a store are. Two stores hold the same kind of blocks if, and only if, their layouts are equal.
+
+    block_nbytes: bytes of a block, from 1 on. fields: whatever tells blocks of one kind from another: model, dtype,
+    tokens a block, layers, heads, tensor-parallel rank and size; strings, numbers, booleans, None, or lists and dicts
+    of them. Their order does not count.
+    """
+
+    __slots__ = ("block_nbytes", "fields", "text")
+
+    def __init__(self, block_nbytes: int, **fields: Any) -> None:
+        if isinstance(block_nbytes, bool) or not hasattr(block_nbytes, "__index__"):
+            raise TypeError(f"block_nbytes must be an int, not {type(block_nbytes).__name__}")
+        self.block_nbytes: int = block_nbytes.__index__()
+        if self.block_nbytes < 1:
+            raise ValueError(f"block_nbytes is {self.block_nbytes}: must be at least 1")
+        self.fields: Mapping[str, Any] = dict(fields)
+        self.text: str = _canonical(fields)  # stands in the store's files
+
+    @classmethod
+    def parse(cls, block_nbytes: int, text: str) -> Layout:
+        """The layout of which a store's files hold this text."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"layout is {text!r}: must be a JSON object")
+        return cls(block_nbytes, **fields)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self.block_nbytes, self.text) == (other.block_nbytes, other.text)
+
+    def __hash__(self) -> int:
+        return hash((self.block_nbytes, self.text))
+
+    def __repr__(self) -> str:
+        fields = "".join(f", {name}={value!r}" for name, value in self.fields.items())
+        return f"Layout({self.block_nbytes}{fields})"
+
+
+def _canonical(fields: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a layout's fields must be what JSON can hold: {error}") from None
+    if len(text) > _MOST_TEXT:
+        raise ValueError(f"a layout's fields take {len(text)} bytes as JSON: at most {_MOST_TEXT}")
+    return text
+
+
+# -- files of one block and pool each, as TensorRT-LLM names them -----------------------------------------------------
+
+
+def _block_files(directory: str | os.PathLike[str], block_id: int, pools: int) -> list[Path]:
+    return [Path(directory, f"block_{block_id}_pool_{pool}.bin") for pool in range(pools)]
+
+
+def write_block_files(
+    directory: str | os.PathLike[str], block_id: int, pool_nbytes: Sequence[int], block: NDArray[np.uint8]
+) -> None:
+    """Write a block as TensorRT-LLM's manager does: the bytes of pool i alone in block_{block_id}_pool_{i}.bin.
+
+    block: the bytes of all pools, one after the other. Each file gets its name when it is whole (mode 0600). OSError.
+    """
+    begin = 0
+    for path, nbytes in zip(_block_files(directory, block_id, len(pool_nbytes)), pool_nbytes, strict=True):
+        part = path.with_suffix(".tmp")
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(block[begin : begin + nbytes].tobytes())
+        part.replace(path)
+        begin += nbytes
+
+
+def read_block_files(
+    directory: str | os.PathLike[str], block_id: int, pool_nbytes: Iterable[int]
+) -> NDArray[np.uint8] | None:
+    """A block from such files, or None where there are none. ValueError: there are, and of another size.
+
+    The files carry no checksum: of their bytes nothing can be said but that their number is right.
+    """
+    sizes = list(pool_nbytes)
+    paths = _block_files(directory, block_id, len(sizes))
+    if not all(path.exists() for path in paths):
+        return None
+    parts = [np.fromfile(path, np.uint8) for path in paths]
+    for path, part, nbytes in zip(paths, parts, sizes, strict=True):
+        if part.size != nbytes:
+            raise ValueError(f"{path} has {part.size} bytes; a block of that pool has {nbytes}")
+    return np.concatenate(parts)

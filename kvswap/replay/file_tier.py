@@ -1,0 +1,91 @@
+"""The third tier: blocks that leave host memory go to files, and come back to the GPU. One store a group of layers.
+
+The tier's book-keeping (tiers.py) decides which blocks are here; the stores have room for more, so that none leaves
+without being told to, and a block that is not there when it should be is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvswap import _C
+from kvswap.files import FileStore, FileTransfer, Layout
+
+from .memory import GroupMemory, TierMemory, Words
+from .settings import Settings
+from .tiers import Slots
+
+_PAGE = 4096
+_SPARE = 1.25  # more slots than blocks: for those that are being written
+_SEGMENT_NBYTES = 64 << 20
+
+
+class FileTier:
+    """The stores, and where their blocks are in memory."""
+
+    def __init__(self, device: _C.Device, memory: TierMemory, settings: Settings) -> None:
+        self._stores: list[tuple[FileStore, GroupMemory, list[_C.Pool]]] = []
+        try:
+            for group in memory.groups:
+                store = _open(group, device, settings)
+                pools: list[_C.Pool] = []
+                self._stores.append((store, group, pools))
+                for tensor in group.gpu:
+                    first = pools[0] if pools else None
+                    blocks, nbytes = settings.sizes.gpu_blocks, group.group.layer_nbytes
+                    pools.append(_C.Pool(device, tensor, blocks, nbytes, group=first))
+                store.delete(store.keys()).wait(settings.wait_limit)  # of an earlier run
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self, hashes: Words, host_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
+        """From host memory. A full queue is waited for by whoever waits for these transfers: few are under way."""
+        return [
+            store.store(_keys(hashes), group.host_addresses(host_slots)[0], after=after, replace=False)
+            for store, group, _ in self._stores
+        ]
+
+    def load(self, hashes: Words, gpu_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
+        return [
+            store.load(_keys(hashes), pools, group.gpu_ids[gpu_slots], after=after)
+            for store, group, pools in self._stores
+        ]
+
+    def drop(self, hashes: Words) -> list[FileTransfer]:
+        return [store.delete(_keys(hashes)) for store, _, _ in self._stores]
+
+    def describe(self) -> str:
+        info = self._stores[0][0].info
+        how = "O_DIRECT" if info["direct"] else f"buffered: {info['direct_note']}"
+        return f"{info['engine']}, {how}"
+
+    def close(self) -> None:
+        """Give the pools up too: the memory under them is freed next."""
+        for store, _, _ in self._stores:
+            store.close()
+        self._stores.clear()
+
+
+def _open(group: GroupMemory, device: _C.Device, settings: Settings) -> FileStore:
+    assert settings.file_tier is not None
+    folder = Path(settings.file_tier)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    nbytes = group.group.block_nbytes
+    slot = _PAGE + -(-nbytes // _PAGE) * _PAGE
+    segment = max(_SEGMENT_NBYTES, 4 * slot)
+    slots = int(settings.sizes.file_blocks * _SPARE) + 64
+    layout = Layout(nbytes, use="kvswap replay", group=group.group.name, seed=settings.seed)
+    capacity = (-(-slots // ((segment - _PAGE) // slot)) + 1) * segment
+    return FileStore(
+        folder / (group.group.name or "blocks"), layout, capacity=capacity, segment_nbytes=segment, device=device
+    )
+
+
+def _keys(hashes: Words) -> Any:
+    """A row of eight bytes a block."""
+    return np.ascontiguousarray(hashes, dtype="<u8").view(np.uint8).reshape(len(hashes), 8)

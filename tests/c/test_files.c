@@ -1,0 +1,268 @@
+/* The file tier without Python: checksums, pages, the index, and stores used by many threads under faults. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "file_crc32c.h"
+#include "file_store.h"
+
+static struct kvs_error err;
+static const int64_t PATIENCE = 60000000000;
+
+/* -- checksums ----------------------------------------------------------------------------------------------------- */
+
+static void test_crc32c(void) {
+  enum { ROOM = 100000 };
+  uint8_t *data = malloc(ROOM), zeros[32] = {0}, ones[32];
+  uint64_t state = 7;
+  memset(ones, 0xff, sizeof ones);
+  CHECK(kvs_crc32c(0, "123456789", 9) == 0xe3069283u); /* the check value of the catalogue */
+  CHECK(kvs_crc32c(0, zeros, 32) == 0x8a9136aau);      /* RFC 3720, B.4 */
+  CHECK(kvs_crc32c(0, ones, 32) == 0x62a8ab43u);
+  CHECK(kvs_crc32c(0, "", 0) == 0);
+  for (int i = 0; i < ROOM; i++) data[i] = (uint8_t)check_random(&state);
+  for (int i = 0; i < 3000; i++) {
+    size_t at = check_below(&state, 64), n = check_below(&state, i % 3 ? 3000 : ROOM - 64);
+    size_t cut = n ? check_below(&state, n) : 0;
+    uint32_t whole = kvs_crc32c_table(0, data + at, n);
+    CHECK(kvs_crc32c(0, data + at, n) == whole, "at %zu, %zu bytes", at, n);
+    CHECK(kvs_crc32c(kvs_crc32c(0, data + at, cut), data + at + cut, n - cut) == whole, "cut at %zu of %zu", cut, n);
+  }
+  free(data);
+}
+
+/* -- pages --------------------------------------------------------------------------------------------------------- */
+
+static enum kvs_file_page read_any(int kind, const void *page) {
+  struct kvs_file_geometry geometry;
+  struct kvs_file_header header;
+  struct kvs_file_checkpoint checkpoint;
+  if (kind < 2) return kvs_file_geometry_read(page, kind == 1, &geometry);
+  return kind == 2 ? kvs_file_header_read(page, &header) : kvs_file_checkpoint_read(page, &checkpoint);
+}
+
+static void write_any(int kind, void *page) {
+  struct kvs_file_geometry geometry;
+  struct kvs_file_header header = {.sequence = 77, .nbytes = 5000, .data_crc = 5, .key_nbytes = 3, .key = "abc"};
+  struct kvs_file_checkpoint checkpoint = {3, 99, true};
+  kvs_file_geometry_make("{\"model\":\"m\"}", 5000, 1 << 20, &geometry);
+  if (kind < 2) kvs_file_geometry_write(&geometry, kind == 1, page);
+  if (kind == 2) kvs_file_header_write(&header, page);
+  if (kind == 3) kvs_file_checkpoint_write(&checkpoint, page);
+}
+
+static void test_pages(void) {
+  uint8_t page[KVS_FILE_PAGE], zeros[KVS_FILE_PAGE] = {0};
+  for (int kind = 0; kind < 4; kind++) {
+    write_any(kind, page);
+    CHECK(read_any(kind, page) == KVS_FILE_GOOD);
+    CHECK(read_any(kind, zeros) == KVS_FILE_EMPTY);
+    for (int other = 0; other < 4; other++)
+      CHECK(other == kind || read_any(other, page) == KVS_FILE_DAMAGED, "%d read as %d", kind, other);
+    for (int bit = 0; bit < 8 * KVS_FILE_PAGE; bit++) {
+      page[bit / 8] ^= (uint8_t)(1 << bit % 8);
+      CHECK(read_any(kind, page) == KVS_FILE_DAMAGED, "kind %d, bit %d", kind, bit);
+      page[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    }
+  }
+}
+
+static void test_pages_that_lie(void) {
+  struct kvs_file_geometry g, read;
+  uint8_t page[KVS_FILE_PAGE];
+  kvs_file_geometry_make("x", 5000, 1 << 20, &g);
+  CHECK(g.slot_nbytes == 3 * KVS_FILE_PAGE && g.slots == 85 && g.segment_nbytes == KVS_FILE_PAGE + 85 * g.slot_nbytes);
+  struct kvs_file_geometry lies[] = {g, g, g, g, g, g};
+  lies[0].slots = 0;
+  lies[1].slots = 84;
+  lies[2].slot_nbytes = 4096;
+  lies[3].block_nbytes = UINT64_MAX - 4000; /* its pages overflow */
+  lies[4].layout_hash[3] ^= 1;
+  strcpy(lies[5].layout, "y");
+  for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
+    kvs_file_geometry_write(&lies[i], true, page); /* with a right checksum */
+    CHECK(kvs_file_geometry_read(page, true, &read) == KVS_FILE_DAMAGED, "lie %zu", i);
+  }
+}
+
+/* -- the index ----------------------------------------------------------------------------------------------------- */
+
+static void test_index(void) {
+  struct kvs_file_index index;
+  uint32_t model[500] = {0}; /* slot + 1 of each key */
+  uint64_t state = 3;
+  size_t blocks = 0;
+  CHECK(kvs_file_index_init(&index));
+  for (int step = 0; step < 20000; step++) {
+    uint32_t k = (uint32_t)check_below(&state, 500), slot = (uint32_t)check_below(&state, 1000);
+    uint8_t key[8] = {(uint8_t)k, (uint8_t)(k >> 8)};
+    size_t n = 2 + k % 6;
+    struct kvs_file_entry *entry = kvs_file_index_find(&index, key, n);
+    CHECK((entry ? entry->slot + 1 : 0) == model[k]);
+    entry = kvs_file_index_add(&index, key, n);
+    bool drop = check_below(&state, 3) == 0;
+    blocks += !drop;
+    blocks -= model[k] != 0;
+    model[k] = drop ? 0 : slot + 1;
+    kvs_file_index_set_slot(&index, entry, drop ? KVS_NO_SLOT : slot);
+    kvs_file_index_settle(&index, entry);
+    CHECK(index.blocks == blocks && index.count == blocks);
+    CHECK(drop || index.newest == entry || index.newest);
+  }
+  size_t listed = 0;
+  for (struct kvs_file_entry *entry = index.oldest; entry; entry = entry->newer) listed++;
+  CHECK(listed == blocks);
+  kvs_file_index_free(&index);
+}
+
+/* -- stores -------------------------------------------------------------------------------------------------------- */
+
+enum { NBYTES = 6000, KEYS = 24, WORKERS = 4, STEPS = 150 };
+
+static void fill(uint8_t *block, unsigned key, unsigned version) {
+  uint64_t state = 1000003u * key + version + 1;
+  for (int i = 0; i < NBYTES; i++) block[i] = (uint8_t)check_random(&state);
+}
+
+struct worker {
+  struct kvs_file_store *store;
+  unsigned number, wrong, done;
+};
+
+static int finish(struct kvs_file_transfer *transfer) {
+  struct kvs_error why;
+  int status = kvs_file_transfer_wait(transfer, PATIENCE, &why);
+  kvs_file_transfer_unref(transfer);
+  return status;
+}
+
+/* Keys of its own: what it loads is what it stored last, or the store says that it is not there. */
+static void *work(void *arg) {
+  struct worker *worker = arg;
+  uint64_t state = worker->number + 17;
+  unsigned versions[KEYS] = {0};
+  uint8_t *block = malloc(NBYTES), *wanted = malloc(NBYTES);
+  for (unsigned step = 1; step <= STEPS; step++) {
+    unsigned k = (unsigned)check_below(&state, KEYS);
+    uint8_t key[2] = {(uint8_t)worker->number, (uint8_t)k};
+    size_t end = sizeof key;
+    struct kvs_file_keys keys = {key, &end, 1};
+    uint64_t address = (uintptr_t)block;
+    struct kvs_file_blocks blocks = {.addresses = &address};
+    struct kvs_file_options options = {.replace = true};
+    struct kvs_file_transfer *transfer;
+    struct kvs_error why;
+    unsigned what = (unsigned)check_below(&state, 5);
+    if (what < 2) {
+      fill(block, worker->number * 100 + k, step);
+      bool ok = !kvs_file_put(worker->store, &keys, &blocks, &options, &transfer, &why) && !finish(transfer);
+      versions[k] = ok ? step : 0; /* after a failure: the one before, if it is still there; not checked */
+      if (!ok && !kvs_file_delete(worker->store, &keys, NULL, &transfer, &why) && finish(transfer))
+        versions[k] = UINT32_MAX;
+    } else if (what == 2 && check_below(&state, 3) == 0) {
+      if (!kvs_file_delete(worker->store, &keys, NULL, &transfer, &why))
+        versions[k] = finish(transfer) ? UINT32_MAX : 0;
+    } else if (!kvs_file_get(worker->store, &keys, &blocks, NULL, &transfer, &why)) {
+      int status = finish(transfer);
+      fill(wanted, worker->number * 100 + k, versions[k]);
+      bool told = versions[k] == UINT32_MAX; /* nobody knows whether it is there */
+      if (status == KVS_OK && !told) worker->wrong += versions[k] == 0 || memcmp(block, wanted, NBYTES) != 0;
+      if (status != KVS_OK && status != KVS_MISSING && status != KVS_FILE) worker->wrong++;
+    }
+    worker->done++;
+  }
+  free(wanted);
+  free(block);
+  return NULL;
+}
+
+static void empty(const char *folder) {
+  char command[300];
+  snprintf(command, sizeof command, "rm -rf '%s'", folder);
+  CHECK(system(command) == 0);
+}
+
+static void inject(struct kvs_file_store *store, enum kvs_file_call call, enum kvs_file_fault_action action,
+                   uint64_t every, int code) {
+  struct kvs_file_fault fault = {.action = action, .nth = every, .every = every, .code = code, .delay_ns = 200000};
+  kvs_file_inject(store, call, &fault);
+}
+
+static void test_threads_under_faults(enum kvs_file_fault_action action) {
+  char folder[] = "/tmp/kvswap-test-XXXXXX";
+  CHECK(mkdtemp(folder) != NULL);
+  struct kvs_file_settings settings = {.directory = folder,
+                                       .layout = "{}",
+                                       .block_nbytes = NBYTES,
+                                       .capacity = 5 * (KVS_FILE_PAGE + 8 * 12288),
+                                       .segment_nbytes = KVS_FILE_PAGE + 8 * 12288};
+  struct kvs_file_store *store;
+  for (int round = 0; round < 2; round++) {
+    struct worker workers[WORKERS];
+    pthread_t threads[WORKERS];
+    CHECK(!kvs_file_open(&settings, &store, &err), "%s", err.message);
+    inject(store, KVS_FILE_WRITE, action, 7, ENOSPC);
+    inject(store, KVS_FILE_READ, action, 5, EIO);
+    for (unsigned i = 0; i < WORKERS; i++) {
+      workers[i] = (struct worker){.store = store, .number = i + 10 * (unsigned)round};
+      CHECK(!pthread_create(&threads[i], NULL, work, &workers[i]));
+    }
+    for (unsigned i = 0; i < WORKERS; i++) {
+      pthread_join(threads[i], NULL);
+      CHECK(workers[i].wrong == 0 && workers[i].done == STEPS, "action %d: %u wrong", action, workers[i].wrong);
+    }
+    struct kvs_file_stats stats;
+    kvs_file_get_stats(store, &stats);
+    CHECK(stats.stored > 0 && stats.loaded > 0 && stats.damaged == 0 && stats.blocks <= stats.slots);
+    CHECK(!kvs_file_close(store, PATIENCE, &err));
+    kvs_file_unref(store);
+  }
+  empty(folder);
+}
+
+/* Handles that outlive the store's, and a store that is dropped while transfers run. */
+static void test_lifetime(void) {
+  char folder[] = "/tmp/kvswap-test-XXXXXX";
+  CHECK(mkdtemp(folder) != NULL);
+  struct kvs_file_settings settings = {
+      .directory = folder, .layout = "{}", .block_nbytes = NBYTES, .capacity = 1 << 20};
+  struct kvs_file_store *store;
+  static uint8_t block[NBYTES];
+  uint64_t address = (uintptr_t)block;
+  size_t end = 1;
+  struct kvs_file_keys keys = {(const uint8_t *)"k", &end, 1};
+  struct kvs_file_blocks blocks = {.addresses = &address};
+  struct kvs_file_transfer *first, *second;
+  CHECK(!kvs_file_open(&settings, &store, &err));
+  CHECK(!kvs_file_put(store, &keys, &blocks, NULL, &first, &err));
+  CHECK(!kvs_file_get(store, &keys, &blocks, NULL, &second, &err));
+  kvs_file_transfer_unref(first);
+  kvs_file_unref(store);
+  CHECK(!kvs_file_transfer_wait(second, PATIENCE, &err), "%s", err.message);
+  kvs_file_transfer_unref(second); /* the last handle: closes it */
+  CHECK(!kvs_file_open(&settings, &store, &err), "%s", err.message);
+  CHECK(!kvs_file_put(store, &keys, &blocks, NULL, &first, &err));
+  kvs_file_shutdown(PATIENCE);
+  CHECK(kvs_file_transfer_done(first));
+  CHECK(kvs_file_put(store, &keys, &blocks, NULL, &second, &err) == KVS_CLOSED);
+  kvs_file_transfer_unref(first);
+  kvs_file_unref(store);
+  empty(folder);
+}
+
+int main(void) {
+  test_crc32c();
+  test_pages();
+  test_pages_that_lie();
+  test_index();
+  test_threads_under_faults(KVS_FILE_FAULT_NONE);
+  test_threads_under_faults(KVS_FILE_FAULT_SHORT);
+  test_threads_under_faults(KVS_FILE_FAULT_INTERRUPT);
+  test_threads_under_faults(KVS_FILE_FAULT_FAIL);
+  test_threads_under_faults(KVS_FILE_FAULT_DELAY);
+  test_lifetime();
+  return check_close();
+}

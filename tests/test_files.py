@@ -1,0 +1,935 @@
+"""The file tier on host memory: bytes, keys, room, restart, failures; and what stands on disk, read without kvswap."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import file_reader
+import numpy as np
+import pytest
+from conftest import PATIENCE, random_bytes, run_python
+
+import kvswap
+from kvswap import testing
+from kvswap.files import FileStore, FileTransfer, Layout
+
+PAGE = 4096
+SIZES = [1, 100, 4095, 4096, 4097, 12288, 70001]
+ENGINES = ["threads", "io_uring"]
+
+
+def aligned(nbytes: int, by: int = PAGE, off: int = 0) -> Any:
+    """Memory that begins at a multiple of `by`, plus `off`."""
+    room = np.zeros(nbytes + by + off, np.uint8)
+    start = -room.ctypes.data % by + off
+    return room[start : start + nbytes]
+
+
+def blocks_of(seed: int, count: int, nbytes: int, off: int = 0) -> Any:
+    data = aligned(count * nbytes, off=off)
+    data[:] = random_bytes(seed, count * nbytes)
+    return data.reshape(count, nbytes)
+
+
+def keys_of(count: int, prefix: str = "key") -> list[bytes]:
+    return [f"{prefix}-{i}".encode() for i in range(count)]
+
+
+class Rig:
+    """A store of small blocks, in a folder that can be opened again."""
+
+    def __init__(self, folder: Path, nbytes: int = 5000, slots: int = 64, **options: Any) -> None:
+        self.folder, self.nbytes = folder / "store", nbytes
+        self.slot = PAGE + -(-nbytes // PAGE) * PAGE
+        self.layout = Layout(nbytes, model="m", tp_rank=0)
+        per_segment = min(8, slots)
+        self.options: dict[str, Any] = {
+            "segment_nbytes": PAGE + per_segment * self.slot,
+            "capacity": slots // per_segment * (PAGE + per_segment * self.slot),
+            **options,
+        }
+        self.store = self.open()
+
+    def open(self, **options: Any) -> FileStore:
+        return FileStore(self.folder, self.layout, **{**self.options, **options})
+
+    def reopen(self, **options: Any) -> FileStore:
+        self.store.close()
+        self.store = self.open(**options)
+        return self.store
+
+    def put(self, keys: Any, blocks: Any, **options: Any) -> None:
+        self.store.store(keys, blocks, range(len(keys)), **options).wait(PATIENCE)
+
+    def get(self, keys: Any) -> Any:
+        target = np.full((len(keys), self.nbytes), 0xEE, np.uint8)
+        self.store.load(keys, target, range(len(keys))).wait(PATIENCE)
+        return target
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("segment-*.kvs"))
+
+
+def have_engine(name: str, folder: Path) -> str:
+    """The engine, or a visible skip."""
+    if name == "io_uring":
+        try:
+            FileStore(folder / "probe", Layout(1), capacity=1 << 20, engine=name).close()
+        except kvswap.Error as error:
+            pytest.skip(f"no io_uring: {error}")
+    return name
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return have_engine(str(request.param), tmp_path)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.store.close()
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("off", [0, 1, 512])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_there_and_back(tmp_path: Path, engine: str, nbytes: int, off: int, buffered: bool) -> None:
+    """Every size and alignment, in place and through scratch; the bytes beside the blocks stay as they are."""
+    rig = Rig(tmp_path, nbytes, engine=engine, buffered=buffered)
+    data, keys = blocks_of(1, 9, nbytes, off), keys_of(9)
+    rig.put(keys, data)
+    target = aligned(11 * nbytes + 64, off=off)
+    target[:] = 0xEE
+    ids = [5, 1, 9, 3, 2, 8, 7, 6, 4]
+    rig.store.load(keys, target, ids).wait(PATIENCE)
+    wanted = np.full_like(target, 0xEE)
+    for row, place in zip(data, ids, strict=True):
+        wanted[place * nbytes : (place + 1) * nbytes] = row
+    np.testing.assert_array_equal(target, wanted)
+    assert rig.store.info["engine"] == engine
+    rig.store.close()
+
+
+def test_blocks_by_pointer_by_tensor_and_by_id(rig: Rig) -> None:
+    data, keys = blocks_of(2, 6, rig.nbytes), keys_of(6)
+    rig.store.store(keys[:2], [data[0], data[1]]).wait(PATIENCE)
+    rig.store.store(keys[2:4], data[2:4].ctypes.data + np.arange(2) * rig.nbytes).wait(PATIENCE)
+    rig.store.store(keys[4:], data, np.array([4, 5], np.int32)).wait(PATIENCE)
+    np.testing.assert_array_equal(rig.get(keys), data)
+    parts = [np.zeros(rig.nbytes, np.uint8) for _ in range(6)]
+    rig.store.load(keys, parts).wait(PATIENCE)
+    np.testing.assert_array_equal(np.stack(parts), data)
+
+
+def test_keys_of_every_kind(rig: Rig) -> None:
+    data = blocks_of(3, 4, rig.nbytes)
+    rig.put([b"\0", b"\0\0", bytes(range(256)) * 2, (7, 3)], data)
+    np.testing.assert_array_equal(rig.get([b"block_7_pool_3", b"\0\0", (7, 3)]), data[[3, 1, 3]])
+    hashes = np.random.default_rng(0).integers(0, 256, (4, 32), np.uint8)
+    rig.put(hashes, data)
+    np.testing.assert_array_equal(rig.get([row.tobytes() for row in hashes]), data)
+    assert rig.store.contains(hashes) == [True] * 4
+    assert rig.store.contains([b"block_7_pool_0", b"x"]) == [False, False]
+
+
+def test_nothing_to_do_is_a_transfer(rig: Rig) -> None:
+    for transfer in (rig.store.store([], []), rig.store.load([], []), rig.store.delete([])):
+        transfer.wait(PATIENCE)
+        assert (transfer.state, transfer.nbytes, transfer.num_blocks) == ("done", 0, 0)
+    assert rig.store.contains([]) == []
+
+
+def test_what_a_transfer_says(rig: Rig) -> None:
+    data = blocks_of(4, 3, rig.nbytes)
+    store = rig.store.store(keys_of(3), data, range(3))
+    store.result(PATIENCE)
+    assert (store.what, store.state, store.num_blocks, store.nbytes) == ("store", "done", 3, 3 * rig.nbytes)
+    assert store.error is None and store.failed_blocks.size == 0 and store.reasons == {}
+    assert store.elapsed > 0 and store.done() and not store.cancel()
+    again = rig.store.store(keys_of(4), np.concatenate([data, data[:1]]), range(4), replace=False)
+    again.wait(PATIENCE)
+    assert (again.num_kept, rig.store.stats()["kept"], rig.store.stats()["blocks"]) == (3, 3, 4)
+    load = rig.store.load([b"key-0", b"nobody", b"key-1", b"none"], [np.zeros(rig.nbytes, np.uint8) for _ in range(4)])
+    with pytest.raises(kvswap.Error, match="block 1 is not in the store; in all 2 of 4 blocks failed"):
+        load.wait(PATIENCE)
+    assert (load.state, load.failed_blocks.tolist(), sorted(load.reasons)) == ("failed", [1, 3], [1, 3])
+    assert "block 3 is not in the store" in str(load.reasons[3])
+    assert "load of 4 blocks, failed" in repr(load)
+    assert rig.store.stats()["missed"] == 2
+
+
+def test_calls_on_one_key_take_effect_in_order(rig: Rig) -> None:
+    """Submitted without waiting for any: a load sees the store before it, and no store after it."""
+    data = blocks_of(5, 50, rig.nbytes)
+    targets = [np.zeros(rig.nbytes, np.uint8) for _ in range(50)]
+    transfers: list[FileTransfer] = []
+    for i in range(40):
+        transfers.append(rig.store.store([b"one"], [data[i]]))
+        transfers.append(rig.store.load([b"one"], [targets[i]]))
+    gone = rig.store.delete([b"one"])
+    missing = rig.store.load([b"one"], [targets[49]])
+    for transfer in (*transfers, gone):
+        transfer.wait(PATIENCE)
+    np.testing.assert_array_equal(np.stack(targets[:40]), data[:40])
+    with pytest.raises(kvswap.Error, match="not in the store"):
+        missing.wait(PATIENCE)
+    assert rig.store.stats()["blocks"] == 0
+
+
+def test_a_key_twice_in_one_call(rig: Rig) -> None:
+    data = blocks_of(6, 3, rig.nbytes)
+    rig.put([b"k", b"k", b"k"], data)
+    np.testing.assert_array_equal(rig.get([b"k", b"k"]), data[[2, 2]])
+    rig.store.delete([b"k", b"k"]).wait(PATIENCE)
+    assert rig.store.contains([b"k"]) == [False]
+
+
+def test_many_threads(rig: Rig) -> None:
+    """Each with its own keys, storing, loading and deleting; what is loaded is what that thread stored last."""
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        target = np.zeros(rig.nbytes, np.uint8)
+        for step in range(60):
+            key = [f"{number}-{rng.integers(3)}".encode()]
+            data = rng.integers(0, 256, rig.nbytes, np.uint8)
+            rig.store.store(key, [data]).wait(PATIENCE)
+            rig.store.load(key, [target]).wait(PATIENCE)
+            if not np.array_equal(target, data):
+                wrong.append(f"thread {number}, step {step}")
+            if step % 5 == 0:
+                rig.store.delete(key).wait(PATIENCE)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert wrong == []
+
+
+# -- what stands on disk ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000])
+def test_the_format(tmp_path: Path, nbytes: int) -> None:
+    rig = Rig(tmp_path, nbytes)
+    data, keys = blocks_of(7, 20, nbytes), [*keys_of(19), b"\xff" * 512]
+    rig.put(keys, data)
+    rig.put(keys[:3], data[5:8])
+    rig.store.delete(keys[10:12]).wait(PATIENCE)
+    rig.store.close()
+    found = file_reader.read_store(rig.folder)
+    wanted = dict(zip(keys, data, strict=True)) | dict(zip(keys[:3], data[5:8], strict=True))
+    assert set(found) == set(keys) - set(keys[10:12])
+    for key, block in found.items():
+        assert block.data == wanted[key].tobytes()
+        assert block.header.data_crc == file_reader.crc32c(block.data)
+    geometry, _ = file_reader.read_segment(rig.files()[0])
+    assert json.loads(geometry.layout) == {"model": "m", "tp_rank": 0} and geometry.block_nbytes == nbytes
+    assert geometry.slots == 8 and geometry.slot_nbytes == rig.slot
+    newest = max(file_reader.read_checkpoints(rig.folder / "store.kvs"), key=lambda c: c.generation)
+    assert newest.clean and newest.sequence == 24  # 20 blocks and 3 once more
+    assert len({block.header.sequence for block in found.values()}) == len(found)
+    everything = [b.header.key for path in rig.files() for b in file_reader.read_segment(path)[1]]
+    assert len(everything) == len(set(everything)), "an older block of a key was not erased"
+
+
+def test_nobody_else_may_read_it(rig: Rig) -> None:
+    rig.put(keys_of(1), blocks_of(8, 1, rig.nbytes))
+    assert stat.S_IMODE(rig.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in rig.folder.iterdir()} == {0o600}
+
+
+def test_the_files_stay_within_the_budget(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=16)
+    rig.put(keys_of(100), blocks_of(9, 100, rig.nbytes))
+    assert sum(path.stat().st_size for path in rig.files()) <= rig.options["capacity"]
+    assert rig.store.stats()["file_nbytes"] <= rig.options["capacity"]
+    assert rig.store.stats()["blocks"] == 16
+
+
+# -- wrong bytes ------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+FIELDS = {
+    "magic": (0, 8),
+    "version": (8, 12),
+    "header checksum": (12, 16),
+    "layout": (16, 32),
+    "sequence": (32, 40),
+    "length": (40, 48),
+    "data checksum": (48, 52),
+    "key length": (52, 54),
+    "gap": (54, 56),
+    "key": (56, 61),
+    "zeros": (61, 4096),
+    "data": (4096, 9096),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("reopened", [False, True], ids=["open", "reopened"])
+def test_a_flipped_bit_is_reported_and_never_served(tmp_path: Path, field: str, reopened: bool) -> None:
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(10, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    begin, end = FIELDS[field]
+    rng = np.random.default_rng(begin)
+    if reopened:
+        rig.store.close()
+    places = {block.header.key: block for block in file_reader.read_segment(rig.files()[0])[1]}
+    for i in (1, 4, 6):
+        at = places[keys[i]].offset + int(rng.integers(begin, end))
+        flip(places[keys[i]].path, at, int(rng.integers(8)))
+    if reopened:
+        rig.store = rig.open()
+    target = np.full((8, rig.nbytes), 0xEE, np.uint8)
+    load = rig.store.load(keys, target, range(8))
+    with pytest.raises(kvswap.Error, match=r"is damaged on disk|is not in the store"):
+        load.wait(PATIENCE)
+    assert load.failed_blocks.tolist() == [1, 4, 6]
+    good = [0, 2, 3, 5, 7]
+    np.testing.assert_array_equal(target[good], data[good])
+    if not reopened:
+        assert rig.store.stats()["damaged"] == 3
+    assert rig.store.contains(keys) == [i in good for i in range(8)]
+    rig.put(keys, data)  # and can be stored again
+    np.testing.assert_array_equal(rig.get(keys), data)
+    assert (rig.reopen().contains(keys)) == [True] * 8
+    np.testing.assert_array_equal(rig.get(keys), data)
+
+
+def test_blocks_that_changed_places(tmp_path: Path) -> None:
+    """Whole and right, but another key's, or from another store: never served for this key."""
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(11, 2, rig.nbytes), keys_of(2)
+    rig.put(keys, data)
+    path, slot = rig.files()[0], rig.slot
+    raw = path.read_bytes()
+    first, second = raw[PAGE : PAGE + slot], raw[PAGE + slot : PAGE + 2 * slot]
+    path.write_bytes(raw[:PAGE] + second + first + raw[PAGE + 2 * slot :])
+    load = rig.store.load(keys, [np.zeros(rig.nbytes, np.uint8) for _ in keys])
+    with pytest.raises(kvswap.Error, match="damaged"):
+        load.wait(PATIENCE)
+    assert load.failed_blocks.tolist() == [0, 1]
+    rig.store.close()
+
+
+@pytest.mark.parametrize("where", ["store.kvs", "segment", "both"])
+def test_a_damaged_first_page(tmp_path: Path, where: str) -> None:
+    """Of the store's file: it is made again from the segments. Of a segment: it is left alone, the rest serves."""
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(12, 16, rig.nbytes), keys_of(16)
+    rig.put(keys, data)
+    rig.store.close()
+    if where != "segment":
+        flip(rig.folder / "store.kvs", 40, 3)
+    lost = rig.files()[0]
+    held = {block.header.key for block in file_reader.read_segment(lost)[1]}
+    if where != "store.kvs":
+        flip(lost, 48, 0)
+    before = lost.read_bytes()
+    store = rig.store = rig.open()
+    wanted = [key not in held or where == "store.kvs" for key in keys]
+    assert store.contains(keys) == wanted
+    assert store.stats()["foreign"] == (where != "store.kvs")
+    rig.put(keys, data)
+    np.testing.assert_array_equal(rig.get(keys), data)
+    if where != "store.kvs":
+        assert lost.read_bytes() == before
+    store.close()
+
+
+def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(13, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    rig.store.close()
+    os.truncate(rig.files()[0], PAGE + 3 * rig.slot + 100)
+    rig.store = rig.open()
+    kept = rig.store.contains(keys)
+    assert sum(kept) == 3
+    rig.put(keys, data)
+    np.testing.assert_array_equal(rig.get(keys), data)
+    rig.store.close()
+
+
+def test_a_torn_block_is_cut_at_the_next_start(tmp_path: Path) -> None:
+    """A crash leaves the last checkpoint where it was: blocks written since are compared with their checksums."""
+    folder = tmp_path / "store"
+    script = """
+        import os, sys
+        import numpy as np
+        from kvswap.files import FileStore, Layout
+        store = FileStore(sys.argv[1], Layout(5000, model="m", tp_rank=0), capacity=1 << 20, segment_nbytes=1 << 18)
+        data = np.arange(10 * 5000, dtype=np.uint32).astype(np.uint8).reshape(10, 5000)
+        store.store([b"key-%d" % i for i in range(10)], data, range(10)).wait(60)
+        os._exit(0)  # no checkpoint, no close
+    """
+    assert run_python(script.replace("sys.argv[1]", repr(str(folder)))).returncode == 0
+    blocks = file_reader.read_store(folder)
+    for key in (b"key-2", b"key-7"):
+        flip(blocks[key].path, blocks[key].offset + PAGE + 4000, 2)
+    store = FileStore(folder, Layout(5000, model="m", tp_rank=0), capacity=1 << 20)
+    assert store.stats()["cut"] == 2 and store.stats()["found"] == 8
+    assert store.contains([b"key-2", b"key-7", b"key-3"]) == [False, False, True]
+    store.close()
+    assert set(file_reader.read_store(folder)) == {b"key-%d" % i for i in range(10)} - {b"key-2", b"key-7"}
+
+
+# -- restart ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_finds_its_blocks(tmp_path: Path, engine: str) -> None:
+    rig = Rig(tmp_path, engine=engine)
+    data, keys = blocks_of(14, 40, rig.nbytes), keys_of(40)
+    rig.put(keys, data)
+    rig.put(keys[:5], data[35:])
+    rig.store.delete(keys[20:25]).wait(PATIENCE)
+    wanted = np.concatenate([data[35:], data[5:20], data[25:]])
+    left = keys[:20] + keys[25:]
+    for _ in range(3):
+        store = rig.reopen()
+        assert store.stats()["found"] == 35 and store.stats()["cut"] == 0
+        np.testing.assert_array_equal(rig.get(left), wanted)
+        assert store.contains(keys[20:25]) == [False] * 5
+    rig.store.close()
+
+
+def test_the_order_of_use_begins_as_the_order_of_writing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=16)
+    data, keys = blocks_of(15, 16, rig.nbytes), keys_of(16)
+    for i in range(16):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    rig.reopen()
+    rig.put([b"new-%d" % i for i in range(5)], data[:5])
+    assert rig.store.contains(keys) == [False] * 5 + [True] * 11
+    rig.store.close()
+
+
+def test_another_layout_is_refused_by_name_and_left_alone(rig: Rig) -> None:
+    data, keys = blocks_of(16, 4, rig.nbytes), keys_of(4)
+    rig.put(keys, data)
+    rig.store.close()
+    before = {path.name: path.read_bytes() for path in rig.folder.iterdir()}
+    others = [
+        Layout(rig.nbytes, model="m", tp_rank=1),
+        Layout(rig.nbytes + 1, model="m", tp_rank=0),
+        Layout(rig.nbytes),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=r'holds blocks of another layout .*"model":"m","tp_rank":0.*asked for'):
+            FileStore(rig.folder, other, capacity=1 << 20)
+    (rig.folder / "store.kvs").unlink()  # the segments say it too
+    with pytest.raises(ValueError, match=r"another layout .segment-"):
+        FileStore(rig.folder, others[0], capacity=1 << 20)
+    (rig.folder / "store.kvs").unlink()
+    assert {p.name: p.read_bytes() for p in rig.folder.iterdir()} == {k: v for k, v in before.items() if "seg" in k}
+    rig.store = rig.open()
+    np.testing.assert_array_equal(rig.get(keys), data)
+
+
+def test_a_smaller_budget_gives_up_files(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=32)
+    data, keys = blocks_of(17, 32, rig.nbytes), keys_of(32)
+    rig.put(keys, data)
+    half = rig.options["capacity"] // 2
+    store = rig.reopen(capacity=half)
+    assert sum(path.stat().st_size for path in rig.files()) <= half
+    left = [i for i, there in enumerate(store.contains(keys)) if there]
+    assert len(left) == 16
+    np.testing.assert_array_equal(rig.get([keys[i] for i in left]), data[left])
+    store.close()
+
+
+# -- sharing ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_writer(rig: Rig) -> None:
+    with pytest.raises(kvswap.Error, match="being written by another process, or open twice in this one"):
+        rig.open()
+    script = f"""
+        from kvswap.files import FileStore, Layout
+        FileStore({str(rig.folder)!r}, Layout({rig.nbytes}, model="m", tp_rank=0), capacity=1 << 20)
+    """
+    run = run_python(script)
+    assert run.returncode == 1 and "being written by another process" in run.stderr
+
+
+def test_a_reader_beside_the_writer(rig: Rig) -> None:
+    data, keys = blocks_of(18, 20, rig.nbytes), keys_of(20)
+    rig.put(keys[:10], data[:10])
+    reader = rig.open(readonly=True)
+    target = np.zeros((20, rig.nbytes), np.uint8)
+    reader.load(keys[:10], target, range(10)).wait(PATIENCE)
+    np.testing.assert_array_equal(target[:10], data[:10])
+    for call in (lambda: reader.store(keys[:1], data, [0]), lambda: reader.delete(keys[:1])):
+        with pytest.raises(kvswap.Error, match="readonly"):
+            call()
+    rig.put(keys[10:], data[10:])
+    assert reader.contains(keys[9:11]) == [True, False]
+    reader.refresh()
+    assert reader.contains(keys) == [True] * 20
+    rig.store.delete(keys[3:4]).wait(PATIENCE)  # the reader does not know yet
+    load = reader.load(keys, target, range(20))
+    with pytest.raises(kvswap.Error, match="block 3 is not in the store"):
+        load.wait(PATIENCE)
+    assert load.failed_blocks.tolist() == [3]
+    others = [i for i in range(20) if i != 3]
+    np.testing.assert_array_equal(target[others], data[others])
+    reader.close()
+
+
+def test_a_reader_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(kvswap.Error, match="opening the directory"):
+        FileStore(tmp_path / "nothing", Layout(1), readonly=True)
+    with pytest.raises(kvswap.Error, match="is no store"):
+        FileStore(tmp_path, Layout(1), readonly=True)
+
+
+# -- room -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_leave(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=16)
+    data, keys = blocks_of(19, 24, rig.nbytes), keys_of(24)
+    for i in range(16):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    rig.get(keys[0:1])
+    rig.get(keys[3:4])
+    for i in range(16, 20):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    gone = {1, 2, 4, 5}
+    assert rig.store.contains(keys) == [i < 20 and i not in gone for i in range(24)]
+    assert rig.store.stats()["evicted"] == 4
+    rig.store.close()
+
+
+def test_pinned_blocks_stay(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=8)
+    data, keys = blocks_of(20, 24, rig.nbytes), keys_of(24)
+    rig.put(keys[:8], data[:8])
+    rig.store.pin(keys[:5])
+    rig.store.pin(keys[:1])
+    rig.put(keys[8:11], data[8:11])
+    assert rig.store.contains(keys[:11]) == [True] * 5 + [False] * 3 + [True] * 3
+    rig.store.pin(keys[8:11])
+    assert rig.store.stats()["pinned"] == 8
+    full = rig.store.store(keys[11:13], data, [11, 12])
+    with pytest.raises(kvswap.Error, match="no room to store block 0: all blocks of the store are pinned"):
+        full.wait(PATIENCE)
+    assert full.failed_blocks.tolist() == [0, 1]
+    rig.put(keys[:5], data[11:16])  # in their places
+    np.testing.assert_array_equal(rig.get(keys[:5]), data[11:16])
+    with pytest.raises(kvswap.Error, match=r"keys\[1\] is not there: nothing was pinned"):
+        rig.store.pin([keys[0], b"nobody"])
+    with pytest.raises(ValueError, match=r"keys\[1\] is not pinned: nothing was unpinned"):
+        rig.store.unpin([keys[0], keys[20]])
+    rig.store.unpin(keys[:5])
+    rig.store.unpin(keys[:1])
+    rig.put(keys[11:12], data[11:12])
+    assert rig.store.stats()["blocks"] == 8
+    rig.store.close()
+
+
+def test_a_full_queue_is_an_answer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, queue=4, engine="threads", depth=1)
+    data, keys = blocks_of(21, 8, rig.nbytes), keys_of(8)
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=0.05):
+        running = [rig.store.store(keys[i : i + 1], data, [i]) for i in range(4)]
+        with pytest.raises(kvswap.QueueFull, match="holds 4 unfinished stores and deletes"):
+            rig.store.store(keys[4:5], data, [4])
+        assert rig.store.contains(keys[4:5]) == [False]
+        rig.store.load(keys[:1], np.zeros((1, rig.nbytes), np.uint8), [0]).wait(PATIENCE)  # has a queue of its own
+        for transfer in running:
+            transfer.wait(PATIENCE)
+    assert rig.store.stats()["refused_full"] == 1
+    rig.put(keys, data)
+    rig.store.close()
+
+
+def test_loads_go_before_stores(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1)
+    data, keys = blocks_of(22, 30, rig.nbytes), keys_of(30)
+    rig.put(keys[:1], data)
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=0.01):
+        stores = rig.store.store(keys[1:], data, range(1, 30))
+        load = rig.store.load(keys[:1], np.zeros((1, rig.nbytes), np.uint8), [0])
+        load.wait(PATIENCE)
+        assert not stores.done()
+        stores.wait(PATIENCE)
+    rig.store.close()
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["short", "interrupt"])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_parts_and_interruptions_do_not_show(tmp_path: Path, engine: str, action: str, buffered: bool) -> None:
+    rig = Rig(tmp_path, 70001, engine=engine, buffered=buffered)
+    data, keys = blocks_of(23, 10, rig.nbytes), keys_of(10)
+    with (
+        testing.file_fault(rig.store, "write", action, every=2),
+        testing.file_fault(rig.store, "read", action, every=3),
+    ):
+        rig.put(keys, data)
+        np.testing.assert_array_equal(rig.get(keys), data)
+    rig.reopen()
+    np.testing.assert_array_equal(rig.get(keys), data)
+    rig.store.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_a_write_that_fails_is_a_failed_block(tmp_path: Path, engine: str, code: int) -> None:
+    rig = Rig(tmp_path, engine=engine, slots=16)
+    data, keys = blocks_of(24, 8, rig.nbytes), keys_of(8)
+    with testing.file_fault(rig.store, "write", "fail", nth=4, code=code):  # the first one makes the segment
+        transfer = rig.store.store(keys, data, range(8))
+        with pytest.raises(kvswap.Error, match=f"storing block . *: {os.strerror(code)} .errno {code}"):
+            transfer.wait(PATIENCE)
+    assert transfer.failed_blocks.size == 1
+    bad = int(transfer.failed_blocks[0])
+    assert os.strerror(code) in str(transfer.reasons[bad])
+    assert rig.store.contains(keys) == [i != bad for i in range(8)]
+    rig.put(keys, data)
+    np.testing.assert_array_equal(rig.get(keys), data)
+    assert rig.store.stats()["lost_slots"] == 0 and rig.store.stats()["failed"] == 1
+    rig.store.close()
+
+
+def test_a_read_that_fails_is_a_failed_block_that_may_be_read_again(tmp_path: Path, engine: str) -> None:
+    rig = Rig(tmp_path, engine=engine)
+    data, keys = blocks_of(25, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    with testing.file_fault(rig.store, "read", "fail", nth=3, code=errno.EIO):
+        load = rig.store.load(keys, np.zeros_like(data), range(8))
+        with pytest.raises(kvswap.Error, match=r"loading block .: Input/output error"):
+            load.wait(PATIENCE)
+    assert load.failed_blocks.size == 1
+    np.testing.assert_array_equal(rig.get(keys), data)
+    rig.store.close()
+
+
+@pytest.mark.parametrize("call", ["allocate", "open"])
+def test_no_room_for_another_file(tmp_path: Path, call: Any) -> None:
+    """What has room goes on: blocks that are there make way; with none there, the reason is told."""
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(26, 12, rig.nbytes), keys_of(12)
+    with testing.file_fault(rig.store, call, "fail", every=1, code=errno.ENOSPC):
+        transfer = rig.store.store(keys[:3], data, range(3))
+        with pytest.raises(kvswap.Error, match="storing block 0: No space left on device"):
+            transfer.wait(PATIENCE)
+        assert transfer.failed_blocks.tolist() == [0, 1, 2]
+    time.sleep(2.1)  # it is not tried at each block
+    rig.put(keys[:8], data[:8])
+    with testing.file_fault(rig.store, call, "fail", every=1, code=errno.ENOSPC):
+        rig.put(keys[8:], data[8:])
+    assert rig.store.stats()["evicted"] == 4 and rig.store.stats()["segments"] == 1
+    rig.store.close()
+
+
+def test_a_block_that_cannot_be_erased(tmp_path: Path) -> None:
+    """A delete that fails leaves the block; an older version that cannot be erased never comes back."""
+    rig = Rig(tmp_path)
+    data = blocks_of(27, 4, rig.nbytes)
+    rig.put([b"k"], data[:1])
+    with testing.file_fault(rig.store, "write", "fail", nth=1, code=errno.EIO):
+        failed = rig.store.delete([b"k"])
+        with pytest.raises(kvswap.Error, match="deleting block 0: Input/output error"):
+            failed.wait(PATIENCE)
+    assert rig.store.contains([b"k"]) == [True]
+    with testing.file_fault(rig.store, "write", "fail", nth=2, code=errno.EIO):  # the second erases the first block
+        rig.put([b"k"], data[1:2])
+    np.testing.assert_array_equal(rig.get([b"k"]), data[1:2])
+    assert rig.store.stats()["lost_slots"] == 1
+    rig.store.delete([b"k"]).wait(PATIENCE)
+    assert rig.store.contains([b"k"]) == [False]
+    assert rig.reopen().contains([b"k"]) == [False]
+    rig.store.close()
+
+
+def test_an_older_block_does_not_come_back_when_the_newer_one_leaves(tmp_path: Path) -> None:
+    """The older one could not be erased: then the newer one is not evicted, or the next start would serve the older."""
+    rig = Rig(tmp_path, slots=8)
+    data, keys = blocks_of(35, 30, rig.nbytes), keys_of(30)
+    rig.put([b"k"], data[:1])
+    with testing.file_fault(rig.store, "write", "fail", nth=2, code=errno.EIO):
+        rig.put([b"k"], data[1:2])
+    for i in range(2, 30):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    assert rig.store.contains([b"k"]) == [True]
+    assert rig.reopen().contains([b"k"]) == [True]
+    np.testing.assert_array_equal(rig.get([b"k"]), data[1:2])
+    rig.store.close()
+
+
+@pytest.mark.parametrize("engine_of_two", ENGINES)
+def test_a_full_disk(tmp_path: Path, engine_of_two: str, full_disk: Path) -> None:
+    """A file system smaller than the budget: the store serves what fits, and says what does not."""
+    engine = have_engine(engine_of_two, tmp_path)
+    nbytes = 256 << 10
+    options = {"capacity": 1 << 30, "segment_nbytes": 4 << 20, "engine": engine}
+    store = FileStore(full_disk / engine, Layout(nbytes), **options)
+    data, keys = blocks_of(28, 100, nbytes), keys_of(100)
+    stored = store.store(keys, data, range(100))
+    with pytest.raises(kvswap.Error) if stored.error else _nothing():
+        stored.wait(PATIENCE)
+    there = [i for i, here in enumerate(store.contains(keys)) if here]
+    assert 0 < len(there) < 100 and store.stats()["blocks"] == len(there)
+    target = np.zeros_like(data)
+    store.load([keys[i] for i in there], target, there).wait(PATIENCE)
+    np.testing.assert_array_equal(target[there], data[there])
+    store.close()
+    store = FileStore(full_disk / engine, Layout(nbytes), **options)
+    store.load([keys[i] for i in there], target, there).wait(PATIENCE)
+    store.close()
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    import subprocess
+
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if os.geteuid() == 0
+        else None
+    )
+    if mount is None or mount.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mount.stderr.strip() if mount else 'not root'}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_directory_that_vanishes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=16)
+    data, keys = blocks_of(29, 24, rig.nbytes), keys_of(24)
+    rig.put(keys[:4], data[:4])
+    rig.folder.rename(tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere").iterdir():
+        path.unlink()
+    (tmp_path / "elsewhere").rmdir()
+    np.testing.assert_array_equal(rig.get(keys[:4]), data[:4])  # the file is still open
+    rig.put(keys[4:8], data[4:8])
+    rig.put(keys[8:12], data[8:12])  # no new file: others make way
+    assert rig.store.stats()["evicted"] == 4
+    rig.store.close()
+
+
+def test_no_descriptors_are_left(tmp_path: Path, engine: str) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    rig = Rig(tmp_path, engine=engine)
+    before = count()
+    rig.store.close()
+    closed = count()
+    for _ in range(5):
+        with testing.file_fault(rig.reopen(), "open", "fail", every=2, code=errno.EMFILE):
+            transfer = rig.store.store(keys_of(30), blocks_of(30, 30, rig.nbytes), range(30))
+            while not transfer.done():
+                time.sleep(0.001)
+        rig.store.close()
+        with pytest.raises(ValueError):
+            FileStore(rig.folder, Layout(1), capacity=1 << 20)
+        assert count() == closed
+    assert closed < before
+
+
+# -- waiting, cancelling, closing -------------------------------------------------------------------------------------
+
+
+def test_wait_with_a_limit_and_cancel(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1)
+    data, keys = blocks_of(31, 20, rig.nbytes), keys_of(20)
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=0.05):
+        transfer = rig.store.store(keys, data, range(20))
+        with pytest.raises(TimeoutError, match=r"did not end within 0.01 s; it goes on"):
+            transfer.wait(0.01)
+        assert transfer.cancel()
+        with pytest.raises(kvswap.Error, match="cancelled before block"):
+            transfer.wait(PATIENCE)
+    assert transfer.state == "cancelled" and 0 < transfer.failed_blocks.size < 20
+    assert rig.store.contains(keys) == [i not in transfer.failed_blocks for i in range(20)]
+    rig.store.close()
+
+
+def test_tensors_are_held_until_the_end(rig: Rig) -> None:
+    class Tensor(np.ndarray):
+        pass
+
+    data = np.zeros((2, rig.nbytes), np.uint8).view(Tensor)
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=0.05):
+        transfer = rig.store.store(keys_of(2), [data[0], data[1]])
+        gone = weakref.ref(data)
+        del data
+        assert gone() is not None
+        transfer.wait(PATIENCE)
+    assert gone() is None
+
+
+def test_closing(rig: Rig) -> None:
+    data, keys = blocks_of(32, 4, rig.nbytes), keys_of(4)
+    transfer = rig.store.store(keys, data, range(4))
+    rig.store.close()
+    assert transfer.state == "done"
+    rig.store.close()
+    for call in (lambda: rig.store.store(keys, data, range(4)), lambda: rig.store.load(keys, data, range(4))):
+        with pytest.raises(kvswap.Error, match="closed"):
+            call()
+
+
+def test_closing_cancels_what_has_not_begun(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1)
+    data, keys = blocks_of(33, 20, rig.nbytes), keys_of(20)
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=0.05):
+        transfer = rig.store.store(keys, data, range(20))
+        rig.store.close(timeout=0.1)
+    assert transfer.state == "cancelled"
+    rig.store = rig.open()
+    assert rig.store.contains(keys) == [i not in transfer.failed_blocks for i in range(20)]
+    rig.store.close()
+
+
+def test_leaving_the_interpreter(tmp_path: Path) -> None:
+    """With transfers under way, and without a close: it ends, and what was queued is there."""
+    script = f"""
+        import numpy as np
+        from kvswap.files import FileStore, Layout
+        store = FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
+        transfer = store.store([b"key-%d" % i for i in range(100)], np.ones((100, 5000), np.uint8), range(100))
+    """
+    run = run_python(script, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    with FileStore(tmp_path / "store", Layout(5000), capacity=8 << 20) as store:
+        assert store.stats()["found"] == 100 and store.stats()["cut"] == 0
+
+
+def test_a_forked_child(tmp_path: Path) -> None:
+    script = f"""
+        import os, warnings
+        import numpy as np, kvswap
+        from kvswap.files import FileStore, Layout
+        warnings.simplefilter("ignore")
+        store = FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
+        data = np.ones((4, 5000), np.uint8)
+        keys = [b"key-%d" % i for i in range(4)]
+        child = os.fork()
+        if child == 0:
+            for call in (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close):
+                try:
+                    call()
+                except kvswap.Error as error:
+                    assert "fork" in str(error)
+                else:
+                    os._exit(3)
+            reader = FileStore({str(tmp_path / "store")!r}, Layout(5000), readonly=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        store.store(keys, data, range(4)).wait(60)
+        store.close()
+    """
+    run = run_python(script, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Callable[[Rig, Any], Any], type[Exception], str]] = {
+    "key": (lambda r, d: r.store.store([b""], d, [0]), ValueError, r"keys\[0\] has 0 bytes: a key has 1 to 512"),
+    "long key": (lambda r, d: r.store.store([b"k", b"x" * 513], d, [0, 1]), ValueError, r"keys\[1\] has 513 bytes"),
+    "str key": (lambda r, d: r.store.store(["k"], d, [0]), TypeError, r"keys\[0\] must be bytes or a pair"),
+    "one key": (lambda r, d: r.store.store(b"k", d, [0]), TypeError, "must be a sequence of keys, not bytes"),
+    "negative pair": (lambda r, d: r.store.store([(-1, 0)], d, [0]), ValueError, r"keys\[0\] is -1"),
+    "keys of words": (lambda r, d: r.store.store(np.zeros((2, 2)), d, [0]), TypeError, "keys is an array of 2"),
+    "fewer ids": (lambda r, d: r.store.store([b"a", b"b"], d, [0]), ValueError, "ids has 1 items, but keys has 2"),
+    "fewer blocks": (lambda r, d: r.store.load([b"a", b"b"], [d[0]]), ValueError, "blocks has 1 items, but keys has 2"),
+    "id": (lambda r, d: r.store.store([b"a", b"b"], d, [0, 4]), IndexError, r"ids\[1\] is 4; blocks has 4 blocks"),
+    "negative id": (lambda r, d: r.store.load([b"a"], d, [-1]), IndexError, r"ids\[0\] is -1"),
+    "short block": (
+        lambda r, d: r.store.store([b"a"], [d[0][:100]]),
+        ValueError,
+        r"blocks\[0\] has 100 bytes; a block",
+    ),
+    "read-only": (lambda r, d: r.store.load([b"a"], [b"x" * r.nbytes]), ValueError, "read-only"),
+    "keyword": (lambda r, d: r.store.load([b"a"], d, [0], replace=True), TypeError, "unexpected keyword"),
+    "capacity": (lambda r, d: FileStore(r.folder, r.layout), TypeError, "capacity is needed"),
+    "no capacity": (lambda r, d: r.open(capacity=0), ValueError, "capacity is 0"),
+    "depth": (lambda r, d: r.open(depth=257), ValueError, "depth is 257: must be 1 to 256"),
+    "engine": (lambda r, d: r.open(engine="aio"), ValueError, "engine is 'aio': must be one of"),
+    "durability": (lambda r, d: r.open(durability="sync"), ValueError, "durability is 'sync'"),
+    "layout": (lambda r, d: FileStore(r.folder, "m", capacity=1), AttributeError, "block_nbytes"),
+    "layout's fields": (lambda r, d: Layout(1, x=object()), ValueError, "must be what JSON can hold"),
+    "layout's size": (lambda r, d: Layout(1, x="x" * 4000), ValueError, "at most 3072"),
+    "no bytes": (lambda r, d: Layout(0), ValueError, "block_nbytes is 0"),
+    "small": (lambda r, d: FileStore(f"{r.folder}2", r.layout, capacity=1000), ValueError, "capacity is 1000 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(rig: Rig, case: str) -> None:
+    call, kind, message = WRONG[case]
+    data = np.zeros((4, rig.nbytes), np.uint8)
+    with pytest.raises(kind, match=message):
+        call(rig, data)
+    assert rig.store.stats()["stored"] == 0 and rig.store.contains([b"a", b"b"]) == [False, False]
+
+
+@pytest.mark.parametrize("durability", ["none", "flush", "fsync"])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_durability(tmp_path: Path, engine: str, durability: str, buffered: bool) -> None:
+    rig = Rig(tmp_path, durability=durability, engine=engine, buffered=buffered)
+    data, keys = blocks_of(34, 10, rig.nbytes), keys_of(10)
+    rig.put(keys, data)
+    rig.put(keys[:2], data[2:4])
+    rig.store.delete(keys[9:]).wait(PATIENCE)
+    rig.reopen()
+    np.testing.assert_array_equal(rig.get(keys[:9]), np.concatenate([data[2:4], data[2:9]]))
+    rig.store.close()
+
+
+def test_layouts() -> None:
+    layout = Layout(np.int64(4096), model="m", heads=8)
+    assert layout == Layout(4096, heads=8, model="m") and hash(layout) == hash(Layout(4096, heads=8, model="m"))
+    assert layout != Layout(4096, heads=9, model="m") and layout != Layout(4097, heads=8, model="m")
+    assert Layout.parse(4096, layout.text) == layout
+    assert repr(layout) == "Layout(4096, model='m', heads=8)"

@@ -1,0 +1,88 @@
+"""kvswap files check, stat and gc."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import file_reader
+import numpy as np
+import pytest
+from conftest import PATIENCE, random_bytes
+
+from kvswap import cli
+from kvswap.files import FileStore, Layout
+
+NBYTES, SLOT = 5000, 12288
+SEGMENT = 4096 + 8 * SLOT
+LAYOUT = Layout(NBYTES, model="m", heads=8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twenty blocks in three files."""
+    with FileStore(tmp_path / "s", LAYOUT, capacity=8 * SEGMENT, segment_nbytes=SEGMENT) as store:
+        data = random_bytes(1, 20 * NBYTES).reshape(20, NBYTES)
+        store.store([b"key-%d" % i for i in range(20)], data, range(20)).wait(PATIENCE)
+    return tmp_path / "s"
+
+
+def damage(folder: Path, *keys: bytes) -> None:
+    blocks = file_reader.read_store(folder)
+    for key in keys:
+        with blocks[key].path.open("r+b") as file:
+            file.seek(blocks[key].offset + 4096 + 1000)
+            file.write(bytes([blocks[key].data[1000] ^ 1]))
+
+
+def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["files", "stat", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert '{"heads":8,"model":"m"}' in told and "20 of 24 slots" in told and "3 of 100.00 KiB" in told
+
+
+def test_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["files", "check", str(folder)]) == 0
+    assert "20 blocks are right, 0 damaged" in capsys.readouterr().out
+    damage(folder, b"key-3", b"key-11")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert cli.main(["files", "check", str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert "18 blocks are right, 2 damaged" in told and "key-3: block" in told and "key-11: block" in told
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_check_beside_a_writer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FileStore(folder, LAYOUT, capacity=8 * SEGMENT):
+        assert cli.main(["files", "check", str(folder)]) == 0
+        assert "20 blocks are right" in capsys.readouterr().out
+        assert cli.main(["files", "gc", str(folder)]) == 3
+        assert "is being written" in capsys.readouterr().err
+
+
+def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(folder, b"key-3")
+    (folder / "new.tmp").write_bytes(b"left")
+    with FileStore(folder, LAYOUT, capacity=8 * SEGMENT) as store:
+        segments = {key: block.path for key, block in file_reader.read_store(folder).items()}
+        last = sorted(folder.glob("segment-*"))[-1]
+        gone = [key for key, path in segments.items() if path == last]
+        store.delete(gone).wait(PATIENCE)
+    assert cli.main(["files", "gc", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "erased 1 blocks that were damaged, removed 2 files" in told
+    assert not last.exists() and not (folder / "new.tmp").exists()
+    assert set(file_reader.read_store(folder)) == set(segments) - set(gone) - {b"key-3"}
+    assert cli.main(["files", "check", str(folder)]) == 0
+    with FileStore(folder, LAYOUT, capacity=8 * SEGMENT) as store:
+        target = np.zeros((1, NBYTES), np.uint8)
+        store.load([b"key-0"], target, [0]).wait(PATIENCE)
+
+
+def test_what_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for what in ("check", "stat", "gc"):
+        assert cli.main(["files", what, str(tmp_path)]) == 3
+        assert "is no store" in capsys.readouterr().err
+        assert cli.main(["files", what, str(tmp_path / "none")]) == 3
+    assert list(tmp_path.iterdir()) == []
