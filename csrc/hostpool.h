@@ -104,7 +104,5 @@ int kvs_shared_file_open(const struct kvs_host_pool *, const struct kvs_shared_o
                          bool *replaced, struct kvs_error *);
 void kvs_shared_file_unlink(struct kvs_shared_file *);
 void kvs_shared_file_close(struct kvs_shared_file *); /* forget it; what it mapped is its user's to unmap */
-uint64_t kvs_process_start(int64_t pid);              /* its time of birth as the kernel tells it, 0: unknown */
-bool kvs_process_alive(int64_t pid, uint64_t start);  /* start: as the kernel tells it, 0: any */
 
 #endif

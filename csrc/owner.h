@@ -12,6 +12,9 @@ struct kvs_owner {
 
 /* When that process started; 0 where there is none, or it has ended and is only waiting to be reaped. Any thread. */
 uint64_t kvs_process_start(int64_t pid);
+/* Whether it runs, and started then (0: whenever). Where the kernel does not say when one that is there started, it is
+ * taken for it. */
+bool kvs_process_alive(int64_t pid, uint64_t start);
 
 struct kvs_owner kvs_owner_self(void);
 bool kvs_owner_is_self(const struct kvs_owner *owner);

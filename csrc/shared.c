@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "hostpool.h"
+#include "owner.h"
 
 /* A word: EMPTY, who is writing the block, or PUBLISHED. */
 enum { EMPTY = 0, PID_BITS = 22 };

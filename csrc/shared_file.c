@@ -9,7 +9,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +21,7 @@
 
 #include "budget.h"
 #include "hostpool.h"
+#include "owner.h"
 
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."
@@ -43,35 +43,6 @@ struct header {
 };
 
 /* -- who lives ------------------------------------------------------------------------------------------------- */
-
-/* State and time of birth of a process; false: there is none, or nobody says. */
-static bool read_stat(int64_t pid, char *state, uint64_t *start) {
-  char path[64], line[1024];
-  snprintf(path, sizeof path, "/proc/%" PRId64 "/stat", pid);
-  FILE *file = fopen(path, "re");
-  if (!file) return false;
-  size_t n = fread(line, 1, sizeof line - 1, file);
-  fclose(file);
-  line[n] = '\0';
-  const char *behind = strrchr(line, ')'); /* the name in parentheses may hold anything */
-  return behind &&
-         sscanf(behind + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %" SCNu64,
-                state, start) == 2;
-}
-
-uint64_t kvs_process_start(int64_t pid) {
-  char state;
-  uint64_t start;
-  return read_stat(pid, &state, &start) ? start : 0;
-}
-
-bool kvs_process_alive(int64_t pid, uint64_t start) {
-  char state = 0;
-  uint64_t born = 0;
-  if (pid <= 0 || (kill((pid_t)pid, 0) != 0 && errno == ESRCH)) return false;
-  if (!read_stat(pid, &state, &born)) return kill((pid_t)pid, 0) == 0 || errno != ESRCH;
-  return state != 'Z' && state != 'X' && (start == 0 || born == start);
-}
 
 static uint64_t pid_space(void) {
   struct stat stat_of;
