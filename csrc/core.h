@@ -48,7 +48,7 @@ struct kvs_transfer {
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
-  struct kvs_bounds gpu, cpu; /* all that it touches, of device memory and of other memory */
+  struct kvs_bounds gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
   void *owner;
   void (*release)(void *);
   struct kvs_staging *staging;
@@ -140,7 +140,6 @@ struct kvs_engine {
   pthread_mutex_t hazard_lock;
   struct kvs_needs needs;       /* guarded by hazard_lock: of the transfer that is being submitted */
   struct kvs_progress progress; /* guarded by hazard_lock: as of its beginning */
-  uint64_t moves;               /* guarded by hazard_lock: numbers them, for kvs_pool.mark */
   atomic_uint skipped_hazards;  /* 1 << enum kvs_hazard: left out, for tests */
   atomic_uint_fast64_t waits[KVS_HAZARDS];
 

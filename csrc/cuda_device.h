@@ -7,6 +7,9 @@
 #include "device.h"
 #include "share.h"
 
+enum { KVS_CUDA_PEERS = 64 };
+enum kvs_cuda_peer { KVS_CUDA_PEER_UNKNOWN, KVS_CUDA_PEER_DIRECT, KVS_CUDA_PEER_STAGED };
+
 struct kvs_cuda_device {
   struct kvs_device base;
   const struct kvs_cuda_driver *cu;
@@ -14,7 +17,8 @@ struct kvs_cuda_device {
   kvs_cu_context context; /* the device's primary context: retained at open, released at close */
   kvs_cu_module module;   /* NULL: no kernels */
   kvs_cu_function functions[KVS_KERNELS];
-  kvs_cu_deviceptr scratch; /* for the probe of the stream memory operations */
+  atomic_uchar peers[KVS_CUDA_PEERS]; /* by ordinal: enum kvs_cuda_peer */
+  kvs_cu_deviceptr scratch;           /* for the probe of the stream memory operations */
 };
 
 /* What a call changes on its thread and puts back: the current context and the capture mode. */

@@ -86,7 +86,14 @@
   X(OPTIONAL, cuIpcGetEventHandle, "cuIpcGetEventHandle", 4010,                                                        \
     (struct kvs_cu_ipc_handle * handle, kvs_cu_event event))                                                           \
   X(OPTIONAL, cuIpcOpenEventHandle, "cuIpcOpenEventHandle", 4010,                                                      \
-    (kvs_cu_event * event, struct kvs_cu_ipc_handle handle))
+    (kvs_cu_event * event, struct kvs_cu_ipc_handle handle))                                                           \
+  X(OPTIONAL, cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", 4000,                                                    \
+    (int *can, kvs_cu_device device, kvs_cu_device peer))                                                              \
+  X(OPTIONAL, cuCtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000, (kvs_cu_context peer, unsigned flags))             \
+  X(OPTIONAL, cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000, (kvs_cu_chunk * chunk, void *ptr))    \
+  X(OPTIONAL, cuMemRelease, "cuMemRelease", 10020, (kvs_cu_chunk chunk))                                               \
+  X(OPTIONAL, cuMemGetAccess, "cuMemGetAccess", 10020,                                                                 \
+    (unsigned long long *flags, const struct kvs_cu_location *location, kvs_cu_deviceptr ptr))
 
 struct kvs_cuda_driver {
   void *library; /* from dlopen; never closed: the driver has threads of its own */

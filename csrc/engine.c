@@ -76,8 +76,12 @@ static void load_costs(struct kvs_engine *engine) {
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 enum { MAX_ENGINES = 64 };
-static struct kvs_engine *registry[MAX_ENGINES]; /* guarded by registry_lock */
-static unsigned registered;                      /* guarded by registry_lock */
+static struct kvs_engine *registry[MAX_ENGINES]; /* written once a place, under registry_lock */
+static atomic_uint registered;                   /* grows under registry_lock, behind what it counts */
+
+struct kvs_engine *kvs_engine_at(unsigned number) {
+  return number < atomic_load(&registered) ? registry[number] : NULL;
+}
 
 /* Another thread may hold the lock, for as long as a driver takes to come up, when this process forks. */
 static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
@@ -263,7 +267,8 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
     if (!status) status = create(canonical, device, &there, err);
     if (!status) {
       there->immortal = true;
-      registry[registered++] = there;
+      registry[atomic_load(&registered)] = there;
+      atomic_fetch_add(&registered, 1);
     }
   }
   if (!status) {

@@ -13,6 +13,9 @@ KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
  * destroys it, once another is set or the engine ends. */
 KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
 
+/* The engines that kvs_engine_open() made, which stay until the process ends, by number from 0; NULL: no more. */
+struct kvs_engine *kvs_engine_at(unsigned number);
+
 /* Why path relay is not there; empty where it is. And where the costs are from that AUTO predicts with. */
 KVS_API const char *kvs_engine_relay_note(const struct kvs_engine *engine);
 KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);

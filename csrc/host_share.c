@@ -74,6 +74,19 @@ static int event_open(struct kvs_device *device, const struct kvs_handle *handle
   return status ? status : kvs_host_event_adopt(&host_of(device)->queue, words, event, err);
 }
 
+/* -- other devices --------------------------------------------------------------------------------------------- */
+
+static int peer(struct kvs_device *device, const struct kvs_region *region, bool *direct, struct kvs_error *err) {
+  (void)err;
+  *direct = kvs_host_memory_reaches(&host_of(device)->memory, region);
+  return KVS_OK;
+}
+
+static int stream_wait_foreign(struct kvs_device *device, kvs_stream stream, struct kvs_device *other, kvs_event event,
+                               struct kvs_error *err) {
+  return kvs_host_stream_wait_foreign(&host_of(device)->queue, stream, &host_of(other)->queue, event, err);
+}
+
 const struct kvs_share_ops kvs_host_share_ops = {
     .memory_share = memory_share,
     .memory_open = memory_open,
@@ -81,4 +94,6 @@ const struct kvs_share_ops kvs_host_share_ops = {
     .event_create_shared = event_create_shared,
     .event_share = event_share,
     .event_open = event_open,
+    .peer = peer,
+    .stream_wait_foreign = stream_wait_foreign,
 };

@@ -285,7 +285,10 @@ bool kvs_mapped_alive(const struct kvs_mapped *mapped) {
 
 /* Transfers first, which are ours to see; then all else on the device, which may use the memory too. */
 static int wait_for_work(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
-  const struct kvs_region view = {.base = mapped->ptr, .nbytes = mapped->from.nbytes, .memory = KVS_MEMORY_DEVICE};
+  const struct kvs_region view = {.base = mapped->ptr,
+                                  .nbytes = mapped->from.nbytes,
+                                  .memory = KVS_MEMORY_DEVICE,
+                                  .device = mapped->engine->device->ordinal};
   uint64_t start = kvs_clock_ns();
   int status = kvs_engine_drain(mapped->engine, &view, timeout_ns, err);
   if (status) return status;

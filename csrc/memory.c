@@ -10,6 +10,7 @@
 
 #include "core.h"
 #include "imports.h"
+#include "peer.h"
 
 enum { SIDE_TEXT = 48 };
 
@@ -63,18 +64,38 @@ static const char *side_text(const struct kvs_side *side, char text[SIDE_TEXT]) 
   return text;
 }
 
-static int check_kind(struct kvs_engine *engine, const struct kvs_region *region, uint64_t address,
-                      const struct kvs_side *side, struct kvs_error *err) {
+/* Memory of another device is the other side of a swap, in place of the host's. */
+static int check_peer(const struct kvs_engine *engine, const struct kvs_regions *met, const struct kvs_region *region,
+                      uint64_t address, const struct kvs_side *side, struct kvs_error *err) {
   char text[SIDE_TEXT];
-  bool device = region->memory == KVS_MEMORY_DEVICE;
+  for (size_t i = 0; i < met->count; i++) {
+    const struct kvs_region *other = &met->items[i];
+    if (other->memory != KVS_MEMORY_DEVICE || kvs_region_is_of(other, engine->device->ordinal) ||
+        other->device == region->device)
+      continue;
+    return kvs_fail(err, KVS_INVALID,
+                    "%s = 0x%" PRIx64
+                    " is memory of device %d, and there is memory of device %d in this call: %s moves "
+                    "blocks to or from one other device a call",
+                    side_text(side, text), address, region->device, other->device, engine->name);
+  }
+  return KVS_OK;
+}
+
+static int check_kind(struct kvs_engine *engine, const struct kvs_regions *met, const struct kvs_region *region,
+                      uint64_t address, const struct kvs_side *side, struct kvs_error *err) {
+  char text[SIDE_TEXT];
+  bool device = kvs_region_is_of(region, engine->device->ordinal),
+       foreign = region->memory == KVS_MEMORY_DEVICE && !device;
   bool host = region->memory == KVS_MEMORY_PINNED || region->memory == KVS_MEMORY_PAGEABLE;
-  if (device && region->device != engine->device->ordinal)
+  if (foreign && side->want == KVS_SIDE_GPU)
     return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is memory of device %d; this call runs on %s",
                     side_text(side, text), address, region->device, engine->name);
   if ((side->want == KVS_SIDE_GPU && host) || (side->want == KVS_SIDE_CPU && device))
     return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is %s memory; %s memory is wanted there",
                     side_text(side, text), address, kvs_memory_name(region->memory),
                     side->want == KVS_SIDE_GPU ? "device" : "host");
+  if (foreign && check_peer(engine, met, region, address, side, err)) return err->status;
   if (side->write && !region->writable)
     return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is read-only memory and cannot be a destination",
                     side_text(side, text), address);
@@ -99,7 +120,7 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
       return kvs_fail(err, status,
                       "%s = 0x%" PRIx64 ": %" PRIu64 " bytes are named from there, but only %" PRIu64 " are mapped",
                       side_text(side, text), address, nbytes, at - address);
-    if (!status) status = check_kind(engine, region, at, side, err);
+    if (!status) status = check_kind(engine, &scratch->regions, region, at, side, err);
     if (status) return status;
     leaving = region->origin;
     at = region->base + region->nbytes;
@@ -168,6 +189,7 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
   if (!status) status = kvs_engine_drain(engine, region, timeout_ns, err);
+  if (!status) status = kvs_peer_drain(engine, region, timeout_ns, err);
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);

@@ -1,6 +1,6 @@
-/* The seam's second part: memory and events that cross to other processes. A device that fills it in shares; all of
- * it is reached through the kvs_dev_* wrappers here, under the rules of device.h, and what a device lacks is
- * KVS_UNSUPPORTED. */
+/* The seam's second part: memory and events that cross to other processes, or to other devices of this one. A device
+ * that fills it in shares; all of it is reached through the kvs_dev_* wrappers here, under the rules of device.h, and
+ * what a device lacks is KVS_UNSUPPORTED. */
 #ifndef KVS_SHARE_H
 #define KVS_SHARE_H
 
@@ -26,6 +26,12 @@ struct kvs_share_ops {
   int (*event_create_shared)(struct kvs_device *, kvs_event *, struct kvs_error *);
   int (*event_share)(struct kvs_device *, kvs_event, struct kvs_handle *, struct kvs_error *);
   int (*event_open)(struct kvs_device *, const struct kvs_handle *, kvs_event *, struct kvs_error *);
+
+  /* Another device's memory in this process: can kernels of this one reach it? That is made so, once. Copies always
+   * can: where there is no direct way they are staged through the host, by the driver. */
+  int (*peer)(struct kvs_device *, const struct kvs_region *, bool *direct, struct kvs_error *);
+  /* Another device's event, of the same kind of device. (optional: as stream_wait) */
+  int (*stream_wait_foreign)(struct kvs_device *, kvs_stream, struct kvs_device *other, kvs_event, struct kvs_error *);
 };
 
 int kvs_dev_memory_share(struct kvs_device *, uint64_t ptr, struct kvs_handle *, struct kvs_error *);
@@ -35,5 +41,10 @@ int kvs_dev_memory_close(struct kvs_device *, uint64_t ptr, struct kvs_error *);
 int kvs_dev_event_create_shared(struct kvs_device *, kvs_event *, struct kvs_error *);
 int kvs_dev_event_share(struct kvs_device *, kvs_event, struct kvs_handle *, struct kvs_error *);
 int kvs_dev_event_open(struct kvs_device *, const struct kvs_handle *, kvs_event *, struct kvs_error *);
+int kvs_dev_peer(struct kvs_device *, const struct kvs_region *, bool *direct, struct kvs_error *);
+/* Also where `other` is the device itself. KVS_INVALID between devices that cannot. */
+int kvs_dev_stream_wait_foreign(struct kvs_device *, kvs_stream, struct kvs_device *other, kvs_event,
+                                struct kvs_error *);
+bool kvs_dev_can_wait_for(const struct kvs_device *, const struct kvs_device *other);
 
 #endif

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, Buffer, Gate, random_bytes, run_python
 from processes import Failed, Process
+from test_leaks import leaks, sanitized
 
 import kvswap
 from kvswap import _C, memory, testing
@@ -452,6 +453,33 @@ def test_exporting_and_freeing_leaks_no_memory(device: kvswap.Device) -> None:
         cycle()
     assert count_of("/proc/self/fd") == files and shared_kib() <= kib + 64
     assert [os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in arenas()] == blocks
+
+
+def test_calls_leak_nothing(device: kvswap.Device, device_name: str, buffer: Buffer) -> None:
+    """As test_leaks looks at all other calls, right ones and wrong ones."""
+    if sanitized():
+        pytest.skip("a sanitizer keeps what is freed")
+
+    def calls() -> None:
+        export = memory.export(buffer.memory, dtype="bfloat16", shape=(2, 3))
+        with memory.open(memory.Export.from_bytes(export.to_bytes()), device=device) as mapped:
+            mapped.shape, mapped.dtype, mapped.device, repr(mapped), repr(export)
+            with suppress(ValueError):
+                mapped.pool()
+        with memory.open(data, device=device) as mapped:
+            mapped.pool()
+        for wrong in (lambda: memory.open(b""), lambda: memory.open(data, generation=5)):
+            with suppress(ValueError):
+                wrong()
+        for member in ("memory_open", "memory_share"):
+            with testing.fault(device, "call", "fail", operation=member), suppress(kvswap.DeviceError):
+                memory.export(buffer.memory)
+                memory.open(data, device=device)
+
+    with exporting(device_name) as owner:
+        owner.do("shared = kvswap.Pool(device, device.alloc(4096), 64, 64)")
+        data = export_of(owner)
+        assert leaks(device, calls) == {}
 
 
 def arenas() -> list[str]:

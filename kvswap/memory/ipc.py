@@ -144,8 +144,8 @@ def open_event(data: bytes, *, device: _C.Device | str | None = None) -> _C.Even
     """An event of another process, which both may record, query and wait for.
 
     What waits for it, waits for the latest recording, whoever queued it, at the time of the call: so tell the other
-    side when it is queued. A recording whose process ends before it is reached holds nobody up; ask Mapped.alive() before
-    trusting the bytes that it should have announced. Of a host device at most 64 recordings can be unfinished.
+    side when it is queued. A recording whose process ends before it is reached holds nobody up: ask Mapped.alive()
+    before trusting the bytes that it should have announced. Of a host device at most 64 recordings can be unfinished.
 
     device: None: the device with its UUID. ValueError: no event, of another device, or this process's own;
     kvswap.Error: its owner has ended.
