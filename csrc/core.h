@@ -148,6 +148,8 @@ struct kvs_engine {
   struct kvs_pool *pools;     /* guarded by memory_lock */
   pthread_mutex_t share_lock; /* before memory_lock; held while memory of others is opened or closed */
   struct kvs_import *imports; /* guarded by share_lock */
+  pthread_mutex_t range_lock; /* a leaf */
+  struct kvs_range *ranges;   /* guarded by range_lock */
   uint64_t *orphans;          /* guarded by memory_lock: allocations to free when there is time to wait */
   size_t norphans, orphans_capacity;
 

@@ -76,6 +76,12 @@ NEWER_VALUES(X)
 
 #if CUDA_VERSION >= 12080
 SAME_SIZE(struct kvs_cu_location, CUmemLocation)
+SAME_SIZE(struct kvs_cu_access, CUmemAccessDesc)
+SAME_PLACE(struct kvs_cu_access, flags, CUmemAccessDesc, flags)
+SAME_SIZE(struct kvs_cu_chunk_kind, CUmemAllocationProp)
+SAME_PLACE(struct kvs_cu_chunk_kind, handle_types, CUmemAllocationProp, requestedHandleTypes)
+SAME_PLACE(struct kvs_cu_chunk_kind, location, CUmemAllocationProp, location)
+SAME_PLACE(struct kvs_cu_chunk_kind, windows, CUmemAllocationProp, win32HandleMetaData)
 SAME_SIZE(struct kvs_cu_copy_attributes, CUmemcpyAttributes)
 SAME_PLACE(struct kvs_cu_copy_attributes, source_order, CUmemcpyAttributes, srcAccessOrder)
 SAME_PLACE(struct kvs_cu_copy_attributes, source_hint, CUmemcpyAttributes, srcLocHint)

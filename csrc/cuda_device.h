@@ -55,6 +55,15 @@ int kvs_cuda_pointer_attributes(const struct kvs_cuda_driver *cu, uint64_t ptr, 
 /* With other processes: cuda_share.c */
 extern const struct kvs_share_ops kvs_cuda_share_ops;
 
+/* Chunks: cuda_range.c */
+int kvs_cuda_chunk_granularity(struct kvs_device *, uint64_t *nbytes, struct kvs_error *);
+int kvs_cuda_range_reserve(struct kvs_device *, uint64_t nbytes, uint64_t *ptr, struct kvs_error *);
+int kvs_cuda_range_free(struct kvs_device *, uint64_t ptr, uint64_t nbytes, struct kvs_error *);
+int kvs_cuda_chunk_map(struct kvs_device *, uint64_t at, uint64_t nbytes, int fd, struct kvs_error *);
+int kvs_cuda_chunk_unmap(struct kvs_device *, uint64_t at, uint64_t nbytes, struct kvs_error *);
+int kvs_cuda_chunk_query(struct kvs_device *, uint64_t address, uint64_t *base, uint64_t *nbytes, struct kvs_error *);
+int kvs_cuda_chunk_share(struct kvs_device *, uint64_t address, int *fd, struct kvs_error *);
+
 /* Kernels: cuda_kernels.c. Loading never fails the device: info.kernels and info.kernels_note say what came of it.
  * Inside a scope. */
 void kvs_cuda_kernels_load(struct kvs_cuda_device *);

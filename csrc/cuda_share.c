@@ -161,5 +161,12 @@ const struct kvs_share_ops kvs_cuda_share_ops = {
     .event_create_shared = event_create_shared,
     .event_share = event_share,
     .event_open = event_open,
+    .chunk_granularity = kvs_cuda_chunk_granularity,
+    .range_reserve = kvs_cuda_range_reserve,
+    .range_free = kvs_cuda_range_free,
+    .chunk_map = kvs_cuda_chunk_map,
+    .chunk_unmap = kvs_cuda_chunk_unmap,
+    .chunk_query = kvs_cuda_chunk_query,
+    .chunk_share = kvs_cuda_chunk_share,
     .peer = peer,
 };

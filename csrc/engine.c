@@ -190,6 +190,7 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
   pthread_mutex_destroy(&engine->share_lock);
+  pthread_mutex_destroy(&engine->range_lock);
   pthread_mutex_destroy(&engine->cache_lock);
   pthread_mutex_destroy(&engine->tables.lock);
   for (int i = 0; i < 2; i++) pthread_mutex_destroy(&engine->relays[i].lock);
@@ -213,6 +214,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
   pthread_mutex_init(&engine->share_lock, NULL);
+  pthread_mutex_init(&engine->range_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
   pthread_mutex_init(&engine->tables.lock, NULL);
   for (int i = 0; i < 2; i++) pthread_mutex_init(&engine->relays[i].lock, NULL);
@@ -300,6 +302,7 @@ void kvs_shutdown(int64_t timeout_ns) {
   struct kvs_engine *open[MAX_ENGINES];
   struct kvs_error err;
   uint64_t start = kvs_clock_ns();
+  kvs_servers_stop();
   pthread_mutex_lock(&registry_lock);
   unsigned count = registered;
   memcpy(open, registry, sizeof open);

@@ -30,6 +30,12 @@ KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth,
 /* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
 KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
 
+/* As kvs_engine_alloc(); in chunks: device memory that is mapped in chunks, each of which can be shared with other
+ * processes by a descriptor, as torch's expandable segments are. */
+enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
+KVS_API int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                                  struct kvs_error *err);
+
 /* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done
  * by the next alloc or synchronize, or at the end. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);

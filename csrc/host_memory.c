@@ -100,6 +100,7 @@ void kvs_host_memory_destroy(struct kvs_host_memory *memory) {
   unlist(memory);
   for (size_t i = 0; i < memory->owned.count; i++) unmap(memory, &memory->owned.items[i]);
   kvs_host_arena_destroy(&memory->arena);
+  kvs_host_chunks_destroy(memory);
   kvs_regions_clear(&memory->owned);
   kvs_regions_clear(&memory->known);
   pthread_rwlock_destroy(&memory->lock);

@@ -11,6 +11,7 @@
 #include "core.h"
 #include "imports.h"
 #include "peer.h"
+#include "range.h"
 
 enum { SIDE_TEXT = 48 };
 
@@ -149,21 +150,41 @@ int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enu
   return status;
 }
 
-int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
-  struct kvs_device *device = engine->device;
+static int alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                      struct kvs_error *err) {
+  if (kind == KVS_ALLOC_CHUNKS) return kvs_range_alloc(engine, nbytes, ptr, err);
+  return kind == KVS_ALLOC_HOST ? kvs_dev_host_alloc(engine->device, nbytes, ptr, err)
+                                : kvs_dev_alloc(engine->device, nbytes, ptr, err);
+}
+
+static void take_back(struct kvs_engine *engine, enum kvs_alloc kind, uint64_t ptr) {
   struct kvs_error ignored;
+  if (kind == KVS_ALLOC_CHUNKS)
+    (void)kvs_range_free(engine, ptr, &ignored);
+  else
+    (void)(kind == KVS_ALLOC_HOST ? kvs_dev_host_free(engine->device, ptr, &ignored)
+                                  : kvs_dev_free(engine->device, ptr, &ignored));
+}
+
+int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
+  return kvs_engine_alloc_kind(engine, nbytes, host ? KVS_ALLOC_HOST : KVS_ALLOC_DEVICE, ptr, err);
+}
+
+int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                          struct kvs_error *err) {
+  struct kvs_device *device = engine->device;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
   int status = kvs_dev_check(device, err);
   if (status) return status;
   kvs_engine_free_orphans(engine, 0);
   for (int tries = 0; tries < 2; tries++) {
-    status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
+    status = alloc_kind(engine, nbytes, kind, ptr, err);
     if (status != KVS_NOMEM || tries) break;
     kvs_engine_free_orphans(engine, DRAIN_NS); /* now it is worth waiting for */
   }
   if (status) return status;
-  status = kvs_memory_add(engine, *ptr, 0, KVS_ORIGIN_ALLOCATED, err);
-  if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
+  status = kvs_memory_add(engine, *ptr, kind == KVS_ALLOC_CHUNKS ? nbytes : 0, KVS_ORIGIN_ALLOCATED, err);
+  if (status) take_back(engine, kind, *ptr);
   return status;
 }
 
@@ -199,12 +220,20 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   return status;
 }
 
+/* What is mapped in chunks; unlike freeing, unmapping waits for nothing. KVS_RANGE: it is not. */
+static int free_range(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  if (!kvs_range_known(engine, ptr)) return KVS_RANGE;
+  int status = kvs_dev_synchronize(engine->device, err);
+  return status ? status : kvs_range_free(engine, ptr, err);
+}
+
 static int free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, timeout_ns, &region, err);
   if (status) return status;
-  return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
-                                            : kvs_dev_host_free(engine->device, ptr, err);
+  if (region.memory != KVS_MEMORY_DEVICE) return kvs_dev_host_free(engine->device, ptr, err);
+  status = free_range(engine, ptr, err);
+  return status == KVS_RANGE ? kvs_dev_free(engine->device, ptr, err) : status;
 }
 
 /* Also what another process owns, which only its views let go. */
@@ -416,5 +445,6 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
   free(engine->events);
   kvs_regions_clear(&engine->regions);
   kvs_imports_destroy(engine);
+  kvs_ranges_destroy(engine);
   free(engine->orphans);
 }

@@ -40,6 +40,35 @@ int kvs_dev_event_open(struct kvs_device *device, const struct kvs_handle *handl
   THROUGH(event_open, handle, event, err);
 }
 
+int kvs_dev_chunk_granularity(struct kvs_device *device, uint64_t *nbytes, struct kvs_error *err) {
+  THROUGH(chunk_granularity, nbytes, err);
+}
+
+int kvs_dev_range_reserve(struct kvs_device *device, uint64_t nbytes, uint64_t *ptr, struct kvs_error *err) {
+  THROUGH(range_reserve, nbytes, ptr, err);
+}
+
+int kvs_dev_range_free(struct kvs_device *device, uint64_t ptr, uint64_t nbytes, struct kvs_error *err) {
+  THROUGH(range_free, ptr, nbytes, err);
+}
+
+int kvs_dev_chunk_map(struct kvs_device *device, uint64_t at, uint64_t nbytes, int fd, struct kvs_error *err) {
+  THROUGH(chunk_map, at, nbytes, fd, err);
+}
+
+int kvs_dev_chunk_unmap(struct kvs_device *device, uint64_t at, uint64_t nbytes, struct kvs_error *err) {
+  THROUGH(chunk_unmap, at, nbytes, err);
+}
+
+int kvs_dev_chunk_query(struct kvs_device *device, uint64_t address, uint64_t *base, uint64_t *nbytes,
+                        struct kvs_error *err) {
+  THROUGH(chunk_query, address, base, nbytes, err);
+}
+
+int kvs_dev_chunk_share(struct kvs_device *device, uint64_t address, int *fd, struct kvs_error *err) {
+  THROUGH(chunk_share, address, fd, err);
+}
+
 int kvs_dev_peer(struct kvs_device *device, const struct kvs_region *region, bool *direct, struct kvs_error *err) {
   THROUGH(peer, region, direct, err);
 }

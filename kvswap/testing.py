@@ -57,6 +57,7 @@ OPERATIONS = (
     *("event_create", "event_destroy", "event_record", "event_query", "event_elapsed"),
     *("copy", "copy_batch", "copy_direct", "copy_rect", "fill", "launch", "write32", "wait32"),
     *("memory_share", "memory_open", "memory_close", "event_create_shared", "event_share", "event_open"),
+    *("chunk_granularity", "range_reserve", "range_free", "chunk_map", "chunk_unmap", "chunk_query", "chunk_share"),
     *("peer", "stream_wait_foreign"),
 )
 HAZARDS = ("raw", "war", "waw")
