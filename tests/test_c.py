@@ -38,6 +38,7 @@ THREADED = [
     "test_racecheck",
     "test_hostpool",
     "test_files",
+    "test_share",
 ]
 CASES = [("plain", program) for program in PROGRAMS]
 CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
