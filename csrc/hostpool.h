@@ -84,8 +84,6 @@ int kvs_chunks_cut(struct kvs_host_pool *, uint64_t extent, uint64_t from, uint6
 /* populate.c */
 int kvs_crew_hire(struct kvs_host_pool *, struct kvs_error *); /* for all chunks that are not populated */
 void kvs_crew_dismiss(struct kvs_host_pool *);                 /* stop, and wait until they are gone */
-/* Register no chunk, because one was refused. Without the lock, and with no crew at work. */
-void kvs_crew_roll_back(struct kvs_host_pool *);
 
 /* shared_file.c: the file behind a shared pool. */
 struct kvs_shared_file {

@@ -46,7 +46,8 @@ static void finish_locked(struct kvs_host_pool *pool, struct kvs_chunk *chunk) {
   pthread_cond_broadcast(&pool->changed);
 }
 
-void kvs_crew_roll_back(struct kvs_host_pool *pool) {
+/* Register no chunk, because one was refused. Without the lock. */
+static void roll_back(struct kvs_host_pool *pool) {
   struct kvs_error err;
   struct kvs_budget budget;
   char size[KVS_SIZE_TEXT] = "";
@@ -73,15 +74,26 @@ void kvs_crew_roll_back(struct kvs_host_pool *pool) {
     kvs_host_pool_note(pool, "if that is why, raise it: ulimit -l unlimited, or docker run --ulimit memlock=-1");
 }
 
+/* The kernel may have given pages of other nodes than were asked for: look at the first of each chunk. */
+static void check_nodes(struct kvs_host_pool *pool) {
+  size_t elsewhere = 0;
+  for (size_t i = 0; pool->node >= 0 && i < pool->nchunks; i++) {
+    int node = kvs_pages_node(pool->chunks[i].base);
+    elsewhere += node >= 0 && node != pool->node;
+  }
+  if (elsewhere)
+    kvs_host_pool_note(pool, "%zu of %zu chunks begin on another NUMA node than %d: copies of them are slower",
+                       elsewhere, pool->nchunks, pool->node);
+}
+
 /* The last of the crew leaves. */
 static void settle_locked(struct kvs_host_pool *pool) {
   bool all = !pool->failure.status;
   for (size_t i = 0; i < pool->nchunks; i++) all = all && pool->chunks[i].ready;
-  if (pool->refused.status && pool->registering) {
-    pthread_mutex_unlock(&pool->lock);
-    kvs_crew_roll_back(pool);
-    pthread_mutex_lock(&pool->lock);
-  }
+  pthread_mutex_unlock(&pool->lock);
+  if (pool->refused.status && pool->registering) roll_back(pool);
+  if (all) check_nodes(pool);
+  pthread_mutex_lock(&pool->lock);
   pool->pinned = all && pool->registering;
   pool->state = pool->failure.status ? KVS_POOL_FAILED : all ? KVS_POOL_READY : KVS_POOL_CANCELLED;
   pthread_cond_broadcast(&pool->changed);

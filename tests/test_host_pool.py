@@ -542,6 +542,16 @@ def test_a_pool_of_another_device(device: kvswap.Device) -> None:
         gc.collect()
 
 
+def test_a_device_that_runs_step_by_step() -> None:
+    device = testing.deterministic_device(seed=5)
+    gpu = device.alloc(4 * 4096)
+    np.asarray(gpu)[:] = 6
+    with HostPool(8, 4096, device=device) as pool:
+        kvswap.swap_cache_per_layer(gpu, pool, 4096, 4, 8, [0, 1, 2], [7, 1, 3], 0, device=device)
+        assert (pool.layer(0)[[7, 1, 3]] == 6).all() and not pool.layer(0)[[0, 2]].any()
+        gc.collect()
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
