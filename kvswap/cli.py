@@ -22,7 +22,7 @@ from kvswap.replay.units import parse_size
 
 if TYPE_CHECKING:
     from kvswap import _C, testing
-    from kvswap.bench import table
+    from kvswap.bench import handlers, table
     from kvswap.bench.plot import Result as BenchResult
     from kvswap.replay import geometry
     from kvswap.replay.report import Report
@@ -138,6 +138,9 @@ def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
     what.add_argument(
         "--regret", action="store_true", help="draw shapes at random; measure how far auto is from the best"
     )
+    what.add_argument(
+        "--handlers", action="store_true", help="vLLM's job queue: kvswap's beside vLLM's ways, on models' caches"
+    )
     what.add_argument("--list", action="store_true", help="list the cases of the table and end")
     parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and repeats: whether it works")
     parser.add_argument(
@@ -182,6 +185,7 @@ _BENCH_OPTIONS = {
     "the table": ("repeats", "shape", "size", "direction"),
     "--load": ("pairs", "seconds", "shape", "size", "direction"),
     "--regret": ("draws", "seed"),
+    "--handlers": ("repeats", "pairs", "seconds", "direction"),
 }
 
 
@@ -209,19 +213,23 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _check_bench(args: argparse.Namespace) -> None:
     """What an option is for is known before a device is opened."""
-    what = "--load" if args.load else "--regret" if args.regret else "the table"
+    what = "--load" if args.load else "--regret" if args.regret else "--handlers" if args.handlers else "the table"
     for option in sorted({option for options in _BENCH_OPTIONS.values() for option in options}):
         if getattr(args, option) is not None and option not in _BENCH_OPTIONS[what]:
             owners = " and ".join(owner for owner, options in _BENCH_OPTIONS.items() if option in options)
             raise UsageError(f"--{option} is for {owners}, not for {what}")
     if args.load and args.shape is not None and len(args.shape) > 1:
         raise UsageError("--load takes one --shape")
+    if args.handlers and (args.method or args.bytes or args.plot):
+        raise UsageError("--handlers has methods and sizes of its own, and no plot")
     _check_plot(args)
 
 
 def _bench_run(args: argparse.Namespace, device: _C.Device) -> Callable[[Callable[[str], None]], BenchResult]:
-    from kvswap.bench import beside, regret, table
+    from kvswap.bench import beside, handlers, regret, table
 
+    if args.handlers:
+        return partial(handlers.run, _handlers_plan(args, device))
     common = {"quick": args.quick, "nbytes": args.bytes, "methods": args.method}
     where = {"sizes": args.size, "directions": args.direction}
     if args.load:
@@ -232,6 +240,19 @@ def _bench_run(args: argparse.Namespace, device: _C.Device) -> Callable[[Callabl
         seed = secrets.randbits(32) if args.seed is None else args.seed
         return partial(regret.run, regret.plan(device, seed, draws=args.draws, **common))
     return partial(table.run, _table_plan(args, device))
+
+
+def _handlers_plan(args: argparse.Namespace, device: _C.Device) -> handlers.Plan:
+    from kvswap.bench import handlers
+
+    return handlers.plan(
+        device,
+        quick=args.quick,
+        repeats=args.repeats,
+        pairs=args.pairs,
+        seconds=args.seconds,
+        directions=args.direction,
+    )
 
 
 def _table_plan(args: argparse.Namespace, device: _C.Device) -> table.Plan:

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvswap.replay.units import format_size
 
-from . import beside, regret, table
+from . import beside, handlers, regret, table
 from .methods import METHODS
 
-Result: TypeAlias = table.Result | beside.Result | regret.Result
+Result: TypeAlias = table.Result | beside.Result | regret.Result | handlers.Result
 _MARKERS = "osv^D<>pXP*hd8"
 
 
@@ -24,8 +24,10 @@ def draw(result: Result, path: str | Path) -> None:
         figure = _table(figure_type, result)
     elif isinstance(result, beside.Result):
         figure = _beside(figure_type, result)
-    else:
+    elif isinstance(result, regret.Result):
         figure = _regret(figure_type, result)
+    else:
+        raise TypeError("a result of --handlers has no plot")
     figure.savefig(path)
 
 
