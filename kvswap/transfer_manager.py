@@ -470,9 +470,8 @@ class KVCacheTransferManager:
         """
         _check_mode(mode)
         if mode != "dram":
-            return self._to_or_from_files(
-                _OFFLOAD, block, offload_block, directory, layer_events or after_layers, after
-            )
+            layered = layer_events or after_layers is not None
+            return self._to_or_from_files(_OFFLOAD, block, offload_block, directory, layered, after)
         return self._move(_OFFLOAD, block, offload_block, num_tokens_to_copy, layer_events, after, after_layers)
 
     @overload
@@ -521,9 +520,8 @@ class KVCacheTransferManager:
         """
         _check_mode(mode)
         if mode != "dram":
-            return self._to_or_from_files(
-                _ONBOARD, block, offloaded_block, directory, layer_events or after_layers, after
-            )
+            layered = layer_events or after_layers is not None
+            return self._to_or_from_files(_ONBOARD, block, offloaded_block, directory, layered, after)
         return self._move(_ONBOARD, offloaded_block, block, num_tokens_to_copy, layer_events, after, after_layers)
 
     def _to_or_from_files(
