@@ -102,7 +102,7 @@ int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct k
                     made->nbytes, made->address, region.nbytes - (made->address - region.base));
   made->buffer_id = region.buffer_id;
   if (!in_chunks(engine, made->address)) return make_handle(engine, &region, made, err);
-  status = kvs_chunks_find(engine, made->address, made->nbytes, &chunks, err);
+  status = kvs_range_chunks(engine, made->address, made->nbytes, &chunks, err);
   return status ? status : serve_chunks(engine, &chunks, made, server, err);
 }
 

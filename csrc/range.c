@@ -136,8 +136,8 @@ void kvs_ranges_destroy(struct kvs_engine *engine) {
 
 /* -- looking --------------------------------------------------------------------------------------------------- */
 
-int kvs_chunks_find(struct kvs_engine *engine, uint64_t address, uint64_t nbytes, struct kvs_chunks *found,
-                    struct kvs_error *err) {
+int kvs_range_chunks(struct kvs_engine *engine, uint64_t address, uint64_t nbytes, struct kvs_chunks *found,
+                     struct kvs_error *err) {
   uint64_t at = address, end = address + nbytes, base = 0, size = 0;
   *found = (struct kvs_chunks){.count = 0};
   while (at < end) {

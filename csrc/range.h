@@ -26,6 +26,6 @@ void kvs_ranges_destroy(struct kvs_engine *);
 struct kvs_chunks {
   uint64_t base, nbytes, count;
 };
-int kvs_chunks_find(struct kvs_engine *, uint64_t address, uint64_t nbytes, struct kvs_chunks *, struct kvs_error *);
+int kvs_range_chunks(struct kvs_engine *, uint64_t address, uint64_t nbytes, struct kvs_chunks *, struct kvs_error *);
 
 #endif
