@@ -102,6 +102,19 @@ int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
   return status;
 }
 
+void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *engine) {
+  const struct kvs_engine *other;
+  for (unsigned i = 0; engine != transfer->engine && i < 64 && (other = kvs_engine_at(i)) != NULL; i++)
+    if (other == engine) transfer->others |= (uint64_t)1 << i;
+}
+
+int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && transfer->others >> i; i++)
+    if (transfer->others >> i & 1) status = kvs_dev_check(kvs_engine_at(i)->device, err);
+  return status;
+}
+
 static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, const struct kvs_foreign *foreign,
                          struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
@@ -118,6 +131,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
   int status = kvs_lane_pin(lane, sequence, &before, &end, err);
   if (status != KVS_NOT_READY) return status;
   if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, spine);
+  kvs_peer_depend(transfer, foreign->engine);
   status = kvs_dev_stream_wait_foreign(device, spine, foreign->engine->device, end, err);
   kvs_transfer_unpin(before);
   kvs_transfer_drop(before);

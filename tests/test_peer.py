@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -322,6 +323,27 @@ def test_failure_travels_between_devices(
         assert transfer.failed_blocks.tolist() == [1]
     kvswap.move_blocks(mine, theirs, [8], [7]).wait(PATIENCE)
     kvswap.move_blocks(theirs, kept, [7], [1]).wait(PATIENCE)
+
+
+def test_a_device_that_is_lost_fails_who_comes_after_it() -> None:
+    """And lets them go."""
+    device, other = kvswap.Device("host:23"), kvswap.Device("host:24")
+    mine, theirs = device.alloc(64), other.alloc(64)
+    stream, event = kvswap.Stream(other), kvswap.Event(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        event.record(stream)
+        transfer = kvswap.swap_blocks_batch([theirs], [mine], 64, device=device, after=event)
+        assert not transfer.done()
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        with pytest.raises(kvswap.DeviceError, match="lost"):
+            transfer.wait(PATIENCE)
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device  # the other one cannot be waited for any more
+    assert not device.lost
+    kvswap.swap_blocks_batch([mine], [np.zeros(64, np.uint8)], 64, device=device).wait(PATIENCE)
 
 
 def test_memory_is_not_freed_under_the_other_devices_transfer(
