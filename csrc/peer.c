@@ -10,6 +10,21 @@
 
 /* -- memory ---------------------------------------------------------------------------------------------------- */
 
+/* What another process owns is mapped for one device: nobody documents that kernels of others reach it, and one that
+ * does not loses its device. */
+static bool is_imported(const struct kvs_region *region) {
+  struct kvs_engine *engine;
+  bool imported = false;
+  for (unsigned i = 0; !imported && (engine = kvs_engine_at(i)) != NULL; i++) {
+    if (engine->device->fork_generation != kvs_fork_generation()) continue;
+    pthread_mutex_lock(&engine->memory_lock);
+    const struct kvs_region *known = kvs_regions_find(&engine->regions, region->base);
+    imported = known && known->origin == KVS_ORIGIN_IMPORTED;
+    pthread_mutex_unlock(&engine->memory_lock);
+  }
+  return imported;
+}
+
 int kvs_peer_find(struct kvs_engine *engine, const struct kvs_regions *regions, const struct kvs_region **peer,
                   bool *direct, struct kvs_error *err) {
   *peer = NULL;
@@ -21,7 +36,7 @@ int kvs_peer_find(struct kvs_engine *engine, const struct kvs_regions *regions, 
     int status = kvs_dev_peer(engine->device, region, &reached, err);
     if (status) return status;
     *peer = region;
-    *direct &= reached;
+    *direct &= reached && !is_imported(region);
   }
   return KVS_OK;
 }

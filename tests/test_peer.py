@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PATIENCE, Buffer, Gate, check_pattern, random_bytes, usable, write_pattern
+from processes import Process
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import _C, memory, testing
 
 BLOCKS, NBYTES = 64, 4096
 PATHS = ("auto", "dma", "strided", "kernel", "relay", "direct")
@@ -174,6 +175,25 @@ def test_without_peer_access(device: kvswap.Device, other: kvswap.Device, pair: 
     assert not device.lost
     kvswap.swap_cache_per_layer(*arguments, device=device, path="kernel")
     np.testing.assert_array_equal(blocks_of(there)[slots], before[ids])
+
+
+def test_memory_of_another_process_on_another_device(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    """Copied, and touched by no kernel of this device."""
+    with Process(f"device = kvswap.Device({other.name!r}); shared = device.alloc({NBYTES})") as owner:
+        with memory.open(bytes.fromhex(owner.do("memory.export(shared).to_bytes().hex()"))) as mapped:
+            assert mapped.device == other
+            before = blocks_of(pair[0])[5]
+            arguments = (pair[0].memory, mapped, NBYTES, BLOCKS, 1, [5], [0], 0)
+            with pytest.raises(kvswap.Error, match="no peer access"):
+                kvswap.swap_cache_per_layer(*arguments, device=device, path="kernel")
+            for path in ("auto", "dma"):
+                kvswap.swap_cache_per_layer(*arguments, device=device, path=path)
+            kvswap.swap_cache_per_layer(
+                pair[0].memory, mapped, NBYTES, BLOCKS, 1, [6], [0], 1, device=device
+            )  # fmt: skip
+        np.testing.assert_array_equal(blocks_of(pair[0])[6], before)
 
 
 def test_a_kernel_beyond_its_reach_loses_the_device() -> None:
