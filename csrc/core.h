@@ -1,13 +1,13 @@
 /* The structs behind kvswap.h: engine, lane, transfer, pool. For the core's own files only.
  *
  * Locks, in the order in which they may be taken together:
- *   0. engine->hazard_lock  one transfer between pools at a time: from the look at the tables until they know of it
+ *   0. engine->hazard_lock  transfers between pools, until the tables know of them (peer.h: of two); or share_lock
  *   1. engine->stream_locks one submitter a caller's stream at a time
  *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
  *   3. engine->lock         the list of lanes
  *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
  *   5. relay->lock, tables.lock
- *   6. leaves, never together: engine->memory_lock, engine->cache_lock
+ *   6. leaves, never together: engine->memory_lock, cache_lock, range_lock
  *   7. the race checker's, under any other; it calls nothing
  * No callback runs under any of them. */
 #ifndef KVS_CORE_H
@@ -43,11 +43,11 @@ struct kvs_transfer {
   struct kvs_engine *engine;
   struct kvs_lane *lane;
   struct kvs_transfer *next; /* in the lane's queue (lane->lock), later in the engine's garbage (cache_lock) */
-  uint64_t sequence;
-  uint64_t ticket; /* over all lanes */
+  uint64_t sequence, ticket; /* in its lane; over all lanes */
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
+  uint64_t others;            /* 1 << number, as kvs_engine_at(): engines whose work it comes after */
   struct kvs_bounds gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
   void *owner;
   void (*release)(void *);
@@ -124,7 +124,6 @@ struct kvs_engine {
   struct kvs_disabled disabled;
   struct kvs_costs costs;
   char costs_note[240]; /* where they are from */
-
   struct kvs_tables tables;
   struct kvs_relay relays[2]; /* by direction */
   char relay_note[160];       /* why there are none; empty: there are */
@@ -146,7 +145,7 @@ struct kvs_engine {
   pthread_mutex_t memory_lock;
   struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
   struct kvs_pool *pools;     /* guarded by memory_lock */
-  pthread_mutex_t share_lock; /* before memory_lock; held while memory of others is opened or closed */
+  pthread_mutex_t share_lock; /* held while memory of others is opened or closed */
   struct kvs_import *imports; /* guarded by share_lock */
   pthread_mutex_t range_lock; /* a leaf */
   struct kvs_range *ranges;   /* guarded by range_lock */

@@ -59,8 +59,8 @@ KVS_API void kvs_servers_stop(void); /* of the process */
 KVS_API int kvs_export_from_handle(struct kvs_engine *engine, const unsigned char handle[64], uint64_t nbytes,
                                    struct kvs_export *made, struct kvs_error *err);
 
-/* An event that was made to be shared (kvs_dev_event_create_shared), and opening one in another process: there it is an
- * event of the device like others, which the caller destroys. Its maker keeps it until then. */
+/* An event that was made to be shared (of CUDA: CU_EVENT_INTERPROCESS), and opening one in another process: there it is
+ * an event of the device like others, which the caller destroys. Its maker keeps it until then. */
 KVS_API int kvs_export_event(struct kvs_engine *engine, uint64_t event, struct kvs_export *made, struct kvs_error *err);
 KVS_API int kvs_open_event(struct kvs_engine *engine, const struct kvs_export *from, uint64_t *event,
                            struct kvs_error *err);

@@ -42,6 +42,7 @@ static int spine_waits_for_transfer(struct kvs_transfer *transfer, size_t index,
   if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, transfer->engine->device, transfer->lane->spine);
   status = kvs_transfer_pin(before, &end, err);
   if (status != KVS_NOT_READY) return status;
+  kvs_peer_depend(transfer, before->engine);
   status =
       kvs_dev_stream_wait_foreign(transfer->engine->device, transfer->lane->spine, before->engine->device, end, err);
   kvs_transfer_unpin(before);
@@ -71,6 +72,7 @@ static int spine_waits_for_event(struct kvs_transfer *transfer, const struct kvs
   struct kvs_device *other = after->engine ? after->engine->device : device;
   if (other != device && kvs_racecheck_on())
     kvs_racecheck_order(other, 0, after->handle, device, transfer->lane->spine);
+  if (after->engine) kvs_peer_depend(transfer, after->engine);
   return kvs_dev_stream_wait_foreign(device, transfer->lane->spine, other, after->handle, err);
 }
 

@@ -10,6 +10,21 @@
 
 /* -- memory ---------------------------------------------------------------------------------------------------- */
 
+/* What another process owns is mapped for one device: nobody documents that kernels of others reach it, and one that
+ * does not loses its device. */
+static bool is_imported(const struct kvs_region *region) {
+  struct kvs_engine *engine;
+  bool imported = false;
+  for (unsigned i = 0; !imported && (engine = kvs_engine_at(i)) != NULL; i++) {
+    if (engine->device->fork_generation != kvs_fork_generation()) continue;
+    pthread_mutex_lock(&engine->memory_lock);
+    const struct kvs_region *known = kvs_regions_find(&engine->regions, region->base);
+    imported = known && known->origin == KVS_ORIGIN_IMPORTED;
+    pthread_mutex_unlock(&engine->memory_lock);
+  }
+  return imported;
+}
+
 int kvs_peer_find(struct kvs_engine *engine, const struct kvs_regions *regions, const struct kvs_region **peer,
                   bool *direct, struct kvs_error *err) {
   *peer = NULL;
@@ -21,7 +36,7 @@ int kvs_peer_find(struct kvs_engine *engine, const struct kvs_regions *regions, 
     int status = kvs_dev_peer(engine->device, region, &reached, err);
     if (status) return status;
     *peer = region;
-    *direct &= reached;
+    *direct &= reached && !is_imported(region);
   }
   return KVS_OK;
 }
@@ -102,6 +117,19 @@ int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
   return status;
 }
 
+void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *engine) {
+  const struct kvs_engine *other;
+  for (unsigned i = 0; engine != transfer->engine && i < 64 && (other = kvs_engine_at(i)) != NULL; i++)
+    if (other == engine) transfer->others |= (uint64_t)1 << i;
+}
+
+int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && transfer->others >> i; i++)
+    if (transfer->others >> i & 1) status = kvs_dev_check(kvs_engine_at(i)->device, err);
+  return status;
+}
+
 static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, const struct kvs_foreign *foreign,
                          struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
@@ -118,6 +146,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
   int status = kvs_lane_pin(lane, sequence, &before, &end, err);
   if (status != KVS_NOT_READY) return status;
   if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, spine);
+  kvs_peer_depend(transfer, foreign->engine);
   status = kvs_dev_stream_wait_foreign(device, spine, foreign->engine->device, end, err);
   kvs_transfer_unpin(before);
   kvs_transfer_drop(before);

@@ -27,6 +27,10 @@ int kvs_peer_visit(struct kvs_pool *, struct kvs_engine *running,
 int kvs_peer_inherit(struct kvs_pool *, struct kvs_error *); /* a new pool: whoever is at work on its memory counts */
 int kvs_peer_wait(struct kvs_transfer *, const struct kvs_foreign *, struct kvs_error *); /* on its spine */
 
+/* The transfer comes after work of another engine: if that one's device is lost before it ends, it fails too. */
+void kvs_peer_depend(struct kvs_transfer *, const struct kvs_engine *);
+int kvs_peer_check(const struct kvs_transfer *, struct kvs_error *);
+
 /* As kvs_engine_drain(), of all other engines of the process. */
 int kvs_peer_drain(struct kvs_engine *but, const struct kvs_region *, int64_t timeout_ns, struct kvs_error *);
 

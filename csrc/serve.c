@@ -245,7 +245,10 @@ static void *serve_clients(void *arg) {
     if (waiting[1].revents) break;
     if (!(waiting[0].revents & POLLIN)) continue;
     int client = accept4(server->listening, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (client < 0) continue;
+    if (client < 0) { /* too many open files, say: they are looked at again, but not at once */
+      (void)poll(&waiting[1], 1, 50);
+      continue;
+    }
     serve(server, client);
     close(client);
   }

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "peer.h"
 #include "racecheck.h"
 
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *engine, struct kvs_error *err) {
@@ -104,6 +105,8 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_error ignored;
   bool lost = atomic_load(&engine->device->lost) != 0, failed = transfer->error.status != KVS_OK;
+  if (!lost && !failed && transfer->others && kvs_peer_check(transfer, &transfer->error))
+    transfer->all_failed = failed = true; /* it went on without what it was to come after */
   if (lost) {
     (void)kvs_dev_check(engine->device, &transfer->error);
     transfer->all_failed = failed = true;

@@ -277,14 +277,14 @@ def test_a_wrong_generation(buffer: Buffer, other: Process) -> None:
 
 
 def test_memory_that_was_freed(device: kvswap.Device, other: Process) -> None:
+    if device.kind != "host":
+        pytest.skip("a GPU's driver may have given the same memory to a new allocation")
     freed = device.alloc(4 * MIB)
     export = memory.export(freed)
-    del export._source
+    export.close()
     freed.free()
     kept = device.alloc(4 * MIB)
-    text = wrong(other, f"memory.open({hex_of(export)})", "DeviceError")
-    if device.kind == "host":
-        assert "freed since" in text
+    assert "freed since" in wrong(other, f"memory.open({hex_of(export)})", "DeviceError")
     kept.free()
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import PATIENCE, Buffer, Gate, check_pattern, random_bytes, usable, write_pattern
+from processes import Process
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import _C, memory, testing
 
 BLOCKS, NBYTES = 64, 4096
 PATHS = ("auto", "dma", "strided", "kernel", "relay", "direct")
@@ -175,6 +177,25 @@ def test_without_peer_access(device: kvswap.Device, other: kvswap.Device, pair: 
     np.testing.assert_array_equal(blocks_of(there)[slots], before[ids])
 
 
+def test_memory_of_another_process_on_another_device(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    """Copied, and touched by no kernel of this device."""
+    with Process(f"device = kvswap.Device({other.name!r}); shared = device.alloc({NBYTES})") as owner:
+        with memory.open(bytes.fromhex(owner.do("memory.export(shared).to_bytes().hex()"))) as mapped:
+            assert mapped.device == other
+            before = blocks_of(pair[0])[5]
+            arguments = (pair[0].memory, mapped, NBYTES, BLOCKS, 1, [5], [0], 0)
+            with pytest.raises(kvswap.Error, match="no peer access"):
+                kvswap.swap_cache_per_layer(*arguments, device=device, path="kernel")
+            for path in ("auto", "dma"):
+                kvswap.swap_cache_per_layer(*arguments, device=device, path=path)
+            kvswap.swap_cache_per_layer(
+                pair[0].memory, mapped, NBYTES, BLOCKS, 1, [6], [0], 1, device=device
+            )  # fmt: skip
+        np.testing.assert_array_equal(blocks_of(pair[0])[6], before)
+
+
 def test_a_kernel_beyond_its_reach_loses_the_device() -> None:
     """The host device says so, as a GPU would."""
     device, other = kvswap.Device("host:21"), kvswap.Device("host:22")
@@ -322,6 +343,27 @@ def test_failure_travels_between_devices(
         assert transfer.failed_blocks.tolist() == [1]
     kvswap.move_blocks(mine, theirs, [8], [7]).wait(PATIENCE)
     kvswap.move_blocks(theirs, kept, [7], [1]).wait(PATIENCE)
+
+
+def test_a_device_that_is_lost_fails_who_comes_after_it() -> None:
+    """And lets them go."""
+    device, other = kvswap.Device("host:23"), kvswap.Device("host:24")
+    mine, theirs = device.alloc(64), other.alloc(64)
+    stream, event = kvswap.Stream(other), kvswap.Event(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        event.record(stream)
+        transfer = kvswap.swap_blocks_batch([theirs], [mine], 64, device=device, after=event)
+        assert not transfer.done()
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        with pytest.raises(kvswap.DeviceError, match="lost"):
+            transfer.wait(PATIENCE)
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device  # the other one cannot be waited for any more
+    assert not device.lost
+    kvswap.swap_blocks_batch([mine], [np.zeros(64, np.uint8)], 64, device=device).wait(PATIENCE)
 
 
 def test_memory_is_not_freed_under_the_other_devices_transfer(

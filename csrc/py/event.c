@@ -137,8 +137,10 @@ static PyObject *event_wait(PyObject *object, PyObject *stream) {
   else if (kvs_py_stream_handle(state, stream, "stream", engine, &handle) < 0)
     return NULL;
   struct kvs_device *device = kvs_engine_device(engine), *own = kvs_engine_device(self->engine);
+  const struct kvs_after event = {.kind = KVS_AFTER_EVENT, .handle = self->handle, .engine = self->engine};
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_dev_stream_wait_foreign(device, handle, own, self->handle, &err);
+  if (rc == KVS_OK && device != own) rc = kvs_note_order(engine, &event, false, handle, &err);
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
