@@ -392,6 +392,7 @@ static int await_readers(struct kvs_host_pool *pool, struct kvs_error *err) {
   struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
   bool late = false;
   pthread_mutex_lock(&pool->lock);
+  pool->closing = true;
   while (pool->readers && !late) late = pthread_cond_timedwait(&pool->changed, &pool->lock, &end) != 0;
   late = pool->readers != 0;
   pthread_mutex_unlock(&pool->lock);
@@ -444,7 +445,7 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
     pthread_mutex_unlock(&pool->lock);
   }
   pthread_mutex_lock(&pool->lock);
-  pool->resizing = false;
+  pool->resizing = pool->closing = false;
   pthread_mutex_unlock(&pool->lock);
   return status;
 }

@@ -33,7 +33,6 @@ struct kvs_host_pool {
   uint64_t map_base, map_nbytes; /* all that is mapped */
   uint64_t base;                 /* of the first block */
   enum kvs_pages pages;
-  int node;
   struct kvs_shared_file *segment; /* NULL: of this process alone */
 
   pthread_mutex_t lock;
@@ -41,6 +40,7 @@ struct kvs_host_pool {
   /* Guarded by lock. */
   enum kvs_host_pool_state state;
   uint64_t num_blocks;
+  int node;                 /* where its pages were asked for; -1: anywhere, -2: interleaved */
   struct kvs_chunk *chunks; /* by address; the array changes only while no crew is at work */
   size_t nchunks, capacity;
   size_t next_chunk;                     /* the first with something to hand out */
@@ -49,7 +49,8 @@ struct kvs_host_pool {
   bool pinned;
   bool stop;
   bool resizing;    /* one grow, shrink or close at a time */
-  unsigned readers; /* calls that look at the segment */
+  bool closing;     /* nobody begins to look at the segment any more */
+  unsigned readers; /* calls that look at it */
   unsigned working; /* of the crew */
   unsigned hired;   /* threads to join */
   pthread_t crew[KVS_CREW];

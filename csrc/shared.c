@@ -55,10 +55,14 @@ static int enter(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = kvs_dev_check(pool->engine->device, err);
   if (status == KVS_FORKED) return status;
   pthread_mutex_lock(&pool->lock);
-  if (pool->state == KVS_POOL_CLOSED || !pool->segment)
+  if (pool->state == KVS_POOL_CLOSED || pool->closing) {
     status = kvs_fail(err, KVS_CLOSED, "the pool is closed");
-  else
-    status = KVS_OK, pool->readers++;
+  } else if (!pool->segment) {
+    status = kvs_fail(err, KVS_INVALID, "the pool is not a shared one");
+  } else {
+    status = KVS_OK;
+    pool->readers++;
+  }
   pthread_mutex_unlock(&pool->lock);
   return status;
 }

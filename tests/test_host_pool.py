@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import mmap
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from conftest import PATIENCE, ROOT, Buffer, Gate, random_bytes
 import kvswap
 from kvswap import memory, testing
 from kvswap.memory import HostPool
+from kvswap.replay.progress import Progress
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -159,6 +162,18 @@ def test_reserve(device: kvswap.Device) -> None:
         HostPool(1, PAGE, device=device, reserve=1 << 50)
     HostPool(1, PAGE, device=device, reserve=0).close()
     HostPool(1, PAGE, device=device, reserve=-(1 << 50)).close()
+
+
+def test_reserve_of_the_environment(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSWAP_RESERVE", str(1 << 50))
+    with pytest.raises(MemoryError, match=r"keeps free 1\.0 PiB"):
+        HostPool(1, PAGE, device=device)
+    HostPool(1, PAGE, device=device, reserve=0).close()
+    monkeypatch.setenv("KVSWAP_RESERVE", "-1000")
+    HostPool(1, PAGE, device=device).close()
+    monkeypatch.setenv("KVSWAP_RESERVE", "8GiB")
+    with pytest.raises(ValueError, match="KVSWAP_RESERVE is '8GiB'"):
+        HostPool(1, PAGE, device=device)
 
 
 def test_address_space(device_name: str) -> None:
@@ -317,6 +332,12 @@ def test_progress(device: kvswap.Device) -> None:
     assert done == sorted(done) and len(set(done)) >= 4 and all(total == 12 * MIB for _, total in told)
 
 
+def test_progress_bar(device: kvswap.Device) -> None:
+    terminal = io.StringIO()
+    HostPool(12, MIB, device=device, progress=Progress(terminal, enabled=True).memory).close()
+    assert re.search(r"\[[#.]{24}\] [\d.]+ (B|MiB) of 12 MiB of host memory", terminal.getvalue())
+
+
 def test_what_progress_raises_ends_the_constructor(device: kvswap.Device) -> None:
     def stop(done: int, total: int) -> None:
         raise RuntimeError("enough")
@@ -423,10 +444,14 @@ def test_transparent_huge_pages_are_used(device: kvswap.Device) -> None:
     with HostPool(32, MIB, device=device, pages="transparent") as pool:
         if pool.pages != "transparent":
             pytest.skip("transparent huge pages are off")
-        text = Path("/proc/self/smaps").read_text()
-        entry = text[text.index(f"{pool.ptr:x}-") :]
-        line = next(line for line in entry.splitlines() if line.startswith("AnonHugePages:"))
-        assert int(line.split()[1]) >= 16 * 1024
+        inside, huge = False, 0
+        for words in map(str.split, Path("/proc/self/smaps").read_text().splitlines()):
+            if not words[0].endswith(":"):  # the line that begins a mapping
+                start, end = (int(address, 16) for address in words[0].split("-"))
+                inside = start < pool.ptr + pool.nbytes and pool.ptr < end
+            elif inside and words[0] == "AnonHugePages:":
+                huge += int(words[1]) * 1024
+        assert huge >= 16 * MIB
 
 
 def test_numa(device: kvswap.Device) -> None:
@@ -740,6 +765,36 @@ def test_kill(device_name: str, when: str) -> None:
     process.stdout.close()
     with HostPool(256, MIB, device=device_name) as pool:
         assert pool.pinned
+
+
+def test_a_lost_device(device_name: str) -> None:
+    """Its memory can be given back all the same."""
+    if not device_name.startswith("host"):
+        pytest.skip("a GPU is not lost for a test")
+    run = run_python(
+        """
+        import gc, kvswap
+        import numpy as np
+        from kvswap import testing
+        from kvswap.memory import HostPool
+        device = kvswap.Device("host:9")
+        pools = [HostPool(64, 1 << 20, device=device) for _ in range(3)]
+        gpu = device.alloc(1 << 20)
+        try:
+            with testing.fault(device, "call", "lose"):
+                kvswap.swap_cache_per_layer(gpu.ptr, pools[0].ptr, 1 << 20, 1, 64, [0], [0], 0, device=device)
+        except kvswap.DeviceError as error:
+            print("lost", device.lost)
+        for pool in pools[:2]:
+            pool.close()
+        del pools, pool
+        try:
+            HostPool(1, 4096, device=device)
+        except kvswap.DeviceError as error:
+            print("lost" in str(error))
+        """
+    )
+    assert (run.returncode, run.stdout) == (0, "lost True\nTrue\n"), run.stderr
 
 
 def test_two_threads_close_and_use(device: kvswap.Device) -> None:

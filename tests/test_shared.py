@@ -655,6 +655,33 @@ def test_closing_while_another_thread_waits(device: kvswap.Device, name: str) ->
     assert len(told) == 1 and "closed" in str(told[0])
 
 
+def test_threads_that_use_it_while_it_closes(device: kvswap.Device, name: str) -> None:
+    """Nobody gets anything but an answer or an error."""
+    for _ in range(20):
+        pool, wrong = SharedPool(name, 64, 4096, device=device), []
+
+        def use(pool: SharedPool = pool, wrong: list[Exception] = wrong) -> None:
+            while True:
+                try:
+                    pool.publish(np.flatnonzero(pool.claim(np.arange(64))))
+                    pool.wait_ready(np.arange(64), timeout=1)
+                    assert pool.published([5])[0] and pool.owner
+                except kvswap.Error:
+                    return
+                except Exception as error:
+                    wrong.append(error)
+                    return
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.01)
+        pool.close()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert wrong == []
+
+
 def test_population_that_fails(device: kvswap.Device, name: str) -> None:
     """The memory is not to be had after all: an error for who waits, and nothing but closing is left to do."""
     owner = SharedPool(name, 8, MIB, device=device)

@@ -4,7 +4,7 @@
 #include <limits.h>
 #include <string.h>
 
-enum { CLOSED = -1, CLOSE_SECONDS = 60 };
+enum { CLOSED = KVS_PY_HOST_CLOSED, SHRINKING = KVS_PY_HOST_SHRINKING, CLOSE_SECONDS = 60 };
 static const long FORCED = LONG_MIN / 2;
 static const int64_t SECOND_NS = 1000000000;
 
@@ -101,7 +101,9 @@ PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const
 
 static PyObject *raise_closed(PyObject *self) {
   struct kvs_error err = {0};
-  kvs_fail(&err, KVS_CLOSED, "the pool is closed");
+  kvs_fail(&err, KVS_CLOSED,
+           atomic_load(&as_pool(self)->uses) == SHRINKING ? "another thread is shrinking the pool"
+                                                          : "the pool is closed");
   return kvs_py_raise(kvs_py_state_of(self), &err);
 }
 
@@ -115,7 +117,8 @@ static int any_info(PyObject *self, struct kvs_host_pool_info *info) {
 
 int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info) {
   if (any_info(self, info) < 0) return -1;
-  if (info->state != KVS_POOL_CLOSED && atomic_load(&as_pool(self)->uses) >= 0) return 0;
+  long uses = atomic_load(&as_pool(self)->uses);
+  if (info->state != KVS_POOL_CLOSED && (uses >= 0 || uses == SHRINKING)) return 0;
   raise_closed(self);
   return -1;
 }
@@ -241,7 +244,7 @@ int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags) {
   long seen = atomic_load(uses);
   do {
     if (seen < 0) {
-      PyErr_SetString(PyExc_BufferError, "the pool is closed");
+      PyErr_SetString(PyExc_BufferError, seen == SHRINKING ? "the pool is being shrunk" : "the pool is closed");
       return -1;
     }
   } while (!atomic_compare_exchange_weak(uses, &seen, seen + 1));
@@ -388,7 +391,8 @@ static int close_core(PyObject *self, bool forced) {
 static int close_pool(PyObject *self, int64_t timeout_ns, bool force) {
   struct kvs_host_pool_info info;
   if (any_info(self, &info) < 0) return -1;
-  if (info.state == KVS_POOL_CLOSED || atomic_load(&as_pool(self)->uses) < 0) return 0;
+  long uses = atomic_load(&as_pool(self)->uses);
+  if (info.state == KVS_POOL_CLOSED || (uses < 0 && uses != SHRINKING)) return 0;
   if (kvs_py_host_pool_drain(self, timeout_ns) < 0) return -1;
   if (force && atomic_load(&as_pool(self)->uses) > 0) {
     atomic_fetch_add(&as_pool(self)->uses, FORCED);
@@ -519,7 +523,7 @@ PyObject *kvs_py_host_notices(PyObject *self, void *unused) {
   (void)unused;
   if (any_info(self, &info) < 0) return NULL;
   kvs_host_pool_notices(as_pool(self)->pool, text, sizeof text);
-  PyObject *whole = PyUnicode_FromString(text);
+  PyObject *whole = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
   PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
   PyObject *tuple = lines == NULL ? NULL : PyList_AsTuple(lines);
   Py_XDECREF(whole);

@@ -74,7 +74,7 @@ static PyObject *host_pool_shrink(PyObject *self, PyObject *const *args, Py_ssiz
   int64_t timeout_ns;
   if (read_size(args, nargs, kwnames, "shrink", &num_blocks, &timeout_ns) < 0) return NULL;
   if (kvs_py_host_pool_info(self, &info) < 0 || kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
-  if (kvs_py_host_pool_take(self, -1) < 0) return NULL;
+  if (kvs_py_host_pool_take(self, KVS_PY_HOST_SHRINKING) < 0) return NULL;
   int rc = resize(self, kvs_host_pool_shrink, num_blocks, timeout_ns);
   atomic_store(&((struct kvs_py_host_pool *)self)->uses, 0);
   if (rc < 0) return NULL;

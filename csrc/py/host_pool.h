@@ -5,7 +5,8 @@
 #include "bind.h"
 
 /* `uses` counts exported buffers. Taking it from 0 to CLOSED is what gives the memory up, so that closing and a new
- * export cannot both succeed; closing in spite of exports takes it far below 0. */
+ * export cannot both succeed; closing in spite of exports takes it far below 0. While it shrinks it is SHRINKING. */
+enum { KVS_PY_HOST_CLOSED = -1, KVS_PY_HOST_SHRINKING = -2 };
 struct kvs_py_host_pool {
   PyObject_HEAD
   struct kvs_host_pool *pool;
