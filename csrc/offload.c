@@ -274,6 +274,8 @@ static void map_free(struct kvs_offload *map) {
   free(map->gpu_blocks);
   free(map->shares);
   free(map->room);
+  free(map->group_sizes);
+  if (map->unfinished) kvs_failure_unref(map->unfinished);
   if (map->owner) map->release(map->owner);
   free(map);
 }
@@ -289,7 +291,9 @@ static int find_groups(struct kvs_offload *map, const struct kvs_offload_layout 
   uint32_t *first = calloc(layout->ntensors, sizeof *first); /* the first group that a tensor is of, + 1 */
   map->gpu_blocks = calloc(map->ngroups, sizeof *map->gpu_blocks);
   map->shares = calloc(map->ngroups, sizeof *map->shares);
-  if (!first || !map->gpu_blocks || !map->shares) {
+  map->group_sizes = calloc(2 * map->ngroups, sizeof *map->group_sizes);
+  map->block_indices = map->group_sizes + map->ngroups;
+  if (!first || !map->gpu_blocks || !map->shares || !map->group_sizes) {
     free(first);
     return kvs_fail(err, KVS_NOMEM, "no memory for %zu groups", map->ngroups);
   }
@@ -314,8 +318,12 @@ static int make_tables(struct kvs_offload *map, const struct kvs_offload_layout 
   int status = kvs_table_new(gpu_blocks, &map->gpu, err);
   if (!status) status = kvs_table_new(blocks, &map->cpu, err);
   if (!status && layout->remember_failures) {
+    struct kvs_error unfinished;
+    kvs_fail(&unfinished, KVS_REFUSED, "its store was not queued in whole");
     map->failures = calloc(blocks, sizeof(struct kvs_failure *));
-    if (!map->failures) status = kvs_fail(err, KVS_NOMEM, "no memory to track %" PRIu64 " blocks", blocks);
+    map->unfinished = kvs_failure_new(&unfinished, 0);
+    if (!map->failures || !map->unfinished)
+      status = kvs_fail(err, KVS_NOMEM, "no memory to track %" PRIu64 " blocks", blocks);
   }
   pthread_mutex_lock(&map->engine->hazard_lock);
   for (size_t i = 0; !status && i < layout->ntensors; i++) {

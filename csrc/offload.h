@@ -37,7 +37,9 @@ struct kvs_offload {
   size_t nfailures;
   void *owner;
   void (*release)(void *);
+  struct kvs_failure *unfinished; /* of a block whose store is not queued in whole */
   /* Guarded by engine->hazard_lock: of the job that is being submitted. */
+  int64_t *group_sizes, *block_indices; /* a group */
   int64_t *room;
   size_t capacity;
 };

@@ -16,6 +16,7 @@ struct job_call {
   int64_t *sheet_gpu;         /* those of one sheet */
   int64_t *sheet_cpu, *slots; /* block numbers and slots of the host */
   size_t count;
+  bool fresh; /* nothing of it was submitted before this sheet */
   /* Of that sheet: blocks to be moved, and positions among all that were asked for of those that are lost. */
   size_t nmoved, nlost, nasked;
   uint32_t *lost;
@@ -43,20 +44,22 @@ static int make_room(struct job_call *call, struct kvs_error *err) {
   return KVS_OK;
 }
 
-static int check_lists(const struct job_call *call, struct kvs_error *err) {
-  const struct kvs_offload_job *job = call->job;
-  const char *const names[] = {"group_sizes", "block_indices"};
-  const struct kvs_ids *lists[] = {&job->group_sizes, &job->block_indices};
-  for (int k = 0; k < 2; k++) {
-    if (lists[k]->count != call->map->ngroups)
-      return kvs_fail(err, KVS_INVALID, "%s has %zu entries; there are %zu groups", names[k], lists[k]->count,
-                      call->map->ngroups);
-    for (size_t i = 0; i < lists[k]->count; i++)
-      if (kvs_id_at(lists[k], i) < 0)
-        return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 ": must be 0 or more", names[k], i,
-                        kvs_id_at(lists[k], i));
-  }
+/* Read once, as all lists: somebody may write to them meanwhile. */
+static int take_group_list(const struct kvs_ids *list, const char *name, size_t ngroups, int64_t *copy,
+                           struct kvs_error *err) {
+  if (list->count != ngroups)
+    return kvs_fail(err, KVS_INVALID, "%s has %zu entries; there are %zu groups", name, list->count, ngroups);
+  kvs_ids_copy(list, copy);
+  for (size_t i = 0; i < ngroups; i++)
+    if (copy[i] < 0) return kvs_fail(err, KVS_RANGE, "%s[%zu] is %" PRId64 ": must be 0 or more", name, i, copy[i]);
   return KVS_OK;
+}
+
+static int take_lists(const struct job_call *call, struct kvs_error *err) {
+  struct kvs_offload *map = call->map;
+  int status = take_group_list(&call->job->group_sizes, "group_sizes", map->ngroups, map->group_sizes, err);
+  if (status) return status;
+  return take_group_list(&call->job->block_indices, "block_indices", map->ngroups, map->block_indices, err);
 }
 
 static int out_of_range(const char *name, size_t i, int64_t id, uint64_t count, const char *what,
@@ -74,7 +77,7 @@ static int expand_group(const struct job_call *call, size_t group, size_t begin,
                         struct kvs_error *err) {
   const struct kvs_offload *map = call->map;
   const struct kvs_ids *chunks = &call->job->chunks;
-  uint64_t j = (uint64_t)kvs_id_at(&call->job->block_indices, group) % map->factor;
+  uint64_t j = (uint64_t)call->map->block_indices[group] % map->factor;
   for (size_t i = 0; i < size; (*chunk)++, j = 0) {
     if (*chunk == chunks->count) return too_short("chunks", chunks->count, group, err);
     int64_t id = kvs_id_at(chunks, *chunk);
@@ -108,7 +111,7 @@ static int check_targets(const struct job_call *call, size_t begin, size_t size,
       status = kvs_fail(err, KVS_INVALID, "gpu_blocks[%zu] is %" PRId64 ", which is written twice", i, targets[i]);
     *word |= bit;
   }
-  for (size_t k = status || !keep ? begin : i; k < i; k++) bitmap[targets[k] >> 6] = 0;
+  for (size_t k = status || !keep ? begin : i; k < i; k++) bitmap[targets[k] >> 6] &= ~(1ull << (targets[k] & 63));
   return status;
 }
 
@@ -120,9 +123,9 @@ static void clear_targets(const struct job_call *call, size_t count) {
 static int check_and_expand(const struct job_call *call, struct kvs_error *err) {
   const struct kvs_offload *map = call->map;
   size_t begin = 0, chunk = 0, kept = 0;
-  int status = check_lists(call, err);
+  int status = take_lists(call, err);
   for (size_t group = 0; !status && group < map->ngroups; group++) {
-    uint64_t size = (uint64_t)kvs_id_at(&call->job->group_sizes, group);
+    uint64_t size = (uint64_t)call->map->group_sizes[group];
     bool keep = call->job->direction == KVS_D2H || map->shares[group];
     if (size > call->count - begin)
       status = too_short("gpu_blocks", call->count, group, err);
@@ -175,8 +178,8 @@ static bool is_lost(struct job_call *call, uint64_t block) {
 static void list_blocks(struct job_call *call, const struct kvs_sheet *sheet) {
   uint64_t factor = call->map->factor;
   size_t begin = 0, n = 0;
-  for (size_t group = 0; group < sheet->group; group++) begin += (size_t)kvs_id_at(&call->job->group_sizes, group);
-  size_t end = begin + (size_t)kvs_id_at(&call->job->group_sizes, sheet->group);
+  for (size_t group = 0; group < sheet->group; group++) begin += (size_t)call->map->group_sizes[group];
+  size_t end = begin + (size_t)call->map->group_sizes[sheet->group];
   call->nlost = call->nasked = 0;
   for (size_t i = begin; i < end; i++) {
     uint64_t block = (uint64_t)call->cpu[i];
@@ -198,20 +201,34 @@ struct sheet_call {
   struct job_call *job;
 };
 
+static void set_failure(struct kvs_offload *map, int64_t block, struct kvs_failure *failure) {
+  kvs_offload_forget(map, (uint64_t)block);
+  atomic_fetch_add(&failure->refs, 1);
+  map->failures[block] = failure;
+  map->nfailures++;
+}
+
+/* A store was queued, or as much of it as the device takes. Until the last of a job was, none of it counts as stored.
+ */
 static void remember(const void *arg, const struct kvs_transfer *transfer) {
   const struct job_call *call = ((const struct sheet_call *)arg)->job;
   struct kvs_offload *map = call->map;
-  if (transfer->error.status == KVS_OK || !map->failures || call->job->direction != KVS_D2H) return;
+  if (!map->failures || call->job->direction != KVS_D2H) return;
+  for (size_t i = 0; call->fresh && i < call->count; i++) set_failure(map, call->cpu[i], map->unfinished);
+  if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   size_t count = transfer->all_failed ? (size_t)transfer->nblocks : transfer->nfailed;
-  for (size_t i = 0; failure && i < count; i++) {
-    int64_t block = call->sheet_cpu[transfer->all_failed ? i : transfer->failed[i]];
-    kvs_offload_forget(map, (uint64_t)block);
-    atomic_fetch_add(&failure->refs, 1);
-    map->failures[block] = failure;
-    map->nfailures++;
-  }
+  for (size_t i = 0; failure && i < count; i++)
+    set_failure(map, call->sheet_cpu[transfer->all_failed ? i : transfer->failed[i]], failure);
   if (failure) kvs_failure_unref(failure);
+}
+
+/* All of a store was queued. */
+static void settle_job(const struct job_call *call) {
+  struct kvs_offload *map = call->map;
+  if (!map->nfailures || call->job->direction != KVS_D2H) return;
+  for (size_t i = 0; i < call->count; i++)
+    if (map->failures[call->cpu[i]] == map->unfinished) kvs_offload_forget(map, (uint64_t)call->cpu[i]);
 }
 
 static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, const struct kvs_options *options,
@@ -270,17 +287,18 @@ static int submit_job(struct job_call *call, const struct kvs_options *options, 
   struct kvs_offload *map = call->map;
   bool any = false;
   int status = KVS_OK;
-  if (*next == 0 && call->job->direction == KVS_D2H)
-    for (size_t i = 0; i < call->count; i++) kvs_offload_forget(map, (uint64_t)call->cpu[i]);
   for (size_t i = 0; !status && i < map->nsheets; i++) {
     list_blocks(call, &map->sheets[i]);
+    call->fresh = !any;
     any |= call->nasked > 0;
     if (i < *next) continue;
     if (call->nasked) status = submit_once(call, &map->sheets[i], options, &transfers[*count], err);
     if (call->nasked && !status) ++*count;
     if (!status) *next = i + 1;
   }
+  if (!status && any) settle_job(call);
   if (status || any) return status;
+  call->fresh = false;
   status = submit_once(call, &nothing, options, &transfers[0], err);
   *count = !status;
   return status;

@@ -253,11 +253,34 @@ def test_a_layer_that_shares_anothers_blocks_is_moved_once(library: Library) -> 
     check_both_ways(Cache(library, [512], refs, 1), [5])
 
 
-def test_too_many_units_for_slots(library: Library) -> None:
-    """Pages and rows have no common measure: each block of a chunk is a sheet by itself."""
+def test_pages_and_rows_without_a_common_measure(library: Library) -> None:
     pages = [509, 1021]
-    cache = Cache(library, pages, plain(pages), 3, padding=2)
-    check_both_ways(cache, [7])
+    check_both_ways(Cache(library, pages, plain(pages), 3, padding=2), [7])
+
+
+def test_too_many_units_for_slots(device: kvswap.Device) -> None:
+    """A million odd rows: each block of a chunk is a sheet by itself. The memory is not touched but where it counts."""
+    if device.kind == "cuda":
+        pytest.skip("wants gigabytes of host memory that are never touched")
+    pages, factor, chunks = [509, 1021], 3, 1 << 20
+    slab = np.zeros((chunks, sum(pages) * factor + 2), np.int8)
+    cpu = [slab[:, : 509 * factor], slab[:, 509 * factor : sum(pages) * factor]]
+    gpu = [random_blocks(i, 16, page) for i, page in enumerate(pages)]
+    store = SingleDirectionOffloadingHandler(gpu, cpu, factor, plain(pages), True, device=device)
+    store.transfer_async(1, specs([3, 7, 1, 9], [chunks - 1, 12345], [4], [1]))
+    store.drain(PATIENCE)
+    (result,) = store.get_finished()
+    assert result.success and sum(store.stats().paths.values()) == 3  # a transfer a sheet
+    for tensor, there, page in zip(gpu, cpu, pages, strict=True):
+        np.testing.assert_array_equal(there[chunks - 1].reshape(factor, page)[1:], tensor[[3, 7]])
+        np.testing.assert_array_equal(there[12345].reshape(factor, page)[:2], tensor[[1, 9]])
+        assert not there[12345].reshape(factor, page)[2].any() and not there[12344].any()
+    store.shutdown()
+
+
+def test_a_group_that_has_nothing(library: Library) -> None:
+    cache = Cache(library, [256], [[CanonicalKVCacheRef(0, 256)], []], 1)
+    check_both_ways(cache, [3, 2])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -493,6 +516,23 @@ def test_a_full_queue_in_the_middle_of_a_job(library: Library) -> None:
     expected = oracle(cache, before, ([1, 2, 3], [4, 5, 6], [0, 0, 0]), [1, 1, 1], True)
     for want, have in zip(expected[1], cache.bytes()[1], strict=True):
         np.testing.assert_array_equal(have, want)
+    cache.close()
+
+
+def test_a_queue_that_stays_full_fails_the_job_in_its_place(library: Library) -> None:
+    pages = [256, 512, 128]
+    cache, stream = Cache(library, pages, plain(pages, 3), 1, wait_timeout=0.05), kvswap.Stream(library.device)
+    with Gate(library.device) as gate:
+        gate.hold(stream)
+        with library.computing_on(stream):
+            for job in range(43):  # the last finds room for two transfers of its three
+                cache.store.transfer_async(job, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
+        gate.open()
+        results = cache.finish(cache.store)
+    assert [result.success for result in results] == [True] * 42 + [False]
+    assert isinstance(results[-1].error, TimeoutError)
+    result = one(cache, cache.load, 1, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
+    assert not result.success and "not queued in whole" in str(result.error)
     cache.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvswap import _C
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
+from kvswap.offload._nvtx import ranges
 from kvswap.offload._specs import TransferResult
 
 _logger = logging.getLogger("kvswap.offload")
@@ -182,6 +183,8 @@ class SingleDirectionOffloadingHandler:
             "pace_gbps": pace_gbps,
         }
         self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only: this queue's name
+        self._what = "store" if gpu_to_cpu else "load"
+        self._range = ranges(self._device.kind)
         self._submitting = threading.Lock()
         self._lock = threading.Lock()
         self._transfers: deque[Job] = deque()  # guarded by _lock
@@ -215,14 +218,26 @@ class SingleDirectionOffloadingHandler:
                     raise ValueError(f"job {job_id} was submitted before, and not collected yet")
             job = Job(job_id, [], 0, time.monotonic())
             lists = (gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices)
-            while not self._submit(self._map, job, lists):
-                self._make_room(job)
-            job.num_bytes = sum(transfer.nbytes for transfer in job.transfers)
-            with self._lock:
-                self._transfers.append(job)
+            try:
+                with self._range(f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
+                    while not self._submit(self._map, job, lists):
+                        self._make_room(job)
+            except TimeoutError as late:
+                job.error = late
+            except BaseException as broken:
+                job.error = broken
+                if job.transfers:  # a part of it runs: somebody has to wait for that
+                    self._append(job)
+                raise
+            self._append(job)
         if job.error is not None:
             _logger.error("job %s could not be queued: %s", job_id, job.error)
         return True
+
+    def _append(self, job: Job) -> None:
+        job.num_bytes = sum(transfer.nbytes for transfer in job.transfers)
+        with self._lock:
+            self._transfers.append(job)
 
     def _submit(self, target: _C.OffloadMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
         """False: the queue is full, and the job has to go on later."""
