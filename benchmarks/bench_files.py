@@ -40,7 +40,7 @@ class Result(NamedTuple):
 class Store:
     """A store whose blocks are stored from, and loaded to, memory that is used again and again."""
 
-    def __init__(self, folder: Path, nbytes: int, total: int, engine: str, depth: int, durability: str) -> None:
+    def __init__(self, folder: Path, nbytes: int, total: int, engine: Any, depth: int, durability: Any) -> None:
         self.nbytes, self.count = nbytes, total // nbytes
         slot = nbytes + 4096
         self.store = FileStore(

@@ -9,7 +9,7 @@
 #include "file_store.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
-static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000;
+static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;
 
 /* -- all stores of the process ------------------------------------------------------------------------------------- */
 
@@ -38,24 +38,6 @@ static void leave_list(struct kvs_file_store *store) {
   while (*at && *at != store) at = &(*at)->next_open;
   if (*at) *at = store->next_open;
   pthread_mutex_unlock(&stores_lock);
-}
-
-void kvs_file_shutdown(int64_t timeout_ns) {
-  uint64_t start = kvs_file_now_ns();
-  struct kvs_error err;
-  for (;;) {
-    pthread_mutex_lock(&stores_lock);
-    struct kvs_file_store *store = stores;
-    if (store) {
-      stores = store->next_open;
-      kvs_file_ref(store);
-    }
-    pthread_mutex_unlock(&stores_lock);
-    if (!store) return;
-    int64_t left = timeout_ns - (int64_t)(kvs_file_now_ns() - start);
-    (void)kvs_file_close(store, left > 0 ? left : 0, &err);
-    kvs_file_unref(store);
-  }
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
@@ -199,7 +181,8 @@ static void stop(struct kvs_file_store *store) {
   kvs_file_close_directory(store);
 }
 
-int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_error *err) {
+/* What has not begun after timeout_ns is cancelled; what is under way then has patience_ns. */
+static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_t patience_ns, struct kvs_error *err) {
   if (store->fork_generation != kvs_fork_generation())
     return kvs_fail(err, KVS_FORKED, "this store was opened before fork(): it is the parent's to close");
   pthread_mutex_lock(&store->lock);
@@ -209,7 +192,7 @@ int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_
     pthread_mutex_unlock(&store->lock);
     (void)kvs_file_cancel_all(store);
     pthread_mutex_lock(&store->lock);
-    idle = drain_locked(store, CLOSE_NS);
+    idle = drain_locked(store, patience_ns);
   }
   bool mine = idle && !store->closed;
   store->closed |= mine;
@@ -223,6 +206,29 @@ int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_
   }
   kvs_file_collect(store);
   return KVS_OK;
+}
+
+int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_error *err) {
+  return close_within(store, timeout_ns, CLOSE_NS, err);
+}
+
+void kvs_file_shutdown(int64_t timeout_ns) {
+  uint64_t start = kvs_file_now_ns();
+  struct kvs_error err;
+  for (;;) {
+    pthread_mutex_lock(&stores_lock);
+    struct kvs_file_store *store = stores;
+    if (store) {
+      stores = store->next_open;
+      kvs_file_ref(store);
+    }
+    pthread_mutex_unlock(&stores_lock);
+    if (!store) return;
+    int64_t left = timeout_ns - (int64_t)(kvs_file_now_ns() - start);
+    /* who does not get ready keeps its reference: its threads still use it */
+    if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
+      kvs_file_unref(store);
+  }
 }
 
 void kvs_file_ref(struct kvs_file_store *store) { atomic_fetch_add(&store->refs, 1); }

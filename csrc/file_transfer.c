@@ -36,6 +36,14 @@ static int check_keys(const struct kvs_file_keys *keys, struct kvs_error *err) {
   return KVS_OK;
 }
 
+static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
+  if (!blocks || blocks->addresses) return KVS_OK;
+  if (!blocks->pools || blocks->npools == 0)
+    return kvs_fail(err, KVS_INVALID, "blocks are neither addresses nor in pools");
+  if (blocks->ids.count == keys->count) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "ids has %zu items, but keys has %zu", blocks->ids.count, keys->count);
+}
+
 static void free_transfer(struct kvs_file_transfer *transfer) {
   for (size_t i = 0; transfer->pools && i < transfer->npools; i++) kvs_pool_unref(transfer->pools[i]);
   free(transfer->pools);
@@ -138,6 +146,7 @@ static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const s
   struct kvs_file_transfer *transfer = NULL;
   int status = check_fork(store, err);
   if (!status) status = check_keys(keys, err);
+  if (!status) status = check_blocks(keys, blocks, err);
   if (!status && store->settings.readonly && kind != KVS_FILE_GET)
     status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
   if (!status) status = make_transfer(store, kind, keys, blocks, options, &transfer, err);

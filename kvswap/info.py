@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from kvswap import _C
 from kvswap._devices import DeviceInfo, devices
+from kvswap.files import FileStore, Layout
 from kvswap.replay.units import format_size
 
 
@@ -37,6 +39,7 @@ class Report:
     cuda_note: str  # why there are no CUDA devices; empty if there are
     devices: list[DeviceInfo]
     opened: dict[str, Opened]  # by name
+    files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" or why not
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=_plain)
@@ -45,6 +48,7 @@ class Report:
         lines = [f"kvswap {self.kvswap}, Python {self.python}, NumPy {self.numpy}, {self.system}", self._build_line()]
         if self.cuda_note:
             lines.append(f"CUDA     no devices: {self.cuda_note}")
+        lines += [f"files    {name} {_state(state)}" for name, state in self.files.items()]
         for device in self.devices:
             lines += [*_facts(device), *_opened(self.opened.get(device.name))]
         if not self.opened and not self.cuda_note:
@@ -72,8 +76,20 @@ def collect(*, open_devices: bool = False) -> Report:
         build=_C._fatbin(),
         cuda_note="" if count else note or "the driver finds none",
         devices=found,
+        files=_files(),
         opened={device.name: _open(device.name) for device in found} if open_devices else {},
     )
+
+
+def _files() -> dict[str, str]:
+    """A store in a folder that is gone again: whether the kernel lets io_uring be used is known by trying."""
+    with tempfile.TemporaryDirectory() as folder, FileStore(folder, Layout(1), capacity=1 << 20, depth=1) as store:
+        info = store.info
+    return {
+        "io_uring": "on" if info["engine"] == "io_uring" else f"{info['engine_note']}; threads do the work",
+        "checksum by instruction": "on" if info["checksum"] != "table" else "the processor has none",
+        "GPUDirect Storage": _C._file_gds(),
+    }
 
 
 def _open(name: str) -> Opened:

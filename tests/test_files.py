@@ -506,6 +506,51 @@ def test_a_reader_beside_the_writer(rig: Rig) -> None:
     reader.close()
 
 
+def test_two_readers_and_a_writer(tmp_path: Path) -> None:
+    """Blocks come and go under the readers: what they are given is whole, and the key's own."""
+    rig = Rig(tmp_path, slots=16)
+    stop = threading.Event()
+    wrong: list[str] = []
+    served = [0, 0]
+
+    def block(number: int, version: int) -> Any:
+        return np.full(rig.nbytes, (number * 31 + version) % 256, np.uint8)
+
+    def write() -> None:
+        rng = np.random.default_rng(1)
+        for version in range(1, 400):
+            numbers = rng.choice(40, 4, replace=False)
+            keys = [b"%d" % number for number in numbers]
+            if version % 5 == 0:
+                rig.store.delete(keys).wait(PATIENCE)
+            else:
+                rig.store.store(keys, [block(int(number), version) for number in numbers]).wait(PATIENCE)
+        stop.set()
+
+    def read(which: int) -> None:
+        reader = rig.open(readonly=True)
+        while not stop.is_set():
+            reader.refresh()
+            target = np.zeros((40, rig.nbytes), np.uint8)
+            load = reader.load([b"%d" % number for number in range(40)], target, range(40))
+            while not load.done():
+                time.sleep(0.0001)
+            lost = set(load.failed_blocks.tolist())
+            served[which] += 40 - len(lost)
+            for number in set(range(40)) - lost:
+                if (target[number] != target[number][0]).any():
+                    wrong.append(f"reader {which}, key {number}")
+        reader.close()
+
+    threads = [threading.Thread(target=write), *(threading.Thread(target=read, args=(i,)) for i in range(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert wrong == [] and min(served) > 0
+    rig.store.close()
+
+
 def test_a_reader_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(kvswap.Error, match="opening the directory"):
         FileStore(tmp_path / "nothing", Layout(1), readonly=True)

@@ -253,6 +253,103 @@ static void test_lifetime(void) {
   empty(folder);
 }
 
+/* -- blocks of pools ----------------------------------------------------------------------------------------------- */
+
+enum { POOL_BLOCKS = 32, PART = NBYTES / 2 };
+
+struct device_rig {
+  struct kvs_engine *engine;
+  uint64_t memory[2];
+  struct kvs_pool *pools[2];
+  struct kvs_file_store *store;
+};
+
+static uint8_t *part_of(const struct device_rig *rig, int part, unsigned slot) {
+  return (uint8_t *)(uintptr_t)rig->memory[part] + (size_t)slot * PART;
+}
+
+static void set_slot(const struct device_rig *rig, unsigned slot, unsigned key, unsigned version) {
+  uint8_t block[NBYTES];
+  fill(block, key, version);
+  for (int part = 0; part < 2; part++) memcpy(part_of(rig, part, slot), block + part * PART, PART);
+}
+
+static bool slot_is(const struct device_rig *rig, unsigned slot, unsigned key, unsigned version) {
+  uint8_t block[NBYTES];
+  fill(block, key, version);
+  return memcmp(part_of(rig, 0, slot), block, PART) == 0 && memcmp(part_of(rig, 1, slot), block + PART, PART) == 0;
+}
+
+struct mover {
+  const struct device_rig *rig;
+  unsigned number, wrong;
+};
+
+/* A thread's keys go from its own slots, and come back to them, through four staging slots that all share. */
+static void *move_through_staging(void *arg) {
+  struct mover *worker = arg;
+  const struct device_rig *rig = worker->rig;
+  for (unsigned step = 1; step <= 30; step++) {
+    unsigned from = worker->number * 8, to = from + 4;
+    uint8_t names[4];
+    size_t ends[4] = {1, 2, 3, 4};
+    int64_t sources[4], targets[4];
+    for (unsigned i = 0; i < 4; i++) {
+      names[i] = (uint8_t)(worker->number * 4 + i);
+      sources[i] = from + i;
+      targets[i] = to + 3 - i;
+      set_slot(rig, from + i, names[i], step);
+    }
+    struct kvs_file_keys keys = {names, ends, 4};
+    struct kvs_file_blocks out = {.pools = rig->pools, .npools = 2, .ids = {sources, 8, 4}}, back = out;
+    struct kvs_file_options options = {.replace = true};
+    struct kvs_file_transfer *transfer;
+    struct kvs_error why;
+    back.ids.data = targets;
+    if (kvs_file_put(rig->store, &keys, &out, &options, &transfer, &why) || finish(transfer)) worker->wrong++;
+    if (kvs_file_get(rig->store, &keys, &back, NULL, &transfer, &why) || finish(transfer)) worker->wrong++;
+    for (unsigned i = 0; i < 4; i++) worker->wrong += !slot_is(rig, to + 3 - i, names[i], step);
+  }
+  return NULL;
+}
+
+static void test_staging(void) {
+  char folder[] = "/tmp/kvswap-test-XXXXXX";
+  struct device_rig rig = {0};
+  CHECK(mkdtemp(folder) != NULL);
+  CHECK(!kvs_engine_open("host:77", &rig.engine, &err), "%s", err.message);
+  for (int part = 0; part < 2; part++) {
+    CHECK(!kvs_engine_alloc(rig.engine, POOL_BLOCKS * PART, false, &rig.memory[part], &err));
+    struct kvs_pool_layout layout = {.ptr = rig.memory[part], .num_blocks = POOL_BLOCKS, .block_nbytes = PART};
+    layout.group = part ? rig.pools[0] : NULL;
+    CHECK(!kvs_pool_open(rig.engine, &layout, &rig.pools[part], &err), "%s", err.message);
+  }
+  struct kvs_file_settings settings = {.directory = folder,
+                                       .layout = "{}",
+                                       .block_nbytes = NBYTES,
+                                       .capacity = 64 * 12288,
+                                       .device = rig.engine,
+                                       .staging_nbytes = 1};
+  CHECK(!kvs_file_open(&settings, &rig.store, &err), "%s", err.message);
+  struct mover workers[4];
+  pthread_t threads[4];
+  for (unsigned i = 0; i < 4; i++) {
+    workers[i] = (struct mover){.rig = &rig, .number = i};
+    CHECK(!pthread_create(&threads[i], NULL, move_through_staging, &workers[i]));
+  }
+  for (unsigned i = 0; i < 4; i++) {
+    pthread_join(threads[i], NULL);
+    CHECK(workers[i].wrong == 0, "thread %u: %u wrong", i, workers[i].wrong);
+  }
+  kvs_file_unref(rig.store); /* the last handle */
+  for (int part = 1; part >= 0; part--) {
+    kvs_pool_unref(rig.pools[part]);
+    CHECK(!kvs_engine_free(rig.engine, rig.memory[part], &err), "%s", err.message);
+  }
+  kvs_engine_unref(rig.engine);
+  empty(folder);
+}
+
 int main(void) {
   test_crc32c();
   test_pages();
@@ -264,5 +361,6 @@ int main(void) {
   test_threads_under_faults(KVS_FILE_FAULT_FAIL);
   test_threads_under_faults(KVS_FILE_FAULT_DELAY);
   test_lifetime();
+  test_staging();
   return check_close();
 }

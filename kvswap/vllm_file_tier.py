@@ -1,0 +1,195 @@
+"""A secondary tier for vLLM's tiered KV offloading: blocks that leave host memory go to kvswap's file tier.
+
+    vllm serve MODEL --kv-transfer-config '{
+      "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
+        "secondary_tiers": [{"type": "FileTier", "module_path": "kvswap.vllm_file_tier",
+                             "directory": "/mnt/nvme/kv", "capacity": 536870912000}]}}'
+
+Made for vLLM 0.33, where a tier is named by its module; in 0.27 SecondaryTierFactory.register_tier("FileTier",
+"kvswap.vllm_file_tier", "FileTier") names it first. It runs in the scheduler's process and never blocks
+it: looking a block up is looking into memory, transfers run on the store's threads. A block that cannot be loaded, or
+is not what was stored, is told to vLLM as a key that failed; a store that the disk cannot keep up with is dropped and
+told as such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.kv_offload import base as offload_base
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvswap import _C
+from kvswap.files import FileStore, FileTransfer, Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_log = logging.getLogger("kvswap.vllm")
+_RESULT_FIELDS = {field.name for field in fields(JobResult)}
+_MEDIUM = getattr(offload_base, "Medium", None)
+_DRAIN_SECONDS = 600.0
+
+
+@dataclass
+class _Job:
+    """A transfer of vLLM's that has been submitted."""
+
+    transfer: FileTransfer | None  # None: it was refused
+    keys: list[bytes]
+    load: bool
+    begin: float
+
+
+class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be there when types are checked
+    """vLLM's SecondaryTierManager over a kvswap.files.FileStore.
+
+    directory: where stores are kept, each layout of blocks (model, dtype, ranks) in a folder of its own. A folder that
+      another engine of this machine writes is read: its blocks are found, and nothing is stored.
+    capacity: bytes of a store's files; the blocks used least recently make way.
+    durability, engine, depth, queue: as kvswap.files.FileStore has them.
+    """
+
+    if _MEDIUM is not None:
+        medium = _MEDIUM.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        directory: str,
+        capacity: int,
+        durability: str = "none",
+        engine: str = "auto",
+        depth: int | None = None,
+        queue: int | None = None,
+        locality: str | None = None,
+        backpressure_detector: Any = None,
+    ) -> None:
+        more = {"backpressure_detector": backpressure_detector} if _takes_detector() else {}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
+        if locality is not None and hasattr(offload_base, "Locality"):
+            self.locality = offload_base.Locality(locality)
+        assert primary_kv_view.strides is not None
+        self._memory: NDArray[Any] = np.asarray(primary_kv_view)  # keeps it mapped
+        self._stride = int(primary_kv_view.strides[0])
+        self._jobs: dict[int, _Job] = {}
+        layout = layout_of(offloading_spec, self._stride)
+        folder = Path(directory, hashlib.sha256(f"{self._stride} {layout.text}".encode()).hexdigest()[:12])
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        options: dict[str, Any] = {"durability": durability, "engine": engine, "depth": depth, "queue": queue}
+        self._store, self._readonly = _open(folder, layout, capacity, options)
+        _log.info("file tier %s: %s, %s", folder, self._store, self._store.info)
+
+    # -- what vLLM asks ------------------------------------------------------------------------------------------------
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT or MISS, from memory."""
+        return LookupResult.HIT if self._store.contains([bytes(key)])[0] else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """From the host tier; blocks that are there already are left as they are."""
+        self._submit(job_metadata, load=False)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """To the host tier."""
+        self._submit(job_metadata, load=True)
+
+    def _submit(self, job: Any, *, load: bool) -> None:
+        keys = [bytes(key) for key in job.keys]
+        ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+        addresses = self._memory.ctypes.data + np.asarray(ids, np.int64) * self._stride
+        transfer: FileTransfer | None = None
+        try:
+            if load:
+                transfer = self._store.load(keys, addresses)
+            elif not self._readonly:
+                transfer = self._store.store(keys, addresses, replace=False)
+        except _C.QueueFull as error:
+            _log.debug("job %s is dropped: %s", job.job_id, error)
+        self._jobs[job.job_id] = _Job(transfer, keys, load, time.monotonic())
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Those that ended since the last call, with the keys of a load that did arrive."""
+        ended = [number for number, job in self._jobs.items() if job.transfer is None or job.transfer.done()]
+        return [self._result(number, self._jobs.pop(number)) for number in ended]
+
+    def _result(self, number: int, job: _Job) -> Any:
+        failed = set(range(len(job.keys))) if job.transfer is None else set(job.transfer.failed_blocks.tolist())
+        if failed and job.transfer is not None:
+            _log.warning("%s of %d blocks: %s", "load" if job.load else "store", len(job.keys), job.transfer.error)
+        arrived = tuple(key for i, key in enumerate(job.keys) if i not in failed)
+        told = {
+            "job_id": number,
+            "success": not failed,
+            "successful_keys": arrived if job.load and failed and arrived else None,
+            "transfer_time": job.transfer.elapsed if job.transfer is not None else time.monotonic() - job.begin,
+            "transfer_bytes": len(arrived) * self._stride,
+        }
+        return JobResult(**{name: value for name, value in told.items() if name in _RESULT_FIELDS})
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """No wishes."""
+        return RequestOffloadingContext()
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """A load makes its blocks the most recently used; a hit in a faster tier does not."""
+
+    def drain_jobs(self) -> None:
+        """Until every submitted job has ended; their results stay to be fetched."""
+        end = time.monotonic() + _DRAIN_SECONDS
+        for job in self._jobs.values():
+            if job.transfer is not None:
+                try:
+                    job.transfer.wait(max(0.0, end - time.monotonic()))
+                except TimeoutError:
+                    raise
+                except _C.Error:
+                    pass  # told by get_finished_jobs()
+
+    def shutdown(self) -> None:
+        """Close the store; its blocks are found again by the next engine of the same layout."""
+        self._store.close()
+
+
+def _takes_detector() -> bool:
+    return "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
+
+
+def _open(folder: Path, layout: Layout, capacity: int, options: dict[str, Any]) -> tuple[FileStore, bool]:
+    """The store, and whether it can only be read."""
+    try:
+        return FileStore(folder, layout, capacity=capacity, **options), False
+    except _C.Error as error:
+        if "written by another process" not in str(error):
+            raise
+        _log.warning("%s; this engine reads it, and stores nothing", error)
+        return FileStore(folder, layout, readonly=True, engine=options["engine"], depth=options["depth"]), True
+
+
+def layout_of(offloading_spec: Any, block_nbytes: int) -> Layout:
+    """What vLLM's own file tier tells blocks apart by: model, dtype, groups of layers, ranks, blocks a file."""
+    taken = inspect.signature(FileMapper.from_offloading_spec).parameters
+    blocks = getattr(offloading_spec, "blocks_per_chunk", None) or getattr(offloading_spec, "block_size_factor", 1)
+    name = "blocks_per_file" if "blocks_per_file" in taken else "gpu_blocks_per_file"
+    mapper = FileMapper.from_offloading_spec(
+        root_dir="", offloading_spec=offloading_spec, parallel_agnostic=True, **{name: blocks}
+    )
+    config = mapper.get_run_config()
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    known = {key: config[key] for key in ("model_name", "dtype", "tp_size", "pp_size") if key in config}
+    return Layout(block_nbytes, engine="vllm", rank=mapper.rank, config=digest, **known)

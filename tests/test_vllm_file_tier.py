@@ -1,0 +1,182 @@
+"""The file tier as vLLM's tiering loads it, with vLLM's own classes; skipped where there is no vLLM."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, random_bytes
+
+from kvswap import testing
+
+tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs vLLM's tiered offloading")
+
+base = pytest.importorskip("vllm.v1.kv_offload.base")
+factory = pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
+vllm_file_tier = pytest.importorskip("kvswap.vllm_file_tier")
+
+Factory = factory.SecondaryTierFactory
+BY_PATH = "module_path" in inspect.getsource(Factory.get_tier_class)
+if not BY_PATH:  # older: tiers have to be registered
+    Factory.register_tier("FileTier", "kvswap.vllm_file_tier", "FileTier")
+
+CHUNKS, NBYTES = 12, 12288
+
+
+def spec(rank: int = 0) -> Any:
+    """As much of an OffloadingSpec as tells blocks apart."""
+    layers = [f"model.layers.{i}.self_attn" for i in range(80)]
+    return SimpleNamespace(
+        blocks_per_chunk=1,
+        config=SimpleNamespace(
+            groups=[SimpleNamespace(tokens_per_block=16, layer_names=layers)],
+            parallel=SimpleNamespace(
+                tp_size=8, pp_size=1, pcp_size=1, dcp_size=1, rank=rank, is_parallelism_agnostic=False
+            ),
+            canonical_layout=None,
+            kv_cache_layout=None,
+            replicated_layout=False,
+            model=SimpleNamespace(name="org/model", dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=16),
+        ),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+    )
+
+
+def key_of(number: int) -> bytes:
+    return base.make_offload_key(number.to_bytes(32, "little"), 0)
+
+
+class Rig:
+    def __init__(self, folder: Path, rank: int = 0, **options: Any) -> None:
+        self.memory = random_bytes(1, CHUNKS * NBYTES).reshape(CHUNKS, NBYTES).copy()
+        self.before = self.memory.copy()
+        config = {"type": "FileTier", "directory": str(folder)}
+        config |= {"module_path": "kvswap.vllm_file_tier"} if BY_PATH else {}
+        self.tier = Factory.create_secondary_tier(
+            {**config, "capacity": 8 << 20, **options}, memoryview(self.memory), spec(rank)
+        )
+        self.context = (
+            base.ReqContext(req_id="request") if "req_id" in inspect.signature(base.ReqContext).parameters else None
+        )
+        self.jobs = 0
+
+    def job(self, numbers: list[int], chunks: list[int], load: bool) -> int:
+        kind = getattr(tiering, "TransferJob", None) or tiering.JobMetadata
+        ids = "chunk_ids" if "chunk_ids" in inspect.signature(kind).parameters else "block_ids"
+        self.jobs += 1
+        job = kind(
+            job_id=self.jobs,
+            keys=[key_of(number) for number in numbers],
+            is_promotion=load,
+            req_context=self.context,
+            **{ids: np.array(chunks)},
+        )
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return self.jobs
+
+    def finished(self, count: int = 1) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        end = time.monotonic() + PATIENCE
+        while len(found) < count and time.monotonic() < end:
+            found |= {result.job_id: result for result in self.tier.get_finished_jobs()}
+        return found
+
+    def has(self, number: int) -> bool:
+        answer = self.tier.lookup(key_of(number), self.context)
+        assert answer in (base.LookupResult.HIT, base.LookupResult.MISS)
+        return bool(answer == base.LookupResult.HIT)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.tier.shutdown()
+
+
+def test_blocks_go_down_and_come_up(rig: Rig) -> None:
+    assert not rig.has(7)
+    job = rig.job([7, 8, 9], [2, 0, 11], load=False)
+    result = rig.finished()[job]
+    assert result.success and getattr(result, "transfer_bytes", 3 * NBYTES) == 3 * NBYTES
+    assert rig.has(7) and rig.has(9) and not rig.has(1)
+    rig.memory[:] = 0xEE
+    job = rig.job([9, 7], [5, 6], load=True)
+    assert rig.finished()[job].success
+    np.testing.assert_array_equal(rig.memory[[5, 6]], rig.before[[11, 2]])
+    assert (np.delete(rig.memory, [5, 6], axis=0) == 0xEE).all()
+
+
+def test_it_is_a_tier_as_vllm_has_them(rig: Rig) -> None:
+    assert isinstance(rig.tier, tiering.SecondaryTierManager)
+    rig.tier.on_new_request(rig.context)
+    rig.tier.touch([key_of(1)], rig.context)
+    rig.tier.drain_jobs()
+    assert list(rig.tier.get_finished_jobs()) == []
+
+
+def test_a_key_that_is_lost_is_told(rig: Rig) -> None:
+    rig.finished(rig.job([1, 2, 3], [1, 2, 3], load=False))
+    job = rig.job([3, 99, 1], [4, 5, 6], load=True)
+    result = rig.finished()[job]
+    assert not result.success
+    if hasattr(result, "successful_keys"):
+        assert set(result.successful_keys) == {key_of(3), key_of(1)}
+    np.testing.assert_array_equal(rig.memory[[4, 6]], rig.before[[3, 1]])
+
+
+def test_a_disk_that_cannot_keep_up_costs_stores_not_the_engine(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1, queue=2)
+    with testing.file_fault(rig.tier._store, "write", "delay", every=1, delay=0.05):
+        begin = time.monotonic()
+        jobs = [rig.job([i], [i], load=False) for i in range(6)]
+        assert time.monotonic() - begin < 0.04, "submitting waited"
+        results = rig.finished(6)
+    assert [results[job].success for job in jobs[:2]] == [True, True]
+    assert not results[jobs[-1]].success and not rig.has(5) and rig.has(0)
+    rig.tier.shutdown()
+
+
+def test_draining(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1)
+    with testing.file_fault(rig.tier._store, "write", "delay", every=1, delay=0.02):
+        job = rig.job([1, 2, 3], [1, 2, 3], load=False)
+        rig.tier.drain_jobs()
+        assert [result.job_id for result in rig.tier.get_finished_jobs()] == [job]
+    rig.tier.shutdown()
+
+
+def test_the_next_engine_finds_them_and_another_rank_does_not(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.finished(rig.job([1, 2], [1, 2], load=False))
+    reader = Rig(tmp_path)  # while the first still writes
+    assert reader.has(1) and reader.tier._readonly
+    refused = reader.job([3], [3], load=False)
+    assert not reader.finished()[refused].success
+    loaded = reader.job([2], [9], load=True)
+    assert reader.finished()[loaded].success
+    np.testing.assert_array_equal(reader.memory[9], rig.before[2])
+    reader.tier.shutdown()
+    rig.tier.shutdown()
+    again, other = Rig(tmp_path), Rig(tmp_path, rank=3)
+    assert again.has(1) and not again.tier._readonly
+    assert not other.has(1) and not other.tier._readonly
+    again.tier.shutdown()
+    other.tier.shutdown()
+
+
+def test_the_layout_is_what_vllm_tells_files_apart_by() -> None:
+    one, two = vllm_file_tier.layout_of(spec(), NBYTES), vllm_file_tier.layout_of(spec(rank=1), NBYTES)
+    assert one != two and len(one.text) < 500 and one.fields["model_name"] == "org/model"
+    changed = spec()
+    changed.config.groups[0].tokens_per_block = 32
+    assert vllm_file_tier.layout_of(changed, NBYTES) != one
