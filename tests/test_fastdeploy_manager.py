@@ -182,6 +182,11 @@ def test_a_rank_that_is_killed() -> None:
         with pytest.raises(NotReady, match="rank 2 of 4 is not there"):
             client.swap(SWAP2CPU, [1], [1])
         manager.start(2)
+        with pytest.raises(TimeoutError, match="rank 2 was started again, and has created its caches anew"):
+            client.wait_ready(2)
+        with pytest.raises(NotReady, match=r"must open them, by handles\(\)"):
+            client.swap(SWAP2CPU, [1], [1])
+        assert [rank["generation"] for rank in client.handles()] != [rank["generation"] for rank in model.told]
         client.wait_ready(PATIENCE)
         result = client.result(client.swap(SWAP2GPU, [9], [1]))
         assert not result.ok and result.rank == 2 and "holds nothing" in result.reason
@@ -252,7 +257,10 @@ def test_rank_0_is_killed() -> None:
         manager.signal(1, signal.SIGCONT)
         assert manager.segments()  # left behind, as is the socket
         manager.start(0)
-        client.wait_ready(PATIENCE)
+        client.wait_started(PATIENCE)
+        with pytest.raises(NotReady, match="rank 0 was started again"):
+            client.swap(SWAP2CPU, [1], [1])
+        client.attach()  # the engine has opened them
         assert client.result(client.swap(SWAP2CPU, [1], [1])).ok
         assert "has ended: " in manager.log(1)  # what it was given is not done behind the client's back
 
@@ -265,8 +273,10 @@ def test_all_are_killed_and_started_again() -> None:
         assert (manager.directory / "manager.sock").exists() and manager.segments()
         for rank in (0, 1):
             manager.start(rank)
-        until(lambda: "is here" in manager.log(0).rpartition("pid=")[0] or True, "a log")
-        client = manager.ready_client()
+        client = manager.client()
+        client.wait_started(PATIENCE)
+        client.attach()
+        client.wait_ready(PATIENCE)
         model = Model(manager, client)
         model.write([1, 2])
         assert client.result(model.swap(SWAP2CPU, [1, 2], [3, 4])).ok
@@ -294,6 +304,8 @@ def test_a_rank_with_another_shape() -> None:
         manager.processes[1] = None
         assert "rank 0 refuses this rank" in manager.log(1) and "33 host blocks" in manager.log(1)
         manager.start(1)
+        client.wait_started(PATIENCE)
+        client.handles()
         client.wait_ready(PATIENCE)
 
 

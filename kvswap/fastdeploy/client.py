@@ -493,6 +493,8 @@ class Client(_Calls):
 
         handles: for each rank, by the caches' names, what kvswap.memory.export() gave for them, as bytes; None: they
           were exported by set_data_ipc() under FastDeploy's names.
+
+        Where the managers created the caches it only says that the engine has opened those that are there now.
         """
         self._operate(Attach, timeout, None if handles is None else list(handles))
 
@@ -515,7 +517,10 @@ class Client(_Calls):
         self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
 
     def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
-        """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created."""
+        """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created.
+
+        Ask again after a rank was started again: it has created others, and no task is taken until the engine has them.
+        """
         body: list[dict[str, Any]] = self._answer(self._link.ask(GetHandles), timeout)
         return body
 

@@ -119,6 +119,7 @@ class Coordinator:
         self._reason = ""  # why the last operation failed
         self._attached: list[Handles] | None = None
         self._attached_once = False
+        self._known: dict[int, int] = {}  # by rank, the generation of created caches that the engine has opened
         self._draining = False
         self.stopping = False
         self._ended: Counter[str] = Counter()
@@ -128,17 +129,33 @@ class Coordinator:
 
     def hello(self, rank: int, pid: int) -> None:
         """A rank is there, perhaps again: what an earlier process had in hand has failed."""
-        known = self.ranks[rank]
-        if known.here:
+        if self.ranks[rank].here:
             self.lost(rank, f"was started again as process {pid}")
         self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting")
         _log.info("rank=%d pid=%d is here", rank, pid)
+
+    def forget_generation(self, rank: int) -> None:
+        """The rank was killed: caches that it had created are gone, and the engine may still use their memory."""
+        self._known[rank] = -1
+
+    def _know(self) -> None:
+        """The engine has opened the caches that are there."""
+        self._known = {rank.number: rank.generation for rank in self.ranks if rank.generation}
+
+    @property
+    def _renewed(self) -> list[int]:
+        """Ranks whose caches are others than those that the engine has opened."""
+        if not self._settings.create:
+            return []
+        return [rank.number for rank in self.ranks if self._known.get(rank.number) not in (None, rank.generation)]
 
     def beat(self, beat: Beat) -> None:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
         rank.ready, rank.phase, rank.busy = beat.ready, beat.phase, beat.busy
         rank.generation = beat.generation
+        if beat.generation:
+            self._known.setdefault(beat.rank, beat.generation)
         if beat.handles is not None:
             rank.handles = beat.handles
         if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
@@ -187,6 +204,11 @@ class Coordinator:
                 return f"rank {rank.number} still works on a task that was reported as too slow"
         if self._operation is not None:
             return f"the manager is busy with {self._operation.what}"
+        if renewed := self._renewed:
+            return (
+                f"rank {renewed[0]} was started again, and has created its caches anew: the engine must open them, by "
+                "handles(), or by their segments and say so by attach()"
+            )
         return ""
 
     # -- clients ------------------------------------------------------------------------------------------------------
@@ -397,6 +419,10 @@ class Coordinator:
         if why := self._cannot(what):
             self._answer(*asked, "refused", why)
             return
+        if what == "attach" and self._settings.create:
+            self._know()
+            self._answer(*asked, "ok", "", self.status())
+            return
         if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
             self._answer(*asked, "ok", f"the caches are {self.state.name} already", self.status())
             return
@@ -421,8 +447,6 @@ class Coordinator:
             return "the caches are CLEARING: that did not end, clear again first"
         if what == "attach" and self.state != State.NORMAL:
             return f"the caches are {self.state.name}: restore them with the new handles"
-        if what == "attach" and self._settings.create:
-            return "the managers created the caches themselves (--create_cache_tensor): ask them for handles"
         return ""
 
     def _set_state(self, state: State) -> None:
@@ -485,6 +509,7 @@ class Coordinator:
                     rank.handles = None
             else:
                 if operation.what == "restore":
+                    self._know()  # nobody takes them for the old ones
                     self._set_state(State.NORMAL)
                 if operation.what in ("restore", "attach") and not self._settings.create:
                     self._attached, self._attached_once = operation.handles, True
@@ -495,14 +520,17 @@ class Coordinator:
             self._answer(client, request, code, message, self.status())
 
     def _answer_handles(self, client: bytes, request: int) -> None:
-        why = self._not_ready()
-        if why or not self._settings.create:
-            self._answer(client, request, "not_ready" if why else "refused", why or "the engine created the caches")
+        if not self._settings.create:
+            self._answer(client, request, "refused", "the engine created the caches")
             return
-        missing = [rank.number for rank in self.ranks if rank.handles is None]
+        if self.state != State.NORMAL:
+            self._answer(client, request, "not_ready", f"the caches are {self.state.name}")
+            return
+        missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if rank.handles is None]
         if missing:
-            self._answer(client, request, "not_ready", f"rank {missing[0]} has not told its handles yet")
+            self._answer(client, request, "not_ready", f"there are no handles yet of {missing[0]}")
             return
+        self._know()
         body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
         self._answer(client, request, "ok", "", body)
 

@@ -110,6 +110,7 @@ class Rank0:
         self._settings, self._stop = settings, stop
         self._metrics = Metrics(settings.metrics_port)
         self._state_file = settings.directory / "state"
+        killed = self._state_file.exists()
         state = _read_state(self._state_file)
         self._path = places.socket_path(settings.directory)
         self._path.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is not there
@@ -123,12 +124,15 @@ class Rank0:
         self._coordinator = Coordinator(
             settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
         )
+        if killed:
+            self._coordinator.forget_generation(0)
+        self._keep_state(state)
         self._worker = Worker(settings, self._report)
         self._coordinator.hello(0, os.getpid())
         self._worker.start(state)
 
     def _keep_state(self, state: State) -> None:
-        """So that after kill -9 it is not taken for granted that the engine's caches are there."""
+        """The file is there while the manager runs: after kill -9 it tells that, and whether caches were given back."""
         new = self._state_file.with_suffix(".new")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
@@ -343,7 +347,8 @@ class RankN:
         return True
 
     def _report(self, message: Done | StepDone) -> None:
-        self._tell()
+        if isinstance(message, StepDone):
+            self._tell()  # first that it is ready
         self._send(message)
 
     def _tell(self) -> None:
