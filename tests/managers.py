@@ -101,7 +101,10 @@ class Manager:
         return self.clients[-1]
 
     def ready_client(self) -> Client:
+        """One whose engine has opened the caches."""
         client = self.client()
+        client.wait_started(PATIENCE)
+        client.attach()
         client.wait_ready(PATIENCE)
         return client
 

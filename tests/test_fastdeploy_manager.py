@@ -56,8 +56,7 @@ def shared() -> Iterator[Manager]:
 
 @pytest.fixture
 def client(shared: Manager) -> Iterator[Client]:
-    client = shared.client()
-    client.wait_ready(PATIENCE)
+    client = shared.ready_client()
     yield client
     client.close()
 
@@ -135,6 +134,17 @@ def test_wrong_tasks_are_refused(
     assert client.under_way == 0
 
 
+def test_created_caches_are_opened_first() -> None:
+    """Before that, a task would be for other memory than the engine's."""
+    with Manager(1) as manager:
+        client = manager.client()
+        client.wait_started(PATIENCE)
+        with pytest.raises(NotReady, match="the engine has not opened yet"):
+            client.swap(SWAP2CPU, [1], [1])
+        assert len(client.handles()[0]["handles"]) == 4
+        assert client.result(client.swap(SWAP2CPU, [1], [1])).ok
+
+
 def test_one_source_may_go_to_many(client: Client) -> None:
     assert client.result(client.swap(SWAP2CPU, [3, 3], [1, 2])).ok
 
@@ -182,9 +192,9 @@ def test_a_rank_that_is_killed() -> None:
         with pytest.raises(NotReady, match="rank 2 of 4 is not there"):
             client.swap(SWAP2CPU, [1], [1])
         manager.start(2)
-        with pytest.raises(TimeoutError, match="rank 2 was started again, and has created its caches anew"):
+        with pytest.raises(TimeoutError, match="rank 2 has created caches that the engine has not opened"):
             client.wait_ready(2)
-        with pytest.raises(NotReady, match=r"must open them, by handles\(\)"):
+        with pytest.raises(NotReady, match=r"it does by handles\(\)"):
             client.swap(SWAP2CPU, [1], [1])
         assert [rank["generation"] for rank in client.handles()] != [rank["generation"] for rank in model.told]
         client.wait_ready(PATIENCE)
@@ -258,7 +268,7 @@ def test_rank_0_is_killed() -> None:
         assert manager.segments()  # left behind, as is the socket
         manager.start(0)
         client.wait_started(PATIENCE)
-        with pytest.raises(NotReady, match="rank 0 was started again"):
+        with pytest.raises(NotReady, match="rank 0 has created caches"):
             client.swap(SWAP2CPU, [1], [1])
         client.attach()  # the engine has opened them
         assert client.result(client.swap(SWAP2CPU, [1], [1])).ok
@@ -273,10 +283,7 @@ def test_all_are_killed_and_started_again() -> None:
         assert (manager.directory / "manager.sock").exists() and manager.segments()
         for rank in (0, 1):
             manager.start(rank)
-        client = manager.client()
-        client.wait_started(PATIENCE)
-        client.attach()
-        client.wait_ready(PATIENCE)
+        client = manager.ready_client()
         model = Model(manager, client)
         model.write([1, 2])
         assert client.result(model.swap(SWAP2CPU, [1, 2], [3, 4])).ok
@@ -528,6 +535,8 @@ def test_threads_share_a_client(client: Client) -> None:
 def test_asyncio(shared: Manager) -> None:
     async def use() -> None:
         async with AsyncClient(shared.directory) as client:
+            await client.wait_started(PATIENCE)
+            await client.attach()
             await client.wait_ready(PATIENCE)
             tasks = await asyncio.gather(*(client.swap(SWAP2CPU, [i], [i]) for i in range(20)))
             results = await asyncio.gather(*(client.result(task) for task in tasks))

@@ -489,12 +489,12 @@ class Client(_Calls):
         return self._wait_until(_started, timeout)
 
     def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
-        """The engine's caches are there, and all ranks shall open them.
+        """The caches are there on the engine's side: all ranks open them, and take tasks from then on.
 
         handles: for each rank, by the caches' names, what kvswap.memory.export() gave for them, as bytes; None: they
           were exported by set_data_ipc() under FastDeploy's names.
 
-        Where the managers created the caches it only says that the engine has opened those that are there now.
+        Where the managers created the caches it says that the engine has opened those that are there now.
         """
         self._operate(Attach, timeout, None if handles is None else list(handles))
 
@@ -519,7 +519,8 @@ class Client(_Calls):
     def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
         """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created.
 
-        Ask again after a rank was started again: it has created others, and no task is taken until the engine has them.
+        Who asks is taken to open them: tasks are taken from then on. A rank that is started again has created others,
+        and no task is taken until they were asked for, or attach() said that they were opened.
         """
         body: list[dict[str, Any]] = self._answer(self._link.ask(GetHandles), timeout)
         return body

@@ -119,7 +119,7 @@ class Coordinator:
         self._reason = ""  # why the last operation failed
         self._attached: list[Handles] | None = None
         self._attached_once = False
-        self._known: dict[int, int] = {}  # by rank, the generation of created caches that the engine has opened
+        self._opened: dict[int, int] = {}  # by rank, the generation of created caches that the engine has opened
         self._draining = False
         self.stopping = False
         self._ended: Counter[str] = Counter()
@@ -134,28 +134,25 @@ class Coordinator:
         self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting")
         _log.info("rank=%d pid=%d is here", rank, pid)
 
-    def forget_generation(self, rank: int) -> None:
-        """The rank was killed: caches that it had created are gone, and the engine may still use their memory."""
-        self._known[rank] = -1
-
-    def _know(self) -> None:
+    def _all_opened(self) -> None:
         """The engine has opened the caches that are there."""
-        self._known = {rank.number: rank.generation for rank in self.ranks if rank.generation}
+        self._opened = {rank.number: rank.generation for rank in self.ranks}
 
-    @property
-    def _renewed(self) -> list[int]:
-        """Ranks whose caches are others than those that the engine has opened."""
-        if not self._settings.create:
-            return []
-        return [rank.number for rank in self.ranks if self._known.get(rank.number) not in (None, rank.generation)]
+    def _unopened(self) -> str:
+        """Which rank has created caches that the engine has not opened: it may still use those of a rank that died."""
+        for rank in self.ranks if self._settings.create else ():
+            if self._opened.get(rank.number) != rank.generation:
+                return (
+                    f"rank {rank.number} has created caches that the engine has not opened yet: it does by handles(), "
+                    "or by their segments and says so by attach()"
+                )
+        return ""
 
     def beat(self, beat: Beat) -> None:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
         rank.ready, rank.phase, rank.busy = beat.ready, beat.phase, beat.busy
         rank.generation = beat.generation
-        if beat.generation:
-            self._known.setdefault(beat.rank, beat.generation)
         if beat.handles is not None:
             rank.handles = beat.handles
         if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
@@ -204,12 +201,7 @@ class Coordinator:
                 return f"rank {rank.number} still works on a task that was reported as too slow"
         if self._operation is not None:
             return f"the manager is busy with {self._operation.what}"
-        if renewed := self._renewed:
-            return (
-                f"rank {renewed[0]} was started again, and has created its caches anew: the engine must open them, by "
-                "handles(), or by their segments and say so by attach()"
-            )
-        return ""
+        return self._unopened()
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -420,8 +412,9 @@ class Coordinator:
             self._answer(*asked, "refused", why)
             return
         if what == "attach" and self._settings.create:
-            self._know()
-            self._answer(*asked, "ok", "", self.status())
+            missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if not rank.ready]
+            self._all_opened()
+            self._answer(*asked, "not_ready" if missing else "ok", "".join(missing[:1]), self.status())
             return
         if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
             self._answer(*asked, "ok", f"the caches are {self.state.name} already", self.status())
@@ -509,7 +502,7 @@ class Coordinator:
                     rank.handles = None
             else:
                 if operation.what == "restore":
-                    self._know()  # nobody takes them for the old ones
+                    self._all_opened()  # nobody takes them for the old ones
                     self._set_state(State.NORMAL)
                 if operation.what in ("restore", "attach") and not self._settings.create:
                     self._attached, self._attached_once = operation.handles, True
@@ -530,7 +523,7 @@ class Coordinator:
         if missing:
             self._answer(client, request, "not_ready", f"there are no handles yet of {missing[0]}")
             return
-        self._know()
+        self._all_opened()
         body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
         self._answer(client, request, "ok", "", body)
 

@@ -110,7 +110,6 @@ class Rank0:
         self._settings, self._stop = settings, stop
         self._metrics = Metrics(settings.metrics_port)
         self._state_file = settings.directory / "state"
-        killed = self._state_file.exists()
         state = _read_state(self._state_file)
         self._path = places.socket_path(settings.directory)
         self._path.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is not there
@@ -121,18 +120,16 @@ class Rank0:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._connections: dict[bytes, _Connection] = {}
+        self._warned = 0.0  # of strangers
         self._coordinator = Coordinator(
             settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
         )
-        if killed:
-            self._coordinator.forget_generation(0)
-        self._keep_state(state)
         self._worker = Worker(settings, self._report)
         self._coordinator.hello(0, os.getpid())
         self._worker.start(state)
 
     def _keep_state(self, state: State) -> None:
-        """The file is there while the manager runs: after kill -9 it tells that, and whether caches were given back."""
+        """So that after kill -9 it is not taken for granted that the engine's caches are there."""
         new = self._state_file.with_suffix(".new")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
@@ -173,10 +170,10 @@ class Rank0:
         self._coordinator.beat(beat)
 
     def _report(self, message: Done | StepDone) -> None:
-        self._tell()
         if isinstance(message, Done):
             self._coordinator.done(message)
         else:
+            self._tell()  # first that it is ready
             self._coordinator.step_done(message)
 
     # -- messages in --------------------------------------------------------------------------------------------------
@@ -189,8 +186,7 @@ class Rank0:
                 return
             peer = places.Peer(frames[-1])
             if not peer.ours:
-                self._metrics.stranger()
-                _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
+                self._stranger(peer)
                 continue
             name = frames[0].bytes
             try:
@@ -203,6 +199,12 @@ class Rank0:
                 self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
                 continue
             self._handle(name, peer.pid, message)
+
+    def _stranger(self, peer: places.Peer) -> None:
+        self._metrics.stranger()
+        if time.monotonic() - self._warned > 1.0:  # it may send many
+            self._warned = time.monotonic()
+            _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
 
     def _handle(self, name: bytes, pid: int, message: Any) -> None:
         connection = self._connections.get(name)
