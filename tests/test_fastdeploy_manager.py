@@ -145,6 +145,29 @@ def test_created_caches_are_opened_first() -> None:
         assert client.result(client.swap(SWAP2CPU, [1], [1])).ok
 
 
+def test_what_cannot_be_sent(client: Client) -> None:
+    """Is said in the call, and the client goes on."""
+    with pytest.raises(OverflowError, match="cannot be sent"):
+        client.swap(SWAP2CPU, [1 << 70], [1])
+    with pytest.raises(TypeError, match="cannot be sent"):
+        client.swap(SWAP2CPU, [1], [1], node_ids=[object()])
+    with pytest.raises(ValueError, match="are the most"):
+        client.swap(SWAP2CPU, [1], [1], events=[b"x" * messages.MAX_MESSAGE_NBYTES, None])
+    assert client.under_way == 0 and client.result(client.swap(SWAP2CPU, [1], [1])).ok
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_client_after_fork(client: Client) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client.swap(SWAP2CPU, [1], [1])
+        except kvswap.Error as error:
+            os._exit(0 if "fork()" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_one_source_may_go_to_many(client: Client) -> None:
     assert client.result(client.swap(SWAP2CPU, [3, 3], [1, 2])).ok
 

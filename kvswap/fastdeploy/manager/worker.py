@@ -41,7 +41,7 @@ class _StepThread(threading.Thread):
 
     def __init__(self, step: Step, run: Callable[[Step], None]) -> None:
         super().__init__(name=f"kvswap-{step.what}", daemon=True)
-        self.step, self._run, self.reason, self.error = step, run, "", None
+        self.step, self._run, self.reason = step, run, ""
         self.begun = time.monotonic()
 
     def run(self) -> None:
@@ -50,8 +50,6 @@ class _StepThread(threading.Thread):
         except Exception as error:  # whatever it is, the other ranks are told
             self.reason = f"{type(error).__name__}: {error}"
             _log.debug("step %s failed", self.step.what, exc_info=error)
-
-    error: BaseException | None
 
 
 class Worker:
