@@ -48,7 +48,7 @@ struct kvs_transfer {
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
-  struct kvs_bounds gpu, cpu; /* all that it touches, of device memory and of other memory */
+  struct kvs_bounds gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
   void *owner;
   void (*release)(void *);
   struct kvs_staging *staging;
@@ -140,7 +140,6 @@ struct kvs_engine {
   pthread_mutex_t hazard_lock;
   struct kvs_needs needs;       /* guarded by hazard_lock: of the transfer that is being submitted */
   struct kvs_progress progress; /* guarded by hazard_lock: as of its beginning */
-  uint64_t moves;               /* guarded by hazard_lock: numbers them, for kvs_pool.mark */
   atomic_uint skipped_hazards;  /* 1 << enum kvs_hazard: left out, for tests */
   atomic_uint_fast64_t waits[KVS_HAZARDS];
 
@@ -149,6 +148,8 @@ struct kvs_engine {
   struct kvs_pool *pools;     /* guarded by memory_lock */
   pthread_mutex_t share_lock; /* before memory_lock; held while memory of others is opened or closed */
   struct kvs_import *imports; /* guarded by share_lock */
+  pthread_mutex_t range_lock; /* a leaf */
+  struct kvs_range *ranges;   /* guarded by range_lock */
   uint64_t *orphans;          /* guarded by memory_lock: allocations to free when there is time to wait */
   size_t norphans, orphans_capacity;
 

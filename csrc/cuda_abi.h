@@ -16,6 +16,7 @@ typedef struct kvs_cu_module_object *kvs_cu_module;
 typedef struct kvs_cu_function_object *kvs_cu_function;
 typedef struct kvs_cu_stream_object *kvs_cu_stream;
 typedef struct kvs_cu_event_object *kvs_cu_event;
+typedef unsigned long long kvs_cu_chunk; /* CUmemGenericAllocationHandle */
 
 /* X(ours, the header's, value) */
 #define KVS_CU_VALUES(X)                                                                                               \
@@ -69,6 +70,14 @@ typedef struct kvs_cu_event_object *kvs_cu_event;
   X(KVS_CU_EVENT_DEFAULT, CU_EVENT_DEFAULT, 0)                                                                         \
   X(KVS_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING, 2)                                                           \
   X(KVS_CU_EVENT_INTERPROCESS, CU_EVENT_INTERPROCESS, 4)                                                               \
+  X(KVS_CU_PEER_ALREADY_ENABLED, CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, 704)                                          \
+  X(KVS_CU_POINTER_MAPPING_NBYTES, CU_POINTER_ATTRIBUTE_MAPPING_SIZE, 18)                                              \
+  X(KVS_CU_POINTER_MAPPING_BASE, CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, 19)                                           \
+  X(KVS_CU_CHUNK_PINNED, CU_MEM_ALLOCATION_TYPE_PINNED, 1)                                                             \
+  X(KVS_CU_CHUNK_DESCRIPTOR, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 1)                                              \
+  X(KVS_CU_GRANULARITY_MINIMUM, CU_MEM_ALLOC_GRANULARITY_MINIMUM, 0)                                                   \
+  X(KVS_CU_LOCATION_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE, 1)                                                            \
+  X(KVS_CU_ACCESS_READWRITE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE, 3)                                                    \
   X(KVS_CU_IPC_LAZY_PEER_ACCESS, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, 1)                                                \
   X(KVS_CU_CAPTURE_MODE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED, 2)                                                    \
   X(KVS_CU_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_NONE, 0)                                                      \
@@ -100,6 +109,20 @@ struct kvs_cu_ipc_handle {
 
 struct kvs_cu_location {
   int type, id;
+};
+
+struct kvs_cu_access {
+  struct kvs_cu_location location;
+  int flags;
+};
+
+struct kvs_cu_chunk_kind {
+  int type, handle_types;
+  struct kvs_cu_location location;
+  void *windows;
+  unsigned char compression, rdma;
+  unsigned short usage;
+  unsigned char reserved[4];
 };
 
 struct kvs_cu_copy_attributes {

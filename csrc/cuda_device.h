@@ -7,6 +7,9 @@
 #include "device.h"
 #include "share.h"
 
+enum { KVS_CUDA_PEERS = 64 };
+enum kvs_cuda_peer { KVS_CUDA_PEER_UNKNOWN, KVS_CUDA_PEER_DIRECT, KVS_CUDA_PEER_STAGED };
+
 struct kvs_cuda_device {
   struct kvs_device base;
   const struct kvs_cuda_driver *cu;
@@ -14,7 +17,8 @@ struct kvs_cuda_device {
   kvs_cu_context context; /* the device's primary context: retained at open, released at close */
   kvs_cu_module module;   /* NULL: no kernels */
   kvs_cu_function functions[KVS_KERNELS];
-  kvs_cu_deviceptr scratch; /* for the probe of the stream memory operations */
+  atomic_uchar peers[KVS_CUDA_PEERS]; /* by ordinal: enum kvs_cuda_peer */
+  kvs_cu_deviceptr scratch;           /* for the probe of the stream memory operations */
 };
 
 /* What a call changes on its thread and puts back: the current context and the capture mode. */
@@ -50,6 +54,15 @@ int kvs_cuda_pointer_attributes(const struct kvs_cuda_driver *cu, uint64_t ptr, 
 
 /* With other processes: cuda_share.c */
 extern const struct kvs_share_ops kvs_cuda_share_ops;
+
+/* Chunks: cuda_range.c */
+int kvs_cuda_chunk_granularity(struct kvs_device *, uint64_t *nbytes, struct kvs_error *);
+int kvs_cuda_range_reserve(struct kvs_device *, uint64_t nbytes, uint64_t *ptr, struct kvs_error *);
+int kvs_cuda_range_free(struct kvs_device *, uint64_t ptr, uint64_t nbytes, struct kvs_error *);
+int kvs_cuda_chunk_map(struct kvs_device *, uint64_t at, uint64_t nbytes, int fd, struct kvs_error *);
+int kvs_cuda_chunk_unmap(struct kvs_device *, uint64_t at, uint64_t nbytes, struct kvs_error *);
+int kvs_cuda_chunk_query(struct kvs_device *, uint64_t address, uint64_t *base, uint64_t *nbytes, struct kvs_error *);
+int kvs_cuda_chunk_share(struct kvs_device *, uint64_t address, int *fd, struct kvs_error *);
 
 /* Kernels: cuda_kernels.c. Loading never fails the device: info.kernels and info.kernels_note say what came of it.
  * Inside a scope. */

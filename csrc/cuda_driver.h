@@ -86,7 +86,30 @@
   X(OPTIONAL, cuIpcGetEventHandle, "cuIpcGetEventHandle", 4010,                                                        \
     (struct kvs_cu_ipc_handle * handle, kvs_cu_event event))                                                           \
   X(OPTIONAL, cuIpcOpenEventHandle, "cuIpcOpenEventHandle", 4010,                                                      \
-    (kvs_cu_event * event, struct kvs_cu_ipc_handle handle))
+    (kvs_cu_event * event, struct kvs_cu_ipc_handle handle))                                                           \
+  X(OPTIONAL, cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", 4000,                                                    \
+    (int *can, kvs_cu_device device, kvs_cu_device peer))                                                              \
+  X(OPTIONAL, cuCtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000, (kvs_cu_context peer, unsigned flags))             \
+  X(OPTIONAL, cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000, (kvs_cu_chunk * chunk, void *ptr))    \
+  X(OPTIONAL, cuMemRelease, "cuMemRelease", 10020, (kvs_cu_chunk chunk))                                               \
+  X(OPTIONAL, cuMemGetAccess, "cuMemGetAccess", 10020,                                                                 \
+    (unsigned long long *flags, const struct kvs_cu_location *location, kvs_cu_deviceptr ptr))                         \
+  X(OPTIONAL, cuMemAddressReserve, "cuMemAddressReserve", 10020,                                                       \
+    (kvs_cu_deviceptr * ptr, size_t nbytes, size_t alignment, kvs_cu_deviceptr wanted, unsigned long long flags))      \
+  X(OPTIONAL, cuMemAddressFree, "cuMemAddressFree", 10020, (kvs_cu_deviceptr ptr, size_t nbytes))                      \
+  X(OPTIONAL, cuMemCreate, "cuMemCreate", 10020,                                                                       \
+    (kvs_cu_chunk * chunk, size_t nbytes, const struct kvs_cu_chunk_kind *kind, unsigned long long flags))             \
+  X(OPTIONAL, cuMemMap, "cuMemMap", 10020,                                                                             \
+    (kvs_cu_deviceptr ptr, size_t nbytes, size_t offset, kvs_cu_chunk chunk, unsigned long long flags))                \
+  X(OPTIONAL, cuMemUnmap, "cuMemUnmap", 10020, (kvs_cu_deviceptr ptr, size_t nbytes))                                  \
+  X(OPTIONAL, cuMemSetAccess, "cuMemSetAccess", 10020,                                                                 \
+    (kvs_cu_deviceptr ptr, size_t nbytes, const struct kvs_cu_access *access, size_t count))                           \
+  X(OPTIONAL, cuMemExportToShareableHandle, "cuMemExportToShareableHandle", 10020,                                     \
+    (void *shared, kvs_cu_chunk chunk, int kind, unsigned long long flags))                                            \
+  X(OPTIONAL, cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", 10020,                                 \
+    (kvs_cu_chunk * chunk, void *shared, int kind))                                                                    \
+  X(OPTIONAL, cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020,                                   \
+    (size_t *nbytes, const struct kvs_cu_chunk_kind *kind, int option))
 
 struct kvs_cuda_driver {
   void *library; /* from dlopen; never closed: the driver has threads of its own */

@@ -108,6 +108,52 @@ static int event_open(struct kvs_device *device, const struct kvs_handle *handle
   return status;
 }
 
+/* -- other GPUs ------------------------------------------------------------------------------------------------ */
+
+/* Inside a scope. Peer access is for the life of both contexts, so the other one is retained and never given back. */
+static enum kvs_cuda_peer enable_peer(struct kvs_cuda_device *device, int ordinal) {
+  const struct kvs_cuda_driver *cu = device->cu;
+  kvs_cu_device handle;
+  kvs_cu_context context;
+  int can = 0;
+  if (!cu->cuDeviceCanAccessPeer || !cu->cuCtxEnablePeerAccess || cu->cuDeviceGet(&handle, ordinal) != KVS_CU_SUCCESS)
+    return KVS_CUDA_PEER_STAGED;
+  if (cu->cuDeviceCanAccessPeer(&can, device->handle, handle) != KVS_CU_SUCCESS || !can) return KVS_CUDA_PEER_STAGED;
+  if (cu->cuDevicePrimaryCtxRetain(&context, handle) != KVS_CU_SUCCESS) return KVS_CUDA_PEER_STAGED;
+  int code = cu->cuCtxEnablePeerAccess(context, 0);
+  return code == KVS_CU_SUCCESS || code == KVS_CU_PEER_ALREADY_ENABLED ? KVS_CUDA_PEER_DIRECT : KVS_CUDA_PEER_STAGED;
+}
+
+/* Enabling says nothing of memory that was mapped by pieces (torch's expandable segments): whoever mapped it decides
+ * which devices reach it. */
+static bool mapped_for(const struct kvs_cuda_device *device, uint64_t ptr) {
+  const struct kvs_cuda_driver *cu = device->cu;
+  const struct kvs_cu_location here = {KVS_CU_LOCATION_DEVICE, device->base.ordinal};
+  unsigned long long flags = 0;
+  kvs_cu_chunk chunk;
+  if (!cu->cuMemRetainAllocationHandle || !cu->cuMemRelease || !cu->cuMemGetAccess) return true;
+  if (cu->cuMemRetainAllocationHandle(&chunk, kvs_cuda_pointer_of(ptr)) != KVS_CU_SUCCESS) return true;
+  (void)cu->cuMemRelease(chunk);
+  return cu->cuMemGetAccess(&flags, &here, ptr) == KVS_CU_SUCCESS && flags == KVS_CU_ACCESS_READWRITE;
+}
+
+static int peer(struct kvs_device *base, const struct kvs_region *region, bool *direct, struct kvs_error *err) {
+  struct kvs_cuda_device *device = (struct kvs_cuda_device *)base;
+  struct kvs_cuda_scope scope;
+  int ordinal = region->device;
+  *direct = false;
+  if (ordinal < 0 || ordinal >= KVS_CUDA_PEERS) return KVS_OK;
+  int status = kvs_cuda_enter(&scope, base, err);
+  if (status != KVS_OK) return status;
+  enum kvs_cuda_peer known = atomic_load(&device->peers[ordinal]);
+  if (known == KVS_CUDA_PEER_UNKNOWN) { /* two threads at once find the same */
+    known = enable_peer(device, ordinal);
+    atomic_store(&device->peers[ordinal], (unsigned char)known);
+  }
+  *direct = known == KVS_CUDA_PEER_DIRECT && mapped_for(device, region->base);
+  return kvs_cuda_leave(&scope, KVS_CU_SUCCESS, "cuCtxEnablePeerAccess", err);
+}
+
 const struct kvs_share_ops kvs_cuda_share_ops = {
     .memory_share = memory_share,
     .memory_open = memory_open,
@@ -115,4 +161,12 @@ const struct kvs_share_ops kvs_cuda_share_ops = {
     .event_create_shared = event_create_shared,
     .event_share = event_share,
     .event_open = event_open,
+    .chunk_granularity = kvs_cuda_chunk_granularity,
+    .range_reserve = kvs_cuda_range_reserve,
+    .range_free = kvs_cuda_range_free,
+    .chunk_map = kvs_cuda_chunk_map,
+    .chunk_unmap = kvs_cuda_chunk_unmap,
+    .chunk_query = kvs_cuda_chunk_query,
+    .chunk_share = kvs_cuda_chunk_share,
+    .peer = peer,
 };

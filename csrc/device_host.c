@@ -364,6 +364,7 @@ int kvs_device_host_open(int ordinal, uint64_t seed, struct kvs_device **device,
   if (status) goto no_memory;
   status = kvs_host_queue_init(&host->queue, workers, seed, &host->memory, &host->base.lost, err);
   if (status) goto no_queue;
+  if (!seed) kvs_host_memory_list(&host->memory);
   *device = &host->base;
   return KVS_OK;
 
@@ -396,6 +397,17 @@ uint64_t kvs_host_trace(struct kvs_device *device) {
   uint64_t trace = queue->trace;
   pthread_mutex_unlock(&queue->lock);
   return trace;
+}
+
+int kvs_host_set_peer(struct kvs_device *device, int ordinal, bool reached, struct kvs_error *err) {
+  if (device->ops != &host_ops) return kvs_fail(err, KVS_UNSUPPORTED, "only a host device models peer access");
+  if (ordinal < 0 || ordinal >= 64) return kvs_fail(err, KVS_RANGE, "ordinal is %d; it is 0 to 63", ordinal);
+  atomic_uint_fast64_t *peers = &host_of(device)->memory.unreachable_peers;
+  if (reached)
+    atomic_fetch_and(peers, ~((uint64_t)1 << ordinal));
+  else
+    atomic_fetch_or(peers, (uint64_t)1 << ordinal);
+  return KVS_OK;
 }
 
 int kvs_host_capture(struct kvs_device *device, kvs_stream stream, bool begin, struct kvs_error *err) {

@@ -12,6 +12,9 @@ int64_t kvs_host_step(struct kvs_device *, int64_t steps);
  * numbers. */
 uint64_t kvs_host_trace(struct kvs_device *);
 
+/* Whether kernels of this device reach the memory of host:<ordinal>: at first they do. Copies do in any case. */
+int kvs_host_set_peer(struct kvs_device *, int ordinal, bool reached, struct kvs_error *);
+
 /* Begin or end a (modelled) graph capture on a stream: records nothing, but work on it is refused as a driver would. */
 int kvs_host_capture(struct kvs_device *, kvs_stream, bool begin, struct kvs_error *);
 

@@ -76,8 +76,12 @@ static void load_costs(struct kvs_engine *engine) {
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 enum { MAX_ENGINES = 64 };
-static struct kvs_engine *registry[MAX_ENGINES]; /* guarded by registry_lock */
-static unsigned registered;                      /* guarded by registry_lock */
+static struct kvs_engine *registry[MAX_ENGINES]; /* written once a place, under registry_lock */
+static atomic_uint registered;                   /* grows under registry_lock, behind what it counts */
+
+struct kvs_engine *kvs_engine_at(unsigned number) {
+  return number < atomic_load(&registered) ? registry[number] : NULL;
+}
 
 /* Another thread may hold the lock, for as long as a driver takes to come up, when this process forks. */
 static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
@@ -186,6 +190,7 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
   pthread_mutex_destroy(&engine->share_lock);
+  pthread_mutex_destroy(&engine->range_lock);
   pthread_mutex_destroy(&engine->cache_lock);
   pthread_mutex_destroy(&engine->tables.lock);
   for (int i = 0; i < 2; i++) pthread_mutex_destroy(&engine->relays[i].lock);
@@ -209,6 +214,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
   pthread_mutex_init(&engine->share_lock, NULL);
+  pthread_mutex_init(&engine->range_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
   pthread_mutex_init(&engine->tables.lock, NULL);
   for (int i = 0; i < 2; i++) pthread_mutex_init(&engine->relays[i].lock, NULL);
@@ -263,7 +269,8 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
     if (!status) status = create(canonical, device, &there, err);
     if (!status) {
       there->immortal = true;
-      registry[registered++] = there;
+      registry[atomic_load(&registered)] = there;
+      atomic_fetch_add(&registered, 1);
     }
   }
   if (!status) {
@@ -295,6 +302,7 @@ void kvs_shutdown(int64_t timeout_ns) {
   struct kvs_engine *open[MAX_ENGINES];
   struct kvs_error err;
   uint64_t start = kvs_clock_ns();
+  kvs_servers_stop();
   pthread_mutex_lock(&registry_lock);
   unsigned count = registered;
   memcpy(open, registry, sizeof open);

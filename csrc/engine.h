@@ -13,6 +13,9 @@ KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
  * destroys it, once another is set or the engine ends. */
 KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
 
+/* The engines that kvs_engine_open() made, which stay until the process ends, by number from 0; NULL: no more. */
+struct kvs_engine *kvs_engine_at(unsigned number);
+
 /* Why path relay is not there; empty where it is. And where the costs are from that AUTO predicts with. */
 KVS_API const char *kvs_engine_relay_note(const struct kvs_engine *engine);
 KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
@@ -26,6 +29,12 @@ KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth,
 
 /* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
 KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
+
+/* As kvs_engine_alloc(); in chunks: device memory that is mapped in chunks, each of which can be shared with other
+ * processes by a descriptor, as torch's expandable segments are. */
+enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
+KVS_API int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                                  struct kvs_error *err);
 
 /* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done
  * by the next alloc or synchronize, or at the end. */

@@ -148,7 +148,7 @@ static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
 }
 
 bool kvs_host_kernel_prepare(struct kvs_host_memory *memory, struct kvs_host_op *op) {
-  struct kvs_host_view view = {.memory = memory};
+  struct kvs_host_view view = {.memory = memory, .kernel = true};
   bool good = prepare(&view, op);
   kvs_host_view_clear(&view);
   return good;

@@ -38,9 +38,69 @@ static void unmap(struct kvs_host_memory *memory, const struct kvs_region *pages
   kvs_host_arena_unmap(&memory->arena, (void *)(uintptr_t)pages->base, (size_t)pages->nbytes - page, pages->alias);
 }
 
+/* -- the devices of the process -------------------------------------------------------------------------------- */
+
+static pthread_rwlock_t list_lock = PTHREAD_RWLOCK_INITIALIZER; /* before any memory's own */
+static struct kvs_host_memory *list;                            /* guarded by list_lock */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void before_fork(void) { pthread_rwlock_wrlock(&list_lock); }
+
+static void after_fork(void) { pthread_rwlock_unlock(&list_lock); }
+
+/* The parent's devices are not the child's, and some thread may have held their locks. */
+static void after_fork_in_child(void) {
+  list = NULL;
+  pthread_rwlock_init(&list_lock, NULL);
+}
+
+static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork_in_child); }
+
+void kvs_host_memory_list(struct kvs_host_memory *memory) {
+  pthread_once(&fork_once, watch_fork);
+  pthread_rwlock_wrlock(&list_lock);
+  memory->listed = true;
+  memory->next = list;
+  list = memory;
+  pthread_rwlock_unlock(&list_lock);
+}
+
+static void unlist(struct kvs_host_memory *memory) {
+  if (!memory->listed) return;
+  pthread_rwlock_wrlock(&list_lock);
+  struct kvs_host_memory **at = &list;
+  while (*at && *at != memory) at = &(*at)->next;
+  if (*at) *at = memory->next;
+  pthread_rwlock_unlock(&list_lock);
+}
+
+/* What another device allocated or registered. */
+static bool query_others(const struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region) {
+  bool found = false;
+  if (!memory->listed) return false;
+  pthread_rwlock_rdlock(&list_lock);
+  for (struct kvs_host_memory *other = list; other && !found; other = other->next) {
+    if (other->ordinal == memory->ordinal) continue;
+    pthread_rwlock_rdlock(&other->lock);
+    const struct kvs_region *known = kvs_regions_find(&other->known, ptr);
+    found = known != NULL;
+    if (found) *region = *known;
+    pthread_rwlock_unlock(&other->lock);
+  }
+  pthread_rwlock_unlock(&list_lock);
+  return found;
+}
+
+bool kvs_host_memory_reaches(const struct kvs_host_memory *memory, const struct kvs_region *region) {
+  if (region->memory != KVS_MEMORY_DEVICE || region->device == memory->ordinal) return true;
+  return region->device < 64 && !(atomic_load(&memory->unreachable_peers) >> region->device & 1);
+}
+
 void kvs_host_memory_destroy(struct kvs_host_memory *memory) {
+  unlist(memory);
   for (size_t i = 0; i < memory->owned.count; i++) unmap(memory, &memory->owned.items[i]);
   kvs_host_arena_destroy(&memory->arena);
+  kvs_host_chunks_destroy(memory);
   kvs_regions_clear(&memory->owned);
   kvs_regions_clear(&memory->known);
   pthread_rwlock_destroy(&memory->lock);
@@ -224,8 +284,15 @@ static bool query_locked(const struct kvs_host_memory *memory, uint64_t ptr, str
 int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region,
                           struct kvs_error *err) {
   pthread_rwlock_rdlock(&memory->lock);
-  bool found = query_locked(memory, ptr, region);
+  const struct kvs_region *known = kvs_regions_find(&memory->known, ptr);
+  if (known) *region = *known;
   pthread_rwlock_unlock(&memory->lock);
+  bool found = known || query_others(memory, ptr, region); /* never holding two memories' locks */
+  if (!found) {
+    pthread_rwlock_rdlock(&memory->lock);
+    found = query_ordinary_locked(memory, ptr, region);
+    pthread_rwlock_unlock(&memory->lock);
+  }
   return found ? KVS_OK : kvs_fail(err, KVS_INVALID, "address 0x%" PRIx64 " is not mapped", ptr);
 }
 
@@ -300,6 +367,7 @@ const char *kvs_host_view_refuse(struct kvs_host_view *view, enum kvs_host_use u
   for (;;) {
     uint64_t region_end = region->base + region->nbytes;
     if (use == KVS_HOST_WRITE && !region->writable) return "is read-only";
+    if (view->kernel && !kvs_host_memory_reaches(view->memory, region)) return "is out of reach";
     if (end <= region_end) return NULL;
     if (seams && region->seam) return "crosses the end of one allocation or registration";
     region = view_region(view, use, region_end);

@@ -14,13 +14,20 @@ struct kvs_host_memory {
    * lie in the arena's file. */
   struct kvs_regions owned;
   struct kvs_host_arena arena;
-  uint64_t next_buffer_id; /* guarded by lock */
-  uint64_t device_nbytes;  /* guarded by lock: allocated as device memory */
-  uint64_t limit;          /* bytes of device memory there are */
+  struct kvs_regions chunks; /* guarded by lock: mapped in ranges; `device` is the descriptor of each */
+  uint64_t next_buffer_id;   /* guarded by lock */
+  uint64_t device_nbytes;    /* guarded by lock: allocated as device memory */
+  uint64_t limit;            /* bytes of device memory there are */
   int ordinal;
+  /* Devices of one process see each other's memory, but for deterministic ones. */
+  bool listed;
+  struct kvs_host_memory *next;           /* guarded by the list's lock */
+  atomic_uint_fast64_t unreachable_peers; /* 1 << ordinal: no kernel of this device reaches that one's memory */
 };
 
 int kvs_host_memory_init(struct kvs_host_memory *memory, int ordinal, uint64_t limit, struct kvs_error *err);
+void kvs_host_memory_list(struct kvs_host_memory *memory); /* from now on other devices see it, and it them */
+bool kvs_host_memory_reaches(const struct kvs_host_memory *memory, const struct kvs_region *region);
 void kvs_host_memory_destroy(struct kvs_host_memory *memory); /* unmaps what is still allocated */
 
 /* `kind` is KVS_MEMORY_DEVICE or KVS_MEMORY_PINNED. Freeing needs the kind that it was allocated with. */
@@ -35,6 +42,15 @@ int kvs_host_memory_share(struct kvs_host_memory *memory, uint64_t ptr, struct k
 int kvs_host_memory_open(struct kvs_host_memory *memory, const struct kvs_handle *handle, uint64_t nbytes,
                          uint64_t *ptr, struct kvs_error *err);
 int kvs_host_memory_close(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_error *err);
+/* Ranges of chunks: share.h. */
+int kvs_host_range_reserve(struct kvs_host_memory *memory, uint64_t nbytes, uint64_t *ptr, struct kvs_error *err);
+int kvs_host_range_free(struct kvs_host_memory *memory, uint64_t ptr, uint64_t nbytes, struct kvs_error *err);
+int kvs_host_chunk_map(struct kvs_host_memory *memory, uint64_t at, uint64_t nbytes, int fd, struct kvs_error *err);
+int kvs_host_chunk_unmap(struct kvs_host_memory *memory, uint64_t at, uint64_t nbytes, struct kvs_error *err);
+int kvs_host_chunk_query(struct kvs_host_memory *memory, uint64_t address, uint64_t *base, uint64_t *nbytes,
+                         struct kvs_error *err);
+int kvs_host_chunk_share(struct kvs_host_memory *memory, uint64_t address, int *fd, struct kvs_error *err);
+void kvs_host_chunks_destroy(struct kvs_host_memory *memory);
 int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region,
                           struct kvs_error *err);
 
@@ -42,6 +58,7 @@ int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct k
  * few look-ups and not one an entry. One thread. Zero-initialise all but `memory`. */
 struct kvs_host_view {
   struct kvs_host_memory *memory;
+  bool kernel; /* looks as a kernel, to which not all that is mapped is in reach */
   struct kvs_regions met;
   struct kvs_region last[2]; /* the region met last as source, as destination */
 };

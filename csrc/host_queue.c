@@ -49,14 +49,14 @@ int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint
   return KVS_OK;
 }
 
-static void mark_unref_locked(struct kvs_host_mark *mark) {
-  if (!mark || --mark->refs) return;
+static void mark_unref(struct kvs_host_mark *mark) {
+  if (!mark || atomic_fetch_sub(&mark->refs, 1) != 1) return;
   kvs_host_words_unref(mark->words);
   free(mark);
 }
 
 static void event_free_locked(struct kvs_host_event *event) {
-  mark_unref_locked(event->mark);
+  mark_unref(event->mark);
   kvs_host_words_unref(event->words);
   free(event);
 }
@@ -174,9 +174,9 @@ struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, siz
 void kvs_host_op_free_locked(struct kvs_host_op *op) {
   bool record = op->kind == KVS_HOST_RECORD;
   struct kvs_host_mark *mark = record || op->kind == KVS_HOST_WAIT_EVENT ? op->what.mark : NULL;
-  /* dropped with a lost device: other processes must not wait for it */
-  if (record && mark->words && !mark->done) kvs_host_words_end(mark->words, mark->number);
-  mark_unref_locked(mark);
+  if (record && !atomic_exchange(&mark->done, true) && mark->words) /* dropped with a lost device: let others go on */
+    kvs_host_words_end(mark->words, mark->number);
+  mark_unref(mark);
   free(op);
 }
 
@@ -435,7 +435,7 @@ static struct kvs_host_op *mark_op(enum kvs_host_kind kind, struct kvs_host_mark
   struct kvs_host_op *op = kvs_host_op_new(kind, 1, 0, err);
   if (!op) return NULL;
   op->what.mark = mark;
-  mark->refs++;
+  atomic_fetch_add(&mark->refs, 1);
   return op;
 }
 
@@ -461,8 +461,8 @@ static int record_locked(struct kvs_host_queue *queue, struct kvs_host_event *ev
     free(mark);
     return status;
   }
-  mark->refs++;
-  mark_unref_locked(event->mark);
+  atomic_fetch_add(&mark->refs, 1);
+  mark_unref(event->mark);
   event->mark = mark;
   push_locked(queue, stream, op);
   return KVS_OK;
@@ -488,36 +488,61 @@ static int latest_locked(const struct kvs_host_event *event, struct kvs_host_mar
   if (!event->words) {
     if (!event->mark || event->mark->done) return KVS_OK;
     *mark = event->mark;
-    (*mark)->refs++;
+    atomic_fetch_add(&(*mark)->refs, 1);
     return KVS_OK;
   }
   if (!number || kvs_host_words_ended(event->words, number) || kvs_host_words_abandoned(event->words, number))
     return KVS_OK;
   *mark = calloc(1, sizeof **mark);
   if (!*mark) return refuse_nomem("stream_wait", err);
-  **mark = (struct kvs_host_mark){.refs = 1, .words = kvs_host_words_ref(event->words), .number = number};
+  atomic_init(&(*mark)->refs, 1);
+  (*mark)->words = kvs_host_words_ref(event->words);
+  (*mark)->number = number;
   return KVS_OK;
 }
 
-static int wait_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream, const struct kvs_host_event *event,
-                       struct kvs_error *err) {
-  struct kvs_host_mark *mark;
-  int status = latest_locked(event, &mark, err);
-  if (status || !mark) return status;
+/* Takes the mark over. */
+static int wait_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream, struct kvs_host_mark *mark,
+                       bool foreign, struct kvs_error *err) {
   struct kvs_host_op *op = mark_op(KVS_HOST_WAIT_EVENT, mark, err);
-  mark_unref_locked(mark);
-  if (op) push_locked(queue, stream, op);
-  return op ? KVS_OK : KVS_NOMEM;
+  mark_unref(mark);
+  if (!op) return KVS_NOMEM;
+  op->foreign = foreign;
+  push_locked(queue, stream, op);
+  return KVS_OK;
 }
 
 int kvs_host_stream_wait(struct kvs_host_queue *queue, kvs_stream stream_handle, kvs_event handle,
                          struct kvs_error *err) {
   struct kvs_host_event *event;
   struct kvs_host_stream *stream;
+  struct kvs_host_mark *mark = NULL;
   pthread_mutex_lock(&queue->lock);
   int status = find_event_locked(queue, handle, "stream_wait", &event, err);
   if (!status) status = admit_locked(queue, stream_handle, "stream_wait", &stream, err);
-  if (!status) status = wait_locked(queue, stream, event, err);
+  if (!status) status = latest_locked(event, &mark, err);
+  if (!status && mark) status = wait_locked(queue, stream, mark, mark->words != NULL, err);
+  pthread_mutex_unlock(&queue->lock);
+  return status;
+}
+
+int kvs_host_stream_wait_foreign(struct kvs_host_queue *queue, kvs_stream stream_handle, struct kvs_host_queue *other,
+                                 kvs_event handle, struct kvs_error *err) {
+  struct kvs_host_event *event;
+  struct kvs_host_stream *stream;
+  struct kvs_host_mark *mark = NULL;
+  pthread_mutex_lock(&other->lock); /* one lock after the other, for two devices may wait for each other */
+  int status = check_lost(other, "stream_wait", err);
+  if (!status) status = find_event_locked(other, handle, "stream_wait", &event, err);
+  if (!status) status = latest_locked(event, &mark, err);
+  pthread_mutex_unlock(&other->lock);
+  if (status || !mark) return status;
+  pthread_mutex_lock(&queue->lock);
+  status = admit_locked(queue, stream_handle, "stream_wait", &stream, err);
+  if (!status)
+    status = wait_locked(queue, stream, mark, true, err);
+  else
+    mark_unref(mark);
   pthread_mutex_unlock(&queue->lock);
   return status;
 }
@@ -532,7 +557,7 @@ int kvs_host_event_query(struct kvs_host_queue *queue, kvs_event handle, struct 
     status = check_lost(queue, "event_query", err);
     if (!status) status = latest_locked(event, &mark, err);
     if (!status && mark) status = not_ready("event_query", stuck, err);
-    mark_unref_locked(mark);
+    mark_unref(mark);
   }
   pthread_mutex_unlock(&queue->lock);
   return status;

@@ -29,12 +29,12 @@ enum kvs_host_kind {
 };
 
 /* One recording of an event. Waits hold the mark and not the event, so recording the event again does not move them,
- * and an event may be destroyed at any time. It may be of another process, and then nobody tells when it is reached:
- * who waits for it looks again and again. */
+ * and an event may be destroyed at any time. It may be of another device or process, and then nobody tells when it is
+ * reached: who waits for it looks again and again. */
 struct kvs_host_mark {
-  unsigned refs;                /* guarded by the queue's lock */
-  bool done;                    /* guarded by the queue's lock */
-  uint64_t ns;                  /* when it was reached */
+  atomic_uint refs; /* of all devices that wait for it */
+  atomic_bool done;
+  uint64_t ns;                  /* when it was reached; written before `done` */
   struct kvs_host_words *words; /* of an event that processes share, else NULL; constant */
   uint64_t number;              /* of the recording there */
 };
@@ -65,6 +65,7 @@ struct kvs_host_op {
   bool streaming; /* large: write past the cache */
 
   bool prepared;             /* KERNEL: its addresses were checked */
+  bool foreign;              /* WAIT_EVENT: nobody tells this queue when it is reached */
   bool started;              /* DELAY: `until` is set */
   uint64_t until;            /* DELAY: when it ends; RELAY: when its patience does; WAIT_EVENT: when to look at whose */
   uint64_t pace_ns;          /* KERNEL: it lasts at least so long */
@@ -143,6 +144,9 @@ int kvs_host_stream_info(struct kvs_host_queue *queue, kvs_stream handle, struct
                          struct kvs_error *err);
 int kvs_host_stream_capture(struct kvs_host_queue *queue, kvs_stream handle, bool begin, struct kvs_error *err);
 int kvs_host_stream_wait(struct kvs_host_queue *queue, kvs_stream handle, kvs_event event, struct kvs_error *err);
+/* For an event of another host device's queue. */
+int kvs_host_stream_wait_foreign(struct kvs_host_queue *queue, kvs_stream handle, struct kvs_host_queue *other,
+                                 kvs_event event, struct kvs_error *err);
 int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, struct kvs_error *err);
 int kvs_host_event_create(struct kvs_host_queue *queue, bool timing, kvs_event *event, struct kvs_error *err);
 /* Takes the words over, also on failure. */

@@ -204,8 +204,9 @@ static bool ready_locked(struct kvs_host_queue *queue, struct kvs_host_op *op, u
   case KVS_HOST_WRITE32:
     return true;
   case KVS_HOST_WAIT_EVENT:
-    if (op->what.mark->done || !op->what.mark->words) return op->what.mark->done;
-    if (shared_reached(op, now)) return true;
+    if (atomic_load(&op->what.mark->done)) return true;
+    if (!op->foreign) return false;
+    if (op->what.mark->words && shared_reached(op, now)) return true;
     again = now + POLL_NS;
     break;
   case KVS_HOST_WAIT32:
@@ -256,8 +257,8 @@ static void lose_locked(struct kvs_host_queue *queue, int code) {
 static void run_instant_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
   struct kvs_host_op *op = stream->head;
   if (op->kind == KVS_HOST_RECORD) {
-    op->what.mark->done = true;
     op->what.mark->ns = now_locked(queue);
+    atomic_store(&op->what.mark->done, true);
     if (op->what.mark->words) kvs_host_words_end(op->what.mark->words, op->what.mark->number);
   } else if (op->kind == KVS_HOST_WRITE32) {
     __atomic_store_n((uint32_t *)(uintptr_t)op->what.flag.ptr, op->what.flag.value, __ATOMIC_RELEASE);

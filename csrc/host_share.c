@@ -74,6 +74,52 @@ static int event_open(struct kvs_device *device, const struct kvs_handle *handle
   return status ? status : kvs_host_event_adopt(&host_of(device)->queue, words, event, err);
 }
 
+/* -- chunks ---------------------------------------------------------------------------------------------------- */
+
+static int chunk_granularity(struct kvs_device *device, uint64_t *nbytes, struct kvs_error *err) {
+  (void)device, (void)err;
+  *nbytes = 65536;
+  return KVS_OK;
+}
+
+static int range_reserve(struct kvs_device *device, uint64_t nbytes, uint64_t *ptr, struct kvs_error *err) {
+  return kvs_host_range_reserve(&host_of(device)->memory, nbytes, ptr, err);
+}
+
+static int range_free(struct kvs_device *device, uint64_t ptr, uint64_t nbytes, struct kvs_error *err) {
+  return kvs_host_range_free(&host_of(device)->memory, ptr, nbytes, err);
+}
+
+static int chunk_map(struct kvs_device *device, uint64_t at, uint64_t nbytes, int fd, struct kvs_error *err) {
+  return kvs_host_chunk_map(&host_of(device)->memory, at, nbytes, fd, err);
+}
+
+static int chunk_unmap(struct kvs_device *device, uint64_t at, uint64_t nbytes, struct kvs_error *err) {
+  return kvs_host_chunk_unmap(&host_of(device)->memory, at, nbytes, err);
+}
+
+static int chunk_query(struct kvs_device *device, uint64_t address, uint64_t *base, uint64_t *nbytes,
+                       struct kvs_error *err) {
+  return kvs_host_chunk_query(&host_of(device)->memory, address, base, nbytes, err);
+}
+
+static int chunk_share(struct kvs_device *device, uint64_t address, int *fd, struct kvs_error *err) {
+  return kvs_host_chunk_share(&host_of(device)->memory, address, fd, err);
+}
+
+/* -- other devices --------------------------------------------------------------------------------------------- */
+
+static int peer(struct kvs_device *device, const struct kvs_region *region, bool *direct, struct kvs_error *err) {
+  (void)err;
+  *direct = kvs_host_memory_reaches(&host_of(device)->memory, region);
+  return KVS_OK;
+}
+
+static int stream_wait_foreign(struct kvs_device *device, kvs_stream stream, struct kvs_device *other, kvs_event event,
+                               struct kvs_error *err) {
+  return kvs_host_stream_wait_foreign(&host_of(device)->queue, stream, &host_of(other)->queue, event, err);
+}
+
 const struct kvs_share_ops kvs_host_share_ops = {
     .memory_share = memory_share,
     .memory_open = memory_open,
@@ -81,4 +127,13 @@ const struct kvs_share_ops kvs_host_share_ops = {
     .event_create_shared = event_create_shared,
     .event_share = event_share,
     .event_open = event_open,
+    .chunk_granularity = chunk_granularity,
+    .range_reserve = range_reserve,
+    .range_free = range_free,
+    .chunk_map = chunk_map,
+    .chunk_unmap = chunk_unmap,
+    .chunk_query = chunk_query,
+    .chunk_share = chunk_share,
+    .peer = peer,
+    .stream_wait_foreign = stream_wait_foreign,
 };

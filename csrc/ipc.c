@@ -9,17 +9,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "core.h"
 #include "imports.h"
 #include "owner.h"
+#include "range.h"
+#include "serve.h"
 #include "share.h"
 
 struct kvs_import {
   struct kvs_import *next; /* guarded by engine->share_lock */
   unsigned views;          /* guarded by engine->share_lock */
   uint64_t base, nbytes;
-  struct kvs_handle handle;
+  enum kvs_export_kind kind;
+  unsigned char key[64]; /* the handle, or the token of chunks */
 };
 
 struct kvs_mapped {
@@ -45,15 +49,49 @@ static void sign(struct kvs_engine *engine, enum kvs_export_kind kind, const str
   memcpy(made->handle, handle, sizeof made->handle);
 }
 
-int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_error *err) {
+/* Chunks need somebody who serves them, and one must be of a kind that can be shared: that is found out now. */
+static int serve_chunks(struct kvs_engine *engine, const struct kvs_chunks *chunks, struct kvs_export *made,
+                        struct kvs_server **server, struct kvs_error *err) {
+  const struct kvs_handle none = {{0}};
+  int fd = -1, status = kvs_dev_chunk_share(engine->device, made->address, &fd, err);
+  if (status) return status;
+  close(fd);
+  status = kvs_server_start(engine, chunks, made, server, err);
+  if (status) return status;
+  sign(engine, KVS_EXPORT_CHUNKS, &none, made);
+  made->allocation_nbytes = chunks->nbytes;
+  made->offset = made->address - chunks->base;
+  return KVS_OK;
+}
+
+static int make_handle(struct kvs_engine *engine, const struct kvs_region *region, struct kvs_export *made,
+                       struct kvs_error *err) {
+  struct kvs_handle handle;
+  int status = kvs_dev_memory_share(engine->device, made->address, &handle, err);
+  if (status) return status;
+  sign(engine, KVS_EXPORT_HANDLE, &handle, made);
+  made->allocation_nbytes = region->nbytes;
+  made->offset = made->address - region->base;
+  return KVS_OK;
+}
+
+static bool in_chunks(struct kvs_engine *engine, uint64_t address) {
+  struct kvs_error ignored;
+  uint64_t base, nbytes;
+  return kvs_dev_chunk_query(engine->device, address, &base, &nbytes, &ignored) == KVS_OK;
+}
+
+int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_server **server,
+                    struct kvs_error *err) {
   struct kvs_device *device = engine->device;
   struct kvs_region region;
-  struct kvs_handle handle;
+  struct kvs_chunks chunks;
+  *server = NULL;
   int status = kvs_dev_check(device, err);
   if (!status && made->nbytes == 0) status = kvs_fail(err, KVS_INVALID, "0 bytes cannot be exported");
   if (!status) status = kvs_dev_pointer_query(device, made->address, &region, err);
   if (status) return status;
-  if (region.memory != KVS_MEMORY_DEVICE || region.device != device->ordinal)
+  if (!kvs_region_is_of(&region, device->ordinal))
     return kvs_fail(err, KVS_INVALID,
                     "0x%" PRIx64 " is %s memory, not memory of %s: only what was allocated on a device can be opened "
                     "by another process",
@@ -62,13 +100,10 @@ int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct k
     return kvs_fail(err, KVS_INVALID,
                     "%" PRIu64 " bytes are named from 0x%" PRIx64 " on, but its allocation ends after %" PRIu64,
                     made->nbytes, made->address, region.nbytes - (made->address - region.base));
-  status = kvs_dev_memory_share(device, made->address, &handle, err);
-  if (status) return status;
-  sign(engine, KVS_EXPORT_HANDLE, &handle, made);
-  made->allocation_nbytes = region.nbytes;
-  made->offset = made->address - region.base;
   made->buffer_id = region.buffer_id;
-  return KVS_OK;
+  if (!in_chunks(engine, made->address)) return make_handle(engine, &region, made, err);
+  status = kvs_chunks_find(engine, made->address, made->nbytes, &chunks, err);
+  return status ? status : serve_chunks(engine, &chunks, made, server, err);
 }
 
 int kvs_export_event(struct kvs_engine *engine, uint64_t event, struct kvs_export *made, struct kvs_error *err) {
@@ -117,13 +152,44 @@ static int owner_gone(const struct kvs_export *from, struct kvs_error *err) {
                   from->pid);
 }
 
+static void key_of(const struct kvs_export *from, unsigned char key[64]) {
+  memset(key, 0, 64);
+  if (from->kind == KVS_EXPORT_CHUNKS)
+    memcpy(key, from->token, sizeof from->token);
+  else
+    memcpy(key, from->handle, sizeof from->handle);
+}
+
 static struct kvs_import *find_import_locked(struct kvs_engine *engine, const struct kvs_export *from) {
   bool bare = from->pid == 0; /* then allocation_nbytes is only the least that is there */
+  unsigned char key[64];
+  key_of(from, key);
   for (struct kvs_import *import = engine->imports; import; import = import->next)
-    if ((import->nbytes == from->allocation_nbytes || (bare && import->nbytes > from->allocation_nbytes)) &&
-        memcmp(&import->handle, from->handle, sizeof from->handle) == 0)
+    if (import->kind == from->kind && !memcmp(import->key, key, sizeof key) &&
+        (import->nbytes == from->allocation_nbytes || (bare && import->nbytes > from->allocation_nbytes)))
       return import;
   return NULL;
+}
+
+static int map_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import *import,
+                      struct kvs_error *err) {
+  struct kvs_range *range = NULL;
+  struct kvs_handle handle;
+  if (from->kind == KVS_EXPORT_HANDLE) {
+    memcpy(&handle, from->handle, sizeof handle);
+    return kvs_dev_memory_open(engine->device, &handle, import->nbytes, &import->base, err);
+  }
+  int status = kvs_serve_fetch(engine, from, &range, err);
+  if (status) return status;
+  status = kvs_range_finish(range, &import->base, err);
+  if (status) kvs_range_drop(range);
+  return status;
+}
+
+static int unmap_import(struct kvs_engine *engine, const struct kvs_import *import, struct kvs_error *err) {
+  if (import->kind == KVS_EXPORT_HANDLE) return kvs_dev_memory_close(engine->device, import->base, err);
+  int status = kvs_dev_synchronize(engine->device, err); /* unmapping waits for nothing */
+  return status ? status : kvs_range_free(engine, import->base, err);
 }
 
 static int open_import_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **opened,
@@ -133,13 +199,14 @@ static int open_import_locked(struct kvs_engine *engine, const struct kvs_export
   struct kvs_import *import = calloc(1, sizeof *import);
   if (!import) return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
   import->nbytes = from->allocation_nbytes;
-  memcpy(&import->handle, from->handle, sizeof import->handle);
-  int status = kvs_dev_memory_open(engine->device, &import->handle, import->nbytes, &import->base, err);
+  import->kind = from->kind;
+  key_of(from, import->key);
+  int status = map_import(engine, from, import, err);
   if (!status && from->pid == 0 && !kvs_dev_pointer_query(engine->device, import->base, &region, &ignored))
     import->nbytes = region.nbytes - (import->base - region.base); /* all of it: the next may know of more */
   if (!status) {
     status = kvs_memory_add(engine, import->base, import->nbytes, KVS_ORIGIN_IMPORTED, err);
-    if (status) (void)kvs_dev_memory_close(engine->device, import->base, &ignored);
+    if (status) (void)unmap_import(engine, import, &ignored);
   }
   if (status) {
     free(import);
@@ -174,7 +241,7 @@ static int drop_import(struct kvs_engine *engine, struct kvs_import *import, int
   }
   status = kvs_memory_retire(engine, import->base, KVS_ORIGIN_IMPORTED, timeout_ns, &region, err);
   bool gone = !status || status == KVS_LOST;
-  if (!status) status = kvs_dev_memory_close(engine->device, import->base, err);
+  if (!status) status = unmap_import(engine, import, err);
   for (struct kvs_import **at = &engine->imports; gone && *at; at = &(*at)->next)
     if (*at == import) {
       *at = import->next;
@@ -236,8 +303,9 @@ int kvs_open_event(struct kvs_engine *engine, const struct kvs_export *from, uin
 static int check_own(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_dev_pointer_query(engine->device, from->address, &region, err);
-  bool same = !status && region.base == from->address - from->offset && region.nbytes == from->allocation_nbytes &&
-              region.buffer_id == from->buffer_id;
+  bool chunks = from->kind == KVS_EXPORT_CHUNKS; /* of which a region may hold more */
+  bool same = !status && region.buffer_id == from->buffer_id &&
+              (chunks || (region.base == from->address - from->offset && region.nbytes == from->allocation_nbytes));
   if (same || (status && status != KVS_INVALID)) return status;
   return kvs_fail(err, KVS_INVALID, "the memory at 0x%" PRIx64 " has been freed since it was exported", from->address);
 }
@@ -290,7 +358,10 @@ bool kvs_mapped_alive(const struct kvs_mapped *mapped) {
 
 /* Transfers first, which are ours to see; then all else on the device, which may use the memory too. */
 static int wait_for_work(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
-  const struct kvs_region view = {.base = mapped->ptr, .nbytes = mapped->from.nbytes, .memory = KVS_MEMORY_DEVICE};
+  const struct kvs_region view = {.base = mapped->ptr,
+                                  .nbytes = mapped->from.nbytes,
+                                  .memory = KVS_MEMORY_DEVICE,
+                                  .device = mapped->engine->device->ordinal};
   uint64_t start = kvs_clock_ns();
   int status = kvs_engine_drain(mapped->engine, &view, timeout_ns, err);
   if (status) return status;

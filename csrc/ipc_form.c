@@ -22,13 +22,16 @@
   X(block_nbytes)                                                                                                      \
   X(stride)                                                                                                            \
   X(rows)                                                                                                              \
-  X(pitch)
+  X(pitch)                                                                                                             \
+  X(nchunks)
 #define TEXTS(X)                                                                                                       \
   X(uuid)                                                                                                              \
   X(device)                                                                                                            \
   X(dtype)                                                                                                             \
   X(pool)                                                                                                              \
-  X(handle)
+  X(handle)                                                                                                            \
+  X(token)                                                                                                             \
+  X(socket)
 
 static const size_t SUM_AT = KVS_EXPORT_NBYTES - 4;
 
@@ -94,7 +97,7 @@ static bool ends(const char *text, size_t nbytes) { return memchr(text, '\0', nb
 
 /* Whoever wrote it: nothing in it may lead outside of the allocation. */
 static int check_numbers(const struct kvs_export *made, struct kvs_error *err) {
-  bool memory = made->kind == KVS_EXPORT_HANDLE;
+  bool memory = made->kind == KVS_EXPORT_HANDLE || made->kind == KVS_EXPORT_CHUNKS;
   if (!memory && made->kind != KVS_EXPORT_EVENT)
     return kvs_fail(err, KVS_INVALID, "the export is of kind %d, which this kvswap does not know", (int)made->kind);
   if (memory && (made->nbytes == 0 || made->offset > made->allocation_nbytes ||
@@ -103,7 +106,8 @@ static int check_numbers(const struct kvs_export *made, struct kvs_error *err) {
                     "the export is of %" PRIu64 " bytes at byte %" PRIu64 " of an allocation of %" PRIu64 " bytes",
                     made->nbytes, made->offset, made->allocation_nbytes);
   if (made->ndim > KVS_EXPORT_DIMS || !ends(made->device, sizeof made->device) ||
-      !ends(made->dtype, sizeof made->dtype) || !ends(made->pool, sizeof made->pool))
+      !ends(made->socket, sizeof made->socket) || !ends(made->dtype, sizeof made->dtype) ||
+      !ends(made->pool, sizeof made->pool))
     return kvs_fail(err, KVS_INVALID, "the export's shape or a text in it is none");
   return KVS_OK;
 }

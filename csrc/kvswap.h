@@ -44,7 +44,8 @@ enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_
 /* Something that a transfer starts after. */
 struct kvs_after {
   enum { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER, KVS_AFTER_NONE } kind;
-  uint64_t handle;               /* STREAM, EVENT: the driver's handle, on the same device */
+  uint64_t handle;           /* STREAM, EVENT: the driver's handle */
+  struct kvs_engine *engine; /* EVENT: of another device, which must be of the same kind; NULL: of the same device */
   struct kvs_transfer *transfer; /* TRANSFER: of any device of this process; borrowed for the call */
 };
 

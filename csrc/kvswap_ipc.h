@@ -12,6 +12,7 @@ enum { KVS_EXPORT_NBYTES = 512, KVS_EXPORT_DIMS = 8 };
 
 enum kvs_export_kind {
   KVS_EXPORT_HANDLE = 1, /* of a whole allocation: cuIpcMemHandle, or a host device's file */
+  KVS_EXPORT_CHUNKS = 2, /* of memory that is mapped in chunks, whose descriptors the owner serves */
   KVS_EXPORT_EVENT = 3,  /* no memory, but an event; of the fields about memory none means anything */
 };
 
@@ -34,12 +35,24 @@ struct kvs_export {
   uint64_t num_blocks, block_nbytes, stride, rows, pitch; /* as kvs_pool_layout; num_blocks 0: no pool */
   char pool[32];
   unsigned char handle[64];
+  /* Of chunks. */
+  uint64_t nchunks;
+  unsigned char token[16]; /* who knows it may have them */
+  char socket[108];
 };
 
 /* Fill in an export of memory of `engine`: the caller has set address and nbytes, and what it likes of generation,
  * dtype, shape and layout, the rest being 0. The memory must have been allocated on the device, by whoever, and is good
- * for others as long as it is not freed. */
-KVS_API int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_error *err);
+ * for others as long as it is not freed.
+ *
+ * Memory that is mapped in chunks needs somebody who serves them: *server, which the caller frees when nobody is to
+ * open the export any more (what is open stays so). NULL for other memory. Servers end with kvs_shutdown() at the
+ * latest. */
+struct kvs_server;
+KVS_API int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_server **server,
+                            struct kvs_error *err);
+KVS_API void kvs_server_free(struct kvs_server *server);
+KVS_API void kvs_servers_stop(void); /* of the process */
 
 /* An export of a handle that came without one: at the beginning of an allocation on this device, which has at least
  * nbytes. Its owner is not known, and counts as running. */

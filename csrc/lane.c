@@ -290,7 +290,8 @@ void kvs_engine_lose(struct kvs_engine *engine) {
 }
 
 static bool touches(const struct kvs_transfer *transfer, const struct kvs_region *region) {
-  const struct kvs_bounds *bounds = region->memory == KVS_MEMORY_DEVICE ? &transfer->gpu : &transfer->cpu;
+  const struct kvs_bounds *bounds =
+      kvs_region_is_of(region, transfer->engine->device->ordinal) ? &transfer->gpu : &transfer->cpu;
   return region->base < bounds->high && bounds->low < region->base + region->nbytes;
 }
 

@@ -10,6 +10,8 @@
 
 #include "core.h"
 #include "imports.h"
+#include "peer.h"
+#include "range.h"
 
 enum { SIDE_TEXT = 48 };
 
@@ -63,18 +65,38 @@ static const char *side_text(const struct kvs_side *side, char text[SIDE_TEXT]) 
   return text;
 }
 
-static int check_kind(struct kvs_engine *engine, const struct kvs_region *region, uint64_t address,
-                      const struct kvs_side *side, struct kvs_error *err) {
+/* Memory of another device is the other side of a swap, in place of the host's. */
+static int check_peer(const struct kvs_engine *engine, const struct kvs_regions *met, const struct kvs_region *region,
+                      uint64_t address, const struct kvs_side *side, struct kvs_error *err) {
   char text[SIDE_TEXT];
-  bool device = region->memory == KVS_MEMORY_DEVICE;
+  for (size_t i = 0; i < met->count; i++) {
+    const struct kvs_region *other = &met->items[i];
+    if (other->memory != KVS_MEMORY_DEVICE || kvs_region_is_of(other, engine->device->ordinal) ||
+        other->device == region->device)
+      continue;
+    return kvs_fail(err, KVS_INVALID,
+                    "%s = 0x%" PRIx64
+                    " is memory of device %d, and there is memory of device %d in this call: %s moves "
+                    "blocks to or from one other device a call",
+                    side_text(side, text), address, region->device, other->device, engine->name);
+  }
+  return KVS_OK;
+}
+
+static int check_kind(struct kvs_engine *engine, const struct kvs_regions *met, const struct kvs_region *region,
+                      uint64_t address, const struct kvs_side *side, struct kvs_error *err) {
+  char text[SIDE_TEXT];
+  bool device = kvs_region_is_of(region, engine->device->ordinal),
+       foreign = region->memory == KVS_MEMORY_DEVICE && !device;
   bool host = region->memory == KVS_MEMORY_PINNED || region->memory == KVS_MEMORY_PAGEABLE;
-  if (device && region->device != engine->device->ordinal)
+  if (foreign && side->want == KVS_SIDE_GPU)
     return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is memory of device %d; this call runs on %s",
                     side_text(side, text), address, region->device, engine->name);
   if ((side->want == KVS_SIDE_GPU && host) || (side->want == KVS_SIDE_CPU && device))
     return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is %s memory; %s memory is wanted there",
                     side_text(side, text), address, kvs_memory_name(region->memory),
                     side->want == KVS_SIDE_GPU ? "device" : "host");
+  if (foreign && check_peer(engine, met, region, address, side, err)) return err->status;
   if (side->write && !region->writable)
     return kvs_fail(err, KVS_INVALID, "%s = 0x%" PRIx64 " is read-only memory and cannot be a destination",
                     side_text(side, text), address);
@@ -99,7 +121,7 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
       return kvs_fail(err, status,
                       "%s = 0x%" PRIx64 ": %" PRIu64 " bytes are named from there, but only %" PRIu64 " are mapped",
                       side_text(side, text), address, nbytes, at - address);
-    if (!status) status = check_kind(engine, region, at, side, err);
+    if (!status) status = check_kind(engine, &scratch->regions, region, at, side, err);
     if (status) return status;
     leaving = region->origin;
     at = region->base + region->nbytes;
@@ -128,21 +150,41 @@ int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enu
   return status;
 }
 
-int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
-  struct kvs_device *device = engine->device;
+static int alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                      struct kvs_error *err) {
+  if (kind == KVS_ALLOC_CHUNKS) return kvs_range_alloc(engine, nbytes, ptr, err);
+  return kind == KVS_ALLOC_HOST ? kvs_dev_host_alloc(engine->device, nbytes, ptr, err)
+                                : kvs_dev_alloc(engine->device, nbytes, ptr, err);
+}
+
+static void take_back(struct kvs_engine *engine, enum kvs_alloc kind, uint64_t ptr) {
   struct kvs_error ignored;
+  if (kind == KVS_ALLOC_CHUNKS)
+    (void)kvs_range_free(engine, ptr, &ignored);
+  else
+    (void)(kind == KVS_ALLOC_HOST ? kvs_dev_host_free(engine->device, ptr, &ignored)
+                                  : kvs_dev_free(engine->device, ptr, &ignored));
+}
+
+int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err) {
+  return kvs_engine_alloc_kind(engine, nbytes, host ? KVS_ALLOC_HOST : KVS_ALLOC_DEVICE, ptr, err);
+}
+
+int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                          struct kvs_error *err) {
+  struct kvs_device *device = engine->device;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
   int status = kvs_dev_check(device, err);
   if (status) return status;
   kvs_engine_free_orphans(engine, 0);
   for (int tries = 0; tries < 2; tries++) {
-    status = host ? kvs_dev_host_alloc(device, nbytes, ptr, err) : kvs_dev_alloc(device, nbytes, ptr, err);
+    status = alloc_kind(engine, nbytes, kind, ptr, err);
     if (status != KVS_NOMEM || tries) break;
     kvs_engine_free_orphans(engine, DRAIN_NS); /* now it is worth waiting for */
   }
   if (status) return status;
-  status = kvs_memory_add(engine, *ptr, 0, KVS_ORIGIN_ALLOCATED, err);
-  if (status) (void)(host ? kvs_dev_host_free(device, *ptr, &ignored) : kvs_dev_free(device, *ptr, &ignored));
+  status = kvs_memory_add(engine, *ptr, kind == KVS_ALLOC_CHUNKS ? nbytes : 0, KVS_ORIGIN_ALLOCATED, err);
+  if (status) take_back(engine, kind, *ptr);
   return status;
 }
 
@@ -168,6 +210,7 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
   if (!status) status = kvs_engine_drain(engine, region, timeout_ns, err);
+  if (!status) status = kvs_peer_drain(engine, region, timeout_ns, err);
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
@@ -177,12 +220,20 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   return status;
 }
 
+/* What is mapped in chunks; unlike freeing, unmapping waits for nothing. KVS_RANGE: it is not. */
+static int free_range(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  if (!kvs_range_known(engine, ptr)) return KVS_RANGE;
+  int status = kvs_dev_synchronize(engine->device, err);
+  return status ? status : kvs_range_free(engine, ptr, err);
+}
+
 static int free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, timeout_ns, &region, err);
   if (status) return status;
-  return region.memory == KVS_MEMORY_DEVICE ? kvs_dev_free(engine->device, ptr, err)
-                                            : kvs_dev_host_free(engine->device, ptr, err);
+  if (region.memory != KVS_MEMORY_DEVICE) return kvs_dev_host_free(engine->device, ptr, err);
+  status = free_range(engine, ptr, err);
+  return status == KVS_RANGE ? kvs_dev_free(engine->device, ptr, err) : status;
 }
 
 /* Also what another process owns, which only its views let go. */
@@ -394,5 +445,6 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
   free(engine->events);
   kvs_regions_clear(&engine->regions);
   kvs_imports_destroy(engine);
+  kvs_ranges_destroy(engine);
   free(engine->orphans);
 }

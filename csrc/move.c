@@ -9,10 +9,11 @@
 #include "layout.h"
 #include "move.h"
 #include "racecheck.h"
+#include "share.h"
 
 struct move_call {
   const struct kvs_move *move;
-  struct kvs_engine *engine;
+  struct kvs_engine *engine, *other; /* whose pools they are; other NULL: all are of one engine */
   struct kvs_move_scratch *room;
   size_t nparts, ntouches;
   bool rows; /* copies of rows may be of use */
@@ -26,15 +27,31 @@ struct move_call {
 
 /* -- checks ---------------------------------------------------------------------------------------------------- */
 
-static int check_pools(const struct kvs_move *move, struct kvs_error *err) {
+static atomic_uint_fast64_t move_numbers;
+
+/* The engine of src[0] runs it, and there may be one more. */
+static int check_engine(const struct kvs_engine *engine, const struct kvs_pool *pool, const char *side, size_t i,
+                        struct kvs_engine **other, struct kvs_error *err) {
+  if (pool->engine == engine || pool->engine == *other) return KVS_OK;
+  if (*other || !kvs_dev_can_wait_for(engine->device, pool->engine->device))
+    return kvs_fail(err, KVS_INVALID,
+                    "%s[%zu] is a pool of %s, src[0] of %s%s%s: a transfer is within one device, or between two of a "
+                    "kind",
+                    side, i, pool->engine->name, engine->name, *other ? ", and there is one of " : "",
+                    *other ? (*other)->name : "");
+  *other = pool->engine;
+  return KVS_OK;
+}
+
+static int check_pools(const struct kvs_move *move, struct kvs_engine **other, struct kvs_error *err) {
+  *other = NULL;
   if (move->npairs == 0) return kvs_fail(err, KVS_INVALID, "src has no pools");
   const struct kvs_engine *engine = move->src[0]->engine;
   for (size_t i = 0; i < move->npairs; i++) {
     const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
-    if (src->engine != engine || dst->engine != engine)
-      return kvs_fail(err, KVS_INVALID, "%s[%zu] is a pool of %s, src[0] of %s: a transfer runs on one device",
-                      src->engine != engine ? "src" : "dst", i,
-                      src->engine != engine ? src->engine->name : dst->engine->name, engine->name);
+    int status = check_engine(engine, src, "src", i, other, err);
+    if (!status) status = check_engine(engine, dst, "dst", i, other, err);
+    if (status) return status;
     if (!move->parts && src->layout.block_nbytes != dst->layout.block_nbytes)
       return kvs_fail(err, KVS_INVALID,
                       "src[%zu] has blocks of %" PRIu64 " bytes, dst[%zu] of %" PRIu64
@@ -48,7 +65,7 @@ static int check_pools(const struct kvs_move *move, struct kvs_error *err) {
 static int find_touches(struct move_call *call, bool *shared, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   struct kvs_touch *touches = call->room->touches;
-  uint64_t number = ++call->engine->moves;
+  uint64_t number = atomic_fetch_add(&move_numbers, 1) + 1;
   *shared = false;
   call->ntouches = 0;
   for (size_t i = 0; i < move->npairs; i++) {
@@ -57,17 +74,32 @@ static int find_touches(struct move_call *call, bool *shared, struct kvs_error *
       return kvs_fail(err, KVS_INVALID, "dst[%zu] (pool '%s') is named twice: its blocks would be written twice", i,
                       dst->name);
     dst->mark = number;
-    if (dst->table->write_mark != number)
+    if (dst->table->write_mark != number && dst->engine == call->engine)
       touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true};
     dst->table->write_mark = number;
   }
   for (size_t i = 0; i < move->npairs; i++) {
     struct kvs_table *table = move->src[i]->table;
     if (table->write_mark == number) *shared = true;
-    if (table->read_mark != number) touches[call->ntouches++] = (struct kvs_touch){.table = table};
+    if (table->read_mark != number && move->src[i]->engine == call->engine)
+      touches[call->ntouches++] = (struct kvs_touch){.table = table};
     table->read_mark = number;
   }
   return KVS_OK;
+}
+
+/* Order with transfers of other engines. */
+static int find_foreign(const struct move_call *call, struct kvs_error *err) {
+  struct kvs_foreign_list *list = &call->room->foreign;
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < call->move->npairs; i++) {
+    struct kvs_pool *src = call->move->src[i], *dst = call->move->dst[i];
+    status = kvs_peer_collect(src, call->engine, list, err);
+    if (!status) status = kvs_peer_collect(dst, call->engine, list, err);
+    if (!status) status = kvs_peer_visit(src, call->engine, err);
+    if (!status) status = kvs_peer_visit(dst, call->engine, err);
+  }
+  return status;
 }
 
 enum { POOL_TEXT = 48 };
@@ -480,6 +512,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   bool shared;
   call->rows = kvs_may_stride(call->engine, options, UINT64_MAX);
   int status = find_touches(call, &shared, err);
+  if (!status) status = find_foreign(call, err);
   if (!status) status = take_slots(call, shared, scratch, err);
   if (!status) status = cover_pools(call, scratch, &work->direction, err);
   if (!status && call->move->parts) status = check_parts(call, err);
@@ -495,6 +528,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->nslots = call->count;
   work->touches = call->room->touches;
   work->ntouches = call->ntouches;
+  work->foreign = &call->room->foreign;
   status = kvs_check_layer_options(options, work->nlayers, err);
   return status ? status : find_shape(call, work, options, err);
 }
@@ -513,12 +547,15 @@ static int move_locked(struct move_call *call, struct kvs_scratch *scratch, cons
 
 int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given, struct kvs_transfer **transfer,
                     struct kvs_error *err) {
-  int status = check_pools(move, err);
+  struct kvs_engine *other;
+  int status = check_pools(move, &other, err);
   if (status) return status;
   struct kvs_options options;
   kvs_options_resolve(move->src[0]->engine, given, &options);
-  struct move_call call = {.move = move, .engine = move->src[0]->engine, .layered = kvs_wants_layers(&options)};
+  struct move_call call = {
+      .move = move, .engine = move->src[0]->engine, .other = other, .layered = kvs_wants_layers(&options)};
   status = kvs_open_for_work(call.engine, err);
+  if (!status && other) status = kvs_open_for_work(other, err);
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);
   if (!scratch) return KVS_NOMEM;
@@ -527,9 +564,9 @@ int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given
   status = kvs_move_make_room(scratch, move->npairs, call.nparts, most, err);
   call.room = scratch->move;
   if (!status) {
-    pthread_mutex_lock(&call.engine->hazard_lock);
+    kvs_peer_lock(call.engine, call.other);
     status = move_locked(&call, scratch, &options, transfer, err);
-    pthread_mutex_unlock(&call.engine->hazard_lock);
+    kvs_peer_unlock(call.engine, call.other);
   }
   kvs_scratch_put(call.engine, scratch);
   return status;

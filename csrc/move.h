@@ -3,6 +3,7 @@
 #define KVS_MOVE_H
 
 #include "layout.h"
+#include "peer.h"
 #include "work.h"
 
 /* A part with its runs, and whether they may go as rectangles. */
@@ -21,6 +22,7 @@ struct kvs_move_scratch {
   uint64_t *covered;   /* a pair: bytes of a block in its parts */
   int64_t *slots;      /* both lists as they were at the call, then both without blocks that are lost already */
   uint32_t *positions;
+  struct kvs_foreign_list foreign;
   size_t pairs, nparts, blocks; /* room */
 };
 

@@ -12,6 +12,7 @@ void kvs_move_scratch_free(struct kvs_move_scratch *room) {
   free(room->covered);
   free(room->slots);
   free(room->positions);
+  free(room->foreign.items);
   free(room);
 }
 
@@ -45,6 +46,6 @@ int kvs_move_make_room(struct kvs_scratch *scratch, size_t pairs, size_t parts, 
          renew(&room->positions, blocks, sizeof *room->positions);
     if (ok) room->blocks = blocks;
   }
-  room->runs.count = 0;
+  room->runs.count = room->foreign.count = 0;
   return ok ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for a plan of %zu pools and %zu blocks", pairs, blocks);
 }

@@ -5,7 +5,9 @@
 #include <string.h>
 
 #include "core.h"
+#include "peer.h"
 #include "racecheck.h"
+#include "share.h"
 
 static int spine_follows(struct kvs_transfer *transfer, kvs_stream stream, struct kvs_error *err) {
   struct kvs_lane *lane = transfer->lane;
@@ -20,13 +22,12 @@ static int spine_waits_for_stream(struct kvs_transfer *transfer, kvs_stream stre
   return status ? status : spine_follows(transfer, stream, err);
 }
 
-/* Another device's event can be waited for among GPUs, not by or for a host device. */
+/* Another device's event can be waited for between devices of a kind. */
 static int refuse_foreign(struct kvs_engine *engine, size_t index, struct kvs_transfer *before, struct kvs_error *err) {
   struct kvs_device *device = engine->device, *other = before->engine->device;
   struct kvs_error ignored;
-  bool both_cuda = strcmp(other->ops->kind, "cuda") == 0 && strcmp(device->ops->kind, "cuda") == 0;
   if (other == device || kvs_transfer_poll(before, &ignored) == KVS_OK) return KVS_OK;
-  if (!both_cuda)
+  if (!kvs_dev_can_wait_for(device, other))
     return kvs_fail(err, KVS_INVALID, "after[%zu] is a transfer of %s, which %s cannot wait for: wait() for it first",
                     index, before->engine->name, engine->name);
   return kvs_dev_check(other, err);
@@ -41,7 +42,8 @@ static int spine_waits_for_transfer(struct kvs_transfer *transfer, size_t index,
   if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, transfer->engine->device, transfer->lane->spine);
   status = kvs_transfer_pin(before, &end, err);
   if (status != KVS_NOT_READY) return status;
-  status = kvs_dev_stream_wait(transfer->engine->device, transfer->lane->spine, end, err);
+  status =
+      kvs_dev_stream_wait_foreign(transfer->engine->device, transfer->lane->spine, before->engine->device, end, err);
   kvs_transfer_unpin(before);
   return status;
 }
@@ -64,13 +66,21 @@ static int spine_waits_for_compute(struct kvs_transfer *transfer, struct kvs_err
   return status ? status : spine_follows(transfer, stream, err);
 }
 
+static int spine_waits_for_event(struct kvs_transfer *transfer, const struct kvs_after *after, struct kvs_error *err) {
+  struct kvs_device *device = transfer->engine->device;
+  struct kvs_device *other = after->engine ? after->engine->device : device;
+  if (other != device && kvs_racecheck_on())
+    kvs_racecheck_order(other, 0, after->handle, device, transfer->lane->spine);
+  return kvs_dev_stream_wait_foreign(device, transfer->lane->spine, other, after->handle, err);
+}
+
 static int spine_waits_after(struct kvs_transfer *transfer, const struct kvs_after *after, size_t index,
                              struct kvs_error *err) {
   switch (after->kind) {
   case KVS_AFTER_STREAM:
     return spine_waits_for_stream(transfer, after->handle, "a stream in after", err);
   case KVS_AFTER_EVENT:
-    return kvs_dev_stream_wait(transfer->engine->device, transfer->lane->spine, after->handle, err);
+    return spine_waits_for_event(transfer, after, err);
   case KVS_AFTER_TRANSFER:
     return spine_waits_for_transfer(transfer, index, after->transfer, err);
   case KVS_AFTER_NONE:
@@ -170,7 +180,9 @@ static int wait_for_lane(struct kvs_transfer *transfer, unsigned number, struct 
 
 static int wait_for_hazards(struct kvs_transfer *transfer, const struct kvs_work *work, struct kvs_error *err) {
   int status = KVS_OK;
-  if (!work->ntouches) return KVS_OK;
+  for (size_t i = 0; !status && work->foreign && i < work->foreign->count; i++)
+    status = kvs_peer_wait(transfer, &work->foreign->items[i], err);
+  if (status || !work->ntouches) return status;
   find_needs(transfer, work);
   for (unsigned i = 0; !status && i < transfer->engine->needs.lanes; i++)
     if (i != transfer->lane->number) status = wait_for_lane(transfer, i, err);
@@ -190,9 +202,10 @@ static void note_hazards(const struct kvs_transfer *transfer, const struct kvs_w
 
 /* -- before and behind ----------------------------------------------------------------------------------------- */
 
-static int check_event(const struct kvs_transfer *transfer, kvs_event event, struct kvs_error *err) {
+static int check_event(const struct kvs_transfer *transfer, const struct kvs_after *after, struct kvs_error *err) {
   bool before = kvs_racecheck_internal(true);
-  int status = kvs_dev_event_query(transfer->engine->device, event, err);
+  struct kvs_engine *engine = after->engine ? after->engine : transfer->engine;
+  int status = kvs_dev_event_query(engine->device, after->handle, err);
   kvs_racecheck_internal(before);
   return status == KVS_NOT_READY ? KVS_OK : status;
 }
@@ -215,7 +228,7 @@ static int check_layers(const struct kvs_transfer *transfer, const struct kvs_op
     const struct kvs_after *after = &options->after_layers[i];
     if (after->kind == KVS_AFTER_STREAM)
       status = kvs_stream_ask(transfer->engine->device, after->handle, "a stream in after_layers", &info, err);
-    if (after->kind == KVS_AFTER_EVENT) status = check_event(transfer, after->handle, err);
+    if (after->kind == KVS_AFTER_EVENT) status = check_event(transfer, after, err);
     if (after->kind == KVS_AFTER_TRANSFER) status = check_waitable(transfer, i, after->transfer, err);
   }
   return status;

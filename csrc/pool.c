@@ -6,6 +6,7 @@
 
 #include "core.h"
 #include "layout.h"
+#include "peer.h"
 #include "racecheck.h"
 
 static atomic_uint_fast64_t pool_numbers;
@@ -173,6 +174,7 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   if (!status && layout.group) pool->table = layout.group->table;
   pthread_mutex_lock(&engine->hazard_lock);
   if (!status) status = inherit(pool, err);
+  if (!status) status = kvs_peer_inherit(pool, err);
   if (!status) status = put_in(pool, err);
   if (!status) pool->table->members++;
   pthread_mutex_unlock(&engine->hazard_lock);
@@ -277,7 +279,7 @@ int kvs_note_order(struct kvs_engine *engine, const struct kvs_after *before, bo
     kvs_racecheck_order(device, before->handle, 0, later, stream);
     break;
   case KVS_AFTER_EVENT:
-    kvs_racecheck_order(device, 0, before->handle, later, stream);
+    kvs_racecheck_order(before->engine ? before->engine->device : device, 0, before->handle, later, stream);
     break;
   case KVS_AFTER_TRANSFER:
     kvs_racecheck_follow(before->transfer->point, later, stream);

@@ -25,6 +25,8 @@ struct kvs_table {
   uint64_t read_mark, write_mark; /* the last call that reads, writes it */
 };
 
+enum { KVS_POOL_VISITORS = 15 };
+
 struct kvs_pool {
   atomic_uint refs;
   struct kvs_engine *engine;
@@ -37,7 +39,9 @@ struct kvs_pool {
   /* Guarded by engine->hazard_lock. */
   struct kvs_failure **failures; /* a slot: NULL, or why its bytes are not what they should be */
   size_t nfailures;
-  uint64_t mark; /* the last call that writes it */
+  uint64_t mark;                                  /* the last call that writes it */
+  struct kvs_engine *visitors[KVS_POOL_VISITORS]; /* whose transfers have used it, besides its own engine's */
+  unsigned nvisitors;
 };
 
 /* What a transfer does to a table. */

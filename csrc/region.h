@@ -59,4 +59,9 @@ static inline bool kvs_region_holds(const struct kvs_region *region, uint64_t ad
   return address - region->base < region->nbytes; /* wraps to a large value below base */
 }
 
+/* Memory of this device itself. */
+static inline bool kvs_region_is_of(const struct kvs_region *region, int ordinal) {
+  return region->memory == KVS_MEMORY_DEVICE && region->device == ordinal;
+}
+
 #endif

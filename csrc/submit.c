@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "hooks.h"
+#include "peer.h"
 #include "racecheck.h"
 
 /* The kernel takes a merged list instead of rows and pairs if it has so many times fewer entries. */
@@ -24,6 +25,10 @@ enum { FEW = 8 };
 
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.01;
+
+/* Between devices nothing was measured that could be predicted from. The copy engine takes a microsecond or two a copy,
+ * in which their link moves about a MiB: shorter ones are a kernel's, if it reaches the memory. */
+static const uint64_t PEER_COPY_NBYTES = 1 << 20;
 
 /* Runs of odd sizes cost the copy engine more than was measured of round ones: short ones up to a half more, and below
  * 28 KiB from host to device three times and more. */
@@ -118,7 +123,7 @@ static const char *reason_against_relay(const struct kvs_submission *s) {
 
 /* A filling may hold several layers, and has the host on one side. */
 static bool may_relay(const struct kvs_submission *s) {
-  return !s->work->layered && s->work->direction != KVS_OTHER_DIRECTION && !reason_against_relay(s) &&
+  return !s->work->layered && !s->peer && s->work->direction != KVS_OTHER_DIRECTION && !reason_against_relay(s) &&
          kvs_relay_usable(s->engine, &s->engine->relays[s->work->direction]);
 }
 
@@ -158,9 +163,16 @@ static enum kvs_path fastest(const struct kvs_submission *s, bool relay) {
   return best;
 }
 
+static enum kvs_path pick_for_peer(const struct kvs_submission *s) {
+  uint64_t copies = s->work->shape.copies;
+  if (!s->peer_direct || reason_against_kernel(s->engine) || !copies) return KVS_PATH_DMA;
+  return s->work->nbytes / copies < PEER_COPY_NBYTES ? KVS_PATH_KERNEL : KVS_PATH_DMA;
+}
+
 static enum kvs_path pick(const struct kvs_submission *s) {
   struct kvs_engine *engine = s->engine;
   if (prefers_direct(engine)) return KVS_PATH_DIRECT;
+  if (s->peer) return pick_for_peer(s);
   if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
   if (would_block(s) && !reason_against_kernel(engine)) return KVS_PATH_KERNEL;
   enum kvs_path best = fastest(s, !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s));
@@ -211,7 +223,12 @@ static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
                     "path '%s' cannot reach pageable host memory at 0x%" PRIx64
                     ": register() it with the device, or use path 'dma'",
                     kvs_path_name(*path), region->base);
-  if (*path == KVS_PATH_RELAY && !may_relay(s)) *path = KVS_PATH_KERNEL;
+  if (s->peer && !s->peer_direct && *path == KVS_PATH_KERNEL)
+    return kvs_fail(s->err, KVS_UNSUPPORTED,
+                    "path 'kernel' cannot reach 0x%" PRIx64 ", which is memory of device %d: %s has no peer access to "
+                    "it; path 'dma' goes through the host",
+                    s->peer->base, s->peer->device, s->engine->name);
+  if (*path == KVS_PATH_RELAY && !may_relay(s)) *path = s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
   return KVS_OK;
 }
 
@@ -401,7 +418,8 @@ static void widen(struct kvs_bounds *bounds, const struct kvs_region *region) {
 
 static void find_bounds(const struct kvs_regions *regions, struct kvs_transfer *transfer) {
   for (size_t i = 0; i < regions->count; i++)
-    widen(regions->items[i].memory == KVS_MEMORY_DEVICE ? &transfer->gpu : &transfer->cpu, &regions->items[i]);
+    widen(kvs_region_is_of(&regions->items[i], transfer->engine->device->ordinal) ? &transfer->gpu : &transfer->cpu,
+          &regions->items[i]);
 }
 
 static void count(struct kvs_engine *engine, const struct kvs_work *work) {
@@ -439,7 +457,8 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->nblocks = work->nblocks;
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
-  int status = choose_path(&s, &s.transfer->path);
+  int status = kvs_peer_find(engine, &work->scratch->regions, &s.peer, &s.peer_direct, err);
+  if (!status) status = choose_path(&s, &s.transfer->path);
   if (!status) status = prepare(&s);
   if (!status) status = prepare_layers(&s);
   if (!status) status = submit_in_order(&s);

@@ -12,12 +12,14 @@ struct kvs_submission {
   const struct kvs_options *options;
   struct kvs_transfer *transfer;
   struct kvs_lane *lane;
-  struct kvs_copies view;     /* of the plan's copies: those of the layer that is being issued */
-  size_t first_row, rows_end; /* of the plan's rows: the same */
-  size_t staged;              /* bytes of the staging that are used */
-  bool picked;                /* its path was, by AUTO */
-  bool listed;                /* kernel and relay: by pieces, rather than by rows and pairs */
-  struct kvs_units units;     /* what they read, once it is on its way to the device */
+  struct kvs_copies view;        /* of the plan's copies: those of the layer that is being issued */
+  size_t first_row, rows_end;    /* of the plan's rows: the same */
+  size_t staged;                 /* bytes of the staging that are used */
+  bool picked;                   /* its path was, by AUTO */
+  const struct kvs_region *peer; /* memory of another device that is the other side, or NULL */
+  bool peer_direct;              /* kernels reach it */
+  bool listed;                   /* kernel and relay: by pieces, rather than by rows and pairs */
+  struct kvs_units units;        /* what they read, once it is on its way to the device */
   size_t failed_capacity;
   size_t cursor;         /* where block_by_block() goes on */
   bool leftovers;        /* something may stand on the spine although the call fails */

@@ -9,6 +9,7 @@
 #include "stride.h"
 
 struct kvs_move_scratch; /* move.c's own */
+struct kvs_foreign_list; /* peer.h */
 
 /* Where a layer ends in each of the lists. */
 struct kvs_layer_end {
@@ -70,7 +71,8 @@ struct kvs_work {
   /* Of transfers between pools, whose caller holds hazard_lock. */
   const struct kvs_touch *touches;
   size_t ntouches;
-  const uint32_t *lost; /* blocks that are not copied since their source is lost */
+  const struct kvs_foreign_list *foreign; /* NULL: nothing of other engines */
+  const uint32_t *lost;                   /* blocks that are not copied since their source is lost */
   size_t nlost;
   struct kvs_error lost_error;
   void (*settle)(const void *call, const struct kvs_transfer *); /* once it is known which blocks failed */

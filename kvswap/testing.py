@@ -33,6 +33,7 @@ __all__ = [
     "fault",
     "parse_action",
     "parse_kind",
+    "peer_access",
     "race_checker",
     "set_lane_depth",
     "step",
@@ -56,6 +57,8 @@ OPERATIONS = (
     *("event_create", "event_destroy", "event_record", "event_query", "event_elapsed"),
     *("copy", "copy_batch", "copy_direct", "copy_rect", "fill", "launch", "write32", "wait32"),
     *("memory_share", "memory_open", "memory_close", "event_create_shared", "event_share", "event_open"),
+    *("chunk_granularity", "range_reserve", "range_free", "chunk_map", "chunk_unmap", "chunk_query", "chunk_share"),
+    *("peer", "stream_wait_foreign"),
 )
 HAZARDS = ("raw", "war", "waw")
 
@@ -93,6 +96,18 @@ def capture(device: _C.Device, stream: Any) -> Iterator[None]:
         yield
     finally:
         _C._host_capture(device, stream, False)
+
+
+@contextmanager
+def peer_access(device: _C.Device, other: _C.Device, reached: bool) -> Iterator[None]:
+    """Whether kernels of a host device reach the memory of another, while the block runs; else they always do. Copies
+    between the two are made in any case."""
+    ordinal = int(other.name.rpartition(":")[2])
+    _C._host_peer(device, ordinal, reached)
+    try:
+        yield
+    finally:
+        _C._host_peer(device, ordinal, True)
 
 
 @contextmanager

@@ -29,7 +29,15 @@ KINDS = {
     "thread": ["-O1", "-fsanitize=thread"],
 }
 PROGRAMS = sorted(path.stem for path in (ROOT / "tests" / "c").glob("test_*.c"))
-THREADED = ["test_engine", "test_device_host", "test_kernels", "test_relay", "test_pool", "test_racecheck"]
+THREADED = [
+    "test_engine",
+    "test_device_host",
+    "test_kernels",
+    "test_relay",
+    "test_pool",
+    "test_racecheck",
+    "test_share",
+]
 CASES = [("plain", program) for program in PROGRAMS]
 CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
 

@@ -4,18 +4,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import socket
 import struct
+import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import PATIENCE, Buffer, Gate, random_bytes, run_python
 from processes import Failed, Process
+from test_leaks import leaks, sanitized
 
 import kvswap
 from kvswap import _C, memory, testing
@@ -227,7 +233,8 @@ def crc32c(data: bytes) -> int:
 
 
 # Places in the form, as docs/ipc.md has them.
-FIELDS = {"pid": 24, "start": 32, "generation": 40, "allocation_nbytes": 48, "offset": 56, "nbytes": 64, "uuid": 192}
+FIELDS = {"pid": 24, "start": 32, "generation": 40, "allocation_nbytes": 48, "offset": 56, "nbytes": 64, "nchunks": 128}
+FIELDS |= {"uuid": 200, "token": 360, "socket": 376}
 
 
 def changed(data: bytes, field: str, value: int) -> bytes:
@@ -281,7 +288,7 @@ def test_memory_that_was_freed(device: kvswap.Device, other: Process) -> None:
     kept.free()
 
 
-def test_another_user_is_refused(session_device: kvswap.Device, tmp_path: object) -> None:
+def test_another_user_is_refused(session_device: kvswap.Device, tmp_path: Path) -> None:
     if session_device.kind != "host":
         pytest.skip("the driver's own to refuse")
     if os.geteuid() != 0:
@@ -394,9 +401,20 @@ def test_a_dropped_mapping_goes_when_it_can(device: kvswap.Device, device_name: 
         gate.open()
         transfer.wait(PATIENCE)
         device.synchronize(PATIENCE)
-        kept = device.alloc(kept.nbytes)
+        deadline = time.monotonic() + PATIENCE
+        while is_mapped(device, ptr) and time.monotonic() < deadline:
+            kept = device.alloc(kept.nbytes)
         with pytest.raises(ValueError, match="not mapped"):
             kvswap.swap_blocks_batch(np.array([ptr]), np.array([host.ptr]), MIB, device=device)
+
+
+def is_mapped(device: kvswap.Device, ptr: int) -> bool:
+    """As the device sees it."""
+    try:
+        _C._seam(device, "pointer_query", ptr)
+    except ValueError:
+        return False
+    return True
 
 
 def count_of(folder: str) -> int:
@@ -452,6 +470,33 @@ def test_exporting_and_freeing_leaks_no_memory(device: kvswap.Device) -> None:
         cycle()
     assert count_of("/proc/self/fd") == files and shared_kib() <= kib + 64
     assert [os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in arenas()] == blocks
+
+
+def test_calls_leak_nothing(device: kvswap.Device, device_name: str, buffer: Buffer) -> None:
+    """As test_leaks looks at all other calls, right ones and wrong ones."""
+    if sanitized():
+        pytest.skip("a sanitizer keeps what is freed")
+
+    def calls() -> None:
+        export = memory.export(buffer.memory, dtype="bfloat16", shape=(2, 3))
+        with memory.open(memory.Export.from_bytes(export.to_bytes()), device=device) as mapped:
+            mapped.shape, mapped.dtype, mapped.device, repr(mapped), repr(export)
+            with suppress(ValueError):
+                mapped.pool()
+        with memory.open(data, device=device) as mapped:
+            mapped.pool()
+        for wrong in (lambda: memory.open(b""), lambda: memory.open(data, generation=5)):
+            with suppress(ValueError):
+                wrong()
+        for member in ("memory_open", "memory_share"):
+            with testing.fault(device, "call", "fail", operation=member), suppress(kvswap.DeviceError):
+                memory.export(buffer.memory)
+                memory.open(data, device=device)
+
+    with exporting(device_name) as owner:
+        owner.do("shared = kvswap.Pool(device, device.alloc(4096), 64, 64)")
+        data = export_of(owner)
+        assert leaks(device, calls) == {}
 
 
 def arenas() -> list[str]:
@@ -700,3 +745,285 @@ def test_200_events_leak_nothing(device: kvswap.Device, device_name: str) -> Non
         stream.synchronize(PATIENCE)
         after = count_of("/proc/self/fd"), count_of("/proc/self/map_files")
         assert after[0] <= before[0] and after[1] <= before[1] + 2
+
+
+# -- memory in chunks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chunked(device: kvswap.Device) -> Buffer:
+    """Several chunks, the last of them shorter."""
+    granule = _C._seam(device, "chunk_granularity")
+    buffer = Buffer(device, 4096)
+    nbytes = 35 * granule - 100
+    buffer.memory = device.alloc(nbytes, chunks=True)
+    buffer.ptr, buffer.nbytes = buffer.memory.ptr, nbytes
+    if buffer.bounce is not None:
+        buffer.bounce = device.alloc(nbytes, host=True)
+    return buffer
+
+
+def chunk_count(export: memory.Export) -> int:
+    return int(struct.unpack("<Q", export.to_bytes()[FIELDS["nchunks"] :][:8])[0])
+
+
+def test_chunks_open_at_the_right_bytes(device: kvswap.Device, other: Process, chunked: Buffer) -> None:
+    data = chunked.randomise(11)
+    granule = _C._seam(device, "chunk_granularity")
+    chunk = 16 * granule
+    for offset, nbytes, chunks in [
+        (0, chunked.nbytes, 3),
+        (5, 100, 1),
+        (chunk - 3, 6, 2),
+        (chunk + 1, 2 * chunk - 50, 2) if 2 * chunk + 1 < chunked.nbytes - chunk else (chunk + 1, chunk, 2),
+        (2 * chunk, 1, 1),
+    ]:
+        export = memory.export(chunked.ptr + offset, device=device, nbytes=nbytes)
+        assert chunk_count(export) == chunks
+        other.do(f"mapped = memory.open({hex_of(export)})")
+        other.do("import hashlib")
+        there = other.do("hashlib.sha256(bytes_at(mapped.ptr, mapped.nbytes).tobytes()).hexdigest()", 120)
+        assert there == hashlib.sha256(data[offset : offset + nbytes].tobytes()).hexdigest()
+        other.do("put_at(mapped.ptr, np.full(1, 7, np.uint8)); mapped.close()")
+        data[offset] = 7
+    np.testing.assert_array_equal(chunked.get(), data)
+
+
+def test_a_pool_in_chunks(device: kvswap.Device, other: Process, chunked: Buffer) -> None:
+    """Copies of rows go across chunks."""
+    data = chunked.randomise(12)
+    nbytes = chunked.nbytes // 50
+    pool = kvswap.Pool(device, chunked.memory, 50, nbytes)
+    export = memory.export(pool)
+    other.do(f"mapped = memory.open({hex_of(export)}); pool = mapped.pool()")
+    other.do(f"host = device.alloc(50 * {nbytes}, host=True); own = kvswap.Pool(device, host, 50, {nbytes})")
+    for path in ("dma", "kernel", "auto"):
+        if path == "kernel" and not device.info["kernels"]:
+            continue
+        other.do(f"kvswap.move_blocks(pool, own, np.arange(50), np.arange(50)[::-1], path={path!r}).wait(60)")
+        sums = other.do("import zlib") or other.do(
+            f"[zlib.crc32(memoryview(host)[i * {nbytes}:][:{nbytes}]) for i in range(50)]"
+        )
+        assert sums == [zlib.crc32(data[i * nbytes :][:nbytes].tobytes()) for i in range(50)][::-1]
+    other.do("mapped.close()")
+
+
+def test_the_same_process_gets_its_chunks_as_they_are(device: kvswap.Device, chunked: Buffer) -> None:
+    export = memory.export(chunked.ptr + 10, device=device, nbytes=100)
+    with memory.open(export, device=device) as mapped:
+        assert mapped.local and mapped.ptr == chunked.ptr + 10
+    export.close()
+    export.close()
+
+
+def folder_of_sockets() -> str:
+    run = os.environ.get("XDG_RUNTIME_DIR", "")
+    return f"{run if run.startswith('/') and os.path.isdir(run) else '/tmp'}/kvswap-{os.geteuid()}"
+
+
+def test_an_export_serves_as_long_as_it_lives(device: kvswap.Device, other: Process, chunked: Buffer) -> None:
+    export = memory.export(chunked.memory)
+    folder = folder_of_sockets()
+    sockets = [name for name in os.listdir(folder) if name.startswith(f"{os.getpid()}-")]
+    assert len(sockets) == 1
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    assert os.stat(f"{folder}/{sockets[0]}").st_mode & 0o777 == 0o600
+    code = f"memory.open({hex_of(export)})"
+    other.do(f"mapped = {code}")
+    export.close()
+    assert not os.path.exists(f"{folder}/{sockets[0]}")
+    assert "does not serve" in wrong(other, f"mapped.close() or {code}", "Error")
+
+
+def test_who_does_not_know_the_token_gets_nothing(device: kvswap.Device, other: Process, chunked: Buffer) -> None:
+    export = memory.export(chunked.memory)
+    data = changed(export.to_bytes(), "token", 1)
+    assert "does not answer" in wrong(other, told(other, data), "Error")
+    assert other.do(f"memory.open({hex_of(export)}).close()") is None  # the server goes on
+
+
+def socket_of(export: memory.Export) -> str:
+    return export.to_bytes()[FIELDS["socket"] :][:108].split(b"\0")[0].decode()
+
+
+def test_clients_that_misbehave(device: kvswap.Device, other: Process, chunked: Buffer) -> None:
+    """Silence, nonsense, half a request, and no interest in the answer: the next one is served."""
+    export = memory.export(chunked.memory)
+    files = count_of("/proc/self/fd")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(socket_of(export))
+        token = export.to_bytes()[FIELDS["token"] :][:16]
+        for data in (b"x" * 100, export.to_bytes()[:10], b"kvswapQ1" + token):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(socket_of(export))
+                client.send(data)
+        start = time.monotonic()
+        other.do(f"memory.open({hex_of(export)}).close()")
+        assert time.monotonic() - start < 10
+    export.close()
+    assert count_of("/proc/self/fd") < files
+
+
+def test_another_user_is_not_served(session_device: kvswap.Device) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    if session_device.kind != "host":
+        pytest.skip("needs no GPU")
+    export = memory.export(session_device.alloc(1 << 17, chunks=True))
+    run = run_python(
+        f"""
+        import os, kvswap
+        from kvswap import memory
+        kvswap.Device("host:0")
+        os.setuid(65534)
+        try:
+            memory.open(bytes.fromhex("{export.to_bytes().hex()}"))
+        except kvswap.Error as error:
+            print("refused:", error)
+        """
+    )
+    assert run.returncode == 0 and "refused:" in run.stdout and "Permission denied" in run.stdout, run
+
+
+def test_a_folder_that_others_can_use_is_not_taken(device_name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvs", dir="/tmp") as run:  # a socket's path is short
+        folder = Path(run, f"kvswap-{os.geteuid()}")
+        folder.mkdir()
+        folder.chmod(0o777)
+        with Process(f"device = kvswap.Device({device_name!r})", XDG_RUNTIME_DIR=run) as process:
+            text = wrong(process, "memory.export(device.alloc(1 << 17, chunks=True))", "Error")
+            assert "only this user" in text
+            folder.rmdir()
+            folder.symlink_to("/tmp")
+            text = wrong(process, "memory.export(device.alloc(1 << 17, chunks=True))", "Error")
+            assert "only this user" in text
+            folder.unlink()
+            process.do("memory.export(device.alloc(1 << 17, chunks=True))")
+            assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_killed_server_leaves_is_removed_by_the_next(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"device = kvswap.Device({device_name!r})") as victim:
+        victim.do("export = memory.export(device.alloc(1 << 17, chunks=True))")
+        data = bytes.fromhex(victim.do("export.to_bytes().hex()"))
+        mapped = memory.open(data, device=device)
+        pid = victim.pid
+        victim.kill()
+    left = [name for name in os.listdir(folder_of_sockets()) if name.startswith(f"{pid}-")]
+    assert len(left) == 1 and not mapped.alive()
+    with pytest.raises(kvswap.Error, match="has ended"):
+        memory.open(data, device=device)
+    mapped.close()
+    memory.export(device.alloc(1 << 17, chunks=True))
+    assert not os.path.exists(f"{folder_of_sockets()}/{left[0]}")
+
+
+def test_a_server_does_not_hold_up_the_exit(device_name: str) -> None:
+    start = time.monotonic()
+    run = run_python(
+        f"""
+        import kvswap, socket, os
+        from kvswap import memory
+        device = kvswap.Device({device_name!r})
+        export = memory.export(device.alloc(1 << 17, chunks=True))
+        name = export.to_bytes()[{FIELDS["socket"]}:][:108].split(b"\\0")[0].decode()
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(name)  # and says nothing
+        print(name)
+        """
+    )
+    assert run.returncode == 0, run
+    assert time.monotonic() - start < 20 and not os.path.exists(run.stdout.strip())
+
+
+def test_a_client_that_is_killed_half_way(device: kvswap.Device, device_name: str, chunked: Buffer) -> None:
+    export = memory.export(chunked.memory)
+    for i in range(4):
+        with Process(f"device = kvswap.Device({device_name!r})") as victim:
+            victim.tell(f"while True: memory.open({hex_of(export)}).close()")
+            time.sleep(0.02 + 0.02 * i)
+            victim.kill()
+    with Process(f"device = kvswap.Device({device_name!r})") as last:
+        last.do(f"memory.open({hex_of(export)}).close()")
+
+
+def test_200_cycles_of_chunks_leak_nothing(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(3 << 20, chunks=True)") as owner:
+        owner.do("export = memory.export(shared)")
+        data = bytes.fromhex(owner.do("export.to_bytes().hex()"))
+
+        def cycle() -> None:
+            memory.open(data, device=device).close()
+            own = device.alloc(1 << 18, chunks=True)
+            memory.export(own).close()
+            own.free()
+
+        for _ in range(10):
+            cycle()
+        before = count_of("/proc/self/fd"), count_of("/proc/self/map_files"), threads_of_this_process()
+        theirs = owner.do("len(os.listdir('/proc/self/fd'))")
+        for _ in range(200):
+            cycle()
+        after = count_of("/proc/self/fd"), count_of("/proc/self/map_files"), threads_of_this_process()
+        assert after[0] <= before[0] and after[1] <= before[1] + 2 and after[2] <= before[2] + 1
+        assert owner.do("len(os.listdir('/proc/self/fd'))") <= theirs
+
+
+def threads_of_this_process() -> int:
+    return count_of("/proc/self/task")
+
+
+def test_closing_chunks_waits_for_work(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(3 << 20, chunks=True)") as owner:
+        owner.do("export = memory.export(shared)")
+        mapped = memory.open(bytes.fromhex(owner.do("export.to_bytes().hex()")), device=device)
+        stream = kvswap.Stream(device)
+        with Gate(device) as gate:
+            gate.hold(stream)
+            _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
+            with pytest.raises(TimeoutError):
+                mapped.close(timeout=0.1)
+            gate.open()
+            mapped.close()
+
+
+def test_freeing_chunks_waits_for_work(device: kvswap.Device) -> None:
+    own, stream = device.alloc(3 << 20, chunks=True), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        _C._seam(device, "fill", own.ptr, 3, 10, stream.handle)
+        thread = threading.Thread(target=own.free)
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        gate.open()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("member", ["range_reserve", "chunk_map", "chunk_granularity"])
+def test_chunks_that_are_not_to_be_had(device: kvswap.Device, member: str) -> None:
+    files, nbytes = count_of("/proc/self/fd"), 40 * _C._seam(device, "chunk_granularity")
+    fault = testing.fault(device, "call", "fail", operation=member, nth=2 if member == "chunk_map" else 1)
+    with fault, pytest.raises(kvswap.DeviceError):
+        device.alloc(nbytes, chunks=True)
+    assert count_of("/proc/self/fd") <= files
+    with pytest.raises((MemoryError, kvswap.DeviceError)):
+        device.alloc(1 << 60, chunks=True)
+    with pytest.raises(ValueError, match="not of the host"):
+        device.alloc(100, host=True, chunks=True)
+    device.alloc(100, chunks=True).free()
+
+
+def test_a_chunk_that_cannot_be_shared_any_more(device: kvswap.Device, device_name: str) -> None:
+    with Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(3 << 20, chunks=True)") as owner:
+        owner.do("export = memory.export(shared)")
+        data = bytes.fromhex(owner.do("export.to_bytes().hex()"))
+        owner.do("fault = testing.fault(device, 'call', 'fail', operation='chunk_share'); fault.__enter__()")
+        with pytest.raises(kvswap.Error, match=r"cannot share chunk 0.*injected fault"):
+            memory.open(data, device=device)
+        owner.do("fault.__exit__(None, None, None)")
+        memory.open(data, device=device).close()
+        owner.do("del export._source; shared.free()")
+        with pytest.raises(kvswap.Error, match="cannot share chunk 0"):
+            memory.open(data, device=device)

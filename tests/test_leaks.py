@@ -212,6 +212,19 @@ def races(t: Tools) -> None:
             str(testing.RaceFound(checker.races))
 
 
+def peers(t: Tools) -> None:
+    """Copies to and from another device's memory, with and without peer access."""
+    other = kvswap.Device("host:1" if t.device.kind == "host" else t.device)
+    there = other.alloc(4096)
+    if t.device.kind == "host":
+        with testing.peer_access(t.device, other, False):
+            t.finish(kvswap.swap_blocks_batch, [t.cache.gpu.memory], [there], 64, path="kernel")
+    t.finish(kvswap.swap_blocks_batch, [t.cache.gpu.memory], [there], 64)
+    pools = [kvswap.Pool(other, there, 64, 64), t.pools[0]]
+    kvswap.move_blocks(*pools, [1, 2], [3, 4]).wait(PATIENCE)
+    kvswap.move_blocks(*pools[::-1], [1, 2], [3, 4], after=kvswap.Event(other)).wait(PATIENCE)
+
+
 def deterministic(t: Tools) -> None:
     device = testing.deterministic_device(3)
     device.alloc(64)
@@ -331,6 +344,7 @@ TABLE: Rows = {
     "testing.parse_action": lambda t: testing.parse_action("skip"),
     "testing.Kind": lambda t: testing.Kind,
     "testing.Action": lambda t: testing.Action,
+    "testing.peer_access": peers,
     "testing.deterministic_device": deterministic,
     "testing.step": deterministic,
     "testing.trace": deterministic,

@@ -446,18 +446,18 @@ def test_a_slot_is_not_read_and_written_by_one_call(device: kvswap.Device) -> No
 
 def test_pools_of_another_device(pair: tuple[Tier, Tier]) -> None:
     array = np.zeros((BLOCKS, NBYTES), np.uint8)
-    foreign = kvswap.Pool("host:7", array, BLOCKS, NBYTES)
+    foreign = kvswap.Pool(testing.deterministic_device(7), array, BLOCKS, NBYTES)  # waits for nobody
     name = pair[0].pool.device.name
+    text = f"host:seed-7.*{name}|{name}.*host:seed-7"
     for src, dst in ((pair[0].pool, foreign), (foreign, pair[1].pool)):
-        refused(pair, ValueError, f"host:7.*{name}|{name}.*host:7", lambda: kvswap.move_blocks(src, dst, [0], [0]))  # noqa: B023
+        refused(pair, ValueError, text, lambda: kvswap.move_blocks(src, dst, [0], [0]))  # noqa: B023
 
 
 def test_streams_of_another_device(pair: tuple[Tier, Tier]) -> None:
-    other = kvswap.Device("host:7")
-    stream, event = kvswap.Stream(other), kvswap.Event(other)
+    stream, event = kvswap.Stream("host:7"), kvswap.Event(testing.deterministic_device(7))
     of = f"is of host:7, not of {pair[0].pool.device.name}"
     refused(pair, ValueError, f"stream {of}", lambda: move(*pair, [0], [0], stream=stream))
-    refused(pair, ValueError, rf"after\[1\] {of}", lambda: move(*pair, [0], [0], after=[0, event]))
+    refused(pair, ValueError, r"after\[1\] is of host:seed-7, not of", lambda: move(*pair, [0], [0], after=[0, event]))
     refused(pair, ValueError, rf"after_layers\[0\] {of}", lambda: move(*pair, [0], [0], after_layers=[stream]))
     refused(pair, ValueError, f"stream {of}", lambda: kvswap.note_access(stream, pair[0].pool, [0], True))
 

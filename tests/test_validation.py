@@ -449,11 +449,11 @@ def test_an_entry_larger_than_its_array(cache: Cache) -> None:
 
 
 def test_things_of_another_device(cache: Cache) -> None:
-    other = kvswap.Device("host:3")
+    other, alone = kvswap.Device("host:3"), _C._deterministic_device(3)
     stream, event = kvswap.Stream(other), kvswap.Event(other)
     refused(cache, ValueError, "stream.*host:3.*" + cache.device.name, per_layer(cache, stream=stream))
-    refused(cache, ValueError, "after.*host:3", per_layer(cache, after=event))
-    refused(cache, ValueError, "after.*host:3", per_layer(cache, after=[event]))
+    refused(cache, ValueError, "after.*host:seed-3", per_layer(cache, after=kvswap.Event(alone)))
+    refused(cache, ValueError, "after.*host:seed-3", per_layer(cache, after=[kvswap.Event(alone)]))
     for call in (
         lambda: cache.device.set_compute_stream(stream),
         lambda: kvswap.Event(cache.device).record(stream),
@@ -463,13 +463,15 @@ def test_things_of_another_device(cache: Cache) -> None:
             call()
 
 
-def test_memory_of_another_host_device_is_ordinary(cache: Cache) -> None:
+def test_memory_of_another_host_device(cache: Cache) -> None:
+    """The other side of a swap, and not the device's own."""
     if cache.device.kind != "host":
         pytest.skip("a host device's memory is pageable memory to a GPU")
     memory = kvswap.Device("host:3").alloc(BLOCKS * NBYTES)
-    per_layer(cache, gpu_ptr=memory, direction=1)()
+    refused(cache, ValueError, "memory of device 3; this call runs on", per_layer(cache, gpu_ptr=memory))
+    per_layer(cache, cpu_ptr=memory, direction=0)()
     there = np.frombuffer(memory, np.uint8).reshape(BLOCKS, NBYTES)
-    np.testing.assert_array_equal(there[[1, 2]], cache.cpu_bytes.reshape(BLOCKS, NBYTES)[[3, 5]])
+    np.testing.assert_array_equal(there[[3, 5]], cache.gpu_bytes.reshape(BLOCKS, NBYTES)[[1, 2]])
 
 
 def test_an_unfinished_transfer_of_another_host_device(cache: Cache) -> None:

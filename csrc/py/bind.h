@@ -152,7 +152,8 @@ PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engi
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
 
 /* memory.c, stream.c, event.c, transfer.c, pool.c */
-PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host);
+PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes,
+                              enum kvs_alloc kind);
 struct kvs_engine *kvs_py_memory_engine(PyObject *memory);                                           /* borrowed */
 struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);                         /* borrowed */
 struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                           /* borrowed */

@@ -317,15 +317,21 @@ static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ss
 }
 
 static PyObject *device_alloc(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"nbytes", "host"};
-  static const struct kvs_py_args spec = {"alloc", names, 1, 1, 2};
-  PyObject *values[2];
+  static const char *const names[] = {"nbytes", "host", "chunks"};
+  static const struct kvs_py_args spec = {"alloc", names, 1, 1, 3};
+  PyObject *values[3];
   uint64_t nbytes;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_uint64(values[0], "nbytes", -1, &nbytes) < 0) return NULL;
   int host = values[1] == NULL ? 0 : PyObject_IsTrue(values[1]);
-  if (host < 0) return NULL;
-  return kvs_py_memory_alloc(kvs_py_state_of(self), kvs_py_device_engine(self), nbytes, host == 1);
+  int chunks = values[2] == NULL ? 0 : PyObject_IsTrue(values[2]);
+  if (host < 0 || chunks < 0) return NULL;
+  if (host && chunks)
+    return kvs_py_complain(PyExc_ValueError, "chunks", -1, "is for memory of the device, not of the host"), NULL;
+  return kvs_py_memory_alloc(kvs_py_state_of(self), kvs_py_device_engine(self), nbytes,
+                             host     ? KVS_ALLOC_HOST
+                             : chunks ? KVS_ALLOC_CHUNKS
+                                      : KVS_ALLOC_DEVICE);
 }
 
 static PyObject *device_register(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -455,10 +461,13 @@ PyDoc_STRVAR(
     "synchronize($self, /, timeout=None)\n--\n\n"
     "Wait until everything queued on the device, by anybody, has ended.\n\n"
     "timeout: seconds, None for no limit; TimeoutError leaves all running. Ctrl-C works. Any thread may call.");
-PyDoc_STRVAR(alloc_doc,
-             "alloc($self, /, nbytes, *, host=False)\n--\n\n"
-             "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
-             "Raises MemoryError or DeviceError where there is not as much. Any thread may call.");
+PyDoc_STRVAR(
+    alloc_doc,
+    "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
+    "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
+    "chunks=True: device memory that is mapped in chunks, as torch's expandable segments are: other processes\n"
+    "are given it chunk by chunk (kvswap.memory.export).\n\n"
+    "Raises MemoryError or DeviceError where there is not as much. Any thread may call.");
 PyDoc_STRVAR(
     register_doc,
     "register($self, /, ptr, nbytes=None)\n--\n\n"

@@ -124,15 +124,21 @@ static PyObject *event_record(PyObject *object, PyObject *stream) {
   Py_RETURN_NONE;
 }
 
+/* A kvswap Stream may be of another device of the kind. */
 static PyObject *event_wait(PyObject *object, PyObject *stream) {
   struct event_object *self = as_event(object);
   struct kvs_py_state *state = kvs_py_state_of(object);
+  struct kvs_engine *engine = self->engine;
   struct kvs_error err = {0};
   uint64_t handle;
   int rc;
-  if (kvs_py_stream_handle(state, stream, "stream", self->engine, &handle) < 0) return NULL;
+  if ((PyObject *)Py_TYPE(stream) == state->stream_type)
+    engine = kvs_py_stream_engine(stream, &handle);
+  else if (kvs_py_stream_handle(state, stream, "stream", engine, &handle) < 0)
+    return NULL;
+  struct kvs_device *device = kvs_engine_device(engine), *own = kvs_engine_device(self->engine);
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_dev_stream_wait(kvs_engine_device(self->engine), handle, self->handle, &err);
+  rc = kvs_dev_stream_wait_foreign(device, handle, own, self->handle, &err);
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
@@ -199,7 +205,8 @@ PyDoc_STRVAR(elapsed_time_doc,
              "DeviceError: one was never recorded or has no timing (code 400), or was not reached yet (600).");
 PyDoc_STRVAR(
     wait_doc,
-    "wait($self, stream, /)\n--\n\nWork queued on the stream later waits for this event. Does not block the caller.");
+    "wait($self, stream, /)\n--\n\nWork queued on the stream later waits for this event. Does not block the caller.\n"
+    "A kvswap.Stream may be of another device of the same kind.");
 
 static PyMethodDef methods[] = {
     {"record", event_record, METH_O, record_doc},

@@ -1,4 +1,5 @@
 /* Streams by their driver's handle, and the list of what a transfer starts after. */
+#include "../share.h"
 #include "bind.h"
 
 /* What messages say of an argument. */
@@ -107,7 +108,9 @@ static int find_item(struct kvs_py_state *state, PyObject *object, struct place 
   }
   if ((PyObject *)Py_TYPE(object) == state->event_type) {
     item->kind = KVS_AFTER_EVENT;
-    return same_engine(kvs_py_event_engine(object, &item->handle), engine, place) < 0 ? -1 : 1;
+    item->engine = kvs_py_event_engine(object, &item->handle);
+    bool can = engine == NULL || kvs_dev_can_wait_for(kvs_engine_device(engine), kvs_engine_device(item->engine));
+    return can || same_engine(item->engine, engine, place) == 0 ? 1 : -1;
   }
   if (PyTuple_Check(object) || PyList_Check(object)) return 0;
   int has = PyLong_Check(object) ? 0 : handle_attribute(object, state->s_cuda_event, place, &item->handle);

@@ -82,6 +82,25 @@ static struct kvs_engine *engine_of(struct kvs_py_state *state, PyObject *source
   return kvs_py_given(device) ? kvs_py_engine_from(state, device) : kvs_py_engine_of(state, &made->address, 1);
 }
 
+/* Who serves the chunks of an export goes with a capsule. */
+static const char SERVER[] = "kvswap.server";
+
+static void drop_server(PyObject *capsule) {
+  struct kvs_server *server = PyCapsule_GetPointer(capsule, SERVER);
+  Py_BEGIN_ALLOW_THREADS
+  kvs_server_free(server);
+  Py_END_ALLOW_THREADS
+}
+
+static PyObject *export_result(const unsigned char *bytes, struct kvs_server *server) {
+  PyObject *keeper = server == NULL ? Py_NewRef(Py_None) : PyCapsule_New(server, SERVER, drop_server);
+  if (keeper == NULL) {
+    kvs_server_free(server);
+    return NULL;
+  }
+  return Py_BuildValue("(y#N)", (const char *)bytes, (Py_ssize_t)KVS_EXPORT_NBYTES, keeper);
+}
+
 static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   enum { SOURCE, DEVICE, SIZE, DTYPE, SHAPE, GENERATION, COUNT };
   static const char *const names[] = {"source", "device", "nbytes", "dtype", "shape", "generation"};
@@ -91,6 +110,7 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
   struct kvs_error err = {0};
   PyObject *values[COUNT];
   unsigned char bytes[KVS_EXPORT_NBYTES];
+  struct kvs_server *server = NULL;
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (read_text(values[DTYPE], "dtype", made.dtype, sizeof made.dtype) < 0) return NULL;
@@ -104,12 +124,23 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
   struct kvs_engine *engine = engine_of(state, values[SOURCE], values[DEVICE], &made);
   if (engine == NULL) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_export_make(engine, &made, &err);
+  rc = kvs_export_make(engine, &made, &server, &err);
   Py_END_ALLOW_THREADS
   kvs_engine_unref(engine);
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   kvs_export_write(&made, bytes);
-  return PyBytes_FromStringAndSize((const char *)bytes, sizeof bytes);
+  return export_result(bytes, server);
+}
+
+static PyObject *ipc_stop(PyObject *module, PyObject *capsule) {
+  (void)module;
+  struct kvs_server *server = PyCapsule_GetPointer(capsule, SERVER);
+  if (server == NULL || PyCapsule_SetDestructor(capsule, NULL) < 0) return NULL;
+  if (PyCapsule_SetName(capsule, "stopped") < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS /* its thread is waited for */
+  kvs_server_free(server);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
 }
 
 /* -- reading ------------------------------------------------------------------------------------------------------- */
@@ -229,7 +260,9 @@ PyDoc_STRVAR(ipc_export_event_doc, "_ipc_export_event($module, event, /)\n--\n\n
 PyDoc_STRVAR(ipc_open_event_doc, "_ipc_open_event($module, /, data, *, device=None)\n--\n\nThe Event of such bytes.");
 PyDoc_STRVAR(ipc_export_doc,
              "_ipc_export($module, /, source, *, device=None, nbytes=None, dtype='', shape=(), generation=0)\n--\n\n"
-             "Device memory (a tensor, Memory, Pool or address) as the bytes of struct kvs_export.");
+             "Device memory (a tensor, Memory, Pool or address) as the bytes of struct kvs_export, and what serves its "
+             "chunks or None.");
+PyDoc_STRVAR(ipc_stop_doc, "_ipc_stop($module, server, /)\n--\n\nServe no more. Once.");
 PyDoc_STRVAR(ipc_read_doc,
              "_ipc_read($module, data, /)\n--\n\nWhat such bytes say, a dict. ValueError: they say nothing.");
 PyDoc_STRVAR(ipc_open_doc,
@@ -237,6 +270,7 @@ PyDoc_STRVAR(ipc_open_doc,
 
 PyMethodDef kvs_py_ipc_methods[] = {
     {"_ipc_export", KVS_PY_FASTCALL(ipc_export), METH_FASTCALL | METH_KEYWORDS, ipc_export_doc},
+    {"_ipc_stop", ipc_stop, METH_O, ipc_stop_doc},
     {"_ipc_read", ipc_read, METH_O, ipc_read_doc},
     {"_ipc_open", KVS_PY_FASTCALL(ipc_open), METH_FASTCALL | METH_KEYWORDS, ipc_open_doc},
     {"_ipc_export_event", ipc_export_event, METH_O, ipc_export_event_doc},

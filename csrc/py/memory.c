@@ -30,7 +30,8 @@ static int raise_freed(struct memory_object *self) {
   return -1;
 }
 
-PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, bool host) {
+PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes,
+                              enum kvs_alloc kind) {
   PyTypeObject *type = (PyTypeObject *)state->memory_type;
   struct memory_object *self = (struct memory_object *)type->tp_alloc(type, 0);
   struct kvs_error err = {0};
@@ -40,10 +41,10 @@ PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *eng
   kvs_engine_ref(engine);
   self->engine = engine;
   self->nbytes = nbytes;
-  self->host = host;
-  self->reachable = host || kvs_engine_device(engine)->info.driver == 0;
+  self->host = kind == KVS_ALLOC_HOST;
+  self->reachable = self->host || kvs_engine_device(engine)->info.driver == 0;
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_alloc(engine, nbytes, host, &self->ptr, &err);
+  rc = kvs_engine_alloc_kind(engine, nbytes, kind, &self->ptr, &err);
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) {
     Py_DECREF(self);

@@ -1,5 +1,6 @@
 /* kvswap._C._seam: the members of csrc/device.h by name, for the conformance suite. One table row a member; all take
  * numbers, but for the two lists of copies, whose three lists come first. */
+#include "../share.h"
 #include "bind.h"
 
 #include <string.h>
@@ -53,7 +54,8 @@ struct seam_row {
   X(fill, 4, NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))               \
   X(launch_copy, 5, NOTHING, false, launch_copy(c, err))                                                               \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
-  X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))
+  X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
+  X(chunk_granularity, 0, NUMBER, false, kvs_dev_chunk_granularity(c->device, &c->number, err))
 
 /* (dst, src, dst_pitch, src_pitch, dst_height, src_height, width, height, depth, stream) */
 static int copy_rect(struct seam_call *c, struct kvs_error *err) {

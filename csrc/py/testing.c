@@ -101,6 +101,21 @@ static PyObject *host_capture(PyObject *module, PyObject *const *args, Py_ssize_
   return answer(state, kvs_host_capture(core, stream, begin == 1, &err), &err);
 }
 
+static PyObject *host_peer(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "ordinal", "reached"};
+  static const struct kvs_py_args spec = {"_host_peer", names, 3, 3, 3};
+  struct kvs_error err = {0};
+  PyObject *values[3];
+  uint64_t ordinal;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  struct kvs_device *core = host_device(module, values[0]);
+  if (core == NULL || kvs_py_uint64(values[1], "ordinal", -1, &ordinal) < 0) return NULL;
+  int reached = PyObject_IsTrue(values[2]);
+  if (reached < 0) return NULL;
+  return answer(PyModule_GetState(module),
+                kvs_host_set_peer(core, ordinal > 4096 ? 4096 : (int)ordinal, reached == 1, &err), &err);
+}
+
 /* -- faults -------------------------------------------------------------------------------------------------------- */
 
 enum { F_DEVICE, F_KIND, F_ACTION, F_OPERATION, F_NTH, F_EVERY, F_CODE, F_DELAY, F_COUNT };
@@ -249,6 +264,8 @@ PyDoc_STRVAR(host_trace_doc, "_host_trace($module, device, /)\n--\n\n"
                              "A number that is a function of all that ran on a host device so far, and in what order.");
 PyDoc_STRVAR(host_capture_doc, "_host_capture($module, /, device, stream, begin)\n--\n\n"
                                "Begin or end a modelled graph capture on a host device's stream.");
+PyDoc_STRVAR(host_peer_doc, "_host_peer($module, /, device, ordinal, reached)\n--\n\n"
+                            "Whether kernels of a host device reach the memory of host:<ordinal>.");
 PyDoc_STRVAR(set_fault_doc,
              "_set_fault($module, /, device, kind, action, *, operation='', nth=1, every=0, code=1, delay=0.0)\n--\n\n"
              "From now on let the nth 'call' (of a member of the seam, '' for any) or 'copy' fail, be skipped, delayed "
@@ -273,6 +290,7 @@ PyMethodDef kvs_py_testing_methods[] = {
     ROW(host_step, host_step),
     {"_host_trace", host_trace, METH_O, host_trace_doc},
     ROW(host_capture, host_capture),
+    ROW(host_peer, host_peer),
     ROW(set_fault, set_fault),
     ROW(set_lane_depth, set_lane_depth),
     {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},

@@ -18,16 +18,25 @@ class Export:
     given to export(). As long as an Export from export() lives, it holds what was exported.
     """
 
-    def __init__(self, data: bytes, source: Any = None) -> None:
+    def __init__(self, data: bytes, source: Any = None, server: object | None = None) -> None:
         """Use export() or Export.from_bytes()."""
         self._data = bytes(data)
         self._source = source
+        self._server = server
         self._fields = _C._ipc_read(self._data)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
         """What to_bytes() made. ValueError: the bytes are none, of another version, or damaged."""
         return cls(data)
+
+    def close(self) -> None:
+        """Let go of what was exported, and serve it no more: memory in chunks cannot be opened any more.
+
+        What others have open stays so. Also done when the object goes. Again: nothing happens. Waits for nobody."""
+        server, self._server, self._source = self._server, None, None
+        if server is not None:
+            _C._ipc_stop(server)
 
     def to_bytes(self) -> bytes:
         """512 bytes that another process of this machine can open; docs/ipc.md says what stands in them. They are as
@@ -102,16 +111,19 @@ def export(
     generation: a number of the caller's, 0 to 2**64 - 1, that whoever opens it may insist on: count it up when what
       the memory holds, or where it lies, changes its meaning.
 
-    The memory must stay allocated as long as others have it open; nothing holds it there but its owner. Returns at
-    once, waits for no work. Any thread may call. ValueError: not memory of the device; DeviceError: the driver cannot
-    share it.
+    The memory must stay allocated as long as others have it open; nothing holds it there but its owner. Memory that is
+    mapped in chunks (torch's expandable segments, Device.alloc(chunks=True)) can be opened as long as the Export lives:
+    a thread of this process gives out the chunks. Other memory can be opened as long as it is there.
+
+    Returns at once, waits for no work. Any thread may call. ValueError: not memory of the device; DeviceError: the
+    driver cannot share it.
     """
     if dtype is None:
         dtype = _dtype_of(source)
     if shape is None:
         shape = _shape_of(source)
-    data = _C._ipc_export(source, device=device, nbytes=nbytes, dtype=dtype, shape=shape, generation=generation)
-    return Export(data, source)
+    data, server = _C._ipc_export(source, device=device, nbytes=nbytes, dtype=dtype, shape=shape, generation=generation)
+    return Export(data, source, server)
 
 
 def open(export: Export | bytes, *, device: _C.Device | str | None = None, generation: int | None = None) -> _C.Mapped:
@@ -144,8 +156,8 @@ def open_event(data: bytes, *, device: _C.Device | str | None = None) -> _C.Even
     """An event of another process, which both may record, query and wait for.
 
     What waits for it, waits for the latest recording, whoever queued it, at the time of the call: so tell the other
-    side when it is queued. A recording whose process ends before it is reached holds nobody up; ask Mapped.alive() before
-    trusting the bytes that it should have announced. Of a host device at most 64 recordings can be unfinished.
+    side when it is queued. A recording whose process ends before it is reached holds nobody up: ask Mapped.alive()
+    before trusting the bytes that it should have announced. Of a host device at most 64 recordings can be unfinished.
 
     device: None: the device with its UUID. ValueError: no event, of another device, or this process's own;
     kvswap.Error: its owner has ended.

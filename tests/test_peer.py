@@ -1,0 +1,375 @@
+"""Memory of another device as the other side of a swap: host:0 and host:1, or two GPUs."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Buffer, Gate, check_pattern, random_bytes, usable, write_pattern
+
+import kvswap
+from kvswap import _C, testing
+
+BLOCKS, NBYTES = 64, 4096
+PATHS = ("auto", "dma", "strided", "kernel", "relay", "direct")
+
+
+@pytest.fixture(scope="module")
+def other(session_device: kvswap.Device) -> kvswap.Device:
+    if session_device.kind == "cuda":
+        count = sum(1 for device in kvswap.devices() if device.kind == "cuda")
+        if count < 2:
+            pytest.skip(f"needs two GPUs, and there {'is one' if count else 'are none'}")
+        return kvswap.Device("cuda:1")
+    return kvswap.Device("host:1")
+
+
+@pytest.fixture
+def pair(device: kvswap.Device, other: kvswap.Device) -> Iterator[tuple[Buffer, Buffer]]:
+    """Here and there, random."""
+    buffers = Buffer(device, BLOCKS * NBYTES), Buffer(other, BLOCKS * NBYTES)
+    for seed, buffer in enumerate(buffers):
+        buffer.randomise(seed)
+    yield buffers
+    other.synchronize(PATIENCE)
+
+
+def blocks_of(buffer: Buffer) -> np.ndarray[Any, Any]:
+    return buffer.get().reshape(BLOCKS, NBYTES)
+
+
+def some_ids(seed: int, count: int = 20) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return rng.permutation(BLOCKS)[:count], rng.permutation(BLOCKS)[:count]
+
+
+def pools_of(pair: tuple[Buffer, Buffer]) -> tuple[kvswap.Pool, kvswap.Pool]:
+    return tuple(kvswap.Pool(buffer.device, buffer.memory, BLOCKS, NBYTES) for buffer in pair)  # type: ignore[return-value]
+
+
+# -- the calls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("direction", [0, 1])
+def test_swap_cache(device: kvswap.Device, pair: tuple[Buffer, Buffer], path: str, direction: int) -> None:
+    here, there = pair
+    before = blocks_of(here), blocks_of(there)
+    here_ids, there_ids = some_ids(direction)
+    transfer = kvswap.swap_cache_per_layer_async(
+        here.memory, there.memory, NBYTES, BLOCKS, BLOCKS, here_ids, there_ids, direction, device=device,
+        path=usable(device, path),
+    )  # fmt: skip
+    transfer.wait(PATIENCE)
+    assert transfer.device == device and transfer.path != "relay"
+    expected = [side.copy() for side in before]
+    if direction:
+        expected[0][here_ids] = before[1][there_ids]
+    else:
+        expected[1][there_ids] = before[0][here_ids]
+    np.testing.assert_array_equal(blocks_of(here), expected[0])
+    np.testing.assert_array_equal(blocks_of(there), expected[1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_layers_in_a_slab(device: kvswap.Device, pair: tuple[Buffer, Buffer], path: str) -> None:
+    here, there = pair
+    layers, count = 4, BLOCKS // 4
+    before = blocks_of(here), blocks_of(there)
+    ids, back = np.arange(12)[::-1].copy(), np.arange(2, 14)
+    step = count * NBYTES
+    kvswap.swap_cache_all_layers(
+        [here.ptr + i * step for i in range(layers)], [there.ptr + i * step for i in range(layers)], NBYTES, count,
+        count, ids, back, 0, device=device, path=usable(device, path),
+    )  # fmt: skip
+    expected = before[1].reshape(layers, count, NBYTES).copy()
+    expected[:, back] = before[0].reshape(layers, count, NBYTES)[:, ids]
+    np.testing.assert_array_equal(blocks_of(there), expected.reshape(BLOCKS, NBYTES))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("push", [True, False])
+def test_batch(device: kvswap.Device, pair: tuple[Buffer, Buffer], path: str, push: bool) -> None:
+    source, target = pair if push else pair[::-1]
+    before = source.get()
+    at = np.cumsum([0, 100, 1, 4096, 77, 5000])
+    sizes = np.array([100, 1, 4096, 77, 5000, 9])
+    kvswap.swap_blocks_batch(
+        source.ptr + at, target.ptr + at, sizes, device=device, path=usable(device, path)
+    ).wait(PATIENCE)  # fmt: skip
+    np.testing.assert_array_equal(target.get(9283), before[:9283])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("push", [True, False])
+def test_move_between_pools_of_two_devices(
+    device: kvswap.Device, pair: tuple[Buffer, Buffer], path: str, push: bool
+) -> None:
+    buffers = pair if push else pair[::-1]
+    source, target = pools_of(buffers)
+    before = blocks_of(buffers[0]), blocks_of(buffers[1])
+    ids, slots = some_ids(5)
+    transfer = kvswap.move_blocks(source, target, ids, slots, path=usable(device, path))
+    transfer.wait(PATIENCE)
+    assert transfer.device == source.device
+    before[1][slots] = before[0][ids]
+    np.testing.assert_array_equal(blocks_of(buffers[1]), before[1])
+
+
+@pytest.mark.parametrize("path", ["auto", "dma", "kernel"])
+def test_rows_to_blocks(device: kvswap.Device, pair: tuple[Buffer, Buffer], path: str) -> None:
+    """Layer-first here, block-first there."""
+    here, there = pair
+    layers, count, row = 4, 16, NBYTES
+    before = blocks_of(here).reshape(layers, count, row)
+    first = kvswap.Pool(device, here.memory, count, layers * row, stride=row, rows=layers, pitch=count * row)
+    second = kvswap.Pool(there.device, there.memory, count, layers * row)
+    ids = np.random.default_rng(1).permutation(count)
+    kvswap.move_blocks(first, second, ids, np.arange(count), path=usable(device, path)).wait(PATIENCE)
+    np.testing.assert_array_equal(there.get().reshape(count, layers, row), before[:, ids].transpose(1, 0, 2))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_swap_is_with_one_other_device(device: kvswap.Device, pair: tuple[Buffer, Buffer]) -> None:
+    here, there = pair
+    if device.kind == "host":
+        third = Buffer(kvswap.Device("host:2"), NBYTES)
+        with pytest.raises(ValueError, match="one other device"):
+            kvswap.swap_blocks_batch([there.ptr, third.ptr], [here.ptr, here.ptr + 99], 50, device=device)
+        pools = [kvswap.Pool(buffer.device, buffer.memory, 1, NBYTES) for buffer in (here, there, third)]
+        with pytest.raises(ValueError, match="between two of a kind"):
+            kvswap.move_blocks([pools[0]] * 2, [pools[1], pools[2]], [0], [0])
+    with pytest.raises(ValueError, match=f"this call runs on {device.name}"):
+        kvswap.swap_cache_per_layer(
+            there.memory, here.memory, NBYTES, BLOCKS, BLOCKS, [1], [1], 0, device=device
+        )  # fmt: skip
+
+
+def test_without_peer_access(device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]) -> None:
+    """Copies are staged; a kernel is not launched, for it would lose the device."""
+    if device.kind != "host":
+        pytest.skip("only a host device can be made so")
+    here, there = pair
+    before = blocks_of(here)
+    ids, slots = some_ids(9)
+    arguments = (here.memory, there.memory, NBYTES, BLOCKS, BLOCKS, ids, slots, 0)
+    with testing.peer_access(device, other, False):
+        with pytest.raises(kvswap.Error, match="no peer access"):
+            kvswap.swap_cache_per_layer(*arguments, device=device, path="kernel")
+        for path in ("relay", "dma", "strided", "auto"):
+            transfer = kvswap.swap_cache_per_layer_async(*arguments, device=device, path=path)
+            transfer.wait(PATIENCE)
+            assert transfer.path in ("dma", "direct", "strided"), transfer.path
+            np.testing.assert_array_equal(blocks_of(there)[slots], before[ids])
+            there.randomise(1)
+    assert not device.lost
+    kvswap.swap_cache_per_layer(*arguments, device=device, path="kernel")
+    np.testing.assert_array_equal(blocks_of(there)[slots], before[ids])
+
+
+def test_a_kernel_beyond_its_reach_loses_the_device() -> None:
+    """The host device says so, as a GPU would."""
+    device, other = kvswap.Device("host:21"), kvswap.Device("host:22")
+    mine, theirs = device.alloc(64), other.alloc(64)
+    pieces = np.array([theirs.ptr, mine.ptr, 64], np.uint64)
+    with testing.peer_access(device, other, False):
+        stream = kvswap.Stream(device)
+        _C._seam(device, "launch_copy", 1, int(pieces.ctypes.data), 1, 32, stream.handle)
+        with pytest.raises(kvswap.DeviceError):
+            stream.synchronize(PATIENCE)
+    assert device.lost and not other.lost
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_starts_after_an_event_of_the_other_device(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    """Written there behind a gate, taken here: the event there is all that orders the two."""
+    here, there = pair
+    stream, event = kvswap.Stream(other), kvswap.Event(other)
+    new = random_bytes(77, NBYTES)
+    host = other.alloc(NBYTES, host=True)
+    np.frombuffer(host, np.uint8)[:] = new
+    with Gate(other) as gate:
+        gate.hold(stream)
+        _C._seam(other, "copy", there.ptr, host.ptr, NBYTES, stream.handle)
+        event.record(stream)
+        transfer = kvswap.swap_cache_per_layer_async(
+            here.memory, there.memory, NBYTES, BLOCKS, BLOCKS, [3], [0], 1, device=device, after=event
+        )
+        time.sleep(0.05)
+        assert not transfer.done()
+    transfer.wait(PATIENCE)
+    np.testing.assert_array_equal(blocks_of(here)[3], new)
+
+
+def test_the_other_device_waits_for_it(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    here, there = pair
+    stream, after = kvswap.Stream(device), kvswap.Event(other)
+    theirs = kvswap.Stream(other)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_cache_per_layer_async(
+            here.memory, there.memory, NBYTES, BLOCKS, BLOCKS, [3], [0], 0, device=device, stream=stream
+        )
+        transfer.event.wait(theirs)
+        after.record(theirs)
+        second = kvswap.swap_cache_per_layer_async(
+            there.memory, other.alloc(NBYTES, host=True), NBYTES, BLOCKS, 1, [0], [0], 0, device=other, after=transfer
+        )
+        time.sleep(0.05)
+        assert not after.query() and not second.done()
+    after.synchronize(PATIENCE)
+    second.wait(PATIENCE)
+    assert transfer.done()
+
+
+def test_layers_start_after_events_of_the_other_device(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    here, there = pair
+    stream, events = kvswap.Stream(other), [kvswap.Event(other), kvswap.Event(other)]
+    half = BLOCKS // 2
+    arguments = (
+        [here.ptr, here.ptr + half * NBYTES], [there.ptr, there.ptr + half * NBYTES], NBYTES, half, half, [1], [2], 0,
+    )  # fmt: skip
+    events[0].record(stream)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        events[1].record(stream)
+        transfer = kvswap.swap_cache_all_layers_async(
+            *arguments, device=device, layer_events=True, after_layers=events
+        )  # fmt: skip
+        deadline = time.monotonic() + PATIENCE
+        while not transfer.layer_done(0) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert transfer.layer_done(0) and not transfer.layer_done(1)
+    transfer.wait(PATIENCE)
+
+
+def test_pools_keep_two_devices_in_order(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    """A store here into the other's pool, a load there from it, and back: nothing but the pools orders them."""
+    here, _ = pair
+    mine, theirs = pools_of(pair)
+    host = Buffer(other, BLOCKS * NBYTES, "cpu")
+    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    before = blocks_of(here)
+    stream = kvswap.Stream(device)
+    with testing.race_checker(), Gate(device) as gate:
+        gate.hold(stream)
+        first = kvswap.move_blocks(mine, theirs, [1], [5], stream=stream)  # by the one
+        second = kvswap.move_blocks(theirs, kept, [5], [7])  # by the other
+        third = kvswap.move_blocks(kept, theirs, [9], [5])  # overwrites what second reads
+        fourth = kvswap.move_blocks(theirs, mine, [5], [2])  # reads that
+        time.sleep(0.05)
+        assert not any(transfer.done() for transfer in (first, second, third, fourth))
+        gate.open()
+        for transfer in (first, second, third, fourth):
+            transfer.wait(PATIENCE)
+    np.testing.assert_array_equal(host.get().reshape(BLOCKS, NBYTES)[7], before[1])
+    np.testing.assert_array_equal(blocks_of(here)[2], host.get().reshape(BLOCKS, NBYTES)[9])
+    assert [transfer.device for transfer in (first, second, third, fourth)] == [device, other, other, other]
+
+
+def test_a_new_pool_waits_for_the_other_device(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    """Its memory is in use when the pool is made, by a transfer that knows no pools."""
+    here, there = pair
+    stream, host = kvswap.Stream(device), Buffer(other, BLOCKS * NBYTES, "cpu")
+    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    expected = blocks_of(here)[0]
+    with Gate(device) as gate:
+        gate.hold(stream)
+        first = kvswap.swap_blocks_batch(
+            np.array([here.ptr]), np.array([there.ptr + 5 * NBYTES]), NBYTES, device=device, stream=stream
+        )
+        theirs = kvswap.Pool(other, there.memory, BLOCKS, NBYTES)
+        second = kvswap.move_blocks(theirs, kept, [5], [7])
+        time.sleep(0.05)
+        assert not second.done()
+    for transfer in (first, second):
+        transfer.wait(PATIENCE)
+    np.testing.assert_array_equal(host.get().reshape(BLOCKS, NBYTES)[7], expected)
+
+
+def test_failure_travels_between_devices(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    mine, theirs = pools_of(pair)
+    host = Buffer(other, BLOCKS * NBYTES, "cpu")
+    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    with testing.fault(device, "copy", "fail", nth=2):
+        first = kvswap.move_blocks(mine, theirs, [1, 8, 3], [5, 7, 9], path="dma")
+    second = kvswap.move_blocks(theirs, kept, [5, 7, 9], [0, 1, 2])
+    for transfer in (first, second):
+        with pytest.raises(kvswap.DeviceError):
+            transfer.wait(PATIENCE)
+        assert transfer.failed_blocks.tolist() == [1]
+    kvswap.move_blocks(mine, theirs, [8], [7]).wait(PATIENCE)
+    kvswap.move_blocks(theirs, kept, [7], [1]).wait(PATIENCE)
+
+
+def test_memory_is_not_freed_under_the_other_devices_transfer(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    here, _ = pair
+    theirs, stream = other.alloc(NBYTES), kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_blocks_batch(
+            np.array([here.ptr]), np.array([theirs.ptr]), NBYTES, device=device, stream=stream
+        )
+        ended: list[bool] = []
+        thread = threading.Thread(target=lambda: (theirs.free(), ended.append(transfer.done())))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        gate.open()
+        thread.join(PATIENCE)
+        assert ended == [True]
+
+
+def test_many_threads_on_two_devices(device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]) -> None:
+    """Blocks go to and fro between the pools of two devices; each thread has slots of its own and finds what it put."""
+    mine, theirs = pools_of(pair)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        stream = kvswap.Stream(device)
+        slots = np.arange(4) + 8 * number
+        try:
+            for turn in range(15):
+                keys = np.arange(4) + 1000 * number + turn * 10 + 1
+                write_pattern(device, [mine.ptr + int(slot) * NBYTES for slot in slots], NBYTES, keys, stream)
+                out = kvswap.move_blocks(mine, theirs, slots, slots, stream=stream)
+                back = kvswap.move_blocks(theirs, mine, slots, slots + 4)
+                back.event.wait(stream)
+                check = check_pattern(
+                    device, [mine.ptr + int(slot + 4) * NBYTES for slot in slots], NBYTES, keys, stream
+                )
+                assert check.result(PATIENCE)[0] == 0
+                out.wait(PATIENCE), back.wait(PATIENCE)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not errors, errors
