@@ -83,7 +83,8 @@ class Manager:
             self.processes[rank] = process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", "kvswap.fastdeploy.manager", "--rank", str(rank),
                  "--mp_num", str(self.ranks), "--device_id", str(self.device_id + rank),
-                 "--device", self.device or f"host:{rank}", "--socket_dir", str(self.directory), "--log_level", "debug", *self.options, *options],
+                 "--device", self.device or f"host:{rank}", "--socket_dir", str(self.directory),
+                 "--log_level", "debug", *self.options, *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
             )  # fmt: skip
@@ -100,7 +101,10 @@ class Manager:
         return self.clients[-1]
 
     def ready_client(self) -> Client:
+        """One whose engine has opened the caches."""
         client = self.client()
+        client.wait_started(PATIENCE)
+        client.attach()
         client.wait_ready(PATIENCE)
         return client
 

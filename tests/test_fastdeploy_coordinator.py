@@ -20,6 +20,7 @@ from kvswap.fastdeploy.manager import arguments, coordinator
 from kvswap.fastdeploy.manager.coordinator import Coordinator
 from kvswap.fastdeploy.manager.messages import (
     Answer,
+    Attach,
     Beat,
     Clear,
     Do,
@@ -66,6 +67,7 @@ class World:
         )
         for rank in range(RANKS):
             self.hello(rank)
+        self.coordinator.ask(b"engine", Attach(0, 1.0))
         self.requests = 0
 
     def _to_client(self, client: bytes, message: Any) -> bool:

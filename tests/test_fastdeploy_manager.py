@@ -56,8 +56,7 @@ def shared() -> Iterator[Manager]:
 
 @pytest.fixture
 def client(shared: Manager) -> Iterator[Client]:
-    client = shared.client()
-    client.wait_ready(PATIENCE)
+    client = shared.ready_client()
     yield client
     client.close()
 
@@ -135,6 +134,40 @@ def test_wrong_tasks_are_refused(
     assert client.under_way == 0
 
 
+def test_created_caches_are_opened_first() -> None:
+    """Before that, a task would be for other memory than the engine's."""
+    with Manager(1) as manager:
+        client = manager.client()
+        client.wait_started(PATIENCE)
+        with pytest.raises(NotReady, match="the engine has not opened yet"):
+            client.swap(SWAP2CPU, [1], [1])
+        assert len(client.handles()[0]["handles"]) == 4
+        assert client.result(client.swap(SWAP2CPU, [1], [1])).ok
+
+
+def test_what_cannot_be_sent(client: Client) -> None:
+    """Is said in the call, and the client goes on."""
+    with pytest.raises(OverflowError, match="cannot be sent"):
+        client.swap(SWAP2CPU, [1 << 70], [1])
+    with pytest.raises(TypeError, match="cannot be sent"):
+        client.swap(SWAP2CPU, [1], [1], node_ids=[object()])
+    with pytest.raises(ValueError, match="are the most"):
+        client.swap(SWAP2CPU, [1], [1], events=[b"x" * messages.MAX_MESSAGE_NBYTES, None])
+    assert client.under_way == 0 and client.result(client.swap(SWAP2CPU, [1], [1])).ok
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_client_after_fork(client: Client) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client.swap(SWAP2CPU, [1], [1])
+        except kvswap.Error as error:
+            os._exit(0 if "fork()" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_one_source_may_go_to_many(client: Client) -> None:
     assert client.result(client.swap(SWAP2CPU, [3, 3], [1, 2])).ok
 
@@ -182,6 +215,11 @@ def test_a_rank_that_is_killed() -> None:
         with pytest.raises(NotReady, match="rank 2 of 4 is not there"):
             client.swap(SWAP2CPU, [1], [1])
         manager.start(2)
+        with pytest.raises(TimeoutError, match="rank 2 has created caches that the engine has not opened"):
+            client.wait_ready(2)
+        with pytest.raises(NotReady, match=r"it does by handles\(\)"):
+            client.swap(SWAP2CPU, [1], [1])
+        assert [rank["generation"] for rank in client.handles()] != [rank["generation"] for rank in model.told]
         client.wait_ready(PATIENCE)
         result = client.result(client.swap(SWAP2GPU, [9], [1]))
         assert not result.ok and result.rank == 2 and "holds nothing" in result.reason
@@ -252,7 +290,10 @@ def test_rank_0_is_killed() -> None:
         manager.signal(1, signal.SIGCONT)
         assert manager.segments()  # left behind, as is the socket
         manager.start(0)
-        client.wait_ready(PATIENCE)
+        client.wait_started(PATIENCE)
+        with pytest.raises(NotReady, match="rank 0 has created caches"):
+            client.swap(SWAP2CPU, [1], [1])
+        client.attach()  # the engine has opened them
         assert client.result(client.swap(SWAP2CPU, [1], [1])).ok
         assert "has ended: " in manager.log(1)  # what it was given is not done behind the client's back
 
@@ -265,7 +306,6 @@ def test_all_are_killed_and_started_again() -> None:
         assert (manager.directory / "manager.sock").exists() and manager.segments()
         for rank in (0, 1):
             manager.start(rank)
-        until(lambda: "is here" in manager.log(0).rpartition("pid=")[0] or True, "a log")
         client = manager.ready_client()
         model = Model(manager, client)
         model.write([1, 2])
@@ -294,6 +334,8 @@ def test_a_rank_with_another_shape() -> None:
         manager.processes[1] = None
         assert "rank 0 refuses this rank" in manager.log(1) and "33 host blocks" in manager.log(1)
         manager.start(1)
+        client.wait_started(PATIENCE)
+        client.handles()
         client.wait_ready(PATIENCE)
 
 
@@ -516,6 +558,8 @@ def test_threads_share_a_client(client: Client) -> None:
 def test_asyncio(shared: Manager) -> None:
     async def use() -> None:
         async with AsyncClient(shared.directory) as client:
+            await client.wait_started(PATIENCE)
+            await client.attach()
             await client.wait_ready(PATIENCE)
             tasks = await asyncio.gather(*(client.swap(SWAP2CPU, [i], [i]) for i in range(20)))
             results = await asyncio.gather(*(client.result(task) for task in tasks))

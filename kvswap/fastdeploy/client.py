@@ -44,7 +44,6 @@ from kvswap.fastdeploy.manager.messages import (
     GetStatus,
     Handles,
     Kind,
-    Message,
     Restore,
     Result,
     Submit,
@@ -101,8 +100,9 @@ class _Link:
         self._path = places.socket_path(directory)
         self._lock = threading.Lock()
         self._requests: dict[int, _Future] = {}  # guarded by _lock, and so is what follows
-        self._outgoing: deque[tuple[Message, _Future]] = deque()
+        self._outgoing: deque[tuple[bytes, _Future]] = deque()
         self._tasks: dict[str, _Sent] = {}  # not ended, or not collected
+        self._submitted: dict[int, str] = {}  # tasks whose answer has not come, by request
         self._ended: deque[str] = deque()  # not collected, in the order in which they ended
         self._getters: deque[_Future] = deque()
         self._closed = False
@@ -126,8 +126,14 @@ class _Link:
             raise _C.Error("the client is closed")
         if os.getpid() != self._owner:
             raise _C.Error("this client was made before fork(): make one in this process")
+        try:
+            data = messages.encode(message)
+        except (OverflowError, TypeError) as error:
+            raise type(error)(f"this cannot be sent: {error}") from None
+        if len(data) > messages.MAX_MESSAGE_NBYTES:
+            raise ValueError(f"the message has {len(data)} bytes; {messages.MAX_MESSAGE_NBYTES} are the most")
         future = self._requests[message.request] = _new_future()
-        self._outgoing.append((message, future))
+        self._outgoing.append((data, future))
         os.eventfd_write(self._wake, 1)
         return future
 
@@ -138,8 +144,10 @@ class _Link:
             name = task.transfer_task_id
             if name in self._tasks:
                 raise ValueError(f"transfer_task_id {name!r} is of a task whose result is not collected")
-            future = self._ask_locked(Submit(next(self._numbers), task))
+            number = next(self._numbers)
+            future = self._ask_locked(Submit(number, task))
             self._tasks[name] = _Sent(task, _new_future())
+            self._submitted[number] = name
             return future
 
     def give_up(self, future: _Future) -> bool:
@@ -261,9 +269,9 @@ class _Link:
             with self._lock:
                 if not self._outgoing:
                     return False
-                message, _ = self._outgoing[0]
+                data, _ = self._outgoing[0]
                 try:
-                    socket.send(messages.encode(message), zmq.NOBLOCK)
+                    socket.send(data, zmq.NOBLOCK)
                 except zmq.Again:
                     return True
                 self._outgoing.popleft()
@@ -289,12 +297,18 @@ class _Link:
                 _log.warning("malformed message of the manager: %s", error)
                 continue
             if isinstance(message, Answer):
-                with self._lock:
-                    future = self._requests.pop(message.request, None)
-                if future is not None:
-                    future.set_result(message)
+                self._answered(message)
             else:
                 self._end(message)
+
+    def _answered(self, answer: Answer) -> None:
+        with self._lock:
+            future = self._requests.pop(answer.request, None)
+            name = self._submitted.pop(answer.request, None)
+            if future is None and name is not None and answer.code != "ok":
+                self._tasks.pop(name, None)  # it waits no longer, and now it is known that it was not taken
+        if future is not None:
+            future.set_result(answer)
 
     def _end(self, result: Result) -> None:
         with self._lock:
@@ -313,6 +327,7 @@ class _Link:
         with self._lock:
             requests, self._requests = self._requests, {}
             self._outgoing.clear()
+            self._submitted.clear()
             lost = [sent.task for sent in self._tasks.values() if not sent.future.done()]
         for future in requests.values():
             if not future.done():
@@ -489,10 +504,12 @@ class Client(_Calls):
         return self._wait_until(_started, timeout)
 
     def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
-        """The engine's caches are there, and all ranks shall open them.
+        """The caches are there on the engine's side: all ranks open them, and take tasks from then on.
 
         handles: for each rank, by the caches' names, what kvswap.memory.export() gave for them, as bytes; None: they
           were exported by set_data_ipc() under FastDeploy's names.
+
+        Where the managers created the caches it says that the engine has opened those that are there now.
         """
         self._operate(Attach, timeout, None if handles is None else list(handles))
 
@@ -515,7 +532,11 @@ class Client(_Calls):
         self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
 
     def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
-        """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created."""
+        """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created.
+
+        Who asks is taken to open them: tasks are taken from then on. A rank that is started again has created others,
+        and no task is taken until they were asked for, or attach() said that they were opened.
+        """
         body: list[dict[str, Any]] = self._answer(self._link.ask(GetHandles), timeout)
         return body
 

@@ -58,6 +58,11 @@ class EngineCacheQueue:
         self._lock = threading.Lock()
         self._items: dict[str, tuple[Any, ...]] = {}  # guarded by _lock: as they were put
 
+    @property
+    def client(self) -> Client:
+        """For what EngineCacheQueue has no name for: attach(), clear(), restore(), status()."""
+        return self._client
+
     def get_server_port(self) -> int:
         """The port that names the manager. There it is one that is listened on."""
         return self.address[1]

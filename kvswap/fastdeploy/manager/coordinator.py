@@ -119,6 +119,7 @@ class Coordinator:
         self._reason = ""  # why the last operation failed
         self._attached: list[Handles] | None = None
         self._attached_once = False
+        self._opened: dict[int, int] = {}  # by rank, the generation of created caches that the engine has opened
         self._draining = False
         self.stopping = False
         self._ended: Counter[str] = Counter()
@@ -128,11 +129,24 @@ class Coordinator:
 
     def hello(self, rank: int, pid: int) -> None:
         """A rank is there, perhaps again: what an earlier process had in hand has failed."""
-        known = self.ranks[rank]
-        if known.here:
+        if self.ranks[rank].here:
             self.lost(rank, f"was started again as process {pid}")
         self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting")
         _log.info("rank=%d pid=%d is here", rank, pid)
+
+    def _all_opened(self) -> None:
+        """The engine has opened the caches that are there."""
+        self._opened = {rank.number: rank.generation for rank in self.ranks}
+
+    def _unopened(self) -> str:
+        """Which rank has created caches that the engine has not opened: it may still use those of a rank that died."""
+        for rank in self.ranks if self._settings.create else ():
+            if self._opened.get(rank.number) != rank.generation:
+                return (
+                    f"rank {rank.number} has created caches that the engine has not opened yet: it does by handles(), "
+                    "or by their segments and says so by attach()"
+                )
+        return ""
 
     def beat(self, beat: Beat) -> None:
         rank = self.ranks[beat.rank]
@@ -187,7 +201,7 @@ class Coordinator:
                 return f"rank {rank.number} still works on a task that was reported as too slow"
         if self._operation is not None:
             return f"the manager is busy with {self._operation.what}"
-        return ""
+        return self._unopened()
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -397,6 +411,11 @@ class Coordinator:
         if why := self._cannot(what):
             self._answer(*asked, "refused", why)
             return
+        if what == "attach" and self._settings.create:
+            missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if not rank.ready]
+            self._all_opened()
+            self._answer(*asked, "not_ready" if missing else "ok", "".join(missing[:1]), self.status())
+            return
         if (what, self.state) in (("clear", State.CLEARED), ("restore", State.NORMAL)):
             self._answer(*asked, "ok", f"the caches are {self.state.name} already", self.status())
             return
@@ -421,8 +440,6 @@ class Coordinator:
             return "the caches are CLEARING: that did not end, clear again first"
         if what == "attach" and self.state != State.NORMAL:
             return f"the caches are {self.state.name}: restore them with the new handles"
-        if what == "attach" and self._settings.create:
-            return "the managers created the caches themselves (--create_cache_tensor): ask them for handles"
         return ""
 
     def _set_state(self, state: State) -> None:
@@ -485,6 +502,7 @@ class Coordinator:
                     rank.handles = None
             else:
                 if operation.what == "restore":
+                    self._all_opened()  # nobody takes them for the old ones
                     self._set_state(State.NORMAL)
                 if operation.what in ("restore", "attach") and not self._settings.create:
                     self._attached, self._attached_once = operation.handles, True
@@ -495,14 +513,17 @@ class Coordinator:
             self._answer(client, request, code, message, self.status())
 
     def _answer_handles(self, client: bytes, request: int) -> None:
-        why = self._not_ready()
-        if why or not self._settings.create:
-            self._answer(client, request, "not_ready" if why else "refused", why or "the engine created the caches")
+        if not self._settings.create:
+            self._answer(client, request, "refused", "the engine created the caches")
             return
-        missing = [rank.number for rank in self.ranks if rank.handles is None]
+        if self.state != State.NORMAL:
+            self._answer(client, request, "not_ready", f"the caches are {self.state.name}")
+            return
+        missing = [f"rank {rank.number}: {rank.phase}" for rank in self.ranks if rank.handles is None]
         if missing:
-            self._answer(client, request, "not_ready", f"rank {missing[0]} has not told its handles yet")
+            self._answer(client, request, "not_ready", f"there are no handles yet of {missing[0]}")
             return
+        self._all_opened()
         body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
         self._answer(client, request, "ok", "", body)
 

@@ -120,6 +120,7 @@ class Rank0:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._connections: dict[bytes, _Connection] = {}
+        self._warned = 0.0  # of strangers
         self._coordinator = Coordinator(
             settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
         )
@@ -169,10 +170,10 @@ class Rank0:
         self._coordinator.beat(beat)
 
     def _report(self, message: Done | StepDone) -> None:
-        self._tell()
         if isinstance(message, Done):
             self._coordinator.done(message)
         else:
+            self._tell()  # first that it is ready
             self._coordinator.step_done(message)
 
     # -- messages in --------------------------------------------------------------------------------------------------
@@ -185,8 +186,7 @@ class Rank0:
                 return
             peer = places.Peer(frames[-1])
             if not peer.ours:
-                self._metrics.stranger()
-                _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
+                self._stranger(peer)
                 continue
             name = frames[0].bytes
             try:
@@ -199,6 +199,12 @@ class Rank0:
                 self._send(name, Answer(_request_in(frames[-1]), "malformed", str(error)[:500]))
                 continue
             self._handle(name, peer.pid, message)
+
+    def _stranger(self, peer: places.Peer) -> None:
+        self._metrics.stranger()
+        if time.monotonic() - self._warned > 1.0:  # it may send many
+            self._warned = time.monotonic()
+            _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
 
     def _handle(self, name: bytes, pid: int, message: Any) -> None:
         connection = self._connections.get(name)
@@ -343,7 +349,8 @@ class RankN:
         return True
 
     def _report(self, message: Done | StepDone) -> None:
-        self._tell()
+        if isinstance(message, StepDone):
+            self._tell()  # first that it is ready
         self._send(message)
 
     def _tell(self) -> None:

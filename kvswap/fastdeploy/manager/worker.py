@@ -26,6 +26,7 @@ _log = logging.getLogger("kvswap.manager")
 
 _MOST_UNDER_WAY = 96  # in one direction: a lane of the device holds 128
 _MOST_EVENTS = 64
+_MOST_SUBMITTING = 0.1  # seconds, until the loop says again that it is alive: drivers take long over many copies
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _StepThread(threading.Thread):
 
     def __init__(self, step: Step, run: Callable[[Step], None]) -> None:
         super().__init__(name=f"kvswap-{step.what}", daemon=True)
-        self.step, self._run, self.reason, self.error = step, run, "", None
+        self.step, self._run, self.reason = step, run, ""
         self.begun = time.monotonic()
 
     def run(self) -> None:
@@ -49,8 +50,6 @@ class _StepThread(threading.Thread):
         except Exception as error:  # whatever it is, the other ranks are told
             self.reason = f"{type(error).__name__}: {error}"
             _log.debug("step %s failed", self.step.what, exc_info=error)
-
-    error: BaseException | None
 
 
 class Worker:
@@ -189,7 +188,8 @@ class Worker:
         for lane in self._running.values():
             while lane and lane[0].transfer.done():
                 self._finish(lane.popleft())
-        while self._waiting and self._submit(*self._waiting[0]):
+        until = time.monotonic() + _MOST_SUBMITTING
+        while self._waiting and time.monotonic() < until and self._submit(*self._waiting[0]):
             self._waiting.popleft()
         return self._step is not None or self.busy > 0
 
