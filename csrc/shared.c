@@ -79,7 +79,7 @@ int kvs_shared_get_info(struct kvs_host_pool *pool, struct kvs_shared_info *info
   *info = (struct kvs_shared_info){.generation = segment->generation,
                                    .owner_pid = segment->owner_pid,
                                    .owner = segment->owner,
-                                   .owner_alive = kvs_process_alive(segment->owner_pid, segment->owner_start)};
+                                   .owner_alive = kvs_pid_alive(segment->owner_pid, segment->owner_start)};
   snprintf(info->path, sizeof info->path, "%s", segment->path);
   leave(pool);
   return KVS_OK;
@@ -135,7 +135,7 @@ static uint32_t me(void) {
   static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
   uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
   if (both >> 32 == pid) return (uint32_t)both;
-  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
+  uint32_t word = name_of((int64_t)pid, kvs_pid_born((int64_t)pid));
   atomic_store(&known, pid << 32 | word);
   return word;
 }
@@ -146,7 +146,7 @@ static bool is_writer(uint32_t word) { return word != EMPTY && word != PUBLISHED
 static bool is_orphan(uint32_t word) {
   if (!is_writer(word) || word == me()) return false;
   int64_t pid = pid_of(word);
-  return !kvs_process_alive(pid, 0) || name_of(pid, kvs_process_start(pid)) != word;
+  return !kvs_pid_alive(pid, 0) || name_of(pid, kvs_pid_born(pid)) != word;
 }
 
 static void wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }

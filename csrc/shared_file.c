@@ -59,13 +59,13 @@ static bool read_stat(int64_t pid, char *state, uint64_t *start) {
                 state, start) == 2;
 }
 
-uint64_t kvs_process_start(int64_t pid) {
+uint64_t kvs_pid_born(int64_t pid) {
   char state;
   uint64_t start;
   return read_stat(pid, &state, &start) ? start : 0;
 }
 
-bool kvs_process_alive(int64_t pid, uint64_t start) {
+bool kvs_pid_alive(int64_t pid, uint64_t start) {
   char state = 0;
   uint64_t born = 0;
   if (pid <= 0 || (kill((pid_t)pid, 0) != 0 && errno == ESRCH)) return false;
@@ -79,7 +79,7 @@ static uint64_t pid_space(void) {
 }
 
 static bool stale(const struct header *header) {
-  return header->pid_space == pid_space() && !kvs_process_alive(header->owner_pid, header->owner_start);
+  return header->pid_space == pid_space() && !kvs_pid_alive(header->owner_pid, header->owner_start);
 }
 
 /* -- one that is there ----------------------------------------------------------------------------------------- */
@@ -210,7 +210,7 @@ static void fill_header(const struct kvs_host_pool *pool, struct header *header)
   uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
   *header = (struct header){.version = VERSION, .header_nbytes = sizeof *header, .owner_pid = getpid()};
   memcpy(header->magic, MAGIC, sizeof MAGIC);
-  header->owner_start = kvs_process_start(header->owner_pid);
+  header->owner_start = kvs_pid_born(header->owner_pid);
   header->pid_space = pid_space();
   header->num_blocks = pool->num_blocks;
   header->block_nbytes = pool->asked.block_nbytes;
