@@ -258,7 +258,7 @@ int kvs_host_pool_start(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = KVS_OK;
   kvs_host_pool_place(pool, 0, kvs_host_pool_used(pool, pool->num_blocks));
   for (uint64_t i = 0; !status && i < pool->extents; i++)
-    status = kvs_chunks_cut(pool, i, 0, kvs_host_pool_units(pool, pool->num_blocks), err);
+    status = kvs_host_chunks_cut(pool, i, 0, kvs_host_pool_units(pool, pool->num_blocks), err);
   return status ? status : kvs_crew_hire(pool, err);
 }
 
@@ -365,7 +365,7 @@ int kvs_host_pool_ready(struct kvs_host_pool *pool, uint64_t block, struct kvs_e
                       pool->num_blocks, pool->num_blocks - 1);
   uint64_t layers = pool->asked.layer_first ? pool->asked.layers : 1;
   for (uint64_t i = 0; !status && i < layers; i++) {
-    size_t at = kvs_chunks_find(pool, pool->base + i * layer_pitch(pool) + block * pool->stride);
+    size_t at = kvs_host_chunk_find(pool, pool->base + i * layer_pitch(pool) + block * pool->stride);
     if (at == pool->nchunks || !pool->chunks[at].ready) status = KVS_NOT_READY;
   }
   pthread_mutex_unlock(&pool->lock);
@@ -403,7 +403,7 @@ static int await_readers(struct kvs_host_pool *pool, struct kvs_error *err) {
 static int give_back(struct kvs_host_pool *pool, bool keep_range, struct kvs_error *err) {
   struct kvs_error why = {0}, ignored;
   for (size_t i = 0; i < pool->nchunks; i++) {
-    struct kvs_chunk *chunk = &pool->chunks[i];
+    struct kvs_host_chunk *chunk = &pool->chunks[i];
     if (!chunk->registered) continue;
     int status = kvs_engine_unregister(pool->engine, chunk->base, &why);
     if (status == KVS_TIMEOUT || status == KVS_CLOSED) {

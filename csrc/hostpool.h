@@ -12,7 +12,7 @@
 
 enum { KVS_CREW = 64, KVS_NOTICES = 2000 };
 
-struct kvs_chunk {
+struct kvs_host_chunk {
   uint64_t base, nbytes;
   uint64_t taken; /* bytes handed out to the crew */
   uint64_t left;  /* bytes that are not populated yet */
@@ -40,8 +40,8 @@ struct kvs_host_pool {
   /* Guarded by lock. */
   enum kvs_host_pool_state state;
   uint64_t num_blocks;
-  int node;                 /* where its pages were asked for; -1: anywhere, -2: interleaved */
-  struct kvs_chunk *chunks; /* by address; the array changes only while no crew is at work */
+  int node;                      /* where its pages were asked for; -1: anywhere, -2: interleaved */
+  struct kvs_host_chunk *chunks; /* by address; the array changes only while no crew is at work */
   size_t nchunks, capacity;
   size_t next_chunk;                     /* the first with something to hand out */
   uint64_t populated, registered, total; /* bytes */
@@ -77,10 +77,10 @@ int kvs_host_pool_afford(const struct kvs_host_pool *, uint64_t nbytes, struct k
 int kvs_host_pool_state_error(const struct kvs_host_pool *, struct kvs_error *);             /* KVS_OK: it is ready */
 uint64_t kvs_host_pool_room(const struct kvs_host_pool *); /* bytes of addresses, for max_blocks */
 
-/* chunks.c */
-size_t kvs_chunks_find(const struct kvs_host_pool *, uint64_t address); /* the first that ends above it */
+/* hostpool_resize.c */
+size_t kvs_host_chunk_find(const struct kvs_host_pool *, uint64_t address); /* the first that ends above it */
 /* Make chunks for units [from, to) of an extent; `from` begins a page. */
-int kvs_chunks_cut(struct kvs_host_pool *, uint64_t extent, uint64_t from, uint64_t to, struct kvs_error *);
+int kvs_host_chunks_cut(struct kvs_host_pool *, uint64_t extent, uint64_t from, uint64_t to, struct kvs_error *);
 
 /* populate.c */
 int kvs_crew_hire(struct kvs_host_pool *, struct kvs_error *); /* for all chunks that are not populated */

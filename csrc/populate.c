@@ -14,13 +14,13 @@ static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* cut at its multiples
 enum { USEFUL_THREADS = 16 };
 
 struct piece {
-  struct kvs_chunk *chunk;
+  struct kvs_host_chunk *chunk;
   uint64_t base, nbytes;
 };
 
 static bool take_piece_locked(struct kvs_host_pool *pool, struct piece *piece) {
   for (; pool->next_chunk < pool->nchunks; pool->next_chunk++) {
-    struct kvs_chunk *chunk = &pool->chunks[pool->next_chunk];
+    struct kvs_host_chunk *chunk = &pool->chunks[pool->next_chunk];
     if (chunk->taken == chunk->nbytes) continue;
     uint64_t base = chunk->base + chunk->taken, left = chunk->nbytes - chunk->taken;
     uint64_t nbytes = PIECE_NBYTES - base % PIECE_NBYTES;
@@ -32,7 +32,7 @@ static bool take_piece_locked(struct kvs_host_pool *pool, struct piece *piece) {
 }
 
 /* All of the chunk is populated. */
-static void finish_locked(struct kvs_host_pool *pool, struct kvs_chunk *chunk) {
+static void finish_locked(struct kvs_host_pool *pool, struct kvs_host_chunk *chunk) {
   if (pool->registering && !pool->refused.status) {
     struct kvs_error err = {0};
     pthread_mutex_unlock(&pool->lock);
@@ -52,7 +52,7 @@ static void roll_back(struct kvs_host_pool *pool) {
   struct kvs_budget budget;
   char size[KVS_SIZE_TEXT] = "";
   for (size_t i = 0; i < pool->nchunks; i++) {
-    struct kvs_chunk *chunk = &pool->chunks[i];
+    struct kvs_host_chunk *chunk = &pool->chunks[i];
     if (!chunk->registered) continue;
     if (kvs_engine_unregister(pool->engine, chunk->base, &err)) {
       kvs_host_pool_note(pool, "a chunk stays registered: %s", err.message);

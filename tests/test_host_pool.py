@@ -89,7 +89,7 @@ def test_all_of_it_is_there_and_no_more(device: kvswap.Device, threads: int | No
     pool = HostPool(96, MIB, device=device, threads=threads, chunk_nbytes=8 * MIB)
     grown = resident() - before
     assert pool.chunks == 12
-    assert 96 * MIB <= grown <= 100 * MIB
+    assert 94 * MIB <= grown <= 100 * MIB  # what else was freed meanwhile counts too
     pool.close()
     assert resident() - before < 4 * MIB
     assert mapped() - mapped_before < 64 * MIB  # stacks of threads are kept by the C library

@@ -115,6 +115,17 @@ def path_of(name: str) -> Path:
     return FOLDER / f"kvswap.{name}"
 
 
+def clean(name: str) -> list[str]:
+    """kvswap.memory.clean(), of this test's names: other suites may run beside."""
+    return sorted(other for other in memory.clean() if other.startswith(name))
+
+
+def segments() -> int:
+    """Mappings of shared pools that this process has, of files without a name too."""
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count(f"{FOLDER}/kvswap.") + maps.count(f"{FOLDER}/#")
+
+
 def rewrite(name: str, at: int, data: bytes) -> None:
     """Change a header behind everybody's back."""
     with path_of(name).open("r+b") as file:
@@ -130,6 +141,7 @@ def test_it_is_a_host_pool(device: kvswap.Device, name: str) -> None:
         assert (pool.num_blocks, pool.block_nbytes, pool.nbytes) == (32, 16384, 32 * 16384)
         assert pool.pinned and pool.state == "ready" and pool.chunks == 4 and pool.notices == ()
         assert pool.owner and pool.owner_alive and pool.owner_pid == os.getpid() and pool.generation > 0
+        assert segments() >= 1
         assert pool.path == str(path_of(name)) and name in repr(pool)
         stat = path_of(name).stat()
         assert stat.st_mode & 0o777 == 0o600 and stat.st_size == pool.mapped_nbytes + 2 * PAGE
@@ -445,7 +457,7 @@ def test_somebody_elses_file(device: kvswap.Device, name: str) -> None:
         for create in (True, False, None):
             with pytest.raises(ValueError, match=r"is no shared pool of kvswap"):
                 SharedPool(name, 4, 4096, device=device, create=create)
-        assert memory.clean() == [] and path_of(name).exists()
+        assert clean(name) == [] and path_of(name).exists()
         path_of(name).unlink()
     path_of(name).symlink_to("/etc/passwd")
     with pytest.raises(kvswap.Error, match="cannot be opened"):
@@ -467,7 +479,7 @@ def test_another_pid_namespace(device: kvswap.Device, name: str) -> None:
         for create in (True, False, None):
             with pytest.raises(kvswap.Error, match="another pid namespace"):
                 SharedPool(name, 4, 4096, device=device, create=create)
-        assert memory.clean() == []
+        assert clean(name) == []
 
 
 def test_a_second_user(device: kvswap.Device, name: str, start: Start) -> None:
@@ -516,20 +528,20 @@ MOMENTS = {
 @pytest.mark.parametrize("pause", [0.0, 0.03, 0.1])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_kill(device: kvswap.Device, name: str, start: Start, moment: str, pause: float) -> None:
-    """kill -9 in the middle of it: the next start makes the same pool, and all the memory is there again."""
-    free = os.statvfs(FOLDER).f_bavail
+    """kill -9 in the middle of it: the next start makes the same pool, and nothing is left of the old one."""
     process = start(MOMENTS[moment])
     assert process.line() == "up"
     time.sleep(pause)
     process.kill()
     if path_of(name).exists():
-        with pytest.raises(ValueError, match=f"process {process.popen.pid} left behind when it died"):
+        told = rf"process {process.popen.pid} left behind when it died|there is no shared pool"  # others clean too
+        with pytest.raises(ValueError, match=told):
             SharedPool(name, 256, MIB, device=device, create=False)
     with SharedPool(name, 256, MIB, device=device) as pool:
         assert not np.asarray(pool)[:: 64 * 1024].any()
         assert pool.owner and not pool.published(np.arange(256)).any()
         gc.collect()
-    assert abs(os.statvfs(FOLDER).f_bavail - free) * PAGE < 32 * MIB
+    assert segments() == 0 and not path_of(name).exists()
 
 
 def test_joiners_outlive_their_owner(device: kvswap.Device, name: str, start: Start) -> None:
@@ -553,11 +565,11 @@ def test_clean(device: kvswap.Device, name: str, start: Start) -> None:
     ]
     for process in processes:
         process.line()
-    assert memory.clean() == []
+    assert clean(name) == []
     for process in processes[:2]:
         process.kill()
-    assert sorted(memory.clean()) == [f"{name}-0", f"{name}-1"]
-    assert memory.clean() == [] and path_of(f"{name}-2").exists()
+    assert clean(name) == [f"{name}-0", f"{name}-1"]
+    assert clean(name) == [] and path_of(f"{name}-2").exists()
     processes[2].kill()
     SharedPool(name, 8, 4096, device=device).close()  # whoever creates one cleans first
     assert not path_of(f"{name}-2").exists()
@@ -612,7 +624,12 @@ def test_no_leak(device: kvswap.Device, name: str) -> None:
     def count() -> tuple[int, int, int, int]:
         gc.collect()
         statm = Path("/proc/self/statm").read_text().split()
-        return int(statm[1]) * PAGE, int(statm[0]) * PAGE, len(os.listdir("/proc/self/fd")), len(os.listdir(FOLDER))
+        return (
+            int(statm[1]) * PAGE,
+            int(statm[0]) * PAGE,
+            len(os.listdir("/proc/self/fd")),
+            segments(),
+        )
 
     def cycle() -> None:
         with (
@@ -624,7 +641,6 @@ def test_no_leak(device: kvswap.Device, name: str) -> None:
             joined.wait_ready([1])
             joined.layer(0)[1] = 3
 
-    free = os.statvfs(FOLDER).f_bavail
     for _ in range(20):
         cycle()
     before = count()
@@ -633,7 +649,6 @@ def test_no_leak(device: kvswap.Device, name: str) -> None:
     after = count()
     room = (40 if SANITIZED else 2) * MIB
     assert after[0] - before[0] < room and after[1] - before[1] < room and after[2:] == before[2:]
-    assert abs(os.statvfs(FOLDER).f_bavail - free) * PAGE < 32 * MIB
 
 
 def test_closing_while_another_thread_waits(device: kvswap.Device, name: str) -> None:

@@ -158,7 +158,7 @@ static unsigned char *place_of(const struct kvs_host_pool_info *info, uint64_t l
 static void check_chunks(struct kvs_host_pool *pool) {
   uint64_t covered = 0, wrong = 0;
   for (size_t i = 0; i < pool->nchunks; i++) {
-    const struct kvs_chunk *chunk = &pool->chunks[i], *next = chunk + 1;
+    const struct kvs_host_chunk *chunk = &pool->chunks[i], *next = chunk + 1;
     uint64_t extent = (chunk->base - pool->base) / (pool->extent_pitch ? pool->extent_pitch : 1);
     uint64_t within = chunk->base - pool->base - (pool->extents > 1 ? extent * pool->extent_pitch : 0);
     wrong += chunk->base % 4096 != 0 || chunk->nbytes % 4096 != 0 || within % pool->unit != 0;
@@ -303,10 +303,10 @@ static void test_shared(void) {
 static void test_alive(void) {
   pid_t child = fork();
   if (child == 0) _exit(0);
-  while (kvs_process_alive(child, 0)) usleep(1000); /* a zombie does not count */
-  CHECK(waitpid(child, NULL, 0) == child && !kvs_process_alive(child, 0), "reaped");
-  CHECK(kvs_process_alive(getpid(), 0) && !kvs_process_alive(getpid(), 1), "born at another time");
-  CHECK(!kvs_process_alive(0, 0) && !kvs_process_alive(-1, 0), "no process");
+  while (kvs_pid_alive(child, 0)) usleep(1000); /* a zombie does not count */
+  CHECK(waitpid(child, NULL, 0) == child && !kvs_pid_alive(child, 0), "reaped");
+  CHECK(kvs_pid_alive(getpid(), 0) && !kvs_pid_alive(getpid(), 1), "born at another time");
+  CHECK(!kvs_pid_alive(0, 0) && !kvs_pid_alive(-1, 0), "no process");
 }
 
 int main(void) {

@@ -8,7 +8,7 @@
 
 /* -- the table ------------------------------------------------------------------------------------------------- */
 
-size_t kvs_chunks_find(const struct kvs_host_pool *pool, uint64_t address) {
+size_t kvs_host_chunk_find(const struct kvs_host_pool *pool, uint64_t address) {
   size_t low = 0, high = pool->nchunks;
   while (low < high) {
     size_t middle = low + (high - low) / 2;
@@ -23,21 +23,21 @@ size_t kvs_chunks_find(const struct kvs_host_pool *pool, uint64_t address) {
 static int insert_chunk(struct kvs_host_pool *pool, uint64_t base, uint64_t nbytes, struct kvs_error *err) {
   if (pool->nchunks == pool->capacity) {
     size_t capacity = pool->capacity ? 2 * pool->capacity : 16;
-    struct kvs_chunk *grown = realloc(pool->chunks, capacity * sizeof *grown);
+    struct kvs_host_chunk *grown = realloc(pool->chunks, capacity * sizeof *grown);
     if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for a table of %zu chunks", capacity);
     pool->chunks = grown;
     pool->capacity = capacity;
   }
-  size_t at = kvs_chunks_find(pool, base);
+  size_t at = kvs_host_chunk_find(pool, base);
   memmove(pool->chunks + at + 1, pool->chunks + at, (pool->nchunks - at) * sizeof *pool->chunks);
-  pool->chunks[at] = (struct kvs_chunk){.base = base, .nbytes = nbytes, .left = nbytes};
+  pool->chunks[at] = (struct kvs_host_chunk){.base = base, .nbytes = nbytes, .left = nbytes};
   pool->nchunks++;
   pool->total += nbytes;
   return KVS_OK;
 }
 
 static void remove_chunk(struct kvs_host_pool *pool, size_t at) {
-  const struct kvs_chunk *chunk = &pool->chunks[at];
+  const struct kvs_host_chunk *chunk = &pool->chunks[at];
   pool->total -= chunk->nbytes;
   pool->populated -= chunk->nbytes - chunk->left;
   if (chunk->registered) pool->registered -= chunk->nbytes;
@@ -45,7 +45,8 @@ static void remove_chunk(struct kvs_host_pool *pool, size_t at) {
   memmove(pool->chunks + at, pool->chunks + at + 1, (pool->nchunks - at) * sizeof *pool->chunks);
 }
 
-int kvs_chunks_cut(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, uint64_t to, struct kvs_error *err) {
+int kvs_host_chunks_cut(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, uint64_t to,
+                        struct kvs_error *err) {
   uint64_t base = pool->base + extent * pool->extent_pitch, page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
   int status = KVS_OK;
   while (!status && from < to) {
@@ -84,8 +85,8 @@ static void end_resize(struct kvs_host_pool *pool) {
 /* Take the registration of those chunks of an extent back that lie above `from`, a number of bytes. */
 static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, struct kvs_error *err) {
   uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
-  for (size_t at = kvs_chunks_find(pool, base + from); at < pool->nchunks && pool->chunks[at].base < end; at++) {
-    struct kvs_chunk *chunk = &pool->chunks[at];
+  for (size_t at = kvs_host_chunk_find(pool, base + from); at < pool->nchunks && pool->chunks[at].base < end; at++) {
+    struct kvs_host_chunk *chunk = &pool->chunks[at];
     int status = chunk->registered ? kvs_engine_unregister(pool->engine, chunk->base, err) : KVS_OK;
     if (status) return status;
     pthread_mutex_lock(&pool->lock);
@@ -105,7 +106,7 @@ static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, struct kvs_e
   for (uint64_t i = 0; !status && i < pool->extents; i++) status = unregister_above(pool, i, last, err);
   for (uint64_t i = 0; !status && i < pool->extents; i++) {
     uint64_t base = pool->base + i * pool->extent_pitch;
-    size_t at = kvs_chunks_find(pool, base + last);
+    size_t at = kvs_host_chunk_find(pool, base + last);
     *from = (pool->chunks[at].base - base) / pool->unit;
     pthread_mutex_lock(&pool->lock);
     remove_chunk(pool, at);
@@ -125,7 +126,7 @@ static int grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout
   if (!status) status = reopen_tails(pool, &from, err);
   if (status) return status;
   pthread_mutex_lock(&pool->lock);
-  for (uint64_t i = 0; !status && i < pool->extents; i++) status = kvs_chunks_cut(pool, i, from, to, err);
+  for (uint64_t i = 0; !status && i < pool->extents; i++) status = kvs_host_chunks_cut(pool, i, from, to, err);
   if (!status) pool->num_blocks = num_blocks;
   pthread_mutex_unlock(&pool->lock);
   return status ? status : kvs_crew_hire(pool, err);
@@ -153,11 +154,11 @@ static int cut_off(struct kvs_host_pool *pool, uint64_t extent, uint64_t units, 
   uint64_t keep = base + kvs_round_up(units * pool->unit, kvs_page_nbytes(KVS_PAGES_DEFAULT));
   int status = KVS_OK;
   pthread_mutex_lock(&pool->lock);
-  for (size_t at = kvs_chunks_find(pool, keep); !status && at < pool->nchunks && pool->chunks[at].base < end;) {
+  for (size_t at = kvs_host_chunk_find(pool, keep); !status && at < pool->nchunks && pool->chunks[at].base < end;) {
     uint64_t begin = pool->chunks[at].base;
     remove_chunk(pool, at);
     if (begin < keep) status = insert_chunk(pool, begin, keep - begin, err);
-    at = kvs_chunks_find(pool, keep);
+    at = kvs_host_chunk_find(pool, keep);
   }
   pthread_mutex_unlock(&pool->lock);
   return status;
