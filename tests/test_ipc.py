@@ -499,6 +499,47 @@ def test_calls_leak_nothing(device: kvswap.Device, device_name: str, buffer: Buf
         assert leaks(device, calls) == {}
 
 
+def test_a_program_that_closes_all_descriptors(device_name: str) -> None:
+    """Its own files, which then have the numbers of ours, are neither written to nor shared nor closed."""
+    if not device_name.startswith("host"):
+        pytest.skip("the driver's own descriptors")
+    run = run_python(
+        f"""
+        import os, kvswap, numpy as np, tempfile
+        from kvswap import memory
+        device = kvswap.Device({device_name!r})
+        old, chunks = device.alloc(1 << 20), device.alloc(1 << 18, chunks=True)
+        np.frombuffer(old, np.uint8)[:] = 1
+        ours = [int(fd) for fd in os.listdir("/proc/self/fd") if fd.isdigit() and int(fd) > 2
+                and "memfd:kvswap" in os.path.realpath(f"/proc/self/fd/{{fd}}")]
+        assert len(ours) >= 2
+        files = []
+        for fd in ours:
+            files.append(open(tempfile.mkstemp()[1], "w+b"))
+            os.dup2(files[-1].fileno(), fd)
+            files[-1].write(b"mine" * 2000), files[-1].flush()
+        for source in (old, chunks):
+            try:
+                memory.export(source)
+                print("exported")
+            except kvswap.DeviceError as error:
+                assert "closed" in str(error), error
+        new = device.alloc(1 << 20)
+        np.frombuffer(new, np.uint8)[:] = 2
+        memory.export(new)
+        assert (np.frombuffer(old, np.uint8) == 1).all()
+        old.free(), chunks.free(), new.free()
+        for fd, file in zip(ours, files):
+            assert os.fstat(fd).st_ino == os.fstat(file.fileno()).st_ino
+            file.seek(0)
+            assert file.read() == b"mine" * 2000
+            os.unlink(file.name)
+        print("fine")
+        """
+    )
+    assert run.stdout == "fine\n", run
+
+
 def arenas() -> list[str]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
