@@ -47,8 +47,14 @@ int kvs_host_arena_init(struct kvs_host_arena *arena, struct kvs_error *err) {
   return pthread_mutex_init(&arena->lock, NULL) ? kvs_fail(err, KVS_NOMEM, "cannot make a lock") : KVS_OK;
 }
 
+/* A program may close all descriptors, and then open files of its own: those are not ours to write to, nor to close. */
+static bool is_ours_locked(const struct kvs_host_arena *arena) {
+  struct stat file;
+  return arena->fd >= 0 && fstat(arena->fd, &file) == 0 && file.st_ino == arena->inode && file.st_nlink == 0;
+}
+
 void kvs_host_arena_destroy(struct kvs_host_arena *arena) {
-  if (arena->fd >= 0) close(arena->fd);
+  if (is_ours_locked(arena)) close(arena->fd);
   pthread_mutex_destroy(&arena->lock);
 }
 
@@ -62,11 +68,13 @@ static bool limited(void) {
 
 static bool make_file_locked(struct kvs_host_arena *arena) {
   struct stat file;
-  if (arena->fd >= 0 || arena->refused) return arena->fd >= 0;
+  if (is_ours_locked(arena)) return true;
+  if (arena->refused) return false;
   arena->fd = limited() ? -1 : memfd_create("kvswap", MFD_CLOEXEC);
   arena->refused = arena->fd < 0 || fstat(arena->fd, &file) != 0;
   if (arena->refused) return false;
   arena->inode = file.st_ino;
+  arena->begin = arena->used;
   return true;
 }
 
@@ -111,7 +119,8 @@ void kvs_host_arena_unmap(struct kvs_host_arena *arena, void *pages, size_t nbyt
   if (offset == KVS_HOST_PRIVATE) return;
   pthread_mutex_lock(&arena->lock);
   int flags = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
-  if (arena->fd >= 0) (void)fallocate(arena->fd, flags, (off_t)(offset - page), (off_t)(nbytes + page));
+  if (offset >= arena->begin && is_ours_locked(arena))
+    (void)fallocate(arena->fd, flags, (off_t)(offset - page), (off_t)(nbytes + page));
   pthread_mutex_unlock(&arena->lock);
 }
 
@@ -125,7 +134,6 @@ int kvs_host_arena_share(struct kvs_host_arena *arena, uint64_t offset, uint64_t
                          struct kvs_handle *handle, struct kvs_error *err) {
   struct kvs_owner self = kvs_owner_self();
   struct place place = {.pid = self.pid, .start = self.start, .offset = offset, .nbytes = nbytes, .id = id};
-  struct stat file;
   if (offset == KVS_HOST_PRIVATE)
     return refuse("memory_share", KVS_DRIVER_NOT_SUPPORTED, "this system has no memory that can be shared (memfd)",
                   err);
@@ -133,7 +141,7 @@ int kvs_host_arena_share(struct kvs_host_arena *arena, uint64_t offset, uint64_t
   pthread_mutex_lock(&arena->lock);
   place.fd = arena->fd;
   place.inode = arena->inode;
-  bool there = fstat(arena->fd, &file) == 0 && file.st_ino == arena->inode;
+  bool there = offset >= arena->begin && is_ours_locked(arena);
   bool written = there && pwrite(arena->fd, &place, sizeof place, (off_t)(offset - page_nbytes())) == sizeof place;
   pthread_mutex_unlock(&arena->lock);
   if (!written)

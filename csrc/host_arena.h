@@ -12,7 +12,8 @@ struct kvs_host_arena {
   pthread_mutex_t lock;
   int fd;         /* guarded by lock; -1: not made yet, or there is none */
   bool refused;   /* guarded by lock: this system makes no such files */
-  uint64_t inode; /* guarded by lock: `fd` may have been closed behind our back */
+  uint64_t inode; /* guarded by lock: `fd` may have been closed behind our back, and be another file by now */
+  uint64_t begin; /* guarded by lock: offsets before it lay in such a file */
   uint64_t used;  /* guarded by lock: offsets are given once */
 };
 

@@ -14,10 +14,11 @@ struct kvs_host_memory {
    * lie in the arena's file. */
   struct kvs_regions owned;
   struct kvs_host_arena arena;
-  struct kvs_regions chunks; /* guarded by lock: mapped in ranges; `device` is the descriptor of each */
-  uint64_t next_buffer_id;   /* guarded by lock */
-  uint64_t device_nbytes;    /* guarded by lock: allocated as device memory */
-  uint64_t limit;            /* bytes of device memory there are */
+  struct kvs_regions
+      chunks; /* guarded by lock: mapped in ranges; `device` is the descriptor of each, `buffer_id` its inode */
+  uint64_t next_buffer_id; /* guarded by lock */
+  uint64_t device_nbytes;  /* guarded by lock: allocated as device memory */
+  uint64_t limit;          /* bytes of device memory there are */
   int ordinal;
   /* Devices of one process see each other's memory, but for deterministic ones. */
   bool listed;

@@ -12,6 +12,16 @@
 
 #define GRANULARITY ((uint64_t)65536)
 
+/* The program may have closed it, and opened a file of its own under the number. */
+static bool is_ours(const struct kvs_region *chunk) {
+  struct stat file;
+  return fstat(chunk->device, &file) == 0 && file.st_ino == chunk->buffer_id && file.st_nlink == 0;
+}
+
+static void close_ours(const struct kvs_region *chunk) {
+  if (is_ours(chunk)) close(chunk->device);
+}
+
 static int refuse(const char *operation, const char *why, uint64_t address, struct kvs_error *err) {
   return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, operation, "0x%" PRIx64 " %s", address, why);
 }
@@ -66,13 +76,16 @@ int kvs_host_range_free(struct kvs_host_memory *memory, uint64_t ptr, uint64_t n
 }
 
 /* A descriptor of our own, of a file of that size: another process's, or a new one. -1 and why. */
-static int file_for(int given, uint64_t nbytes, const char **why) {
+static int file_for(int given, uint64_t nbytes, uint64_t *inode, const char **why) {
   struct stat file;
   int fd = given < 0 ? memfd_create("kvswap-chunk", MFD_CLOEXEC) : fcntl(given, F_DUPFD_CLOEXEC, 0);
   *why = strerror(errno);
   if (fd < 0) return -1;
-  if (given < 0 ? ftruncate(fd, (off_t)nbytes) == 0 : fstat(fd, &file) == 0 && (uint64_t)file.st_size == nbytes)
+  bool sized = given >= 0 || ftruncate(fd, (off_t)nbytes) == 0;
+  if (sized && fstat(fd, &file) == 0 && (uint64_t)file.st_size == nbytes) {
+    *inode = file.st_ino;
     return fd;
+  }
   *why = given < 0 ? "there is no such file to be had" : "the descriptor is of a chunk of another size";
   close(fd);
   return -1;
@@ -86,7 +99,7 @@ int kvs_host_chunk_map(struct kvs_host_memory *memory, uint64_t at, uint64_t nby
   const struct kvs_region *owned = kvs_regions_find(&memory->owned, at);
   bool fits = range && owned && owned->origin == KVS_ORIGIN_REGISTERED && nbytes && nbytes % GRANULARITY == 0 &&
               (at - range->base) % GRANULARITY == 0 && nbytes <= range->nbytes - (at - range->base);
-  chunk.device = fits ? file_for(given, nbytes, &why) : -1;
+  chunk.device = fits ? file_for(given, nbytes, &chunk.buffer_id, &why) : -1;
   int status = chunk.device < 0 ? KVS_REFUSED : kvs_regions_add(&memory->chunks, &chunk, err);
   if (status == KVS_INVALID) why = "has a chunk already", status = KVS_REFUSED;
   if (!status && mmap((void *)(uintptr_t)at, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
@@ -108,7 +121,7 @@ int kvs_host_chunk_unmap(struct kvs_host_memory *memory, uint64_t at, uint64_t n
   if (found) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     (void)mmap((void *)(uintptr_t)at, (size_t)nbytes, PROT_NONE, flags, -1, 0);
-    close(chunk.device);
+    close_ours(&chunk);
   }
   pthread_rwlock_unlock(&memory->lock);
   return found ? KVS_OK : refuse("chunk_unmap", "is not where a chunk of that size begins", at, err);
@@ -126,13 +139,15 @@ int kvs_host_chunk_query(struct kvs_host_memory *memory, uint64_t address, uint6
 int kvs_host_chunk_share(struct kvs_host_memory *memory, uint64_t address, int *fd, struct kvs_error *err) {
   pthread_rwlock_rdlock(&memory->lock);
   const struct kvs_region *chunk = kvs_regions_find(&memory->chunks, address);
-  *fd = chunk ? fcntl(chunk->device, F_DUPFD_CLOEXEC, 0) : -1;
+  *fd = chunk && is_ours(chunk) ? fcntl(chunk->device, F_DUPFD_CLOEXEC, 0) : -1;
   pthread_rwlock_unlock(&memory->lock);
-  return *fd >= 0 ? KVS_OK : refuse("chunk_share", "is in no chunk, or there are too many open files", address, err);
+  return *fd >= 0
+             ? KVS_OK
+             : refuse("chunk_share", "is in no chunk, or its file was closed, or there are too many", address, err);
 }
 
 /* The ranges themselves are unmapped with all else. */
 void kvs_host_chunks_destroy(struct kvs_host_memory *memory) {
-  for (size_t i = 0; i < memory->chunks.count; i++) close(memory->chunks.items[i].device);
+  for (size_t i = 0; i < memory->chunks.count; i++) close_ours(&memory->chunks.items[i]);
   kvs_regions_clear(&memory->chunks);
 }
