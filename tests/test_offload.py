@@ -441,6 +441,21 @@ def test_a_load_of_what_is_being_stored_waits_and_others_overtake(library: Libra
     cache.close()
 
 
+def test_it_is_the_hazard_table_that_orders_them(library: Library) -> None:
+    """With its waits left out, the load does not wait for the store of its blocks: the test above can fail."""
+    cache, stream, free = make(library), kvswap.Stream(library.device), kvswap.Stream(library.device)
+    with Gate(library.device) as gate, testing.fault(library.device, "hazard", "skip", operation="raw"):
+        gate.hold(stream)
+        with library.computing_on(stream):
+            cache.store.transfer_async(1, specs([1, 2], [7], [2], [0]))
+        with library.computing_on(free):
+            cache.load.transfer_async(2, specs([20, 21], [7], [2], [0])[::-1])
+        cache.load.wait({2}, PATIENCE)
+        gate.open()
+        cache.store.drain(PATIENCE)
+    cache.close()
+
+
 def test_memory_that_is_not_pinned(library: Library) -> None:
     """The copy engine reaches it through the driver's staging."""
     gpu = [library.gpu(random_blocks(i, 16, 4096)) for i in range(2)]
