@@ -441,6 +441,43 @@ def test_a_load_of_what_is_being_stored_waits_and_others_overtake(library: Libra
     cache.close()
 
 
+def test_it_is_the_hazard_table_that_orders_them(library: Library) -> None:
+    """With its waits left out, the load does not wait for the store of its blocks: the test above can fail."""
+    cache, stream, free = make(library), kvswap.Stream(library.device), kvswap.Stream(library.device)
+    with Gate(library.device) as gate, testing.fault(library.device, "hazard", "skip", operation="raw"):
+        gate.hold(stream)
+        with library.computing_on(stream):
+            cache.store.transfer_async(1, specs([1, 2], [7], [2], [0]))
+        with library.computing_on(free):
+            cache.load.transfer_async(2, specs([20, 21], [7], [2], [0])[::-1])
+        cache.load.wait({2}, PATIENCE)
+        gate.open()
+        cache.store.drain(PATIENCE)
+    cache.close()
+
+
+def test_memory_that_is_not_pinned(library: Library) -> None:
+    """The copy engine reaches it through the driver's staging."""
+    gpu = [library.gpu(random_blocks(i, 16, 4096)) for i in range(2)]
+    plain_memory = [random_blocks(10 + i, 8, 8192) for i in range(2)]
+    cpu = [library.torch.from_numpy(a) for a in plain_memory] if library.name == "torch" else plain_memory
+    store, load = (
+        SingleDirectionOffloadingHandler(gpu, cpu, 2, plain([4096] * 2), to_cpu, device=library.device)
+        for to_cpu in (True, False)
+    )
+    store.transfer_async(1, specs([3, 9, 1], [5, 2], [3], [0]))
+    store.drain(PATIENCE)
+    load.transfer_async(2, specs([11, 12, 13], [5, 2], [3], [0])[::-1])
+    load.drain(PATIENCE)
+    assert [store.get_finished()[0].success, load.get_finished()[0].success] == [True, True]
+    for tensor, host in zip(gpu, plain_memory, strict=True):
+        there = library.read(tensor)
+        np.testing.assert_array_equal(host[5].reshape(2, 4096), there[[3, 9]])
+        np.testing.assert_array_equal(there[[11, 12, 13]], there[[3, 9, 1]])
+    store.shutdown()
+    load.shutdown()
+
+
 def test_separate_handlers_of_the_same_tensors_are_ordered_too(library: Library) -> None:
     cache, stream, free = make(library), kvswap.Stream(library.device), kvswap.Stream(library.device)
     other = SingleDirectionOffloadingHandler(

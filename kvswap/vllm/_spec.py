@@ -1,7 +1,8 @@
 """vLLM's offloading specs with kvswap's transfers: everything but the two directions' handlers stays vLLM's.
 
 vLLM's own code builds its handlers; while it does, the class that it builds is ours. To 0.24 that happens in
-create_handlers(), from 0.25 on in create_worker(). Where its class takes what is not known here, it stays.
+create_handlers(), from 0.25 on in create_worker(). Where its class takes what is not known here, it stays. The shared
+region is pinned as a whole, as releases before 0.33 do.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +53,18 @@ def why_not() -> str | None:
     return None
 
 
+def _whole(pin: Callable[[Any], None]) -> Callable[..., None]:
+    """vLLM's pin_mmap_region, of the whole region. One registration a slot of each chunk would leave gaps that are not
+    pinned between them, and kvswap looks at what a tensor spans: all would go by the copy engine, after many look-ups.
+    """
+
+    def pin_whole(region: Any, worker_slot_only: bool = False) -> None:
+        del worker_slot_only
+        pin(region)
+
+    return pin_whole
+
+
 def _leave(reason: str) -> None:
     versions = (vllm.__version__, kvswap.__version__, reason)
     _logger.warning("vLLM %s with kvswap %s: %s. vLLM's own transfers stay", *versions)
@@ -82,12 +95,16 @@ def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> 
         return made[-1]
 
     with _building:
-        theirs = getattr(gpu_worker, _CLASS)
+        theirs, pin = getattr(gpu_worker, _CLASS), getattr(gpu_worker, "pin_mmap_region", None)
         setattr(gpu_worker, _CLASS, make)
+        if pin is not None:
+            gpu_worker.pin_mmap_region = _whole(pin)
         try:
             yield
         finally:
             setattr(gpu_worker, _CLASS, theirs)
+            if pin is not None:
+                gpu_worker.pin_mmap_region = pin
 
 
 def _on_host(kv_caches: Any) -> bool:
