@@ -280,13 +280,13 @@ static size_t set_off(struct kvs_file_mover *mover, struct kvs_file_item **items
   pthread_mutex_lock(&store->lock);
   for (size_t i = 0; i < count; i++) {
     struct kvs_file_item *item = items[i];
-    if (item->transfer->cancelled)
-      kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
-    else if (status)
-      kvs_file_item_finish_locked(item, status, code);
-    else
-      items[left++] = item;
-    item->begun |= left && items[left - 1] == item && item->transfer->pools;
+    if (item->transfer->cancelled || status) {
+      bool cancelled = item->transfer->cancelled;
+      kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : status, cancelled ? 0 : code);
+      continue; /* it may be gone */
+    }
+    if (item->transfer->pools) item->begun = true;
+    items[left++] = item;
   }
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
