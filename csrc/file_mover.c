@@ -115,7 +115,7 @@ static int see_end(struct copy *copy, bool lost[BATCH], int *code) {
   struct kvs_error err = {0};
   int status = kvs_transfer_error(copy->transfer, &err);
   size_t n = kvs_transfer_failed(copy->transfer, failed, BATCH);
-  memset(lost, 0, BATCH * sizeof *lost);
+  for (size_t i = 0; i < BATCH; i++) lost[i] = status && n == 0; /* it failed and cannot say where */
   for (size_t i = 0; i < n; i++) lost[failed[i]] = true;
   *code = err.code;
   return status;
