@@ -103,6 +103,12 @@ static void join_order(struct kvs_file_index *index, struct kvs_file_entry *entr
   entry->idle = true;
 }
 
+void kvs_file_index_touch(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  if (!entry->idle) return; /* it joins as the most recently used */
+  leave_order(index, entry);
+  join_order(index, entry);
+}
+
 static void drop(struct kvs_file_index *index, struct kvs_file_entry *entry) {
   struct kvs_file_entry **at = &index->buckets[entry->hash & (index->nbuckets - 1)];
   while (*at != entry) at = &(*at)->next;

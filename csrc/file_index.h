@@ -46,6 +46,7 @@ struct kvs_file_entry *kvs_file_index_find(const struct kvs_file_index *, const 
 struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *, const uint8_t *key, size_t key_nbytes);
 void kvs_file_index_set_slot(struct kvs_file_index *, struct kvs_file_entry *, uint32_t slot);
 void kvs_file_index_pin(struct kvs_file_index *, struct kvs_file_entry *, bool pin);
+void kvs_file_index_touch(struct kvs_file_index *, struct kvs_file_entry *); /* it is used now */
 /* Call it after anything about an entry has changed: it joins or leaves the order of use (as the most recently used),
  * and one that says nothing any more is freed. */
 void kvs_file_index_settle(struct kvs_file_index *, struct kvs_file_entry *);

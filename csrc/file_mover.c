@@ -115,7 +115,7 @@ static int see_end(struct copy *copy, bool lost[BATCH], int *code) {
   struct kvs_error err = {0};
   int status = kvs_transfer_error(copy->transfer, &err);
   size_t n = kvs_transfer_failed(copy->transfer, failed, BATCH);
-  memset(lost, 0, BATCH * sizeof *lost);
+  for (size_t i = 0; i < BATCH; i++) lost[i] = status && n == 0; /* it failed and cannot say where */
   for (size_t i = 0; i < n; i++) lost[failed[i]] = true;
   *code = err.code;
   return status;
@@ -280,13 +280,13 @@ static size_t set_off(struct kvs_file_mover *mover, struct kvs_file_item **items
   pthread_mutex_lock(&store->lock);
   for (size_t i = 0; i < count; i++) {
     struct kvs_file_item *item = items[i];
-    if (item->transfer->cancelled)
-      kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
-    else if (status)
-      kvs_file_item_finish_locked(item, status, code);
-    else
-      items[left++] = item;
-    item->begun |= left && items[left - 1] == item && item->transfer->pools;
+    if (item->transfer->cancelled || status) {
+      bool cancelled = item->transfer->cancelled;
+      kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : status, cancelled ? 0 : code);
+      continue; /* it may be gone */
+    }
+    if (item->transfer->pools) item->begun = true;
+    items[left++] = item;
   }
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);

@@ -55,7 +55,7 @@ static int check_settings(const struct kvs_file_settings *s, struct kvs_error *e
 
 /* Some sixteen segments make the budget, so that it is filled to the last tenth; none needs to be small or huge. */
 static uint64_t segment_size(const struct kvs_file_settings *s) {
-  const uint64_t least = 64ull << 20, most = 1ull << 30;
+  const uint64_t least = 16ull << 20, most = 1ull << 30;
   uint64_t nbytes = s->capacity / 16;
   if (s->segment_nbytes)
     nbytes = s->segment_nbytes;

@@ -202,6 +202,20 @@ int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *
   return KVS_OK;
 }
 
+int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *keys, struct kvs_error *err) {
+  int status = check_fork(store, err);
+  if (!status) status = check_keys(keys, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  for (size_t i = keys->count; i-- > 0;) { /* the first key last of all: of a prefix the end goes before the start */
+    size_t begin = i ? keys->ends[i - 1] : 0;
+    struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
+    if (entry) kvs_file_index_touch(&store->index, entry);
+  }
+  pthread_mutex_unlock(&store->lock);
+  return KVS_OK;
+}
+
 int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool pin, struct kvs_error *err) {
   struct kvs_file_index *index = &store->index;
   int status = check_fork(store, err);

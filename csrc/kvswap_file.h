@@ -95,6 +95,8 @@ KVS_API int kvs_file_contains(struct kvs_file_store *, const struct kvs_file_key
 /* Pinned blocks are not evicted; pins count. Of keys that are not there: KVS_MISSING, and nothing was pinned. Unpin of
  * what is not pinned: KVS_INVALID. */
 KVS_API int kvs_file_pin(struct kvs_file_store *, const struct kvs_file_keys *, bool pin, struct kvs_error *);
+/* They count as used now; those that are not there are passed over. */
+KVS_API int kvs_file_touch(struct kvs_file_store *, const struct kvs_file_keys *, struct kvs_error *);
 /* Keys of all blocks that are there, unused longest first: *keys and *ends, as in kvs_file_keys, are to be freed. */
 KVS_API int kvs_file_list(struct kvs_file_store *, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *);
 /* What a directory holds, read from its files; `layout` has room for KVS_FILE_LAYOUT_NBYTES + 1. KVS_MISSING. */

@@ -83,8 +83,11 @@ def collect(*, open_devices: bool = False) -> Report:
 
 def _files() -> dict[str, str]:
     """A store in a folder that is gone again: whether the kernel lets io_uring be used is known by trying."""
-    with tempfile.TemporaryDirectory() as folder, FileStore(folder, Layout(1), capacity=1 << 20, depth=1) as store:
-        info = store.info
+    try:
+        with tempfile.TemporaryDirectory() as folder, FileStore(folder, Layout(1), capacity=1 << 20, depth=1) as store:
+            info = store.info
+    except (OSError, _C.Error) as error:
+        return {"io_uring": f"cannot be tried: {error}", "GPUDirect Storage": _C._file_gds()}
     return {
         "io_uring": "on" if info["engine"] == "io_uring" else f"{info['engine_note']}; threads do the work",
         "checksum by instruction": "on" if info["checksum"] != "table" else "the processor has none",

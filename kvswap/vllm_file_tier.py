@@ -147,7 +147,8 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be 
         return RequestOffloadingContext()
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """A load makes its blocks the most recently used; a hit in a faster tier does not."""
+        """Used in a faster tier: used here too."""
+        self._store.touch([bytes(key) for key in keys])
 
     def drain_jobs(self) -> None:
         """Until every submitted job has ended; their results stay to be fetched."""

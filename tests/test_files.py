@@ -576,6 +576,19 @@ def test_the_least_recently_used_leave(tmp_path: Path) -> None:
     rig.store.close()
 
 
+def test_touched_blocks_stay_and_keys_are_told_in_order(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=8)
+    data, keys = blocks_of(36, 12, rig.nbytes), keys_of(12)
+    for i in range(8):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    rig.store.touch([keys[1], b"nobody", keys[0]])
+    assert rig.store.keys() == [*keys[2:8], keys[0], keys[1]]
+    for i in range(8, 12):
+        rig.put(keys[i : i + 1], data[i : i + 1])
+    assert rig.store.keys() == [*keys[6:8], keys[0], keys[1], *keys[8:12]]
+    rig.store.close()
+
+
 def test_pinned_blocks_stay(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slots=8)
     data, keys = blocks_of(20, 24, rig.nbytes), keys_of(24)

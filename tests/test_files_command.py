@@ -39,7 +39,7 @@ def damage(folder: Path, *keys: bytes) -> None:
 def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["files", "stat", str(folder)]) == 0
     told = capsys.readouterr().out
-    assert '{"heads":8,"model":"m"}' in told and "20 of 24 slots" in told and "3 of 100.00 KiB" in told
+    assert '{"heads":8,"model":"m"}' in told and "20 of 24 slots" in told and "3 of 100 KiB" in told
 
 
 def test_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

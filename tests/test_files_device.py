@@ -269,3 +269,20 @@ def test_the_store_keeps_its_pools(rig: Rig) -> None:
     rig.store.close()
     rig.store = rig.open()
     assert rig.store.contains(keys_of(range(10))) == [True] * 10
+
+
+def test_a_cancelled_transfer_that_nobody_holds(rig: Rig) -> None:
+    stream = kvswap.Stream(rig.device)
+    rig.store.store(keys_of(range(8)), rig.pools, range(8)).wait(PATIENCE)
+    for _ in range(20):
+        with Gate(rig.device) as gate:
+            gate.hold(stream)
+            for call, ids in ((rig.store.store, range(8, 16)), (rig.store.load, range(16, 24))):
+                transfer = call(keys_of(range(8)), rig.pools, ids, after=stream)
+                assert transfer.cancel()
+                del transfer
+            gate.open()
+    rig.store.load(keys_of(range(8)), rig.pools, range(30, 38)).wait(PATIENCE)
+    for rows in rig.model:
+        rows[30:38] = rows[:8]
+    rig.check()

@@ -182,13 +182,19 @@ static PyObject *store_contains(PyObject *self, PyObject *object) {
   return result;
 }
 
-static PyObject *pin(PyObject *self, PyObject *object, bool on) {
+enum on_keys { PIN, UNPIN, TOUCH };
+
+static PyObject *on_keys(PyObject *self, PyObject *object, enum on_keys what) {
+  struct kvs_file_store *store = kvs_py_file_core(self);
   struct kvs_py_keys keys = {0};
   struct kvs_error err = {0};
   int rc = kvs_py_keys(object, &keys);
   if (rc == 0) {
     Py_BEGIN_ALLOW_THREADS
-    rc = kvs_file_pin(kvs_py_file_core(self), &keys.core, on, &err);
+    if (what == TOUCH)
+      rc = kvs_file_touch(store, &keys.core, &err);
+    else
+      rc = kvs_file_pin(store, &keys.core, what == PIN, &err);
     Py_END_ALLOW_THREADS
     if (rc != KVS_OK) kvs_py_raise(kvs_py_state_of(self), &err);
   }
@@ -196,9 +202,11 @@ static PyObject *pin(PyObject *self, PyObject *object, bool on) {
   return rc == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-static PyObject *store_pin(PyObject *self, PyObject *keys) { return pin(self, keys, true); }
+static PyObject *store_pin(PyObject *self, PyObject *keys) { return on_keys(self, keys, PIN); }
 
-static PyObject *store_unpin(PyObject *self, PyObject *keys) { return pin(self, keys, false); }
+static PyObject *store_unpin(PyObject *self, PyObject *keys) { return on_keys(self, keys, UNPIN); }
+
+static PyObject *store_touch(PyObject *self, PyObject *keys) { return on_keys(self, keys, TOUCH); }
 
 static PyObject *store_keys(PyObject *self, PyObject *unused) {
   (void)unused;
@@ -391,6 +399,8 @@ PyDoc_STRVAR(pin_doc, "pin($self, keys, /)\n--\n\n"
                       "Keep these blocks from being evicted until unpin(); pins count. All or none: Error names one "
                       "that is not there.");
 PyDoc_STRVAR(unpin_doc, "unpin($self, keys, /)\n--\n\nTake one pin from each. ValueError: one is not pinned.");
+PyDoc_STRVAR(touch_doc, "touch($self, keys, /)\n--\n\nThese blocks count as used now, the first one last of all; those "
+                        "that are not there are passed over.");
 PyDoc_STRVAR(keys_doc,
              "keys($self, /)\n--\n\nThe keys of all blocks that are there, as bytes, those unused longest first.");
 PyDoc_STRVAR(refresh_doc, "refresh($self, /)\n--\n\n"
@@ -406,6 +416,7 @@ static PyMethodDef methods[] = {
     {"contains", store_contains, METH_O, contains_doc},
     {"pin", store_pin, METH_O, pin_doc},
     {"unpin", store_unpin, METH_O, unpin_doc},
+    {"touch", store_touch, METH_O, touch_doc},
     {"keys", store_keys, METH_NOARGS, keys_doc},
     {"refresh", store_refresh, METH_NOARGS, refresh_doc},
     {"stats", store_stats, METH_NOARGS, stats_doc},
