@@ -564,7 +564,8 @@ def test_importing_takes_nothing_optional() -> None:
     result = run_python(
         """
         import sys
-        import kvswap, kvswap.fastdeploy
+        import kvswap, kvswap.fastdeploy, kvswap.cli
+        kvswap.cli.build_parser()
         for name in ("zmq", "msgspec", "prometheus_client", "paddle", "torch", "cupy"):
             assert name not in sys.modules, name
         """

@@ -58,6 +58,7 @@ SWAP2CPU, SWAP2GPU = Kind.SWAP2CPU, Kind.SWAP2GPU
 
 _POLL_MS = 50
 _MOST_UNCOLLECTED = 65536
+_LAST_WORDS = 0.3  # seconds that messages of a process that has ended may take
 _Future: TypeAlias = "concurrent.futures.Future[Any]"
 
 
@@ -111,6 +112,7 @@ class _Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pid = 0  # of rank 0, as the kernel says; the thread's alone, and so is what follows
         self._watch: int | None = None
+        self._dying: float | None = None  # it has ended: until when what it said before may still arrive
         self._thread = threading.Thread(target=self._run, name="kvswap-client", daemon=True)
         self._thread.start()
 
@@ -241,6 +243,9 @@ class _Link:
             with contextlib.suppress(zmq.Again):
                 socket.send(messages.encode(Bye()), zmq.NOBLOCK)
         finally:
+            with self._lock:
+                self._closed = True
+                self._outgoing.clear()
             self._fail_all("closed", "the client was closed")
             socket.close()
             context.term()
@@ -249,7 +254,7 @@ class _Link:
                 os.close(self._watch)
 
     def _loop_once(self, socket: zmq.Socket[bytes]) -> None:
-        unsent = self._send(socket)
+        unsent = self._dying is None and self._send(socket)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -258,11 +263,17 @@ class _Link:
         ready = dict(poller.poll(5 if unsent else _POLL_MS))
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        self._take(socket)  # first what the manager said before it died
+        self._take(socket)
         if self._watch is not None and self._watch in ready:
             os.close(self._watch)
-            self._watch, pid, self._pid = None, self._pid, 0
-            self._fail_all("died", f"rank 0 (process {pid}), which hands out the tasks, died")
+            self._watch, self._dying = None, time.monotonic() + _LAST_WORDS
+        elif self._dying is not None and time.monotonic() > self._dying:
+            self._bury()
+
+    def _bury(self) -> None:
+        """Rank 0 has ended, and all that it said has been read."""
+        pid, self._pid, self._dying = self._pid, 0, None
+        self._fail_all("died", f"rank 0 (process {pid}), which hands out the tasks, died")
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
         while True:
@@ -286,7 +297,11 @@ class _Link:
             if not peer.ours:
                 _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
                 continue
-            if peer.pid != self._pid:
+            if self._dying is not None and peer.pid == self._pid:
+                self._dying = time.monotonic() + _LAST_WORDS
+            elif peer.pid != self._pid:
+                if self._dying is not None:
+                    self._bury()
                 self._pid = peer.pid
                 if self._watch is not None:
                     os.close(self._watch)
@@ -323,15 +338,17 @@ class _Link:
                 self._ended.append(result.transfer_task_id)
 
     def _fail_all(self, code: str, why: str) -> None:
-        """What was asked is answered with an error, what was under way ends as failed."""
+        """What was asked is answered with an error, what was under way ends as failed. What was not sent yet waits for
+        whoever takes it."""
         with self._lock:
-            requests, self._requests = self._requests, {}
-            self._outgoing.clear()
-            self._submitted.clear()
-            lost = [sent.task for sent in self._tasks.values() if not sent.future.done()]
-        for future in requests.values():
-            if not future.done():
-                future.set_exception(ManagerError(code, why))
+            unsent = {id(future) for _, future in self._outgoing}
+            asked = {number: future for number, future in self._requests.items() if id(future) not in unsent}
+            self._requests = {number: self._requests[number] for number in self._requests if number not in asked}
+            self._submitted = {number: name for number, name in self._submitted.items() if number in self._requests}
+            waiting = set(self._submitted.values())
+            lost = [sent.task for name, sent in self._tasks.items() if not sent.future.done() and name not in waiting]
+        for future in asked.values():
+            future.set_exception(ManagerError(code, why))
         for task in lost:
             nodes, gpu, cpu = task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids
             self._end(Result(task.transfer_task_id, task.event_type, nodes, gpu, cpu, False, 0, why))
