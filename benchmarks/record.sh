@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER suite|hazards|sanitize|bench|load|tune|replay [TRACE]
+# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER PART [TRACE]; the parts stand at its end
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
 # and sanitize take up to ten minutes each, hazards two and a half, bench six, load nine a kind, replay one.
 set -uo pipefail
@@ -109,6 +109,31 @@ tune() {
   done
 }
 
+# Host pools beside the driver's allocation, and memory of a process in another one.
+memory() {
+  timeout 200 python3 -P benchmarks/bench_host_pool.py --device cuda:0 --size 64GiB --repeats "${REPEATS:-2}" \
+    --json "$out/host_pool.json" >"$out/host_pool.txt" 2>&1
+  timeout 100 python3 -P benchmarks/bench_ipc.py --device cuda:0 --json "$out/ipc.json" >"$out/ipc.txt" 2>&1
+  tail -n 20 "$out/host_pool.txt" "$out/ipc.txt"
+}
+
+# Two GPUs.
+peers() {
+  pytest 100 -q tests/test_peer.py >"$out/peer_suite.txt" 2>&1
+  timeout 100 python3 -P benchmarks/bench_peer.py --json "$out/peer.json" >"$out/peer.txt" 2>&1
+  timeout 100 python3 -P benchmarks/bench_fastdeploy.py ranks --json "$out/ranks.json" >"$out/ranks.txt" 2>&1
+  tail -n 20 "$out/peer_suite.txt" "$out/peer.txt" "$out/ranks.txt"
+}
+
+# vLLM's job queue; FastDeploy's ops and the manager; the file tier.
+engines() {
+  run 200 kvswap bench --handlers --json "$out/handlers.json" >"$out/handlers.txt" 2>&1
+  timeout 200 python3 -P benchmarks/bench_fastdeploy.py --device cuda:0 --json "$out/fastdeploy.json" \
+    >"$out/fastdeploy.txt" 2>&1
+  timeout 200 python3 -P benchmarks/bench_files.py "${FILES:-$out}" --device cuda:0 >"$out/files.txt" 2>&1
+  tail -n 20 "$out/handlers.txt" "$out/fastdeploy.txt" "$out/files.txt"
+}
+
 replay() {
   run 60 kvswap demo >"$out/demo.txt" 2>&1
   tail -n 12 "$out/demo.txt"
@@ -122,9 +147,9 @@ replay() {
 }
 
 case $part in
-suite | hazards | sanitize | bench | load | tune | replay) "$part" ;;
+suite | hazards | sanitize | bench | load | tune | memory | peers | engines | replay) "$part" ;;
 *)
-  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, load, tune, replay" >&2
+  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, load, tune, memory, peers, engines, replay" >&2
   exit 2
   ;;
 esac
