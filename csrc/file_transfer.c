@@ -413,8 +413,10 @@ static int fail_item(const struct kvs_file_item *item, struct kvs_error *err) {
   case KVS_FILE:
     return kvs_file_fail(err, item->code, "%s block %zu", verb, position);
   default:
-    return kvs_fail(err, item->status, "%s block %zu: the copy between device and staging failed (code %d)", verb,
-                    position, item->code);
+    kvs_fail(err, item->status, "%s block %zu: the copy between device and staging failed (code %d)", verb, position,
+             item->code);
+    err->code = item->code;
+    return item->status;
   }
 }
 

@@ -843,6 +843,8 @@ def test_wait_with_a_limit_and_cancel(tmp_path: Path) -> None:
         transfer = rig.store.store(keys, data, range(20))
         with pytest.raises(TimeoutError, match=r"did not end within 0.01 s; it goes on"):
             transfer.wait(0.01)
+        while not rig.store.contains(keys[:1])[0]:
+            time.sleep(0.001)
         assert transfer.cancel()
         with pytest.raises(kvswap.Error, match="cancelled before block"):
             transfer.wait(PATIENCE)

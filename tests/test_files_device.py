@@ -195,8 +195,9 @@ def test_a_copy_that_is_refused_is_a_failed_block(rig: Rig, what: str) -> None:
     rig.store.store(keys_of(ids), rig.pools, ids).wait(PATIENCE)
     with testing.fault(rig.device, "copy", "fail", nth=5, code=1):
         transfer = getattr(rig.store, what)(keys_of(ids), rig.pools, ids)
-        with pytest.raises(kvswap.DeviceError, match="the copy between device and staging failed"):
+        with pytest.raises(kvswap.DeviceError, match="the copy between device and staging failed") as told:
             transfer.wait(PATIENCE)
+        assert told.value.code == 1
     assert 0 < transfer.failed_blocks.size <= 2
     assert set(transfer.reasons) == set(transfer.failed_blocks.tolist())
     # a slot that a failed copy should have filled is lost until it is written: so says the pool
