@@ -264,13 +264,17 @@ class SingleDirectionOffloadingHandler:
         return True
 
     def _make_room(self, job: Job) -> None:
-        """Wait for the oldest transfer of this queue."""
+        """Wait for the oldest transfer of this queue; or, where it has none, for others to leave room. TimeoutError."""
         with self._lock:
             self._stats.stalls += 1
             waiting = [transfer for older in self._transfers for transfer in older.transfers]
         oldest = next((transfer for transfer in waiting + job.transfers if not transfer.done()), None)
         if oldest is not None:
             _wait(oldest, _Deadline(self.wait_timeout), f"the oldest transfer before job {job.job_id}")
+            return
+        if self.wait_timeout is not None and time.monotonic() - job.submitted > self.wait_timeout:
+            raise TimeoutError(f"there was no room for job {job.job_id} after {self.wait_timeout:g} s")
+        time.sleep(0.0005)
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: vLLM's own tests of the offloading layer, and the real package with its
 # scheduler, against kvswap on cuda:0.
-#   bash tests/integration/vllm_on_gpu.sh PACKED OUT      (DEVICE=cpu to try it without one)
+#   bash tests/integration/vllm_on_gpu.sh PACKED OUT      (DEVICE=cpu: without one; ONLY=0.26: one release)
 # PACKED: what vllm_pack.py wrote. OUT: where the records go. kvswap and torch are installed for python3.
 set -uo pipefail
 packed=$1 out=$2 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,7 +19,7 @@ PY
 export PYTHONPATH="$work"
 export VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1
 status=0
-for source in "$work"/vllm-*/; do
+for source in "$work"/vllm-${ONLY:-}*/; do
   version=$(basename "$source")
   echo "== $version"
   timeout 280 python3 -P -W ignore "$here/vllm_package.py" "$source" --device "${DEVICE:-cuda:0}" 2>&1 | grep -v WARNING |

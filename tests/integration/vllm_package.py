@@ -3,7 +3,8 @@
     python tests/integration/vllm_package.py SOURCE [--device cuda:0] [--spec ...] [--stock]
 
 SOURCE: an unpacked vLLM source package (pip download --no-deps --no-binary vllm), or nothing: the one that is
-installed. Nothing of vLLM is compiled or replaced. What there is of a model is this script: it takes what vLLM's
+installed. Nothing of vLLM is compiled or replaced; on a GPU, vllm_compiled_part.py stands in for the modules that would
+be, which offloading does not use. What there is of a model is this script: it takes what vLLM's
 scheduler decided, hands the connector's metadata to the worker's connector as vLLM's model runner does, writes each
 block that is to be computed as a function of its tokens, and checks the bytes of every block that vLLM counts as
 computed. So a block that was loaded wrong, or not at all, is found.
