@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import struct
@@ -100,6 +101,8 @@ def test_within_a_process(device: kvswap.Device, name: str) -> None:
     fastdeploy.set_data_ipc(cache.memory, name, device=device)
     tensor = fastdeploy.share_external_data(Half(), name, SHAPE, device=device)
     assert tensor.data_ptr() == cache.ptr and tensor.is_contiguous() and tensor.nbytes == NBYTES
+    assert copy.copy(tensor).data_ptr() == cache.ptr and not hasattr(tensor, "strides")
+    assert hasattr(tensor, "__cuda_array_interface__") == (device.kind == "cuda")
     np.testing.assert_array_equal(copy_out(device, tensor), data)
     fastdeploy.unset_data_ipc(tensor, name, True, True)
     with pytest.raises(kvswap.Error, match="there is no segment"):

@@ -48,6 +48,8 @@ _Device: TypeAlias = _C.Device | str | None
 _FOLDER = Path("/dev/shm")
 _SEGMENT = struct.Struct("=Q64s")
 
+_INTERFACES = ("__cuda_array_interface__", "__array_interface__")
+
 _lock = threading.Lock()
 _written: dict[str, tuple[bytes, int]] = {}  # guarded by _lock: this process's own segments: handle, address
 _shared: dict[int, list[Opened]] = {}  # guarded by _lock: what share_external_data() opened, by address
@@ -147,7 +149,7 @@ def _address(source: Any) -> int:
         return source
     if callable(method := getattr(source, "data_ptr", None)):
         return int(method())
-    for name in ("__cuda_array_interface__", "__array_interface__"):
+    for name in _INTERFACES:
         if (interface := getattr(source, name, None)) is not None:
             return int(interface["data"][0])
     raise TypeError(f"{type(source).__name__} does not say where it lies")
@@ -227,8 +229,7 @@ class SharedTensor:
 
     def __getattr__(self, name: str) -> Any:
         """Either array interface, as bytes: by where the memory is."""
-        wanted = "__cuda_array_interface__" if self._opened.device.kind == "cuda" else "__array_interface__"
-        if name == wanted:
+        if name in _INTERFACES and name == _INTERFACES[self._opened.device.kind == "host"]:
             return self._interface()
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
