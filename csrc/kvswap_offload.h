@@ -51,7 +51,7 @@ struct kvs_offload_job {
 struct kvs_offload;
 KVS_API int kvs_offload_open(struct kvs_engine *engine, const struct kvs_offload_layout *layout,
                              struct kvs_offload **map, struct kvs_error *err);
-KVS_API void kvs_offload_close(struct kvs_offload *map); /* transfers under way do not need it */
+KVS_API void kvs_offload_close(struct kvs_offload *map);        /* transfers under way do not need it */
 KVS_API size_t kvs_offload_most(const struct kvs_offload *map); /* transfers that one job can be */
 
 /* Submit a job: a transfer for each group, or several where its tensors have different shapes; at least one. They are
