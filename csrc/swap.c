@@ -40,8 +40,8 @@ static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *wo
 
 /* -- tensors and ids ------------------------------------------------------------------------------------------- */
 
-static int plan_tensors(const struct kvs_cache_call *call, size_t from, size_t to, bool merge, struct kvs_copies *copies,
-                        struct kvs_error *err) {
+static int plan_tensors(const struct kvs_cache_call *call, size_t from, size_t to, bool merge,
+                        struct kvs_copies *copies, struct kvs_error *err) {
   return kvs_plan_cache(call->tensors + from, to - from, call->gpu_ids, call->cpu_ids, call->direction, merge, copies,
                         err);
 }
