@@ -13,6 +13,7 @@
 #include "budget.h"
 #include "check.h"
 #include "hostpool.h"
+#include "owner.h"
 
 #define OK(call)                                                                                                       \
   do {                                                                                                                 \
@@ -303,10 +304,10 @@ static void test_shared(void) {
 static void test_alive(void) {
   pid_t child = fork();
   if (child == 0) _exit(0);
-  while (kvs_pid_alive(child, 0)) usleep(1000); /* a zombie does not count */
-  CHECK(waitpid(child, NULL, 0) == child && !kvs_pid_alive(child, 0), "reaped");
-  CHECK(kvs_pid_alive(getpid(), 0) && !kvs_pid_alive(getpid(), 1), "born at another time");
-  CHECK(!kvs_pid_alive(0, 0) && !kvs_pid_alive(-1, 0), "no process");
+  while (kvs_process_alive(child, 0)) usleep(1000); /* a zombie does not count */
+  CHECK(waitpid(child, NULL, 0) == child && !kvs_process_alive(child, 0), "reaped");
+  CHECK(kvs_process_alive(getpid(), 0) && !kvs_process_alive(getpid(), 1), "born at another time");
+  CHECK(!kvs_process_alive(0, 0) && !kvs_process_alive(-1, 0), "no process");
 }
 
 int main(void) {
