@@ -705,6 +705,13 @@ def test_folders_of_others_are_not_entered(tmp_path: Path) -> None:
     with pytest.raises(kvswap.Error, match="no folder"):
         Client(link)
     folder.chmod(0o700)
+    for mode in (0o777, 0o770):
+        tmp_path.chmod(mode)
+        with pytest.raises(kvswap.Error, match="others could put another folder in the place"):
+            Client(folder)
+    tmp_path.chmod(0o1777)  # as /tmp is
+    Client(folder).close()
+    tmp_path.chmod(0o700)
     if os.getuid() == 0:
         os.chown(folder, 65534, 65534)
         with pytest.raises(kvswap.Error, match="belongs to user 65534"):

@@ -29,7 +29,7 @@ def prepare_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """kvswap.Error: it is not there, not this user's, or others can enter it."""
+    """kvswap.Error: it is not there, not this user's, or others can enter it, or put another in its place."""
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
@@ -40,6 +40,13 @@ def check_directory(directory: Path) -> None:
         raise _C.Error(f"{directory} belongs to user {found.st_uid}, not to {os.getuid()}: it is not to be trusted")
     if found.st_mode & 0o077:
         raise _C.Error(f"{directory} has mode {found.st_mode & 0o777:o}: it must be 700, so that nobody else gets in")
+    above = os.stat(directory.parent)
+    shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
+    if above.st_uid not in (os.getuid(), 0) or shared:
+        raise _C.Error(
+            f"{directory.parent} belongs to user {above.st_uid} and has mode {above.st_mode & 0o7777:o}: others could "
+            "put another folder in the place of the manager's"
+        )
 
 
 def socket_path(directory: Path) -> Path:
