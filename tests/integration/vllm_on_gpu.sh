@@ -13,23 +13,8 @@ for archive in "$packed"/*.tar.xz; do tar -xJf "$archive" -C "$work"; done
 export KVSWAP_VLLM_SITE="$work/site"
 cat > "$work/sitecustomize.py" <<'PY'
 import os, sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 
 sys.path.append(os.environ["KVSWAP_VLLM_SITE"])
-
-
-class Compiled(MetaPathFinder, Loader):
-    """vLLM's compiled modules, which its platform imports wherever there is a GPU: empty, for they do not travel."""
-
-    def find_spec(self, name, path, target=None):
-        return ModuleSpec(name, self) if name in ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C") else None
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.append(Compiled())
 PY
 export PYTHONPATH="$work"
 export VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1
