@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvswap import _C
+from kvswap import _C, memory
 from kvswap.fastdeploy import ipc
 from kvswap.fastdeploy.manager.layout import Cache, Layout
 from kvswap.fastdeploy.manager.messages import Handles, Kind
@@ -161,13 +161,15 @@ class HostSide:
     def __init__(self, device: _C.Device, layout: Layout) -> None:
         self._layout = layout
         self._device = device
-        self._memory: _C.Memory | None = device.alloc(layout.block_nbytes * layout.num_cpu_blocks, host=True)
+        self._memory: memory.HostPool | None = memory.HostPool(
+            layout.num_cpu_blocks, layout.block_nbytes, device=device
+        )
         self.written = np.zeros(layout.num_cpu_blocks, np.bool_)
         self.pools = self._open(self._memory)
 
-    def _open(self, memory: _C.Memory) -> list[_C.Pool]:
+    def _open(self, pool: memory.HostPool) -> list[_C.Pool]:
         caches = self._layout.caches()
-        offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=memory.ptr)
+        offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=pool.ptr)
         ptrs = list(offsets)[:-1]
         stride, count = self._layout.block_nbytes, self._layout.num_cpu_blocks
         return _pools(self._device, caches, ptrs, "host", stride, count)
@@ -176,7 +178,7 @@ class HostSide:
         """Free the memory, once the swaps that use it have ended; again if that failed."""
         self.pools = []
         if self._memory is not None:
-            self._memory.free()
+            self._memory.close()
             self._memory = None
 
 
