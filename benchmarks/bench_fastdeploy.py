@@ -174,6 +174,7 @@ def managed(
                  "--cache_dtype", "uint8", "--num_cpu_blocks", str(2 * args.blocks), "--log_level", "warning",
                  *options],
                 env={**os.environ, "PYTHONPATH": package, **environment},
+                cwd=folder,  # not the source tree, whose package is not built
             )
             for rank, device in enumerate(devices)
         ]  # fmt: skip

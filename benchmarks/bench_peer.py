@@ -80,6 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     sides = [Side(kvswap.Device(name), options.nbytes) for name in options.devices]
     results: dict[str, Any] = {"devices": [side.device.info["name"] for side in sides], "rows": []}
+    swaps(sides[0], sides[1], 8 << 20, options.nbytes, "dma", None)  # which has peer access enabled: else all is staged
     plain = {"push": plain_copy(sides[1], sides[0], options.nbytes, sides[0])}
     plain["pull"] = plain_copy(sides[0], sides[1], options.nbytes, sides[0])
     results["plain"] = plain

@@ -12,6 +12,7 @@ enum {
   COPY_THREADS = 512,
   KERNEL_CTAS = 8,
   BACKGROUND_CTAS = 4,
+  PEER_CTAS = 32,     /* between two H200: 8 reach half of what 32 do */
   MOST_RESIDENT = 32, /* CTAs of a relay: more gain nothing */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
@@ -156,6 +157,7 @@ static unsigned most_ctas(const struct kvs_submission *s) {
   if (s->options->max_ctas) return s->options->max_ctas;
   if (s->options->priority == KVS_PRIORITY_BACKGROUND)
     return tuning->background_ctas ? tuning->background_ctas : BACKGROUND_CTAS;
+  if (s->peer) return PEER_CTAS;
   return tuning->kernel_ctas ? tuning->kernel_ctas : KERNEL_CTAS;
 }
 
