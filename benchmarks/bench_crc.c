@@ -1,12 +1,12 @@
 /* GB/s of the file tier's checksum on one core, over 256 MiB and over data that the caches hold:
  *
- *   gcc -std=c11 -D_GNU_SOURCE -O2 -Icsrc benchmarks/bench_crc.c csrc/file_crc32c.c -o /tmp/bench_crc && /tmp/bench_crc
+ *   gcc -std=c11 -D_GNU_SOURCE -O2 -Icsrc benchmarks/bench_crc.c csrc/crc32c.c -o /tmp/bench_crc && /tmp/bench_crc
  */
 #include <stdint.h>
 #include <stdio.h>
 
 #include "bench.h"
-#include "file_crc32c.h"
+#include "crc32c.h"
 
 static uint32_t sum;
 

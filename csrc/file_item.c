@@ -16,7 +16,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "file_crc32c.h"
+#include "crc32c.h"
 #include "file_store.h"
 
 static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* how much is read again, at most, after a crash */

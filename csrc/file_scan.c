@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "file_crc32c.h"
+#include "crc32c.h"
 #include "file_store.h"
 
 enum { SCANNERS = 8 };

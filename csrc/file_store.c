@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "file_crc32c.h"
+#include "crc32c.h"
 #include "file_store.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "crc32c.h"
 #include "kvswap.h"
 
 #define MAGIC "kvswapX1"
@@ -45,16 +46,6 @@ static uint64_t get(const unsigned char **at, int nbytes) {
   return value;
 }
 
-/* CRC-32C, bit by bit: half a KiB a time. */
-static uint32_t sum_of(const unsigned char *bytes, size_t nbytes) {
-  uint32_t sum = ~0u;
-  for (size_t i = 0; i < nbytes; i++) {
-    sum ^= bytes[i];
-    for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0x82f63b78u : 0);
-  }
-  return ~sum;
-}
-
 void kvs_export_write(const struct kvs_export *from, unsigned char bytes[KVS_EXPORT_NBYTES]) {
   unsigned char *at = bytes;
   memset(bytes, 0, KVS_EXPORT_NBYTES);
@@ -74,7 +65,7 @@ void kvs_export_write(const struct kvs_export *from, unsigned char bytes[KVS_EXP
   TEXTS(X)
 #undef X
   at = bytes + SUM_AT;
-  put(&at, sum_of(bytes, SUM_AT), 4);
+  put(&at, kvs_crc32c(0, bytes, SUM_AT), 4);
 }
 
 static int check_form(const unsigned char *bytes, size_t nbytes, struct kvs_error *err) {
@@ -88,7 +79,7 @@ static int check_form(const unsigned char *bytes, size_t nbytes, struct kvs_erro
   if (nbytes != KVS_EXPORT_NBYTES)
     return kvs_fail(err, KVS_INVALID, "the export has %zu bytes instead of %d: it was cut or added to", nbytes,
                     KVS_EXPORT_NBYTES);
-  if (get(&sum, 4) != sum_of(bytes, SUM_AT))
+  if (get(&sum, 4) != kvs_crc32c(0, bytes, SUM_AT))
     return kvs_fail(err, KVS_INVALID, "the export's checksum is wrong: it was damaged on its way");
   return KVS_OK;
 }

@@ -22,7 +22,7 @@ _Parts: TypeAlias = Any  # integers, shape (n, 6): pair, layer, offset, rows, ro
 _RaceParty: TypeAlias = tuple[bool, int, int, int, str, str, str]
 _Keys: TypeAlias = Any  # sequence of bytes or of pairs (block id, pool), or a 2-D array of bytes
 _Blocks: TypeAlias = Any  # Pool, sequence of Pools, a tensor, or a sequence or array of addresses
-_Layout: TypeAlias = Any  # kvswap.files.Layout
+_FileLayout: TypeAlias = Any  # kvswap.files.Layout
 _Race: TypeAlias = tuple[str, int, _RaceParty, _RaceParty]  # pool, slot, first, second
 
 __version__: Final[str]
@@ -272,7 +272,7 @@ class FileStore:
     def __new__(
         cls,
         directory: str | bytes | PathLike[str] | PathLike[bytes],
-        layout: _Layout,
+        layout: _FileLayout,
         *,
         capacity: int | None = None,
         device: Device | str | None = None,

@@ -21,12 +21,12 @@ tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs v
 
 base = pytest.importorskip("vllm.v1.kv_offload.base")
 factory = pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
-vllm_file_tier = pytest.importorskip("kvswap.vllm_file_tier")
+vllm_file_tier = pytest.importorskip("kvswap.vllm._file_tier")
 
 Factory = factory.SecondaryTierFactory
 BY_PATH = "module_path" in inspect.getsource(Factory.get_tier_class)
 if not BY_PATH:  # older: tiers have to be registered
-    Factory.register_tier("FileTier", "kvswap.vllm_file_tier", "FileTier")
+    Factory.register_tier("FileTier", "kvswap.vllm", "FileTier")
 
 CHUNKS, NBYTES = 12, 12288
 
@@ -60,7 +60,7 @@ class Rig:
         self.memory = random_bytes(1, CHUNKS * NBYTES).reshape(CHUNKS, NBYTES).copy()
         self.before = self.memory.copy()
         config = {"type": "FileTier", "directory": str(folder)}
-        config |= {"module_path": "kvswap.vllm_file_tier"} if BY_PATH else {}
+        config |= {"module_path": "kvswap.vllm"} if BY_PATH else {}
         self.tier = Factory.create_secondary_tier(
             {**config, "capacity": 8 << 20, **options}, memoryview(self.memory), spec(rank)
         )

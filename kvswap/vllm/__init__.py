@@ -11,6 +11,7 @@
   raises, and the engine ends.
 - KVSwapConnector: vLLM's OffloadingConnector, which survives it: a failed store is as if it had not been, a failed load
   is recomputed.
+- FileTier: a secondary tier for vLLM's tiering, over kvswap.files.
 - register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch() and nothing
   else.
 
@@ -25,9 +26,10 @@ from kvswap.vllm._plugin import register
 
 if TYPE_CHECKING:
     from kvswap.vllm._connector import KVSwapConnector
+    from kvswap.vllm._file_tier import FileTier
     from kvswap.vllm._spec import KVSwapOffloadingSpec, KVSwapTieringOffloadingSpec
 
-__all__ = ["KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec", "register"]
+__all__ = ["FileTier", "KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from kvswap.vllm import _connector
 
         return _connector.KVSwapConnector
+    if name == "FileTier":
+        from kvswap.vllm import _file_tier
+
+        return _file_tier.FileTier
     if name in ("KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec"):
         from kvswap.vllm import _spec
 

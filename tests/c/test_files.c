@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "file_crc32c.h"
+#include "crc32c.h"
 #include "file_store.h"
 
 static struct kvs_error err;

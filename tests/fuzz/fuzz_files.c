@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "file_crc32c.h"
+#include "crc32c.h"
 #include "file_store.h"
 
 enum { PAGE = KVS_FILE_PAGE, BLOCK = 100, SLOT = 2 * PAGE, SLOTS = 4, SEGMENT = PAGE + SLOTS * SLOT };

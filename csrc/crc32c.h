@@ -1,6 +1,6 @@
 /* CRC-32C (Castagnoli, reflected, initial value and final xor 0xffffffff): the checksum of the file tier. Pure. */
-#ifndef KVS_FILE_CRC32C_H
-#define KVS_FILE_CRC32C_H
+#ifndef KVS_CRC32C_H
+#define KVS_CRC32C_H
 
 #include <stddef.h>
 #include <stdint.h>

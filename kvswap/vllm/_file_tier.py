@@ -4,11 +4,11 @@
       "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
-        "secondary_tiers": [{"type": "FileTier", "module_path": "kvswap.vllm_file_tier",
+        "secondary_tiers": [{"type": "FileTier", "module_path": "kvswap.vllm",
                              "directory": "/mnt/nvme/kv", "capacity": 536870912000}]}}'
 
 Made for vLLM 0.33, where a tier is named by its module; in 0.27 SecondaryTierFactory.register_tier("FileTier",
-"kvswap.vllm_file_tier", "FileTier") names it first. It runs in the scheduler's process and never blocks
+"kvswap.vllm", "FileTier") names it first. It runs in the scheduler's process and never blocks
 it: looking a block up is looking into memory, transfers run on the store's threads. A block that cannot be loaded, or
 is not what was stored, is told to vLLM as a key that failed; a store that the disk cannot keep up with is dropped and
 told as such.
