@@ -14,6 +14,7 @@
 #include "core.h"
 #include "imports.h"
 #include "owner.h"
+#include "peer.h"
 #include "range.h"
 #include "serve.h"
 #include "share.h"
@@ -377,6 +378,7 @@ static int wait_for_work(struct kvs_mapped *mapped, int64_t timeout_ns, struct k
                                   .device = mapped->engine->device->ordinal};
   uint64_t start = kvs_clock_ns();
   int status = kvs_engine_drain(mapped->engine, &view, timeout_ns, err);
+  if (!status) status = kvs_peer_drain(mapped->engine, &view, timeout_ns, err);
   if (status) return status;
   if (!mapped->sync) status = kvs_sync_start(mapped->engine, &mapped->sync, err);
   if (status) return status;

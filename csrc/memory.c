@@ -197,6 +197,17 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
   return found;
 }
 
+/* Pools that other devices have over what this one opened. */
+static void close_pools_of_others(struct kvs_engine *engine, const struct kvs_region *region) {
+  struct kvs_engine *other;
+  for (unsigned i = 0; (other = kvs_engine_at(i)) != NULL; i++) {
+    if (other == engine || other->device->fork_generation != kvs_fork_generation()) continue;
+    pthread_mutex_lock(&other->memory_lock);
+    kvs_pools_close_locked(other, region);
+    pthread_mutex_unlock(&other->memory_lock);
+  }
+}
+
 int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, int64_t timeout_ns,
                       struct kvs_region *region, struct kvs_error *err) {
   static const char *const done[] = {[KVS_ORIGIN_OTHER] = "made",
@@ -216,6 +227,7 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
   if (mine && origin == KVS_ORIGIN_IMPORTED) kvs_pools_close_locked(engine, region);
   pthread_mutex_unlock(&engine->memory_lock);
+  if (mine && origin == KVS_ORIGIN_IMPORTED) close_pools_of_others(engine, region);
   if (!mine) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was given back by another thread meanwhile", ptr);
   return status;
 }

@@ -43,6 +43,7 @@ static int spine_waits_for_transfer(struct kvs_transfer *transfer, size_t index,
   status = kvs_transfer_pin(before, &end, err);
   if (status != KVS_NOT_READY) return status;
   kvs_peer_depend(transfer, before->engine);
+  transfer->others |= before->others;
   status =
       kvs_dev_stream_wait_foreign(transfer->engine->device, transfer->lane->spine, before->engine->device, end, err);
   kvs_transfer_unpin(before);
@@ -176,6 +177,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, unsigned number, struct 
   }
   if (status == KVS_OK) follow_ended(transfer, other, sequence);
   if (status == KVS_NOT_READY) {
+    transfer->others |= before->others; /* what it comes after, we come after */
     status = kvs_dev_stream_wait(engine->device, lane->spine, end, err);
     kvs_transfer_unpin(before);
     kvs_transfer_drop(before);

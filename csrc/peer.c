@@ -110,6 +110,7 @@ int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
   for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++) {
     bool busy = false;
     if (engine == pool->engine || engine->device->fork_generation != kvs_fork_generation()) continue;
+    if (!kvs_dev_can_wait_for(pool->engine->device, engine->device)) continue; /* it would be refused for ever */
     for (unsigned lane = 0; !busy && lane < atomic_load(&engine->nlanes); lane++)
       busy = kvs_lane_last_on(engine->numbered[lane], low, high) != 0;
     if (busy) status = kvs_peer_visit(pool, engine, err);
@@ -123,10 +124,17 @@ void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *eng
     if (other == engine) transfer->others |= (uint64_t)1 << i;
 }
 
+/* A fault is known once some call on the device was told of it: perhaps nobody has called since. */
+static int look_at(struct kvs_engine *engine, struct kvs_error *err) {
+  struct kvs_error ignored;
+  if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->spine, &ignored);
+  return kvs_dev_check(engine->device, err);
+}
+
 int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
   int status = KVS_OK;
-  for (unsigned i = 0; !status && transfer->others >> i; i++)
-    if (transfer->others >> i & 1) status = kvs_dev_check(kvs_engine_at(i)->device, err);
+  for (unsigned i = 0; !status && i < 64 && transfer->others >> i; i++)
+    if (transfer->others >> i & 1) status = look_at(kvs_engine_at(i), err);
   return status;
 }
 
@@ -144,9 +152,14 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
   uint64_t sequence = kvs_lane_last_on(lane, foreign->low, foreign->high);
   if (!sequence) return KVS_OK;
   int status = kvs_lane_pin(lane, sequence, &before, &end, err);
+  if (status == KVS_UNSUPPORTED) { /* without an event; perhaps it has ended and nobody looked */
+    (void)kvs_lane_reap(lane, err);
+    status = kvs_lane_pin(lane, sequence, &before, &end, err);
+  }
   if (status != KVS_NOT_READY) return status;
   if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, spine);
   kvs_peer_depend(transfer, foreign->engine);
+  transfer->others |= before->others;
   status = kvs_dev_stream_wait_foreign(device, spine, foreign->engine->device, end, err);
   kvs_transfer_unpin(before);
   kvs_transfer_drop(before);
@@ -155,7 +168,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
 
 int kvs_peer_wait(struct kvs_transfer *transfer, const struct kvs_foreign *foreign, struct kvs_error *err) {
   unsigned lanes = atomic_load(&foreign->engine->nlanes);
-  int status = KVS_OK;
+  int status = look_at(foreign->engine, err); /* lost, it may have left anything in the pool: nobody says where */
   for (unsigned i = 0; !status && i < lanes; i++) {
     struct kvs_lane *lane = foreign->engine->numbered[i];
     if (lane != transfer->lane) status = wait_for_lane(transfer, lane, foreign, err);
