@@ -366,6 +366,49 @@ def test_a_device_that_is_lost_fails_who_comes_after_it() -> None:
     kvswap.swap_blocks_batch([mine], [np.zeros(64, np.uint8)], 64, device=device).wait(PATIENCE)
 
 
+def test_a_device_that_is_lost_fails_who_comes_after_those() -> None:
+    """What a third transfer reads was to be written by one that came after the lost device."""
+    device, other = kvswap.Device("host:25"), kvswap.Device("host:26")
+    theirs, stream, event = other.alloc(64), kvswap.Stream(other), kvswap.Event(other)
+    first, second = (kvswap.Pool(device, device.alloc(64), 1, 64) for _ in range(2))
+    with Gate(other) as gate:
+        gate.hold(stream)
+        event.record(stream)
+        own = kvswap.Stream(device)
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        read = kvswap.move_blocks(second, first, [0], [0], stream=own)
+        assert theirs and not read.done()
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        for transfer in (written, read):
+            with pytest.raises(kvswap.DeviceError, match="lost"):
+                transfer.wait(PATIENCE)
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device
+    assert not device.lost
+
+
+def test_a_pool_that_a_lost_device_was_writing_is_not_read() -> None:
+    """The device is gone before anybody asks: nothing there is unfinished, and yet the bytes may be anything."""
+    device, other = kvswap.Device("host:27"), kvswap.Device("host:28")
+    pool, back = (kvswap.Pool(device, device.alloc(64), 1, 64) for _ in range(2))
+    theirs, stream = kvswap.Pool(other, other.alloc(64), 1, 64), kvswap.Stream(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        stored = kvswap.move_blocks(theirs, pool, [0], [0], stream=stream)
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        with pytest.raises(kvswap.DeviceError):
+            stored.wait(PATIENCE)
+        with pytest.raises(kvswap.DeviceError, match="lost"):
+            kvswap.move_blocks(pool, back, [0], [0]).wait(PATIENCE)
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device
+    kvswap.move_blocks(back, kvswap.Pool(device, device.alloc(64), 1, 64), [0], [0]).wait(PATIENCE)
+
+
 def test_memory_is_not_freed_under_the_other_devices_transfer(
     device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
 ) -> None:
