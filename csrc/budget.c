@@ -15,15 +15,6 @@
 
 enum { PATH_NBYTES = 1024, LINE_NBYTES = 1024, CAP_IPC_LOCK_BIT = 14 };
 
-const char *kvs_size_text(uint64_t nbytes, char text[KVS_SIZE_TEXT]) {
-  static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  double size = (double)nbytes;
-  int unit = 0;
-  for (; size >= 1024 && unit < 6; unit++) size /= 1024;
-  snprintf(text, KVS_SIZE_TEXT, unit == 0 ? "%.0f %s" : "%.1f %s", size, units[unit]);
-  return text;
-}
-
 /* -- files of the kernel --------------------------------------------------------------------------------------- */
 
 /* The number behind `key` at the beginning of a line; false: there is none. */

@@ -35,7 +35,4 @@ uint64_t kvs_budget_node(const char *root, int node);
 /* A list as the kernel writes them ("0-3,8") as bits; returns how many are set. */
 size_t kvs_budget_list(const char *text, uint64_t *bits, size_t words);
 
-enum { KVS_SIZE_TEXT = 24 };
-const char *kvs_size_text(uint64_t nbytes, char text[KVS_SIZE_TEXT]); /* "1.5 MiB" */
-
 #endif

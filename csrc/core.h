@@ -214,6 +214,4 @@ int kvs_engine_event_get(struct kvs_engine *, kvs_event *, struct kvs_error *);
 void kvs_engine_event_put(struct kvs_engine *, kvs_event);
 void kvs_memory_destroy(struct kvs_engine *);
 
-uint64_t kvs_clock_ns(void); /* monotonic */
-
 #endif

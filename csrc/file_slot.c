@@ -58,13 +58,13 @@ static void grow_unlocking(struct kvs_file_store *store) {
     for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, (store->nsegments - 1) * slots + i);
   store->growing = false;
   store->grow_code = code;
-  store->grow_again_ns = code ? kvs_file_now_ns() + GROW_AGAIN_NS : 0;
+  store->grow_again_ns = code ? kvs_clock_ns() + GROW_AGAIN_NS : 0;
   kvs_file_wake_starved_locked(store);
 }
 
 static bool may_grow(const struct kvs_file_store *store) {
   uint64_t files = (uint64_t)store->nsegments + store->stats.foreign;
-  return files < store->max_segments && (!store->grow_code || kvs_file_now_ns() >= store->grow_again_ns);
+  return files < store->max_segments && (!store->grow_code || kvs_clock_ns() >= store->grow_again_ns);
 }
 
 static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *victim) {

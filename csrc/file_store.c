@@ -164,7 +164,7 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
 
 /* Whether nothing is unfinished. */
 static bool drain_locked(struct kvs_file_store *store, int64_t timeout_ns) {
-  uint64_t at = kvs_file_now_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
+  uint64_t at = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
   struct timespec deadline = {(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
   int rc = 0;
   while (store->oldest && rc == 0)
@@ -213,7 +213,7 @@ int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_
 }
 
 void kvs_file_shutdown(int64_t timeout_ns) {
-  uint64_t start = kvs_file_now_ns();
+  uint64_t start = kvs_clock_ns();
   struct kvs_error err;
   for (;;) {
     pthread_mutex_lock(&stores_lock);
@@ -224,7 +224,7 @@ void kvs_file_shutdown(int64_t timeout_ns) {
     }
     pthread_mutex_unlock(&stores_lock);
     if (!store) return;
-    int64_t left = timeout_ns - (int64_t)(kvs_file_now_ns() - start);
+    int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
     /* who does not get ready keeps its reference: its threads still use it */
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
       kvs_file_unref(store);

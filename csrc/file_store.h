@@ -7,7 +7,7 @@
 
 #include <stdatomic.h>
 
-#include "device.h"
+#include "engine.h"
 #include "file_engine.h"
 #include "file_format.h"
 #include "file_index.h"
@@ -124,8 +124,6 @@ static inline int kvs_file_slot_fd(const struct kvs_file_store *store, uint32_t 
 static inline uint64_t kvs_file_slot_at(const struct kvs_file_store *store, uint32_t slot) {
   return kvs_file_slot_offset(&store->geometry, slot % store->geometry.slots);
 }
-
-uint64_t kvs_file_now_ns(void);
 
 /* file_segment.c: files of the directory. */
 int kvs_file_open_directory(struct kvs_file_store *,

@@ -11,12 +11,6 @@
 
 enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a direction, but for the first */
 
-uint64_t kvs_file_now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 static int check_fork(const struct kvs_file_store *store, struct kvs_error *err) {
   if (store->fork_generation == kvs_fork_generation()) return KVS_OK;
   return kvs_fail(err, KVS_FORKED,
@@ -127,7 +121,7 @@ static int make_transfer(struct kvs_file_store *store, enum kvs_file_kind kind, 
   transfer->store = store;
   transfer->kind = kind;
   transfer->nitems = keys->count;
-  transfer->start_ns = kvs_file_now_ns();
+  transfer->start_ns = kvs_clock_ns();
   atomic_init(&transfer->refs, 1);
   atomic_init(&transfer->state, KVS_STATE_RUNNING);
   if (options) {
@@ -294,7 +288,7 @@ void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
   *(transfer->later ? &transfer->later->earlier : &store->newest) = transfer->earlier;
   store->unfinished[load]--;
   store->unfinished_blocks[load] -= transfer->nitems;
-  transfer->elapsed_ns = kvs_file_now_ns() - transfer->start_ns;
+  transfer->elapsed_ns = kvs_clock_ns() - transfer->start_ns;
   enum kvs_state state = transfer->nfailed ? KVS_STATE_FAILED : KVS_STATE_DONE;
   for (size_t i = 0; transfer->cancelled && state == KVS_STATE_FAILED && i < transfer->nitems; i++)
     if (transfer->items[i].status == KVS_CANCELLED) state = KVS_STATE_CANCELLED;
@@ -374,7 +368,7 @@ static enum kvs_state state_of(struct kvs_file_transfer *transfer) {
 bool kvs_file_transfer_done(struct kvs_file_transfer *transfer) { return state_of(transfer) != KVS_STATE_RUNNING; }
 
 static struct timespec deadline_in(int64_t timeout_ns) {
-  uint64_t at = kvs_file_now_ns() + (uint64_t)timeout_ns;
+  uint64_t at = kvs_clock_ns() + (uint64_t)timeout_ns;
   return (struct timespec){(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
 }
 

@@ -105,12 +105,8 @@ static int refuse_block(const struct kvs_shared_file *segment, size_t i, int64_t
                   block, segment->num_blocks, segment->num_blocks - 1);
 }
 
-static int64_t id_at(const struct kvs_ids *ids, size_t i) {
-  return ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
-}
-
 static uint32_t *word_of(const struct kvs_shared_file *segment, const struct kvs_ids *ids, size_t i) {
-  return &segment->words[id_at(ids, i)];
+  return &segment->words[kvs_id_at(ids, i)];
 }
 
 /* enter(), and all blocks are there. */
@@ -118,8 +114,8 @@ static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks
   int status = enter(pool, err);
   if (status) return status;
   for (size_t i = 0; !status && i < blocks->count; i++)
-    if ((uint64_t)id_at(blocks, i) >= pool->segment->num_blocks)
-      status = refuse_block(pool->segment, i, id_at(blocks, i), err);
+    if ((uint64_t)kvs_id_at(blocks, i) >= pool->segment->num_blocks)
+      status = refuse_block(pool->segment, i, kvs_id_at(blocks, i), err);
   if (status) leave(pool);
   return status;
 }
@@ -172,7 +168,7 @@ static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, u
     uint32_t seen = __atomic_load_n(word_of(pool->segment, blocks, i), __ATOMIC_ACQUIRE);
     if (is_writer(seen) && seen != me() && !is_orphan(seen))
       status = kvs_fail(err, KVS_INVALID, "blocks[%zu] = %" PRId64 " is being written by process %" PRId64, i,
-                        id_at(blocks, i), pid_of(seen));
+                        kvs_id_at(blocks, i), pid_of(seen));
   }
   for (size_t i = 0; !status && i < blocks->count; i++) {
     uint32_t *word = word_of(pool->segment, blocks, i);
@@ -214,14 +210,14 @@ int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, in
       i++;
     } else if (is_orphan(seen)) {
       status = kvs_fail(err, KVS_CLOSED, "process %" PRId64 " died while it wrote block %" PRId64 ": claim() it anew",
-                        pid_of(seen), id_at(blocks, i));
+                        pid_of(seen), kvs_id_at(blocks, i));
     } else if (left <= 0 && seen == EMPTY) {
       status = kvs_fail(err, KVS_TIMEOUT, "blocks[%zu] = %" PRId64 " was not published in time; nobody claimed it", i,
-                        id_at(blocks, i));
+                        kvs_id_at(blocks, i));
     } else if (left <= 0) {
       status = kvs_fail(err, KVS_TIMEOUT,
                         "blocks[%zu] = %" PRId64 " was not published in time; process %" PRId64 " is writing it", i,
-                        id_at(blocks, i), pid_of(seen));
+                        kvs_id_at(blocks, i), pid_of(seen));
     } else {
       struct timespec pause = {.tv_nsec = (long)(left < slice_ns ? left : slice_ns)};
       syscall(SYS_futex, word, FUTEX_WAIT, seen, &pause, NULL, 0);

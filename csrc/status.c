@@ -65,3 +65,12 @@ enum kvs_exception kvs_status_exception(int status) {
     return KVS_EXC_BASE;
   }
 }
+
+const char *kvs_size_text(uint64_t nbytes, char text[KVS_SIZE_TEXT]) {
+  static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double size = (double)nbytes;
+  int unit = 0;
+  for (; size >= 1024 && unit < 6; unit++) size /= 1024;
+  snprintf(text, KVS_SIZE_TEXT, unit == 0 ? "%.0f %s" : "%.1f %s", size, units[unit]);
+  return text;
+}

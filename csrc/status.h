@@ -6,6 +6,8 @@
 #ifndef KVS_STATUS_H
 #define KVS_STATUS_H
 
+#include <stdint.h>
+
 /* X(name, value, exception, description) */
 #define KVS_STATUS_LIST(X)                                                                                             \
   X(OK, 0, NONE, "success")                                                                                            \
@@ -66,5 +68,9 @@ int kvs_fail_driver(struct kvs_error *err, int status, int code, const char *ope
 const char *kvs_status_name(int status);
 const char *kvs_status_describe(int status);
 enum kvs_exception kvs_status_exception(int status);
+
+/* "1.5 MiB", for messages. */
+enum { KVS_SIZE_TEXT = 24 };
+const char *kvs_size_text(uint64_t nbytes, char text[KVS_SIZE_TEXT]);
 
 #endif

@@ -141,11 +141,3 @@ int kvs_py_same_length(const char *name, size_t count, const char *other, size_t
   PyErr_Format(PyExc_ValueError, "%s has %zu items, but %s has %zu", name, count, other, expected);
   return -1;
 }
-
-void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity) {
-  static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  double size = (double)nbytes;
-  int unit = 0;
-  for (; size >= 1024 && unit < 6; ++unit) size /= 1024;
-  snprintf(text, capacity, unit == 0 ? "%.0f %s" : "%.1f %s", size, units[unit]);
-}

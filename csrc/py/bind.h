@@ -54,7 +54,6 @@ int kvs_py_choice(PyObject *value, const char *name, const char *const *choices,
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns);       /* seconds; NULL or None: -1, no limit */
 int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, or 0 where it has none */
 int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected);
-void kvs_py_size_text(uint64_t nbytes, char *text, size_t capacity); /* "1.5 MiB" */
 extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 static inline bool kvs_py_given(PyObject *value) { return value != NULL && value != Py_None; }
@@ -165,6 +164,7 @@ struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);    
 struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                           /* borrowed */
 PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine, kvs_event handle); /* owns it */
 PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer);
+const char *kvs_py_state_name(enum kvs_state state);                                      /* "running" */
 struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);

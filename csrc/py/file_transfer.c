@@ -87,11 +87,6 @@ static PyObject *transfer_cancel(PyObject *self, PyObject *unused) {
 
 /* -- attributes ---------------------------------------------------------------------------------------------------- */
 
-static const char *state_name(enum kvs_state state) {
-  static const char *const names[] = {"running", "done", "failed", "cancelled"};
-  return names[state];
-}
-
 static struct kvs_file_transfer_info info_now(PyObject *self) {
   struct kvs_file_transfer_info info = {0};
   poll(core(self));
@@ -103,7 +98,7 @@ static PyObject *transfer_repr(PyObject *self) {
   struct kvs_file_transfer_info info = info_now(self);
   return PyUnicode_FromFormat("<kvswap.files.FileTransfer %s of %llu block%s, %s>", info.what,
                               (unsigned long long)info.num_blocks, info.num_blocks == 1 ? "" : "s",
-                              state_name(info.state));
+                              kvs_py_state_name(info.state));
 }
 
 static PyObject *transfer_what(PyObject *self, void *unused) {
@@ -113,7 +108,7 @@ static PyObject *transfer_what(PyObject *self, void *unused) {
 
 static PyObject *transfer_state(PyObject *self, void *unused) {
   (void)unused;
-  return PyUnicode_FromString(state_name(info_now(self).state));
+  return PyUnicode_FromString(kvs_py_state_name(info_now(self).state));
 }
 
 static PyObject *transfer_nbytes(PyObject *self, void *unused) {

@@ -152,17 +152,11 @@ int kvs_py_host_pool_tell(struct kvs_py_host_pool *self) {
   return 0;
 }
 
-static int64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * SECOND_NS + now.tv_nsec;
-}
-
 int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
-  int64_t start = timeout_ns < 0 ? 0 : now_ns();
+  int64_t start = timeout_ns < 0 ? 0 : (int64_t)kvs_clock_ns();
   for (;;) {
     struct kvs_error err = {0};
-    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - (now_ns() - start);
+    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
     int rc;
     Py_BEGIN_ALLOW_THREADS
     rc = kvs_host_pool_wait(self->pool, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);

@@ -85,9 +85,9 @@ static PyObject *host_pool_repr(PyObject *self) {
   struct kvs_host_pool *pool = ((struct kvs_py_host_pool *)self)->pool;
   struct kvs_host_pool_info info;
   struct kvs_error err = {0};
-  char size[24];
+  char size[KVS_SIZE_TEXT];
   if (kvs_host_pool_get_info(pool, &info, &err) != KVS_OK) return PyUnicode_FromString("<kvswap.memory.HostPool>");
-  kvs_py_size_text(info.block_nbytes, size, sizeof size);
+  kvs_size_text(info.block_nbytes, size);
   return PyUnicode_FromFormat("<kvswap.memory.HostPool %llu block%s of %s on %s%s>",
                               (unsigned long long)info.num_blocks, info.num_blocks == 1 ? "" : "s", size,
                               kvs_engine_name(kvs_host_pool_engine(pool)),

@@ -216,8 +216,8 @@ static PyObject *mapped_is_closed(PyObject *self, void *unused) {
 }
 
 static PyObject *mapped_repr(PyObject *self) {
-  char size[24];
-  kvs_py_size_text(export_of(self)->nbytes, size, sizeof size);
+  char size[KVS_SIZE_TEXT];
+  kvs_size_text(export_of(self)->nbytes, size);
   return PyUnicode_FromFormat("<kvswap.memory.Mapped %s of process %lld at %p on %s%s>", size,
                               (long long)export_of(self)->pid,
                               (void *)(uintptr_t)kvs_mapped_ptr(as_mapped(self)->mapped),

@@ -127,8 +127,8 @@ static void memory_releasebuffer(PyObject *object, Py_buffer *view) {
 
 static PyObject *memory_repr(PyObject *object) {
   struct memory_object *self = as_memory(object);
-  char size[24];
-  kvs_py_size_text(self->nbytes, size, sizeof size);
+  char size[KVS_SIZE_TEXT];
+  kvs_size_text(self->nbytes, size);
   return PyUnicode_FromFormat("<kvswap.Memory %s%s at %p on %s%s>", size, self->host ? " of host memory" : "",
                               (void *)(uintptr_t)self->ptr, kvs_engine_name(self->engine),
                               atomic_load(&self->uses) == FREED ? ", freed" : "");

@@ -176,9 +176,9 @@ static void pool_dealloc(PyObject *self) {
 
 static PyObject *pool_repr(PyObject *self) {
   struct kvs_pool_layout layout;
-  char size[24];
+  char size[KVS_SIZE_TEXT];
   kvs_pool_get_layout(kvs_py_pool_core(self), &layout);
-  kvs_py_size_text(layout.block_nbytes, size, sizeof size);
+  kvs_size_text(layout.block_nbytes, size);
   return PyUnicode_FromFormat("<kvswap.Pool '%s' %llu block%s of %s on %s>", layout.name,
                               (unsigned long long)layout.num_blocks, layout.num_blocks == 1 ? "" : "s", size,
                               kvs_engine_name(kvs_pool_engine(kvs_py_pool_core(self))));

@@ -92,18 +92,12 @@ static PyObject *shared_publish(PyObject *self, PyObject *blocks) { return chang
 
 static PyObject *shared_retract(PyObject *self, PyObject *blocks) { return change(self, blocks, kvs_shared_retract); }
 
-static int64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 /* In slices, so that Ctrl-C works; the last one's error names the block that is not there. */
 static int wait_published(PyObject *self, const struct kvs_ids *ids, int64_t timeout_ns) {
-  int64_t start = now_ns();
+  int64_t start = (int64_t)kvs_clock_ns();
   for (;;) {
     struct kvs_error err = {0};
-    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - (now_ns() - start);
+    int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
     int rc;
     Py_BEGIN_ALLOW_THREADS
     rc = kvs_shared_wait(core_of(self), ids, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);

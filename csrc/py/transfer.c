@@ -146,7 +146,7 @@ static PyObject *transfer_layer_done(PyObject *self, PyObject *value) {
 
 /* -- attributes ---------------------------------------------------------------------------------------------------- */
 
-static const char *state_name(enum kvs_state state) {
+const char *kvs_py_state_name(enum kvs_state state) {
   static const char *const names[] = {"running", "done", "failed", "cancelled"};
   return names[state];
 }
@@ -161,11 +161,12 @@ static struct kvs_transfer_info info_now(PyObject *self) {
 static PyObject *transfer_repr(PyObject *self) {
   static const char *const directions[] = {"D2H", "H2D", "copy of"};
   struct kvs_transfer_info info = info_now(self);
-  char size[24];
-  kvs_py_size_text(info.nbytes, size, sizeof size);
+  char size[KVS_SIZE_TEXT];
+  kvs_size_text(info.nbytes, size);
   return PyUnicode_FromFormat("<kvswap.Transfer %s %llu block%s, %s, %s on %s>", directions[info.direction],
                               (unsigned long long)info.num_blocks, info.num_blocks == 1 ? "" : "s", size,
-                              state_name(info.state), kvs_engine_name(kvs_transfer_engine(kvs_py_transfer_core(self))));
+                              kvs_py_state_name(info.state),
+                              kvs_engine_name(kvs_transfer_engine(kvs_py_transfer_core(self))));
 }
 
 static PyObject *transfer_event(PyObject *self, void *unused) {
@@ -205,7 +206,7 @@ static PyObject *transfer_path(PyObject *self, void *unused) {
 
 static PyObject *transfer_state(PyObject *self, void *unused) {
   (void)unused;
-  return PyUnicode_FromString(state_name(info_now(self).state));
+  return PyUnicode_FromString(kvs_py_state_name(info_now(self).state));
 }
 
 static PyObject *transfer_error(PyObject *self, void *unused) {

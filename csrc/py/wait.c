@@ -1,14 +1,6 @@
 /* Waiting: the core waits without the GIL in slices; between them Python looks for signals, so that Ctrl-C works. */
 #include "bind.h"
 
-#include <time.h>
-
-static int64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 void kvs_py_collect(struct kvs_engine *engine) {
   Py_BEGIN_ALLOW_THREADS
   kvs_engine_collect(engine);
@@ -17,7 +9,7 @@ void kvs_py_collect(struct kvs_engine *engine) {
 
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns,
                 const char *what) {
-  int64_t start = timeout_ns < 0 ? 0 : now_ns();
+  int64_t start = timeout_ns < 0 ? 0 : (int64_t)kvs_clock_ns();
   int64_t left = timeout_ns;
   kvs_py_tell_races(state); /* those that another thread's calls found */
   for (;;) {
@@ -28,7 +20,7 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
     rc = wait(arg, slice, &err);
     Py_END_ALLOW_THREADS
     if (rc == KVS_OK) return 0;
-    if (rc == KVS_TIMEOUT && timeout_ns >= 0) left = timeout_ns - (now_ns() - start);
+    if (rc == KVS_TIMEOUT && timeout_ns >= 0) left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
     if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= 0)
       kvs_fail(&err, KVS_TIMEOUT, "%s did not end within %g s; it goes on", what, (double)timeout_ns * 1e-9);
     if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= 0)) {
