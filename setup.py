@@ -97,7 +97,7 @@ setup(
     ext_modules=[
         Extension(
             "kvswap._C",
-            sources=sorted(glob("csrc/*.c") + glob("csrc/kernels/*.c") + glob("csrc/py/*.c")),
+            sources=sorted(glob("csrc/**/*.c", recursive=True)),
             depends=["setup.py", "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
             include_dirs=["csrc", numpy.get_include()],
             extra_compile_args=flags + sanitize,

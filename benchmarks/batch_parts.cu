@@ -1,6 +1,6 @@
 // What cuMemcpyBatchAsync makes of one list given whole, in parts, and over several streams: the measurement behind the
-// part sizes in csrc/submit.c. 8192 scattered blocks a case; medians of 7; bytes are not checked here (kvswap bench
-// does that).
+// part sizes in csrc/core/submit.c. 8192 scattered blocks a case; medians of 7; bytes are not checked here (kvswap
+// bench does that).
 //
 //   nvcc -O2 -arch=native -o /tmp/batch_parts benchmarks/batch_parts.cu -lcuda && /tmp/batch_parts
 #include <cuda.h>

@@ -2,13 +2,13 @@
  * overlap check of a raw pointer list, in nanoseconds a block. Medians of 21 runs; the first, which takes the memory,
  * is not counted.
  *
- *   cc -O3 -std=c11 -D_GNU_SOURCE -Icsrc -o /tmp/bench_plan benchmarks/bench_plan.c csrc/plan.c csrc/overlap.c \
- *      csrc/region.c csrc/status.c && /tmp/bench_plan [blocks] */
+ *   cc -O3 -std=c11 -D_GNU_SOURCE -Icsrc -o /tmp/bench_plan benchmarks/bench_plan.c csrc/plan/plan.c \
+ *      csrc/plan/overlap.c csrc/core/region.c csrc/status.c && /tmp/bench_plan [blocks] */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "bench.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 static void permute(int64_t *ids, size_t n, uint64_t *state) {
   for (size_t i = 0; i < n; i++) ids[i] = (int64_t)i;

@@ -1,6 +1,6 @@
-"""csrc/cost_default.c, the costs that serve where nothing was calibrated, from a calibration:
+"""csrc/plan/cost_default.c, the costs that serve where nothing was calibrated, from a calibration:
 
-python3 benchmarks/cost_table.py CALIBRATION > csrc/cost_default.c
+python3 benchmarks/cost_table.py CALIBRATION > csrc/plan/cost_default.c
 """
 
 from __future__ import annotations

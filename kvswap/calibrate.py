@@ -35,7 +35,7 @@ Kind: TypeAlias = Literal["start", "extra", "each", "run"]
 _Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
 Words: TypeAlias = NDArray[np.uint64]
 
-# As csrc/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING.
+# As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING.
 SIZES = tuple(512 << i for i in range(14))
 _BATCH = 128
 _FILLING = 1 << 20
@@ -282,7 +282,7 @@ def _measure_points(rig: _Rig, result: Result, deadline: float, progress: Progre
 
 
 def solve(seconds: dict[Point, float]) -> _C._Costs:
-    """Costs of the paths that were measured, such that csrc/cost.c predicts what was measured; none is negative."""
+    """Costs of the paths that were measured, such that csrc/plan/cost.c predicts what was measured; none is negative."""
     costs: _C._Costs = {"d2h": {}, "h2d": {}, "tuning": {}}
     for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
         for path in PATHS:
@@ -374,7 +374,7 @@ def _alone(shape: Shape) -> float:
 
 
 def at(costs: Sequence[float], size: int) -> float:
-    """The cost of one of that size, as csrc/cost.c has it: linear between two sizes; below as the least, above in
+    """The cost of one of that size, as csrc/plan/cost.c has it: linear between two sizes; below as the least, above in
     proportion."""
     return float(np.interp(size, SIZES, costs)) if size <= SIZES[-1] else costs[-1] * size / SIZES[-1]
 

@@ -74,8 +74,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         reason = lacks(kind, folder)
         if reason is not None:
             pytest.skip(reason)
-        sources = sorted([*(ROOT / "csrc").glob("*.c"), *(ROOT / "csrc" / "kernels").glob("*.c")])
-        objects = [folder / f"{source.stem}.o" for source in sources]
+        sources = sorted(path for path in (ROOT / "csrc").rglob("*.c") if path.parent.name != "py")
+        objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(2) as pool:
             compiled = [
                 pool.submit(compile_with, [*FLAGS, *KINDS[kind], "-c", str(source), "-o", str(target)])

@@ -19,57 +19,53 @@ from kvswap import _C, testing
 
 CSRC = ROOT / "csrc"
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh"))
-CORE = [path for path in SOURCES if path.parent == CSRC]
 BINDINGS = [path for path in SOURCES if path.parent.name == "py"]
 KERNELS = [path for path in SOURCES if path.parent.name == "kernels"]
+CORE = [path for path in SOURCES if path not in BINDINGS + KERNELS]
 PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 
-# From the top down: a file includes headers of its own row or of rows below. device.h is the seam.
+# From the top down: a file includes headers of its own row or of rows below. device/device.h is the seam.
 ROWS = [
-    {"cuda_fatbin.h"},  # data: anybody may look at it
+    {"cuda/fatbin.h"},  # data: anybody may look at it
     {"status.h"},
     {path.name for path in CSRC.glob("kvswap*.h")},  # the surface: plain types and declarations
-    {"kernels/kernels.h", "kernels/twins.h", "region.h", "host_maps.h", "owner.h", "crc32c.h"},
-    {"device.h", "hooks.h", "share.h"},
-    {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"},
-    {
-        "host_arena.h",
-        "host_memory.h",
-        "host_parts.h",
-        "host_queue.h",
-        "host_words.h",
-        "host_copy.h",
-        "host_kernel.h",
-        "device_host.h",
-    },
-    {"budget.h", "pages.h"},
-    {"cost.h", "plan.h", "hazard.h", "layout.h", "racecheck.h", "clock.h"},
-    {"calibration.h", "packing.h", "stride.h"},
-    {"launch.h"},
-    {"engine.h"},
-    {"core.h", "work.h", "pool.h"},
-    {"range.h"},
-    {"offload.h"},
-    {"hostpool.h", "imports.h", "peer.h", "serve.h"},
-    {"submit.h"},
-    {"move.h"},
-    {"file_index.h", "file_format.h"},
-    {"file_sys.h"},
-    {"file_engine.h"},
-    {"file_store.h"},
+    {"kernels/kernels.h", "kernels/twins.h", "core/region.h", "host/maps.h", "memory/owner.h", "files/crc32c.h"},
+    {"device/device.h", "device/hooks.h", "device/share.h"},
+    {"cuda/abi.h", "cuda/abi_check.h", "cuda/driver.h", "cuda/device.h"},
+    {f"host/{name}.h" for name in ("arena", "memory", "parts", "queue", "words", "copy", "kernel", "device")},
+    {"memory/budget.h", "memory/pages.h"},
+    {"plan/cost.h", "plan/plan.h", "plan/layout.h", "core/hazard.h", "core/racecheck.h", "core/clock.h"},
+    {"plan/calibration.h", "plan/packing.h", "plan/stride.h"},
+    {"core/launch.h"},
+    {"core/engine.h"},
+    {"core/core.h", "core/work.h", "core/pool.h"},
+    {"core/range.h"},
+    {"offload/offload.h"},
+    {"memory/hostpool.h", "ipc/imports.h", "ipc/peer.h", "ipc/serve.h"},
+    {"core/submit.h"},
+    {"core/move.h"},
+    {"files/index.h", "files/format.h"},
+    {"files/sys.h"},
+    {"files/engine.h"},
+    {"files/store.h"},
 ]
+DEVICES = ("device", "host", "cuda")  # folders below the seam
+PURE = {f"core/{name}.c" for name in ("hazard", "clock", "region")} | {
+    f"files/{name}.c" for name in ("crc32c", "format", "index")
+}
 
 
 def is_cuda(path: Path) -> bool:
-    return path.name.startswith("cuda_") or path.name == "device_cuda.c" or path.parent.name == "kernels"
+    return path.parent.name in ("cuda", "kernels")
 
 
 def includes(path: Path) -> list[str]:
     """As they are seen from csrc/."""
     found = []
     for quote, name in re.findall(r'^\s*#\s*include\s+(["<])([^">]+)[">]', path.read_text(), re.MULTILINE):
-        if quote == '"' and (path.parent / name).exists():
-            name = str((path.parent / name).resolve().relative_to(CSRC))
+        beside = (path.parent / name).resolve()
+        if quote == '"' and beside.exists():
+            name = str(beside.relative_to(CSRC))
         found.append(name)
     return found
 
@@ -91,7 +87,7 @@ def test_the_core_knows_no_python() -> None:
 
 def test_the_bindings_know_no_cuda() -> None:
     def knows(path: Path) -> bool:
-        own = [name for name in includes(path) if re.search(r"cuda", name) and name != "cuda_fatbin.h"]
+        own = [name for name in includes(path) if name.startswith("cuda") and name != "cuda/fatbin.h"]
         text = re.sub(r'/\*.*?\*/|//[^\n]*|"(?:[^"\\]|\\.)*"', "", path.read_text(), flags=re.DOTALL)
         return bool(own or re.search(r"\bcu[A-Z]\w+\(|\bCU(?:stream|event|deviceptr|result|DA_)\w*", text))
 
@@ -104,7 +100,7 @@ def test_only_cuda_files_know_cuda_types() -> None:
         return bool(re.search(r"\bkvs_cu_\w+|\bKVS_CU_\w+|\bcu[A-Z]\w+\(|\bCU[a-z]\w+|<cuda", text))
 
     assert names([path for path in SOURCES if not is_cuda(path) and knows(path)]) == []
-    headers = {"cuda_abi.h", "cuda_abi_check.h", "cuda_driver.h", "cuda_device.h"}
+    headers = {f"cuda/{name}.h" for name in ("abi", "abi_check", "driver", "device")}
     assert names([path for path in SOURCES if not is_cuda(path) and headers & set(includes(path))]) == []
 
 
@@ -128,33 +124,39 @@ def test_includes_point_downward() -> None:
 
 def test_the_layers_of_sources() -> None:
     """Pure functions know no device's insides; devices know no lanes; what is above the seam knows none of them."""
-    pure = {"plan.c", "overlap.c", "hazard.c", "layout.c", "stride.c", "clock.c", "region.c", "status.c"}
-    pure |= {"cost.c", "cost_default.c", "packing.c", "crc32c.c", "file_format.c", "file_index.c"}
-    device = ("host_", "cuda_", "device")
-    above = {"engine.h", "core.h", "kvswap.h"}
+    above = {"core/engine.h", "core/core.h", "kvswap.h"}
     wrong = []
     for path in CORE:
         if path.suffix != ".c":
             continue
-        seen = set(includes(path))
-        if path.name in pure and seen & (above | {"device_host.h"}):
-            wrong.append(path.name)
-        if path.name.startswith(device) and seen & (above | {"plan.h"}):
-            wrong.append(path.name)
-        if not path.name.startswith(device) and any(name.startswith(("host_", "cuda_", "device_")) for name in seen):
-            wrong.append(path.name)
+        seen, name = set(includes(path)), str(path.relative_to(CSRC))
+        below = path.parent.name in DEVICES
+        if (path.parent.name == "plan" or name in PURE) and seen & (above | {"host/device.h"}):
+            wrong.append(name)
+        if below and seen & (above | {"plan/plan.h"}):
+            wrong.append(name)
+        if not below and any(other.startswith(("host/", "cuda/")) for other in seen):
+            wrong.append(name)
     assert wrong == []
 
 
 def test_the_bindings_use_the_surface() -> None:
     """Of the core they see engine.h and what it brings; testing.c also what a host device does for tests."""
-    allowed = {"engine.h", "kvswap.h", "kvswap_file.h", "py/bind.h", "py/files.h", "py/host_pool.h", "py/options.h"}
-    more = {
-        "calibration.c": {"calibration.h"},
-        "files.c": {"file_sys.h"},
-        "testing.c": {"device_host.h", "hooks.h", "cuda_fatbin.h"},
+    allowed = {
+        "core/engine.h",
+        "kvswap.h",
+        "kvswap_file.h",
+        "py/bind.h",
+        "py/files.h",
+        "py/host_pool.h",
+        "py/options.h",
     }
-    more["event.c"] = more["handle.c"] = more["seam.c"] = {"share.h"}
+    more = {
+        "calibration.c": {"plan/calibration.h"},
+        "files.c": {"files/sys.h"},
+        "testing.c": {"host/device.h", "device/hooks.h", "cuda/fatbin.h"},
+    }
+    more["event.c"] = more["handle.c"] = more["seam.c"] = {"device/share.h"}
     wrong = []
     for path in BINDINGS:
         own = {name for name in includes(path) if (CSRC / name).exists()}

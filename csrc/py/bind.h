@@ -13,7 +13,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "../engine.h"
+#include "../core/engine.h"
 
 /* module.c: one row of its table a PyObject pointer. */
 struct kvs_py_state {

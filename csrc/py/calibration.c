@@ -1,7 +1,7 @@
 /* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "extra":
  * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {name: number}}; paths that are not known are not in
  * it. Where a path uses no extra it is 0, where it uses no run that list is empty. */
-#include "../calibration.h"
+#include "../plan/calibration.h"
 #include "bind.h"
 
 #include <string.h>

@@ -1,5 +1,5 @@
 /* kvswap.Event: an event of its own, or the one that marks a transfer's end, which then keeps the transfer. */
-#include "../share.h"
+#include "../device/share.h"
 #include "bind.h"
 
 struct event_object {

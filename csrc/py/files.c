@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "../file_sys.h"
+#include "../files/sys.h"
 
 struct store_object {
   PyObject_HEAD

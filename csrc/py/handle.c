@@ -1,5 +1,5 @@
 /* Streams by their driver's handle, and the list of what a transfer starts after. */
-#include "../share.h"
+#include "../device/share.h"
 #include "bind.h"
 
 /* What messages say of an argument. */

@@ -1,6 +1,6 @@
-/* kvswap._C._seam: the members of csrc/device.h by name, for the conformance suite. One table row a member; all take
- * numbers, but for the two lists of copies, whose three lists come first. */
-#include "../share.h"
+/* kvswap._C._seam: the members of csrc/device/device.h by name, for the conformance suite. One table row a member; all
+ * take numbers, but for the two lists of copies, whose three lists come first. */
+#include "../device/share.h"
 #include "bind.h"
 
 #include <string.h>
@@ -207,7 +207,7 @@ static PyObject *seam(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 PyDoc_STRVAR(
     seam_doc,
     "_seam($module, device, operation, /, *args)\n--\n\n"
-    "Call one member of csrc/device.h and return what it returns; queries return whether it is ready.\n\n"
+    "Call one member of csrc/device/device.h and return what it returns; queries return whether it is ready.\n\n"
     "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,\n"
     "grid, threads, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand.");
 

@@ -6,9 +6,9 @@
 
 #include <string.h>
 
-#include "../cuda_fatbin.h"
-#include "../device_host.h"
-#include "../hooks.h"
+#include "../cuda/fatbin.h"
+#include "../device/hooks.h"
+#include "../host/device.h"
 
 static PyObject *answer(struct kvs_py_state *state, int rc, const struct kvs_error *err) {
   if (rc != KVS_OK) return kvs_py_raise(state, err);

@@ -8,7 +8,7 @@
 #include <time.h>
 
 #include "check.h"
-#include "device_host.h"
+#include "host/device.h"
 
 enum { SEEDS = 200, MARGIN = 64, MS = 1000000 };
 #define NOWHERE ((uint64_t)64) /* nothing is mapped there */

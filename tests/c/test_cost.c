@@ -1,7 +1,7 @@
 /* Costs: what a shape is predicted to take, and files of them: what was written comes back, what is damaged is refused,
  * and who could have written it. */
-#include "calibration.h"
 #include "check.h"
+#include "plan/calibration.h"
 
 #include <errno.h>
 #include <math.h>

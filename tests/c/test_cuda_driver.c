@@ -1,7 +1,7 @@
 /* The driver's table, filled from small fake drivers that this program compiles: which versions are asked for, what is
  * missing, what an old driver is asked through; then what the codes mean.
  *
- * Build: with csrc/cuda_driver.c and csrc/status.c, -Icsrc -ldl -pthread. Needs a C compiler when it runs ($CC, else
+ * Build: with csrc/cuda/driver.c and csrc/status.c, -Icsrc -ldl -pthread. Needs a C compiler when it runs ($CC, else
  * cc). */
 #include <dlfcn.h>
 #include <stdbool.h>
@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "cuda_driver.h"
+#include "cuda/driver.h"
 
 /* FAKE_VERSION; FAKE_OLD: no cuGetProcAddress_v2; FAKE_MISSING: the name of an entry that it lacks; FAKE_BARE: nothing.
  */

@@ -6,9 +6,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core.h"
-#include "device_host.h"
-#include "hooks.h"
+#include "core/core.h"
+#include "device/hooks.h"
+#include "host/device.h"
 
 enum { BLOCKS = 64, NBYTES = 768 };
 

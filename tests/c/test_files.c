@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "crc32c.h"
-#include "file_store.h"
+#include "files/crc32c.h"
+#include "files/store.h"
 
 static struct kvs_error err;
 static const int64_t PATIENCE = 60000000000;

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "hazard.h"
+#include "core/hazard.h"
 
 /* -- the rules ------------------------------------------------------------------------------------------------- */
 

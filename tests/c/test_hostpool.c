@@ -10,10 +10,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "budget.h"
 #include "check.h"
-#include "hostpool.h"
-#include "owner.h"
+#include "memory/budget.h"
+#include "memory/hostpool.h"
+#include "memory/owner.h"
 
 #define OK(call)                                                                                                       \
   do {                                                                                                                 \

@@ -1,6 +1,6 @@
 /* Layouts of pools: what is accepted, where bytes lie, which pools overlap, and runs against a byte-by-byte model. */
 #include "check.h"
-#include "layout.h"
+#include "plan/layout.h"
 
 #include <stdlib.h>
 #include <string.h>

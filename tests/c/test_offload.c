@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "core.h"
+#include "core/core.h"
 
 enum { BLOCKS = 12, CHUNKS = 6, MOST = 3, TENSORS = 2, GROUPS = 2, PADDING = 5, QUEUES = 3, JOBS = 24, SEEDS = 150 };
 static const uint64_t PAGES[TENSORS] = {40, 24};

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "packing.h"
+#include "plan/packing.h"
 
 enum { MAX_ROWS = 12, MAX_PAIRS = 6000, MAX_PIECES = 3000, MOST_REGIONS = 20, KIB = 1 << 10 };
 

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 enum { ARENA = 1 << 14 };
 

@@ -4,10 +4,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "device/share.h"
+#include "host/words.h"
 #include "host_device.h"
-#include "host_words.h"
 #include "kvswap.h"
-#include "share.h"
 
 static uint64_t random_state = 88172645463325252u;
 

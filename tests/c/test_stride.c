@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "stride.h"
+#include "plan/stride.h"
 
 enum { ARENA = 1 << 15, TENSORS = 12, BLOCKS = 6 };
 static struct kvs_error err;

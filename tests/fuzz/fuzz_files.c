@@ -11,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "crc32c.h"
-#include "file_store.h"
+#include "files/crc32c.h"
+#include "files/store.h"
 
 enum { PAGE = KVS_FILE_PAGE, BLOCK = 100, SLOT = 2 * PAGE, SLOTS = 4, SEGMENT = PAGE + SLOTS * SLOT };
 static char folder[64];

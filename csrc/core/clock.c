@@ -1,0 +1,303 @@
+/* Vector clocks and the past of slots.
+ *
+ * Each stream has a clock: a number for every stream, how much of that one's work comes before what the stream is given
+ * next. (Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978; one number for each of
+ * them: Mattern and Fidge, 1988.) A stream's own number is its tick. An access is stamped with its stream and tick
+ * alone, which is enough to ask later whether somebody's clock has heard of it: an epoch of FastTrack (Flanagan and
+ * Freund, PLDI 2009). The rules, in which "a hears of b" is: each number of a becomes the greater of both:
+ *
+ *   access on s         s hears of the host's clock: it is queued after all that the host has seen. An earlier access
+ *                       that conflicts is a race unless clock(s)[its stream] >= its tick
+ *   record event on s   clock(event) = clock(s); then s's tick advances, so that what s is given later is not taken for
+ *                       what the event covers
+ *   s waits for event   s hears of clock(event); of one that is not known nothing: it orders nothing
+ *   caller sees event   the host hears of clock(event)
+ *   caller sees s idle  the host hears of clock(s), whose tick then advances as for a record
+ *
+ * All else is made of these: a point is a record without an event; to follow one, or to be told of order, is a wait or
+ * a look. A clock is handed on only by what then advances the tick, so accesses between two of these may share one.
+ *
+ * What a slot may forget. Let `old` come before `new` (new's clock has heard of old), and let anything later, `next`,
+ * race with old. Then next does not come after new either, or it would come after old. So if new visits all the bytes
+ * that old visited, and writes them or old only read, next races with new as well, and that pair is the one to report:
+ * whoever orders new and next has ordered old and next. Old is forgotten; no race is lost but those that another one
+ * stands for. (FastTrack keeps the last write and the reads since for the same reason.) And what the host has heard of
+ * comes before all that it queues from now on: to forget that loses nothing at all. */
+#include "core/clock.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { PAGE = 256 }; /* slots */
+
+/* -- clocks ---------------------------------------------------------------------------------------------------- */
+
+struct kvs_clock *kvs_clock_ref(struct kvs_clock *clock) {
+  if (clock) clock->refs++;
+  return clock;
+}
+
+void kvs_clock_unref(struct kvs_clock *clock) {
+  if (clock && --clock->refs == 0) free(clock);
+}
+
+/* Whether a comes after all that b comes after. */
+static bool covers(const struct kvs_clock *a, const struct kvs_clock *b) {
+  for (uint32_t i = 0; b && i < b->count; i++)
+    if (kvs_clock_at(a, i) < b->tick[i]) return false;
+  return true;
+}
+
+/* Make *clock one that may be changed: held by nobody else, with room for `count` streams. */
+static bool own(struct kvs_clock **clock, uint32_t count) {
+  struct kvs_clock *old = *clock;
+  if (old && old->refs == 1 && old->count >= count) return true;
+  if (old && old->count > count) count = old->count;
+  struct kvs_clock *made = calloc(1, sizeof *made + count * sizeof made->tick[0]);
+  if (!made) return false;
+  made->refs = 1;
+  made->count = count;
+  if (old) memcpy(made->tick, old->tick, old->count * sizeof old->tick[0]);
+  kvs_clock_unref(old);
+  *clock = made;
+  return true;
+}
+
+bool kvs_clock_join(struct kvs_clock **into, struct kvs_clock *from) {
+  if (covers(*into, from)) return true;
+  if (covers(from, *into)) {
+    kvs_clock_unref(*into);
+    *into = kvs_clock_ref(from);
+    return true;
+  }
+  if (!own(into, from->count)) return false;
+  for (uint32_t i = 0; i < from->count; i++)
+    if ((*into)->tick[i] < from->tick[i]) (*into)->tick[i] = from->tick[i];
+  return true;
+}
+
+bool kvs_clock_raise(struct kvs_clock **clock, uint32_t stream, uint64_t to) {
+  if (kvs_clock_at(*clock, stream) >= to) return true;
+  if (!own(clock, stream + 1)) return false;
+  (*clock)->tick[stream] = to;
+  return true;
+}
+
+/* -- who has clocks -------------------------------------------------------------------------------------------- */
+
+/* Numbers of closed devices' streams are given to others, whose ticks go on from there. */
+struct kvs_stream_clock {
+  struct kvs_stream_key key; /* device NULL: free */
+  uint64_t tick;             /* of a free one: its last */
+  struct kvs_clock *clock;
+};
+
+struct kvs_event_clock {
+  const void *device;
+  uint64_t event;
+  struct kvs_clock *clock;
+  struct kvs_event_clock *next;
+};
+
+static bool same(const struct kvs_stream_key *a, const struct kvs_stream_key *b) {
+  return a->device == b->device && a->id == b->id && a->by_handle == b->by_handle;
+}
+
+bool kvs_clocks_stream(struct kvs_clocks *clocks, const struct kvs_stream_key *key, uint32_t *number) {
+  uint32_t at = clocks->nstreams;
+  for (uint32_t i = 0; i < clocks->nstreams; i++) {
+    if (same(&clocks->streams[i].key, key)) {
+      *number = i;
+      return true;
+    }
+    if (!clocks->streams[i].key.device) at = i;
+  }
+  if (at == clocks->capacity) {
+    uint32_t larger = at ? 2 * at : 16;
+    struct kvs_stream_clock *grown = realloc(clocks->streams, larger * sizeof *grown);
+    if (!grown) return false;
+    clocks->streams = grown;
+    clocks->capacity = larger;
+  }
+  if (at == clocks->nstreams) clocks->streams[clocks->nstreams++] = (struct kvs_stream_clock){.tick = 0};
+  struct kvs_stream_clock *stream = &clocks->streams[at];
+  stream->key = *key;
+  *number = at;
+  return kvs_clock_raise(&stream->clock, at, stream->tick + 1);
+}
+
+static struct kvs_clock **place(struct kvs_clocks *clocks, uint32_t who) {
+  return who == KVS_CLOCK_HOST ? &clocks->host : &clocks->streams[who].clock;
+}
+
+struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t who) {
+  return who == KVS_CLOCK_HOST ? clocks->host : clocks->streams[who].clock;
+}
+
+static bool tick(struct kvs_clocks *clocks, uint32_t stream) {
+  struct kvs_clock **clock = place(clocks, stream);
+  return kvs_clock_raise(clock, stream, kvs_clock_at(*clock, stream) + 1);
+}
+
+bool kvs_clocks_hear(struct kvs_clocks *clocks, uint32_t who, struct kvs_clock *clock) {
+  return kvs_clock_join(place(clocks, who), clock);
+}
+
+struct kvs_clock *kvs_clocks_moment(struct kvs_clocks *clocks, uint32_t stream) {
+  struct kvs_clock *moment = kvs_clock_ref(kvs_clocks_of(clocks, stream));
+  if (tick(clocks, stream)) return moment;
+  kvs_clock_unref(moment);
+  return NULL;
+}
+
+bool kvs_clocks_moment_of_all(struct kvs_clocks *clocks, const void *device, struct kvs_clock **moment) {
+  bool well = true;
+  *moment = NULL;
+  for (uint32_t i = 0; well && i < clocks->nstreams; i++) {
+    if (clocks->streams[i].key.device != device) continue;
+    struct kvs_clock *one = kvs_clocks_moment(clocks, i);
+    well = one && kvs_clock_join(moment, one);
+    kvs_clock_unref(one);
+  }
+  if (well) return true;
+  kvs_clock_unref(*moment);
+  return false;
+}
+
+static struct kvs_event_clock **find_event(struct kvs_clocks *clocks, const void *device, uint64_t event) {
+  uint64_t hash = (event ^ (uint64_t)(uintptr_t)device >> 4) * 0x9E3779B97F4A7C15u;
+  struct kvs_event_clock **at = &clocks->events[hash >> 54];
+  while (*at && ((*at)->device != device || (*at)->event != event)) at = &(*at)->next;
+  return at;
+}
+
+struct kvs_clock *kvs_clocks_event(const struct kvs_clocks *clocks, const void *device, uint64_t event) {
+  const struct kvs_event_clock *found = *find_event((struct kvs_clocks *)clocks, device, event);
+  return found ? found->clock : NULL;
+}
+
+bool kvs_clocks_set_event(struct kvs_clocks *clocks, const void *device, uint64_t event, struct kvs_clock *clock) {
+  struct kvs_event_clock **at = find_event(clocks, device, event);
+  if (!*at) {
+    *at = calloc(1, sizeof **at);
+    if (!*at) return false;
+    (*at)->device = device;
+    (*at)->event = event;
+  }
+  kvs_clock_ref(clock);
+  kvs_clock_unref((*at)->clock);
+  (*at)->clock = clock;
+  return true;
+}
+
+static void take_out(struct kvs_event_clock **at) {
+  struct kvs_event_clock *event = *at;
+  *at = event->next;
+  kvs_clock_unref(event->clock);
+  free(event);
+}
+
+void kvs_clocks_forget_event(struct kvs_clocks *clocks, const void *device, uint64_t event) {
+  struct kvs_event_clock **at = find_event(clocks, device, event);
+  if (*at) take_out(at);
+}
+
+void kvs_clocks_forget_device(struct kvs_clocks *clocks, const void *device) {
+  for (uint32_t i = 0; i < clocks->nstreams; i++) {
+    struct kvs_stream_clock *stream = &clocks->streams[i];
+    if (stream->key.device != device) continue;
+    uint64_t tick = kvs_clock_at(stream->clock, i);
+    kvs_clock_unref(stream->clock);
+    *stream = (struct kvs_stream_clock){.tick = tick};
+  }
+  for (size_t i = 0; i < sizeof clocks->events / sizeof clocks->events[0]; i++)
+    for (struct kvs_event_clock **at = &clocks->events[i]; *at;)
+      if ((*at)->device == device)
+        take_out(at);
+      else
+        at = &(*at)->next;
+}
+
+void kvs_clocks_free(struct kvs_clocks *clocks) {
+  for (uint32_t i = 0; i < clocks->nstreams; i++) kvs_clock_unref(clocks->streams[i].clock);
+  free(clocks->streams);
+  for (size_t i = 0; i < sizeof clocks->events / sizeof clocks->events[0]; i++)
+    while (clocks->events[i]) take_out(&clocks->events[i]);
+  kvs_clock_unref(clocks->host);
+  *clocks = (struct kvs_clocks){.host = NULL};
+}
+
+/* -- visits --------------------------------------------------------------------------------------------------- */
+
+void kvs_party_unref(struct kvs_party *party) {
+  if (party && --party->refs == 0) free(party);
+}
+
+void kvs_visit_unref(struct kvs_visit *visit) {
+  if (!visit || --visit->refs) return;
+  kvs_party_unref(visit->party);
+  free(visit);
+}
+
+bool kvs_visit_conflicts(const struct kvs_visit *a, const struct kvs_visit *b) {
+  return (a->write || b->write) && a->begin < b->end && b->begin < a->end;
+}
+
+bool kvs_visit_before(const struct kvs_visit *visit, const struct kvs_clock *now) {
+  return kvs_clock_at(now, visit->stream) >= visit->tick;
+}
+
+/* Whatever conflicts with old conflicts with the newer one. */
+static bool stands_for(const struct kvs_visit *newer, const struct kvs_visit *old) {
+  return (newer->write || !old->write) && newer->begin <= old->begin && old->end <= newer->end;
+}
+
+bool kvs_past_add(struct kvs_past *past, struct kvs_visit *visit, const struct kvs_clock *now,
+                  const struct kvs_clock *host) {
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < past->count; i++) {
+    struct kvs_visit *old = past->visits[i];
+    if (kvs_visit_before(old, host) || (stands_for(visit, old) && kvs_visit_before(old, now)))
+      kvs_visit_unref(old);
+    else
+      past->visits[kept++] = old;
+  }
+  past->count = kept;
+  if (kept == KVS_PAST_LIMIT) {
+    kvs_visit_unref(past->visits[0]);
+    memmove(past->visits, past->visits + 1, --past->count * sizeof past->visits[0]);
+  }
+  if (past->count == past->capacity) {
+    uint32_t larger = past->capacity ? 2 * past->capacity : 2;
+    struct kvs_visit **grown = realloc(past->visits, larger * sizeof *grown);
+    if (!grown) return false;
+    past->visits = grown;
+    past->capacity = larger;
+  }
+  visit->refs++;
+  past->visits[past->count++] = visit;
+  return true;
+}
+
+/* -- slots ----------------------------------------------------------------------------------------------------- */
+
+struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot) {
+  if (!shadow->pages) shadow->pages = calloc(shadow->slots / PAGE + 1, sizeof *shadow->pages);
+  if (!shadow->pages) return NULL;
+  struct kvs_past **page = &shadow->pages[slot / PAGE];
+  if (!*page) *page = calloc(PAGE, sizeof **page);
+  return *page ? &(*page)[slot % PAGE] : NULL;
+}
+
+void kvs_shadow_free(struct kvs_shadow *shadow) {
+  for (uint64_t i = 0; shadow->pages && i <= shadow->slots / PAGE; i++) {
+    for (uint64_t j = 0; shadow->pages[i] && j < PAGE; j++) {
+      struct kvs_past *past = &shadow->pages[i][j];
+      while (past->count) kvs_visit_unref(past->visits[--past->count]);
+      free(past->visits);
+    }
+    free(shadow->pages[i]);
+  }
+  free(shadow->pages);
+  shadow->pages = NULL;
+}

@@ -1,0 +1,217 @@
+/* The structs behind kvswap.h: engine, lane, transfer, pool. For the core's own files only.
+ *
+ * Locks, in the order in which they may be taken together:
+ *   0. engine->hazard_lock  transfers between pools, until the tables know of them (peer.h: of two); or share_lock
+ *   1. engine->stream_locks one submitter a caller's stream at a time
+ *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
+ *   3. engine->lock         the list of lanes
+ *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
+ *   5. relay->lock, tables.lock
+ *   6. leaves, never together: engine->memory_lock, cache_lock, range_lock
+ *   7. the race checker's, under any other; it calls nothing
+ * No callback runs under any of them. */
+#ifndef KVS_CORE_H
+#define KVS_CORE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "core/engine.h"
+#include "core/hazard.h"
+#include "core/launch.h"
+#include "core/pool.h"
+#include "core/work.h"
+#include "device/device.h"
+#include "kvswap.h"
+#include "plan/plan.h"
+
+enum {
+  KVS_MAX_LANES = 32,      /* of one direction and priority */
+  KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
+  KVS_STREAM_LOCKS = 16,
+  KVS_LANE_POINTS = 64,     /* ended transfers that a lane remembers for the race checker */
+  KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
+};
+
+struct kvs_bounds {
+  uint64_t low, high;
+};
+
+struct kvs_transfer {
+  atomic_uint refs; /* of the memory: 1 for all handles together, 1 while queued, 1 while its owner waits for release */
+  atomic_uint handles; /* public references; while there are any, the engine lives */
+  struct kvs_engine *engine;
+  struct kvs_lane *lane;
+  struct kvs_transfer *next; /* in the lane's queue (lane->lock), later in the engine's garbage (cache_lock) */
+  uint64_t sequence, ticket; /* in its lane; over all lanes */
+  enum kvs_direction direction;
+  enum kvs_path path;
+  uint64_t nbytes, nblocks;
+  uint64_t others;            /* 1 << number, as kvs_engine_at(): engines whose work it comes after */
+  struct kvs_bounds gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
+  void *owner;
+  void (*release)(void *);
+  struct kvs_staging *staging;
+  struct kvs_table_of_rows *table; /* that its kernels read; NULL: none */
+  bool relayed;                    /* its relay may have been given up, and done again by a kernel */
+  bool unjoined; /* its relay's copies may outlast all that is on the spine: it ends once the relay is usable again */
+  kvs_event start, end; /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
+  bool end_shared;      /* guarded by lane->lock: handed out, so it is the transfer's own now */
+  unsigned pins; /* guarded by lane->lock: who is about to wait for `end`, which must not be used again meanwhile */
+  /* Written before `state` leaves RUNNING, constant afterwards. */
+  struct kvs_error error; /* status KVS_OK: none */
+  uint32_t *failed;       /* ascending positions; NULL with all_failed */
+  size_t nfailed;
+  bool all_failed;
+  struct kvs_race_point *point; /* for the race checker: what its end stands for; NULL: none */
+  kvs_event *layers; /* one a layer, 0: none could be had, then `end` stands for it; constant once submitted */
+  size_t nlayers;
+  uint64_t elapsed_ns;
+  atomic_int state; /* enum kvs_state */
+};
+
+struct kvs_lane_point {
+  uint64_t sequence;
+  struct kvs_race_point *point;
+};
+
+struct kvs_event_pair {
+  kvs_event start, end;
+};
+
+/* Lanes live as long as their engine: an idle one is given to another caller's stream rather than freed. */
+struct kvs_lane {
+  struct kvs_engine *engine;
+  struct kvs_lane *next; /* guarded by engine->lock */
+  bool leftovers;        /* guarded by engine->lock: a refused submission may have left waits on the spine */
+  unsigned users;        /* guarded by engine->lock: submitters that hold it */
+  uint64_t last_used;    /* guarded by engine->lock */
+  unsigned number;       /* its place in engine->numbered */
+  uint64_t stream_id;    /* guarded by engine->lock: of the caller's stream, 0: none */
+  enum kvs_direction direction;
+  enum kvs_priority priority;
+  kvs_stream spine; /* its transfers run and complete on it, in order */
+  kvs_event fork;   /* guarded by submit: recorded on what the spine must wait for */
+  pthread_mutex_t submit;
+  pthread_mutex_t lock;
+  struct kvs_transfer *head, *tail; /* guarded by lock: unfinished, oldest first */
+  unsigned count, depth;            /* guarded by lock */
+  uint64_t sequence;                /* guarded by submit: of the last transfer */
+  uint64_t waited[KVS_LANES];       /* guarded by submit: how far of each other lane the spine has waited for already */
+  atomic_uint_fast64_t ended;       /* sequence of the last transfer that ended */
+  struct kvs_lane_point points[KVS_LANE_POINTS]; /* guarded by lock: of ended transfers, by sequence */
+  struct kvs_event_pair *events;                 /* guarded by lock: free ones; room for depth */
+  unsigned nevents;
+};
+
+struct kvs_engine {
+  atomic_uint refs;
+  struct kvs_device *device;
+  char name[32];
+  bool immortal; /* in the registry: lives until the process ends */
+  atomic_bool closed;
+  pthread_mutex_t
+      stream_locks[KVS_STREAM_LOCKS]; /* by stream id: transfers of one caller's stream are queued one by one */
+  kvs_stream compute_stream;          /* guarded by lock */
+  uint64_t compute_id;                /* guarded by lock: of that stream, 0: unknown */
+  bool compute_kept;                  /* guarded by lock: nobody else is left to destroy it */
+  kvs_stream *retired; /* guarded by lock: kept ones that were replaced; a submitter may still look at them */
+  size_t nretired;
+  atomic_uint_fast64_t tickets;
+  atomic_uint depth; /* of new lanes */
+
+  struct kvs_defaults defaults; /* guarded by lock */
+  struct kvs_disabled disabled;
+  struct kvs_costs costs;
+  char costs_note[240]; /* where they are from */
+  struct kvs_tables tables;
+  struct kvs_relay relays[2]; /* by direction */
+  char relay_note[160];       /* why there are none; empty: there are */
+  atomic_bool relay_gave_up;  /* one did: AUTO takes none any more */
+
+  pthread_mutex_t lock;
+  struct kvs_lane *lanes; /* guarded by lock */
+  uint64_t clock;         /* guarded by lock: counts acquisitions, for last_used */
+
+  struct kvs_lane *numbered[KVS_LANES]; /* written once a place, under lock */
+  atomic_uint nlanes;
+
+  pthread_mutex_t hazard_lock;
+  struct kvs_needs needs;       /* guarded by hazard_lock: of the transfer that is being submitted */
+  struct kvs_progress progress; /* guarded by hazard_lock: as of its beginning */
+  atomic_uint skipped_hazards;  /* 1 << enum kvs_hazard: left out, for tests */
+  atomic_uint_fast64_t waits[KVS_HAZARDS];
+
+  pthread_mutex_t memory_lock;
+  struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
+  struct kvs_pool *pools;     /* guarded by memory_lock */
+  pthread_mutex_t share_lock; /* held while memory of others is opened or closed */
+  struct kvs_import *imports; /* guarded by share_lock */
+  pthread_mutex_t range_lock; /* a leaf */
+  struct kvs_range *ranges;   /* guarded by range_lock */
+  uint64_t *orphans;          /* guarded by memory_lock: allocations to free when there is time to wait */
+  size_t norphans, orphans_capacity;
+
+  pthread_mutex_t cache_lock;
+  struct kvs_scratch *scratch;                      /* guarded by cache_lock */
+  struct kvs_staging *staging[KVS_STAGING_CLASSES]; /* guarded by cache_lock */
+  struct kvs_transfer *garbage;                     /* guarded by cache_lock: owners to release */
+  kvs_event *events;                                /* guarded by cache_lock: free ones, for layers */
+  size_t nevents, events_capacity;
+  atomic_bool has_garbage;
+  atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
+  atomic_uint_fast64_t second_attempts;
+  struct {
+    atomic_uint_fast64_t transfers, blocks, bytes, device_ns;
+  } paths[3][KVS_PATHS]; /* by direction and path, of transfers done */
+};
+
+/* watch.c: for the race checker, who works on a stream (`where` may be NULL); and, which blocks of which pools lie
+ * under plain copies. */
+struct kvs_race_party kvs_watch_party(const struct kvs_engine *, kvs_stream, const char *where);
+void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
+                      const struct kvs_rects *, const struct kvs_race_party *);
+
+/* move.c */
+void kvs_move_scratch_free(struct kvs_move_scratch *);
+
+/* lane.c: acquire for submitting (creates it if need be), release afterwards; reap finished transfers. */
+int kvs_lane_acquire(struct kvs_engine *, const struct kvs_options *, enum kvs_direction, struct kvs_lane **,
+                     struct kvs_error *);
+void kvs_lane_release(struct kvs_lane *, bool leftovers);
+/* Reserve a place and events for `transfer`; KVS_QUEUE_FULL. Caller holds lane->submit. */
+int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
+void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
+void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
+int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
+/* Of an ended transfer or a later one, to be freed; NULL: unknown. */
+struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
+/* The last unfinished transfer that may touch [low, high), 0: none. */
+uint64_t kvs_lane_last_on(struct kvs_lane *, uint64_t low, uint64_t high);
+/* As kvs_transfer_pin, of the lane's transfer with that sequence, whose memory is kept until unpin. */
+int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
+void kvs_engine_reap(struct kvs_engine *);
+void kvs_engine_lose(struct kvs_engine *);
+void kvs_lanes_destroy(struct kvs_engine *);
+/* Wait until no transfer that touches `region` (NULL: no transfer at all) is unfinished. */
+int kvs_engine_drain(struct kvs_engine *, const struct kvs_region *region, int64_t timeout_ns, struct kvs_error *);
+
+/* transfer.c */
+struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
+void kvs_transfer_drop(struct kvs_transfer *);   /* one reference of the memory */
+void kvs_transfer_finish(struct kvs_transfer *); /* its event was reached, or the device is lost; under lane->lock */
+/* KVS_OK: it is done. KVS_NOT_READY: it runs, *end may be waited for until unpin, and unpin is due. Else why neither.
+ */
+int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
+void kvs_transfer_unpin(struct kvs_transfer *);
+/* What the driver says of a stream that a transfer is to be ordered with; KVS_CAPTURING if that cannot be. */
+int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
+int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
+
+/* memory.c */
+/* Events without timing that are kept for reuse; put takes any. */
+int kvs_engine_event_get(struct kvs_engine *, kvs_event *, struct kvs_error *);
+void kvs_engine_event_put(struct kvs_engine *, kvs_event);
+void kvs_memory_destroy(struct kvs_engine *);
+
+#endif

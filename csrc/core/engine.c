@@ -1,0 +1,521 @@
+/* Engines: opening, the registry, waiting, and the end of the process. */
+#include "core/engine.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "core/core.h"
+#include "core/racecheck.h"
+#include "plan/calibration.h"
+
+uint64_t kvs_clock_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* -- waiting --------------------------------------------------------------------------------------------------- */
+
+enum { SPINS = 64, SLEEP_FROM_NS = 5000, SLEEP_TO_NS = 500000 };
+
+int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
+                   struct kvs_error *err) {
+  uint64_t start = kvs_clock_ns(), sleep_ns = SLEEP_FROM_NS;
+  for (unsigned tries = 0;; tries++) {
+    int status = poll(arg, err);
+    if (status != KVS_NOT_READY) return status;
+    uint64_t waited = kvs_clock_ns() - start;
+    if (timeout_ns >= 0 && waited >= (uint64_t)timeout_ns)
+      return kvs_fail(err, KVS_TIMEOUT, "not finished after %.3f s", (double)timeout_ns / 1e9);
+    if (stepped || tries < SPINS) continue;
+    uint64_t pause = sleep_ns;
+    if (timeout_ns >= 0 && pause > (uint64_t)timeout_ns - waited) pause = (uint64_t)timeout_ns - waited;
+    nanosleep(&(struct timespec){.tv_nsec = (long)pause}, NULL);
+    sleep_ns = sleep_ns * 5 / 4;
+    if (sleep_ns > SLEEP_TO_NS) sleep_ns = SLEEP_TO_NS;
+  }
+}
+
+/* -- costs ----------------------------------------------------------------------------------------------------- */
+
+void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note) {
+  engine->costs = *costs;
+  snprintf(engine->costs_note, sizeof engine->costs_note, "%s", note);
+}
+
+const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine) { return &engine->costs; }
+
+const char *kvs_engine_costs_note(const struct kvs_engine *engine) { return engine->costs_note; }
+
+const char *kvs_engine_relay_note(const struct kvs_engine *engine) { return engine->relay_note; }
+
+/* A machine that was not calibrated is no error, nor is a file that cannot be used: the note says so. */
+static void load_costs(struct kvs_engine *engine) {
+  const struct kvs_device_info *info = &engine->device->info;
+  char what[KVS_COSTS_WHAT], path[512], note[sizeof engine->costs_note];
+  struct kvs_costs costs;
+  struct kvs_error err;
+  kvs_costs_what(info, what);
+  int status = kvs_costs_path(what, path, sizeof path, &err);
+  if (!status) status = kvs_costs_read(path, &costs, &err);
+  if (!status) {
+    snprintf(note, sizeof note, "%.200s", path);
+    kvs_engine_set_costs(engine, &costs, note);
+  } else if (status == KVS_RANGE) {
+    kvs_engine_set_costs(engine, kvs_costs_default(), "built in: kvswap calibrate measures this machine");
+  } else {
+    snprintf(note, sizeof note, "built in, since %.200s", err.message);
+    kvs_engine_set_costs(engine, kvs_costs_default(), note);
+  }
+}
+
+/* -- opening and closing --------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+enum { MAX_ENGINES = 64 };
+static struct kvs_engine *registry[MAX_ENGINES]; /* written once a place, under registry_lock */
+static atomic_uint registered;                   /* grows under registry_lock, behind what it counts */
+
+struct kvs_engine *kvs_engine_at(unsigned number) {
+  return number < atomic_load(&registered) ? registry[number] : NULL;
+}
+
+/* Another thread may hold the lock, for as long as a driver takes to come up, when this process forks. */
+static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_registry_lock); }
+
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs_error *err) {
+  const struct {
+    const char *word;
+    bool *flag;
+  } known[] = {{"kernel", &engine->disabled.kernel},
+               {"batch", &engine->disabled.batch},
+               {"relay", &engine->disabled.relay},
+               {"strided", &engine->disabled.strided}};
+  const size_t nknown = sizeof known / sizeof known[0];
+  for (const char *at = list; at && *at;) {
+    size_t n = strcspn(at, ","), i = 0;
+    while (i < nknown && (strlen(known[i].word) != n || strncmp(at, known[i].word, n) != 0)) i++;
+    if (i == nknown)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch, relay, strided", list);
+    *known[i].flag = true;
+    at += n + (at[n] == ',');
+  }
+  return KVS_OK;
+}
+
+static void start_racecheck(void) {
+  const char *wanted = getenv("KVSWAP_RACECHECK");
+  if (wanted && *wanted && strcmp(wanted, "0") != 0) kvs_racecheck_start(); /* for the rest of the process */
+}
+
+static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
+  char *end;
+  pthread_once(&once, start_racecheck);
+  int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
+  if (status) return status;
+  for (int i = KVS_PATH_AUTO; path && *path; i++) {
+    if (i > KVS_PATH_DIRECT)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, relay, kernel, direct",
+                      path);
+    if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
+    engine->defaults.path = (enum kvs_path)i;
+    break;
+  }
+  if (ctas && *ctas) {
+    long n = strtol(ctas, &end, 10);
+    if (*end || n < 1 || n > 1024)
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_MAX_CTAS is '%s'; it is a number from 1 to 1024", ctas);
+    engine->defaults.max_ctas = (unsigned)n;
+  }
+  if (gbps && *gbps) {
+    engine->defaults.pace_gbps = strtod(gbps, &end);
+    if (*end || !(engine->defaults.pace_gbps > 0))
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PACE_GBPS is '%s'; it is a positive number", gbps);
+  }
+  return KVS_OK;
+}
+
+/* The lanes and buffers that the first transfers need, so that they are not made beside running work. */
+static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
+  const struct kvs_options plain = {.priority = KVS_PRIORITY_NORMAL};
+  struct kvs_staging *staging[2] = {NULL, NULL};
+  int status = KVS_OK;
+  for (int direction = KVS_D2H; !status && direction <= KVS_H2D; direction++) {
+    struct kvs_lane *lane;
+    status = kvs_lane_acquire(engine, &plain, (enum kvs_direction)direction, &lane, err);
+    if (!status) kvs_lane_release(lane, false);
+  }
+  for (int i = 0; !status && i < 2; i++) status = kvs_engine_staging_get(engine, 65536, &staging[i], err);
+  for (int i = 0; i < 2; i++)
+    if (staging[i]) kvs_engine_staging_put(engine, staging[i]);
+  if (!status) status = kvs_tables_open(engine, err);
+  if (!status) kvs_relays_open(engine);
+  return status;
+}
+
+/* Streams that the engine kept go once nobody is submitting: until then one may have been read and not yet waited for.
+ */
+static void destroy_retired_locked(struct kvs_engine *engine) {
+  struct kvs_error ignored;
+  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next)
+    if (lane->users) return;
+  while (engine->nretired) (void)kvs_dev_stream_destroy(engine->device, engine->retired[--engine->nretired], &ignored);
+}
+
+static void destroy(struct kvs_engine *engine) {
+  struct kvs_error err;
+  if (engine->device->fork_generation == kvs_fork_generation()) {
+    (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
+    kvs_engine_collect(engine);
+    kvs_lanes_destroy(engine);
+    kvs_relays_close(engine);
+    kvs_tables_close(engine);
+    if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, engine->compute_stream, &err);
+    destroy_retired_locked(engine);
+    free(engine->retired);
+    kvs_memory_destroy(engine);
+    kvs_racecheck_forget_device(engine->device);
+    kvs_dev_close(engine->device);
+  }
+  pthread_mutex_destroy(&engine->lock);
+  pthread_mutex_destroy(&engine->hazard_lock);
+  pthread_mutex_destroy(&engine->memory_lock);
+  pthread_mutex_destroy(&engine->share_lock);
+  pthread_mutex_destroy(&engine->range_lock);
+  pthread_mutex_destroy(&engine->cache_lock);
+  pthread_mutex_destroy(&engine->tables.lock);
+  for (int i = 0; i < 2; i++) pthread_mutex_destroy(&engine->relays[i].lock);
+  for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
+  free(engine);
+}
+
+/* Takes the device over, also on failure. */
+static int create(const char *name, struct kvs_device *device, struct kvs_engine **made, struct kvs_error *err) {
+  struct kvs_engine *engine = calloc(1, sizeof *engine);
+  if (!engine) {
+    kvs_dev_close(device);
+    return kvs_fail(err, KVS_NOMEM, "no memory to open %s", name);
+  }
+  atomic_init(&engine->refs, 1);
+  atomic_init(&engine->depth, KVS_DEFAULT_DEPTH);
+  engine->compute_stream = KVS_STREAM_LEGACY;
+  engine->device = device;
+  snprintf(engine->name, sizeof engine->name, "%s", name);
+  pthread_mutex_init(&engine->lock, NULL);
+  pthread_mutex_init(&engine->hazard_lock, NULL);
+  pthread_mutex_init(&engine->memory_lock, NULL);
+  pthread_mutex_init(&engine->share_lock, NULL);
+  pthread_mutex_init(&engine->range_lock, NULL);
+  pthread_mutex_init(&engine->cache_lock, NULL);
+  pthread_mutex_init(&engine->tables.lock, NULL);
+  for (int i = 0; i < 2; i++) pthread_mutex_init(&engine->relays[i].lock, NULL);
+  for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
+  load_costs(engine);
+  int status = read_environment(engine, err);
+  if (!status) status = warm_up(engine, err);
+  if (status) {
+    destroy(engine);
+    return status;
+  }
+  *made = engine;
+  return KVS_OK;
+}
+
+static int parse_name(const char *name, bool *cuda, int *ordinal, struct kvs_error *err) {
+  const char *colon = strchr(name, ':');
+  size_t kind = colon ? (size_t)(colon - name) : strlen(name);
+  char *end = NULL;
+  long number = colon ? strtol(colon + 1, &end, 10) : 0;
+  *cuda = kind == 4 && strncmp(name, "cuda", 4) == 0;
+  bool host = kind == 4 && strncmp(name, "host", 4) == 0;
+  if ((!*cuda && !host) || (colon && (end == colon + 1 || *end || colon[1] < '0' || colon[1] > '9')) || number > 4095)
+    return kvs_fail(err, KVS_INVALID, "device '%.40s' is not known; devices are called cuda:0, cuda:1, ... and host:0",
+                    name);
+  *ordinal = (int)number;
+  return KVS_OK;
+}
+
+static struct kvs_engine *find_locked(const char *name) {
+  for (unsigned i = 0; i < registered; i++)
+    if (strcmp(registry[i]->name, name) == 0 &&
+        registry[i]->device->fork_generation == kvs_fork_generation()) /* a child opens its own */
+      return registry[i];
+  return NULL;
+}
+
+int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_error *err) {
+  struct kvs_device *device;
+  char canonical[24];
+  bool cuda = false;
+  int ordinal = 0, status = parse_name(name, &cuda, &ordinal, err);
+  if (status) return status;
+  snprintf(canonical, sizeof canonical, "%s:%d", cuda ? "cuda" : "host", ordinal);
+  pthread_once(&fork_once, watch_fork);
+  pthread_mutex_lock(&registry_lock);
+  struct kvs_engine *there = find_locked(canonical);
+  if (!there && registered == MAX_ENGINES)
+    status = kvs_fail(err, KVS_INVALID, "%u devices are open already", registered);
+  if (!there && !status) {
+    status = cuda ? kvs_device_cuda_open(ordinal, &device, err) : kvs_device_host_open(ordinal, 0, &device, err);
+    if (!status) status = create(canonical, device, &there, err);
+    if (!status) {
+      there->immortal = true;
+      registry[atomic_load(&registered)] = there;
+      atomic_fetch_add(&registered, 1);
+    }
+  }
+  if (!status) {
+    kvs_engine_ref(there);
+    *engine = there;
+  }
+  pthread_mutex_unlock(&registry_lock);
+  return status;
+}
+
+int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **engine, struct kvs_error *err) {
+  struct kvs_device *device;
+  char name[32];
+  if (seed == 0) return kvs_fail(err, KVS_INVALID, "seed is 0; a deterministic device needs another");
+  int status = kvs_device_host_open(0, seed, &device, err);
+  if (status) return status;
+  device->stepped = true;
+  snprintf(name, sizeof name, "host:seed-%" PRIu64, seed);
+  return create(name, device, engine, err);
+}
+
+void kvs_engine_ref(struct kvs_engine *engine) { atomic_fetch_add(&engine->refs, 1); }
+
+void kvs_engine_unref(struct kvs_engine *engine) {
+  if (atomic_fetch_sub(&engine->refs, 1) == 1) destroy(engine);
+}
+
+void kvs_shutdown(int64_t timeout_ns) {
+  struct kvs_engine *open[MAX_ENGINES];
+  struct kvs_error err;
+  uint64_t start = kvs_clock_ns();
+  kvs_servers_stop();
+  pthread_mutex_lock(&registry_lock);
+  unsigned count = registered;
+  memcpy(open, registry, sizeof open);
+  pthread_mutex_unlock(&registry_lock);
+  for (unsigned i = 0; i < count; i++) {
+    if (open[i]->device->fork_generation != kvs_fork_generation()) continue;
+    atomic_store(&open[i]->closed, true);
+    int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
+    (void)kvs_engine_drain(open[i], NULL, left > 0 ? left : 0, &err);
+    kvs_engine_collect(open[i]);
+  }
+}
+
+/* -- defaults -------------------------------------------------------------------------------------------------- */
+
+void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
+  pthread_mutex_lock(&engine->lock);
+  engine->defaults = *defaults;
+  pthread_mutex_unlock(&engine->lock);
+}
+
+void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
+  pthread_mutex_lock(&engine->lock);
+  *defaults = engine->defaults;
+  pthread_mutex_unlock(&engine->lock);
+}
+
+/* -- properties ------------------------------------------------------------------------------------------------ */
+
+const char *kvs_engine_name(const struct kvs_engine *engine) { return engine->name; }
+
+struct kvs_device *kvs_engine_device(struct kvs_engine *engine) { return engine->device; }
+
+static void retire_locked(struct kvs_engine *engine, kvs_stream stream) {
+  kvs_stream *grown = realloc(engine->retired, (engine->nretired + 1) * sizeof *grown);
+  if (!grown) return; /* it stays: there is no memory to remember it */
+  engine->retired = grown;
+  engine->retired[engine->nretired++] = stream;
+}
+
+int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err) {
+  struct kvs_stream_info info;
+  if (stream == KVS_STREAM_PER_THREAD)
+    return kvs_fail(err, KVS_INVALID,
+                    "the per-thread default stream (2) is another one in each thread: it cannot be the compute stream; "
+                    "give the handle of a real one");
+  int status = kvs_dev_stream_info(engine->device, stream, &info, err);
+  if (status) return status;
+  if (stream == 0) stream = KVS_STREAM_LEGACY;
+  pthread_mutex_lock(&engine->lock);
+  if (stream != engine->compute_stream) {
+    if (engine->compute_kept) retire_locked(engine, engine->compute_stream);
+    engine->compute_kept = false;
+  }
+  engine->compute_id = info.capturing ? 0 : info.id;
+  engine->compute_stream = stream;
+  destroy_retired_locked(engine);
+  pthread_mutex_unlock(&engine->lock);
+  return KVS_OK;
+}
+
+bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
+  if (engine->device->fork_generation != kvs_fork_generation()) return true; /* it is the parent's */
+  pthread_mutex_lock(&engine->lock);
+  bool keep = engine->compute_stream == stream;
+  engine->compute_kept |= keep;
+  pthread_mutex_unlock(&engine->lock);
+  return keep;
+}
+
+int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err) {
+  static const char *const names[] = {[KVS_RAW] = "raw", [KVS_WAR] = "war", [KVS_WAW] = "waw"};
+  unsigned mask = 0;
+  for (unsigned i = 0; kind && i < sizeof names / sizeof *names; i++)
+    if (strcmp(kind, names[i]) == 0) mask = 1u << i;
+  if (kind && !mask) return kvs_fail(err, KVS_INVALID, "hazard is '%s'; it is one of raw, war, waw", kind);
+  atomic_store(&engine->skipped_hazards, mask);
+  return KVS_OK;
+}
+
+int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err) {
+  if (depth < 1 || depth > 65536) return kvs_fail(err, KVS_INVALID, "depth is %u; it is 1 to 65536", depth);
+  atomic_store(&engine->depth, depth);
+  return KVS_OK;
+}
+
+static void stats_of_paths(struct kvs_engine *engine, struct kvs_stats *stats) {
+  uint64_t *const bytes[] = {&stats->bytes_d2h, &stats->bytes_h2d, &stats->bytes_other};
+  for (int direction = 0; direction < 3; direction++)
+    for (int path = 0; path < KVS_PATHS; path++) {
+      struct kvs_path_stats *row = &stats->paths[direction][path];
+      *row = (struct kvs_path_stats){
+          .transfers = atomic_load(&engine->paths[direction][path].transfers),
+          .blocks = atomic_load(&engine->paths[direction][path].blocks),
+          .bytes = atomic_load(&engine->paths[direction][path].bytes),
+          .device_ns = atomic_load(&engine->paths[direction][path].device_ns),
+      };
+      *bytes[direction] += row->bytes;
+    }
+}
+
+void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
+  if (engine->device->fork_generation == kvs_fork_generation()) kvs_engine_reap(engine);
+  *stats = (struct kvs_stats){
+      .submitted = atomic_load(&engine->submitted),
+      .done = atomic_load(&engine->done),
+      .failed = atomic_load(&engine->failed),
+      .cancelled = atomic_load(&engine->cancelled),
+      .second_attempts = atomic_load(&engine->second_attempts),
+      .copies = atomic_load(&engine->copies),
+      .merged = atomic_load(&engine->merged),
+      .refused_full = atomic_load(&engine->refused_full),
+      .staging_nbytes = atomic_load(&engine->staging_nbytes),
+      .waits_raw = atomic_load(&engine->waits[KVS_RAW]),
+      .waits_war = atomic_load(&engine->waits[KVS_WAR]),
+      .waits_waw = atomic_load(&engine->waits[KVS_WAW]),
+  };
+  stats_of_paths(engine, stats);
+  if (engine->device->fork_generation != kvs_fork_generation()) return;
+  pthread_mutex_lock(&engine->lock);
+  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
+    stats->lanes++;
+    pthread_mutex_lock(&lane->lock);
+    stats->unfinished += lane->count;
+    pthread_mutex_unlock(&lane->lock);
+  }
+  pthread_mutex_unlock(&engine->lock);
+}
+
+#ifndef KVSWAP_VERSION
+#define KVSWAP_VERSION "unknown" /* setup.py knows it */
+#endif
+
+const char *kvs_version(void) { return KVSWAP_VERSION; }
+
+const char *kvs_path_name(enum kvs_path path) {
+  static const char *const list[] = {"auto", "dma", "strided", "relay", "kernel", "direct"};
+  return list[path];
+}
+
+/* -- synchronising --------------------------------------------------------------------------------------------- */
+
+/* The driver's own call has no time limit, so a thread makes it and callers wait for the thread as long as they like.
+ */
+struct kvs_sync {
+  atomic_uint refs; /* the caller and the thread */
+  struct kvs_engine *engine;
+  struct kvs_race_point *point; /* what had been queued when it began */
+  atomic_int status;            /* KVS_NOT_READY until the driver's call returned */
+  struct kvs_error err;
+};
+
+static void *synchronize(void *arg) {
+  struct kvs_sync *sync = arg;
+  bool before = kvs_racecheck_internal(true); /* the caller sees it in kvs_sync_wait(), if it waits that long */
+  int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
+  kvs_racecheck_internal(before);
+  kvs_engine_reap(sync->engine);
+  atomic_store(&sync->status, status);
+  kvs_engine_free_orphans(sync->engine, 0);
+  kvs_sync_drop(sync);
+  return NULL;
+}
+
+int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_error *err) {
+  pthread_t thread;
+  int status = kvs_dev_check(engine->device, err);
+  if (status) return status;
+  struct kvs_sync *sync = calloc(1, sizeof *sync);
+  if (!sync) return kvs_fail(err, KVS_NOMEM, "no memory to synchronize");
+  atomic_init(&sync->refs, 2);
+  atomic_init(&sync->status, KVS_NOT_READY);
+  sync->engine = engine;
+  sync->point = kvs_racecheck_on() ? kvs_racecheck_point_all(engine->device) : NULL;
+  kvs_engine_ref(engine);
+  if (engine->device->stepped) { /* its work runs only inside this call */
+    (void)synchronize(sync);
+  } else if (pthread_create(&thread, NULL, synchronize, sync)) {
+    atomic_store(&sync->refs, 1);
+    kvs_sync_drop(sync);
+    return kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
+  } else {
+    pthread_detach(thread);
+  }
+  *out = sync;
+  return KVS_OK;
+}
+
+static int poll_sync(void *arg, struct kvs_error *err) {
+  struct kvs_sync *sync = arg;
+  int status = atomic_load(&sync->status);
+  if (status && status != KVS_NOT_READY) *err = sync->err;
+  return status;
+}
+
+int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err) {
+  int status = kvs_wait_until(poll_sync, sync, false, timeout_ns, err);
+  if (!status && kvs_racecheck_on()) kvs_racecheck_follow(sync->point, NULL, 0);
+  return status;
+}
+
+void kvs_sync_drop(struct kvs_sync *sync) {
+  if (atomic_fetch_sub(&sync->refs, 1) != 1) return;
+  kvs_engine_unref(sync->engine);
+  kvs_racecheck_point_free(sync->point);
+  free(sync);
+}
+
+int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_sync *sync;
+  int status = kvs_sync_start(engine, &sync, err);
+  if (status) return status;
+  status = kvs_sync_wait(sync, timeout_ns, err);
+  kvs_sync_drop(sync);
+  return status;
+}

@@ -1,0 +1,84 @@
+/* Composition: an open device with its regions, lanes and staging. What the bindings see beyond kvswap.h. */
+#ifndef KVS_ENGINE_H
+#define KVS_ENGINE_H
+
+#include "device/device.h"
+#include "kvswap.h"
+#include "plan/cost.h"
+
+/* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
+KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
+
+/* Whoever is about to destroy a stream of the engine asks first: true if it is the compute stream, and then the engine
+ * destroys it, once another is set or the engine ends. */
+KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
+
+/* The engines that kvs_engine_open() made, which stay until the process ends, by number from 0; NULL: no more. */
+struct kvs_engine *kvs_engine_at(unsigned number);
+
+/* Why path relay is not there; empty where it is. And where the costs are from that AUTO predicts with. */
+KVS_API const char *kvs_engine_relay_note(const struct kvs_engine *engine);
+KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
+/* Predict with these from now on: while nobody submits. kvs_engine_open() takes the machine's calibration, where there
+ * is one, else built-in figures. */
+KVS_API void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note);
+KVS_API const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine);
+
+/* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
+KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
+
+/* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
+KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
+
+/* As kvs_engine_alloc(); in chunks: device memory that is mapped in chunks, each of which can be shared with other
+ * processes by a descriptor, as torch's expandable segments are. */
+enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
+KVS_API int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                                  struct kvs_error *err);
+
+/* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done
+ * by the next alloc or synchronize, or at the end. */
+KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
+KVS_API void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns); /* what is in use then stays */
+
+/* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop.
+ */
+struct kvs_sync;
+KVS_API int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **sync, struct kvs_error *err);
+KVS_API int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err);
+KVS_API void kvs_sync_drop(struct kvs_sync *sync);
+
+/* Staging: pinned memory with a device mirror, for descriptors that queued kernels read. Kept by size class, so that
+ * the steady state allocates nothing. */
+struct kvs_staging {
+  uint64_t host;   /* pinned: the CPU writes here */
+  uint64_t device; /* device memory of the same size, or 0 */
+  size_t nbytes;
+  struct kvs_staging *next;
+};
+int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_staging **staging,
+                           struct kvs_error *err);
+void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *staging); /* when nothing queued reads it */
+
+/* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are
+ * copied. The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free waits at most 60 s. */
+struct kvs_pattern_job;
+KVS_API int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode,
+                               const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,
+                               struct kvs_pattern_job **job, struct kvs_error *err);
+KVS_API bool kvs_pattern_done(struct kvs_pattern_job *job);
+KVS_API int kvs_pattern_result(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
+                               struct kvs_error *err);
+KVS_API void kvs_pattern_free(struct kvs_pattern_job *job);
+
+/* Keep a stream busy for a time (at most 10 s): for order tests and demonstrations. */
+KVS_API int kvs_delay(struct kvs_engine *engine, uint64_t ns, kvs_stream stream, struct kvs_error *err);
+
+uint64_t kvs_clock_ns(void); /* the monotonic clock, by which all waits are */
+
+/* Wait until poll(arg) is no longer KVS_NOT_READY, with growing sleeps of at most 500 us; KVS_TIMEOUT after timeout_ns
+ * (< 0: never). `stepped`: kvs_device.stepped, no sleeping. */
+int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
+                   struct kvs_error *err);
+
+#endif

@@ -1,0 +1,127 @@
+/* Issuing by the copy engine: plain copies and copies of rows, and what becomes of those that the driver refuses. */
+#include "core/submit.h"
+
+#include <stdlib.h>
+
+/* -- what was refused ------------------------------------------------------------------------------------------ */
+
+void kvs_note_failure(struct kvs_submission *s, uint32_t block, const struct kvs_error *why) {
+  struct kvs_transfer *transfer = s->transfer;
+  if (transfer->error.status == KVS_OK) transfer->error = *why;
+  if (transfer->all_failed) return;
+  if (transfer->nfailed == s->failed_capacity) {
+    size_t capacity = s->failed_capacity ? 2 * s->failed_capacity : 16;
+    uint32_t *failed = realloc(transfer->failed, capacity * sizeof *failed);
+    if (!failed) {
+      transfer->all_failed = true; /* too many to name: claim none of them */
+      return;
+    }
+    transfer->failed = failed;
+    s->failed_capacity = capacity;
+  }
+  transfer->failed[transfer->nfailed++] = block;
+}
+
+/* One block, cut where the driver's own ranges end: it may know seams that we do not. */
+static int copy_in_parts(struct kvs_submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, struct kvs_error *why) {
+  int status = kvs_dev_copy(s->device, dst, src, nbytes, s->lane->spine, why);
+  while (status == KVS_REFUSED && nbytes) {
+    struct kvs_region from, to;
+    struct kvs_error ignored;
+    if (kvs_dev_pointer_query(s->device, src, &from, &ignored) || kvs_dev_pointer_query(s->device, dst, &to, &ignored))
+      return status;
+    uint64_t part = from.base + from.nbytes - src, dst_part = to.base + to.nbytes - dst;
+    if (dst_part < part) part = dst_part;
+    if (part >= nbytes) return kvs_dev_copy(s->device, dst, src, nbytes, s->lane->spine, why);
+    int first = kvs_dev_copy(s->device, dst, src, part, s->lane->spine, why);
+    if (first) return first;
+    dst += part, src += part, nbytes -= part;
+  }
+  return status;
+}
+
+static uint64_t overlap(uint64_t begin, uint64_t end, uint64_t from, uint64_t to) {
+  return (end < to ? end : to) - (begin > from ? begin : from);
+}
+
+/* For each block that copy i of the view carries: issue it alone (`again`), or write it off with *why. */
+void kvs_block_by_block(struct kvs_submission *s, size_t i, bool again, const struct kvs_error *why) {
+  struct kvs_copies *copies = &s->view, *single = &s->work->scratch->single;
+  uint64_t begin = copies->dst[i], end = begin + copies->nbytes[i];
+  struct kvs_error err = *why;
+  if (single->count == 0 && s->work->plan(s->work->call, KVS_FORM_SINGLE, s->work->scratch, &err)) {
+    single->count = 0;
+    s->transfer->all_failed = true;
+    kvs_note_failure(s, copies->block[i], &err);
+    return;
+  }
+  /* Both lists were made in one order, so the search goes on where the last one ended. */
+  for (size_t seen = 0, found = 0; seen < single->count && found < end - begin && !s->fatal; seen++) {
+    size_t b = s->cursor;
+    s->cursor = b + 1 < single->count ? b + 1 : 0;
+    if (single->dst[b] >= end || single->dst[b] + single->nbytes[b] <= begin) continue;
+    uint64_t from = single->dst[b] > begin ? single->dst[b] : begin;
+    uint64_t part = overlap(begin, end, single->dst[b], single->dst[b] + single->nbytes[b]);
+    found += part;
+    if (found >= end - begin) s->cursor = b; /* the next copy may carry the rest of this block */
+    int status = again ? copy_in_parts(s, from, copies->src[i] + (from - begin), part, &err) : why->status;
+    if (kvs_beyond_hope(status)) s->fatal = kvs_fail_driver(s->err, status, err.code, err.operation, "%s", "");
+    if (status) kvs_note_failure(s, single->block[b], &err);
+  }
+}
+
+/* All of it counts as lost, whatever may have arrived. */
+void kvs_fail_whole(struct kvs_submission *s, const struct kvs_error *why) {
+  s->transfer->error = *why;
+  s->transfer->all_failed = true;
+}
+
+/* -- copies ---------------------------------------------------------------------------------------------------- */
+
+static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
+  kvs_stream stream = s->lane->spine;
+  const struct kvs_copies *copies = &s->view;
+  struct kvs_error why;
+  int status;
+  if (from >= to || s->fatal) return;
+  if (to - from == 1)
+    status = kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, &why);
+  else
+    status = kvs_dev_copy_batch(s->device, copies, from, to, stream, &why);
+  if (kvs_beyond_hope(status)) {
+    kvs_give_up(s, &why);
+  } else if (status && to - from == 1) {
+    kvs_block_by_block(s, from, true, &why);
+  } else if (status) {
+    size_t middle = from + (to - from) / 2; /* copying again what went through is harmless: sources do not change */
+    issue_range(s, from, middle);
+    issue_range(s, middle, to);
+  }
+}
+
+void kvs_issue_copies(struct kvs_submission *s) {
+  size_t count = s->view.count, all = s->work->scratch->copies.count;
+  size_t part = kvs_batch_part(all ? s->work->nbytes / all : 0);
+  if (s->engine->disabled.batch) part = 1;
+  for (size_t from = 0; from < count; from += part) issue_range(s, from, count - from < part ? count : from + part);
+}
+
+/* A block whose rows are refused as one goes row by row. */
+static void issue_rect(struct kvs_submission *s, const struct kvs_rect *rect, uint32_t block) {
+  struct kvs_error why;
+  int status = kvs_dev_copy_rect(s->device, rect, s->lane->spine, &why);
+  for (uint64_t row = 0; status && !kvs_beyond_hope(status) && row < kvs_rect_rows(rect); row++) {
+    int again = copy_in_parts(s, kvs_rect_dst(rect, row), kvs_rect_src(rect, row), rect->width, &why);
+    if (kvs_beyond_hope(again)) status = again;
+    if (again && !kvs_beyond_hope(again)) {
+      kvs_note_failure(s, block, &why);
+      return;
+    }
+  }
+  if (kvs_beyond_hope(status)) kvs_give_up(s, &why);
+}
+
+void kvs_issue_rects(struct kvs_submission *s, size_t from, size_t to) {
+  const struct kvs_rects *rects = &s->work->scratch->rects;
+  for (size_t i = from; i < to && !s->fatal; i++) issue_rect(s, &rects->items[i], rects->block[i]);
+}

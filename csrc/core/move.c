@@ -1,0 +1,573 @@
+/* Transfers between pools: the call of kvswap_pool.h. Everything happens under the engine's hazard_lock, so that what
+ * is seen in the tables is still so when they learn of the transfer. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/core.h"
+#include "core/move.h"
+#include "core/racecheck.h"
+#include "device/share.h"
+#include "plan/layout.h"
+
+struct move_call {
+  const struct kvs_move *move;
+  struct kvs_engine *engine, *other; /* whose pools they are; other NULL: all are of one engine */
+  struct kvs_move_scratch *room;
+  size_t nparts, ntouches;
+  bool rows; /* copies of rows may be of use */
+  bool layered;
+  const int64_t *all_src, *all_dst; /* slots as the caller named them */
+  size_t all;
+  const int64_t *src, *dst;  /* those to be copied */
+  const uint32_t *positions; /* of these in the caller's lists; NULL: the same */
+  size_t count;
+};
+
+/* -- checks ---------------------------------------------------------------------------------------------------- */
+
+static atomic_uint_fast64_t move_numbers;
+
+/* The engine of src[0] runs it, and there may be one more. */
+static int check_engine(const struct kvs_engine *engine, const struct kvs_pool *pool, const char *side, size_t i,
+                        struct kvs_engine **other, struct kvs_error *err) {
+  if (pool->engine == engine || pool->engine == *other) return KVS_OK;
+  if (*other || !kvs_dev_can_wait_for(engine->device, pool->engine->device))
+    return kvs_fail(err, KVS_INVALID,
+                    "%s[%zu] is a pool of %s, src[0] of %s%s%s: a transfer is within one device, or between two of a "
+                    "kind",
+                    side, i, pool->engine->name, engine->name, *other ? ", and there is one of " : "",
+                    *other ? (*other)->name : "");
+  *other = pool->engine;
+  return KVS_OK;
+}
+
+static int check_pools(const struct kvs_move *move, struct kvs_engine **other, struct kvs_error *err) {
+  *other = NULL;
+  if (move->npairs == 0) return kvs_fail(err, KVS_INVALID, "src has no pools");
+  const struct kvs_engine *engine = move->src[0]->engine;
+  for (size_t i = 0; i < move->npairs; i++) {
+    const struct kvs_pool *src = move->src[i], *dst = move->dst[i];
+    int status = check_engine(engine, src, "src", i, other, err);
+    if (!status) status = check_engine(engine, dst, "dst", i, other, err);
+    if (status) return status;
+    if (!move->parts && src->layout.block_nbytes != dst->layout.block_nbytes)
+      return kvs_fail(err, KVS_INVALID,
+                      "src[%zu] has blocks of %" PRIu64 " bytes, dst[%zu] of %" PRIu64
+                      ": name the parts that are to be moved",
+                      i, src->layout.block_nbytes, i, dst->layout.block_nbytes);
+  }
+  return KVS_OK;
+}
+
+/* The tables that the transfer reads and writes, each once; *shared: one of them is both. */
+static int find_touches(struct move_call *call, bool *shared, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  struct kvs_touch *touches = call->room->touches;
+  uint64_t number = atomic_fetch_add(&move_numbers, 1) + 1;
+  *shared = false;
+  call->ntouches = 0;
+  for (size_t i = 0; i < move->npairs; i++) {
+    struct kvs_pool *dst = move->dst[i];
+    if (dst->mark == number)
+      return kvs_fail(err, KVS_INVALID, "dst[%zu] (pool '%s') is named twice: its blocks would be written twice", i,
+                      dst->name);
+    dst->mark = number;
+    if (dst->table->write_mark != number && dst->engine == call->engine)
+      touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true};
+    dst->table->write_mark = number;
+  }
+  for (size_t i = 0; i < move->npairs; i++) {
+    struct kvs_table *table = move->src[i]->table;
+    if (table->write_mark == number) *shared = true;
+    if (table->read_mark != number && move->src[i]->engine == call->engine)
+      touches[call->ntouches++] = (struct kvs_touch){.table = table};
+    table->read_mark = number;
+  }
+  return KVS_OK;
+}
+
+/* Order with transfers of other engines. */
+static int find_foreign(const struct move_call *call, struct kvs_error *err) {
+  struct kvs_foreign_list *list = &call->room->foreign;
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < call->move->npairs; i++) {
+    struct kvs_pool *src = call->move->src[i], *dst = call->move->dst[i];
+    status = kvs_peer_collect(src, call->engine, list, err);
+    if (!status) status = kvs_peer_collect(dst, call->engine, list, err);
+    if (!status) status = kvs_peer_visit(src, call->engine, err);
+    if (!status) status = kvs_peer_visit(dst, call->engine, err);
+  }
+  return status;
+}
+
+enum { POOL_TEXT = 48 };
+
+/* The list, with what bounds it: the pool with the fewest blocks. */
+static struct kvs_plan_slots slots_of(const int64_t *slots, size_t count, struct kvs_pool *const *pools, size_t npools,
+                                      char text[POOL_TEXT]) {
+  const struct kvs_pool *least = pools[0];
+  for (size_t i = 1; i < npools; i++)
+    if (pools[i]->layout.num_blocks < least->layout.num_blocks) least = pools[i];
+  snprintf(text, POOL_TEXT, "pool '%s'", least->name);
+  return (struct kvs_plan_slots){.ids = {slots, 8, count}, .blocks = least->layout.num_blocks, .pool = text};
+}
+
+static int take_slots(struct move_call *call, bool shared, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  int64_t *src = call->room->slots, *dst = src + move->src_ids.count;
+  kvs_ids_copy(&move->src_ids, src);
+  kvs_ids_copy(&move->dst_ids, dst);
+  char src_text[POOL_TEXT], dst_text[POOL_TEXT];
+  struct kvs_plan_slots from = slots_of(src, move->src_ids.count, move->src, move->npairs, src_text);
+  struct kvs_plan_slots to = slots_of(dst, move->dst_ids.count, move->dst, move->npairs, dst_text);
+  call->all_src = call->src = src;
+  call->all_dst = call->dst = dst;
+  call->all = call->count = move->src_ids.count;
+  return kvs_plan_check_slots(&from, &to, shared, &scratch->plan, err);
+}
+
+static int cover_pool(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_pool *pool,
+                      const char *name, size_t index, bool write, struct kvs_error *err) {
+  struct kvs_side side = {.name = name, .index = index, .write = write};
+  return kvs_pool_check_open(pool, err)
+             ? err->status
+             : kvs_memory_cover(engine, scratch, pool->layout.ptr, kvs_layout_extent(&pool->layout), &side, err);
+}
+
+static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch, enum kvs_direction *direction,
+                       struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  for (size_t i = 0; i < move->npairs; i++) {
+    int status = cover_pool(call->engine, scratch, move->src[i], "src", i, false, err);
+    if (!status) status = cover_pool(call->engine, scratch, move->dst[i], "dst", i, true, err);
+    if (status) return status;
+    enum kvs_direction this = kvs_direction_of(kvs_regions_find(&scratch->regions, move->src[i]->layout.ptr),
+                                               kvs_regions_find(&scratch->regions, move->dst[i]->layout.ptr));
+    if (i == 0) *direction = this;
+    if (this != *direction)
+      return kvs_fail(err, KVS_INVALID, "src[%zu] -> dst[%zu] goes %s, src[0] -> dst[0] %s: one call moves one way", i,
+                      i, kvs_direction_text(this), kvs_direction_text(*direction));
+  }
+  return KVS_OK;
+}
+
+/* -- parts ----------------------------------------------------------------------------------------------------- */
+
+/* Parts of one pair go up its blocks, so that none is written twice. */
+static int check_parts(const struct move_call *call, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  uint32_t layer = 0;
+  memset(call->room->next_byte, 0, move->npairs * sizeof *call->room->next_byte);
+  for (size_t i = 0; i < move->nparts; i++) {
+    const struct kvs_part *part = &move->parts[i];
+    if (part->pair >= move->npairs)
+      return kvs_fail(err, KVS_RANGE, "parts[%zu] is of pair %u; there are %zu pairs, from 0", i, part->pair,
+                      move->npairs);
+    if (part->layer != layer && (i == 0 || part->layer != layer + 1))
+      return kvs_fail(err, KVS_INVALID, "parts[%zu] is of layer %u after layer %u: layers begin at 0 and rise by 1", i,
+                      part->layer, layer);
+    layer = part->layer;
+    int status = kvs_layout_check_part(part, i, &move->src[part->pair]->layout, &move->dst[part->pair]->layout, err);
+    if (status) return status;
+    if (part->offset < call->room->next_byte[part->pair])
+      return kvs_fail(err, KVS_INVALID,
+                      "parts[%zu] begins at byte %" PRIu64
+                      " of a block of pair %u, but an earlier part ends at %" PRIu64,
+                      i, part->offset, part->pair, call->room->next_byte[part->pair]);
+    call->room->next_byte[part->pair] = kvs_part_end(part);
+  }
+  return KVS_OK;
+}
+
+static bool in_one_region(const struct kvs_regions *regions, const struct kvs_pool_layout *layout) {
+  const struct kvs_region *region = kvs_regions_find(regions, layout->ptr);
+  return kvs_layout_extent(layout) <= region->nbytes - (layout->ptr - region->base);
+}
+
+static struct kvs_part part_at(const struct move_call *call, size_t i) {
+  if (call->move->parts) return call->move->parts[i];
+  return (struct kvs_part){
+      .pair = (uint32_t)i, .layer = (uint32_t)i, .rows = 1, .row_nbytes = call->move->src[i]->layout.block_nbytes};
+}
+
+static bool make_rect(const struct move_call *call, const struct kvs_run *run, struct kvs_rect *rect) {
+  return kvs_rect_make(rect, run->dst, run->src, run->row_nbytes, run->rows, run->dst_pitch, run->src_pitch,
+                       call->engine->device->info.max_pitch);
+}
+
+/* The copy engine takes rows at a pitch within one allocation and one registration, if the pitch is not too odd. */
+static bool may_stride(const struct move_call *call, const struct kvs_scratch *scratch, const struct kvs_part *part,
+                       size_t from) {
+  struct kvs_rect rect;
+  const struct kvs_run_list *runs = &call->room->runs;
+  if (!call->rows) return false;
+  for (size_t r = from; r < runs->count; r++)
+    if (!make_rect(call, &runs->items[r], &rect)) return false;
+  return in_one_region(&scratch->regions, &call->move->src[part->pair]->layout) &&
+         in_one_region(&scratch->regions, &call->move->dst[part->pair]->layout);
+}
+
+static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch, uint64_t *nbytes,
+                      struct kvs_error *err) {
+  struct kvs_run_list *runs = &call->room->runs;
+  *nbytes = 0;
+  memset(call->room->covered, 0, call->move->npairs * sizeof *call->room->covered);
+  for (size_t i = 0; i < call->nparts; i++) {
+    struct kvs_part part = part_at(call, i);
+    size_t from = runs->count;
+    int status =
+        kvs_layout_runs(&part, &call->move->src[part.pair]->layout, &call->move->dst[part.pair]->layout, runs, err);
+    if (status) return status;
+    call->room->parts[i] = (struct planned_part){part, runs->count, may_stride(call, scratch, &part, from)};
+    call->room->covered[part.pair] += part.rows * part.row_nbytes;
+    *nbytes += part.rows * part.row_nbytes;
+  }
+  return KVS_OK;
+}
+
+/* -- copies ---------------------------------------------------------------------------------------------------- */
+
+static uint32_t position_of(const struct move_call *call, size_t i) {
+  return call->positions ? call->positions[i] : (uint32_t)i;
+}
+
+/* One row of each block; neighbours on both sides become one copy. */
+static int plan_row(const struct move_call *call, const struct kvs_pool_layout *src, const struct kvs_pool_layout *dst,
+                    const struct kvs_run *run, uint64_t row, bool merge, struct kvs_copies *copies,
+                    struct kvs_error *err) {
+  uint64_t from = src->ptr + run->src + row * run->src_pitch, to = dst->ptr + run->dst + row * run->dst_pitch;
+  bool packed = merge && src->stride == run->row_nbytes && dst->stride == run->row_nbytes;
+  int status = kvs_copies_reserve(copies, copies->count + call->count, err);
+  if (status) return status;
+  for (size_t i = 0, n; i < call->count; i += n) {
+    for (n = 1; packed && i + n < call->count; n++)
+      if (call->src[i + n] != call->src[i] + (int64_t)n || call->dst[i + n] != call->dst[i] + (int64_t)n ||
+          position_of(call, i + n) != position_of(call, i) + n)
+        break;
+    kvs_copies_push(copies, to + (uint64_t)call->dst[i] * dst->stride, from + (uint64_t)call->src[i] * src->stride,
+                    n * run->row_nbytes, position_of(call, i));
+  }
+  return KVS_OK;
+}
+
+static int plan_rects(const struct move_call *call, const struct kvs_pool_layout *src,
+                      const struct kvs_pool_layout *dst, const struct kvs_run *run, struct kvs_rects *rects,
+                      struct kvs_error *err) {
+  int status = kvs_rects_reserve(rects, rects->count + call->count, err);
+  if (status) return status;
+  struct kvs_rect shape;
+  if (!make_rect(call, run, &shape)) return kvs_fail(err, KVS_INTERNAL, "a run that was said to be strided is not");
+  for (size_t i = 0; i < call->count; i++) {
+    struct kvs_rect *rect = &rects->items[rects->count];
+    *rect = shape;
+    rect->dst += dst->ptr + (uint64_t)call->dst[i] * dst->stride;
+    rect->src += src->ptr + (uint64_t)call->src[i] * src->stride;
+    rects->block[rects->count++] = position_of(call, i);
+  }
+  rects->rows += run->rows * call->count;
+  return KVS_OK;
+}
+
+/* The runs of a part, and the pools that they are between. */
+struct part_runs {
+  const struct kvs_pool_layout *src, *dst;
+  const struct kvs_run *first, *end;
+};
+
+static struct part_runs runs_of(const struct move_call *call, size_t index) {
+  const struct planned_part *planned = &call->room->parts[index];
+  const struct kvs_run *runs = call->room->runs.items;
+  return (struct part_runs){.src = &call->move->src[planned->part.pair]->layout,
+                            .dst = &call->move->dst[planned->part.pair]->layout,
+                            .first = runs + (index ? planned[-1].runs_end : 0),
+                            .end = runs + planned->runs_end};
+}
+
+static int plan_part(const struct move_call *call, size_t index, bool merge, struct kvs_rects *rects,
+                     struct kvs_copies *copies, struct kvs_error *err) {
+  struct part_runs part = runs_of(call, index);
+  int status = KVS_OK;
+  for (const struct kvs_run *run = part.first; !status && run < part.end; run++) {
+    if (rects && call->room->parts[index].strided && run->rows > 1)
+      status = plan_rects(call, part.src, part.dst, run, rects, err);
+    else
+      for (uint64_t row = 0; !status && row < run->rows; row++)
+        status = plan_row(call, part.src, part.dst, run, row, merge, copies, err);
+  }
+  return status;
+}
+
+static bool ends_layer(const struct move_call *call, size_t part) {
+  const struct planned_part *parts = call->room->parts;
+  return part + 1 == call->nparts || parts[part + 1].part.layer != parts[part].part.layer;
+}
+
+static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct move_call *call = arg;
+  bool merge = form != KVS_FORM_SINGLE, split = merge && kvs_may_cross_seams(&scratch->regions);
+  struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
+  struct kvs_rects *rects = form == KVS_FORM_RECTS ? &scratch->rects : NULL;
+  int status = KVS_OK;
+  copies->count = 0;
+  if (merge) scratch->rects.count = 0, scratch->rects.rows = 0;
+  for (size_t i = 0; !status && i < call->nparts; i++) {
+    size_t from = copies->count;
+    status = plan_part(call, i, merge, rects, copies, err);
+    if (!status && split) status = kvs_plan_split(copies, from, &scratch->regions, err);
+    if (!status && merge && call->layered && ends_layer(call, i))
+      status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, false, err);
+  }
+  return status;
+}
+
+/* What copies of rows could take. */
+static void find_rects(const struct move_call *call, enum kvs_direction direction, struct kvs_shape *shape) {
+  for (size_t i = 0; i < call->nparts; i++) {
+    struct part_runs part = runs_of(call, i);
+    for (const struct kvs_run *run = part.first; run < part.end; run++)
+      if (call->room->parts[i].strided && run->rows > 1)
+        kvs_shape_add_rects(shape, call->count, run->rows, run->row_nbytes,
+                            direction == KVS_D2H ? run->dst_pitch : run->src_pitch);
+      else
+        shape->rest_copies += run->rows * call->count;
+  }
+}
+
+static int list_part(const struct move_call *call, size_t index, struct kvs_rows *rows, struct kvs_error *err) {
+  struct part_runs part = runs_of(call, index);
+  int status = KVS_OK;
+  for (const struct kvs_run *run = part.first; !status && run < part.end; run++) {
+    status = kvs_rows_reserve(rows, rows->count + run->rows, err);
+    for (uint64_t row = 0; !status && row < run->rows; row++)
+      kvs_rows_push(rows, &(struct kvs_row){.src = part.src->ptr + run->src + row * run->src_pitch,
+                                            .dst = part.dst->ptr + run->dst + row * run->dst_pitch,
+                                            .src_stride = part.src->stride,
+                                            .dst_stride = part.dst->stride,
+                                            .nbytes = run->row_nbytes});
+  }
+  return status;
+}
+
+static int list_rows(const struct move_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < call->nparts; i++) {
+    status = list_part(call, i, &scratch->rows, err);
+    if (!status && call->layered && ends_layer(call, i))
+      status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, true, err);
+  }
+  return status;
+}
+
+/* Slots are 32-bit numbers to the kernels. */
+static uint64_t most_slots(const struct move_call *call) {
+  uint64_t most = 0;
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    uint64_t src = call->move->src[i]->layout.num_blocks, dst = call->move->dst[i]->layout.num_blocks;
+    if (src > most) most = src;
+    if (dst > most) most = dst;
+  }
+  return most;
+}
+
+static int find_shape(const struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
+                      struct kvs_error *err) {
+  if (call->rows) find_rects(call, work->direction, &work->shape);
+  if (!kvs_wants_rows(call->engine, options, work->entries)) return KVS_OK;
+  work->grid = most_slots(call) <= UINT32_MAX;
+  int status = list_rows(call, work->scratch, err);
+  return status ? status : kvs_find_shape(work, most_slots(call), err);
+}
+
+/* -- failure travels ------------------------------------------------------------------------------------------- */
+
+static const struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot,
+                                            const struct kvs_pool **pool) {
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    const struct kvs_failure *failure = kvs_pool_failure(call->move->src[i], src_slot);
+    *pool = call->move->src[i];
+    if (failure) return failure;
+  }
+  return NULL;
+}
+
+static bool may_have_failed(const struct move_call *call) {
+  for (size_t i = 0; i < call->move->npairs; i++)
+    if (call->move->src[i]->nfailures) return true;
+  return false;
+}
+
+/* Leave out the blocks whose source is lost; `work` learns which and why. */
+static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
+  int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
+  uint32_t *kept = call->room->positions, *lost = kept + call->all; /* one grows from the front, one from the back */
+  const struct kvs_pool *pool;
+  size_t n = 0;
+  if (!may_have_failed(call)) return;
+  for (size_t i = 0; i < call->all; i++) {
+    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool);
+    if (!failure) {
+      src[n] = call->all_src[i];
+      dst[n] = call->all_dst[i];
+      kept[n++] = (uint32_t)i;
+      continue;
+    }
+    if (!work->nlost++) {
+      const struct kvs_error *first = &failure->error;
+      kvs_fail(&work->lost_error, first->status,
+               "src_ids[%zu]: slot %" PRId64
+               " of pool '%s' does not hold what it should, which began when transfer %" PRIu64 " failed: %.200s",
+               i, call->all_src[i], pool->name, failure->transfer, first->message);
+      work->lost_error.code = first->code;
+      work->lost_error.operation = first->operation;
+    }
+    *--lost = (uint32_t)i;
+  }
+  work->lost = lost;
+  call->src = src;
+  call->dst = dst;
+  call->positions = kept;
+  call->count = n;
+}
+
+/* A block that was lost before keeps the first failure's story. */
+static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
+  const struct kvs_pool *pool;
+  const struct kvs_failure *first = failure_of(call, call->all_src[position], &pool);
+  if (first) failure = (struct kvs_failure *)(uintptr_t)first;
+  for (size_t i = 0; i < call->move->npairs; i++)
+    kvs_pool_set_failure(call->move->dst[i], call->all_dst[position], failure);
+}
+
+/* What is written whole is good again. */
+static void forget_failures(const struct move_call *call) {
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    struct kvs_pool *dst = call->move->dst[i];
+    bool whole = call->room->covered[i] == dst->layout.block_nbytes;
+    for (size_t b = 0; whole && dst->nfailures && b < call->all; b++) kvs_pool_set_failure(dst, call->all_dst[b], NULL);
+  }
+}
+
+static void settle(const void *arg, const struct kvs_transfer *transfer) {
+  static struct kvs_failure unknown = {.refs = 1, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
+  const struct move_call *call = arg;
+  forget_failures(call);
+  if (transfer->error.status == KVS_OK) return;
+  struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
+  struct kvs_failure *used = failure ? failure : &unknown;
+  if (transfer->all_failed)
+    for (size_t i = 0; i < call->all; i++) pass_on(call, i, used);
+  else
+    for (size_t i = 0; i < transfer->nfailed; i++) pass_on(call, transfer->failed[i], used);
+  if (failure) kvs_failure_unref(failure);
+}
+
+/* -- the race checker ------------------------------------------------------------------------------------------ */
+
+static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
+                       bool write, const struct kvs_race_party *who) {
+  const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
+  struct kvs_race_party party = *who;
+  party.write = write;
+  kvs_racecheck_access(&(struct kvs_access){.device = call->engine->device,
+                                            .stream = transfer->lane->spine,
+                                            .pool = pool->number,
+                                            .slots = pool->layout.num_blocks,
+                                            .pool_name = pool->name,
+                                            .ids = write ? call->dst : call->src,
+                                            .count = call->count,
+                                            .write = write,
+                                            .begin = part->offset,
+                                            .end = kvs_part_end(part),
+                                            .who = &party});
+}
+
+static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
+                       const struct kvs_copies *copies, const struct kvs_rects *rects,
+                       const struct kvs_race_party *who) {
+  const struct move_call *call = arg;
+  (void)copies, (void)rects; /* the parts say it better */
+  for (size_t i = 0; i < call->nparts; i++) {
+    const struct kvs_part *part = &call->room->parts[i].part;
+    if (layer != SIZE_MAX && part->layer != layer) continue;
+    watch_side(call, transfer, part, false, who);
+    watch_side(call, transfer, part, true, who);
+  }
+}
+
+/* -- the call -------------------------------------------------------------------------------------------------- */
+
+static uint64_t count_entries(const struct move_call *call) {
+  uint64_t entries = 0;
+  for (size_t i = 0, r = 0; i < call->nparts; i++)
+    for (; r < call->room->parts[i].runs_end; r++)
+      entries += call->room->parts[i].strided ? call->count : call->count * call->room->runs.items[r].rows;
+  return entries;
+}
+
+static int check_and_plan(struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
+                          struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
+  bool shared;
+  call->rows = kvs_may_stride(call->engine, options, UINT64_MAX);
+  int status = find_touches(call, &shared, err);
+  if (!status) status = find_foreign(call, err);
+  if (!status) status = take_slots(call, shared, scratch, err);
+  if (!status) status = cover_pools(call, scratch, &work->direction, err);
+  if (!status && call->move->parts) status = check_parts(call, err);
+  if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
+  if (status) return status;
+  leave_out_lost(call, work);
+  work->nbytes *= call->all;
+  work->nblocks = call->all;
+  work->entries = count_entries(call);
+  work->nlayers = call->nparts ? call->room->parts[call->nparts - 1].part.layer + 1 : 0;
+  work->src_slots = call->src;
+  work->dst_slots = call->dst;
+  work->nslots = call->count;
+  work->touches = call->room->touches;
+  work->ntouches = call->ntouches;
+  work->foreign = &call->room->foreign;
+  status = kvs_check_layer_options(options, work->nlayers, err);
+  return status ? status : find_shape(call, work, options, err);
+}
+
+static int move_locked(struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
+                       struct kvs_transfer **transfer, struct kvs_error *err) {
+  struct kvs_work work = {.scratch = scratch,
+                          .plan = plan_move,
+                          .layered = call->layered,
+                          .watch = watch_move,
+                          .settle = settle,
+                          .call = call};
+  int status = check_and_plan(call, &work, options, err);
+  return status ? status : kvs_submit(call->engine, &work, options, transfer, err);
+}
+
+int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given, struct kvs_transfer **transfer,
+                    struct kvs_error *err) {
+  struct kvs_engine *other;
+  int status = check_pools(move, &other, err);
+  if (status) return status;
+  struct kvs_options options;
+  kvs_options_resolve(move->src[0]->engine, given, &options);
+  struct move_call call = {
+      .move = move, .engine = move->src[0]->engine, .other = other, .layered = kvs_wants_layers(&options)};
+  status = kvs_open_for_work(call.engine, err);
+  if (!status && other) status = kvs_open_for_work(other, err);
+  if (status) return status;
+  struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);
+  if (!scratch) return KVS_NOMEM;
+  size_t most = move->src_ids.count > move->dst_ids.count ? move->src_ids.count : move->dst_ids.count;
+  call.nparts = move->parts ? move->nparts : move->npairs;
+  status = kvs_move_make_room(scratch, move->npairs, call.nparts, most, err);
+  call.room = scratch->move;
+  if (!status) {
+    kvs_peer_lock(call.engine, call.other);
+    status = move_locked(&call, scratch, &options, transfer, err);
+    kvs_peer_unlock(call.engine, call.other);
+  }
+  kvs_scratch_put(call.engine, scratch);
+  return status;
+}

@@ -1,0 +1,31 @@
+/* The working memory of kvs_move_blocks(): for move.c and move_room.c. */
+#ifndef KVS_MOVE_H
+#define KVS_MOVE_H
+
+#include "core/work.h"
+#include "ipc/peer.h"
+#include "plan/layout.h"
+
+/* A part with its runs, and whether they may go as rectangles. */
+struct planned_part {
+  struct kvs_part part;
+  size_t runs_end;
+  bool strided;
+};
+
+/* Kept from call to call with the rest of the scratch. */
+struct kvs_move_scratch {
+  struct kvs_run_list runs;
+  struct planned_part *parts;
+  struct kvs_touch *touches;
+  uint64_t *next_byte; /* a pair: where its next part may begin */
+  uint64_t *covered;   /* a pair: bytes of a block in its parts */
+  int64_t *slots;      /* both lists as they were at the call, then both without blocks that are lost already */
+  uint32_t *positions;
+  struct kvs_foreign_list foreign;
+  size_t pairs, nparts, blocks; /* room */
+};
+
+int kvs_move_make_room(struct kvs_scratch *, size_t pairs, size_t parts, size_t blocks, struct kvs_error *);
+
+#endif

@@ -1,0 +1,410 @@
+/* The race checker: one lock, one set of clocks (clock.c has the rules), the pools' pasts and the races found.
+ *
+ * What the device's wrappers and the core tell becomes steps of the rules here. Streams are identified before the lock
+ * is taken, since that asks the device. Without memory for any step all knowledge goes: a clock that missed something
+ * would invent races. */
+#include "core/racecheck.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/clock.h"
+#include "device/hooks.h"
+
+enum { RACES_KEPT = 1000 };
+
+atomic_bool kvs_racecheck_running;
+
+static _Thread_local bool unseen; /* within kvs_racecheck_internal() */
+
+struct pool {
+  uint64_t number;
+  char name[32];
+  struct kvs_party *last[2]; /* the last that read and the last that wrote; each holds a reference */
+  struct kvs_shadow shadow;
+  struct pool *next;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct {
+  unsigned starts;
+  uint64_t session; /* counts first starts: numbers of streams mean nothing beyond one */
+  bool deaf;        /* memory ran out in this session */
+  bool say_so;      /* and nobody was told yet */
+  struct kvs_clocks clocks;
+  struct pool *pools;
+  uint64_t parties, found; /* ever */
+  struct kvs_race *races;
+  size_t nraces, races_capacity;
+} checker; /* guarded by lock, as for all functions called ..._locked */
+
+/* -- coming and going ------------------------------------------------------------------------------------------ */
+
+static void free_pool(struct pool *pool) {
+  kvs_party_unref(pool->last[0]);
+  kvs_party_unref(pool->last[1]);
+  kvs_shadow_free(&pool->shadow);
+  free(pool);
+}
+
+/* All but the races, which stay until they are taken. */
+static void forget_all_locked(void) {
+  for (struct pool *pool; (pool = checker.pools);) {
+    checker.pools = pool->next;
+    free_pool(pool);
+  }
+  kvs_clocks_free(&checker.clocks);
+}
+
+static bool enter(void) {
+  pthread_mutex_lock(&lock);
+  if (checker.starts && !checker.deaf) return true;
+  pthread_mutex_unlock(&lock);
+  return false;
+}
+
+/* `well`: there was memory for all that was to be noted. */
+static void leave(bool well) {
+  if (!well) {
+    forget_all_locked();
+    checker.deaf = checker.say_so = true;
+    checker.found++;
+  }
+  pthread_mutex_unlock(&lock);
+}
+
+/* -- order ----------------------------------------------------------------------------------------------------- */
+
+/* Not through the wrapper, which would count the call for injected faults: looking must change nothing. */
+static struct kvs_stream_key identify(struct kvs_device *device, kvs_stream stream) {
+  struct kvs_stream_info info = {.capturing = true};
+  struct kvs_error ignored;
+  if (stream == 0) stream = KVS_STREAM_LEGACY;
+  bool asked = kvs_dev_check(device, &ignored) == KVS_OK &&
+               device->ops->stream_info(device, stream, &info, &ignored) == KVS_OK && !info.capturing;
+  return (struct kvs_stream_key){device, asked ? info.id : stream, !asked};
+}
+
+/* Of all that the stream was given so far, a reference; NULL without memory. */
+static struct kvs_clock *moment_locked(const struct kvs_stream_key *key) {
+  uint32_t number;
+  return kvs_clocks_stream(&checker.clocks, key, &number) ? kvs_clocks_moment(&checker.clocks, number) : NULL;
+}
+
+/* `later` NULL: the host. */
+static bool hear_locked(const struct kvs_stream_key *later, struct kvs_clock *clock) {
+  uint32_t number = KVS_CLOCK_HOST;
+  if (later && !kvs_clocks_stream(&checker.clocks, later, &number)) return false;
+  return kvs_clocks_hear(&checker.clocks, number, clock);
+}
+
+void kvs_racecheck_order(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_device *later_device,
+                         kvs_stream later) {
+  struct kvs_stream_key before = {.id = 0}, after = {.id = 0};
+  if (!kvs_racecheck_on()) return;
+  if (!event) before = identify(device, stream);
+  if (later_device) after = identify(later_device, later);
+  if (!enter()) return;
+  struct kvs_clock *clock =
+      event ? kvs_clock_ref(kvs_clocks_event(&checker.clocks, device, event)) : moment_locked(&before);
+  bool well = (event || clock) && hear_locked(later_device ? &after : NULL, clock);
+  kvs_clock_unref(clock);
+  leave(well);
+}
+
+bool kvs_racecheck_internal(bool internal) {
+  bool before = unseen;
+  unseen = internal;
+  return before;
+}
+
+static void recorded(struct kvs_device *device, kvs_event event, kvs_stream stream) {
+  struct kvs_stream_key key = identify(device, stream);
+  if (!enter()) return;
+  struct kvs_clock *clock = moment_locked(&key);
+  bool well = clock && kvs_clocks_set_event(&checker.clocks, device, event, clock);
+  kvs_clock_unref(clock);
+  leave(well);
+}
+
+static void waits(struct kvs_device *device, kvs_stream stream, kvs_event event) {
+  kvs_racecheck_order(device, 0, event, device, stream);
+}
+
+static void reached(struct kvs_device *device, kvs_event event) {
+  if (!unseen) kvs_racecheck_order(device, 0, event, NULL, 0);
+}
+
+static void idle(struct kvs_device *device, kvs_stream stream) {
+  if (!unseen) kvs_racecheck_order(device, stream, 0, NULL, 0);
+}
+
+static void all_idle(struct kvs_device *device) {
+  struct kvs_clock *all;
+  if (unseen || !enter()) return;
+  bool well = kvs_clocks_moment_of_all(&checker.clocks, device, &all);
+  if (well) {
+    well = kvs_clocks_hear(&checker.clocks, KVS_CLOCK_HOST, all);
+    kvs_clock_unref(all);
+  }
+  leave(well);
+}
+
+static void forget_event(struct kvs_device *device, kvs_event event) {
+  if (!enter()) return;
+  kvs_clocks_forget_event(&checker.clocks, device, event);
+  leave(true);
+}
+
+static const struct kvs_watch watcher = {
+    .recorded = recorded,
+    .waits = waits,
+    .reached = reached,
+    .idle = idle,
+    .all_idle = all_idle,
+    .forget_event = forget_event,
+};
+
+/* -- points ---------------------------------------------------------------------------------------------------- */
+
+struct kvs_race_point {
+  unsigned refs; /* guarded by lock, as the clock's */
+  uint64_t session;
+  struct kvs_clock *clock;
+};
+
+/* Takes the reference. */
+static struct kvs_race_point *point_new_locked(struct kvs_clock *clock) {
+  struct kvs_race_point *point = clock ? malloc(sizeof *point) : NULL;
+  if (point)
+    *point = (struct kvs_race_point){1, checker.session, clock};
+  else
+    kvs_clock_unref(clock);
+  return point;
+}
+
+struct kvs_race_point *kvs_racecheck_point(struct kvs_device *device, kvs_stream stream) {
+  if (!kvs_racecheck_on()) return NULL;
+  struct kvs_stream_key key = identify(device, stream);
+  if (!enter()) return NULL;
+  struct kvs_race_point *point = point_new_locked(moment_locked(&key));
+  leave(point != NULL);
+  return point;
+}
+
+struct kvs_race_point *kvs_racecheck_point_all(struct kvs_device *device) {
+  struct kvs_race_point *point = NULL;
+  struct kvs_clock *all;
+  if (!kvs_racecheck_on() || !enter()) return NULL;
+  bool well = kvs_clocks_moment_of_all(&checker.clocks, device, &all);
+  if (well && all) well = (point = point_new_locked(all)) != NULL;
+  leave(well);
+  return point;
+}
+
+struct kvs_race_point *kvs_racecheck_point_ref(struct kvs_race_point *point) {
+  if (!point) return NULL;
+  pthread_mutex_lock(&lock);
+  point->refs++;
+  pthread_mutex_unlock(&lock);
+  return point;
+}
+
+void kvs_racecheck_point_free(struct kvs_race_point *point) {
+  if (!point) return;
+  pthread_mutex_lock(&lock);
+  bool last = --point->refs == 0;
+  if (last) kvs_clock_unref(point->clock);
+  pthread_mutex_unlock(&lock);
+  if (last) free(point);
+}
+
+void kvs_racecheck_follow(const struct kvs_race_point *point, struct kvs_device *later_device, kvs_stream later) {
+  struct kvs_stream_key key = {.id = 0};
+  if (!point || !kvs_racecheck_on()) return;
+  if (later_device) key = identify(later_device, later);
+  if (!enter()) return;
+  leave(point->session != checker.session || hear_locked(later_device ? &key : NULL, point->clock));
+}
+
+void kvs_racecheck_stands_for(struct kvs_device *device, kvs_event event, const struct kvs_race_point *point) {
+  if (!point || !kvs_racecheck_on() || !enter()) return;
+  leave(point->session != checker.session || kvs_clocks_set_event(&checker.clocks, device, event, point->clock));
+}
+
+/* -- accesses -------------------------------------------------------------------------------------------------- */
+
+static struct pool *pool_locked(const struct kvs_access *access) {
+  struct pool *pool = checker.pools;
+  while (pool && pool->number != access->pool) pool = pool->next;
+  if (pool || !(pool = calloc(1, sizeof *pool))) return pool;
+  pool->number = access->pool;
+  pool->shadow.slots = access->slots;
+  snprintf(pool->name, sizeof pool->name, "%s", access->pool_name);
+  pool->next = checker.pools;
+  checker.pools = pool;
+  return pool;
+}
+
+/* A reference to the party of this access: the last one's, if that is the same transfer. */
+static struct kvs_party *party_locked(struct pool *pool, const struct kvs_access *access) {
+  struct kvs_party **last = &pool->last[access->write], *made;
+  if (!*last || !access->who->transfer || (*last)->who.transfer != access->who->transfer) {
+    if (!(made = calloc(1, sizeof *made))) return NULL;
+    made->refs = 1;
+    made->serial = ++checker.parties;
+    made->who = *access->who;
+    made->who.write = access->write;
+    kvs_party_unref(*last);
+    *last = made;
+  }
+  (*last)->refs++;
+  return *last;
+}
+
+static struct kvs_visit *visit_locked(struct pool *pool, const struct kvs_access *access, uint32_t number) {
+  struct kvs_visit *visit = calloc(1, sizeof *visit);
+  if (!visit) return NULL;
+  *visit = (struct kvs_visit){.refs = 1,
+                              .write = access->write,
+                              .stream = number,
+                              .tick = kvs_clock_at(kvs_clocks_of(&checker.clocks, number), number),
+                              .begin = access->begin,
+                              .end = access->end};
+  visit->party = party_locked(pool, access);
+  if (visit->party) return visit;
+  kvs_visit_unref(visit);
+  return NULL;
+}
+
+/* Once a pair of parties; the slot is the first that shows it. */
+static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_party *first,
+                          const struct kvs_party *second) {
+  uint64_t *reported = &first->reported[second->who.write];
+  if (*reported == second->serial) return true;
+  *reported = second->serial;
+  if (checker.nraces == RACES_KEPT) {
+    checker.found++;
+    return true;
+  }
+  if (checker.nraces == checker.races_capacity) {
+    size_t larger = checker.races_capacity ? 2 * checker.races_capacity : 8;
+    struct kvs_race *grown = realloc(checker.races, larger * sizeof *grown);
+    if (!grown) return false;
+    checker.races = grown;
+    checker.races_capacity = larger;
+  }
+  struct kvs_race *race = &checker.races[checker.nraces++];
+  *race = (struct kvs_race){.slot = (uint64_t)slot, .first = first->who, .second = second->who};
+  memcpy(race->pool, pool->name, sizeof race->pool);
+  checker.found++;
+  return true;
+}
+
+static bool visit_slot_locked(struct pool *pool, int64_t slot, struct kvs_visit *visit) {
+  const struct kvs_clock *now = kvs_clocks_of(&checker.clocks, visit->stream);
+  struct kvs_past *past = kvs_shadow_make(&pool->shadow, (uint64_t)slot);
+  if (!past) return false;
+  for (uint32_t i = 0; i < past->count; i++) {
+    const struct kvs_visit *old = past->visits[i];
+    if (kvs_visit_conflicts(old, visit) && !kvs_visit_before(old, now) &&
+        !report_locked(pool, slot, old->party, visit->party))
+      return false;
+  }
+  return kvs_past_add(past, visit, now, checker.clocks.host);
+}
+
+void kvs_racecheck_access(const struct kvs_access *access) {
+  struct kvs_visit *visit = NULL;
+  uint32_t number;
+  if (!kvs_racecheck_on() || access->begin >= access->end) return;
+  struct kvs_stream_key key = identify(access->device, access->stream);
+  if (!enter()) return;
+  struct pool *pool = pool_locked(access);
+  if (pool && kvs_clocks_stream(&checker.clocks, &key, &number) &&
+      kvs_clocks_hear(&checker.clocks, number, checker.clocks.host))
+    visit = visit_locked(pool, access, number);
+  bool well = visit != NULL;
+  for (size_t i = 0; well && i < access->count; i++) well = visit_slot_locked(pool, access->ids[i], visit);
+  kvs_visit_unref(visit);
+  leave(well);
+}
+
+void kvs_racecheck_forget_pool(uint64_t number) {
+  if (!enter()) return;
+  struct pool **at = &checker.pools, *pool;
+  while (*at && (*at)->number != number) at = &(*at)->next;
+  if ((pool = *at)) {
+    *at = pool->next;
+    free_pool(pool);
+  }
+  leave(true);
+}
+
+void kvs_racecheck_forget_device(const struct kvs_device *device) {
+  if (!enter()) return;
+  kvs_clocks_forget_device(&checker.clocks, device);
+  leave(true);
+}
+
+/* -- the process's ----------------------------------------------------------------------------------------------- */
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&lock); }
+
+static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
+
+void kvs_racecheck_start(void) {
+  static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+  pthread_once(&fork_once, watch_fork);
+  pthread_mutex_lock(&lock);
+  if (checker.starts++ == 0) {
+    checker.session++;
+    checker.deaf = false;
+    atomic_store(&kvs_racecheck_running, true);
+    kvs_dev_watch(&watcher);
+  }
+  pthread_mutex_unlock(&lock);
+}
+
+void kvs_racecheck_stop(void) {
+  pthread_mutex_lock(&lock);
+  if (checker.starts && --checker.starts == 0) {
+    kvs_dev_watch(NULL);
+    atomic_store(&kvs_racecheck_running, false);
+    forget_all_locked();
+  }
+  pthread_mutex_unlock(&lock);
+}
+
+bool kvs_racecheck_active(void) { return kvs_racecheck_on(); }
+
+uint64_t kvs_racecheck_found(void) {
+  pthread_mutex_lock(&lock);
+  uint64_t found = checker.found;
+  pthread_mutex_unlock(&lock);
+  return found;
+}
+
+size_t kvs_racecheck_take(struct kvs_race *races, size_t capacity) {
+  pthread_mutex_lock(&lock);
+  size_t n = capacity < checker.nraces ? capacity : checker.nraces;
+  if (n) memcpy(races, checker.races, n * sizeof *races);
+  checker.nraces -= n;
+  if (checker.nraces) {
+    memmove(checker.races, checker.races + n, checker.nraces * sizeof *races);
+  } else {
+    free(checker.races);
+    checker.races = NULL;
+    checker.races_capacity = 0;
+  }
+  if (checker.say_so && n < capacity) {
+    races[n++] = (struct kvs_race){.first.what = "out of memory", .second.what = "out of memory"};
+    checker.say_so = false;
+  }
+  pthread_mutex_unlock(&lock);
+  return n;
+}

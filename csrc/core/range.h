@@ -1,0 +1,31 @@
+/* Ranges of addresses into which chunks of memory are mapped one by one: what an engine allocates to be shared so, and
+ * what it was given by another process. For the core's own files only. */
+#ifndef KVS_RANGE_H
+#define KVS_RANGE_H
+
+#include "core/core.h"
+
+struct kvs_range;
+
+/* New memory in chunks that can be shared; freed by kvs_engine_free(). */
+int kvs_range_alloc(struct kvs_engine *, uint64_t nbytes, uint64_t *ptr, struct kvs_error *);
+
+/* A range of nbytes, to be filled from its beginning by descriptors of chunks (which stay the caller's). */
+int kvs_range_new(struct kvs_engine *, uint64_t nbytes, struct kvs_range **, struct kvs_error *);
+int kvs_range_add(struct kvs_range *, uint64_t nbytes, int fd, struct kvs_error *); /* fd -1: new memory */
+int kvs_range_finish(struct kvs_range *, uint64_t *ptr,
+                     struct kvs_error *); /* it is full; from now on it has its ptr */
+void kvs_range_drop(struct kvs_range *);  /* instead of finishing it */
+
+bool kvs_range_known(struct kvs_engine *, uint64_t ptr);
+/* Unmap what begins at ptr. KVS_RANGE: no range does. */
+int kvs_range_free(struct kvs_engine *, uint64_t ptr, struct kvs_error *);
+void kvs_ranges_destroy(struct kvs_engine *);
+
+/* The chunks that hold [address, address + nbytes): where the first begins, how many there are, and their bytes. */
+struct kvs_chunks {
+  uint64_t base, nbytes, count;
+};
+int kvs_range_chunks(struct kvs_engine *, uint64_t address, uint64_t nbytes, struct kvs_chunks *, struct kvs_error *);
+
+#endif

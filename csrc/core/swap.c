@@ -1,0 +1,347 @@
+/* The two submitting calls of kvswap.h: check everything, plan, submit. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/core.h"
+
+int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
+  if (atomic_load(&engine->closed))
+    return kvs_fail(err, KVS_CLOSED, "%s was shut down: the process is ending", engine->name);
+  return kvs_dev_check(engine->device, err);
+}
+
+int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {
+  if (!options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "after_layers has %zu entries, but there are %zu layers: one a layer",
+                  options->nafter_layers, nlayers);
+}
+
+bool kvs_wants_layers(const struct kvs_options *options) { return options->layer_events || options->nafter_layers; }
+
+/* Two regions are the two sides: no copy crosses from one into the other. */
+bool kvs_may_cross_seams(const struct kvs_regions *regions) {
+  size_t seams = 0;
+  for (size_t i = 0; i < regions->count; i++) seams += regions->items[i].seam;
+  return regions->count > 2 && seams > 0;
+}
+
+/* Merged copies are fewer to check; where they overlap, the list is made again unmerged to name the entries. */
+static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *work, const char *entry, size_t ntensors,
+                          struct kvs_error *err) {
+  struct kvs_plan_naming naming = {.entry = entry};
+  int status = kvs_plan_check_disjoint(&scratch->copies, &naming, &scratch->plan, err);
+  if (status != KVS_INVALID) return status;
+  if (work->plan(work->call, KVS_FORM_SINGLE, scratch, err)) return err->status;
+  naming.per_tensor = ntensors ? scratch->single.count / ntensors : 0;
+  (void)kvs_plan_check_disjoint(&scratch->single, &naming, &scratch->plan, err);
+  return err->status;
+}
+
+/* -- tensors and ids ------------------------------------------------------------------------------------------- */
+
+static int plan_tensors(const struct kvs_cache_call *call, size_t from, size_t to, bool merge,
+                        struct kvs_copies *copies, struct kvs_error *err) {
+  return kvs_plan_cache(call->tensors + from, to - from, call->gpu_ids, call->cpu_ids, call->direction, merge, copies,
+                        err);
+}
+
+/* Tensor by tensor, with a mark where each ends. */
+static int plan_layers(const struct kvs_cache_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
+  bool split = kvs_may_cross_seams(&scratch->regions);
+  int status = KVS_OK;
+  for (size_t t = 0; !status && t < call->ntensors; t++) {
+    size_t from = scratch->copies.count;
+    status = plan_tensors(call, t, t + 1, true, &scratch->copies, err);
+    if (!status && split) status = kvs_plan_split(&scratch->copies, from, &scratch->regions, err);
+    if (!status) status = kvs_scratch_mark(scratch, t, false, err);
+  }
+  return status;
+}
+
+int kvs_cache_plan(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct kvs_cache_call *call = arg;
+  if (form == KVS_FORM_SINGLE) return plan_tensors(call, 0, call->ntensors, false, &scratch->single, err);
+  scratch->copies.count = scratch->rects.count = 0;
+  scratch->rects.rows = 0;
+  if (call->layered) return plan_layers(call, scratch, err);
+  int status = form == KVS_FORM_RECTS
+                   ? kvs_plan_stacks(call->tensors, &scratch->stacks, call->gpu_ids, call->cpu_ids, call->direction,
+                                     call->max_pitch, &scratch->rects, &scratch->copies, err)
+                   : plan_tensors(call, 0, call->ntensors, true, &scratch->copies, err);
+  if (status || !kvs_may_cross_seams(&scratch->regions)) return status;
+  return kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
+}
+
+/* What copies of rows could take, where tensors lie at equal distances. */
+static int find_stacks(const struct kvs_cache_call *call, struct kvs_work *work, struct kvs_error *err) {
+  struct kvs_stacks *stacks = &work->scratch->stacks;
+  struct kvs_shape *shape = &work->shape;
+  if (call->ntensors < 2 || call->layered) return KVS_OK;
+  int status = kvs_stacks_find(call->tensors, call->ntensors, &work->scratch->regions, stacks, err);
+  if (status || stacks->count == call->ntensors) return status;
+  for (size_t i = 0; i < stacks->count; i++) {
+    const struct kvs_stack *stack = &stacks->items[i];
+    const struct kvs_tensor *first = &call->tensors[stacks->order[stack->first]];
+    if (stack->count > 1)
+      kvs_shape_add_rects(shape, call->gpu_ids->count, stack->count, first->nbytes, stack->cpu_pitch);
+    else
+      shape->rest_copies += call->gpu_ids->count;
+  }
+  return KVS_OK;
+}
+
+static int list_rows(const struct kvs_cache_call *call, struct kvs_work *work, struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
+  int status = kvs_rows_reserve(&scratch->rows, call->ntensors, err);
+  for (size_t t = 0; !status && t < call->ntensors; t++) {
+    const struct kvs_tensor *tensor = &call->tensors[t];
+    uint64_t gpu_stride = kvs_stride_of(tensor->gpu_stride, tensor->nbytes);
+    uint64_t cpu_stride = kvs_stride_of(tensor->cpu_stride, tensor->nbytes);
+    bool store = call->direction == KVS_D2H;
+    kvs_rows_push(&scratch->rows, &(struct kvs_row){.src = store ? tensor->gpu : tensor->cpu,
+                                                    .dst = store ? tensor->cpu : tensor->gpu,
+                                                    .src_stride = store ? gpu_stride : cpu_stride,
+                                                    .dst_stride = store ? cpu_stride : gpu_stride,
+                                                    .nbytes = tensor->nbytes});
+    if (call->layered) status = kvs_scratch_mark(scratch, t, true, err);
+  }
+  return status;
+}
+
+/* Slots are 32-bit numbers to the kernels. */
+static bool slots_fit(const struct kvs_cache_call *call) {
+  for (size_t t = 0; t < call->ntensors; t++)
+    if (call->tensors[t].gpu_blocks > UINT32_MAX || call->tensors[t].cpu_blocks > UINT32_MAX) return false;
+  return true;
+}
+
+static uint64_t cpu_slots(const struct kvs_cache_call *call) {
+  uint64_t most = 0;
+  for (size_t t = 0; t < call->ntensors; t++)
+    if (call->tensors[t].cpu_blocks > most) most = call->tensors[t].cpu_blocks;
+  return most;
+}
+
+static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call,
+                         struct kvs_error *err) {
+  bool load = call->direction == KVS_H2D;
+  for (size_t t = 0; t < call->ntensors; t++) {
+    const struct kvs_tensor *tensor = &call->tensors[t];
+    bool one = call->ntensors == 1;
+    size_t index = one ? SIZE_MAX : t;
+    struct kvs_side gpu = {.name = one ? "gpu_ptr" : "gpu_ptrs", .index = index, .write = load, .want = KVS_SIDE_GPU};
+    struct kvs_side cpu = {.name = one ? "cpu_ptr" : "cpu_ptrs", .index = index, .write = !load, .want = KVS_SIDE_CPU};
+    uint64_t gpu_end = 0, cpu_end = 0;
+    if (kvs_plan_extent(tensor->gpu, tensor->gpu_blocks, tensor->gpu_stride, tensor->nbytes, &gpu_end) ||
+        kvs_plan_extent(tensor->cpu, tensor->cpu_blocks, tensor->cpu_stride, tensor->nbytes, &cpu_end))
+      return kvs_fail(err, KVS_INTERNAL, "tensor %zu was not checked", t);
+    int status = kvs_memory_cover(engine, scratch, tensor->gpu, gpu_end - tensor->gpu, &gpu, err);
+    if (!status) status = kvs_memory_cover(engine, scratch, tensor->cpu, cpu_end - tensor->cpu, &cpu, err);
+    if (status) return status;
+  }
+  return KVS_OK;
+}
+
+/* What the planner wants to know. */
+static int find_shape(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+                      const struct kvs_options *options, struct kvs_error *err) {
+  int status = KVS_OK;
+  if (kvs_may_stride(engine, options, work->entries)) status = find_stacks(call, work, err);
+  if (status || !kvs_wants_rows(engine, options, work->entries)) return status;
+  work->grid = slots_fit(call);
+  status = list_rows(call, work, err);
+  return status ? status : kvs_find_shape(work, cpu_slots(call), err);
+}
+
+int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+                      const struct kvs_options *options, struct kvs_error *err) {
+  int status = cover_tensors(engine, work->scratch, call, err);
+  return status ? status : find_shape(engine, work, call, options, err);
+}
+
+static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+                       const struct kvs_options *options, struct kvs_error *err) {
+  struct kvs_scratch *scratch = work->scratch;
+  bool disjoint;
+  int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
+  if (!status) status = cover_tensors(engine, scratch, call, err); /* so that the counts are believable below */
+  if (!status)
+    status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
+                                &scratch->plan, err);
+  if (!status && !disjoint) {
+    status = plan_tensors(call, 0, call->ntensors, true, &scratch->copies, err);
+    if (!status) status = check_disjoint(scratch, work, "block", call->ntensors, err);
+    scratch->copies.count = 0;
+  }
+  return status ? status : find_shape(engine, work, call, options, err);
+}
+
+/* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
+static int copy_ids(struct kvs_scratch *scratch, struct kvs_ids *ids, size_t at, struct kvs_error *err) {
+  if (at + ids->count > scratch->ids_capacity) {
+    size_t capacity = at + 2 * ids->count;
+    int64_t *grown = realloc(scratch->ids, capacity * sizeof *grown);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %zu block ids", capacity);
+    scratch->ids = grown;
+    scratch->ids_capacity = capacity;
+  }
+  int64_t *copy = scratch->ids + at;
+  kvs_ids_copy(ids, copy);
+  return KVS_OK;
+}
+
+int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
+                   const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
+                   const struct kvs_options *given, struct kvs_transfer **transfer, struct kvs_error *err) {
+  struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
+  struct kvs_options options;
+  kvs_options_resolve(engine, given, &options);
+  struct kvs_cache_call call = {
+      tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(&options)};
+  int status = kvs_open_for_work(engine, err);
+  if (status) return status;
+  if (direction != KVS_D2H && direction != KVS_H2D)
+    return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (offload) and 1 is H2D (onboard)", (int)direction);
+  struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
+  if (!scratch) return KVS_NOMEM;
+  struct kvs_work work = {.scratch = scratch,
+                          .direction = direction,
+                          .nblocks = gpu.count,
+                          .entries = gpu.count * ntensors,
+                          .plan = kvs_cache_plan,
+                          .layered = call.layered,
+                          .watch = kvs_watch_copies,
+                          .call = &call,
+                          .nlayers = ntensors};
+  for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu.count;
+  status = copy_ids(scratch, &gpu, 0, err);
+  if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
+  gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
+  cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
+  work.src_slots = scratch->ids + (direction == KVS_D2H ? 0 : gpu.count);
+  work.dst_slots = scratch->ids + (direction == KVS_D2H ? gpu.count : 0);
+  work.nslots = gpu.count;
+  if (!status) status = kvs_check_layer_options(&options, ntensors, err);
+  if (!status) status = check_cache(engine, &work, &call, &options, err);
+  if (!status) status = kvs_submit(engine, &work, &options, transfer, err);
+  kvs_scratch_put(engine, scratch);
+  return status;
+}
+
+/* -- raw pointers ---------------------------------------------------------------------------------------------- */
+
+struct batch_call {
+  const uint64_t *src, *dst, *nbytes;
+  bool one_size;
+  size_t count;
+};
+
+static int plan_batch(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
+  const struct batch_call *call = arg;
+  bool merge = form != KVS_FORM_SINGLE;
+  struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
+  copies->count = 0;
+  return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, err);
+}
+
+/* Entries whose places on the host follow one another are one run; they go in the order given. */
+static void find_batch_shape(struct kvs_work *work) {
+  const struct kvs_copies *copies = &work->scratch->copies;
+  const uint64_t *host = work->direction == KVS_D2H ? copies->dst : copies->src;
+  uint64_t runs = 0, skewed = 0, nbytes = 0;
+  for (size_t i = 0; i < copies->count; i++) {
+    runs += i == 0 || host[i] != host[i - 1] + copies->nbytes[i - 1];
+    if (host[i] % KVS_COST_LINE) skewed++, nbytes += copies->nbytes[i];
+  }
+  work->shape = (struct kvs_shape){.direction = work->direction,
+                                   .nbytes = work->nbytes,
+                                   .copies = copies->count,
+                                   .pieces = copies->count,
+                                   .skew_pieces = skewed,
+                                   .skew_nbytes = nbytes,
+                                   .rows = copies->count,
+                                   .runs = runs};
+}
+
+/* The region that holds all of an entry, or of a part of it that is followed by others (cover made sure). */
+static int find_region(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address, uint64_t nbytes,
+                       const struct kvs_side *side, struct kvs_region *region, struct kvs_error *err) {
+  if (region->nbytes && kvs_region_holds(region, address) && region->nbytes - (address - region->base) >= nbytes)
+    return KVS_OK;
+  int status = kvs_memory_cover(engine, scratch, address, nbytes, side, err);
+  if (!status) *region = *kvs_regions_find(&scratch->regions, address);
+  return status;
+}
+
+const char *kvs_direction_text(enum kvs_direction direction) {
+  static const char *const texts[] = {"device to host", "host to device", "within one kind of memory"};
+  return texts[direction];
+}
+
+enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct kvs_region *dst) {
+  bool src_device = src->memory == KVS_MEMORY_DEVICE, dst_device = dst->memory == KVS_MEMORY_DEVICE;
+  bool src_host = src->memory == KVS_MEMORY_PINNED || src->memory == KVS_MEMORY_PAGEABLE;
+  bool dst_host = dst->memory == KVS_MEMORY_PINNED || dst->memory == KVS_MEMORY_PAGEABLE;
+  if ((src_device && !dst_device) || (dst_host && !src_host)) return KVS_D2H;
+  if ((dst_device && !src_device) || (src_host && !dst_host)) return KVS_H2D;
+  return KVS_OTHER_DIRECTION;
+}
+
+/* On the planned copies, which were made in one reading of the caller's lists. */
+static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
+                       struct kvs_error *err) {
+  const struct kvs_copies *copies = &scratch->copies;
+  struct kvs_region src = {.nbytes = 0}, dst = {.nbytes = 0};
+  *direction = KVS_OTHER_DIRECTION;
+  for (size_t i = 0; i < copies->count; i++) {
+    uint64_t nbytes = copies->nbytes[i];
+    struct kvs_side from = {.name = "src_ptrs", .index = copies->block[i]};
+    struct kvs_side to = {.name = "dst_ptrs", .index = copies->block[i], .write = true};
+    int status = find_region(engine, scratch, copies->src[i], nbytes, &from, &src, err);
+    if (!status) status = find_region(engine, scratch, copies->dst[i], nbytes, &to, &dst, err);
+    if (!status && !dst.writable) status = kvs_memory_cover(engine, scratch, copies->dst[i], nbytes, &to, err);
+    if (status) return status;
+    enum kvs_direction this = kvs_direction_of(&src, &dst);
+    if (i == 0) *direction = this;
+    if (this != *direction)
+      return kvs_fail(err, KVS_INVALID, "copy %" PRIu32 " goes %s, copy 0 %s: one call moves one way", copies->block[i],
+                      kvs_direction_text(this), kvs_direction_text(*direction));
+  }
+  return KVS_OK;
+}
+
+int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
+                   bool one_size, size_t count, const struct kvs_options *given, struct kvs_transfer **transfer,
+                   struct kvs_error *err) {
+  struct batch_call call = {src, dst, nbytes, one_size, count};
+  struct kvs_options options;
+  kvs_options_resolve(engine, given, &options);
+  int status = kvs_open_for_work(engine, err);
+  if (status) return status;
+  struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
+  if (!scratch) return KVS_NOMEM;
+  struct kvs_work work = {.scratch = scratch,
+                          .nblocks = count,
+                          .entries = count,
+                          .plan = plan_batch,
+                          .planned = true,
+                          .watch = kvs_watch_copies,
+                          .call = &call};
+  status = kvs_check_layer_options(&options, 0, err);
+  if (!status) status = plan_batch(&call, KVS_FORM_COPIES, scratch, err);
+  if (!status) status = cover_batch(engine, scratch, &work.direction, err);
+  if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
+    scratch->copies.count = 0;
+    status = kvs_plan_batch(src, dst, nbytes, one_size, count, false, &scratch->copies, err);
+    if (!status) status = cover_batch(engine, scratch, &work.direction, err);
+  }
+  for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
+  if (!status) status = check_disjoint(scratch, &work, "entry", 0, err);
+  if (!status && kvs_may_cross_seams(&scratch->regions))
+    status = kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
+  find_batch_shape(&work);
+  if (!status) status = kvs_submit(engine, &work, &options, transfer, err);
+  kvs_scratch_put(engine, scratch);
+  return status;
+}

@@ -1,0 +1,112 @@
+/* Tables of rows: an engine's tensors are the same from transfer to transfer, so the kernels' table of them is uploaded
+ * once and found again by its contents. Uploads go on a stream of their own, on which nothing ever waits: whoever uses
+ * a table first must not have to wait for what another's transfer waits for. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/core.h"
+
+static uint64_t hash_of(const struct kvs_rows *rows) {
+  const uint64_t *words = (const uint64_t *)rows->items;
+  uint64_t hash = rows->count;
+  for (size_t i = 0; i < rows->count * sizeof *rows->items / 8; i++)
+    hash = (hash ^ words[i]) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+  return hash;
+}
+
+static const void *contents(const struct kvs_table_of_rows *table) {
+  return (const void *)(uintptr_t)table->staging->host;
+}
+
+/* The one with these rows; else one to be filled, in *free (NULL: all are in use). */
+static struct kvs_table_of_rows *find_locked(struct kvs_tables *tables, const struct kvs_rows *rows, uint64_t hash,
+                                             struct kvs_table_of_rows **free) {
+  *free = NULL;
+  for (size_t i = 0; i < KVS_TABLES; i++) {
+    struct kvs_table_of_rows *table = &tables->items[i];
+    if (table->count == rows->count && table->hash == hash &&
+        memcmp(contents(table), rows->items, rows->count * sizeof *rows->items) == 0)
+      return table;
+    if (!table->users && (!*free || table->last_used < (*free)->last_used)) *free = table;
+  }
+  return NULL;
+}
+
+/* Nobody reads the table any more, and what was there has arrived long ago. */
+static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, const struct kvs_rows *rows,
+                       uint64_t hash, struct kvs_error *err) {
+  size_t nbytes = rows->count * sizeof *rows->items;
+  int status = KVS_OK;
+  table->count = 0;
+  if (table->staging && table->staging->nbytes < nbytes) {
+    /* An upload whose event was refused may still read what would be given to others. */
+    status = kvs_dev_stream_query(engine->device, engine->tables.upload, err);
+    if (status) return status;
+    kvs_engine_staging_put(engine, table->staging);
+    table->staging = NULL;
+  }
+  if (!table->staging) status = kvs_engine_staging_get(engine, nbytes, &table->staging, err);
+  if (status) return status;
+  memcpy((void *)(uintptr_t)table->staging->host, rows->items, nbytes);
+  status =
+      kvs_dev_copy(engine->device, table->staging->device, table->staging->host, nbytes, engine->tables.upload, err);
+  if (!status) status = kvs_dev_event_record(engine->device, table->uploaded, engine->tables.upload, err);
+  if (status) return status;
+  table->arrived = false;
+  table->hash = hash;
+  table->count = rows->count;
+  return KVS_OK;
+}
+
+static int wait_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, kvs_stream spine,
+                       struct kvs_error *err) {
+  if (table->arrived) return KVS_OK;
+  int status = kvs_dev_event_query(engine->device, table->uploaded, err);
+  if (status == KVS_OK) table->arrived = true;
+  return status == KVS_NOT_READY ? kvs_dev_stream_wait(engine->device, spine, table->uploaded, err) : status;
+}
+
+int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, kvs_stream spine,
+                  struct kvs_table_of_rows **found, uint64_t *address, struct kvs_error *err) {
+  struct kvs_tables *tables = &engine->tables;
+  struct kvs_table_of_rows *free;
+  uint64_t hash = hash_of(rows);
+  int status = KVS_OK;
+  pthread_mutex_lock(&tables->lock);
+  struct kvs_table_of_rows *table = find_locked(tables, rows, hash, &free);
+  if (!table && !free) status = kvs_fail(err, KVS_NOT_READY, "all %d tables of rows are in use", KVS_TABLES);
+  if (!table && free) status = fill_locked(engine, table = free, rows, hash, err);
+  if (!status) status = wait_locked(engine, table, spine, err);
+  if (!status) {
+    table->users++;
+    table->last_used = ++tables->clock;
+    *found = table;
+    *address = table->staging->device;
+  }
+  pthread_mutex_unlock(&tables->lock);
+  return status;
+}
+
+void kvs_table_put(struct kvs_engine *engine, struct kvs_table_of_rows *table) {
+  pthread_mutex_lock(&engine->tables.lock);
+  table->users--;
+  pthread_mutex_unlock(&engine->tables.lock);
+}
+
+int kvs_tables_open(struct kvs_engine *engine, struct kvs_error *err) {
+  struct kvs_tables *tables = &engine->tables;
+  int status = kvs_dev_stream_create(engine->device, engine->device->info.priority_high, &tables->upload, err);
+  for (size_t i = 0; !status && i < KVS_TABLES; i++)
+    status = kvs_dev_event_create(engine->device, false, &tables->items[i].uploaded, err);
+  return status;
+}
+
+void kvs_tables_close(struct kvs_engine *engine) {
+  struct kvs_tables *tables = &engine->tables;
+  struct kvs_error ignored;
+  for (size_t i = 0; i < KVS_TABLES; i++) {
+    if (tables->items[i].staging) kvs_engine_staging_put(engine, tables->items[i].staging);
+    if (tables->items[i].uploaded) (void)kvs_dev_event_destroy(engine->device, tables->items[i].uploaded, &ignored);
+  }
+  if (tables->upload) (void)kvs_dev_stream_destroy(engine->device, tables->upload, &ignored);
+}

@@ -1,0 +1,361 @@
+/* A GPU behind device.h, through the driver API alone.
+ *
+ * Every member follows one form: enter (make the device's primary context current and the thread's capture mode
+ * relaxed), one driver call, leave (put both back and turn the code into a status). So any thread may call, whatever is
+ * current on it, and a graph capture that runs elsewhere in the process is never invalidated. Errors are not looked
+ * for: whatever call reports a fault of earlier work returns KVS_LOST (kvs_cuda_status), and the wrappers of device.c
+ * remember it. */
+#include <stdlib.h>
+
+#include "cuda/device.h"
+
+/* Larger batches have crashed drivers; at this size a call's fixed cost no longer shows. */
+enum { BATCH_MAX = 8192 };
+
+int kvs_cuda_enter(struct kvs_cuda_scope *scope, struct kvs_device *device, struct kvs_error *err) {
+  kvs_cu_context popped = NULL;
+  scope->device = (struct kvs_cuda_device *)device;
+  scope->cu = scope->device->cu;
+  scope->mode = KVS_CU_CAPTURE_MODE_RELAXED;
+  int code = scope->cu->cuCtxPushCurrent(scope->device->context);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(scope->cu, code, "cuCtxPushCurrent", err);
+  code = scope->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
+  if (code == KVS_CU_SUCCESS) return KVS_OK;
+  (void)scope->cu->cuCtxPopCurrent(&popped); /* the first failure is the one to tell of */
+  return kvs_cuda_result(scope->cu, code, "cuThreadExchangeStreamCaptureMode", err);
+}
+
+int kvs_cuda_leave(struct kvs_cuda_scope *scope, int code, const char *operation, struct kvs_error *err) {
+  kvs_cu_context popped = NULL;
+  int restored = scope->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
+  int left = scope->cu->cuCtxPopCurrent(&popped);
+  /* The operation's own outcome first: if it was queued, the caller must not take it for refused. */
+  if (code == KVS_CU_SUCCESS && kvs_cuda_status(restored) == KVS_LOST)
+    return kvs_cuda_result(scope->cu, restored, "cuThreadExchangeStreamCaptureMode", err);
+  if (code == KVS_CU_SUCCESS && kvs_cuda_status(left) == KVS_LOST)
+    return kvs_cuda_result(scope->cu, left, "cuCtxPopCurrent", err);
+  return kvs_cuda_result(scope->cu, code, operation, err);
+}
+
+static int stream_create(struct kvs_device *device, int priority, kvs_stream *stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  kvs_cu_stream made = NULL;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuStreamCreateWithPriority(&made, KVS_CU_STREAM_NON_BLOCKING, priority);
+  status = kvs_cuda_leave(&scope, code, "cuStreamCreateWithPriority", err);
+  if (status == KVS_OK) *stream = (uintptr_t)made;
+  return status;
+}
+
+static int stream_destroy(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  return kvs_cuda_leave(&scope, scope.cu->cuStreamDestroy(kvs_cuda_stream(stream)), "cuStreamDestroy", err);
+}
+
+static int stream_query(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  return kvs_cuda_leave(&scope, scope.cu->cuStreamQuery(kvs_cuda_stream(stream)), "cuStreamQuery", err);
+}
+
+static int stream_info(struct kvs_device *device, kvs_stream stream, struct kvs_stream_info *info,
+                       struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int capture = KVS_CU_CAPTURE_STATUS_NONE;
+  unsigned long long id = stream == 0 ? KVS_STREAM_LEGACY : stream; /* before CUDA 12 the handle is all there is */
+  const char *operation = "cuStreamIsCapturing";
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuStreamIsCapturing(kvs_cuda_stream(stream), &capture);
+  bool implicit = code == KVS_CU_CAPTURE_IMPLICIT; /* the legacy stream, while a stream that it waits for is captured */
+  if (implicit) code = KVS_CU_SUCCESS;
+  bool capturing = implicit || capture != KVS_CU_CAPTURE_STATUS_NONE;
+  if (code == KVS_CU_SUCCESS && !capturing && scope.cu->cuStreamGetId) { /* asking would end the capture */
+    operation = "cuStreamGetId";
+    code = scope.cu->cuStreamGetId(kvs_cuda_stream(stream), &id);
+  }
+  status = kvs_cuda_leave(&scope, code, operation, err);
+  if (status == KVS_OK) *info = (struct kvs_stream_info){id, capturing};
+  return status;
+}
+
+static int synchronize(struct kvs_device *device, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  return kvs_cuda_leave(&scope, scope.cu->cuCtxSynchronize(), "cuCtxSynchronize", err);
+}
+
+static int event_create(struct kvs_device *device, bool timing, kvs_event *event, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  kvs_cu_event made = NULL;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuEventCreate(&made, timing ? KVS_CU_EVENT_DEFAULT : KVS_CU_EVENT_DISABLE_TIMING);
+  status = kvs_cuda_leave(&scope, code, "cuEventCreate", err);
+  if (status == KVS_OK) *event = (uintptr_t)made;
+  return status;
+}
+
+static int event_destroy(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  return kvs_cuda_leave(&scope, scope.cu->cuEventDestroy(kvs_cuda_event(event)), "cuEventDestroy", err);
+}
+
+static int event_record(struct kvs_device *device, kvs_event event, kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuEventRecord(kvs_cuda_event(event), kvs_cuda_stream(stream));
+  return kvs_cuda_leave(&scope, code, "cuEventRecord", err);
+}
+
+static int event_query(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  return kvs_cuda_leave(&scope, scope.cu->cuEventQuery(kvs_cuda_event(event)), "cuEventQuery", err);
+}
+
+static int event_elapsed(struct kvs_device *device, kvs_event from, kvs_event to, uint64_t *ns, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  float ms = 0;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuEventElapsedTime(&ms, kvs_cuda_event(from), kvs_cuda_event(to));
+  status = kvs_cuda_leave(&scope, code, "cuEventElapsedTime", err);
+  if (status == KVS_OK) *ns = ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
+  return status;
+}
+
+static int stream_wait(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuStreamWaitEvent(kvs_cuda_stream(stream), kvs_cuda_event(event), 0);
+  return kvs_cuda_leave(&scope, code, "cuStreamWaitEvent", err);
+}
+
+static int copy(struct kvs_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvs_stream stream,
+                struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuMemcpyAsync(dst, src, nbytes, kvs_cuda_stream(stream));
+  return kvs_cuda_leave(&scope, code, "cuMemcpyAsync", err);
+}
+
+/* The lists go to the driver as they are: uint64_t, CUdeviceptr (unsigned long long) and size_t are the same 8 bytes.
+ * The driver reads them during the call and writes none, although its prototype has no const. */
+static int copy_some(const struct kvs_cuda_driver *cu, const struct kvs_copies *copies, size_t from, size_t count,
+                     kvs_stream stream) {
+  struct kvs_cu_copy_attributes attributes = {.source_order = KVS_CU_SOURCE_ORDER_STREAM};
+  size_t first = 0, failed = 0; /* the one attribute serves all copies, from the first on */
+  kvs_cu_deviceptr *dst = (kvs_cu_deviceptr *)(void *)(copies->dst + from);
+  kvs_cu_deviceptr *src = (kvs_cu_deviceptr *)(void *)(copies->src + from);
+  size_t *nbytes = (size_t *)(void *)(copies->nbytes + from);
+  _Static_assert(sizeof(kvs_cu_deviceptr) == 8 && sizeof(size_t) == 8, "the lists of kvs_copies");
+  if (cu->cuMemcpyBatchAsync)
+    return cu->cuMemcpyBatchAsync(dst, src, nbytes, count, &attributes, &first, 1, kvs_cuda_stream(stream));
+  return cu->cuMemcpyBatchAsync_12080(dst, src, nbytes, count, &attributes, &first, 1, &failed,
+                                      kvs_cuda_stream(stream));
+}
+
+static int copy_batch(struct kvs_device *device, const struct kvs_copies *copies, size_t from, size_t to,
+                      kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int code = KVS_CU_SUCCESS;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  while (from < to && code == KVS_CU_SUCCESS) {
+    size_t count = to - from < BATCH_MAX ? to - from : BATCH_MAX;
+    code = copy_some(scope.cu, copies, from, count, stream);
+    from += count;
+  }
+  return kvs_cuda_leave(&scope, code, "cuMemcpyBatchAsync", err);
+}
+
+static int copy_2d(const struct kvs_cuda_driver *cu, const struct kvs_rect *rect, kvs_stream stream) {
+  const struct kvs_cu_copy_2d box = {
+      .src_memory = KVS_CU_MEMORY_UNIFIED,
+      .src_device = rect->src,
+      .src_pitch = rect->src_pitch,
+      .dst_memory = KVS_CU_MEMORY_UNIFIED,
+      .dst_device = rect->dst,
+      .dst_pitch = rect->dst_pitch,
+      .width = rect->width,
+      .height = rect->height,
+  };
+  return cu->cuMemcpy2DAsync(&box, kvs_cuda_stream(stream));
+}
+
+static int copy_3d(const struct kvs_cuda_driver *cu, const struct kvs_rect *rect, kvs_stream stream) {
+  const struct kvs_cu_copy_3d box = {
+      .src_memory = KVS_CU_MEMORY_UNIFIED,
+      .src_device = rect->src,
+      .src_pitch = rect->src_pitch,
+      .src_height = rect->src_height,
+      .dst_memory = KVS_CU_MEMORY_UNIFIED,
+      .dst_device = rect->dst,
+      .dst_pitch = rect->dst_pitch,
+      .dst_height = rect->dst_height,
+      .width = rect->width,
+      .height = rect->height,
+      .depth = rect->depth,
+  };
+  return cu->cuMemcpy3DAsync(&box, kvs_cuda_stream(stream));
+}
+
+static int copy_rect(struct kvs_device *device, const struct kvs_rect *rect, kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  if (rect->depth == 1) return kvs_cuda_leave(&scope, copy_2d(scope.cu, rect, stream), "cuMemcpy2DAsync", err);
+  return kvs_cuda_leave(&scope, copy_3d(scope.cu, rect, stream), "cuMemcpy3DAsync", err);
+}
+
+static int fill(struct kvs_device *device, uint64_t dst, uint32_t word, size_t nwords, kvs_stream stream,
+                struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuMemsetD32Async(dst, word, nwords, kvs_cuda_stream(stream));
+  return kvs_cuda_leave(&scope, code, "cuMemsetD32Async", err);
+}
+
+static int write32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  if (!device->info.memops) return kvs_fail(err, KVS_UNSUPPORTED, "this driver has no stream memory operations");
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuStreamWriteValue32(kvs_cuda_stream(stream), ptr, value, KVS_CU_WRITE_VALUE_DEFAULT);
+  return kvs_cuda_leave(&scope, code, "cuStreamWriteValue32", err);
+}
+
+static int wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_stream stream, struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  if (!device->info.memops) return kvs_fail(err, KVS_UNSUPPORTED, "this driver has no stream memory operations");
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuStreamWaitValue32(kvs_cuda_stream(stream), ptr, value, KVS_CU_WAIT_VALUE_GEQ);
+  return kvs_cuda_leave(&scope, code, "cuStreamWaitValue32", err);
+}
+
+/* Whether stream memory operations work, by doing them: the device attributes say no on drivers where they do. The word
+ * stays allocated until close, because freeing device memory waits for the whole device. */
+static bool probe_memops(struct kvs_cuda_device *device) {
+  const struct kvs_cuda_driver *cu = device->cu;
+  kvs_cu_stream stream = NULL;
+  if (!cu->cuStreamWriteValue32 || !cu->cuStreamWaitValue32) return false;
+  if (cu->cuMemAlloc(&device->scratch, 256) != KVS_CU_SUCCESS) {
+    device->scratch = 0;
+    return false;
+  }
+  if (cu->cuStreamCreateWithPriority(&stream, KVS_CU_STREAM_NON_BLOCKING, 0) != KVS_CU_SUCCESS) return false;
+  bool works = cu->cuStreamWriteValue32(stream, device->scratch, 1, KVS_CU_WRITE_VALUE_DEFAULT) == KVS_CU_SUCCESS &&
+               cu->cuStreamWaitValue32(stream, device->scratch, 1, KVS_CU_WAIT_VALUE_GEQ) == KVS_CU_SUCCESS;
+  return cu->cuStreamDestroy(stream) == KVS_CU_SUCCESS && works;
+}
+
+/* Results are dropped on purpose: the device may be lost, and closing goes on to the end in any case. */
+static void close_device(struct kvs_device *base) {
+  struct kvs_cuda_device *device = (struct kvs_cuda_device *)base;
+  struct kvs_cuda_scope scope;
+  struct kvs_error ignored;
+  if (kvs_cuda_enter(&scope, base, &ignored) == KVS_OK) {
+    kvs_cuda_kernels_unload(device);
+    if (device->scratch) (void)device->cu->cuMemFree(device->scratch);
+    (void)kvs_cuda_leave(&scope, KVS_CU_SUCCESS, "cuCtxPopCurrent", &ignored);
+  }
+  (void)device->cu->cuDevicePrimaryCtxRelease(device->handle);
+  free(device);
+}
+
+static const struct kvs_device_ops cuda_ops = {
+    .kind = "cuda",
+    .close = close_device,
+    .alloc = kvs_cuda_alloc,
+    .free = kvs_cuda_free,
+    .host_alloc = kvs_cuda_host_alloc,
+    .host_free = kvs_cuda_host_free,
+    .host_register = kvs_cuda_host_register,
+    .host_unregister = kvs_cuda_host_unregister,
+    .pointer_query = kvs_cuda_pointer_query,
+    .stream_create = stream_create,
+    .stream_destroy = stream_destroy,
+    .stream_query = stream_query,
+    .stream_info = stream_info,
+    .synchronize = synchronize,
+    .event_create = event_create,
+    .event_destroy = event_destroy,
+    .event_record = event_record,
+    .event_query = event_query,
+    .event_elapsed = event_elapsed,
+    .stream_wait = stream_wait,
+    .copy = copy,
+    .copy_batch = copy_batch,
+    .copy_direct = NULL,
+    .copy_rect = copy_rect,
+    .fill = fill,
+    .launch = kvs_cuda_launch,
+    .write32 = write32,
+    .wait32 = wait32,
+    .share = &kvs_cuda_share_ops,
+};
+
+/* What has to be asked in the context, and what has to exist before work runs. */
+static int prepare(struct kvs_cuda_device *device, struct kvs_error *err) {
+  struct kvs_device_info *info = &device->base.info;
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, &device->base, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuCtxGetStreamPriorityRange(&info->priority_low, &info->priority_high);
+  if (code == KVS_CU_SUCCESS) {
+    info->memops = probe_memops(device);
+    kvs_cuda_kernels_load(device);
+  }
+  return kvs_cuda_leave(&scope, code, "cuCtxGetStreamPriorityRange", err);
+}
+
+static int check_unified(const struct kvs_cuda_device *device, struct kvs_error *err) {
+  int unified = 0;
+  int code = device->cu->cuDeviceGetAttribute(&unified, KVS_CU_DEVICE_UNIFIED_ADDRESSING, device->handle);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(device->cu, code, "cuDeviceGetAttribute", err);
+  if (!unified) return kvs_fail(err, KVS_UNSUPPORTED, "%s has no unified addresses", device->base.info.name);
+  return KVS_OK;
+}
+
+int kvs_device_cuda_open(int ordinal, struct kvs_device **opened, struct kvs_error *err) {
+  const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
+  if (!cu) return err->status;
+  struct kvs_cuda_device *device = calloc(1, sizeof *device);
+  if (!device) return kvs_fail(err, KVS_NOMEM, "out of memory");
+  device->base.ops = &cuda_ops;
+  device->base.ordinal = ordinal;
+  device->base.fork_generation = kvs_fork_generation();
+  device->cu = cu;
+  int status = kvs_cuda_device_get(cu, ordinal, &device->handle, err);
+  if (status == KVS_OK) status = kvs_cuda_info(ordinal, &device->base.info, err);
+  if (status == KVS_OK) status = check_unified(device, err);
+  if (status == KVS_OK)
+    status = kvs_cuda_result(cu, cu->cuDevicePrimaryCtxRetain(&device->context, device->handle),
+                             "cuDevicePrimaryCtxRetain", err);
+  if (status != KVS_OK) goto no_context;
+  status = prepare(device, err);
+  if (status != KVS_OK) goto no_device;
+  *opened = &device->base;
+  return KVS_OK;
+
+no_device:
+  close_device(&device->base);
+  return status;
+no_context:
+  free(device);
+  return status;
+}

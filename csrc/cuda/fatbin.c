@@ -1,0 +1,37 @@
+/* Embeds the fatbin that the build names in KVSWAP_FATBIN (a path, quoted), with the assembler's .incbin: no generated
+ * source, no array of numbers to compile. A program that compiles csrc/ by itself need not define it. */
+#include "cuda/fatbin.h"
+
+#ifdef KVSWAP_FATBIN
+
+/* 64 bytes: the driver reads the image as 8-byte fields. */
+__asm__(".pushsection .rodata.kvs_fatbin, \"a\", %progbits\n"
+        ".balign 64\n"
+        ".globl kvs_fatbin\n"
+        ".hidden kvs_fatbin\n"
+        ".type kvs_fatbin, %object\n"
+        "kvs_fatbin:\n"
+        ".incbin \"" KVSWAP_FATBIN "\"\n"
+        "kvs_fatbin_end:\n"
+        ".byte 0\n" /* so that the size of the object is never 0 */
+        ".size kvs_fatbin, . - kvs_fatbin\n"
+        ".balign 8\n"
+        ".globl kvs_fatbin_nbytes\n"
+        ".hidden kvs_fatbin_nbytes\n"
+        ".type kvs_fatbin_nbytes, %object\n"
+        "kvs_fatbin_nbytes:\n"
+        ".quad kvs_fatbin_end - kvs_fatbin\n"
+        ".size kvs_fatbin_nbytes, 8\n"
+        ".popsection\n");
+
+_Static_assert(sizeof(size_t) == 8, "kvs_fatbin_nbytes is written as 8 bytes");
+
+const char kvs_fatbin_archs[] = KVSWAP_FATBIN_ARCHS;
+
+#else
+
+const unsigned char kvs_fatbin[1] = {0};
+const size_t kvs_fatbin_nbytes = 0;
+const char kvs_fatbin_archs[] = "";
+
+#endif

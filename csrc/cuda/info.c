@@ -1,0 +1,145 @@
+/* What can be known of the CUDA devices without a context, which would cost hundreds of MiB on each: none is made here.
+ */
+#include <ctype.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "cuda/device.h"
+
+int kvs_cuda_count(int *count, struct kvs_error *err) {
+  *count = 0;
+  const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
+  if (!cu) return KVS_OK; /* the reason stays in *err */
+  return kvs_cuda_result(cu, cu->cuDeviceGetCount(count), "cuDeviceGetCount", err);
+}
+
+int kvs_cuda_device_get(const struct kvs_cuda_driver *cu, int ordinal, kvs_cu_device *handle, struct kvs_error *err) {
+  int count = 0;
+  int status = kvs_cuda_result(cu, cu->cuDeviceGetCount(&count), "cuDeviceGetCount", err);
+  if (status != KVS_OK) return status;
+  if (ordinal < 0 || ordinal >= count)
+    return kvs_fail(err, KVS_UNSUPPORTED, "cuda:%d: this process sees %d CUDA device%s", ordinal, count,
+                    count == 1 ? "" : "s");
+  return kvs_cuda_result(cu, cu->cuDeviceGet(handle, ordinal), "cuDeviceGet", err);
+}
+
+static int numa_node(const char *pci) {
+  char path[96];
+  int node = -1;
+  snprintf(path, sizeof path, "/sys/bus/pci/devices/%s/numa_node", pci);
+  FILE *file = fopen(path, "re");
+  if (!file) return -1;
+  if (fscanf(file, "%d", &node) != 1) node = -1;
+  fclose(file);
+  return node;
+}
+
+static int read_attributes(const struct kvs_cuda_driver *cu, kvs_cu_device handle, struct kvs_device_info *info,
+                           struct kvs_error *err) {
+  int pitch = 0;
+  const struct {
+    int attribute, *value;
+  } wanted[] = {
+      {KVS_CU_DEVICE_MAX_PITCH, &pitch},
+      {KVS_CU_DEVICE_SMS, &info->sms},
+      {KVS_CU_DEVICE_COPY_ENGINES, &info->copy_engines},
+      {KVS_CU_DEVICE_CC_MAJOR, &info->cc_major},
+      {KVS_CU_DEVICE_CC_MINOR, &info->cc_minor},
+  };
+  for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+    int code = cu->cuDeviceGetAttribute(wanted[i].value, wanted[i].attribute, handle);
+    if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuDeviceGetAttribute", err);
+  }
+  info->max_pitch = pitch < 0 ? 0 : (uint64_t)pitch;
+  return KVS_OK;
+}
+
+int kvs_cuda_info(int ordinal, struct kvs_device_info *info, struct kvs_error *err) {
+  const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
+  kvs_cu_device handle = 0;
+  struct kvs_cu_uuid uuid = {{0}};
+  size_t memory = 0;
+  memset(info, 0, sizeof *info);
+  if (!cu) return err->status;
+  int status = kvs_cuda_device_get(cu, ordinal, &handle, err);
+  if (status == KVS_OK)
+    status =
+        kvs_cuda_result(cu, cu->cuDeviceGetName(info->name, (int)sizeof info->name, handle), "cuDeviceGetName", err);
+  if (status == KVS_OK)
+    status = kvs_cuda_result(cu, cu->cuDeviceGetPCIBusId(info->pci, (int)sizeof info->pci, handle),
+                             "cuDeviceGetPCIBusId", err);
+  if (status == KVS_OK) status = kvs_cuda_result(cu, cu->cuDeviceGetUuid(&uuid, handle), "cuDeviceGetUuid", err);
+  if (status == KVS_OK) status = kvs_cuda_result(cu, cu->cuDeviceTotalMem(&memory, handle), "cuDeviceTotalMem", err);
+  if (status == KVS_OK) status = read_attributes(cu, handle, info, err);
+  if (status != KVS_OK) return status;
+  for (char *c = info->pci; *c; c++) *c = (char)tolower((unsigned char)*c); /* as the kernel writes it */
+  memcpy(info->uuid, uuid.bytes, sizeof info->uuid);
+  info->memory = memory;
+  info->driver = cu->version;
+  info->numa_node = numa_node(info->pci);
+  info->batch = cu->cuMemcpyBatchAsync || cu->cuMemcpyBatchAsync_12080;
+  snprintf(info->kernels_note, sizeof info->kernels_note, "not loaded: the device is not open");
+  return KVS_OK;
+}
+
+/* Makes the primary context of some device current, if one is alive; *held is that device. A context that dies between
+ * the look and the retain is made anew and released again at once. */
+static bool borrow_context(const struct kvs_cuda_driver *cu, kvs_cu_device *held) {
+  int count = 0;
+  if (cu->cuDeviceGetCount(&count) != KVS_CU_SUCCESS) return false;
+  for (int i = 0; i < count; i++) {
+    kvs_cu_context context = NULL;
+    unsigned flags = 0;
+    int active = 0;
+    if (cu->cuDeviceGet(held, i) != KVS_CU_SUCCESS) continue;
+    if (cu->cuDevicePrimaryCtxGetState(*held, &flags, &active) != KVS_CU_SUCCESS || !active) continue;
+    if (cu->cuDevicePrimaryCtxRetain(&context, *held) != KVS_CU_SUCCESS) continue;
+    if (cu->cuCtxPushCurrent(context) == KVS_CU_SUCCESS) return true;
+    cu->cuDevicePrimaryCtxRelease(*held);
+  }
+  return false;
+}
+
+int kvs_cuda_pointer_device(uint64_t ptr, int *ordinal, struct kvs_error *err) {
+  const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
+  kvs_cu_context current = NULL;
+  kvs_cu_device held = 0;
+  struct kvs_cuda_pointer pointer;
+  if (!cu) return err->status;
+  int code = cu->cuCtxGetCurrent(&current);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuCtxGetCurrent", err);
+  bool borrowed = !current && borrow_context(cu, &held);
+  if (!current && !borrowed)
+    return kvs_fail(err, KVS_INVALID, "address 0x%llx belongs to no CUDA device: none is in use",
+                    (unsigned long long)ptr);
+  code = kvs_cuda_pointer_attributes(cu, ptr, &pointer);
+  if (borrowed) {
+    cu->cuCtxPopCurrent(&current);
+    cu->cuDevicePrimaryCtxRelease(held);
+  }
+  if (code != KVS_CU_SUCCESS && code != KVS_CU_INVALID_VALUE)
+    return kvs_cuda_result(cu, code, "cuPointerGetAttributes", err);
+  if (!pointer.known || pointer.ordinal < 0 || (pointer.memory == KVS_CU_MEMORY_HOST && !pointer.managed))
+    return kvs_fail(err, KVS_INVALID, "address 0x%llx belongs to no CUDA device", (unsigned long long)ptr);
+  *ordinal = pointer.ordinal;
+  return KVS_OK;
+}
+
+int kvs_cuda_current(int *ordinal, struct kvs_error *err) {
+  const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
+  kvs_cu_context context = NULL;
+  kvs_cu_device device = 0, other = 0;
+  int count = 0;
+  *ordinal = 0;
+  if (!cu) return err->status;
+  int code = cu->cuCtxGetCurrent(&context);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuCtxGetCurrent", err);
+  if (!context) return KVS_OK;
+  code = cu->cuCtxGetDevice(&device);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuCtxGetDevice", err);
+  code = cu->cuDeviceGetCount(&count);
+  if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuDeviceGetCount", err);
+  for (int i = 0; i < count; i++) /* a handle is not promised to be an ordinal */
+    if (cu->cuDeviceGet(&other, i) == KVS_CU_SUCCESS && other == device) *ordinal = i;
+  return KVS_OK;
+}

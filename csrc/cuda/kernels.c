@@ -1,0 +1,88 @@
+/* Loads the embedded kernels and launches them.
+ *
+ * Everything is loaded at open. A driver that loads lazily would otherwise load a kernel at its first launch, which
+ * waits for the whole device: beside a kernel that waits for the launch to come, for ever. */
+#include <stdio.h>
+
+#include "cuda/device.h"
+#include "cuda/fatbin.h"
+
+enum { SHARED_BY_DEFAULT = 48 * 1024 }; /* dynamic shared memory that a kernel may have without asking */
+
+static const struct {
+  const char *symbol;
+  size_t params_nbytes;
+} kernels[KVS_KERNELS] = {
+#define X(name, symbol, params) [KVS_KERNEL_##name] = {#symbol, sizeof(struct params)},
+    KVS_KERNEL_LIST(X)
+#undef X
+};
+
+static int load_functions(struct kvs_cuda_device *device, const char **operation) {
+  const struct kvs_cuda_driver *cu = device->cu;
+  for (int i = 0; i < KVS_KERNELS; i++) {
+    *operation = "cuModuleGetFunction";
+    int code = cu->cuModuleGetFunction(&device->functions[i], device->module, kernels[i].symbol);
+    if (code != KVS_CU_SUCCESS) return code;
+    *operation = "cuFuncLoad";
+    if (cu->cuFuncLoad) code = cu->cuFuncLoad(device->functions[i]);
+    if (code != KVS_CU_SUCCESS) return code;
+  }
+  return KVS_CU_SUCCESS;
+}
+
+void kvs_cuda_kernels_load(struct kvs_cuda_device *device) {
+  struct kvs_device_info *info = &device->base.info;
+  const char *operation = "cuModuleLoadData", *name = NULL;
+  info->kernels = false;
+  if (kvs_fatbin_nbytes == 0) {
+    snprintf(info->kernels_note, sizeof info->kernels_note, "built without nvcc");
+    return;
+  }
+  int code = device->cu->cuModuleLoadData(&device->module, kvs_fatbin);
+  if (code != KVS_CU_SUCCESS) device->module = NULL;
+  if (code == KVS_CU_SUCCESS) code = load_functions(device, &operation);
+  if (code == KVS_CU_SUCCESS) {
+    info->kernels = true;
+    snprintf(info->kernels_note, sizeof info->kernels_note, "%s", kvs_fatbin_archs);
+    return;
+  }
+  kvs_cuda_kernels_unload(device);
+  if (device->cu->cuGetErrorName(code, &name) != KVS_CU_SUCCESS || !name) name = "?";
+  snprintf(info->kernels_note, sizeof info->kernels_note, "%s on sm_%d%d: %s (%d); built for %s", operation,
+           info->cc_major, info->cc_minor, name, code, kvs_fatbin_archs);
+}
+
+void kvs_cuda_kernels_unload(struct kvs_cuda_device *device) {
+  if (device->module) (void)device->cu->cuModuleUnload(device->module); /* nothing is left to do if it fails */
+  device->module = NULL;
+}
+
+int kvs_cuda_launch(struct kvs_device *base, const struct kvs_launch *launch, kvs_stream stream,
+                    struct kvs_error *err) {
+  struct kvs_cuda_device *device = (struct kvs_cuda_device *)base;
+  struct kvs_cuda_scope scope;
+  void *params[] = {(void *)(uintptr_t)launch->params}; /* the driver copies from it */
+  const char *operation = "cuLaunchKernel";
+  int code = KVS_CU_SUCCESS;
+  if (!device->module)
+    return kvs_fail(err, KVS_UNSUPPORTED, "kernels are not available on this device: %s", base->info.kernels_note);
+  bool whole_warps = launch->kernel == KVS_KERNEL_DELAY || launch->threads % 32 == 0; /* the others shuffle */
+  if (launch->params_nbytes != kernels[launch->kernel].params_nbytes || !whole_warps)
+    return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, operation,
+                           "%s: %zu bytes of parameters, %u threads", kernels[launch->kernel].symbol,
+                           launch->params_nbytes, launch->threads);
+  int status = kvs_cuda_enter(&scope, base, err);
+  if (status != KVS_OK) return status;
+  kvs_cu_function function = device->functions[launch->kernel];
+  if (launch->shared_nbytes > SHARED_BY_DEFAULT) {
+    operation = "cuFuncSetAttribute";
+    code = scope.cu->cuFuncSetAttribute(function, KVS_CU_FUNCTION_DYNAMIC_SHARED, (int)launch->shared_nbytes);
+  }
+  if (code == KVS_CU_SUCCESS) {
+    operation = "cuLaunchKernel";
+    code = scope.cu->cuLaunchKernel(function, launch->grid, 1, 1, launch->threads, 1, 1, launch->shared_nbytes,
+                                    kvs_cuda_stream(stream), params, NULL);
+  }
+  return kvs_cuda_leave(&scope, code, operation, err);
+}

@@ -1,0 +1,311 @@
+/* The wrappers of the seam: one way in for every call on a device.
+ *
+ * Each wrapper refuses in a forked child and on a lost device, lets a test's fault happen instead of the call, makes
+ * the call, and notes a loss, so that no implementation has to. The gate is the same for all members; what differs is
+ * only the arguments, hence the macro below. */
+#include "device/hooks.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* -- fork: a child may not use a device that its parent opened ------------------------------------------------- */
+
+static unsigned fork_generation; /* written only in the child of a fork, where one thread exists */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void forked(void) { fork_generation++; }
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, forked); }
+
+unsigned kvs_fork_generation(void) {
+  pthread_once(&fork_once, watch_fork);
+  return fork_generation;
+}
+
+/* -- faults ---------------------------------------------------------------------------------------------------- */
+
+struct kvs_faults {
+  pthread_mutex_t lock;
+  struct kvs_fault fault[KVS_FAULT_KINDS]; /* guarded by lock */
+  uint64_t seen[KVS_FAULT_KINDS];          /* guarded by lock */
+};
+
+static struct kvs_faults *faults_of(struct kvs_device *device) {
+  return atomic_load_explicit(&device->faults, memory_order_acquire);
+}
+
+int kvs_dev_fault_set(struct kvs_device *device, enum kvs_fault_kind kind, const struct kvs_fault *fault,
+                      struct kvs_error *err) {
+  struct kvs_faults *faults = faults_of(device);
+  if (!faults) {
+    struct kvs_faults *none = NULL;
+    faults = calloc(1, sizeof *faults);
+    if (!faults) return kvs_fail(err, KVS_NOMEM, "no memory for the device's faults");
+    pthread_mutex_init(&faults->lock, NULL);
+    if (!atomic_compare_exchange_strong(&device->faults, &none, faults)) {
+      free(faults);
+      faults = none;
+    }
+  }
+  pthread_mutex_lock(&faults->lock);
+  faults->fault[kind] = *fault;
+  faults->seen[kind] = 0;
+  pthread_mutex_unlock(&faults->lock);
+  return KVS_OK;
+}
+
+/* Whether occurrence `seen` (from 1) is one that the fault hits. */
+static bool hits(const struct kvs_fault *fault, uint64_t seen) {
+  if (fault->action == KVS_FAULT_NONE || seen < fault->nth) return false;
+  return seen == fault->nth || (fault->every != 0 && (seen - fault->nth) % fault->every == 0);
+}
+
+static int fault_call(struct kvs_device *device, const char *operation, struct kvs_error *err) {
+  struct kvs_faults *faults = faults_of(device);
+  struct kvs_fault fault = {.action = KVS_FAULT_NONE};
+  if (!faults) return KVS_OK;
+  pthread_mutex_lock(&faults->lock);
+  const struct kvs_fault *set = &faults->fault[KVS_FAULT_CALL];
+  if (set->action != KVS_FAULT_NONE && (!set->operation[0] || strcmp(set->operation, operation) == 0) &&
+      hits(set, ++faults->seen[KVS_FAULT_CALL]))
+    fault = *set;
+  pthread_mutex_unlock(&faults->lock);
+  switch (fault.action) {
+  case KVS_FAULT_FAIL:
+    return kvs_fail_driver(err, KVS_REFUSED, fault.code, operation, "injected fault");
+  case KVS_FAULT_LOSE:
+    return kvs_fail_driver(err, KVS_LOST, fault.code, operation, "injected loss of the device");
+  case KVS_FAULT_DELAY: {
+    struct timespec pause = {(time_t)(fault.delay_ns / 1000000000u), (long)(fault.delay_ns % 1000000000u)};
+    nanosleep(&pause, NULL);
+    return KVS_OK;
+  }
+  case KVS_FAULT_NONE:
+  case KVS_FAULT_SKIP:
+    break;
+  }
+  return KVS_OK;
+}
+
+static void swap_entries(struct kvs_copies *copies, size_t a, size_t b) {
+  uint64_t dst = copies->dst[a], src = copies->src[a], nbytes = copies->nbytes[a];
+  uint32_t block = copies->block[a];
+  copies->dst[a] = copies->dst[b], copies->src[a] = copies->src[b];
+  copies->nbytes[a] = copies->nbytes[b], copies->block[a] = copies->block[b];
+  copies->dst[b] = dst, copies->src[b] = src, copies->nbytes[b] = nbytes, copies->block[b] = block;
+}
+
+void kvs_dev_fault_copies(struct kvs_device *device, struct kvs_copies *copies, size_t *refused_end, int *code) {
+  struct kvs_faults *faults = faults_of(device);
+  size_t end = copies->count;
+  *refused_end = copies->count;
+  if (!faults) return;
+  pthread_mutex_lock(&faults->lock);
+  const struct kvs_fault *fault = &faults->fault[KVS_FAULT_COPY];
+  *code = fault->code;
+  for (size_t i = 0; fault->action != KVS_FAULT_NONE && i < end;) {
+    if (hits(fault, ++faults->seen[KVS_FAULT_COPY]))
+      swap_entries(copies, i, --end); /* the one swapped in has not been counted yet: look at i again */
+    else
+      i++;
+  }
+  if (fault->action == KVS_FAULT_SKIP) *refused_end = end;
+  pthread_mutex_unlock(&faults->lock);
+  copies->count = end;
+}
+
+bool kvs_dev_fault_on_copies(struct kvs_device *device) {
+  struct kvs_faults *faults = faults_of(device);
+  if (!faults) return false;
+  pthread_mutex_lock(&faults->lock);
+  bool on = faults->fault[KVS_FAULT_COPY].action != KVS_FAULT_NONE;
+  pthread_mutex_unlock(&faults->lock);
+  return on;
+}
+
+/* -- the gate -------------------------------------------------------------------------------------------------- */
+
+static int refuse_lost(struct kvs_device *device, struct kvs_error *err) {
+  const char *operation = atomic_load(&device->lost_in);
+  return kvs_fail_driver(err, KVS_LOST, atomic_load(&device->lost), operation ? operation : "device",
+                         "the device is lost and nothing can run on it any more: restart the process");
+}
+
+int kvs_dev_check(struct kvs_device *device, struct kvs_error *err) {
+  if (device->fork_generation != fork_generation)
+    return kvs_fail(
+        err, KVS_FORKED,
+        "this device was opened before fork(): a child process cannot use it; open the device in the child, "
+        "or start the child with the 'spawn' method");
+  if (atomic_load_explicit(&device->lost, memory_order_relaxed)) return refuse_lost(device, err);
+  return KVS_OK;
+}
+
+int kvs_dev_enter(struct kvs_device *device, const char *operation, struct kvs_error *err) {
+  int status = kvs_dev_check(device, err);
+  return status ? status : fault_call(device, operation, err);
+}
+
+int kvs_dev_leave(struct kvs_device *device, int status, const struct kvs_error *err) {
+  int none = 0;
+  if (status != KVS_LOST) return status;
+  if (atomic_compare_exchange_strong(&device->lost, &none, err->code ? err->code : KVS_DRIVER_LAUNCH_FAILED))
+    atomic_store(&device->lost_in, err->operation);
+  return status;
+}
+
+/* `told` is whom to tell when it succeeded. */
+#define THROUGH_TELLING(told, member, ...)                                                                             \
+  do {                                                                                                                 \
+    int status = kvs_dev_enter(device, #member, err);                                                                  \
+    if (!status) status = device->ops->member(device, __VA_ARGS__);                                                    \
+    if (!status) told;                                                                                                 \
+    return kvs_dev_leave(device, status, err);                                                                         \
+  } while (0)
+
+#define THROUGH(member, ...) THROUGH_TELLING((void)0, member, __VA_ARGS__)
+
+#define TELL(call)                                                                                                     \
+  do {                                                                                                                 \
+    const struct kvs_watch *watching = atomic_load_explicit(&watch, memory_order_acquire);                             \
+    if (watching) watching->call;                                                                                      \
+  } while (0)
+
+static _Atomic(const struct kvs_watch *) watch;
+
+void kvs_dev_watch(const struct kvs_watch *watching) { atomic_store_explicit(&watch, watching, memory_order_release); }
+
+void kvs_dev_close(struct kvs_device *device) {
+  struct kvs_faults *faults = faults_of(device);
+  if (device->fork_generation != fork_generation) return; /* the parent's threads and context are not ours to end */
+  if (faults) pthread_mutex_destroy(&faults->lock);
+  free(faults);
+  device->ops->close(device);
+}
+
+int kvs_dev_alloc(struct kvs_device *device, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
+  THROUGH(alloc, nbytes, ptr, err);
+}
+
+int kvs_dev_free(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) { THROUGH(free, ptr, err); }
+
+int kvs_dev_host_alloc(struct kvs_device *device, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
+  THROUGH(host_alloc, nbytes, ptr, err);
+}
+
+int kvs_dev_host_free(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) { THROUGH(host_free, ptr, err); }
+
+int kvs_dev_host_register(struct kvs_device *device, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
+  THROUGH(host_register, ptr, nbytes, err);
+}
+
+int kvs_dev_host_unregister(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
+  THROUGH(host_unregister, ptr, err);
+}
+
+int kvs_dev_pointer_query(struct kvs_device *device, uint64_t ptr, struct kvs_region *region, struct kvs_error *err) {
+  THROUGH(pointer_query, ptr, region, err);
+}
+
+int kvs_dev_stream_create(struct kvs_device *device, int priority, kvs_stream *stream, struct kvs_error *err) {
+  THROUGH(stream_create, priority, stream, err);
+}
+
+int kvs_dev_stream_destroy(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
+  THROUGH(stream_destroy, stream, err);
+}
+
+int kvs_dev_stream_query(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
+  THROUGH_TELLING(TELL(idle(device, stream)), stream_query, stream, err);
+}
+
+int kvs_dev_stream_info(struct kvs_device *device, kvs_stream stream, struct kvs_stream_info *info,
+                        struct kvs_error *err) {
+  THROUGH(stream_info, stream, info, err);
+}
+
+int kvs_dev_synchronize(struct kvs_device *device, struct kvs_error *err) {
+  THROUGH_TELLING(TELL(all_idle(device)), synchronize, err);
+}
+
+int kvs_dev_event_create(struct kvs_device *device, bool timing, kvs_event *event, struct kvs_error *err) {
+  THROUGH(event_create, timing, event, err);
+}
+
+int kvs_dev_event_destroy(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
+  int status = kvs_dev_enter(device, "event_destroy", err);
+  if (status) return kvs_dev_leave(device, status, err);
+  TELL(forget_event(device, event)); /* before: once it is destroyed, another thread may be given its handle */
+  return kvs_dev_leave(device, device->ops->event_destroy(device, event, err), err);
+}
+
+int kvs_dev_event_record(struct kvs_device *device, kvs_event event, kvs_stream stream, struct kvs_error *err) {
+  THROUGH_TELLING(TELL(recorded(device, event, stream)), event_record, event, stream, err);
+}
+
+int kvs_dev_event_query(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
+  THROUGH_TELLING(TELL(reached(device, event)), event_query, event, err);
+}
+
+int kvs_dev_event_elapsed(struct kvs_device *device, kvs_event from, kvs_event to, uint64_t *ns,
+                          struct kvs_error *err) {
+  int status = kvs_dev_enter(device, "event_elapsed", err);
+  if (!status) status = device->ops->event_elapsed(device, from, to, ns, err);
+  if (!status) TELL(reached(device, from));
+  if (!status) TELL(reached(device, to));
+  return kvs_dev_leave(device, status, err);
+}
+
+int kvs_dev_stream_wait(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_error *err) {
+  THROUGH_TELLING(TELL(waits(device, stream, event)), stream_wait, stream, event, err);
+}
+
+int kvs_dev_copy(struct kvs_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvs_stream stream,
+                 struct kvs_error *err) {
+  THROUGH(copy, dst, src, nbytes, stream, err);
+}
+
+int kvs_dev_copy_batch(struct kvs_device *device, const struct kvs_copies *copies, size_t from, size_t to,
+                       kvs_stream stream, struct kvs_error *err) {
+  if (device->ops->copy_batch && device->info.batch) THROUGH(copy_batch, copies, from, to, stream, err);
+  for (size_t i = from; i < to; i++) {
+    int status = kvs_dev_copy(device, copies->dst[i], copies->src[i], copies->nbytes[i], stream, err);
+    if (status) return status;
+  }
+  return KVS_OK;
+}
+
+int kvs_dev_copy_direct(struct kvs_device *device, const struct kvs_copies *copies, kvs_stream stream,
+                        struct kvs_error *err) {
+  if (!device->ops->copy_direct)
+    return kvs_fail(err, KVS_UNSUPPORTED, "path 'direct' is for host devices; a %s device has 'dma' and 'kernel'",
+                    device->ops->kind);
+  THROUGH(copy_direct, copies, stream, err);
+}
+
+int kvs_dev_copy_rect(struct kvs_device *device, const struct kvs_rect *rect, kvs_stream stream,
+                      struct kvs_error *err) {
+  THROUGH(copy_rect, rect, stream, err);
+}
+
+int kvs_dev_fill(struct kvs_device *device, uint64_t dst, uint32_t word, size_t nwords, kvs_stream stream,
+                 struct kvs_error *err) {
+  THROUGH(fill, dst, word, nwords, stream, err);
+}
+
+int kvs_dev_launch(struct kvs_device *device, const struct kvs_launch *launch, kvs_stream stream,
+                   struct kvs_error *err) {
+  if (!device->info.kernels)
+    return kvs_fail(err, KVS_UNSUPPORTED, "kernels are not available on this device: %s", device->info.kernels_note);
+  THROUGH(launch, launch, stream, err);
+}
+
+int kvs_dev_write32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_stream stream, struct kvs_error *err) {
+  THROUGH(write32, ptr, value, stream, err);
+}
+
+int kvs_dev_wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_stream stream, struct kvs_error *err) {
+  THROUGH(wait32, ptr, value, stream, err);
+}

@@ -1,0 +1,150 @@
+/* CRC-32C, by instruction where there is one.
+ *
+ * The instruction takes three cycles and can begin every cycle, so three streams side by side run three times as fast
+ * as one. Each works on a third of a stretch; the results are joined by moving a checksum over so many zero bytes,
+ * which is linear: one look-up for each byte of it, in tables made once for both lengths of a stretch. */
+#include "files/crc32c.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#define POLYNOMIAL 0x82f63b78u /* reflected */
+
+enum { LONG = 8192, SHORT = 256 }; /* bytes of one of the three streams */
+
+static uint32_t byte_table[8][256]; /* [k][b]: of byte b with k zero bytes after it */
+static uint32_t over_long[4][256], over_short[4][256];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* -- tables -------------------------------------------------------------------------------------------------------- */
+
+static uint32_t times(const uint32_t matrix[32], uint32_t vector) {
+  uint32_t sum = 0;
+  for (int i = 0; vector; i++, vector >>= 1)
+    if (vector & 1) sum ^= matrix[i];
+  return sum;
+}
+
+static void square(uint32_t out[32], const uint32_t in[32]) {
+  for (int i = 0; i < 32; i++) out[i] = times(in, in[i]);
+}
+
+/* What `nbytes` zero bytes, a power of two, make of each byte of a checksum. */
+static void make_zeros(uint32_t table[4][256], size_t nbytes) {
+  uint32_t even[32], odd[32], *matrix = even;
+  odd[0] = POLYNOMIAL; /* of one zero bit */
+  for (int i = 1; i < 32; i++) odd[i] = 1u << (i - 1);
+  square(even, odd); /* 2 bits */
+  square(odd, even); /* 4 */
+  matrix = odd;
+  for (size_t bits = 4; bits < 8 * nbytes; bits *= 2) {
+    uint32_t *next = matrix == odd ? even : odd;
+    square(next, matrix);
+    matrix = next;
+  }
+  for (uint32_t byte = 0; byte < 256; byte++)
+    for (int k = 0; k < 4; k++) table[k][byte] = times(matrix, byte << (8 * k));
+}
+
+static void make_tables(void) {
+  for (uint32_t byte = 0; byte < 256; byte++) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? (crc >> 1) ^ POLYNOMIAL : crc >> 1;
+    byte_table[0][byte] = crc;
+  }
+  for (uint32_t byte = 0; byte < 256; byte++)
+    for (int k = 1; k < 8; k++) {
+      uint32_t before = byte_table[k - 1][byte];
+      byte_table[k][byte] = byte_table[0][before & 0xff] ^ (before >> 8);
+    }
+  make_zeros(over_long, LONG);
+  make_zeros(over_short, SHORT);
+}
+
+static uint64_t word_at(const uint8_t *at) {
+  uint64_t word;
+  memcpy(&word, at, sizeof word);
+  return word;
+}
+
+uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes) {
+  const uint8_t *at = data;
+  pthread_once(&once, make_tables);
+  crc = ~crc;
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  for (; nbytes >= 8; at += 8, nbytes -= 8) {
+    uint64_t word = word_at(at) ^ crc;
+    crc = 0;
+    for (int k = 0; k < 8; k++) crc ^= byte_table[7 - k][(word >> (8 * k)) & 0xff];
+  }
+#endif
+  for (; nbytes; at++, nbytes--) crc = byte_table[0][(crc ^ *at) & 0xff] ^ (crc >> 8);
+  return ~crc;
+}
+
+/* -- by instruction ------------------------------------------------------------------------------------------------ */
+
+#if defined __x86_64__
+#define TARGET __attribute__((target("sse4.2")))
+#define STEP8(crc, word) ((uint32_t)__builtin_ia32_crc32di((crc), (word)))
+#define STEP1(crc, byte) __builtin_ia32_crc32qi((crc), (byte))
+static int has_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
+static const char *const name = "sse4.2";
+#elif defined __aarch64__ && defined __ARM_FEATURE_CRC32
+#include <arm_acle.h>
+#define TARGET
+#define STEP8(crc, word) __crc32cd((crc), (word))
+#define STEP1(crc, byte) __crc32cb((crc), (byte))
+static int has_instruction(void) { return 1; }
+static const char *const name = "armv8";
+#else
+#define NO_INSTRUCTION
+#endif
+
+#ifdef NO_INSTRUCTION
+
+uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes) { return kvs_crc32c_table(crc, data, nbytes); }
+
+const char *kvs_crc32c_how(void) { return "table"; }
+
+#else
+
+static uint32_t shift(uint32_t table[4][256], uint32_t crc) {
+  return table[0][crc & 0xff] ^ table[1][(crc >> 8) & 0xff] ^ table[2][(crc >> 16) & 0xff] ^ table[3][crc >> 24];
+}
+
+TARGET static const uint8_t *three_streams(uint32_t *crc, const uint8_t *at, size_t length, size_t *nbytes,
+                                           uint32_t table[4][256]) {
+  while (*nbytes >= 3 * length) {
+    uint32_t a = *crc, b = 0, c = 0;
+    for (const uint8_t *end = at + length; at < end; at += 8) {
+      a = STEP8(a, word_at(at));
+      b = STEP8(b, word_at(at + length));
+      c = STEP8(c, word_at(at + 2 * length));
+    }
+    *crc = shift(table, shift(table, a) ^ b) ^ c;
+    at += 2 * length;
+    *nbytes -= 3 * length;
+  }
+  return at;
+}
+
+TARGET static uint32_t by_instruction(uint32_t crc, const uint8_t *at, size_t nbytes) {
+  crc = ~crc;
+  for (; nbytes && ((uintptr_t)at & 7); at++, nbytes--) crc = STEP1(crc, *at);
+  at = three_streams(&crc, at, LONG, &nbytes, over_long);
+  at = three_streams(&crc, at, SHORT, &nbytes, over_short);
+  for (; nbytes >= 8; at += 8, nbytes -= 8) crc = STEP8(crc, word_at(at));
+  for (; nbytes; at++, nbytes--) crc = STEP1(crc, *at);
+  return ~crc;
+}
+
+uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes) {
+  if (!has_instruction()) return kvs_crc32c_table(crc, data, nbytes);
+  pthread_once(&once, make_tables);
+  return by_instruction(crc, data, nbytes);
+}
+
+const char *kvs_crc32c_how(void) { return has_instruction() ? name : "table"; }
+
+#endif

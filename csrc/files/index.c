@@ -1,0 +1,127 @@
+/* A hash table of keys with a list in the order of use through it. */
+#include "files/index.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { FIRST_BUCKETS = 256 };
+
+/* Keys are hashes as a rule, but need not be. */
+static uint64_t hash_of(const uint8_t *key, size_t nbytes) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (size_t i = 0; i < nbytes; i++) hash = (hash ^ key[i]) * 0x100000001b3u;
+  hash ^= hash >> 32;
+  hash *= 0x9e3779b97f4a7c15u;
+  return hash ^ (hash >> 29);
+}
+
+bool kvs_file_index_init(struct kvs_file_index *index) {
+  memset(index, 0, sizeof *index);
+  index->buckets = calloc(FIRST_BUCKETS, sizeof(struct kvs_file_entry *));
+  index->nbuckets = FIRST_BUCKETS;
+  return index->buckets != NULL;
+}
+
+void kvs_file_index_free(struct kvs_file_index *index) {
+  for (size_t i = 0; index->buckets && i < index->nbuckets; i++)
+    for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
+      next = entry->next;
+      free(entry);
+    }
+  free(index->buckets);
+  memset(index, 0, sizeof *index);
+}
+
+static struct kvs_file_entry *find(const struct kvs_file_index *index, uint64_t hash, const uint8_t *key,
+                                   size_t nbytes) {
+  struct kvs_file_entry *entry = index->buckets[hash & (index->nbuckets - 1)];
+  while (entry && (entry->hash != hash || entry->key_nbytes != nbytes || memcmp(entry->key, key, nbytes) != 0))
+    entry = entry->next;
+  return entry;
+}
+
+struct kvs_file_entry *kvs_file_index_find(const struct kvs_file_index *index, const uint8_t *key, size_t nbytes) {
+  return find(index, hash_of(key, nbytes), key, nbytes);
+}
+
+/* Where there is no memory for more buckets, the chains grow longer. */
+static void grow(struct kvs_file_index *index) {
+  size_t nbuckets = 2 * index->nbuckets;
+  struct kvs_file_entry **buckets = calloc(nbuckets, sizeof(struct kvs_file_entry *));
+  if (!buckets) return;
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
+      next = entry->next;
+      entry->next = buckets[entry->hash & (nbuckets - 1)];
+      buckets[entry->hash & (nbuckets - 1)] = entry;
+    }
+  free(index->buckets);
+  index->buckets = buckets;
+  index->nbuckets = nbuckets;
+}
+
+struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *index, const uint8_t *key, size_t nbytes) {
+  uint64_t hash = hash_of(key, nbytes);
+  struct kvs_file_entry *entry = find(index, hash, key, nbytes);
+  if (entry) return entry;
+  if (index->count >= index->nbuckets) grow(index);
+  entry = calloc(1, sizeof *entry + nbytes);
+  if (!entry) return NULL;
+  entry->hash = hash;
+  entry->slot = entry->stale = KVS_NO_SLOT;
+  entry->key_nbytes = (uint16_t)nbytes;
+  memcpy(entry->key, key, nbytes);
+  entry->next = index->buckets[hash & (index->nbuckets - 1)];
+  index->buckets[hash & (index->nbuckets - 1)] = entry;
+  index->count++;
+  return entry;
+}
+
+void kvs_file_index_set_slot(struct kvs_file_index *index, struct kvs_file_entry *entry, uint32_t slot) {
+  index->blocks -= entry->slot != KVS_NO_SLOT;
+  entry->slot = slot;
+  index->blocks += slot != KVS_NO_SLOT;
+}
+
+void kvs_file_index_pin(struct kvs_file_index *index, struct kvs_file_entry *entry, bool pin) {
+  index->pinned -= entry->pins != 0;
+  entry->pins += pin ? 1u : -1u;
+  index->pinned += entry->pins != 0;
+}
+
+static void leave_order(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  *(entry->older ? &entry->older->newer : &index->oldest) = entry->newer;
+  *(entry->newer ? &entry->newer->older : &index->newest) = entry->older;
+  entry->older = entry->newer = NULL;
+  entry->idle = false;
+}
+
+static void join_order(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  entry->older = index->newest;
+  *(index->newest ? &index->newest->newer : &index->oldest) = entry;
+  index->newest = entry;
+  entry->idle = true;
+}
+
+void kvs_file_index_touch(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  if (!entry->idle) return; /* it joins as the most recently used */
+  leave_order(index, entry);
+  join_order(index, entry);
+}
+
+static void drop(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  struct kvs_file_entry **at = &index->buckets[entry->hash & (index->nbuckets - 1)];
+  while (*at != entry) at = &(*at)->next;
+  *at = entry->next;
+  index->count--;
+  free(entry);
+}
+
+void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  bool used = entry->readers || entry->writer || entry->first, there = entry->slot != KVS_NO_SLOT;
+  bool clean = entry->stale == KVS_NO_SLOT; /* else, without the newer block, the older one would be the newest */
+  bool idle = there && !used && !entry->pins && clean;
+  if (entry->idle && !idle) leave_order(index, entry);
+  if (!entry->idle && idle) join_order(index, entry);
+  if (!there && !used && !entry->pins && clean) drop(index, entry);
+}

@@ -1,0 +1,479 @@
+/* What becomes of one block.
+ *
+ *   begin_locked     asks for its key: shared for loads, alone for stores and deletes; who comes later waits in order
+ *   ready            has its key. Done at once where there is nothing to do; else to the queue; where a gate has to
+ *                    open first, or staging is needed, by way of the mover
+ *   item_begin       on a thread of the engine: a slot to write to; with pools the mover then brings the bytes, and it
+ *                    comes here again; the header, the checksum; where the bytes are
+ *   item_end         the same thread: looks at what came of it. A store is published here; what must be erased is the
+ *                    item's next request
+ *   finish_locked    its result; gives its key on
+ *
+ * On disk: a block is written with its header in one request. Its checksum tells a torn one. A newer block of the same
+ * key has a higher sequence, and once it is published the older one's header is erased. */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <string.h>
+
+#include "files/crc32c.h"
+#include "files/store.h"
+
+static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* how much is read again, at most, after a crash */
+
+static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
+
+static void append(struct kvs_file_list *list, struct kvs_file_item *item) {
+  item->next = NULL;
+  *(list->last ? &list->last->next : &list->first) = item;
+  list->last = item;
+}
+
+static struct kvs_file_item *take_first(struct kvs_file_list *list) {
+  struct kvs_file_item *item = list->first;
+  if (item) list->first = item->next;
+  if (!list->first) list->last = NULL;
+  return item;
+}
+
+/* -- keys ---------------------------------------------------------------------------------------------------------- */
+
+static bool reads(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
+
+static void grant_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  if (reads(item))
+    item->entry->readers++;
+  else
+    item->entry->writer = true;
+  store->granted++;
+  append(&store->ready, item);
+}
+
+static bool may_have(const struct kvs_file_item *item) {
+  const struct kvs_file_entry *entry = item->entry;
+  return !entry->writer && (reads(item) || !entry->readers);
+}
+
+void kvs_file_item_begin_locked(struct kvs_file_item *item) {
+  struct kvs_file_entry *entry = item->entry;
+  if (!entry->first && may_have(item)) {
+    grant_locked(item);
+  } else {
+    struct kvs_file_list waiting = {entry->first, entry->last};
+    append(&waiting, item);
+    entry->first = waiting.first;
+    entry->last = waiting.last;
+  }
+  kvs_file_index_settle(&item->transfer->store->index, entry);
+}
+
+/* Its user is through: who waits has it next. The entry may be gone afterwards. */
+static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, bool reader) {
+  if (reader)
+    entry->readers--;
+  else
+    entry->writer = false;
+  while (entry->first && may_have(entry->first)) {
+    struct kvs_file_list waiting = {entry->first, entry->last};
+    struct kvs_file_item *item = take_first(&waiting);
+    entry->first = waiting.first;
+    entry->last = waiting.last;
+    grant_locked(item);
+  }
+  kvs_file_index_settle(&store->index, entry);
+  if (store->starved.first) kvs_file_wake_starved_locked(store);
+}
+
+/* -- the end ------------------------------------------------------------------------------------------------------- */
+
+static void leave_writes_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  if (!item->sequence) return;
+  *(item->earlier ? &item->earlier->later : &store->oldest_write) = item->later;
+  *(item->later ? &item->later->earlier : &store->newest_write) = item->earlier;
+  item->sequence = 0;
+}
+
+static void give_victim_back_locked(struct kvs_file_item *item) {
+  if (item->victim) release_locked(item->transfer->store, item->victim, false);
+  item->victim = NULL;
+}
+
+void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int code) {
+  struct kvs_file_transfer *transfer = item->transfer;
+  struct kvs_file_store *store = transfer->store;
+  struct kvs_file_stats *stats = &store->stats;
+  if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && !item->written) kvs_file_slot_return_locked(item);
+  leave_writes_locked(item);
+  give_victim_back_locked(item);
+  if (item->staging != UINT32_MAX) kvs_file_mover_release(item);
+  store->granted--;
+  item->ended = true;
+  item->status = status;
+  item->code = code;
+  if (status == KVS_OK && item->kept)
+    stats->kept++;
+  else if (status == KVS_OK)
+    ++*(transfer->kind == KVS_FILE_PUT ? &stats->stored : reads(item) ? &stats->loaded : &stats->deleted);
+  else if (status != KVS_CANCELLED)
+    ++*(status == KVS_MISSING ? &stats->missed : status == KVS_DAMAGED ? &stats->damaged : &stats->failed);
+  transfer->nfailed += status != KVS_OK;
+  transfer->nkept += item->kept;
+  release_locked(store, item->entry, reads(item));
+  if (--transfer->remaining == 0) kvs_file_transfer_ended_locked(transfer);
+}
+
+/* -- ready --------------------------------------------------------------------------------------------------------- */
+
+static void look_at_locked(struct kvs_file_item *item) {
+  struct kvs_file_transfer *transfer = item->transfer;
+  struct kvs_file_entry *entry = item->entry;
+  bool there = entry->slot != KVS_NO_SLOT;
+  if (transfer->cancelled) {
+    kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
+  } else if (reads(item) && !there) {
+    kvs_file_item_finish_locked(item, KVS_MISSING, 0);
+  } else if (transfer->kind == KVS_FILE_DROP && !there && entry->stale == KVS_NO_SLOT) {
+    kvs_file_item_finish_locked(item, KVS_OK, 0);
+  } else if (transfer->kind == KVS_FILE_PUT && !transfer->replace && there) {
+    item->kept = true;
+    kvs_file_item_finish_locked(item, KVS_OK, 0);
+  } else if (transfer->gate && !(transfer->pools && transfer->kind == KVS_FILE_PUT)) {
+    kvs_file_mover_push(item);
+  } else {
+    kvs_file_queue_push(&transfer->store->queue, &item->request);
+  }
+}
+
+void kvs_file_run_ready_locked(struct kvs_file_store *store) {
+  struct kvs_file_item *item;
+  while ((item = take_first(&store->ready)) != NULL) look_at_locked(item);
+}
+
+/* -- spans --------------------------------------------------------------------------------------------------------- */
+
+static void span_of_page(struct kvs_file_item *item, uint32_t slot, uint8_t *page) {
+  const struct kvs_file_store *store = item->transfer->store;
+  item->request.span = (struct kvs_file_span){.fd = kvs_file_slot_fd(store, slot),
+                                              .write = true,
+                                              .dsync = store->settings.durability == KVS_FILE_FSYNC,
+                                              .offset = kvs_file_slot_at(store, slot),
+                                              .pieces = {{page, KVS_FILE_PAGE}},
+                                              .npieces = 1};
+}
+
+static uint8_t *memory_of(const struct kvs_file_item *item) { return (uint8_t *)(uintptr_t)item->address; }
+
+/* Header and block lie behind each other in staging; O_DIRECT wants whole pages, so other memory is read and written in
+ * place up to its last whole page, and through scratch where it does not begin at one. */
+static bool in_place(const struct kvs_file_item *item) {
+  return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;
+}
+
+static uint8_t *header_of(const struct kvs_file_item *item) {
+  return item->transfer->pools ? memory_of(item) - KVS_FILE_PAGE : item->request.scratch;
+}
+
+static void span_of_block(struct kvs_file_item *item, bool write) {
+  const struct kvs_file_store *store = item->transfer->store;
+  const uint64_t page = KVS_FILE_PAGE, whole = store->geometry.block_nbytes / page * page;
+  struct kvs_file_span *span = &item->request.span;
+  uint8_t *header = header_of(item);
+  span_of_page(item, item->slot, header);
+  span->write = write;
+  span->dsync = span->dsync && write;
+  if (item->transfer->pools || !in_place(item)) {
+    span->pieces[0].iov_len = store->geometry.slot_nbytes;
+    return;
+  }
+  if (whole) span->pieces[span->npieces++] = (struct iovec){memory_of(item), whole};
+  if (store->geometry.block_nbytes > whole) span->pieces[span->npieces++] = (struct iovec){header + page, page};
+}
+
+/* -- stores -------------------------------------------------------------------------------------------------------- */
+
+static void join_writes_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  item->written = true;
+  item->sequence = ++store->sequence;
+  item->later = NULL;
+  item->earlier = store->newest_write;
+  *(store->newest_write ? &store->newest_write->later : &store->oldest_write) = item;
+  store->newest_write = item;
+}
+
+/* The checksum is made of the bytes that are written: of the copy, where there is one. */
+static void prepare_write(struct kvs_file_item *item) {
+  const struct kvs_file_geometry *g = &item->transfer->store->geometry;
+  const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
+  uint8_t *page_at = header_of(item), *data = memory_of(item), *behind = page_at + page;
+  struct kvs_file_header header = {.sequence = item->sequence, .nbytes = g->block_nbytes};
+  memcpy(header.layout_hash, g->layout_hash, sizeof header.layout_hash);
+  header.key_nbytes = item->entry->key_nbytes;
+  memcpy(header.key, item->entry->key, item->entry->key_nbytes);
+  if (!item->transfer->pools && !in_place(item)) {
+    memcpy(behind, data, g->block_nbytes);
+    memset(behind + g->block_nbytes, 0, g->slot_nbytes - page - g->block_nbytes);
+    data = behind;
+  } else if (!item->transfer->pools && whole < g->block_nbytes) {
+    memcpy(behind, data + whole, g->block_nbytes - whole);
+    memset(behind + (g->block_nbytes - whole), 0, page - (g->block_nbytes - whole));
+  }
+  header.data_crc = kvs_crc32c(0, data, g->block_nbytes);
+  kvs_file_header_write(&header, page_at);
+  span_of_block(item, true);
+}
+
+static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  int code;
+  pthread_mutex_lock(&store->lock);
+  enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);
+  bool staging_first = item->transfer->pools && item->staging == UINT32_MAX;
+  if (answer == KVS_FILE_SLOT && staging_first) {
+    kvs_file_mover_push(item);
+    answer = KVS_FILE_WAIT;
+  }
+  if (answer == KVS_FILE_SLOT) join_writes_locked(item);
+  if (answer == KVS_FILE_NONE_LEFT) {
+    kvs_file_item_finish_locked(item, code ? KVS_FILE : KVS_NO_ROOM, code);
+    kvs_file_run_ready_locked(store);
+  }
+  pthread_mutex_unlock(&store->lock);
+  if (answer != KVS_FILE_SLOT) return KVS_FILE_SKIP;
+  prepare_write(item);
+  return KVS_FILE_GO;
+}
+
+static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot) {
+  memset(item->request.scratch, 0, KVS_FILE_PAGE);
+  span_of_page(item, slot, item->request.scratch);
+  return KVS_FILE_GO;
+}
+
+/* -- begin --------------------------------------------------------------------------------------------------------- */
+
+/* Whether it may go on. What has begun cannot be cancelled. */
+static bool set_off(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  pthread_mutex_lock(&store->lock);
+  bool stop = item->transfer->cancelled && !item->begun;
+  item->begun = !item->transfer->pools || item->staging != UINT32_MAX; /* else this is only about a slot */
+  if (stop) {
+    kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
+    kvs_file_run_ready_locked(store);
+  } else if (item->phase == KVS_FILE_TRANSFER && !reads(item) && item->entry->stale != KVS_NO_SLOT) {
+    item->phase = KVS_FILE_SCRUB_STALE;
+  } else if (item->phase == KVS_FILE_TRANSFER && item->transfer->kind != KVS_FILE_PUT) {
+    item->slot = item->entry->slot;
+  }
+  pthread_mutex_unlock(&store->lock);
+  return !stop;
+}
+
+enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
+  struct kvs_file_item *item = item_of(request);
+  if (!set_off(item)) return KVS_FILE_SKIP;
+  switch (item->phase) {
+  case KVS_FILE_SCRUB_STALE:
+    return begin_erase(item, item->entry->stale);
+  case KVS_FILE_SCRUB_OLD:
+    return begin_erase(item, item->old);
+  case KVS_FILE_SCRUB_OWN:
+    return begin_erase(item, item->slot);
+  case KVS_FILE_TRANSFER:
+    break;
+  }
+  if (item->transfer->kind == KVS_FILE_PUT) return begin_write(item);
+  if (item->transfer->kind == KVS_FILE_DROP) return begin_erase(item, item->slot);
+  span_of_block(item, false);
+  return KVS_FILE_GO;
+}
+
+/* -- the end of a request ------------------------------------------------------------------------------------------ */
+
+static void again_locked(struct kvs_file_item *item, enum kvs_file_phase phase) {
+  item->phase = phase;
+  kvs_file_queue_push(&item->transfer->store->queue, &item->request);
+}
+
+/* Its header may still be on disk, with a key that is not told: nobody takes the slot before the next open. */
+static void lose_slot_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
+  store->stats.lost_slots++;
+  if (entry->stale == KVS_NO_SLOT) entry->stale = slot;
+}
+
+/* What is written is published, and its predecessor erased. */
+static void written_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  struct kvs_file_entry *entry = item->entry;
+  item->old = entry->slot;
+  kvs_file_index_set_slot(&store->index, entry, item->slot);
+  entry->sequence = item->sequence;
+  store->unchecked_nbytes += store->geometry.slot_nbytes;
+  leave_writes_locked(item);
+  give_victim_back_locked(item);
+  if (item->old != KVS_NO_SLOT)
+    again_locked(item, KVS_FILE_SCRUB_OLD);
+  else
+    kvs_file_item_finish_locked(item, KVS_OK, 0);
+}
+
+static void put_ended_locked(struct kvs_file_item *item, int code) {
+  struct kvs_file_store *store = item->transfer->store;
+  struct kvs_file_entry *entry = item->entry;
+  switch (item->phase) {
+  case KVS_FILE_SCRUB_STALE:
+    if (!code) entry->stale = KVS_NO_SLOT;
+    if (code)
+      kvs_file_item_finish_locked(item, KVS_FILE, code);
+    else
+      again_locked(item, KVS_FILE_TRANSFER);
+    break;
+  case KVS_FILE_TRANSFER:
+    item->code = code;
+    if (code)
+      again_locked(item, KVS_FILE_SCRUB_OWN);
+    else
+      written_locked(item);
+    break;
+  case KVS_FILE_SCRUB_OLD: /* if that fails the newer block stands all the same */
+    if (code)
+      lose_slot_locked(store, entry, item->old);
+    else
+      kvs_file_slot_give_locked(store, item->old);
+    kvs_file_item_finish_locked(item, KVS_OK, 0);
+    break;
+  case KVS_FILE_SCRUB_OWN: /* of the three keys whose header may be there, one is this, one the victim's */
+    if (code) {
+      lose_slot_locked(store, entry, item->slot);
+      if (item->victim) item->victim->stale = item->slot;
+    } else {
+      kvs_file_slot_give_locked(store, item->slot);
+    }
+    kvs_file_item_finish_locked(item, KVS_FILE, item->code);
+    break;
+  }
+}
+
+static void drop_ended_locked(struct kvs_file_item *item, int code) {
+  struct kvs_file_store *store = item->transfer->store;
+  struct kvs_file_entry *entry = item->entry;
+  if (code) {
+    kvs_file_item_finish_locked(item, KVS_FILE, code);
+  } else if (item->phase == KVS_FILE_SCRUB_STALE) {
+    entry->stale = KVS_NO_SLOT;
+    if (entry->slot != KVS_NO_SLOT)
+      again_locked(item, KVS_FILE_TRANSFER);
+    else
+      kvs_file_item_finish_locked(item, KVS_OK, 0);
+  } else {
+    kvs_file_index_set_slot(&store->index, entry, KVS_NO_SLOT);
+    kvs_file_slot_give_locked(store, item->slot);
+    kvs_file_item_finish_locked(item, KVS_OK, 0);
+  }
+}
+
+/* -- loads --------------------------------------------------------------------------------------------------------- */
+
+/* KVS_OK: the bytes are those that were stored under the key. Another block in the slot, whole, is not damage where
+ * another process writes. */
+static int check_block(const struct kvs_file_item *item, const uint8_t *data) {
+  const struct kvs_file_store *store = item->transfer->store;
+  const struct kvs_file_geometry *g = &store->geometry;
+  struct kvs_file_header header;
+  enum kvs_file_page page = kvs_file_header_read(header_of(item), &header);
+  if (page == KVS_FILE_EMPTY) return store->settings.readonly ? KVS_MISSING : KVS_DAMAGED;
+  if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
+  bool same = header.key_nbytes == item->entry->key_nbytes &&
+              memcmp(header.key, item->entry->key, header.key_nbytes) == 0 &&
+              (store->settings.readonly || header.sequence == item->entry->sequence);
+  if (!same) return store->settings.readonly ? KVS_MISSING : KVS_DAMAGED;
+  if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
+  return kvs_crc32c(0, data, g->block_nbytes) == header.data_crc ? KVS_OK : KVS_DAMAGED;
+}
+
+static int read_ended(struct kvs_file_item *item) {
+  const struct kvs_file_geometry *g = &item->transfer->store->geometry;
+  const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
+  uint8_t *behind = header_of(item) + page, *data = memory_of(item);
+  if (item->transfer->pools) return check_block(item, data);
+  if (in_place(item)) {
+    memcpy(data + whole, behind, g->block_nbytes - whole);
+    return check_block(item, data);
+  }
+  int status = check_block(item, behind);
+  if (!status) memcpy(data, behind, g->block_nbytes);
+  return status;
+}
+
+/* What is damaged is not there any more; its slot is not used, since its header may still say that it is. */
+static void forget_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  struct kvs_file_entry *entry = item->entry;
+  if (entry->slot != item->slot) return;
+  kvs_file_index_set_slot(&store->index, entry, KVS_NO_SLOT);
+  if (!store->settings.readonly) lose_slot_locked(store, entry, item->slot);
+}
+
+static void get_ended(struct kvs_file_item *item, int code) {
+  struct kvs_file_store *store = item->transfer->store;
+  int status = code ? KVS_FILE : read_ended(item);
+  if (status == KVS_OK && item->transfer->pools) {
+    kvs_file_mover_arrived(item);
+    return;
+  }
+  pthread_mutex_lock(&store->lock);
+  if (status == KVS_DAMAGED || status == KVS_MISSING) forget_locked(item);
+  kvs_file_item_finish_locked(item, status, code);
+  kvs_file_run_ready_locked(store);
+  pthread_mutex_unlock(&store->lock);
+}
+
+/* -- checkpoints --------------------------------------------------------------------------------------------------- */
+
+/* All blocks below the oldest that is being written are whole. One that cannot be noted only costs time later. */
+static void checkpoint_if_due(struct kvs_file_store *store) {
+  pthread_mutex_lock(&store->lock);
+  bool due = store->unchecked_nbytes >= CHECKPOINT_NBYTES && !store->checkpointing;
+  uint64_t below = store->oldest_write ? store->oldest_write->sequence : store->sequence + 1;
+  if (due) store->unchecked_nbytes = 0;
+  store->checkpointing |= due;
+  pthread_mutex_unlock(&store->lock);
+  if (!due) return;
+  (void)kvs_file_checkpoint(store, below, false);
+  pthread_mutex_lock(&store->lock);
+  store->checkpointing = false;
+  pthread_mutex_unlock(&store->lock);
+}
+
+/* With O_DIRECT there is nothing left to hand over. */
+static int flush(struct kvs_file_item *item, const struct kvs_file_span *whole) {
+  const struct kvs_file_store *store = item->transfer->store;
+  const unsigned how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  if (store->settings.durability != KVS_FILE_FLUSH || store->direct) return 0;
+  return sync_file_range(whole->fd, (off_t)whole->offset, (off_t)store->geometry.slot_nbytes, how) ? errno : 0;
+}
+
+void kvs_file_item_end(struct kvs_file_request *request, int code) {
+  struct kvs_file_item *item = item_of(request);
+  struct kvs_file_store *store = item->transfer->store;
+  if (reads(item)) {
+    get_ended(item, code);
+    return;
+  }
+  bool put = item->transfer->kind == KVS_FILE_PUT, written = put && item->phase == KVS_FILE_TRANSFER;
+  if (!code && written) {
+    span_of_page(item, item->slot, NULL);
+    code = flush(item, &request->span);
+  }
+  pthread_mutex_lock(&store->lock);
+  if (put)
+    put_ended_locked(item, code);
+  else
+    drop_ended_locked(item, code);
+  kvs_file_run_ready_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  if (written) checkpoint_if_due(store); /* the item may be gone */
+}

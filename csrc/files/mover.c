@@ -1,0 +1,555 @@
+/* Blocks of pools, through a ring of pinned staging: the copy engine moves pieces between device and staging while the
+ * store's threads read and write others.
+ *
+ * A staging slot is a header page and a block, as on disk. One thread does it all: it waits for gates (what a transfer
+ * starts after), gives staging slots to items that have their key, submits copies in batches by kvs_move_blocks() on
+ * streams of the store's own, and sees them end. Nobody who has a staging slot waits for a key or a slot on disk, so
+ * they all come free; the last one is for loads, which go first.
+ *
+ * Locks: store->lock is never taken under mover->lock. Of the device only its polls are made under it. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "core/engine.h"
+#include "files/store.h"
+
+enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
+static const uint64_t STAGING_NBYTES = 128ull << 20;
+static const int64_t POLL_NS = 50 * 1000;
+
+/* Copies under way, oldest first. */
+struct copy {
+  struct copy *next;
+  struct kvs_transfer *transfer;
+  size_t count;
+  struct kvs_file_item *items[BATCH];
+};
+
+struct kvs_file_mover {
+  struct kvs_file_store *store;
+  struct kvs_engine *engine;
+  kvs_stream streams[2]; /* loads [1], stores [0] */
+  uint64_t staging;      /* slot i at staging + i * slot_nbytes */
+  uint32_t nslots;
+  pthread_t thread;
+
+  pthread_mutex_t pools_lock;
+  struct kvs_pool **pools; /* guarded by pools_lock: staging as pools, one for each of a block's; NULL: not yet */
+  size_t npools;
+
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  bool closed; /* guarded by lock, as is what follows */
+  uint32_t *free;
+  uint32_t nfree;
+  struct kvs_file_transfer *first[2], *last[2]; /* with items that wait for staging: of loads [1], of others [0] */
+  struct kvs_file_list arrived;                 /* read and checked */
+
+  struct copy *copies[2], *last_copy[2]; /* the thread's own */
+};
+
+static bool is_load(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
+
+static void append(struct kvs_file_list *list, struct kvs_file_item *item) {
+  item->next = NULL;
+  *(list->last ? &list->last->next : &list->first) = item;
+  list->last = item;
+}
+
+static struct kvs_file_item *take_first(struct kvs_file_list *list) {
+  struct kvs_file_item *item = list->first;
+  list->first = item->next;
+  if (!list->first) list->last = NULL;
+  return item;
+}
+
+/* -- from the store ------------------------------------------------------------------------------------------------ */
+
+void kvs_file_mover_push(struct kvs_file_item *item) {
+  struct kvs_file_transfer *transfer = item->transfer;
+  struct kvs_file_mover *mover = transfer->store->mover;
+  bool load = is_load(item);
+  pthread_mutex_lock(&mover->lock);
+  if (!transfer->waiting.first) {
+    transfer->next_waiting = NULL;
+    *(mover->last[load] ? &mover->last[load]->next_waiting : &mover->first[load]) = transfer;
+    mover->last[load] = transfer;
+    pthread_cond_signal(&mover->changed);
+  }
+  append(&transfer->waiting, item);
+  pthread_mutex_unlock(&mover->lock);
+}
+
+void kvs_file_mover_arrived(struct kvs_file_item *item) {
+  struct kvs_file_mover *mover = item->transfer->store->mover;
+  pthread_mutex_lock(&mover->lock);
+  append(&mover->arrived, item);
+  pthread_cond_signal(&mover->changed);
+  pthread_mutex_unlock(&mover->lock);
+}
+
+void kvs_file_mover_release(struct kvs_file_item *item) {
+  struct kvs_file_mover *mover = item->transfer->store->mover;
+  pthread_mutex_lock(&mover->lock);
+  mover->free[mover->nfree++] = item->staging;
+  item->staging = UINT32_MAX;
+  pthread_cond_signal(&mover->changed);
+  pthread_mutex_unlock(&mover->lock);
+}
+
+static void finish(struct kvs_file_item *item, int status, int code) {
+  struct kvs_file_store *store = item->transfer->store;
+  pthread_mutex_lock(&store->lock);
+  kvs_file_item_finish_locked(item, status, code);
+  kvs_file_run_ready_locked(store);
+  pthread_mutex_unlock(&store->lock);
+}
+
+/* -- copies -------------------------------------------------------------------------------------------------------- */
+
+/* Positions in the batch of blocks that were lost: marked in `lost`. */
+static int see_end(struct copy *copy, bool lost[BATCH], int *code) {
+  uint32_t failed[BATCH];
+  struct kvs_error err = {0};
+  int status = kvs_transfer_error(copy->transfer, &err);
+  size_t n = kvs_transfer_failed(copy->transfer, failed, BATCH);
+  for (size_t i = 0; i < BATCH; i++) lost[i] = status && n == 0; /* it failed and cannot say where */
+  for (size_t i = 0; i < n; i++) lost[failed[i]] = true;
+  *code = err.code;
+  return status;
+}
+
+/* The pools remember that a staging slot lacks what should have come: it will be written again, by the host. */
+static void forget_loss(struct kvs_file_mover *mover, const struct kvs_file_item *item) {
+  int64_t slot = item->staging;
+  const struct kvs_ids ids = {&slot, 8, 1};
+  struct kvs_error ignored;
+  for (size_t i = 0; !is_load(item) && i < mover->npools; i++)
+    (void)kvs_note_access(mover->pools[i], &ids, true, 0, 0, mover->streams[0], "the file tier", &ignored);
+}
+
+static void end_copy(struct kvs_file_mover *mover, struct copy *copy) {
+  bool lost[BATCH];
+  int code, status = see_end(copy, lost, &code);
+  for (size_t i = 0; i < copy->count; i++) {
+    struct kvs_file_item *item = copy->items[i];
+    if (lost[i]) {
+      forget_loss(mover, item);
+      finish(item, status, code);
+    } else if (is_load(item)) {
+      finish(item, KVS_OK, 0);
+    } else {
+      kvs_file_queue_push(&mover->store->queue, &item->request);
+    }
+  }
+  kvs_transfer_unref(copy->transfer);
+  free(copy);
+}
+
+/* Those that ended: whether there were any. */
+static bool see_copies(struct kvs_file_mover *mover) {
+  bool any = false;
+  for (int load = 1; load >= 0; load--)
+    for (struct copy *copy; (copy = mover->copies[load]) != NULL && kvs_transfer_done(copy->transfer); any = true) {
+      mover->copies[load] = copy->next;
+      if (!copy->next) mover->last_copy[load] = NULL;
+      end_copy(mover, copy);
+    }
+  return any;
+}
+
+/* KVS_QUEUE_FULL: later, nothing has changed. Otherwise the items are taken care of. */
+static int start_copy(struct kvs_file_mover *mover, struct kvs_file_item *const *items, size_t count) {
+  struct kvs_file_transfer *transfer = items[0]->transfer;
+  bool load = is_load(items[0]);
+  int64_t staging[BATCH], slots[BATCH];
+  struct kvs_error err = {0};
+  struct copy *copy = calloc(1, sizeof *copy);
+  for (size_t i = 0; i < count; i++) {
+    staging[i] = items[i]->staging;
+    slots[i] = transfer->slots[items[i] - transfer->items];
+  }
+  struct kvs_ids inside = {staging, 8, count}, outside = {slots, 8, count};
+  struct kvs_move move = {.src = load ? mover->pools : transfer->pools,
+                          .dst = load ? transfer->pools : mover->pools,
+                          .npairs = transfer->npools,
+                          .src_ids = load ? inside : outside,
+                          .dst_ids = load ? outside : inside};
+  struct kvs_options options = {.on_stream = true, .stream = mover->streams[load]};
+  int status = copy ? kvs_move_blocks(&move, &options, &copy->transfer, &err) : KVS_NOMEM;
+  if (status) free(copy);
+  if (status == KVS_QUEUE_FULL) return status;
+  for (size_t i = 0; status && i < count; i++) finish(items[i], status, err.code);
+  if (status) return KVS_OK;
+  memcpy(copy->items, items, count * sizeof(struct kvs_file_item *));
+  copy->count = count;
+  *(mover->last_copy[load] ? &mover->last_copy[load]->next : &mover->copies[load]) = copy;
+  mover->last_copy[load] = copy;
+  return KVS_OK;
+}
+
+/* -- one round ----------------------------------------------------------------------------------------------------- */
+
+/* Blocks of one transfer that have arrived: to the device. */
+static bool send_arrived(struct kvs_file_mover *mover) {
+  struct kvs_file_item *items[BATCH];
+  size_t count = 0;
+  pthread_mutex_lock(&mover->lock);
+  while (count < BATCH && mover->arrived.first && (count == 0 || mover->arrived.first->transfer == items[0]->transfer))
+    items[count++] = take_first(&mover->arrived);
+  pthread_mutex_unlock(&mover->lock);
+  if (count == 0) return false;
+  if (start_copy(mover, items, count) == KVS_OK) return true;
+  pthread_mutex_lock(&mover->lock); /* in front again */
+  while (count > 0) {
+    struct kvs_file_item *item = items[--count];
+    item->next = mover->arrived.first;
+    mover->arrived.first = item;
+    if (!item->next) mover->arrived.last = item;
+  }
+  pthread_mutex_unlock(&mover->lock);
+  return false;
+}
+
+/* Whether the transfer may start; if what it starts after has failed, *status is why its blocks fail. */
+static bool gate_open(struct kvs_file_transfer *transfer, int *status, int *code) {
+  struct kvs_error err = {0};
+  *status = KVS_OK;
+  if (!transfer->gate) return true;
+  if (!kvs_transfer_done(transfer->gate)) return false;
+  *status = kvs_transfer_error(transfer->gate, &err);
+  *code = err.code;
+  return true;
+}
+
+/* Up to `most` items of the first transfer of that kind whose gate is open. Transfers without waiting items leave. */
+static size_t take_waiting(struct kvs_file_mover *mover, bool load, size_t most, struct kvs_file_item **items,
+                           int *status, int *code) {
+  size_t count = 0;
+  pthread_mutex_lock(&mover->lock);
+  struct kvs_file_transfer **at = &mover->first[load], *before = NULL;
+  while (*at && !gate_open(*at, status, code)) {
+    before = *at;
+    at = &(*at)->next_waiting;
+  }
+  struct kvs_file_transfer *transfer = *at;
+  if (transfer && (*status || !transfer->pools)) most = BATCH; /* they need no staging */
+  while (transfer && count < most && transfer->waiting.first) items[count++] = take_first(&transfer->waiting);
+  if (transfer && !transfer->waiting.first) {
+    *at = transfer->next_waiting;
+    if (mover->last[load] == transfer) mover->last[load] = before;
+  }
+  pthread_mutex_unlock(&mover->lock);
+  return count;
+}
+
+static void put_back(struct kvs_file_mover *mover, struct kvs_file_item *const *items, size_t count) {
+  bool load = is_load(items[0]);
+  struct kvs_file_transfer *transfer = items[0]->transfer;
+  pthread_mutex_lock(&mover->lock);
+  if (!transfer->waiting.first) {
+    transfer->next_waiting = mover->first[load];
+    mover->first[load] = transfer;
+    if (!mover->last[load]) mover->last[load] = transfer;
+  }
+  while (count > 0) {
+    struct kvs_file_item *item = items[--count];
+    mover->free[mover->nfree++] = item->staging;
+    item->staging = UINT32_MAX;
+    item->next = transfer->waiting.first;
+    transfer->waiting.first = item;
+    if (!item->next) transfer->waiting.last = item;
+  }
+  pthread_mutex_unlock(&mover->lock);
+}
+
+static void give_staging(struct kvs_file_mover *mover, struct kvs_file_item *item) {
+  const struct kvs_file_geometry *g = &mover->store->geometry;
+  pthread_mutex_lock(&mover->lock);
+  item->staging = mover->free[--mover->nfree];
+  pthread_mutex_unlock(&mover->lock);
+  item->address = mover->staging + item->staging * g->slot_nbytes + KVS_FILE_PAGE;
+}
+
+/* Of items that were taken: those that were cancelled, or whose gate failed, end here. Returns how many are left. */
+static size_t set_off(struct kvs_file_mover *mover, struct kvs_file_item **items, size_t count, int status, int code) {
+  struct kvs_file_store *store = mover->store;
+  size_t left = 0;
+  pthread_mutex_lock(&store->lock);
+  for (size_t i = 0; i < count; i++) {
+    struct kvs_file_item *item = items[i];
+    if (item->transfer->cancelled || status) {
+      bool cancelled = item->transfer->cancelled;
+      kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : status, cancelled ? 0 : code);
+      continue; /* it may be gone */
+    }
+    if (item->transfer->pools) item->begun = true;
+    items[left++] = item;
+  }
+  kvs_file_run_ready_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return left;
+}
+
+/* Give waiting items staging, and go on with them: loads to the queue, stores to the copy engine. */
+static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
+  struct kvs_file_item *items[BATCH];
+  int status = KVS_OK, code = 0;
+  pthread_mutex_lock(&mover->lock);
+  size_t most = mover->nfree > !load ? mover->nfree - !load : 0, batch = (mover->nslots + 3) / 4;
+  pthread_mutex_unlock(&mover->lock);
+  if (batch > BATCH) batch = BATCH;
+  size_t count = take_waiting(mover, load, most < batch ? most : batch, items, &status, &code);
+  if (count == 0) return false;
+  bool staged = items[0]->transfer->pools != NULL;
+  count = set_off(mover, items, count, status, code);
+  for (size_t i = 0; staged && i < count; i++) give_staging(mover, items[i]);
+  if (count && staged && !load) {
+    if (start_copy(mover, items, count) == KVS_OK) return true;
+    put_back(mover, items, count);
+    return false;
+  }
+  for (size_t i = 0; i < count; i++) kvs_file_queue_push(&mover->store->queue, &items[i]->request);
+  return true;
+}
+
+/* Until something may have changed. */
+static void rest(struct kvs_file_mover *mover) {
+  struct timespec until;
+  pthread_mutex_lock(&mover->lock);
+  bool poll = mover->copies[0] || mover->copies[1] || mover->first[0] || mover->first[1] || mover->arrived.first;
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_nsec += POLL_NS;
+  if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+  if (!mover->closed && poll) (void)pthread_cond_timedwait(&mover->changed, &mover->lock, &until);
+  if (!mover->closed && !poll) (void)pthread_cond_wait(&mover->changed, &mover->lock);
+  pthread_mutex_unlock(&mover->lock);
+}
+
+static void *serve(void *arg) {
+  struct kvs_file_mover *mover = arg;
+  for (bool closed = false; !closed;) {
+    bool any = see_copies(mover);
+    any |= send_arrived(mover);
+    any |= serve_waiting(mover, true);
+    any |= serve_waiting(mover, false);
+    if (!any) rest(mover);
+    pthread_mutex_lock(&mover->lock);
+    closed = mover->closed;
+    pthread_mutex_unlock(&mover->lock);
+  }
+  return NULL;
+}
+
+/* -- preparing a transfer ------------------------------------------------------------------------------------------ */
+
+static int open_pools_locked(struct kvs_file_mover *mover, const struct kvs_file_blocks *blocks,
+                             struct kvs_error *err) {
+  const struct kvs_file_geometry *g = &mover->store->geometry;
+  uint64_t offset = KVS_FILE_PAGE;
+  struct kvs_pool **pools = calloc(blocks->npools, sizeof(struct kvs_pool *));
+  int status = pools ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", blocks->npools);
+  size_t n = 0;
+  for (; !status && n < blocks->npools; n++) {
+    struct kvs_pool_layout theirs, ours = {.num_blocks = mover->nslots, .stride = g->slot_nbytes, .rows = 1};
+    kvs_pool_get_layout(blocks->pools[n], &theirs);
+    ours.ptr = mover->staging + offset;
+    ours.block_nbytes = theirs.block_nbytes;
+    ours.group = n ? pools[0] : NULL;
+    ours.name = "staging of files";
+    status = kvs_pool_open(mover->engine, &ours, &pools[n], err);
+    if (status) break;
+    offset += theirs.block_nbytes;
+  }
+  if (!status) {
+    mover->pools = pools;
+    mover->npools = n;
+    return KVS_OK;
+  }
+  while (n > 0) kvs_pool_unref(pools[--n]);
+  free(pools);
+  return status;
+}
+
+/* The staging is cut as the first pools that come are; a store's blocks are of one kind. */
+static int match_pools(struct kvs_file_mover *mover, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
+  int status = KVS_OK;
+  pthread_mutex_lock(&mover->pools_lock);
+  if (!mover->pools) status = open_pools_locked(mover, blocks, err);
+  bool same = !status && mover->npools == blocks->npools;
+  for (size_t i = 0; same && i < blocks->npools; i++) {
+    struct kvs_pool_layout theirs, ours;
+    kvs_pool_get_layout(blocks->pools[i], &theirs);
+    kvs_pool_get_layout(mover->pools[i], &ours);
+    same = theirs.block_nbytes == ours.block_nbytes;
+  }
+  pthread_mutex_unlock(&mover->pools_lock);
+  if (status || same) return status;
+  return kvs_fail(err, KVS_INVALID, "the store was used with pools of other sizes before: a block is made of %zu",
+                  mover->npools);
+}
+
+static int check_pools(const struct kvs_file_store *store, const struct kvs_file_blocks *blocks,
+                       struct kvs_error *err) {
+  uint64_t nbytes = 0;
+  for (size_t i = 0; i < blocks->npools; i++) {
+    struct kvs_pool_layout layout;
+    kvs_pool_get_layout(blocks->pools[i], &layout);
+    nbytes += layout.block_nbytes;
+    if (kvs_pool_engine(blocks->pools[i]) != store->mover->engine)
+      return kvs_fail(err, KVS_INVALID, "blocks[%zu] is a pool of %s, and the store of %s", i,
+                      kvs_engine_name(kvs_pool_engine(blocks->pools[i])), kvs_engine_name(store->mover->engine));
+  }
+  if (nbytes == store->geometry.block_nbytes) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "a block of the pools has %" PRIu64 " bytes in all; one of the store %" PRIu64,
+                  nbytes, store->geometry.block_nbytes);
+}
+
+static int by_value(const void *a, const void *b) {
+  int64_t left = *(const int64_t *)a, right = *(const int64_t *)b;
+  return (left > right) - (left < right);
+}
+
+static int read_slots(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
+  size_t count = transfer->nitems;
+  struct kvs_pool_layout layout;
+  kvs_pool_get_layout(blocks->pools[0], &layout);
+  transfer->slots = malloc((2 * count + 1) * sizeof *transfer->slots); /* and once more, sorted */
+  if (!transfer->slots) return kvs_fail(err, KVS_NOMEM, "no memory for %zu slots", count);
+  int64_t *sorted = transfer->slots + count;
+  for (size_t i = 0; i < count; i++) {
+    int64_t id =
+        blocks->ids.width == 4 ? ((const int32_t *)blocks->ids.data)[i] : ((const int64_t *)blocks->ids.data)[i];
+    if (id < 0 || (uint64_t)id >= layout.num_blocks)
+      return kvs_fail(err, KVS_RANGE, "ids[%zu] is %" PRId64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, i, id,
+                      layout.num_blocks, layout.num_blocks - 1);
+    transfer->slots[i] = sorted[i] = id;
+  }
+  if (transfer->kind != KVS_FILE_GET) return KVS_OK;
+  qsort(sorted, count, sizeof *sorted, by_value);
+  for (size_t i = 1; i < count; i++)
+    if (sorted[i] == sorted[i - 1])
+      return kvs_fail(err, KVS_INVALID, "ids name slot %" PRId64 " twice: a slot can be loaded once", sorted[i]);
+  return KVS_OK;
+}
+
+/* Whether the pool's blocks can be read and written where they are: host memory, each in one piece. */
+static bool in_host_memory(struct kvs_file_mover *mover, const struct kvs_pool_layout *layout) {
+  struct kvs_region region;
+  struct kvs_error ignored;
+  if (layout->rows > 1) return false;
+  if (kvs_dev_pointer_query(kvs_engine_device(mover->engine), layout->ptr, &region, &ignored)) return false;
+  return region.memory == KVS_MEMORY_PINNED || region.memory == KVS_MEMORY_PAGEABLE;
+}
+
+static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
+                        struct kvs_error *err) {
+  struct kvs_file_mover *mover = transfer->store->mover;
+  struct kvs_pool_layout layout;
+  int status = check_pools(transfer->store, blocks, err);
+  if (!status) status = read_slots(transfer, blocks, err);
+  if (status) return status;
+  kvs_pool_get_layout(blocks->pools[0], &layout);
+  bool in_place = blocks->npools == 1 && in_host_memory(mover, &layout);
+  for (size_t i = 0; in_place && i < transfer->nitems; i++)
+    transfer->items[i].address = layout.ptr + (uint64_t)transfer->slots[i] * layout.stride;
+  if (in_place) return KVS_OK;
+  status = match_pools(mover, blocks, err);
+  if (status) return status;
+  transfer->pools = calloc(blocks->npools, sizeof(struct kvs_pool *));
+  if (!transfer->pools) return kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", blocks->npools);
+  for (; transfer->npools < blocks->npools; transfer->npools++) {
+    transfer->pools[transfer->npools] = blocks->pools[transfer->npools];
+    kvs_pool_ref(blocks->pools[transfer->npools]);
+  }
+  return KVS_OK;
+}
+
+/* A transfer of nothing, which ends when all is over that it starts after. */
+static int set_up_gate(struct kvs_file_transfer *transfer, const struct kvs_file_options *options,
+                       struct kvs_error *err) {
+  const uint64_t none = 0;
+  const struct kvs_options after = {
+      .after = options ? options->after : NULL, .nafter = options ? options->nafter : 0, .priority = KVS_PRIORITY_HIGH};
+  return kvs_swap_batch(transfer->store->mover->engine, &none, &none, &none, true, 0, &after, &transfer->gate, err);
+}
+
+int kvs_file_mover_prepare(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
+                           const struct kvs_file_options *options, struct kvs_error *err) {
+  if (!transfer->store->mover)
+    return kvs_fail(err, KVS_INVALID, "the store was opened without a device: it takes no pools, and no `after`");
+  int status = blocks->pools ? set_up_pools(transfer, blocks, err) : KVS_OK;
+  return status ? status : set_up_gate(transfer, options, err);
+}
+
+/* -- opening and closing ------------------------------------------------------------------------------------------- */
+
+static void destroy(struct kvs_file_mover *mover) {
+  struct kvs_device *device = kvs_engine_device(mover->engine);
+  struct kvs_error ignored;
+  while (mover->npools > 0) kvs_pool_unref(mover->pools[--mover->npools]);
+  free(mover->pools);
+  for (int i = 0; i < 2; i++)
+    if (mover->streams[i]) (void)kvs_dev_stream_destroy(device, mover->streams[i], &ignored);
+  if (mover->staging) (void)kvs_engine_free(mover->engine, mover->staging, &ignored);
+  pthread_cond_destroy(&mover->changed);
+  pthread_mutex_destroy(&mover->lock);
+  pthread_mutex_destroy(&mover->pools_lock);
+  free(mover->free);
+  free(mover);
+}
+
+static int make_staging(struct kvs_file_mover *mover, struct kvs_error *err) {
+  struct kvs_file_store *store = mover->store;
+  struct kvs_device *device = kvs_engine_device(mover->engine);
+  uint64_t wanted = store->settings.staging_nbytes ? store->settings.staging_nbytes : STAGING_NBYTES;
+  uint64_t slots = wanted / store->geometry.slot_nbytes;
+  mover->nslots = (uint32_t)(slots < LEAST_SLOTS ? LEAST_SLOTS : slots > MOST_SLOTS ? MOST_SLOTS : slots);
+  mover->free = calloc(mover->nslots, sizeof *mover->free);
+  if (!mover->free) return kvs_fail(err, KVS_NOMEM, "no memory for %u staging slots", mover->nslots);
+  size_t nbytes = mover->nslots * store->geometry.slot_nbytes + KVS_FILE_PAGE;
+  int status = kvs_engine_alloc(mover->engine, nbytes, true, &mover->staging, err);
+  if (status) return status;
+  memset((void *)(uintptr_t)mover->staging, 0, nbytes);
+  store->queue.fixed = (uint8_t *)(uintptr_t)mover->staging;
+  store->queue.fixed_nbytes = nbytes;
+  for (uint32_t i = 0; i < mover->nslots; i++) mover->free[mover->nfree++] = mover->nslots - 1 - i;
+  status = kvs_dev_stream_create(device, device->info.priority_high, &mover->streams[1], err);
+  return status ? status : kvs_dev_stream_create(device, device->info.priority_low, &mover->streams[0], err);
+}
+
+int kvs_file_mover_open(struct kvs_file_store *store, struct kvs_error *err) {
+  struct kvs_file_mover *mover = calloc(1, sizeof *mover);
+  pthread_condattr_t attributes;
+  if (!mover) return kvs_fail(err, KVS_NOMEM, "no memory for a mover");
+  mover->store = store;
+  mover->engine = store->settings.device;
+  pthread_mutex_init(&mover->lock, NULL);
+  pthread_mutex_init(&mover->pools_lock, NULL);
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&mover->changed, &attributes);
+  pthread_condattr_destroy(&attributes);
+  int status = make_staging(mover, err);
+  if (!status && kvs_file_thread_start(&mover->thread, serve, mover))
+    status = kvs_fail(err, KVS_NOMEM, "no thread could be started");
+  if (status) {
+    destroy(mover);
+    return status;
+  }
+  store->mover = mover;
+  return KVS_OK;
+}
+
+void kvs_file_mover_close(struct kvs_file_store *store) {
+  struct kvs_file_mover *mover = store->mover;
+  pthread_mutex_lock(&mover->lock);
+  mover->closed = true;
+  pthread_cond_signal(&mover->changed);
+  pthread_mutex_unlock(&mover->lock);
+  pthread_join(mover->thread, NULL);
+  destroy(mover);
+  store->mover = NULL;
+}

@@ -1,0 +1,194 @@
+/* The index, made from the headers on disk.
+ *
+ * Several threads read the segments' headers; what they find is put in order by sequence, so that of two blocks with
+ * one key the newer stays, and the order of use begins as the order of writing. A block from the last checkpoint on may
+ * be torn: its data is read and compared. What is torn or superseded is erased, so that it cannot come back.
+ *
+ * A reader beside a writer erases nothing, and takes a torn block for one that is not there. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "files/crc32c.h"
+#include "files/store.h"
+
+enum { SCANNERS = 8 };
+
+struct found {
+  uint64_t sequence;
+  uint32_t slot;
+  uint16_t key_nbytes;
+  bool torn;
+  size_t key_at; /* in keys */
+};
+
+struct scan {
+  struct kvs_file_store *store;
+  struct kvs_file_index *index;
+  uint64_t unchecked; /* blocks of this sequence on may be torn */
+  atomic_uint next;   /* segment to be read */
+  pthread_mutex_t lock;
+  struct found *found; /* guarded by lock, as is what follows */
+  size_t count, capacity;
+  uint8_t *keys;
+  size_t keys_nbytes, keys_capacity;
+  uint32_t *bad; /* slots with damaged headers */
+  size_t nbad, bad_capacity;
+  int code; /* KVS_OK, or why it cannot go on */
+};
+
+static bool grow(void **array, size_t *capacity, size_t needed, size_t size) {
+  if (needed <= *capacity) return true;
+  size_t bigger = *capacity ? 2 * *capacity : 1024;
+  while (bigger < needed) bigger *= 2;
+  void *grown = realloc(*array, bigger * size);
+  if (!grown) return false;
+  *array = grown;
+  *capacity = bigger;
+  return true;
+}
+
+static void note(struct scan *scan, uint32_t slot, const struct kvs_file_header *header, bool torn) {
+  pthread_mutex_lock(&scan->lock);
+  bool room = grow((void **)&scan->found, &scan->capacity, scan->count + 1, sizeof *scan->found) &&
+              grow((void **)&scan->keys, &scan->keys_capacity, scan->keys_nbytes + header->key_nbytes, 1);
+  if (room) {
+    scan->found[scan->count++] = (struct found){header->sequence, slot, header->key_nbytes, torn, scan->keys_nbytes};
+    memcpy(scan->keys + scan->keys_nbytes, header->key, header->key_nbytes);
+    scan->keys_nbytes += header->key_nbytes;
+  } else {
+    scan->code = KVS_NOMEM;
+  }
+  pthread_mutex_unlock(&scan->lock);
+}
+
+static void note_bad(struct scan *scan, uint32_t slot) {
+  pthread_mutex_lock(&scan->lock);
+  if (grow((void **)&scan->bad, &scan->bad_capacity, scan->nbad + 1, sizeof *scan->bad))
+    scan->bad[scan->nbad++] = slot;
+  else
+    scan->code = KVS_NOMEM;
+  pthread_mutex_unlock(&scan->lock);
+}
+
+static int read_at(struct kvs_file_store *store, uint32_t slot, uint8_t *to, size_t nbytes) {
+  struct kvs_file_span span = {.fd = kvs_file_slot_fd(store, slot),
+                               .offset = kvs_file_slot_at(store, slot),
+                               .pieces = {{to, nbytes}},
+                               .npieces = 1};
+  return kvs_file_move(&store->faults, &span, store->direct);
+}
+
+static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
+  struct kvs_file_store *store = scan->store;
+  const struct kvs_file_geometry *g = &store->geometry;
+  struct kvs_file_header header;
+  int code = read_at(store, slot, room, KVS_FILE_PAGE);
+  if (code == KVS_FILE_ENDED) return; /* cut off: nothing is there */
+  enum kvs_file_page page = code ? KVS_FILE_DAMAGED : kvs_file_header_read(room, &header);
+  if (page == KVS_FILE_EMPTY) return;
+  bool good = page == KVS_FILE_GOOD && header.nbytes == g->block_nbytes &&
+              memcmp(header.layout_hash, g->layout_hash, sizeof header.layout_hash) == 0;
+  if (!good) {
+    note_bad(scan, slot);
+    return;
+  }
+  bool torn = header.sequence >= scan->unchecked || store->segments[slot / g->slots].suspect;
+  if (torn) {
+    code = read_at(store, slot, room, g->slot_nbytes);
+    torn = code || kvs_crc32c(0, room + KVS_FILE_PAGE, g->block_nbytes) != header.data_crc;
+  }
+  note(scan, slot, &header, torn);
+}
+
+static void *scan_segments(void *arg) {
+  struct scan *scan = arg;
+  const struct kvs_file_geometry *g = &scan->store->geometry;
+  uint8_t *room = kvs_file_pages_map(g->slot_nbytes);
+  for (uint32_t segment; room && (segment = atomic_fetch_add(&scan->next, 1)) < scan->store->nsegments;)
+    for (uint32_t i = 0; i < g->slots; i++) look_at_slot(scan, segment * g->slots + i, room);
+  if (room) kvs_file_pages_unmap(room, g->slot_nbytes);
+  pthread_mutex_lock(&scan->lock);
+  if (!room) scan->code = KVS_NOMEM;
+  pthread_mutex_unlock(&scan->lock);
+  return NULL;
+}
+
+static void read_all(struct scan *scan) {
+  pthread_t threads[SCANNERS];
+  unsigned n = 0;
+  while (n < SCANNERS && n + 1 < scan->store->nsegments && pthread_create(&threads[n], NULL, scan_segments, scan) == 0)
+    n++;
+  scan_segments(scan);
+  while (n > 0) pthread_join(threads[--n], NULL);
+}
+
+/* -- what was found ------------------------------------------------------------------------------------------------ */
+
+static int by_sequence(const void *a, const void *b) {
+  const struct found *left = a, *right = b;
+  return (left->sequence > right->sequence) - (left->sequence < right->sequence);
+}
+
+/* A slot whose header is not wanted: free again once that is gone, else not used. */
+static bool erase(struct kvs_file_store *store, uint32_t slot) {
+  if (store->settings.readonly) return false;
+  if (kvs_file_erase(store, kvs_file_slot_fd(store, slot), kvs_file_slot_at(store, slot)) == 0) return true;
+  store->stats.lost_slots++;
+  return false;
+}
+
+static int put_in(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
+  struct kvs_file_store *store = scan->store;
+  if (scan->count) qsort(scan->found, scan->count, sizeof *scan->found, by_sequence);
+  for (size_t i = 0; i < scan->count; i++) {
+    const struct found *found = &scan->found[i];
+    if (found->sequence > store->sequence) store->sequence = found->sequence;
+    if (found->torn) {
+      store->stats.cut++;
+      taken[found->slot] = !erase(store, found->slot);
+      continue;
+    }
+    struct kvs_file_entry *entry = kvs_file_index_add(scan->index, scan->keys + found->key_at, found->key_nbytes);
+    if (!entry) return kvs_fail(err, KVS_NOMEM, "no memory for the index of %zu blocks", scan->count);
+    uint32_t before = entry->slot;
+    kvs_file_index_set_slot(scan->index, entry, found->slot);
+    entry->sequence = found->sequence;
+    taken[found->slot] = 1;
+    if (before != KVS_NO_SLOT) {
+      bool gone = erase(store, before);
+      taken[before] = !gone;
+      if (!gone) entry->stale = before;
+    }
+    kvs_file_index_settle(scan->index, entry);
+  }
+  return KVS_OK;
+}
+
+static int file_away(struct scan *scan, struct kvs_error *err) {
+  struct kvs_file_store *store = scan->store;
+  uint32_t end = store->nsegments * store->geometry.slots;
+  uint8_t *taken = calloc((size_t)end + 1, 1);
+  if (!taken) return kvs_fail(err, KVS_NOMEM, "no memory for the index of a store");
+  for (size_t i = 0; i < scan->nbad; i++) taken[scan->bad[i]] = !erase(store, scan->bad[i]);
+  store->stats.cut += scan->nbad;
+  int status = put_in(scan, taken, err);
+  for (uint32_t slot = end; !status && !store->settings.readonly && slot-- > 0;)
+    if (!taken[slot]) (void)kvs_file_free_push(store, slot);
+  free(taken);
+  return status;
+}
+
+int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, struct kvs_error *err) {
+  struct scan scan = {.store = store, .index = index, .unchecked = store->sequence + 1};
+  pthread_mutex_init(&scan.lock, NULL);
+  read_all(&scan);
+  int status = scan.code ? kvs_fail(err, scan.code, "no memory for the index of %u segments", store->nsegments)
+                         : file_away(&scan, err);
+  pthread_mutex_destroy(&scan.lock);
+  free(scan.found);
+  free(scan.keys);
+  free(scan.bad);
+  store->stats.found = index->blocks;
+  return status;
+}

@@ -1,0 +1,372 @@
+/* The directory: the store's file, which says what it holds and how far it is whole, and the segments.
+ *
+ * A file gets its name when its first page is written: what has a name and a damaged first page was damaged later, and
+ * is left alone. The store's file is locked by the process that writes. */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "files/store.h"
+
+static const char store_name[] = "store.kvs", new_name[] = "new.tmp";
+enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written in turn */
+
+static void segment_name(uint32_t number, char name[32]) { snprintf(name, 32, "segment-%08u.kvs", number); }
+
+static bool is_segment_name(const char *name, uint32_t *number) {
+  char again[32];
+  if (sscanf(name, "segment-%8u", number) != 1) return false;
+  segment_name(*number, again);
+  return strcmp(name, again) == 0;
+}
+
+/* The store's own file is never O_DIRECT; whole pages are moved all the same. */
+static int move_page(struct kvs_file_store *store, int fd, bool write, uint64_t offset, void *page, bool dsync) {
+  struct kvs_file_span span = {
+      .fd = fd, .write = write, .dsync = dsync, .offset = offset, .pieces = {{page, KVS_FILE_PAGE}}, .npieces = 1};
+  return kvs_file_move(&store->faults, &span, store->direct);
+}
+
+int kvs_file_erase(struct kvs_file_store *store, int fd, uint64_t offset) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE] = {0};
+  return move_page(store, fd, true, offset, page, store->settings.durability == KVS_FILE_FSYNC);
+}
+
+/* -- new files ----------------------------------------------------------------------------------------------------- */
+
+/* A file whose first page is as given, under its name; only then. */
+static int make_file(struct kvs_file_store *store, const char *name, uint64_t nbytes, void *page, int *made) {
+  bool safe = store->settings.durability == KVS_FILE_FSYNC;
+  int fd, flags = O_RDWR | O_CREAT | O_EXCL | (store->direct ? O_DIRECT : 0);
+  (void)unlinkat(store->folder, new_name, 0); /* of one that was interrupted here */
+  int code = kvs_file_openat(&store->faults, store->folder, new_name, flags, &fd);
+  if (code) return code;
+  code = kvs_file_allocate(&store->faults, fd, nbytes);
+  if (!code) code = move_page(store, fd, true, 0, page, false);
+  if (!code && safe) code = kvs_file_sync(&store->faults, fd);
+  if (!code && renameat(store->folder, new_name, store->folder, name)) code = errno;
+  if (!code && safe) code = fsync(store->folder) ? errno : 0;
+  if (!code) {
+    *made = fd;
+    return 0;
+  }
+  close(fd);
+  (void)unlinkat(store->folder, new_name, 0);
+  return code;
+}
+
+int kvs_file_segment_make(struct kvs_file_store *store, uint32_t number, int *fd) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  struct kvs_file_geometry geometry = store->geometry;
+  char name[32];
+  geometry.segment = number;
+  kvs_file_geometry_write(&geometry, true, page);
+  segment_name(number, name);
+  return make_file(store, name, geometry.segment_nbytes, page, fd);
+}
+
+/* The array never moves: threads read it without the lock. */
+int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int fd) {
+  if (store->nsegments == store->segments_capacity) return ENOMEM;
+  store->segments[store->nsegments] = (struct kvs_file_segment){.fd = fd, .number = number};
+  store->nsegments++;
+  if (number >= store->next_number) store->next_number = number + 1;
+  return 0;
+}
+
+int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
+  kvs_file_checkpoint_write(&checkpoint, page);
+  uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;
+  return move_page(store, store->state, true, at, page, store->settings.durability == KVS_FILE_FSYNC);
+}
+
+/* -- the store's file ---------------------------------------------------------------------------------------------- */
+
+static int refuse_layout(const struct kvs_file_store *store, const struct kvs_file_geometry *there, const char *name,
+                         struct kvs_error *err) {
+  return kvs_fail(err, KVS_INVALID,
+                  "%.80s holds blocks of another layout (%s), which are left alone: there '%.90s', %llu bytes a block; "
+                  "asked for '%.90s', %llu bytes",
+                  store->settings.directory, name, there->layout, (unsigned long long)there->block_nbytes,
+                  store->geometry.layout, (unsigned long long)store->geometry.block_nbytes);
+}
+
+static bool same_layout(const struct kvs_file_geometry *a, const struct kvs_file_geometry *b) {
+  return a->block_nbytes == b->block_nbytes && strcmp(a->layout, b->layout) == 0;
+}
+
+/* Segments that are there keep their size, whatever is asked for now. */
+static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  struct kvs_file_geometry there;
+  struct kvs_file_checkpoint checkpoint;
+  int code = move_page(store, store->state, false, 0, page, false);
+  if (code == KVS_FILE_ENDED) memset(page, 0, sizeof page);
+  if (code && code != KVS_FILE_ENDED)
+    return kvs_file_fail(err, code, "reading %.200s/%s", store->settings.directory, store_name);
+  enum kvs_file_page what = kvs_file_geometry_read(page, false, &there);
+  if (what == KVS_FILE_FOREIGN)
+    return kvs_fail(err, KVS_INVALID, "%.200s is a store of another version of kvswap: it is left alone",
+                    store->settings.directory);
+  if (what != KVS_FILE_GOOD) return KVS_OK; /* segments say the same; all blocks will be checked */
+  if (!same_layout(&there, &store->geometry)) return refuse_layout(store, &there, store_name, err);
+  store->geometry = there;
+  for (int i = 0; i < 2; i++) {
+    uint64_t at = CHECKPOINTS_AT + (uint64_t)i * KVS_FILE_PAGE;
+    if (move_page(store, store->state, false, at, page, false)) continue;
+    if (kvs_file_checkpoint_read(page, &checkpoint) != KVS_FILE_GOOD) continue;
+    if (checkpoint.generation <= store->generation) continue;
+    store->generation = checkpoint.generation;
+    store->sequence = checkpoint.sequence ? checkpoint.sequence - 1 : 0;
+  }
+  return KVS_OK;
+}
+
+/* Written in place, and by the writer alone: who opens it without a first page rebuilds it from the segments. */
+static int write_state(struct kvs_file_store *store, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  kvs_file_geometry_write(&store->geometry, false, page);
+  int code = move_page(store, store->state, true, 0, page, store->settings.durability == KVS_FILE_FSYNC);
+  if (!code) return KVS_OK;
+  return kvs_file_fail(err, code, "writing %.200s/%s", store->settings.directory, store_name);
+}
+
+static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
+  bool readonly = store->settings.readonly;
+  int flags = readonly ? O_RDONLY : O_RDWR | O_CREAT;
+  int code = kvs_file_openat(&store->faults, store->folder, store_name, flags, &store->state);
+  if (code == ENOENT && readonly)
+    return kvs_fail(err, KVS_MISSING, "%.200s is no store: there is no %s in it", store->settings.directory,
+                    store_name);
+  if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, store_name);
+  if (!readonly && flock(store->state, LOCK_EX | LOCK_NB))
+    return kvs_fail(err, KVS_BUSY,
+                    "%.200s is being written by another process, or open twice in this one: a store has one writer; "
+                    "open it with readonly",
+                    store->settings.directory);
+  return read_state(store, err);
+}
+
+/* -- O_DIRECT ------------------------------------------------------------------------------------------------------ */
+
+/* Tried on the store's own file: some file systems take the flag and refuse the reads. */
+static void try_direct(struct kvs_file_store *store) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  char text[96];
+  int fd;
+  if (store->settings.buffered) {
+    snprintf(store->direct_note, sizeof store->direct_note, "not asked for");
+    return;
+  }
+  int code = kvs_file_openat(&store->faults, store->folder, store_name, O_RDONLY | O_DIRECT, &fd);
+  if (!code) {
+    store->direct = true;
+    code = move_page(store, fd, false, 0, page, false);
+    if (code == KVS_FILE_ENDED) code = 0;
+    close(fd);
+  }
+  store->direct = code == 0;
+  if (code)
+    snprintf(store->direct_note, sizeof store->direct_note, "the file system does not take O_DIRECT: %s",
+             kvs_file_error_text(code, text));
+}
+
+/* -- segments ------------------------------------------------------------------------------------------------------ */
+
+/* One that is too short was cut off by somebody: its end reads as empty, and is made long again. */
+static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  struct kvs_file_geometry there;
+  struct stat info;
+  char name[32];
+  int fd, flags = (store->settings.readonly ? O_RDONLY : O_RDWR) | (store->direct ? O_DIRECT : 0);
+  segment_name(number, name);
+  int code = kvs_file_openat(&store->faults, store->folder, name, flags, &fd);
+  if (code == ENOENT && store->settings.readonly) return KVS_OK; /* the writer gave it up */
+  if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, name);
+  code = move_page(store, fd, false, 0, page, false);
+  enum kvs_file_page what = code ? KVS_FILE_DAMAGED : kvs_file_geometry_read(page, true, &there);
+  if (what == KVS_FILE_GOOD && !same_layout(&there, &store->geometry)) {
+    close(fd);
+    return refuse_layout(store, &there, name, err);
+  }
+  bool ours = what == KVS_FILE_GOOD && there.segment == number;
+  if (ours && store->nsegments == 0) {
+    store->geometry.slots = there.slots;
+    store->geometry.segment_nbytes = there.segment_nbytes;
+  }
+  if (!ours || there.slots != store->geometry.slots) {
+    store->stats.foreign++;
+    if (number >= store->next_number) store->next_number = number + 1;
+    close(fd);
+    return KVS_OK;
+  }
+  bool cut = fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
+  if (cut && !store->settings.readonly) (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
+  if (kvs_file_segment_append(store, number, fd) == 0) {
+    store->segments[store->nsegments - 1].suspect = cut;
+    return KVS_OK;
+  }
+  close(fd);
+  return kvs_fail(err, KVS_INVALID, "%.200s has more segments than %u", store->settings.directory,
+                  store->segments_capacity);
+}
+
+static int by_number(const void *a, const void *b) {
+  uint32_t left = *(const uint32_t *)a, right = *(const uint32_t *)b;
+  return (left > right) - (left < right);
+}
+
+static bool is_open(const struct kvs_file_store *store, uint32_t number) {
+  for (uint32_t i = 0; i < store->nsegments; i++)
+    if (store->segments[i].number == number) return true;
+  return false;
+}
+
+/* Numbers of the segments that are there and not open, ascending; to be freed. */
+static int list_segments(struct kvs_file_store *store, uint32_t **numbers, size_t *count, struct kvs_error *err) {
+  size_t capacity = 0;
+  uint32_t number;
+  *numbers = NULL;
+  *count = 0;
+  int fd = openat(store->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR *dir = fd < 0 ? NULL : fdopendir(fd);
+  if (!dir) {
+    int code = errno;
+    if (fd >= 0) close(fd);
+    return kvs_file_fail(err, code, "reading the directory %.200s", store->settings.directory);
+  }
+  for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
+    if (!is_segment_name(entry->d_name, &number) || is_open(store, number)) continue;
+    if (*count == capacity) {
+      capacity = capacity ? 2 * capacity : 64;
+      uint32_t *grown = realloc(*numbers, capacity * sizeof *grown);
+      if (!grown) {
+        closedir(dir);
+        free(*numbers);
+        return kvs_fail(err, KVS_NOMEM, "no memory to list %.200s", store->settings.directory);
+      }
+      *numbers = grown;
+    }
+    (*numbers)[(*count)++] = number;
+  }
+  closedir(dir);
+  if (*count) qsort(*numbers, *count, sizeof **numbers, by_number);
+  return KVS_OK;
+}
+
+int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
+  uint32_t *numbers;
+  size_t count;
+  store->stats.foreign = 0;
+  int status = list_segments(store, &numbers, &count, err);
+  if (status) return status;
+  for (size_t i = 0; !status && i < count; i++) status = adopt_segment(store, numbers[i], err);
+  free(numbers);
+  return status;
+}
+
+static int open_folder(struct kvs_file_store *store, struct kvs_error *err) {
+  const char *path = store->settings.directory;
+  if (!store->settings.readonly && mkdir(path, 0700) && errno != EEXIST)
+    return kvs_file_fail(err, errno, "making the directory %.200s", path);
+  store->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (store->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", path);
+  return KVS_OK;
+}
+
+/* Of the store's file, else of the first segment that can be read. */
+static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  uint32_t *numbers;
+  size_t count;
+  char name[32];
+  int fd, status = list_segments(store, &numbers, &count, err);
+  if (status) return status;
+  bool found = false;
+  for (size_t i = 0; !found && i <= count; i++) {
+    if (i) segment_name(numbers[i - 1], name);
+    if (kvs_file_openat(&store->faults, store->folder, i ? name : store_name, O_RDONLY, &fd)) continue;
+    int code = move_page(store, fd, false, 0, page, false);
+    found = !code && kvs_file_geometry_read(page, i > 0, there) == KVS_FILE_GOOD;
+    close(fd);
+  }
+  free(numbers);
+  if (found) return KVS_OK;
+  return kvs_fail(err, KVS_MISSING, "%.200s is no store: neither %s nor a segment in it can be read",
+                  store->settings.directory, store_name);
+}
+
+int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *err) {
+  struct kvs_file_store store = {.settings = {.directory = directory, .readonly = true}};
+  struct kvs_file_geometry there;
+  pthread_mutex_init(&store.faults.lock, NULL);
+  int status = open_folder(&store, err);
+  if (!status) status = peek(&store, &there, err);
+  if (store.folder >= 0) close(store.folder);
+  pthread_mutex_destroy(&store.faults.lock);
+  if (status) return status;
+  memcpy(layout, there.layout, strlen(there.layout) + 1);
+  *block_nbytes = there.block_nbytes;
+  return KVS_OK;
+}
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+enum { READER_SEGMENTS = 1 << 16 }; /* that a reader may see */
+
+static int size_segments(struct kvs_file_store *store, struct kvs_error *err) {
+  uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
+  if (store->settings.readonly) most = READER_SEGMENTS;
+  if (most == 0)
+    return kvs_fail(err, KVS_INVALID, "capacity is %llu bytes; a segment of %u blocks takes %llu: give it more",
+                    (unsigned long long)store->settings.capacity, store->geometry.slots,
+                    (unsigned long long)store->geometry.segment_nbytes);
+  uint64_t slots = KVS_NO_SLOT / store->geometry.slots;
+  store->max_segments = (uint32_t)(most < slots ? most : slots);
+  store->segments_capacity = store->max_segments > READER_SEGMENTS ? store->max_segments : READER_SEGMENTS;
+  if (store->segments_capacity > slots) store->segments_capacity = (uint32_t)slots;
+  store->segments = calloc(store->segments_capacity, sizeof *store->segments);
+  return store->segments ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for the segments of a store");
+}
+
+/* A budget that has become smaller: the oldest files go. Their blocks were those written first, as a rule. */
+static void give_up_segments(struct kvs_file_store *store) {
+  uint32_t surplus = store->nsegments > store->max_segments ? store->nsegments - store->max_segments : 0;
+  char name[32];
+  for (uint32_t i = 0; i < surplus; i++) {
+    segment_name(store->segments[i].number, name);
+    close(store->segments[i].fd);
+    (void)unlinkat(store->folder, name, 0);
+  }
+  store->nsegments -= surplus;
+  memmove(store->segments, store->segments + surplus, store->nsegments * sizeof *store->segments);
+}
+
+int kvs_file_open_directory(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = open_folder(store, err);
+  if (!status) status = open_state(store, err);
+  if (!status) try_direct(store);
+  if (!status) status = size_segments(store, err);
+  if (!status) status = kvs_file_adopt_new(store, err);
+  if (status || store->settings.readonly) return status;
+  uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
+  if (most < store->max_segments) store->max_segments = (uint32_t)most; /* they may be larger than was thought */
+  give_up_segments(store);
+  return write_state(store, err);
+}
+
+void kvs_file_close_directory(struct kvs_file_store *store) {
+  for (uint32_t i = 0; i < store->nsegments; i++) close(store->segments[i].fd);
+  free(store->segments);
+  if (store->state >= 0) close(store->state);
+  if (store->folder >= 0) close(store->folder);
+}

@@ -1,0 +1,143 @@
+/* Slots for new blocks: free ones, those of a new segment, or that of the block used least recently.
+ *
+ * Who takes over a block's slot has that block's key to itself until its own is on disk: a newer block of that key
+ * cannot be written meanwhile. Otherwise the older one, still on disk, could come back after a crash when the newer one
+ * has been deleted.
+ *
+ * Who finds no slot starves until somebody else who has a key is through. A starving item holds nothing but its key, so
+ * the others do get on. */
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "files/store.h"
+
+static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000;
+
+bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
+  if (store->nfree == store->free_capacity) {
+    size_t capacity = store->free_capacity ? 2 * store->free_capacity : 1024;
+    uint32_t *grown = realloc(store->free_slots, capacity * sizeof *grown);
+    if (!grown) {
+      store->stats.lost_slots++;
+      return false;
+    }
+    store->free_slots = grown;
+    store->free_capacity = capacity;
+  }
+  store->free_slots[store->nfree++] = slot;
+  return true;
+}
+
+void kvs_file_wake_starved_locked(struct kvs_file_store *store) {
+  struct kvs_file_item *item = store->starved.first;
+  store->starved = (struct kvs_file_list){NULL, NULL};
+  store->nstarved = 0;
+  while (item) {
+    struct kvs_file_item *next = item->next;
+    kvs_file_queue_push(&store->queue, &item->request);
+    item = next;
+  }
+}
+
+void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
+  (void)kvs_file_free_push(store, slot);
+  kvs_file_wake_starved_locked(store);
+}
+
+/* A new segment's slots, the lowest to be taken first. The lock is given back while it is made. */
+static void grow_unlocking(struct kvs_file_store *store) {
+  uint32_t number = store->next_number++, slots = store->geometry.slots;
+  int fd = -1;
+  store->growing = true;
+  pthread_mutex_unlock(&store->lock);
+  int code = kvs_file_segment_make(store, number, &fd);
+  pthread_mutex_lock(&store->lock);
+  if (!code) code = kvs_file_segment_append(store, number, fd);
+  if (!code)
+    for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, (store->nsegments - 1) * slots + i);
+  store->growing = false;
+  store->grow_code = code;
+  store->grow_again_ns = code ? kvs_clock_ns() + GROW_AGAIN_NS : 0;
+  kvs_file_wake_starved_locked(store);
+}
+
+static bool may_grow(const struct kvs_file_store *store) {
+  uint64_t files = (uint64_t)store->nsegments + store->stats.foreign;
+  return files < store->max_segments && (!store->grow_code || kvs_clock_ns() >= store->grow_again_ns);
+}
+
+static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *victim) {
+  struct kvs_file_store *store = item->transfer->store;
+  item->victim = victim;
+  item->slot = victim->slot;
+  victim->writer = true;
+  kvs_file_index_set_slot(&store->index, victim, KVS_NO_SLOT);
+  kvs_file_index_settle(&store->index, victim);
+  store->stats.evicted++;
+}
+
+/* The last resort: the newer block goes where the older one is. If that is interrupted, neither is left. */
+static void take_own_locked(struct kvs_file_item *item) {
+  item->slot = item->entry->slot;
+  item->in_place = true;
+  kvs_file_index_set_slot(&item->transfer->store->index, item->entry, KVS_NO_SLOT);
+}
+
+void kvs_file_slot_return_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  if (item->victim) {
+    kvs_file_index_set_slot(&store->index, item->victim, item->slot);
+    store->stats.evicted--;
+  } else if (item->in_place) {
+    kvs_file_index_set_slot(&store->index, item->entry, item->slot);
+  } else {
+    kvs_file_slot_give_locked(store, item->slot);
+  }
+  item->slot = KVS_NO_SLOT;
+}
+
+/* All who have a key wait for a slot: those that replace a block go first. */
+static bool help_starved_locked(struct kvs_file_store *store) {
+  bool any = false;
+  for (struct kvs_file_item *item = store->starved.first; item; item = item->next) {
+    if (item->entry->slot == KVS_NO_SLOT) continue;
+    take_own_locked(item);
+    any = true;
+  }
+  return any;
+}
+
+static enum kvs_file_slot_answer starve_locked(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  item->begun = false; /* it can still be cancelled */
+  item->next = NULL;
+  *(store->starved.last ? &store->starved.last->next : &store->starved.first) = item;
+  store->starved.last = item;
+  store->nstarved++;
+  return KVS_FILE_WAIT;
+}
+
+enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, int *code) {
+  struct kvs_file_store *store = item->transfer->store;
+  *code = 0;
+  if (item->slot != KVS_NO_SLOT) return KVS_FILE_SLOT; /* somebody saw to it */
+  while (!store->nfree && !store->growing && may_grow(store)) grow_unlocking(store);
+  if (store->nfree) {
+    item->slot = store->free_slots[--store->nfree];
+  } else if (!store->growing && store->index.oldest) {
+    evict_locked(item, store->index.oldest);
+  } else if (store->growing || store->granted > store->nstarved + 1) {
+    return starve_locked(item); /* somebody else goes on, and wakes it when he is through */
+  } else if (item->entry->slot != KVS_NO_SLOT) {
+    take_own_locked(item);
+  } else if (help_starved_locked(store)) {
+    (void)starve_locked(item);
+    kvs_file_wake_starved_locked(store);
+    return KVS_FILE_WAIT;
+  } else {
+    *code = store->grow_code;
+    return KVS_FILE_NONE_LEFT;
+  }
+  return KVS_FILE_SLOT;
+}

@@ -1,0 +1,298 @@
+/* Stores: opening and closing. */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "files/crc32c.h"
+#include "files/store.h"
+
+enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
+static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;
+
+/* -- all stores of the process ------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct kvs_file_store *stores; /* guarded by stores_lock */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void forget_stores(void) { /* in the child of a fork: they are the parent's */
+  pthread_mutex_init(&stores_lock, NULL);
+  stores = NULL;
+}
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_stores); }
+
+static void enter_list(struct kvs_file_store *store) {
+  pthread_once(&fork_once, watch_fork);
+  pthread_mutex_lock(&stores_lock);
+  store->next_open = stores;
+  stores = store;
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static void leave_list(struct kvs_file_store *store) {
+  pthread_mutex_lock(&stores_lock);
+  struct kvs_file_store **at = &stores;
+  while (*at && *at != store) at = &(*at)->next_open;
+  if (*at) *at = store->next_open;
+  pthread_mutex_unlock(&stores_lock);
+}
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+static int check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
+  if (!s->directory[0]) return kvs_fail(err, KVS_INVALID, "directory is empty");
+  if (strlen(s->layout) > KVS_FILE_LAYOUT_NBYTES)
+    return kvs_fail(err, KVS_INVALID, "the layout's text has %zu bytes: at most %d", strlen(s->layout),
+                    KVS_FILE_LAYOUT_NBYTES);
+  if (s->block_nbytes == 0 || s->block_nbytes > KVS_FILE_BLOCK_NBYTES)
+    return kvs_fail(err, KVS_INVALID, "block_nbytes is %llu: must be 1 to 2**40", (unsigned long long)s->block_nbytes);
+  if (s->depth > MOST_DEPTH) return kvs_fail(err, KVS_INVALID, "depth is %u: must be 1 to %d", s->depth, MOST_DEPTH);
+  return KVS_OK;
+}
+
+/* Some sixteen segments make the budget, so that it is filled to the last tenth; none needs to be small or huge. */
+static uint64_t segment_size(const struct kvs_file_settings *s) {
+  const uint64_t least = 16ull << 20, most = 1ull << 30;
+  uint64_t nbytes = s->capacity / 16;
+  if (s->segment_nbytes)
+    nbytes = s->segment_nbytes;
+  else
+    nbytes = nbytes < least ? least : nbytes > most ? most : nbytes;
+  return nbytes < s->capacity || s->readonly ? nbytes : s->capacity;
+}
+
+static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
+  const struct kvs_file_settings *s = &store->settings;
+  const bool asked = s->engine == KVS_FILE_URING;
+  int status = KVS_UNSUPPORTED;
+  store->queue.faults = &store->faults;
+  store->queue.direct = store->direct;
+  store->queue.scratch_nbytes = store->geometry.slot_nbytes + KVS_FILE_PAGE;
+  if (s->engine == KVS_FILE_THREADS) {
+    snprintf(store->engine_note, sizeof store->engine_note, "not asked for");
+  } else {
+    store->ops = &kvs_file_uring;
+    unsigned depth = s->depth ? s->depth : DEFAULT_URING;
+    status = store->ops->open(&store->queue, depth, &store->worker, err);
+    if (!status) store->settings.depth = depth;
+    if (status && asked) return status;
+    if (status) snprintf(store->engine_note, sizeof store->engine_note, "%.150s", err->message);
+  }
+  if (!status) return KVS_OK;
+  store->ops = &kvs_file_threads;
+  store->settings.depth = s->depth ? s->depth : DEFAULT_THREADS;
+  return store->ops->open(&store->queue, store->settings.depth, &store->worker, err);
+}
+
+static void init_ended(struct kvs_file_store *store) {
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&store->ended, &attributes);
+  pthread_condattr_destroy(&attributes);
+}
+
+static void free_store(struct kvs_file_store *store) {
+  if (store->settings.device) kvs_engine_unref(store->settings.device);
+  kvs_file_index_free(&store->index);
+  kvs_file_queue_destroy(&store->queue);
+  pthread_mutex_destroy(&store->faults.lock);
+  pthread_cond_destroy(&store->ended);
+  pthread_mutex_destroy(&store->lock);
+  free(store->free_slots);
+  free((char *)(uintptr_t)store->settings.directory);
+  free(store);
+}
+
+static struct kvs_file_store *new_store(const struct kvs_file_settings *settings, struct kvs_error *err) {
+  struct kvs_file_store *store = calloc(1, sizeof *store);
+  char *directory = store ? strdup(settings->directory) : NULL;
+  if (!directory || !kvs_file_index_init(&store->index) || kvs_file_queue_init(&store->queue, err)) {
+    if (store) kvs_file_index_free(&store->index);
+    free(directory);
+    free(store);
+    kvs_fail(err, KVS_NOMEM, "no memory for a store");
+    return NULL;
+  }
+  atomic_init(&store->refs, 1);
+  store->fork_generation = kvs_fork_generation();
+  store->settings = *settings;
+  store->settings.directory = directory;
+  store->settings.layout = store->geometry.layout;
+  if (!store->settings.queue) store->settings.queue = DEFAULT_QUEUE;
+  store->folder = store->state = -1;
+  pthread_mutex_init(&store->lock, NULL);
+  pthread_mutex_init(&store->faults.lock, NULL);
+  init_ended(store);
+  if (settings->device) kvs_engine_ref(settings->device);
+  kvs_file_geometry_make(settings->layout, settings->block_nbytes, segment_size(settings), &store->geometry);
+  return store;
+}
+
+/* Until the first clean close, or checkpoint, all that is written from now on counts as possibly torn. */
+static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
+  if (store->settings.readonly) return KVS_OK;
+  int code = kvs_file_checkpoint(store, store->sequence + 1, false);
+  return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
+}
+
+int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_store **opened, struct kvs_error *err) {
+  int status = check_settings(settings, err);
+  if (status) return status;
+  struct kvs_file_store *store = new_store(settings, err);
+  if (!store) return KVS_NOMEM;
+  status = kvs_file_open_directory(store, err);
+  if (!status) status = kvs_file_scan(store, &store->index, err);
+  if (!status) status = note_opened(store, err);
+  if (!status && settings->device) status = kvs_file_mover_open(store, err);
+  if (!status) status = open_engine(store, err);
+  if (status) {
+    if (store->mover) kvs_file_mover_close(store);
+    kvs_file_close_directory(store);
+    free_store(store);
+    return status;
+  }
+  enter_list(store);
+  *opened = store;
+  return KVS_OK;
+}
+
+/* -- closing ------------------------------------------------------------------------------------------------------- */
+
+/* Whether nothing is unfinished. */
+static bool drain_locked(struct kvs_file_store *store, int64_t timeout_ns) {
+  uint64_t at = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
+  struct timespec deadline = {(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
+  int rc = 0;
+  while (store->oldest && rc == 0)
+    rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
+                        : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
+  return !store->oldest;
+}
+
+static void stop(struct kvs_file_store *store) {
+  kvs_file_queue_close(&store->queue);
+  store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
+  if (store->mover) kvs_file_mover_close(store);
+  if (!store->settings.readonly) (void)kvs_file_checkpoint(store, store->sequence + 1, true);
+  kvs_file_close_directory(store);
+}
+
+/* What has not begun after timeout_ns is cancelled; what is under way then has patience_ns. */
+static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_t patience_ns, struct kvs_error *err) {
+  if (store->fork_generation != kvs_fork_generation())
+    return kvs_fail(err, KVS_FORKED, "this store was opened before fork(): it is the parent's to close");
+  pthread_mutex_lock(&store->lock);
+  store->closing = true;
+  bool idle = drain_locked(store, timeout_ns);
+  if (!idle) {
+    pthread_mutex_unlock(&store->lock);
+    (void)kvs_file_cancel_all(store);
+    pthread_mutex_lock(&store->lock);
+    idle = drain_locked(store, patience_ns);
+  }
+  bool mine = idle && !store->closed;
+  store->closed |= mine;
+  pthread_mutex_unlock(&store->lock);
+  if (!idle)
+    return kvs_fail(err, KVS_TIMEOUT, "%.200s: reads or writes do not end; the store stays open and takes no calls",
+                    store->settings.directory);
+  if (mine) {
+    leave_list(store);
+    stop(store);
+  }
+  kvs_file_collect(store);
+  return KVS_OK;
+}
+
+int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_error *err) {
+  return close_within(store, timeout_ns, CLOSE_NS, err);
+}
+
+void kvs_file_shutdown(int64_t timeout_ns) {
+  uint64_t start = kvs_clock_ns();
+  struct kvs_error err;
+  for (;;) {
+    pthread_mutex_lock(&stores_lock);
+    struct kvs_file_store *store = stores;
+    if (store) {
+      stores = store->next_open;
+      kvs_file_ref(store);
+    }
+    pthread_mutex_unlock(&stores_lock);
+    if (!store) return;
+    int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
+    /* who does not get ready keeps its reference: its threads still use it */
+    if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
+      kvs_file_unref(store);
+  }
+}
+
+void kvs_file_ref(struct kvs_file_store *store) { atomic_fetch_add(&store->refs, 1); }
+
+void kvs_file_unref(struct kvs_file_store *store) {
+  struct kvs_error err;
+  if (atomic_fetch_sub(&store->refs, 1) != 1) return;
+  if (store->fork_generation != kvs_fork_generation()) return;
+  if (kvs_file_close(store, CLOSE_NS, &err) == KVS_OK) free_store(store); /* else its threads still use it */
+}
+
+/* -- asking -------------------------------------------------------------------------------------------------------- */
+
+/* No call may come in between: what is found is put in the place of the old index as a whole. */
+int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
+  struct kvs_file_index found, old;
+  if (!store->settings.readonly) return KVS_OK;
+  pthread_mutex_lock(&store->lock);
+  bool idle = !store->oldest && !store->closing;
+  store->closing |= idle;
+  pthread_mutex_unlock(&store->lock);
+  if (!idle)
+    return kvs_fail(err, KVS_UNSUPPORTED, "refresh is for a store that is open and has no unfinished transfers");
+  int status = kvs_file_index_init(&found) ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for an index");
+  if (!status) status = kvs_file_adopt_new(store, err);
+  if (!status) status = kvs_file_scan(store, &found, err);
+  pthread_mutex_lock(&store->lock);
+  old = status ? found : store->index;
+  if (!status) store->index = found;
+  store->closing = false;
+  pthread_mutex_unlock(&store->lock);
+  kvs_file_index_free(&old);
+  return status;
+}
+
+void kvs_file_inject(struct kvs_file_store *store, enum kvs_file_call call, const struct kvs_file_fault *fault) {
+  kvs_file_faults_set(&store->faults, call, fault);
+}
+
+void kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats) {
+  pthread_mutex_lock(&store->lock);
+  *stats = store->stats;
+  stats->blocks = store->index.blocks;
+  stats->pinned = store->index.pinned;
+  stats->segments = store->nsegments;
+  stats->slots = (uint64_t)store->nsegments * store->geometry.slots;
+  stats->file_nbytes = store->nsegments * store->geometry.segment_nbytes;
+  stats->unfinished_loads = store->unfinished[1];
+  stats->unfinished_stores = store->unfinished[0];
+  pthread_mutex_unlock(&store->lock);
+}
+
+void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info) {
+  *info = (struct kvs_file_info){
+      .engine = store->ops->name,
+      .direct = store->direct,
+      .checksum = kvs_crc32c_how(),
+      .readonly = store->settings.readonly,
+      .block_nbytes = store->geometry.block_nbytes,
+      .slot_nbytes = store->geometry.slot_nbytes,
+      .segment_nbytes = store->geometry.segment_nbytes,
+      .capacity = store->settings.capacity,
+      .depth = store->settings.depth,
+  };
+  snprintf(info->engine_note, sizeof info->engine_note, "%s", store->engine_note);
+  snprintf(info->direct_note, sizeof info->direct_note, "%s", store->direct_note);
+}

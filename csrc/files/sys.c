@@ -1,0 +1,151 @@
+/* See files/sys.h. */
+#include "files/sys.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "files/format.h"
+
+/* -- faults -------------------------------------------------------------------------------------------------------- */
+
+void kvs_file_faults_set(struct kvs_file_faults *faults, enum kvs_file_call call, const struct kvs_file_fault *fault) {
+  pthread_mutex_lock(&faults->lock);
+  faults->fault[call] = *fault;
+  faults->seen[call] = 0;
+  pthread_mutex_unlock(&faults->lock);
+}
+
+static bool hits(const struct kvs_file_fault *fault, uint64_t seen) {
+  return seen == fault->nth || (seen > fault->nth && fault->every && (seen - fault->nth) % fault->every == 0);
+}
+
+struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *faults, enum kvs_file_call call) {
+  struct kvs_file_fault fault = {.action = KVS_FILE_FAULT_NONE};
+  pthread_mutex_lock(&faults->lock);
+  if (faults->fault[call].action != KVS_FILE_FAULT_NONE && hits(&faults->fault[call], ++faults->seen[call]))
+    fault = faults->fault[call];
+  pthread_mutex_unlock(&faults->lock);
+  if (fault.action == KVS_FILE_FAULT_DELAY) {
+    nanosleep(&(struct timespec){(time_t)(fault.delay_ns / 1000000000u), (long)(fault.delay_ns % 1000000000u)}, NULL);
+    fault.action = KVS_FILE_FAULT_NONE;
+  }
+  return fault;
+}
+
+/* The errno that an injected fault asks for, 0: make the call. */
+static int fault_code(struct kvs_file_faults *faults, enum kvs_file_call call) {
+  struct kvs_file_fault fault = kvs_file_fault_next(faults, call);
+  if (fault.action == KVS_FILE_FAULT_FAIL) return fault.code;
+  return fault.action == KVS_FILE_FAULT_INTERRUPT ? EINTR : 0;
+}
+
+/* -- reads and writes ---------------------------------------------------------------------------------------------- */
+
+size_t kvs_file_span_nbytes(const struct kvs_file_span *span) {
+  size_t nbytes = 0;
+  for (unsigned i = 0; i < span->npieces; i++) nbytes += span->pieces[i].iov_len;
+  return nbytes;
+}
+
+bool kvs_file_span_advance(struct kvs_file_span *span, size_t nbytes, bool direct) {
+  size_t all = kvs_file_span_nbytes(span);
+  if (nbytes >= all) return true;
+  if (direct)
+    nbytes -= nbytes % KVS_FILE_PAGE; /* it cannot go on in the middle of a page: what was done is done again */
+  span->offset += nbytes;
+  while (nbytes) {
+    struct iovec *first = &span->pieces[0];
+    size_t part = nbytes < first->iov_len ? nbytes : first->iov_len;
+    first->iov_base = (char *)first->iov_base + part;
+    first->iov_len -= part;
+    nbytes -= part;
+    if (first->iov_len) break;
+    memmove(first, first + 1, --span->npieces * sizeof *first);
+  }
+  return false;
+}
+
+struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *span) {
+  struct kvs_file_span part = *span;
+  size_t half = kvs_file_span_nbytes(span) / 2;
+  half -= half % KVS_FILE_PAGE;
+  if (half == 0) return part;
+  for (unsigned i = 0; i < part.npieces; i++) {
+    if (part.pieces[i].iov_len >= half) {
+      part.pieces[i].iov_len = half;
+      part.npieces = i + 1;
+      break;
+    }
+    half -= part.pieces[i].iov_len;
+  }
+  return part;
+}
+
+int kvs_file_move(struct kvs_file_faults *faults, struct kvs_file_span *span, bool direct) {
+  for (;;) {
+    struct kvs_file_fault fault = kvs_file_fault_next(faults, span->write ? KVS_FILE_WRITE : KVS_FILE_READ);
+    struct kvs_file_span now = fault.action == KVS_FILE_FAULT_SHORT ? kvs_file_span_shortened(span) : *span;
+    if (fault.action == KVS_FILE_FAULT_FAIL) return fault.code;
+    if (fault.action == KVS_FILE_FAULT_INTERRUPT) continue;
+    ssize_t n = now.write ? pwritev2(now.fd, now.pieces, (int)now.npieces, (off_t)now.offset, now.dsync ? RWF_DSYNC : 0)
+                          : preadv(now.fd, now.pieces, (int)now.npieces, (off_t)now.offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno;
+    if (n == 0) return now.write ? EIO : KVS_FILE_ENDED;
+    if (kvs_file_span_advance(span, (size_t)n, direct)) return 0;
+  }
+}
+
+/* -- files --------------------------------------------------------------------------------------------------------- */
+
+int kvs_file_allocate(struct kvs_file_faults *faults, int fd, uint64_t nbytes) {
+  for (;;) {
+    int code = fault_code(faults, KVS_FILE_ALLOCATE);
+    if (!code) code = fallocate(fd, 0, 0, (off_t)nbytes) ? errno : 0;
+    if (code == EINTR) continue;
+    if (code != EOPNOTSUPP && code != ENOSYS) return code;
+    return ftruncate(fd, (off_t)nbytes) ? errno : 0;
+  }
+}
+
+int kvs_file_openat(struct kvs_file_faults *faults, int folder, const char *name, int flags, int *fd) {
+  for (;;) {
+    int code = fault_code(faults, KVS_FILE_OPEN);
+    *fd = code ? -1 : openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (*fd >= 0) return 0;
+    if (!code) code = errno;
+    if (code != EINTR) return code;
+  }
+}
+
+int kvs_file_sync(struct kvs_file_faults *faults, int fd) {
+  for (;;) {
+    int code = fault_code(faults, KVS_FILE_SYNC);
+    if (!code) code = fdatasync(fd) ? errno : 0;
+    if (code != EINTR) return code;
+  }
+}
+
+/* -- words --------------------------------------------------------------------------------------------------------- */
+
+const char *kvs_file_error_text(int code, char text[96]) {
+  char words[64];
+  if (code == KVS_FILE_ENDED) return "the file is shorter than it should be";
+  snprintf(text, 96, "%s (errno %d)", strerror_r(code, words, sizeof words), code);
+  return text;
+}
+
+int kvs_file_fail(struct kvs_error *err, int code, const char *format, ...) {
+  char what[280], text[96];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(what, sizeof what, format, args);
+  va_end(args);
+  return kvs_fail(err, KVS_FILE, "%s: %s", what, kvs_file_error_text(code, text));
+}

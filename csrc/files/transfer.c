@@ -1,0 +1,459 @@
+/* Transfers of the file tier: making them, and telling what became of them. A transfer ends in exactly one state,
+ * written last, under the store's lock; what a reader looks at afterwards never changes. */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "files/store.h"
+
+enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a direction, but for the first */
+
+static int check_fork(const struct kvs_file_store *store, struct kvs_error *err) {
+  if (store->fork_generation == kvs_fork_generation()) return KVS_OK;
+  return kvs_fail(err, KVS_FORKED,
+                  "this store was opened before fork(): a child process cannot use it; open it again in the child, "
+                  "with readonly while the parent writes");
+}
+
+/* -- submitting ---------------------------------------------------------------------------------------------------- */
+
+static int check_keys(const struct kvs_file_keys *keys, struct kvs_error *err) {
+  size_t begin = 0;
+  if (keys->count > UINT32_MAX) return kvs_fail(err, KVS_INVALID, "keys has %zu items: too many", keys->count);
+  for (size_t i = 0; i < keys->count; begin = keys->ends[i++])
+    if (keys->ends[i] - begin < 1 || keys->ends[i] - begin > KVS_FILE_KEY_NBYTES)
+      return kvs_fail(err, KVS_INVALID, "keys[%zu] has %zu bytes: a key has 1 to %d", i, keys->ends[i] - begin,
+                      KVS_FILE_KEY_NBYTES);
+  return KVS_OK;
+}
+
+static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
+  if (!blocks || blocks->addresses) return KVS_OK;
+  if (!blocks->pools || blocks->npools == 0)
+    return kvs_fail(err, KVS_INVALID, "blocks are neither addresses nor in pools");
+  if (blocks->ids.count == keys->count) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "ids has %zu items, but keys has %zu", blocks->ids.count, keys->count);
+}
+
+static void free_transfer(struct kvs_file_transfer *transfer) {
+  for (size_t i = 0; transfer->pools && i < transfer->npools; i++) kvs_pool_unref(transfer->pools[i]);
+  free(transfer->pools);
+  if (transfer->gate) kvs_transfer_unref(transfer->gate);
+  free(transfer->slots);
+  free(transfer);
+}
+
+void kvs_file_transfer_drop(struct kvs_file_transfer *transfer) {
+  if (atomic_fetch_sub(&transfer->refs, 1) == 1) free_transfer(transfer);
+}
+
+static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks) {
+  for (size_t i = 0; i < transfer->nitems; i++) {
+    struct kvs_file_item *item = &transfer->items[i];
+    item->transfer = transfer;
+    item->request.begin = kvs_file_item_begin;
+    item->request.end = kvs_file_item_end;
+    item->request.urgent = transfer->kind == KVS_FILE_GET;
+    item->phase = KVS_FILE_TRANSFER;
+    item->slot = item->old = KVS_NO_SLOT;
+    item->staging = UINT32_MAX;
+    if (blocks && blocks->addresses) item->address = blocks->addresses[i];
+  }
+}
+
+/* Entries for all keys: all or none. The caller begins the items. */
+static int find_entries_locked(struct kvs_file_transfer *transfer, const struct kvs_file_keys *keys,
+                               struct kvs_error *err) {
+  struct kvs_file_index *index = &transfer->store->index;
+  size_t begin = 0, i = 0;
+  for (; i < keys->count; begin = keys->ends[i++]) {
+    struct kvs_file_entry *entry = kvs_file_index_add(index, keys->data + begin, keys->ends[i] - begin);
+    if (!entry) break;
+    transfer->items[i].entry = entry;
+    entry->pins++; /* so that it stays until all are there */
+  }
+  bool all = i == keys->count;
+  for (size_t k = 0; k < i; k++) transfer->items[k].entry->pins--;
+  for (size_t k = 0; !all && k < i; k++) {
+    struct kvs_file_entry *entry = transfer->items[k].entry;
+    bool again = false; /* the same key twice: settle it once */
+    for (size_t j = 0; j < k && !again; j++) again = transfer->items[j].entry == entry;
+    if (!again) kvs_file_index_settle(index, entry);
+  }
+  return all ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for %zu keys", keys->count);
+}
+
+static int check_room_locked(struct kvs_file_store *store, bool load, size_t count, struct kvs_error *err) {
+  const char *what = load ? "loads" : "stores and deletes";
+  if (store->closing) return kvs_fail(err, KVS_CLOSED, "the store is closed");
+  bool many = store->unfinished[load] && store->unfinished_blocks[load] + count > MOST_BLOCKS;
+  if (store->unfinished[load] < store->settings.queue && !many) return KVS_OK;
+  store->stats.refused_full++;
+  return kvs_fail(err, KVS_QUEUE_FULL,
+                  "the store holds %u unfinished %s (%zu blocks): nothing of this call was queued; wait for one, or do "
+                  "without this block",
+                  store->unfinished[load], what, store->unfinished_blocks[load]);
+}
+
+static void enlist_locked(struct kvs_file_transfer *transfer) {
+  struct kvs_file_store *store = transfer->store;
+  bool load = transfer->kind == KVS_FILE_GET;
+  transfer->earlier = store->newest;
+  *(store->newest ? &store->newest->later : &store->oldest) = transfer;
+  store->newest = transfer;
+  store->unfinished[load]++;
+  store->unfinished_blocks[load] += transfer->nitems;
+  transfer->remaining = transfer->nitems;
+  atomic_store(&transfer->refs, 2);
+  if (transfer->nitems == 0) kvs_file_transfer_ended_locked(transfer);
+  for (size_t i = 0; i < transfer->nitems; i++) kvs_file_item_begin_locked(&transfer->items[i]);
+  kvs_file_run_ready_locked(store);
+}
+
+static int make_transfer(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
+                         const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                         struct kvs_file_transfer **made, struct kvs_error *err) {
+  struct kvs_file_transfer *transfer = calloc(1, sizeof *transfer + keys->count * sizeof *transfer->items);
+  if (!transfer) return kvs_fail(err, KVS_NOMEM, "no memory for a transfer of %zu blocks", keys->count);
+  transfer->store = store;
+  transfer->kind = kind;
+  transfer->nitems = keys->count;
+  transfer->start_ns = kvs_clock_ns();
+  atomic_init(&transfer->refs, 1);
+  atomic_init(&transfer->state, KVS_STATE_RUNNING);
+  if (options) {
+    transfer->replace = options->replace;
+    transfer->owner = options->owner;
+    transfer->release = options->release;
+  }
+  set_up_items(transfer, blocks);
+  *made = transfer;
+  return KVS_OK;
+}
+
+static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
+                  const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                  struct kvs_file_transfer **submitted, struct kvs_error *err) {
+  struct kvs_file_transfer *transfer = NULL;
+  int status = check_fork(store, err);
+  if (!status) status = check_keys(keys, err);
+  if (!status) status = check_blocks(keys, blocks, err);
+  if (!status && store->settings.readonly && kind != KVS_FILE_GET)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
+  if (!status) status = make_transfer(store, kind, keys, blocks, options, &transfer, err);
+  if (status) return status;
+  if (blocks && (blocks->pools || (options && options->nafter)))
+    status = kvs_file_mover_prepare(transfer, blocks, options, err);
+  if (!status) {
+    pthread_mutex_lock(&store->lock);
+    status = check_room_locked(store, kind == KVS_FILE_GET, keys->count, err);
+    if (!status) status = find_entries_locked(transfer, keys, err);
+    if (!status) enlist_locked(transfer);
+    pthread_mutex_unlock(&store->lock);
+  }
+  if (status) {
+    free_transfer(transfer);
+    return status;
+  }
+  kvs_file_ref(store);
+  *submitted = transfer;
+  return KVS_OK;
+}
+
+int kvs_file_put(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
+                 const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
+  return submit(store, KVS_FILE_PUT, keys, blocks, options, transfer, err);
+}
+
+int kvs_file_get(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
+                 const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
+  return submit(store, KVS_FILE_GET, keys, blocks, options, transfer, err);
+}
+
+int kvs_file_delete(struct kvs_file_store *store, const struct kvs_file_keys *keys,
+                    const struct kvs_file_options *options, struct kvs_file_transfer **transfer,
+                    struct kvs_error *err) {
+  return submit(store, KVS_FILE_DROP, keys, NULL, options, transfer, err);
+}
+
+/* -- keys alone ---------------------------------------------------------------------------------------------------- */
+
+int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool *found,
+                      struct kvs_error *err) {
+  int status = check_fork(store, err);
+  if (!status) status = check_keys(keys, err);
+  if (status) return status;
+  size_t begin = 0;
+  pthread_mutex_lock(&store->lock);
+  for (size_t i = 0; i < keys->count; begin = keys->ends[i++]) {
+    const struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
+    found[i] = entry && entry->slot != KVS_NO_SLOT;
+  }
+  pthread_mutex_unlock(&store->lock);
+  return KVS_OK;
+}
+
+int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *keys, struct kvs_error *err) {
+  int status = check_fork(store, err);
+  if (!status) status = check_keys(keys, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  for (size_t i = keys->count; i-- > 0;) { /* the first key last of all: of a prefix the end goes before the start */
+    size_t begin = i ? keys->ends[i - 1] : 0;
+    struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
+    if (entry) kvs_file_index_touch(&store->index, entry);
+  }
+  pthread_mutex_unlock(&store->lock);
+  return KVS_OK;
+}
+
+int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool pin, struct kvs_error *err) {
+  struct kvs_file_index *index = &store->index;
+  int status = check_fork(store, err);
+  if (!status) status = check_keys(keys, err);
+  if (status) return status;
+  size_t begin = 0, done = 0;
+  pthread_mutex_lock(&store->lock);
+  for (; !status && done < keys->count; begin = keys->ends[done++]) {
+    struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[done] - begin);
+    if (pin && (!entry || entry->slot == KVS_NO_SLOT))
+      status = kvs_fail(err, KVS_MISSING, "keys[%zu] is not there: nothing was pinned", done);
+    else if (!pin && (!entry || !entry->pins))
+      status = kvs_fail(err, KVS_INVALID, "keys[%zu] is not pinned: nothing was unpinned", done);
+    else
+      kvs_file_index_pin(index, entry, pin);
+    if (status) break;
+  }
+  begin = 0;
+  for (size_t i = 0; i < done; begin = keys->ends[i++]) {
+    struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[i] - begin);
+    if (!entry) continue; /* the same key twice: it went with the first */
+    if (status) kvs_file_index_pin(index, entry, !pin);
+    kvs_file_index_settle(index, entry);
+  }
+  if (store->starved.first) kvs_file_wake_starved_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return status;
+}
+
+static size_t measure_locked(const struct kvs_file_index *index) {
+  size_t nbytes = 0;
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (const struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next)
+      nbytes += entry->key_nbytes;
+  return nbytes;
+}
+
+static size_t add_key(const struct kvs_file_entry *entry, uint8_t *keys, size_t *ends, size_t count) {
+  size_t begin = count ? ends[count - 1] : 0;
+  memcpy(keys + begin, entry->key, entry->key_nbytes);
+  ends[count] = begin + entry->key_nbytes;
+  return count + 1;
+}
+
+/* In the order of use; those that are in use or pinned are in no order, and come last. */
+static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, size_t *ends) {
+  size_t count = 0;
+  for (const struct kvs_file_entry *entry = index->oldest; entry; entry = entry->newer)
+    count = add_key(entry, keys, ends, count);
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (const struct kvs_file_entry *entry = index->buckets[i]; entry; entry = entry->next)
+      if (!entry->idle && entry->slot != KVS_NO_SLOT) count = add_key(entry, keys, ends, count);
+  return count;
+}
+
+int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
+  int status = check_fork(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  *keys = malloc(measure_locked(&store->index) + 1);
+  *ends = malloc((store->index.blocks + 1) * sizeof **ends);
+  *count = *keys && *ends ? list_locked(&store->index, *keys, *ends) : 0;
+  pthread_mutex_unlock(&store->lock);
+  if (*keys && *ends) return KVS_OK;
+  free(*keys);
+  free(*ends);
+  return kvs_fail(err, KVS_NOMEM, "no memory for the keys of a store");
+}
+
+/* -- the end ------------------------------------------------------------------------------------------------------- */
+
+void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
+  struct kvs_file_store *store = transfer->store;
+  bool load = transfer->kind == KVS_FILE_GET;
+  *(transfer->earlier ? &transfer->earlier->later : &store->oldest) = transfer->later;
+  *(transfer->later ? &transfer->later->earlier : &store->newest) = transfer->earlier;
+  store->unfinished[load]--;
+  store->unfinished_blocks[load] -= transfer->nitems;
+  transfer->elapsed_ns = kvs_clock_ns() - transfer->start_ns;
+  enum kvs_state state = transfer->nfailed ? KVS_STATE_FAILED : KVS_STATE_DONE;
+  for (size_t i = 0; transfer->cancelled && state == KVS_STATE_FAILED && i < transfer->nitems; i++)
+    if (transfer->items[i].status == KVS_CANCELLED) state = KVS_STATE_CANCELLED;
+  if (transfer->release) {
+    atomic_fetch_add(&transfer->refs, 1);
+    transfer->next_garbage = store->garbage;
+    store->garbage = transfer;
+  }
+  atomic_store_explicit(&transfer->state, state, memory_order_release);
+  pthread_cond_broadcast(&store->ended);
+  kvs_file_transfer_drop(transfer);
+}
+
+void kvs_file_collect(struct kvs_file_store *store) {
+  if (store->fork_generation != kvs_fork_generation()) return;
+  pthread_mutex_lock(&store->lock);
+  struct kvs_file_transfer *garbage = store->garbage;
+  store->garbage = NULL;
+  pthread_mutex_unlock(&store->lock);
+  while (garbage) {
+    struct kvs_file_transfer *next = garbage->next_garbage;
+    garbage->release(garbage->owner);
+    kvs_file_transfer_drop(garbage);
+    garbage = next;
+  }
+}
+
+static bool cancel_locked(struct kvs_file_transfer *transfer) {
+  bool any = false;
+  for (size_t i = 0; i < transfer->nitems; i++)
+    any |= !transfer->items[i].begun && transfer->items[i].status == KVS_OK && !transfer->items[i].ended;
+  transfer->cancelled |= any;
+  return any;
+}
+
+/* They are noticed when their turn comes, which is at once for those that starve. */
+bool kvs_file_transfer_cancel(struct kvs_file_transfer *transfer) {
+  struct kvs_file_store *store = transfer->store;
+  if (store->fork_generation != kvs_fork_generation()) return false;
+  pthread_mutex_lock(&store->lock);
+  bool any = transfer->remaining && cancel_locked(transfer);
+  if (any) kvs_file_wake_starved_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return any;
+}
+
+size_t kvs_file_cancel_all(struct kvs_file_store *store) {
+  size_t n = 0;
+  pthread_mutex_lock(&store->lock);
+  for (struct kvs_file_transfer *transfer = store->oldest; transfer; transfer = transfer->later, n++)
+    (void)cancel_locked(transfer);
+  kvs_file_wake_starved_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return n;
+}
+
+/* -- asking -------------------------------------------------------------------------------------------------------- */
+
+void kvs_file_transfer_ref(struct kvs_file_transfer *transfer) {
+  kvs_file_ref(transfer->store);
+  atomic_fetch_add(&transfer->refs, 1);
+}
+
+void kvs_file_transfer_unref(struct kvs_file_transfer *transfer) {
+  struct kvs_file_store *store = transfer->store;
+  if (store->fork_generation != kvs_fork_generation()) return; /* the child of a fork leaves everything as it is */
+  kvs_file_transfer_drop(transfer);
+  kvs_file_unref(store);
+}
+
+struct kvs_file_store *kvs_file_transfer_store(const struct kvs_file_transfer *transfer) { return transfer->store; }
+
+static enum kvs_state state_of(struct kvs_file_transfer *transfer) {
+  return (enum kvs_state)atomic_load_explicit(&transfer->state, memory_order_acquire);
+}
+
+bool kvs_file_transfer_done(struct kvs_file_transfer *transfer) { return state_of(transfer) != KVS_STATE_RUNNING; }
+
+static struct timespec deadline_in(int64_t timeout_ns) {
+  uint64_t at = kvs_clock_ns() + (uint64_t)timeout_ns;
+  return (struct timespec){(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
+}
+
+int kvs_file_transfer_wait(struct kvs_file_transfer *transfer, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_file_store *store = transfer->store;
+  int rc = check_fork(store, err);
+  if (rc) return rc;
+  struct timespec deadline = timeout_ns < 0 ? (struct timespec){0} : deadline_in(timeout_ns);
+  pthread_mutex_lock(&store->lock);
+  while (!rc && state_of(transfer) == KVS_STATE_RUNNING)
+    rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
+                        : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
+  pthread_mutex_unlock(&store->lock);
+  if (state_of(transfer) == KVS_STATE_RUNNING)
+    return kvs_fail(err, KVS_TIMEOUT, "the transfer had not ended after %.3f s; it goes on", (double)timeout_ns / 1e9);
+  return kvs_file_transfer_error(transfer, err);
+}
+
+static int fail_item(const struct kvs_file_item *item, struct kvs_error *err) {
+  static const char *const verbs[] = {"storing", "loading", "deleting"};
+  const char *verb = verbs[item->transfer->kind];
+  size_t position = (size_t)(item - item->transfer->items);
+  switch (item->status) {
+  case KVS_OK:
+    return KVS_OK;
+  case KVS_MISSING:
+    return kvs_fail(err, KVS_MISSING, "block %zu is not in the store", position);
+  case KVS_DAMAGED:
+    return kvs_fail(err, KVS_DAMAGED, "block %zu is damaged on disk: its header or checksum is wrong, it is lost",
+                    position);
+  case KVS_NO_ROOM:
+    return kvs_fail(err, KVS_NO_ROOM, "no room to store block %zu: all blocks of the store are pinned or in use",
+                    position);
+  case KVS_CANCELLED:
+    return kvs_fail(err, KVS_CANCELLED, "cancelled before block %zu had begun", position);
+  case KVS_FILE:
+    return kvs_file_fail(err, item->code, "%s block %zu", verb, position);
+  default:
+    kvs_fail(err, item->status, "%s block %zu: the copy between device and staging failed (code %d)", verb, position,
+             item->code);
+    err->code = item->code;
+    return item->status;
+  }
+}
+
+int kvs_file_transfer_reason(struct kvs_file_transfer *transfer, size_t position, struct kvs_error *err) {
+  if (position >= transfer->nitems)
+    return kvs_fail(err, KVS_RANGE, "position is %zu; the transfer has %zu blocks", position, transfer->nitems);
+  if (state_of(transfer) == KVS_STATE_RUNNING) return KVS_OK;
+  return fail_item(&transfer->items[position], err);
+}
+
+int kvs_file_transfer_error(struct kvs_file_transfer *transfer, struct kvs_error *err) {
+  if (state_of(transfer) == KVS_STATE_RUNNING || transfer->nfailed == 0) return KVS_OK;
+  size_t first = 0, n = transfer->nfailed;
+  while (transfer->items[first].status == KVS_OK) first++;
+  int status = fail_item(&transfer->items[first], err);
+  size_t used = strlen(err->message);
+  if (n > 1)
+    snprintf(err->message + used, sizeof err->message - used, "; in all %zu of %zu blocks failed", n, transfer->nitems);
+  return status;
+}
+
+size_t kvs_file_transfer_failed(struct kvs_file_transfer *transfer, uint32_t *positions, size_t capacity) {
+  size_t n = 0;
+  if (state_of(transfer) == KVS_STATE_RUNNING) return 0;
+  for (size_t i = 0; i < transfer->nitems; i++) {
+    if (transfer->items[i].status == KVS_OK) continue;
+    if (n < capacity) positions[n] = (uint32_t)i;
+    n++;
+  }
+  return n;
+}
+
+void kvs_file_transfer_get_info(struct kvs_file_transfer *transfer, struct kvs_file_transfer_info *info) {
+  static const char *const names[] = {"store", "load", "delete"};
+  bool moves = transfer->kind != KVS_FILE_DROP;
+  *info = (struct kvs_file_transfer_info){
+      .state = state_of(transfer),
+      .what = names[transfer->kind],
+      .nbytes = moves ? transfer->nitems * transfer->store->geometry.block_nbytes : 0,
+      .num_blocks = transfer->nitems,
+  };
+  if (info->state == KVS_STATE_RUNNING) return;
+  info->elapsed_ns = transfer->elapsed_ns;
+  info->num_failed = transfer->nfailed;
+  info->num_kept = transfer->nkept;
+}

@@ -1,0 +1,155 @@
+/* Looks at everything that a kernel will touch, in the order in which the kernel finds it: its tables first, then what
+ * they point at. Addresses are worked out by the twins' own functions, so what is looked at is what will be used. */
+#include "host/kernel.h"
+
+#include <string.h>
+
+#include "kernels/twins.h"
+
+#define PACE_LIMIT_NS 1e10
+
+size_t kvs_host_kernel_params_nbytes(enum kvs_kernel kernel) {
+  switch (kernel) {
+#define X(name, symbol, params)                                                                                        \
+  case KVS_KERNEL_##name:                                                                                              \
+    return sizeof(struct params);
+    KVS_KERNEL_LIST(X)
+#undef X
+  case KVS_KERNELS:
+    break;
+  }
+  return 0;
+}
+
+static bool can(struct kvs_host_view *view, enum kvs_host_use use, uint64_t address, uint64_t nbytes) {
+  return !kvs_host_view_refuse(view, use, address, nbytes, false);
+}
+
+/* Entries [first, first + count) of a table. */
+static bool can_read_entries(struct kvs_host_view *view, uint64_t table, uint64_t first, uint64_t count,
+                             size_t entry_nbytes) {
+  uint64_t at, nbytes;
+  return !__builtin_mul_overflow(first, (uint64_t)entry_nbytes, &at) &&
+         !__builtin_mul_overflow(count, (uint64_t)entry_nbytes, &nbytes) && !__builtin_add_overflow(table, at, &at) &&
+         can(view, KVS_HOST_READ, at, nbytes);
+}
+
+static bool can_use_word(struct kvs_host_view *view, enum kvs_host_use use, uint64_t address) {
+  return address % 4 == 0 && can(view, use, address, 4);
+}
+
+static bool can_copy(struct kvs_host_view *view, const struct kvs_piece *piece) {
+  return can(view, KVS_HOST_READ, piece->src, piece->nbytes) && can(view, KVS_HOST_WRITE, piece->dst, piece->nbytes);
+}
+
+static bool can_read_units(struct kvs_host_view *view, const struct kvs_copy_params *params) {
+  const struct kvs_units *units = &params->units;
+  uint64_t lines = (uint64_t)units->nrows * units->parts;
+  if (units->pieces) return can_read_entries(view, units->pieces, 0, params->count, sizeof(struct kvs_piece));
+  if (params->count == 0) return true;
+  if (lines == 0) return false;
+  uint64_t npairs = params->count / lines + (params->count % lines != 0);
+  if (!can_read_entries(view, units->rows, 0, units->nrows, sizeof(struct kvs_row))) return false;
+  if (!units->pairs) return npairs <= KVS_INLINE_PAIRS;
+  return can_read_entries(view, units->pairs, 0, npairs, sizeof(struct kvs_pair));
+}
+
+static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_params *params, struct kvs_host_op *op) {
+  uint64_t total = 0;
+  if (params->only_if && !can_use_word(view, KVS_HOST_READ, params->only_if)) return false;
+  if (!kvs_twin_copies(params)) { /* nothing is touched: nothing has to be there */
+    op->units = 0;
+    return true;
+  }
+  if (!can_read_units(view, params)) return false;
+  for (uint64_t i = 0; i < params->count; i++) {
+    struct kvs_piece piece = kvs_twin_unit(params, i);
+    if (!can_copy(view, &piece)) return false;
+    total += piece.nbytes;
+  }
+  /* A CTA keeps its pace on its share; shares are taken as equal. */
+  double mib = (double)total / (double)op->what.kernel.grid / (1 << 20);
+  double pace_ns = mib * (double)params->ns_per_mib;
+  op->pace_ns = pace_ns < PACE_LIMIT_NS ? (uint64_t)pace_ns : (uint64_t)PACE_LIMIT_NS;
+  return true;
+}
+
+static bool can_read_segment(struct kvs_host_view *view, const struct kvs_relay_params *params,
+                             const struct kvs_segment *segment) {
+  const struct kvs_units *units = &params->units;
+  if (units->pieces)
+    return can_read_entries(view, units->pieces, segment->first, segment->count, sizeof(struct kvs_piece)) &&
+           can_read_entries(view, params->packed, segment->first, segment->count, sizeof(uint64_t));
+  return can_read_entries(view, units->rows, segment->first_row, segment->nrows, sizeof(struct kvs_row)) &&
+         can_read_entries(view, units->pairs, segment->first, segment->count, sizeof(struct kvs_pair));
+}
+
+/* The scattered side must be there, and the other stay within its slot. */
+static bool can_copy_segment(struct kvs_host_view *view, const struct kvs_relay_params *params,
+                             const struct kvs_segment *segment, uint64_t slot) {
+  uint64_t units = kvs_twin_segment_units(params, segment);
+  for (uint64_t unit = 0; unit < units; unit++) {
+    struct kvs_piece piece = kvs_twin_segment_unit(params, segment, slot, unit);
+    uint64_t at = (params->gather ? piece.dst : piece.src) - slot;
+    if (piece.nbytes == 0) continue;
+    if (at > params->slot_nbytes || piece.nbytes > params->slot_nbytes - at || !can_copy(view, &piece)) return false;
+  }
+  return true;
+}
+
+static bool prepare_relay(struct kvs_host_view *view, const struct kvs_relay_params *params, struct kvs_host_op *op) {
+  uint64_t fillings = 0;
+  if (params->nslots == 0 || params->nslots > KVS_RELAY_SLOTS) return false;
+  if (!can_use_word(view, KVS_HOST_WRITE, params->abort_word) || params->flags % 4 != 0 ||
+      !can(view, KVS_HOST_WRITE, params->flags, KVS_RELAY_FLAGS * sizeof(uint32_t)) ||
+      !can_read_entries(view, params->segments, 0, params->nsegments, sizeof(struct kvs_segment)))
+    return false;
+  for (uint64_t i = 0; i < params->nsegments; i++) {
+    struct kvs_segment segment = kvs_twin_segment(params, i);
+    if (!can_read_segment(view, params, &segment) ||
+        !can_copy_segment(view, params, &segment, kvs_twin_slot(params, fillings)))
+      return false;
+    if (segment.last) fillings++;
+  }
+  op->units = fillings;
+  return true;
+}
+
+static bool prepare_pattern(struct kvs_host_view *view, const struct kvs_pattern_params *params) {
+  const char *table = (const char *)(uintptr_t)params->items;
+  bool check = params->mode != KVS_PATTERN_WRITE;
+  if (!can_read_entries(view, params->items, 0, params->nitems, sizeof(struct kvs_pattern_item))) return false;
+  if (check &&
+      (params->result % 8 != 0 || !can(view, KVS_HOST_WRITE, params->result, sizeof(struct kvs_pattern_result))))
+    return false;
+  for (uint64_t i = 0; i < params->nitems; i++) {
+    struct kvs_pattern_item item;
+    memcpy(&item, table + i * sizeof item, sizeof item);
+    if (!can(view, check ? KVS_HOST_READ : KVS_HOST_WRITE, item.ptr, item.nbytes)) return false;
+  }
+  return true;
+}
+
+static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
+  const void *params = op->what.kernel.params;
+  switch (op->what.kernel.id) {
+  case KVS_KERNEL_COPY:
+  case KVS_KERNEL_RING:
+    return prepare_copy(view, params, op);
+  case KVS_KERNEL_RELAY:
+    return prepare_relay(view, params, op);
+  case KVS_KERNEL_PATTERN:
+    return prepare_pattern(view, params);
+  case KVS_KERNEL_DELAY:
+  case KVS_KERNELS:
+    break;
+  }
+  return true;
+}
+
+bool kvs_host_kernel_prepare(struct kvs_host_memory *memory, struct kvs_host_op *op) {
+  struct kvs_host_view view = {.memory = memory, .kernel = true};
+  bool good = prepare(&view, op);
+  kvs_host_view_clear(&view);
+  return good;
+}

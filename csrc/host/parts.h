@@ -1,0 +1,23 @@
+/* What a host device is made of: for host/device.c, and host/share.c, which fills in share.h. */
+#ifndef KVS_HOST_PARTS_H
+#define KVS_HOST_PARTS_H
+
+#include "device/share.h"
+#include "host/memory.h"
+#include "host/queue.h"
+
+struct host_device {
+  struct kvs_device base;
+  struct kvs_host_memory memory;
+  struct kvs_host_queue queue;
+};
+
+static inline struct host_device *host_of(struct kvs_device *device) { return (struct host_device *)device; }
+
+extern const struct kvs_share_ops kvs_host_share_ops;
+
+/* The same for all processes that see this ordinal, until the machine restarts; a deterministic device is the only one
+ * of its seed. */
+void kvs_host_uuid(unsigned char uuid[16], int ordinal, uint64_t seed);
+
+#endif

@@ -1,0 +1,410 @@
+/* Device memory of one process in another (kvswap_ipc.h).
+ *
+ * An allocation is opened once an engine, however many exports lie in it: drivers count openings, and give the same
+ * address. So an engine has a list of imports, each with a count; a mapped object is a view of one, or of nothing where
+ * the memory is this process's own. While an import is there it is a region of the engine's like what it allocated. */
+#include "kvswap_ipc.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/core.h"
+#include "core/range.h"
+#include "device/share.h"
+#include "ipc/imports.h"
+#include "ipc/peer.h"
+#include "ipc/serve.h"
+#include "memory/owner.h"
+
+struct kvs_import {
+  struct kvs_import *next; /* guarded by engine->share_lock */
+  unsigned views;          /* guarded by engine->share_lock */
+  uint64_t base, nbytes;
+  enum kvs_export_kind kind;
+  unsigned char key[64]; /* the handle, or the token of chunks */
+};
+
+struct kvs_mapped {
+  struct kvs_engine *engine;
+  struct kvs_import *import; /* NULL: it is our own memory, or closed */
+  uint64_t ptr;
+  bool local, closed;
+  struct kvs_sync *sync; /* while it is being closed: what had been queued when that began */
+  struct kvs_export from;
+};
+
+/* -- exporting ------------------------------------------------------------------------------------------------- */
+
+/* Who exports: what is the same for memory and events. */
+static void sign(struct kvs_engine *engine, enum kvs_export_kind kind, const struct kvs_handle *handle,
+                 struct kvs_export *made) {
+  struct kvs_owner self = kvs_owner_self();
+  made->kind = kind;
+  memcpy(made->uuid, engine->device->info.uuid, sizeof made->uuid);
+  memcpy(made->device, engine->name, sizeof made->device);
+  made->pid = self.pid;
+  made->start = self.start;
+  memcpy(made->handle, handle, sizeof made->handle);
+}
+
+/* Chunks need somebody who serves them, and one must be of a kind that can be shared: that is found out now. */
+static int serve_chunks(struct kvs_engine *engine, const struct kvs_chunks *chunks, struct kvs_export *made,
+                        struct kvs_server **server, struct kvs_error *err) {
+  const struct kvs_handle none = {{0}};
+  int fd = -1, status = kvs_dev_chunk_share(engine->device, made->address, &fd, err);
+  if (status) return status;
+  close(fd);
+  status = kvs_server_start(engine, chunks, made, server, err);
+  if (status) return status;
+  sign(engine, KVS_EXPORT_CHUNKS, &none, made);
+  made->allocation_nbytes = chunks->nbytes;
+  made->offset = made->address - chunks->base;
+  return KVS_OK;
+}
+
+static int make_handle(struct kvs_engine *engine, const struct kvs_region *region, struct kvs_export *made,
+                       struct kvs_error *err) {
+  struct kvs_handle handle;
+  if (made->nbytes > region->nbytes - (made->address - region->base))
+    return kvs_fail(err, KVS_INVALID,
+                    "%" PRIu64 " bytes are named from 0x%" PRIx64 " on, but its allocation ends after %" PRIu64,
+                    made->nbytes, made->address, region->nbytes - (made->address - region->base));
+  int status = kvs_dev_memory_share(engine->device, region->base, &handle, err);
+  if (status) return status;
+  sign(engine, KVS_EXPORT_HANDLE, &handle, made);
+  made->allocation_nbytes = region->nbytes;
+  made->offset = made->address - region->base;
+  return KVS_OK;
+}
+
+static bool in_chunks(struct kvs_engine *engine, uint64_t address) {
+  struct kvs_error ignored;
+  uint64_t base, nbytes;
+  return kvs_dev_chunk_query(engine->device, address, &base, &nbytes, &ignored) == KVS_OK;
+}
+
+int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct kvs_server **server,
+                    struct kvs_error *err) {
+  struct kvs_device *device = engine->device;
+  struct kvs_region region;
+  struct kvs_chunks chunks;
+  *server = NULL;
+  int status = kvs_dev_check(device, err);
+  if (!status && made->nbytes == 0) status = kvs_fail(err, KVS_INVALID, "0 bytes cannot be exported");
+  if (!status) status = kvs_dev_pointer_query(device, made->address, &region, err);
+  if (status) return status;
+  if (!kvs_region_is_of(&region, device->ordinal))
+    return kvs_fail(err, KVS_INVALID,
+                    "0x%" PRIx64 " is %s memory, not memory of %s: only what was allocated on a device can be opened "
+                    "by another process",
+                    made->address, kvs_memory_name(region.memory), engine->name);
+  made->buffer_id = region.buffer_id;
+  if (!in_chunks(engine, made->address)) return make_handle(engine, &region, made, err);
+  status = kvs_range_chunks(engine, made->address, made->nbytes, &chunks, err);
+  return status ? status : serve_chunks(engine, &chunks, made, server, err);
+}
+
+int kvs_export_event(struct kvs_engine *engine, uint64_t event, struct kvs_export *made, struct kvs_error *err) {
+  struct kvs_handle handle;
+  int status = kvs_dev_event_share(engine->device, event, &handle, err);
+  if (status) return status;
+  memset(made, 0, sizeof *made);
+  sign(engine, KVS_EXPORT_EVENT, &handle, made);
+  return KVS_OK;
+}
+
+/* -- finding the device ---------------------------------------------------------------------------------------- */
+
+static int find_gpu(const struct kvs_export *from, char name[32], struct kvs_error *err) {
+  struct kvs_device_info info;
+  int count = 0, status = kvs_cuda_count(&count, err);
+  for (int i = 0; !status && i < count; i++) {
+    status = kvs_cuda_info(i, &info, err);
+    if (status || memcmp(info.uuid, from->uuid, sizeof info.uuid) != 0) continue;
+    snprintf(name, 32, "cuda:%d", i);
+    return KVS_OK;
+  }
+  if (status) return status;
+  return kvs_fail(err, KVS_INVALID,
+                  "the export is of a GPU (%s in its process) that is none of the %d which this process sees",
+                  from->device, count);
+}
+
+int kvs_export_device(const struct kvs_export *from, struct kvs_engine **engine, struct kvs_error *err) {
+  char name[32];
+  int status = KVS_OK;
+  memcpy(name, from->device, sizeof name);
+  if (strncmp(name, "host:seed-", 10) == 0)
+    return kvs_fail(err, KVS_INVALID, "the export is of the deterministic device %s: name the device", name);
+  if (strncmp(name, "cuda:", 5) == 0) status = find_gpu(from, name, err);
+  return status ? status : kvs_engine_open(name, engine, err);
+}
+
+/* -- imports --------------------------------------------------------------------------------------------------- */
+
+static int owner_gone(const struct kvs_export *from, struct kvs_error *err) {
+  return kvs_fail(err, KVS_CLOSED,
+                  "process %" PRId64
+                  ", which exported this memory, has ended (or is not to be seen from here): ask the "
+                  "new owner for a new export",
+                  from->pid);
+}
+
+static void key_of(const struct kvs_export *from, unsigned char key[64]) {
+  memset(key, 0, 64);
+  if (from->kind == KVS_EXPORT_CHUNKS)
+    memcpy(key, from->token, sizeof from->token);
+  else
+    memcpy(key, from->handle, sizeof from->handle);
+}
+
+static struct kvs_import *find_import_locked(struct kvs_engine *engine, const struct kvs_export *from) {
+  bool bare = from->pid == 0; /* then allocation_nbytes is only the least that is there */
+  unsigned char key[64];
+  key_of(from, key);
+  for (struct kvs_import *import = engine->imports; import; import = import->next)
+    if (import->kind == from->kind && !memcmp(import->key, key, sizeof key) &&
+        (import->nbytes == from->allocation_nbytes || (bare && import->nbytes > from->allocation_nbytes)))
+      return import;
+  return NULL;
+}
+
+static struct kvs_import *find_mapping_locked(struct kvs_engine *engine, const struct kvs_import *like) {
+  struct kvs_import *import = engine->imports;
+  while (import && (import->base != like->base || import->nbytes != like->nbytes)) import = import->next;
+  return import;
+}
+
+static int map_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import *import,
+                      struct kvs_error *err) {
+  struct kvs_range *range = NULL;
+  struct kvs_handle handle;
+  if (from->kind == KVS_EXPORT_HANDLE) {
+    memcpy(&handle, from->handle, sizeof handle);
+    return kvs_dev_memory_open(engine->device, &handle, import->nbytes, &import->base, err);
+  }
+  int status = kvs_serve_fetch(engine, from, &range, err);
+  if (status) return status;
+  status = kvs_range_finish(range, &import->base, err);
+  if (status) kvs_range_drop(range);
+  return status;
+}
+
+static int unmap_import(struct kvs_engine *engine, const struct kvs_import *import, struct kvs_error *err) {
+  if (import->kind == KVS_EXPORT_HANDLE) return kvs_dev_memory_close(engine->device, import->base, err);
+  int status = kvs_dev_synchronize(engine->device, err); /* unmapping waits for nothing */
+  return status ? status : kvs_range_free(engine, import->base, err);
+}
+
+static int open_import_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **opened,
+                              struct kvs_error *err) {
+  struct kvs_error ignored;
+  struct kvs_region region;
+  struct kvs_import *import = calloc(1, sizeof *import);
+  if (!import) return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
+  import->nbytes = from->allocation_nbytes;
+  import->kind = from->kind;
+  key_of(from, import->key);
+  int status = map_import(engine, from, import, err);
+  struct kvs_import *same = status ? NULL : find_mapping_locked(engine, import);
+  if (same) { /* the driver knows it by two handles, and counted one more opening */
+    (void)unmap_import(engine, import, &ignored);
+    free(import);
+    *opened = same;
+    return KVS_OK;
+  }
+  if (!status && from->pid == 0 && !kvs_dev_pointer_query(engine->device, import->base, &region, &ignored))
+    import->nbytes = region.nbytes - (import->base - region.base); /* all of it: the next may know of more */
+  if (!status) {
+    status = kvs_memory_add(engine, import->base, import->nbytes, KVS_ORIGIN_IMPORTED, err);
+    if (status) (void)unmap_import(engine, import, &ignored);
+  }
+  if (status) {
+    free(import);
+    return status;
+  }
+  import->next = engine->imports;
+  engine->imports = import;
+  *opened = import;
+  return KVS_OK;
+}
+
+static int take_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **import,
+                       struct kvs_error *err) {
+  pthread_mutex_lock(&engine->share_lock);
+  *import = find_import_locked(engine, from);
+  int status = *import ? KVS_OK : open_import_locked(engine, from, import, err);
+  if (!status) (*import)->views++;
+  pthread_mutex_unlock(&engine->share_lock);
+  return status;
+}
+
+/* One view less; of the last one the memory goes too. */
+static int drop_import(struct kvs_engine *engine, struct kvs_import *import, int64_t timeout_ns,
+                       struct kvs_error *err) {
+  struct kvs_region region;
+  int status = KVS_OK;
+  pthread_mutex_lock(&engine->share_lock);
+  if (import->views > 1) {
+    import->views--;
+    pthread_mutex_unlock(&engine->share_lock);
+    return KVS_OK;
+  }
+  status = kvs_memory_retire(engine, import->base, KVS_ORIGIN_IMPORTED, timeout_ns, &region, err);
+  bool gone = !status || status == KVS_LOST;
+  if (!status) status = unmap_import(engine, import, err);
+  for (struct kvs_import **at = &engine->imports; gone && *at; at = &(*at)->next)
+    if (*at == import) {
+      *at = import->next;
+      free(import);
+      break;
+    }
+  pthread_mutex_unlock(&engine->share_lock);
+  return status;
+}
+
+int kvs_import_free(struct kvs_engine *engine, uint64_t base, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_import *import;
+  pthread_mutex_lock(&engine->share_lock);
+  for (import = engine->imports; import && import->base != base;) import = import->next;
+  pthread_mutex_unlock(&engine->share_lock);
+  if (!import) return kvs_fail(err, KVS_INVALID, "nothing that was opened begins at 0x%" PRIx64, base);
+  return drop_import(engine, import, timeout_ns, err);
+}
+
+void kvs_imports_destroy(struct kvs_engine *engine) {
+  while (engine->imports) { /* what they stand for goes with the device */
+    struct kvs_import *import = engine->imports;
+    engine->imports = import->next;
+    free(import);
+  }
+}
+
+/* -- mapped memory --------------------------------------------------------------------------------------------- */
+
+static int check_wanted(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
+                        struct kvs_error *err) {
+  const struct kvs_owner owner = {from->pid, from->start};
+  if (generation && *generation != from->generation)
+    return kvs_fail(err, KVS_INVALID,
+                    "the export is of generation %" PRIu64 ", and %" PRIu64 " is expected: one of the two is old",
+                    from->generation, *generation);
+  if (memcmp(from->uuid, engine->device->info.uuid, sizeof from->uuid) != 0)
+    return kvs_fail(err, KVS_INVALID, "the export is of another device than %s here (its UUID differs; it is %s there)",
+                    engine->name, from->device);
+  return kvs_owner_alive(&owner) ? KVS_OK : owner_gone(from, err);
+}
+
+int kvs_open_event(struct kvs_engine *engine, const struct kvs_export *from, uint64_t *event, struct kvs_error *err) {
+  const struct kvs_owner owner = {from->pid, from->start};
+  struct kvs_handle handle;
+  int status = kvs_open_for_work(engine, err);
+  if (!status && from->kind != KVS_EXPORT_EVENT)
+    status = kvs_fail(err, KVS_INVALID, "the export is of memory, not of an event: open() it");
+  if (!status) status = check_wanted(engine, from, NULL, err);
+  if (status) return status;
+  if (kvs_owner_is_self(&owner))
+    return kvs_fail(err, KVS_INVALID, "this process exported the event: use the event itself");
+  memcpy(&handle, from->handle, sizeof handle);
+  status = kvs_dev_event_open(engine->device, &handle, event, err);
+  return status == KVS_REFUSED && !kvs_owner_alive(&owner) ? owner_gone(from, err) : status;
+}
+
+/* Our own memory: is it still the allocation that was exported? */
+static int check_own(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_error *err) {
+  struct kvs_region region;
+  int status = kvs_dev_pointer_query(engine->device, from->address, &region, err);
+  bool chunks = from->kind == KVS_EXPORT_CHUNKS; /* of which a region may hold more */
+  bool same = !status && region.buffer_id == from->buffer_id &&
+              (chunks || (region.base == from->address - from->offset && region.nbytes == from->allocation_nbytes));
+  if (same || (status && status != KVS_INVALID)) return status;
+  return kvs_fail(err, KVS_INVALID, "the memory at 0x%" PRIx64 " has been freed since it was exported", from->address);
+}
+
+static int open_view(struct kvs_mapped *mapped, struct kvs_error *err) {
+  const struct kvs_export *from = &mapped->from;
+  const struct kvs_owner owner = {from->pid, from->start};
+  mapped->local = kvs_owner_is_self(&owner);
+  mapped->ptr = from->address;
+  if (mapped->local) return check_own(mapped->engine, from, err);
+  int status = take_import(mapped->engine, from, &mapped->import, err);
+  if (status == KVS_REFUSED && !kvs_owner_alive(&owner)) return owner_gone(from, err);
+  if (!status) mapped->ptr = mapped->import->base + from->offset;
+  return status;
+}
+
+int kvs_mapped_open(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
+                    struct kvs_mapped **made, struct kvs_error *err) {
+  int status = kvs_open_for_work(engine, err);
+  if (!status && from->kind == KVS_EXPORT_EVENT)
+    status = kvs_fail(err, KVS_INVALID, "the export is of an event, not of memory: open_event() it");
+  if (!status) status = check_wanted(engine, from, generation, err);
+  if (status) return status;
+  struct kvs_mapped *mapped = calloc(1, sizeof *mapped);
+  if (!mapped) return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
+  kvs_engine_free_orphans(engine, 0);
+  mapped->engine = engine;
+  mapped->from = *from;
+  status = open_view(mapped, err);
+  if (status) {
+    free(mapped);
+    return status;
+  }
+  kvs_engine_ref(engine);
+  *made = mapped;
+  return KVS_OK;
+}
+
+uint64_t kvs_mapped_ptr(const struct kvs_mapped *mapped) { return mapped->ptr; }
+
+const struct kvs_export *kvs_mapped_export(const struct kvs_mapped *mapped) { return &mapped->from; }
+
+bool kvs_mapped_local(const struct kvs_mapped *mapped) { return mapped->local; }
+
+bool kvs_mapped_closed(const struct kvs_mapped *mapped) { return mapped->closed; }
+
+bool kvs_mapped_alive(const struct kvs_mapped *mapped) {
+  return kvs_owner_alive(&(struct kvs_owner){mapped->from.pid, mapped->from.start});
+}
+
+/* Transfers first, which are ours to see; then all else on the device, which may use the memory too. */
+static int wait_for_work(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
+  const struct kvs_region view = {.base = mapped->ptr,
+                                  .nbytes = mapped->from.nbytes,
+                                  .memory = KVS_MEMORY_DEVICE,
+                                  .device = mapped->engine->device->ordinal};
+  uint64_t start = kvs_clock_ns();
+  int status = kvs_engine_drain(mapped->engine, &view, timeout_ns, err);
+  if (!status) status = kvs_peer_drain(mapped->engine, &view, timeout_ns, err);
+  if (status) return status;
+  if (!mapped->sync) status = kvs_sync_start(mapped->engine, &mapped->sync, err);
+  if (status) return status;
+  int64_t waited = (int64_t)(kvs_clock_ns() - start), left = waited < timeout_ns ? timeout_ns - waited : 0;
+  return kvs_sync_wait(mapped->sync, timeout_ns < 0 ? -1 : left, err);
+}
+
+int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
+  if (mapped->closed) return kvs_fail(err, KVS_CLOSED, "already closed");
+  int status = mapped->import ? kvs_dev_check(mapped->engine->device, err) : KVS_OK;
+  if (!status && mapped->import) status = wait_for_work(mapped, timeout_ns, err);
+  if (status == KVS_TIMEOUT) return status;
+  if (mapped->sync) kvs_sync_drop(mapped->sync);
+  mapped->sync = NULL;
+  if (!status && mapped->import) status = drop_import(mapped->engine, mapped->import, 0, err);
+  if (status == KVS_TIMEOUT) return status;
+  mapped->import = NULL;
+  mapped->closed = true;
+  return status;
+}
+
+void kvs_mapped_free(struct kvs_mapped *mapped) {
+  struct kvs_engine *engine = mapped->engine;
+  bool ours = engine->device->fork_generation == kvs_fork_generation();
+  if (mapped->sync) kvs_sync_drop(mapped->sync);
+  if (ours && mapped->import) kvs_engine_free_later(engine, mapped->import->base);
+  free(mapped);
+  kvs_engine_unref(engine);
+}

@@ -1,0 +1,177 @@
+/* Two devices in one transfer. */
+#include "ipc/peer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/racecheck.h"
+#include "device/share.h"
+#include "plan/layout.h"
+
+/* -- memory ---------------------------------------------------------------------------------------------------- */
+
+/* What another process owns is mapped for one device: nobody documents that kernels of others reach it, and one that
+ * does not loses its device. */
+static bool is_imported(const struct kvs_region *region) {
+  struct kvs_engine *engine;
+  bool imported = false;
+  for (unsigned i = 0; !imported && (engine = kvs_engine_at(i)) != NULL; i++) {
+    if (engine->device->fork_generation != kvs_fork_generation()) continue;
+    pthread_mutex_lock(&engine->memory_lock);
+    const struct kvs_region *known = kvs_regions_find(&engine->regions, region->base);
+    imported = known && known->origin == KVS_ORIGIN_IMPORTED;
+    pthread_mutex_unlock(&engine->memory_lock);
+  }
+  return imported;
+}
+
+int kvs_peer_find(struct kvs_engine *engine, const struct kvs_regions *regions, const struct kvs_region **peer,
+                  bool *direct, struct kvs_error *err) {
+  *peer = NULL;
+  *direct = true;
+  for (size_t i = 0; i < regions->count; i++) {
+    const struct kvs_region *region = &regions->items[i];
+    bool reached = false;
+    if (region->memory != KVS_MEMORY_DEVICE || region->device == engine->device->ordinal) continue;
+    int status = kvs_dev_peer(engine->device, region, &reached, err);
+    if (status) return status;
+    *peer = region;
+    *direct &= reached && !is_imported(region);
+  }
+  return KVS_OK;
+}
+
+int kvs_peer_drain(struct kvs_engine *but, const struct kvs_region *region, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_engine *engine;
+  uint64_t start = kvs_clock_ns();
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++) {
+    if (engine == but || engine->device->fork_generation != kvs_fork_generation()) continue;
+    int64_t waited = (int64_t)(kvs_clock_ns() - start), left = waited < timeout_ns ? timeout_ns - waited : 0;
+    status = kvs_engine_drain(engine, region, timeout_ns < 0 ? -1 : left, err);
+  }
+  return status;
+}
+
+/* -- pools ----------------------------------------------------------------------------------------------------- */
+
+void kvs_peer_lock(struct kvs_engine *running, struct kvs_engine *other) {
+  struct kvs_engine *first = other && other < running ? other : running;
+  pthread_mutex_lock(&first->hazard_lock);
+  if (other) pthread_mutex_lock(first == running ? &other->hazard_lock : &running->hazard_lock);
+}
+
+void kvs_peer_unlock(struct kvs_engine *running, struct kvs_engine *other) {
+  if (other) pthread_mutex_unlock(&other->hazard_lock);
+  pthread_mutex_unlock(&running->hazard_lock);
+}
+
+static int add(struct kvs_foreign_list *list, struct kvs_engine *engine, const struct kvs_pool *pool,
+               struct kvs_error *err) {
+  if (list->count == list->capacity) {
+    size_t capacity = list->capacity ? 2 * list->capacity : 16;
+    struct kvs_foreign *grown = realloc(list->items, capacity * sizeof *grown);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory to order %zu pools", capacity);
+    list->items = grown;
+    list->capacity = capacity;
+  }
+  list->items[list->count++] = (struct kvs_foreign){
+      .engine = engine, .low = pool->layout.ptr, .high = pool->layout.ptr + kvs_layout_extent(&pool->layout)};
+  return KVS_OK;
+}
+
+int kvs_peer_collect(const struct kvs_pool *pool, struct kvs_engine *running, struct kvs_foreign_list *list,
+                     struct kvs_error *err) {
+  int status = KVS_OK;
+  if (pool->engine != running) { /* its slots are not tracked for us: our own lanes are as others' */
+    status = add(list, running, pool, err);
+    if (!status) status = add(list, pool->engine, pool, err);
+  }
+  for (unsigned i = 0; !status && i < pool->nvisitors; i++)
+    if (pool->visitors[i] != running) status = add(list, pool->visitors[i], pool, err);
+  return status;
+}
+
+int kvs_peer_visit(struct kvs_pool *pool, struct kvs_engine *running, struct kvs_error *err) {
+  if (pool->engine == running) return KVS_OK;
+  for (unsigned i = 0; i < pool->nvisitors; i++)
+    if (pool->visitors[i] == running) return KVS_OK;
+  if (pool->nvisitors == KVS_POOL_VISITORS)
+    return kvs_fail(err, KVS_UNSUPPORTED, "pool '%s' has been used by transfers of %d other devices: no more can",
+                    pool->name, KVS_POOL_VISITORS);
+  pool->visitors[pool->nvisitors++] = running; /* which is there until the process ends */
+  return KVS_OK;
+}
+
+int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
+  uint64_t low = pool->layout.ptr, high = low + kvs_layout_extent(&pool->layout);
+  struct kvs_engine *engine;
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++) {
+    bool busy = false;
+    if (engine == pool->engine || engine->device->fork_generation != kvs_fork_generation()) continue;
+    if (!kvs_dev_can_wait_for(pool->engine->device, engine->device)) continue; /* it would be refused for ever */
+    for (unsigned lane = 0; !busy && lane < atomic_load(&engine->nlanes); lane++)
+      busy = kvs_lane_last_on(engine->numbered[lane], low, high) != 0;
+    if (busy) status = kvs_peer_visit(pool, engine, err);
+  }
+  return status;
+}
+
+void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *engine) {
+  const struct kvs_engine *other;
+  for (unsigned i = 0; engine != transfer->engine && i < 64 && (other = kvs_engine_at(i)) != NULL; i++)
+    if (other == engine) transfer->others |= (uint64_t)1 << i;
+}
+
+/* A fault is known once some call on the device was told of it: perhaps nobody has called since. */
+static int look_at(struct kvs_engine *engine, struct kvs_error *err) {
+  struct kvs_error ignored;
+  if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->spine, &ignored);
+  return kvs_dev_check(engine->device, err);
+}
+
+int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && i < 64 && transfer->others >> i; i++)
+    if (transfer->others >> i & 1) status = look_at(kvs_engine_at(i), err);
+  return status;
+}
+
+static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, const struct kvs_foreign *foreign,
+                         struct kvs_error *err) {
+  struct kvs_device *device = transfer->engine->device;
+  kvs_stream spine = transfer->lane->spine;
+  struct kvs_transfer *before;
+  kvs_event end;
+  if (kvs_racecheck_on()) { /* what has ended comes before too */
+    struct kvs_race_point *point = kvs_lane_point(lane, atomic_load(&lane->ended));
+    kvs_racecheck_follow(point, device, spine);
+    kvs_racecheck_point_free(point);
+  }
+  uint64_t sequence = kvs_lane_last_on(lane, foreign->low, foreign->high);
+  if (!sequence) return KVS_OK;
+  int status = kvs_lane_pin(lane, sequence, &before, &end, err);
+  if (status == KVS_UNSUPPORTED) { /* without an event; perhaps it has ended and nobody looked */
+    (void)kvs_lane_reap(lane, err);
+    status = kvs_lane_pin(lane, sequence, &before, &end, err);
+  }
+  if (status != KVS_NOT_READY) return status;
+  if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, spine);
+  kvs_peer_depend(transfer, foreign->engine);
+  transfer->others |= before->others;
+  status = kvs_dev_stream_wait_foreign(device, spine, foreign->engine->device, end, err);
+  kvs_transfer_unpin(before);
+  kvs_transfer_drop(before);
+  return status;
+}
+
+int kvs_peer_wait(struct kvs_transfer *transfer, const struct kvs_foreign *foreign, struct kvs_error *err) {
+  unsigned lanes = atomic_load(&foreign->engine->nlanes);
+  int status = look_at(foreign->engine, err); /* lost, it may have left anything in the pool: nobody says where */
+  for (unsigned i = 0; !status && i < lanes; i++) {
+    struct kvs_lane *lane = foreign->engine->numbered[i];
+    if (lane != transfer->lane) status = wait_for_lane(transfer, lane, foreign, err);
+  }
+  return status;
+}

@@ -1,0 +1,228 @@
+/* Shared pools: host pools over a segment, and the words by which processes tell each other of blocks. */
+#include <inttypes.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "memory/hostpool.h"
+#include "memory/owner.h"
+
+/* A word: EMPTY, who is writing the block, or PUBLISHED. */
+enum { EMPTY = 0, PID_BITS = 22 };
+static const uint32_t PUBLISHED = UINT32_C(1) << 31;
+
+int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
+                    const struct kvs_shared_options *shared, struct kvs_host_pool **made, struct kvs_error *err) {
+  struct kvs_host_pool_options asked = *options;
+  struct kvs_host_pool *pool;
+  bool replaced = false;
+  bool huge = kvs_pages_huge(asked.pages);
+  if (asked.max_blocks) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
+  if (huge) asked.pages = KVS_PAGES_TRANSPARENT;
+  int status = kvs_host_pool_new(engine, &asked, &pool, err);
+  if (status) return status;
+  status = kvs_shared_file_open(pool, shared, &pool->segment, &replaced, err);
+  if (status) {
+    kvs_host_pool_delete(pool);
+    return status;
+  }
+  pool->map_base = pool->segment->map_base;
+  pool->map_nbytes = pool->segment->map_nbytes;
+  pool->base = pool->map_base + pool->segment->data_offset;
+  if (huge)
+    kvs_host_pool_note(pool, "shared memory has no pages of 2 MiB or 1 GiB set aside: transparent ones are asked for");
+  if (replaced) kvs_host_pool_note(pool, "what a process left behind when it died was removed");
+  status = kvs_pages_commit(pool->map_base, pool->map_nbytes, pool->pages, err);
+  if (!status) status = kvs_host_pool_start(pool, err);
+  if (!status) {
+    *made = pool;
+    return status;
+  }
+  kvs_pages_unmap(pool->map_base, pool->map_nbytes);
+  kvs_shared_file_close(pool->segment);
+  kvs_host_pool_delete(pool);
+  return status;
+}
+
+/* -- the segment ----------------------------------------------------------------------------------------------- */
+
+/* Keeps the pool from closing until leave(). */
+static int enter(struct kvs_host_pool *pool, struct kvs_error *err) {
+  int status = kvs_dev_check(pool->engine->device, err);
+  if (status == KVS_FORKED) return status;
+  pthread_mutex_lock(&pool->lock);
+  if (pool->state == KVS_POOL_CLOSED || pool->closing) {
+    status = kvs_fail(err, KVS_CLOSED, "the pool is closed");
+  } else if (!pool->segment) {
+    status = kvs_fail(err, KVS_INVALID, "the pool is not a shared one");
+  } else {
+    status = KVS_OK;
+    pool->readers++;
+  }
+  pthread_mutex_unlock(&pool->lock);
+  return status;
+}
+
+static void leave(struct kvs_host_pool *pool) {
+  pthread_mutex_lock(&pool->lock);
+  if (--pool->readers == 0) pthread_cond_broadcast(&pool->changed);
+  pthread_mutex_unlock(&pool->lock);
+}
+
+int kvs_shared_get_info(struct kvs_host_pool *pool, struct kvs_shared_info *info, struct kvs_error *err) {
+  int status = enter(pool, err);
+  if (status) return status;
+  const struct kvs_shared_file *segment = pool->segment;
+  *info = (struct kvs_shared_info){.generation = segment->generation,
+                                   .owner_pid = segment->owner_pid,
+                                   .owner = segment->owner,
+                                   .owner_alive = kvs_process_alive(segment->owner_pid, segment->owner_start)};
+  snprintf(info->path, sizeof info->path, "%s", segment->path);
+  leave(pool);
+  return KVS_OK;
+}
+
+int kvs_shared_unlink(struct kvs_host_pool *pool, struct kvs_error *err) {
+  int status = enter(pool, err);
+  if (status) return status;
+  if (pool->segment->owner)
+    kvs_shared_file_unlink(pool->segment);
+  else
+    status = kvs_fail(err, KVS_INVALID, "process %" PRId64 " owns the segment: it alone takes its name away",
+                      pool->segment->owner_pid);
+  leave(pool);
+  return status;
+}
+
+/* -- words ----------------------------------------------------------------------------------------------------- */
+
+static int refuse_block(const struct kvs_shared_file *segment, size_t i, int64_t block, struct kvs_error *err) {
+  return kvs_fail(err, KVS_RANGE, "blocks[%zu] is %" PRId64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, i,
+                  block, segment->num_blocks, segment->num_blocks - 1);
+}
+
+static uint32_t *word_of(const struct kvs_shared_file *segment, const struct kvs_ids *ids, size_t i) {
+  return &segment->words[kvs_id_at(ids, i)];
+}
+
+/* enter(), and all blocks are there. */
+static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct kvs_error *err) {
+  int status = enter(pool, err);
+  if (status) return status;
+  for (size_t i = 0; !status && i < blocks->count; i++)
+    if ((uint64_t)kvs_id_at(blocks, i) >= pool->segment->num_blocks)
+      status = refuse_block(pool->segment, i, kvs_id_at(blocks, i), err);
+  if (status) leave(pool);
+  return status;
+}
+
+/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
+ * container that is started again, the very same). */
+static uint32_t name_of(int64_t pid, uint64_t start) {
+  return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
+}
+
+static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
+
+static uint32_t me(void) {
+  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
+  uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
+  if (both >> 32 == pid) return (uint32_t)both;
+  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
+  atomic_store(&known, pid << 32 | word);
+  return word;
+}
+
+static bool is_writer(uint32_t word) { return word != EMPTY && word != PUBLISHED; }
+
+/* The block was being written by a process that is gone. */
+static bool is_orphan(uint32_t word) {
+  if (!is_writer(word) || word == me()) return false;
+  int64_t pid = pid_of(word);
+  return !kvs_process_alive(pid, 0) || name_of(pid, kvs_process_start(pid)) != word;
+}
+
+static void wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, bool *won, struct kvs_error *err) {
+  int status = enter_blocks(pool, blocks, err);
+  if (status) return status;
+  for (size_t i = 0; i < blocks->count; i++) {
+    uint32_t *word = word_of(pool->segment, blocks, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    bool mine_to_try = seen == EMPTY || is_orphan(seen);
+    won[i] = mine_to_try && __atomic_compare_exchange_n(word, &seen, me(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  }
+  leave(pool);
+  return KVS_OK;
+}
+
+/* Give all of them that value, unless another process that lives is writing one. */
+static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, uint32_t value, struct kvs_error *err) {
+  int status = enter_blocks(pool, blocks, err);
+  if (status) return status;
+  for (size_t i = 0; !status && i < blocks->count; i++) {
+    uint32_t seen = __atomic_load_n(word_of(pool->segment, blocks, i), __ATOMIC_ACQUIRE);
+    if (is_writer(seen) && seen != me() && !is_orphan(seen))
+      status = kvs_fail(err, KVS_INVALID, "blocks[%zu] = %" PRId64 " is being written by process %" PRId64, i,
+                        kvs_id_at(blocks, i), pid_of(seen));
+  }
+  for (size_t i = 0; !status && i < blocks->count; i++) {
+    uint32_t *word = word_of(pool->segment, blocks, i);
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+    wake(word);
+  }
+  leave(pool);
+  return status;
+}
+
+int kvs_shared_publish(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct kvs_error *err) {
+  return set_words(pool, blocks, PUBLISHED, err);
+}
+
+int kvs_shared_retract(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct kvs_error *err) {
+  return set_words(pool, blocks, EMPTY, err);
+}
+
+int kvs_shared_published(struct kvs_host_pool *pool, const struct kvs_ids *blocks, bool *published,
+                         struct kvs_error *err) {
+  int status = enter_blocks(pool, blocks, err);
+  if (status) return status;
+  for (size_t i = 0; i < blocks->count; i++)
+    published[i] = __atomic_load_n(word_of(pool->segment, blocks, i), __ATOMIC_ACQUIRE) == PUBLISHED;
+  leave(pool);
+  return KVS_OK;
+}
+
+int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, int64_t timeout_ns,
+                    struct kvs_error *err) {
+  const int64_t slice_ns = 50 * 1000 * 1000; /* who writes may die, and nobody wakes us then */
+  uint64_t start = kvs_clock_ns();
+  int status = enter_blocks(pool, blocks, err);
+  if (status) return status;
+  for (size_t i = 0; !status && i < blocks->count;) {
+    uint32_t *word = word_of(pool->segment, blocks, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    int64_t left = timeout_ns < 0 ? slice_ns : timeout_ns - (int64_t)(kvs_clock_ns() - start);
+    if (seen == PUBLISHED) {
+      i++;
+    } else if (is_orphan(seen)) {
+      status = kvs_fail(err, KVS_CLOSED, "process %" PRId64 " died while it wrote block %" PRId64 ": claim() it anew",
+                        pid_of(seen), kvs_id_at(blocks, i));
+    } else if (left <= 0 && seen == EMPTY) {
+      status = kvs_fail(err, KVS_TIMEOUT, "blocks[%zu] = %" PRId64 " was not published in time; nobody claimed it", i,
+                        kvs_id_at(blocks, i));
+    } else if (left <= 0) {
+      status = kvs_fail(err, KVS_TIMEOUT,
+                        "blocks[%zu] = %" PRId64 " was not published in time; process %" PRId64 " is writing it", i,
+                        kvs_id_at(blocks, i), pid_of(seen));
+    } else {
+      struct timespec pause = {.tv_nsec = (long)(left < slice_ns ? left : slice_ns)};
+      syscall(SYS_futex, word, FUTEX_WAIT, seen, &pause, NULL, 0);
+    }
+  }
+  leave(pool);
+  return status;
+}

@@ -1,0 +1,358 @@
+/* Segments: files in /dev/shm that processes share memory by.
+ *
+ * A segment is made without a name, filled in, and then linked to its name, which fails if there is one: so it exists
+ * with a whole header or not at all, and of several creators one wins. What its header says never changes. It names its
+ * owner by pid and time of birth; one whose owner died is stale. Removing it could hit one that another process has put
+ * in its place meanwhile; so whoever removes holds a lock on the file, and looks under it whether the name still leads
+ * there. */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include "memory/budget.h"
+#include "memory/hostpool.h"
+#include "memory/owner.h"
+
+#define FOLDER "/dev/shm"
+#define PREFIX "kvswap."
+
+enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, PAUSE_NS = 10 * 1000 * 1000 };
+static const char MAGIC[8] = {'K', 'V', 'S', 'W', 'S', 'H', 'M', '\n'};
+
+struct header {
+  /* The same in every version, so that each finds the dead of all. */
+  char magic[8];
+  uint32_t version, header_nbytes;
+  int64_t owner_pid;
+  uint64_t owner_start; /* as /proc/<pid>/stat has it, 0: unknown */
+  uint64_t pid_space;   /* which pid namespace pids are of */
+  uint64_t generation;
+  /* Of this version. */
+  uint64_t num_blocks, block_nbytes, layers, layer_first;
+  uint64_t words_offset, data_offset, file_nbytes;
+};
+
+/* -- who lives ------------------------------------------------------------------------------------------------- */
+
+static uint64_t pid_space(void) {
+  struct stat stat_of;
+  return stat("/proc/self/ns/pid", &stat_of) == 0 ? stat_of.st_ino : 0;
+}
+
+static bool stale(const struct header *header) {
+  return header->pid_space == pid_space() && !kvs_process_alive(header->owner_pid, header->owner_start);
+}
+
+/* -- one that is there ----------------------------------------------------------------------------------------- */
+
+/* Open it and read its header. KVS_RANGE: there is none. */
+static int look(const char *path, int *fd, struct stat *stat_of, struct header *header, struct kvs_error *err) {
+  *fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (*fd < 0 && errno == ENOENT) return kvs_fail(err, KVS_RANGE, "there is no shared pool at %s", path);
+  if (*fd < 0 && (errno == EACCES || errno == EPERM))
+    return kvs_fail(err, KVS_UNSUPPORTED, "%s belongs to another user, who alone may use it (%s)", path,
+                    strerror(errno));
+  if (*fd < 0) return kvs_fail(err, KVS_UNSUPPORTED, "%s cannot be opened: %s", path, strerror(errno));
+  int status = KVS_OK;
+  ssize_t n = pread(*fd, header, sizeof *header, 0);
+  if (fstat(*fd, stat_of) != 0 || !S_ISREG(stat_of->st_mode))
+    status = kvs_fail(err, KVS_UNSUPPORTED, "%s is no file", path);
+  else if (stat_of->st_uid != geteuid())
+    status = kvs_fail(err, KVS_UNSUPPORTED, "%s belongs to user %u, and only memory of one's own user is trusted", path,
+                      (unsigned)stat_of->st_uid);
+  else if (stat_of->st_mode & 077)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "%s can be opened by other users (mode %o): it is not one of kvswap's",
+                      path, (unsigned)stat_of->st_mode & 0777);
+  else if (n != (ssize_t)sizeof *header || memcmp(header->magic, MAGIC, sizeof MAGIC) != 0)
+    status = kvs_fail(err, KVS_INVALID, "%s is no shared pool of kvswap; if nobody needs it, remove it", path);
+  if (status) close(*fd);
+  return status;
+}
+
+/* Whether the name still leads to that file. Under its lock, nobody else takes it away. */
+static bool still_there(const char *path, const struct stat *file) {
+  struct stat named;
+  return stat(path, &named) == 0 && named.st_ino == file->st_ino && named.st_dev == file->st_dev;
+}
+
+static bool lock_file(int fd) {
+  for (int tries = 0; tries < TRIES; tries++) {
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) return true;
+    nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
+  }
+  return false;
+}
+
+/* Take a name away from a file; closes it. False: it leads somewhere else by now. */
+static bool remove_name(const char *path, int fd, const struct stat *file) {
+  bool removed = lock_file(fd) && still_there(path, file) && unlink(path) == 0;
+  close(fd);
+  return removed;
+}
+
+size_t kvs_shared_clean(char *names, size_t capacity) {
+  char path[sizeof((struct kvs_shared_file *)0)->path];
+  size_t count = 0, used = 0;
+  struct kvs_error ignored;
+  DIR *folder = opendir(FOLDER);
+  if (capacity) names[0] = '\0';
+  for (struct dirent *entry; folder && (entry = readdir(folder)) != NULL;) {
+    struct header header;
+    struct stat stat_of;
+    int fd;
+    size_t n = strlen(entry->d_name);
+    if (strncmp(entry->d_name, PREFIX, strlen(PREFIX)) != 0 || n > strlen(PREFIX) + NAME_NBYTES) continue;
+    snprintf(path, sizeof path, "%s/%.110s", FOLDER, entry->d_name);
+    if (look(path, &fd, &stat_of, &header, &ignored)) continue;
+    if (!stale(&header)) {
+      close(fd);
+      continue;
+    }
+    if (!remove_name(path, fd, &stat_of)) continue;
+    count++;
+    if (used + n + 2 <= capacity)
+      used += (size_t)snprintf(names + used, capacity - used, "%s\n", entry->d_name + strlen(PREFIX));
+  }
+  if (folder) closedir(folder);
+  return count;
+}
+
+/* -- names that go with the process ---------------------------------------------------------------------------- */
+
+static pthread_mutex_t owned_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct kvs_shared_file *owned; /* guarded by owned_lock */
+
+static void own(struct kvs_shared_file *segment) {
+  pthread_mutex_lock(&owned_lock);
+  segment->next = owned;
+  owned = segment;
+  pthread_mutex_unlock(&owned_lock);
+}
+
+static void disown(struct kvs_shared_file *segment) {
+  pthread_mutex_lock(&owned_lock);
+  for (struct kvs_shared_file **at = &owned; *at; at = &(*at)->next)
+    if (*at == segment) {
+      *at = segment->next;
+      break;
+    }
+  pthread_mutex_unlock(&owned_lock);
+}
+
+void kvs_shared_file_unlink(struct kvs_shared_file *segment) {
+  struct stat file = {.st_ino = segment->inode, .st_dev = segment->device};
+  if (!segment->owner || segment->owner_pid != getpid()) return;
+  int fd = open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (fd >= 0) (void)remove_name(segment->path, fd, &file);
+}
+
+/* Pools that were never closed: a normal end leaves no more behind than they would have. */
+__attribute__((destructor)) static void unlink_owned(void) {
+  for (struct kvs_shared_file *segment = owned; segment; segment = segment->next) kvs_shared_file_unlink(segment);
+}
+
+void kvs_shared_file_close(struct kvs_shared_file *segment) {
+  disown(segment);
+  kvs_shared_file_unlink(segment);
+  free(segment);
+}
+
+/* -- making and joining ---------------------------------------------------------------------------------------- */
+
+static int check_name(const char *name, struct kvs_error *err) {
+  const char *allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  size_t n = strlen(name);
+  if (n >= 1 && n <= NAME_NBYTES && strspn(name, allowed) == n) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "name is '%.110s': it has 1 to %d letters, digits, '.', '_' and '-'", name,
+                  (int)NAME_NBYTES);
+}
+
+static void fill_header(const struct kvs_host_pool *pool, struct header *header) {
+  uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
+  *header = (struct header){.version = VERSION, .header_nbytes = sizeof *header, .owner_pid = getpid()};
+  memcpy(header->magic, MAGIC, sizeof MAGIC);
+  header->owner_start = kvs_process_start(header->owner_pid);
+  header->pid_space = pid_space();
+  header->num_blocks = pool->num_blocks;
+  header->block_nbytes = pool->asked.block_nbytes;
+  header->layers = pool->asked.layers;
+  header->layer_first = pool->asked.layer_first;
+  header->words_offset = page;
+  header->data_offset = kvs_round_up(page + pool->num_blocks * sizeof(uint32_t), page);
+  header->file_nbytes = header->data_offset + kvs_host_pool_room(pool);
+}
+
+/* Map a whole file, so that its 2 MiB pages can be whole in memory too. */
+static int map_file(struct kvs_shared_file *segment, int fd, const struct header *header, struct kvs_error *err) {
+  uint64_t base;
+  int status = kvs_pages_reserve(header->file_nbytes, 0, &base, err);
+  if (status) return status;
+  if (mmap((void *)(uintptr_t)base, header->file_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
+      MAP_FAILED) {
+    status = kvs_fail(err, KVS_NOMEM, "%s cannot be mapped: %s", segment->path, strerror(errno));
+    kvs_pages_unmap(base, header->file_nbytes);
+    return status;
+  }
+  segment->map_base = base;
+  segment->map_nbytes = header->file_nbytes;
+  segment->data_offset = header->data_offset;
+  segment->words = (uint32_t *)(uintptr_t)(base + header->words_offset);
+  segment->num_blocks = header->num_blocks;
+  segment->generation = header->generation;
+  segment->owner_pid = header->owner_pid;
+  segment->owner_start = header->owner_start;
+  return KVS_OK;
+}
+
+static int check_room(const struct kvs_host_pool *pool, uint64_t nbytes, struct kvs_error *err) {
+  char wanted[KVS_SIZE_TEXT], there[KVS_SIZE_TEXT];
+  struct statvfs room;
+  int status = kvs_host_pool_afford(pool, nbytes, err);
+  if (status || statvfs(FOLDER, &room) != 0) return status;
+  uint64_t left = (uint64_t)room.f_bavail * room.f_frsize;
+  if (room.f_blocks == 0 || nbytes <= left) return KVS_OK; /* 0: of any size */
+  return kvs_fail(
+      err, KVS_NOMEM,
+      "%s of shared memory do not fit: %s has %s left. Make it larger (mount -o remount,size=..., docker run "
+      "--shm-size, an emptyDir of medium Memory in Kubernetes), or ask for less",
+      kvs_size_text(nbytes, wanted), FOLDER, kvs_size_text(left, there));
+}
+
+/* The file as it will be, without a name. */
+static int make_file(const struct kvs_host_pool *pool, struct header *header, int *fd, struct kvs_error *err) {
+  int status = check_room(pool, header->file_nbytes, err);
+  if (status) return status;
+  *fd = open(FOLDER, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (*fd < 0) return kvs_fail(err, KVS_UNSUPPORTED, "no file can be made in %s: %s", FOLDER, strerror(errno));
+  do
+    if (getrandom(&header->generation, sizeof header->generation, 0) != (ssize_t)sizeof header->generation)
+      header->generation = kvs_clock_ns();
+  while ((header->generation >>= 1) == 0);
+  /* What is written before population gets its memory now, since a page that cannot be had later is a SIGBUS. */
+  uint64_t now = kvs_pages_can_populate() ? header->data_offset : header->file_nbytes;
+  int code = fchmod(*fd, 0600) != 0 || ftruncate(*fd, (off_t)header->file_nbytes) != 0 ? errno : 0;
+  if (code == 0) code = posix_fallocate(*fd, 0, (off_t)now);
+  if (code == 0 && pwrite(*fd, header, sizeof *header, 0) != (ssize_t)sizeof *header) code = errno ? errno : EIO;
+  if (code == 0) return KVS_OK;
+  close(*fd);
+  return kvs_fail(err, KVS_NOMEM, "no shared memory is to be had in %s: %s", FOLDER, strerror(code));
+}
+
+/* KVS_NOT_READY: there is one already. */
+static int create(const struct kvs_host_pool *pool, struct kvs_shared_file *segment, struct kvs_error *err) {
+  struct header header;
+  struct stat stat_of;
+  char link[64];
+  int fd;
+  fill_header(pool, &header);
+  if (access(segment->path, F_OK) == 0) return KVS_NOT_READY;
+  int status = make_file(pool, &header, &fd, err);
+  if (status) return status;
+  status = map_file(segment, fd, &header, err);
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  if (!status &&
+      (fstat(fd, &stat_of) != 0 || linkat(AT_FDCWD, link, AT_FDCWD, segment->path, AT_SYMLINK_FOLLOW) != 0)) {
+    status = errno == EEXIST ? KVS_NOT_READY
+                             : kvs_fail(err, KVS_UNSUPPORTED, "%s cannot be made: %s", segment->path, strerror(errno));
+    kvs_pages_unmap(segment->map_base, segment->map_nbytes);
+  }
+  close(fd);
+  if (status) return status;
+  segment->device = stat_of.st_dev;
+  segment->inode = stat_of.st_ino;
+  segment->owner = true;
+  own(segment);
+  return KVS_OK;
+}
+
+static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared, const char *path,
+                      const struct header *header, const struct stat *stat_of, struct kvs_error *err) {
+  struct header wanted;
+  fill_header(pool, &wanted);
+  if (header->version != VERSION || header->header_nbytes != sizeof *header)
+    return kvs_fail(err, KVS_INVALID, "%s was made by another version of kvswap (format %u, this one has %d)", path,
+                    (unsigned)header->version, (int)VERSION);
+  const struct {
+    const char *name;
+    uint64_t there, here;
+  } fields[] = {{"num_blocks", header->num_blocks, wanted.num_blocks},
+                {"block_nbytes", header->block_nbytes, wanted.block_nbytes},
+                {"layers", header->layers, wanted.layers},
+                {"layout (1: layer-first)", header->layer_first, wanted.layer_first},
+                {"data_offset", header->data_offset, wanted.data_offset},
+                {"file_nbytes", header->file_nbytes, wanted.file_nbytes},
+                {"its length", (uint64_t)stat_of->st_size, wanted.file_nbytes},
+                {"generation", header->generation, shared->generation ? shared->generation : header->generation}};
+  for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+    if (fields[i].there != fields[i].here)
+      return kvs_fail(err, KVS_INVALID, "%s is another pool: its %s is %" PRIu64 ", and %" PRIu64 " was asked for",
+                      path, fields[i].name, fields[i].there, fields[i].here);
+  return KVS_OK;
+}
+
+/* KVS_RANGE: there is none. KVS_NOT_READY: there was a stale one, which is gone. */
+static int join(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared,
+                struct kvs_shared_file *segment, bool *replaced, struct kvs_error *err) {
+  struct header header;
+  struct stat stat_of;
+  int fd, status = look(segment->path, &fd, &stat_of, &header, err);
+  if (status) return status;
+  if (header.pid_space != pid_space()) {
+    status = kvs_fail(err, KVS_UNSUPPORTED,
+                      "%s was made in another pid namespace, from which nobody can tell whether its owner lives: run "
+                      "both in one (docker run --pid, shareProcessNamespace in Kubernetes), or take another name",
+                      segment->path);
+  } else if (stale(&header) && shared->mode == KVS_SHARED_JOIN) {
+    status = kvs_fail(err, KVS_INVALID, "%s is what process %" PRId64 " left behind when it died: create it anew",
+                      segment->path, header.owner_pid);
+  } else if (stale(&header)) {
+    *replaced = remove_name(segment->path, fd, &stat_of) || *replaced;
+    return KVS_NOT_READY;
+  } else if (shared->mode == KVS_SHARED_CREATE) {
+    status = kvs_fail(err, KVS_INVALID,
+                      "%s exists already, and process %" PRId64 ", which owns it, is alive: join it "
+                      "(create=False), or take another name",
+                      segment->path, header.owner_pid);
+  }
+  if (!status) status = check_same(pool, shared, segment->path, &header, &stat_of, err);
+  if (!status) status = map_file(segment, fd, &header, err);
+  close(fd);
+  segment->device = stat_of.st_dev;
+  segment->inode = stat_of.st_ino;
+  return status;
+}
+
+int kvs_shared_file_open(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared,
+                         struct kvs_shared_file **made, bool *replaced, struct kvs_error *err) {
+  int status = check_name(shared->name, err);
+  struct kvs_shared_file *segment = status ? NULL : calloc(1, sizeof *segment);
+  if (!segment) return status ? status : kvs_fail(err, KVS_NOMEM, "no memory for a shared pool");
+  snprintf(segment->path, sizeof segment->path, "%s/%s%s", FOLDER, PREFIX, shared->name);
+  *replaced = shared->mode != KVS_SHARED_JOIN && kvs_shared_clean(NULL, 0) > 0;
+  status = KVS_NOT_READY;
+  for (int tries = 0; status == KVS_NOT_READY && tries < TRIES; tries++) {
+    if (shared->mode != KVS_SHARED_JOIN) status = create(pool, segment, err);
+    if (status != KVS_NOT_READY) break;
+    status = join(pool, shared, segment, replaced, err);
+    if (status == KVS_RANGE && shared->mode != KVS_SHARED_JOIN) status = KVS_NOT_READY; /* it went meanwhile */
+  }
+  if (status == KVS_OK) {
+    *made = segment;
+    return status;
+  }
+  free(segment);
+  if (status == KVS_NOT_READY)
+    return kvs_fail(err, KVS_TIMEOUT, "other processes make and remove the segment all the time");
+  if (status == KVS_RANGE) err->status = status = KVS_INVALID;
+  return status;
+}

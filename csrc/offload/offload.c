@@ -1,0 +1,375 @@
+/* Opening an offloading map: checks, sheets and tables. See offload.h. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "offload/offload.h"
+
+static const uint64_t MOST_SLOTS = 1u << 31; /* of the host: they are 32-bit numbers to kernels, and bits to plans */
+
+/* -- sheets ---------------------------------------------------------------------------------------------------- */
+
+static uint64_t common(uint64_t a, uint64_t b) {
+  while (b) {
+    uint64_t rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+/* How the host's side of a tensor is counted; `unit`: bytes from slot to slot. */
+static struct kvs_sheet count_slots(const struct kvs_offload *map, const struct kvs_offload_tensor *tensor,
+                                    uint64_t *unit) {
+  *unit = map->factor == 1 ? tensor->cpu_stride : common(tensor->cpu_stride, tensor->cpu_page);
+  struct kvs_sheet sheet = {.chunk_slots = tensor->cpu_stride / *unit,
+                            .page_slots = map->factor == 1 ? 0 : tensor->cpu_page / *unit,
+                            .only = UINT64_MAX};
+  if (sheet.chunk_slots <= MOST_SLOTS / map->chunks) return sheet;
+  *unit = tensor->cpu_stride;
+  return (struct kvs_sheet){.chunk_slots = 1};
+}
+
+static struct kvs_sheet *find_sheet(struct kvs_offload *map, const struct kvs_sheet *like) {
+  for (size_t i = 0; i < map->nsheets; i++) {
+    struct kvs_sheet *sheet = &map->sheets[i];
+    if (sheet->group == like->group && sheet->chunk_slots == like->chunk_slots &&
+        sheet->page_slots == like->page_slots && sheet->only == like->only && sheet->writers == like->writers &&
+        sheet->writer == like->writer)
+      return sheet;
+  }
+  struct kvs_sheet *grown = realloc(map->sheets, (map->nsheets + 1) * sizeof *grown);
+  if (!grown) return NULL;
+  map->sheets = grown;
+  grown[map->nsheets] = *like;
+  return &grown[map->nsheets++];
+}
+
+static int push_tensors(struct kvs_sheet *sheet, const struct kvs_tensor *first, const struct kvs_offload_part *part,
+                        struct kvs_error *err) {
+  struct kvs_tensor *grown = realloc(sheet->tensors, (sheet->ntensors + (size_t)part->count) * sizeof *grown);
+  if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " fragments", part->count);
+  sheet->tensors = grown;
+  for (uint64_t i = 0; i < part->count; i++) {
+    struct kvs_tensor tensor = *first;
+    tensor.gpu += i * part->gpu_pitch;
+    tensor.cpu += i * part->cpu_pitch;
+    grown[sheet->ntensors++] = tensor;
+  }
+  return KVS_OK;
+}
+
+static int place_part(struct kvs_offload *map, const struct kvs_offload_part *part,
+                      const struct kvs_offload_tensor *tensor, struct kvs_error *err) {
+  uint64_t unit;
+  struct kvs_sheet like = count_slots(map, tensor, &unit);
+  bool each = like.only != UINT64_MAX;
+  int status = KVS_OK;
+  like.group = part->group;
+  like.writers = part->writers;
+  like.writer = part->writer;
+  for (uint64_t j = 0; !status && j < (each ? map->factor : 1); j++) {
+    if (each) like.only = j;
+    struct kvs_sheet *sheet = find_sheet(map, &like);
+    if (!sheet) return kvs_fail(err, KVS_NOMEM, "no memory to plan offloading");
+    struct kvs_tensor first = {.gpu = tensor->gpu + part->gpu_offset,
+                               .cpu = tensor->cpu + j * tensor->cpu_page + part->cpu_offset,
+                               .nbytes = part->nbytes,
+                               .gpu_blocks = tensor->gpu_blocks,
+                               .cpu_blocks = (map->chunks - 1) * like.chunk_slots + 1,
+                               .gpu_stride = tensor->gpu_stride,
+                               .cpu_stride = unit};
+    if (!each) first.cpu_blocks += (map->factor - 1) * like.page_slots;
+    status = push_tensors(sheet, &first, part, err);
+  }
+  return status;
+}
+
+/* -- checks of a layout ---------------------------------------------------------------------------------------- */
+
+static int refuse_tensor(size_t i, const char *what, struct kvs_error *err) {
+  return kvs_fail(err, KVS_INVALID, "tensor %zu: %s", i, what);
+}
+
+static int check_tensor(const struct kvs_offload_layout *layout, size_t i, struct kvs_error *err) {
+  const struct kvs_offload_tensor *tensor = &layout->tensors[i];
+  uint64_t end, chunk;
+  if (!tensor->gpu || !tensor->cpu) return refuse_tensor(i, "its address is 0", err);
+  if (!tensor->gpu_blocks || !tensor->gpu_page || !tensor->cpu_page)
+    return refuse_tensor(i, "it has no blocks, or blocks without bytes", err);
+  if (__builtin_mul_overflow(layout->factor, tensor->cpu_page, &chunk) || chunk > tensor->cpu_stride)
+    return refuse_tensor(i, "its chunks are nearer to each other on the host than they are long", err);
+  if (tensor->gpu_page > tensor->gpu_stride)
+    return refuse_tensor(i, "its blocks are nearer to each other on the GPU than they are long", err);
+  if (kvs_plan_extent(tensor->gpu, tensor->gpu_blocks, tensor->gpu_stride, tensor->gpu_page, &end) ||
+      kvs_plan_extent(tensor->cpu, layout->chunks, tensor->cpu_stride, chunk, &end))
+    return refuse_tensor(i, "it goes beyond the end of the address space", err);
+  return KVS_OK;
+}
+
+/* A tensor's bytes on one side: `width` of every `stride`. */
+struct lie {
+  uint64_t begin, end, stride, width;
+  size_t tensor;
+};
+
+static int by_begin(const void *a, const void *b) {
+  uint64_t left = ((const struct lie *)a)->begin, right = ((const struct lie *)b)->begin;
+  return (left > right) - (left < right);
+}
+
+/* Tensors may lie among each other if they keep to their own part of one common stride. */
+static bool apart(const struct lie *a, const struct lie *b) {
+  if (b->begin >= a->end) return true;
+  if (a->stride != b->stride) return false;
+  uint64_t offset = (b->begin - a->begin) % a->stride;
+  return offset >= a->width && offset + b->width <= a->stride;
+}
+
+/* The host's side of all tensors. */
+static size_t list_host(const struct kvs_offload_layout *layout, struct lie *lies) {
+  for (size_t i = 0; i < layout->ntensors; i++) {
+    const struct kvs_offload_tensor *t = &layout->tensors[i];
+    lies[i] = (struct lie){t->cpu, 0, t->cpu_stride, layout->factor * t->cpu_page, i};
+    (void)kvs_plan_extent(t->cpu, layout->chunks, t->cpu_stride, lies[i].width, &lies[i].end);
+  }
+  return layout->ntensors;
+}
+
+/* The GPU's side of a group's tensors. Groups may lie over each other: a block is one group's at a time. */
+static size_t list_group(const struct kvs_offload_layout *layout, size_t group, struct lie *lies) {
+  size_t n = 0;
+  for (size_t i = 0; i < layout->nparts; i++) {
+    size_t tensor = layout->parts[i].tensor, seen = 0;
+    if (layout->parts[i].group != group) continue;
+    while (seen < n && lies[seen].tensor != tensor) seen++;
+    if (seen < n) continue;
+    const struct kvs_offload_tensor *t = &layout->tensors[tensor];
+    lies[n] = (struct lie){t->gpu, 0, t->gpu_stride, t->gpu_page, tensor};
+    (void)kvs_plan_extent(t->gpu, t->gpu_blocks, t->gpu_stride, t->gpu_page, &lies[n].end);
+    n++;
+  }
+  return n;
+}
+
+static int check_apart(struct lie *lies, size_t count, const char *where, struct kvs_error *err) {
+  qsort(lies, count, sizeof *lies, by_begin);
+  for (size_t i = 0; i < count; i++)
+    for (size_t k = i + 1; k < count && lies[k].begin < lies[i].end; k++)
+      if (!apart(&lies[i], &lies[k]))
+        return kvs_fail(err, KVS_INVALID, "tensors %zu and %zu share bytes %s: their blocks cannot be told apart",
+                        lies[i].tensor, lies[k].tensor, where);
+  return KVS_OK;
+}
+
+static int check_memory(struct kvs_engine *engine, const struct kvs_offload_layout *layout, struct kvs_error *err) {
+  struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
+  int status = scratch ? KVS_OK : KVS_NOMEM;
+  for (size_t i = 0; !status && i < layout->ntensors; i++) {
+    const struct kvs_offload_tensor *t = &layout->tensors[i];
+    struct kvs_side gpu = {.name = "gpu_tensors", .index = i, .write = true, .want = KVS_SIDE_GPU};
+    struct kvs_side cpu = {.name = "cpu_tensors", .index = i, .write = true, .want = KVS_SIDE_CPU};
+    uint64_t gpu_nbytes = (t->gpu_blocks - 1) * t->gpu_stride + t->gpu_page;
+    uint64_t cpu_nbytes = (layout->chunks - 1) * t->cpu_stride + layout->factor * t->cpu_page;
+    status = kvs_memory_cover(engine, scratch, t->gpu, gpu_nbytes, &gpu, err);
+    if (!status) status = kvs_memory_cover(engine, scratch, t->cpu, cpu_nbytes, &cpu, err);
+  }
+  if (scratch) kvs_scratch_put(engine, scratch);
+  return status;
+}
+
+static bool fits(uint64_t offset, const struct kvs_offload_part *part, uint64_t pitch, uint64_t page) {
+  uint64_t end;
+  if (part->count > 1 && pitch < part->nbytes) return false;
+  return !__builtin_mul_overflow(part->count - 1, pitch, &end) && !__builtin_add_overflow(end, offset, &end) &&
+         !__builtin_add_overflow(end, part->nbytes, &end) && end <= page;
+}
+
+static int check_part(const struct kvs_offload_layout *layout, size_t i, struct kvs_error *err) {
+  const struct kvs_offload_part *part = &layout->parts[i];
+  if (part->group >= layout->ngroups || part->tensor >= layout->ntensors)
+    return kvs_fail(err, KVS_RANGE, "part %zu is of group %u and tensor %u; there are %zu and %zu, from 0", i,
+                    part->group, part->tensor, layout->ngroups, layout->ntensors);
+  const struct kvs_offload_tensor *tensor = &layout->tensors[part->tensor];
+  if (part->nbytes == 0 || part->count == 0 || part->writers == 0 || part->writer >= part->writers)
+    return kvs_fail(err, KVS_INVALID,
+                    "part %zu: %" PRIu64 " fragments of %" PRIu64 " bytes, writer %" PRIu64 " of %" PRIu64, i,
+                    part->count, part->nbytes, part->writer, part->writers);
+  if (!fits(part->gpu_offset, part, part->gpu_pitch, tensor->gpu_page) ||
+      !fits(part->cpu_offset, part, part->cpu_pitch, tensor->cpu_page))
+    return kvs_fail(err, KVS_INVALID,
+                    "part %zu does not fit a block of tensor %u (%" PRIu64 " bytes on the GPU, %" PRIu64
+                    " on the host), or its fragments overlap",
+                    i, part->tensor, tensor->gpu_page, tensor->cpu_page);
+  return KVS_OK;
+}
+
+static int check_layout(struct kvs_engine *engine, const struct kvs_offload_layout *layout, struct kvs_error *err) {
+  uint64_t blocks;
+  if (!layout->ntensors || !layout->ngroups || !layout->chunks || !layout->factor)
+    return kvs_fail(err, KVS_INVALID,
+                    "%zu tensors, %zu groups, %" PRIu64 " chunks of %" PRIu64
+                    " blocks: there must be one of each at least",
+                    layout->ntensors, layout->ngroups, layout->chunks, layout->factor);
+  if (__builtin_mul_overflow(layout->chunks, layout->factor, &blocks) || blocks > UINT32_MAX)
+    return kvs_fail(err, KVS_INVALID, "%" PRIu64 " chunks of %" PRIu64 " blocks are more than can be told apart",
+                    layout->chunks, layout->factor);
+  int status = KVS_OK;
+  for (size_t i = 0; !status && i < layout->ntensors; i++) status = check_tensor(layout, i, err);
+  for (size_t i = 0; !status && i < layout->nparts; i++) status = check_part(layout, i, err);
+  struct lie *lies = status ? NULL : calloc(layout->ntensors, sizeof *lies);
+  if (!status && !lies) status = kvs_fail(err, KVS_NOMEM, "no memory to check %zu tensors", layout->ntensors);
+  if (!status) status = check_apart(lies, list_host(layout, lies), "on the host", err);
+  for (size_t g = 0; !status && g < layout->ngroups; g++)
+    status = check_apart(lies, list_group(layout, g, lies), "on the GPU", err);
+  free(lies);
+  return status ? status : check_memory(engine, layout, err);
+}
+
+/* A group must not write a byte twice; its fragments are few, and sorting them by where they lie finds out. */
+static int check_sheet(const struct kvs_sheet *sheet, struct lie *lies, struct kvs_error *err) {
+  for (int side = 0; side < 2; side++) {
+    for (size_t i = 0; i < sheet->ntensors; i++) {
+      const struct kvs_tensor *t = &sheet->tensors[i];
+      uint64_t begin = side ? t->cpu : t->gpu;
+      lies[i] = (struct lie){.begin = begin, .end = begin + t->nbytes, .tensor = i};
+    }
+    qsort(lies, sheet->ntensors, sizeof *lies, by_begin);
+    for (size_t i = 1; i < sheet->ntensors; i++)
+      if (lies[i].begin < lies[i - 1].end)
+        return kvs_fail(err, KVS_INVALID, "two parts of group %zu share bytes of a block on the %s", sheet->group,
+                        side ? "host" : "GPU");
+  }
+  return KVS_OK;
+}
+
+static int check_sheets(const struct kvs_offload *map, struct kvs_error *err) {
+  size_t most = 1;
+  int status = KVS_OK;
+  for (size_t i = 0; i < map->nsheets; i++)
+    if (map->sheets[i].ntensors > most) most = map->sheets[i].ntensors;
+  struct lie *lies = calloc(most, sizeof *lies);
+  if (!lies) return kvs_fail(err, KVS_NOMEM, "no memory to check %zu fragments", most);
+  for (size_t i = 0; !status && i < map->nsheets; i++) status = check_sheet(&map->sheets[i], lies, err);
+  free(lies);
+  return status;
+}
+
+/* -- opening and closing --------------------------------------------------------------------------------------- */
+
+void kvs_offload_forget(struct kvs_offload *map, uint64_t block) {
+  if (!map->nfailures || !map->failures[block]) return;
+  kvs_failure_unref(map->failures[block]);
+  map->failures[block] = NULL;
+  map->nfailures--;
+}
+
+static void map_free(struct kvs_offload *map) {
+  for (uint64_t block = 0; map->nfailures && block < map->chunks * map->factor; block++) kvs_offload_forget(map, block);
+  for (size_t i = 0; i < map->nsheets; i++) free(map->sheets[i].tensors);
+  if (map->gpu) kvs_table_free(map->gpu);
+  if (map->cpu) kvs_table_free(map->cpu);
+  free(map->sheets);
+  free(map->failures);
+  free(map->gpu_blocks);
+  free(map->shares);
+  free(map->room);
+  free(map->group_sizes);
+  if (map->unfinished) kvs_failure_unref(map->unfinished);
+  if (map->owner) map->release(map->owner);
+  free(map);
+}
+
+/* A transfer ended, or the map was closed: whoever is last has it alone. */
+void kvs_offload_drop(void *arg) {
+  struct kvs_offload *map = arg;
+  if (atomic_fetch_sub(&map->refs, 1) == 1) map_free(map);
+}
+
+static int find_groups(struct kvs_offload *map, const struct kvs_offload_layout *layout, uint64_t *most,
+                       struct kvs_error *err) {
+  uint32_t *first = calloc(layout->ntensors, sizeof *first); /* the first group that a tensor is of, + 1 */
+  map->gpu_blocks = calloc(map->ngroups, sizeof *map->gpu_blocks);
+  map->shares = calloc(map->ngroups, sizeof *map->shares);
+  map->group_sizes = calloc(2 * map->ngroups, sizeof *map->group_sizes);
+  map->block_indices = map->group_sizes + map->ngroups;
+  if (!first || !map->gpu_blocks || !map->shares || !map->group_sizes) {
+    free(first);
+    return kvs_fail(err, KVS_NOMEM, "no memory for %zu groups", map->ngroups);
+  }
+  *most = 0;
+  for (size_t i = 0; i < layout->ntensors; i++)
+    if (layout->tensors[i].gpu_blocks > *most) *most = layout->tensors[i].gpu_blocks;
+  for (size_t g = 0; g < map->ngroups; g++) map->gpu_blocks[g] = *most;
+  for (size_t i = 0; i < layout->nparts; i++) {
+    const struct kvs_offload_part *part = &layout->parts[i];
+    uint64_t blocks = layout->tensors[part->tensor].gpu_blocks;
+    if (blocks < map->gpu_blocks[part->group]) map->gpu_blocks[part->group] = blocks;
+    if (!first[part->tensor]) first[part->tensor] = part->group + 1;
+    if (first[part->tensor] != part->group + 1) map->shares[part->group] = map->shares[first[part->tensor] - 1] = true;
+  }
+  free(first);
+  return KVS_OK;
+}
+
+static int make_tables(struct kvs_offload *map, const struct kvs_offload_layout *layout, uint64_t gpu_blocks,
+                       struct kvs_error *err) {
+  uint64_t blocks = map->chunks * map->factor;
+  int status = kvs_table_new(gpu_blocks, &map->gpu, err);
+  if (!status) status = kvs_table_new(blocks, &map->cpu, err);
+  if (!status && layout->remember_failures) {
+    struct kvs_error unfinished;
+    kvs_fail(&unfinished, KVS_REFUSED, "its store was not queued in whole");
+    map->failures = calloc(blocks, sizeof(struct kvs_failure *));
+    map->unfinished = kvs_failure_new(&unfinished, 0);
+    if (!map->failures || !map->unfinished)
+      status = kvs_fail(err, KVS_NOMEM, "no memory to track %" PRIu64 " blocks", blocks);
+  }
+  pthread_mutex_lock(&map->engine->hazard_lock);
+  for (size_t i = 0; !status && i < layout->ntensors; i++) {
+    const struct kvs_offload_tensor *t = &layout->tensors[i];
+    uint64_t gpu_end = t->gpu + (t->gpu_blocks - 1) * t->gpu_stride + t->gpu_page;
+    uint64_t cpu_end = t->cpu + (layout->chunks - 1) * t->cpu_stride + layout->factor * t->cpu_page;
+    status = kvs_table_inherit(map->engine, map->gpu, t->gpu, gpu_end, err);
+    if (!status) status = kvs_table_inherit(map->engine, map->cpu, t->cpu, cpu_end, err);
+  }
+  pthread_mutex_unlock(&map->engine->hazard_lock);
+  return status;
+}
+
+int kvs_offload_open(struct kvs_engine *engine, const struct kvs_offload_layout *layout, struct kvs_offload **opened,
+                     struct kvs_error *err) {
+  uint64_t gpu_blocks = 0;
+  int status = kvs_dev_check(engine->device, err);
+  if (!status) status = check_layout(engine, layout, err);
+  if (status) return status;
+  struct kvs_offload *map = calloc(1, sizeof *map);
+  if (!map) return kvs_fail(err, KVS_NOMEM, "no memory to plan offloading");
+  atomic_init(&map->refs, 1);
+  map->engine = engine;
+  map->chunks = layout->chunks;
+  map->factor = layout->factor;
+  map->ngroups = layout->ngroups;
+  for (size_t i = 0; !status && i < layout->nparts; i++)
+    status = place_part(map, &layout->parts[i], &layout->tensors[layout->parts[i].tensor], err);
+  if (!status) status = check_sheets(map, err);
+  if (!status) status = find_groups(map, layout, &gpu_blocks, err);
+  if (!status) status = make_tables(map, layout, gpu_blocks, err);
+  if (status) {
+    map_free(map);
+    return status;
+  }
+  map->owner = layout->owner;
+  map->release = layout->release;
+  kvs_engine_ref(engine);
+  *opened = map;
+  return KVS_OK;
+}
+
+void kvs_offload_close(struct kvs_offload *map) {
+  struct kvs_engine *engine = map->engine;
+  kvs_offload_drop(map);
+  kvs_engine_unref(engine);
+}
+
+size_t kvs_offload_most(const struct kvs_offload *map) { return map->nsheets ? map->nsheets : 1; }

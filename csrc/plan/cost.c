@@ -1,0 +1,107 @@
+/* A path's cost is its start and what it consists of; see cost.h for the parts of each. */
+#include "plan/cost.h"
+
+#include <math.h>
+
+/* Of one copy among `count` that have `nbytes` together. */
+static double at_mean(const double *costs, uint64_t nbytes, uint64_t count) {
+  double size = (double)nbytes / (double)count, from = KVS_COST_LEAST;
+  int i = 0;
+  if (size <= from) return costs[0];
+  for (; i < KVS_COST_SIZES - 1; i++, from *= 2)
+    if (size < 2 * from) return costs[i] + (costs[i + 1] - costs[i]) * (size - from) / from;
+  return costs[i] * size / from;
+}
+
+/* All of them. */
+static double of_all(const double *costs, uint64_t nbytes, uint64_t count) {
+  return count ? (double)count * at_mean(costs, nbytes, count) : 0;
+}
+
+/* Some of them, `other_count` with `other_nbytes`, cost otherwise. */
+static double of_both(const struct kvs_path_cost *cost, uint64_t nbytes, uint64_t count, uint64_t other_nbytes,
+                      uint64_t other_count) {
+  return of_all(cost->each, nbytes - other_nbytes, count - other_count) + of_all(cost->run, other_nbytes, other_count);
+}
+
+static double dma(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
+  uint64_t first = shape->copies < KVS_COST_BATCH ? shape->copies : KVS_COST_BATCH;
+  if (shape->copies == 0) return INFINITY;
+  return cost->start + (shape->copies > 1 ? (double)first * cost->extra : 0) +
+         of_all(cost->each, shape->nbytes, shape->copies);
+}
+
+static double strided(const struct kvs_path_cost *cost, const struct kvs_path_cost *dma,
+                      const struct kvs_shape *shape) {
+  if (shape->rects == 0 || shape->rect_rows == 0) return INFINITY;
+  double rows = (double)shape->rects * cost->extra +
+                of_both(cost, shape->rect_nbytes, shape->rect_rows, shape->apart_nbytes, shape->apart_rows);
+  if (shape->rest_copies == 0) return cost->start + rows;
+  if (dma->start < 0) return INFINITY;
+  return cost->start + rows + of_all(dma->each, shape->nbytes - shape->rect_nbytes, shape->rest_copies);
+}
+
+static double kernel(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
+  if (shape->pieces == 0) return INFINITY;
+  return cost->start + of_both(cost, shape->nbytes, shape->pieces, shape->skew_nbytes, shape->skew_pieces);
+}
+
+static double relay(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
+  if (shape->rows == 0 || shape->runs == 0) return INFINITY;
+  double gather = of_all(cost->each, shape->nbytes, shape->rows), move = of_all(cost->run, shape->nbytes, shape->runs);
+  double alone = shape->nbytes > KVS_COST_FILLING ? KVS_COST_FILLING / (double)shape->nbytes : 1;
+  double flags = cost->extra * (shape->nbytes < KVS_COST_SLOT ? (double)shape->nbytes / KVS_COST_SLOT : 1);
+  return cost->start + flags + (gather > move ? gather + move * alone : move + gather * alone);
+}
+
+double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape, enum kvs_path path) {
+  const struct kvs_path_cost *paths = costs->paths[shape->direction == KVS_H2D], *cost = &paths[path];
+  if (path == KVS_PATH_AUTO || cost->start < 0) return INFINITY;
+  switch (path) {
+  case KVS_PATH_STRIDED:
+    return strided(cost, &paths[KVS_PATH_DMA], shape);
+  case KVS_PATH_KERNEL:
+    return kernel(cost, shape);
+  case KVS_PATH_RELAY:
+    return relay(cost, shape);
+  default:
+    return dma(cost, shape); /* DIRECT too, which has no extra */
+  }
+}
+
+void kvs_costs_clear(struct kvs_costs *costs) {
+  *costs = (struct kvs_costs){0};
+  for (int direction = 0; direction < 2; direction++)
+    for (int path = 0; path < KVS_PATHS; path++) costs->paths[direction][path].start = -1;
+}
+
+/* -- what is a cost -------------------------------------------------------------------------------------------- */
+
+static int check(const char *what, double value, double most, struct kvs_error *err) {
+  if (value >= 0 && value <= most) return KVS_OK; /* no nan is */
+  return kvs_fail(err, KVS_INVALID, "%s is %g; it is a number from 0 to %g", what, value, most);
+}
+
+static int check_path(const struct kvs_path_cost *cost, enum kvs_path path, struct kvs_error *err) {
+  int status = check("start", cost->start, KVS_COST_MOST_NS, err);
+  if (!status) status = check("extra", cost->extra, kvs_cost_has_extra(path) ? KVS_COST_MOST_NS : 0, err);
+  for (int i = 0; !status && i < KVS_COST_SIZES; i++) {
+    status = check("each", cost->each[i], KVS_COST_MOST_NS, err);
+    if (!status) status = check("run", cost->run[i], kvs_cost_has_run(path) ? KVS_COST_MOST_NS : 0, err);
+  }
+  return status;
+}
+
+int kvs_costs_check(const struct kvs_costs *costs, struct kvs_error *err) {
+  const struct kvs_tuning *tuning = &costs->tuning;
+  int status = check("kernel_ctas", tuning->kernel_ctas, KVS_COST_MOST_CTAS, err);
+  if (!status) status = check("background_ctas", tuning->background_ctas, KVS_COST_MOST_CTAS, err);
+  if (!status) status = check("background_gbps", tuning->background_gbps, KVS_COST_MOST_GBPS, err);
+  for (int i = 0; !status && i < 2; i++) status = check("link_gbps", tuning->link_gbps[i], KVS_COST_MOST_GBPS, err);
+  for (int direction = 0; !status && direction < 2; direction++)
+    for (int path = KVS_PATH_DMA; !status && path < KVS_PATHS; path++) {
+      const struct kvs_path_cost *cost = &costs->paths[direction][path];
+      if (!(cost->start < 0)) status = check_path(cost, (enum kvs_path)path, err);
+    }
+  return status;
+}

@@ -1,0 +1,113 @@
+/* From what the caller named to a checked, merged list of copies. Pure functions over arrays: no device, no clock, no
+ * lock. Whether memory is known and of the right kind is the engine's to ask (memory.c); here are the ids, sizes and
+ * overlaps. */
+#ifndef KVS_PLAN_H
+#define KVS_PLAN_H
+
+#include "device/device.h"
+#include "kvswap.h"
+
+/* Working memory that is kept from plan to plan, so that the steady state allocates nothing. Zero-initialised is empty.
+ */
+struct kvs_plan_scratch {
+  uint64_t *bitmap; /* all zero between plans */
+  size_t bitmap_words;
+  struct kvs_span *spans; /* sorting room */
+  size_t spans_capacity;
+  /* The tensors that were checked last, and found to be right: an engine's are the same from call to call. */
+  struct kvs_tensor *checked;
+  size_t nchecked, checked_capacity;
+  enum kvs_direction checked_direction;
+  bool checked_disjoint;
+};
+
+/* Copies that are rows at a pitch, and the block of each. */
+struct kvs_rects {
+  struct kvs_rect *items;
+  uint32_t *block;
+  size_t count, capacity;
+  uint64_t rows; /* of all */
+};
+
+static inline int64_t kvs_id_at(const struct kvs_ids *ids, size_t i) {
+  return ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+}
+/* All of them, as 8 bytes each. */
+void kvs_ids_copy(const struct kvs_ids *ids, int64_t *copy);
+
+void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch);
+/* Room for that many words of bits, all zero. */
+int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err);
+int kvs_copies_reserve(struct kvs_copies *copies, size_t capacity, struct kvs_error *err);
+void kvs_copies_free(struct kvs_copies *copies);
+int kvs_rects_reserve(struct kvs_rects *rects, size_t capacity, struct kvs_error *err);
+void kvs_rects_free(struct kvs_rects *rects);
+/* Append; there is room. */
+static inline void kvs_copies_push(struct kvs_copies *copies, uint64_t dst, uint64_t src, uint64_t nbytes,
+                                   uint32_t block) {
+  size_t n = copies->count++;
+  copies->dst[n] = dst;
+  copies->src[n] = src;
+  copies->nbytes[n] = nbytes;
+  copies->block[n] = block;
+}
+
+/* One past the last byte of `blocks` blocks of a side; KVS_INVALID where that wraps around. */
+int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nbytes, uint64_t *end);
+
+static inline uint64_t kvs_stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
+
+/* Check sizes and strides of the tensors. Strides of 0 are taken as nbytes by all functions here. *disjoint says
+ * whether the extents alone prove that destinations overlap neither each other nor a source; if not,
+ * kvs_plan_check_disjoint decides on the planned copies. */
+int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
+                           struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err);
+
+/* Check both id lists (equal lengths, ranges in every tensor, no destination twice). */
+int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
+                       const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_plan_scratch *scratch,
+                       struct kvs_error *err);
+
+/* One list of a move between slots, and the smallest pool of that side. */
+struct kvs_plan_slots {
+  struct kvs_ids ids;
+  uint64_t blocks;
+  const char *pool; /* for messages: "pool 'kv'" */
+};
+
+/* Check both (equal lengths, ranges, no destination twice; `shared`: no slot on both sides). */
+int kvs_plan_check_slots(const struct kvs_plan_slots *src, const struct kvs_plan_slots *dst, bool shared,
+                         struct kvs_plan_scratch *scratch, struct kvs_error *err);
+
+/* Append the copies of checked ids, tensor by tensor; `merge`: blocks that continue on both sides become one copy. */
+int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
+                   const struct kvs_ids *cpu_ids, enum kvs_direction direction, bool merge, struct kvs_copies *copies,
+                   struct kvs_error *err);
+
+/* The same for raw lists: checks that no size is 0 and no range wraps around. */
+int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
+                   bool merge, struct kvs_copies *copies, struct kvs_error *err);
+
+/* How messages name a copy: "entry 3", or "block 3 of tensor 1" where the copies come tensor by tensor, `per_tensor`
+ * each. */
+struct kvs_plan_naming {
+  const char *entry;
+  size_t per_tensor; /* 0: there are no tensors, or runs were merged */
+};
+
+/* Destinations must overlap neither each other nor any source. */
+int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_naming *naming,
+                            struct kvs_plan_scratch *scratch, struct kvs_error *err);
+
+/* Cut every copy of [from, copies->count) that crosses the end of a region with a seam, on either side. The parts of a
+ * copy take its place, in order. */
+int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err);
+
+/* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions'
+ * aliases; NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(), where `nbytes` is the copies'
+ * sum. */
+size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece);
+size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
+                       struct kvs_piece *pieces);
+
+#endif
