@@ -13,7 +13,7 @@ from kvswap import _C
 _HEAD = """\
 /* The costs that serve where nothing was calibrated: those of an H200 on PCIe 5. Made by benchmarks/cost_table.py
  * from a calibration of that machine; do not edit. */
-#include "cost.h"
+#include "plan/cost.h"
 
 /* clang-format off */
 static const struct kvs_costs costs = {
