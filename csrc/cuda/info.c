@@ -42,6 +42,7 @@ static int read_attributes(const struct kvs_cuda_driver *cu, kvs_cu_device handl
   } wanted[] = {
       {KVS_CU_DEVICE_MAX_PITCH, &pitch},
       {KVS_CU_DEVICE_SMS, &info->sms},
+      {KVS_CU_DEVICE_SHARED_OPTIN, &info->shared_nbytes},
       {KVS_CU_DEVICE_COPY_ENGINES, &info->copy_engines},
       {KVS_CU_DEVICE_CC_MAJOR, &info->cc_major},
       {KVS_CU_DEVICE_CC_MINOR, &info->cc_minor},

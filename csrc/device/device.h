@@ -54,6 +54,7 @@ struct kvs_device_info {
   int driver;         /* CUDA version of the driver, 13000 for 13.0; 0 for a host device */
   int cc_major, cc_minor;
   int sms;
+  int shared_nbytes; /* most shared memory that a CTA may ask for */
   int copy_engines;
   int numa_node;                   /* -1: unknown */
   int priority_low, priority_high; /* as the driver orders them: low >= high */

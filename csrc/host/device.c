@@ -343,6 +343,7 @@ static void describe(struct kvs_device_info *info, unsigned workers, int cores, 
   info->memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
   info->max_pitch = MAX_PITCH;
   info->sms = (int)workers;
+  info->shared_nbytes = 227 << 10; /* as an H200's */
   info->copy_engines = 2;
   info->numa_node = -1;
   info->priority_low = KVS_HOST_PRIORITY_LOW;
