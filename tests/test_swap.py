@@ -327,12 +327,17 @@ def test_one_source_many_destinations(device: kvswap.Device, path: str, nbytes: 
     cache.check([3, 3, 3], [0, 5, 7])
 
 
+@pytest.mark.parametrize("nbytes", [4097, 65536])
+@pytest.mark.parametrize("max_ctas", [None, 1])
+@pytest.mark.parametrize("by", ["kernel", "relay"])
 @pytest.mark.parametrize("priority", ["high", "normal", "background"])
-def test_priorities_and_bounds(device: kvswap.Device, priority: str, direction: int) -> None:
-    cache = Cache(device, 40, 4097, direction)
+def test_priorities_and_bounds(
+    device: kvswap.Device, priority: str, by: str, max_ctas: int | None, nbytes: int, direction: int
+) -> None:
+    cache = Cache(device, 40, nbytes, direction)
     ids = np.random.default_rng(2).permutation(40)
-    path = "kernel" if device.info["kernels"] else "dma"
-    cache.swap(ids, ids[::-1], path=path, priority=priority, max_ctas=1, pace_gbps=5.0).wait(PATIENCE)
+    path = by if device.info["kernels"] else "dma"
+    cache.swap(ids, ids[::-1], path=path, priority=priority, max_ctas=max_ctas, pace_gbps=5.0).wait(PATIENCE)
     cache.check(ids, ids[::-1])
 
 
