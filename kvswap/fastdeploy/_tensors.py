@@ -26,6 +26,8 @@ def _described(tensor: Any) -> dict[str, Any]:
 
 def _shape(tensor: Any, name: str) -> tuple[int, ...]:
     shape = getattr(tensor, "shape", None)
+    if isinstance(shape, tuple):  # torch's and NumPy's, of ints: hundreds of caches are looked at in every call
+        return shape
     if shape is None:
         shape = _described(tensor).get("shape")
     if shape is None:
@@ -72,7 +74,8 @@ def blocks_of(tensor: Any, name: str) -> Blocks:
             "scales are [num_blocks, kv_heads, block_size]"
         )
     _check_contiguous(tensor, shape, name)
-    return Blocks(shape[0], math.prod(shape[1:]) * itemsize(tensor, name))
+    num, *extents = shape
+    return Blocks(num, math.prod(extents) * itemsize(tensor, name))
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
         )
     kept, addresses = [], []
     for i, (tensor, ptr) in enumerate(zip(tensors, ptrs, strict=True)):
-        address = _index(ptr, f"cache_cpu_ptrs[{i}]")
+        address = ptr if type(ptr) is int and ptr > 0 else _index(ptr, f"cache_cpu_ptrs[{i}]")
         if tensor is None and address == 0:
             continue
         if tensor is None or address == 0:
