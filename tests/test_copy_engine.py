@@ -697,6 +697,20 @@ def test_the_environment(device: kvswap.Device, environment: dict[str, str], ans
     assert run.stdout.splitlines() == [f"{path} {answer}" for path, answer in answers.items()]
 
 
+@pytest.mark.parametrize("slower, few, many", [(1.02, "dma", "kernel"), (1.2, "dma", "dma")])
+def test_auto_spares_the_caller_many_copies(direction: int, slower: float, few: str, many: str) -> None:
+    device = testing.deterministic_device(1)
+    sides, costs = Sides(device, MIB), _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            each = {"dma": 1000.0, "kernel": 1000.0 * slower}.get(path, 1e9)
+            cost["start"], cost["extra"] = 1.0, 0.0
+            cost["each"] = [each] * len(cost["each"])
+            cost["run"] = [each if path == "kernel" else 0.0] * len(cost["run"])
+    _C._costs_use(device, costs)
+    assert [sides.run(plain(64, 1, count, direction)).path for count in (500, 2000)] == [few, many]
+
+
 def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
     usable(device, "kernel")
     for off in ("relay", "kernel,relay", "strided"):
