@@ -721,6 +721,6 @@ def _costs_predict(
     runs: int = 0,
 ) -> float: ...
 
-# Seam calls, one a member of csrc/device/device.h: for the conformance suite. Each returns what the member returns and raises
-# DeviceError with its code.
+# Seam calls, one a member of csrc/device/device.h: for the conformance suite. Each returns what the member returns and
+# raises DeviceError with its code.
 def _seam(device: Device, operation: str, /, *args: Any) -> Any: ...

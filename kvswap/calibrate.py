@@ -282,7 +282,7 @@ def _measure_points(rig: _Rig, result: Result, deadline: float, progress: Progre
 
 
 def solve(seconds: dict[Point, float]) -> _C._Costs:
-    """Costs of the paths that were measured, such that csrc/plan/cost.c predicts what was measured; none is negative."""
+    """Costs of the paths that were measured, such that csrc/plan/cost.c predicts it; none is negative."""
     costs: _C._Costs = {"d2h": {}, "h2d": {}, "tuning": {}}
     for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
         for path in PATHS:
