@@ -89,14 +89,21 @@ class Peer:
 
     @property
     def ours(self) -> bool:
-        return self.uid == os.getuid()
+        """Of this user, and a process that can be watched: one of another pid namespace cannot, and has no number."""
+        return self.uid == os.getuid() and self.pid > 0
+
+    def __str__(self) -> str:
+        where = f"process {self.pid}" if self.pid > 0 else "a process that is not seen from here: another container's?"
+        return f"user {self.uid} ({where})"
 
 
 def watch_process(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the kernel cannot tell."""
-    if pid <= 0 or not hasattr(os, "pidfd_open"):
+    """A descriptor that is readable once the process has ended, perhaps at once; None where the kernel cannot tell."""
+    if not hasattr(os, "pidfd_open"):
         return None
     try:
         return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)
     except OSError:
         return None
