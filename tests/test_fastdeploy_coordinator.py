@@ -229,8 +229,8 @@ def test_a_late_end_changes_nothing() -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_itself() -> None:
-    """What it cannot take is kept in order, counts as under way, and is delivered once."""
-    world = World("--queue_limit", "3")
+    """What it cannot take is kept in order, results count as under way, and all is delivered once."""
+    world = World("--queue_limit", "2")
     world.submit("a", b"slow")
     world.taken.add(b"slow")
     for rank in range(RANKS):
@@ -239,24 +239,32 @@ def test_a_client_that_does_not_read_holds_up_itself() -> None:
     assert world.coordinator.undelivered == 2 and world.results(b"slow") == []
     assert world.submit("b") == "ok"
     world.later(0.5)
-    assert world.submit("c") == "full"  # one under way, two kept
+    assert world.submit("c") == "full"  # one under way, one that is not read
     world.taken.clear()
     world.later(0.5)
     assert [type(message) for message in world.said[b"slow"]] == [Answer, Result, Answer]
     assert world.coordinator.undelivered == 0 and world.submit("c") == "ok"
 
 
-def test_a_client_that_never_reads_is_dropped() -> None:
-    """Its messages are not kept without end."""
+def test_a_client_that_never_reads() -> None:
+    """Its answers are not kept without end, and hold up nobody; its results are, for it may go on."""
     world = World()
+    world.submit("b", b"dead")
     world.taken.add(b"dead")
     most = 0
     for request in range(10_000):
         world.coordinator.ask(b"dead", GetStatus(request))
         most = max(most, world.coordinator.undelivered)
-    assert most <= coordinator._MOST_KEPT + 1
+    assert most <= coordinator._MOST_KEPT + 1 and world.submit("a") == "ok"
+    world.end_all()
+    assert world.coordinator.undelivered == most + 1
+    world.taken.clear()
+    world.later(0.5)
+    assert world.coordinator.undelivered == 0 and world.last(b"dead").ok
+    world.taken.add(b"dead")
+    world.coordinator.ask(b"dead", GetStatus(1))
     world.coordinator.gone(b"dead")
-    assert world.coordinator.undelivered == 0 and world.submit("a") == "ok"
+    assert world.coordinator.undelivered == 0
 
 
 def test_the_states_of_clearing() -> None:

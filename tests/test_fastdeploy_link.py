@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -251,14 +252,14 @@ def test_an_answer_that_comes_with_the_end_of_patience(folder: Path, monkeypatch
 
 
 def test_who_sent_a_message() -> None:
-    """A process that cannot be seen from here has no number, and its end could not be noticed."""
+    """A process that cannot be seen from here has no number: its end could not be noticed."""
 
     def frame(text: str) -> Any:
         return SimpleNamespace(get=lambda name: {"Peer-Address": text}[name])
 
     mine = os.getuid()
-    assert places.Peer(frame(f"localhost:{mine}:0:17")).ours
-    assert not places.Peer(frame(f"localhost:{mine}:0:0")).ours
+    assert places.Peer(frame(f"localhost:{mine}:0:17")).ours and not places.Peer(frame(f"localhost:{mine}:0:17")).unseen
+    assert "another pid namespace" in places.Peer(frame(f"localhost:{mine}:0:0")).unseen
     assert not places.Peer(frame(f"localhost:{mine + 1}:0:17")).ours
     assert not places.Peer(frame("localhost")).ours
 
@@ -282,3 +283,22 @@ def test_the_order_of_what_is_given_back(folder: Path) -> None:
         link.submit(task)
         link.give_back(first)
         assert client.next_result(1).reason == "it broke" and client.under_way == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_of_fork_that_finds_the_lock_taken(folder: Path) -> None:
+    """The client's own thread may have held it: the child is told, and ends, instead of waiting for nobody."""
+    with Client(folder) as client:
+        with client._link._lock:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                calls = (client.status, lambda: client.under_way, lambda: client.next_result(0.1), client.close)
+                told = 0
+                for call in calls:
+                    try:
+                        call()
+                    except kvswap.Error as error:
+                        told += "fork()" in str(error)
+                os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3

@@ -100,16 +100,20 @@ class Link:
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
+    def _own(self) -> threading.Lock:
+        """The lock. Not in a child of fork(), where a thread that is not there may hold it."""
+        if os.getpid() != self._owner:
+            raise _C.Error("this client was made before fork(): make one in this process")
+        return self._lock
+
     def ask(self, kind: Any, *args: Any) -> Asked:
         """Send a request."""
-        with self._lock:
+        with self._own():
             return self._ask_locked(kind(next(self._numbers), *args), None)
 
     def _ask_locked(self, message: Any, sent: _Sent | None) -> Asked:
         if self._closed:
             raise _C.Error("the client is closed")
-        if os.getpid() != self._owner:
-            raise _C.Error("this client was made before fork(): make one in this process")
         try:
             data = messages.encode(message)
         except (OverflowError, TypeError) as error:
@@ -122,7 +126,7 @@ class Link:
         return asked
 
     def submit(self, task: Task) -> Asked:
-        with self._lock:
+        with self._own():
             if len(self._tasks) >= _MOST_UNCOLLECTED:
                 raise _C.QueueFull(f"{len(self._tasks)} results were not collected: call result() or next_result()")
             name = task.transfer_task_id
@@ -139,7 +143,7 @@ class Link:
     def give_up(self, asked: Asked) -> bool:
         """The caller waits no longer. True: it was not sent yet, and never will be. False: look at the future once
         more; if it is not done it never will be, and a task that is taken all the same ends with a Result."""
-        with self._lock:
+        with self._own():
             if asked.future.done():
                 return False
             asked.left = True
@@ -153,18 +157,18 @@ class Link:
 
     def holds(self, task_id: str) -> bool:
         """Whether it was taken, or may have been, and its Result is not collected."""
-        with self._lock:
+        with self._own():
             return task_id in self._tasks
 
     def result_of(self, task_id: str) -> Future:
-        with self._lock:
+        with self._own():
             if task_id not in self._tasks:
                 raise ValueError(f"no task {task_id!r} is under way here, or its result was collected")
             return self._tasks[task_id].future
 
     def collect(self, result: Result) -> None:
         """The caller has it: it knows from now on which blocks are lost."""
-        with self._lock:
+        with self._own():
             self._known_losses.update(result.lost)
             sent = self._tasks.get(result.transfer_task_id)
             if sent is not None and sent.future.done() and sent.future.result() is result:
@@ -173,7 +177,7 @@ class Link:
     def next_ended(self) -> Future:
         """The next task that ended and whose Result nobody has collected."""
         future = _new_future()
-        with self._lock:
+        with self._own():
             if self._ended:
                 sent = self._ended[0]
                 self._discard_locked(sent)
@@ -184,7 +188,7 @@ class Link:
 
     def leave_getters(self, future: Future) -> Result | None:
         """It waits no longer. A Result that came just now is given back."""
-        with self._lock, contextlib.suppress(ValueError):
+        with self._own(), contextlib.suppress(ValueError):
             self._getters.remove(future)
         return future.result().future.result() if future.done() else None
 
@@ -193,7 +197,7 @@ class Link:
         if self.leave_getters(future) is None:
             return
         sent = future.result()
-        with self._lock:
+        with self._own():
             if self._getters:
                 self._getters.popleft().set_result(sent)
                 return
@@ -202,16 +206,16 @@ class Link:
 
     @property
     def under_way(self) -> int:
-        with self._lock:
+        with self._own():
             return sum(not sent.future.done() for sent in self._tasks.values())
 
     def close(self) -> None:
+        if os.getpid() != self._owner:
+            return  # the thread is the parent's
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if os.getpid() != self._owner:
-                return  # the thread is the parent's
             os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join()

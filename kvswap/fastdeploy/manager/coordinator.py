@@ -120,6 +120,7 @@ class Coordinator:
         self._writes = {kind: Writes() for kind in Kind}  # by the tasks that write on that side
         self._undelivered: deque[tuple[bytes, ToClient]] = deque()
         self._kept: Counter[bytes] = Counter()  # of those, by client
+        self._untold = 0  # of those, the results
         self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
         self._operation: _Operation | None = None
         self._reason = ""  # why the last operation failed
@@ -237,14 +238,16 @@ class Coordinator:
         self.deliver(client, Answer(request, code, message, body))
 
     def deliver(self, client: bytes, message: ToClient) -> None:
-        """In order; what the client cannot take now is kept, and counts against the queue's limit. A client that takes
-        nothing for thousands of messages gets none of them."""
+        """In order; what the client cannot take now is kept. Results are, in any case, and count against the queue's
+        limit; a client that asks thousands of times and takes nothing gets no more answers."""
         if not self._kept[client] and self._to_client(client, message):
+            return
+        if isinstance(message, Result):
+            self._untold += 1
+        elif self._kept[client] > _MOST_KEPT:
             return
         self._undelivered.append((client, message))
         self._kept[client] += 1
-        if self._kept[client] > _MOST_KEPT:
-            self.gone(client)
 
     def flush(self) -> None:
         """Send what is kept. A client that does not read holds up its own messages only."""
@@ -258,6 +261,10 @@ class Coordinator:
                 self._kept[client] -= 1
             else:
                 del self._kept[client]
+        self._count_untold()
+
+    def _count_untold(self) -> None:
+        self._untold = sum(isinstance(message, Result) for _, message in self._undelivered)
 
     @property
     def undelivered(self) -> int:
@@ -276,8 +283,9 @@ class Coordinator:
     def _refusal(self, task: Task) -> tuple[str, str]:
         if why := self._not_ready():
             return "not_ready", why
-        if len(self._pending) + len(self._undelivered) >= self._settings.queue_limit:
-            return "full", f"{len(self._pending)} tasks are under way, as many as --queue_limit allows"
+        if len(self._pending) + self._untold >= self._settings.queue_limit:
+            kept = f", and {self._untold} results not read" if self._untold else ""
+            return "full", f"{len(self._pending)} tasks are under way{kept}, as many as --queue_limit allows"
         if why := self._wrong(task):
             self._metrics.refused()
             return "refused", why
@@ -641,12 +649,13 @@ class Coordinator:
             self._report(pending)
 
     def gone(self, client: bytes) -> None:
-        """Nobody reads what is kept for a client: it has died, or takes nothing."""
+        """A client has ended: nobody reads what is kept for it."""
         self._writes[Kind.SWAP2GPU].gone(client)
         dropped = self._kept.pop(client, 0)
         if dropped:
             self._undelivered = deque((to, message) for to, message in self._undelivered if to != client)
-            _log.warning("a client is gone, or reads nothing: %d messages for it are dropped", dropped)
+            self._count_untold()
+            _log.warning("a client is gone: %d messages for it are dropped", dropped)
 
 
 def _blame(task: Task, lost: dict[int, Write]) -> tuple[tuple[int, str], tuple[int, str]]:

@@ -89,12 +89,19 @@ class Peer:
 
     @property
     def ours(self) -> bool:
-        """Of this user, and a process that can be watched: one of another pid namespace cannot, and has no number."""
-        return self.uid == os.getuid() and self.pid > 0
+        return self.uid == os.getuid()
+
+    @property
+    def unseen(self) -> str:
+        """Why it cannot be watched; empty if it can. Whose end is not noticed is not waited for."""
+        if self.pid > 0:
+            return ""
+        return (
+            "the process is in another pid namespace: both must see each other (containers: share one, or the host's)"
+        )
 
     def __str__(self) -> str:
-        where = f"process {self.pid}" if self.pid > 0 else "a process that is not seen from here: another container's?"
-        return f"user {self.uid} ({where})"
+        return f"user {self.uid} (process {self.pid})"
 
 
 def watch_process(pid: int) -> int | None:

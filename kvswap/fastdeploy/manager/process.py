@@ -53,7 +53,7 @@ _BEAT_EVERY = 0.5
 _FULL_MS = 5  # until messages that could not be sent are tried again
 _AT_ONCE = 200  # messages taken before the worker gets its turn
 _MOST_CLIENTS = 256
-_KEPT_MESSAGES = 4096  # in a socket's queues
+_KEPT_MESSAGES = 4096  # in a socket's queues, beside tasks
 _LAST_WORDS = 1.0  # seconds in which clients may read what rank 0 said before it ends
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
@@ -70,11 +70,12 @@ class Stop:
         self.asked = True
 
 
-def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
-    socket.setsockopt(zmq.SNDHWM, _KEPT_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
+    room = _KEPT_MESSAGES + settings.queue_limit  # all tasks that may be under way: a rank that is busy is not lost
+    socket.setsockopt(zmq.SNDHWM, room)
+    socket.setsockopt(zmq.RCVHWM, room)
     socket.setsockopt(zmq.LINGER, 2000)
     return socket
 
@@ -119,7 +120,7 @@ class Rank0:
         self._path = places.socket_path(settings.directory)
         self._path.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is not there
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket = _socket(self._context, zmq.ROUTER, settings)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(f"ipc://{self._path}")
         self._poller = zmq.Poller()
@@ -195,6 +196,10 @@ class Rank0:
                 self._stranger(peer)
                 continue
             name = frames[0].bytes
+            if peer.unseen:
+                request = _request_in(frames[-1])  # a rank's messages have none
+                self._send(name, Answer(request, "refused", peer.unseen) if request else Refuse(peer.unseen))
+                continue
             try:
                 if len(frames) != 2:
                     raise ValueError(f"{len(frames) - 1} parts: a message has one")
@@ -317,6 +322,7 @@ class Rank0:
     def _part(self) -> None:
         """Until the clients have read what was said to them, or the time is over."""
         self._coordinator.stopping = True
+        self._poller.unregister(self._worker.wake_fd)
         until = time.monotonic() + _LAST_WORDS
         asked: set[bytes] = set()
         while time.monotonic() < until:
@@ -349,7 +355,7 @@ class RankN:
         self._settings, self._stop = settings, stop
         self._metrics = Metrics(settings.metrics_port)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _socket(self._context, zmq.DEALER)
+        self._socket = _socket(self._context, zmq.DEALER, settings)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a rank 0 that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{places.socket_path(settings.directory)}")
@@ -400,6 +406,9 @@ class RankN:
             if not peer.ours:
                 self._metrics.stranger()
                 continue
+            if peer.unseen:
+                self._refused = peer.unseen
+                return
             try:
                 message = messages.to_rank.decode(frame.buffer)
             except _DECODE_ERRORS as error:
