@@ -28,7 +28,7 @@ from managers import until
 
 import kvswap
 from kvswap.fastdeploy import _link
-from kvswap.fastdeploy.client import SWAP2CPU, AsyncClient, Client, ManagerError
+from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, Client, ManagerError
 from kvswap.fastdeploy.manager import places
 
 SOCKET = """
@@ -205,6 +205,24 @@ def test_another_rank_0_is_there_at_once(folder: Path) -> None:
             new.kill()
             assert not client.result("b", 10).ok
             nothing_left(client)
+
+
+def test_what_was_being_written_when_rank_0_died(folder: Path) -> None:
+    """The next one does not know: the client does not ask it for such a block before its caller was told."""
+    with Client(folder) as client:
+        with Fake(folder, TAKES) as fake:
+            for name, block in (("a", 1), ("b", 2)):
+                client.swap(SWAP2GPU, [block], [block], task_id=name)
+            fake.kill()
+            until(lambda: client.under_way == 0, "the end")
+        with Fake(folder, TAKES):
+            with pytest.raises(ManagerError, match=r"gpu_block_ids\[1\] is 1: task 'a', which should have written"):
+                client.swap(SWAP2CPU, [7, 1], [1, 2])
+            client.swap(SWAP2GPU, [1], [3])
+            assert not client.result("a").ok
+            client.swap(SWAP2CPU, [1], [4])
+            with pytest.raises(ManagerError, match="task 'b'"):
+                client.swap(SWAP2CPU, [2], [4])
 
 
 def test_nobody_is_there(folder: Path) -> None:

@@ -89,6 +89,9 @@ class Link:
         self._ended: deque[_Sent] = deque()  # not collected, in the order in which they ended
         self._getters: deque[Future] = deque()  # each is given a _Sent that has ended
         self._known_losses: dict[int, int] = {}  # GPU blocks whose loss the caller was told of: the task that lost it
+        self._untold_losses: dict[
+            int, str
+        ] = {}  # those that it was not told of and that died with rank 0: by which task
         self._closed = False
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
@@ -133,12 +136,22 @@ class Link:
             if name in self._tasks:
                 raise ValueError(f"transfer_task_id {name!r} is of a task whose result is not collected")
             known: set[int] = set()
-            if self._known_losses and task.event_type == Kind.SWAP2CPU:
+            if task.event_type == Kind.SWAP2CPU:
+                self._refuse_untold_locked(task)
                 known = {loss for block in task.gpu_block_ids if (loss := self._known_losses.get(block)) is not None}
             sent = _Sent(task, _new_future())
             asked = self._ask_locked(Submit(next(self._numbers), task, sorted(known)), sent)
             self._tasks[name] = sent
             return asked
+
+    def _refuse_untold_locked(self, task: Task) -> None:
+        for i, block in enumerate(task.gpu_block_ids if self._untold_losses else ()):
+            if block in self._untold_losses:
+                why = (
+                    f"task {self._untold_losses[block]!r}, which should have written that GPU block, failed when rank 0 "
+                    "died: ask for its result first"
+                )
+                raise ManagerError("refused", f"gpu_block_ids[{i}] is {block}: {why}")
 
     def give_up(self, asked: Asked) -> bool:
         """The caller waits no longer. True: it was not sent yet, and never will be. False: look at the future once
@@ -170,6 +183,9 @@ class Link:
         """The caller has it: it knows from now on which blocks are lost."""
         with self._own():
             self._known_losses.update(result.lost)
+            for block in result.gpu_block_ids if self._untold_losses else ():
+                if self._untold_losses.get(block) == result.transfer_task_id:
+                    del self._untold_losses[block]
             sent = self._tasks.get(result.transfer_task_id)
             if sent is not None and sent.future.done() and sent.future.result() is result:
                 self._discard_locked(sent)
@@ -358,6 +374,8 @@ class Link:
             waiting = {asked.sent for asked in self._outgoing}
             for sent in list(self._tasks.values()):
                 if sent not in waiting and not sent.future.done():
+                    if sent.task.event_type == Kind.SWAP2GPU:
+                        self._untold_losses.update(dict.fromkeys(sent.task.gpu_block_ids, sent.task.transfer_task_id))
                     self._end_locked(sent, _failed(sent.task, why))
             self._known_losses.clear()  # the numbers were that rank 0's
 
