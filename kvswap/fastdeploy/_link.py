@@ -147,11 +147,8 @@ class Link:
     def _refuse_untold_locked(self, task: Task) -> None:
         for i, block in enumerate(task.gpu_block_ids if self._untold_losses else ()):
             if block in self._untold_losses:
-                why = (
-                    f"task {self._untold_losses[block]!r}, which should have written that GPU block, failed when rank 0 "
-                    "died: ask for its result first"
-                )
-                raise ManagerError("refused", f"gpu_block_ids[{i}] is {block}: {why}")
+                why = f"task {self._untold_losses[block]!r}, which should have written that GPU block, failed"
+                raise ManagerError("refused", f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first")
 
     def give_up(self, asked: Asked) -> bool:
         """The caller waits no longer. True: it was not sent yet, and never will be. False: look at the future once
