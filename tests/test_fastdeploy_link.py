@@ -207,14 +207,20 @@ def test_another_rank_0_is_there_at_once(folder: Path) -> None:
             nothing_left(client)
 
 
-def test_what_was_being_written_when_rank_0_died(folder: Path) -> None:
+def test_what_was_being_written_when_rank_0_died(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one does not know: the client does not ask it for such a block before its caller was told."""
     with Client(folder) as client:
         with Fake(folder, TAKES) as fake:
             for name, block in (("a", 1), ("b", 2)):
                 client.swap(SWAP2GPU, [block], [block], task_id=name)
+            monkeypatch.setattr(client._link, "_send", lambda socket: True)  # as if there were no room
+            swap = in_thread(lambda: client.swap(SWAP2CPU, [7, 1], [1, 2], timeout=PATIENCE))
+            until(lambda: client.under_way == 3, "a task that is not sent")
             fake.kill()
-            until(lambda: client.under_way == 0, "the end")
+            error = swap()
+            assert isinstance(error, ManagerError) and "gpu_block_ids[1] is 1: task 'a'" in str(error)
+            assert client.under_way == 0
+            monkeypatch.undo()
         with Fake(folder, TAKES):
             with pytest.raises(ManagerError, match=r"gpu_block_ids\[1\] is 1: task 'a', which should have written"):
                 client.swap(SWAP2CPU, [7, 1], [1, 2])

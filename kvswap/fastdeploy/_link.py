@@ -88,10 +88,8 @@ class Link:
         self._tasks: dict[str, _Sent] = {}  # not ended, or not collected
         self._ended: deque[_Sent] = deque()  # not collected, in the order in which they ended
         self._getters: deque[Future] = deque()  # each is given a _Sent that has ended
-        self._known_losses: dict[int, int] = {}  # GPU blocks whose loss the caller was told of: the task that lost it
-        self._untold_losses: dict[
-            int, str
-        ] = {}  # those that it was not told of and that died with rank 0: by which task
+        self._known_losses: dict[int, int] = {}  # GPU blocks whose loss the caller was told of, with its number
+        self._untold_losses: dict[int, str] = {}  # that were lost with rank 0 and it was not told of, with the task
         self._closed = False
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
@@ -179,7 +177,8 @@ class Link:
     def collect(self, result: Result) -> None:
         """The caller has it: it knows from now on which blocks are lost."""
         with self._own():
-            self._known_losses.update(result.lost)
+            for block, number in result.lost.items():  # numbers rise
+                self._known_losses[block] = max(number, self._known_losses.get(block, 0))
             for block in result.gpu_block_ids if self._untold_losses else ():
                 if self._untold_losses.get(block) == result.transfer_task_id:
                     del self._untold_losses[block]
@@ -299,7 +298,7 @@ class Link:
         """The connection has ended, and all that was said on it has been read: no answers will come."""
         who = f"rank 0 (process {self._pid})" if self._pid else "rank 0"
         self._pid, self._dying = 0, None
-        self._fail_all("died", f"{who}, which hands out the tasks, died")
+        self._fail_all("died", f"{who}, which hands out the tasks, died or ended the connection")
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
         """Whether something is left that cannot be sent now."""
@@ -375,6 +374,20 @@ class Link:
                         self._untold_losses.update(dict.fromkeys(sent.task.gpu_block_ids, sent.task.transfer_task_id))
                     self._end_locked(sent, _failed(sent.task, why))
             self._known_losses.clear()  # the numbers were that rank 0's
+            self._refuse_unsent_locked()
+
+    def _refuse_unsent_locked(self) -> None:
+        """Those that read what was lost just now."""
+        for asked in list(self._outgoing):
+            if asked.sent is None or asked.sent.task.event_type != Kind.SWAP2CPU:
+                continue
+            try:
+                self._refuse_untold_locked(asked.sent.task)
+            except ManagerError as error:
+                self._outgoing.remove(asked)
+                del self._requests[asked.number]
+                self._discard_locked(asked.sent)
+                asked.future.set_exception(error)
 
 
 def _failed(task: Task, why: str) -> Result:
