@@ -147,6 +147,24 @@ def test_swaps_that_go_on_after_their_rank_was_given_up(model: Model) -> None:
     model.check_host()
 
 
+def test_rank_0_ends_while_a_client_is_busy() -> None:
+    """What it said last is read: it waits a little, because the end of a connection takes with it what is not."""
+    device = kvswap.Device("host:0")
+    event, stream = kvswap.Event(device, timing=False, interprocess=True), kvswap.Stream(device)
+    with Manager(1) as manager, Gate(device) as gate:
+        client = manager.ready_client()
+        gate.hold(stream)
+        event.record(stream)
+        exported = [memory.export_event(event)]
+        tasks = [client.swap(SWAP2CPU, [i % 20], [i % 30], events=exported) for i in range(400)]
+        manager.signal(0, signal.SIGTERM)
+        with client._link._lock:  # its thread gets no further than one message
+            gate.open()
+            time.sleep(0.5)
+        assert [client.result(task, PATIENCE).reason for task in tasks] == [""] * len(tasks)
+        assert manager.wait(0) == 0
+
+
 # -- a rank's worker, without a process -------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ import kvswap
 from kvswap.fastdeploy import _link
 from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, Client, ManagerError
 from kvswap.fastdeploy.manager import places
+from kvswap.fastdeploy.queue import EngineCacheQueue
 
 SOCKET = """
     import os, sys, zmq
@@ -273,6 +274,30 @@ def test_an_answer_that_comes_with_the_end_of_patience(folder: Path, monkeypatch
                 assert isinstance(error, TimeoutError) or error.code == "refused"
             until(lambda: client.under_way == 0, "the answer", 5)
         nothing_left(client)
+
+
+LATE = """
+    import time
+    name, message = take()
+    time.sleep(0.6)
+    task = message.task
+    say(name, Answer(message.request, "ok"))
+    say(name, Result(task.transfer_task_id, 1, task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids, True))
+    take()
+"""
+
+
+def test_the_queue_by_fastdeploys_names_keeps_what_may_be_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "default_directory", lambda port, number: folder)
+    queue = EngineCacheQueue(timeout=0.2)
+    item = ([4], [1], [2], SWAP2CPU, "a")
+    with pytest.raises(TimeoutError, match="nobody took"):
+        queue.put_transfer_task(item)
+    with Fake(folder, LATE):
+        with pytest.raises(TimeoutError, match="did not answer"):
+            queue.put_transfer_task(item)
+        assert until(queue.get_transfer_done_signal, "the task") is item and queue.empty()
+    queue.close()
 
 
 def test_who_sent_a_message() -> None:
