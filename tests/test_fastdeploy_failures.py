@@ -147,6 +147,24 @@ def test_swaps_that_go_on_after_their_rank_was_given_up(model: Model) -> None:
     model.check_host()
 
 
+@pytest.mark.slow
+def test_a_queue_that_is_longer_than_the_sockets() -> None:
+    """A rank that is busy for a while is not lost for it."""
+    count = 9000
+
+    async def use(manager: Manager) -> None:
+        async with AsyncClient(manager.directory) as client:
+            tasks = await asyncio.gather(*(client.swap(SWAP2CPU, [i % 20], [i % 30]) for i in range(count)))
+            manager.signal(1, signal.SIGCONT)
+            results = [await client.result(task, PATIENCE) for task in tasks]
+            assert {result.reason for result in results} == {""}
+
+    with Manager(2, "--queue_limit", str(count), "--rank_timeout", "60", "--log_level", "warning") as manager:
+        manager.ready_client()
+        manager.signal(1, signal.SIGSTOP)
+        asyncio.run(use(manager))
+
+
 def test_rank_0_ends_while_a_client_is_busy() -> None:
     """What it said last is read: it waits a little, because the end of a connection takes with it what is not."""
     device = kvswap.Device("host:0")
