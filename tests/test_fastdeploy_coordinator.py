@@ -25,6 +25,7 @@ from kvswap.fastdeploy.manager.messages import (
     Clear,
     Do,
     Done,
+    Drain,
     GetStatus,
     Restore,
     Result,
@@ -84,13 +85,24 @@ class World:
         self.given[rank] = []
         self.beat(rank)
 
-    def beat(self, rank: int, ready: bool = True) -> None:
-        self.coordinator.beat(Beat(rank, ready, "ready", 0, 1))
+    def beat(self, rank: int, ready: bool = True, orphans: int = 0) -> None:
+        self.coordinator.beat(Beat(rank, ready, "ready", orphans, 1, orphans=orphans))
 
-    def submit(self, name: str, client: bytes = b"c", block: int = 1, kind: int = 1) -> str:
+    def submit(
+        self,
+        name: str,
+        client: bytes = b"c",
+        block: int = 1,
+        kind: int = 1,
+        *,
+        blocks: tuple[list[int], list[int]] | None = None,
+        known: list[int] | None = None,
+    ) -> str:
+        """blocks: on the GPU and on the host; else one on both. known: losses that the caller was told of."""
         self.requests += 1
         before = len(self.said[client])
-        self.coordinator.ask(client, Submit(self.requests, Task(name, kind, [block], [block])))
+        gpu_ids, cpu_ids = blocks if blocks is not None else ([block], [block])
+        self.coordinator.ask(client, Submit(self.requests, Task(name, kind, gpu_ids, cpu_ids), known or []))
         answers = [each for each in self.said[client][before:] if isinstance(each, Answer)]
         return answers[0].code if answers else ""
 
@@ -105,8 +117,17 @@ class World:
             self.given[rank].remove(message)
             self.coordinator.done(Done(rank, message.number, ok, "" if ok else "it broke", 10, 0.5))
 
+    def end_all(self, failing: int | None = None) -> None:
+        """All ranks end all that they have, in order; the rank `failing` says that it failed."""
+        for rank in range(RANKS):
+            while self.numbers(rank):
+                self.end(rank, rank != failing)
+
     def results(self, client: bytes = b"c") -> list[Result]:
         return [message for message in self.said[client] if isinstance(message, Result)]
+
+    def last(self, client: bytes = b"c") -> Result:
+        return self.results(client)[-1]
 
     def later(self, seconds: float, alive: bool = True) -> None:
         """In steps, as a loop that runs; alive: the ranks say that they are."""
@@ -208,8 +229,8 @@ def test_a_late_end_changes_nothing() -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_itself() -> None:
-    """What it cannot take is kept in order, counts as under way, and is delivered once."""
-    world = World("--queue_limit", "3")
+    """What it cannot take is kept in order, results count as under way, and all is delivered once."""
+    world = World("--queue_limit", "2")
     world.submit("a", b"slow")
     world.taken.add(b"slow")
     for rank in range(RANKS):
@@ -218,24 +239,32 @@ def test_a_client_that_does_not_read_holds_up_itself() -> None:
     assert world.coordinator.undelivered == 2 and world.results(b"slow") == []
     assert world.submit("b") == "ok"
     world.later(0.5)
-    assert world.submit("c") == "full"  # one under way, two kept
+    assert world.submit("c") == "full"  # one under way, one that is not read
     world.taken.clear()
     world.later(0.5)
     assert [type(message) for message in world.said[b"slow"]] == [Answer, Result, Answer]
     assert world.coordinator.undelivered == 0 and world.submit("c") == "ok"
 
 
-def test_a_client_that_never_reads_is_dropped() -> None:
-    """Its messages are not kept without end."""
+def test_a_client_that_never_reads() -> None:
+    """Its answers are not kept without end, and hold up nobody; its results are, for it may go on."""
     world = World()
+    world.submit("b", b"dead")
     world.taken.add(b"dead")
     most = 0
     for request in range(10_000):
         world.coordinator.ask(b"dead", GetStatus(request))
         most = max(most, world.coordinator.undelivered)
-    assert most <= coordinator._MOST_KEPT + 1
+    assert most <= coordinator._MOST_KEPT + 1 and world.submit("a") == "ok"
+    world.end_all()
+    assert world.coordinator.undelivered == most + 1
+    world.taken.clear()
+    world.later(0.5)
+    assert world.coordinator.undelivered == 0 and world.last(b"dead").ok
+    world.taken.add(b"dead")
+    world.coordinator.ask(b"dead", GetStatus(1))
     world.coordinator.gone(b"dead")
-    assert world.coordinator.undelivered == 0 and world.submit("a") == "ok"
+    assert world.coordinator.undelivered == 0
 
 
 def test_the_states_of_clearing() -> None:
@@ -265,3 +294,211 @@ def test_the_states_of_clearing() -> None:
     world.coordinator.ask(b"c", Restore(54, 1.0))
     world.later(2)
     assert world.said[b"c"][-1].code == "timeout" and world.coordinator.state == State.UPDATING
+
+
+# -- failure travels --------------------------------------------------------------------------------------------------
+
+SWAP2CPU, SWAP2GPU = 1, 2
+
+
+def test_a_gpu_block_that_a_failed_swap_should_have_written() -> None:
+    """Nobody is told that it was stored, until it is written again, or the caller knew of it when he sent the task."""
+    world = World()
+    world.submit("load", block=3, kind=SWAP2GPU)
+    world.submit("store at once", block=3)
+    world.end_all(failing=1)
+    load, store = world.results()
+    assert (load.ok, load.rank) == (False, 1) and list(load.lost) == [3]
+    assert not store.ok and "gpu_block_ids[0] is 3" in store.reason and "task 'load' failed: it broke" in store.reason
+    assert store.lost == load.lost  # whoever is told of either knows
+    world.submit("before it was told", block=3)
+    assert world.last().transfer_task_id == "before it was told" and world.last().lost == load.lost
+    assert world.last().rank == 1 and not any(world.numbers(rank) for rank in range(RANKS))  # no rank was asked
+    (number,) = load.lost.values()
+    world.submit("written by the engine", block=3, known=[number])
+    world.end_all()
+    assert world.last().ok
+    world.submit("another engine", b"d", block=3)
+    assert not world.last(b"d").ok
+    world.submit("load again", kind=SWAP2GPU, blocks=([3], [7]))
+    world.end_all()
+    world.submit("store again", b"d", block=3)
+    world.end_all()
+    assert world.last().ok and world.last(b"d").ok
+
+
+def test_a_host_block_that_a_failed_swap_should_have_written() -> None:
+    """It can only be written by another swap."""
+    world = World()
+    world.submit("old", block=3)
+    world.end_all()
+    world.submit("new", block=3)
+    world.end_all(failing=2)
+    assert world.last().lost == {}
+    world.submit("load", kind=SWAP2GPU, blocks=([8, 9], [4, 3]), known=[1, 2, 3])
+    load = world.last()
+    assert "cpu_block_ids[1] is 3: that host block holds nothing, since task 'new' failed: it broke" in load.reason
+    assert set(load.lost) == {8, 9} and load.rank == 2
+    world.submit("store", blocks=([8], [5]))
+    assert "gpu_block_ids[0] is 8" in world.last().reason and "since task 'new' failed" in world.last().reason
+    world.submit("newer", block=3)
+    world.submit("load again", kind=SWAP2GPU, blocks=([8], [3]))
+    world.end_all()
+    assert [result.ok for result in world.results()[-2:]] == [True, True]
+
+
+def test_one_that_ends_before_what_it_reads() -> None:
+    """Whatever order the ranks tell it in, how that did is part of how it did."""
+    for failing in (None, 0):
+        world = World()
+        world.submit("load", block=3, kind=SWAP2GPU)
+        world.submit("store", block=3)
+        for rank in range(RANKS):
+            world.end(rank, which=1)
+        assert world.results() == []
+        world.end_all(failing)
+        assert [(result.transfer_task_id, result.ok) for result in world.results()] == [
+            ("load", failing is None),
+            ("store", failing is None),
+        ]
+
+
+def test_what_is_lost_with_a_rank_or_by_time() -> None:
+    world = World("--task_timeout", "2", "--rank_timeout", "1")
+    world.submit("a", block=3, kind=SWAP2GPU)
+    world.submit("b", block=3)
+    world.end(0), world.end(0), world.end(2), world.end(2)
+    world.coordinator.lost(1, "died")
+    assert [result.ok for result in world.results()] == [False, False] and "since task 'a'" in world.last().reason
+    world.hello(1)
+    world.coordinator.ask(b"engine", Attach(0, 1.0))
+    world.submit("c", block=4, kind=SWAP2GPU)
+    world.submit("d", block=4)
+    for rank in range(RANKS):
+        world.end(rank, which=1)  # d
+    world.later(3)
+    assert [result.transfer_task_id for result in world.results()[2:]] == ["c", "d"]
+    assert "took longer" in world.results()[2].reason and "since task 'c' failed: took longer" in world.last().reason
+
+
+def test_other_memory_is_in_its_place() -> None:
+    world = World()
+    world.submit("load", kind=SWAP2GPU)
+    world.end_all(failing=0)
+    for request, kind in ((1, Clear), (2, Restore)):
+        world.coordinator.ask(b"engine", kind(request, 5.0))
+        for rank in range(RANKS):
+            step = [message for message in world.given[rank] if isinstance(message, Step)][-1]
+            world.coordinator.step_done(StepDone(rank, step.number, True, ""))
+            world.beat(rank)
+    assert world.submit("store") == "ok"
+    world.end_all()
+    assert world.last().ok
+
+
+def test_an_engine_that_begins() -> None:
+    """It is not told of what one before it lost that is gone, but of what another one lost that is there."""
+    world = World()
+    for client in (b"dead", b"alive"):
+        world.submit("load", client, block=len(client), kind=SWAP2GPU)
+        world.end_all(failing=0)
+    world.coordinator.gone(b"dead")
+    world.coordinator.ask(b"new", Attach(0, 1.0))
+    for block in (4, 5):
+        world.submit(f"store {block}", b"new", block=block)
+        world.end_all()
+        assert world.last(b"new").ok == (block == 4)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["load", "store", "end", "end", "fail"]), st.integers(0, 999)), max_size=80))
+def test_failure_travels(actions: list[tuple[str, int]]) -> None:
+    """As if the tasks had run one after the other, in the order in which they were taken, each on all ranks."""
+    before = coordinator.time
+    world = World()
+    tasks: dict[
+        str, tuple[int, list[tuple[str, bool]]]
+    ] = {}  # its own failures so far; what it reads, and is that known
+    last: dict[tuple[int, int], str] = {}  # of a side and block, the task that wrote it
+    names: dict[int, str] = {}
+    failing: set[str] = set()
+
+    def end(action: str, which: int) -> None:
+        rank = which % RANKS
+        numbers = world.numbers(rank)
+        if numbers:
+            if action == "fail":
+                failing.add(names[numbers[which % len(numbers)]])
+            world.end(rank, action == "end", which)
+
+    for i, (action, which) in enumerate(actions):
+        if action in ("end", "fail"):
+            end(action, which)
+            continue
+        kind = SWAP2CPU if action == "store" else SWAP2GPU
+        gpu_ids, cpu_ids = [which % 3, 3 + which % 2], [which // 3 % 3, 3 + which // 2 % 2]
+        sources = gpu_ids if kind == SWAP2CPU else cpu_ids
+        lost = {number: result.transfer_task_id for result in world.results() for number in result.lost.values()}
+        told = {r.transfer_task_id: set(r.lost.values()) for r in world.results() if r.event_type == SWAP2GPU}
+        known = sorted(lost) if which % 4 else []
+        reads = []
+        for block in sources:
+            writer = last.get((SWAP2CPU + SWAP2GPU - kind, block))
+            if writer is not None:
+                reads.append((writer, kind == SWAP2CPU and bool(told.get(writer, set()) & set(known))))
+        name = f"t{i}"
+        assert world.submit(name, kind=kind, blocks=(gpu_ids, cpu_ids), known=known) == "ok"
+        tasks[name] = (kind, reads)
+        for block in cpu_ids if kind == SWAP2CPU else gpu_ids:
+            last[kind, block] = name
+        for rank in range(RANKS):
+            names.update((m.number, m.task.transfer_task_id) for m in world.given[rank] if isinstance(m, Do))
+    for which in range(RANKS):
+        while world.numbers(which):
+            end("end", which)
+    ok: dict[str, bool] = {}
+    for name, (_, reads) in tasks.items():
+        ok[name] = name not in failing and all(ok[writer] or known for writer, known in reads)
+    assert {result.transfer_task_id: result.ok for result in world.results()} == ok
+    assert len(world.results()) == len(tasks)
+    coordinator.time = before
+
+
+# -- ranks that were given up, and may still write --------------------------------------------------------------------
+
+
+def test_no_task_is_taken_while_orphans_write() -> None:
+    """A rank that was silent is back: its swaps of before go on, so it is not ready, and nothing is drained."""
+    world = World("--rank_timeout", "1")
+    world.submit("a")
+    world.later(2, alive=False)
+    for rank in (1, 2):
+        assert not world.coordinator.ranks[rank].here and world.coordinator.ranks[rank].orphans == 1
+    world.coordinator.ask(b"c", Drain(90, 60.0))
+    world.end(0)
+    world.later(0.5)
+    assert len(world.results()) == 1 and not _answers(world, 90)  # they may still write
+    for rank in (1, 2):
+        world.coordinator.hello(rank, 100 + rank)
+        world.beat(rank, ready=False, orphans=1)
+    world.later(0.5)
+    assert not _answers(world, 90) and "may still be at 1 swaps" in world.coordinator._held_up(
+        world.coordinator._operation
+    )
+    world.beat(1)
+    world.coordinator.lost(2, "died")  # with it, its swaps end
+    world.later(0.5)
+    assert [answer.code for answer in _answers(world, 90)] == ["ok"]
+
+
+def _answers(world: World, request: int) -> list[Answer]:
+    return [each for each in world.said[b"c"] if isinstance(each, Answer) and each.request == request]
+
+
+def test_a_rank_that_was_away_is_not_taken_for_another() -> None:
+    world = World()
+    world.submit("a")
+    world.end(0), world.end(2)
+    world.coordinator.hello(1, 101)
+    assert "(process 101) was away" in world.last().reason and world.coordinator.ranks[1].orphans == 1
+    world.coordinator.hello(1, 102)
+    assert world.coordinator.ranks[1].orphans == 0

@@ -10,23 +10,24 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
 
 from kvswap import _C
 from kvswap.fastdeploy.manager import messages, places
-from kvswap.fastdeploy.manager.messages import Answer, Bye, Result, Submit, Task
+from kvswap.fastdeploy.manager.messages import Answer, Bye, Kind, Result, Submit, Task
 
-__all__ = ["Future", "Link", "ManagerError", "NotReady", "error_of"]
+__all__ = ["Asked", "Future", "Link", "ManagerError", "NotReady", "error_of"]
 
 _log = logging.getLogger("kvswap.manager")
 
 _POLL_MS = 50
 _MOST_UNCOLLECTED = 65536
-_LAST_WORDS = 0.3  # seconds that messages of a process that has ended may take
+_LAST_WORDS = 0.3  # seconds that messages of a connection that has ended may take
 Future: TypeAlias = "concurrent.futures.Future[Any]"
 
 
@@ -55,146 +56,199 @@ def _new_future() -> Future:
     return concurrent.futures.Future()
 
 
-class _Sent(NamedTuple):
+@dataclass(eq=False)
+class _Sent:
     """A task that was sent, and its Result to come."""
 
     task: Task
     future: Future
 
 
+@dataclass(eq=False)
+class Asked:
+    """A request. future: its Answer, or ManagerError where none will come."""
+
+    number: int
+    future: Future
+    data: bytes | None  # None: it was sent
+    sent: _Sent | None  # of a Submit
+    left: bool = False  # whoever asked waits no longer
+
+
 class Link:
-    """The connection: a thread that owns the socket. Calls come and go as futures."""
+    """The connection: a thread that owns the socket. Calls come and go as futures, which are set under the lock: so
+    what a caller who gives up is told, and what becomes of its task, are one decision."""
 
     def __init__(self, directory: Path) -> None:
         places.check_directory(directory)
         self._path = places.socket_path(directory)
         self._lock = threading.Lock()
-        self._requests: dict[int, Future] = {}  # guarded by _lock, and so is what follows
-        self._outgoing: deque[tuple[bytes, Future]] = deque()
+        self._requests: dict[int, Asked] = {}  # not answered; guarded by _lock, and so is what follows
+        self._outgoing: deque[Asked] = deque()
         self._tasks: dict[str, _Sent] = {}  # not ended, or not collected
-        self._submitted: dict[int, str] = {}  # tasks whose answer has not come, by request
-        self._ended: deque[str] = deque()  # not collected, in the order in which they ended
-        self._getters: deque[Future] = deque()
+        self._ended: deque[_Sent] = deque()  # not collected, in the order in which they ended
+        self._getters: deque[Future] = deque()  # each is given a _Sent that has ended
+        self._known_losses: dict[int, int] = {}  # GPU blocks whose loss the caller was told of, with its number
+        self._untold_losses: dict[int, str] = {}  # that were lost with rank 0 and it was not told of, with the task
         self._closed = False
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pid = 0  # of rank 0, as the kernel says; the thread's alone, and so is what follows
-        self._watch: int | None = None
-        self._dying: float | None = None  # it has ended: until when what it said before may still arrive
+        self._dying: float | None = None  # the connection has ended: until when what was said before may still arrive
         self._thread = threading.Thread(target=self._run, name="kvswap-client", daemon=True)
         self._thread.start()
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
-    def ask(self, kind: Any, *args: Any) -> Future:
-        """Send a request; the future is its Answer."""
-        with self._lock:
-            return self._ask_locked(kind(next(self._numbers), *args))
-
-    def _ask_locked(self, message: Any) -> Future:
-        if self._closed:
-            raise _C.Error("the client is closed")
+    def _own(self) -> threading.Lock:
+        """The lock. Not in a child of fork(), where a thread that is not there may hold it."""
         if os.getpid() != self._owner:
             raise _C.Error("this client was made before fork(): make one in this process")
+        return self._lock
+
+    def ask(self, kind: Any, *args: Any) -> Asked:
+        """Send a request."""
+        with self._own():
+            return self._ask_locked(kind(next(self._numbers), *args), None)
+
+    def _ask_locked(self, message: Any, sent: _Sent | None) -> Asked:
+        if self._closed:
+            raise _C.Error("the client is closed")
         try:
             data = messages.encode(message)
         except (OverflowError, TypeError) as error:
             raise type(error)(f"this cannot be sent: {error}") from None
         if len(data) > messages.MAX_MESSAGE_NBYTES:
             raise ValueError(f"the message has {len(data)} bytes; {messages.MAX_MESSAGE_NBYTES} are the most")
-        future = self._requests[message.request] = _new_future()
-        self._outgoing.append((data, future))
+        asked = self._requests[message.request] = Asked(message.request, _new_future(), data, sent)
+        self._outgoing.append(asked)
         os.eventfd_write(self._wake, 1)
-        return future
+        return asked
 
-    def submit(self, task: Task) -> Future:
-        with self._lock:
+    def submit(self, task: Task) -> Asked:
+        with self._own():
             if len(self._tasks) >= _MOST_UNCOLLECTED:
                 raise _C.QueueFull(f"{len(self._tasks)} results were not collected: call result() or next_result()")
             name = task.transfer_task_id
             if name in self._tasks:
                 raise ValueError(f"transfer_task_id {name!r} is of a task whose result is not collected")
-            number = next(self._numbers)
-            future = self._ask_locked(Submit(number, task))
-            self._tasks[name] = _Sent(task, _new_future())
-            self._submitted[number] = name
-            return future
+            known: set[int] = set()
+            if task.event_type == Kind.SWAP2CPU:
+                self._refuse_untold_locked(task)
+                known = {loss for block in task.gpu_block_ids if (loss := self._known_losses.get(block)) is not None}
+            sent = _Sent(task, _new_future())
+            asked = self._ask_locked(Submit(next(self._numbers), task, sorted(known)), sent)
+            self._tasks[name] = sent
+            return asked
 
-    def give_up(self, future: Future) -> bool:
-        """The caller waits no longer. True: it was not sent yet, and never will be."""
-        with self._lock:
-            unsent = any(other is future for _, other in self._outgoing)
-            self._outgoing = deque((message, other) for message, other in self._outgoing if other is not future)
-            for number, other in list(self._requests.items()):
-                if other is future:
-                    del self._requests[number]
+    def _refuse_untold_locked(self, task: Task) -> None:
+        for i, block in enumerate(task.gpu_block_ids if self._untold_losses else ()):
+            if block in self._untold_losses:
+                why = f"task {self._untold_losses[block]!r}, which should have written that GPU block, failed"
+                raise ManagerError("refused", f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first")
+
+    def give_up(self, asked: Asked) -> bool:
+        """The caller waits no longer. True: it was not sent yet, and never will be. False: look at the future once
+        more; if it is not done it never will be, and a task that is taken all the same ends with a Result."""
+        with self._own():
+            if asked.future.done():
+                return False
+            asked.left = True
+            unsent = asked.data is not None
+            if unsent:
+                self._outgoing.remove(asked)
+                self._discard_locked(asked.sent)
+            if unsent or asked.sent is None:
+                self._requests.pop(asked.number, None)
             return unsent
 
-    def forget(self, task_id: str) -> None:
-        """A task that was not taken."""
-        with self._lock:
-            self._tasks.pop(task_id, None)
+    def holds(self, task_id: str) -> bool:
+        """Whether it was taken, or may have been, and its Result is not collected."""
+        with self._own():
+            return task_id in self._tasks
 
     def result_of(self, task_id: str) -> Future:
-        with self._lock:
+        with self._own():
             if task_id not in self._tasks:
                 raise ValueError(f"no task {task_id!r} is under way here, or its result was collected")
             return self._tasks[task_id].future
 
-    def collect(self, task_id: str) -> None:
-        with self._lock:
-            self._tasks.pop(task_id, None)
-            with contextlib.suppress(ValueError):
-                self._ended.remove(task_id)
+    def collect(self, result: Result) -> None:
+        """The caller has it: it knows from now on which blocks are lost."""
+        with self._own():
+            for block, number in result.lost.items():  # numbers rise
+                self._known_losses[block] = max(number, self._known_losses.get(block, 0))
+            for block in result.gpu_block_ids if self._untold_losses else ():
+                if self._untold_losses.get(block) == result.transfer_task_id:
+                    del self._untold_losses[block]
+            sent = self._tasks.get(result.transfer_task_id)
+            if sent is not None and sent.future.done() and sent.future.result() is result:
+                self._discard_locked(sent)
 
     def next_ended(self) -> Future:
-        """The next Result that nobody has collected."""
+        """The next task that ended and whose Result nobody has collected."""
         future = _new_future()
-        with self._lock:
+        with self._own():
             if self._ended:
-                task_id = self._ended.popleft()
-                future.set_result(self._tasks.pop(task_id).future.result())
+                sent = self._ended[0]
+                self._discard_locked(sent)
+                future.set_result(sent)
             else:
                 self._getters.append(future)
         return future
 
     def leave_getters(self, future: Future) -> Result | None:
         """It waits no longer. A Result that came just now is given back."""
-        with self._lock, contextlib.suppress(ValueError):
+        with self._own(), contextlib.suppress(ValueError):
             self._getters.remove(future)
-        return future.result() if future.done() else None
+        return future.result().future.result() if future.done() else None
 
     def give_back(self, future: Future) -> None:
         """It waits no longer. A Result that came just now goes to the next one who asks."""
-        result = self.leave_getters(future)
-        if result is None:
+        if self.leave_getters(future) is None:
             return
-        with self._lock:
+        sent = future.result()
+        with self._own():
             if self._getters:
-                self._getters.popleft().set_result(result)
+                self._getters.popleft().set_result(sent)
                 return
-            task = Task(result.transfer_task_id, result.event_type, result.gpu_block_ids, result.cpu_block_ids)
-            future = _new_future()
-            future.set_result(result)
-            self._tasks[result.transfer_task_id] = _Sent(task, future)
-            self._ended.appendleft(result.transfer_task_id)
+            self._tasks.setdefault(sent.task.transfer_task_id, sent)
+            self._ended.appendleft(sent)
 
     @property
     def under_way(self) -> int:
-        with self._lock:
-            return len(self._tasks) - len(self._ended)
+        with self._own():
+            return sum(not sent.future.done() for sent in self._tasks.values())
 
     def close(self) -> None:
+        if os.getpid() != self._owner:
+            return  # the thread is the parent's
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if os.getpid() != self._owner:
-                return  # the thread is the parent's
             os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    def _discard_locked(self, sent: _Sent | None) -> None:
+        """It was not taken, or is collected."""
+        if sent is None:
+            return
+        if self._tasks.get(sent.task.transfer_task_id) is sent:
+            del self._tasks[sent.task.transfer_task_id]
+        with contextlib.suppress(ValueError):
+            self._ended.remove(sent)
+
+    def _end_locked(self, sent: _Sent, result: Result) -> None:
+        sent.future.set_result(result)
+        self._ended.append(sent)
+        if self._getters:
+            self._discard_locked(sent)
+            self._getters.popleft().set_result(sent)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -205,55 +259,60 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
+        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller = zmq.Poller()
+        for each in (socket, ends, self._wake):
+            poller.register(each, zmq.POLLIN)
         socket.connect(f"ipc://{self._path}")
         try:
             while not self._closed:
-                self._loop_once(socket)
-            with contextlib.suppress(zmq.Again):
-                socket.send(messages.encode(Bye()), zmq.NOBLOCK)
+                self._loop_once(socket, ends, poller)
+            self._say_bye(socket)
         finally:
             with self._lock:
                 self._closed = True
-                self._outgoing.clear()
-            self._fail_all("closed", "the client was closed")
+            self._fail_all("closed", "the client was closed", unsent=True)
+            socket.disable_monitor()
+            ends.close()
             socket.close()
             context.term()
             os.close(self._wake)
-            if self._watch is not None:
-                os.close(self._watch)
 
-    def _loop_once(self, socket: zmq.Socket[bytes]) -> None:
+    def _say_bye(self, socket: zmq.Socket[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):
+            socket.send(messages.encode(Bye()), zmq.NOBLOCK)
+
+    def _loop_once(self, socket: zmq.Socket[bytes], ends: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+        while ends.poll(0):  # before anything is sent: that goes to whoever is there now
+            ends.recv_multipart(zmq.NOBLOCK)
+            self._dying = time.monotonic() + _LAST_WORDS
         unsent = self._dying is None and self._send(socket)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        if self._watch is not None:
-            poller.register(self._watch, zmq.POLLIN)
         ready = dict(poller.poll(5 if unsent else _POLL_MS))
         if self._wake in ready:
             os.eventfd_read(self._wake)
         self._take(socket)
-        if self._watch is not None and self._watch in ready:
-            os.close(self._watch)
-            self._watch, self._dying = None, time.monotonic() + _LAST_WORDS
-        elif self._dying is not None and time.monotonic() > self._dying:
+        if self._dying is not None and time.monotonic() > self._dying:
             self._bury()
 
     def _bury(self) -> None:
-        """Rank 0 has ended, and all that it said has been read."""
-        pid, self._pid, self._dying = self._pid, 0, None
-        self._fail_all("died", f"rank 0 (process {pid}), which hands out the tasks, died")
+        """The connection has ended, and all that was said on it has been read: no answers will come."""
+        who = f"rank 0 (process {self._pid})" if self._pid else "rank 0"
+        self._pid, self._dying = 0, None
+        self._fail_all("died", f"{who}, which hands out the tasks, died or ended the connection")
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
+        """Whether something is left that cannot be sent now."""
         while True:
             with self._lock:
                 if not self._outgoing:
                     return False
-                data, _ = self._outgoing[0]
+                asked = self._outgoing[0]
+                assert asked.data is not None
                 try:
-                    socket.send(data, zmq.NOBLOCK)
+                    socket.send(asked.data, zmq.NOBLOCK)
                 except zmq.Again:
                     return True
+                asked.data = None
                 self._outgoing.popleft()
 
     def _take(self, socket: zmq.Socket[bytes]) -> None:
@@ -264,17 +323,11 @@ class Link:
                 return
             peer = places.Peer(frame)
             if not peer.ours:
-                _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
+                _log.warning("a message of %s is not looked at", peer)
                 continue
-            if self._dying is not None and peer.pid == self._pid:
+            if self._dying is not None:
                 self._dying = time.monotonic() + _LAST_WORDS
-            elif peer.pid != self._pid:
-                if self._dying is not None:
-                    self._bury()
-                self._pid = peer.pid
-                if self._watch is not None:
-                    os.close(self._watch)
-                self._watch = places.watch_process(peer.pid)
+            self._pid = peer.pid
             try:
                 message = messages.to_client.decode(frame.buffer)
             except (msgspec.MsgspecError, ValueError) as error:
@@ -282,42 +335,61 @@ class Link:
                 continue
             if isinstance(message, Answer):
                 self._answered(message)
-            else:
+            elif isinstance(message, Result):
                 self._end(message)
+            else:
+                self._say_bye(socket)
 
     def _answered(self, answer: Answer) -> None:
         with self._lock:
-            future = self._requests.pop(answer.request, None)
-            name = self._submitted.pop(answer.request, None)
-            if future is None and name is not None and answer.code != "ok":
-                self._tasks.pop(name, None)  # it waits no longer, and now it is known that it was not taken
-        if future is not None:
-            future.set_result(answer)
+            asked = self._requests.pop(answer.request, None)
+            if asked is None:
+                return
+            if answer.code != "ok":
+                self._discard_locked(asked.sent)
+            if not asked.left:
+                asked.future.set_result(answer)
 
     def _end(self, result: Result) -> None:
         with self._lock:
             sent = self._tasks.get(result.transfer_task_id)
-            if sent is None or sent.future.done():
-                return
-            sent.future.set_result(result)
-            if self._getters:
-                del self._tasks[result.transfer_task_id]
-                self._getters.popleft().set_result(result)
-            else:
-                self._ended.append(result.transfer_task_id)
+            if sent is not None and not sent.future.done():
+                self._end_locked(sent, result)
 
-    def _fail_all(self, code: str, why: str) -> None:
-        """What was asked is answered with an error, what was under way ends as failed. What was not sent yet waits for
-        whoever takes it."""
+    def _fail_all(self, code: str, why: str, *, unsent: bool = False) -> None:
+        """What was asked is answered with an error, and what was taken ends as failed; a task of which it is not known
+        whether it was taken, the one way or the other. unsent: also what waits for whoever takes it."""
         with self._lock:
-            unsent = {id(future) for _, future in self._outgoing}
-            asked = {number: future for number, future in self._requests.items() if id(future) not in unsent}
-            self._requests = {number: self._requests[number] for number in self._requests if number not in asked}
-            self._submitted = {number: name for number, name in self._submitted.items() if number in self._requests}
-            waiting = set(self._submitted.values())
-            lost = [sent.task for name, sent in self._tasks.items() if not sent.future.done() and name not in waiting]
-        for future in asked.values():
-            future.set_exception(ManagerError(code, why))
-        for task in lost:
-            nodes, gpu, cpu = task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids
-            self._end(Result(task.transfer_task_id, task.event_type, nodes, gpu, cpu, False, 0, why))
+            for asked in [asked for asked in self._requests.values() if unsent or asked.data is None]:
+                del self._requests[asked.number]
+                if not asked.left:
+                    self._discard_locked(asked.sent)
+                    asked.future.set_exception(ManagerError(code, why))
+            if unsent:
+                self._outgoing.clear()
+            waiting = {asked.sent for asked in self._outgoing}
+            for sent in list(self._tasks.values()):
+                if sent not in waiting and not sent.future.done():
+                    if sent.task.event_type == Kind.SWAP2GPU:
+                        self._untold_losses.update(dict.fromkeys(sent.task.gpu_block_ids, sent.task.transfer_task_id))
+                    self._end_locked(sent, _failed(sent.task, why))
+            self._known_losses.clear()  # the numbers were that rank 0's
+            self._refuse_unsent_locked()
+
+    def _refuse_unsent_locked(self) -> None:
+        """Those that read what was lost just now."""
+        for asked in list(self._outgoing):
+            if asked.sent is None or asked.sent.task.event_type != Kind.SWAP2CPU:
+                continue
+            try:
+                self._refuse_untold_locked(asked.sent.task)
+            except ManagerError as error:
+                self._outgoing.remove(asked)
+                del self._requests[asked.number]
+                self._discard_locked(asked.sent)
+                asked.future.set_exception(error)
+
+
+def _failed(task: Task, why: str) -> Result:
+    nodes, gpu_ids, cpu_ids = task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids
+    return Result(task.transfer_task_id, task.event_type, nodes, gpu_ids, cpu_ids, False, 0, why)

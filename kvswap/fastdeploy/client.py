@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import time
 import uuid
@@ -24,8 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvswap import _C
-from kvswap.fastdeploy._link import Future, Link, ManagerError, NotReady, error_of
+from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
 from kvswap.fastdeploy.manager import places
 from kvswap.fastdeploy.manager.messages import (
     Answer,
@@ -64,10 +64,6 @@ def _make_task(
     )
 
 
-class _Unsent(TimeoutError):
-    """It was not sent, and will not be."""
-
-
 class _Calls:
     """What both clients have in common."""
 
@@ -78,34 +74,35 @@ class _Calls:
         self._link = Link(self.directory)
         self._finalizer = weakref.finalize(self, self._link.close)
 
-    def _body(self, future: Future, timeout: float) -> Any:
+    def _body(self, asked: Asked, timeout: float) -> Any:
         """Of the answer that came, or the error that it is, or that none came."""
-        if not future.done():
-            if self._link.give_up(future):
-                raise _Unsent(f"{self.directory}: nobody took the message in {timeout:g} s: does rank 0 run?")
+        unsent = self._link.give_up(asked)  # no more than that if it came
+        if not asked.future.done():
+            if unsent:
+                raise TimeoutError(f"{self.directory}: nobody took the message in {timeout:g} s: does rank 0 run?")
             raise TimeoutError(f"{self.directory}: rank 0 did not answer in {timeout:g} s")
-        answer: Answer = future.result()
+        answer: Answer = asked.future.result()
         if answer.code != "ok":
             raise error_of(answer)
         return answer.body
-
-    def _forget_untaken(self, task: Task, error: Exception) -> None:
-        """Whatever was answered, the task was not taken; where nothing was, it may have been."""
-        if not isinstance(error, TimeoutError) or isinstance(error, _Unsent):
-            self._link.forget(task.transfer_task_id)
 
     def _next(self, future: Future, timeout: float) -> Result:
         result = self._link.leave_getters(future)
         if result is None:
             raise TimeoutError(f"no task has ended in {timeout:g} s")
+        self._link.collect(result)
         return result
 
     def _ended(self, task_id: str, future: Future, timeout: float) -> Result:
         if not future.done():
             raise TimeoutError(f"task {task_id} has not ended after {timeout:g} s")
         result: Result = future.result()
-        self._link.collect(task_id)
+        self._link.collect(result)
         return result
+
+    def holds(self, task_id: str) -> bool:
+        """Whether that task was taken, or may have been, and its result is not collected."""
+        return self._link.holds(task_id)
 
     @property
     def under_way(self) -> int:
@@ -129,6 +126,12 @@ _READY_EVERY = 0.05
 _LATER = 5.0  # the manager's own limit comes first, so that its answer says what is missing
 
 
+def _wait(future: Future, timeout: float) -> None:
+    """Until it is done, or the time is over."""
+    with contextlib.suppress(concurrent.futures.TimeoutError):
+        future.exception(timeout)
+
+
 class Client(_Calls):
     """See the module. directory: of the socket, where the manager was started with --socket_dir; else it is found by
     the port and data-parallel id that both were given.
@@ -136,9 +139,13 @@ class Client(_Calls):
     kvswap.Error: the folder is not there, or is another user's.
     """
 
-    def _answer(self, future: Future, timeout: float) -> Any:
-        concurrent.futures.wait([future], timeout)
-        return self._body(future, timeout)
+    def _answer(self, asked: Asked, timeout: float) -> Any:
+        try:
+            _wait(asked.future, timeout)
+        except BaseException:  # Ctrl-C
+            self._link.give_up(asked)
+            raise
+        return self._body(asked, timeout)
 
     def swap(
         self,
@@ -161,18 +168,13 @@ class Client(_Calls):
         answer; where it was sent, it may still be taken, and has a result then.
         """
         task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
-        future = self._link.submit(task)
-        try:
-            self._answer(future, timeout)
-        except (_C.Error, TimeoutError) as error:
-            self._forget_untaken(task, error)
-            raise
+        self._answer(self._link.submit(task), timeout)
         return task.transfer_task_id
 
     def result(self, task_id: str, timeout: float = 60.0) -> Result:
         """How that task ended. TimeoutError: it has not."""
         future = self._link.result_of(task_id)
-        concurrent.futures.wait([future], timeout)
+        _wait(future, timeout)
         return self._ended(task_id, future, timeout)
 
     def next_result(self, timeout: float = 60.0) -> Result:
@@ -182,7 +184,7 @@ class Client(_Calls):
         """
         future = self._link.next_ended()
         try:
-            concurrent.futures.wait([future], timeout)
+            _wait(future, timeout)
         except BaseException:  # Ctrl-C
             self._link.give_back(future)
             raise
@@ -272,9 +274,13 @@ class AsyncClient(_Calls):
         """Without cancelling it: others may wait for it, and it can be waited for again."""
         await asyncio.wait({asyncio.wrap_future(future)}, timeout=timeout)
 
-    async def _answer(self, future: Future, timeout: float) -> Any:
-        await self._wait(future, timeout)
-        return self._body(future, timeout)
+    async def _answer(self, asked: Asked, timeout: float) -> Any:
+        try:
+            await self._wait(asked.future, timeout)
+        except BaseException:  # cancelled
+            self._link.give_up(asked)
+            raise
+        return self._body(asked, timeout)
 
     async def swap(
         self,
@@ -289,12 +295,7 @@ class AsyncClient(_Calls):
     ) -> str:
         """As Client.swap()."""
         task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
-        future = self._link.submit(task)
-        try:
-            await self._answer(future, timeout)
-        except (_C.Error, TimeoutError) as error:
-            self._forget_untaken(task, error)
-            raise
+        await self._answer(self._link.submit(task), timeout)
         return task.transfer_task_id
 
     async def result(self, task_id: str, timeout: float = 60.0) -> Result:

@@ -74,7 +74,8 @@ class EngineCacheQueue:
           it (event_type, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids). event_type: a CacheStatus, or
           its number.
 
-        kvswap.QueueFull: too many are under way. NotReady, ManagerError: not now, or wrong. TimeoutError: no answer.
+        kvswap.QueueFull: too many are under way. NotReady, ManagerError: not now, or wrong. TimeoutError: no answer; if
+        it was sent it may still be taken, and get_transfer_done_signal() tells how it ended.
         """
         parts = tuple(item)
         newer = bool(parts) and not isinstance(parts[0], Sequence)
@@ -96,8 +97,9 @@ class EngineCacheQueue:
                 int(getattr(kind, "value", kind)), gpu_ids, cpu_ids, task_id=name, node_ids=nodes, timeout=self._timeout
             )
         except BaseException:
-            with self._lock:
-                self._items.pop(name, None)
+            if not self._client.holds(name):
+                with self._lock:
+                    self._items.pop(name, None)
             raise
 
     def get_transfer_done_signal(self) -> tuple[Any, ...] | None:
@@ -107,7 +109,7 @@ class EngineCacheQueue:
         except TimeoutError:
             return None
         with self._lock:
-            item = self._items.pop(result.transfer_task_id, ())
+            item = self._items.pop(result.transfer_task_id, None) or _item_of(result)
         if not result.ok:
             raise TaskFailed(item, result)
         return item
@@ -129,3 +131,9 @@ class EngineCacheQueue:
     def close(self) -> None:
         """End the connection."""
         self._client.close()
+
+
+def _item_of(result: Result) -> tuple[Any, ...]:
+    """Of a task that another one than put_transfer_task() sent."""
+    nodes, gpu_ids, cpu_ids = result.swap_node_ids, result.gpu_block_ids, result.cpu_block_ids
+    return (nodes, gpu_ids, cpu_ids, result.event_type, result.transfer_task_id)

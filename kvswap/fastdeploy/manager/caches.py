@@ -174,6 +174,10 @@ class HostSide:
         stride, count = self._layout.block_nbytes, self._layout.num_cpu_blocks
         return _pools(self._device, caches, ptrs, "host", stride, count)
 
+    def forget(self, ids: Sequence[int]) -> None:
+        """These should have been written, and were not: what they hold is somebody else's."""
+        self.written[np.asarray(ids, np.int64)] = False
+
     def close(self) -> None:
         """Free the memory, once the swaps that use it have ended; again if that failed."""
         self.pools = []
@@ -185,7 +189,11 @@ class HostSide:
 def submit(
     gpu: GpuSide, host: HostSide, kind: Kind, gpu_ids: list[int], cpu_ids: list[int], after: Sequence[Any]
 ) -> _C.Transfer:
-    """Queue a swap. ValueError: a host block that would be read holds nothing; kvswap.QueueFull: later."""
+    """Queue a swap. ValueError: a host block that would be read holds nothing; kvswap.QueueFull: later.
+
+    When it fails on the device, the pools know which of their blocks hold nothing; while nothing is queued nobody but
+    the caller knows: HostSide.forget().
+    """
     here, there = np.asarray(gpu_ids, np.int64), np.asarray(cpu_ids, np.int64)
     if kind == Kind.SWAP2CPU:
         transfer = _C.move_blocks(gpu.pools, host.pools, here, there, after=after)

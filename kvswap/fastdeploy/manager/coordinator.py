@@ -2,6 +2,7 @@
 
 A task is done when all ranks have done it. One that a rank fails, or that a dead rank had, is reported failed with that
 rank and its reason, once, as soon as the others have ended theirs or died. Nothing waits for a rank without a limit.
+Failure travels: a task that reads what a failed one should have written is not done (writes.py).
 One thread calls it, the process's loop. It knows no sockets: `to_client` and `to_rank` carry its messages.
 """
 
@@ -40,6 +41,7 @@ from kvswap.fastdeploy.manager.messages import (
     ToRank,
 )
 from kvswap.fastdeploy.manager.metrics import Metrics
+from kvswap.fastdeploy.manager.writes import Write, Writes
 
 __all__ = ["Coordinator"]
 
@@ -64,19 +66,22 @@ class _Rank:
     handles: Handles | None = None
     leaving: bool = False
     seen: float = 0.0
+    orphans: int = 0  # swaps of tasks that it was given up with, and that it may still be at
     tasks: set[int] = field(default_factory=set)  # that it has been given and has not ended
     overdue: set[int] = field(default_factory=set)  # that were reported failed while it still works on them
 
 
 @dataclass
 class _Pending:
-    """A task that is under way."""
+    """A task that is under way. reads: blocks that it reads, with their last writes that had not ended well."""
 
     number: int
     client: bytes
     task: Task
     begun: float
-    waiting: set[int]
+    write: Write
+    reads: dict[int, Write]
+    waiting: set[int] = field(default_factory=set)
     failed: tuple[int, str] | None = None  # the first one
     nbytes: int = 0
     seconds: float = 0.0
@@ -112,8 +117,10 @@ class Coordinator:
         self.ranks = [_Rank(i) for i in range(settings.ranks)]
         self._pending: dict[int, _Pending] = {}
         self._ids: set[str] = set()
+        self._writes = {kind: Writes() for kind in Kind}  # by the tasks that write on that side
         self._undelivered: deque[tuple[bytes, ToClient]] = deque()
         self._kept: Counter[bytes] = Counter()  # of those, by client
+        self._untold = 0  # of those, the results
         self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
         self._operation: _Operation | None = None
         self._reason = ""  # why the last operation failed
@@ -128,14 +135,20 @@ class Coordinator:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def hello(self, rank: int, pid: int) -> None:
-        """A rank is there, perhaps again: what an earlier process had in hand has failed."""
-        if self.ranks[rank].here:
-            self.lost(rank, f"was started again as process {pid}")
-        self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting")
+        """A rank is there, perhaps again: what it had in hand has failed."""
+        before = self.ranks[rank]
+        same = before.pid == pid
+        if before.here:
+            self.lost(
+                rank, f"(process {pid}) was away" if same else f"was started again as process {pid}", gone=not same
+            )
+        orphans = self.ranks[rank].orphans if same else 0
+        self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting", orphans=orphans)
         _log.info("rank=%d pid=%d is here", rank, pid)
 
     def _all_opened(self) -> None:
-        """The engine has opened the caches that are there."""
+        """The engine has opened the caches that are there, and takes them as they are."""
+        self._writes[Kind.SWAP2GPU].forgive()
         self._opened = {rank.number: rank.generation for rank in self.ranks}
 
     def _unopened(self) -> str:
@@ -152,7 +165,7 @@ class Coordinator:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
         rank.ready, rank.phase, rank.busy = beat.ready, beat.phase, beat.busy
-        rank.generation = beat.generation
+        rank.generation, rank.orphans = beat.generation, beat.orphans
         if beat.handles is not None:
             rank.handles = beat.handles
         if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
@@ -164,15 +177,20 @@ class Coordinator:
         handles = self._attached[rank.number] if self._attached else None
         self._to_rank(rank.number, Step(self._number(), "attach", handles))
 
-    def lost(self, number: int, why: str) -> None:
-        """A rank is dead. Its part of every task has failed."""
+    def lost(self, number: int, why: str, *, gone: bool = True) -> None:
+        """A rank is dead, or given up. Its part of every task has failed. gone: the process has ended, so that nothing
+        is written any more."""
         rank = self.ranks[number]
+        if gone:
+            rank.orphans = 0
         if not rank.here:
             return
         _log.warning("rank=%d pid=%d is lost: %s", number, rank.pid, why)
         self._metrics.rank_lost(number)
         tasks = rank.tasks
-        self.ranks[number] = _Rank(number, phase=f"lost: {why}"[:500])
+        self.ranks[number] = _Rank(number, pid=rank.pid, phase=f"lost: {why}"[:500])
+        if not gone:
+            self.ranks[number].orphans = rank.orphans + len(tasks)
         for task in sorted(tasks):
             self._part_ended(number, task, f"rank {number} {why}")
         operation = self._operation
@@ -208,8 +226,7 @@ class Coordinator:
     def ask(self, client: bytes, message: FromClient) -> None:
         """A client's request: it is answered, now or when it has ended."""
         if isinstance(message, Submit):
-            code, why = self._submit(client, message.task)
-            self._answer(client, message.request, code, why)
+            self._submit(client, message)
         elif isinstance(message, GetStatus):
             self._answer(client, message.request, "ok", "", self.status())
         elif isinstance(message, GetHandles):
@@ -221,14 +238,16 @@ class Coordinator:
         self.deliver(client, Answer(request, code, message, body))
 
     def deliver(self, client: bytes, message: ToClient) -> None:
-        """In order; what the client cannot take now is kept, and counts against the queue's limit. A client that takes
-        nothing for thousands of messages gets none of them."""
+        """In order; what the client cannot take now is kept. Results are, in any case, and count against the queue's
+        limit; a client that asks thousands of times and takes nothing gets no more answers."""
         if not self._kept[client] and self._to_client(client, message):
+            return
+        if isinstance(message, Result):
+            self._untold += 1
+        elif self._kept[client] > _MOST_KEPT:
             return
         self._undelivered.append((client, message))
         self._kept[client] += 1
-        if self._kept[client] > _MOST_KEPT:
-            self.gone(client)
 
     def flush(self) -> None:
         """Send what is kept. A client that does not read holds up its own messages only."""
@@ -242,6 +261,10 @@ class Coordinator:
                 self._kept[client] -= 1
             else:
                 del self._kept[client]
+        self._count_untold()
+
+    def _count_untold(self) -> None:
+        self._untold = sum(isinstance(message, Result) for _, message in self._undelivered)
 
     @property
     def undelivered(self) -> int:
@@ -251,24 +274,47 @@ class Coordinator:
     def under_way(self) -> int:
         return len(self._pending)
 
-    def _submit(self, client: bytes, task: Task) -> tuple[str, str]:
+    def _submit(self, client: bytes, message: Submit) -> None:
+        code, why = self._refusal(message.task)
+        self._answer(client, message.request, code, why)
+        if code == "ok":
+            self._take(client, message.task, set(message.known))
+
+    def _refusal(self, task: Task) -> tuple[str, str]:
         if why := self._not_ready():
             return "not_ready", why
-        if len(self._pending) + len(self._undelivered) >= self._settings.queue_limit:
-            return "full", f"{len(self._pending)} tasks are under way, as many as --queue_limit allows"
+        if len(self._pending) + self._untold >= self._settings.queue_limit:
+            kept = f", and {self._untold} results not read" if self._untold else ""
+            return "full", f"{len(self._pending)} tasks are under way{kept}, as many as --queue_limit allows"
         if why := self._wrong(task):
             self._metrics.refused()
             return "refused", why
+        return "ok", ""
+
+    def _take(self, client: bytes, task: Task, known: set[int]) -> None:
         number = self._number()
-        everybody = {rank.number for rank in self.ranks}
-        self._pending[number] = _Pending(number, client, task, time.monotonic(), set(everybody))
+        gpu_ids, cpu_ids = task.gpu_block_ids, task.cpu_block_ids
+        if task.event_type == Kind.SWAP2CPU:
+            targets, reads = cpu_ids, self._writes[Kind.SWAP2GPU].before(gpu_ids)
+            # Who was told that a block is lost and sends it all the same has written it since, by kernels of its own.
+            reads = {block: write for block, write in reads.items() if write.number not in known}
+        else:
+            targets, reads = gpu_ids, self._writes[Kind.SWAP2CPU].before(cpu_ids)
+        write = Write(number, client, task.transfer_task_id, targets)
+        pending = self._pending[number] = _Pending(number, client, task, time.monotonic(), write, reads)
+        self._writes[Kind(task.event_type)].begin(write)
         self._ids.add(task.transfer_task_id)
         self._metrics.queue_depth(len(self._pending))
+        if self._lost(pending):
+            self._report(pending)  # no rank is asked
+            return
+        for before in set(reads.values()):
+            before.readers.append(number)
+        pending.waiting.update(rank.number for rank in self.ranks)
         for rank in self.ranks:
             rank.tasks.add(number)
-        for i in sorted(everybody):
-            self._to_rank(i, Do(number, task))
-        return "ok", ""
+        for rank in self.ranks:
+            self._to_rank(rank.number, Do(number, task))
 
     def _wrong(self, task: Task) -> str:
         """What is wrong with a task; empty if nothing is. The ranks look at the rest."""
@@ -320,14 +366,38 @@ class Coordinator:
         pending.waiting.discard(rank)
         if reason and pending.failed is None:
             pending.failed = (rank, reason)
-        if not pending.waiting:
+        if self._has_ended(pending):
             self._report(pending)
 
+    def _has_ended(self, pending: _Pending) -> bool:
+        """On all ranks; and so have those that it reads from, for how they did is part of how it did."""
+        return not pending.waiting and not any(write.number in self._pending for write in pending.reads.values())
+
+    def _lost(self, pending: _Pending) -> dict[int, Write]:
+        """Of the blocks that it reads, those that do not hold what they should."""
+        return {block: write for block, write in pending.reads.items() if write.failed is not None}
+
     def _report(self, pending: _Pending) -> None:
+        """It, and those that only waited for how it did."""
+        numbers = deque([pending.number])
+        while numbers:
+            each = self._pending.get(numbers.popleft())
+            if each is not None and (each is pending or self._has_ended(each)):
+                self._report_one(each)
+                numbers.extend(each.write.readers)
+                each.write.readers.clear()
+
+    def _report_one(self, pending: _Pending) -> None:
         """Exactly once: it is under way no more."""
         del self._pending[pending.number]
         task = pending.task
         self._ids.discard(task.transfer_task_id)
+        lost = self._lost(pending)
+        if lost:
+            pending.failed, began = _blame(task, lost)
+        elif pending.failed is not None:
+            began = (pending.failed[0], f"task {task.transfer_task_id!r} failed: {pending.failed[1]}")
+        self._writes[Kind(task.event_type)].end(pending.write, began if pending.failed is not None else None)
         rank, reason = pending.failed if pending.failed is not None else (None, "")
         ok = pending.failed is None
         seconds = time.monotonic() - pending.begun
@@ -356,6 +426,7 @@ class Coordinator:
                 reason,
                 pending.nbytes,
                 seconds,
+                {} if ok else _gpu_losses(pending, lost),
             ),
         )
 
@@ -377,15 +448,18 @@ class Coordinator:
         for rank in self.ranks[1:]:
             if rank.here and now - rank.seen > self._settings.rank_timeout:
                 limit = f"{self._settings.rank_timeout:g} s"
-                self.lost(rank.number, f"(process {rank.pid}) was silent for {limit}, and may still write the blocks")
+                why = f"(process {rank.pid}) was silent for {limit}, and may still write the blocks"
+                self.lost(rank.number, why, gone=False)
             elif rank.leaving and rank.here and not rank.tasks:
                 self._to_rank(rank.number, Left())
         late = [p for p in self._pending.values() if now - p.begun > self._settings.task_timeout]
         for pending in late:
+            if pending.number not in self._pending:
+                continue  # reported with the one that it reads from
             slow = sorted(pending.waiting)
             for i in slow:
                 self.ranks[i].overdue.add(pending.number)
-            if pending.failed is None:
+            if slow and pending.failed is None:
                 limit = f"took longer than {self._settings.task_timeout:g} s"
                 pending.failed = (
                     slow[0],
@@ -455,7 +529,7 @@ class Coordinator:
             return
         if now > operation.deadline:
             self._end_operation("timeout", f"{operation.what} did not end in time: {self._held_up(operation)}")
-        elif operation.waiting is None and not self._pending and not any(rank.tasks for rank in self.ranks):
+        elif operation.waiting is None and not self._pending and not any(r.tasks or r.orphans for r in self.ranks):
             if operation.what == "drain":
                 self._end_operation("ok", "")
             else:
@@ -465,7 +539,9 @@ class Coordinator:
         if operation.waiting is None:
             missing = [f"rank {rank.number} is not there ({rank.phase})" for rank in self.ranks if not rank.here]
             busy = [f"rank {rank.number} has {len(rank.tasks)} tasks under way" for rank in self.ranks if rank.tasks]
-            return "; ".join(missing + busy)
+            late = [f"rank {rank.number} may still be at {rank.orphans} swaps of tasks that were reported failed"
+                    for rank in self.ranks if rank.orphans]  # fmt: skip
+            return "; ".join(missing + busy + late)
         return "; ".join(f"rank {i} is {self.ranks[i].phase}" for i in sorted(operation.waiting))
 
     def _begin_steps(self, operation: _Operation) -> None:
@@ -496,7 +572,10 @@ class Coordinator:
         operation, self._operation = self._operation, None
         assert operation is not None
         if code == "ok":
+            if operation.what != "drain":
+                self._writes[Kind.SWAP2GPU].forget()
             if operation.what == "clear":
+                self._writes[Kind.SWAP2CPU].forget()
                 self._set_state(State.CLEARED)
                 for rank in self.ranks:
                     rank.handles = None
@@ -563,13 +642,36 @@ class Coordinator:
     def abandon(self, why: str) -> None:
         """Report what is still under way as failed: the manager ends."""
         for pending in list(self._pending.values()):
+            if pending.number not in self._pending:
+                continue
             if pending.failed is None:
                 pending.failed = (min(pending.waiting, default=0), why)
             self._report(pending)
 
     def gone(self, client: bytes) -> None:
-        """Nobody reads what is kept for a client: it has died, or takes nothing."""
+        """A client has ended: nobody reads what is kept for it."""
+        self._writes[Kind.SWAP2GPU].gone(client)
         dropped = self._kept.pop(client, 0)
         if dropped:
             self._undelivered = deque((to, message) for to, message in self._undelivered if to != client)
-            _log.warning("a client is gone, or reads nothing: %d messages for it are dropped", dropped)
+            self._count_untold()
+            _log.warning("a client is gone: %d messages for it are dropped", dropped)
+
+
+def _blame(task: Task, lost: dict[int, Write]) -> tuple[tuple[int, str], tuple[int, str]]:
+    """How a task failed that read what is lost, and with which failure that began: twice a rank and a reason."""
+    block, write = next(iter(lost.items()))
+    assert write.failed is not None
+    rank, began = write.failed
+    if task.event_type == Kind.SWAP2CPU:
+        where, what = f"gpu_block_ids[{task.gpu_block_ids.index(block)}]", "GPU block does not hold what it should"
+    else:
+        where, what = f"cpu_block_ids[{task.cpu_block_ids.index(block)}]", "host block holds nothing"
+    return (rank, f"{where} is {block}: that {what}, since {began}"), (rank, began)
+
+
+def _gpu_losses(pending: _Pending, lost: dict[int, Write]) -> dict[int, int]:
+    """As in Result: by the number that a client gives to say that it knows."""
+    if pending.task.event_type == Kind.SWAP2GPU:
+        return dict.fromkeys(pending.task.gpu_block_ids, pending.number)
+    return {block: write.number for block, write in lost.items()}

@@ -64,8 +64,11 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Submit(Message):
+    """known: of Result.lost, the numbers that the caller was told of before it sent this, of blocks that it names."""
+
     request: Request
     task: Task
+    known: list[Request] = []
 
 
 class GetStatus(Message):
@@ -106,7 +109,7 @@ class GetHandles(Message):
 
 
 class Bye(Message):
-    """The client ends: results of its tasks go nowhere."""
+    """The client ends, so that results of its tasks go nowhere, or has read Closing."""
 
 
 # -- to clients -------------------------------------------------------------------------------------------------------
@@ -122,7 +125,11 @@ class Answer(Message):
 
 
 class Result(Message):
-    """How a task ended, on all ranks. rank, reason: the first rank that failed, and why."""
+    """How a task ended, on all ranks. rank, reason: the first rank that failed, and why.
+
+    lost: of a task that failed, the GPU blocks that do not hold what they should: those that it should have written, or
+      those that it should have read; with a number of the failure that it comes from.
+    """
 
     transfer_task_id: str
     event_type: int
@@ -134,6 +141,12 @@ class Result(Message):
     reason: str = ""
     nbytes: int = 0
     seconds: float = 0.0
+    lost: dict[int, int] = {}
+
+
+class Closing(Message):
+    """Rank 0 ends: this is the last that it says. It waits a little for Bye, because what is not read when a connection
+    ends is lost."""
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------
@@ -157,7 +170,8 @@ class Refuse(Message):
 
 
 class Beat(Message):
-    """A rank is alive. ready: it takes tasks. phase: what it does, in a word or two. busy: tasks that it has."""
+    """A rank is alive. ready: it takes tasks. phase: what it does, in a word or two. busy: tasks that it has; orphans:
+    of those, how many were given up."""
 
     rank: Rank
     ready: bool
@@ -165,6 +179,7 @@ class Beat(Message):
     busy: int
     generation: int
     handles: Handles | None = None  # of caches that it created, when they are new
+    orphans: int = 0
 
 
 class Unknown(Message):
@@ -213,7 +228,7 @@ class Left(Message):
 FromClient: TypeAlias = Submit | GetStatus | Drain | Attach | Clear | Restore | GetHandles
 FromRank: TypeAlias = Hello | Beat | Done | StepDone | Leave
 ToRank: TypeAlias = Welcome | Refuse | Unknown | Do | Step | Left
-ToClient: TypeAlias = Answer | Result
+ToClient: TypeAlias = Answer | Result | Closing
 
 encode = msgspec.msgpack.Encoder().encode
 to_server = msgspec.msgpack.Decoder(FromClient | FromRank | Bye)

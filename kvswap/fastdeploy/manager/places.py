@@ -91,12 +91,26 @@ class Peer:
     def ours(self) -> bool:
         return self.uid == os.getuid()
 
+    @property
+    def unseen(self) -> str:
+        """Why it cannot be watched; empty if it can. Whose end is not noticed is not waited for."""
+        if self.pid > 0:
+            return ""
+        return (
+            "the process is in another pid namespace: both must see each other (containers: share one, or the host's)"
+        )
+
+    def __str__(self) -> str:
+        return f"user {self.uid} (process {self.pid})"
+
 
 def watch_process(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the kernel cannot tell."""
-    if pid <= 0 or not hasattr(os, "pidfd_open"):
+    """A descriptor that is readable once the process has ended, perhaps at once; None where the kernel cannot tell."""
+    if not hasattr(os, "pidfd_open"):
         return None
     try:
         return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)
     except OSError:
         return None

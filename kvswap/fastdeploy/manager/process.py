@@ -1,7 +1,7 @@
 """The loops: of rank 0, which serves clients and the other ranks, and of those.
 
 A loop takes the messages that are there, lets the worker submit and report, and sleeps until something comes: a
-millisecond while swaps are under way, a twentieth of a second else. Signals set a flag.
+message, the end of a swap, or of a process that talks to it; at most a twentieth of a second. Signals set a flag.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from kvswap.fastdeploy.manager.messages import (
     Answer,
     Beat,
     Bye,
+    Closing,
     Do,
     Done,
     Hello,
@@ -48,10 +50,11 @@ __all__ = ["run"]
 _log = logging.getLogger("kvswap.manager")
 
 _BEAT_EVERY = 0.5
-_BUSY_MS, _IDLE_MS = 1, 50
+_FULL_MS = 5  # until messages that could not be sent are tried again
 _AT_ONCE = 200  # messages taken before the worker gets its turn
 _MOST_CLIENTS = 256
-_KEPT_MESSAGES = 4096  # in a socket's queues
+_KEPT_MESSAGES = 4096  # in a socket's queues, beside tasks
+_LAST_WORDS = 1.0  # seconds in which clients may read what rank 0 said before it ends
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
@@ -67,18 +70,21 @@ class Stop:
         self.asked = True
 
 
-def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
-    socket.setsockopt(zmq.SNDHWM, _KEPT_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
+    room = _KEPT_MESSAGES + settings.queue_limit  # all tasks that may be under way: a rank that is busy is not lost
+    socket.setsockopt(zmq.SNDHWM, room)
+    socket.setsockopt(zmq.RCVHWM, room)
     socket.setsockopt(zmq.LINGER, 2000)
     return socket
 
 
 def _beat(worker: Worker, settings: Settings) -> Beat:
     """How this rank is, without its handles."""
-    return Beat(settings.layout.rank, worker.ready, worker.phase, worker.busy, worker.generation)
+    return Beat(
+        settings.layout.rank, worker.ready, worker.phase, worker.busy, worker.generation, orphans=worker.orphans
+    )
 
 
 def _request_in(frame: zmq.Frame) -> int:
@@ -114,7 +120,7 @@ class Rank0:
         self._path = places.socket_path(settings.directory)
         self._path.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is not there
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket = _socket(self._context, zmq.ROUTER, settings)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(f"ipc://{self._path}")
         self._poller = zmq.Poller()
@@ -125,6 +131,7 @@ class Rank0:
             settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
         )
         self._worker = Worker(settings, self._report)
+        self._poller.register(self._worker.wake_fd, zmq.POLLIN)
         self._coordinator.hello(0, os.getpid())
         self._worker.start(state)
 
@@ -162,7 +169,7 @@ class Rank0:
             return
         for name, connection in list(self._connections.items()):
             if connection.rank == rank and not self._send(name, message):
-                self._coordinator.lost(rank, f"(process {connection.pid}) takes no messages")
+                self._coordinator.lost(rank, f"(process {connection.pid}) takes no messages", gone=False)
 
     def _tell(self) -> None:
         beat = _beat(self._worker, self._settings)
@@ -189,6 +196,10 @@ class Rank0:
                 self._stranger(peer)
                 continue
             name = frames[0].bytes
+            if peer.unseen:
+                request = _request_in(frames[-1])  # a rank's messages have none
+                self._send(name, Answer(request, "refused", peer.unseen) if request else Refuse(peer.unseen))
+                continue
             try:
                 if len(frames) != 2:
                     raise ValueError(f"{len(frames) - 1} parts: a message has one")
@@ -204,7 +215,7 @@ class Rank0:
         self._metrics.stranger()
         if time.monotonic() - self._warned > 1.0:  # it may send many
             self._warned = time.monotonic()
-            _log.warning("a message of user %d (process %d) is not looked at", peer.uid, peer.pid)
+            _log.warning("a message of %s is not looked at", peer)
 
     def _handle(self, name: bytes, pid: int, message: Any) -> None:
         connection = self._connections.get(name)
@@ -281,14 +292,14 @@ class Rank0:
             deadline = None
             beaten = 0.0
             while deadline is None or self._unfinished(deadline):
-                busy = self._worker.pump()
+                sleep_ms = self._worker.pump()
                 if self._worker.failed:
                     raise _C.Error(self._worker.failed)
                 if time.monotonic() - beaten > _BEAT_EVERY:
                     beaten = time.monotonic()
                     self._tell()
                 self._coordinator.tick()
-                self._wait(busy)
+                self._wait(sleep_ms)
                 if self._stop.asked and deadline is None:
                     self._coordinator.stopping = True
                     deadline = time.monotonic() + self._settings.stop_timeout
@@ -300,18 +311,32 @@ class Rank0:
         left = self._coordinator.under_way + self._coordinator.undelivered
         return left > 0 and time.monotonic() < deadline
 
-    def _wait(self, busy: bool) -> None:
-        waiting = busy or self._coordinator.undelivered > 0
-        ready = self._poller.poll(_BUSY_MS if waiting else _IDLE_MS)
+    def _wait(self, sleep_ms: int) -> None:
+        ready = self._poller.poll(min(sleep_ms, _FULL_MS) if self._coordinator.undelivered else sleep_ms)
         gone = {fd for fd, _ in ready if isinstance(fd, int)}
         self._take()  # first what it said before it ended
         for name, connection in list(self._connections.items()):
             if connection.watch in gone:
                 self._forget(name)
 
+    def _part(self) -> None:
+        """Until the clients have read what was said to them, or the time is over."""
+        self._coordinator.stopping = True
+        self._poller.unregister(self._worker.wake_fd)
+        until = time.monotonic() + _LAST_WORDS
+        asked: set[bytes] = set()
+        while time.monotonic() < until:
+            clients = {name for name, connection in self._connections.items() if connection.rank < 0}
+            asked |= {name for name in clients - asked if self._send(name, Closing())}
+            if not clients:
+                return
+            self._wait(_FULL_MS)
+
     def _close(self) -> None:
         self._coordinator.abandon("the manager was stopped")
         self._coordinator.flush()
+        with contextlib.suppress(zmq.ZMQError):
+            self._part()
         for name in list(self._connections):
             self._drop(name)
         with contextlib.suppress(Exception):  # the process ends: the driver frees what is left
@@ -330,11 +355,15 @@ class RankN:
         self._settings, self._stop = settings, stop
         self._metrics = Metrics(settings.metrics_port)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _socket(self._context, zmq.DEALER)
+        self._socket = _socket(self._context, zmq.DEALER, settings)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a rank 0 that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{places.socket_path(settings.directory)}")
         self._worker = Worker(settings, self._report)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._worker.wake_fd, zmq.POLLIN)
+        self._reports: deque[Done | StepDone] = deque()  # that could not be sent yet: no more than it was given to do
         self._welcome = self._started = self._left = False
         self._looped = time.monotonic()
         self._told = 0  # generation of the handles that rank 0 has
@@ -351,7 +380,13 @@ class RankN:
     def _report(self, message: Done | StepDone) -> None:
         if isinstance(message, StepDone):
             self._tell()  # first that it is ready
-        self._send(message)
+        self._reports.append(message)
+        self._send_reports()
+
+    def _send_reports(self) -> None:
+        """All that rank 0 takes now, in order."""
+        while self._reports and self._send(self._reports[0]):
+            self._reports.popleft()
 
     def _tell(self) -> None:
         """That it is alive; and new handles, once."""
@@ -371,6 +406,9 @@ class RankN:
             if not peer.ours:
                 self._metrics.stranger()
                 continue
+            if peer.unseen:
+                self._refused = peer.unseen
+                return
             try:
                 message = messages.to_rank.decode(frame.buffer)
             except _DECODE_ERRORS as error:
@@ -387,8 +425,9 @@ class RankN:
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Do | Step) and not self._welcome:
-            return  # from before rank 0 gave this rank up: it has been reported failed
-        if isinstance(message, Do):
+            if isinstance(message, Do):  # from before rank 0 gave this rank up: it has been reported failed
+                self._worker.refuse(message.task)
+        elif isinstance(message, Do):
             self._worker.take(message.number, message.task)
         elif isinstance(message, Step):
             self._worker.begin(message)
@@ -407,7 +446,8 @@ class RankN:
     def _start_over(self, why: str) -> None:
         """What was not begun never will be: rank 0, or whoever asked it, counts those tasks as failed."""
         if self._welcome:
-            _log.warning("%s: %d tasks that were not begun are dropped", why, self._worker.drop_waiting())
+            _log.warning("%s: %d tasks that were not begun are dropped", why, self._worker.give_up())
+            self._reports.clear()
             self._welcome = False
 
     def _look_around(self) -> None:
@@ -426,7 +466,7 @@ class RankN:
         try:
             while deadline is None or self._unfinished(deadline):
                 self._look_around()
-                busy = self._worker.pump()
+                sleep_ms = self._worker.pump()
                 if self._worker.failed:
                     raise _C.Error(self._worker.failed)
                 if self._refused:
@@ -437,7 +477,8 @@ class RankN:
                         self._tell()
                     else:
                         self._send(Hello(rank, self._settings.layout.describe()))
-                self._socket.poll(_BUSY_MS if busy else _IDLE_MS)
+                self._send_reports()
+                self._poller.poll(min(sleep_ms, _FULL_MS) if self._reports else sleep_ms)
                 self._take()
                 if self._stop.asked:
                     deadline = deadline or time.monotonic() + self._settings.stop_timeout

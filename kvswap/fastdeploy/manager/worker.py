@@ -2,23 +2,29 @@
 
 One thread calls it, the process's loop; what takes long (allocating, freeing, opening) is a step, which runs beside it,
 one at a time, while no swap is submitted. Tasks are submitted in the order in which they came, as many as the lanes of
-the device hold; they end when they end.
+the device hold; they end when they end. Whatever ends, a swap or a step, wakes the loop.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import logging
+import operator
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvswap import _C
 from kvswap.fastdeploy import ipc
 from kvswap.fastdeploy.manager import caches
 from kvswap.fastdeploy.manager.arguments import Settings
 from kvswap.fastdeploy.manager.messages import Done, Handles, Kind, State, Step, StepDone, Task
+from kvswap.fastdeploy.manager.waker import Waker, Watcher
 
 __all__ = ["Worker"]
 
@@ -27,22 +33,28 @@ _log = logging.getLogger("kvswap.manager")
 _MOST_UNDER_WAY = 96  # in one direction: a lane of the device holds 128
 _MOST_EVENTS = 64
 _MOST_SUBMITTING = 0.1  # seconds, until the loop says again that it is alive: drivers take long over many copies
+_IDLE_MS, _RETRY_MS = 50, 1  # how long the loop may sleep
 
 
 @dataclass
 class _Running:
     number: int
+    kind: Kind
+    task: Task
     transfer: _C.Transfer
     begun: float
+    orphan: bool = False  # it was given up: nobody waits for it, but it writes its blocks until it ends
 
 
 class _StepThread(threading.Thread):
     """A step, and how it ended."""
 
-    def __init__(self, step: Step, run: Callable[[Step], None]) -> None:
+    def __init__(self, step: Step, run: Callable[[Step], None], waker: Waker) -> None:
         super().__init__(name=f"kvswap-{step.what}", daemon=True)
         self.step, self._run, self.reason = step, run, ""
+        self._waker = waker
         self.begun = time.monotonic()
+        self.over = False
 
     def run(self) -> None:
         try:
@@ -50,6 +62,8 @@ class _StepThread(threading.Thread):
         except Exception as error:  # whatever it is, the other ranks are told
             self.reason = f"{type(error).__name__}: {error}"
             _log.debug("step %s failed", self.step.what, exc_info=error)
+        self.over = True
+        self._waker.wake()
 
 
 class Worker:
@@ -67,13 +81,25 @@ class Worker:
         self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
         self._step: _StepThread | None = None
         self._next_step: Step | None = None  # that came while another one ran
-        self.phase = "starting"
+        self._waker = Waker()
+        self._watchers = {kind: Watcher(self._waker, f"kvswap-{kind.name}") for kind in Kind}
+        self._phase = "starting"
         self.failed = ""  # why it could not start
 
     # -- how it is ----------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
+        return self._has_caches and self.orphans == 0
+
+    @property
+    def phase(self) -> str:
+        if self.orphans and self._step is None:
+            return f"ends {self.orphans} swaps of tasks that were reported failed"
+        return self._phase
+
+    @property
+    def _has_caches(self) -> bool:
         return self._step is None and self._gpu is not None and (self._host is not None or not self._has_host)
 
     @property
@@ -83,6 +109,16 @@ class Worker:
     @property
     def busy(self) -> int:
         return len(self._waiting) + sum(len(lane) for lane in self._running.values())
+
+    @property
+    def orphans(self) -> int:
+        """Swaps under way whose tasks were given up."""
+        return sum(running.orphan for lane in self._running.values() for running in lane)
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable when pump() has something to do."""
+        return self._waker.fd
 
     @property
     def generation(self) -> int:
@@ -108,8 +144,8 @@ class Worker:
             self._begin(step)
 
     def _begin(self, step: Step) -> None:
-        self.phase = {"start": "allocating", "attach": "attaching", "clear": "clearing"}.get(step.what, step.what)
-        self._step = _StepThread(step, self._run_step)
+        self._phase = {"start": "allocating", "attach": "attaching", "clear": "clearing"}.get(step.what, step.what)
+        self._step = _StepThread(step, self._run_step, self._waker)
         self._step.start()
 
     def _run_step(self, step: Step) -> None:
@@ -153,16 +189,16 @@ class Worker:
 
     def _end_step(self) -> None:
         step = self._step
-        if step is None or step.is_alive():
+        if step is None or not step.over:
             return
         self._step = None
         what = step.step.what
         if step.reason:
-            self.phase = f"{what} failed: {step.reason}"[:500]
+            self._phase = f"{what} failed: {step.reason}"[:500]
         else:
-            self.phase = "ready" if self.ready else "waits for attach()" if what == "start" else "cleared"
+            self._phase = "ready" if self._has_caches else "waits for attach()" if what == "start" else "cleared"
         _log.info("step=%s rank=%d ok=%s seconds=%.3f phase=%r", what, self._layout.rank, not step.reason,
-                  time.monotonic() - step.begun, self.phase)  # fmt: skip
+                  time.monotonic() - step.begun, self._phase)  # fmt: skip
         if step.step.number >= 0:
             self._report(StepDone(self._layout.rank, step.step.number, not step.reason, step.reason))
         elif step.reason:
@@ -176,29 +212,58 @@ class Worker:
     def take(self, number: int, task: Task) -> None:
         self._waiting.append((number, task, time.monotonic()))
 
-    def drop_waiting(self) -> int:
-        """Tasks that are not submitted yet will not be; how many."""
+    def refuse(self, task: Task) -> None:
+        """It is not done here, so its host blocks hold nothing."""
+        host = self._host
+        if host is not None and task.event_type == Kind.SWAP2CPU:
+            host.forget(task.cpu_block_ids)
+
+    def give_up(self) -> int:
+        """Tasks that are not submitted yet will not be; how many. Nobody waits for the others, but none is taken before
+        they have ended."""
         dropped = len(self._waiting)
+        for _, task, _ in self._waiting:
+            self.refuse(task)
         self._waiting.clear()
+        for lane in self._running.values():
+            for running in lane:
+                running.orphan = True
         return dropped
 
-    def pump(self) -> bool:
-        """Submit what can be, report what has ended; whether anything is under way."""
+    def pump(self) -> int:
+        """Submit what can be, report what has ended; returns how many milliseconds the loop may sleep at most."""
+        self._waker.clear()
         self._end_step()
-        for lane in self._running.values():
-            while lane and lane[0].transfer.done():
-                self._finish(lane.popleft())
+        self._finish_ended()
         until = time.monotonic() + _MOST_SUBMITTING
-        while self._waiting and time.monotonic() < until and self._submit(*self._waiting[0]):
-            self._waiting.popleft()
-        return self._step is not None or self.busy > 0
+        held_up = False
+        while self._waiting and not held_up and time.monotonic() < until:
+            held_up = not self._submit(*self._waiting[0])
+            if not held_up:
+                self._waiting.popleft()
+        for kind, lane in self._running.items():
+            if lane:
+                self._watchers[kind].watch(lane[0].transfer)
+        if self._waiting and not held_up:
+            return 0
+        return _RETRY_MS if held_up and self._step is None and not any(self._running.values()) else _IDLE_MS
+
+    def _finish_ended(self) -> None:
+        """In the order in which they came: one that another reads from ends first."""
+        ended: list[list[_Running]] = []
+        for lane in self._running.values():
+            ended.append([])
+            while lane and lane[0].transfer.done():
+                ended[-1].append(lane.popleft())
+        for running in heapq.merge(*ended, key=operator.attrgetter("number")):
+            self._finish(running)
 
     def _submit(self, number: int, task: Task, came: float) -> bool:
         """False: not now. In order, because what a task reads another one in front of it may write."""
         kind = Kind(task.event_type)
-        if not self.ready:
+        if not self._has_caches:
             if self._step is None:
-                self._fail(number, f"no caches: {self.phase}", came)
+                self._fail(number, task, f"no caches: {self.phase}", came)
             return self._step is None
         if len(self._running[kind]) >= _MOST_UNDER_WAY:
             return False
@@ -210,10 +275,10 @@ class Worker:
             )
         except _C.QueueFull:
             return False
-        except (_C.Error, ValueError, IndexError, TypeError, MemoryError) as error:
-            self._fail(number, f"{type(error).__name__}: {error}", came)
+        except Exception as error:  # whatever it is, it is this task's
+            self._fail(number, task, f"{type(error).__name__}: {error}", came)
             return True
-        self._running[kind].append(_Running(number, transfer, came))
+        self._running[kind].append(_Running(number, kind, task, transfer, came))
         return True
 
     def _after(self, task: Task) -> list[_C.Event]:
@@ -229,24 +294,42 @@ class Worker:
         self._events.move_to_end(exported)
         return [event]
 
-    def _fail(self, number: int, reason: str, came: float) -> None:
+    def _fail(self, number: int, task: Task, reason: str, came: float) -> None:
+        """Nothing of it is queued."""
+        self.refuse(task)
         self._report(Done(self._layout.rank, number, False, reason, 0, time.monotonic() - came))
 
     def _finish(self, running: _Running) -> None:
         error = running.transfer.error
         seconds = time.monotonic() - running.begun
-        if error is None:
+        if error is not None and running.kind == Kind.SWAP2GPU:
+            self._forgive(running.task.gpu_block_ids)
+        if running.orphan:
+            _log.info("a swap of a task that was reported failed has ended after %.3f s: %s", seconds, error or "ok")
+        elif error is None:
             self._report(Done(self._layout.rank, running.number, True, "", running.transfer.nbytes, seconds))
         else:
             self._report(Done(self._layout.rank, running.number, False, f"{type(error).__name__}: {error}", 0, seconds))
+
+    def _forgive(self, gpu_ids: list[int]) -> None:
+        """These blocks do not hold what they should: who may read them until they do is for rank 0 to say, which knows
+        when the engine has written them."""
+        gpu = self._gpu
+        with contextlib.suppress(_C.Error):  # a device that is lost fails everything
+            for pool in gpu.pools if gpu is not None else ():
+                _C.note_access(0, pool, np.asarray(gpu_ids, np.int64), True)
 
     def close(self, timeout: float) -> None:
         """Give everything back: at the end, when nothing is under way."""
         if self._step is not None:
             self._step.join(timeout)
+            self._next_step = None
             self._end_step()
         if self._device is not None and self._step is None:
             self._clear_all(self._device, timeout)
+        ended = [watcher.close(timeout) for watcher in self._watchers.values()]
+        if all(ended) and self._step is None:
+            self._waker.close()
 
     def _clear_all(self, device: _C.Device, timeout: float) -> None:
         device.synchronize(timeout)

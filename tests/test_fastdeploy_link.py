@@ -1,0 +1,353 @@
+"""A client whose rank 0 dies, or never was: what was asked ends, once, with what is known of it."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+
+import zmq
+from conftest import PATIENCE, ROOT
+from managers import until
+
+import kvswap
+from kvswap.fastdeploy import _link
+from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, Client, ManagerError
+from kvswap.fastdeploy.manager import places
+from kvswap.fastdeploy.queue import EngineCacheQueue
+
+SOCKET = """
+    import os, sys, zmq
+    from kvswap.fastdeploy.manager import messages
+    from kvswap.fastdeploy.manager.messages import Answer, GetStatus, Result, Submit
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind("ipc://" + sys.argv[1])
+    print("bound", flush=True)
+
+    def take():
+        name, data = socket.recv_multipart()
+        message = messages.to_server.decode(data)
+        print(type(message).__name__, flush=True)
+        return name, message
+
+    def say(name, message):
+        socket.send_multipart([name, messages.encode(message)])
+
+"""
+
+
+class Fake:
+    """A rank 0 that does what a test needs: a process with a script for its socket."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        path = places.socket_path(folder)
+        path.unlink(missing_ok=True)
+        lines = [line[4:] for line in (SOCKET + script).splitlines()]
+        places_of = [str(Path(kvswap.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "\n".join(lines), str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT / "tests",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places_of)},
+        )
+        self.heard("bound")
+
+    def heard(self, what: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == what
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+SILENT = """
+    while True:
+        name, message = take()
+        if isinstance(message, GetStatus):
+            say(name, Answer(message.request, "ok"))
+"""
+TAKES = """
+    while True:
+        name, message = take()
+        say(name, Answer(message.request, "ok"))
+"""
+
+
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    """What it returned, or raised."""
+    told: list[Any] = []
+
+    def run() -> None:
+        try:
+            told.append(call())
+        except BaseException as error:
+            told.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def ended() -> Any:
+        thread.join(PATIENCE)
+        (only,) = told
+        return only
+
+    return ended
+
+
+def nothing_left(client: Client) -> None:
+    """Neither a result nor anything that is kept for one."""
+    assert client.under_way == 0
+    with pytest.raises(TimeoutError):
+        client.next_result(0.05)
+    kept = {name: value for name, value in vars(client._link).items() if isinstance(value, dict | collections.deque)}
+    assert not any(kept.values()), kept
+
+
+@pytest.mark.parametrize("heard_before", [True, False])
+def test_rank_0_dies_while_swap_awaits_its_answer(folder: Path, heard_before: bool) -> None:
+    """The caller is told by the call, and by nothing else."""
+    with Fake(folder, SILENT) as fake, Client(folder) as client:
+        if heard_before:
+            client.status()
+            fake.heard("GetStatus")
+        swap = in_thread(lambda: client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=PATIENCE))
+        fake.heard("Submit")
+        begun = time.monotonic()
+        fake.kill()
+        error = swap()
+        assert isinstance(error, ManagerError) and error.code == "died" and time.monotonic() - begun < 10
+        nothing_left(client)
+        with pytest.raises(ValueError, match="no task 'a'"):
+            client.result("a")
+        with Fake(folder, TAKES):  # the next one takes what the caller sends again
+            assert client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=PATIENCE) == "a" and client.under_way == 1
+
+
+def test_rank_0_dies_after_swap_gave_up(folder: Path) -> None:
+    """TimeoutError says that it has a result if it was taken: as nobody knows, it has one."""
+    with Fake(folder, SILENT) as fake, Client(folder) as client:
+        with pytest.raises(TimeoutError, match="did not answer"):
+            client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=0.2)
+        assert client.under_way == 1
+        fake.kill()
+        result = client.next_result(10)
+        assert (result.transfer_task_id, result.ok) == ("a", False) and "died" in result.reason
+        nothing_left(client)
+
+
+def test_rank_0_dies_with_a_task(folder: Path) -> None:
+    """Whoever waits is told, and those who ask later."""
+    with Fake(folder, TAKES) as fake, Client(folder) as client:
+        for name in ("a", "b"):
+            client.swap(SWAP2CPU, [1], [1], task_id=name)
+        waits = in_thread(lambda: client.result("a", PATIENCE))
+        fake.kill()
+        assert not waits().ok and not client.next_result(10).ok
+        nothing_left(client)
+
+
+def test_rank_0_dies_before_its_first_message_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then nobody can watch its process any more."""
+
+    class Late(places.Peer):
+        def __init__(self, frame: Any) -> None:
+            fake.kill()
+            super().__init__(frame)
+
+    monkeypatch.setattr(places, "Peer", Late)
+    with Fake(folder, TAKES) as fake, Client(folder) as client:
+        client.swap(SWAP2CPU, [1], [1], task_id="a")
+        assert "died" in client.result("a", 10).reason
+        nothing_left(client)
+
+
+def test_another_rank_0_is_there_at_once(folder: Path) -> None:
+    """What the one before was asked is lost, what the new one is asked is not."""
+    with Fake(folder, SILENT) as fake, Client(folder) as client:
+        swap = in_thread(lambda: client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=PATIENCE))
+        fake.heard("Submit")
+        fake.kill()
+        with Fake(folder, TAKES) as new:
+            later = in_thread(lambda: client.swap(SWAP2CPU, [1], [1], task_id="b", timeout=PATIENCE))
+            assert getattr(swap(), "code", "") == "died" and later() == "b"
+            new.kill()
+            assert not client.result("b", 10).ok
+            nothing_left(client)
+
+
+def test_what_was_being_written_when_rank_0_died(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one does not know: the client does not ask it for such a block before its caller was told."""
+    with Client(folder) as client:
+        with Fake(folder, TAKES) as fake:
+            for name, block in (("a", 1), ("b", 2)):
+                client.swap(SWAP2GPU, [block], [block], task_id=name)
+            monkeypatch.setattr(client._link, "_send", lambda socket: True)  # as if there were no room
+            swap = in_thread(lambda: client.swap(SWAP2CPU, [7, 1], [1, 2], timeout=PATIENCE))
+            until(lambda: client.under_way == 3, "a task that is not sent")
+            fake.kill()
+            error = swap()
+            assert isinstance(error, ManagerError) and "gpu_block_ids[1] is 1: task 'a'" in str(error)
+            assert client.under_way == 0
+            monkeypatch.undo()
+        with Fake(folder, TAKES):
+            with pytest.raises(ManagerError, match=r"gpu_block_ids\[1\] is 1: task 'a', which should have written"):
+                client.swap(SWAP2CPU, [7, 1], [1, 2])
+            client.swap(SWAP2GPU, [1], [3])
+            assert not client.result("a").ok
+            client.swap(SWAP2CPU, [1], [4])
+            with pytest.raises(ManagerError, match="task 'b'"):
+                client.swap(SWAP2CPU, [2], [4])
+
+
+def test_nobody_is_there(folder: Path) -> None:
+    """What was given up before it was sent leaves nothing behind."""
+    with Client(folder) as client:
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="does rank 0 run"):
+                client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=0.02)
+        nothing_left(client)
+        waits = in_thread(lambda: client.swap(SWAP2CPU, [1], [1], timeout=PATIENCE))
+        until(lambda: client.under_way == 1, "a task")
+    assert getattr(waits(), "code", "") == "closed"  # and no result comes from a client that is closed
+
+
+def test_a_task_that_was_refused_after_the_caller_left(folder: Path) -> None:
+    """Cancelled, or out of patience: it was not taken, so it is under way no more."""
+
+    async def use() -> None:
+        async with AsyncClient(folder) as client:
+            swap = asyncio.ensure_future(client.swap(SWAP2CPU, [1], [1], task_id="a"))
+            await asyncio.sleep(0.05)
+            swap.cancel()  # nobody is there: it was not sent
+            await asyncio.gather(swap, return_exceptions=True)
+            assert client.under_way == 0
+            with Fake(folder, TAKES) as fake:
+                swap = asyncio.ensure_future(client.swap(SWAP2CPU, [1], [1], task_id="b"))
+                await asyncio.to_thread(fake.heard, "Submit")
+                await swap
+                assert client.under_way == 1
+
+    asyncio.run(use())
+
+
+def test_an_answer_that_comes_with_the_end_of_patience(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the caller is told is what becomes of the task."""
+    refusing = SILENT.replace("        if isinstance(message, GetStatus):\n    ", "").replace('"ok"', '"refused", "no"')
+    with Fake(folder, refusing), Client(folder) as client:
+        for i in range(200):
+            try:
+                client.swap(SWAP2CPU, [1], [1], task_id="a", timeout=0.0001 * (i % 10))
+            except (TimeoutError, ManagerError) as error:
+                assert isinstance(error, TimeoutError) or error.code == "refused"
+            until(lambda: client.under_way == 0, "the answer", 5)
+        nothing_left(client)
+
+
+LATE = """
+    import time
+    name, message = take()
+    time.sleep(0.6)
+    task = message.task
+    say(name, Answer(message.request, "ok"))
+    say(name, Result(task.transfer_task_id, 1, task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids, True))
+    take()
+"""
+
+
+def test_the_queue_by_fastdeploys_names_keeps_what_may_be_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "default_directory", lambda port, number: folder)
+    queue = EngineCacheQueue(timeout=0.2)
+    item = ([4], [1], [2], SWAP2CPU, "a")
+    with pytest.raises(TimeoutError, match="nobody took"):
+        queue.put_transfer_task(item)
+    with Fake(folder, LATE):
+        with pytest.raises(TimeoutError, match="did not answer"):
+            queue.put_transfer_task(item)
+        assert until(queue.get_transfer_done_signal, "the task") is item and queue.empty()
+    queue.close()
+
+
+def test_who_sent_a_message() -> None:
+    """A process that cannot be seen from here has no number: its end could not be noticed."""
+
+    def frame(text: str) -> Any:
+        return SimpleNamespace(get=lambda name: {"Peer-Address": text}[name])
+
+    mine = os.getuid()
+    assert places.Peer(frame(f"localhost:{mine}:0:17")).ours and not places.Peer(frame(f"localhost:{mine}:0:17")).unseen
+    assert "another pid namespace" in places.Peer(frame(f"localhost:{mine}:0:0")).unseen
+    assert not places.Peer(frame(f"localhost:{mine + 1}:0:17")).ours
+    assert not places.Peer(frame("localhost")).ours
+
+
+def test_a_process_that_has_ended_can_be_watched() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(PATIENCE)
+    watch = places.watch_process(ended.pid)
+    assert watch is not None and zmq.select([watch], [], [], 0)[0] == [watch]
+    os.close(watch)
+
+
+def test_the_order_of_what_is_given_back(folder: Path) -> None:
+    """A result that came for somebody who waits no longer is the next one's, also if its name is used again."""
+    with Client(folder) as client:
+        link = client._link
+        task = _link.Task("a", SWAP2CPU, [1], [1])
+        first = link.next_ended()
+        link.submit(task)
+        link._end(_link._failed(task, "it broke"))
+        link.submit(task)
+        link.give_back(first)
+        assert client.next_result(1).reason == "it broke" and client.under_way == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_of_fork_that_finds_the_lock_taken(folder: Path) -> None:
+    """The client's own thread may have held it: the child is told, and ends, instead of waiting for nobody."""
+    with Client(folder) as client:
+        with client._link._lock:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                calls = (client.status, lambda: client.under_way, lambda: client.next_result(0.1), client.close)
+                told = 0
+                for call in calls:
+                    try:
+                        call()
+                    except kvswap.Error as error:
+                        told += "fork()" in str(error)
+                os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
