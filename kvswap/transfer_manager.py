@@ -284,8 +284,8 @@ class KVCacheTransferManager:
 
     pools: KVCacheBlockPools; a block is the same slot of each. device: Device, its name, or None: the current GPU, or
       host:0 where there is none. path, priority, max_ctas, pace_gbps: as kvswap.move_blocks takes them, for every copy.
-    file_options: of kvswap.files.FileStore for modes "posix" and "gds": capacity (default 64 GiB), durability, engine, gds
-      (of mode "gds"), ...
+    file_options: of kvswap.files.FileStore for modes "posix" and "gds": capacity (default 64 GiB), durability, engine,
+      gds (in mode "gds"), ...
 
     Order. Offloads are one lane, onboards another: each behaves as work on a stream of its own, in the order of
     submission; copies of the two lanes run side by side, and loads are given the better priority. Whatever lane they
@@ -455,8 +455,8 @@ class KVCacheTransferManager:
           secondary memory. offload_block then is the number that the blocks have there, from 0 on, and names no memory;
           onboard() finds them by it. Whole blocks are copied; layer_events and after_layers are not for files; a
           FileTransfer is returned, which has the same methods but those about streams. What the manager copies
-          afterwards from or to these primary blocks waits for it here, and so does sync_transfers(). "gds": the same files
-          by GPUDirect Storage; kvswap.Error says why where the driver does not say that it is real, unless
+          afterwards from or to these primary blocks waits for it here, and so does sync_transfers(). "gds": the same
+          files by GPUDirect Storage; kvswap.Error says why where the driver does not say that it is real, unless
           file_options has gds="compat": then libcufile's compatibility mode will do. A directory's store is opened
           anew, after what is under way there, when the mode changes.
         layer_events: layers arrive in order, and each can be waited for (Transfer.make_wait_layer, layer_done). Layers

@@ -28,10 +28,10 @@ struct properties {
 
 enum { NONE, RETURN, ERRNO, FLIP };
 
-int fake_major, fake_file_systems, fake_flags;                                    /* what it claims */
-int fake_open_code, fake_properties_code, fake_register_code, fake_buffer_code;   /* what calls return */
-int fake_refuse_from;                        /* handles from this one on, counted from 1, are refused; 0: none */
-int fake_most;                               /* bytes of one read or write; 0: all */
+int fake_major, fake_file_systems, fake_flags;                                  /* what it claims */
+int fake_open_code, fake_properties_code, fake_register_code, fake_buffer_code; /* what calls return */
+int fake_refuse_from;                            /* handles from this one on, counted from 1, are refused; 0: none */
+int fake_most;                                   /* bytes of one read or write; 0: all */
 int fake_kind, fake_write, fake_nth, fake_every; /* which reads or writes go wrong, and how: counted from 1 */
 long fake_value;
 
@@ -150,7 +150,8 @@ static int begin(void *handle, const char *base, size_t nbytes, off_t at, off_t 
   if (!inside || !handles[index].used || nbytes % 4096 || at % 4096 || in_buffer % 4096) fake_complaints++;
   *fd = handles[index].fd;
   long seen = ++fake_calls[write];
-  int hit = write == fake_write && (seen == fake_nth || (seen > fake_nth && fake_every && (seen - fake_nth) % fake_every == 0));
+  int hit = write == fake_write &&
+            (seen == fake_nth || (seen > fake_nth && fake_every && (seen - fake_nth) % fake_every == 0));
   pthread_mutex_unlock(&lock);
   return hit ? fake_kind : NONE;
 }
