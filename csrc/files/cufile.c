@@ -14,7 +14,7 @@
 static struct {
   pthread_mutex_t lock;
   struct kvs_cufile table; /* guarded by lock, as is what follows; constant while there are users */
-  bool open, ours;         /* the driver; ours: nobody else in the process had opened it */
+  bool open, ours;         /* the driver; ours: to be closed: nobody else in the process had opened it */
   unsigned users;
   unsigned fork_generation; /* in which it was opened */
 } process = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -42,11 +42,7 @@ static void *find_library(char note[200]) {
   return NULL;
 }
 
-bool kvs_cufile_there(char note[200]) {
-  void *library = find_library(note);
-  if (library) (void)dlclose(library); /* who has it open keeps it */
-  return library != NULL;
-}
+bool kvs_cufile_there(char note[200]) { return find_library(note) != NULL; }
 
 bool kvs_cufile_kernel_module(void) { return access("/proc/driver/nvidia-fs/version", F_OK) == 0; }
 
@@ -119,9 +115,10 @@ int kvs_cufile_get(const struct kvs_cufile **table, struct kvs_error *err) {
   return status;
 }
 
-void kvs_cufile_release(void) {
+void kvs_cufile_release(bool lost) {
   pthread_mutex_lock(&process.lock);
   process.users--;
+  if (lost) process.ours = false;
   pthread_mutex_unlock(&process.lock);
 }
 

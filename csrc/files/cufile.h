@@ -75,14 +75,14 @@ struct kvs_cufile {
 /* The library with its driver open; release it afterwards. The thread needs a CUDA context. KVS_UNSUPPORTED says why
  * not. Any thread. */
 int kvs_cufile_get(const struct kvs_cufile **, struct kvs_error *);
-void kvs_cufile_release(void);
+void kvs_cufile_release(bool lost); /* lost: the device is; the driver then stays open, since closing it might hang */
 /* Close the driver, unless somebody still has it: whether it is closed now. For exit, and for tests. */
 bool kvs_cufile_close(void);
 
 /* The library that KVSWAP_CUFILE names, NULL: the system's. One that is named is asked what it can do, and not the
  * kernel: it may be a test's. */
 const char *kvs_cufile_named(void);
-bool kvs_cufile_there(char note[200]); /* without opening its driver; why not */
+bool kvs_cufile_there(char note[200]); /* loads it, without opening its driver; why not */
 bool kvs_cufile_kernel_module(void);   /* whether nvidia-fs is loaded */
 
 /* Whether files such as this one go directly between disk and GPU, by what the driver says; `note`: by what, or why

@@ -41,13 +41,13 @@ static bool refuse(struct kvs_file_store *store, const char *why) {
 /* What can be known before libcufile is opened. */
 static bool is_wanted(struct kvs_file_store *store) {
   const struct kvs_file_settings *s = &store->settings;
-  char note[200];
   if (s->gds == KVS_FILE_GDS_OFF) return refuse(store, "not asked for");
   const struct kvs_device *device = kvs_engine_device(s->device);
   if (!kvs_cufile_named() && strcmp(device->ops->kind, "cuda") != 0) return refuse(store, "the device is not a GPU");
   if (!device->info.kernels) return refuse(store, "checksums are made by a kernel, and none could be loaded");
-  if (s->gds == KVS_FILE_GDS_AUTO && !store->direct) return refuse(store, "the files are not open with O_DIRECT");
-  return kvs_file_gds(s->gds == KVS_FILE_GDS_COMPAT, note) || refuse(store, note);
+  if (s->gds == KVS_FILE_GDS_COMPAT) return true;
+  if (!store->direct) return refuse(store, "the files are not open with O_DIRECT");
+  return kvs_cufile_named() || kvs_cufile_kernel_module() || refuse(store, "nvidia-fs is not loaded");
 }
 
 /* The store's own file, opened as segments are. */
@@ -103,12 +103,13 @@ static int make_seats(struct kvs_file_gds *gds, struct kvs_error *err) {
   struct kvs_device *device = gds->device;
   unsigned asked = gds->store->settings.depth;
   unsigned nseats = asked && asked < KVS_FILE_GDS_THREADS ? asked : KVS_FILE_GDS_THREADS;
-  int status = kvs_engine_alloc(gds->engine, nseats * KVS_FILE_GDS_SEAT, true, &gds->pinned, err);
+  const uint64_t page = KVS_FILE_PAGE;
+  int status = kvs_engine_alloc(gds->engine, nseats * KVS_FILE_GDS_SEAT + page, true, &gds->pinned, err);
   if (!status) status = kvs_engine_alloc(gds->engine, nseats * 256, false, &gds->words, err);
   for (unsigned i = 0; !status && i < nseats; i++, gds->nseats++) {
     struct kvs_file_gds_seat *seat = &gds->seats[i];
     *seat = (struct kvs_file_gds_seat){.gds = gds, .word = gds->words + i * 256};
-    seat->page = (uint8_t *)(uintptr_t)gds->pinned + (size_t)i * KVS_FILE_GDS_SEAT;
+    seat->page = (uint8_t *)(uintptr_t)((gds->pinned + page - 1) / page * page + i * KVS_FILE_GDS_SEAT);
     status = kvs_dev_stream_create(device, device->info.priority_high, &seat->streams[1], err);
     if (!status) status = kvs_dev_stream_create(device, device->info.priority_low, &seat->streams[0], err);
   }
@@ -132,12 +133,12 @@ static int make_staging(struct kvs_file_gds *gds, size_t nbytes, struct kvs_erro
 
 static void destroy(struct kvs_file_gds *gds) {
   struct kvs_error ignored;
-  bool bound = kvs_dev_bind(gds->device, &ignored) == KVS_OK;
+  bool bound = kvs_dev_bind(gds->device, &ignored) == KVS_OK; /* else the device is lost */
   for (uint32_t i = 0; gds->handles && i < gds->store->nsegments; i++)
     if (gds->handles[i]) gds->cu->handle_deregister(gds->handles[i]);
-  if (gds->registered) (void)gds->cu->buffer_deregister(gds->staging);
+  if (gds->registered && bound) (void)gds->cu->buffer_deregister(gds->staging);
   if (bound) kvs_dev_unbind(gds->device);
-  kvs_cufile_release();
+  kvs_cufile_release(!bound);
   for (unsigned i = 0; i < KVS_FILE_GDS_THREADS; i++) {
     for (int k = 0; k < 2; k++)
       if (gds->seats[i].streams[k]) (void)kvs_dev_stream_destroy(gds->device, gds->seats[i].streams[k], &ignored);
@@ -199,7 +200,7 @@ bool kvs_file_gds_open(struct kvs_file_store *store, size_t staging_nbytes, uint
   struct kvs_file_gds *gds = NULL;
   int status = kvs_cufile_get(&cu, &err);
   if (!status && !(gds = new_gds(store, cu, &err))) {
-    kvs_cufile_release();
+    kvs_cufile_release(false);
     status = KVS_NOMEM;
   }
   if (!status) status = set_up(gds, staging_nbytes, &err);
