@@ -2,6 +2,7 @@
  * memory on a host device. What it claims, and what goes wrong, stands in the fake_ variables, which a test sets; it
  * counts what is registered, and complains of arguments that the library would not take. */
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -87,6 +88,8 @@ struct result cuFileHandleRegister(void **handle, struct file *file) {
   struct result result = {fake_register_code, 0};
   pthread_mutex_lock(&lock);
   if (file->type != 1 || file->operations || file->handle.fd < 0) fake_complaints++;
+  int flags = fcntl(file->handle.fd, F_GETFL);
+  if (flags & ~(O_RDWR | O_DIRECT | O_LARGEFILE | 0x8000)) result.code = 5019; /* the library refuses O_NOFOLLOW, say */
   fake_registered++;
   if (fake_refuse_from && fake_registered >= fake_refuse_from) result.code = 5008;
   for (int i = 0; !result.code && i < 64; i++) {

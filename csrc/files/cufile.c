@@ -88,8 +88,13 @@ const char *kvs_cufile_text(int code, char text[96]) {
 
 /* -- its driver ---------------------------------------------------------------------------------------------------- */
 
+/* libcufile 1.20 reads lines of that file for ever where it is not there: kernels without modules, sandboxes. */
+static bool would_hang(void) { return !kvs_cufile_named() && access("/proc/modules", R_OK) != 0; }
+
 static int open_locked(struct kvs_error *err) {
   char note[200], text[96];
+  if (would_hang())
+    return kvs_fail(err, KVS_UNSUPPORTED, "there is no /proc/modules to read, for which libcufile would look for ever");
   void *library = find_library(note);
   if (!library) return kvs_fail(err, KVS_UNSUPPORTED, "%s", note);
   int status = fill_table(library, &process.table, err);

@@ -56,6 +56,35 @@ static int open_sample(struct kvs_file_store *store) {
   return kvs_file_openat(&store->faults, store->folder, "store.kvs", flags, &fd) ? -1 : fd;
 }
 
+/* -- files --------------------------------------------------------------------------------------------------------- */
+
+int kvs_file_gds_register(struct kvs_file_gds *gds, int fd, struct kvs_file_gds_handle *file, struct kvs_error *err) {
+  char path[32], text[96];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+  int flags = (gds->store->settings.readonly ? O_RDONLY : O_RDWR) | (gds->store->direct ? O_DIRECT : 0);
+  file->fd = open(path, flags | O_CLOEXEC);
+  file->refused = file->fd < 0;
+  if (file->refused) return kvs_fail(err, KVS_UNSUPPORTED, "the file cannot be opened for libcufile");
+  struct kvs_cufile_file described = {.type = KVS_CUFILE_DESCRIPTOR, .handle = {.fd = file->fd}};
+  void *handle = NULL;
+  struct kvs_cufile_result result = gds->cu->handle_register(&handle, &described);
+  file->refused = result.code != 0 || !handle;
+  if (!file->refused) {
+    file->handle = handle;
+    return KVS_OK;
+  }
+  close(file->fd);
+  return kvs_fail(err, KVS_UNSUPPORTED, "libcufile does not take files of this file system: %s",
+                  kvs_cufile_text(result.code, text));
+}
+
+void kvs_file_gds_deregister(struct kvs_file_gds *gds, struct kvs_file_gds_handle *file) {
+  if (!file->handle) return;
+  gds->cu->handle_deregister(file->handle);
+  close(file->fd);
+  file->handle = NULL;
+}
+
 /* -- trying it ----------------------------------------------------------------------------------------------------- */
 
 /* The first page, read by libcufile into staging, must be what it is. */
@@ -80,20 +109,11 @@ static int read_sample(struct kvs_file_gds *gds, void *handle, int fd, struct kv
   return status;
 }
 
-static int try_sample(struct kvs_file_gds *gds, struct kvs_error *err) {
-  int fd = open_sample(gds->store);
-  if (fd < 0) return kvs_fail(err, KVS_UNSUPPORTED, "store.kvs cannot be opened");
-  struct kvs_cufile_file file = {.type = KVS_CUFILE_DESCRIPTOR, .handle = {.fd = fd}};
-  void *handle = NULL;
-  char text[96];
-  int status = KVS_OK;
-  struct kvs_cufile_result result = gds->cu->handle_register(&handle, &file);
-  if (result.code)
-    status = kvs_fail(err, KVS_UNSUPPORTED, "libcufile does not take files of this file system: %s",
-                      kvs_cufile_text(result.code, text));
-  if (!status) status = read_sample(gds, handle, fd, err);
-  if (handle && !result.code) gds->cu->handle_deregister(handle);
-  close(fd);
+static int try_sample(struct kvs_file_gds *gds, int fd, struct kvs_error *err) {
+  struct kvs_file_gds_handle sample = {0};
+  int status = kvs_file_gds_register(gds, fd, &sample, err);
+  if (!status) status = read_sample(gds, sample.handle, fd, err);
+  kvs_file_gds_deregister(gds, &sample);
   return status;
 }
 
@@ -134,8 +154,7 @@ static int make_staging(struct kvs_file_gds *gds, size_t nbytes, struct kvs_erro
 static void destroy(struct kvs_file_gds *gds) {
   struct kvs_error ignored;
   bool bound = kvs_dev_bind(gds->device, &ignored) == KVS_OK; /* else the device is lost */
-  for (uint32_t i = 0; gds->handles && i < gds->store->nsegments; i++)
-    if (gds->handles[i]) gds->cu->handle_deregister(gds->handles[i]);
+  for (uint32_t i = 0; i < gds->store->nsegments; i++) kvs_file_gds_deregister(gds, &gds->files[i]);
   if (gds->registered && bound) (void)gds->cu->buffer_deregister(gds->staging);
   if (bound) kvs_dev_unbind(gds->device);
   kvs_cufile_release(!bound);
@@ -149,19 +168,16 @@ static void destroy(struct kvs_file_gds *gds) {
   if (gds->pinned) (void)kvs_engine_free(gds->engine, gds->pinned, &ignored);
   kvs_file_queue_destroy(&gds->queue);
   pthread_mutex_destroy(&gds->lock);
-  free(gds->handles);
-  free(gds->refused);
+  free(gds->files);
   free(gds);
 }
 
 static struct kvs_file_gds *new_gds(struct kvs_file_store *store, const struct kvs_cufile *cu, struct kvs_error *err) {
   struct kvs_file_gds *gds = calloc(1, sizeof *gds);
-  void **handles = calloc(store->segments_capacity, sizeof *handles);
-  bool *refused = calloc(store->segments_capacity, sizeof *refused);
-  if (!gds || !handles || !refused || kvs_file_queue_init(&gds->queue, err)) {
+  struct kvs_file_gds_handle *files = calloc(store->segments_capacity, sizeof *files);
+  if (!gds || !files || kvs_file_queue_init(&gds->queue, err)) {
     free(gds);
-    free(handles);
-    free(refused);
+    free(files);
     kvs_fail(err, KVS_NOMEM, "no memory for GPUDirect Storage");
     return NULL;
   }
@@ -170,25 +186,22 @@ static struct kvs_file_gds *new_gds(struct kvs_file_store *store, const struct k
   gds->engine = store->settings.device;
   gds->device = kvs_engine_device(gds->engine);
   gds->cu = cu;
-  gds->handles = handles;
-  gds->refused = refused;
+  gds->files = files;
   gds->queue.faults = &store->faults;
   gds->queue.direct = store->direct;
   kvs_crc_plan(&gds->crc, store->geometry.block_nbytes);
   return gds;
 }
 
-/* With the device's context bound. */
-static int set_up(struct kvs_file_gds *gds, size_t nbytes, struct kvs_error *err) {
-  struct kvs_file_store *store = gds->store;
-  int fd = open_sample(store);
-  gds->real = fd >= 0 && kvs_cufile_is_real(gds->cu, fd, gds->note);
-  if (fd >= 0) close(fd);
-  if (!gds->real && store->settings.gds != KVS_FILE_GDS_COMPAT)
-    return kvs_fail(err, KVS_UNSUPPORTED, "%s", fd < 0 ? "store.kvs cannot be opened" : gds->note);
+/* With the device's context bound. `fd`: of a file like the segments. */
+static int set_up(struct kvs_file_gds *gds, int fd, size_t nbytes, struct kvs_error *err) {
+  gds->real = kvs_cufile_is_real(gds->cu, fd, gds->note);
+  if (!gds->real && gds->store->settings.gds != KVS_FILE_GDS_COMPAT)
+    return kvs_fail(err, KVS_UNSUPPORTED, "%s", gds->note);
   int status = make_seats(gds, err);
   if (!status) status = make_staging(gds, nbytes, err);
-  return status ? status : try_sample(gds, err);
+  if (!status) status = try_sample(gds, fd, err);
+  return status ? status : kvs_file_gds_start(gds, err);
 }
 
 bool kvs_file_gds_open(struct kvs_file_store *store, size_t staging_nbytes, uint64_t *staging) {
@@ -203,8 +216,10 @@ bool kvs_file_gds_open(struct kvs_file_store *store, size_t staging_nbytes, uint
     kvs_cufile_release(false);
     status = KVS_NOMEM;
   }
-  if (!status) status = set_up(gds, staging_nbytes, &err);
-  if (!status) status = kvs_file_gds_start(gds, &err);
+  int fd = status ? -1 : open_sample(store);
+  if (!status && fd < 0) status = kvs_fail(&err, KVS_UNSUPPORTED, "store.kvs cannot be opened");
+  if (!status) status = set_up(gds, fd, staging_nbytes, &err);
+  if (fd >= 0) close(fd);
   kvs_dev_unbind(device);
   if (status) {
     if (gds) destroy(gds);

@@ -25,6 +25,12 @@ struct kvs_file_gds_seat {
   uint64_t bounce;       /* pinned room of a slot, for what libcufile does not take; 0: not needed yet */
 };
 
+struct kvs_file_gds_handle {
+  void *handle; /* the library's; NULL: not registered */
+  int fd;
+  bool refused; /* the library does not take it */
+};
+
 struct kvs_file_gds {
   struct kvs_file_store *store;
   struct kvs_engine *engine;
@@ -43,9 +49,12 @@ struct kvs_file_gds {
   struct kvs_file_gds_seat seats[KVS_FILE_GDS_THREADS];
 
   pthread_mutex_t lock;
-  void **handles; /* guarded by lock: of segments, NULL: not registered */
-  bool *refused;  /* guarded by lock: libcufile does not take that segment */
+  struct kvs_file_gds_handle *files; /* guarded by lock: of segments */
 };
+
+/* gds.c: a file for libcufile, by a descriptor of its own: it refuses flags that the store's have (O_NOFOLLOW). */
+int kvs_file_gds_register(struct kvs_file_gds *, int fd, struct kvs_file_gds_handle *, struct kvs_error *);
+void kvs_file_gds_deregister(struct kvs_file_gds *, struct kvs_file_gds_handle *); /* harmless if it is not */
 
 /* gds_worker.c */
 int kvs_file_gds_wait(struct kvs_file_gds *, kvs_stream, struct kvs_error *); /* until all on it is over */

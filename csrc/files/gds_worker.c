@@ -78,14 +78,12 @@ int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) 
 /* NULL: it does not take that segment. */
 static void *handle_of(struct kvs_file_gds *gds, uint32_t slot) {
   uint32_t segment = slot / gds->store->geometry.slots;
-  struct kvs_cufile_file file = {.type = KVS_CUFILE_DESCRIPTOR, .handle = {.fd = gds->store->segments[segment].fd}};
+  struct kvs_file_gds_handle *file = &gds->files[segment];
+  struct kvs_error ignored;
   pthread_mutex_lock(&gds->lock);
-  if (!gds->handles[segment] && !gds->refused[segment]) {
-    void *made = NULL;
-    gds->refused[segment] = gds->cu->handle_register(&made, &file).code != 0;
-    if (!gds->refused[segment]) gds->handles[segment] = made;
-  }
-  void *handle = gds->handles[segment];
+  if (!file->handle && !file->refused)
+    (void)kvs_file_gds_register(gds, gds->store->segments[segment].fd, file, &ignored);
+  void *handle = file->handle;
   pthread_mutex_unlock(&gds->lock);
   return handle;
 }
