@@ -179,7 +179,8 @@ class Gpu:
         self.count, self.nbytes = count, count * nbytes
         self.memory = [device.alloc(self.nbytes), device.alloc(self.nbytes, host=True)]
         self.gpu, self.host = (kvswap.Pool(device, memory, count, nbytes) for memory in self.memory)
-        self.bytes = np.frombuffer(self.memory[1], np.uint64).reshape(count, nbytes // 8)
+        room: Any = self.memory[1]
+        self.bytes = np.frombuffer(room, np.uint64).reshape(count, nbytes // 8)
         self.ids = np.arange(count)
         self.verified = 0
 

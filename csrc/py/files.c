@@ -458,7 +458,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"info", store_info, NULL, "dict: engine, direct (O_DIRECT) and why not, checksum, sizes in bytes, depth.", NULL},
+    {"info", store_info, NULL,
+     "dict: engine, direct (O_DIRECT), gds, each with why not, checksum, sizes in bytes, depth.", NULL},
     {"block_nbytes", store_block_nbytes, NULL, "int: bytes of a block.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
