@@ -60,6 +60,8 @@ static int open_sample(struct kvs_file_store *store) {
 
 int kvs_file_gds_register(struct kvs_file_gds *gds, int fd, struct kvs_file_gds_handle *file, struct kvs_error *err) {
   char path[32], text[96];
+  memset(file, 0, sizeof *file);
+  (void)fstat(fd, &file->which);
   snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
   int flags = (gds->store->settings.readonly ? O_RDONLY : O_RDWR) | (gds->store->direct ? O_DIRECT : 0);
   file->fd = open(path, flags | O_CLOEXEC);
@@ -79,10 +81,11 @@ int kvs_file_gds_register(struct kvs_file_gds *gds, int fd, struct kvs_file_gds_
 }
 
 void kvs_file_gds_deregister(struct kvs_file_gds *gds, struct kvs_file_gds_handle *file) {
-  if (!file->handle) return;
-  gds->cu->handle_deregister(file->handle);
-  close(file->fd);
-  file->handle = NULL;
+  if (file->handle) {
+    gds->cu->handle_deregister(file->handle);
+    close(file->fd);
+  }
+  memset(file, 0, sizeof *file);
 }
 
 /* -- trying it ----------------------------------------------------------------------------------------------------- */

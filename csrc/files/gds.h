@@ -7,6 +7,8 @@
 #ifndef KVS_FILE_GDS_H
 #define KVS_FILE_GDS_H
 
+#include <sys/stat.h>
+
 #include "files/cufile.h"
 #include "files/store.h"
 
@@ -28,7 +30,8 @@ struct kvs_file_gds_seat {
 struct kvs_file_gds_handle {
   void *handle; /* the library's; NULL: not registered */
   int fd;
-  bool refused; /* the library does not take it */
+  bool refused;      /* the library does not take it */
+  struct stat which; /* the file that it was made of: a reader's place for a segment may become another's */
 };
 
 struct kvs_file_gds {

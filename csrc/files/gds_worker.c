@@ -13,8 +13,6 @@
 
 #include "files/gds.h"
 
-enum { PATIENCE = 16 }; /* calls in a row that get on by less than a page */
-
 /* -- the device ---------------------------------------------------------------------------------------------------- */
 
 struct watched {
@@ -80,9 +78,12 @@ static void *handle_of(struct kvs_file_gds *gds, uint32_t slot) {
   uint32_t segment = slot / gds->store->geometry.slots;
   struct kvs_file_gds_handle *file = &gds->files[segment];
   struct kvs_error ignored;
+  struct stat now;
+  int fd = gds->store->segments[segment].fd;
   pthread_mutex_lock(&gds->lock);
-  if (!file->handle && !file->refused)
-    (void)kvs_file_gds_register(gds, gds->store->segments[segment].fd, file, &ignored);
+  bool other = fstat(fd, &now) || now.st_ino != file->which.st_ino || now.st_dev != file->which.st_dev;
+  if (other) kvs_file_gds_deregister(gds, file);
+  if (!file->handle && !file->refused) (void)kvs_file_gds_register(gds, fd, file, &ignored);
   void *handle = file->handle;
   pthread_mutex_unlock(&gds->lock);
   return handle;
@@ -121,15 +122,12 @@ static ssize_t call(struct kvs_file_gds *gds, void *handle, bool write, size_t a
 /* All of the span: 0, or a code. */
 static int move_directly(struct kvs_file_gds *gds, void *handle, const struct kvs_file_span *span) {
   const size_t nbytes = span->pieces[0].iov_len, begin = (size_t)((uint8_t *)span->pieces[0].iov_base - gds->staging);
-  unsigned idle = 0;
   for (size_t done = 0; done < nbytes;) {
     ssize_t n = call(gds, handle, span->write, begin + done, nbytes - done, span->offset + done);
     if (n == -EINTR) continue;
     if (n < 0) return n > -KVS_CUFILE_CODES_END ? (int)-n : EIO;
-    if (n == 0) return span->write ? EIO : KVS_FILE_ENDED;
     size_t on = (size_t)n < nbytes - done ? (size_t)n / KVS_FILE_PAGE * KVS_FILE_PAGE : (size_t)n;
-    idle = on ? 0 : idle + 1;
-    if (idle == PATIENCE) return EIO;
+    if (on == 0) return span->write ? EIO : KVS_FILE_ENDED;
     done += on;
   }
   return 0;
