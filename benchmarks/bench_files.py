@@ -1,10 +1,11 @@
 """The file tier beside fio: sequential and random load and store of blocks, on the same disk, in the same run.
 
-    python benchmarks/bench_files.py DIR [--bytes 4GiB] [--runs 3] [--device cuda:0]
+    python benchmarks/bench_files.py DIR [--bytes 4GiB] [--runs 3] [--device cuda:0 [--gds compat] [--device-only]]
 
 Both use O_DIRECT, the same block size, depth and durability; they take turns in going first, and medians are told, with
 the processor's time a GB. fio writes bare blocks, the store blocks with a header page and their checksum, which it
-compares on loading. With a device, also GPU to file and back through staging, beside one bare copy of the link.
+compares on loading. With a device, also GPU to file and back through staging, and with --gds by libcufile, every byte
+compared, beside one bare copy of the link.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvswap
+from kvswap import _C
 from kvswap.files import FileStore, FileTransfer, Layout
 from kvswap.replay.units import parse_size
 
@@ -157,29 +160,88 @@ def timed(nbytes: int, call: Callable[[], Any]) -> float:
     return nbytes / (time.monotonic() - begin) / 1e9
 
 
-def through_staging(args: argparse.Namespace) -> None:
-    """GPU -> file -> GPU, beside the same from host memory and one bare copy each way."""
+def checksum_by_kernel(device: kvswap.Device, ptr: int, nbytes: int, count: int) -> float:
+    """One launch a block, as the file tier makes them when blocks lie in device memory: GB/s."""
+    word, stream = device.alloc(4), kvswap.Stream(device)
+    begin, end = (kvswap.Event(device, timing=True) for _ in range(2))
+    begin.record(stream)
+    for i in range(count):
+        _C._seam(device, "launch_crc", ptr + i * nbytes, nbytes, word.ptr, stream.handle)
+    end.record(stream)
+    end.synchronize(WAIT)
+    return count * nbytes / begin.elapsed_time(end) / 1e9
+
+
+class Gpu:
+    """Blocks on the device whose bytes are known, and room beside them on the host to compare."""
+
+    def __init__(self, device: kvswap.Device, nbytes: int, count: int) -> None:
+        self.count, self.nbytes = count, count * nbytes
+        self.memory = [device.alloc(self.nbytes), device.alloc(self.nbytes, host=True)]
+        self.gpu, self.host = (kvswap.Pool(device, memory, count, nbytes) for memory in self.memory)
+        room: Any = self.memory[1]
+        self.bytes = np.frombuffer(room, np.uint64).reshape(count, nbytes // 8)
+        self.ids = np.arange(count)
+        self.verified = 0
+
+    def fill(self) -> None:
+        """Block i is i + 1 times the odd numbers: none is like another."""
+        odd = np.arange(1, 2 * self.bytes.shape[1], 2, dtype=np.uint64)
+        np.multiply(odd, (self.ids + 1).astype(np.uint64)[:, None], out=self.bytes)
+        kvswap.move_blocks(self.host, self.gpu, self.ids, self.ids).wait(WAIT)
+
+    def check(self, back: Any) -> None:
+        """Block i was loaded to slot back[i]."""
+        kvswap.move_blocks(self.gpu, self.host, self.ids, self.ids).wait(WAIT)
+        odd = np.arange(1, 2 * self.bytes.shape[1], 2, dtype=np.uint64)
+        for i, slot in enumerate(back):
+            if not (self.bytes[slot] == odd * np.uint64(i + 1)).all():
+                raise SystemExit(f"block {i}, loaded to slot {slot}, is wrong")
+        self.verified += self.nbytes
+
+
+def gpu_and_files(args: argparse.Namespace, nbytes: int) -> None:
+    """GPU -> file -> GPU through staging and, if asked, by libcufile, beside host memory and one bare copy each way."""
     device = kvswap.Device(args.device)
-    nbytes, count = 2 << 20, min(1024, args.bytes // (2 << 20))
-    gpu, host = device.alloc(count * nbytes), device.alloc(count * nbytes, host=True)
-    pools = [kvswap.Pool(device, memory, count, nbytes) for memory in (gpu, host)]
-    ids, back = np.arange(count), np.random.default_rng(3).permutation(count)
-    all_of_it = count * nbytes
-    keys = np.arange(count, dtype="<u8").view(np.uint8).reshape(count, 8)
-    for direction, (source, target) in (("D2H", pools), ("H2D", pools[::-1])):
-        best = max(timed(all_of_it, partial(kvswap.move_blocks, source, target, ids, ids)) for _ in range(3))
-        print(f"one copy {direction}, {all_of_it >> 20} MiB: {best:.2f} GB/s")
-    folder = args.folder / "gpu"
-    for name, pool in (("host memory", pools[1]), ("GPU", pools[0])):
-        rates: dict[str, list[float]] = {"store": [], "load": []}
-        for _ in range(args.runs):
-            shutil.rmtree(folder, ignore_errors=True)
-            with FileStore(folder, Layout(nbytes), capacity=2 * all_of_it + (2 << 30), device=device) as store:
-                rates["store"].append(timed(all_of_it, partial(store.store, keys, pool, ids)))
-                rates["load"].append(timed(all_of_it, partial(store.load, keys, pool, back)))
-        told = ", ".join(f"{what} {statistics.median(values):.2f} GB/s" for what, values in rates.items())
-        print(f"{name:<11} <-> file, blocks of 2 MiB: {told}", flush=True)
+    gpu = Gpu(device, nbytes, min((2 << 30) // nbytes, args.bytes // nbytes))
+    gpu.fill()
+    for direction, (source, target) in (("D2H", (gpu.gpu, gpu.host)), ("H2D", (gpu.host, gpu.gpu))):
+        best = max(timed(gpu.nbytes, partial(kvswap.move_blocks, source, target, gpu.ids, gpu.ids)) for _ in range(3))
+        print(f"one copy {direction}, {gpu.nbytes >> 20} MiB: {best:.2f} GB/s")
+    rate = checksum_by_kernel(device, gpu.memory[0].ptr, nbytes, gpu.count)
+    print(f"checksum by kernel, a launch a block: {rate:.2f} GB/s")
+    keys = np.arange(gpu.count, dtype="<u8").view(np.uint8).reshape(gpu.count, 8)
+    back = np.random.default_rng(3).permutation(gpu.count)
+    ways = [("host memory", gpu.host, "off"), ("GPU, pinned staging", gpu.gpu, "off")]
+    ways += [("GPU, libcufile", gpu.gpu, args.gds)] if args.gds != "off" else []
+    rates: dict[str, dict[str, list[Result]]] = {name: {"store": [], "load": []} for name, _, _ in ways}
+    notes: dict[str, str] = {}
+    for run in range(args.runs):
+        for name, pool, gds in ways if run % 2 == 0 else ways[::-1]:  # a disk may give its best to who comes first
+            notes[name] = one_way(args, gpu, pool, gds, (keys, back), rates[name])
+    for name, of_way in rates.items():
+        told = ", ".join(f"{what}{show(results)}" for what, results in of_way.items())
+        print(f"{name:<20} <-> file, {nbytes >> 10:>5} KiB: {told}{notes[name]}", flush=True)
+    print(f"{gpu.verified} bytes verified")
+
+
+def one_way(args: argparse.Namespace, gpu: Gpu, pool: Any, gds: Any, what: Any, rates: dict[str, list[Result]]) -> str:
+    folder, (keys, back) = args.folder / "gpu", what
     shutil.rmtree(folder, ignore_errors=True)
+    nbytes, capacity = gpu.nbytes // gpu.count, 2 * gpu.nbytes + (2 << 30)
+    options = {"durability": args.durability, "device": args.device, "gds": gds}
+    gpu.fill()
+    with FileStore(folder, Layout(nbytes), capacity=capacity, **options) as store:
+        for name, ids in (("store", gpu.ids), ("load", back)):
+            begin, before = time.monotonic(), cpu_seconds()
+            getattr(store, name)(keys, pool, ids).wait(WAIT)
+            rates[name].append(result(gpu.nbytes, begin, before))
+        info, stats = store.info, store.stats()
+    if pool is gpu.gpu:
+        gpu.check(back)
+    shutil.rmtree(folder, ignore_errors=True)
+    by_it = stats["gds_read_nbytes"] + stats["gds_written_nbytes"]
+    return f"; gds {info['gds']} ({info['gds_note']}), {by_it} bytes by libcufile" if gds != "off" else ""
 
 
 def main() -> None:
@@ -188,7 +250,11 @@ def main() -> None:
     parser.add_argument("--bytes", type=parse_size, default=4 << 30, help="of all blocks (default 4GiB)")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--durability", choices=("none", "flush", "fsync"), default="none")
-    parser.add_argument("--device", help="also through staging, on this device")
+    parser.add_argument("--device", help="also between this device and files")
+    parser.add_argument(
+        "--gds", choices=("off", "auto", "compat"), default="off", help="with --device: by libcufile too"
+    )
+    parser.add_argument("--device-only", action="store_true", help="nothing but what --device does")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     with FileStore(args.folder / "probe", Layout(1), capacity=1 << 20) as store:
@@ -198,11 +264,11 @@ def main() -> None:
         f"kvswap {kvswap.__version__}, {os.cpu_count()} processors, {info['engine']}, O_DIRECT {info['direct']}, "
         f"durability {args.durability}, {args.bytes >> 20} MiB a case, medians of {args.runs}; s: processor a GB"
     )
-    for engine in ("io_uring", "threads") if info["engine"] == "io_uring" else ("threads",):
-        for nbytes in SIZES:
-            one_size(args, nbytes, engine)
-    if args.device:
-        through_staging(args)
+    engines = ("io_uring", "threads") if info["engine"] == "io_uring" else ("threads",)
+    for engine, nbytes in product(() if args.device_only else engines, SIZES):
+        one_size(args, nbytes, engine)
+    for nbytes in SIZES if args.device else ():
+        gpu_and_files(args, nbytes)
 
 
 if __name__ == "__main__":

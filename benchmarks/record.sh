@@ -134,6 +134,26 @@ engines() {
   tail -n 20 "$out/handlers.txt" "$out/fastdeploy.txt" "$out/files.txt"
 }
 
+# The file tier by libcufile, in its compatibility mode where nvidia-fs is not loaded: its tests, the checksum's kernel
+# under compute-sanitizer, GB/s. FILES: a folder on a file system that libcufile takes: without udev's data, as in a
+# container, that is none on a disk; /dev/shm it takes.
+gds() {
+  local folder="${FILES:-$out/files}"
+  mkdir -p "$folder"
+  pytest 300 -q --basetemp "$folder/pytest" tests/test_files_gds.py >"$out/gds_suite.txt" 2>&1
+  for tool in memcheck racecheck initcheck synccheck; do
+    echo "== $tool"
+    timeout -k 5 100 compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -P -m pytest -p no:cacheprovider -q \
+      --device cuda:0 --serial -k checksum_of_a_kernel tests/test_files_gds.py
+    echo "exit status $?"
+  done >"$out/gds_sanitizer.txt" 2>&1
+  timeout 250 python3 -P benchmarks/bench_files.py "$folder/bench" --bytes 2GiB --device cuda:0 --gds compat \
+    --device-only >"$out/gds.txt" 2>&1
+  tail -n 3 "$out/gds_suite.txt"
+  grep -E "^==|SUMMARY|exit status|passed" "$out/gds_sanitizer.txt"
+  cat "$out/gds.txt"
+}
+
 replay() {
   run 60 kvswap demo >"$out/demo.txt" 2>&1
   tail -n 12 "$out/demo.txt"
@@ -147,9 +167,9 @@ replay() {
 }
 
 case $part in
-suite | hazards | sanitize | bench | load | tune | memory | peers | engines | replay) "$part" ;;
+suite | hazards | sanitize | bench | load | tune | memory | peers | engines | gds | replay) "$part" ;;
 *)
-  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, load, tune, memory, peers, engines, replay" >&2
+  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, load, tune, memory, peers, engines, gds, replay" >&2
   exit 2
   ;;
 esac

@@ -29,6 +29,11 @@ enum kvs_file_durability {
   KVS_FILE_FLUSH, /* ... when it was handed to the disk */
   KVS_FILE_FSYNC, /* ... when the disk says that it would survive a power failure */
 };
+enum kvs_file_gds_mode {
+  KVS_FILE_GDS_AUTO,   /* GPUDirect Storage where the driver says that it is real */
+  KVS_FILE_GDS_COMPAT, /* ... or else libcufile's compatibility mode, which goes through host memory by itself */
+  KVS_FILE_GDS_OFF,
+};
 enum kvs_file_engine { KVS_FILE_AUTO, KVS_FILE_THREADS, KVS_FILE_URING };
 
 struct kvs_file_settings {
@@ -39,12 +44,13 @@ struct kvs_file_settings {
   uint64_t segment_nbytes; /* of a segment file; 0: as suits */
   enum kvs_file_engine engine;
   enum kvs_file_durability durability;
-  unsigned depth;            /* reads and writes under way at once; 0: as suits */
-  unsigned queue;            /* unfinished transfers, of loads and of stores each, before KVS_QUEUE_FULL; 0: 128 */
-  bool buffered;             /* through the page cache, also where O_DIRECT would do */
-  bool readonly;             /* beside another process that has it open, or on a file system that cannot be written */
-  struct kvs_engine *device; /* of the pools whose blocks are stored and loaded; NULL: addresses of host memory only */
-  uint64_t staging_nbytes;   /* pinned memory between device and files; 0: as suits */
+  enum kvs_file_gds_mode gds; /* of pools; where it cannot be used, staging in host memory is: kvs_file_info.gds_note */
+  unsigned depth;             /* reads and writes under way at once; 0: as suits */
+  unsigned queue;             /* unfinished transfers, of loads and of stores each, before KVS_QUEUE_FULL; 0: 128 */
+  bool buffered;              /* through the page cache, also where O_DIRECT would do */
+  bool readonly;              /* beside another process that has it open, or on a file system that cannot be written */
+  struct kvs_engine *device;  /* of the pools whose blocks are stored and loaded; NULL: addresses of host memory only */
+  uint64_t staging_nbytes;    /* pinned, with GDS device, memory between pools and files; 0: as suits */
 };
 
 /* Make or open a store. KVS_INVALID: what is there has another layout (the message names both) and is left alone.
@@ -138,6 +144,8 @@ struct kvs_file_stats {
   uint64_t lost_slots;              /* that could not be erased, and are not used until the next open */
   uint64_t unfinished_loads, unfinished_stores; /* transfers, now */
   uint64_t refused_full;
+  uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */
+  uint64_t gds_by_host;                         /* blocks that libcufile did not take: they went by host memory */
 };
 KVS_API void kvs_file_get_stats(struct kvs_file_store *, struct kvs_file_stats *);
 
@@ -146,6 +154,8 @@ struct kvs_file_info {
   char engine_note[160]; /* why not io_uring; empty where it is */
   bool direct;           /* O_DIRECT */
   char direct_note[160];
+  const char *gds; /* "on", "compat" or "off" */
+  char gds_note[160];
   const char *checksum;
   bool readonly;
   uint64_t block_nbytes, slot_nbytes, segment_nbytes, capacity;
@@ -153,8 +163,9 @@ struct kvs_file_info {
 };
 KVS_API void kvs_file_get_info(struct kvs_file_store *, struct kvs_file_info *);
 
-/* GPUDirect Storage: false, with why not. */
-KVS_API bool kvs_file_gds(char note[200]);
+/* Whether a store would use GPUDirect Storage (with `compat`: or the compatibility mode), as far as can be known
+ * without opening libcufile's driver; `note` says by what, or why not. */
+KVS_API bool kvs_file_gds(bool compat, char note[200]);
 
 #ifdef __cplusplus
 }

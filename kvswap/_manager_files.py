@@ -30,25 +30,40 @@ class ManagerFiles:
         self._device, self._pool_nbytes = device, list(pool_nbytes)
         self._layout = Layout(sum(pool_nbytes), use="KVCacheTransferManager", **shape)
         self._options = {"capacity": _CAPACITY, **options}
+        self._gds = {"posix": "off", "gds": self._options.pop("gds", "auto")}  # what a mode asks of a store
         self._lock = threading.Lock()
-        self._stores: dict[str, FileStore] = {}  # guarded by _lock
+        self._stores: dict[str, tuple[FileStore, str]] = {}  # guarded by _lock: with the mode that it was opened for
         self._under_way: list[tuple[FileTransfer, frozenset[int]]] = []  # guarded by _lock: with their primary blocks
 
-    def store_of(self, directory: str | None) -> FileStore:
+    def store_of(self, directory: str | None, mode: str) -> FileStore:
+        """Of one directory there is one store: it is opened anew when the mode changes, after what is under way."""
         if not directory:
             raise ValueError("directory is needed: modes 'posix' and 'gds' keep blocks in files there")
         path = os.path.abspath(directory)
+        if mode == "gds":
+            self._check_gds(*_C._file_gds(self._gds[mode] == "compat"))
         with self._lock:
+            if path in self._stores and self._stores[path][1] != mode:
+                self._stores[path][0].close(_WAIT)
+                del self._stores[path]
             if path not in self._stores:
-                self._stores[path] = FileStore(path, self._layout, device=self._device, **self._options)
-            return self._stores[path]
+                store = FileStore(path, self._layout, device=self._device, gds=self._gds[mode], **self._options)
+                if mode == "gds" and store.info["gds"] == "off":
+                    store.close()
+                    self._check_gds(False, store.info["gds_note"])
+                self._stores[path] = store, mode
+            return self._stores[path][0]
 
-    def offload(self, directory: str | None, pools: Any, slots: Any, ids: Any, after: Any) -> FileTransfer:
-        store = self.store_of(directory)
+    def _check_gds(self, usable: bool, why: str) -> None:
+        if not usable:
+            raise _C.Error(f"mode 'gds' cannot be used: {why}; mode 'posix' moves the same blocks through host memory")
+
+    def offload(self, directory: str | None, mode: str, pools: Any, slots: Any, ids: Any, after: Any) -> FileTransfer:
+        store = self.store_of(directory, mode)
         return self._began(store.store(_keys(ids), pools, slots, after=after), slots)
 
-    def onboard(self, directory: str | None, pools: Any, slots: Any, ids: Any, after: Any) -> FileTransfer:
-        store = self.store_of(directory)
+    def onboard(self, directory: str | None, mode: str, pools: Any, slots: Any, ids: Any, after: Any) -> FileTransfer:
+        store = self.store_of(directory, mode)
         assert directory is not None
         self._take_in(store, directory, ids)
         return self._began(store.load(_keys(ids), pools, slots, after=after), slots)
@@ -89,7 +104,7 @@ class ManagerFiles:
     def close(self, timeout: float | None) -> None:
         with self._lock:
             stores, self._stores = list(self._stores.values()), {}
-        for store in stores:
+        for store, _ in stores:
             store.close(timeout)
 
 

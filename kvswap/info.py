@@ -39,7 +39,7 @@ class Report:
     cuda_note: str  # why there are no CUDA devices; empty if there are
     devices: list[DeviceInfo]
     opened: dict[str, Opened]  # by name
-    files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" or why not
+    files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" (by what) or why not
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=_plain)
@@ -87,12 +87,17 @@ def _files() -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder, FileStore(folder, Layout(1), capacity=1 << 20, depth=1) as store:
             info = store.info
     except (OSError, _C.Error) as error:
-        return {"io_uring": f"cannot be tried: {error}", "GPUDirect Storage": _C._file_gds()}
+        return {"io_uring": f"cannot be tried: {error}", "GPUDirect Storage": _gds()}
     return {
         "io_uring": "on" if info["engine"] == "io_uring" else f"{info['engine_note']}; threads do the work",
         "checksum by instruction": "on" if info["checksum"] != "table" else "the processor has none",
-        "GPUDirect Storage": _C._file_gds(),
+        "GPUDirect Storage": _gds(),
     }
+
+
+def _gds() -> str:
+    usable, note = _C._file_gds(False)
+    return f"on: {note}" if usable else note
 
 
 def _open(name: str) -> Opened:
@@ -113,7 +118,7 @@ def _facts(device: DeviceInfo) -> list[str]:
 
 
 def _state(state: str) -> str:
-    return state if state == "on" else f"off: {state}"
+    return state if state == "on" or state.startswith("on: ") else f"off: {state}"
 
 
 def _opened(opened: Opened | None) -> list[str]:

@@ -246,12 +246,8 @@ def _locate(blocks: Any, is_primary: bool, name: str) -> tuple[_Ids, bool]:
 
 
 def _check_mode(mode: str) -> None:
-    if mode in ("dram", "posix"):
-        return
-    if mode == "gds":
-        why = _C._file_gds()
-        raise _C.Error(f"mode 'gds' cannot be used: {why}; mode 'posix' moves the same blocks through staging")
-    raise ValueError(f"mode is {mode!r}; it is one of 'dram', 'posix', 'gds'")
+    if mode not in ("dram", "posix", "gds"):
+        raise ValueError(f"mode is {mode!r}; it is one of 'dram', 'posix', 'gds'")
 
 
 @dataclass
@@ -288,7 +284,8 @@ class KVCacheTransferManager:
 
     pools: KVCacheBlockPools; a block is the same slot of each. device: Device, its name, or None: the current GPU, or
       host:0 where there is none. path, priority, max_ctas, pace_gbps: as kvswap.move_blocks takes them, for every copy.
-    file_options: of kvswap.files.FileStore for mode "posix": capacity (default 64 GiB), durability, engine, ...
+    file_options: of kvswap.files.FileStore for modes "posix" and "gds": capacity (default 64 GiB), durability, engine,
+      gds (in mode "gds"), ...
 
     Order. Offloads are one lane, onboards another: each behaves as work on a stream of its own, in the order of
     submission; copies of the two lanes run side by side, and loads are given the better priority. Whatever lane they
@@ -458,8 +455,10 @@ class KVCacheTransferManager:
           secondary memory. offload_block then is the number that the blocks have there, from 0 on, and names no memory;
           onboard() finds them by it. Whole blocks are copied; layer_events and after_layers are not for files; a
           FileTransfer is returned, which has the same methods but those about streams. What the manager copies
-          afterwards from or to these primary blocks waits for it here, and so does sync_transfers(). "gds": the same by
-          GPUDirect Storage; kvswap.Error where it is not there.
+          afterwards from or to these primary blocks waits for it here, and so does sync_transfers(). "gds": the same
+          files by GPUDirect Storage; kvswap.Error says why where the driver does not say that it is real, unless
+          file_options has gds="compat": then libcufile's compatibility mode will do. A directory's store is opened
+          anew, after what is under way there, when the mode changes.
         layer_events: layers arrive in order, and each can be waited for (Transfer.make_wait_layer, layer_done). Layers
           count from 0 within each pool; layer l of the transfer is layer l of every pool that has one.
         after: Event, Transfer or stream to start after, or an iterable of them. after_layers: one a layer: what the
@@ -471,7 +470,7 @@ class KVCacheTransferManager:
         _check_mode(mode)
         if mode != "dram":
             layered = layer_events or after_layers is not None
-            return self._to_or_from_files(_OFFLOAD, block, offload_block, directory, layered, after)
+            return self._to_or_from_files(_OFFLOAD, block, offload_block, mode, directory, layered, after)
         return self._move(_OFFLOAD, block, offload_block, num_tokens_to_copy, layer_events, after, after_layers)
 
     @overload
@@ -521,11 +520,11 @@ class KVCacheTransferManager:
         _check_mode(mode)
         if mode != "dram":
             layered = layer_events or after_layers is not None
-            return self._to_or_from_files(_ONBOARD, block, offloaded_block, directory, layered, after)
+            return self._to_or_from_files(_ONBOARD, block, offloaded_block, mode, directory, layered, after)
         return self._move(_ONBOARD, offloaded_block, block, num_tokens_to_copy, layer_events, after, after_layers)
 
     def _to_or_from_files(
-        self, call: _Call, primary: Any, number: Any, directory: str | None, layered: bool, after: Any
+        self, call: _Call, primary: Any, number: Any, mode: str, directory: str | None, layered: bool, after: Any
     ) -> FileTransfer:
         loads = call is _ONBOARD
         slots, is_primary = _locate(primary, True, "block")
@@ -540,7 +539,7 @@ class KVCacheTransferManager:
             raise ValueError("a block in files has a number from 0 on")
         order = [self._onboard_stream if loads else self._offload_stream, *_several(after)]
         run = self._files.onboard if loads else self._files.offload
-        transfer = run(directory, self._sides[True], slots, numbers, order)
+        transfer = run(directory, mode, self._sides[True], slots, numbers, order)
         self._count(False, call, len(slots), transfer.nbytes)
         return transfer
 

@@ -277,6 +277,16 @@ static void close_device(struct kvs_device *base) {
   free(device);
 }
 
+static int bind(struct kvs_device *device, struct kvs_error *err) {
+  const struct kvs_cuda_device *self = (const struct kvs_cuda_device *)device;
+  return kvs_cuda_result(self->cu, self->cu->cuCtxPushCurrent(self->context), "cuCtxPushCurrent", err);
+}
+
+static void unbind(struct kvs_device *device) {
+  kvs_cu_context popped = NULL;
+  (void)((const struct kvs_cuda_device *)device)->cu->cuCtxPopCurrent(&popped);
+}
+
 static const struct kvs_device_ops cuda_ops = {
     .kind = "cuda",
     .close = close_device,
@@ -306,6 +316,8 @@ static const struct kvs_device_ops cuda_ops = {
     .launch = kvs_cuda_launch,
     .write32 = write32,
     .wait32 = wait32,
+    .bind = bind,
+    .unbind = unbind,
     .share = &kvs_cuda_share_ops,
 };
 

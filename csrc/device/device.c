@@ -309,3 +309,13 @@ int kvs_dev_write32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs
 int kvs_dev_wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_stream stream, struct kvs_error *err) {
   THROUGH(wait32, ptr, value, stream, err);
 }
+
+int kvs_dev_bind(struct kvs_device *device, struct kvs_error *err) {
+  int status = kvs_dev_enter(device, "bind", err);
+  if (!status && device->ops->bind) status = device->ops->bind(device, err);
+  return kvs_dev_leave(device, status, err);
+}
+
+void kvs_dev_unbind(struct kvs_device *device) {
+  if (device->ops->unbind && device->fork_generation == fork_generation) device->ops->unbind(device);
+}

@@ -137,6 +137,11 @@ struct kvs_device_ops {
   int (*wait32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream,
                 struct kvs_error *); /* until (int32)(*ptr - value) >= 0 */
 
+  /* (optional: nothing) Make the device's context the calling thread's until unbind: for libraries that look for one.
+   */
+  int (*bind)(struct kvs_device *, struct kvs_error *);
+  void (*unbind)(struct kvs_device *);
+
   const struct kvs_share_ops *share; /* (optional) with other processes: share.h */
 };
 
@@ -196,5 +201,7 @@ int kvs_dev_fill(struct kvs_device *, uint64_t dst, uint32_t word, size_t nwords
 int kvs_dev_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
 int kvs_dev_write32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
 int kvs_dev_wait32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
+int kvs_dev_bind(struct kvs_device *, struct kvs_error *);
+void kvs_dev_unbind(struct kvs_device *); /* after a bind that succeeded, on the same thread; of a lost device too */
 
 #endif

@@ -171,8 +171,10 @@ static bool in_place(const struct kvs_file_item *item) {
   return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;
 }
 
+static bool on_device(const struct kvs_file_item *item) { return item->transfer->pools && item->transfer->store->gds; }
+
 static uint8_t *header_of(const struct kvs_file_item *item) {
-  return item->transfer->pools ? memory_of(item) - KVS_FILE_PAGE : item->request.scratch;
+  return item->transfer->pools && !on_device(item) ? memory_of(item) - KVS_FILE_PAGE : item->request.scratch;
 }
 
 static void span_of_block(struct kvs_file_item *item, bool write) {
@@ -180,7 +182,7 @@ static void span_of_block(struct kvs_file_item *item, bool write) {
   const uint64_t page = KVS_FILE_PAGE, whole = store->geometry.block_nbytes / page * page;
   struct kvs_file_span *span = &item->request.span;
   uint8_t *header = header_of(item);
-  span_of_page(item, item->slot, header);
+  span_of_page(item, item->slot, item->transfer->pools ? memory_of(item) - page : header);
   span->write = write;
   span->dsync = span->dsync && write;
   if (item->transfer->pools || !in_place(item)) {
@@ -220,14 +222,25 @@ static void prepare_write(struct kvs_file_item *item) {
     memcpy(behind, data + whole, g->block_nbytes - whole);
     memset(behind + (g->block_nbytes - whole), 0, page - (g->block_nbytes - whole));
   }
-  header.data_crc = kvs_crc32c(0, data, g->block_nbytes);
+  header.data_crc = on_device(item) ? item->crc : kvs_crc32c(0, data, g->block_nbytes);
   kvs_file_header_write(&header, page_at);
   span_of_block(item, true);
 }
 
+static enum kvs_file_begun give_up(struct kvs_file_item *item, int status, int code) {
+  struct kvs_file_store *store = item->transfer->store;
+  pthread_mutex_lock(&store->lock);
+  kvs_file_item_finish_locked(item, status, code);
+  kvs_file_run_ready_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return KVS_FILE_SKIP;
+}
+
 static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
-  int code;
+  int code, status = KVS_OK;
+  if (on_device(item) && item->staging != UINT32_MAX) status = kvs_file_gds_checksum(item, &item->crc, &code);
+  if (status) return give_up(item, status, code);
   pthread_mutex_lock(&store->lock);
   enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);
   bool staging_first = item->transfer->pools && item->staging == UINT32_MAX;
@@ -379,7 +392,7 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
 
 /* KVS_OK: the bytes are those that were stored under the key. Another block in the slot, whole, is not damage where
  * another process writes. */
-static int check_block(const struct kvs_file_item *item, const uint8_t *data) {
+static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   const struct kvs_file_store *store = item->transfer->store;
   const struct kvs_file_geometry *g = &store->geometry;
   struct kvs_file_header header;
@@ -391,7 +404,13 @@ static int check_block(const struct kvs_file_item *item, const uint8_t *data) {
               (store->settings.readonly || header.sequence == item->entry->sequence);
   if (!same) return store->settings.readonly ? KVS_MISSING : KVS_DAMAGED;
   if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
-  return kvs_crc32c(0, data, g->block_nbytes) == header.data_crc ? KVS_OK : KVS_DAMAGED;
+  uint32_t crc;
+  int status = KVS_OK;
+  if (on_device(item))
+    status = kvs_file_gds_checksum(item, &crc, &item->code);
+  else
+    crc = kvs_crc32c(0, data, g->block_nbytes);
+  return status ? status : crc == header.data_crc ? KVS_OK : KVS_DAMAGED;
 }
 
 static int read_ended(struct kvs_file_item *item) {
@@ -426,7 +445,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
   }
   pthread_mutex_lock(&store->lock);
   if (status == KVS_DAMAGED || status == KVS_MISSING) forget_locked(item);
-  kvs_file_item_finish_locked(item, status, code);
+  kvs_file_item_finish_locked(item, status, code ? code : item->code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
 }

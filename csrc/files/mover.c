@@ -1,5 +1,5 @@
-/* Blocks of pools, through a ring of pinned staging: the copy engine moves pieces between device and staging while the
- * store's threads read and write others.
+/* Blocks of pools, through a ring of staging, which is pinned memory, with GPUDirect Storage device memory: the copy
+ * engine moves pieces between device and staging while the store's threads read and write others.
  *
  * A staging slot is a header page and a block, as on disk. One thread does it all: it waits for gates (what a transfer
  * starts after), gives staging slots to items that have their key, submits copies in batches by kvs_move_blocks() on
@@ -99,6 +99,15 @@ void kvs_file_mover_release(struct kvs_file_item *item) {
   pthread_mutex_unlock(&mover->lock);
 }
 
+/* It is staged, or needs no staging: to or from its file. */
+static void push_on(struct kvs_file_item *item) {
+  struct kvs_file_store *store = item->transfer->store;
+  if (store->gds && item->transfer->pools)
+    kvs_file_gds_push(item);
+  else
+    kvs_file_queue_push(&store->queue, &item->request);
+}
+
 static void finish(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
@@ -141,7 +150,7 @@ static void end_copy(struct kvs_file_mover *mover, struct copy *copy) {
     } else if (is_load(item)) {
       finish(item, KVS_OK, 0);
     } else {
-      kvs_file_queue_push(&mover->store->queue, &item->request);
+      push_on(item);
     }
   }
   kvs_transfer_unref(copy->transfer);
@@ -311,7 +320,7 @@ static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
     put_back(mover, items, count);
     return false;
   }
-  for (size_t i = 0; i < count; i++) kvs_file_queue_push(&mover->store->queue, &items[i]->request);
+  for (size_t i = 0; i < count; i++) push_on(items[i]);
   return true;
 }
 
@@ -493,7 +502,10 @@ static void destroy(struct kvs_file_mover *mover) {
   free(mover->pools);
   for (int i = 0; i < 2; i++)
     if (mover->streams[i]) (void)kvs_dev_stream_destroy(device, mover->streams[i], &ignored);
-  if (mover->staging) (void)kvs_engine_free(mover->engine, mover->staging, &ignored);
+  if (mover->store->gds)
+    kvs_file_gds_close(mover->store);
+  else if (mover->staging)
+    (void)kvs_engine_free(mover->engine, mover->staging, &ignored);
   pthread_cond_destroy(&mover->changed);
   pthread_mutex_destroy(&mover->lock);
   pthread_mutex_destroy(&mover->pools_lock);
@@ -510,11 +522,14 @@ static int make_staging(struct kvs_file_mover *mover, struct kvs_error *err) {
   mover->free = calloc(mover->nslots, sizeof *mover->free);
   if (!mover->free) return kvs_fail(err, KVS_NOMEM, "no memory for %u staging slots", mover->nslots);
   size_t nbytes = mover->nslots * store->geometry.slot_nbytes + KVS_FILE_PAGE;
-  int status = kvs_engine_alloc(mover->engine, nbytes, true, &mover->staging, err);
-  if (status) return status;
-  memset((void *)(uintptr_t)mover->staging, 0, nbytes);
-  store->queue.fixed = (uint8_t *)(uintptr_t)mover->staging;
-  store->queue.fixed_nbytes = nbytes;
+  int status = KVS_OK;
+  if (!kvs_file_gds_open(store, nbytes, &mover->staging)) {
+    status = kvs_engine_alloc(mover->engine, nbytes, true, &mover->staging, err);
+    if (status) return status;
+    memset((void *)(uintptr_t)mover->staging, 0, nbytes);
+    store->queue.fixed = (uint8_t *)(uintptr_t)mover->staging;
+    store->queue.fixed_nbytes = nbytes;
+  }
   for (uint32_t i = 0; i < mover->nslots; i++) mover->free[mover->nfree++] = mover->nslots - 1 - i;
   status = kvs_dev_stream_create(device, device->info.priority_high, &mover->streams[1], err);
   return status ? status : kvs_dev_stream_create(device, device->info.priority_low, &mover->streams[0], err);

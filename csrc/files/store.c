@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "files/crc32c.h"
+#include "files/cufile.h"
 #include "files/store.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
@@ -124,6 +125,8 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   store->settings.layout = store->geometry.layout;
   if (!store->settings.queue) store->settings.queue = DEFAULT_QUEUE;
   store->folder = store->state = -1;
+  store->gds_mode = "off";
+  snprintf(store->gds_note, sizeof store->gds_note, "the store has no device");
   pthread_mutex_init(&store->lock, NULL);
   pthread_mutex_init(&store->faults.lock, NULL);
   init_ended(store);
@@ -223,12 +226,13 @@ void kvs_file_shutdown(int64_t timeout_ns) {
       kvs_file_ref(store);
     }
     pthread_mutex_unlock(&stores_lock);
-    if (!store) return;
+    if (!store) break;
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
     /* who does not get ready keeps its reference: its threads still use it */
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
       kvs_file_unref(store);
   }
+  (void)kvs_cufile_close();
 }
 
 void kvs_file_ref(struct kvs_file_store *store) { atomic_fetch_add(&store->refs, 1); }
@@ -278,6 +282,9 @@ void kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *sta
   stats->file_nbytes = store->nsegments * store->geometry.segment_nbytes;
   stats->unfinished_loads = store->unfinished[1];
   stats->unfinished_stores = store->unfinished[0];
+  stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
+  stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
+  stats->gds_by_host = atomic_load(&store->gds_by_host);
   pthread_mutex_unlock(&store->lock);
 }
 
@@ -285,6 +292,7 @@ void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info)
   *info = (struct kvs_file_info){
       .engine = store->ops->name,
       .direct = store->direct,
+      .gds = store->gds_mode,
       .checksum = kvs_crc32c_how(),
       .readonly = store->settings.readonly,
       .block_nbytes = store->geometry.block_nbytes,
@@ -295,4 +303,5 @@ void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info)
   };
   snprintf(info->engine_note, sizeof info->engine_note, "%s", store->engine_note);
   snprintf(info->direct_note, sizeof info->direct_note, "%s", store->direct_note);
+  snprintf(info->gds_note, sizeof info->gds_note, "%s", store->gds_note);
 }

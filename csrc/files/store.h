@@ -33,6 +33,7 @@ struct kvs_file_item {
   uint64_t sequence;
   uint32_t slot, old; /* being read, written or erased; and the one before */
   uint32_t staging;   /* number of its staging slot */
+  uint32_t crc;       /* stores, staged in device memory: of the block there */
   enum kvs_file_phase phase;
   bool begun; /* guarded by lock: it cannot be cancelled any more */
   bool kept, ended;
@@ -76,6 +77,7 @@ struct kvs_file_segment {
 };
 
 struct kvs_file_mover;
+struct kvs_file_gds;
 
 struct kvs_file_store {
   atomic_uint refs;
@@ -84,13 +86,16 @@ struct kvs_file_store {
   struct kvs_file_geometry geometry;
   int folder, state; /* descriptors of the directory and of the store's file; -1: none */
   bool direct;
-  char direct_note[160], engine_note[160];
+  char direct_note[160], engine_note[160], gds_note[160];
   struct kvs_file_faults faults;
   struct kvs_file_queue queue;
   const struct kvs_file_engine_ops *ops;
   struct kvs_file_worker *worker;
-  struct kvs_file_mover *mover;     /* NULL: no device */
-  struct kvs_file_store *next_open; /* guarded by the lock of the list of stores */
+  struct kvs_file_mover *mover; /* NULL: no device */
+  struct kvs_file_gds *gds;     /* staging is device memory, and moved by libcufile; NULL: it is pinned */
+  const char *gds_mode;         /* "on", "compat", "off" */
+  atomic_uint_fast64_t gds_nbytes[2], gds_by_host; /* as in the stats: written [1], read [0] */
+  struct kvs_file_store *next_open;                /* guarded by the lock of the list of stores */
 
   pthread_mutex_t lock;
   pthread_cond_t ended; /* a transfer did; waiters use the monotonic clock */
@@ -170,5 +175,13 @@ int kvs_file_mover_prepare(struct kvs_file_transfer *, const struct kvs_file_blo
 void kvs_file_mover_push(struct kvs_file_item *);    /* it has its key: staging is next */
 void kvs_file_mover_arrived(struct kvs_file_item *); /* read and checked: to the device */
 void kvs_file_mover_release(struct kvs_file_item *); /* under store->lock: its staging slot is free again */
+
+/* files/gds.c: GPUDirect Storage. */
+/* Staging in device memory, and store->gds; false, with store->gds_note: staging has to be pinned. */
+bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
+void kvs_file_gds_close(struct kvs_file_store *); /* nothing is under way any more; the staging goes too */
+void kvs_file_gds_push(struct kvs_file_item *);   /* it has staging: instead of to the store's queue */
+/* Of the block in the item's staging, by the thread that has its request. Else why not, with the driver's code. */
+int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);
 
 #endif

@@ -11,7 +11,10 @@
 
 #include "kvswap_file.h"
 
-enum { KVS_FILE_ENDED = 10000 }; /* beyond all of errno: the file is shorter than it should be */
+enum {                         /* beyond all of errno, and of libcufile's codes, which are errors here too */
+       KVS_FILE_ENDED = 10000, /* the file is shorter than it should be */
+       KVS_FILE_DEVICE,        /* a copy between host and device failed */
+};
 
 enum kvs_file_call { KVS_FILE_READ, KVS_FILE_WRITE, KVS_FILE_ALLOCATE, KVS_FILE_OPEN, KVS_FILE_SYNC, KVS_FILE_CALLS };
 enum kvs_file_fault_action {

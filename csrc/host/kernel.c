@@ -130,6 +130,12 @@ static bool prepare_pattern(struct kvs_host_view *view, const struct kvs_pattern
   return true;
 }
 
+static bool prepare_crc(struct kvs_host_view *view, const struct kvs_crc_params *params, const struct kvs_host_op *op) {
+  return params->data % 16 == 0 && params->bodies <= KVS_CRC_CTAS && op->what.kernel.grid == params->bodies + 1 &&
+         op->what.kernel.threads == KVS_CRC_THREADS && can(view, KVS_HOST_READ, params->data, params->nbytes) &&
+         can_use_word(view, KVS_HOST_WRITE, params->result);
+}
+
 static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
   const void *params = op->what.kernel.params;
   switch (op->what.kernel.id) {
@@ -140,6 +146,8 @@ static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
     return prepare_relay(view, params, op);
   case KVS_KERNEL_PATTERN:
     return prepare_pattern(view, params);
+  case KVS_KERNEL_CRC:
+    return prepare_crc(view, params, op);
   case KVS_KERNEL_DELAY:
   case KVS_KERNELS:
     break;

@@ -1,5 +1,6 @@
 /* Everything that goes into the fatbin, as one translation unit: one compilation for each architecture. */
 #include "copy.cu"
+#include "crc.cu"
 #include "delay.cu"
 #include "pattern.cu"
 #include "relay.cu"

@@ -11,12 +11,15 @@
 #define KVS_BOTH static inline
 #endif
 
+#include "crc.h"
+
 /* X(name, symbol in the fatbin, parameter struct) */
 #define KVS_KERNEL_LIST(X)                                                                                             \
   X(COPY, kvs_kernel_copy, kvs_copy_params)          /* scattered copies by words, any size, any alignment */          \
   X(RING, kvs_kernel_ring, kvs_copy_params)          /* the same by bulk copies through shared memory */               \
   X(RELAY, kvs_kernel_relay, kvs_relay_params)       /* between scattered blocks and a ring in device memory */        \
   X(PATTERN, kvs_kernel_pattern, kvs_pattern_params) /* write or check bytes that are a function of their key */       \
+  X(CRC, kvs_kernel_crc, kvs_crc_params)             /* the checksum of a stretch of memory */                         \
   X(DELAY, kvs_kernel_delay, kvs_delay_params)       /* keep a stream busy for a time */
 
 enum kvs_kernel {

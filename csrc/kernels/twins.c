@@ -223,6 +223,9 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
   case KVS_KERNEL_PATTERN:
     run_pattern(params, cta, grid);
     break;
+  case KVS_KERNEL_CRC:
+    kvs_twin_crc(params, cta);
+    break;
   case KVS_KERNEL_RELAY:
   case KVS_KERNEL_DELAY:
   case KVS_KERNELS:

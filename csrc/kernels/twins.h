@@ -11,6 +11,8 @@
  * RELAY neither: that is run by fillings. */
 void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsigned grid);
 
+void kvs_twin_crc(const struct kvs_crc_params *params, unsigned cta); /* a CTA's share, as kvs_twin_run() */
+
 /* COPY and RING: what unit `unit` moves, and whether they move anything at all. */
 struct kvs_piece kvs_twin_unit(const struct kvs_copy_params *params, uint64_t unit);
 bool kvs_twin_copies(const struct kvs_copy_params *params);

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "../files/cufile.h"
 #include "../files/sys.h"
 
 struct store_object {
@@ -27,6 +28,7 @@ enum {
   STAGING_NBYTES,
   BUFFERED,
   READONLY,
+  GDS,
   ARGUMENTS
 };
 
@@ -64,14 +66,14 @@ static int read_layout(PyObject *layout, struct kvs_file_settings *settings, PyO
 }
 
 static int read_settings(PyObject *const *values, struct kvs_file_settings *settings) {
-  static const char *const durabilities[] = {"none", "flush", "fsync"}, *const engines[] = {"auto", "threads",
-                                                                                            "io_uring"};
+  static const char *const durabilities[] = {"none", "flush", "fsync"};
+  static const char *const engines[] = {"auto", "threads", "io_uring"}, *const modes[] = {"auto", "compat", "off"};
   const uint64_t most = (uint64_t)1 << 62;
   uint64_t depth = 0, queue = 0;
-  int durability, engine;
+  int durability, engine, gds;
   if (read_limit(values[CAPACITY], "capacity", most, &settings->capacity) < 0 ||
       read_choice(values[DURABILITY], "durability", durabilities, &durability) < 0 ||
-      read_choice(values[ENGINE], "engine", engines, &engine) < 0 ||
+      read_choice(values[ENGINE], "engine", engines, &engine) < 0 || read_choice(values[GDS], "gds", modes, &gds) < 0 ||
       read_limit(values[DEPTH], "depth", 256, &depth) < 0 || read_limit(values[QUEUE], "queue", 65536, &queue) < 0 ||
       read_limit(values[SEGMENT_NBYTES], "segment_nbytes", most, &settings->segment_nbytes) < 0 ||
       read_limit(values[STAGING_NBYTES], "staging_nbytes", most, &settings->staging_nbytes) < 0 ||
@@ -81,6 +83,7 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
     return kvs_py_complain(PyExc_TypeError, "capacity", -1, "is needed: bytes that the files may take");
   settings->durability = (enum kvs_file_durability)durability;
   settings->engine = (enum kvs_file_engine)engine;
+  settings->gds = (enum kvs_file_gds_mode)gds;
   settings->depth = (unsigned)depth;
   settings->queue = (unsigned)queue;
   return 0;
@@ -104,13 +107,13 @@ static PyObject *open_store(PyTypeObject *type, struct kvs_py_state *state, cons
 
 static PyObject *store_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"directory", "layout",         "capacity",       "device",   "durability", "engine", "depth",
-                          "queue",     "segment_nbytes", "staging_nbytes", "buffered", "readonly",   NULL};
+                          "queue",     "segment_nbytes", "staging_nbytes", "buffered", "readonly",   "gds",    NULL};
   struct kvs_py_state *state = PyType_GetModuleState(type);
   struct kvs_file_settings settings = {0};
   PyObject *v[ARGUMENTS] = {NULL}, *path = NULL, *text = NULL, *store = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
                                    &v[CAPACITY], &v[DEVICE], &v[DURABILITY], &v[ENGINE], &v[DEPTH], &v[QUEUE],
-                                   &v[SEGMENT_NBYTES], &v[STAGING_NBYTES], &v[BUFFERED], &v[READONLY]))
+                                   &v[SEGMENT_NBYTES], &v[STAGING_NBYTES], &v[BUFFERED], &v[READONLY], &v[GDS]))
     return NULL;
   if (!PyUnicode_FSConverter(v[DIRECTORY], &path)) return NULL;
   settings.directory = PyBytes_AS_STRING(path);
@@ -272,6 +275,9 @@ static PyObject *store_stats(PyObject *self, PyObject *unused) {
       {"unfinished_loads", stats.unfinished_loads},
       {"unfinished_stores", stats.unfinished_stores},
       {"refused_full", stats.refused_full},
+      {"gds_read_nbytes", stats.gds_read_nbytes},
+      {"gds_written_nbytes", stats.gds_written_nbytes},
+      {"gds_by_host", stats.gds_by_host},
   };
   PyObject *dict = PyDict_New();
   for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i) {
@@ -286,9 +292,10 @@ static PyObject *store_info(PyObject *self, void *unused) {
   (void)unused;
   struct kvs_file_info info;
   kvs_file_get_info(kvs_py_file_core(self), &info);
-  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:O, s:K, s:K, s:K, s:K, s:I}", "engine", info.engine, "engine_note",
-                       info.engine_note, "direct", info.direct ? Py_True : Py_False, "direct_note", info.direct_note,
-                       "checksum", info.checksum, "readonly", info.readonly ? Py_True : Py_False, "block_nbytes",
+  return Py_BuildValue("{s:s, s:s, s:O, s:s, s:s, s:s, s:s, s:O, s:K, s:K, s:K, s:K, s:I}", "engine", info.engine,
+                       "engine_note", info.engine_note, "direct", info.direct ? Py_True : Py_False, "direct_note",
+                       info.direct_note, "gds", info.gds, "gds_note", info.gds_note, "checksum", info.checksum,
+                       "readonly", info.readonly ? Py_True : Py_False, "block_nbytes",
                        (unsigned long long)info.block_nbytes, "slot_nbytes", (unsigned long long)info.slot_nbytes,
                        "segment_nbytes", (unsigned long long)info.segment_nbytes, "capacity",
                        (unsigned long long)info.capacity, "depth", info.depth);
@@ -340,21 +347,39 @@ static PyObject *peek(PyObject *module, PyObject *directory) {
   return Py_BuildValue("(sK)", layout, (unsigned long long)nbytes);
 }
 
-static PyObject *gds(PyObject *module, PyObject *unused) {
+static PyObject *gds(PyObject *module, PyObject *compat) {
   char note[200];
-  (void)module, (void)unused;
-  Py_BEGIN_ALLOW_THREADS(void)
-  kvs_file_gds(note);
+  bool usable;
+  int wanted = PyObject_IsTrue(compat);
+  (void)module;
+  if (wanted < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  usable = kvs_file_gds(wanted == 1, note);
   Py_END_ALLOW_THREADS
-  return PyUnicode_FromString(note);
+  return Py_BuildValue("(Os)", usable ? Py_True : Py_False, note);
 }
 
-PyDoc_STRVAR(gds_doc, "_file_gds($module, /)\n--\n\nWhy GPUDirect Storage is not used.");
+static PyObject *gds_close(PyObject *module, PyObject *unused) {
+  bool closed;
+  (void)module, (void)unused;
+  Py_BEGIN_ALLOW_THREADS
+  closed = kvs_cufile_close();
+  Py_END_ALLOW_THREADS
+  return PyBool_FromLong(closed);
+}
+
+PyDoc_STRVAR(gds_doc, "_file_gds($module, compat, /)\n--\n\n"
+                      "(Whether a store would use GPUDirect Storage, or with compat libcufile's own way; by what, or "
+                      "why not), as far as can be known without opening libcufile's driver.");
+PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
+                            "For tests: close libcufile's driver, so that the next store looks for the library again. "
+                            "False: a store still has it.");
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
 PyMethodDef kvs_py_file_methods[] = {
-    {"_file_gds", gds, METH_NOARGS, gds_doc},
+    {"_file_gds", gds, METH_O, gds_doc},
+    {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -371,7 +396,7 @@ static PyObject *store_repr(PyObject *self) {
 PyDoc_STRVAR(
     store_doc,
     "FileStore(directory, layout, *, capacity=None, device=None, durability='none', engine='auto', depth=None, "
-    "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False)\n--\n\n"
+    "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False, gds='auto')\n--\n\n"
     "Blocks by key in the files of a directory, which is made where it is not there (mode 0700).\n\n"
     "layout: a Layout. A directory of another layout is refused by name (ValueError) and left alone.\n"
     "capacity: bytes that the files may take; beyond it the blocks used least recently are evicted.\n"
@@ -381,7 +406,12 @@ PyDoc_STRVAR(
     "engine: 'threads', 'io_uring', or 'auto': io_uring where build and kernel have it. depth: reads and writes at\n"
     "  once, 1 to 256. buffered: through the page cache, even where O_DIRECT would do. `info` says what it became.\n"
     "queue: unfinished transfers, of loads and of the rest each, before QueueFull; None: 128.\n"
-    "segment_nbytes: of a file, for a new store. staging_nbytes: pinned memory between device and files.\n"
+    "segment_nbytes: of a file, for a new store. staging_nbytes: memory between pools and files; None: 128 MiB.\n"
+    "gds: of pools on a GPU, GPUDirect Storage, with staging on the GPU: 'auto': where the driver says that it is "
+    "real;\n"
+    "  'compat': else libcufile's compatibility mode, which goes through host memory by itself; 'off'. Where it "
+    "cannot\n"
+    "  be used staging is pinned host memory; info['gds'] and info['gds_note'] say what is used and why.\n"
     "readonly: read what another process writes; refresh() looks again. One process writes.\n"
     "\n"
     "Calls on one key take effect in the order in which they were made; between keys there is none, and loads go\n"
@@ -428,7 +458,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"info", store_info, NULL, "dict: engine, direct (O_DIRECT) and why not, checksum, sizes in bytes, depth.", NULL},
+    {"info", store_info, NULL,
+     "dict: engine, direct (O_DIRECT), gds, each with why not, checksum, sizes in bytes, depth.", NULL},
     {"block_nbytes", store_block_nbytes, NULL, "int: bytes of a block.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -53,6 +53,7 @@ struct seam_row {
   X(copy_rect, 10, NOTHING, false, copy_rect(c, err))                                                                  \
   X(fill, 4, NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))               \
   X(launch_copy, 5, NOTHING, false, launch_copy(c, err))                                                               \
+  X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
   X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
   X(chunk_granularity, 0, NUMBER, false, kvs_dev_chunk_granularity(c->device, &c->number, err))
@@ -80,6 +81,20 @@ static int launch_copy(struct seam_call *c, struct kvs_error *err) {
                               .params = &params,
                               .params_nbytes = sizeof params};
   return kvs_dev_launch(c->device, &launch, c->a[4], err);
+}
+
+/* (address of the data, its bytes, address of a word that is 0, stream) */
+static int launch_crc(struct seam_call *c, struct kvs_error *err) {
+  struct kvs_crc_params params;
+  kvs_crc_plan(&params, c->a[1]);
+  params.data = c->a[0];
+  params.result = c->a[2];
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_CRC,
+                              .grid = params.bodies + 1,
+                              .threads = KVS_CRC_THREADS,
+                              .params = &params,
+                              .params_nbytes = sizeof params};
+  return kvs_dev_launch(c->device, &launch, c->a[3], err);
 }
 
 #define X(name, needed, answer, copies, expression)                                                                    \
@@ -209,7 +224,8 @@ PyDoc_STRVAR(
     "_seam($module, device, operation, /, *args)\n--\n\n"
     "Call one member of csrc/device/device.h and return what it returns; queries return whether it is ready.\n\n"
     "copy_batch and copy_direct take (dsts, srcs, sizes, stream), launch_copy (npieces, address of the pieces,\n"
-    "grid, threads, stream), copy_rect the fields of struct kvs_rect and the stream, all others as they stand.");
+    "grid, threads, stream), launch_crc (address, bytes, address of a word, stream), copy_rect the fields of struct "
+    "kvs_rect and the stream, all others as they stand.");
 
 PyMethodDef kvs_py_seam_methods[] = {
     {"_seam", (PyCFunction)(void (*)(void))seam, METH_FASTCALL, seam_doc},

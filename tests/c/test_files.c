@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "files/crc32c.h"
+#include "files/cufile.h"
 #include "files/store.h"
 
 static struct kvs_error err;
@@ -313,7 +314,17 @@ static void *move_through_staging(void *arg) {
   return NULL;
 }
 
-static void test_staging(void) {
+/* A libcufile that reads and writes by itself, in its compatibility mode. */
+static void make_fake(const char *path) {
+  char command[300];
+  const char *cc = getenv("CC");
+  snprintf(command, sizeof command, "%s -D_GNU_SOURCE -shared -fPIC tests/fake_cufile.c -o %s", cc && *cc ? cc : "cc",
+           path);
+  CHECK(system(command) == 0, "%s", command);
+  setenv("KVSWAP_CUFILE", path, 1);
+}
+
+static void test_staging(enum kvs_file_gds_mode gds) {
   char folder[] = "/tmp/kvswap-test-XXXXXX";
   struct device_rig rig = {0};
   CHECK(mkdtemp(folder) != NULL);
@@ -329,7 +340,11 @@ static void test_staging(void) {
                                        .block_nbytes = NBYTES,
                                        .capacity = 64 * 12288,
                                        .device = rig.engine,
+                                       .gds = gds,
                                        .staging_nbytes = 1};
+  char fake[64];
+  snprintf(fake, sizeof fake, "%s.so", folder);
+  if (gds == KVS_FILE_GDS_COMPAT) make_fake(fake);
   CHECK(!kvs_file_open(&settings, &rig.store, &err), "%s", err.message);
   struct mover workers[4];
   pthread_t threads[4];
@@ -341,7 +356,13 @@ static void test_staging(void) {
     pthread_join(threads[i], NULL);
     CHECK(workers[i].wrong == 0, "thread %u: %u wrong", i, workers[i].wrong);
   }
+  struct kvs_file_stats stats;
+  kvs_file_get_stats(rig.store, &stats);
+  CHECK((stats.gds_read_nbytes > 0) == (gds == KVS_FILE_GDS_COMPAT));
   kvs_file_unref(rig.store); /* the last handle */
+  CHECK(kvs_cufile_close());
+  unsetenv("KVSWAP_CUFILE");
+  unlink(fake);
   for (int part = 1; part >= 0; part--) {
     kvs_pool_unref(rig.pools[part]);
     CHECK(!kvs_engine_free(rig.engine, rig.memory[part], &err), "%s", err.message);
@@ -361,6 +382,7 @@ int main(void) {
   test_threads_under_faults(KVS_FILE_FAULT_FAIL);
   test_threads_under_faults(KVS_FILE_FAULT_DELAY);
   test_lifetime();
-  test_staging();
+  test_staging(KVS_FILE_GDS_OFF);
+  test_staging(KVS_FILE_GDS_COMPAT);
   return check_close();
 }

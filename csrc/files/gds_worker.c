@@ -1,0 +1,215 @@
+/* The threads that move staged blocks by libcufile, whose calls block. A thread takes a request as those of
+ * files/engine_threads.c do: begin, move, end; the last two differ.
+ *
+ *   load   libcufile reads header and block into staging; the header page is copied to the thread's scratch, where end
+ *          looks at it, and asks for the checksum of what lies in staging
+ *   store  begin asks for the checksum, and writes the header into scratch; it is copied in front of the block, and
+ *          libcufile writes both
+ *
+ * A count that is too small goes on where it stopped, at a page; one that is too large, or stands still, is an error,
+ * as is a negative one. A segment, or a request, that libcufile says it does not take goes by way of host memory. */
+#include <errno.h>
+#include <string.h>
+
+#include "files/gds.h"
+
+/* -- the device ---------------------------------------------------------------------------------------------------- */
+
+struct watched {
+  struct kvs_device *device;
+  kvs_stream stream;
+};
+
+static int poll_stream(void *arg, struct kvs_error *err) {
+  const struct watched *watched = arg;
+  return kvs_dev_stream_query(watched->device, watched->stream, err);
+}
+
+int kvs_file_gds_wait(struct kvs_file_gds *gds, kvs_stream stream, struct kvs_error *err) {
+  struct watched watched = {gds->device, stream};
+  return kvs_wait_until(poll_stream, &watched, gds->device->stepped, -1, err);
+}
+
+/* What was queued is over, whatever came of it. */
+static int settle(struct kvs_file_gds_seat *seat, bool load, int status, struct kvs_error *err) {
+  struct kvs_error ignored;
+  int waited = kvs_file_gds_wait(seat->gds, seat->streams[load], status ? &ignored : err);
+  return status ? status : waited;
+}
+
+static uint64_t address_of(const void *memory) { return (uint64_t)(uintptr_t)memory; }
+
+/* 0, or the code that says so. */
+static int copy(struct kvs_file_gds_seat *seat, bool load, const void *to, const void *from, size_t nbytes) {
+  struct kvs_error err;
+  int status = kvs_dev_copy(seat->gds->device, address_of(to), address_of(from), nbytes, seat->streams[load], &err);
+  return settle(seat, load, status, &err) ? KVS_FILE_DEVICE : 0;
+}
+
+int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) {
+  struct kvs_file_gds *gds = item->transfer->store->gds;
+  size_t index = (size_t)(item->request.scratch - gds->seats[0].page) / KVS_FILE_GDS_SEAT;
+  struct kvs_file_gds_seat *seat = &gds->seats[index];
+  bool load = item->transfer->kind == KVS_FILE_GET;
+  uint8_t *arrives = seat->page + KVS_FILE_PAGE;
+  struct kvs_crc_params params = gds->crc;
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_CRC,
+                              .grid = params.bodies + 1,
+                              .threads = KVS_CRC_THREADS,
+                              .params = &params,
+                              .params_nbytes = sizeof params};
+  struct kvs_error err = {0};
+  params.data = item->address;
+  params.result = seat->word;
+  kvs_stream stream = seat->streams[load];
+  int status = kvs_dev_fill(gds->device, seat->word, 0, 1, stream, &err);
+  if (!status) status = kvs_dev_launch(gds->device, &launch, stream, &err);
+  if (!status) status = kvs_dev_copy(gds->device, address_of(arrives), seat->word, sizeof *crc, stream, &err);
+  status = settle(seat, load, status, &err);
+  memcpy(crc, arrives, sizeof *crc);
+  *code = err.code;
+  return status;
+}
+
+/* -- libcufile ----------------------------------------------------------------------------------------------------- */
+
+/* NULL: it does not take that segment. */
+static void *handle_of(struct kvs_file_gds *gds, uint32_t slot) {
+  uint32_t segment = slot / gds->store->geometry.slots;
+  struct kvs_file_gds_handle *file = &gds->files[segment];
+  struct kvs_error ignored;
+  struct stat now;
+  int fd = gds->store->segments[segment].fd;
+  pthread_mutex_lock(&gds->lock);
+  bool other = fstat(fd, &now) || now.st_ino != file->which.st_ino || now.st_dev != file->which.st_dev;
+  if (other) kvs_file_gds_deregister(gds, file);
+  if (!file->handle && !file->refused) (void)kvs_file_gds_register(gds, fd, file, &ignored);
+  void *handle = file->handle;
+  pthread_mutex_unlock(&gds->lock);
+  return handle;
+}
+
+static bool is_refusal(int code) {
+  switch (code) {
+  case KVS_CUFILE_NO_PLATFORM:
+  case KVS_CUFILE_NO_IO:
+  case KVS_CUFILE_NO_DEVICE:
+  case KVS_CUFILE_FILE_TYPE:
+  case KVS_CUFILE_OPEN_FLAG:
+  case KVS_CUFILE_NO_DIRECT:
+  case KVS_CUFILE_NO_HANDLE:
+  case KVS_CUFILE_DISABLED:
+    return true;
+  default:
+    return false;
+  }
+}
+
+/* One call, with what a test has in mind for it: how many bytes it moved, or a negative code. */
+static ssize_t call(struct kvs_file_gds *gds, void *handle, bool write, size_t at, size_t nbytes, uint64_t offset) {
+  struct kvs_file_fault fault = kvs_file_fault_next(gds->queue.faults, write ? KVS_FILE_WRITE : KVS_FILE_READ);
+  if (fault.action == KVS_FILE_FAULT_FAIL) return -fault.code;
+  if (fault.action == KVS_FILE_FAULT_INTERRUPT) return -EINTR;
+  if (fault.action == KVS_FILE_FAULT_SHORT && nbytes > KVS_FILE_PAGE)
+    nbytes = nbytes / 2 / KVS_FILE_PAGE * KVS_FILE_PAGE;
+  errno = 0;
+  ssize_t n = write ? gds->cu->write(handle, gds->staging, nbytes, (off_t)offset, (off_t)at)
+                    : gds->cu->read(handle, gds->staging, nbytes, (off_t)offset, (off_t)at);
+  if (n == -1) return errno ? -errno : -EIO; /* the library's own codes are other numbers */
+  return n <= (ssize_t)nbytes ? n : -EOVERFLOW;
+}
+
+/* All of the span: 0, or a code. */
+static int move_directly(struct kvs_file_gds *gds, void *handle, const struct kvs_file_span *span) {
+  const size_t nbytes = span->pieces[0].iov_len, begin = (size_t)((uint8_t *)span->pieces[0].iov_base - gds->staging);
+  for (size_t done = 0; done < nbytes;) {
+    ssize_t n = call(gds, handle, span->write, begin + done, nbytes - done, span->offset + done);
+    if (n == -EINTR) continue;
+    if (n < 0) return n > -KVS_CUFILE_CODES_END ? (int)-n : EIO;
+    size_t on = (size_t)n < nbytes - done ? (size_t)n / KVS_FILE_PAGE * KVS_FILE_PAGE : (size_t)n;
+    if (on == 0) return span->write ? EIO : KVS_FILE_ENDED;
+    done += on;
+  }
+  return 0;
+}
+
+/* -- by way of host memory ----------------------------------------------------------------------------------------- */
+
+static int move_by_host(struct kvs_file_gds_seat *seat, const struct kvs_file_span *span) {
+  struct kvs_file_gds *gds = seat->gds;
+  struct kvs_file_span there = *span;
+  const struct iovec *staged = &span->pieces[0];
+  struct kvs_error err;
+  if (!seat->bounce && kvs_engine_alloc(gds->engine, staged->iov_len + KVS_FILE_PAGE, true, &seat->bounce, &err))
+    return ENOMEM;
+  uint64_t page = KVS_FILE_PAGE;
+  uint8_t *room = (uint8_t *)(uintptr_t)((seat->bounce + page - 1) / page * page);
+  there.pieces[0].iov_base = room;
+  int code = span->write ? copy(seat, false, room, staged->iov_base, staged->iov_len) : 0;
+  if (!code) code = kvs_file_move(gds->queue.faults, &there, gds->queue.direct);
+  if (!code && !span->write) code = copy(seat, true, staged->iov_base, room, staged->iov_len);
+  return code;
+}
+
+/* -- a request ----------------------------------------------------------------------------------------------------- */
+
+static int move(struct kvs_file_gds_seat *seat, const struct kvs_file_item *item) {
+  struct kvs_file_gds *gds = seat->gds;
+  struct kvs_file_store *store = gds->store;
+  const struct kvs_file_span *span = &item->request.span;
+  const size_t nbytes = span->pieces[0].iov_len;
+  uint8_t *header = span->pieces[0].iov_base;
+  int code = span->write ? copy(seat, false, header, seat->page, KVS_FILE_PAGE) : 0;
+  if (code) return code;
+  void *handle = handle_of(gds, item->slot);
+  if (handle) code = move_directly(gds, handle, span);
+  if (!handle || is_refusal(code)) {
+    atomic_fetch_add(&store->gds_by_host, 1);
+    code = move_by_host(seat, span);
+  } else if (!code) {
+    if (span->dsync) code = kvs_file_sync(gds->queue.faults, span->fd);
+    atomic_fetch_add(&store->gds_nbytes[span->write], nbytes);
+  }
+  if (!code && !span->write) code = copy(seat, true, seat->page, header, KVS_FILE_PAGE);
+  return code;
+}
+
+static bool is_staged(const struct kvs_file_gds *gds, const struct kvs_file_span *span) {
+  return address_of(span->pieces[0].iov_base) - address_of(gds->staging) < gds->staging_nbytes;
+}
+
+static void *serve(void *arg) {
+  struct kvs_file_gds_seat *seat = arg;
+  struct kvs_file_gds *gds = seat->gds;
+  struct kvs_file_request *request;
+  struct kvs_error err;
+  bool bound = kvs_dev_bind(gds->device, &err) == KVS_OK; /* else the library says that there is no context */
+  while ((request = kvs_file_queue_pop(&gds->queue, true)) != NULL) {
+    request->scratch = seat->page;
+    if (request->begin(request) != KVS_FILE_GO) continue;
+    if (is_staged(gds, &request->span))
+      request->end(request, move(seat, (struct kvs_file_item *)request));
+    else
+      request->end(request, kvs_file_move(gds->queue.faults, &request->span, gds->queue.direct));
+  }
+  if (bound) kvs_dev_unbind(gds->device);
+  return NULL;
+}
+
+void kvs_file_gds_push(struct kvs_file_item *item) {
+  kvs_file_queue_push(&item->transfer->store->gds->queue, &item->request);
+}
+
+int kvs_file_gds_start(struct kvs_file_gds *gds, struct kvs_error *err) {
+  for (; gds->nthreads < gds->nseats; gds->nthreads++) {
+    struct kvs_file_gds_seat *seat = &gds->seats[gds->nthreads];
+    if (kvs_file_thread_start(&seat->thread, serve, seat)) break;
+  }
+  if (gds->nthreads == 0) return kvs_fail(err, KVS_NOMEM, "no thread could be started");
+  return KVS_OK; /* fewer than asked for do the work too */
+}
+
+void kvs_file_gds_stop(struct kvs_file_gds *gds) {
+  kvs_file_queue_close(&gds->queue);
+  for (unsigned i = 0; i < gds->nthreads; i++) pthread_join(gds->seats[i].thread, NULL);
+}
