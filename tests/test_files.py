@@ -380,6 +380,45 @@ def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
     rig.store.close()
 
 
+@pytest.mark.parametrize("left", [1, 100, 4095, PAGE + 100, 2 * PAGE])
+def test_a_reader_of_a_file_that_ends_within_a_page(tmp_path: Path, engine: str, left: int) -> None:
+    """With O_DIRECT too, where what is left of a page can never be read: that block is lost, and nothing hangs.
+
+    In a process of its own: threads that go round for ever would not let this one end."""
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(37, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    rig.store.close()
+    script = f"""
+        import os
+        import numpy as np
+        from kvswap.files import FileStore, Layout
+        keys = [b"key-%d" % i for i in range(8)]
+        def reader():
+            layout = Layout({rig.nbytes}, model="m", tp_rank=0)
+            return FileStore({str(rig.folder)!r}, layout, engine={engine!r}, readonly=True)
+        store = reader()
+        os.truncate({str(rig.files()[0])!r}, {PAGE + 3 * rig.slot + left})
+        load = store.load(keys, np.zeros((8, {rig.nbytes}), np.uint8), range(8))
+        try:
+            load.wait(20)
+        except TimeoutError:
+            os._exit(5)
+        except Exception as error:
+            print(error)
+        assert load.failed_blocks.size == 5, load.failed_blocks
+        store.close()
+        with reader() as store:
+            assert sum(store.contains(keys)) == 3
+        os.truncate({str(rig.folder / "store.kvs")!r}, {left})
+        with reader() as store:
+            assert sum(store.contains(keys)) == 3
+    """
+    run = run_python(script, timeout=90)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "the file is shorter than it should be" in run.stdout
+
+
 def test_a_torn_block_is_cut_at_the_next_start(tmp_path: Path) -> None:
     """A crash leaves the last checkpoint where it was: blocks written since are compared with their checksums."""
     folder = tmp_path / "store"

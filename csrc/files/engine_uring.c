@@ -112,17 +112,15 @@ static void go_on(struct ring *ring, struct seat *seat) {
 }
 
 static void see_completion(struct ring *ring, struct seat *seat, int result) {
-  struct kvs_file_span *span = &seat->request->span;
+  int code = -result;
   if (result == -EINTR || result == -EAGAIN)
+    code = KVS_FILE_MORE;
+  else if (result >= 0)
+    code = kvs_file_span_advance(&seat->request->span, (size_t)result, ring->queue->direct);
+  if (code == KVS_FILE_MORE)
     go_on(ring, seat);
-  else if (result < 0)
-    leave(ring, seat, -result);
-  else if (result == 0)
-    leave(ring, seat, span->write ? EIO : KVS_FILE_ENDED);
-  else if (kvs_file_span_advance(span, (size_t)result, ring->queue->direct))
-    leave(ring, seat, 0);
   else
-    go_on(ring, seat);
+    leave(ring, seat, code);
 }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */

@@ -88,6 +88,30 @@ static void test_pages_that_lie(void) {
   }
 }
 
+/* -- reads and writes ---------------------------------------------------------------------------------------------- */
+
+/* As a file system does with O_DIRECT whose file ends within a page: what is left of it comes again and again. */
+static void test_parts_of_pages(void) {
+  char path[] = "/tmp/kvswap-test-XXXXXX";
+  static uint8_t pages[4 * KVS_FILE_PAGE];
+  struct kvs_file_faults faults = {.lock = PTHREAD_MUTEX_INITIALIZER};
+  int fd = mkstemp(path);
+  CHECK(fd >= 0 && !unlink(path));
+  for (size_t left = 0; left <= 3 * KVS_FILE_PAGE; left += KVS_FILE_PAGE / 2) {
+    CHECK(!ftruncate(fd, (off_t)left));
+    struct kvs_file_span span = {.fd = fd, .pieces = {{pages, 2 * KVS_FILE_PAGE}}, .npieces = 1};
+    int code = kvs_file_move(&faults, &span, true);
+    CHECK(code == (left < 2 * KVS_FILE_PAGE ? KVS_FILE_ENDED : 0), "%zu bytes: %d", left, code);
+  }
+  struct kvs_file_span write = {.write = true, .pieces = {{pages, 2 * KVS_FILE_PAGE}}, .npieces = 1}, before = write;
+  CHECK(kvs_file_span_advance(&write, 512, true) == EIO && kvs_file_span_advance(&write, 0, false) == EIO);
+  CHECK(write.offset == before.offset && kvs_file_span_nbytes(&write) == kvs_file_span_nbytes(&before));
+  CHECK(kvs_file_span_advance(&write, KVS_FILE_PAGE + 512, true) == KVS_FILE_MORE && write.offset == KVS_FILE_PAGE);
+  CHECK(kvs_file_span_advance(&write, 512, false) == KVS_FILE_MORE && write.offset == KVS_FILE_PAGE + 512);
+  CHECK(kvs_file_span_advance(&write, KVS_FILE_PAGE - 512, false) == 0);
+  close(fd);
+}
+
 /* -- the index ----------------------------------------------------------------------------------------------------- */
 
 static void test_index(void) {
@@ -354,6 +378,7 @@ int main(void) {
   test_crc32c();
   test_pages();
   test_pages_that_lie();
+  test_parts_of_pages();
   test_index();
   test_threads_under_faults(KVS_FILE_FAULT_NONE);
   test_threads_under_faults(KVS_FILE_FAULT_SHORT);
