@@ -521,6 +521,47 @@ def test_one_writer(rig: Rig) -> None:
     assert run.returncode == 1 and "being written by another process" in run.stderr
 
 
+def test_a_child_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """It has copies of its parent's descriptors: neither when the store is closed nor when its process is killed may
+    another writer find the directory locked."""
+    script = f"""
+        import os, warnings
+        from kvswap.files import FileStore, Layout
+        warnings.simplefilter("ignore")
+        (ended, end), (lives, tell) = os.pipe(), os.pipe()
+        def open_store():
+            return FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
+        def in_a_child(call):
+            child = os.fork()
+            if child == 0:
+                call()
+                os._exit(0)
+            return child
+        def live():  # until this process says so, or ends
+            os.close(end)
+            os.write(tell, b".")
+            os.read(ended, 1)
+        store = open_store()
+        child = in_a_child(live)
+        os.read(lives, 1)
+        store.close()
+        open_store().close()
+
+        def die():
+            store = open_store()
+            in_a_child(live)
+            os.read(lives, 1)
+            os.kill(os.getpid(), 9)
+        os.waitpid(in_a_child(die), 0)
+        open_store().close()
+        assert os.waitpid(child, os.WNOHANG)[0] == 0  # it lives
+        os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    run = run_python(script, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_a_reader_beside_the_writer(rig: Rig) -> None:
     data, keys = blocks_of(18, 20, rig.nbytes), keys_of(20)
     rig.put(keys[:10], data[:10])

@@ -155,6 +155,15 @@ static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
   return read_state(store, err);
 }
 
+/* A fork between the steps must leave the child with no descriptor that is locked, and with none that is another's. */
+void kvs_file_unlock_directory(struct kvs_file_store *store, bool everywhere) {
+  int fd = store->state;
+  if (fd < 0) return;
+  if (everywhere && !store->settings.readonly) (void)flock(fd, LOCK_UN);
+  store->state = -1;
+  close(fd);
+}
+
 /* -- O_DIRECT ------------------------------------------------------------------------------------------------------ */
 
 /* Tried on the store's own file: some file systems take the flag and refuse the reads. */
@@ -367,6 +376,6 @@ int kvs_file_open_directory(struct kvs_file_store *store, struct kvs_error *err)
 void kvs_file_close_directory(struct kvs_file_store *store) {
   for (uint32_t i = 0; i < store->nsegments; i++) close(store->segments[i].fd);
   free(store->segments);
-  if (store->state >= 0) close(store->state);
+  kvs_file_unlock_directory(store, true);
   if (store->folder >= 0) close(store->folder);
 }

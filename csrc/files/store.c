@@ -14,20 +14,25 @@ static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 
 /* -- all stores of the process ------------------------------------------------------------------------------------- */
 
 static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct kvs_file_store *stores; /* guarded by stores_lock */
+static struct kvs_file_store *stores; /* guarded by stores_lock: from before they lock their directory to their end */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-static void forget_stores(void) { /* in the child of a fork: they are the parent's */
-  pthread_mutex_init(&stores_lock, NULL);
-  stores = NULL;
+static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&stores_lock); }
+
+/* They are the parent's. The lock on a directory lasts as long as anybody has the descriptor that it was made with. */
+static void after_fork_in_child(void) {
+  for (; stores; stores = stores->next_of_all) kvs_file_unlock_directory(stores, false);
+  pthread_mutex_unlock(&stores_lock);
 }
 
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_stores); }
+static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork_in_child); }
 
 static void enter_list(struct kvs_file_store *store) {
   pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&stores_lock);
-  store->next_open = stores;
+  store->next_of_all = stores;
   stores = store;
   pthread_mutex_unlock(&stores_lock);
 }
@@ -35,9 +40,31 @@ static void enter_list(struct kvs_file_store *store) {
 static void leave_list(struct kvs_file_store *store) {
   pthread_mutex_lock(&stores_lock);
   struct kvs_file_store **at = &stores;
-  while (*at && *at != store) at = &(*at)->next_open;
-  if (*at) *at = store->next_open;
+  while (*at && *at != store) at = &(*at)->next_of_all;
+  if (*at) *at = store->next_of_all;
   pthread_mutex_unlock(&stores_lock);
+}
+
+static void note_open(struct kvs_file_store *store, bool open) {
+  pthread_mutex_lock(&stores_lock);
+  store->open = open;
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static bool ref_unless_dropped(struct kvs_file_store *store) {
+  unsigned refs = atomic_load(&store->refs);
+  while (refs && !atomic_compare_exchange_weak(&store->refs, &refs, refs + 1)) continue;
+  return refs > 0;
+}
+
+/* One that is open, with a reference; each once. Whoever drops the last reference to one closes it himself. */
+static struct kvs_file_store *next_open(void) {
+  pthread_mutex_lock(&stores_lock);
+  struct kvs_file_store *store = stores;
+  while (store && !(store->open && ref_unless_dropped(store))) store = store->next_of_all;
+  if (store) store->open = false;
+  pthread_mutex_unlock(&stores_lock);
+  return store;
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
@@ -96,6 +123,7 @@ static void init_ended(struct kvs_file_store *store) {
 }
 
 static void free_store(struct kvs_file_store *store) {
+  leave_list(store);
   if (store->settings.device) kvs_engine_unref(store->settings.device);
   kvs_file_index_free(&store->index);
   kvs_file_queue_destroy(&store->queue);
@@ -144,6 +172,7 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
   if (status) return status;
   struct kvs_file_store *store = new_store(settings, err);
   if (!store) return KVS_NOMEM;
+  enter_list(store);
   status = kvs_file_open_directory(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
@@ -155,7 +184,7 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
     free_store(store);
     return status;
   }
-  enter_list(store);
+  note_open(store, true);
   *opened = store;
   return KVS_OK;
 }
@@ -201,7 +230,7 @@ static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_
     return kvs_fail(err, KVS_TIMEOUT, "%.200s: reads or writes do not end; the store stays open and takes no calls",
                     store->settings.directory);
   if (mine) {
-    leave_list(store);
+    note_open(store, false);
     stop(store);
   }
   kvs_file_collect(store);
@@ -215,15 +244,7 @@ int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_
 void kvs_file_shutdown(int64_t timeout_ns) {
   uint64_t start = kvs_clock_ns();
   struct kvs_error err;
-  for (;;) {
-    pthread_mutex_lock(&stores_lock);
-    struct kvs_file_store *store = stores;
-    if (store) {
-      stores = store->next_open;
-      kvs_file_ref(store);
-    }
-    pthread_mutex_unlock(&stores_lock);
-    if (!store) return;
+  for (struct kvs_file_store *store; (store = next_open()) != NULL;) {
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
     /* who does not get ready keeps its reference: its threads still use it */
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)

@@ -89,8 +89,9 @@ struct kvs_file_store {
   struct kvs_file_queue queue;
   const struct kvs_file_engine_ops *ops;
   struct kvs_file_worker *worker;
-  struct kvs_file_mover *mover;     /* NULL: no device */
-  struct kvs_file_store *next_open; /* guarded by the lock of the list of stores */
+  struct kvs_file_mover *mover;       /* NULL: no device */
+  struct kvs_file_store *next_of_all; /* guarded by the lock of the list of stores, as is `open` */
+  bool open;                          /* it was opened, and nobody closes it */
 
   pthread_mutex_t lock;
   pthread_cond_t ended; /* a transfer did; waiters use the monotonic clock */
@@ -129,6 +130,9 @@ static inline uint64_t kvs_file_slot_at(const struct kvs_file_store *store, uint
 int kvs_file_open_directory(struct kvs_file_store *,
                             struct kvs_error *); /* folder, state, geometry, direct, segments */
 void kvs_file_close_directory(struct kvs_file_store *);
+/* Close the file that the directory is locked by. `everywhere`: the lock goes, also where a child of a fork still has
+ * the descriptor; else only this process's copy. Safe in the child of a fork. */
+void kvs_file_unlock_directory(struct kvs_file_store *, bool everywhere);
 int kvs_file_adopt_new(struct kvs_file_store *,
                        struct kvs_error *); /* segments that came since: to the end of the list */
 /* A new segment, not yet in the store's list: 0 or an errno. Called without the lock, by one thread at a time. */
