@@ -258,6 +258,41 @@ def test_nobody_else_may_read_it(rig: Rig) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in rig.folder.iterdir()} == {0o600}
 
 
+@pytest.mark.parametrize("what", ["", "store.kvs", "segment-00000000.kvs"])
+@pytest.mark.parametrize("readonly", [False, True])
+def test_what_others_may_write_is_not_trusted(rig: Rig, what: str, readonly: bool) -> None:
+    rig.put(keys_of(1), blocks_of(8, 1, rig.nbytes))
+    rig.store.close()
+    path = rig.folder / what
+    right = 0o600 if what else 0o700
+    for more in (0o020, 0o002, 0o077):
+        path.chmod(right | more)
+        before = {file.name: file.read_bytes() for file in rig.folder.iterdir()}
+        with pytest.raises(kvswap.Error, match=f"{path} may be written by other users .mode 0{right | more:o}.: chmod"):
+            rig.open(readonly=readonly)
+        assert {file.name: file.read_bytes() for file in rig.folder.iterdir()} == before
+        if not what.startswith("segment"):
+            with pytest.raises(kvswap.Error, match="may be written by other users"):
+                kvswap._C._file_peek(rig.folder)
+    path.chmod(right | 0o044)  # reading is the owner's to allow
+    rig.open(readonly=readonly).close()
+    path.chmod(right)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        with pytest.raises(kvswap.Error, match=f"{path} belongs to user 12345, and this process is user 0: "):
+            rig.open(readonly=readonly)
+        os.chown(path, 0, -1)
+    if what:
+        path.rename(rig.folder / "aside")
+        path.symlink_to(rig.folder / "aside")
+        with pytest.raises(kvswap.Error, match=f"opening {path}: {os.strerror(errno.ELOOP)}"):
+            rig.open(readonly=readonly)
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(kvswap.Error, match=f"{path}( is not a file|: Is a directory|: Invalid argument)"):
+            rig.open(readonly=readonly)
+
+
 def test_the_files_stay_within_the_budget(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slots=16)
     rig.put(keys_of(100), blocks_of(9, 100, rig.nbytes))

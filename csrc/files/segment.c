@@ -38,6 +38,27 @@ int kvs_file_erase(struct kvs_file_store *store, int fd, uint64_t offset) {
   return move_page(store, fd, true, offset, page, store->settings.durability == KVS_FILE_FSYNC);
 }
 
+/* Who else may write here decides what blocks hold: a checksum keeps nobody out. Root may do so anyway. */
+static int refuse_what_others_write(const struct kvs_file_store *store, int fd, const char *name,
+                                    struct kvs_error *err) {
+  const char *directory = store->settings.directory, *slash = *name ? "/" : "";
+  struct stat info;
+  if (fstat(fd, &info)) return kvs_file_fail(err, errno, "looking at %.200s%s%s", directory, slash, name);
+  const bool folder = S_ISDIR(info.st_mode);
+  const unsigned mode = info.st_mode & 07777;
+  if (!folder && !S_ISREG(info.st_mode))
+    return kvs_fail(err, KVS_FILE, "%.200s%s%s is not a file: remove it", directory, slash, name);
+  if (info.st_uid != geteuid() && info.st_uid != 0)
+    return kvs_fail(err, KVS_FILE,
+                    "%.200s%s%s belongs to user %u, and this process is user %u: what another user may write is not "
+                    "trusted; run as that user, or chown it, or use another directory",
+                    directory, slash, name, (unsigned)info.st_uid, (unsigned)geteuid());
+  if (mode & (S_IWGRP | S_IWOTH))
+    return kvs_fail(err, KVS_FILE, "%.200s%s%s may be written by other users (mode %04o): chmod %s it", directory,
+                    slash, name, mode, folder ? "700" : "600");
+  return KVS_OK;
+}
+
 /* -- new files ----------------------------------------------------------------------------------------------------- */
 
 /* A file whose first page is as given, under its name; only then. */
@@ -147,6 +168,8 @@ static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_fail(err, KVS_MISSING, "%.200s is no store: there is no %s in it", store->settings.directory,
                     store_name);
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, store_name);
+  int status = refuse_what_others_write(store, store->state, store_name, err);
+  if (status) return status;
   if (!readonly && flock(store->state, LOCK_EX | LOCK_NB))
     return kvs_fail(err, KVS_BUSY,
                     "%.200s is being written by another process, or open twice in this one: a store has one writer; "
@@ -201,6 +224,11 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
   int code = kvs_file_openat(&store->faults, store->folder, name, flags, &fd);
   if (code == ENOENT && store->settings.readonly) return KVS_OK; /* the writer gave it up */
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, name);
+  int status = refuse_what_others_write(store, fd, name, err);
+  if (status) {
+    close(fd);
+    return status;
+  }
   code = move_page(store, fd, false, 0, page, false);
   enum kvs_file_page what = code ? KVS_FILE_DAMAGED : kvs_file_geometry_read(page, true, &there);
   if (what == KVS_FILE_GOOD && !same_layout(&there, &store->geometry)) {
@@ -289,7 +317,7 @@ static int open_folder(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_file_fail(err, errno, "making the directory %.200s", path);
   store->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (store->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", path);
-  return KVS_OK;
+  return refuse_what_others_write(store, store->folder, "", err);
 }
 
 /* Of the store's file, else of the first segment that can be read. */
@@ -301,15 +329,16 @@ static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, s
   int fd, status = list_segments(store, &numbers, &count, err);
   if (status) return status;
   bool found = false;
-  for (size_t i = 0; !found && i <= count; i++) {
+  for (size_t i = 0; !status && !found && i <= count; i++) {
     if (i) segment_name(numbers[i - 1], name);
     if (kvs_file_openat(&store->faults, store->folder, i ? name : store_name, O_RDONLY, &fd)) continue;
-    int code = move_page(store, fd, false, 0, page, false);
+    status = refuse_what_others_write(store, fd, i ? name : store_name, err);
+    int code = status ? EACCES : move_page(store, fd, false, 0, page, false);
     found = !code && kvs_file_geometry_read(page, i > 0, there) == KVS_FILE_GOOD;
     close(fd);
   }
   free(numbers);
-  if (found) return KVS_OK;
+  if (found || status) return status;
   return kvs_fail(err, KVS_MISSING, "%.200s is no store: neither %s nor a segment in it can be read",
                   store->settings.directory, store_name);
 }
