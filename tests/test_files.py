@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -666,6 +667,110 @@ def test_two_readers_and_a_writer(tmp_path: Path) -> None:
     rig.store.close()
 
 
+def test_a_refresh_beside_loads(tmp_path: Path, engine: str) -> None:
+    """Loads go on while the reader looks again: each block is there or told, and what was pinned stays pinned."""
+    rig = Rig(tmp_path, slots=16)
+    data, keys = blocks_of(38, 16, rig.nbytes), keys_of(16)
+    rig.put(keys[:8], data[:8])
+    reader = rig.open(readonly=True, engine=engine)
+    reader.pin(keys[:2])
+    target = np.zeros((8, rig.nbytes), np.uint8)
+    with testing.file_fault(reader, "read", "delay", every=1, delay=0.02):
+        load = reader.load(keys[:8], target, range(8))
+        rig.put(keys[8:], data[8:])
+        rig.store.delete(keys[1:2]).wait(PATIENCE)
+        reader.refresh()
+        while not load.done():
+            time.sleep(0.001)
+    good = [i for i in range(8) if i not in load.failed_blocks]
+    assert set(load.failed_blocks.tolist()) <= {1}
+    np.testing.assert_array_equal(target[good], data[good])
+    assert reader.contains(keys) == [i != 1 for i in range(16)]
+    assert reader.stats()["pinned"] == 2 and reader.stats()["blocks"] == 15
+    reader.unpin(keys[:2])
+    reader.refresh()
+    assert sorted(reader.keys()) == sorted(k for k in keys if k != keys[1])
+    reader.close()
+    rig.store.close()
+
+
+def test_threads_that_load_and_refresh(rig: Rig) -> None:
+    """No call is refused because of the other, but for two that refresh at once; all blocks are there all the time."""
+    data, keys = blocks_of(39, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    reader = rig.open(readonly=True)
+    end = time.monotonic() + 1.0
+    wrong: list[str] = []
+
+    def load() -> None:
+        target = np.zeros((8, rig.nbytes), np.uint8)
+        while time.monotonic() < end:
+            target[:] = 0
+            reader.load(keys, target, range(8)).wait(PATIENCE)
+            if not np.array_equal(target, data) or reader.contains(keys) != [True] * 8:
+                wrong.append("bytes")
+
+    def refresh() -> None:
+        while time.monotonic() < end:
+            try:
+                reader.refresh()
+            except kvswap.Error as error:
+                if "another thread refreshes" not in str(error):
+                    wrong.append(str(error))
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in (load, load, refresh, refresh)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert wrong == []
+    reader.close()
+
+
+def test_a_reader_lets_go_of_files_that_the_writer_gave_up(tmp_path: Path, engine: str) -> None:
+    """Their blocks are gone from the next refresh on, and so is the room that they took on disk. A file that comes
+    under the same name is another."""
+
+    def open_files() -> list[str]:
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return [path for path in found if path.startswith(str(rig.folder))]
+
+    rig = Rig(tmp_path, slots=32)
+    data, keys = blocks_of(40, 40, rig.nbytes), keys_of(40)
+    rig.put(keys[:32], data[:32])
+    reader = rig.open(readonly=True, engine=engine)
+    target = np.zeros((40, rig.nbytes), np.uint8)
+    reader.load(keys[:32], target, range(32)).wait(PATIENCE)
+    store = rig.reopen(capacity=rig.options["capacity"] // 2)
+    left = store.contains(keys)
+    assert sum(left) == 16 and sum("(deleted)" in path for path in open_files()) == 2
+    reader.refresh()
+    assert reader.contains(keys) == left and reader.stats()["segments"] == 2
+    assert not any("(deleted)" in path for path in open_files())
+    store.close()
+    for path in rig.files():
+        path.unlink()
+    rig.store = store = rig.open()
+    rig.put(keys[30:40], data[30:40])
+    reader.refresh()
+    assert reader.contains(keys) == [i >= 30 for i in range(40)]
+    target[:] = 0
+    reader.load(keys[30:], target, range(30, 40)).wait(PATIENCE)
+    np.testing.assert_array_equal(target[30:], data[30:])
+    assert not any("(deleted)" in path for path in open_files())
+    reader.close()
+    store.close()
+
+
 def test_a_reader_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(kvswap.Error, match="opening the directory"):
         FileStore(tmp_path / "nothing", Layout(1), readonly=True)
@@ -1030,13 +1135,15 @@ def test_a_forked_child(tmp_path: Path) -> None:
         keys = [b"key-%d" % i for i in range(4)]
         child = os.fork()
         if child == 0:
-            for call in (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close):
+            calls = (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close)
+            for call in (*calls, store.stats, store.refresh, store.keys, lambda: store.pin(keys)):
                 try:
                     call()
                 except kvswap.Error as error:
                     assert "fork" in str(error)
                 else:
                     os._exit(3)
+            assert "fork" in repr(store) and store.info["block_nbytes"] == 5000
             reader = FileStore({str(tmp_path / "store")!r}, Layout(5000), readonly=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0

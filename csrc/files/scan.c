@@ -35,6 +35,7 @@ struct scan {
   uint32_t *bad; /* slots with damaged headers */
   size_t nbad, bad_capacity;
   int code; /* KVS_OK, or why it cannot go on */
+  uint64_t cut, lost;
 };
 
 static bool grow(void **array, size_t *capacity, size_t needed, size_t size) {
@@ -106,7 +107,8 @@ static void *scan_segments(void *arg) {
   const struct kvs_file_geometry *g = &scan->store->geometry;
   uint8_t *room = kvs_file_pages_map(g->slot_nbytes);
   for (uint32_t segment; room && (segment = atomic_fetch_add(&scan->next, 1)) < scan->store->nsegments;)
-    for (uint32_t i = 0; i < g->slots; i++) look_at_slot(scan, segment * g->slots + i, room);
+    for (uint32_t i = 0; i < g->slots && !scan->store->segments[segment].removed; i++)
+      look_at_slot(scan, segment * g->slots + i, room);
   if (room) kvs_file_pages_unmap(room, g->slot_nbytes);
   pthread_mutex_lock(&scan->lock);
   if (!room) scan->code = KVS_NOMEM;
@@ -117,7 +119,7 @@ static void *scan_segments(void *arg) {
 static void read_all(struct scan *scan) {
   pthread_t threads[SCANNERS];
   unsigned n = 0;
-  while (n < SCANNERS && n + 1 < scan->store->nsegments && pthread_create(&threads[n], NULL, scan_segments, scan) == 0)
+  while (n < SCANNERS && n + 1 < scan->store->nsegments && kvs_file_thread_start(&threads[n], scan_segments, scan) == 0)
     n++;
   scan_segments(scan);
   while (n > 0) pthread_join(threads[--n], NULL);
@@ -131,10 +133,11 @@ static int by_sequence(const void *a, const void *b) {
 }
 
 /* A slot whose header is not wanted: free again once that is gone, else not used. */
-static bool erase(struct kvs_file_store *store, uint32_t slot) {
+static bool erase(struct scan *scan, uint32_t slot) {
+  struct kvs_file_store *store = scan->store;
   if (store->settings.readonly) return false;
   if (kvs_file_erase(store, kvs_file_slot_fd(store, slot), kvs_file_slot_at(store, slot)) == 0) return true;
-  store->stats.lost_slots++;
+  scan->lost++;
   return false;
 }
 
@@ -145,8 +148,8 @@ static int put_in(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
     const struct found *found = &scan->found[i];
     if (found->sequence > store->sequence) store->sequence = found->sequence;
     if (found->torn) {
-      store->stats.cut++;
-      taken[found->slot] = !erase(store, found->slot);
+      scan->cut++;
+      taken[found->slot] = !erase(scan, found->slot);
       continue;
     }
     struct kvs_file_entry *entry = kvs_file_index_add(scan->index, scan->keys + found->key_at, found->key_nbytes);
@@ -156,9 +159,9 @@ static int put_in(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
     entry->sequence = found->sequence;
     taken[found->slot] = 1;
     if (before != KVS_NO_SLOT) {
-      bool gone = erase(store, before);
+      bool gone = erase(scan, before);
       taken[before] = !gone;
-      if (!gone) entry->stale = before;
+      if (!gone && !store->settings.readonly) entry->stale = before;
     }
     kvs_file_index_settle(scan->index, entry);
   }
@@ -170,8 +173,8 @@ static int file_away(struct scan *scan, struct kvs_error *err) {
   uint32_t end = store->nsegments * store->geometry.slots;
   uint8_t *taken = calloc((size_t)end + 1, 1);
   if (!taken) return kvs_fail(err, KVS_NOMEM, "no memory for the index of a store");
-  for (size_t i = 0; i < scan->nbad; i++) taken[scan->bad[i]] = !erase(store, scan->bad[i]);
-  store->stats.cut += scan->nbad;
+  for (size_t i = 0; i < scan->nbad; i++) taken[scan->bad[i]] = !erase(scan, scan->bad[i]);
+  scan->cut += scan->nbad;
   int status = put_in(scan, taken, err);
   for (uint32_t slot = end; !status && !store->settings.readonly && slot-- > 0;)
     if (!taken[slot]) (void)kvs_file_free_push(store, slot);
@@ -189,6 +192,10 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
   free(scan.found);
   free(scan.keys);
   free(scan.bad);
+  pthread_mutex_lock(&store->lock);
   store->stats.found = index->blocks;
+  store->stats.cut += scan.cut;
+  store->stats.lost_slots += scan.lost;
+  pthread_mutex_unlock(&store->lock);
   return status;
 }

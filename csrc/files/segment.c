@@ -92,11 +92,13 @@ int kvs_file_segment_make(struct kvs_file_store *store, uint32_t number, int *fd
   return make_file(store, name, geometry.segment_nbytes, page, fd);
 }
 
-/* The array never moves: threads read it without the lock. */
-int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int fd) {
-  if (store->nsegments == store->segments_capacity) return ENOMEM;
-  store->segments[store->nsegments] = (struct kvs_file_segment){.fd = fd, .number = number};
-  store->nsegments++;
+/* The array never moves: threads read it without the lock. A place is used again where a segment was removed. */
+int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int fd, bool cut) {
+  uint32_t at = store->settings.readonly ? 0 : store->nsegments;
+  while (at < store->nsegments && store->segments[at].fd >= 0) at++;
+  if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
+  store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .suspect = cut};
+  store->nsegments += at == store->nsegments;
   if (number >= store->next_number) store->next_number = number + 1;
   return 0;
 }
@@ -235,24 +237,22 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
     close(fd);
     return refuse_layout(store, &there, name, err);
   }
-  bool ours = what == KVS_FILE_GOOD && there.segment == number;
-  if (ours && store->nsegments == 0) {
+  bool first = store->nsegments == 0, ours = what == KVS_FILE_GOOD && there.segment == number;
+  ours = ours && (first || there.slots == store->geometry.slots);
+  bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
+  if (cut && !store->settings.readonly) (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
+  pthread_mutex_lock(&store->lock);
+  if (ours && first) {
     store->geometry.slots = there.slots;
     store->geometry.segment_nbytes = there.segment_nbytes;
   }
-  if (!ours || there.slots != store->geometry.slots) {
-    store->stats.foreign++;
-    if (number >= store->next_number) store->next_number = number + 1;
-    close(fd);
-    return KVS_OK;
-  }
-  bool cut = fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
-  if (cut && !store->settings.readonly) (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
-  if (kvs_file_segment_append(store, number, fd) == 0) {
-    store->segments[store->nsegments - 1].suspect = cut;
-    return KVS_OK;
-  }
+  bool room = !ours || kvs_file_segment_append(store, number, fd, cut) == 0;
+  store->stats.foreign += !ours;
+  if (number >= store->next_number) store->next_number = number + 1;
+  pthread_mutex_unlock(&store->lock);
+  if (ours && room) return KVS_OK;
   close(fd);
+  if (room) return KVS_OK;
   return kvs_fail(err, KVS_INVALID, "%.200s has more segments than %u", store->settings.directory,
                   store->segments_capacity);
 }
@@ -264,7 +264,7 @@ static int by_number(const void *a, const void *b) {
 
 static bool is_open(const struct kvs_file_store *store, uint32_t number) {
   for (uint32_t i = 0; i < store->nsegments; i++)
-    if (store->segments[i].number == number) return true;
+    if (store->segments[i].number == number && !store->segments[i].removed) return true;
   return false;
 }
 
@@ -300,10 +300,33 @@ static int list_segments(struct kvs_file_store *store, uint32_t **numbers, size_
   return KVS_OK;
 }
 
+static void note_removed(struct kvs_file_store *store) {
+  struct stat info;
+  for (uint32_t i = 0; i < store->nsegments; i++) {
+    struct kvs_file_segment *segment = &store->segments[i];
+    segment->removed = segment->fd < 0 || (fstat(segment->fd, &info) == 0 && info.st_nlink == 0);
+  }
+}
+
+void kvs_file_close_removed(struct kvs_file_store *store) {
+  for (uint32_t i = 0; i < store->nsegments; i++) {
+    struct kvs_file_segment *segment = &store->segments[i];
+    if (!segment->removed || segment->fd < 0) continue;
+    pthread_mutex_lock(&store->lock);
+    int fd = store->oldest ? -1 : segment->fd; /* transfers that come now know nothing of it */
+    if (fd >= 0) segment->fd = -1;
+    pthread_mutex_unlock(&store->lock);
+    if (fd >= 0) close(fd);
+  }
+}
+
 int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
   uint32_t *numbers;
   size_t count;
+  if (store->settings.readonly) note_removed(store);
+  pthread_mutex_lock(&store->lock);
   store->stats.foreign = 0;
+  pthread_mutex_unlock(&store->lock);
   int status = list_segments(store, &numbers, &count, err);
   if (status) return status;
   for (size_t i = 0; !status && i < count; i++) status = adopt_segment(store, numbers[i], err);
@@ -403,7 +426,8 @@ int kvs_file_open_directory(struct kvs_file_store *store, struct kvs_error *err)
 }
 
 void kvs_file_close_directory(struct kvs_file_store *store) {
-  for (uint32_t i = 0; i < store->nsegments; i++) close(store->segments[i].fd);
+  for (uint32_t i = 0; i < store->nsegments; i++)
+    if (store->segments[i].fd >= 0) close(store->segments[i].fd);
   free(store->segments);
   kvs_file_unlock_directory(store, true);
   if (store->folder >= 0) close(store->folder);

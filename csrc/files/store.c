@@ -97,6 +97,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_UNSUPPORTED;
   store->queue.faults = &store->faults;
   store->queue.direct = store->direct;
+  store->queue.files_stay = !s->readonly; /* a reader lets go of what was removed */
   store->queue.scratch_nbytes = store->geometry.slot_nbytes + KVS_FILE_PAGE;
   if (s->engine == KVS_FILE_THREADS) {
     snprintf(store->engine_note, sizeof store->engine_note, "not asked for");
@@ -189,25 +190,58 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
   return KVS_OK;
 }
 
+/* -- calls --------------------------------------------------------------------------------------------------------- */
+
+int kvs_file_check_fork(const struct kvs_file_store *store, struct kvs_error *err) {
+  if (store->fork_generation == kvs_fork_generation()) return KVS_OK;
+  return kvs_fail(err, KVS_FORKED,
+                  "this store was opened before fork(): a child process cannot use it; open it again in the child, "
+                  "with readonly while the parent writes");
+}
+
+int kvs_file_enter(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  if (store->closing) status = kvs_fail(err, KVS_CLOSED, "the store is closed");
+  store->entered += !status;
+  pthread_mutex_unlock(&store->lock);
+  return status;
+}
+
+void kvs_file_leave_locked(struct kvs_file_store *store) {
+  if (--store->entered == 0) pthread_cond_broadcast(&store->ended);
+}
+
 /* -- closing ------------------------------------------------------------------------------------------------------- */
 
-/* Whether nothing is unfinished. */
-static bool drain_locked(struct kvs_file_store *store, int64_t timeout_ns) {
+static bool is_idle(const struct kvs_file_store *store) { return !store->oldest && !store->entered; }
+
+static bool is_stopped(const struct kvs_file_store *store) { return store->stopped; }
+
+/* Whether it came to be so in time. */
+static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struct kvs_file_store *),
+                         int64_t timeout_ns) {
   uint64_t at = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
   struct timespec deadline = {(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
   int rc = 0;
-  while (store->oldest && rc == 0)
+  while (!holds(store) && rc == 0)
     rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
                         : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
-  return !store->oldest;
+  return holds(store);
 }
 
 static void stop(struct kvs_file_store *store) {
+  note_open(store, false);
   kvs_file_queue_close(&store->queue);
   store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_checkpoint(store, store->sequence + 1, true);
   kvs_file_close_directory(store);
+  pthread_mutex_lock(&store->lock);
+  store->stopped = true;
+  pthread_cond_broadcast(&store->ended);
+  pthread_mutex_unlock(&store->lock);
 }
 
 /* What has not begun after timeout_ns is cancelled; what is under way then has patience_ns. */
@@ -216,23 +250,21 @@ static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_
     return kvs_fail(err, KVS_FORKED, "this store was opened before fork(): it is the parent's to close");
   pthread_mutex_lock(&store->lock);
   store->closing = true;
-  bool idle = drain_locked(store, timeout_ns);
+  bool idle = await_locked(store, is_idle, timeout_ns);
   if (!idle) {
     pthread_mutex_unlock(&store->lock);
     (void)kvs_file_cancel_all(store);
     pthread_mutex_lock(&store->lock);
-    idle = drain_locked(store, patience_ns);
+    idle = await_locked(store, is_idle, patience_ns);
   }
-  bool mine = idle && !store->closed;
-  store->closed |= mine;
+  bool mine = idle && !store->stopping;
+  store->stopping |= mine;
+  bool stopped = mine || (idle && await_locked(store, is_stopped, patience_ns)); /* by another thread */
   pthread_mutex_unlock(&store->lock);
-  if (!idle)
+  if (!idle || !stopped)
     return kvs_fail(err, KVS_TIMEOUT, "%.200s: reads or writes do not end; the store stays open and takes no calls",
                     store->settings.directory);
-  if (mine) {
-    note_open(store, false);
-    stop(store);
-  }
+  if (mine) stop(store);
   kvs_file_collect(store);
   return KVS_OK;
 }
@@ -263,25 +295,35 @@ void kvs_file_unref(struct kvs_file_store *store) {
 
 /* -- asking -------------------------------------------------------------------------------------------------------- */
 
-/* No call may come in between: what is found is put in the place of the old index as a whole. */
-int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
-  struct kvs_file_index found, old;
-  if (!store->settings.readonly) return KVS_OK;
-  pthread_mutex_lock(&store->lock);
-  bool idle = !store->oldest && !store->closing;
-  store->closing |= idle;
-  pthread_mutex_unlock(&store->lock);
-  if (!idle)
-    return kvs_fail(err, KVS_UNSUPPORTED, "refresh is for a store that is open and has no unfinished transfers");
-  int status = kvs_file_index_init(&found) ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for an index");
-  if (!status) status = kvs_file_adopt_new(store, err);
+/* Beside transfers: an index is made from what is there now, and put in the place of the old one as a whole. */
+static int look_again(struct kvs_file_store *store, struct kvs_error *err) {
+  struct kvs_file_index found;
+  if (!kvs_file_index_init(&found)) return kvs_fail(err, KVS_NOMEM, "no memory for an index");
+  int status = kvs_file_adopt_new(store, err);
   if (!status) status = kvs_file_scan(store, &found, err);
   pthread_mutex_lock(&store->lock);
-  old = status ? found : store->index;
-  if (!status) store->index = found;
-  store->closing = false;
+  if (!status) kvs_file_index_replace(&store->index, &found);
   pthread_mutex_unlock(&store->lock);
-  kvs_file_index_free(&old);
+  kvs_file_index_free(&found);
+  if (!status) kvs_file_close_removed(store);
+  return status;
+}
+
+int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = kvs_file_enter(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  bool mine = !store->refreshing;
+  store->refreshing = true;
+  pthread_mutex_unlock(&store->lock);
+  if (!mine)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "another thread refreshes this store already");
+  else if (store->settings.readonly)
+    status = look_again(store, err);
+  pthread_mutex_lock(&store->lock);
+  if (mine) store->refreshing = false;
+  kvs_file_leave_locked(store);
+  pthread_mutex_unlock(&store->lock);
   return status;
 }
 
@@ -289,20 +331,26 @@ void kvs_file_inject(struct kvs_file_store *store, enum kvs_file_call call, cons
   kvs_file_faults_set(&store->faults, call, fault);
 }
 
-void kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats) {
+int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
   pthread_mutex_lock(&store->lock);
   *stats = store->stats;
   stats->blocks = store->index.blocks;
   stats->pinned = store->index.pinned;
-  stats->segments = store->nsegments;
-  stats->slots = (uint64_t)store->nsegments * store->geometry.slots;
-  stats->file_nbytes = store->nsegments * store->geometry.segment_nbytes;
+  for (uint32_t i = 0; i < store->nsegments; i++) stats->segments += store->segments[i].fd >= 0;
+  stats->slots = stats->segments * store->geometry.slots;
+  stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
   stats->unfinished_loads = store->unfinished[1];
   stats->unfinished_stores = store->unfinished[0];
   pthread_mutex_unlock(&store->lock);
+  return KVS_OK;
 }
 
 void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info) {
+  struct kvs_error ignored;
+  bool locked = kvs_file_check_fork(store, &ignored) == KVS_OK; /* in a child the lock may be held for ever */
+  if (locked) pthread_mutex_lock(&store->lock);                 /* what a refresh learns of segments */
   *info = (struct kvs_file_info){
       .engine = store->ops->name,
       .direct = store->direct,
@@ -314,6 +362,7 @@ void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info)
       .capacity = store->settings.capacity,
       .depth = store->settings.depth,
   };
+  if (locked) pthread_mutex_unlock(&store->lock);
   snprintf(info->engine_note, sizeof info->engine_note, "%s", store->engine_note);
   snprintf(info->direct_note, sizeof info->direct_note, "%s", store->direct_note);
 }

@@ -70,8 +70,9 @@ struct kvs_file_transfer {
 };
 
 struct kvs_file_segment {
-  int fd;
+  int fd;          /* -1: it was removed, and closed */
   uint32_t number; /* in its name */
+  bool removed;    /* of a reader: it has no name any more; what is in it is no longer the store's */
   bool suspect;    /* it was cut off: the data of its blocks is compared when it is scanned */
 };
 
@@ -94,8 +95,11 @@ struct kvs_file_store {
   bool open;                          /* it was opened, and nobody closes it */
 
   pthread_mutex_t lock;
-  pthread_cond_t ended; /* a transfer did; waiters use the monotonic clock */
-  bool closing, closed; /* guarded by lock, as is all that follows */
+  pthread_cond_t ended; /* a transfer did, a call left, or the store; waiters use the monotonic clock */
+  bool closing;         /* guarded by lock, as is all that follows: it takes no calls */
+  bool stopping, stopped;
+  bool refreshing;
+  unsigned entered; /* calls that use more than what the lock guards: until they leave, nothing is taken down */
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments, next_number;
@@ -126,6 +130,12 @@ static inline uint64_t kvs_file_slot_at(const struct kvs_file_store *store, uint
   return kvs_file_slot_offset(&store->geometry, slot % store->geometry.slots);
 }
 
+/* files/store.c */
+int kvs_file_check_fork(const struct kvs_file_store *, struct kvs_error *);
+/* Around a call that uses the mover or the files: KVS_CLOSED, KVS_FORKED. */
+int kvs_file_enter(struct kvs_file_store *, struct kvs_error *);
+void kvs_file_leave_locked(struct kvs_file_store *);
+
 /* files/segment.c: files of the directory. */
 int kvs_file_open_directory(struct kvs_file_store *,
                             struct kvs_error *); /* folder, state, geometry, direct, segments */
@@ -133,11 +143,11 @@ void kvs_file_close_directory(struct kvs_file_store *);
 /* Close the file that the directory is locked by. `everywhere`: the lock goes, also where a child of a fork still has
  * the descriptor; else only this process's copy. Safe in the child of a fork. */
 void kvs_file_unlock_directory(struct kvs_file_store *, bool everywhere);
-int kvs_file_adopt_new(struct kvs_file_store *,
-                       struct kvs_error *); /* segments that came since: to the end of the list */
+int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *); /* segments that came, or went, since */
+void kvs_file_close_removed(struct kvs_file_store *); /* those that went, unless a transfer may still read there */
 /* A new segment, not yet in the store's list: 0 or an errno. Called without the lock, by one thread at a time. */
 int kvs_file_segment_make(struct kvs_file_store *, uint32_t number, int *fd);
-int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd);   /* under the lock; ENOMEM */
+int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd, bool cut); /* under the lock; ENOMEM */
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset);            /* a header page: 0 or an errno */
 int kvs_file_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under the lock; false: no memory, it is lost */

@@ -247,7 +247,8 @@ static PyObject *store_refresh(PyObject *self, PyObject *unused) {
 static PyObject *store_stats(PyObject *self, PyObject *unused) {
   (void)unused;
   struct kvs_file_stats stats;
-  kvs_file_get_stats(kvs_py_file_core(self), &stats);
+  struct kvs_error err = {0};
+  if (kvs_file_get_stats(kvs_py_file_core(self), &stats, &err)) return kvs_py_raise(kvs_py_state_of(self), &err);
   const struct {
     const char *name;
     uint64_t value;
@@ -363,7 +364,9 @@ PyMethodDef kvs_py_file_methods[] = {
 
 static PyObject *store_repr(PyObject *self) {
   struct kvs_file_stats stats;
-  kvs_file_get_stats(kvs_py_file_core(self), &stats);
+  struct kvs_error err;
+  if (kvs_file_get_stats(kvs_py_file_core(self), &stats, &err))
+    return PyUnicode_FromString("<kvswap.files.FileStore opened before fork()>");
   return PyUnicode_FromFormat("<kvswap.files.FileStore %llu blocks in %llu segments>", (unsigned long long)stats.blocks,
                               (unsigned long long)stats.segments);
 }
@@ -404,7 +407,8 @@ PyDoc_STRVAR(touch_doc, "touch($self, keys, /)\n--\n\nThese blocks count as used
 PyDoc_STRVAR(keys_doc,
              "keys($self, /)\n--\n\nThe keys of all blocks that are there, as bytes, those unused longest first.");
 PyDoc_STRVAR(refresh_doc, "refresh($self, /)\n--\n\n"
-                          "Of a reader: see what the writer has stored since. Error while transfers are unfinished.");
+                          "Of a reader: see what the writer has stored since; transfers may run meanwhile. Any thread\n"
+                          "may call, one at a time: Error while another does.");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounts, by name (docs/files.md says what each is): dict of int.");
 PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
                             "For kvswap.testing: what happens to the nth such call, and each `every` more.");
