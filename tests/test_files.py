@@ -478,6 +478,170 @@ def test_a_torn_block_is_cut_at_the_next_start(tmp_path: Path) -> None:
     assert set(file_reader.read_store(folder)) == {b"key-%d" % i for i in range(10)} - {b"key-2", b"key-7"}
 
 
+# -- what cannot be read at open --------------------------------------------------------------------------------------
+
+
+def crash(folder: Path, nbytes: int, calls: str) -> None:
+    """A process that stores blocks and ends without a close: nothing since its open is in a checkpoint."""
+    script = f"""
+        import os
+        import numpy as np
+        import kvswap
+        from kvswap.files import FileStore, Layout
+        from kvswap.testing import file_fault
+        store = FileStore({str(folder)!r}, Layout({nbytes}, model="m", tp_rank=0), capacity=1 << 20)
+        def put(key, value):
+            store.store([key], [np.full({nbytes}, value, np.uint8)]).wait(60)
+        {calls}
+        os._exit(0)
+    """
+    assert run_python(script).returncode == 0
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_headers_that_cannot_be_read_are_left_alone(tmp_path: Path, buffered: bool) -> None:
+    """Their blocks are out of reach until the next open, and nothing is written where they are."""
+    rig = Rig(tmp_path, buffered=buffered)
+    data, keys = blocks_of(43, 24, rig.nbytes), keys_of(24)
+    rig.put(keys[:16], data[:16])
+    rig.store.close()
+    before = {path: path.read_bytes() for path in rig.files()}
+    unread: set[bytes] = set()
+    for nth in range(8, 20):
+        with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+            rig.store = rig.open()
+        stats = rig.store.stats()
+        lost = [key for key, there in zip(keys[:16], rig.store.contains(keys[:16]), strict=True) if not there]
+        assert (stats["lost_slots"], stats["cut"]) == (1, 0) and len(lost) <= 1  # it may be that of an empty slot
+        unread.update(lost)
+        rig.put(keys[16:], data[16:])
+        rig.store.delete(keys[16:]).wait(PATIENCE)
+        rig.store.close()
+        found = file_reader.read_store(rig.folder)
+        assert set(found) == set(keys[:16])
+        for path, raw in before.items():
+            np.testing.assert_array_equal(
+                np.frombuffer(path.read_bytes()[: len(raw)], np.uint8), np.frombuffer(raw, np.uint8)
+            )
+    assert len(unread) >= 3
+    rig.store = rig.open()
+    np.testing.assert_array_equal(rig.get(keys[:16]), data[:16])
+    rig.store.close()
+
+
+def test_what_was_not_read_does_not_outlive_what_was_stored_since(tmp_path: Path) -> None:
+    """Blocks of unknown sequence: those that are written now count as newer all the same."""
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    crash(folder, 5000, 'for i in range(20): put(b"k", i)')
+    with testing.file_fault(None, "read", "fail", nth=7, every=1, code=errno.EIO):
+        store = FileStore(folder, layout, capacity=1 << 20)  # none of its headers is read: it seems empty
+    assert store.stats()["found"] == 0
+    store.store([b"k"], [np.full(5000, 99, np.uint8)]).wait(PATIENCE)
+    store.close()
+    for _ in range(2):
+        target = np.zeros(5000, np.uint8)
+        with FileStore(folder, layout, capacity=1 << 20) as store:
+            store.load([b"k"], [target]).wait(PATIENCE)
+        assert (target == 99).all()
+
+
+def test_data_that_cannot_be_read_is_not_cut_off(tmp_path: Path) -> None:
+    """After a crash: whether such a block is whole stays open, also for the opens that follow, until it can be read."""
+    folder = tmp_path / "store"
+    crash(folder, 5000, 'for i in range(10): put(b"key-%d" % i, i)')
+    layout, keys = Layout(5000, model="m", tp_rank=0), keys_of(10)
+    hurt = file_reader.read_store(folder)[b"key-4"]
+    flip(hurt.path, hurt.offset + PAGE + 4000, 2)
+    for every in (1, 2, 3):
+        with testing.file_fault(None, "read", "fail", nth=8, every=2 * every, code=errno.EIO):
+            store = FileStore(folder, layout, capacity=1 << 20)
+        cut = store.stats()["cut"]
+        target = np.zeros((10, 5000), np.uint8)
+        load = store.load(keys, target, range(10))
+        while not load.done():
+            time.sleep(0.001)
+        there = [i for i in range(10) if i not in load.failed_blocks]
+        assert (target[there] == np.array(there)[:, None]).all() and cut <= 1
+        store.close()
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.contains(keys) == [i != 4 for i in range(10)]
+        assert store.stats()["damaged"] == 0
+
+
+def two_of_a_key(folder: Path) -> file_reader.Block:
+    """A crash while both are on disk; the newer one, which is torn."""
+    calls = """put(b"k", 1)
+        with file_fault(store, "write", "fail", nth=2):  # the second erases the first block
+            put(b"k", 2)"""
+    crash(folder, 5000, calls)
+    blocks = [b for path in sorted(folder.glob("segment-*")) for b in file_reader.read_segment(path)[1]]
+    newer = max(blocks, key=lambda block: block.header.sequence)
+    assert len(blocks) == 2
+    flip(newer.path, newer.offset + PAGE + 10, 1)
+    return newer
+
+
+def test_an_older_block_stays_where_the_newer_one_cannot_be_read(tmp_path: Path) -> None:
+    """The newer one may be torn, as it is here: the open that can read it again goes back to the older one."""
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    two_of_a_key(folder)
+    store = None
+    for nth in range(6, 12):  # until it is the newer one's data
+        with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+            store = FileStore(folder, layout, capacity=1 << 20, readonly=True)
+        there = store.contains([b"k"])[0] and store.stats()["cut"] == 0
+        newest = there and store.load([b"k"], [np.zeros(5000, np.uint8)])
+        store.close()
+        if newest and "damaged" in str(newest.error):
+            break
+    else:
+        raise AssertionError("it was never that block whose data was not read")
+    with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+        store = FileStore(folder, layout, capacity=1 << 20)
+    assert (store.stats()["cut"], store.stats()["lost_slots"]) == (0, 1)
+    store.close()
+    target = np.zeros(5000, np.uint8)
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.stats()["cut"] == 1
+        store.load([b"k"], [target]).wait(PATIENCE)
+    assert (target == 1).all()
+
+
+def test_a_segment_whose_first_page_cannot_be_read_is_checked_once_it_can(tmp_path: Path) -> None:
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    crash(folder, 5000, 'for i in range(10): put(b"key-%d" % i, i)')
+    hurt = file_reader.read_store(folder)[b"key-4"]
+    flip(hurt.path, hurt.offset + PAGE + 4000, 2)
+
+    def foreign(nth: int, readonly: bool) -> int:
+        with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+            store = FileStore(folder, layout, capacity=1 << 20, readonly=readonly)
+        count = store.stats()["foreign"]
+        store.close()
+        return int(count)
+
+    which = next(nth for nth in range(4, 7) if foreign(nth, readonly=True))
+    assert foreign(which, readonly=False) == 1
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.stats()["cut"] == 1 and store.stats()["found"] == 9
+
+
+def test_a_torn_block_that_cannot_be_erased_stays_torn(tmp_path: Path) -> None:
+    """It is not taken for whole at the next open, where it would cost the older block of its key."""
+    folder = tmp_path / "store"
+    two_of_a_key(folder)
+    layout, target = Layout(5000, model="m", tp_rank=0), np.zeros(5000, np.uint8)
+    with testing.file_fault(None, "write", "fail", nth=2, code=errno.EIO):  # of the store's file, then that block
+        store = FileStore(folder, layout, capacity=1 << 20)
+    for _ in range(3):
+        target[:] = 0
+        store.load([b"k"], [target]).wait(PATIENCE)
+        assert (target == 1).all()
+        store.close()
+        store = FileStore(folder, layout, capacity=1 << 20)
+    store.close()
+
+
 # -- restart ----------------------------------------------------------------------------------------------------------
 
 
@@ -759,16 +923,73 @@ def test_a_reader_lets_go_of_files_that_the_writer_gave_up(tmp_path: Path, engin
     store.close()
     for path in rig.files():
         path.unlink()
-    rig.store = store = rig.open()
+    rig.store = store = rig.open(capacity=2 * rig.options["capacity"])
     rig.put(keys[30:40], data[30:40])
     reader.refresh()
     assert reader.contains(keys) == [i >= 30 for i in range(40)]
-    target[:] = 0
-    reader.load(keys[30:], target, range(30, 40)).wait(PATIENCE)
-    np.testing.assert_array_equal(target[30:], data[30:])
     assert not any("(deleted)" in path for path in open_files())
+    rig.put(keys[:30], data[:30])
+    reader.refresh()  # whose new files have descriptors that others had before
+    target[:] = 0
+    reader.load(keys, target, range(40)).wait(PATIENCE)
+    np.testing.assert_array_equal(target, data)
     reader.close()
     store.close()
+
+
+@pytest.mark.parametrize("becomes", ["another key's", "newer", "torn"])
+def test_a_block_that_is_replaced_while_a_reader_reads_it(tmp_path: Path, engine: str, becomes: str) -> None:
+    """It is not damaged: it is gone, or there again. One that stays torn is."""
+    rig = Rig(tmp_path)
+    data = blocks_of(41, 3, rig.nbytes)
+    rig.put([b"mine"], data[:1])
+    reader = rig.open(readonly=True, engine=engine)
+    before = file_reader.read_store(rig.folder)[b"mine"]
+    other = b"other" if becomes == "another key's" else b"mine"
+    rig.put([other], data[1:2])
+    rig.store.close()
+    after = file_reader.read_store(rig.folder)[other]
+    whole = after.path.read_bytes()[after.offset : after.offset + rig.slot]
+    target = np.zeros(rig.nbytes, np.uint8)
+
+    def write(slot: bytes) -> None:
+        with before.path.open("r+b") as file:
+            file.seek(before.offset)
+            file.write(slot)
+
+    write(whole[: PAGE + 100] + bytes(rig.slot - PAGE - 100))
+    with testing.file_fault(reader, "read", "delay", nth=2, delay=0.4):
+        load = reader.load([b"mine"], [target])
+        time.sleep(0.1)
+        if becomes != "torn":
+            write(whole)
+        while not load.done():
+            time.sleep(0.001)
+    if becomes == "newer":
+        load.wait(PATIENCE)
+        np.testing.assert_array_equal(target, data[1])
+    else:
+        said = {"another key's": "block 0 is not in the store", "torn": "block 0 is damaged on disk"}
+        assert said[becomes] in str(load.reasons[0])
+    reader.close()
+
+
+def test_a_refresh_that_finds_a_block_no_more_while_its_load_waits(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(42, 2, rig.nbytes), keys_of(2)
+    rig.put(keys, data)
+    reader = rig.open(readonly=True, engine="threads", depth=1)
+    targets = [np.zeros(rig.nbytes, np.uint8) for _ in keys]
+    with testing.file_fault(reader, "read", "delay", nth=1, delay=0.3):
+        first = reader.load(keys[:1], targets[:1])
+        second = reader.load(keys[1:], targets[1:])
+        rig.store.delete(keys[1:]).wait(PATIENCE)
+        reader.refresh()
+    first.wait(PATIENCE)
+    with pytest.raises(kvswap.Error, match="block 0 is not in the store"):
+        second.wait(PATIENCE)
+    reader.close()
+    rig.store.close()
 
 
 def test_a_reader_of_nothing(tmp_path: Path) -> None:

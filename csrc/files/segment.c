@@ -105,7 +105,8 @@ int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int f
 
 int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
-  struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
+  bool all = sequence <= store->whole_below;
+  struct kvs_file_checkpoint checkpoint = {++store->generation, all ? sequence : store->whole_below, clean};
   kvs_file_checkpoint_write(&checkpoint, page);
   uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;
   return move_page(store, store->state, true, at, page, store->settings.durability == KVS_FILE_FSYNC);
@@ -144,7 +145,10 @@ static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
   store->geometry = there;
   for (int i = 0; i < 2; i++) {
     uint64_t at = CHECKPOINTS_AT + (uint64_t)i * KVS_FILE_PAGE;
-    if (move_page(store, store->state, false, at, page, false)) continue;
+    code = move_page(store, store->state, false, at, page, false);
+    if (code && code != KVS_FILE_ENDED)
+      return kvs_file_fail(err, code, "reading %.200s/%s", store->settings.directory, store_name);
+    if (code) continue;
     if (kvs_file_checkpoint_read(page, &checkpoint) != KVS_FILE_GOOD) continue;
     if (checkpoint.generation <= store->generation) continue;
     store->generation = checkpoint.generation;
@@ -232,6 +236,7 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
     return status;
   }
   code = move_page(store, fd, false, 0, page, false);
+  store->unread_segments |= code && code != KVS_FILE_ENDED;
   enum kvs_file_page what = code ? KVS_FILE_DAMAGED : kvs_file_geometry_read(page, true, &there);
   if (what == KVS_FILE_GOOD && !same_layout(&there, &store->geometry)) {
     close(fd);

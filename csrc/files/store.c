@@ -67,6 +67,31 @@ static struct kvs_file_store *next_open(void) {
   return store;
 }
 
+/* -- faults, for tests --------------------------------------------------------------------------------------------- */
+
+static struct kvs_file_fault at_open[KVS_FILE_CALLS]; /* guarded by stores_lock */
+
+void kvs_file_inject(struct kvs_file_store *store, enum kvs_file_call call, const struct kvs_file_fault *fault) {
+  if (store) {
+    kvs_file_faults_set(&store->faults, call, fault);
+    return;
+  }
+  pthread_mutex_lock(&stores_lock);
+  at_open[call] = *fault;
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static void inject_at_open(struct kvs_file_store *store) {
+  pthread_mutex_lock(&stores_lock);
+  memcpy(store->faults.fault, at_open, sizeof at_open);
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static void end_faults(struct kvs_file_store *store) {
+  const struct kvs_file_fault none = {.action = KVS_FILE_FAULT_NONE};
+  for (int call = 0; call < KVS_FILE_CALLS; call++) kvs_file_inject(store, (enum kvs_file_call)call, &none);
+}
+
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
 static int check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
@@ -174,6 +199,7 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
   struct kvs_file_store *store = new_store(settings, err);
   if (!store) return KVS_NOMEM;
   enter_list(store);
+  inject_at_open(store);
   status = kvs_file_open_directory(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
@@ -185,6 +211,7 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
     free_store(store);
     return status;
   }
+  end_faults(store);
   note_open(store, true);
   *opened = store;
   return KVS_OK;
@@ -325,10 +352,6 @@ int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
   kvs_file_leave_locked(store);
   pthread_mutex_unlock(&store->lock);
   return status;
-}
-
-void kvs_file_inject(struct kvs_file_store *store, enum kvs_file_call call, const struct kvs_file_fault *fault) {
-  kvs_file_faults_set(&store->faults, call, fault);
 }
 
 int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {

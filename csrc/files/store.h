@@ -34,7 +34,8 @@ struct kvs_file_item {
   uint32_t slot, old; /* being read, written or erased; and the one before */
   uint32_t staging;   /* number of its staging slot */
   enum kvs_file_phase phase;
-  bool begun; /* guarded by lock: it cannot be cancelled any more */
+  uint8_t tries; /* reads that found no whole block, beside a writer */
+  bool begun;    /* guarded by lock: it cannot be cancelled any more */
   bool kept, ended;
   bool in_place;    /* its slot is that of the block that it replaces */
   bool written;     /* something may have been: its slot no longer holds what it held */
@@ -112,10 +113,12 @@ struct kvs_file_store {
   struct kvs_file_item *oldest_write, *newest_write; /* under way, by sequence */
   uint64_t unchecked_nbytes;                         /* written since the last checkpoint */
   bool checkpointing;
-  uint64_t generation;                       /* of the last checkpoint */
-  size_t granted, nstarved;                  /* items that have their key; those among them that wait for a slot */
-  struct kvs_file_list ready;                /* have their key and wait to be looked at */
-  struct kvs_file_list starved;              /* wait for a slot */
+  uint64_t generation;          /* of the last checkpoint */
+  uint64_t whole_below;         /* a checkpoint may say no more: what came later was not all read at open */
+  bool unread_segments;         /* whose first page could not be read at open */
+  size_t granted, nstarved;     /* items that have their key; those among them that wait for a slot */
+  struct kvs_file_list ready;   /* have their key and wait to be looked at */
+  struct kvs_file_list starved; /* wait for a slot */
   struct kvs_file_transfer *oldest, *newest; /* unfinished */
   unsigned unfinished[2];                    /* loads [1], others [0] */
   size_t unfinished_blocks[2];

@@ -37,7 +37,7 @@ void kvs_file_faults_set(struct kvs_file_faults *, enum kvs_file_call, const str
 /* What shall happen to the next call of that kind; DELAY has been slept already and is NONE. */
 struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *, enum kvs_file_call);
 
-/* For tests. */
+/* For tests. NULL: while stores are opened, of those that are from now on. */
 void kvs_file_inject(struct kvs_file_store *, enum kvs_file_call, const struct kvs_file_fault *);
 
 /* One stretch of a file, to or from several pieces of memory. What is left to do is in the struct, so that it can go on

@@ -304,7 +304,7 @@ static PyObject *store_block_nbytes(PyObject *self, void *unused) {
 
 /* -- faults, for tests --------------------------------------------------------------------------------------------- */
 
-static PyObject *store_set_fault(PyObject *self, PyObject *args) {
+static PyObject *set_fault(struct kvs_file_store *store, PyObject *args) {
   static const char *const calls[] = {"read", "write", "allocate", "open", "sync"};
   static const char *const actions[] = {"none", "fail", "short", "interrupt", "delay"};
   PyObject *call, *action;
@@ -319,8 +319,15 @@ static PyObject *store_set_fault(PyObject *self, PyObject *args) {
   fault.nth = nth;
   fault.every = every;
   fault.delay_ns = (uint64_t)(delay * 1e9);
-  kvs_file_inject(kvs_py_file_core(self), (enum kvs_file_call)which, &fault);
+  kvs_file_inject(store, (enum kvs_file_call)which, &fault);
   Py_RETURN_NONE;
+}
+
+static PyObject *store_set_fault(PyObject *self, PyObject *args) { return set_fault(kvs_py_file_core(self), args); }
+
+static PyObject *set_fault_at_open(PyObject *module, PyObject *args) {
+  (void)module;
+  return set_fault(NULL, args);
 }
 
 /* -- directories --------------------------------------------------------------------------------------------------- */
@@ -354,9 +361,14 @@ PyDoc_STRVAR(gds_doc, "_file_gds($module, /)\n--\n\nWhy GPUDirect Storage is not
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
+PyDoc_STRVAR(set_fault_at_open_doc,
+             "_file_set_fault($module, call, action, nth, every, code, delay, /)\n--\n\n"
+             "For kvswap.testing: what happens to the nth such call, and each `every` more, while a store is opened.");
+
 PyMethodDef kvs_py_file_methods[] = {
     {"_file_gds", gds, METH_NOARGS, gds_doc},
     {"_file_peek", peek, METH_O, peek_doc},
+    {"_file_set_fault", set_fault_at_open, METH_VARARGS, set_fault_at_open_doc},
     {NULL, NULL, 0, NULL},
 };
 
