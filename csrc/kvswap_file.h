@@ -107,7 +107,8 @@ KVS_API int kvs_file_touch(struct kvs_file_store *, const struct kvs_file_keys *
 KVS_API int kvs_file_list(struct kvs_file_store *, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *);
 /* What a directory holds, read from its files; `layout` has room for KVS_FILE_LAYOUT_NBYTES + 1. KVS_MISSING. */
 KVS_API int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *);
-/* Look at the directory again: a reader sees what was stored since. Of a store that is written by this one: nothing. */
+/* Look at the directory again: a reader sees what was stored since, also while transfers run. Of a store that is
+ * written by this one: nothing. KVS_UNSUPPORTED: another thread is at it. */
 KVS_API int kvs_file_refresh(struct kvs_file_store *, struct kvs_error *);
 KVS_API void kvs_file_collect(struct kvs_file_store *); /* release owners of transfers that ended */
 
@@ -147,7 +148,7 @@ struct kvs_file_stats {
   uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */
   uint64_t gds_by_host;                         /* blocks that libcufile did not take: they went by host memory */
 };
-KVS_API void kvs_file_get_stats(struct kvs_file_store *, struct kvs_file_stats *);
+KVS_API int kvs_file_get_stats(struct kvs_file_store *, struct kvs_file_stats *, struct kvs_error *);
 
 struct kvs_file_info {
   const char *engine;    /* "threads" or "io_uring" */

@@ -70,7 +70,7 @@ def _stat(directory: Path) -> int:
             f"{stats['segments']:,} of {format_size(info['segment_nbytes'])}, {format_size(stats['file_nbytes'])}",
         ),
         ("torn or damaged", f"{stats['cut']:,} headers or blocks since the last checkpoint"),
-        ("unreadable", f"{stats['foreign']:,} segment files"),
+        ("unreadable", f"{stats['foreign']:,} segment files, {stats['lost_slots']:,} slots"),
         ("O_DIRECT", "yes" if info["direct"] else f"no: {info['direct_note']}"),
         ("engine", info["engine"] + (f" ({info['engine_note']})" if info["engine_note"] else "")),
     ]
@@ -109,7 +109,7 @@ def _check(directory: Path) -> int:
         print(f"{_name(key)}: {reason}")
     print(
         f"{good:,} blocks are right, {len(damaged):,} damaged; {stats['cut']:,} torn or damaged headers or blocks that "
-        f"are not served; {stats['foreign']:,} segment files cannot be read"
+        f"are not served; {stats['foreign']:,} segment files and {stats['lost_slots']:,} slots cannot be read"
     )
     return 1 if damaged else 0
 
@@ -120,6 +120,7 @@ def _gc(directory: Path) -> int:
     with _open(directory, readonly=False) as store:  # which erases what is torn or superseded
         cut = store.stats()["cut"]
         _, bad = _read_all(store)
+        bad = {key: reason for key, reason in bad.items() if "is damaged" in str(reason)}  # not: cannot be read now
         if bad:
             store.delete(list(bad)).wait(_WAIT)
     removed = _remove_empty(directory)
@@ -135,7 +136,10 @@ def _remove_empty(directory: Path) -> int:
     slot = _PAGE + -(-_layout(directory).block_nbytes // _PAGE) * _PAGE
     removed = 0
     with open(directory / "store.kvs", "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a writer came in between: they are its now
+            return 0
         for path in [*directory.glob("segment-*.kvs"), *directory.glob("new.tmp")]:
             if path.name == "new.tmp" or not _holds_anything(path, slot):
                 path.unlink()
@@ -144,12 +148,15 @@ def _remove_empty(directory: Path) -> int:
 
 
 def _holds_anything(path: Path, slot: int) -> bool:
-    """Whether any slot's header page begins with something."""
+    """Whether any slot's header page begins with something, or may."""
     with open(path, "rb", buffering=0) as file:
-        if file.read(8) != b"KVSSEGMT":
+        try:
+            if file.read(8) != b"KVSSEGMT":
+                return True
+            size = os.fstat(file.fileno()).st_size
+            return any(any(os.pread(file.fileno(), 8, at)) for at in range(_PAGE, size, slot))
+        except OSError:
             return True
-        size = os.fstat(file.fileno()).st_size
-        return any(any(os.pread(file.fileno(), 8, at)) for at in range(_PAGE, size, slot))
 
 
 def _nbytes(directory: Path) -> int:

@@ -93,7 +93,8 @@ def write_block_files(
     begin = 0
     for path, nbytes in zip(_block_files(directory, block_id, len(pool_nbytes)), pool_nbytes, strict=True):
         part = path.with_suffix(".tmp")
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(block[begin : begin + nbytes].tobytes())
         part.replace(path)
         begin += nbytes

@@ -162,7 +162,7 @@ FileAction: TypeAlias = Literal["fail", "short", "interrupt", "delay"]
 
 @contextmanager
 def file_fault(
-    store: _C.FileStore,
+    store: _C.FileStore | None,
     call: FileCall,
     action: FileAction,
     *,
@@ -171,7 +171,8 @@ def file_fault(
     code: int = errno.EIO,
     delay: float = 0.0,
 ) -> Iterator[None]:
-    """Inject a fault into a kvswap.files.FileStore's calls of the file system while the block runs.
+    """Inject a fault into a kvswap.files.FileStore's calls of the file system while the block runs; without a store,
+    into the calls that open one.
 
     "fail" has the call fail with errno `code`; "short" has a read or write do about half; "interrupt" has it do nothing
     and say EINTR; "delay" has it begin `delay` seconds late. nth and every count the calls of that kind, as in fault().
@@ -183,11 +184,12 @@ def file_fault(
         raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     if action == "interrupt" and every == 1:
         raise ValueError("action 'interrupt' with every=1: the call would never get through")
-    store._set_fault(call, action, (every or 1) if nth is None else nth, every, code, delay)
+    inject = _C._file_set_fault if store is None else store._set_fault
+    inject(call, action, (every or 1) if nth is None else nth, every, code, delay)
     try:
         yield
     finally:
-        store._set_fault(call, "none", 1, 0, 0, 0.0)
+        inject(call, "none", 1, 0, 0, 0.0)
 
 
 def delay(device: _C.Device, seconds: float, stream: Any) -> None:

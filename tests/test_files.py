@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -258,6 +259,41 @@ def test_nobody_else_may_read_it(rig: Rig) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in rig.folder.iterdir()} == {0o600}
 
 
+@pytest.mark.parametrize("what", ["", "store.kvs", "segment-00000000.kvs"])
+@pytest.mark.parametrize("readonly", [False, True])
+def test_what_others_may_write_is_not_trusted(rig: Rig, what: str, readonly: bool) -> None:
+    rig.put(keys_of(1), blocks_of(8, 1, rig.nbytes))
+    rig.store.close()
+    path = rig.folder / what
+    right = 0o600 if what else 0o700
+    for more in (0o020, 0o002, 0o077):
+        path.chmod(right | more)
+        before = {file.name: file.read_bytes() for file in rig.folder.iterdir()}
+        with pytest.raises(kvswap.Error, match=f"{path} may be written by other users .mode 0{right | more:o}.: chmod"):
+            rig.open(readonly=readonly)
+        assert {file.name: file.read_bytes() for file in rig.folder.iterdir()} == before
+        if not what.startswith("segment"):
+            with pytest.raises(kvswap.Error, match="may be written by other users"):
+                kvswap._C._file_peek(rig.folder)
+    path.chmod(right | 0o044)  # reading is the owner's to allow
+    rig.open(readonly=readonly).close()
+    path.chmod(right)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        with pytest.raises(kvswap.Error, match=f"{path} belongs to user 12345, and this process is user 0: "):
+            rig.open(readonly=readonly)
+        os.chown(path, 0, -1)
+    if what:
+        path.rename(rig.folder / "aside")
+        path.symlink_to(rig.folder / "aside")
+        with pytest.raises(kvswap.Error, match=f"opening {path}: {os.strerror(errno.ELOOP)}"):
+            rig.open(readonly=readonly)
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(kvswap.Error, match=f"{path}( is not a file|: Is a directory|: Invalid argument)"):
+            rig.open(readonly=readonly)
+
+
 def test_the_files_stay_within_the_budget(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slots=16)
     rig.put(keys_of(100), blocks_of(9, 100, rig.nbytes))
@@ -380,6 +416,45 @@ def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
     rig.store.close()
 
 
+@pytest.mark.parametrize("left", [1, 100, 4095, PAGE + 100, 2 * PAGE])
+def test_a_reader_of_a_file_that_ends_within_a_page(tmp_path: Path, engine: str, left: int) -> None:
+    """With O_DIRECT too, where what is left of a page can never be read: that block is lost, and nothing hangs.
+
+    In a process of its own: threads that go round for ever would not let this one end."""
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(37, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    rig.store.close()
+    script = f"""
+        import os
+        import numpy as np
+        from kvswap.files import FileStore, Layout
+        keys = [b"key-%d" % i for i in range(8)]
+        def reader():
+            layout = Layout({rig.nbytes}, model="m", tp_rank=0)
+            return FileStore({str(rig.folder)!r}, layout, engine={engine!r}, readonly=True)
+        store = reader()
+        os.truncate({str(rig.files()[0])!r}, {PAGE + 3 * rig.slot + left})
+        load = store.load(keys, np.zeros((8, {rig.nbytes}), np.uint8), range(8))
+        try:
+            load.wait(20)
+        except TimeoutError:
+            os._exit(5)
+        except Exception as error:
+            print(error)
+        assert load.failed_blocks.size == 5, load.failed_blocks
+        store.close()
+        with reader() as store:
+            assert sum(store.contains(keys)) == 3
+        os.truncate({str(rig.folder / "store.kvs")!r}, {left})
+        with reader() as store:
+            assert sum(store.contains(keys)) == 3
+    """
+    run = run_python(script, timeout=90)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "the file is shorter than it should be" in run.stdout
+
+
 def test_a_torn_block_is_cut_at_the_next_start(tmp_path: Path) -> None:
     """A crash leaves the last checkpoint where it was: blocks written since are compared with their checksums."""
     folder = tmp_path / "store"
@@ -401,6 +476,170 @@ def test_a_torn_block_is_cut_at_the_next_start(tmp_path: Path) -> None:
     assert store.contains([b"key-2", b"key-7", b"key-3"]) == [False, False, True]
     store.close()
     assert set(file_reader.read_store(folder)) == {b"key-%d" % i for i in range(10)} - {b"key-2", b"key-7"}
+
+
+# -- what cannot be read at open --------------------------------------------------------------------------------------
+
+
+def crash(folder: Path, nbytes: int, calls: str) -> None:
+    """A process that stores blocks and ends without a close: nothing since its open is in a checkpoint."""
+    script = f"""
+        import os
+        import numpy as np
+        import kvswap
+        from kvswap.files import FileStore, Layout
+        from kvswap.testing import file_fault
+        store = FileStore({str(folder)!r}, Layout({nbytes}, model="m", tp_rank=0), capacity=1 << 20)
+        def put(key, value):
+            store.store([key], [np.full({nbytes}, value, np.uint8)]).wait(60)
+        {calls}
+        os._exit(0)
+    """
+    assert run_python(script).returncode == 0
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_headers_that_cannot_be_read_are_left_alone(tmp_path: Path, buffered: bool) -> None:
+    """Their blocks are out of reach until the next open, and nothing is written where they are."""
+    rig = Rig(tmp_path, buffered=buffered)
+    data, keys = blocks_of(43, 24, rig.nbytes), keys_of(24)
+    rig.put(keys[:16], data[:16])
+    rig.store.close()
+    before = {path: path.read_bytes() for path in rig.files()}
+    unread: set[bytes] = set()
+    for nth in range(8, 20):
+        with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+            rig.store = rig.open()
+        stats = rig.store.stats()
+        lost = [key for key, there in zip(keys[:16], rig.store.contains(keys[:16]), strict=True) if not there]
+        assert (stats["lost_slots"], stats["cut"]) == (1, 0) and len(lost) <= 1  # it may be that of an empty slot
+        unread.update(lost)
+        rig.put(keys[16:], data[16:])
+        rig.store.delete(keys[16:]).wait(PATIENCE)
+        rig.store.close()
+        found = file_reader.read_store(rig.folder)
+        assert set(found) == set(keys[:16])
+        for path, raw in before.items():
+            np.testing.assert_array_equal(
+                np.frombuffer(path.read_bytes()[: len(raw)], np.uint8), np.frombuffer(raw, np.uint8)
+            )
+    assert len(unread) >= 3
+    rig.store = rig.open()
+    np.testing.assert_array_equal(rig.get(keys[:16]), data[:16])
+    rig.store.close()
+
+
+def test_what_was_not_read_does_not_outlive_what_was_stored_since(tmp_path: Path) -> None:
+    """Blocks of unknown sequence: those that are written now count as newer all the same."""
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    crash(folder, 5000, 'for i in range(20): put(b"k", i)')
+    with testing.file_fault(None, "read", "fail", nth=7, every=1, code=errno.EIO):
+        store = FileStore(folder, layout, capacity=1 << 20)  # none of its headers is read: it seems empty
+    assert store.stats()["found"] == 0
+    store.store([b"k"], [np.full(5000, 99, np.uint8)]).wait(PATIENCE)
+    store.close()
+    for _ in range(2):
+        target = np.zeros(5000, np.uint8)
+        with FileStore(folder, layout, capacity=1 << 20) as store:
+            store.load([b"k"], [target]).wait(PATIENCE)
+        assert (target == 99).all()
+
+
+def test_data_that_cannot_be_read_is_not_cut_off(tmp_path: Path) -> None:
+    """After a crash: whether such a block is whole stays open, also for the opens that follow, until it can be read."""
+    folder = tmp_path / "store"
+    crash(folder, 5000, 'for i in range(10): put(b"key-%d" % i, i)')
+    layout, keys = Layout(5000, model="m", tp_rank=0), keys_of(10)
+    hurt = file_reader.read_store(folder)[b"key-4"]
+    flip(hurt.path, hurt.offset + PAGE + 4000, 2)
+    for every in (1, 2, 3):
+        with testing.file_fault(None, "read", "fail", nth=8, every=2 * every, code=errno.EIO):
+            store = FileStore(folder, layout, capacity=1 << 20)
+        cut = store.stats()["cut"]
+        target = np.zeros((10, 5000), np.uint8)
+        load = store.load(keys, target, range(10))
+        while not load.done():
+            time.sleep(0.001)
+        there = [i for i in range(10) if i not in load.failed_blocks]
+        assert (target[there] == np.array(there)[:, None]).all() and cut <= 1
+        store.close()
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.contains(keys) == [i != 4 for i in range(10)]
+        assert store.stats()["damaged"] == 0
+
+
+def two_of_a_key(folder: Path) -> file_reader.Block:
+    """A crash while both are on disk; the newer one, which is torn."""
+    calls = """put(b"k", 1)
+        with file_fault(store, "write", "fail", nth=2):  # the second erases the first block
+            put(b"k", 2)"""
+    crash(folder, 5000, calls)
+    blocks = [b for path in sorted(folder.glob("segment-*")) for b in file_reader.read_segment(path)[1]]
+    newer = max(blocks, key=lambda block: block.header.sequence)
+    assert len(blocks) == 2
+    flip(newer.path, newer.offset + PAGE + 10, 1)
+    return newer
+
+
+def test_an_older_block_stays_where_the_newer_one_cannot_be_read(tmp_path: Path) -> None:
+    """The newer one may be torn, as it is here: the open that can read it again goes back to the older one."""
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    two_of_a_key(folder)
+    store = None
+    for nth in range(6, 12):  # until it is the newer one's data
+        with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+            store = FileStore(folder, layout, capacity=1 << 20, readonly=True)
+        there = store.contains([b"k"])[0] and store.stats()["cut"] == 0
+        newest = there and store.load([b"k"], [np.zeros(5000, np.uint8)])
+        store.close()
+        if newest and "damaged" in str(newest.error):
+            break
+    else:
+        raise AssertionError("it was never that block whose data was not read")
+    with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+        store = FileStore(folder, layout, capacity=1 << 20)
+    assert (store.stats()["cut"], store.stats()["lost_slots"]) == (0, 1)
+    store.close()
+    target = np.zeros(5000, np.uint8)
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.stats()["cut"] == 1
+        store.load([b"k"], [target]).wait(PATIENCE)
+    assert (target == 1).all()
+
+
+def test_a_segment_whose_first_page_cannot_be_read_is_checked_once_it_can(tmp_path: Path) -> None:
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    crash(folder, 5000, 'for i in range(10): put(b"key-%d" % i, i)')
+    hurt = file_reader.read_store(folder)[b"key-4"]
+    flip(hurt.path, hurt.offset + PAGE + 4000, 2)
+
+    def foreign(nth: int, readonly: bool) -> int:
+        with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
+            store = FileStore(folder, layout, capacity=1 << 20, readonly=readonly)
+        count = store.stats()["foreign"]
+        store.close()
+        return int(count)
+
+    which = next(nth for nth in range(4, 7) if foreign(nth, readonly=True))
+    assert foreign(which, readonly=False) == 1
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.stats()["cut"] == 1 and store.stats()["found"] == 9
+
+
+def test_a_torn_block_that_cannot_be_erased_stays_torn(tmp_path: Path) -> None:
+    """It is not taken for whole at the next open, where it would cost the older block of its key."""
+    folder = tmp_path / "store"
+    two_of_a_key(folder)
+    layout, target = Layout(5000, model="m", tp_rank=0), np.zeros(5000, np.uint8)
+    with testing.file_fault(None, "write", "fail", nth=2, code=errno.EIO):  # of the store's file, then that block
+        store = FileStore(folder, layout, capacity=1 << 20)
+    for _ in range(3):
+        target[:] = 0
+        store.load([b"k"], [target]).wait(PATIENCE)
+        assert (target == 1).all()
+        store.close()
+        store = FileStore(folder, layout, capacity=1 << 20)
+    store.close()
 
 
 # -- restart ----------------------------------------------------------------------------------------------------------
@@ -482,6 +721,47 @@ def test_one_writer(rig: Rig) -> None:
     assert run.returncode == 1 and "being written by another process" in run.stderr
 
 
+def test_a_child_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """It has copies of its parent's descriptors: neither when the store is closed nor when its process is killed may
+    another writer find the directory locked."""
+    script = f"""
+        import os, warnings
+        from kvswap.files import FileStore, Layout
+        warnings.simplefilter("ignore")
+        (ended, end), (lives, tell) = os.pipe(), os.pipe()
+        def open_store():
+            return FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
+        def in_a_child(call):
+            child = os.fork()
+            if child == 0:
+                call()
+                os._exit(0)
+            return child
+        def live():  # until this process says so, or ends
+            os.close(end)
+            os.write(tell, b".")
+            os.read(ended, 1)
+        store = open_store()
+        child = in_a_child(live)
+        os.read(lives, 1)
+        store.close()
+        open_store().close()
+
+        def die():
+            store = open_store()
+            in_a_child(live)
+            os.read(lives, 1)
+            os.kill(os.getpid(), 9)
+        os.waitpid(in_a_child(die), 0)
+        open_store().close()
+        assert os.waitpid(child, os.WNOHANG)[0] == 0  # it lives
+        os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    run = run_python(script, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_a_reader_beside_the_writer(rig: Rig) -> None:
     data, keys = blocks_of(18, 20, rig.nbytes), keys_of(20)
     rig.put(keys[:10], data[:10])
@@ -548,6 +828,167 @@ def test_two_readers_and_a_writer(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert wrong == [] and min(served) > 0
+    rig.store.close()
+
+
+def test_a_refresh_beside_loads(tmp_path: Path, engine: str) -> None:
+    """Loads go on while the reader looks again: each block is there or told, and what was pinned stays pinned."""
+    rig = Rig(tmp_path, slots=16)
+    data, keys = blocks_of(38, 16, rig.nbytes), keys_of(16)
+    rig.put(keys[:8], data[:8])
+    reader = rig.open(readonly=True, engine=engine)
+    reader.pin(keys[:2])
+    target = np.zeros((8, rig.nbytes), np.uint8)
+    with testing.file_fault(reader, "read", "delay", every=1, delay=0.02):
+        load = reader.load(keys[:8], target, range(8))
+        rig.put(keys[8:], data[8:])
+        rig.store.delete(keys[1:2]).wait(PATIENCE)
+        reader.refresh()
+        while not load.done():
+            time.sleep(0.001)
+    good = [i for i in range(8) if i not in load.failed_blocks]
+    assert set(load.failed_blocks.tolist()) <= {1}
+    np.testing.assert_array_equal(target[good], data[good])
+    assert reader.contains(keys) == [i != 1 for i in range(16)]
+    assert reader.stats()["pinned"] == 2 and reader.stats()["blocks"] == 15
+    reader.unpin(keys[:2])
+    reader.refresh()
+    assert sorted(reader.keys()) == sorted(k for k in keys if k != keys[1])
+    reader.close()
+    rig.store.close()
+
+
+def test_threads_that_load_and_refresh(rig: Rig) -> None:
+    """No call is refused because of the other, but for two that refresh at once; all blocks are there all the time."""
+    data, keys = blocks_of(39, 8, rig.nbytes), keys_of(8)
+    rig.put(keys, data)
+    reader = rig.open(readonly=True)
+    end = time.monotonic() + 1.0
+    wrong: list[str] = []
+
+    def load() -> None:
+        target = np.zeros((8, rig.nbytes), np.uint8)
+        while time.monotonic() < end:
+            target[:] = 0
+            reader.load(keys, target, range(8)).wait(PATIENCE)
+            if not np.array_equal(target, data) or reader.contains(keys) != [True] * 8:
+                wrong.append("bytes")
+
+    def refresh() -> None:
+        while time.monotonic() < end:
+            try:
+                reader.refresh()
+            except kvswap.Error as error:
+                if "another thread refreshes" not in str(error):
+                    wrong.append(str(error))
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in (load, load, refresh, refresh)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert wrong == []
+    reader.close()
+
+
+def test_a_reader_lets_go_of_files_that_the_writer_gave_up(tmp_path: Path, engine: str) -> None:
+    """Their blocks are gone from the next refresh on, and so is the room that they took on disk. A file that comes
+    under the same name is another."""
+
+    def open_files() -> list[str]:
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return [path for path in found if path.startswith(str(rig.folder))]
+
+    rig = Rig(tmp_path, slots=32)
+    data, keys = blocks_of(40, 40, rig.nbytes), keys_of(40)
+    rig.put(keys[:32], data[:32])
+    reader = rig.open(readonly=True, engine=engine)
+    target = np.zeros((40, rig.nbytes), np.uint8)
+    reader.load(keys[:32], target, range(32)).wait(PATIENCE)
+    store = rig.reopen(capacity=rig.options["capacity"] // 2)
+    left = store.contains(keys)
+    assert sum(left) == 16 and sum("(deleted)" in path for path in open_files()) == 2
+    reader.refresh()
+    assert reader.contains(keys) == left and reader.stats()["segments"] == 2
+    assert not any("(deleted)" in path for path in open_files())
+    store.close()
+    for path in rig.files():
+        path.unlink()
+    rig.store = store = rig.open(capacity=2 * rig.options["capacity"])
+    rig.put(keys[30:40], data[30:40])
+    reader.refresh()
+    assert reader.contains(keys) == [i >= 30 for i in range(40)]
+    assert not any("(deleted)" in path for path in open_files())
+    rig.put(keys[:30], data[:30])
+    reader.refresh()  # whose new files have descriptors that others had before
+    target[:] = 0
+    reader.load(keys, target, range(40)).wait(PATIENCE)
+    np.testing.assert_array_equal(target, data)
+    reader.close()
+    store.close()
+
+
+@pytest.mark.parametrize("becomes", ["another key's", "newer", "torn"])
+def test_a_block_that_is_replaced_while_a_reader_reads_it(tmp_path: Path, engine: str, becomes: str) -> None:
+    """It is not damaged: it is gone, or there again. One that stays torn is."""
+    rig = Rig(tmp_path)
+    data = blocks_of(41, 3, rig.nbytes)
+    rig.put([b"mine"], data[:1])
+    reader = rig.open(readonly=True, engine=engine)
+    before = file_reader.read_store(rig.folder)[b"mine"]
+    other = b"other" if becomes == "another key's" else b"mine"
+    rig.put([other], data[1:2])
+    rig.store.close()
+    after = file_reader.read_store(rig.folder)[other]
+    whole = after.path.read_bytes()[after.offset : after.offset + rig.slot]
+    target = np.zeros(rig.nbytes, np.uint8)
+
+    def write(slot: bytes) -> None:
+        with before.path.open("r+b") as file:
+            file.seek(before.offset)
+            file.write(slot)
+
+    write(whole[: PAGE + 100] + bytes(rig.slot - PAGE - 100))
+    with testing.file_fault(reader, "read", "delay", nth=2, delay=0.4):
+        load = reader.load([b"mine"], [target])
+        time.sleep(0.1)
+        if becomes != "torn":
+            write(whole)
+        while not load.done():
+            time.sleep(0.001)
+    if becomes == "newer":
+        load.wait(PATIENCE)
+        np.testing.assert_array_equal(target, data[1])
+    else:
+        said = {"another key's": "block 0 is not in the store", "torn": "block 0 is damaged on disk"}
+        assert said[becomes] in str(load.reasons[0])
+    reader.close()
+
+
+def test_a_refresh_that_finds_a_block_no_more_while_its_load_waits(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    data, keys = blocks_of(42, 2, rig.nbytes), keys_of(2)
+    rig.put(keys, data)
+    reader = rig.open(readonly=True, engine="threads", depth=1)
+    targets = [np.zeros(rig.nbytes, np.uint8) for _ in keys]
+    with testing.file_fault(reader, "read", "delay", nth=1, delay=0.3):
+        first = reader.load(keys[:1], targets[:1])
+        second = reader.load(keys[1:], targets[1:])
+        rig.store.delete(keys[1:]).wait(PATIENCE)
+        reader.refresh()
+    first.wait(PATIENCE)
+    with pytest.raises(kvswap.Error, match="block 0 is not in the store"):
+        second.wait(PATIENCE)
+    reader.close()
     rig.store.close()
 
 
@@ -915,13 +1356,15 @@ def test_a_forked_child(tmp_path: Path) -> None:
         keys = [b"key-%d" % i for i in range(4)]
         child = os.fork()
         if child == 0:
-            for call in (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close):
+            calls = (lambda: store.store(keys, data, range(4)), lambda: store.contains(keys), store.close)
+            for call in (*calls, store.stats, store.refresh, store.keys, lambda: store.pin(keys)):
                 try:
                     call()
                 except kvswap.Error as error:
                     assert "fork" in str(error)
                 else:
                     os._exit(3)
+            assert "fork" in repr(store) and store.info["block_nbytes"] == 5000
             reader = FileStore({str(tmp_path / "store")!r}, Layout(5000), readonly=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0

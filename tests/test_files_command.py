@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import file_reader
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
-from kvswap import cli
+from kvswap import _files_command, cli, testing
 from kvswap.files import FileStore, Layout
 
 NBYTES, SLOT = 5000, 12288
@@ -79,6 +83,37 @@ def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FileStore(folder, LAYOUT, capacity=8 * SEGMENT) as store:
         target = np.zeros((1, NBYTES), np.uint8)
         store.load([kept], target, [0]).wait(PATIENCE)
+
+
+def test_gc_leaves_alone_what_cannot_be_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither blocks that cannot be loaded now, nor files whose headers cannot be looked at."""
+    open_store, pread, last = _files_command._open, os.pread, sorted(folder.glob("segment-*"))[-1]
+    segments = {key: block.path for key, block in file_reader.read_store(folder).items()}
+    damage(folder, b"key-5")
+    with FileStore(folder, LAYOUT, capacity=8 * SEGMENT) as store:
+        gone = [key for key, path in segments.items() if path == last]
+        store.delete(gone).wait(PATIENCE)
+
+    @contextmanager
+    def failing(directory: Path, *, readonly: bool) -> Iterator[FileStore]:
+        with (
+            open_store(directory, readonly=readonly) as store,
+            testing.file_fault(store, "read", "fail", nth=2, every=4, code=errno.EIO),
+        ):
+            yield store
+
+    def refuse(fd: int, nbytes: int, at: int) -> bytes:
+        if at > 4096 and os.readlink(f"/proc/self/fd/{fd}") == str(last):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, nbytes, at)
+
+    monkeypatch.setattr(_files_command, "_open", failing)
+    monkeypatch.setattr(os, "pread", refuse)
+    assert cli.main(["files", "gc", str(folder)]) == 0
+    assert last.exists()
+    assert set(segments) - set(file_reader.read_store(folder)) - set(gone) <= {b"key-5"}
 
 
 def test_what_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,16 @@ def test_files_of_others(rig: Rig, tmp_path: Path) -> None:
     rig.manager.close(PATIENCE)
 
 
+def test_block_files_are_not_written_through_links(tmp_path: Path) -> None:
+    aside = tmp_path / "aside"
+    aside.write_bytes(b"another's")
+    (tmp_path / "block_3_pool_0.tmp").symlink_to(aside)
+    write_block_files(tmp_path, 3, [8], np.arange(8, dtype=np.uint8))
+    assert aside.read_bytes() == b"another's"
+    block = read_block_files(tmp_path, 3, [8])
+    assert block is not None and block.tolist() == list(range(8))
+
+
 def test_what_is_not_there(rig: Rig, tmp_path: Path) -> None:
     load = rig.manager.onboard([5], [1], 0, "posix", str(tmp_path))
     with pytest.raises(kvswap.Error, match="block 0 is not in the store"):

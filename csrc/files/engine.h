@@ -33,6 +33,7 @@ struct kvs_file_queue {
   bool closed;                                 /* guarded by lock */
   struct kvs_file_faults *faults;
   bool direct;
+  bool files_stay; /* no file is closed, and its descriptor used for another, before the queue is */
   size_t scratch_nbytes;
   uint8_t *fixed; /* memory that requests will often be for; NULL: none */
   size_t fixed_nbytes;

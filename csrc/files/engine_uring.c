@@ -1,5 +1,5 @@
 /* io_uring, where liburing was there to build with and the kernel lets it be used: few threads, each with a ring and
- * many requests under way. Requests that came while a thread was busy go to the kernel in one call. Files are
+ * many requests under way. Requests that came while a thread was busy go to the kernel in one call. Files that stay are
  * registered as they are met, staging and scratch when the ring is made (where the kernel refuses that, it goes
  * without). An eventfd in the ring tells a thread that waits for completions of new requests. */
 #include "files/engine.h"
@@ -63,7 +63,7 @@ static int buffer_of(const struct ring *ring, const struct seat *seat) {
   return within(piece, seat->scratch, ring->queue->scratch_nbytes) ? 0 : -1;
 }
 
-/* The descriptor's own number in the table of registered files, or -1. Segments stay open as long as the ring. */
+/* The descriptor's own number in the table of registered files, or -1. */
 static int file_of(struct ring *ring, int fd) {
   if (!ring->has_files || fd >= FILES) return -1;
   if (!ring->file_known[fd] && io_uring_register_files_update(&ring->uring, (unsigned)fd, &fd, 1) != 1) return -1;
@@ -112,17 +112,15 @@ static void go_on(struct ring *ring, struct seat *seat) {
 }
 
 static void see_completion(struct ring *ring, struct seat *seat, int result) {
-  struct kvs_file_span *span = &seat->request->span;
+  int code = -result;
   if (result == -EINTR || result == -EAGAIN)
+    code = KVS_FILE_MORE;
+  else if (result >= 0)
+    code = kvs_file_span_advance(&seat->request->span, (size_t)result, ring->queue->direct);
+  if (code == KVS_FILE_MORE)
     go_on(ring, seat);
-  else if (result < 0)
-    leave(ring, seat, -result);
-  else if (result == 0)
-    leave(ring, seat, span->write ? EIO : KVS_FILE_ENDED);
-  else if (kvs_file_span_advance(span, (size_t)result, ring->queue->direct))
-    leave(ring, seat, 0);
   else
-    go_on(ring, seat);
+    leave(ring, seat, code);
 }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
@@ -187,7 +185,7 @@ static void register_what_can_be(struct ring *ring) {
   const size_t most = (size_t)1 << FIXED_NBYTES_LOG2;
   int none[FILES];
   memset(none, 0xff, sizeof none);
-  ring->has_files = io_uring_register_files(&ring->uring, none, FILES) == 0;
+  ring->has_files = queue->files_stay && io_uring_register_files(&ring->uring, none, FILES) == 0;
   if (queue->fixed && buffers[0].iov_len <= most && buffers[1].iov_len <= most)
     ring->has_buffers = io_uring_register_buffers(&ring->uring, buffers, 2) == 0;
 }

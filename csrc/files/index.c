@@ -60,6 +60,13 @@ static void grow(struct kvs_file_index *index) {
   index->nbuckets = nbuckets;
 }
 
+static void link_entry(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  struct kvs_file_entry **bucket = &index->buckets[entry->hash & (index->nbuckets - 1)];
+  entry->next = *bucket;
+  *bucket = entry;
+  index->count++;
+}
+
 struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *index, const uint8_t *key, size_t nbytes) {
   uint64_t hash = hash_of(key, nbytes);
   struct kvs_file_entry *entry = find(index, hash, key, nbytes);
@@ -71,9 +78,7 @@ struct kvs_file_entry *kvs_file_index_add(struct kvs_file_index *index, const ui
   entry->slot = entry->stale = KVS_NO_SLOT;
   entry->key_nbytes = (uint16_t)nbytes;
   memcpy(entry->key, key, nbytes);
-  entry->next = index->buckets[hash & (index->nbuckets - 1)];
-  index->buckets[hash & (index->nbuckets - 1)] = entry;
-  index->count++;
+  link_entry(index, entry);
   return entry;
 }
 
@@ -109,19 +114,51 @@ void kvs_file_index_touch(struct kvs_file_index *index, struct kvs_file_entry *e
   join_order(index, entry);
 }
 
-static void drop(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+static void unlink_entry(struct kvs_file_index *index, struct kvs_file_entry *entry) {
   struct kvs_file_entry **at = &index->buckets[entry->hash & (index->nbuckets - 1)];
   while (*at != entry) at = &(*at)->next;
   *at = entry->next;
   index->count--;
+}
+
+static void drop(struct kvs_file_index *index, struct kvs_file_entry *entry) {
+  unlink_entry(index, entry);
   free(entry);
 }
 
+static bool in_use(const struct kvs_file_entry *entry) { return entry->readers || entry->writer || entry->first; }
+
 void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *entry) {
-  bool used = entry->readers || entry->writer || entry->first, there = entry->slot != KVS_NO_SLOT;
+  bool used = in_use(entry), there = entry->slot != KVS_NO_SLOT;
   bool clean = entry->stale == KVS_NO_SLOT; /* else, without the newer block, the older one would be the newest */
   bool idle = there && !used && !entry->pins && clean;
   if (entry->idle && !idle) leave_order(index, entry);
   if (!entry->idle && idle) join_order(index, entry);
   if (!there && !used && !entry->pins && clean) drop(index, entry);
+}
+
+/* The entry takes the place of the one that was found for its key, if there is one. */
+static void take_place(struct kvs_file_index *found, struct kvs_file_entry *entry) {
+  struct kvs_file_entry *twin = find(found, entry->hash, entry->key, entry->key_nbytes);
+  entry->slot = twin ? twin->slot : KVS_NO_SLOT;
+  entry->sequence = twin ? twin->sequence : 0;
+  if (twin) { /* whose block counts for the entry */
+    if (twin->idle) leave_order(found, twin);
+    drop(found, twin);
+  }
+  link_entry(found, entry);
+  found->pinned += entry->pins != 0;
+}
+
+void kvs_file_index_replace(struct kvs_file_index *index, struct kvs_file_index *found) {
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
+      next = entry->next;
+      if (!in_use(entry) && !entry->pins) continue;
+      unlink_entry(index, entry);
+      take_place(found, entry);
+    }
+  struct kvs_file_index old = *index;
+  *index = *found;
+  *found = old;
 }

@@ -50,5 +50,8 @@ void kvs_file_index_touch(struct kvs_file_index *, struct kvs_file_entry *); /* 
 /* Call it after anything about an entry has changed: it joins or leaves the order of use (as the most recently used),
  * and one that says nothing any more is freed. */
 void kvs_file_index_settle(struct kvs_file_index *, struct kvs_file_entry *);
+/* The index becomes what was found in its place, and `found` empty, to be freed. Entries that somebody has, waits for
+ * or pinned stay where they are in memory, with the slot that was found. Nothing of `found` is used or pinned. */
+void kvs_file_index_replace(struct kvs_file_index *, struct kvs_file_index *found);
 
 #endif

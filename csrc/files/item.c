@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <string.h>
+#include <time.h>
 
 #include "files/crc32c.h"
 #include "files/store.h"
@@ -267,14 +268,16 @@ static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot
 
 /* -- begin --------------------------------------------------------------------------------------------------------- */
 
-/* Whether it may go on. What has begun cannot be cancelled. */
+/* Whether it may go on. What has begun cannot be cancelled. A block may have left since it was looked for: a refresh
+ * finds it no more. */
 static bool set_off(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
-  bool stop = item->transfer->cancelled && !item->begun;
+  bool cancelled = item->transfer->cancelled && !item->begun;
+  bool stop = cancelled || (reads(item) && item->entry->slot == KVS_NO_SLOT);
   item->begun = !item->transfer->pools || item->staging != UINT32_MAX; /* else this is only about a slot */
   if (stop) {
-    kvs_file_item_finish_locked(item, KVS_CANCELLED, 0);
+    kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : KVS_MISSING, 0);
     kvs_file_run_ready_locked(store);
   } else if (item->phase == KVS_FILE_TRANSFER && !reads(item) && item->entry->stale != KVS_NO_SLOT) {
     item->phase = KVS_FILE_SCRUB_STALE;
@@ -436,9 +439,20 @@ static void forget_locked(struct kvs_file_item *item) {
   if (!store->settings.readonly) lose_slot_locked(store, entry, item->slot);
 }
 
+/* The writer may have been at it, in another process: it is read again, a little later. */
+static bool read_again(struct kvs_file_item *item) {
+  static const long pauses_ns[] = {1000000, 20000000};
+  struct kvs_file_store *store = item->transfer->store;
+  if (!store->settings.readonly || item->tries == sizeof pauses_ns / sizeof *pauses_ns) return false;
+  nanosleep(&(struct timespec){.tv_nsec = pauses_ns[item->tries++]}, NULL);
+  kvs_file_queue_push(&store->queue, &item->request);
+  return true;
+}
+
 static void get_ended(struct kvs_file_item *item, int code) {
   struct kvs_file_store *store = item->transfer->store;
   int status = code ? KVS_FILE : read_ended(item);
+  if (status == KVS_DAMAGED && read_again(item)) return;
   if (status == KVS_OK && item->transfer->pools) {
     kvs_file_mover_arrived(item);
     return;

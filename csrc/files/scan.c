@@ -4,6 +4,10 @@
  * one key the newer stays, and the order of use begins as the order of writing. A block from the last checkpoint on may
  * be torn: its data is read and compared. What is torn or superseded is erased, so that it cannot come back.
  *
+ * What cannot be read is neither: nothing is written there, and for the sake of nothing that is only known from there.
+ * A slot whose header cannot be read is out of use until the next open, and may then hold any block: those that are
+ * written from now on get sequences beyond all that may be there.
+ *
  * A reader beside a writer erases nothing, and takes a torn block for one that is not there. */
 #include <errno.h>
 #include <stdlib.h>
@@ -13,12 +17,15 @@
 #include "files/store.h"
 
 enum { SCANNERS = 8 };
+/* More blocks than are written from one checkpoint to the next. */
+static const uint64_t UNSEEN = 4294967296u;
 
 struct found {
   uint64_t sequence;
   uint32_t slot;
   uint16_t key_nbytes;
   bool torn;
+  bool unread;   /* its data should have been compared, and could not be read */
   size_t key_at; /* in keys */
 };
 
@@ -34,7 +41,11 @@ struct scan {
   size_t keys_nbytes, keys_capacity;
   uint32_t *bad; /* slots with damaged headers */
   size_t nbad, bad_capacity;
+  uint32_t *unread; /* slots whose headers cannot be read */
+  size_t nunread, unread_capacity;
   int code; /* KVS_OK, or why it cannot go on */
+  uint64_t cut, lost;
+  bool doubtful; /* something is left that may be torn */
 };
 
 static bool grow(void **array, size_t *capacity, size_t needed, size_t size) {
@@ -48,12 +59,13 @@ static bool grow(void **array, size_t *capacity, size_t needed, size_t size) {
   return true;
 }
 
-static void note(struct scan *scan, uint32_t slot, const struct kvs_file_header *header, bool torn) {
+static void note(struct scan *scan, const struct kvs_file_header *header, struct found found) {
   pthread_mutex_lock(&scan->lock);
   bool room = grow((void **)&scan->found, &scan->capacity, scan->count + 1, sizeof *scan->found) &&
               grow((void **)&scan->keys, &scan->keys_capacity, scan->keys_nbytes + header->key_nbytes, 1);
   if (room) {
-    scan->found[scan->count++] = (struct found){header->sequence, slot, header->key_nbytes, torn, scan->keys_nbytes};
+    found.key_at = scan->keys_nbytes;
+    scan->found[scan->count++] = found;
     memcpy(scan->keys + scan->keys_nbytes, header->key, header->key_nbytes);
     scan->keys_nbytes += header->key_nbytes;
   } else {
@@ -62,10 +74,10 @@ static void note(struct scan *scan, uint32_t slot, const struct kvs_file_header 
   pthread_mutex_unlock(&scan->lock);
 }
 
-static void note_bad(struct scan *scan, uint32_t slot) {
+static void note_slot(struct scan *scan, uint32_t slot, uint32_t **slots, size_t *count, size_t *capacity) {
   pthread_mutex_lock(&scan->lock);
-  if (grow((void **)&scan->bad, &scan->bad_capacity, scan->nbad + 1, sizeof *scan->bad))
-    scan->bad[scan->nbad++] = slot;
+  if (grow((void **)slots, capacity, *count + 1, sizeof **slots))
+    (*slots)[(*count)++] = slot;
   else
     scan->code = KVS_NOMEM;
   pthread_mutex_unlock(&scan->lock);
@@ -85,20 +97,25 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
   struct kvs_file_header header;
   int code = read_at(store, slot, room, KVS_FILE_PAGE);
   if (code == KVS_FILE_ENDED) return; /* cut off: nothing is there */
-  enum kvs_file_page page = code ? KVS_FILE_DAMAGED : kvs_file_header_read(room, &header);
+  if (code) {
+    note_slot(scan, slot, &scan->unread, &scan->nunread, &scan->unread_capacity);
+    return;
+  }
+  enum kvs_file_page page = kvs_file_header_read(room, &header);
   if (page == KVS_FILE_EMPTY) return;
   bool good = page == KVS_FILE_GOOD && header.nbytes == g->block_nbytes &&
               memcmp(header.layout_hash, g->layout_hash, sizeof header.layout_hash) == 0;
   if (!good) {
-    note_bad(scan, slot);
+    note_slot(scan, slot, &scan->bad, &scan->nbad, &scan->bad_capacity);
     return;
   }
-  bool torn = header.sequence >= scan->unchecked || store->segments[slot / g->slots].suspect;
-  if (torn) {
+  struct found found = {.sequence = header.sequence, .slot = slot, .key_nbytes = header.key_nbytes};
+  if (header.sequence >= scan->unchecked || store->segments[slot / g->slots].suspect) {
     code = read_at(store, slot, room, g->slot_nbytes);
-    torn = code || kvs_crc32c(0, room + KVS_FILE_PAGE, g->block_nbytes) != header.data_crc;
+    found.unread = code && code != KVS_FILE_ENDED;
+    found.torn = !found.unread && (code || kvs_crc32c(0, room + KVS_FILE_PAGE, g->block_nbytes) != header.data_crc);
   }
-  note(scan, slot, &header, torn);
+  note(scan, &header, found);
 }
 
 static void *scan_segments(void *arg) {
@@ -106,7 +123,8 @@ static void *scan_segments(void *arg) {
   const struct kvs_file_geometry *g = &scan->store->geometry;
   uint8_t *room = kvs_file_pages_map(g->slot_nbytes);
   for (uint32_t segment; room && (segment = atomic_fetch_add(&scan->next, 1)) < scan->store->nsegments;)
-    for (uint32_t i = 0; i < g->slots; i++) look_at_slot(scan, segment * g->slots + i, room);
+    for (uint32_t i = 0; i < g->slots && !scan->store->segments[segment].removed; i++)
+      look_at_slot(scan, segment * g->slots + i, room);
   if (room) kvs_file_pages_unmap(room, g->slot_nbytes);
   pthread_mutex_lock(&scan->lock);
   if (!room) scan->code = KVS_NOMEM;
@@ -117,7 +135,7 @@ static void *scan_segments(void *arg) {
 static void read_all(struct scan *scan) {
   pthread_t threads[SCANNERS];
   unsigned n = 0;
-  while (n < SCANNERS && n + 1 < scan->store->nsegments && pthread_create(&threads[n], NULL, scan_segments, scan) == 0)
+  while (n < SCANNERS && n + 1 < scan->store->nsegments && kvs_file_thread_start(&threads[n], scan_segments, scan) == 0)
     n++;
   scan_segments(scan);
   while (n > 0) pthread_join(threads[--n], NULL);
@@ -131,38 +149,56 @@ static int by_sequence(const void *a, const void *b) {
 }
 
 /* A slot whose header is not wanted: free again once that is gone, else not used. */
-static bool erase(struct kvs_file_store *store, uint32_t slot) {
+static bool erase(struct scan *scan, uint32_t slot) {
+  struct kvs_file_store *store = scan->store;
   if (store->settings.readonly) return false;
   if (kvs_file_erase(store, kvs_file_slot_fd(store, slot), kvs_file_slot_at(store, slot)) == 0) return true;
-  store->stats.lost_slots++;
+  scan->lost++;
+  scan->doubtful = true;
   return false;
 }
 
-static int put_in(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
+/* A slot that still holds an older block of the key: an entry has room for one. */
+static int note_stale(struct scan *scan, struct kvs_file_entry *entry, uint32_t slot, struct kvs_error *err) {
+  if (entry->stale != KVS_NO_SLOT)
+    return kvs_fail(err, KVS_FILE, "%.200s holds several older blocks of one key that cannot be erased: its disk fails",
+                    scan->store->settings.directory);
+  entry->stale = slot;
+  return KVS_OK;
+}
+
+/* The block is the newest of its key so far. The one before goes, where this one is known to be whole. */
+static int put_in(struct scan *scan, const struct found *found, struct kvs_file_entry *entry, uint8_t *taken,
+                  struct kvs_error *err) {
+  uint32_t before = entry->slot;
+  kvs_file_index_set_slot(scan->index, entry, found->slot);
+  entry->sequence = found->sequence;
+  taken[found->slot] = 1;
+  scan->doubtful |= found->unread;
+  if (before == KVS_NO_SLOT) return KVS_OK;
+  taken[before] = found->unread || !erase(scan, before);
+  scan->lost += found->unread;
+  return taken[before] && !scan->store->settings.readonly ? note_stale(scan, entry, before, err) : KVS_OK;
+}
+
+static int put_all_in(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
   struct kvs_file_store *store = scan->store;
+  int status = KVS_OK;
   if (scan->count) qsort(scan->found, scan->count, sizeof *scan->found, by_sequence);
-  for (size_t i = 0; i < scan->count; i++) {
+  for (size_t i = 0; !status && i < scan->count; i++) {
     const struct found *found = &scan->found[i];
     if (found->sequence > store->sequence) store->sequence = found->sequence;
-    if (found->torn) {
-      store->stats.cut++;
-      taken[found->slot] = !erase(store, found->slot);
+    if (found->torn) { /* where it cannot be erased, the next open finds it torn again */
+      scan->cut++;
+      taken[found->slot] = !erase(scan, found->slot);
       continue;
     }
     struct kvs_file_entry *entry = kvs_file_index_add(scan->index, scan->keys + found->key_at, found->key_nbytes);
     if (!entry) return kvs_fail(err, KVS_NOMEM, "no memory for the index of %zu blocks", scan->count);
-    uint32_t before = entry->slot;
-    kvs_file_index_set_slot(scan->index, entry, found->slot);
-    entry->sequence = found->sequence;
-    taken[found->slot] = 1;
-    if (before != KVS_NO_SLOT) {
-      bool gone = erase(store, before);
-      taken[before] = !gone;
-      if (!gone) entry->stale = before;
-    }
+    status = put_in(scan, found, entry, taken, err);
     kvs_file_index_settle(scan->index, entry);
   }
-  return KVS_OK;
+  return status;
 }
 
 static int file_away(struct scan *scan, struct kvs_error *err) {
@@ -170,9 +206,13 @@ static int file_away(struct scan *scan, struct kvs_error *err) {
   uint32_t end = store->nsegments * store->geometry.slots;
   uint8_t *taken = calloc((size_t)end + 1, 1);
   if (!taken) return kvs_fail(err, KVS_NOMEM, "no memory for the index of a store");
-  for (size_t i = 0; i < scan->nbad; i++) taken[scan->bad[i]] = !erase(store, scan->bad[i]);
-  store->stats.cut += scan->nbad;
-  int status = put_in(scan, taken, err);
+  for (size_t i = 0; i < scan->nbad; i++) taken[scan->bad[i]] = !erase(scan, scan->bad[i]);
+  scan->cut += scan->nbad;
+  for (size_t i = 0; i < scan->nunread; i++) taken[scan->unread[i]] = 1;
+  scan->lost += scan->nunread;
+  scan->doubtful |= scan->nunread > 0;
+  int status = put_all_in(scan, taken, err);
+  if (!store->settings.readonly && (scan->nunread || store->stats.foreign)) store->sequence += UNSEEN;
   for (uint32_t slot = end; !status && !store->settings.readonly && slot-- > 0;)
     if (!taken[slot]) (void)kvs_file_free_push(store, slot);
   free(taken);
@@ -180,7 +220,8 @@ static int file_away(struct scan *scan, struct kvs_error *err) {
 }
 
 int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, struct kvs_error *err) {
-  struct scan scan = {.store = store, .index = index, .unchecked = store->sequence + 1};
+  struct scan scan = {
+      .store = store, .index = index, .unchecked = store->sequence + 1, .doubtful = store->unread_segments};
   pthread_mutex_init(&scan.lock, NULL);
   read_all(&scan);
   int status = scan.code ? kvs_fail(err, scan.code, "no memory for the index of %u segments", store->nsegments)
@@ -189,6 +230,12 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
   free(scan.found);
   free(scan.keys);
   free(scan.bad);
+  free(scan.unread);
+  store->whole_below = scan.doubtful ? scan.unchecked : UINT64_MAX;
+  pthread_mutex_lock(&store->lock);
   store->stats.found = index->blocks;
+  store->stats.cut += scan.cut;
+  store->stats.lost_slots += scan.lost;
+  pthread_mutex_unlock(&store->lock);
   return status;
 }

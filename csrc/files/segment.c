@@ -38,6 +38,27 @@ int kvs_file_erase(struct kvs_file_store *store, int fd, uint64_t offset) {
   return move_page(store, fd, true, offset, page, store->settings.durability == KVS_FILE_FSYNC);
 }
 
+/* Who else may write here decides what blocks hold: a checksum keeps nobody out. Root may do so anyway. */
+static int refuse_what_others_write(const struct kvs_file_store *store, int fd, const char *name,
+                                    struct kvs_error *err) {
+  const char *directory = store->settings.directory, *slash = *name ? "/" : "";
+  struct stat info;
+  if (fstat(fd, &info)) return kvs_file_fail(err, errno, "looking at %.200s%s%s", directory, slash, name);
+  const bool folder = S_ISDIR(info.st_mode);
+  const unsigned mode = info.st_mode & 07777;
+  if (!folder && !S_ISREG(info.st_mode))
+    return kvs_fail(err, KVS_FILE, "%.200s%s%s is not a file: remove it", directory, slash, name);
+  if (info.st_uid != geteuid() && info.st_uid != 0)
+    return kvs_fail(err, KVS_FILE,
+                    "%.200s%s%s belongs to user %u, and this process is user %u: what another user may write is not "
+                    "trusted; run as that user, or chown it, or use another directory",
+                    directory, slash, name, (unsigned)info.st_uid, (unsigned)geteuid());
+  if (mode & (S_IWGRP | S_IWOTH))
+    return kvs_fail(err, KVS_FILE, "%.200s%s%s may be written by other users (mode %04o): chmod %s it", directory,
+                    slash, name, mode, folder ? "700" : "600");
+  return KVS_OK;
+}
+
 /* -- new files ----------------------------------------------------------------------------------------------------- */
 
 /* A file whose first page is as given, under its name; only then. */
@@ -71,18 +92,21 @@ int kvs_file_segment_make(struct kvs_file_store *store, uint32_t number, int *fd
   return make_file(store, name, geometry.segment_nbytes, page, fd);
 }
 
-/* The array never moves: threads read it without the lock. */
-int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int fd) {
-  if (store->nsegments == store->segments_capacity) return ENOMEM;
-  store->segments[store->nsegments] = (struct kvs_file_segment){.fd = fd, .number = number};
-  store->nsegments++;
+/* The array never moves: threads read it without the lock. A place is used again where a segment was removed. */
+int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int fd, bool cut) {
+  uint32_t at = store->settings.readonly ? 0 : store->nsegments;
+  while (at < store->nsegments && store->segments[at].fd >= 0) at++;
+  if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
+  store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .suspect = cut};
+  store->nsegments += at == store->nsegments;
   if (number >= store->next_number) store->next_number = number + 1;
   return 0;
 }
 
 int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
-  struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
+  bool all = sequence <= store->whole_below;
+  struct kvs_file_checkpoint checkpoint = {++store->generation, all ? sequence : store->whole_below, clean};
   kvs_file_checkpoint_write(&checkpoint, page);
   uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;
   return move_page(store, store->state, true, at, page, store->settings.durability == KVS_FILE_FSYNC);
@@ -121,7 +145,10 @@ static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
   store->geometry = there;
   for (int i = 0; i < 2; i++) {
     uint64_t at = CHECKPOINTS_AT + (uint64_t)i * KVS_FILE_PAGE;
-    if (move_page(store, store->state, false, at, page, false)) continue;
+    code = move_page(store, store->state, false, at, page, false);
+    if (code && code != KVS_FILE_ENDED)
+      return kvs_file_fail(err, code, "reading %.200s/%s", store->settings.directory, store_name);
+    if (code) continue;
     if (kvs_file_checkpoint_read(page, &checkpoint) != KVS_FILE_GOOD) continue;
     if (checkpoint.generation <= store->generation) continue;
     store->generation = checkpoint.generation;
@@ -147,12 +174,23 @@ static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_fail(err, KVS_MISSING, "%.200s is no store: there is no %s in it", store->settings.directory,
                     store_name);
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, store_name);
+  int status = refuse_what_others_write(store, store->state, store_name, err);
+  if (status) return status;
   if (!readonly && flock(store->state, LOCK_EX | LOCK_NB))
     return kvs_fail(err, KVS_BUSY,
                     "%.200s is being written by another process, or open twice in this one: a store has one writer; "
                     "open it with readonly",
                     store->settings.directory);
   return read_state(store, err);
+}
+
+/* A fork between the steps must leave the child with no descriptor that is locked, and with none that is another's. */
+void kvs_file_unlock_directory(struct kvs_file_store *store, bool everywhere) {
+  int fd = store->state;
+  if (fd < 0) return;
+  if (everywhere && !store->settings.readonly) (void)flock(fd, LOCK_UN);
+  store->state = -1;
+  close(fd);
 }
 
 /* -- O_DIRECT ------------------------------------------------------------------------------------------------------ */
@@ -192,30 +230,34 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
   int code = kvs_file_openat(&store->faults, store->folder, name, flags, &fd);
   if (code == ENOENT && store->settings.readonly) return KVS_OK; /* the writer gave it up */
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, name);
+  int status = refuse_what_others_write(store, fd, name, err);
+  if (status) {
+    close(fd);
+    return status;
+  }
   code = move_page(store, fd, false, 0, page, false);
+  store->unread_segments |= code && code != KVS_FILE_ENDED;
   enum kvs_file_page what = code ? KVS_FILE_DAMAGED : kvs_file_geometry_read(page, true, &there);
   if (what == KVS_FILE_GOOD && !same_layout(&there, &store->geometry)) {
     close(fd);
     return refuse_layout(store, &there, name, err);
   }
-  bool ours = what == KVS_FILE_GOOD && there.segment == number;
-  if (ours && store->nsegments == 0) {
+  bool first = store->nsegments == 0, ours = what == KVS_FILE_GOOD && there.segment == number;
+  ours = ours && (first || there.slots == store->geometry.slots);
+  bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
+  if (cut && !store->settings.readonly) (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
+  pthread_mutex_lock(&store->lock);
+  if (ours && first) {
     store->geometry.slots = there.slots;
     store->geometry.segment_nbytes = there.segment_nbytes;
   }
-  if (!ours || there.slots != store->geometry.slots) {
-    store->stats.foreign++;
-    if (number >= store->next_number) store->next_number = number + 1;
-    close(fd);
-    return KVS_OK;
-  }
-  bool cut = fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
-  if (cut && !store->settings.readonly) (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
-  if (kvs_file_segment_append(store, number, fd) == 0) {
-    store->segments[store->nsegments - 1].suspect = cut;
-    return KVS_OK;
-  }
+  bool room = !ours || kvs_file_segment_append(store, number, fd, cut) == 0;
+  store->stats.foreign += !ours;
+  if (number >= store->next_number) store->next_number = number + 1;
+  pthread_mutex_unlock(&store->lock);
+  if (ours && room) return KVS_OK;
   close(fd);
+  if (room) return KVS_OK;
   return kvs_fail(err, KVS_INVALID, "%.200s has more segments than %u", store->settings.directory,
                   store->segments_capacity);
 }
@@ -227,7 +269,7 @@ static int by_number(const void *a, const void *b) {
 
 static bool is_open(const struct kvs_file_store *store, uint32_t number) {
   for (uint32_t i = 0; i < store->nsegments; i++)
-    if (store->segments[i].number == number) return true;
+    if (store->segments[i].number == number && !store->segments[i].removed) return true;
   return false;
 }
 
@@ -263,10 +305,33 @@ static int list_segments(struct kvs_file_store *store, uint32_t **numbers, size_
   return KVS_OK;
 }
 
+static void note_removed(struct kvs_file_store *store) {
+  struct stat info;
+  for (uint32_t i = 0; i < store->nsegments; i++) {
+    struct kvs_file_segment *segment = &store->segments[i];
+    segment->removed = segment->fd < 0 || (fstat(segment->fd, &info) == 0 && info.st_nlink == 0);
+  }
+}
+
+void kvs_file_close_removed(struct kvs_file_store *store) {
+  for (uint32_t i = 0; i < store->nsegments; i++) {
+    struct kvs_file_segment *segment = &store->segments[i];
+    if (!segment->removed || segment->fd < 0) continue;
+    pthread_mutex_lock(&store->lock);
+    int fd = store->oldest ? -1 : segment->fd; /* transfers that come now know nothing of it */
+    if (fd >= 0) segment->fd = -1;
+    pthread_mutex_unlock(&store->lock);
+    if (fd >= 0) close(fd);
+  }
+}
+
 int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
   uint32_t *numbers;
   size_t count;
+  if (store->settings.readonly) note_removed(store);
+  pthread_mutex_lock(&store->lock);
   store->stats.foreign = 0;
+  pthread_mutex_unlock(&store->lock);
   int status = list_segments(store, &numbers, &count, err);
   if (status) return status;
   for (size_t i = 0; !status && i < count; i++) status = adopt_segment(store, numbers[i], err);
@@ -280,7 +345,7 @@ static int open_folder(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_file_fail(err, errno, "making the directory %.200s", path);
   store->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (store->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", path);
-  return KVS_OK;
+  return refuse_what_others_write(store, store->folder, "", err);
 }
 
 /* Of the store's file, else of the first segment that can be read. */
@@ -292,15 +357,16 @@ static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, s
   int fd, status = list_segments(store, &numbers, &count, err);
   if (status) return status;
   bool found = false;
-  for (size_t i = 0; !found && i <= count; i++) {
+  for (size_t i = 0; !status && !found && i <= count; i++) {
     if (i) segment_name(numbers[i - 1], name);
     if (kvs_file_openat(&store->faults, store->folder, i ? name : store_name, O_RDONLY, &fd)) continue;
-    int code = move_page(store, fd, false, 0, page, false);
+    status = refuse_what_others_write(store, fd, i ? name : store_name, err);
+    int code = status ? EACCES : move_page(store, fd, false, 0, page, false);
     found = !code && kvs_file_geometry_read(page, i > 0, there) == KVS_FILE_GOOD;
     close(fd);
   }
   free(numbers);
-  if (found) return KVS_OK;
+  if (found || status) return status;
   return kvs_fail(err, KVS_MISSING, "%.200s is no store: neither %s nor a segment in it can be read",
                   store->settings.directory, store_name);
 }
@@ -365,8 +431,9 @@ int kvs_file_open_directory(struct kvs_file_store *store, struct kvs_error *err)
 }
 
 void kvs_file_close_directory(struct kvs_file_store *store) {
-  for (uint32_t i = 0; i < store->nsegments; i++) close(store->segments[i].fd);
+  for (uint32_t i = 0; i < store->nsegments; i++)
+    if (store->segments[i].fd >= 0) close(store->segments[i].fd);
   free(store->segments);
-  if (store->state >= 0) close(store->state);
+  kvs_file_unlock_directory(store, true);
   if (store->folder >= 0) close(store->folder);
 }

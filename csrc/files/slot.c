@@ -53,7 +53,7 @@ static void grow_unlocking(struct kvs_file_store *store) {
   pthread_mutex_unlock(&store->lock);
   int code = kvs_file_segment_make(store, number, &fd);
   pthread_mutex_lock(&store->lock);
-  if (!code) code = kvs_file_segment_append(store, number, fd);
+  if (!code) code = kvs_file_segment_append(store, number, fd, false);
   if (!code)
     for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, (store->nsegments - 1) * slots + i);
   store->growing = false;

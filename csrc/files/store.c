@@ -15,20 +15,25 @@ static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 
 /* -- all stores of the process ------------------------------------------------------------------------------------- */
 
 static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct kvs_file_store *stores; /* guarded by stores_lock */
+static struct kvs_file_store *stores; /* guarded by stores_lock: from before they lock their directory to their end */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-static void forget_stores(void) { /* in the child of a fork: they are the parent's */
-  pthread_mutex_init(&stores_lock, NULL);
-  stores = NULL;
+static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&stores_lock); }
+
+/* They are the parent's. The lock on a directory lasts as long as anybody has the descriptor that it was made with. */
+static void after_fork_in_child(void) {
+  for (; stores; stores = stores->next_of_all) kvs_file_unlock_directory(stores, false);
+  pthread_mutex_unlock(&stores_lock);
 }
 
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_stores); }
+static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork_in_child); }
 
 static void enter_list(struct kvs_file_store *store) {
   pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&stores_lock);
-  store->next_open = stores;
+  store->next_of_all = stores;
   stores = store;
   pthread_mutex_unlock(&stores_lock);
 }
@@ -36,9 +41,56 @@ static void enter_list(struct kvs_file_store *store) {
 static void leave_list(struct kvs_file_store *store) {
   pthread_mutex_lock(&stores_lock);
   struct kvs_file_store **at = &stores;
-  while (*at && *at != store) at = &(*at)->next_open;
-  if (*at) *at = store->next_open;
+  while (*at && *at != store) at = &(*at)->next_of_all;
+  if (*at) *at = store->next_of_all;
   pthread_mutex_unlock(&stores_lock);
+}
+
+static void note_open(struct kvs_file_store *store, bool open) {
+  pthread_mutex_lock(&stores_lock);
+  store->open = open;
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static bool ref_unless_dropped(struct kvs_file_store *store) {
+  unsigned refs = atomic_load(&store->refs);
+  while (refs && !atomic_compare_exchange_weak(&store->refs, &refs, refs + 1)) continue;
+  return refs > 0;
+}
+
+/* One that is open, with a reference; each once. Whoever drops the last reference to one closes it himself. */
+static struct kvs_file_store *next_open(void) {
+  pthread_mutex_lock(&stores_lock);
+  struct kvs_file_store *store = stores;
+  while (store && !(store->open && ref_unless_dropped(store))) store = store->next_of_all;
+  if (store) store->open = false;
+  pthread_mutex_unlock(&stores_lock);
+  return store;
+}
+
+/* -- faults, for tests --------------------------------------------------------------------------------------------- */
+
+static struct kvs_file_fault at_open[KVS_FILE_CALLS]; /* guarded by stores_lock */
+
+void kvs_file_inject(struct kvs_file_store *store, enum kvs_file_call call, const struct kvs_file_fault *fault) {
+  if (store) {
+    kvs_file_faults_set(&store->faults, call, fault);
+    return;
+  }
+  pthread_mutex_lock(&stores_lock);
+  at_open[call] = *fault;
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static void inject_at_open(struct kvs_file_store *store) {
+  pthread_mutex_lock(&stores_lock);
+  memcpy(store->faults.fault, at_open, sizeof at_open);
+  pthread_mutex_unlock(&stores_lock);
+}
+
+static void end_faults(struct kvs_file_store *store) {
+  const struct kvs_file_fault none = {.action = KVS_FILE_FAULT_NONE};
+  for (int call = 0; call < KVS_FILE_CALLS; call++) kvs_file_inject(store, (enum kvs_file_call)call, &none);
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
@@ -71,6 +123,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_UNSUPPORTED;
   store->queue.faults = &store->faults;
   store->queue.direct = store->direct;
+  store->queue.files_stay = !s->readonly; /* a reader lets go of what was removed */
   store->queue.scratch_nbytes = store->geometry.slot_nbytes + KVS_FILE_PAGE;
   if (s->engine == KVS_FILE_THREADS) {
     snprintf(store->engine_note, sizeof store->engine_note, "not asked for");
@@ -97,6 +150,7 @@ static void init_ended(struct kvs_file_store *store) {
 }
 
 static void free_store(struct kvs_file_store *store) {
+  leave_list(store);
   if (store->settings.device) kvs_engine_unref(store->settings.device);
   kvs_file_index_free(&store->index);
   kvs_file_queue_destroy(&store->queue);
@@ -147,6 +201,8 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
   if (status) return status;
   struct kvs_file_store *store = new_store(settings, err);
   if (!store) return KVS_NOMEM;
+  enter_list(store);
+  inject_at_open(store);
   status = kvs_file_open_directory(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
@@ -158,30 +214,64 @@ int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_stor
     free_store(store);
     return status;
   }
-  enter_list(store);
+  end_faults(store);
+  note_open(store, true);
   *opened = store;
   return KVS_OK;
 }
 
+/* -- calls --------------------------------------------------------------------------------------------------------- */
+
+int kvs_file_check_fork(const struct kvs_file_store *store, struct kvs_error *err) {
+  if (store->fork_generation == kvs_fork_generation()) return KVS_OK;
+  return kvs_fail(err, KVS_FORKED,
+                  "this store was opened before fork(): a child process cannot use it; open it again in the child, "
+                  "with readonly while the parent writes");
+}
+
+int kvs_file_enter(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  if (store->closing) status = kvs_fail(err, KVS_CLOSED, "the store is closed");
+  store->entered += !status;
+  pthread_mutex_unlock(&store->lock);
+  return status;
+}
+
+void kvs_file_leave_locked(struct kvs_file_store *store) {
+  if (--store->entered == 0) pthread_cond_broadcast(&store->ended);
+}
+
 /* -- closing ------------------------------------------------------------------------------------------------------- */
 
-/* Whether nothing is unfinished. */
-static bool drain_locked(struct kvs_file_store *store, int64_t timeout_ns) {
+static bool is_idle(const struct kvs_file_store *store) { return !store->oldest && !store->entered; }
+
+static bool is_stopped(const struct kvs_file_store *store) { return store->stopped; }
+
+/* Whether it came to be so in time. */
+static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struct kvs_file_store *),
+                         int64_t timeout_ns) {
   uint64_t at = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
   struct timespec deadline = {(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
   int rc = 0;
-  while (store->oldest && rc == 0)
+  while (!holds(store) && rc == 0)
     rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
                         : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
-  return !store->oldest;
+  return holds(store);
 }
 
 static void stop(struct kvs_file_store *store) {
+  note_open(store, false);
   kvs_file_queue_close(&store->queue);
   store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_checkpoint(store, store->sequence + 1, true);
   kvs_file_close_directory(store);
+  pthread_mutex_lock(&store->lock);
+  store->stopped = true;
+  pthread_cond_broadcast(&store->ended);
+  pthread_mutex_unlock(&store->lock);
 }
 
 /* What has not begun after timeout_ns is cancelled; what is under way then has patience_ns. */
@@ -190,23 +280,21 @@ static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_
     return kvs_fail(err, KVS_FORKED, "this store was opened before fork(): it is the parent's to close");
   pthread_mutex_lock(&store->lock);
   store->closing = true;
-  bool idle = drain_locked(store, timeout_ns);
+  bool idle = await_locked(store, is_idle, timeout_ns);
   if (!idle) {
     pthread_mutex_unlock(&store->lock);
     (void)kvs_file_cancel_all(store);
     pthread_mutex_lock(&store->lock);
-    idle = drain_locked(store, patience_ns);
+    idle = await_locked(store, is_idle, patience_ns);
   }
-  bool mine = idle && !store->closed;
-  store->closed |= mine;
+  bool mine = idle && !store->stopping;
+  store->stopping |= mine;
+  bool stopped = mine || (idle && await_locked(store, is_stopped, patience_ns)); /* by another thread */
   pthread_mutex_unlock(&store->lock);
-  if (!idle)
+  if (!idle || !stopped)
     return kvs_fail(err, KVS_TIMEOUT, "%.200s: reads or writes do not end; the store stays open and takes no calls",
                     store->settings.directory);
-  if (mine) {
-    leave_list(store);
-    stop(store);
-  }
+  if (mine) stop(store);
   kvs_file_collect(store);
   return KVS_OK;
 }
@@ -218,15 +306,7 @@ int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_
 void kvs_file_shutdown(int64_t timeout_ns) {
   uint64_t start = kvs_clock_ns();
   struct kvs_error err;
-  for (;;) {
-    pthread_mutex_lock(&stores_lock);
-    struct kvs_file_store *store = stores;
-    if (store) {
-      stores = store->next_open;
-      kvs_file_ref(store);
-    }
-    pthread_mutex_unlock(&stores_lock);
-    if (!store) break;
+  for (struct kvs_file_store *store; (store = next_open()) != NULL;) {
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
     /* who does not get ready keeps its reference: its threads still use it */
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
@@ -246,49 +326,61 @@ void kvs_file_unref(struct kvs_file_store *store) {
 
 /* -- asking -------------------------------------------------------------------------------------------------------- */
 
-/* No call may come in between: what is found is put in the place of the old index as a whole. */
-int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
-  struct kvs_file_index found, old;
-  if (!store->settings.readonly) return KVS_OK;
-  pthread_mutex_lock(&store->lock);
-  bool idle = !store->oldest && !store->closing;
-  store->closing |= idle;
-  pthread_mutex_unlock(&store->lock);
-  if (!idle)
-    return kvs_fail(err, KVS_UNSUPPORTED, "refresh is for a store that is open and has no unfinished transfers");
-  int status = kvs_file_index_init(&found) ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for an index");
-  if (!status) status = kvs_file_adopt_new(store, err);
+/* Beside transfers: an index is made from what is there now, and put in the place of the old one as a whole. */
+static int look_again(struct kvs_file_store *store, struct kvs_error *err) {
+  struct kvs_file_index found;
+  if (!kvs_file_index_init(&found)) return kvs_fail(err, KVS_NOMEM, "no memory for an index");
+  int status = kvs_file_adopt_new(store, err);
   if (!status) status = kvs_file_scan(store, &found, err);
   pthread_mutex_lock(&store->lock);
-  old = status ? found : store->index;
-  if (!status) store->index = found;
-  store->closing = false;
+  if (!status) kvs_file_index_replace(&store->index, &found);
   pthread_mutex_unlock(&store->lock);
-  kvs_file_index_free(&old);
+  kvs_file_index_free(&found);
+  if (!status) kvs_file_close_removed(store);
   return status;
 }
 
-void kvs_file_inject(struct kvs_file_store *store, enum kvs_file_call call, const struct kvs_file_fault *fault) {
-  kvs_file_faults_set(&store->faults, call, fault);
+int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = kvs_file_enter(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  bool mine = !store->refreshing;
+  store->refreshing = true;
+  pthread_mutex_unlock(&store->lock);
+  if (!mine)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "another thread refreshes this store already");
+  else if (store->settings.readonly)
+    status = look_again(store, err);
+  pthread_mutex_lock(&store->lock);
+  if (mine) store->refreshing = false;
+  kvs_file_leave_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return status;
 }
 
-void kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats) {
+int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
   pthread_mutex_lock(&store->lock);
   *stats = store->stats;
   stats->blocks = store->index.blocks;
   stats->pinned = store->index.pinned;
-  stats->segments = store->nsegments;
-  stats->slots = (uint64_t)store->nsegments * store->geometry.slots;
-  stats->file_nbytes = store->nsegments * store->geometry.segment_nbytes;
+  for (uint32_t i = 0; i < store->nsegments; i++) stats->segments += store->segments[i].fd >= 0;
+  stats->slots = stats->segments * store->geometry.slots;
+  stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
   stats->unfinished_loads = store->unfinished[1];
   stats->unfinished_stores = store->unfinished[0];
   stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
   stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
   stats->gds_by_host = atomic_load(&store->gds_by_host);
   pthread_mutex_unlock(&store->lock);
+  return KVS_OK;
 }
 
 void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info) {
+  struct kvs_error ignored;
+  bool locked = kvs_file_check_fork(store, &ignored) == KVS_OK; /* in a child the lock may be held for ever */
+  if (locked) pthread_mutex_lock(&store->lock);                 /* what a refresh learns of segments */
   *info = (struct kvs_file_info){
       .engine = store->ops->name,
       .direct = store->direct,
@@ -301,6 +393,7 @@ void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info)
       .capacity = store->settings.capacity,
       .depth = store->settings.depth,
   };
+  if (locked) pthread_mutex_unlock(&store->lock);
   snprintf(info->engine_note, sizeof info->engine_note, "%s", store->engine_note);
   snprintf(info->direct_note, sizeof info->direct_note, "%s", store->direct_note);
   snprintf(info->gds_note, sizeof info->gds_note, "%s", store->gds_note);

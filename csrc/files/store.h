@@ -35,7 +35,8 @@ struct kvs_file_item {
   uint32_t staging;   /* number of its staging slot */
   uint32_t crc;       /* stores, staged in device memory: of the block there */
   enum kvs_file_phase phase;
-  bool begun; /* guarded by lock: it cannot be cancelled any more */
+  uint8_t tries; /* reads that found no whole block, beside a writer */
+  bool begun;    /* guarded by lock: it cannot be cancelled any more */
   bool kept, ended;
   bool in_place;    /* its slot is that of the block that it replaces */
   bool written;     /* something may have been: its slot no longer holds what it held */
@@ -71,8 +72,9 @@ struct kvs_file_transfer {
 };
 
 struct kvs_file_segment {
-  int fd;
+  int fd;          /* -1: it was removed, and closed */
   uint32_t number; /* in its name */
+  bool removed;    /* of a reader: it has no name any more; what is in it is no longer the store's */
   bool suspect;    /* it was cut off: the data of its blocks is compared when it is scanned */
 };
 
@@ -95,11 +97,15 @@ struct kvs_file_store {
   struct kvs_file_gds *gds;     /* staging is device memory, and moved by libcufile; NULL: it is pinned */
   const char *gds_mode;         /* "on", "compat", "off" */
   atomic_uint_fast64_t gds_nbytes[2], gds_by_host; /* as in the stats: written [1], read [0] */
-  struct kvs_file_store *next_open;                /* guarded by the lock of the list of stores */
+  struct kvs_file_store *next_of_all;              /* guarded by the lock of the list of stores, as is `open` */
+  bool open;                                       /* it was opened, and nobody closes it */
 
   pthread_mutex_t lock;
-  pthread_cond_t ended; /* a transfer did; waiters use the monotonic clock */
-  bool closing, closed; /* guarded by lock, as is all that follows */
+  pthread_cond_t ended; /* a transfer did, a call left, or the store; waiters use the monotonic clock */
+  bool closing;         /* guarded by lock, as is all that follows: it takes no calls */
+  bool stopping, stopped;
+  bool refreshing;
+  unsigned entered; /* calls that use more than what the lock guards: until they leave, nothing is taken down */
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments, next_number;
@@ -112,10 +118,12 @@ struct kvs_file_store {
   struct kvs_file_item *oldest_write, *newest_write; /* under way, by sequence */
   uint64_t unchecked_nbytes;                         /* written since the last checkpoint */
   bool checkpointing;
-  uint64_t generation;                       /* of the last checkpoint */
-  size_t granted, nstarved;                  /* items that have their key; those among them that wait for a slot */
-  struct kvs_file_list ready;                /* have their key and wait to be looked at */
-  struct kvs_file_list starved;              /* wait for a slot */
+  uint64_t generation;          /* of the last checkpoint */
+  uint64_t whole_below;         /* a checkpoint may say no more: what came later was not all read at open */
+  bool unread_segments;         /* whose first page could not be read at open */
+  size_t granted, nstarved;     /* items that have their key; those among them that wait for a slot */
+  struct kvs_file_list ready;   /* have their key and wait to be looked at */
+  struct kvs_file_list starved; /* wait for a slot */
   struct kvs_file_transfer *oldest, *newest; /* unfinished */
   unsigned unfinished[2];                    /* loads [1], others [0] */
   size_t unfinished_blocks[2];
@@ -130,15 +138,24 @@ static inline uint64_t kvs_file_slot_at(const struct kvs_file_store *store, uint
   return kvs_file_slot_offset(&store->geometry, slot % store->geometry.slots);
 }
 
+/* files/store.c */
+int kvs_file_check_fork(const struct kvs_file_store *, struct kvs_error *);
+/* Around a call that uses the mover or the files: KVS_CLOSED, KVS_FORKED. */
+int kvs_file_enter(struct kvs_file_store *, struct kvs_error *);
+void kvs_file_leave_locked(struct kvs_file_store *);
+
 /* files/segment.c: files of the directory. */
 int kvs_file_open_directory(struct kvs_file_store *,
                             struct kvs_error *); /* folder, state, geometry, direct, segments */
 void kvs_file_close_directory(struct kvs_file_store *);
-int kvs_file_adopt_new(struct kvs_file_store *,
-                       struct kvs_error *); /* segments that came since: to the end of the list */
+/* Close the file that the directory is locked by. `everywhere`: the lock goes, also where a child of a fork still has
+ * the descriptor; else only this process's copy. Safe in the child of a fork. */
+void kvs_file_unlock_directory(struct kvs_file_store *, bool everywhere);
+int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *); /* segments that came, or went, since */
+void kvs_file_close_removed(struct kvs_file_store *); /* those that went, unless a transfer may still read there */
 /* A new segment, not yet in the store's list: 0 or an errno. Called without the lock, by one thread at a time. */
 int kvs_file_segment_make(struct kvs_file_store *, uint32_t number, int *fd);
-int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd);   /* under the lock; ENOMEM */
+int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd, bool cut); /* under the lock; ENOMEM */
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset);            /* a header page: 0 or an errno */
 int kvs_file_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under the lock; false: no memory, it is lost */

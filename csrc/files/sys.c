@@ -54,11 +54,12 @@ size_t kvs_file_span_nbytes(const struct kvs_file_span *span) {
   return nbytes;
 }
 
-bool kvs_file_span_advance(struct kvs_file_span *span, size_t nbytes, bool direct) {
+int kvs_file_span_advance(struct kvs_file_span *span, size_t nbytes, bool direct) {
   size_t all = kvs_file_span_nbytes(span);
-  if (nbytes >= all) return true;
+  if (nbytes >= all) return 0;
   if (direct)
     nbytes -= nbytes % KVS_FILE_PAGE; /* it cannot go on in the middle of a page: what was done is done again */
+  if (nbytes == 0) return span->write ? EIO : KVS_FILE_ENDED;
   span->offset += nbytes;
   while (nbytes) {
     struct iovec *first = &span->pieces[0];
@@ -69,7 +70,7 @@ bool kvs_file_span_advance(struct kvs_file_span *span, size_t nbytes, bool direc
     if (first->iov_len) break;
     memmove(first, first + 1, --span->npieces * sizeof *first);
   }
-  return false;
+  return KVS_FILE_MORE;
 }
 
 struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *span) {
@@ -98,8 +99,8 @@ int kvs_file_move(struct kvs_file_faults *faults, struct kvs_file_span *span, bo
                           : preadv(now.fd, now.pieces, (int)now.npieces, (off_t)now.offset);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno;
-    if (n == 0) return now.write ? EIO : KVS_FILE_ENDED;
-    if (kvs_file_span_advance(span, (size_t)n, direct)) return 0;
+    int code = kvs_file_span_advance(span, (size_t)n, direct);
+    if (code != KVS_FILE_MORE) return code;
   }
 }
 

@@ -40,7 +40,7 @@ void kvs_file_faults_set(struct kvs_file_faults *, enum kvs_file_call, const str
 /* What shall happen to the next call of that kind; DELAY has been slept already and is NONE. */
 struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *, enum kvs_file_call);
 
-/* For tests. */
+/* For tests. NULL: while stores are opened, of those that are from now on. */
 void kvs_file_inject(struct kvs_file_store *, enum kvs_file_call, const struct kvs_file_fault *);
 
 /* One stretch of a file, to or from several pieces of memory. What is left to do is in the struct, so that it can go on
@@ -54,8 +54,11 @@ struct kvs_file_span {
   struct iovec pieces[KVS_FILE_PIECES];
   unsigned npieces;
 };
-/* After `nbytes` were moved, of which only whole pages count with O_DIRECT (`direct`): whether all is done. */
-bool kvs_file_span_advance(struct kvs_file_span *, size_t nbytes, bool direct);
+/* After a call moved `nbytes` of it, of which only whole pages count with O_DIRECT (`direct`): KVS_FILE_MORE, or what
+ * kvs_file_move() returns. Each call that is followed by another has moved something that counts, so there is an end:
+ * a read that gets nowhere has met the end of the file (KVS_FILE_ENDED), a write EIO. */
+enum { KVS_FILE_MORE = -1 };
+int kvs_file_span_advance(struct kvs_file_span *, size_t nbytes, bool direct);
 struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *); /* about half of it, for tests */
 size_t kvs_file_span_nbytes(const struct kvs_file_span *);
 

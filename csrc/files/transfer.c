@@ -11,13 +11,6 @@
 
 enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a direction, but for the first */
 
-static int check_fork(const struct kvs_file_store *store, struct kvs_error *err) {
-  if (store->fork_generation == kvs_fork_generation()) return KVS_OK;
-  return kvs_fail(err, KVS_FORKED,
-                  "this store was opened before fork(): a child process cannot use it; open it again in the child, "
-                  "with readonly while the parent writes");
-}
-
 /* -- submitting ---------------------------------------------------------------------------------------------------- */
 
 static int check_keys(const struct kvs_file_keys *keys, struct kvs_error *err) {
@@ -134,28 +127,33 @@ static int make_transfer(struct kvs_file_store *store, enum kvs_file_kind kind, 
   return KVS_OK;
 }
 
+static int check_call(const struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
+                      const struct kvs_file_blocks *blocks, struct kvs_error *err) {
+  int status = check_keys(keys, err);
+  if (!status) status = check_blocks(keys, blocks, err);
+  if (!status && store->settings.readonly && kind != KVS_FILE_GET)
+    status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
+  return status;
+}
+
 static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
                   const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
                   struct kvs_file_transfer **submitted, struct kvs_error *err) {
   struct kvs_file_transfer *transfer = NULL;
-  int status = check_fork(store, err);
-  if (!status) status = check_keys(keys, err);
-  if (!status) status = check_blocks(keys, blocks, err);
-  if (!status && store->settings.readonly && kind != KVS_FILE_GET)
-    status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
-  if (!status) status = make_transfer(store, kind, keys, blocks, options, &transfer, err);
+  int status = check_call(store, kind, keys, blocks, err);
+  if (!status) status = kvs_file_enter(store, err);
   if (status) return status;
-  if (blocks && (blocks->pools || (options && options->nafter)))
+  status = make_transfer(store, kind, keys, blocks, options, &transfer, err);
+  if (!status && blocks && (blocks->pools || (options && options->nafter)))
     status = kvs_file_mover_prepare(transfer, blocks, options, err);
-  if (!status) {
-    pthread_mutex_lock(&store->lock);
-    status = check_room_locked(store, kind == KVS_FILE_GET, keys->count, err);
-    if (!status) status = find_entries_locked(transfer, keys, err);
-    if (!status) enlist_locked(transfer);
-    pthread_mutex_unlock(&store->lock);
-  }
+  pthread_mutex_lock(&store->lock);
+  if (!status) status = check_room_locked(store, kind == KVS_FILE_GET, keys->count, err);
+  if (!status) status = find_entries_locked(transfer, keys, err);
+  if (!status) enlist_locked(transfer);
+  kvs_file_leave_locked(store);
+  pthread_mutex_unlock(&store->lock);
   if (status) {
-    free_transfer(transfer);
+    if (transfer) free_transfer(transfer);
     return status;
   }
   kvs_file_ref(store);
@@ -183,7 +181,7 @@ int kvs_file_delete(struct kvs_file_store *store, const struct kvs_file_keys *ke
 
 int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool *found,
                       struct kvs_error *err) {
-  int status = check_fork(store, err);
+  int status = kvs_file_check_fork(store, err);
   if (!status) status = check_keys(keys, err);
   if (status) return status;
   size_t begin = 0;
@@ -197,7 +195,7 @@ int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *
 }
 
 int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *keys, struct kvs_error *err) {
-  int status = check_fork(store, err);
+  int status = kvs_file_check_fork(store, err);
   if (!status) status = check_keys(keys, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
@@ -212,7 +210,7 @@ int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *key
 
 int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool pin, struct kvs_error *err) {
   struct kvs_file_index *index = &store->index;
-  int status = check_fork(store, err);
+  int status = kvs_file_check_fork(store, err);
   if (!status) status = check_keys(keys, err);
   if (status) return status;
   size_t begin = 0, done = 0;
@@ -266,7 +264,7 @@ static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, siz
 }
 
 int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
-  int status = check_fork(store, err);
+  int status = kvs_file_check_fork(store, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
   *keys = malloc(measure_locked(&store->index) + 1);
@@ -374,7 +372,7 @@ static struct timespec deadline_in(int64_t timeout_ns) {
 
 int kvs_file_transfer_wait(struct kvs_file_transfer *transfer, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_file_store *store = transfer->store;
-  int rc = check_fork(store, err);
+  int rc = kvs_file_check_fork(store, err);
   if (rc) return rc;
   struct timespec deadline = timeout_ns < 0 ? (struct timespec){0} : deadline_in(timeout_ns);
   pthread_mutex_lock(&store->lock);

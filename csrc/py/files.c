@@ -250,7 +250,8 @@ static PyObject *store_refresh(PyObject *self, PyObject *unused) {
 static PyObject *store_stats(PyObject *self, PyObject *unused) {
   (void)unused;
   struct kvs_file_stats stats;
-  kvs_file_get_stats(kvs_py_file_core(self), &stats);
+  struct kvs_error err = {0};
+  if (kvs_file_get_stats(kvs_py_file_core(self), &stats, &err)) return kvs_py_raise(kvs_py_state_of(self), &err);
   const struct {
     const char *name;
     uint64_t value;
@@ -310,7 +311,7 @@ static PyObject *store_block_nbytes(PyObject *self, void *unused) {
 
 /* -- faults, for tests --------------------------------------------------------------------------------------------- */
 
-static PyObject *store_set_fault(PyObject *self, PyObject *args) {
+static PyObject *set_fault(struct kvs_file_store *store, PyObject *args) {
   static const char *const calls[] = {"read", "write", "allocate", "open", "sync"};
   static const char *const actions[] = {"none", "fail", "short", "interrupt", "delay"};
   PyObject *call, *action;
@@ -325,8 +326,15 @@ static PyObject *store_set_fault(PyObject *self, PyObject *args) {
   fault.nth = nth;
   fault.every = every;
   fault.delay_ns = (uint64_t)(delay * 1e9);
-  kvs_file_inject(kvs_py_file_core(self), (enum kvs_file_call)which, &fault);
+  kvs_file_inject(store, (enum kvs_file_call)which, &fault);
   Py_RETURN_NONE;
+}
+
+static PyObject *store_set_fault(PyObject *self, PyObject *args) { return set_fault(kvs_py_file_core(self), args); }
+
+static PyObject *set_fault_at_open(PyObject *module, PyObject *args) {
+  (void)module;
+  return set_fault(NULL, args);
 }
 
 /* -- directories --------------------------------------------------------------------------------------------------- */
@@ -377,10 +385,15 @@ PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
+PyDoc_STRVAR(set_fault_at_open_doc,
+             "_file_set_fault($module, call, action, nth, every, code, delay, /)\n--\n\n"
+             "For kvswap.testing: what happens to the nth such call, and each `every` more, while a store is opened.");
+
 PyMethodDef kvs_py_file_methods[] = {
     {"_file_gds", gds, METH_O, gds_doc},
     {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},
+    {"_file_set_fault", set_fault_at_open, METH_VARARGS, set_fault_at_open_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -388,7 +401,9 @@ PyMethodDef kvs_py_file_methods[] = {
 
 static PyObject *store_repr(PyObject *self) {
   struct kvs_file_stats stats;
-  kvs_file_get_stats(kvs_py_file_core(self), &stats);
+  struct kvs_error err;
+  if (kvs_file_get_stats(kvs_py_file_core(self), &stats, &err))
+    return PyUnicode_FromString("<kvswap.files.FileStore opened before fork()>");
   return PyUnicode_FromFormat("<kvswap.files.FileStore %llu blocks in %llu segments>", (unsigned long long)stats.blocks,
                               (unsigned long long)stats.segments);
 }
@@ -434,7 +449,8 @@ PyDoc_STRVAR(touch_doc, "touch($self, keys, /)\n--\n\nThese blocks count as used
 PyDoc_STRVAR(keys_doc,
              "keys($self, /)\n--\n\nThe keys of all blocks that are there, as bytes, those unused longest first.");
 PyDoc_STRVAR(refresh_doc, "refresh($self, /)\n--\n\n"
-                          "Of a reader: see what the writer has stored since. Error while transfers are unfinished.");
+                          "Of a reader: see what the writer has stored since; transfers may run meanwhile. Any thread\n"
+                          "may call, one at a time: Error while another does.");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounts, by name (docs/files.md says what each is): dict of int.");
 PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
                             "For kvswap.testing: what happens to the nth such call, and each `every` more.");

@@ -89,6 +89,30 @@ static void test_pages_that_lie(void) {
   }
 }
 
+/* -- reads and writes ---------------------------------------------------------------------------------------------- */
+
+/* As a file system does with O_DIRECT whose file ends within a page: what is left of it comes again and again. */
+static void test_parts_of_pages(void) {
+  char path[] = "/tmp/kvswap-test-XXXXXX";
+  static uint8_t pages[4 * KVS_FILE_PAGE];
+  struct kvs_file_faults faults = {.lock = PTHREAD_MUTEX_INITIALIZER};
+  int fd = mkstemp(path);
+  CHECK(fd >= 0 && !unlink(path));
+  for (size_t left = 0; left <= 3 * KVS_FILE_PAGE; left += KVS_FILE_PAGE / 2) {
+    CHECK(!ftruncate(fd, (off_t)left));
+    struct kvs_file_span span = {.fd = fd, .pieces = {{pages, 2 * KVS_FILE_PAGE}}, .npieces = 1};
+    int code = kvs_file_move(&faults, &span, true);
+    CHECK(code == (left < 2 * KVS_FILE_PAGE ? KVS_FILE_ENDED : 0), "%zu bytes: %d", left, code);
+  }
+  struct kvs_file_span write = {.write = true, .pieces = {{pages, 2 * KVS_FILE_PAGE}}, .npieces = 1}, before = write;
+  CHECK(kvs_file_span_advance(&write, 512, true) == EIO && kvs_file_span_advance(&write, 0, false) == EIO);
+  CHECK(write.offset == before.offset && kvs_file_span_nbytes(&write) == kvs_file_span_nbytes(&before));
+  CHECK(kvs_file_span_advance(&write, KVS_FILE_PAGE + 512, true) == KVS_FILE_MORE && write.offset == KVS_FILE_PAGE);
+  CHECK(kvs_file_span_advance(&write, 512, false) == KVS_FILE_MORE && write.offset == KVS_FILE_PAGE + 512);
+  CHECK(kvs_file_span_advance(&write, KVS_FILE_PAGE - 512, false) == 0);
+  close(fd);
+}
+
 /* -- the index ----------------------------------------------------------------------------------------------------- */
 
 static void test_index(void) {
@@ -216,7 +240,7 @@ static void test_threads_under_faults(enum kvs_file_fault_action action) {
       CHECK(workers[i].wrong == 0 && workers[i].done == STEPS, "action %d: %u wrong", action, workers[i].wrong);
     }
     struct kvs_file_stats stats;
-    kvs_file_get_stats(store, &stats);
+    CHECK(!kvs_file_get_stats(store, &stats, &err));
     CHECK(stats.stored > 0 && stats.loaded > 0 && stats.damaged == 0 && stats.blocks <= stats.slots);
     CHECK(!kvs_file_close(store, PATIENCE, &err));
     kvs_file_unref(store);
@@ -371,10 +395,185 @@ static void test_staging(enum kvs_file_gds_mode gds) {
   empty(folder);
 }
 
+/* -- closing, from several threads --------------------------------------------------------------------------------- */
+
+enum { FEW = 8 };
+
+struct rival {
+  struct kvs_file_store *store;
+  struct kvs_pool *const *pools; /* NULL: host memory */
+  unsigned wrong, calls;
+  int last;
+};
+
+static void set_rig_up(struct device_rig *rig, const char *name) {
+  CHECK(!kvs_engine_open(name, &rig->engine, &err), "%s", err.message);
+  CHECK(!kvs_engine_alloc(rig->engine, FEW * NBYTES, false, &rig->memory[0], &err));
+  struct kvs_pool_layout layout = {.ptr = rig->memory[0], .num_blocks = FEW, .block_nbytes = NBYTES};
+  CHECK(!kvs_pool_open(rig->engine, &layout, &rig->pools[0], &err), "%s", err.message);
+}
+
+static void take_rig_down(struct device_rig *rig) {
+  kvs_pool_unref(rig->pools[0]);
+  CHECK(!kvs_engine_free(rig->engine, rig->memory[0], &err), "%s", err.message);
+  kvs_engine_unref(rig->engine);
+}
+
+/* Loads of what is there, until the store says that it is closed; nothing else may be said. */
+static void *load_until_closed(void *arg) {
+  struct rival *rival = arg;
+  uint8_t block[NBYTES], key = 0;
+  uint64_t address = (uintptr_t)block;
+  int64_t slot = 3;
+  size_t end = 1;
+  struct kvs_file_keys keys = {&key, &end, 1};
+  struct kvs_file_blocks blocks = {.addresses = rival->pools ? NULL : &address,
+                                   .pools = rival->pools,
+                                   .npools = rival->pools != NULL,
+                                   .ids = {&slot, 8, 1}};
+  for (rival->last = KVS_OK; rival->last == KVS_OK; rival->calls++, key = (uint8_t)(rival->calls % FEW)) {
+    struct kvs_file_transfer *transfer;
+    struct kvs_error why;
+    rival->last = kvs_file_get(rival->store, &keys, &blocks, NULL, &transfer, &why);
+    if (rival->last) break;
+    int status = finish(transfer);
+    rival->wrong += status != KVS_OK && status != KVS_CANCELLED;
+  }
+  return NULL;
+}
+
+static void *refresh_until_closed(void *arg) {
+  struct rival *rival = arg;
+  struct kvs_error why;
+  do rival->last = kvs_file_refresh(rival->store, &why);
+  while (rival->last == KVS_OK && ++rival->calls);
+  return NULL;
+}
+
+static void store_few(const struct kvs_file_settings *settings) {
+  struct kvs_file_store *store;
+  struct kvs_file_transfer *transfer;
+  uint8_t block[NBYTES], names[FEW];
+  uint64_t addresses[FEW];
+  size_t ends[FEW];
+  fill(block, 0, 0);
+  for (int i = 0; i < FEW; i++) {
+    names[i] = (uint8_t)i;
+    ends[i] = (size_t)i + 1;
+    addresses[i] = (uintptr_t)block;
+  }
+  struct kvs_file_keys keys = {names, ends, FEW};
+  struct kvs_file_blocks blocks = {.addresses = addresses};
+  CHECK(!kvs_file_open(settings, &store, &err), "%s", err.message);
+  CHECK(!kvs_file_put(store, &keys, &blocks, NULL, &transfer, &err) && !finish(transfer));
+  CHECK(!kvs_file_close(store, PATIENCE, &err));
+  kvs_file_unref(store);
+}
+
+/* A reader whose threads load and refresh is closed beneath them. */
+static void test_closing_beside_calls(void) {
+  char folder[] = "/tmp/kvswap-test-XXXXXX";
+  struct device_rig rig = {0};
+  CHECK(mkdtemp(folder) != NULL);
+  struct kvs_file_settings settings = {
+      .directory = folder, .layout = "{}", .block_nbytes = NBYTES, .capacity = 1 << 20};
+  store_few(&settings);
+  set_rig_up(&rig, "host:78");
+  settings.readonly = true;
+  settings.device = rig.engine;
+  for (int round = 0; round < 20; round++) {
+    struct rival rivals[4] = {{.pools = rig.pools}, {0}, {.pools = rig.pools}, {0}};
+    pthread_t threads[4];
+    CHECK(!kvs_file_open(&settings, &rivals[0].store, &err), "%s", err.message);
+    if (round % 2) inject(rivals[0].store, KVS_FILE_READ, KVS_FILE_FAULT_DELAY, 3, 0);
+    for (int i = 0; i < 4; i++) {
+      rivals[i].store = rivals[0].store;
+      CHECK(!pthread_create(&threads[i], NULL, i < 3 ? load_until_closed : refresh_until_closed, &rivals[i]));
+    }
+    usleep(300u * (unsigned)round);
+    CHECK(!kvs_file_close(rivals[0].store, PATIENCE, &err), "%s", err.message);
+    for (int i = 0; i < 4; i++) {
+      pthread_join(threads[i], NULL);
+      CHECK(rivals[i].last == KVS_CLOSED && rivals[i].wrong == 0, "round %d, thread %d: %s, %u wrong", round, i,
+            kvs_status_name(rivals[i].last), rivals[i].wrong);
+    }
+    kvs_file_unref(rivals[0].store);
+  }
+  take_rig_down(&rig);
+  empty(folder);
+}
+
+static void *close_it(void *arg) {
+  struct rival *rival = arg;
+  struct kvs_error why;
+  rival->last = kvs_file_close(rival->store, PATIENCE, &why);
+  return NULL;
+}
+
+/* Whoever closes a store that another thread is closing has it closed when his call returns. */
+static void test_closing_twice_at_once(void) {
+  char folder[] = "/tmp/kvswap-test-XXXXXX";
+  CHECK(mkdtemp(folder) != NULL);
+  struct kvs_file_settings settings = {
+      .directory = folder, .layout = "{}", .block_nbytes = NBYTES, .capacity = 1 << 20};
+  for (int round = 0; round < 10; round++) {
+    struct rival rival = {0};
+    pthread_t thread;
+    CHECK(!kvs_file_open(&settings, &rival.store, &err), "%s", err.message);
+    struct kvs_file_fault slow = {.action = KVS_FILE_FAULT_DELAY, .nth = 1, .every = 1, .delay_ns = 20000000};
+    kvs_file_inject(rival.store, KVS_FILE_WRITE, &slow); /* its last checkpoint */
+    CHECK(!pthread_create(&thread, NULL, close_it, &rival));
+    usleep(1000u * (unsigned)round);
+    CHECK(!kvs_file_close(rival.store, PATIENCE, &err), "%s", err.message);
+    struct kvs_file_store *again;
+    CHECK(!kvs_file_open(&settings, &again, &err), "round %d: %s", round, err.message);
+    pthread_join(thread, NULL);
+    CHECK(rival.last == KVS_OK);
+    kvs_file_unref(rival.store);
+    kvs_file_unref(again);
+  }
+  empty(folder);
+}
+
+static void *drop_it(void *arg) {
+  kvs_file_unref(arg);
+  return NULL;
+}
+
+/* The end of the process, while a thread that dropped the last handle of a store waits for what is under way there. */
+static void test_the_end_beside_the_last_handle(void) {
+  char folder[] = "/tmp/kvswap-test-XXXXXX";
+  static uint8_t block[NBYTES];
+  uint64_t address = (uintptr_t)block;
+  size_t end = 1;
+  struct kvs_file_keys keys = {(const uint8_t *)"k", &end, 1};
+  struct kvs_file_blocks blocks = {.addresses = &address};
+  struct kvs_file_options options = {.replace = true};
+  CHECK(mkdtemp(folder) != NULL);
+  struct kvs_file_settings settings = {
+      .directory = folder, .layout = "{}", .block_nbytes = NBYTES, .capacity = 1 << 20};
+  for (int round = 0; round < 10; round++) {
+    struct kvs_file_store *store;
+    struct kvs_file_transfer *transfer;
+    pthread_t thread;
+    CHECK(!kvs_file_open(&settings, &store, &err), "%s", err.message);
+    struct kvs_file_fault slow = {.action = KVS_FILE_FAULT_DELAY, .nth = 1, .every = 1, .delay_ns = 10000000};
+    kvs_file_inject(store, KVS_FILE_WRITE, &slow);
+    CHECK(!kvs_file_put(store, &keys, &blocks, &options, &transfer, &err));
+    kvs_file_transfer_unref(transfer);
+    CHECK(!pthread_create(&thread, NULL, drop_it, store));
+    usleep(1000u * (unsigned)round);
+    kvs_file_shutdown(PATIENCE);
+    pthread_join(thread, NULL);
+  }
+  empty(folder);
+}
+
 int main(void) {
   test_crc32c();
   test_pages();
   test_pages_that_lie();
+  test_parts_of_pages();
   test_index();
   test_threads_under_faults(KVS_FILE_FAULT_NONE);
   test_threads_under_faults(KVS_FILE_FAULT_SHORT);
@@ -384,5 +583,8 @@ int main(void) {
   test_lifetime();
   test_staging(KVS_FILE_GDS_OFF);
   test_staging(KVS_FILE_GDS_COMPAT);
+  test_closing_beside_calls();
+  test_closing_twice_at_once();
+  test_the_end_beside_the_last_handle();
   return check_close();
 }

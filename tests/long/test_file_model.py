@@ -51,6 +51,8 @@ class Model:
         self.version = 0
         self.buffered = self.rng.random() < 0.5
         self.allowed: list[set[int]] = [{MISSING} for _ in range(self.keys)]
+        self.ever: list[set[int]] = [{MISSING} for _ in range(self.keys)]
+        self.hidden = False  # not all could be read at the last open
         self.under_way: list[tuple[FileTransfer, list[int], list[int], list[Any]]] = []
         self.counts: Counter[str] = Counter()
         self.store = self.open()
@@ -106,6 +108,8 @@ class Model:
         allowed = self.allowed[number]
         if not self.roomy or self.store.stats()["evicted"]:  # slots that cannot be erased make it less roomy
             allowed.add(MISSING)
+        if what == "store":
+            self.ever[number].add(version)
         if what == "store":  # one that failed may have cost the older block, where that was in its way
             allowed = allowed | {MISSING} if reason else {version}
         elif what == "delete":
@@ -130,6 +134,30 @@ class Model:
             stack.enter_context(testing.file_fault(self.store, "allocate", "fail", every=2, code=errno.ENOSPC))
         return stack
 
+    def reopen(self) -> None:
+        """Perhaps with reads that fail. What could not be read is not there, may be there again later, and never in
+        place of what was stored since."""
+        were_hidden = self.hidden
+        with ExitStack() as stack:
+            if self.rng.random() < 0.4:
+                action: Any = self.rng.choice(("fail", "fail", "short", "interrupt"))
+                nth, every = self.rng.randint(1, 80), self.rng.randint(2, 60)
+                stack.enter_context(testing.file_fault(None, "read", action, nth=nth, every=every, code=errno.EIO))
+            try:
+                self.store = self.open()
+                opened = True
+            except kvswap.Error as error:
+                assert "Input/output error" in str(error), error
+                opened = False
+        if not opened:
+            self.store = self.open()
+        stats = self.store.stats()
+        self.hidden = stats["lost_slots"] + stats["foreign"] > 0
+        self.counts["hidden"] += self.hidden
+        for number, allowed in enumerate(self.allowed):
+            if self.hidden or (were_hidden and MISSING in allowed):
+                self.allowed[number] = allowed | self.ever[number] | {MISSING}
+
     def round(self) -> None:
         with self.faults():
             for _ in range(self.rng.randint(1, 30)):
@@ -141,7 +169,7 @@ class Model:
             self.counts["restarts"] += 1
             self.roomy &= self.store.stats()["evicted"] == 0
             self.store.close()
-            self.store = self.open()
+            self.reopen()
             for number, allowed in enumerate(self.allowed):
                 there = self.store.contains([b"%d" % number])[0]
                 assert there or MISSING in allowed or not self.roomy, f"key {number} is gone after a restart"
