@@ -333,6 +333,68 @@ heard()
     pool.close()
 
 
+def test_what_is_claimed_meanwhile_is_not_published(device: kvswap.Device, name: str, start: Start) -> None:
+    """One process publishes and retracts long lists; what another one claims among them stays that one's."""
+    blocks = 4096
+    pool = SharedPool(name, blocks, 4096, device=device)
+    claimer = start(
+        f"""
+pool = SharedPool(name, {blocks}, 4096, device=device, create=False)
+say("joined")
+heard()
+last, won = [{blocks - 1}], 0
+end = time.monotonic() + 3
+while won < 3000 and time.monotonic() < end:
+    if not pool.claim(last)[0]:
+        continue
+    won += 1
+    for _ in range(20):
+        assert not pool.published(last)[0], "published by another process while this one wrote it"
+    pool.retract(last)
+say(won)
+pool.close()
+"""
+    )
+    assert claimer.line() == "joined"
+    claimer.tell()
+    every = np.arange(blocks)
+    refused, there = 0, False
+    while claimer.popen.poll() is None:
+        for call in (pool.publish, pool.retract):
+            try:
+                call(every)
+                there = call == pool.publish
+            except ValueError as error:
+                assert f"= {blocks - 1} is being written by process {claimer.popen.pid}" in str(error)
+                refused += 1
+            assert (pool.published(every[:-1]) == there).all()  # all of them, or none
+    assert int(claimer.line()) > 0 and refused > 0
+    claimer.end()
+    pool.close()
+
+
+def test_a_list_that_is_written_to_meanwhile(device: kvswap.Device, name: str, start: Start) -> None:
+    """What was asked for counts, not what the caller's array becomes while another thread waits for it."""
+    waiter = start(
+        """
+import threading
+pool = SharedPool(name, 8, 4096, device=device)
+blocks = np.array([2, 3])
+done = []
+thread = threading.Thread(target=lambda: (pool.wait_ready(blocks, timeout=30), done.append(True)))
+thread.start()
+time.sleep(0.1)
+blocks[:] = 1 << 40
+pool.publish([2, 3])
+thread.join(30)
+say(done)
+pool.close()
+"""
+    )
+    assert waiter.line() == "[True]"
+    waiter.end()
+
+
 def test_a_writer_that_dies(device: kvswap.Device, name: str, start: Start) -> None:
     pool = SharedPool(name, 64, 65536, device=device)
     writer = start(JOIN + "pool.claim([7, 8])\npool.publish([8])\nsay('writing')\nheard()")
