@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -387,6 +387,114 @@ def test_a_device_that_is_lost_fails_who_comes_after_those() -> None:
             gate.open()
         gate.device = device
     assert not device.lost
+
+
+@contextmanager
+def about_to_be_lost(other: kvswap.Device, device: kvswap.Device) -> Iterator[tuple[kvswap.Event, Callable[[], None]]]:
+    """An event of the other device that is not reached before that device is lost, which the function does."""
+    theirs, stream, event = other.alloc(64), kvswap.Stream(other), kvswap.Event(other)
+
+    def lose() -> None:
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+
+    with Gate(other) as gate:
+        gate.hold(stream)
+        event.record(stream)
+        yield event, lose
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device  # the other one cannot be waited for any more
+    assert theirs and not device.lost
+
+
+def slots_of(device: kvswap.Device, count: int, slots: int = 2) -> list[kvswap.Pool]:
+    return [kvswap.Pool(device, device.alloc(slots * 64), slots, 64) for _ in range(count)]
+
+
+def fails(transfer: kvswap.Transfer) -> list[int]:
+    with pytest.raises(kvswap.DeviceError, match="lost"):
+        transfer.wait(PATIENCE)
+    return transfer.failed_blocks.tolist()
+
+
+def test_in_a_lane_it_fails_who_reads_what_was_to_be_written_and_no_neighbour() -> None:
+    """The lane's order alone makes nobody depend on who comes before; the blocks do, also once all has ended."""
+    device = kvswap.Device("host:29")
+    first, second, third, fourth = slots_of(device, 4)
+    with about_to_be_lost(kvswap.Device("host:30"), device) as (event, lose):
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        read = kvswap.move_blocks(second, third, [1, 0], [1, 0])
+        beside = kvswap.move_blocks(first, fourth, [0], [0])
+        assert written.lane == read.lane == beside.lane and not beside.done()
+        lose()
+        assert fails(written) == [0] and fails(read) == [0, 1]
+        beside.wait(PATIENCE)
+        late = kvswap.move_blocks(second, fourth, [0, 1], [0, 1])
+        assert fails(late) == [0]  # of this one, each block is known
+        assert fails(kvswap.move_blocks(fourth, first, [0], [0])) == [0]
+        kvswap.move_blocks(fourth, first, [1], [1]).wait(PATIENCE)
+    kvswap.move_blocks(fourth, second, [1], [0]).wait(PATIENCE)  # written whole
+    kvswap.move_blocks(second, third, [0], [0]).wait(PATIENCE)
+
+
+def test_another_lane_learns_of_all_that_it_reads() -> None:
+    """It waits for the last of several of a lane alone, and an earlier one is the one that fails."""
+    device = kvswap.Device("host:31")
+    first, second, third = slots_of(device, 3)
+    stream = kvswap.Stream(device)
+    with about_to_be_lost(kvswap.Device("host:32"), device) as (event, lose):
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        beside = kvswap.move_blocks(first, second, [1], [1])
+        both = kvswap.move_blocks(second, third, [1], [1], stream=stream)  # which has waited for the lane
+        again = kvswap.move_blocks(second, third, [0], [0], stream=stream)
+        lose()
+        assert fails(written) == [0] and fails(again) == [0]
+        for transfer in (beside, both):
+            transfer.wait(PATIENCE)
+
+
+def test_what_ended_well_fails_nobody_when_a_device_is_lost_later() -> None:
+    device = kvswap.Device("host:33")
+    first, second, third = slots_of(device, 3)
+    other = kvswap.Device("host:34")
+    reached = kvswap.Event(other)
+    reached.record(kvswap.Stream(other))
+    with about_to_be_lost(other, device) as (_, lose):
+        kvswap.move_blocks(first, second, [0], [0], after=reached).wait(PATIENCE)
+        lose()
+        kvswap.move_blocks(second, third, [0], [0]).wait(PATIENCE)
+
+
+def test_a_block_that_is_written_in_part_needs_the_rest() -> None:
+    device = kvswap.Device("host:35")
+    first, second, third = slots_of(device, 3)
+    half = np.array([[0, 0, 32, 1, 32, 0]])
+    with about_to_be_lost(kvswap.Device("host:36"), device) as (event, lose):
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        part = kvswap.move_blocks(first, second, [1], [0], parts=half)
+        read = kvswap.move_blocks(second, third, [0], [0])
+        lose()
+        for transfer in (written, part, read):
+            assert fails(transfer) == [0]
+        part = kvswap.move_blocks(first, second, [1], [0], parts=half)
+        part.wait(PATIENCE)
+        assert fails(kvswap.move_blocks(second, third, [0], [0])) == [0]
+
+
+def test_three_devices() -> None:
+    """One writes into another's pool after an event of a third; that one is lost."""
+    device, reader = kvswap.Device("host:37"), kvswap.Device("host:38")
+    (mine,), (theirs, kept) = slots_of(device, 1), slots_of(reader, 2)
+    with about_to_be_lost(kvswap.Device("host:39"), device) as (event, lose):
+        written = kvswap.move_blocks(mine, theirs, [0], [0], after=event)
+        beside = kvswap.move_blocks(mine, theirs, [1], [1])
+        read = kvswap.move_blocks(theirs, kept, [0], [0])
+        assert (written.device, read.device) == (device, reader)
+        lose()
+        assert fails(written) == [0] and fails(read) == [0]
+        beside.wait(PATIENCE)
+        assert fails(kvswap.move_blocks(theirs, kept, [0, 1], [0, 1])) == [0]
 
 
 def test_a_pool_that_a_lost_device_was_writing_is_not_read() -> None:
