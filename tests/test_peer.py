@@ -17,6 +17,7 @@ from processes import Process
 
 import kvswap
 from kvswap import _C, memory, testing
+from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 
 BLOCKS, NBYTES = 64, 4096
 PATHS = ("auto", "dma", "strided", "kernel", "relay", "direct")
@@ -566,3 +567,156 @@ def test_many_threads_on_two_devices(device: kvswap.Device, other: kvswap.Device
     for thread in threads:
         thread.join(PATIENCE)
     assert not errors, errors
+
+
+# -- offloading maps --------------------------------------------------------------------------------------------------
+
+
+def handlers_of(
+    device: kvswap.Device, gpu: Any, cpu: Any, compute: Any = None
+) -> tuple[SingleDirectionOffloadingHandler, SingleDirectionOffloadingHandler]:
+    """Store and load; `compute` says what the stores start after."""
+    refs = [[CanonicalKVCacheRef(0, NBYTES)]]
+    store, load = (
+        SingleDirectionOffloadingHandler(
+            [gpu], [cpu], 1, refs, to_cpu, device=device, compute_stream=compute if to_cpu else None
+        )
+        for to_cpu in (True, False)
+    )
+    return store, load
+
+
+def job_of(gpu: int, chunk: int, store: bool = True) -> tuple[Any, Any]:
+    pair = GPULoadStoreSpec([gpu], [1], [0]), CPULoadStoreSpec([chunk])
+    return pair if store else pair[::-1]
+
+
+def outcome(handler: SingleDirectionOffloadingHandler) -> dict[int, bool]:
+    handler.drain(PATIENCE)
+    return {result.job_id: result.success for result in handler.get_finished()}
+
+
+def host_blocks(seed: int) -> np.ndarray[Any, Any]:
+    return random_bytes(seed, BLOCKS * NBYTES).reshape(BLOCKS, NBYTES).copy()
+
+
+def test_an_offloading_map_waits_for_the_other_device(device: kvswap.Device, other: kvswap.Device) -> None:
+    """The other device writes the map's host memory when the map is opened; its jobs come after that."""
+    if device.kind != "host":
+        pytest.skip("NumPy has no memory of a GPU's")
+    gpu, cpu = host_blocks(1), host_blocks(2)
+    before = gpu.copy()
+    theirs, stream = Buffer(other, NBYTES), kvswap.Stream(other)
+    new = theirs.randomise(3)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        first = kvswap.swap_blocks_batch([theirs.memory], [cpu[5]], NBYTES, device=other, stream=stream)
+        store, load = handlers_of(device, gpu, cpu)
+        load.transfer_async(1, job_of(7, 5, False))
+        store.transfer_async(2, job_of(8, 5))
+        time.sleep(0.05)
+        assert not first.done() and load.get_finished() == store.get_finished() == []
+    first.wait(PATIENCE)
+    assert (outcome(store), outcome(load)) == ({2: True}, {1: True})
+    np.testing.assert_array_equal(gpu[7], new)
+    np.testing.assert_array_equal(cpu[5], before[8])
+    store.shutdown()
+    load.shutdown()
+
+
+def test_the_other_device_waits_for_an_offloading_map(device: kvswap.Device, other: kvswap.Device) -> None:
+    """A map, and a pool, that are opened there while a store here writes the same host memory."""
+    if device.kind != "host":
+        pytest.skip("NumPy has no memory of a GPU's")
+    gpu, there, cpu = host_blocks(1), host_blocks(2), host_blocks(3)
+    stream = kvswap.Stream(device)
+    store, load = handlers_of(device, gpu, cpu, lambda: stream)
+    back = Buffer(other, BLOCKS * NBYTES)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        store.transfer_async(1, job_of(7, 5))
+        their_store, their_load = handlers_of(other, there, cpu)
+        their_load.transfer_async(2, job_of(9, 5, False))
+        host, mine = (kvswap.Pool(other, memory, BLOCKS, NBYTES) for memory in (cpu, back.memory))
+        read = kvswap.move_blocks(host, mine, [5], [1])
+        time.sleep(0.05)
+        assert their_load.get_finished() == [] and not read.done()
+    read.wait(PATIENCE)
+    assert (outcome(store), outcome(their_load)) == ({1: True}, {2: True})
+    np.testing.assert_array_equal(there[9], gpu[7])
+    np.testing.assert_array_equal(blocks_of(back)[1], gpu[7])
+    for handler in (store, load, their_store, their_load):
+        handler.shutdown()
+
+
+def test_an_offloading_map_is_not_used_on_what_a_lost_device_left() -> None:
+    device, other = kvswap.Device("host:40"), kvswap.Device("host:41")
+    gpu, cpu, theirs = host_blocks(1), host_blocks(2), other.alloc(NBYTES)
+    stream = kvswap.Stream(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        written = kvswap.swap_blocks_batch([theirs], [cpu[5]], NBYTES, device=other, stream=stream)
+        store, load = handlers_of(device, gpu, cpu)
+        load.transfer_async(1, job_of(7, 5, False))
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        assert fails(written) == [0]
+        assert outcome(load) == {1: False}
+        load.transfer_async(2, job_of(7, 5, False))  # nobody knows what is there
+        assert outcome(load) == {2: False}
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device
+    store.shutdown()
+    load.shutdown()
+    store, load = handlers_of(device, gpu, cpu)  # what is there now is the caller's business
+    store.transfer_async(3, job_of(7, 5))
+    assert outcome(store) == {3: True}
+    store.shutdown()
+    load.shutdown()
+
+
+def test_what_a_map_waited_for_is_forgotten() -> None:
+    """Once that is over, a device that is lost later is none of the map's business."""
+    device, other = kvswap.Device("host:42"), kvswap.Device("host:43")
+    gpu, cpu, theirs = host_blocks(1), host_blocks(2), other.alloc(NBYTES)
+    stream = kvswap.Stream(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        first = kvswap.swap_blocks_batch([theirs], [cpu[5]], NBYTES, device=other, stream=stream)
+        store, load = handlers_of(device, gpu, cpu)
+        gate.open()
+        first.wait(PATIENCE)
+        load.transfer_async(1, job_of(7, 5, False))
+        assert outcome(load) == {1: True}
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        gate.device = device
+    load.transfer_async(2, job_of(7, 5, False))
+    assert outcome(load) == {2: True}
+    store.shutdown()
+    load.shutdown()
+
+
+def test_a_store_that_a_lost_device_undid_poisons_its_chunk() -> None:
+    device = kvswap.Device("host:44")
+    gpu, cpu = host_blocks(1), host_blocks(2)
+    after: list[Any] = []
+    with about_to_be_lost(kvswap.Device("host:45"), device) as (event, lose):
+        after.append(event)
+        store, load = handlers_of(device, gpu, cpu, lambda: after[0])
+        store.transfer_async(1, job_of(7, 5))
+        load.transfer_async(2, job_of(20, 5, False))
+        load.transfer_async(3, job_of(21, 6, False))
+        lose()
+        assert outcome(store) == {1: False}
+        assert outcome(load) == {2: False, 3: True}
+        load.transfer_async(4, job_of(20, 5, False))
+        assert outcome(load) == {4: False}
+        after[0] = None
+        store.transfer_async(5, job_of(7, 5))
+        load.transfer_async(6, job_of(20, 5, False))
+        assert (outcome(store), outcome(load)) == ({5: True}, {6: True})
+    np.testing.assert_array_equal(gpu[20], gpu[7])
+    store.shutdown()
+    load.shutdown()

@@ -394,12 +394,6 @@ static struct kvs_failure *failure_of(const struct move_call *call, int64_t src_
   return NULL;
 }
 
-static bool may_have_failed(const struct move_call *call) {
-  for (size_t i = 0; i < call->move->npairs; i++)
-    if (call->move->src[i]->nfailures) return true;
-  return false;
-}
-
 static bool writes_whole(const struct move_call *call, size_t pair) {
   return call->room->covered[pair] == call->move->dst[pair]->layout.block_nbytes;
 }
@@ -420,8 +414,9 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
   uint32_t *kept = call->room->positions, *lost = kept + call->all; /* one grows from the front, one from the back */
   const struct kvs_pool *pool;
-  size_t n = 0;
-  if (!may_have_failed(call)) return;
+  size_t n = 0, failures = 0;
+  for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->nfailures;
+  if (!failures) return;
   for (size_t i = 0; i < call->all; i++) {
     const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool, &work->others);
     if (!failure) {

@@ -268,7 +268,8 @@ static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, co
                           .others = call->others,
                           .outcome = &call->outcome,
                           .touches = touches,
-                          .ntouches = 2};
+                          .ntouches = 2,
+                          .foreign = &map->foreign};
   gpu.count = cpu.count = work.nslots;
   work.entries = work.nslots * sheet->ntensors;
   work.src_slots = store ? call->sheet_gpu : call->slots;
@@ -331,6 +332,7 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   options.release = kvs_offload_drop;
   struct job_call call = {.map = map, .job = job};
   pthread_mutex_lock(&engine->hazard_lock);
+  if (map->foreign.count) kvs_peer_forget(&map->foreign);
   status = make_room(&call, err);
   if (!status) status = check(&call, err);
   if (!status) status = submit_job(&call, &options, next, transfers, count, err);
