@@ -538,6 +538,30 @@ def test_memory_is_not_freed_under_the_other_devices_transfer(
         assert ended == [True]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("register", [False, True])
+def test_a_host_pool_waits_for_the_other_devices_transfers(lost: bool, register: bool) -> None:
+    """Also a pageable one, which no driver holds on to, and one whose own device runs nothing any more."""
+    number = 46 + 4 * lost + 2 * register
+    device, other = kvswap.Device(f"host:{number}"), kvswap.Device(f"host:{number + 1}")
+    pool = memory.HostPool(4, NBYTES, device=device, register=register)
+    theirs, stream = other.alloc(NBYTES), kvswap.Stream(other)
+    if lost:
+        with testing.fault(device, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            device.alloc(64)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_blocks_batch(
+            np.array([theirs.ptr]), np.array([pool.ptr]), NBYTES, device=other, stream=stream
+        )
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            pool.close(timeout=0.05)
+        assert time.monotonic() - begin < 5
+    transfer.wait(PATIENCE)
+    pool.close()
+
+
 def test_many_threads_on_two_devices(device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]) -> None:
     """Blocks go to and fro between the pools of two devices; each thread has slots of its own and finds what it put."""
     mine, theirs = pools_of(pair)
