@@ -15,12 +15,30 @@
 enum { EMPTY = 0, PID_BITS = 22 };
 static const uint32_t PUBLISHED = UINT32_C(1) << 31;
 
+/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
+ * container that is started again, the very same). */
+static uint32_t name_of(int64_t pid, uint64_t start) {
+  return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
+}
+
+static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
+
+static uint32_t me(void) {
+  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
+  uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
+  if (both >> 32 == pid) return (uint32_t)both;
+  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
+  atomic_store(&known, pid << 32 | word);
+  return word;
+}
+
 int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                     const struct kvs_shared_options *shared, struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool_options asked = *options;
   struct kvs_host_pool *pool;
   bool replaced = false;
   bool huge = kvs_pages_huge(asked.pages);
+  (void)me(); /* while files can be opened: later, others might take the name for another process's */
   if (asked.max_blocks) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
   if (huge) asked.pages = KVS_PAGES_TRANSPARENT;
   int status = kvs_host_pool_new(engine, &asked, &pool, err);
@@ -139,30 +157,16 @@ static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks
   return status;
 }
 
-/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
- * container that is started again, the very same). */
-static uint32_t name_of(int64_t pid, uint64_t start) {
-  return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
-}
-
-static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
-
-static uint32_t me(void) {
-  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
-  uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
-  if (both >> 32 == pid) return (uint32_t)both;
-  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
-  atomic_store(&known, pid << 32 | word);
-  return word;
-}
-
 static bool is_writer(uint32_t word) { return word != EMPTY && word != PUBLISHED; }
 
-/* The block was being written by a process that is gone. */
+/* The block was being written by a process that is gone. Of one whose birth cannot be told, as when no more files can
+ * be opened, it is taken to live. */
 static bool is_orphan(uint32_t word) {
   if (!is_writer(word) || word == me()) return false;
   int64_t pid = pid_of(word);
-  return !kvs_process_alive(pid, 0) || name_of(pid, kvs_process_start(pid)) != word;
+  if (!kvs_process_alive(pid, 0)) return true;
+  uint64_t start = kvs_process_start(pid);
+  return start && name_of(pid, start) != word;
 }
 
 static void wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
