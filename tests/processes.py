@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,19 @@ for line in sys.stdin:
         answer = {"error": kinds, "text": str(error), "trace": traceback.format_exc()}
     print(json.dumps(answer, default=repr), file=answers, flush=True)
 """
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process cannot open any."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_one = os.dup(0)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 class Failed(Exception):

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import PATIENCE, Buffer, Gate, random_bytes, run_python
-from processes import Failed, Process
+from processes import Failed, Process, no_more_files
 from test_leaks import leaks, sanitized
 
 import kvswap
@@ -336,6 +336,15 @@ def test_a_later_process_with_the_same_number_is_not_the_owner(device: kvswap.De
         with pytest.raises(kvswap.Error, match="has ended"):
             memory.open(changed(data, "start", start - 1), device=device)
         memory.open(data, device=device).close()
+
+
+def test_an_owner_lives_also_when_no_files_can_be_opened(device: kvswap.Device, device_name: str) -> None:
+    """When it was born is read from a file."""
+    with exporting(device_name) as owner:
+        mapped = memory.open(bytes.fromhex(owner.do("memory.export(shared).to_bytes().hex()")), device=device)
+        with no_more_files():
+            assert mapped.alive()
+        mapped.close()
 
 
 def test_an_owner_that_is_killed_while_its_memory_is_open(device: kvswap.Device, device_name: str) -> None:
@@ -908,6 +917,20 @@ def test_clients_that_misbehave(device: kvswap.Device, other: Process, chunked: 
         assert time.monotonic() - start < 10
     export.close()
     assert count_of("/proc/self/fd") < files
+
+
+def test_descriptors_that_clients_send_do_not_stay_open(device: kvswap.Device, chunked: Buffer) -> None:
+    export = memory.export(chunked.memory)
+    files = count_of("/proc/self/fd")
+    request = b"kvswapQ1" + b"?" * 16
+    for count in (1, 2, 3) * 10:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(socket_of(export))
+            socket.send_fds(client, [request], [0] * count)
+            client.settimeout(PATIENCE)
+            assert client.recv(1) == b""  # it has looked at it
+    assert count_of("/proc/self/fd") <= files + 1  # the last client's, perhaps
+    export.close()
 
 
 def test_another_user_is_not_served(session_device: kvswap.Device) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from processes import Process
 
 import kvswap
 from kvswap import _C, memory, testing
+from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 
 BLOCKS, NBYTES = 64, 4096
 PATHS = ("auto", "dma", "strided", "kernel", "relay", "direct")
@@ -389,6 +390,114 @@ def test_a_device_that_is_lost_fails_who_comes_after_those() -> None:
     assert not device.lost
 
 
+@contextmanager
+def about_to_be_lost(other: kvswap.Device, device: kvswap.Device) -> Iterator[tuple[kvswap.Event, Callable[[], None]]]:
+    """An event of the other device that is not reached before that device is lost, which the function does."""
+    theirs, stream, event = other.alloc(64), kvswap.Stream(other), kvswap.Event(other)
+
+    def lose() -> None:
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+
+    with Gate(other) as gate:
+        gate.hold(stream)
+        event.record(stream)
+        yield event, lose
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device  # the other one cannot be waited for any more
+    assert theirs and not device.lost
+
+
+def slots_of(device: kvswap.Device, count: int, slots: int = 2) -> list[kvswap.Pool]:
+    return [kvswap.Pool(device, device.alloc(slots * 64), slots, 64) for _ in range(count)]
+
+
+def fails(transfer: kvswap.Transfer) -> list[int]:
+    with pytest.raises(kvswap.DeviceError, match="lost"):
+        transfer.wait(PATIENCE)
+    return transfer.failed_blocks.tolist()
+
+
+def test_in_a_lane_it_fails_who_reads_what_was_to_be_written_and_no_neighbour() -> None:
+    """The lane's order alone makes nobody depend on who comes before; the blocks do, also once all has ended."""
+    device = kvswap.Device("host:29")
+    first, second, third, fourth = slots_of(device, 4)
+    with about_to_be_lost(kvswap.Device("host:30"), device) as (event, lose):
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        read = kvswap.move_blocks(second, third, [1, 0], [1, 0])
+        beside = kvswap.move_blocks(first, fourth, [0], [0])
+        assert written.lane == read.lane == beside.lane and not beside.done()
+        lose()
+        assert fails(written) == [0] and fails(read) == [0, 1]
+        beside.wait(PATIENCE)
+        late = kvswap.move_blocks(second, fourth, [0, 1], [0, 1])
+        assert fails(late) == [0]  # of this one, each block is known
+        assert fails(kvswap.move_blocks(fourth, first, [0], [0])) == [0]
+        kvswap.move_blocks(fourth, first, [1], [1]).wait(PATIENCE)
+    kvswap.move_blocks(fourth, second, [1], [0]).wait(PATIENCE)  # written whole
+    kvswap.move_blocks(second, third, [0], [0]).wait(PATIENCE)
+
+
+def test_another_lane_learns_of_all_that_it_reads() -> None:
+    """It waits for the last of several of a lane alone, and an earlier one is the one that fails."""
+    device = kvswap.Device("host:31")
+    first, second, third = slots_of(device, 3)
+    stream = kvswap.Stream(device)
+    with about_to_be_lost(kvswap.Device("host:32"), device) as (event, lose):
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        beside = kvswap.move_blocks(first, second, [1], [1])
+        both = kvswap.move_blocks(second, third, [1], [1], stream=stream)  # which has waited for the lane
+        again = kvswap.move_blocks(second, third, [0], [0], stream=stream)
+        lose()
+        assert fails(written) == [0] and fails(again) == [0]
+        for transfer in (beside, both):
+            transfer.wait(PATIENCE)
+
+
+def test_what_ended_well_fails_nobody_when_a_device_is_lost_later() -> None:
+    device = kvswap.Device("host:33")
+    first, second, third = slots_of(device, 3)
+    other = kvswap.Device("host:34")
+    reached = kvswap.Event(other)
+    reached.record(kvswap.Stream(other))
+    with about_to_be_lost(other, device) as (_, lose):
+        kvswap.move_blocks(first, second, [0], [0], after=reached).wait(PATIENCE)
+        lose()
+        kvswap.move_blocks(second, third, [0], [0]).wait(PATIENCE)
+
+
+def test_a_block_that_is_written_in_part_needs_the_rest() -> None:
+    device = kvswap.Device("host:35")
+    first, second, third = slots_of(device, 3)
+    half = np.array([[0, 0, 32, 1, 32, 0]])
+    with about_to_be_lost(kvswap.Device("host:36"), device) as (event, lose):
+        written = kvswap.move_blocks(first, second, [0], [0], after=event)
+        part = kvswap.move_blocks(first, second, [1], [0], parts=half)
+        read = kvswap.move_blocks(second, third, [0], [0])
+        lose()
+        for transfer in (written, part, read):
+            assert fails(transfer) == [0]
+        part = kvswap.move_blocks(first, second, [1], [0], parts=half)
+        part.wait(PATIENCE)
+        assert fails(kvswap.move_blocks(second, third, [0], [0])) == [0]
+
+
+def test_three_devices() -> None:
+    """One writes into another's pool after an event of a third; that one is lost."""
+    device, reader = kvswap.Device("host:37"), kvswap.Device("host:38")
+    (mine,), (theirs, kept) = slots_of(device, 1), slots_of(reader, 2)
+    with about_to_be_lost(kvswap.Device("host:39"), device) as (event, lose):
+        written = kvswap.move_blocks(mine, theirs, [0], [0], after=event)
+        beside = kvswap.move_blocks(mine, theirs, [1], [1])
+        read = kvswap.move_blocks(theirs, kept, [0], [0])
+        assert (written.device, read.device) == (device, reader)
+        lose()
+        assert fails(written) == [0] and fails(read) == [0]
+        beside.wait(PATIENCE)
+        assert fails(kvswap.move_blocks(theirs, kept, [0, 1], [0, 1])) == [0]
+
+
 def test_a_pool_that_a_lost_device_was_writing_is_not_read() -> None:
     """The device is gone before anybody asks: nothing there is unfinished, and yet the bytes may be anything."""
     device, other = kvswap.Device("host:27"), kvswap.Device("host:28")
@@ -429,6 +538,30 @@ def test_memory_is_not_freed_under_the_other_devices_transfer(
         assert ended == [True]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("register", [False, True])
+def test_a_host_pool_waits_for_the_other_devices_transfers(lost: bool, register: bool) -> None:
+    """Also a pageable one, which no driver holds on to, and one whose own device runs nothing any more."""
+    number = 46 + 4 * lost + 2 * register
+    device, other = kvswap.Device(f"host:{number}"), kvswap.Device(f"host:{number + 1}")
+    pool = memory.HostPool(4, NBYTES, device=device, register=register)
+    theirs, stream = other.alloc(NBYTES), kvswap.Stream(other)
+    if lost:
+        with testing.fault(device, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            device.alloc(64)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        transfer = kvswap.swap_blocks_batch(
+            np.array([theirs.ptr]), np.array([pool.ptr]), NBYTES, device=other, stream=stream
+        )
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            pool.close(timeout=0.05)
+        assert time.monotonic() - begin < 5
+    transfer.wait(PATIENCE)
+    pool.close()
+
+
 def test_many_threads_on_two_devices(device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]) -> None:
     """Blocks go to and fro between the pools of two devices; each thread has slots of its own and finds what it put."""
     mine, theirs = pools_of(pair)
@@ -458,3 +591,156 @@ def test_many_threads_on_two_devices(device: kvswap.Device, other: kvswap.Device
     for thread in threads:
         thread.join(PATIENCE)
     assert not errors, errors
+
+
+# -- offloading maps --------------------------------------------------------------------------------------------------
+
+
+def handlers_of(
+    device: kvswap.Device, gpu: Any, cpu: Any, compute: Any = None
+) -> tuple[SingleDirectionOffloadingHandler, SingleDirectionOffloadingHandler]:
+    """Store and load; `compute` says what the stores start after."""
+    refs = [[CanonicalKVCacheRef(0, NBYTES)]]
+    store, load = (
+        SingleDirectionOffloadingHandler(
+            [gpu], [cpu], 1, refs, to_cpu, device=device, compute_stream=compute if to_cpu else None
+        )
+        for to_cpu in (True, False)
+    )
+    return store, load
+
+
+def job_of(gpu: int, chunk: int, store: bool = True) -> tuple[Any, Any]:
+    pair = GPULoadStoreSpec([gpu], [1], [0]), CPULoadStoreSpec([chunk])
+    return pair if store else pair[::-1]
+
+
+def outcome(handler: SingleDirectionOffloadingHandler) -> dict[int, bool]:
+    handler.drain(PATIENCE)
+    return {result.job_id: result.success for result in handler.get_finished()}
+
+
+def host_blocks(seed: int) -> np.ndarray[Any, Any]:
+    return random_bytes(seed, BLOCKS * NBYTES).reshape(BLOCKS, NBYTES).copy()
+
+
+def test_an_offloading_map_waits_for_the_other_device(device: kvswap.Device, other: kvswap.Device) -> None:
+    """The other device writes the map's host memory when the map is opened; its jobs come after that."""
+    if device.kind != "host":
+        pytest.skip("NumPy has no memory of a GPU's")
+    gpu, cpu = host_blocks(1), host_blocks(2)
+    before = gpu.copy()
+    theirs, stream = Buffer(other, NBYTES), kvswap.Stream(other)
+    new = theirs.randomise(3)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        first = kvswap.swap_blocks_batch([theirs.memory], [cpu[5]], NBYTES, device=other, stream=stream)
+        store, load = handlers_of(device, gpu, cpu)
+        load.transfer_async(1, job_of(7, 5, False))
+        store.transfer_async(2, job_of(8, 5))
+        time.sleep(0.05)
+        assert not first.done() and load.get_finished() == store.get_finished() == []
+    first.wait(PATIENCE)
+    assert (outcome(store), outcome(load)) == ({2: True}, {1: True})
+    np.testing.assert_array_equal(gpu[7], new)
+    np.testing.assert_array_equal(cpu[5], before[8])
+    store.shutdown()
+    load.shutdown()
+
+
+def test_the_other_device_waits_for_an_offloading_map(device: kvswap.Device, other: kvswap.Device) -> None:
+    """A map, and a pool, that are opened there while a store here writes the same host memory."""
+    if device.kind != "host":
+        pytest.skip("NumPy has no memory of a GPU's")
+    gpu, there, cpu = host_blocks(1), host_blocks(2), host_blocks(3)
+    stream = kvswap.Stream(device)
+    store, load = handlers_of(device, gpu, cpu, lambda: stream)
+    back = Buffer(other, BLOCKS * NBYTES)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        store.transfer_async(1, job_of(7, 5))
+        their_store, their_load = handlers_of(other, there, cpu)
+        their_load.transfer_async(2, job_of(9, 5, False))
+        host, mine = (kvswap.Pool(other, memory, BLOCKS, NBYTES) for memory in (cpu, back.memory))
+        read = kvswap.move_blocks(host, mine, [5], [1])
+        time.sleep(0.05)
+        assert their_load.get_finished() == [] and not read.done()
+    read.wait(PATIENCE)
+    assert (outcome(store), outcome(their_load)) == ({1: True}, {2: True})
+    np.testing.assert_array_equal(there[9], gpu[7])
+    np.testing.assert_array_equal(blocks_of(back)[1], gpu[7])
+    for handler in (store, load, their_store, their_load):
+        handler.shutdown()
+
+
+def test_an_offloading_map_is_not_used_on_what_a_lost_device_left() -> None:
+    device, other = kvswap.Device("host:40"), kvswap.Device("host:41")
+    gpu, cpu, theirs = host_blocks(1), host_blocks(2), other.alloc(NBYTES)
+    stream = kvswap.Stream(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        written = kvswap.swap_blocks_batch([theirs], [cpu[5]], NBYTES, device=other, stream=stream)
+        store, load = handlers_of(device, gpu, cpu)
+        load.transfer_async(1, job_of(7, 5, False))
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        assert fails(written) == [0]
+        assert outcome(load) == {1: False}
+        load.transfer_async(2, job_of(7, 5, False))  # nobody knows what is there
+        assert outcome(load) == {2: False}
+        with suppress(kvswap.DeviceError):
+            gate.open()
+        gate.device = device
+    store.shutdown()
+    load.shutdown()
+    store, load = handlers_of(device, gpu, cpu)  # what is there now is the caller's business
+    store.transfer_async(3, job_of(7, 5))
+    assert outcome(store) == {3: True}
+    store.shutdown()
+    load.shutdown()
+
+
+def test_what_a_map_waited_for_is_forgotten() -> None:
+    """Once that is over, a device that is lost later is none of the map's business."""
+    device, other = kvswap.Device("host:42"), kvswap.Device("host:43")
+    gpu, cpu, theirs = host_blocks(1), host_blocks(2), other.alloc(NBYTES)
+    stream = kvswap.Stream(other)
+    with Gate(other) as gate:
+        gate.hold(stream)
+        first = kvswap.swap_blocks_batch([theirs], [cpu[5]], NBYTES, device=other, stream=stream)
+        store, load = handlers_of(device, gpu, cpu)
+        gate.open()
+        first.wait(PATIENCE)
+        load.transfer_async(1, job_of(7, 5, False))
+        assert outcome(load) == {1: True}
+        with testing.fault(other, "call", "lose"), pytest.raises(kvswap.DeviceError):
+            other.alloc(64)
+        gate.device = device
+    load.transfer_async(2, job_of(7, 5, False))
+    assert outcome(load) == {2: True}
+    store.shutdown()
+    load.shutdown()
+
+
+def test_a_store_that_a_lost_device_undid_poisons_its_chunk() -> None:
+    device = kvswap.Device("host:44")
+    gpu, cpu = host_blocks(1), host_blocks(2)
+    after: list[Any] = []
+    with about_to_be_lost(kvswap.Device("host:45"), device) as (event, lose):
+        after.append(event)
+        store, load = handlers_of(device, gpu, cpu, lambda: after[0])
+        store.transfer_async(1, job_of(7, 5))
+        load.transfer_async(2, job_of(20, 5, False))
+        load.transfer_async(3, job_of(21, 6, False))
+        lose()
+        assert outcome(store) == {1: False}
+        assert outcome(load) == {2: False, 3: True}
+        load.transfer_async(4, job_of(20, 5, False))
+        assert outcome(load) == {4: False}
+        after[0] = None
+        store.transfer_async(5, job_of(7, 5))
+        load.transfer_async(6, job_of(20, 5, False))
+        assert (outcome(store), outcome(load)) == ({5: True}, {6: True})
+    np.testing.assert_array_equal(gpu[20], gpu[7])
+    store.shutdown()
+    load.shutdown()

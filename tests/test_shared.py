@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import PATIENCE, ROOT, Buffer
+from processes import no_more_files
 
 import kvswap
 from kvswap import memory, testing
@@ -28,7 +29,7 @@ FOLDER = Path("/dev/shm")
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
-VERSION_AT, PID_AT, START_AT, SPACE_AT, GENERATION_AT, BLOCKS_AT = 8, 16, 24, 32, 40, 48
+VERSION_AT, PID_AT, START_AT, SPACE_AT, GENERATION_AT, BLOCKS_AT, WORDS_AT = 8, 16, 24, 32, 40, 48, 80
 
 if not FOLDER.is_dir():
     pytest.skip("no /dev/shm", allow_module_level=True)
@@ -333,6 +334,88 @@ heard()
     pool.close()
 
 
+def test_what_is_claimed_meanwhile_is_not_published(device: kvswap.Device, name: str, start: Start) -> None:
+    """One process publishes and retracts long lists; what another one claims among them stays that one's."""
+    blocks = 4096
+    pool = SharedPool(name, blocks, 4096, device=device)
+    claimer = start(
+        f"""
+pool = SharedPool(name, {blocks}, 4096, device=device, create=False)
+say("joined")
+heard()
+last, won = [{blocks - 1}], 0
+end = time.monotonic() + 3
+while won < 3000 and time.monotonic() < end:
+    if not pool.claim(last)[0]:
+        continue
+    won += 1
+    for _ in range(20):
+        assert not pool.published(last)[0], "published by another process while this one wrote it"
+    pool.retract(last)
+say(won)
+pool.close()
+"""
+    )
+    assert claimer.line() == "joined"
+    claimer.tell()
+    every = np.arange(blocks)
+    refused, there = 0, False
+    while claimer.popen.poll() is None:
+        for call in (pool.publish, pool.retract):
+            try:
+                call(every)
+                there = call == pool.publish
+            except ValueError as error:
+                assert f"= {blocks - 1} is being written by process {claimer.popen.pid}" in str(error)
+                refused += 1
+            assert (pool.published(every[:-1]) == there).all()  # all of them, or none
+    assert int(claimer.line()) > 0 and refused > 0
+    claimer.end()
+    pool.close()
+
+
+def test_a_list_that_is_written_to_meanwhile(device: kvswap.Device, name: str, start: Start) -> None:
+    """What was asked for counts, not what the caller's array becomes while another thread waits for it."""
+    waiter = start(
+        """
+import threading
+pool = SharedPool(name, 8, 4096, device=device)
+blocks = np.array([2, 3])
+done = []
+thread = threading.Thread(target=lambda: (pool.wait_ready(blocks, timeout=30), done.append(True)))
+thread.start()
+time.sleep(0.1)
+blocks[:] = 1 << 40
+pool.publish([2, 3])
+thread.join(30)
+say(done)
+pool.close()
+"""
+    )
+    assert waiter.line() == "[True]"
+    waiter.end()
+
+
+def test_a_writer_is_not_taken_for_dead_when_no_files_can_be_opened(
+    device: kvswap.Device, name: str, start: Start
+) -> None:
+    """When a process was born is read from a file."""
+    pool = SharedPool(name, 64, 65536, device=device)
+    writer = start(JOIN + "pool.claim([7])\nsay('writing')\nheard()")
+    assert [writer.line(), writer.line()] == ["joined", "writing"]
+    with no_more_files():
+        assert not pool.claim([7])[0]
+        assert pool.claim([8])[0]
+        with pytest.raises(ValueError, match="7 is being written by process"):
+            pool.retract([7])
+        with pytest.raises(TimeoutError):
+            pool.wait_ready([7], timeout=0.05)
+    writer.tell()
+    writer.end()
+    assert pool.claim([7])[0]
+    pool.close()
+
+
 def test_a_writer_that_dies(device: kvswap.Device, name: str, start: Start) -> None:
     pool = SharedPool(name, 64, 65536, device=device)
     writer = start(JOIN + "pool.claim([7, 8])\npool.publish([8])\nsay('writing')\nheard()")
@@ -439,6 +522,19 @@ def test_another_version(device: kvswap.Device, name: str) -> None:
         rewrite(name, VERSION_AT, struct.pack("<I", 99))
         with pytest.raises(ValueError, match="format 99, this one has"):
             SharedPool(name, 4, 4096, device=device, create=False)
+
+
+def test_words_that_lie_elsewhere(device: kvswap.Device, name: str) -> None:
+    """A header says where they are; nobody follows it beyond the file."""
+    pool = SharedPool(name, 16, 65536, device=device)
+    right = path_of(name).read_bytes()[WORDS_AT : WORDS_AT + 8]
+    assert struct.unpack("<Q", right)[0] == PAGE
+    for wrong in (0, 2 * PAGE, 1 << 40):
+        rewrite(name, WORDS_AT, struct.pack("<Q", wrong))
+        with pytest.raises(ValueError, match=f"words_offset is {wrong}, and {PAGE} was asked for"):
+            SharedPool(name, 16, 65536, device=device, create=False)
+    rewrite(name, WORDS_AT, right)
+    pool.close()
 
 
 def test_a_shorter_file(device: kvswap.Device, name: str) -> None:

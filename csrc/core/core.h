@@ -55,8 +55,9 @@ struct kvs_transfer {
   struct kvs_table_of_rows *table; /* that its kernels read; NULL: none */
   bool relayed;                    /* its relay may have been given up, and done again by a kernel */
   bool unjoined; /* its relay's copies may outlast all that is on the spine: it ends once the relay is usable again */
-  kvs_event start, end; /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
-  bool end_shared;      /* guarded by lane->lock: handed out, so it is the transfer's own now */
+  kvs_event start, end;        /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
+  bool end_shared;             /* guarded by lane->lock: handed out, so it is the transfer's own now */
+  struct kvs_failure *outcome; /* what the slots keep that it writes, if only its end tells; NULL: none do */
   unsigned pins; /* guarded by lane->lock: who is about to wait for `end`, which must not be used again meanwhile */
   /* Written before `state` leaves RUNNING, constant afterwards. */
   struct kvs_error error; /* status KVS_OK: none */

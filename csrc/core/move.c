@@ -382,20 +382,31 @@ static int find_shape(const struct move_call *call, struct kvs_work *work, const
 
 /* -- failure travels ------------------------------------------------------------------------------------------- */
 
-static const struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot,
-                                            const struct kvs_pool **pool) {
+/* Why a block is lost; NULL: it is not. `others` learns what that may yet depend on. */
+static struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot, const struct kvs_pool **pool,
+                                      uint64_t *others) {
   for (size_t i = 0; i < call->move->npairs; i++) {
-    const struct kvs_failure *failure = kvs_pool_failure(call->move->src[i], src_slot);
+    struct kvs_failure *failure = kvs_pool_failure(call->move->src[i], src_slot);
     *pool = call->move->src[i];
-    if (failure) return failure;
+    if (kvs_failure_verdict(failure) == KVS_SLOT_LOST) return failure;
+    if (failure) *others |= failure->others;
   }
   return NULL;
 }
 
-static bool may_have_failed(const struct move_call *call) {
-  for (size_t i = 0; i < call->move->npairs; i++)
-    if (call->move->src[i]->nfailures) return true;
-  return false;
+static bool writes_whole(const struct move_call *call, size_t pair) {
+  return call->room->covered[pair] == call->move->dst[pair]->layout.block_nbytes;
+}
+
+/* A block that is written in part is right only if what somebody else is still writing there is. */
+static void depend_on_the_rest(const struct move_call *call, struct kvs_work *work) {
+  for (size_t i = 0; i < call->move->npairs; i++) {
+    struct kvs_pool *dst = call->move->dst[i];
+    for (size_t b = 0; dst->nfailures && !writes_whole(call, i) && b < call->all; b++) {
+      const struct kvs_failure *failure = kvs_pool_failure(dst, call->all_dst[b]);
+      if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->others |= failure->others;
+    }
+  }
 }
 
 /* Leave out the blocks whose source is lost; `work` learns which and why. */
@@ -403,10 +414,11 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
   uint32_t *kept = call->room->positions, *lost = kept + call->all; /* one grows from the front, one from the back */
   const struct kvs_pool *pool;
-  size_t n = 0;
-  if (!may_have_failed(call)) return;
+  size_t n = 0, failures = 0;
+  for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->nfailures;
+  if (!failures) return;
   for (size_t i = 0; i < call->all; i++) {
-    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool);
+    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool, &work->others);
     if (!failure) {
       src[n] = call->all_src[i];
       dst[n] = call->all_dst[i];
@@ -434,8 +446,9 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
 /* A block that was lost before keeps the first failure's story. */
 static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
   const struct kvs_pool *pool;
-  const struct kvs_failure *first = failure_of(call, call->all_src[position], &pool);
-  if (first) failure = (struct kvs_failure *)(uintptr_t)first;
+  uint64_t others = 0;
+  struct kvs_failure *first = failure_of(call, call->all_src[position], &pool, &others);
+  if (first) failure = first;
   for (size_t i = 0; i < call->move->npairs; i++)
     kvs_pool_set_failure(call->move->dst[i], call->all_dst[position], failure);
 }
@@ -444,15 +457,25 @@ static void pass_on(const struct move_call *call, size_t position, struct kvs_fa
 static void forget_failures(const struct move_call *call) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
-    bool whole = call->room->covered[i] == dst->layout.block_nbytes;
-    for (size_t b = 0; whole && dst->nfailures && b < call->all; b++) kvs_pool_set_failure(dst, call->all_dst[b], NULL);
+    for (size_t b = 0; dst->nfailures && writes_whole(call, i) && b < call->all; b++)
+      kvs_pool_set_failure(dst, call->all_dst[b], NULL);
   }
 }
 
+/* Only its end tells whether what it writes is right. */
+static void leave_open(const struct move_call *call, struct kvs_failure *outcome) {
+  for (size_t i = 0; i < call->move->npairs; i++)
+    for (size_t b = 0; b < call->all; b++)
+      if (kvs_failure_verdict(kvs_pool_failure(call->move->dst[i], call->all_dst[b])) != KVS_SLOT_LOST)
+        kvs_pool_set_failure(call->move->dst[i], call->all_dst[b], outcome);
+}
+
 static void settle(const void *arg, const struct kvs_transfer *transfer) {
-  static struct kvs_failure unknown = {.refs = 1, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
+  static struct kvs_failure unknown = {
+      .refs = 1, .failed = true, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
   const struct move_call *call = arg;
   forget_failures(call);
+  if (transfer->others) leave_open(call, transfer->outcome);
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   struct kvs_failure *used = failure ? failure : &unknown;
@@ -519,6 +542,7 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
   if (status) return status;
   leave_out_lost(call, work);
+  depend_on_the_rest(call, work);
   work->nbytes *= call->all;
   work->nblocks = call->all;
   work->entries = count_entries(call);

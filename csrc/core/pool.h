@@ -7,12 +7,18 @@
 #include "core/hazard.h"
 #include "kvswap.h"
 
-/* What a failed transfer should have written. */
+/* What a failed transfer should have written; or what one should write that comes after work of other devices: should
+ * one of those be lost, it fails, and only its end tells. Slots keep it, for whoever reads them before or after that:
+ * a lane's order alone says nothing of whether one of its transfers needs what another one wrote. */
 struct kvs_failure {
   atomic_uint refs;
+  atomic_uint running; /* transfers that have not ended; 0 and no error: all went well */
+  atomic_bool failed;  /* `error` is there, and constant */
+  uint64_t others;     /* kvs_transfer.others, of those that run; guarded by hazard_lock */
   struct kvs_error error;
   uint64_t transfer; /* its number */
 };
+enum kvs_verdict { KVS_SLOT_WELL, KVS_SLOT_OPEN, KVS_SLOT_LOST };
 
 /* Who reads and writes the slots of one pool, or of several whose slots belong together. Guarded by
  * engine->hazard_lock. */
@@ -56,11 +62,14 @@ void kvs_pools_close_locked(struct kvs_engine *, const struct kvs_region *);
 int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 
 /* All under the engine's hazard_lock. */
-const struct kvs_failure *kvs_pool_failure(const struct kvs_pool *, int64_t slot);
+struct kvs_failure *kvs_pool_failure(struct kvs_pool *, int64_t slot); /* NULL: all is well */
 /* Take `failure` (referenced; NULL: all is well) for a slot. */
 void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);
 struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
+struct kvs_failure *kvs_failure_open(uint64_t transfer);                          /* only its end tells. The same */
 void kvs_failure_unref(struct kvs_failure *);
+enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *);     /* of slots that keep it; NULL: well */
+void kvs_failure_end(struct kvs_failure *, const struct kvs_error *); /* of one transfer; any thread */
 /* A table of slots that nobody has touched, and its end. */
 int kvs_table_new(uint64_t slots, struct kvs_table **, struct kvs_error *);
 void kvs_table_free(struct kvs_table *);

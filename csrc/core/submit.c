@@ -393,6 +393,19 @@ static int prepare_layers(struct kvs_submission *s) {
 
 /* -- the call -------------------------------------------------------------------------------------------------- */
 
+/* Layers may bring others yet. */
+static int prepare_outcome(struct kvs_submission *s) {
+  struct kvs_transfer *transfer = s->transfer;
+  if (!s->work->settle || (!transfer->others && !s->options->nafter_layers)) return KVS_OK;
+  struct kvs_failure **shared = s->work->outcome;
+  transfer->outcome = shared && *shared ? *shared : kvs_failure_open(transfer->ticket);
+  if (!transfer->outcome) return kvs_fail(s->err, KVS_NOMEM, "no memory to follow a transfer");
+  if (!shared) return KVS_OK;
+  *shared = transfer->outcome;
+  atomic_fetch_add(&transfer->outcome->refs, 1); /* the caller's, or the transfer's */
+  return KVS_OK;
+}
+
 static int submit_on_lane(struct kvs_submission *s) {
   struct kvs_lane *lane = s->lane;
   struct kvs_transfer *transfer = s->transfer;
@@ -401,6 +414,7 @@ static int submit_on_lane(struct kvs_submission *s) {
   int status = kvs_lane_reserve(lane, transfer, s->err);
   s->leftovers = !status; /* should the call be refused from here on */
   if (!status) status = kvs_order_before(transfer, s->work, s->options, s->err);
+  if (!status) status = prepare_outcome(s);
   if (!status) status = kvs_dev_event_record(s->device, transfer->start, lane->spine, s->err);
   if (status) {
     kvs_lane_unreserve(lane, transfer);
@@ -409,6 +423,10 @@ static int submit_on_lane(struct kvs_submission *s) {
   transfer->sequence = ++lane->sequence;
   issue(s);
   if (kvs_order_behind(transfer, s->work, s->options, &why)) kvs_fail_whole(s, &why);
+  if (transfer->outcome) {
+    transfer->outcome->others |= transfer->others;
+    atomic_fetch_add(&transfer->outcome->running, 1);
+  }
   if (s->work->settle) s->work->settle(s->work->call, transfer);
   kvs_lane_append(lane, transfer);
   return KVS_OK;
@@ -463,6 +481,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->direction = work->direction;
   s.transfer->nbytes = work->nbytes;
   s.transfer->nblocks = work->nblocks;
+  s.transfer->others = work->others;
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
   int status = kvs_peer_find(engine, &work->scratch->regions, &s.peer, &s.peer_direct, err);

@@ -37,6 +37,7 @@ void kvs_transfer_drop(struct kvs_transfer *transfer) {
     if (transfer->layers[i]) kvs_engine_event_put(transfer->engine, transfer->layers[i]);
   free(transfer->layers);
   kvs_racecheck_point_free(transfer->point);
+  if (transfer->outcome) kvs_failure_unref(transfer->outcome);
   free(transfer->failed);
   free(transfer);
 }
@@ -104,13 +105,19 @@ static void note_relay(const struct kvs_transfer *transfer) {
 void kvs_transfer_finish(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_error ignored;
-  bool lost = atomic_load(&engine->device->lost) != 0, failed = transfer->error.status != KVS_OK;
-  if (!lost && !failed && transfer->others && kvs_peer_check(transfer, &transfer->error))
-    transfer->all_failed = failed = true; /* it went on without what it was to come after */
-  if (lost) {
-    (void)kvs_dev_check(engine->device, &transfer->error);
-    transfer->all_failed = failed = true;
-  } else {
+  struct kvs_error whole = {.status = KVS_OK}; /* of all its blocks */
+  bool lost = atomic_load(&engine->device->lost) != 0;
+  if (lost)
+    (void)kvs_dev_check(engine->device, &whole);
+  else if (transfer->others)
+    (void)kvs_peer_check(transfer, &whole); /* lost: it went on without what it was to come after */
+  if (whole.status != KVS_OK) {
+    transfer->error = whole;
+    transfer->all_failed = true;
+  }
+  if (transfer->outcome) kvs_failure_end(transfer->outcome, &whole);
+  bool failed = transfer->error.status != KVS_OK;
+  if (!lost) {
     if (transfer->end && transfer->start)
       (void)kvs_dev_event_elapsed(engine->device, transfer->start, transfer->end, &transfer->elapsed_ns, &ignored);
     note_relay(transfer);

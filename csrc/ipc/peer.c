@@ -66,18 +66,23 @@ void kvs_peer_unlock(struct kvs_engine *running, struct kvs_engine *other) {
   pthread_mutex_unlock(&running->hazard_lock);
 }
 
-static int add(struct kvs_foreign_list *list, struct kvs_engine *engine, const struct kvs_pool *pool,
-               struct kvs_error *err) {
+static int add_range(struct kvs_foreign_list *list, struct kvs_engine *engine, uint64_t low, uint64_t high,
+                     struct kvs_error *err) {
   if (list->count == list->capacity) {
     size_t capacity = list->capacity ? 2 * list->capacity : 16;
     struct kvs_foreign *grown = realloc(list->items, capacity * sizeof *grown);
-    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory to order %zu pools", capacity);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory to order %zu pieces of memory", capacity);
     list->items = grown;
     list->capacity = capacity;
   }
-  list->items[list->count++] = (struct kvs_foreign){
-      .engine = engine, .low = pool->layout.ptr, .high = pool->layout.ptr + kvs_layout_extent(&pool->layout)};
+  list->items[list->count++] = (struct kvs_foreign){.engine = engine, .low = low, .high = high};
   return KVS_OK;
+}
+
+static int add(struct kvs_foreign_list *list, struct kvs_engine *engine, const struct kvs_pool *pool,
+               struct kvs_error *err) {
+  uint64_t low = pool->layout.ptr;
+  return add_range(list, engine, low, low + kvs_layout_extent(&pool->layout), err);
 }
 
 int kvs_peer_collect(const struct kvs_pool *pool, struct kvs_engine *running, struct kvs_foreign_list *list,
@@ -103,18 +108,34 @@ int kvs_peer_visit(struct kvs_pool *pool, struct kvs_engine *running, struct kvs
   return KVS_OK;
 }
 
+static bool is_at_work(struct kvs_engine *engine, uint64_t low, uint64_t high) {
+  bool busy = false;
+  for (unsigned lane = 0; !busy && lane < atomic_load(&engine->nlanes); lane++)
+    busy = kvs_lane_last_on(engine->numbered[lane], low, high) != 0;
+  return busy;
+}
+
+/* Whoever could not be waited for would be refused for ever. */
+static bool counts(const struct kvs_engine *running, const struct kvs_engine *other) {
+  return other != running && other->device->fork_generation == kvs_fork_generation() &&
+         kvs_dev_can_wait_for(running->device, other->device);
+}
+
 int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
   uint64_t low = pool->layout.ptr, high = low + kvs_layout_extent(&pool->layout);
   struct kvs_engine *engine;
   int status = KVS_OK;
-  for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++) {
-    bool busy = false;
-    if (engine == pool->engine || engine->device->fork_generation != kvs_fork_generation()) continue;
-    if (!kvs_dev_can_wait_for(pool->engine->device, engine->device)) continue; /* it would be refused for ever */
-    for (unsigned lane = 0; !busy && lane < atomic_load(&engine->nlanes); lane++)
-      busy = kvs_lane_last_on(engine->numbered[lane], low, high) != 0;
-    if (busy) status = kvs_peer_visit(pool, engine, err);
-  }
+  for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++)
+    if (counts(pool->engine, engine) && is_at_work(engine, low, high)) status = kvs_peer_visit(pool, engine, err);
+  return status;
+}
+
+int kvs_peer_inherit_memory(struct kvs_engine *running, uint64_t low, uint64_t high, struct kvs_foreign_list *list,
+                            struct kvs_error *err) {
+  struct kvs_engine *engine;
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++)
+    if (counts(running, engine) && is_at_work(engine, low, high)) status = add_range(list, engine, low, high, err);
   return status;
 }
 
@@ -129,6 +150,18 @@ static int look_at(struct kvs_engine *engine, struct kvs_error *err) {
   struct kvs_error ignored;
   if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->spine, &ignored);
   return kvs_dev_check(engine->device, err);
+}
+
+/* Under the race checker what has ended comes before too. */
+void kvs_peer_forget(struct kvs_foreign_list *list) {
+  struct kvs_error ignored;
+  size_t kept = 0;
+  for (size_t i = 0; i < list->count; i++) {
+    const struct kvs_foreign item = list->items[i];
+    if (kvs_racecheck_on() || is_at_work(item.engine, item.low, item.high) || look_at(item.engine, &ignored))
+      list->items[kept++] = item;
+  }
+  list->count = kept;
 }
 
 int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {

@@ -158,13 +158,20 @@ static bool send_all(int fd, const void *data, size_t nbytes, int descriptor, in
   return true;
 }
 
+/* The first descriptor that came along, or -1. More fit into the padding, and would stay open if nobody closed them. */
 static int descriptor_of(struct msghdr *message) {
-  int descriptor = -1;
-  struct cmsghdr *header = CMSG_FIRSTHDR(message);
-  if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
-      header->cmsg_len == CMSG_LEN(sizeof(int)))
-    memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
-  return descriptor;
+  int first = -1, one;
+  for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    for (size_t at = CMSG_LEN(0); at + sizeof one <= header->cmsg_len; at += sizeof one) {
+      memcpy(&one, (const char *)header + at, sizeof one);
+      if (first < 0)
+        first = one;
+      else
+        close(one);
+    }
+  }
+  return first;
 }
 
 /* All of it; a descriptor that comes along is put into *descriptor (NULL: none is expected, and closed). */

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ipc/peer.h"
 #include "memory/budget.h"
 
 /* -- geometry -------------------------------------------------------------------------------------------------- */
@@ -378,10 +379,15 @@ void kvs_host_pool_cancel(struct kvs_host_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
 }
 
+/* Of all devices: any of them may copy to and from it, also when its own is lost and runs nothing any more. */
 int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_region all = {.base = pool->map_base, .nbytes = pool->map_nbytes};
-  int status = kvs_dev_check(pool->engine->device, err);
-  return status ? status : kvs_engine_drain(pool->engine, &all, timeout_ns, err);
+  uint64_t start = kvs_clock_ns();
+  int status = check_fork(pool, err);
+  if (!status) status = kvs_engine_drain(pool->engine, &all, timeout_ns, err);
+  if (status) return status;
+  int64_t waited = (int64_t)(kvs_clock_ns() - start), left = waited < timeout_ns ? timeout_ns - waited : 0;
+  return kvs_peer_drain(pool->engine, &all, timeout_ns < 0 ? -1 : left, err);
 }
 
 /* -- the end --------------------------------------------------------------------------------------------------- */
@@ -436,7 +442,7 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
   if (closed) return KVS_OK;
   if (busy) return kvs_fail(err, KVS_INVALID, "another thread is growing, shrinking or closing the pool");
   status = kvs_host_pool_drain(pool, timeout_ns, err);
-  if (status == KVS_OK || status == KVS_LOST) {
+  if (status == KVS_OK) {
     kvs_crew_dismiss(pool);
     status = await_readers(pool, err);
     if (!status) status = give_back(pool, keep_range, err);

@@ -50,7 +50,5 @@ bool kvs_owner_is_self(const struct kvs_owner *owner) {
 }
 
 bool kvs_owner_alive(const struct kvs_owner *owner) {
-  if (owner->pid == 0) return true;
-  uint64_t start = kvs_process_start(owner->pid);
-  return start != 0 && start == owner->start;
+  return owner->pid == 0 || kvs_process_alive(owner->pid, owner->start);
 }

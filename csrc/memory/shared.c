@@ -15,12 +15,30 @@
 enum { EMPTY = 0, PID_BITS = 22 };
 static const uint32_t PUBLISHED = UINT32_C(1) << 31;
 
+/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
+ * container that is started again, the very same). */
+static uint32_t name_of(int64_t pid, uint64_t start) {
+  return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
+}
+
+static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
+
+static uint32_t me(void) {
+  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
+  uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
+  if (both >> 32 == pid) return (uint32_t)both;
+  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
+  atomic_store(&known, pid << 32 | word);
+  return word;
+}
+
 int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                     const struct kvs_shared_options *shared, struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool_options asked = *options;
   struct kvs_host_pool *pool;
   bool replaced = false;
   bool huge = kvs_pages_huge(asked.pages);
+  (void)me(); /* while files can be opened: later, others might take the name for another process's */
   if (asked.max_blocks) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
   if (huge) asked.pages = KVS_PAGES_TRANSPARENT;
   int status = kvs_host_pool_new(engine, &asked, &pool, err);
@@ -105,77 +123,105 @@ static int refuse_block(const struct kvs_shared_file *segment, size_t i, int64_t
                   block, segment->num_blocks, segment->num_blocks - 1);
 }
 
-static uint32_t *word_of(const struct kvs_shared_file *segment, const struct kvs_ids *ids, size_t i) {
-  return &segment->words[kvs_id_at(ids, i)];
+/* The caller's list, which somebody may write to meanwhile: read once. */
+struct block_list {
+  struct kvs_host_pool *pool;
+  int64_t *items;
+  size_t count;
+};
+
+static uint32_t *word_of(const struct block_list *list, size_t i) {
+  return &list->pool->segment->words[list->items[i]];
+}
+
+static void leave_blocks(struct block_list *list) {
+  free(list->items);
+  leave(list->pool);
 }
 
 /* enter(), and all blocks are there. */
-static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct kvs_error *err) {
+static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct block_list *list,
+                        struct kvs_error *err) {
   int status = enter(pool, err);
   if (status) return status;
-  for (size_t i = 0; !status && i < blocks->count; i++)
-    if ((uint64_t)kvs_id_at(blocks, i) >= pool->segment->num_blocks)
-      status = refuse_block(pool->segment, i, kvs_id_at(blocks, i), err);
-  if (status) leave(pool);
+  *list = (struct block_list){.pool = pool, .count = blocks->count};
+  list->items = calloc(blocks->count ? blocks->count : 1, sizeof *list->items);
+  if (list->items)
+    kvs_ids_copy(blocks, list->items);
+  else
+    status = kvs_fail(err, KVS_NOMEM, "no memory for a list of %zu blocks", blocks->count);
+  for (size_t i = 0; !status && i < list->count; i++)
+    if ((uint64_t)list->items[i] >= pool->segment->num_blocks)
+      status = refuse_block(pool->segment, i, list->items[i], err);
+  if (status) leave_blocks(list);
   return status;
-}
-
-/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
- * container that is started again, the very same). */
-static uint32_t name_of(int64_t pid, uint64_t start) {
-  return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
-}
-
-static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
-
-static uint32_t me(void) {
-  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
-  uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
-  if (both >> 32 == pid) return (uint32_t)both;
-  uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
-  atomic_store(&known, pid << 32 | word);
-  return word;
 }
 
 static bool is_writer(uint32_t word) { return word != EMPTY && word != PUBLISHED; }
 
-/* The block was being written by a process that is gone. */
+/* The block was being written by a process that is gone. Of one whose birth cannot be told, as when no more files can
+ * be opened, it is taken to live. */
 static bool is_orphan(uint32_t word) {
   if (!is_writer(word) || word == me()) return false;
   int64_t pid = pid_of(word);
-  return !kvs_process_alive(pid, 0) || name_of(pid, kvs_process_start(pid)) != word;
+  if (!kvs_process_alive(pid, 0)) return true;
+  uint64_t start = kvs_process_start(pid);
+  return start && name_of(pid, start) != word;
 }
 
 static void wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
 int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, bool *won, struct kvs_error *err) {
-  int status = enter_blocks(pool, blocks, err);
+  struct block_list list;
+  int status = enter_blocks(pool, blocks, &list, err);
   if (status) return status;
-  for (size_t i = 0; i < blocks->count; i++) {
-    uint32_t *word = word_of(pool->segment, blocks, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  for (size_t i = 0; i < list.count; i++) {
+    uint32_t *word = word_of(&list, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     bool mine_to_try = seen == EMPTY || is_orphan(seen);
     won[i] = mine_to_try && __atomic_compare_exchange_n(word, &seen, me(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   }
-  leave(pool);
+  leave_blocks(&list);
   return KVS_OK;
 }
 
-/* Give all of them that value, unless another process that lives is writing one. */
+/* Of this process's threads one at a time, or the word that one gives back would be the other's too. */
+static pthread_mutex_t setting = PTHREAD_MUTEX_INITIALIZER;
+
+/* Make a word ours that has another value, so that nobody claims the block meanwhile. False: another process that lives
+ * is writing it. `before` is what it was. */
+static bool take_word(uint32_t *word, uint32_t value, uint32_t *before) {
+  *before = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  do {
+    if (*before == value) return true;
+    if (is_writer(*before) && *before != me() && !is_orphan(*before)) return false;
+  } while (!__atomic_compare_exchange_n(word, before, me(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+  return true;
+}
+
+/* Give all of them that value, unless another process that lives is writing one. None gets it until all are ours. */
 static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, uint32_t value, struct kvs_error *err) {
-  int status = enter_blocks(pool, blocks, err);
+  struct block_list list;
+  int status = enter_blocks(pool, blocks, &list, err);
   if (status) return status;
-  for (size_t i = 0; !status && i < blocks->count; i++) {
-    uint32_t seen = __atomic_load_n(word_of(pool->segment, blocks, i), __ATOMIC_ACQUIRE);
-    if (is_writer(seen) && seen != me() && !is_orphan(seen))
-      status = kvs_fail(err, KVS_INVALID, "blocks[%zu] = %" PRId64 " is being written by process %" PRId64, i,
-                        kvs_id_at(blocks, i), pid_of(seen));
+  size_t taken = 0;
+  uint32_t *before = malloc((list.count ? list.count : 1) * sizeof *before);
+  if (!before) status = kvs_fail(err, KVS_NOMEM, "no memory for %zu blocks", list.count);
+  pthread_mutex_lock(&setting);
+  for (; !status && taken < list.count; taken++) {
+    if (take_word(word_of(&list, taken), value, &before[taken])) continue;
+    status = kvs_fail(err, KVS_INVALID, "blocks[%zu] = %" PRId64 " is being written by process %" PRId64, taken,
+                      list.items[taken], pid_of(before[taken]));
+    break;
   }
-  for (size_t i = 0; !status && i < blocks->count; i++) {
-    uint32_t *word = word_of(pool->segment, blocks, i);
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  for (size_t i = taken; i-- > 0;) { /* backwards: of a block that is named twice, the first time says what it was */
+    uint32_t *word = word_of(&list, i);
+    if (before[i] == value) continue;
+    __atomic_store_n(word, status ? before[i] : value, __ATOMIC_RELEASE);
     wake(word);
   }
-  leave(pool);
+  pthread_mutex_unlock(&setting);
+  free(before);
+  leave_blocks(&list);
   return status;
 }
 
@@ -189,11 +235,12 @@ int kvs_shared_retract(struct kvs_host_pool *pool, const struct kvs_ids *blocks,
 
 int kvs_shared_published(struct kvs_host_pool *pool, const struct kvs_ids *blocks, bool *published,
                          struct kvs_error *err) {
-  int status = enter_blocks(pool, blocks, err);
+  struct block_list list;
+  int status = enter_blocks(pool, blocks, &list, err);
   if (status) return status;
-  for (size_t i = 0; i < blocks->count; i++)
-    published[i] = __atomic_load_n(word_of(pool->segment, blocks, i), __ATOMIC_ACQUIRE) == PUBLISHED;
-  leave(pool);
+  for (size_t i = 0; i < list.count; i++)
+    published[i] = __atomic_load_n(word_of(&list, i), __ATOMIC_ACQUIRE) == PUBLISHED;
+  leave_blocks(&list);
   return KVS_OK;
 }
 
@@ -201,28 +248,29 @@ int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, in
                     struct kvs_error *err) {
   const int64_t slice_ns = 50 * 1000 * 1000; /* who writes may die, and nobody wakes us then */
   uint64_t start = kvs_clock_ns();
-  int status = enter_blocks(pool, blocks, err);
+  struct block_list list;
+  int status = enter_blocks(pool, blocks, &list, err);
   if (status) return status;
-  for (size_t i = 0; !status && i < blocks->count;) {
-    uint32_t *word = word_of(pool->segment, blocks, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  for (size_t i = 0; !status && i < list.count;) {
+    uint32_t *word = word_of(&list, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     int64_t left = timeout_ns < 0 ? slice_ns : timeout_ns - (int64_t)(kvs_clock_ns() - start);
     if (seen == PUBLISHED) {
       i++;
     } else if (is_orphan(seen)) {
       status = kvs_fail(err, KVS_CLOSED, "process %" PRId64 " died while it wrote block %" PRId64 ": claim() it anew",
-                        pid_of(seen), kvs_id_at(blocks, i));
+                        pid_of(seen), list.items[i]);
     } else if (left <= 0 && seen == EMPTY) {
       status = kvs_fail(err, KVS_TIMEOUT, "blocks[%zu] = %" PRId64 " was not published in time; nobody claimed it", i,
-                        kvs_id_at(blocks, i));
+                        list.items[i]);
     } else if (left <= 0) {
       status = kvs_fail(err, KVS_TIMEOUT,
                         "blocks[%zu] = %" PRId64 " was not published in time; process %" PRId64 " is writing it", i,
-                        kvs_id_at(blocks, i), pid_of(seen));
+                        list.items[i], pid_of(seen));
     } else {
       struct timespec pause = {.tv_nsec = (long)(left < slice_ns ? left : slice_ns)};
       syscall(SYS_futex, word, FUTEX_WAIT, seen, &pause, NULL, 0);
     }
   }
-  leave(pool);
+  leave_blocks(&list);
   return status;
 }

@@ -289,6 +289,7 @@ static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_
                 {"block_nbytes", header->block_nbytes, wanted.block_nbytes},
                 {"layers", header->layers, wanted.layers},
                 {"layout (1: layer-first)", header->layer_first, wanted.layer_first},
+                {"words_offset", header->words_offset, wanted.words_offset},
                 {"data_offset", header->data_offset, wanted.data_offset},
                 {"file_nbytes", header->file_nbytes, wanted.file_nbytes},
                 {"its length", (uint64_t)stat_of->st_size, wanted.file_nbytes},

@@ -275,6 +275,7 @@ static void map_free(struct kvs_offload *map) {
   free(map->shares);
   free(map->room);
   free(map->group_sizes);
+  free(map->foreign.items);
   if (map->unfinished) kvs_failure_unref(map->unfinished);
   if (map->owner) map->release(map->owner);
   free(map);
@@ -332,6 +333,8 @@ static int make_tables(struct kvs_offload *map, const struct kvs_offload_layout 
     uint64_t cpu_end = t->cpu + (layout->chunks - 1) * t->cpu_stride + layout->factor * t->cpu_page;
     status = kvs_table_inherit(map->engine, map->gpu, t->gpu, gpu_end, err);
     if (!status) status = kvs_table_inherit(map->engine, map->cpu, t->cpu, cpu_end, err);
+    if (!status) status = kvs_peer_inherit_memory(map->engine, t->gpu, gpu_end, &map->foreign, err);
+    if (!status) status = kvs_peer_inherit_memory(map->engine, t->cpu, cpu_end, &map->foreign, err);
   }
   pthread_mutex_unlock(&map->engine->hazard_lock);
   return status;

@@ -14,6 +14,7 @@
 #define KVS_OFFLOAD_H
 
 #include "core/core.h"
+#include "ipc/peer.h"
 
 struct kvs_sheet {
   struct kvs_tensor *tensors;
@@ -37,7 +38,8 @@ struct kvs_offload {
   size_t nfailures;
   void *owner;
   void (*release)(void *);
-  struct kvs_failure *unfinished; /* of a block whose store is not queued in whole */
+  struct kvs_failure *unfinished;  /* of a block whose store is not queued in whole */
+  struct kvs_foreign_list foreign; /* guarded by engine->hazard_lock: of other devices, since it was opened */
   /* Guarded by engine->hazard_lock: of the job that is being submitted. */
   int64_t *group_sizes, *block_indices; /* a group */
   int64_t *room;

@@ -16,9 +16,11 @@ struct job_call {
   int64_t *sheet_gpu;         /* those of one sheet */
   int64_t *sheet_cpu, *slots; /* block numbers and slots of the host */
   size_t count;
-  bool fresh; /* nothing of it was submitted before this sheet */
+  bool fresh;                  /* nothing of it was submitted before this sheet */
+  struct kvs_failure *outcome; /* of all its sheets, for the blocks that it stores; NULL: none needs one */
   /* Of that sheet: blocks to be moved, and positions among all that were asked for of those that are lost. */
   size_t nmoved, nlost, nasked;
+  uint64_t others; /* that the others depend on */
   uint32_t *lost;
   struct kvs_error why_lost;
 };
@@ -164,7 +166,9 @@ static bool moves(const struct job_call *call, const struct kvs_sheet *sheet, ui
 static bool is_lost(struct job_call *call, uint64_t block) {
   const struct kvs_offload *map = call->map;
   const struct kvs_failure *failure = call->job->direction == KVS_H2D && map->nfailures ? map->failures[block] : NULL;
-  if (!failure) return false;
+  enum kvs_verdict verdict = kvs_failure_verdict(failure);
+  if (verdict == KVS_SLOT_OPEN) call->others |= failure->others;
+  if (verdict != KVS_SLOT_LOST) return false;
   if (call->nlost++) return true;
   kvs_fail(&call->why_lost, failure->error.status,
            "chunk %" PRIu64 " does not hold what it should since transfer %" PRIu64 " failed: %.200s",
@@ -181,6 +185,7 @@ static void list_blocks(struct job_call *call, const struct kvs_sheet *sheet) {
   for (size_t group = 0; group < sheet->group; group++) begin += (size_t)call->map->group_sizes[group];
   size_t end = begin + (size_t)call->map->group_sizes[sheet->group];
   call->nlost = call->nasked = 0;
+  call->others = 0;
   for (size_t i = begin; i < end; i++) {
     uint64_t block = (uint64_t)call->cpu[i];
     if (!moves(call, sheet, block)) continue;
@@ -223,12 +228,18 @@ static void remember(const void *arg, const struct kvs_transfer *transfer) {
   if (failure) kvs_failure_unref(failure);
 }
 
-/* All of a store was queued. */
+/* All of a store was queued. Where it comes after work of other devices, only its end tells. (What was queued by an
+ * earlier call for the same job has told of it in that call's transfers.) */
 static void settle_job(const struct job_call *call) {
   struct kvs_offload *map = call->map;
   if (!map->nfailures || call->job->direction != KVS_D2H) return;
-  for (size_t i = 0; i < call->count; i++)
-    if (map->failures[call->cpu[i]] == map->unfinished) kvs_offload_forget(map, (uint64_t)call->cpu[i]);
+  for (size_t i = 0; i < call->count; i++) {
+    if (map->failures[call->cpu[i]] != map->unfinished) continue;
+    if (call->outcome && call->outcome->others)
+      set_failure(map, call->cpu[i], call->outcome);
+    else
+      kvs_offload_forget(map, (uint64_t)call->cpu[i]);
+  }
 }
 
 static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, const struct kvs_options *options,
@@ -254,8 +265,11 @@ static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, co
                           .lost = call->lost,
                           .nlost = call->nlost,
                           .lost_error = call->why_lost,
+                          .others = call->others,
+                          .outcome = &call->outcome,
                           .touches = touches,
-                          .ntouches = 2};
+                          .ntouches = 2,
+                          .foreign = &map->foreign};
   gpu.count = cpu.count = work.nslots;
   work.entries = work.nslots * sheet->ntensors;
   work.src_slots = store ? call->sheet_gpu : call->slots;
@@ -318,9 +332,11 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   options.release = kvs_offload_drop;
   struct job_call call = {.map = map, .job = job};
   pthread_mutex_lock(&engine->hazard_lock);
+  if (map->foreign.count) kvs_peer_forget(&map->foreign);
   status = make_room(&call, err);
   if (!status) status = check(&call, err);
   if (!status) status = submit_job(&call, &options, next, transfers, count, err);
+  if (call.outcome) kvs_failure_unref(call.outcome);
   pthread_mutex_unlock(&engine->hazard_lock);
   return status;
 }

@@ -353,8 +353,7 @@ static int drain_slice(void *pool, int64_t timeout_ns, struct kvs_error *err) {
 /* Wait for transfers, and have those that held the pool's views drop them. */
 int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns) {
   struct kvs_host_pool *pool = as_pool(self)->pool;
-  bool lost = atomic_load(&kvs_engine_device(kvs_host_pool_engine(pool))->lost) != 0; /* then nothing runs any more */
-  if (!lost && kvs_py_wait(kvs_py_state_of(self), drain_slice, pool, timeout_ns, "the transfers that use the pool") < 0)
+  if (kvs_py_wait(kvs_py_state_of(self), drain_slice, pool, timeout_ns, "the transfers that use the pool") < 0)
     return -1;
   kvs_py_collect(kvs_host_pool_engine(pool));
   return 0;

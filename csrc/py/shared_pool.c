@@ -1,6 +1,7 @@
 /* kvswap.memory.SharedPool: blocks of host memory that several processes of one user map. */
 #include "host_pool.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { NAME, NUM_BLOCKS, BLOCK_NBYTES, CREATE, GENERATION, COMMON };
@@ -64,7 +65,10 @@ static PyObject *change(PyObject *self, PyObject *blocks, change_function functi
   struct kvs_ids ids;
   PyObject *keep = NULL;
   if (kvs_py_ids(state, blocks, "blocks", &ids, &keep) < 0) return NULL;
-  int rc = function(core_of(self), &ids, &err);
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = function(core_of(self), &ids, &err);
+  Py_END_ALLOW_THREADS
   Py_XDECREF(keep);
   return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(state, &err);
 }
@@ -77,7 +81,12 @@ static PyObject *ask(PyObject *self, PyObject *blocks, ask_function function) {
   bool *answers;
   if (kvs_py_ids(state, blocks, "blocks", &ids, &keep) < 0) return NULL;
   PyObject *array = kvs_py_bool_array(ids.count, &answers);
-  int rc = array == NULL ? KVS_OK : function(core_of(self), &ids, answers, &err);
+  int rc = KVS_OK;
+  if (array != NULL) {
+    Py_BEGIN_ALLOW_THREADS
+    rc = function(core_of(self), &ids, answers, &err);
+    Py_END_ALLOW_THREADS
+  }
   Py_XDECREF(keep);
   if (rc == KVS_OK) return array;
   Py_DECREF(array);
@@ -120,8 +129,13 @@ static PyObject *shared_wait_ready(PyObject *self, PyObject *const *args, Py_ssi
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_timeout(values[1], "timeout", &timeout_ns) < 0) return NULL;
   if (kvs_py_ids(kvs_py_state_of(self), values[0], "blocks", &ids, &keep) < 0) return NULL;
-  int rc = wait_published(self, &ids, timeout_ns);
+  void *copy = malloc(ids.count * ids.width + 1); /* the array may change between two slices */
+  if (copy != NULL) memcpy(copy, ids.data, ids.count * ids.width);
   Py_XDECREF(keep);
+  if (copy == NULL) return PyErr_NoMemory();
+  ids.data = copy;
+  int rc = wait_published(self, &ids, timeout_ns);
+  free(copy);
   return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
 
