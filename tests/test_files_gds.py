@@ -528,6 +528,27 @@ def test_a_reader_beside_the_writer(fake: Fake, host: kvswap.Device, tmp_path: P
     rig.store.close()
 
 
+def test_a_reader_of_a_damaged_block(fake: Fake, host: kvswap.Device, tmp_path: Path) -> None:
+    """However often a reader looks again, since a writer may be at it: always by libcufile, and it ends."""
+    fake.claim_real()
+    rig = open_rig(host, tmp_path)
+    rig.store.store(keys_of(range(3)), rig.pools, range(3)).wait(PATIENCE)
+    rig.store.close()
+    block = file_reader.read_store(rig.folder)[b"block-1"]
+    rig.store = rig.open()
+    with rig.open(readonly=True, capacity=None) as reader:
+        flip(block.path, block.offset + 5000)
+        load = reader.load(keys_of(range(3)), rig.pools, range(10, 13))
+        with pytest.raises(kvswap.Error, match="block 1 is damaged on disk"):
+            load.wait(PATIENCE)
+        slot = reader.info["slot_nbytes"]
+        assert reader.stats()["gds_read_nbytes"] >= 3 * slot and reader.stats()["gds_by_host"] == 0
+    for rows in rig.model:
+        rows[[10, 12]] = rows[[0, 2]]
+    rig.check()
+    rig.store.close()
+
+
 def test_a_reader_of_segments_that_come_and_go(fake: Fake, host: kvswap.Device, tmp_path: Path) -> None:
     fake.claim_real()
     segment = 4096 + 4 * 28672

@@ -46,10 +46,16 @@ static int copy(struct kvs_file_gds_seat *seat, bool load, const void *to, const
   return settle(seat, load, status, &err) ? KVS_FILE_DEVICE : 0;
 }
 
+static size_t seat_of(const struct kvs_file_item *item) {
+  const struct kvs_file_gds *gds = item->transfer->store->gds;
+  return (size_t)(address_of(item->request.scratch) - address_of(gds->seats[0].page)) / KVS_FILE_GDS_SEAT;
+}
+
+bool kvs_file_gds_has(const struct kvs_file_item *item) { return seat_of(item) < item->transfer->store->gds->nseats; }
+
 int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) {
   struct kvs_file_gds *gds = item->transfer->store->gds;
-  size_t index = (size_t)(item->request.scratch - gds->seats[0].page) / KVS_FILE_GDS_SEAT;
-  struct kvs_file_gds_seat *seat = &gds->seats[index];
+  struct kvs_file_gds_seat *seat = &gds->seats[seat_of(item)];
   bool load = item->transfer->kind == KVS_FILE_GET;
   uint8_t *arrives = seat->page + KVS_FILE_PAGE;
   struct kvs_crc_params params = gds->crc;

@@ -290,6 +290,10 @@ static bool set_off(struct kvs_file_item *item) {
 
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
   struct kvs_file_item *item = item_of(request);
+  if (on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER && !kvs_file_gds_has(item)) {
+    kvs_file_gds_push(item); /* whoever pushed it need not know that it is for other threads */
+    return KVS_FILE_SKIP;
+  }
   if (!set_off(item)) return KVS_FILE_SKIP;
   switch (item->phase) {
   case KVS_FILE_SCRUB_STALE:

@@ -196,8 +196,9 @@ void kvs_file_mover_release(struct kvs_file_item *); /* under store->lock: its s
 /* files/gds.c: GPUDirect Storage. */
 /* Staging in device memory, and store->gds; false, with store->gds_note: staging has to be pinned. */
 bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
-void kvs_file_gds_close(struct kvs_file_store *); /* nothing is under way any more; the staging goes too */
-void kvs_file_gds_push(struct kvs_file_item *);   /* it has staging: instead of to the store's queue */
+void kvs_file_gds_close(struct kvs_file_store *);    /* nothing is under way any more; the staging goes too */
+void kvs_file_gds_push(struct kvs_file_item *);      /* it has staging: instead of to the store's queue */
+bool kvs_file_gds_has(const struct kvs_file_item *); /* its request is begun by a thread of that queue */
 /* Of the block in the item's staging, by the thread that has its request. Else why not, with the driver's code. */
 int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);
 
