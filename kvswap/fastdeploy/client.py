@@ -164,8 +164,9 @@ class Client(_Calls):
         events: for each rank an event from kvswap.memory.export_event(), recorded after the kernels that write or read
           those blocks; None: they are over, the engine has synchronised.
 
-        kvswap.QueueFull: too many are under way. NotReady: not now. ManagerError: the task is wrong. TimeoutError: no
-        answer; where it was sent, it may still be taken, and has a result then.
+        kvswap.QueueFull: too many are under way. NotReady: not now. ManagerError: the task is wrong, or (code "died")
+        rank 0 died before it answered: the blocks may have been written or not, and there is no result. TimeoutError:
+        no answer; where it was sent, it may still be taken, and has a result then.
         """
         task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
         self._answer(self._link.submit(task), timeout)

@@ -632,6 +632,7 @@ class Coordinator:
                     "phase": rank.phase,
                     "tasks": len(rank.tasks),
                     "overdue": len(rank.overdue),
+                    "orphans": rank.orphans,
                     "generation": rank.generation,
                     "silent": round(now - rank.seen, 3) if rank.here and rank.number else 0.0,
                 }
