@@ -12,8 +12,8 @@ enum {
   COPY_THREADS = 512,
   KERNEL_CTAS = 8,
   BACKGROUND_CTAS = 4,
-  PEER_CTAS = 32,     /* between two H200: 8 reach half of what 32 do */
-  MOST_RESIDENT = 32, /* CTAs of a relay: more gain nothing */
+  PEER_CTAS = 32,                                 /* between two H200: 8 reach half of what 32 do */
+  MOST_RESIDENT = 32,                             /* CTAs of a relay: more gain nothing */
   RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of a warp, in shared memory */
   /* A relay's warps wait for memory of the GPU, not for the link, so that few CTAs of more warps do. Measured, H200,
    * beside an 8192^3 product, 256 MiB a transfer: 2 CTAs 1.02 at 39.6 GB/s, 3 1.04 at 44 to 46, 4 of 2 warps 1.05 at

@@ -1,5 +1,5 @@
-/* The CUDA device behind device.h, for the files of this folder, which share its work: cuda/device.c (queueing, opening,
- * closing), cuda/memory.c, cuda/kernels.c, cuda/info.c. */
+/* The CUDA device behind device.h, for the files of this folder, which share its work: cuda/device.c (queueing,
+ * opening, closing), cuda/memory.c, cuda/kernels.c, cuda/info.c. */
 #ifndef KVS_CUDA_DEVICE_H
 #define KVS_CUDA_DEVICE_H
 

@@ -381,7 +381,7 @@ static void test_staging(enum kvs_file_gds_mode gds) {
     CHECK(workers[i].wrong == 0, "thread %u: %u wrong", i, workers[i].wrong);
   }
   struct kvs_file_stats stats;
-  kvs_file_get_stats(rig.store, &stats);
+  CHECK(!kvs_file_get_stats(rig.store, &stats, &err));
   CHECK((stats.gds_read_nbytes > 0) == (gds == KVS_FILE_GDS_COMPAT));
   kvs_file_unref(rig.store); /* the last handle */
   CHECK(kvs_cufile_close());
