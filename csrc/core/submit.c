@@ -26,9 +26,9 @@ enum { FEW = 3 };
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.01;
 
-/* Path dma holds its caller for most of a microsecond a copy: 7 ms of a job of 8,192 copies that takes 10. Of many
- * copies, a way that takes a little longer serves better. */
-static const double CALLER_HANDICAP = 1.05;
+/* Path dma holds its caller for most of a microsecond a copy, 7 ms of a job of 8,192 copies that takes 10, and a kernel
+ * holds up the model beside it. Of many copies, a relay that takes a little longer than either serves better. */
+static const double MANY_HANDICAP = 1.05;
 static const uint64_t MANY_COPIES = 1024;
 
 /* Between devices no calibration predicts. Measured between two H200: of 256 KiB and more the copy engine moves 367
@@ -147,7 +147,8 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
   if (s->options->priority == KVS_PRIORITY_HIGH) ns *= beside_a_model(path);
   if (path == KVS_PATH_RELAY) ns *= short_runs(&s->work->shape);
-  if (path == KVS_PATH_DMA && s->work->shape.copies > MANY_COPIES) ns *= CALLER_HANDICAP;
+  bool many = s->work->shape.copies > MANY_COPIES && (path == KVS_PATH_DMA || path == KVS_PATH_KERNEL);
+  if (many) ns *= MANY_HANDICAP;
   if (path != KVS_PATH_KERNEL) return ns;
   double paced = kvs_pace_gbps(s) > 0 ? (double)s->work->nbytes / kvs_pace_gbps(s) : 0;
   if (paced > ns) ns = paced;
