@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "files/crc32c.h"
 #include "files/store.h"
@@ -140,14 +139,6 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   return store->ops->open(&store->queue, store->settings.depth, &store->worker, err);
 }
 
-static void init_ended(struct kvs_file_store *store) {
-  pthread_condattr_t attributes;
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&store->ended, &attributes);
-  pthread_condattr_destroy(&attributes);
-}
-
 static void free_store(struct kvs_file_store *store) {
   leave_list(store);
   if (store->settings.device) kvs_engine_unref(store->settings.device);
@@ -180,7 +171,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   store->folder = store->state = -1;
   pthread_mutex_init(&store->lock, NULL);
   pthread_mutex_init(&store->faults.lock, NULL);
-  init_ended(store);
+  kvs_cond_init(&store->ended);
   if (settings->device) kvs_engine_ref(settings->device);
   kvs_file_geometry_make(settings->layout, settings->block_nbytes, segment_size(settings), &store->geometry);
   return store;
@@ -249,12 +240,8 @@ static bool is_stopped(const struct kvs_file_store *store) { return store->stopp
 /* Whether it came to be so in time. */
 static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struct kvs_file_store *),
                          int64_t timeout_ns) {
-  uint64_t at = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
-  struct timespec deadline = {(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
-  int rc = 0;
-  while (!holds(store) && rc == 0)
-    rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
-                        : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
+  uint64_t deadline = kvs_deadline(timeout_ns);
+  while (!holds(store) && kvs_cond_wait(&store->ended, &store->lock, deadline)) continue;
   return holds(store);
 }
 
