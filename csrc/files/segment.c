@@ -98,6 +98,7 @@ int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int f
   while (at < store->nsegments && store->segments[at].fd >= 0) at++;
   if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
   store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .suspect = cut};
+  store->nremoved -= at < store->nsegments;
   store->nsegments += at == store->nsegments;
   if (number >= store->next_number) store->next_number = number + 1;
   return 0;
@@ -319,6 +320,7 @@ void kvs_file_close_removed(struct kvs_file_store *store) {
     if (!segment->removed || segment->fd < 0) continue;
     pthread_mutex_lock(&store->lock);
     int fd = store->oldest ? -1 : segment->fd; /* transfers that come now know nothing of it */
+    store->nremoved += fd >= 0;
     if (fd >= 0) segment->fd = -1;
     pthread_mutex_unlock(&store->lock);
     if (fd >= 0) close(fd);

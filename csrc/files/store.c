@@ -348,7 +348,7 @@ int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stat
   *stats = store->stats;
   stats->blocks = store->index.blocks;
   stats->pinned = store->index.pinned;
-  for (uint32_t i = 0; i < store->nsegments; i++) stats->segments += store->segments[i].fd >= 0;
+  stats->segments = store->nsegments - store->nremoved;
   stats->slots = stats->segments * store->geometry.slots;
   stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
   stats->unfinished_loads = store->unfinished[1];

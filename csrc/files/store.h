@@ -104,6 +104,7 @@ struct kvs_file_store {
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments, next_number;
+  uint32_t nremoved; /* of the segments those with fd -1 */
   uint32_t *free_slots;
   size_t nfree, free_capacity;
   bool growing;                                      /* a thread makes a segment */
