@@ -104,10 +104,14 @@ int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int f
   return 0;
 }
 
+uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *store) {
+  uint64_t below = store->oldest_write ? store->oldest_write->sequence : store->sequence + 1;
+  return below < store->whole_below ? below : store->whole_below;
+}
+
 int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
-  bool all = sequence <= store->whole_below;
-  struct kvs_file_checkpoint checkpoint = {++store->generation, all ? sequence : store->whole_below, clean};
+  struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
   kvs_file_checkpoint_write(&checkpoint, page);
   uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;
   return move_page(store, store->state, true, at, page, store->settings.durability == KVS_FILE_FSYNC);
