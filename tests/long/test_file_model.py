@@ -155,7 +155,7 @@ class Model:
         self.hidden = stats["lost_slots"] + stats["foreign"] > 0
         self.counts["hidden"] += self.hidden
         for number, allowed in enumerate(self.allowed):
-            if self.hidden or (were_hidden and MISSING in allowed):
+            if self.hidden or (were_hidden and (MISSING in allowed or not self.roomy)):  # it may have been evicted
                 self.allowed[number] = allowed | self.ever[number] | {MISSING}
 
     def round(self) -> None:
