@@ -142,7 +142,7 @@ struct kvs_file_stats {
   uint64_t missed, damaged, failed; /* loads of what is not there; blocks whose bytes were wrong; other failures */
   uint64_t found, cut;              /* at open: blocks, and torn ones that were erased */
   uint64_t foreign;                 /* segment files that cannot be read and are left alone */
-  uint64_t lost_slots;              /* that could not be erased, and are not used until the next open */
+  uint64_t lost_slots;              /* not erased, or not read at open: not used until the next one */
   uint64_t unfinished_loads, unfinished_stores; /* transfers, now */
   uint64_t refused_full;
   uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */

@@ -507,7 +507,7 @@ def test_headers_that_cannot_be_read_are_left_alone(tmp_path: Path, buffered: bo
     rig.store.close()
     before = {path: path.read_bytes() for path in rig.files()}
     unread: set[bytes] = set()
-    for nth in range(8, 20):
+    for nth in range(10, 34):  # after the first pages
         with testing.file_fault(None, "read", "fail", nth=nth, code=errno.EIO):
             rig.store = rig.open()
         stats = rig.store.stats()
@@ -523,7 +523,7 @@ def test_headers_that_cannot_be_read_are_left_alone(tmp_path: Path, buffered: bo
             np.testing.assert_array_equal(
                 np.frombuffer(path.read_bytes()[: len(raw)], np.uint8), np.frombuffer(raw, np.uint8)
             )
-    assert len(unread) >= 3
+    assert len(unread) >= 2
     rig.store = rig.open()
     np.testing.assert_array_equal(rig.get(keys[:16]), data[:16])
     rig.store.close()
@@ -579,6 +579,38 @@ def two_of_a_key(folder: Path) -> file_reader.Block:
     assert len(blocks) == 2
     flip(newer.path, newer.offset + PAGE + 10, 1)
     return newer
+
+
+def test_a_failed_write_that_cannot_be_erased_does_not_cost_the_older_block(tmp_path: Path) -> None:
+    """Its header may be on disk, and its data not: the next open compares them, whatever was checkpointed since."""
+    folder, layout = tmp_path / "store", Layout(5000, model="m", tp_rank=0)
+    torn, target = np.full(5000, 2, np.uint8), np.zeros(5000, np.uint8)
+    store = FileStore(folder, layout, capacity=1 << 20)
+    store.store([b"k"], [np.full(5000, 1, np.uint8)]).wait(PATIENCE)
+    with testing.file_fault(store, "write", "fail", nth=1, every=1, code=errno.EIO):
+        failed = store.store([b"k"], [torn])
+        with pytest.raises(kvswap.Error, match="Input/output error"):
+            failed.wait(PATIENCE)
+    assert store.stats()["lost_slots"] == 1
+    store.store([b"other"], [torn]).wait(PATIENCE)
+    store.close()  # with a checkpoint
+    blocks = file_reader.read_store(folder)
+    older, other = blocks[b"k"], blocks[b"other"]
+    between = (older.offset + other.offset) // 2
+    assert other.offset - older.offset == 2 * 12288 and other.header.sequence == older.header.sequence + 2
+    with older.path.open("r+b") as file:  # what the write could have left: its header, and half of its data
+        file.seek(older.offset)
+        page = bytearray(file.read(PAGE))
+        page[32:40] = (older.header.sequence + 1).to_bytes(8, "little")
+        page[48:52] = file_reader.crc32c(torn.tobytes()).to_bytes(4, "little")
+        page[12:16] = bytes(4)
+        page[12:16] = file_reader.crc32c(bytes(page)).to_bytes(4, "little")
+        file.seek(between)
+        file.write(page + torn[:2500].tobytes())
+    with FileStore(folder, layout, capacity=1 << 20) as store:
+        assert store.stats()["cut"] == 1
+        store.load([b"k"], [target]).wait(PATIENCE)
+    assert (target == 1).all()
 
 
 def test_an_older_block_stays_where_the_newer_one_cannot_be_read(tmp_path: Path) -> None:
@@ -1314,6 +1346,7 @@ def test_closing(rig: Rig) -> None:
     rig.store.close()
     assert transfer.state == "done"
     rig.store.close()
+    assert rig.store.stats()["blocks"] == 4 and rig.store.stats()["segments"] == 1 and rig.store.info["slot_nbytes"]
     for call in (lambda: rig.store.store(keys, data, range(4)), lambda: rig.store.load(keys, data, range(4))):
         with pytest.raises(kvswap.Error, match="closed"):
             call()

@@ -27,7 +27,7 @@ PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 # From the top down: a file includes headers of its own row or of rows below. device/device.h is the seam.
 ROWS = [
     {"cuda/fatbin.h"},  # data: anybody may look at it
-    {"status.h"},
+    {"status.h", "wait.h"},
     {path.name for path in CSRC.glob("kvswap*.h")},  # the surface: plain types and declarations
     {"kernels/crc.h"},
     {"kernels/kernels.h", "kernels/twins.h", "core/region.h", "host/maps.h", "memory/owner.h", "files/crc32c.h"},

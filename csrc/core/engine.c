@@ -11,12 +11,6 @@
 #include "core/racecheck.h"
 #include "plan/calibration.h"
 
-uint64_t kvs_clock_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* -- waiting --------------------------------------------------------------------------------------------------- */
 
 enum { SPINS = 64, SLEEP_FROM_NS = 5000, SLEEP_TO_NS = 500000 };

@@ -5,6 +5,7 @@
 #include "device/device.h"
 #include "kvswap.h"
 #include "plan/cost.h"
+#include "wait.h"
 
 /* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
@@ -73,8 +74,6 @@ KVS_API void kvs_pattern_free(struct kvs_pattern_job *job);
 
 /* Keep a stream busy for a time (at most 10 s): for order tests and demonstrations. */
 KVS_API int kvs_delay(struct kvs_engine *engine, uint64_t ns, kvs_stream stream, struct kvs_error *err);
-
-uint64_t kvs_clock_ns(void); /* the monotonic clock, by which all waits are */
 
 /* Wait until poll(arg) is no longer KVS_NOT_READY, with growing sleeps of at most 500 us; KVS_TIMEOUT after timeout_ns
  * (< 0: never). `stepped`: kvs_device.stepped, no sleeping. */

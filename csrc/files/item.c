@@ -368,6 +368,7 @@ static void put_ended_locked(struct kvs_file_item *item, int code) {
   case KVS_FILE_SCRUB_OWN: /* of the three keys whose header may be there, one is this, one the victim's */
     if (code) {
       lose_slot_locked(store, entry, item->slot);
+      if (item->sequence < store->whole_below) store->whole_below = item->sequence; /* its header may be whole */
       if (item->victim) item->victim->stale = item->slot;
     } else {
       kvs_file_slot_give_locked(store, item->slot);
@@ -474,7 +475,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
 static void checkpoint_if_due(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
   bool due = store->unchecked_nbytes >= CHECKPOINT_NBYTES && !store->checkpointing;
-  uint64_t below = store->oldest_write ? store->oldest_write->sequence : store->sequence + 1;
+  uint64_t below = kvs_file_whole_below_locked(store);
   if (due) store->unchecked_nbytes = 0;
   store->checkpointing |= due;
   pthread_mutex_unlock(&store->lock);

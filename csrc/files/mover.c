@@ -10,7 +10,6 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "core/engine.h"
 #include "files/store.h"
@@ -326,14 +325,9 @@ static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
 
 /* Until something may have changed. */
 static void rest(struct kvs_file_mover *mover) {
-  struct timespec until;
   pthread_mutex_lock(&mover->lock);
   bool poll = mover->copies[0] || mover->copies[1] || mover->first[0] || mover->first[1] || mover->arrived.first;
-  clock_gettime(CLOCK_MONOTONIC, &until);
-  until.tv_nsec += POLL_NS;
-  if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-  if (!mover->closed && poll) (void)pthread_cond_timedwait(&mover->changed, &mover->lock, &until);
-  if (!mover->closed && !poll) (void)pthread_cond_wait(&mover->changed, &mover->lock);
+  if (!mover->closed) (void)kvs_cond_wait(&mover->changed, &mover->lock, kvs_deadline(poll ? POLL_NS : -1));
   pthread_mutex_unlock(&mover->lock);
 }
 
@@ -537,16 +531,12 @@ static int make_staging(struct kvs_file_mover *mover, struct kvs_error *err) {
 
 int kvs_file_mover_open(struct kvs_file_store *store, struct kvs_error *err) {
   struct kvs_file_mover *mover = calloc(1, sizeof *mover);
-  pthread_condattr_t attributes;
   if (!mover) return kvs_fail(err, KVS_NOMEM, "no memory for a mover");
   mover->store = store;
   mover->engine = store->settings.device;
   pthread_mutex_init(&mover->lock, NULL);
   pthread_mutex_init(&mover->pools_lock, NULL);
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&mover->changed, &attributes);
-  pthread_condattr_destroy(&attributes);
+  kvs_cond_init(&mover->changed);
   int status = make_staging(mover, err);
   if (!status && kvs_file_thread_start(&mover->thread, serve, mover))
     status = kvs_fail(err, KVS_NOMEM, "no thread could be started");

@@ -98,15 +98,20 @@ int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int f
   while (at < store->nsegments && store->segments[at].fd >= 0) at++;
   if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
   store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .suspect = cut};
+  store->nremoved -= at < store->nsegments;
   store->nsegments += at == store->nsegments;
   if (number >= store->next_number) store->next_number = number + 1;
   return 0;
 }
 
+uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *store) {
+  uint64_t below = store->oldest_write ? store->oldest_write->sequence : store->sequence + 1;
+  return below < store->whole_below ? below : store->whole_below;
+}
+
 int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
-  bool all = sequence <= store->whole_below;
-  struct kvs_file_checkpoint checkpoint = {++store->generation, all ? sequence : store->whole_below, clean};
+  struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
   kvs_file_checkpoint_write(&checkpoint, page);
   uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;
   return move_page(store, store->state, true, at, page, store->settings.durability == KVS_FILE_FSYNC);
@@ -319,6 +324,7 @@ void kvs_file_close_removed(struct kvs_file_store *store) {
     if (!segment->removed || segment->fd < 0) continue;
     pthread_mutex_lock(&store->lock);
     int fd = store->oldest ? -1 : segment->fd; /* transfers that come now know nothing of it */
+    store->nremoved += fd >= 0;
     if (fd >= 0) segment->fd = -1;
     pthread_mutex_unlock(&store->lock);
     if (fd >= 0) close(fd);

@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "files/crc32c.h"
 #include "files/cufile.h"
@@ -141,14 +140,6 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   return store->ops->open(&store->queue, store->settings.depth, &store->worker, err);
 }
 
-static void init_ended(struct kvs_file_store *store) {
-  pthread_condattr_t attributes;
-  pthread_condattr_init(&attributes);
-  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-  pthread_cond_init(&store->ended, &attributes);
-  pthread_condattr_destroy(&attributes);
-}
-
 static void free_store(struct kvs_file_store *store) {
   leave_list(store);
   if (store->settings.device) kvs_engine_unref(store->settings.device);
@@ -183,7 +174,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   snprintf(store->gds_note, sizeof store->gds_note, "the store has no device");
   pthread_mutex_init(&store->lock, NULL);
   pthread_mutex_init(&store->faults.lock, NULL);
-  init_ended(store);
+  kvs_cond_init(&store->ended);
   if (settings->device) kvs_engine_ref(settings->device);
   kvs_file_geometry_make(settings->layout, settings->block_nbytes, segment_size(settings), &store->geometry);
   return store;
@@ -192,7 +183,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
 /* Until the first clean close, or checkpoint, all that is written from now on counts as possibly torn. */
 static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   if (store->settings.readonly) return KVS_OK;
-  int code = kvs_file_checkpoint(store, store->sequence + 1, false);
+  int code = kvs_file_checkpoint(store, kvs_file_whole_below_locked(store), false);
   return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
 }
 
@@ -252,12 +243,8 @@ static bool is_stopped(const struct kvs_file_store *store) { return store->stopp
 /* Whether it came to be so in time. */
 static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struct kvs_file_store *),
                          int64_t timeout_ns) {
-  uint64_t at = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
-  struct timespec deadline = {(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
-  int rc = 0;
-  while (!holds(store) && rc == 0)
-    rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
-                        : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
+  uint64_t deadline = kvs_deadline(timeout_ns);
+  while (!holds(store) && kvs_cond_wait(&store->ended, &store->lock, deadline)) continue;
   return holds(store);
 }
 
@@ -266,7 +253,7 @@ static void stop(struct kvs_file_store *store) {
   kvs_file_queue_close(&store->queue);
   store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
   if (store->mover) kvs_file_mover_close(store);
-  if (!store->settings.readonly) (void)kvs_file_checkpoint(store, store->sequence + 1, true);
+  if (!store->settings.readonly) (void)kvs_file_checkpoint(store, kvs_file_whole_below_locked(store), true);
   kvs_file_close_directory(store);
   pthread_mutex_lock(&store->lock);
   store->stopped = true;
@@ -365,7 +352,7 @@ int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stat
   *stats = store->stats;
   stats->blocks = store->index.blocks;
   stats->pinned = store->index.pinned;
-  for (uint32_t i = 0; i < store->nsegments; i++) stats->segments += store->segments[i].fd >= 0;
+  stats->segments = store->nsegments - store->nremoved;
   stats->slots = stats->segments * store->geometry.slots;
   stats->file_nbytes = stats->segments * store->geometry.segment_nbytes;
   stats->unfinished_loads = store->unfinished[1];

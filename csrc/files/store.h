@@ -109,6 +109,7 @@ struct kvs_file_store {
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments, next_number;
+  uint32_t nremoved; /* of the segments those with fd -1 */
   uint32_t *free_slots;
   size_t nfree, free_capacity;
   bool growing;                                      /* a thread makes a segment */
@@ -118,12 +119,13 @@ struct kvs_file_store {
   struct kvs_file_item *oldest_write, *newest_write; /* under way, by sequence */
   uint64_t unchecked_nbytes;                         /* written since the last checkpoint */
   bool checkpointing;
-  uint64_t generation;          /* of the last checkpoint */
-  uint64_t whole_below;         /* a checkpoint may say no more: what came later was not all read at open */
-  bool unread_segments;         /* whose first page could not be read at open */
-  size_t granted, nstarved;     /* items that have their key; those among them that wait for a slot */
-  struct kvs_file_list ready;   /* have their key and wait to be looked at */
-  struct kvs_file_list starved; /* wait for a slot */
+  uint64_t generation;  /* of the last checkpoint */
+  uint64_t whole_below; /* a checkpoint may say no more: from here on something may be torn that could not be read at
+                           open, or not be erased */
+  bool unread_segments; /* whose first page could not be read at open */
+  size_t granted, nstarved;                  /* items that have their key; those among them that wait for a slot */
+  struct kvs_file_list ready;                /* have their key and wait to be looked at */
+  struct kvs_file_list starved;              /* wait for a slot */
   struct kvs_file_transfer *oldest, *newest; /* unfinished */
   unsigned unfinished[2];                    /* loads [1], others [0] */
   size_t unfinished_blocks[2];
@@ -156,7 +158,8 @@ void kvs_file_close_removed(struct kvs_file_store *); /* those that went, unless
 /* A new segment, not yet in the store's list: 0 or an errno. Called without the lock, by one thread at a time. */
 int kvs_file_segment_make(struct kvs_file_store *, uint32_t number, int *fd);
 int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd, bool cut); /* under the lock; ENOMEM */
-int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset);            /* a header page: 0 or an errno */
+int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* a header page: 0 or an errno */
+uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *);  /* which sequence a checkpoint may tell now */
 int kvs_file_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under the lock; false: no memory, it is lost */
 

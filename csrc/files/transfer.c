@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "files/store.h"
 
@@ -365,20 +364,13 @@ static enum kvs_state state_of(struct kvs_file_transfer *transfer) {
 
 bool kvs_file_transfer_done(struct kvs_file_transfer *transfer) { return state_of(transfer) != KVS_STATE_RUNNING; }
 
-static struct timespec deadline_in(int64_t timeout_ns) {
-  uint64_t at = kvs_clock_ns() + (uint64_t)timeout_ns;
-  return (struct timespec){(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
-}
-
 int kvs_file_transfer_wait(struct kvs_file_transfer *transfer, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_file_store *store = transfer->store;
-  int rc = kvs_file_check_fork(store, err);
-  if (rc) return rc;
-  struct timespec deadline = timeout_ns < 0 ? (struct timespec){0} : deadline_in(timeout_ns);
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
+  uint64_t deadline = kvs_deadline(timeout_ns);
   pthread_mutex_lock(&store->lock);
-  while (!rc && state_of(transfer) == KVS_STATE_RUNNING)
-    rc = timeout_ns < 0 ? pthread_cond_wait(&store->ended, &store->lock)
-                        : pthread_cond_timedwait(&store->ended, &store->lock, &deadline);
+  while (state_of(transfer) == KVS_STATE_RUNNING && kvs_cond_wait(&store->ended, &store->lock, deadline)) continue;
   pthread_mutex_unlock(&store->lock);
   if (state_of(transfer) == KVS_STATE_RUNNING)
     return kvs_fail(err, KVS_TIMEOUT, "the transfer had not ended after %.3f s; it goes on", (double)timeout_ns / 1e9);

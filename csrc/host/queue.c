@@ -29,7 +29,6 @@ static struct kvs_host_stream *stream_new(int priority) {
 
 int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint64_t seed,
                         struct kvs_host_memory *memory, atomic_int *lost, struct kvs_error *err) {
-  pthread_condattr_t monotonic;
   memset(queue, 0, sizeof *queue);
   queue->legacy.handle = KVS_STREAM_LEGACY;
   queue->legacy.id = ++last_stream_id;
@@ -40,12 +39,9 @@ int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint
   queue->max_workers = max_workers;
   queue->memory = memory;
   queue->lost = lost;
-  if (pthread_condattr_init(&monotonic)) return kvs_fail(err, KVS_NOMEM, "cannot make the locks of a device");
-  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  if (kvs_cond_init(&queue->work) || kvs_cond_init(&queue->done))
+    return kvs_fail(err, KVS_NOMEM, "cannot make the locks of a device");
   pthread_mutex_init(&queue->lock, NULL);
-  pthread_cond_init(&queue->work, &monotonic);
-  pthread_cond_init(&queue->done, &monotonic);
-  pthread_condattr_destroy(&monotonic);
   return KVS_OK;
 }
 

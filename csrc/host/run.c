@@ -18,7 +18,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "host/copy.h"
 #include "host/device.h"
@@ -39,10 +38,7 @@ struct slice {
 };
 
 static uint64_t now_locked(const struct kvs_host_queue *queue) {
-  struct timespec now;
-  if (queue->deterministic) return queue->clock;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+  return queue->deterministic ? queue->clock : kvs_clock_ns();
 }
 
 uint64_t kvs_host_random_locked(struct kvs_host_queue *queue, uint64_t below) {
@@ -320,9 +316,8 @@ static void next_turn_locked(struct kvs_host_queue *queue, struct kvs_host_strea
 static void sleep_locked(struct kvs_host_queue *queue, uint64_t wake) {
   queue->idle++;
   if (wake < queue->alarm) {
-    struct timespec until = {(time_t)(wake / 1000000000u), (long)(wake % 1000000000u)};
     queue->alarm = wake;
-    pthread_cond_timedwait(&queue->work, &queue->lock, &until);
+    (void)kvs_cond_wait(&queue->work, &queue->lock, wake);
     if (queue->alarm == wake) queue->alarm = KVS_HOST_NEVER;
   } else {
     pthread_cond_wait(&queue->work, &queue->lock);

@@ -92,7 +92,6 @@ static void free_orphans(void);
 int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                       struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool_options asked = *options;
-  pthread_condattr_t monotonic;
   if (asked.layers == 0) asked.layers = 1;
   if (asked.chunk_nbytes == 0) asked.chunk_nbytes = UINT64_C(1) << 30;
   free_orphans();
@@ -115,10 +114,7 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   pool->chunk_units = asked.chunk_nbytes / pool->unit / step * step;
   if (pool->chunk_units == 0) pool->chunk_units = step;
   pthread_mutex_init(&pool->lock, NULL);
-  pthread_condattr_init(&monotonic);
-  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-  pthread_cond_init(&pool->changed, &monotonic);
-  pthread_condattr_destroy(&monotonic);
+  kvs_cond_init(&pool->changed);
   kvs_engine_ref(engine);
   pool->engine = engine;
   *made = pool;
@@ -343,13 +339,9 @@ int kvs_host_pool_state_error(const struct kvs_host_pool *pool, struct kvs_error
 int kvs_host_pool_wait(struct kvs_host_pool *pool, int64_t timeout_ns, struct kvs_error *err) {
   int status = check_fork(pool, err);
   if (status) return status;
-  uint64_t until = kvs_clock_ns() + (uint64_t)(timeout_ns < 0 ? 0 : timeout_ns);
-  struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
-  bool late = false;
+  uint64_t deadline = kvs_deadline(timeout_ns);
   pthread_mutex_lock(&pool->lock);
-  while (pool->state == KVS_POOL_POPULATING && !late)
-    late = timeout_ns < 0 ? pthread_cond_wait(&pool->changed, &pool->lock) != 0
-                          : pthread_cond_timedwait(&pool->changed, &pool->lock, &end) != 0;
+  while (pool->state == KVS_POOL_POPULATING && kvs_cond_wait(&pool->changed, &pool->lock, deadline)) continue;
   status = kvs_host_pool_state_error(pool, err);
   pthread_mutex_unlock(&pool->lock);
   if (status != KVS_NOT_READY) return status;
@@ -394,13 +386,11 @@ int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct k
 
 /* Calls that look at a segment's words; those that wait there do so for less than a second at a time, in Python. */
 static int await_readers(struct kvs_host_pool *pool, struct kvs_error *err) {
-  uint64_t until = kvs_clock_ns() + UINT64_C(10000000000);
-  struct timespec end = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
-  bool late = false;
+  uint64_t deadline = kvs_deadline(INT64_C(10000000000));
   pthread_mutex_lock(&pool->lock);
   pool->closing = true;
-  while (pool->readers && !late) late = pthread_cond_timedwait(&pool->changed, &pool->lock, &end) != 0;
-  late = pool->readers != 0;
+  while (pool->readers && kvs_cond_wait(&pool->changed, &pool->lock, deadline)) continue;
+  bool late = pool->readers != 0;
   pthread_mutex_unlock(&pool->lock);
   return late ? kvs_fail(err, KVS_TIMEOUT, "another thread still waits for blocks of the pool") : KVS_OK;
 }

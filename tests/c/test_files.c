@@ -143,6 +143,45 @@ static void test_index(void) {
   kvs_file_index_free(&index);
 }
 
+static struct kvs_file_entry *add_entry(struct kvs_file_index *index, const char *key, uint32_t slot) {
+  struct kvs_file_entry *entry = kvs_file_index_add(index, (const uint8_t *)key, strlen(key));
+  kvs_file_index_set_slot(index, entry, slot);
+  return entry;
+}
+
+/* Who has an entry has it still when all is replaced: with the slot that was found, or with none. */
+static void test_an_index_that_is_replaced(void) {
+  struct kvs_file_index index, found;
+  CHECK(kvs_file_index_init(&index) && kvs_file_index_init(&found));
+  struct kvs_file_entry *read = add_entry(&index, "read", 1), *pinned = add_entry(&index, "pinned", 2),
+                        *gone = add_entry(&index, "gone", 3);
+  kvs_file_index_settle(&index, add_entry(&index, "moved", 4));
+  kvs_file_index_settle(&index, add_entry(&index, "away", 5));
+  read->readers = gone->readers = 1;
+  kvs_file_index_pin(&index, pinned, true);
+  const char *keys[] = {"new", "moved", "read", "pinned"};
+  for (uint32_t i = 0; i < 4; i++) {
+    struct kvs_file_entry *entry = add_entry(&found, keys[i], 10 + i);
+    entry->sequence = 20 + i;
+    kvs_file_index_settle(&found, entry);
+  }
+  kvs_file_index_replace(&index, &found);
+  kvs_file_index_free(&found);
+  CHECK(kvs_file_index_find(&index, (const uint8_t *)"read", 4) == read && read->slot == 12 && read->sequence == 22);
+  CHECK(kvs_file_index_find(&index, (const uint8_t *)"pinned", 6) == pinned && pinned->slot == 13 && pinned->pins == 1);
+  CHECK(kvs_file_index_find(&index, (const uint8_t *)"gone", 4) == gone && gone->slot == KVS_NO_SLOT);
+  CHECK(!kvs_file_index_find(&index, (const uint8_t *)"away", 4));
+  CHECK(index.count == 5 && index.blocks == 4 && index.pinned == 1);
+  CHECK(index.oldest->slot == 10 && index.newest->slot == 11 && index.oldest->newer == index.newest);
+  read->readers = gone->readers = 0;
+  kvs_file_index_pin(&index, pinned, false);
+  kvs_file_index_settle(&index, read);
+  kvs_file_index_settle(&index, gone);
+  kvs_file_index_settle(&index, pinned);
+  CHECK(index.count == 4 && index.blocks == 4 && index.pinned == 0 && index.newest == pinned);
+  kvs_file_index_free(&index);
+}
+
 /* -- stores -------------------------------------------------------------------------------------------------------- */
 
 enum { NBYTES = 6000, KEYS = 24, WORKERS = 4, STEPS = 150 };
@@ -575,6 +614,7 @@ int main(void) {
   test_pages_that_lie();
   test_parts_of_pages();
   test_index();
+  test_an_index_that_is_replaced();
   test_threads_under_faults(KVS_FILE_FAULT_NONE);
   test_threads_under_faults(KVS_FILE_FAULT_SHORT);
   test_threads_under_faults(KVS_FILE_FAULT_INTERRUPT);

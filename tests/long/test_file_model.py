@@ -53,6 +53,7 @@ class Model:
         self.allowed: list[set[int]] = [{MISSING} for _ in range(self.keys)]
         self.ever: list[set[int]] = [{MISSING} for _ in range(self.keys)]
         self.hidden = False  # not all could be read at the last open
+        self.fresh: set[int] = set()  # keys that were stored since, and not deleted
         self.under_way: list[tuple[FileTransfer, list[int], list[int], list[Any]]] = []
         self.counts: Counter[str] = Counter()
         self.store = self.open()
@@ -110,6 +111,8 @@ class Model:
             allowed.add(MISSING)
         if what == "store":
             self.ever[number].add(version)
+        if what != "load":
+            (self.fresh.add if what == "store" and not reason else self.fresh.discard)(number)
         if what == "store":  # one that failed may have cost the older block, where that was in its way
             allowed = allowed | {MISSING} if reason else {version}
         elif what == "delete":
@@ -155,8 +158,9 @@ class Model:
         self.hidden = stats["lost_slots"] + stats["foreign"] > 0
         self.counts["hidden"] += self.hidden
         for number, allowed in enumerate(self.allowed):
-            if self.hidden or (were_hidden and MISSING in allowed):
+            if self.hidden or (were_hidden and not (self.roomy and number in self.fresh)):  # fresh ones may be evicted
                 self.allowed[number] = allowed | self.ever[number] | {MISSING}
+        self.fresh.clear()
 
     def round(self) -> None:
         with self.faults():

@@ -1,0 +1,19 @@
+/* The monotonic clock, by which all waits are, and condition variables that know it. */
+#ifndef KVS_WAIT_H
+#define KVS_WAIT_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define KVS_NO_DEADLINE UINT64_MAX
+
+uint64_t kvs_clock_ns(void);
+uint64_t kvs_deadline(int64_t timeout_ns); /* that far from now; negative: KVS_NO_DEADLINE */
+
+/* Like pthread_cond_init(), for kvs_cond_wait(): 0, or an errno. */
+int kvs_cond_init(pthread_cond_t *);
+/* With the lock held: false once the clock has reached the deadline; else somebody woke it, or nobody did. */
+bool kvs_cond_wait(pthread_cond_t *, pthread_mutex_t *, uint64_t deadline_ns);
+
+#endif
