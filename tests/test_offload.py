@@ -33,6 +33,7 @@ from kvswap.offload import (
     SingleDirectionOffloadingHandler,
     TransferResult,
 )
+from kvswap.vllm._handler import VLLMHandler
 
 Refs = list[list[CanonicalKVCacheRef]]
 
@@ -745,6 +746,18 @@ def test_wrong_lists_are_named_and_nothing_is_queued(
     cache.close()
 
 
+def test_a_part_that_a_job_does_not_have(library: Library) -> None:
+    """Nothing is queued, and nothing counts as stored."""
+    cache = make(library, factor=1)
+    with testing.fault(library.device, "copy", "fail"):
+        assert not one(cache, cache.store, 1, specs([1], [3], [1], [0])).success
+    for first in (1, 99):
+        with pytest.raises(IndexError, match=f"has 1 parts, and none is left from {first} on"):
+            cache.store._map.submit([1], [3], [1], [0], 0, first=first)
+    assert not one(cache, cache.load, 2, specs([10], [3], [1], [0])).success
+    cache.close()
+
+
 def test_wrong_lists_of_a_load_and_of_groups(library: Library) -> None:
     cache = make(library)
     with pytest.raises(ValueError, match=r"gpu_blocks\[1\] is 5, which is written twice"):
@@ -852,6 +865,23 @@ def test_failures_are_not_remembered_where_others_write_too(library: Library) ->
         assert not one(cache, cache.store, 1, specs([1, 2], [3], [2], [0])).success
     assert one(cache, cache.load, 2, specs([1, 2], [3], [2], [0])).success
     cache.close()
+
+
+def test_a_failed_job_does_not_keep_a_strict_handler_from_shutting_down(library: Library) -> None:
+    """Under vLLM's own connector a failure raises, and is logged where nobody asks any more."""
+    cleaned: list[str] = []
+
+    class Region:
+        def cleanup(self) -> None:
+            cleaned.append("region")
+
+    gpu, cpu = library.gpu(random_blocks(0, 8, 256)), library.cpu(random_blocks(1, 8, 256))
+    handler = VLLMHandler([gpu], [cpu], 1, plain([256]), True, Region(), device=library.device)
+    with testing.fault(library.device, "copy", "fail"):
+        handler.transfer_async(1, specs([1], [2], [1], [0]))
+    handler.shutdown()
+    assert cleaned == ["region"] and handler.src_tensors == []
+    handler.shutdown()
 
 
 def test_one_refused_copy_fails_its_block_alone(library: Library) -> None:

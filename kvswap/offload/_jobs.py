@@ -341,7 +341,7 @@ class SingleDirectionOffloadingHandler:
         self._closed = True
         with self._submitting:
             self.drain(timeout)
-            self.get_finished()
+            SingleDirectionOffloadingHandler.get_finished(self)  # which a class may have made raise
             shared, self._shared, self._map, self._stream = self._shared, None, None, None
             self.src_tensors, self.dst_tensors = [], []
         if shared is not None:

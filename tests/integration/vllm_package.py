@@ -12,6 +12,10 @@ computed. So a block that was loaded wrong, or not at all, is found.
 It runs: a cold prompt (computed, stored), the same after the GPU's cache was emptied (loaded), faults in stores (the
 keys are dropped: computed again) and in loads (recomputed), several requests at once, and the end. With --stock it runs
 vLLM's own connector around our spec, where a fault has to raise and name the job.
+
+--ranks 2: tensor-parallel ranks in processes of their own, which share the region of vLLM's tiering spec; what they
+tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: vLLM's engine is put to sleep while
+transfers run, its memory goes, and it is woken up. vllm_worker.py says what stands in for what there.
 """
 
 # ruff: noqa: E402  (vLLM is imported once it is known from where)
@@ -21,23 +25,17 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import dataclasses
-import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-
-TOKENS = 16  # of a block
-HEADS, HEAD_SIZE = 2, 32
 
 
 def parse() -> argparse.Namespace:
@@ -50,7 +48,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--spec", default="KVSwapOffloadingSpec")
     parser.add_argument("--hybrid", action="store_true", help="two groups: full attention, and a sliding window")
     parser.add_argument("--stock", action="store_true", help="vLLM's own connector: a fault must raise")
-    return parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
+    parser.add_argument("--sleep", action="store_true", help="sleep and wake up instead of faults")
+    options = parser.parse_args()
+    if options.ranks > 1 and "Tiering" not in options.spec:
+        parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
+    if options.sleep and options.device != "cpu":
+        parser.error("--sleep has memory of its own to take away: --device cpu")
+    return options
 
 
 def take_source(source: Path) -> None:
@@ -75,141 +80,33 @@ if OPTIONS.source:
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.append(str(Path(__file__).parent))
+
 import vllm
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-    set_current_vllm_config,
-)
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.forward_context import ForwardContext
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm_worker import TOKENS, Workers, expected, groups_of, made, make_cache, make_config, places
 
 import kvswap
 from kvswap import testing
-from kvswap.vllm._handler import VLLMHandler
-
-
-def made(cls: Any, **values: Any) -> Any:
-    """An object of a release's class, with those of the values that it has a place for."""
-    names = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in values.items() if name in names})
-
-
-def model_folder(folder: Path, layers: int) -> str:
-    """A configuration, and no weights: no model is loaded."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HEADS * HEAD_SIZE,
-        "intermediate_size": 128,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_SIZE,
-        "num_hidden_layers": layers,
-        "vocab_size": 1000,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "torch_dtype": "float16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def make_config(folder: Path) -> VllmConfig:
-    extra = {
-        "cpu_bytes_to_use": 64 << 20,
-        "spec_name": OPTIONS.spec,
-        "spec_module_path": "kvswap.vllm",
-        "block_size": TOKENS * OPTIONS.blocks_per_chunk,
-        "kvswap_wait_timeout_s": 60,
-        "offload_prompt_only": False,
-    }
-    connector = {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
-    transfer = KVTransferConfig(
-        **({"kv_connector": "OffloadingConnector"} if OPTIONS.stock else connector),
-        kv_role="kv_both",
-        kv_connector_extra_config=extra,
-        kv_load_failure_policy="recompute",
-    )
-    model = ModelConfig(
-        model=model_folder(folder, OPTIONS.layers),
-        skip_tokenizer_init=True,
-        dtype="float16",
-        max_model_len=4096,
-        enforce_eager=True,
-    )
-    scheduler = SchedulerConfig(
-        max_num_seqs=16,
-        max_num_batched_tokens=256,
-        max_model_len=4096,
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-        async_scheduling=False,
-    )
-    cache = CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
-    if hasattr(cache, "kv_cache_layout"):
-        cache.kv_cache_layout = "LBNHC"  # the engine does so before it makes connectors
-    device = DeviceConfig("cuda" if OPTIONS.device.startswith("cuda") else "cpu")
-    return VllmConfig(
-        model_config=model,
-        scheduler_config=scheduler,
-        cache_config=cache,
-        kv_transfer_config=transfer,
-        device_config=device,
-    )
 
 
 class Engine:
-    """vLLM's scheduler and worker-side connector, and blocks that are written and checked here."""
+    """vLLM's scheduler, and its ranks."""
 
     def __init__(self, folder: Path) -> None:
-        self.config = make_config(folder)
-        shape = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float16}
-        specs = [FullAttentionSpec(**shape)]
-        if OPTIONS.hybrid:
-            specs.append(SlidingWindowSpec(**shape, sliding_window=4 * TOKENS))
-        numbers = range(OPTIONS.layers)
-        self.groups = [
-            [f"model.layers.{len(specs) * i + g}.self_attn.attn" for i in numbers] for g in range(len(specs))
-        ]
-        page, blocks = specs[0].page_size_bytes, OPTIONS.gpu_blocks
-        if any(f.name == "layers" for f in dataclasses.fields(KVCacheTensor)):
-            strides = {"layer_stride": page * blocks, "block_stride": page}
-            size = page * blocks * OPTIONS.layers
-            tensors = [KVCacheTensor(size=size, layers=names, **strides) for names in self.groups]
-        else:
-            shared = zip(*self.groups, strict=True)
-            tensors = [KVCacheTensor(size=page * blocks, shared_by=list(names)) for names in shared]
-        cache = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=tensors,
-            kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in zip(self.groups, specs, strict=True)],
-        )
-        self.config.cache_config.num_gpu_blocks = blocks
-        # (blocks, K and V, tokens, heads, head size) a layer; groups lie over each other, a block is one group's
-        slab = torch.zeros(
-            OPTIONS.layers, blocks, 2, TOKENS, HEADS, HEAD_SIZE, dtype=torch.float16, device=OPTIONS.device
-        )
-        self.layers = {name: slab[i] for names in self.groups for i, name in enumerate(names)}
+        engine_id = f"kvswap-test-{os.getpid()}"
+        self.config = make_config(OPTIONS, folder, engine_id, 0)
+        cache = make_cache(OPTIONS)
+        self.config.cache_config.num_gpu_blocks = cache.num_blocks
         with set_current_vllm_config(self.config):
             self.scheduler = Scheduler(
                 vllm_config=self.config,
@@ -221,46 +118,15 @@ class Engine:
                 ),
                 log_stats=True,
             )
-            self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cache)
-            self.worker.register_kv_caches(self.layers)
+        self.workers = Workers(OPTIONS, folder, engine_id)
+        self.aggregator = KVOutputAggregator(OPTIONS.ranks)
+        self.region = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(TOKENS, sha256)
-        self.context = made(ForwardContext, no_compile_layers={}, attn_metadata={}, slot_mapping={})
         self.tokens: dict[str, list[int]] = {}
         self.recomputed = self.reported = 0
         self.requests = 0
-        self.checked = 0
         self.external = 0
-
-    # -- bytes --------------------------------------------------------------------------------------------------------
-
-    def expected(self, name: str, tokens: tuple[int, ...]) -> torch.Tensor:
-        """What a block holds that ends these tokens: 64 bits of their hash begin a random page."""
-        seed = int.from_bytes(sha256((name, tokens))[:7], "big")
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, 256, (2 * TOKENS * HEADS * HEAD_SIZE * 2,), dtype=torch.uint8, generator=generator)
-
-    def page(self, name: str, block: int) -> torch.Tensor:
-        return self.layers[name][block].view(torch.uint8).view(-1)
-
-    def places(self, request: str, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
-        """Blocks [begin, end) of a request, in each layer; a window's group keeps none of what lies behind it."""
-        for names, blocks in zip(self.groups, self.scheduler.kv_cache_manager.get_block_ids(request), strict=True):
-            for index in range(begin, min(end, len(blocks))):
-                if blocks[index] != 0:  # vLLM's null block
-                    yield from ((index, blocks[index], name) for name in names)
-
-    def compute(self, request: str, begin: int, end: int) -> None:
-        """Write the blocks that tokens [begin, end) complete; what came before them must be there."""
-        tokens = self.tokens[request]
-        for index, block, name in self.places(request, 0, begin // TOKENS):
-            if not torch.equal(
-                self.page(name, block).cpu(), self.expected(name, tuple(tokens[: (index + 1) * TOKENS]))
-            ):
-                raise AssertionError(f"{request}: block {index} (GPU block {block}) of {name} holds other bytes")
-            self.checked += 1
-        for index, block, name in self.places(request, begin // TOKENS, end // TOKENS):
-            self.page(name, block).copy_(self.expected(name, tuple(tokens[: (index + 1) * TOKENS])))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -275,50 +141,43 @@ class Engine:
         return name
 
     def step(self) -> None:
-        """One engine step, in the order of vLLM's model runner."""
+        """One engine step."""
         plan = self.scheduler.schedule()
-        meta = plan.kv_connector_metadata
-        self.worker.handle_preemptions(meta)
-        self.worker.bind_connector_metadata(meta)
-        self.worker.start_load_kv(self.context)
         for new in plan.scheduled_new_reqs:
             self.external += new.num_computed_tokens
         running: list[str] = list(plan.num_scheduled_tokens)
+        work = []
         for request in running:
-            before = self.scheduler.requests[request].num_computed_tokens - plan.num_scheduled_tokens[request]
-            self.compute(request, before, before + plan.num_scheduled_tokens[request])
-        self.worker.wait_for_save()
-        output = KVConnectorOutput()
-        if hasattr(output, "failed_recving"):
-            results = self.worker.get_transfer_results(plan.finished_req_ids)
-            output.finished_sending, output.finished_recving = results.finished_sending, results.finished_recving
-            output.failed_recving = results.failed_recving
-            self.reported += len(results.failed_recving)
-        else:
-            output.finished_sending, output.finished_recving = self.worker.get_finished(plan.finished_req_ids)
-        output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
-        self.recomputed += len(output.invalid_block_ids)
-        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
-        self.finish(plan, running, output)
+            end = self.scheduler.requests[request].num_computed_tokens
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request)
+            begin = (end - plan.num_scheduled_tokens[request]) // TOKENS
+            work.append((request, self.tokens[request], list(places(OPTIONS, blocks, end // TOKENS)), begin))
+        outputs = self.workers.call("step", plan.kv_connector_metadata, plan.finished_req_ids, work)
+        self.finish(plan, running, outputs)
 
-    def finish(self, plan: Any, running: list[str], output: Any) -> None:
+    def finish(self, plan: Any, running: list[str], outputs: list[Any]) -> None:
         sampled = []
         for request in running:
             known = self.scheduler.requests[request]
             done = known.num_computed_tokens >= known.num_tokens
             sampled.append([len(self.tokens[request]) % 900] if done else [])
             self.tokens[request] += sampled[-1]
-        result = made(
-            ModelRunnerOutput,
-            req_ids=running,
-            req_id_to_index={request: i for i, request in enumerate(running)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=output,
-        )
+        results = [
+            made(
+                ModelRunnerOutput,
+                req_ids=running,
+                req_id_to_index={request: i for i, request in enumerate(running)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=output,
+            )
+            for output in outputs
+        ]
+        result = results[0] if len(results) == 1 else self.aggregator.aggregate(results)
+        self.reported += len(getattr(result.kv_connector_output, "failed_recving", None) or ())
+        self.recomputed += len(result.kv_connector_output.invalid_block_ids or ())
         self.scheduler.update_from_output(plan, result)
 
     def run(self, *, limit: float = 60.0) -> None:
@@ -334,14 +193,19 @@ class Engine:
     def forget_gpu(self) -> None:
         """The GPU's prefix cache is emptied, and its bytes are made useless."""
         assert self.scheduler.reset_prefix_cache()
-        for tensor in self.layers.values():
-            tensor.view(torch.uint8).fill_(0xEE)
+        self.workers.call("forget")
 
-    def handlers(self) -> list[VLLMHandler]:
-        from kvswap.vllm import _connector
+    def stats(self, key: str) -> int:
+        """Of all ranks."""
+        return sum(stats[key] for stats in self.workers.call("stats"))
 
-        worker = self.worker.connector_worker.worker
-        return _connector._handlers_of(getattr(worker, "_worker", worker))
+    def again(self, tokens: list[int]) -> int:
+        """With an empty GPU: how many of the tokens come from the host."""
+        self.forget_gpu()
+        self.external = 0
+        self.add(tokens)
+        self.run()
+        return self.external
 
 
 def made_request(name: str, tokens: list[int], params: Any, hasher: Any) -> Request:
@@ -395,7 +259,12 @@ def scenario(engine: Engine) -> None:
     loaded = sum(len(tokens) // chunk * chunk for tokens in many)
     assert engine.external == loaded, (engine.external, loaded)
     say(f"four requests at once: {loaded} tokens from the host")
-    if OPTIONS.stock:
+    if OPTIONS.sleep:
+        sleep_and_wake(engine)
+    elif OPTIONS.ranks > 1:
+        shared_region(engine, first)
+        faults_of_a_rank(engine)
+    elif OPTIONS.stock:
         stock_faults(engine, device)
     elif OPTIONS.hybrid:
         hybrid_faults(engine, device)
@@ -411,7 +280,7 @@ def faults(engine: Engine, device: kvswap.Device) -> None:
     with testing.fault(device, "copy", "fail"):
         engine.add(tokens)
         engine.run()
-    failed = sum(handler.stats().failed for handler in engine.handlers())
+    failed = engine.stats("failed")
     assert failed > 0
     engine.forget_gpu()
     engine.add(tokens)
@@ -426,11 +295,11 @@ def faults(engine: Engine, device: kvswap.Device) -> None:
 
     engine.forget_gpu()
     engine.external = engine.recomputed = 0
-    before = sum(handler.stats().failed for handler in engine.handlers())
+    before = engine.stats("failed")
     with testing.fault(device, "copy", "fail"):
         engine.add(tokens)
         engine.run()
-    failed = sum(handler.stats().failed for handler in engine.handlers()) - before
+    failed = engine.stats("failed") - before
     assert engine.recomputed > 0 and failed > 0
     say(f"{failed} transfers failed beside a load: {engine.recomputed} blocks were reported, and computed again")
     engine.forget_gpu()
@@ -471,6 +340,131 @@ def hybrid_faults(engine: Engine, device: kvswap.Device) -> None:
     say(f"and it goes on: {engine.external} tokens from the host")
 
 
+def shared_region(engine: Engine, tokens: list[int]) -> None:
+    """Each rank's blocks lie in their place of the region that all have mapped, and that belongs to nobody else."""
+    if engine.region.exists():
+        assert engine.region.stat().st_mode & 0o777 == 0o600
+    view = engine.scheduler.connector.connector_scheduler.manager.primary_tier.get_kv_memoryview()
+    whole = bytes(view.cast("B"))
+    row, found = view.strides[0], [set(), set()]
+    for rank in range(OPTIONS.ranks):
+        for index in range(len(tokens) // (OPTIONS.blocks_per_chunk * TOKENS)):
+            for name in groups_of(OPTIONS)[0]:
+                ends = tuple(tokens[: (index + 1) * TOKENS])
+                at = whole.find(expected(rank, name, ends).numpy().tobytes())
+                assert at >= 0, f"rank {rank}: block {index} of {name} is not in the region"
+                found[rank].add(at % row // (row // OPTIONS.ranks))
+    assert found == [{0}, {1}], found
+    say(f"{OPTIONS.ranks} ranks in one region of {view.nbytes >> 20} MiB: each block lies in its rank's part of a row")
+
+
+def faults_of_a_rank(engine: Engine) -> None:
+    """One rank fails; the others' part of the block is of no use then."""
+    whole = 8 * TOKENS // (OPTIONS.blocks_per_chunk * TOKENS) * OPTIONS.blocks_per_chunk * TOKENS
+    tokens = prompt(5, 8)
+    engine.forget_gpu()
+    engine.workers.call_one(1, "fault", "fail")
+    engine.add(tokens)
+    engine.run()
+    engine.workers.call_one(1, "fault", None)
+    failed = [stats["failed"] for stats in engine.workers.call("stats")]
+    assert failed[0] == 0 and failed[1] > 0, failed
+    hits = engine.again(tokens)
+    assert hits < whole, "a store that failed on one rank was offered as a hit"
+    assert engine.again(tokens) == whole
+    say(f"{failed[1]} stores failed on rank 1 alone: their keys were dropped ({hits} tokens hit), and stored again")
+
+    engine.recomputed = 0
+    engine.workers.call_one(1, "fault", "fail")
+    engine.again(tokens)
+    engine.workers.call_one(1, "fault", None)
+    assert engine.recomputed > 0
+    say(f"a load failed on rank 1 alone: {engine.recomputed} blocks were computed again on both")
+    say(f"and it goes on: {engine.again(tokens)} tokens from the host")
+    engine.workers.call_one(1, "fault", "skip")
+    try:
+        engine.again(tokens)
+    except AssertionError as error:
+        assert "on rank 1" in str(error)
+        say(f"a copy that rank 1 left out in silence is found: {error}")
+        return
+    raise AssertionError("a copy was left out, and this test did not notice")
+
+
+class Executor:
+    """What EngineCore sleeps by."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers, self.is_sleeping = workers, False
+
+    def collective_rpc(self, name: str, **_: Any) -> list[Any]:
+        assert name == "synchronize_device", name
+        return self.workers.call("synchronize")
+
+    def sleep(self, level: int) -> None:
+        self.workers.call("sleep", level)
+        self.is_sleeping = True
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.workers.call("wake_up", tags)
+        self.is_sleeping = False
+
+    def get_kv_connector_handshake_metadata(self) -> list[Any]:
+        return self.workers.call("handshake")
+
+    def reset_mm_cache(self) -> None:
+        pass
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+
+class Core(EngineCore):
+    """vLLM's engine, as far as it sleeps and wakes up."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.vllm_config, self.scheduler = engine.config, engine.scheduler
+        self.model_executor = Executor(engine.workers)
+        self.mm_receiver_cache = None
+
+
+def sleep_and_wake(engine: Engine) -> None:
+    """Put to sleep with transfers under way: nothing touches the memory that is gone, what is there afterwards is new,
+    and nothing of before is taken for it.
+    """
+    core = Core(engine)
+    whole = 12 * TOKENS
+    for number, (mode, steps) in enumerate((("abort", 1), ("keep", 1), ("abort", 2), ("keep", 2))):
+        tokens = prompt(50 + number, 13)
+        engine.forget_gpu()
+        engine.add(tokens)
+        engine.step()
+        held = 0.0
+        if steps == 2:  # its blocks are being stored, behind a model that takes its time; else they are to be
+            held = 0.5
+            engine.workers.call("hold", held)
+            engine.step()
+            assert engine.stats("unfinished") > 0
+        begin = time.monotonic()
+        core.sleep(1, mode)
+        assert time.monotonic() - begin >= held / 2, "it did not wait for the transfers"
+        assert core.is_sleeping() and engine.stats("failed") == 0
+        time.sleep(0.1)
+        core.wake_up()
+        assert not core.is_sleeping()
+        engine.run()
+        engine.workers.call("forget")
+        assert engine.scheduler.reset_prefix_cache()
+        engine.external = 0
+        engine.add(tokens)
+        engine.run()
+        hits, again = engine.external, engine.again(tokens)
+        assert again == whole, (mode, hits, again)
+        when = "while it stored" if held else "before it stored"
+        say(f"slept ({mode}) {when}, woke up: {hits} tokens from the host at first, then {again}, all blocks checked")
+    assert engine.stats("failed") == 0
+
+
 def stock_faults(engine: Engine, device: kvswap.Device) -> None:
     engine.forget_gpu()
     try:
@@ -493,19 +487,23 @@ def main() -> int:
         f"{kvswap.__version__}, {OPTIONS.device}, {OPTIONS.spec}, {OPTIONS.blocks_per_chunk} blocks a chunk, ", end=""
     )
     print("two groups, " if OPTIONS.hybrid else "", end="")
+    print(f"{OPTIONS.ranks} ranks, " if OPTIONS.ranks > 1 else "", end="")
     print("OffloadingConnector" if OPTIONS.stock else "KVSwapConnector", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder))
-        handlers = engine.handlers()
-        assert handlers, "vLLM's own handlers are in use"
-        say(f"{len(handlers)} handlers of kvswap's on {handlers[0].device.name}")
+        first = engine.workers.call("stats")[0]
+        assert first["handlers"], "vLLM's own handlers are in use"
+        say(f"{first['handlers']} handlers of kvswap's on {first['device']}" + ", a rank" * (OPTIONS.ranks > 1))
         scenario(engine)
-        jobs = sum(handler.stats().jobs for handler in handlers)
-        paths = {path for handler in handlers for path in handler.stats().paths}
+        ends = engine.workers.call("stats")
+        paths = sorted({path for stats in ends for path in stats["paths"]})
         if not OPTIONS.stock:
-            engine.worker.shutdown()
-            engine.worker.shutdown()
-        say(f"{jobs} jobs by {sorted(paths)}, {engine.checked} blocks of layers checked: all right")
+            engine.workers.call("shutdown")
+        engine.workers.close()
+        engine.scheduler.shutdown()
+        assert not engine.region.exists(), "the region was left behind"
+        jobs, checked = (sum(stats[key] for stats in ends) for key in ("jobs", "checked"))
+        say(f"{jobs} jobs by {paths}, {checked} blocks of layers checked: all right")
     return 0
 
 

@@ -1,0 +1,439 @@
+"""A rank of vllm_package.py: vLLM's worker-side connector, and blocks that are written and checked.
+
+In this process, or in one of its own, which shares vLLM's region of host memory with the others. Going to sleep and
+waking up are those of vLLM's GPU worker, over memory that really goes.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import mmap
+import multiprocessing
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.forward_context import ForwardContext
+from vllm.utils.hashing import sha256
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+import kvswap
+from kvswap import testing
+from kvswap.vllm._handler import VLLMHandler
+
+TOKENS = 16  # of a block
+HEADS, HEAD_SIZE = 2, 32  # of a rank
+PAGE = 2 * TOKENS * HEADS * HEAD_SIZE * 2  # K and V, float16
+
+
+def made(cls: Any, **values: Any) -> Any:
+    """An object of a release's class, with those of the values that it has a place for."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in values.items() if name in names})
+
+
+def model_folder(folder: Path, layers: int) -> str:
+    """A configuration, and no weights: no model is loaded."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HEADS * HEAD_SIZE,
+        "intermediate_size": 128,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "num_hidden_layers": layers,
+        "vocab_size": 1000,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> VllmConfig:
+    extra = {
+        "cpu_bytes_to_use": 64 << 20,
+        "spec_name": options.spec,
+        "spec_module_path": "kvswap.vllm",
+        "block_size": TOKENS * options.blocks_per_chunk,
+        "kvswap_wait_timeout_s": 60,
+        "offload_prompt_only": False,
+    }
+    connector = {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
+    transfer = KVTransferConfig(
+        **({"kv_connector": "OffloadingConnector"} if options.stock else connector),
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy="recompute",
+        engine_id=engine_id,
+    )
+    model = ModelConfig(
+        model=model_folder(folder, options.layers),
+        skip_tokenizer_init=True,
+        dtype="float16",
+        max_model_len=4096,
+        enforce_eager=True,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        max_model_len=4096,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=False,
+    )
+    cache = CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
+    if hasattr(cache, "kv_cache_layout"):
+        cache.kv_cache_layout = "LBNHC"  # the engine does so before it makes connectors
+    parallel = ParallelConfig(tensor_parallel_size=options.ranks, distributed_executor_backend="mp")
+    parallel.rank = rank
+    device = DeviceConfig("cuda" if options.device.startswith("cuda") else "cpu")
+    return VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        device_config=device,
+    )
+
+
+def groups_of(options: argparse.Namespace) -> list[list[str]]:
+    """Layer names by group."""
+    groups = 2 if options.hybrid else 1
+    return [[f"model.layers.{groups * i + g}.self_attn.attn" for i in range(options.layers)] for g in range(groups)]
+
+
+def make_cache(options: argparse.Namespace) -> KVCacheConfig:
+    shape = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float16}
+    specs = [FullAttentionSpec(**shape)]
+    if options.hybrid:
+        specs.append(SlidingWindowSpec(**shape, sliding_window=4 * TOKENS))
+    groups, blocks = groups_of(options), options.gpu_blocks
+    assert specs[0].page_size_bytes == PAGE
+    if any(f.name == "layers" for f in dataclasses.fields(KVCacheTensor)):
+        strides = {"layer_stride": PAGE * blocks, "block_stride": PAGE}
+        size = PAGE * blocks * options.layers
+        tensors = [KVCacheTensor(size=size, layers=names, **strides) for names in groups]
+    else:
+        shared = zip(*groups, strict=True)
+        tensors = [KVCacheTensor(size=PAGE * blocks, shared_by=list(names)) for names in shared]
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in zip(groups, specs, strict=True)],
+    )
+
+
+def expected(rank: int, name: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    """What a block of a rank holds that ends these tokens: 56 bits of their hash begin a random page."""
+    seed = int.from_bytes(sha256((rank, name, tokens))[:7], "big")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (PAGE,), dtype=torch.uint8, generator=generator)
+
+
+class Memory:
+    """The model's cache. On the host it can go and come back at the same addresses, as under vLLM's allocator on a GPU;
+    whoever touches it meanwhile ends the process.
+    """
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        self.nbytes = nbytes
+        if device != "cpu":
+            self.tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            return
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.libc.mmap.restype = ctypes.c_void_p
+        self.libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self.ptr = self._map(None, mmap.PROT_READ | mmap.PROT_WRITE)
+        buffer = (ctypes.c_uint8 * nbytes).from_address(self.ptr)
+        self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _map(self, at: int | None, access: int) -> int:
+        fixed = 0x10 if at is not None else 0  # MAP_FIXED
+        ptr = self.libc.mmap(at, self.nbytes, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+        assert ptr != ctypes.c_void_p(-1).value, ctypes.get_errno()
+        return int(ptr)
+
+    def leave(self) -> None:
+        self._map(self.ptr, 0)  # PROT_NONE
+
+    def come_back(self) -> None:
+        self._map(self.ptr, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> None:
+        self.options, self.rank = options, rank
+        where = options.device
+        if options.ranks > 1 and where == "cpu":  # 0.26 takes the rank from the index of the GPU
+            torch.accelerator.current_device_index = lambda: rank
+        elif options.ranks > 1:
+            where = f"cuda:{rank}"
+            torch.cuda.set_device(rank)
+        config = make_config(options, folder, engine_id, rank)
+        cache = make_cache(options)
+        config.cache_config.num_gpu_blocks = cache.num_blocks
+        # (blocks, K and V, tokens, heads, head size) a layer; groups lie over each other, a block is one group's
+        self.memory = Memory(options.layers * cache.num_blocks * PAGE, where)
+        slab = self.memory.tensor.view(torch.float16)
+        slab = slab.view(options.layers, cache.num_blocks, 2, TOKENS, HEADS, HEAD_SIZE)
+        self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
+        with set_current_vllm_config(config):
+            self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            self.connector.register_kv_caches(self.layers)
+        self.config = config
+        self.context = made(ForwardContext, no_compile_layers={}, attn_metadata={}, slot_mapping={})
+        self.device = kvswap.Device("host:0" if where == "cpu" else where)
+        self.faults = contextlib.ExitStack()
+        self.checked = 0
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def page(self, name: str, block: int) -> torch.Tensor:
+        return self.layers[name][block].view(torch.uint8).view(-1)
+
+    def compute(self, request: str, tokens: list[int], blocks: list[tuple[int, int, str]], begin: int) -> None:
+        """Check the blocks before `begin`, and write the others, which tokens complete."""
+        for index, block, name in blocks:
+            page, holds = self.page(name, block), expected(self.rank, name, tuple(tokens[: (index + 1) * TOKENS]))
+            if index >= begin:
+                page.copy_(holds)
+                continue
+            if not torch.equal(page.cpu(), holds):
+                raise AssertionError(
+                    f"{request}: block {index} (GPU block {block}) of {name} holds other bytes"
+                    + (f" on rank {self.rank}" if self.rank else "")
+                )
+            self.checked += 1
+
+    def forget(self) -> None:
+        for tensor in self.layers.values():
+            tensor.view(torch.uint8).fill_(0xEE)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, meta: Any, finished: set[str], work: list[tuple[Any, ...]]) -> Any:
+        """One engine step, in the order of vLLM's model runner; what it has to tell the scheduler."""
+        self.connector.handle_preemptions(meta)
+        self.connector.bind_connector_metadata(meta)
+        self.connector.start_load_kv(self.context)
+        for item in work:
+            self.compute(*item)
+        self.connector.wait_for_save()
+        output = KVConnectorOutput()
+        if hasattr(output, "failed_recving"):
+            results = self.connector.get_transfer_results(finished)
+            output.finished_sending, output.finished_recving = results.finished_sending, results.finished_recving
+            output.failed_recving = results.failed_recving
+        else:
+            output.finished_sending, output.finished_recving = self.connector.get_finished(finished)
+        output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
+        self.connector.clear_connector_metadata()
+        return output
+
+    # -- kvswap -------------------------------------------------------------------------------------------------------
+
+    def handlers(self) -> list[VLLMHandler]:
+        from kvswap.vllm import _connector
+
+        worker = self.connector.connector_worker.worker
+        return _connector._handlers_of(getattr(worker, "_worker", worker))
+
+    def stats(self) -> dict[str, Any]:
+        stats = [handler.stats() for handler in self.handlers()]
+        return {
+            "handlers": len(stats),
+            "device": self.device.name,
+            "jobs": sum(s.jobs for s in stats),
+            "failed": sum(s.failed for s in stats),
+            "unfinished": sum(s.unfinished for s in stats),
+            "paths": {path for s in stats for path in s.paths},
+            "checked": self.checked,
+        }
+
+    def fault(self, action: str | None) -> None:
+        """The next copy fails, or is left out; None: no more."""
+        if action is None:
+            self.faults.close()
+        else:
+            self.faults.enter_context(testing.fault(self.device, "copy", action))
+
+    def hold(self, seconds: float) -> None:
+        """The model computes for so long: what is submitted meanwhile waits for it."""
+        testing.delay(self.device, seconds, 0)
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
+        self.connector.shutdown()
+
+    # -- sleep --------------------------------------------------------------------------------------------------------
+
+    def their_worker(self) -> Any:
+        """vLLM's GPU worker, as far as it sleeps: its sleep() and wake_up() with this memory below them."""
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+        from vllm.v1.worker import gpu_worker
+
+        memory = self.memory
+
+        class Backend(SleepModeBackend):
+            def suspend(self, level: int = 1) -> None:
+                memory.leave()
+
+            def resume(self, tags: list[str] | None = None) -> None:
+                memory.come_back()
+
+        backend = Backend()
+
+        class Sleeper(gpu_worker.Worker):
+            def __init__(self) -> None:
+                self._sleep_saved_buffers = {}
+
+            sleep_mode_backend = property(lambda _: backend)
+
+            def _get_sleep_mode_backend(self) -> Backend:
+                return backend
+
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("_sleep"):
+                    return {}
+                raise AttributeError(name)
+
+        sleeper = Sleeper()
+        sleeper.model_runner = SimpleNamespace(post_kv_cache_wake_up=lambda: None)  # of FP8's scales
+        sleeper.vllm_config = self.config
+        sleeper.cache_config = self.config.cache_config
+        return sleeper
+
+    def sleep(self, level: int = 1) -> None:
+        """Without a GPU, torch.accelerator is the host device: waiting for all that it has queued."""
+        if not hasattr(self, "sleeper"):
+            self.sleeper = self.their_worker()
+        torch.accelerator.synchronize = self.synchronize
+        torch.accelerator.get_memory_info = lambda *_: (0, 1)
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        self.sleeper.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(set_current_vllm_config(self.config))
+            self.sleeper.wake_up(tags)
+
+    def handshake(self) -> Any:
+        return self.connector.get_handshake_metadata()
+
+    def synchronize(self) -> None:
+        self.device.synchronize(60)
+
+
+# -- in a process of its own ------------------------------------------------------------------------------------------
+
+
+def serve(pipe: Any, *arguments: Any) -> None:
+    """Until told to end: the name of a method and what it is given, answered by what it gives or raises."""
+    try:
+        worker = Worker(*arguments)
+        pipe.send((None, True))
+        for name, args in iter(pipe.recv, None):
+            try:
+                pipe.send((getattr(worker, name)(*args), True))
+            except Exception as error:
+                pipe.send((error, False))
+    except Exception:
+        pipe.send((RuntimeError(traceback.format_exc()), False))
+
+
+class WorkerProcess:
+    """A Worker in another process: begin() a call on all of them, then end() it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, name: str, *args: Any) -> None:
+        self.pipe.send((name, args))
+
+    def end(self, limit: float = 180.0) -> Any:
+        assert self.pipe.poll(limit), "a rank does not answer"
+        value, well = self.pipe.recv()
+        if not well:
+            raise value
+        return value
+
+    def close(self) -> None:
+        self.pipe.send(None)
+        self.process.join(60)
+        assert self.process.exitcode == 0, self.process.exitcode
+
+
+class Workers:
+    """All ranks."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, engine_id: str) -> None:
+        ranks = range(options.ranks)
+        self.local = Worker(options, folder, engine_id, 0) if options.ranks == 1 else None
+        self.processes = [WorkerProcess(options, folder, engine_id, rank) for rank in ranks if not self.local]
+        for process in self.processes:
+            process.end()
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        if self.local:
+            return [getattr(self.local, name)(*args)]
+        for process in self.processes:
+            process.begin(name, *args)
+        return [process.end() for process in self.processes]
+
+    def call_one(self, rank: int, name: str, *args: Any) -> Any:
+        if self.local:
+            return getattr(self.local, name)(*args)
+        self.processes[rank].begin(name, *args)
+        return self.processes[rank].end()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+
+def places(options: argparse.Namespace, blocks: Any, end: int) -> Iterator[tuple[int, int, str]]:
+    """The first blocks of a request, in each layer; a window's group keeps none of what lies behind it."""
+    for names, ids in zip(groups_of(options), blocks, strict=True):
+        for index in range(min(end, len(ids))):
+            if ids[index] != 0:  # vLLM's null block
+                yield from ((index, ids[index], name) for name in names)
