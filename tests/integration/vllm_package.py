@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-blocks", type=int, default=64)
     parser.add_argument("--spec", default="KVSwapOffloadingSpec")
     parser.add_argument("--hybrid", action="store_true", help="two groups: full attention, and a sliding window")
+    parser.add_argument("--mla", action="store_true", help="a latent a token, in place of K and V")
     parser.add_argument("--stock", action="store_true", help="vLLM's own connector: a fault must raise")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
     parser.add_argument("--sleep", action="store_true", help="sleep and wake up instead of faults")
@@ -346,14 +347,19 @@ def shared_region(engine: Engine, tokens: list[int]) -> None:
         assert engine.region.stat().st_mode & 0o777 == 0o600
     view = engine.scheduler.connector.connector_scheduler.manager.primary_tier.get_kv_memoryview()
     whole = bytes(view.cast("B"))
-    row, found = view.strides[0], [set(), set()]
-    for rank in range(OPTIONS.ranks):
+    row, found, ranks = view.strides[0], [set(), set()], range(1 if OPTIONS.mla else OPTIONS.ranks)
+    for rank in ranks:
         for index in range(len(tokens) // (OPTIONS.blocks_per_chunk * TOKENS)):
             for name in groups_of(OPTIONS)[0]:
                 ends = tuple(tokens[: (index + 1) * TOKENS])
                 at = whole.find(expected(rank, name, ends).numpy().tobytes())
                 assert at >= 0, f"rank {rank}: block {index} of {name} is not in the region"
                 found[rank].add(at % row // (row // OPTIONS.ranks))
+                once = whole.find(expected(rank, name, ends).numpy().tobytes(), at + 1) < 0
+    if OPTIONS.mla:
+        copies = "one copy" if once else "a copy each"
+        say(f"{OPTIONS.ranks} ranks in one region of {view.nbytes >> 20} MiB, with {copies} of the latents")
+        return
     assert found == [{0}, {1}], found
     say(f"{OPTIONS.ranks} ranks in one region of {view.nbytes >> 20} MiB: each block lies in its rank's part of a row")
 
@@ -486,7 +492,7 @@ def main() -> int:
     print(
         f"{kvswap.__version__}, {OPTIONS.device}, {OPTIONS.spec}, {OPTIONS.blocks_per_chunk} blocks a chunk, ", end=""
     )
-    print("two groups, " if OPTIONS.hybrid else "", end="")
+    print("two groups, " if OPTIONS.hybrid else "MLA, " if OPTIONS.mla else "", end="")
     print(f"{OPTIONS.ranks} ranks, " if OPTIONS.ranks > 1 else "", end="")
     print("OffloadingConnector" if OPTIONS.stock else "KVSwapConnector", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -52,7 +53,8 @@ from kvswap.vllm._handler import VLLMHandler
 
 TOKENS = 16  # of a block
 HEADS, HEAD_SIZE = 2, 32  # of a rank
-PAGE = 2 * TOKENS * HEADS * HEAD_SIZE * 2  # K and V, float16
+LATENT = 2 * HEADS * HEAD_SIZE  # of MLA, in place of K and V
+PAGE = TOKENS * LATENT * 2  # float16
 
 
 def made(cls: Any, **values: Any) -> Any:
@@ -90,6 +92,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         "kvswap_wait_timeout_s": 60,
         "offload_prompt_only": False,
     }
+    if options.mla and options.ranks > 1:
+        extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     connector = {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
     transfer = KVTransferConfig(
         **({"kv_connector": "OffloadingConnector"} if options.stock else connector),
@@ -138,6 +142,8 @@ def groups_of(options: argparse.Namespace) -> list[list[str]]:
 def make_cache(options: argparse.Namespace) -> KVCacheConfig:
     shape = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float16}
     specs = [FullAttentionSpec(**shape)]
+    if options.mla:
+        specs = [MLAAttentionSpec(**{**shape, "num_kv_heads": 1, "head_size": LATENT})]
     if options.hybrid:
         specs.append(SlidingWindowSpec(**shape, sliding_window=4 * TOKENS))
     groups, blocks = groups_of(options), options.gpu_blocks
@@ -198,6 +204,7 @@ class Worker:
 
     def __init__(self, options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> None:
         self.options, self.rank = options, rank
+        self.part = 0 if options.mla else rank  # all ranks have the same latents, and heads of their own
         where = options.device
         if options.ranks > 1 and where == "cpu":  # 0.26 takes the rank from the index of the GPU
             torch.accelerator.current_device_index = lambda: rank
@@ -207,10 +214,12 @@ class Worker:
         config = make_config(options, folder, engine_id, rank)
         cache = make_cache(options)
         config.cache_config.num_gpu_blocks = cache.num_blocks
-        # (blocks, K and V, tokens, heads, head size) a layer; groups lie over each other, a block is one group's
+        # (blocks, K and V, tokens, heads, head size) a layer, or (blocks, tokens, latent); groups lie over each other,
+        # a block is one group's
         self.memory = Memory(options.layers * cache.num_blocks * PAGE, where)
         slab = self.memory.tensor.view(torch.float16)
-        slab = slab.view(options.layers, cache.num_blocks, 2, TOKENS, HEADS, HEAD_SIZE)
+        block = (TOKENS, LATENT) if options.mla else (2, TOKENS, HEADS, HEAD_SIZE)
+        slab = slab.view(options.layers, cache.num_blocks, *block)
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
         with set_current_vllm_config(config):
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
@@ -229,7 +238,7 @@ class Worker:
     def compute(self, request: str, tokens: list[int], blocks: list[tuple[int, int, str]], begin: int) -> None:
         """Check the blocks before `begin`, and write the others, which tokens complete."""
         for index, block, name in blocks:
-            page, holds = self.page(name, block), expected(self.rank, name, tuple(tokens[: (index + 1) * TOKENS]))
+            page, holds = self.page(name, block), expected(self.part, name, tuple(tokens[: (index + 1) * TOKENS]))
             if index >= begin:
                 page.copy_(holds)
                 continue
