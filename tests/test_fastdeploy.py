@@ -192,6 +192,7 @@ def test_no_values_do_nothing(make: Callable[..., Layers], mode: int) -> None:
             )
             is None
         )
+        assert fastdeploy.swap_cache_layout(tensors[:0], layers.ptrs[0], [], GPU_IDS, CPU_IDS, 0, mode) is None
     layers.check_untouched()
 
 

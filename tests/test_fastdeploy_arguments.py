@@ -39,7 +39,7 @@ NEWER = (
     "--pod_ip", "0.0.0.0", "--engine_worker_queue_port", "9923", "--num_cpu_blocks", "4", "--ipc_suffix", "abc",
     "--protocol", "ipc", "--local_data_parallel_id", "0", "--rdma_port", "", "--speculative_config",
     '{"method": "mtp", "num_extra_cache_layer": 1, "num_gpu_block_expand_ratio": 1}', "--write_policy",
-    "write_through", "--model_path", "/models/x",
+    "write_through", "--model_path", "/models/x", "--routing_replay_config", '{"enable_routing_replay": false}',
 )  # fmt: skip
 
 
@@ -93,6 +93,7 @@ def test_extra_layers_with_fewer_blocks() -> None:
         (("--value_cache_shape", "1,1,1,1"), "goes with --key_cache_shape"),
         (("--key_cache_shape", "2,1,1,1", "--value_cache_shape", "3,1,1,1"), "has 3 blocks, --key_cache_shape 2"),
         (("--bytes_per_layer_per_block", "127", "--head_dim", "1"), "a block of the given shape has 128 bytes"),
+        (("--routing_replay_config", '{"enable_routing_replay": true}'), "enable_routing_replay is on"),
         (("--speculative_config", '{"num_extra_cache_layer": -1}'), "num_extra_cache_layer is -1"),
         (("--speculative_config", '{"num_extra_cache_layer": 1, "num_gpu_block_expand_ratio": "x"}'), "no ratio"),
     ],
@@ -109,7 +110,7 @@ def test_what_is_not_served_is_refused(words: tuple[str, ...], message: str) -> 
         ("--rank", "-1"), ("--num_layers", "0"), ("--key_cache_shape", "1,2,3"), ("--key_cache_shape", "1,2,3,x"),
         ("--key_cache_shape", "1,2,3,0"), ("--cache_dtype", "int4"), ("--speculative_config", "{"),
         ("--speculative_config", "[]"), ("--task_timeout", "0"), ("--task_timeout", "nan"), ("--queue_limit", "0"),
-        ("--no_such_option",),
+        ("--no_such_option",), ("--routing_replay_config", "x"),
     ],
 )  # fmt: skip
 def test_wrong_values(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import copy
 import itertools
 import os
 import struct
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Buffer, random_bytes
+from conftest import ROOT, Buffer, random_bytes
 from processes import Failed, Process
 
 import kvswap
@@ -278,13 +279,76 @@ def test_install_without_fastdeploy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_device_of_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops without a rank go by what paddle was set to, and open no other GPU."""
+    """Ops without a rank go by what paddle was set to, and open no other GPU; without a GPU by what stands for it."""
+    from kvswap.fastdeploy import ops
+    from kvswap.fastdeploy._tensors import framework_gpu
+
     paddle = types.ModuleType("paddle")
     paddle.device = types.SimpleNamespace(get_device=lambda: "gpu:3")
     monkeypatch.setitem(sys.modules, "paddle", paddle)
-    assert ipc.current_device.__module__ == "kvswap.fastdeploy.ops"
-    from kvswap.fastdeploy._tensors import framework_device
-
-    assert framework_device(None) == "cuda:3"
+    monkeypatch.setattr(ops, "_kind", lambda: "host")
+    monkeypatch.setattr(ops, "_last", None)
+    assert framework_gpu(None) == 3
+    assert ops.current_device().name == "host:3"
     paddle.device = types.SimpleNamespace(get_device=lambda: "cpu")
-    assert framework_device(None) is None
+    assert framework_gpu(None) is None
+    assert ops.current_device().name == "host:3"  # as their managers allocate: paddle was set to the CPU for it
+    assert ops.current_device("host:1").name == "host:1"
+
+
+class Copying:
+    """paddle's tensor of a paddle whose reshape() copies."""
+
+    __module__ = "paddle"
+    dtype = "bfloat16"
+
+    def __init__(self, ptr: int = 1) -> None:
+        self.ptr = ptr
+
+    def data_ptr(self) -> int:
+        return self.ptr
+
+    def element_size(self) -> int:
+        return 2
+
+    def view(self, dtype: str) -> Copying:
+        return self
+
+    def reshape(self, shape: list[int]) -> Copying:
+        return Copying(self.ptr + 256)
+
+
+def test_a_framework_that_copies_is_refused(device: kvswap.Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only the last step does: the engine would write one memory, and the swaps read another."""
+    cache = Buffer(device, NBYTES)
+    fastdeploy.set_data_ipc(cache.memory, name)
+    paddle = types.ModuleType("paddle")
+    paddle.to_tensor = lambda shared: Copying(shared.data_ptr())
+    monkeypatch.setitem(sys.modules, "paddle", paddle)
+    shared = ipc.SharedTensor(ipc.open_segment(name, device, NBYTES), SHAPE, 2, "bfloat16")
+    gpu = types.SimpleNamespace(kind="cuda", name="cuda:0")
+    monkeypatch.setattr(shared, "_opened", types.SimpleNamespace(ptr=cache.ptr, device=gpu))
+    with pytest.raises(kvswap.Error, match="this paddle copies what it should share"):
+        ipc._as_framework(shared, Copying())
+
+
+# -- in a manager that FastDeploy starts ------------------------------------------------------------------------------
+
+
+def test_the_page_on_a_script_that_fastdeploy_starts(tmp_path: Path) -> None:
+    """The docs' sitecustomize.py, in a likeness: the script's ops are kvswap's, another script's are not touched."""
+    page = (ROOT / "docs" / "fastdeploy.md").read_text()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(page.split("```python\n# sitecustomize.py")[1].split("```")[0])
+    package = tmp_path / "fastdeploy"
+    for folder in (package / "model_executor" / "ops", package / "cache_manager"):
+        folder.mkdir(parents=True)
+    (package / "model_executor" / "ops" / "gpu.py").write_text("def swap_cache_all_layers(*args): ...\n")
+    script = "from fastdeploy.model_executor.ops.gpu import swap_cache_all_layers as op\nprint(op.__module__)\n"
+    here = Path(kvswap.__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{tmp_path}:{here}"}
+    for name, module in (("cache_transfer_manager.py", "kvswap.fastdeploy.ops"), ("other.py", "fastdeploy.model_")):
+        (package / "cache_manager" / name).write_text(script)
+        words = [sys.executable, str(package / "cache_manager" / name), "--rank", "0"]
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.startswith(module), done.stdout + done.stderr

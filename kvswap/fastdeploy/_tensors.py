@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
-__all__ = ["Blocks", "blocks_of", "framework_device", "itemsize", "order_of"]
+__all__ = ["Blocks", "blocks_of", "framework_gpu", "itemsize", "order_of"]
 
 
 class Blocks(NamedTuple):
@@ -108,16 +108,16 @@ def stream_of(tensor: Any) -> Any:
     return None
 
 
-def framework_device(tensor: Any) -> str | None:
-    """cuda:N of the tensor, or of what paddle was set to, where there is such a thing."""
+def framework_gpu(tensor: Any) -> int | None:
+    """The number of the tensor's GPU, or of the one that paddle was set to, where there is such a thing."""
     framework = type(tensor).__module__.partition(".")[0]
     if framework == "torch" and tensor.is_cuda:
-        return f"cuda:{tensor.device.index}"
+        return int(tensor.device.index)
     get_device = getattr(getattr(sys.modules.get("paddle"), "device", None), "get_device", None)
     if callable(get_device):
         kind, _, number = str(get_device()).partition(":")
         if kind == "gpu" and number.isdigit():
-            return f"cuda:{number}"
+            return int(number)
     return None
 
 

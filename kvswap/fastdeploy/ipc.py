@@ -254,9 +254,10 @@ def _as_framework(shared: SharedTensor, like: Any) -> Any:
         flat = module.to_tensor(shared)
     if flat is None:
         return shared
-    if flat.data_ptr() != shared.data_ptr():
+    made = flat.view(like.dtype).reshape(list(shared.shape))
+    if made.data_ptr() != shared.data_ptr():
         raise _C.Error(f"this {framework} copies what it should share: use the address (data_ptr()) of a SharedTensor")
-    return flat.view(like.dtype).reshape(list(shared.shape))
+    return made
 
 
 def set_data_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> None:

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from kvswap import _C
-from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_device, order_of
+from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_gpu, order_of
 
 __all__ = [
     "cuda_host_alloc",
@@ -88,10 +88,11 @@ def device_of(rank: Any, device: _Device = None) -> _C.Device:
 
 def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
     """For ops that are told no rank: the device that is named, else the tensor's GPU, else the one that the tensor's
-    framework (or paddle, where it is loaded) has set, else what an op used last, else the current GPU or host:0."""
+    framework (or paddle, where it is loaded) has set, else what an op used last, else the current GPU or host:0. A GPU
+    is what stands for its number here, as for `rank`."""
     global _last
-    if device is None:
-        device = framework_device(tensor)
+    if device is None and (number := framework_gpu(tensor)) is not None:
+        device = f"{_kind()}:{number}"
     if isinstance(device, str):
         device = _device_named(device)
     _last = device or _last or _C.Device(None)
@@ -318,6 +319,8 @@ swap_cache = swap_cache_per_layer  # as it was called first
 
 
 def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
+    if not tensors:  # a model without values has no shape for them either
+        return []
     shape = [_index(extent, f"cache_shape[{i}]", 1) for i, extent in enumerate(cache_shape)]
     if len(shape) not in (3, 4):
         raise ValueError(f"cache_shape is {shape}: it has 3 or 4 extents, the number of blocks first")

@@ -68,7 +68,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _speculative(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -157,7 +157,7 @@ def _add_model(group: Any) -> None:
     )
     group.add_argument(
         "--speculative_config",
-        type=_speculative,
+        type=_json_object,
         default={},
         metavar="JSON",
         help="num_extra_cache_layer and num_gpu_block_expand_ratio of it count",
@@ -174,6 +174,13 @@ def _add_refused(group: Any) -> None:
     group.add_argument("--enable_splitwise", type=int, default=0, help="only 0")
     group.add_argument("--protocol", default="ipc", help="only ipc")
     group.add_argument("--kvcache_storage_backend", default=None, help="none is served")
+    group.add_argument(
+        "--routing_replay_config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="only with enable_routing_replay off: experts' choices are not moved",
+    )
     for name in (
         "rdma_port",
         "pod_ip",
@@ -243,6 +250,8 @@ def _refuse(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given != value:
             raise ValueError(f"--{name} {given}: {why}")
+    if args.routing_replay_config.get("enable_routing_replay"):
+        raise ValueError("--routing_replay_config: enable_routing_replay is on, but experts' choices are not moved")
 
 
 def _layout(args: argparse.Namespace) -> Layout:
