@@ -15,10 +15,10 @@ enum {
   PEER_CTAS = 64,     /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
   MOST_RESIDENT = 32, /* CTAs of a relay: more gain nothing */
   /* A relay's warps wait for memory of the GPU, not for the link, so that few CTAs of more warps do. Measured, H200,
-   * beside an 8192^3 product, 256 MiB a transfer: 2 CTAs 1.02 at 39.6 GB/s, 3 1.04 at 44 to 46, 4 of 2 warps 1.05 at
-   * 42. One SM that is always taken costs that product 1.06, whatever is done with it. */
+   * beside an 8192^3 product, 256 MiB a transfer: 2 CTAs 1.02 at 39.6 GB/s, 3 1.04 to 1.07 at 42 to 46, 4 of 2 warps
+   * 1.05 at 42. One SM that is always taken costs that product 1.06, whatever is done with it. */
   RELAY_WARPS = 4,
-  RELAY_BACKGROUND_CTAS = 3,
+  RELAY_BACKGROUND_CTAS = 2,
   RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of a warp, in shared memory */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
