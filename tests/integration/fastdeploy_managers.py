@@ -168,7 +168,7 @@ class Engine:
         self.source, self.scenario, self.drop = source, scenario, drop
         self.options, self.random = options_of(source), np.random.default_rng(seed)
         self.newer = "key_cache_shape" in self.options
-        self.events_first = "event_args" in (source / SCRIPT).read_text()
+        self.events_first = "= data[0]" in (source / SCRIPT).read_text()
         self.folder = Path(tempfile.mkdtemp(prefix="fastdeploy-managers-"))
         self.managers: list[subprocess.Popen[bytes]] = []
         self.reports: list[dict[str, str]] = []
@@ -335,6 +335,9 @@ class Engine:
         name = f"task-{number}"
         old, new = ([number], gpu_ids, cpu_ids, kind, name), (kind, name, [number], gpu_ids, cpu_ids)
         task = new if self.events_first else old
+        # Put while the ranks read another, it can make FastDeploy's queue forget which of them have read that one: a
+        # rank then does it twice. Several are under way all the same.
+        wait_for("the ranks to read a task", self.queue.empty, alive=self.alive)
         self.queue.put_transfer_task(task)
         return task
 
