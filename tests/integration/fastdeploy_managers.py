@@ -171,7 +171,7 @@ class Engine:
         self.events_first = "= data[0]" in (source / SCRIPT).read_text()
         self.folder = Path(tempfile.mkdtemp(prefix="fastdeploy-managers-"))
         self.managers: list[subprocess.Popen[bytes]] = []
-        self.reports: list[dict[str, str]] = []
+        self.reports: list[dict[str, Any]] = []
         self.count = {"batches": 0, "tasks": 0, "blocks": 0, "moved": 0, "verified": 0}
         stubs.enter(source)
         from fastdeploy import inter_communicator as theirs
@@ -493,7 +493,10 @@ def run_processes(source: Path, scenario: Scenario, batches: int, seed: int, dro
         engine.close()
     if len(engine.reports) != scenario.ranks:
         raise Wrong("a manager did not end when it was told to")
-    return {"count": engine.count, "ran": engine.reports[0], "here": stubs.report(source)}
+    for rank, found in enumerate(engine.reports):
+        if found["devices"] != [stubs.device(engine.number(rank)).name]:
+            raise Wrong(f"rank {rank} allocated its host memory for {found['devices']}, not for its own device")
+    return {"count": engine.count, "ran": engine.reports[0]["files"], "here": stubs.report(source)}
 
 
 # -- the manager within the engine ------------------------------------------------------------------------------------
