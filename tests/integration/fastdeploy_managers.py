@@ -114,7 +114,7 @@ class Scenario:
 
 def scenarios(options: set[str]) -> list[Scenario]:
     """What a generation with these options can do."""
-    newest = "max_model_len" in options  # since then a manager that made the caches can also clear them
+    newest = "model_path" in options  # since then a manager that made the caches can also clear them
     asks = "create_cache_tensor" in options  # before that it always made them, and cleared nothing
     wanted = [
         Scenario(ranks=2, extra=1, create=not asks),
@@ -127,8 +127,8 @@ def scenarios(options: set[str]) -> list[Scenario]:
         wanted.append(Scenario(values=False, create=newest))
     if "default_dtype" in options:
         wanted.append(Scenario(dtype="block_wise_fp8", ranks=2))
-        wanted.append(Scenario(dtype="block_wise_fp8", create=True, clear=True))
-    if newest and "model_path" in options:
+        wanted.append(Scenario(dtype="block_wise_fp8", create=True, clear=newest))
+    if newest:
         wanted += [Scenario(storage=True), Scenario(storage=True, values=False)]
         wanted.append(Scenario(storage=True, dtype="block_wise_fp8", create=True))
     return wanted
