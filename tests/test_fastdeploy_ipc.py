@@ -254,6 +254,27 @@ def test_install(stubs: dict[str, types.ModuleType], device: kvswap.Device, name
     )
 
 
+def test_install_listens_to_paddle(stubs: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their managers set the CPU before they allocate host memory: it is for the GPU that was set before, no other."""
+    from kvswap.fastdeploy import ops
+
+    paddle, now = types.ModuleType("paddle"), ["gpu:0"]
+    paddle.device = types.SimpleNamespace(get_device=lambda: now[-1])
+    paddle.set_device = own = lambda name: now.append(name)
+    monkeypatch.setitem(sys.modules, "paddle", paddle)
+    monkeypatch.setattr(ops, "_kind", lambda: "host")
+    monkeypatch.setattr(ops, "_last", None)
+    monkeypatch.setattr(ops, "_noted", None)
+    with fastdeploy.install() as installed:
+        assert "paddle.set_device" in installed.names and fastdeploy.install().names == []
+        paddle.set_device("gpu:3")
+        paddle.set_device("cpu")
+        assert now[-1] == "cpu" and ops.current_device().name == "host:3"
+        fastdeploy.swap_cache_all_layers([], [], 1, [], [], 5, 0)  # what an op used last is another one
+        assert ops.current_device().name == "host:3"
+    assert paddle.set_device is own
+
+
 def test_install_in_the_seeds_generation(stubs: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing gathers the ops, they are found where they are made."""
     monkeypatch.delitem(sys.modules, "fastdeploy.cache_manager.ops")
@@ -288,6 +309,7 @@ def test_device_of_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paddle", paddle)
     monkeypatch.setattr(ops, "_kind", lambda: "host")
     monkeypatch.setattr(ops, "_last", None)
+    monkeypatch.setattr(ops, "_noted", None)
     assert framework_gpu(None) == 3
     assert ops.current_device().name == "host:3"
     paddle.device = types.SimpleNamespace(get_device=lambda: "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -47,9 +48,9 @@ class Installed:
         with _lock:
             return [f"{module.__name__}.{name}" for module, name, _ in self._before]
 
-    def _rebind_locked(self, module: ModuleType, name: str) -> None:
+    def _rebind_locked(self, module: ModuleType, name: str, new: Any = None) -> None:
         self._before.append((module, name, getattr(module, name)))
-        setattr(module, name, _OPS[name])
+        setattr(module, name, new or _OPS[name])
 
     def remove(self) -> None:
         """Give FastDeploy its own ops back. What was allocated or opened by ours must be given back before. Harmless if
@@ -87,11 +88,24 @@ def _users(name: str, own: Any) -> list[ModuleType]:
     ]
 
 
+def _watch_paddle(own: Any) -> Any:
+    """paddle.set_device, which says what it was set to: see note_gpu()."""
+
+    @functools.wraps(own)
+    def set_device(*args: Any, **options: Any) -> Any:
+        place = own(*args, **options)
+        ops.note_gpu(args[0] if args else next(iter(options.values()), None))
+        return place
+
+    return set_device
+
+
 def install() -> Installed:
     """Rebind FastDeploy's cache ops to kvswap's, wherever its modules have them; every other name stays as it is.
 
     Call it in each process whose ops are to be ours, once FastDeploy can be imported: before its cache manager is, or
     later. All ops change together, as memory from one side's cuda_host_alloc() is not for the other's cuda_host_free().
+    paddle.set_device goes on as it was, but is listened to.
 
     kvswap.Error: there is no FastDeploy to be imported, or it has none of the ops. Any thread may call.
     """
@@ -108,6 +122,9 @@ def install() -> Installed:
                 installed._rebind_locked(module, name)
                 for user in _users(name, own):
                     installed._rebind_locked(user, name)
+        paddle = sys.modules.get("paddle")
+        if installed._before and paddle is not None and hasattr(paddle, "set_device"):
+            installed._rebind_locked(paddle, "set_device", _watch_paddle(paddle.set_device))
     if not installed.names and not any(_OPS.keys() & vars(module).keys() for module in found):
         raise _C.Error(f"{found[0].__name__} has none of the ops that kvswap has: is it for another device?")
     _log.info("FastDeploy's ops are kvswap's now: %s", ", ".join(sorted(installed.names)))

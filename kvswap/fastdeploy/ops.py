@@ -86,13 +86,27 @@ def device_of(rank: Any, device: _Device = None) -> _C.Device:
     return device
 
 
+_noted: int | None = None  # the GPU that paddle was set to last
+
+
+def note_gpu(name: Any) -> None:
+    """What paddle was set to. It forgets its GPU when it is set to the CPU, as FastDeploy's managers do before they
+    allocate host memory: another GPU would be opened for that."""
+    global _noted
+    kind, _, number = str(name).partition(":")
+    if kind == "gpu" and number.isdigit():
+        _noted = int(number)
+
+
 def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
     """For ops that are told no rank: the device that is named, else the tensor's GPU, else the one that the tensor's
-    framework (or paddle, where it is loaded) has set, else what an op used last, else the current GPU or host:0. A GPU
-    is what stands for its number here, as for `rank`."""
+    framework (or paddle, where it is loaded) has set, or had set before the CPU, else what an op used last, else the
+    current GPU or host:0. A GPU is what stands for its number here, as for `rank`."""
     global _last
-    if device is None and (number := framework_gpu(tensor)) is not None:
-        device = f"{_kind()}:{number}"
+    if device is None:
+        number = framework_gpu(tensor)
+        number = _noted if number is None else number
+        device = None if number is None else f"{_kind()}:{number}"
     if isinstance(device, str):
         device = _device_named(device)
     _last = device or _last or _C.Device(None)

@@ -310,7 +310,9 @@ def enter_manager() -> None:
     enter(source)
 
     def end(number: int, frame: Any) -> None:
-        Path(settings["report"]).write_text(json.dumps(report(source, Path(settings["script"]))))
+        devices = sorted({memory.device.name for memory in ops._host.values()})
+        found = {"files": report(source, Path(settings["script"])), "devices": devices}
+        Path(settings["report"]).write_text(json.dumps(found))
         os._exit(0)  # their threads and their loop never end by themselves
 
     signal.signal(signal.SIGTERM, end)
