@@ -29,7 +29,8 @@ struct properties {
 
 enum { NONE, RETURN, ERRNO, FLIP };
 
-int fake_major, fake_file_systems, fake_flags;                                  /* what it claims */
+int fake_major, fake_file_systems, fake_flags; /* what it claims */
+volatile int fake_opening, fake_open_waits;
 int fake_open_code, fake_properties_code, fake_register_code, fake_buffer_code; /* what calls return */
 int fake_refuse_from;                            /* handles from this one on, counted from 1, are refused; 0: none */
 int fake_most;                                   /* bytes of one read or write; 0: all */
@@ -61,6 +62,8 @@ void fake_reset(void) {
 
 struct result cuFileDriverOpen(void) {
   if (!fake_open_code) fake_opens++;
+  for (fake_opening = 1; fake_opening && fake_open_waits; usleep(1000))
+    continue; /* until a test sets fake_opening to 0 */
   return (struct result){fake_open_code, 0};
 }
 

@@ -623,6 +623,43 @@ def test_at_exit_the_driver_is_closed(fake: Fake, fake_path: Path, tmp_path: Pat
         assert store.stats()["found"] == 64
 
 
+def test_a_child_that_is_forked_while_the_library_opens(fake_path: Path, device_name: str, tmp_path: Path) -> None:
+    """It waits neither at its end nor in a store of its own for a thread that it does not have."""
+    if not device_name.startswith("host:"):
+        pytest.skip("the machine's own libcufile is tested here, which is opened once a process")
+    done = run_python(
+        f"""
+        import ctypes, os, signal, threading
+        import kvswap
+        from kvswap import _C
+        from kvswap.files import FileStore, Layout
+        fake = ctypes.CDLL({str(fake_path)!r})
+        fake.fake_reset()
+        opening, waits = (ctypes.c_int.in_dll(fake, f"fake_{{name}}") for name in ("opening", "open_waits"))
+        waits.value = 1
+        def open_one():
+            folder = {str(tmp_path / "parent")!r}
+            FileStore(folder, Layout(8192), capacity=8 << 20, device="host:0", gds="compat").close()
+        thread = threading.Thread(target=open_one)
+        thread.start()
+        while not opening.value:
+            pass
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            waits.value = 0
+            _C._file_gds_close()
+            _C._shutdown(1.0)
+            os._exit(0)
+        opening.value = waits.value = 0
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """,
+        KVSWAP_CUFILE=str(fake_path),
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # -- who else uses it -------------------------------------------------------------------------------------------------
 
 

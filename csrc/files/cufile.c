@@ -109,7 +109,15 @@ static int open_locked(struct kvs_error *err) {
   return KVS_OK;
 }
 
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+/* Another thread may have held it, for as long as the library opens. */
+static void renew_lock(void) { pthread_mutex_init(&process.lock, NULL); }
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_lock); }
+
 int kvs_cufile_get(const struct kvs_cufile **table, struct kvs_error *err) {
+  pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&process.lock);
   int status = process.open ? KVS_OK : open_locked(err);
   if (!status && process.fork_generation != kvs_fork_generation())

@@ -460,12 +460,12 @@ static void free_orphans(void) {
 void kvs_host_pool_free(struct kvs_host_pool *pool, int64_t timeout_ns) {
   struct kvs_error err;
   int status = kvs_host_pool_close(pool, timeout_ns, false, &err);
-  if (status == KVS_TIMEOUT) {
+  if (status == KVS_FORKED || status == KVS_CLOSED) return; /* the parent's, or the process ends: as it is */
+  if (pool->state != KVS_POOL_CLOSED) {                     /* somebody uses it: tried again later */
     pool->next = atomic_load(&orphans);
     while (!atomic_compare_exchange_weak(&orphans, &pool->next, pool)) continue;
     return;
   }
-  if (status == KVS_FORKED || status == KVS_CLOSED) return; /* the parent's, or the process ends: as it is */
-  kvs_pages_unmap(pool->map_base, pool->map_nbytes);        /* a range that was kept */
+  kvs_pages_unmap(pool->map_base, pool->map_nbytes); /* a range that was kept */
   kvs_host_pool_delete(pool);
 }

@@ -88,7 +88,7 @@ def read_trace(path: str | Path) -> Trace:
                 hashes.extend(unique)
                 offsets.append(len(hashes))
     except OSError as error:
-        raise TraceError(f"{name}: {error.strerror or error}") from None
+        raise TraceError(f"{path}: {error.strerror or error}") from None
     if not inputs:
         raise TraceError(f"{name}: holds no requests")
     return Trace(
