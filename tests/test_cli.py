@@ -153,8 +153,9 @@ def test_wrong_usage_that_the_parser_sees(capsys: Output, options: list[str]) ->
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Output) -> None:
-    assert cli.main(["replay", str(tmp_path / "nowhere.jsonl")]) == 2
-    assert capsys.readouterr().err == "kvswap: nowhere.jsonl: No such file or directory\n"
+    path = tmp_path / "nowhere.jsonl"
+    assert cli.main(["replay", str(path)]) == 2
+    assert capsys.readouterr().err == f"kvswap: {path}: No such file or directory\n"
 
 
 def test_a_skipped_copy_ends_with_status_1(trace: Path, device_name: str, tmp_path: Path, capsys: Output) -> None:
