@@ -79,13 +79,11 @@ int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) 
 
 /* -- libcufile ----------------------------------------------------------------------------------------------------- */
 
-/* NULL: it does not take that segment. */
-static void *handle_of(struct kvs_file_gds *gds, uint32_t slot) {
-  uint32_t segment = slot / gds->store->geometry.slots;
-  struct kvs_file_gds_handle *file = &gds->files[segment];
+/* Of the segment that has the slot, and is open as `fd`. NULL: it does not take that segment. */
+static void *handle_of(struct kvs_file_gds *gds, uint32_t slot, int fd) {
+  struct kvs_file_gds_handle *file = &gds->files[slot / gds->store->geometry.slots];
   struct kvs_error ignored;
   struct stat now;
-  int fd = gds->store->segments[segment].fd;
   pthread_mutex_lock(&gds->lock);
   bool other = fstat(fd, &now) || now.st_ino != file->which.st_ino || now.st_dev != file->which.st_dev;
   if (other) kvs_file_gds_deregister(gds, file);
@@ -167,7 +165,7 @@ static int move(struct kvs_file_gds_seat *seat, const struct kvs_file_item *item
   uint8_t *header = span->pieces[0].iov_base;
   int code = span->write ? copy(seat, false, header, seat->page, KVS_FILE_PAGE) : 0;
   if (code) return code;
-  void *handle = handle_of(gds, item->slot);
+  void *handle = handle_of(gds, item->slot, span->fd);
   if (handle) code = move_directly(gds, handle, span);
   if (!handle || is_refusal(code)) {
     atomic_fetch_add(&store->gds_by_host, 1);
