@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#define POLYNOMIAL 0x82f63b78u /* reflected */
+#include "kernels/kernels.h"
 
 enum { LONG = 8192, SHORT = 256 }; /* bytes of one of the three streams */
 
@@ -18,47 +18,15 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
 
-static uint32_t times(const uint32_t matrix[32], uint32_t vector) {
-  uint32_t sum = 0;
-  for (int i = 0; vector; i++, vector >>= 1)
-    if (vector & 1) sum ^= matrix[i];
-  return sum;
-}
-
-static void square(uint32_t out[32], const uint32_t in[32]) {
-  for (int i = 0; i < 32; i++) out[i] = times(in, in[i]);
-}
-
-/* What `nbytes` zero bytes, a power of two, make of each byte of a checksum. */
-static void make_zeros(uint32_t table[4][256], size_t nbytes) {
-  uint32_t even[32], odd[32], *matrix = even;
-  odd[0] = POLYNOMIAL; /* of one zero bit */
-  for (int i = 1; i < 32; i++) odd[i] = 1u << (i - 1);
-  square(even, odd); /* 2 bits */
-  square(odd, even); /* 4 */
-  matrix = odd;
-  for (size_t bits = 4; bits < 8 * nbytes; bits *= 2) {
-    uint32_t *next = matrix == odd ? even : odd;
-    square(next, matrix);
-    matrix = next;
-  }
-  for (uint32_t byte = 0; byte < 256; byte++)
-    for (int k = 0; k < 4; k++) table[k][byte] = times(matrix, byte << (8 * k));
-}
-
 static void make_tables(void) {
-  for (uint32_t byte = 0; byte < 256; byte++) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? (crc >> 1) ^ POLYNOMIAL : crc >> 1;
-    byte_table[0][byte] = crc;
-  }
+  for (uint32_t byte = 0; byte < 256; byte++) byte_table[0][byte] = kvs_crc_byte(0, byte);
   for (uint32_t byte = 0; byte < 256; byte++)
     for (int k = 1; k < 8; k++) {
       uint32_t before = byte_table[k - 1][byte];
       byte_table[k][byte] = byte_table[0][before & 0xff] ^ (before >> 8);
     }
-  make_zeros(over_long, LONG);
-  make_zeros(over_short, SHORT);
+  kvs_crc_table(over_long, kvs_crc_power(LONG));
+  kvs_crc_table(over_short, kvs_crc_power(SHORT));
 }
 
 static uint64_t word_at(const uint8_t *at) {
@@ -109,10 +77,6 @@ const char *kvs_crc32c_how(void) { return "table"; }
 
 #else
 
-static uint32_t shift(uint32_t table[4][256], uint32_t crc) {
-  return table[0][crc & 0xff] ^ table[1][(crc >> 8) & 0xff] ^ table[2][(crc >> 16) & 0xff] ^ table[3][crc >> 24];
-}
-
 TARGET static const uint8_t *three_streams(uint32_t *crc, const uint8_t *at, size_t length, size_t *nbytes,
                                            uint32_t table[4][256]) {
   while (*nbytes >= 3 * length) {
@@ -122,7 +86,7 @@ TARGET static const uint8_t *three_streams(uint32_t *crc, const uint8_t *at, siz
       b = STEP8(b, word_at(at + length));
       c = STEP8(c, word_at(at + 2 * length));
     }
-    *crc = shift(table, shift(table, a) ^ b) ^ c;
+    *crc = kvs_crc_look_up(table, kvs_crc_look_up(table, a) ^ b) ^ c;
     at += 2 * length;
     *nbytes -= 3 * length;
   }

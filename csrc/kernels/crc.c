@@ -4,14 +4,18 @@
 #include <endian.h>
 #include <string.h>
 
-/* x^(8 n) */
-static uint32_t power(uint64_t n) {
+uint32_t kvs_crc_power(uint64_t nbytes) {
   uint32_t result = KVS_CRC_ONE, square = KVS_CRC_ONE >> 8;
-  for (; n; n >>= 1) {
-    if (n & 1) result = kvs_crc_times(square, result);
+  for (; nbytes; nbytes >>= 1) {
+    if (nbytes & 1) result = kvs_crc_times(square, result);
     square = kvs_crc_times(square, square);
   }
   return result;
+}
+
+void kvs_crc_table(uint32_t table[4][256], uint32_t factor) {
+  for (uint32_t byte = 0; byte < 256; byte++)
+    for (int k = 0; k < 4; k++) table[k][byte] = kvs_crc_times(factor, byte << (8 * k));
 }
 
 void kvs_crc_plan(struct kvs_crc_params *params, uint64_t nbytes) {
@@ -20,18 +24,14 @@ void kvs_crc_plan(struct kvs_crc_params *params, uint64_t nbytes) {
   params->nbytes = nbytes;
   params->rows = (uint32_t)(each < 8 ? 8 : each); /* fewer are not worth a table */
   params->bodies = (uint32_t)((rows + params->rows - 1) / params->rows);
-  params->row = power(KVS_CRC_ROW);
-  params->start = ~kvs_crc_times(power(nbytes), ~0u);
-  for (unsigned k = 0; k < KVS_CRC_POWERS; k++) params->powers[k] = power(1ull << k);
-  for (unsigned t = 0; t < KVS_CRC_THREADS; t++) params->threads[t] = power(16 * (KVS_CRC_THREADS - 1 - t));
+  params->row = kvs_crc_power(KVS_CRC_ROW);
+  params->start = ~kvs_crc_times(kvs_crc_power(nbytes), ~0u);
+  for (unsigned k = 0; k < KVS_CRC_POWERS; k++) params->powers[k] = kvs_crc_power(1ull << k);
+  for (unsigned t = 0; t < KVS_CRC_THREADS; t++) params->threads[t] = kvs_crc_power(16 * (KVS_CRC_THREADS - 1 - t));
   for (uint32_t c = 0; c < params->bodies; c++) {
     uint64_t end = (uint64_t)(c + 1) * params->rows;
-    params->ctas[c] = power(nbytes - (end < rows ? end : rows) * KVS_CRC_ROW);
+    params->ctas[c] = kvs_crc_power(nbytes - (end < rows ? end : rows) * KVS_CRC_ROW);
   }
-}
-
-static uint32_t next_row(uint32_t table[4][256], uint32_t sum) {
-  return table[0][sum & 0xff] ^ table[1][sum >> 8 & 0xff] ^ table[2][sum >> 16 & 0xff] ^ table[3][sum >> 24];
 }
 
 static uint32_t crc_rows(const struct kvs_crc_params *params, unsigned cta) {
@@ -39,13 +39,12 @@ static uint32_t crc_rows(const struct kvs_crc_params *params, unsigned cta) {
   const uint64_t end = first + params->rows < rows ? first + params->rows : rows;
   const char *data = (const char *)(uintptr_t)params->data;
   uint32_t table[4][256], sums[KVS_CRC_THREADS][4] = {{0}}, all = 0;
-  for (uint32_t byte = 0; byte < 256; byte++)
-    for (int k = 0; k < 4; k++) table[k][byte] = kvs_crc_times(params->row, byte << (8 * k));
+  kvs_crc_table(table, params->row);
   for (uint64_t row = first; row < end; row++)
     for (unsigned i = 0; i < 4 * KVS_CRC_THREADS; i++) {
       uint32_t word, *sum = &sums[i / 4][i % 4];
       memcpy(&word, data + row * KVS_CRC_ROW + 4 * i, 4);
-      *sum = next_row(table, *sum) ^ le32toh(word);
+      *sum = kvs_crc_look_up(table, *sum) ^ le32toh(word);
     }
   for (unsigned t = 0; t < KVS_CRC_THREADS; t++) all ^= kvs_crc_times(params->threads[t], kvs_crc_join(sums[t]));
   return kvs_crc_times(params->ctas[cta], all);

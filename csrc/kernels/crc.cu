@@ -17,15 +17,11 @@ static __device__ __forceinline__ uint32_t crc_gather(uint32_t sum) {
   return sum;
 }
 
-static __device__ __forceinline__ uint32_t crc_next_row(const uint32_t table[4][256], uint32_t sum) {
-  return table[0][sum & 0xffu] ^ table[1][sum >> 8 & 0xffu] ^ table[2][sum >> 16 & 0xffu] ^ table[3][sum >> 24];
-}
-
 static __device__ __forceinline__ void crc_add(const uint32_t table[4][256], uint32_t sums[4], const uint4 &words) {
-  sums[0] = crc_next_row(table, sums[0]) ^ words.x;
-  sums[1] = crc_next_row(table, sums[1]) ^ words.y;
-  sums[2] = crc_next_row(table, sums[2]) ^ words.z;
-  sums[3] = crc_next_row(table, sums[3]) ^ words.w;
+  sums[0] = kvs_crc_look_up(table, sums[0]) ^ words.x;
+  sums[1] = kvs_crc_look_up(table, sums[1]) ^ words.y;
+  sums[2] = kvs_crc_look_up(table, sums[2]) ^ words.z;
+  sums[3] = kvs_crc_look_up(table, sums[3]) ^ words.w;
 }
 
 static __device__ __forceinline__ uint32_t crc_rows(const struct kvs_crc_params &params, const uint32_t table[4][256]) {

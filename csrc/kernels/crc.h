@@ -36,10 +36,18 @@ struct kvs_crc_params {
   uint32_t ctas[KVS_CRC_CTAS];       /* x^(8 * bytes from a CTA's last row to the end of the data) */
 };
 
-/* All but `data` and `result`. Not for kernels. */
+/* Not for kernels. All of `params` but `data` and `result`; x^(8 nbytes); and a factor times each byte of a sum, so
+ * that kvs_crc_look_up() multiplies by it. */
 void kvs_crc_plan(struct kvs_crc_params *params, uint64_t nbytes);
+uint32_t kvs_crc_power(uint64_t nbytes);
+void kvs_crc_table(uint32_t table[4][256], uint32_t factor);
 
 #ifdef KVS_BOTH
+
+/* A sum times what the table was made of: see kvs_crc_table(). */
+KVS_BOTH uint32_t kvs_crc_look_up(const uint32_t table[4][256], uint32_t sum) {
+  return table[0][sum & 0xffu] ^ table[1][sum >> 8 & 0xffu] ^ table[2][sum >> 16 & 0xffu] ^ table[3][sum >> 24];
+}
 
 KVS_BOTH uint32_t kvs_crc_times(uint32_t a, uint32_t b) {
   uint32_t product = 0;
