@@ -40,19 +40,21 @@ class ManagerFiles:
         if not directory:
             raise ValueError("directory is needed: modes 'posix' and 'gds' keep blocks in files there")
         path = os.path.abspath(directory)
-        if mode == "gds":
-            self._check_gds(*_C._file_gds(self._gds[mode] == "compat"))
         with self._lock:
-            if path in self._stores and self._stores[path][1] != mode:
-                self._stores[path][0].close(_WAIT)
+            store, opened_for = self._stores.get(path, (None, ""))
+            if store is not None and opened_for == mode:
+                return store
+            if mode == "gds":  # before the other mode's store is given up
+                self._check_gds(*_C._file_gds(self._gds[mode] == "compat"))
+            if store is not None:
+                store.close(_WAIT)
                 del self._stores[path]
-            if path not in self._stores:
-                store = FileStore(path, self._layout, device=self._device, gds=self._gds[mode], **self._options)
-                if mode == "gds" and store.info["gds"] == "off":
-                    store.close()
-                    self._check_gds(False, store.info["gds_note"])
-                self._stores[path] = store, mode
-            return self._stores[path][0]
+            store = FileStore(path, self._layout, device=self._device, gds=self._gds[mode], **self._options)
+            if mode == "gds" and store.info["gds"] == "off":
+                store.close()
+                self._check_gds(False, store.info["gds_note"])
+            self._stores[path] = store, mode
+            return store
 
     def _check_gds(self, usable: bool, why: str) -> None:
         if not usable:
