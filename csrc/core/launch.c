@@ -81,14 +81,23 @@ static int prepare_list(struct kvs_submission *s) {
   return kvs_engine_staging_get(s->engine, room_for_list(s), &s->transfer->staging, s->err);
 }
 
+int kvs_pack_for_relay(struct kvs_submission *s) {
+  struct kvs_work *work = s->work;
+  if (work->packed) return KVS_OK;
+  work->packed = true;
+  return kvs_pack_rows(&work->scratch->rows, work->direction, KVS_RING_SLOT_NBYTES, &work->scratch->packing, s->err);
+}
+
 static int prepare_grid(struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   struct kvs_packing *packing = &work->scratch->packing;
   const struct kvs_rows *rows = &work->scratch->rows;
-  size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
-  int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
+  bool relay = s->transfer->path == KVS_PATH_RELAY;
+  int status = relay ? kvs_pack_for_relay(s) : KVS_OK;
+  if (!status) status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
   if (status || !work->nslots || !rows->count) return status;
-  if (s->transfer->path == KVS_PATH_RELAY) {
+  size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
+  if (relay) {
     kvs_pack_sort(packing, work->direction);
     const struct kvs_ring_shape *ring = &s->engine->relays[work->direction].ring;
     status = kvs_pack_grid(packing, work->direction, ring, &work->scratch->regions, s->err);

@@ -377,7 +377,8 @@ static int find_shape(const struct move_call *call, struct kvs_work *work, const
   if (!kvs_wants_rows(call->engine, options, work->entries)) return KVS_OK;
   work->grid = most_slots(call) <= UINT32_MAX;
   int status = list_rows(call, work->scratch, err);
-  return status ? status : kvs_find_shape(work, most_slots(call), err);
+  if (!status) kvs_find_shape(work, most_slots(call));
+  return status;
 }
 
 /* -- failure travels ------------------------------------------------------------------------------------------- */

@@ -74,7 +74,7 @@ static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
   shape->skew_nbytes = shape->skew_pieces ? nbytes : 0;
 }
 
-int kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots, struct kvs_error *err) {
+void kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots) {
   struct kvs_scratch *scratch = work->scratch;
   struct kvs_shape *shape = &work->shape;
   uint64_t breaks = count_breaks(work->src_slots, work->dst_slots, work->nslots);
@@ -89,13 +89,9 @@ int kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots, struct kvs_error *
   shape->nbytes = work->nbytes;
   shape->rows = scratch->rows.count * work->nslots;
   shape->pieces = LIST_IF_SHORTER * shape->copies <= shape->rows ? shape->copies : shape->rows;
-  shape->runs = shape->rows;
+  shape->runs = work->grid ? 1 : shape->rows; /* at best: a relay counts them */
+  work->cpu_slots = cpu_slots;
   find_skew(work, host);
-  if (work->layered || work->direction == KVS_OTHER_DIRECTION) return KVS_OK;
-  int status = kvs_pack_rows(&scratch->rows, work->direction, KVS_RING_SLOT_NBYTES, &scratch->packing, err);
-  return status
-             ? status
-             : kvs_pack_count_runs(&scratch->packing, host, work->nslots, cpu_slots, &scratch->plan, &shape->runs, err);
 }
 
 /* -- which way ------------------------------------------------------------------------------------------------- */
@@ -155,21 +151,34 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
   return s->options->priority == KVS_PRIORITY_HIGH ? ns : ns * KERNEL_HANDICAP;
 }
 
-static enum kvs_path fastest(const struct kvs_submission *s, bool relay) {
+/* What only a relay has to know, and as much work as all else together. Of a list of copies it is known already. */
+static int count_runs(struct kvs_submission *s) {
+  struct kvs_work *work = s->work;
+  const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
+  if (!work->grid || work->packed) return KVS_OK;
+  int status = kvs_pack_for_relay(s);
+  return status ? status
+                : kvs_pack_count_runs(&work->scratch->packing, host, work->nslots, work->cpu_slots,
+                                      &work->scratch->plan, &work->shape.runs, s->err);
+}
+
+static int fastest(struct kvs_submission *s, bool relay, enum kvs_path *best) {
   const struct {
     enum kvs_path path;
     bool possible;
   } ways[] = {{KVS_PATH_DMA, true},
               {KVS_PATH_STRIDED, s->work->shape.rects > 0},
-              {KVS_PATH_RELAY, relay},
               {KVS_PATH_KERNEL, !reason_against_kernel(s->engine)}};
-  enum kvs_path best = KVS_PATH_DMA;
   double least = INFINITY;
+  *best = KVS_PATH_DMA;
   for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
     double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
-    if (ns < least) least = ns, best = ways[i].path;
+    if (ns < least) least = ns, *best = ways[i].path;
   }
-  return best;
+  if (!relay || !(predict(s, KVS_PATH_RELAY) < least)) return KVS_OK;
+  int status = count_runs(s);
+  if (!status && predict(s, KVS_PATH_RELAY) < least) *best = KVS_PATH_RELAY;
+  return status;
 }
 
 static enum kvs_path pick_for_peer(const struct kvs_submission *s) {
@@ -178,15 +187,17 @@ static enum kvs_path pick_for_peer(const struct kvs_submission *s) {
   return s->work->nbytes / copies < PEER_COPY_NBYTES ? KVS_PATH_KERNEL : KVS_PATH_DMA;
 }
 
-static enum kvs_path pick(const struct kvs_submission *s) {
+static int pick(struct kvs_submission *s, enum kvs_path *path) {
   struct kvs_engine *engine = s->engine;
-  if (prefers_direct(engine)) return KVS_PATH_DIRECT;
-  if (s->peer) return pick_for_peer(s);
-  if (pageable(&s->work->scratch->regions)) return KVS_PATH_DMA; /* which the driver stages: nobody measured others */
-  if (would_block(s) && !reason_against_kernel(engine)) return KVS_PATH_KERNEL;
-  enum kvs_path best = fastest(s, !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s));
-  if (best != KVS_PATH_RELAY || kvs_relay_free(engine, &engine->relays[s->work->direction], s->options)) return best;
-  return fastest(s, false);
+  *path = prefers_direct(engine)                             ? KVS_PATH_DIRECT
+          : s->peer                                          ? pick_for_peer(s)
+          : pageable(&s->work->scratch->regions)             ? KVS_PATH_DMA /* which the driver stages */
+          : would_block(s) && !reason_against_kernel(engine) ? KVS_PATH_KERNEL
+                                                             : KVS_PATH_AUTO;
+  if (*path != KVS_PATH_AUTO) return KVS_OK;
+  int status = fastest(s, !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s), path);
+  if (status || *path != KVS_PATH_RELAY) return status;
+  return kvs_relay_free(engine, &engine->relays[s->work->direction], s->options) ? KVS_OK : fastest(s, false, path);
 }
 
 void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {
@@ -218,7 +229,8 @@ static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const
 static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
   *path = s->options->path;
   s->picked = *path == KVS_PATH_AUTO;
-  if (s->picked) *path = pick(s);
+  int status = s->picked ? pick(s, path) : KVS_OK;
+  if (status) return status;
   if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* nothing is strided */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'relay' and 'kernel'",

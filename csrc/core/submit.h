@@ -51,6 +51,7 @@ void kvs_block_by_block(struct kvs_submission *, size_t i, bool again, const str
 
 /* launch.c */
 int kvs_prepare_launch(struct kvs_submission *);     /* before anything moves: what the path's kernels will read */
+int kvs_pack_for_relay(struct kvs_submission *);     /* the work's rows, once */
 double kvs_pace_gbps(const struct kvs_submission *); /* of its kernels; 0: unpaced */
 int kvs_launch_copies(struct kvs_submission *, struct kvs_error *why); /* what is in view, by a kernel on the spine */
 /* Room in the transfer's staging: where the host writes, and where the device will read once it is uploaded. */

@@ -151,7 +151,8 @@ static int find_shape(struct kvs_engine *engine, struct kvs_work *work, const st
   if (status || !kvs_wants_rows(engine, options, work->entries)) return status;
   work->grid = slots_fit(call);
   status = list_rows(call, work, err);
-  return status ? status : kvs_find_shape(work, cpu_slots(call), err);
+  if (!status) kvs_find_shape(work, cpu_slots(call));
+  return status;
 }
 
 int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,

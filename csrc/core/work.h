@@ -60,6 +60,7 @@ struct kvs_work {
   int (*plan)(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
   bool planned; /* FORM_COPIES is there already */
   bool grid;    /* rows and the pairs of slots are there */
+  bool packed;  /* the rows, for a relay */
   bool layered; /* layers matter: lists go layer by layer, with marks */
   /* Tell the race checker of the accesses of one layer, or of all (SIZE_MAX), which are these copies and rows. */
   void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
@@ -68,6 +69,7 @@ struct kvs_work {
   size_t nlayers; /* that there could be */
   const int64_t *src_slots, *dst_slots;
   size_t nslots;
+  uint64_t cpu_slots; /* those of the host's side are below it */
   /* Of transfers between pools, whose caller holds hazard_lock. */
   const struct kvs_touch *touches;
   size_t ntouches;
@@ -107,9 +109,9 @@ void kvs_options_resolve(struct kvs_engine *, const struct kvs_options *given, s
 /* Whether copies of rows, and rows and pairs, may be of use to a call that moves so many blocks of all tensors. */
 bool kvs_may_stride(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
 bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
-/* From the rows in scratch and the pairs of slots: pack the rows, and work out what the planner wants to know, but the
- * copies of rows. `cpu_slots`: the slots of the host's side are below it. */
-int kvs_find_shape(struct kvs_work *, uint64_t cpu_slots, struct kvs_error *);
+/* From the rows in scratch and the pairs of slots: work out what the planner wants to know, but the copies of rows; how
+ * many runs the host's side has is counted where it matters. `cpu_slots`: the slots of the host's side are below it. */
+void kvs_find_shape(struct kvs_work *, uint64_t cpu_slots);
 int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
                struct kvs_error *);
 
