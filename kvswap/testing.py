@@ -38,6 +38,7 @@ __all__ = [
     "peer_access",
     "race_checker",
     "set_lane_depth",
+    "set_relay_turn",
     "step",
     "trace",
 ]
@@ -200,6 +201,12 @@ def delay(device: _C.Device, seconds: float, stream: Any) -> None:
 def set_lane_depth(device: _C.Device, depth: int) -> None:
     """How many transfers a lane holds unfinished before kvswap.QueueFull, 1 to 65536. For lanes made afterwards."""
     _C._set_lane_depth(device, depth)
+
+
+def set_relay_turn(device: _C.Device, nbytes: int) -> None:
+    """How many bytes, about, a relay of priority "background" moves before it gives its SMs back for a while.
+    0: as ever."""
+    _C._set_relay_turn(device, nbytes)
 
 
 # -- races ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +137,38 @@ def test_many_fillings_in_every_interleaving(direction: int) -> None:
         sides = Sides(testing.deterministic_device(seed), 9 * MIB)
         work = plain(16 << 10, 1, (500, 220)[seed // 2 % 2], direction)
         sides.run(work, ("swap", "batch")[seed % 2], path="relay")
+        assert sides.device.stats()["second_attempts"] == 0
+
+
+@contextmanager
+def turns(device: kvswap.Device, nbytes: int) -> Iterator[str]:
+    """The priority of a relay that gives its SMs back every so many bytes."""
+    testing.set_relay_turn(device, nbytes)
+    try:
+        yield "background"
+    finally:
+        testing.set_relay_turn(device, 0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("turn", [1, 3 * MIB, 17 * MIB])
+def test_turns(device: kvswap.Device, direction: int, call: str, turn: int) -> None:
+    """Each filling by a kernel of its own, some together, or more than the ring holds."""
+    sides = Sides(device, 80 * MIB)
+    with turns(device, turn) as priority:
+        for nbytes, tensors, count in ((200 << 10, 2, 190), (4096, 3, 2900), (9000, 64, 60), (4096, 1, 3)):
+            assert (
+                sides.run(plain(nbytes, tensors, count, direction), call, path="relay", priority=priority).path
+                == "relay"
+            )
+
+
+def test_turns_in_every_interleaving(direction: int) -> None:
+    for seed in range(1, 41):
+        sides = Sides(testing.deterministic_device(seed), 9 * MIB)
+        work = plain(16 << 10, 1, (500, 220)[seed // 2 % 2], direction)
+        with turns(sides.device, seed % 3 * MIB + 1) as priority:
+            sides.run(work, ("swap", "batch")[seed % 2], path="relay", priority=priority)
         assert sides.device.stats()["second_attempts"] == 0
 
 
@@ -433,6 +466,18 @@ def test_the_nth_call_is_refused(faulty: Sides, direction: int, on_stream: bool)
     assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
 
 
+def test_a_turn_is_refused(faulty: Sides, direction: int) -> None:
+    """Each of its calls; and a kernel a turn, beside the one that would do it again."""
+    work = four_fillings(direction)
+    with turns(faulty.device, 2 * MIB) as priority:
+        launches = [refuse(faulty, work, nth, "launch", priority=priority) for nth in range(1, 7)]
+        assert launches == ["again"] * 5 + ["done"]
+        outcomes = [refuse(faulty, work, nth, "", priority=priority) for nth in range(1, 80)]
+        assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
+        for nth in range(1, 80, 3):
+            refuse(faulty, work, nth, "", every=1, priority=priority)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_is_refused_from_then_on(faulty: Sides, direction: int, operation: str) -> None:
     for nth in range(1, 9):
@@ -619,26 +664,29 @@ def test_a_relay_that_is_given_up(direction: int) -> None:
         assert sides.run(small, path="relay").path == "relay"
 
 
-def be_held_up(name: str, direction: int) -> None:
-    device = kvswap.Device(name)
-    sides, work = Sides(device, 16 * MIB), plain(128 << 10, 1, 100, direction)
+def be_held_up(name: str, direction: int, turn: int) -> None:
+    """At the first filling, or at the first one of the second turn, which has more fillings than the ring has slots."""
+    device, nth, count = kvswap.Device(name), 4 if turn else 1, 400 if turn else 100
+    sides, work = Sides(device, 64 * MIB), plain(128 << 10, 1, count, direction)
     sides.prepare(max(work.gpu.end, work.cpu.end))
 
     def submit() -> kvswap.Transfer:
-        with testing.fault(device, "call", "delay", operation="write32", delay=0.4):
-            return sides.swap(work, path="relay")
+        with testing.fault(device, "call", "delay", operation="write32", nth=nth, delay=0.4):
+            return sides.swap(work, path="relay", priority=priority)
 
-    give_up(sides, work, submit)
-    for _ in range(3):
-        assert sides.run(work, path="relay").path == "relay"
+    with turns(device, turn) as priority:
+        give_up(sides, work, submit)
+        for _ in range(3):
+            assert sides.run(work, path="relay", priority=priority).path == "relay"
 
 
 @pytest.mark.slow
-def test_a_caller_that_is_held_up_in_between(device: kvswap.Device, direction: int) -> None:
+@pytest.mark.parametrize("turn", [0, 25 * MIB], ids=["one kernel", "turns"])
+def test_a_caller_that_is_held_up_in_between(device: kvswap.Device, direction: int, turn: int) -> None:
     """The kernel runs already, and those who would meet it are queued too late. In a process of its own, since AUTO
     would take no relay on the device any more."""
     usable(device, "kernel")
-    run = run_python(f"from test_copy_engine import be_held_up\nbe_held_up({device.name!r}, {direction})")
+    run = run_python(f"from test_copy_engine import be_held_up\nbe_held_up({device.name!r}, {direction}, {turn})")
     assert run.returncode == 0, run.stderr
 
 

@@ -126,9 +126,10 @@ struct kvs_engine {
   struct kvs_costs costs;
   char costs_note[240]; /* where they are from */
   struct kvs_tables tables;
-  struct kvs_relay relays[2]; /* by direction */
-  char relay_note[160];       /* why there are none; empty: there are */
-  atomic_bool relay_gave_up;  /* one did: AUTO takes none any more */
+  struct kvs_relay relays[2];      /* by direction */
+  atomic_uint_fast64_t relay_turn; /* bytes, about, that one kernel moves in the background */
+  char relay_note[160];            /* why there are none; empty: there are */
+  atomic_bool relay_gave_up;       /* one did: AUTO takes none any more */
 
   pthread_mutex_t lock;
   struct kvs_lane *lanes; /* guarded by lock */

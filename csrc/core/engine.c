@@ -201,6 +201,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   }
   atomic_init(&engine->refs, 1);
   atomic_init(&engine->depth, KVS_DEFAULT_DEPTH);
+  atomic_init(&engine->relay_turn, KVS_RELAY_TURN_NBYTES);
   engine->compute_stream = KVS_STREAM_LEGACY;
   engine->device = device;
   snprintf(engine->name, sizeof engine->name, "%s", name);
@@ -377,9 +378,15 @@ int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct k
   return KVS_OK;
 }
 
-int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err) {
-  if (depth < 1 || depth > 65536) return kvs_fail(err, KVS_INVALID, "depth is %u; it is 1 to 65536", depth);
-  atomic_store(&engine->depth, depth);
+int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct kvs_error *err) {
+  if (depth < 1 || depth > 65536) return kvs_fail(err, KVS_INVALID, "depth is %" PRIu64 "; it is 1 to 65536", depth);
+  atomic_store(&engine->depth, (unsigned)depth);
+  return KVS_OK;
+}
+
+int kvs_engine_set_relay_turn(struct kvs_engine *engine, uint64_t nbytes, struct kvs_error *err) {
+  (void)err;
+  atomic_store(&engine->relay_turn, nbytes ? nbytes : KVS_RELAY_TURN_NBYTES);
   return KVS_OK;
 }
 

@@ -26,7 +26,10 @@ KVS_API void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_co
 KVS_API const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine);
 
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
-KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, unsigned depth, struct kvs_error *err);
+KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct kvs_error *err);
+
+/* How many bytes, about, a relay in the background moves before it gives its SMs back for a while; 0: the default. */
+KVS_API int kvs_engine_set_relay_turn(struct kvs_engine *engine, uint64_t nbytes, struct kvs_error *err);
 
 /* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
 KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);

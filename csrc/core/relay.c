@@ -1,11 +1,12 @@
 /* Path relay: a resident kernel gathers blocks into a ring in device memory (or scatters out of it), and the copy
  * engine moves whole slots of the ring; see kernels/kernels.h for who waits for what.
  *
- * What keeps it from hanging: the kernel is queued before the copies; one relay a direction is on the device at a time;
- * whatever is refused on the way raises the abort word, which the kernel watches and which releases all flags; a kernel
- * that waits in vain for a quarter of a second does so by itself. Then the transfer is done again: by the copy engine,
- * if it is known here, else by a kernel that is always queued behind the relay and does nothing unless it was given
- * up. Either way it is done before the transfer's end, for whoever waits for it on the device too. */
+ * What keeps it from hanging: each kernel is queued before the copies that wait for it; one relay a direction is on the
+ * device at a time; whatever is refused on the way raises the abort word, which the kernel watches and which releases
+ * all flags; a kernel that waits in vain for a quarter of a second does so by itself. Then the transfer is done again:
+ * by the copy engine, if it is known here, else by a kernel that is always queued behind the relay and does nothing
+ * unless it was given up. Either way it is done before the transfer's end, for whoever waits for it on the device too.
+ */
 #include "core/submit.h"
 
 #include <stdio.h>
@@ -126,6 +127,8 @@ struct relaying {
   struct kvs_submission *s;
   struct kvs_relay *relay;
   struct kvs_packing *packing;
+  struct kvs_relay_params params; /* of the next kernel */
+  size_t segment;                 /* its first */
   uint32_t *abort_word;
   uint64_t units; /* of the kernel that would do it again */
   unsigned warps;
@@ -142,8 +145,8 @@ static uint64_t aborted_flag(const struct kvs_relay *relay) { return relay->flag
 
 static void raise_abort(const struct relaying *r) { __atomic_store_n(r->abort_word, 1u, __ATOMIC_RELEASE); }
 
-/* Everything that the kernel reads, in the staging and then on the device. */
-static int place(struct relaying *r, struct kvs_relay_params *params, struct kvs_error *why) {
+/* Everything that the kernels read, in the staging and then on the device. */
+static int place(struct relaying *r, struct kvs_error *why) {
   struct kvs_submission *s = r->s;
   struct kvs_packing *packing = r->packing;
   uint64_t unused;
@@ -157,7 +160,7 @@ static int place(struct relaying *r, struct kvs_relay_params *params, struct kvs
     status = kvs_pack_list(packing, pieces, (size_t)r->units, s->work->direction, &r->relay->ring,
                            &s->work->scratch->regions, why);
     if (!status)
-      memcpy(kvs_stage(s, (size_t)r->units * sizeof *packing->packed, &params->packed), packing->packed,
+      memcpy(kvs_stage(s, (size_t)r->units * sizeof *packing->packed, &r->params.packed), packing->packed,
              (size_t)r->units * sizeof *packing->packed);
   } else {
     status = kvs_place_grid(s, why);
@@ -165,37 +168,40 @@ static int place(struct relaying *r, struct kvs_relay_params *params, struct kvs
     r->units = (uint64_t)s->units.nrows * s->units.parts * packing->npairs;
   }
   if (status) return status;
-  memcpy(kvs_stage(s, packing->nsegments * sizeof *packing->segments, &params->segments), packing->segments,
+  memcpy(kvs_stage(s, packing->nsegments * sizeof *packing->segments, &r->params.segments), packing->segments,
          packing->nsegments * sizeof *packing->segments);
   return kvs_upload(s, from, why);
 }
 
+/* Flags down, and the copies behind all that the spine waits for. */
 static int start(struct relaying *r, struct kvs_error *why) {
   struct kvs_submission *s = r->s;
   struct kvs_relay *relay = r->relay;
-  struct kvs_relay_params params = {
-      .ring = relay->ring.address,
-      .slot_nbytes = relay->ring.slot_nbytes,
-      .flags = relay->flags,
-      .patience_ns = PATIENCE_NS,
-      .nslots = relay->ring.slots,
-      .gather = r->gather,
-      .chunk = KVS_RING_CHUNK,
-  };
-  int status = place(r, &params, why);
+  int status = place(r, why);
   if (!status) status = kvs_dev_fill(s->device, relay->flags, 0, KVS_RELAY_FLAGS, s->lane->spine, why);
   if (!status) status = kvs_dev_event_record(s->device, relay->fork, s->lane->spine, why);
   for (size_t i = 0; !status && i < KVS_RELAY_STREAMS; i++)
     status = kvs_dev_stream_wait(s->device, relay->copying[i], relay->fork, why);
-  if (status) return status;
-  params.units = s->units;
-  params.abort_word = (uint64_t)(uintptr_t)r->abort_word;
-  params.nsegments = (uint32_t)r->packing->nsegments;
-  struct kvs_launch launch = kvs_launch_of(s, KVS_KERNEL_RELAY, r->units);
-  launch.params = &params;
-  launch.params_nbytes = sizeof params;
+  r->params.units = s->units;
+  r->params.abort_word = (uint64_t)(uintptr_t)r->abort_word;
+  return status;
+}
+
+/* A kernel for fillings [from, to), whose segments come after those of the kernel before. */
+static int launch(struct relaying *r, size_t from, size_t to, struct kvs_error *why) {
+  struct kvs_launch launch = kvs_launch_of(r->s, KVS_KERNEL_RELAY, r->units);
+  const struct kvs_segment *segments = r->packing->segments + r->segment;
+  uint32_t count = 0;
+  for (size_t filling = from; filling < to; filling += segments[count++].last) {}
+  r->params.first = from;
+  r->params.nsegments = count;
+  launch.params = &r->params;
+  launch.params_nbytes = sizeof r->params;
   r->warps = launch.grid * launch.threads / 32;
-  return kvs_dev_launch(s->device, &launch, s->lane->spine, why);
+  int status = kvs_dev_launch(r->s->device, &launch, r->s->lane->spine, why);
+  r->params.segments += count * sizeof *segments;
+  r->segment += count;
+  return status;
 }
 
 static int copy_filling(const struct relaying *r, size_t filling, kvs_stream stream, struct kvs_error *why) {
@@ -229,7 +235,7 @@ static int relay_filling(const struct relaying *r, size_t filling, struct kvs_er
   return status;
 }
 
-/* The spine goes on once the copies are through. */
+/* The spine goes on once the copies that are queued so far are through. */
 static int join(const struct relaying *r, struct kvs_error *why) {
   struct kvs_device *device = r->s->device;
   int status = KVS_OK;
@@ -249,6 +255,29 @@ static void end_use(const struct relaying *r) {
     r->relay->spine = r->s->lane->spine;
 }
 
+/* How many kernels share a transfer. Whatever keeps SMs slows a model down, so in the background a long transfer gives
+ * them back now and then. */
+static size_t count_turns(const struct relaying *r) {
+  const struct kvs_submission *s = r->s;
+  uint64_t turn = atomic_load(&s->engine->relay_turn);
+  uint64_t turns = s->options->priority == KVS_PRIORITY_BACKGROUND ? (s->work->nbytes + turn / 2) / turn : 1;
+  return turns < 1 ? 1 : turns < r->packing->nfillings ? (size_t)turns : r->packing->nfillings;
+}
+
+/* A kernel and its copies. One that follows another comes when the ring is empty (gathering), or full: its SMs are the
+ * model's until then, and the copy engine hardly stops. What is copied ahead of it waits for the kernel before. */
+static int take_turn(struct relaying *r, size_t from, size_t to, struct kvs_error *why) {
+  size_t ahead = from, ring = r->relay->ring.slots;
+  int status = KVS_OK;
+  if (from > 0) {
+    for (; !status && !r->gather && ahead < to && ahead < from + ring; ahead++) status = relay_filling(r, ahead, why);
+    if (!status) status = join(r, why);
+  }
+  if (!status) status = launch(r, from, to, why);
+  for (; !status && ahead < to; ahead++) status = relay_filling(r, ahead, why);
+  return status;
+}
+
 static int relay_locked(struct relaying *r, struct kvs_error *why) {
   struct kvs_submission *s = r->s;
   struct kvs_error unjoined;
@@ -263,7 +292,9 @@ static int relay_locked(struct relaying *r, struct kvs_error *why) {
     end_use(r);
     return status;
   }
-  for (size_t f = 0; !status && f < r->packing->nfillings; f++) status = relay_filling(r, f, why);
+  size_t fillings = r->packing->nfillings, turns = count_turns(r);
+  for (size_t turn = 0; !status && turn < turns; turn++)
+    status = take_turn(r, fillings * turn / turns, fillings * (turn + 1) / turns, why);
   if (status) raise_abort(r);
   if (join(r, &unjoined)) { /* nobody can come after the copies any more, so nothing that they wrote can be trusted */
     raise_abort(r);
@@ -281,10 +312,19 @@ static int relay_locked(struct relaying *r, struct kvs_error *why) {
 }
 
 int kvs_issue_relay(struct kvs_submission *s, struct kvs_error *why) {
+  struct kvs_relay *relay = &s->engine->relays[s->work->direction];
+  bool gather = s->work->direction == KVS_D2H;
   struct relaying r = {.s = s,
-                       .relay = &s->engine->relays[s->work->direction],
+                       .relay = relay,
                        .packing = &s->work->scratch->packing,
-                       .gather = s->work->direction == KVS_D2H};
+                       .params = {.ring = relay->ring.address,
+                                  .slot_nbytes = relay->ring.slot_nbytes,
+                                  .flags = relay->flags,
+                                  .patience_ns = PATIENCE_NS,
+                                  .nslots = relay->ring.slots,
+                                  .gather = gather,
+                                  .chunk = KVS_RING_CHUNK},
+                       .gather = gather};
   if (s->listed ? s->view.count == 0 : s->work->nslots == 0 || s->work->scratch->rows.count == 0) return KVS_OK;
   pthread_mutex_lock(&r.relay->lock);
   int status = relay_locked(&r, why);

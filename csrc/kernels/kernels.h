@@ -89,7 +89,9 @@ struct kvs_copy_params {
  * Who waits for longer than patience_ns, or sees abort_word, sets `aborted` and abort_word to 1 and the other flags to
  * KVS_RELAY_RELEASED, and the kernel ends: nobody who waits for a flag stays behind. Streams still write theirs, so
  * only `aborted` tells afterwards that the relay was given up; who does it again comes after the kernel and the copies.
- */
+ *
+ * Several kernels, one after another, may share the fillings of a transfer: each begins with filling `first`. Flags go
+ * on from one to the next, so that one after a relay that was given up finds them released. */
 enum { KVS_RELAY_SLOTS = 16, KVS_RELAY_FLAGS = 2 * KVS_RELAY_SLOTS + 1, KVS_RELAY_RELEASED = 0x40000000 };
 
 /* A part of a filling. List: pieces [first, first + count), pieces[i] at packed[i] in the slot. Grid: rows [first_row,
@@ -109,6 +111,7 @@ struct kvs_relay_params {
   uint64_t flags;      /* address of uint32_t[KVS_RELAY_FLAGS] in device memory */
   uint64_t abort_word; /* address of a 32-bit word in host memory: not 0: give up */
   uint64_t patience_ns;
+  uint64_t first; /* number of this kernel's first filling, which segments[0] begins */
   uint32_t nsegments, nslots, gather, chunk;
 };
 

@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)
   const uint64_t all = (uint64_t)gridDim.x * warps;
   struct ring ring = ring_of_warp(memory, stages, params.chunk);
   uint64_t turn = blockIdx.x + (uint64_t)gridDim.x * (threadIdx.x / KVS_WARP);
-  uint32_t slot = 0, use = 1; /* of the current filling: which slot, and for the how manyth time */
+  /* Of the current filling: which slot, and for the how manyth time. */
+  uint32_t slot = (uint32_t)(params.first % params.nslots), use = (uint32_t)(params.first / params.nslots) + 1u;
   bool first = true;
   ring_begin(&ring, lane);
   for (uint32_t i = 0; i < params.nsegments; i++) {

@@ -109,8 +109,12 @@ struct kvs_piece kvs_twin_segment_unit(const struct kvs_relay_params *params, co
   return kvs_row_part(&row, src, dst, part, units->piece);
 }
 
+static uint64_t slot_of(const struct kvs_relay_params *params, uint64_t filling) {
+  return (params->first + filling) % params->nslots;
+}
+
 uint64_t kvs_twin_slot(const struct kvs_relay_params *params, uint64_t filling) {
-  return params->ring + filling % params->nslots * params->slot_nbytes;
+  return params->ring + slot_of(params, filling) * params->slot_nbytes;
 }
 
 static uint32_t *relay_flag(const struct kvs_relay_params *params, bool filled, uint64_t slot) {
@@ -122,8 +126,8 @@ bool kvs_twin_relay_told(const struct kvs_relay_params *params) {
 }
 
 bool kvs_twin_relay_may(const struct kvs_relay_params *params, uint64_t filling) {
-  uint32_t before = (uint32_t)(filling / params->nslots); /* fillings of its slot */
-  const uint32_t *flag = relay_flag(params, !params->gather, filling % params->nslots);
+  uint32_t before = (uint32_t)((params->first + filling) / params->nslots); /* fillings of its slot */
+  const uint32_t *flag = relay_flag(params, !params->gather, slot_of(params, filling));
   uint32_t wanted = params->gather ? before : before + 1;
   return (int32_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - wanted) >= 0;
 }
@@ -139,7 +143,7 @@ void kvs_twin_relay_fill(const struct kvs_relay_params *params, uint64_t filling
       copy_piece(&piece);
     }
   } while (!part.last);
-  __atomic_fetch_add(relay_flag(params, params->gather, filling % params->nslots), warps, __ATOMIC_RELEASE);
+  __atomic_fetch_add(relay_flag(params, params->gather, slot_of(params, filling)), warps, __ATOMIC_RELEASE);
 }
 
 /* `aborted` first: who was released by a flag finds it set. */

@@ -187,20 +187,32 @@ static PyObject *set_fault(PyObject *module, PyObject *const *args, Py_ssize_t n
   return answer(state, rc, &err);
 }
 
+/* Two arguments, a device and a number. */
+static PyObject *set_number(struct kvs_py_state *state, const struct kvs_py_args *spec, PyObject *const *args,
+                            Py_ssize_t nargs, PyObject *kwnames,
+                            int (*set)(struct kvs_engine *, uint64_t, struct kvs_error *)) {
+  struct kvs_error err = {0};
+  PyObject *values[2];
+  uint64_t number;
+  if (kvs_py_args_parse(spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_uint64(values[1], spec->names[1], -1, &number) < 0) return NULL;
+  struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
+  if (engine == NULL) return NULL;
+  int rc = set(engine, number, &err);
+  kvs_engine_unref(engine);
+  return answer(state, rc, &err);
+}
+
 static PyObject *set_lane_depth(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"device", "depth"};
   static const struct kvs_py_args spec = {"_set_lane_depth", names, 2, 2, 2};
-  struct kvs_py_state *state = PyModule_GetState(module);
-  struct kvs_error err = {0};
-  PyObject *values[2];
-  uint64_t depth;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_uint64(values[1], "depth", -1, &depth) < 0) return NULL;
-  struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
-  if (engine == NULL) return NULL;
-  int rc = kvs_engine_set_lane_depth(engine, depth > UINT32_MAX ? UINT32_MAX : (unsigned)depth, &err);
-  kvs_engine_unref(engine);
-  return answer(state, rc, &err);
+  return set_number(PyModule_GetState(module), &spec, args, nargs, kwnames, kvs_engine_set_lane_depth);
+}
+
+static PyObject *set_relay_turn(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"device", "nbytes"};
+  static const struct kvs_py_args spec = {"_set_relay_turn", names, 2, 2, 2};
+  return set_number(PyModule_GetState(module), &spec, args, nargs, kwnames, kvs_engine_set_relay_turn);
 }
 
 /* -- the machine --------------------------------------------------------------------------------------------------- */
@@ -279,6 +291,10 @@ PyDoc_STRVAR(set_fault_doc,
              "are left out.");
 PyDoc_STRVAR(set_lane_depth_doc, "_set_lane_depth($module, /, device, depth)\n--\n\n"
                                  "How many unfinished transfers a lane holds, 1 to 65536. Concerns lanes made later.");
+PyDoc_STRVAR(set_relay_turn_doc,
+             "_set_relay_turn($module, /, device, nbytes)\n--\n\n"
+             "How many bytes, about, a relay of priority background moves before it gives its SMs back for a while.\n"
+             "0: as ever.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
 PyDoc_STRVAR(fatbin_doc,
@@ -296,6 +312,7 @@ PyMethodDef kvs_py_testing_methods[] = {
     ROW(host_peer, host_peer),
     ROW(set_fault, set_fault),
     ROW(set_lane_depth, set_lane_depth),
+    ROW(set_relay_turn, set_relay_turn),
     {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
     ROW(cuda_info, cuda_info),
     {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
