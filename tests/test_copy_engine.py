@@ -681,7 +681,7 @@ def be_held_up(name: str, direction: int, turn: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, 25 * MIB], ids=["one kernel", "turns"])
+@pytest.mark.parametrize("turn", [0, 25 * MIB], ids=["whole", "turns"])
 def test_a_caller_that_is_held_up_in_between(device: kvswap.Device, direction: int, turn: int) -> None:
     """The kernel runs already, and those who would meet it are queued too late. In a process of its own, since AUTO
     would take no relay on the device any more."""
