@@ -52,7 +52,8 @@ sanitize_part() {
   local log="$parts/$tool-$tests${3:+-$3}.log"
   only+=" and not keeps_a_manager and not beside and not elapsed and not whatever"
   [ "$tests-$tool" = swap-initcheck ] || [ "$tests" != swap ] && only+=" and not relay"
-  [ "$tool" = initcheck ] && only+=" and not far_apart and not interleaving" && export KVSWAP_DISABLE=batch,relay
+  [ "$tool" = initcheck ] && export KVSWAP_DISABLE=batch,relay &&
+    only+=" and not far_apart and not interleaving and not defaults_of and not environment"
   [ "$tool" = memcheck ] && only+=" and not over_seams"
   timeout -k 5 400 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
     python3 -P -m pytest -p no:cacheprovider -o faulthandler_timeout=100 -v --device cuda:0 --serial \
