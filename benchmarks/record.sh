@@ -16,13 +16,13 @@ pytest() { run "$1" pytest -p no:cacheprovider -o faulthandler_timeout=60 --devi
   run 60 kvswap info --open
 } >"$out/machine.txt" 2>&1
 
-# The suite, six of its files at a time; each file's own output, then what all came to.
+# The suite, six (or JOBS) of its files at a time; each file's own output, then what all came to.
 suite_part() { pytest 560 -q --durations=3 --long-seconds=2 "$1" >"$parts/$(basename "$1" .py).log" 2>&1; }
 
 suite() {
   export parts=$(mktemp -d)
   export -f suite_part pytest run
-  ls -S tests/test_*.py tests/long/test_[as]*.py | grep -vF test_c.py | timeout 570 xargs -P 6 -n 1 bash -c 'suite_part "$1"' _
+  ls -S tests/test_*.py tests/long/test_[as]*.py | grep -vF test_c.py | timeout 570 xargs -P "${JOBS:-6}" -n 1 bash -c 'suite_part "$1"' _
   {
     head -n 1 "$out/machine.txt"
     tail -n +1 "$parts"/*.log
