@@ -493,13 +493,13 @@ ALLOWED = {
 }
 
 
-def leaks(device: kvswap.Device, action: Callable[[], Any]) -> dict[str, float]:
+def leaks(device: kvswap.Device, action: Callable[[], Any], times: int = TIMES) -> dict[str, float]:
     """What grows, by how much a repetition; nothing where it does not grow each time."""
     with tracing():
         growth(device, action, 20)
         found = dict.fromkeys(ALLOWED, 0.0)
         for _ in range(5):
-            grown = {name: value / TIMES for name, value in growth(device, action, TIMES).items()}
+            grown = {name: value / times for name, value in growth(device, action, times).items()}
             found = {name: grown[name] for name in found if grown[name] > ALLOWED[name]}
             if not found:
                 return {}
