@@ -707,7 +707,8 @@ def test_no_leak(device: kvswap.Device) -> None:
         cycle()
     gc.collect()
     after = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
-    room, threads = (40 if SANITIZED else 2) * MIB, 0 if device.kind == "host" else 4  # a GPU's driver begins some itself
+    room = (40 if SANITIZED else 2) * MIB
+    threads = 0 if device.kind == "host" else 4  # a GPU's driver begins some itself
     assert after[0] - before[0] < room and after[1] - before[1] < room and after[2] == before[2]
     assert abs(after[3] - before[3]) <= threads
 
