@@ -41,6 +41,7 @@ from kvswap.fastdeploy.manager.messages import (
     ToRank,
 )
 from kvswap.fastdeploy.manager.metrics import Metrics
+from kvswap.fastdeploy.manager.outbox import Outbox
 from kvswap.fastdeploy.manager.writes import Write, Writes
 
 __all__ = ["Coordinator"]
@@ -49,7 +50,6 @@ _log = logging.getLogger("kvswap.manager")
 
 _LOOK_EVERY = 0.05  # seconds
 _AWAY = 1.0  # seconds without a look: this process was stopped, and says nothing of the others
-_MOST_KEPT = 4096  # messages for one client
 
 
 @dataclass
@@ -112,15 +112,13 @@ class Coordinator:
         metrics: Metrics,
     ) -> None:
         self._settings, self._metrics = settings, metrics
-        self._to_client, self._to_rank, self._keep_state = to_client, to_rank, keep_state
+        self._to_rank, self._keep_state = to_rank, keep_state
+        self._outbox = Outbox(to_client)
         self.state = state
         self.ranks = [_Rank(i) for i in range(settings.ranks)]
         self._pending: dict[int, _Pending] = {}
         self._ids: set[str] = set()
         self._writes = {kind: Writes() for kind in Kind}  # by the tasks that write on that side
-        self._undelivered: deque[tuple[bytes, ToClient]] = deque()
-        self._kept: Counter[bytes] = Counter()  # of those, by client
-        self._untold = 0  # of those, the results
         self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
         self._operation: _Operation | None = None
         self._reason = ""  # why the last operation failed
@@ -235,40 +233,15 @@ class Coordinator:
             self._operate(client, message)
 
     def _answer(self, client: bytes, request: int, code: str, message: str = "", body: Any = None) -> None:
-        self.deliver(client, Answer(request, code, message, body))
-
-    def deliver(self, client: bytes, message: ToClient) -> None:
-        """In order; what the client cannot take now is kept. Results are, in any case, and count against the queue's
-        limit; a client that asks thousands of times and takes nothing gets no more answers."""
-        if not self._kept[client] and self._to_client(client, message):
-            return
-        if isinstance(message, Result):
-            self._untold += 1
-        elif self._kept[client] > _MOST_KEPT:
-            return
-        self._undelivered.append((client, message))
-        self._kept[client] += 1
+        self._outbox.deliver(client, Answer(request, code, message, body))
 
     def flush(self) -> None:
-        """Send what is kept. A client that does not read holds up its own messages only."""
-        blocked: set[bytes] = set()
-        kept, self._undelivered = self._undelivered, deque()
-        for client, message in kept:
-            if client in blocked or not self._to_client(client, message):
-                blocked.add(client)
-                self._undelivered.append((client, message))
-            elif self._kept[client] > 1:
-                self._kept[client] -= 1
-            else:
-                del self._kept[client]
-        self._count_untold()
-
-    def _count_untold(self) -> None:
-        self._untold = sum(isinstance(message, Result) for _, message in self._undelivered)
+        """Send what clients could not take before."""
+        self._outbox.flush()
 
     @property
     def undelivered(self) -> int:
-        return len(self._undelivered)
+        return len(self._outbox)
 
     @property
     def under_way(self) -> int:
@@ -283,8 +256,9 @@ class Coordinator:
     def _refusal(self, task: Task) -> tuple[str, str]:
         if why := self._not_ready():
             return "not_ready", why
-        if len(self._pending) + self._untold >= self._settings.queue_limit:
-            kept = f", and {self._untold} results not read" if self._untold else ""
+        unread = self._outbox.results
+        if len(self._pending) + unread >= self._settings.queue_limit:
+            kept = f", and {unread} results not read" if unread else ""
             return "full", f"{len(self._pending)} tasks are under way{kept}, as many as --queue_limit allows"
         if why := self._wrong(task):
             self._metrics.refused()
@@ -413,7 +387,7 @@ class Coordinator:
             extra={"task": {"task": task.transfer_task_id, "type": kind, "ok": ok, "blocks": len(task.gpu_block_ids),
                             "bytes": pending.nbytes, "seconds": round(seconds, 6), "rank": rank, "reason": reason}},
         )  # fmt: skip
-        self.deliver(
+        self._outbox.deliver(
             pending.client,
             Result(
                 task.transfer_task_id,
@@ -618,7 +592,7 @@ class Coordinator:
             "operation": self._operation.what if self._operation else None,
             "last_failure": self._reason,
             "under_way": len(self._pending),
-            "undelivered": len(self._undelivered),
+            "undelivered": len(self._outbox),
             "queue_limit": self._settings.queue_limit,
             "done": self._ended["done"],
             "failed": self._ended["failed"],
@@ -652,11 +626,7 @@ class Coordinator:
     def gone(self, client: bytes) -> None:
         """A client has ended: nobody reads what is kept for it."""
         self._writes[Kind.SWAP2GPU].gone(client)
-        dropped = self._kept.pop(client, 0)
-        if dropped:
-            self._undelivered = deque((to, message) for to, message in self._undelivered if to != client)
-            self._count_untold()
-            _log.warning("a client is gone: %d messages for it are dropped", dropped)
+        self._outbox.gone(client)
 
 
 def _blame(task: Task, lost: dict[int, Write]) -> tuple[tuple[int, str], tuple[int, str]]:
