@@ -25,13 +25,13 @@ const struct kvs_costs *kvs_costs_default(void) { return &costs; }
 """
 
 
-def table(costs: _C._Costs) -> str:
-    """The whole file."""
+def table(costs: _C._Costs, before: _C._Costs) -> str:
+    """The whole file. Of a path that a GPU has not, `direct`, the costs stay what they were before."""
     lines = [_HEAD]
-    for name, of_direction in (("D2H", costs["d2h"]), ("H2D", costs["h2d"])):
+    for name, of_direction, kept in (("D2H", costs["d2h"], before["d2h"]), ("H2D", costs["h2d"], before["h2d"])):
         lines.append(f"    [KVS_{name}] = {{")
         for path in ("auto", "dma", "strided", "relay", "kernel", "direct"):
-            lines += _path(path, of_direction.get(path))
+            lines += _path(path, of_direction.get(path, kept.get(path)))
         lines.append("    },")
     lines.append("  },")
     tuning = costs["tuning"]
@@ -60,7 +60,7 @@ def _numbers(numbers: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calibration", help="the file that `kvswap calibrate` stored")
-    print(table(_C._costs_read(parser.parse_args().calibration)), end="")
+    print(table(_C._costs_read(parser.parse_args().calibration), _C._costs_read(None)), end="")
 
 
 if __name__ == "__main__":
