@@ -4,28 +4,12 @@
 // checked here (kvswap bench does that).
 //
 //   nvcc -O2 -arch=native -o /tmp/strided_parts benchmarks/strided_parts.cu -lcuda && /tmp/strided_parts
-#include <cuda.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <ctime>
-#include <numeric>
-#include <random>
-#include <vector>
+#include "streams.cuh"
 
 typedef CUresult (*batch_function)(size_t, CUDA_MEMCPY3D_BATCH_OP *, unsigned long long, CUstream);
-enum { TENSORS = 80, STREAMS = 4, RUNS = 7 };
+enum { TENSORS = 80 };
 
 static batch_function batch;
-static cudaStream_t streams[STREAMS];
-static cudaEvent_t fork_event, joins[STREAMS];
-
-static double now_us() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1e6 + t.tv_nsec * 1e-3;
-}
 
 struct block_copy {
   char *gpu, *host;
@@ -42,16 +26,11 @@ static CUmemcpy3DOperand operand(char *base, size_t pitch) {
 
 // part 0: one by one
 static void measure(bool h2d, char *gpu, char *host, size_t nbytes, size_t blocks, int splits, size_t part) {
-  std::vector<size_t> from(blocks), to(blocks);
+  std::mt19937 random(nbytes);
+  std::vector<size_t> from = permuted(blocks, random), to = permuted(blocks, random);
   std::vector<CUDA_MEMCPY3D_BATCH_OP> ops(blocks);
   std::vector<block_copy> copies(blocks);
-  std::vector<double> total, calling;
-  std::mt19937 random(nbytes);
   const size_t pitch = nbytes * blocks;
-  std::iota(from.begin(), from.end(), 0);
-  std::iota(to.begin(), to.end(), 0);
-  std::shuffle(from.begin(), from.end(), random);
-  std::shuffle(to.begin(), to.end(), random);
   for (size_t i = 0; i < blocks; i++) {
     copies[i] = {gpu + from[i] * nbytes, host + to[i] * nbytes * TENSORS};
     CUmemcpy3DOperand there = operand(copies[i].gpu, pitch), here = operand(copies[i].host, nbytes);
@@ -62,11 +41,7 @@ static void measure(bool h2d, char *gpu, char *host, size_t nbytes, size_t block
     ops[i].srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
   }
   int refused = 0;
-  for (int run = 0; run <= RUNS; run++) {
-    cudaDeviceSynchronize();
-    double start = now_us();
-    cudaEventRecord(fork_event, streams[0]);
-    for (int s = 1; s < splits; s++) cudaStreamWaitEvent(streams[s], fork_event, 0);
+  times t = measured(splits, [&] {
     for (size_t i = 0, n = 0; i < blocks; i += std::max(part, size_t(1)), n++) {
       cudaStream_t stream = streams[n % splits];
       const block_copy &c = copies[i];
@@ -77,21 +52,10 @@ static void measure(bool h2d, char *gpu, char *host, size_t nbytes, size_t block
       else
         refused |= cudaMemcpy2DAsync(c.host, nbytes, c.gpu, pitch, nbytes, TENSORS, cudaMemcpyDeviceToHost, stream);
     }
-    for (int s = 1; s < splits; s++) {
-      cudaEventRecord(joins[s], streams[s]);
-      cudaStreamWaitEvent(streams[0], joins[s], 0);
-    }
-    double called = now_us();
-    cudaStreamSynchronize(streams[0]);
-    if (run == 0) continue;
-    total.push_back(now_us() - start);
-    calling.push_back(called - start);
-  }
-  std::sort(total.begin(), total.end());
-  std::sort(calling.begin(), calling.end());
+  });
   printf("%s %2zu KiB x %5zu, %d stream(s), parts of %5zu: %5.1f GB/s, %6.0f us (%.0f to %.0f), call %6.0f us%s\n",
-         h2d ? "H2D" : "D2H", nbytes >> 10, blocks, splits, part, blocks * TENSORS * nbytes / total[RUNS / 2] * 1e-3,
-         total[RUNS / 2], total[0], total[RUNS - 1], calling[RUNS / 2], refused ? ", REFUSED" : "");
+         h2d ? "H2D" : "D2H", nbytes >> 10, blocks, splits, part, blocks * TENSORS * nbytes / t.total * 1e-3, t.total,
+         t.least, t.most, t.call, refused ? ", REFUSED" : "");
 }
 
 int main() {
@@ -101,11 +65,7 @@ int main() {
   cudaGetDriverEntryPointByVersion("cuMemcpy3DBatchAsync", (void **)&batch, 13000, cudaEnableDefault, &found);
   cudaMalloc(&gpu, 1ull << 30);
   if (!batch || cudaMallocHost(&host, 1ull << 30)) return fprintf(stderr, "no batch call, or no memory\n"), 1;
-  cudaEventCreateWithFlags(&fork_event, cudaEventDisableTiming);
-  for (int s = 0; s < STREAMS; s++) {
-    cudaStreamCreateWithFlags(&streams[s], cudaStreamNonBlocking);
-    cudaEventCreateWithFlags(&joins[s], cudaEventDisableTiming);
-  }
+  open_streams();
   for (int h2d = 0; h2d < 2; h2d++)
     for (size_t kib : {4, 8, 16})
       for (size_t blocks : {size_t(512), (size_t(1) << 30) / TENSORS / (kib << 10)}) {
