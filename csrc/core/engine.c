@@ -313,13 +313,17 @@ void kvs_shutdown(int64_t timeout_ns) {
 
 /* -- defaults -------------------------------------------------------------------------------------------------- */
 
+/* In the child of a fork a thread that it does not have may hold the lock for ever, and the device is its parent's. */
 void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
+  if (engine->device->fork_generation != kvs_fork_generation()) return;
   pthread_mutex_lock(&engine->lock);
   engine->defaults = *defaults;
   pthread_mutex_unlock(&engine->lock);
 }
 
 void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
+  *defaults = (struct kvs_defaults){.path = KVS_PATH_AUTO};
+  if (engine->device->fork_generation != kvs_fork_generation()) return;
   pthread_mutex_lock(&engine->lock);
   *defaults = engine->defaults;
   pthread_mutex_unlock(&engine->lock);

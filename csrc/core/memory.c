@@ -214,10 +214,11 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
                                      [KVS_ORIGIN_ALLOCATED] = "allocated",
                                      [KVS_ORIGIN_REGISTERED] = "registered",
                                      [KVS_ORIGIN_IMPORTED] = "opened"};
+  int status = kvs_dev_check(engine->device, err);
+  if (status == KVS_FORKED) return status;
   if (!known_region(engine, ptr, origin, region))
     return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
                     done[origin]);
-  int status = kvs_dev_check(engine->device, err);
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
   if (!status) status = kvs_engine_drain(engine, region, timeout_ns, err);
@@ -260,6 +261,7 @@ int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *e
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
+  if (engine->device->fork_generation != kvs_fork_generation()) return; /* it is the parent's */
   pthread_mutex_lock(&engine->memory_lock);
   if (engine->norphans == engine->orphans_capacity) {
     size_t capacity = engine->orphans_capacity ? 2 * engine->orphans_capacity : 16;
@@ -304,7 +306,8 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   struct kvs_error ignored;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: a registration has at least one byte");
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
-  int status = refuse_known(engine, ptr, nbytes, err);
+  int status = kvs_dev_check(engine->device, err);
+  if (!status) status = refuse_known(engine, ptr, nbytes, err);
   if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
   status = kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, err);

@@ -197,11 +197,11 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                    const struct kvs_options *given, struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
   struct kvs_options options;
+  int status = kvs_open_for_work(engine, err);
+  if (status) return status;
   kvs_options_resolve(engine, given, &options);
   struct kvs_cache_call call = {
       tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(&options)};
-  int status = kvs_open_for_work(engine, err);
-  if (status) return status;
   if (direction != KVS_D2H && direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (offload) and 1 is H2D (onboard)", (int)direction);
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
@@ -317,9 +317,9 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
                    struct kvs_error *err) {
   struct batch_call call = {src, dst, nbytes, one_size, count};
   struct kvs_options options;
-  kvs_options_resolve(engine, given, &options);
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
+  kvs_options_resolve(engine, given, &options);
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;
   struct kvs_work work = {.scratch = scratch,

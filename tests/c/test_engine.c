@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -412,6 +413,62 @@ static void test_threads(void) {
   kvs_engine_unref(engine);
 }
 
+/* -- fork ------------------------------------------------------------------------------------------------------ */
+
+/* What the child of a fork may call; how many of the calls that can be told so were. */
+static int call_all(struct kvs_engine *engine, struct caches *c, struct kvs_pool *const pools[2]) {
+  int64_t ids[] = {1, 2};
+  uint64_t src = (uintptr_t)c->gpu, dst = (uintptr_t)c->cpu, nbytes = NBYTES;
+  struct kvs_transfer *transfer;
+  struct kvs_error err;
+  struct kvs_defaults defaults;
+  const struct kvs_move move = {
+      .src = pools, .dst = pools + 1, .npairs = 1, .src_ids = {ids, 8, 2}, .dst_ids = {ids, 8, 2}};
+  int told = swap(engine, c, ids, ids, 2, KVS_D2H, NULL, &transfer, &err) == KVS_FORKED;
+  told += kvs_swap_batch(engine, &src, &dst, &nbytes, true, 1, NULL, &transfer, &err) == KVS_FORKED;
+  told += kvs_move_blocks(&move, NULL, &transfer, &err) == KVS_FORKED;
+  told += kvs_engine_alloc(engine, 64, true, &nbytes, &err) == KVS_FORKED;
+  told += kvs_engine_free(engine, dst, &err) == KVS_FORKED;
+  told += kvs_engine_register(engine, src, NBYTES, &err) == KVS_FORKED;
+  told += kvs_engine_unregister(engine, src, &err) == KVS_FORKED;
+  kvs_engine_free_later(engine, dst);
+  kvs_engine_get_defaults(engine, &defaults);
+  kvs_engine_set_defaults(engine, &defaults);
+  kvs_engine_collect(engine);
+  return told;
+}
+
+/* Another thread may hold any of the locks when a process forks: the child, which does not have it, must not ask. */
+static void test_fork_while_a_lock_is_held(void) {
+#if !defined(__SANITIZE_THREAD__)
+  struct kvs_engine *engine = open_engine(0);
+  struct caches c = caches_new();
+  struct kvs_error err;
+  struct kvs_pool *pools[2];
+  pthread_mutex_t *const locks[] = {&engine->lock, &engine->hazard_lock, &engine->memory_lock, &engine->cache_lock};
+  for (int i = 0; i < 2; i++) {
+    struct kvs_pool_layout layout = {
+        .ptr = (uintptr_t)(i ? c.cpu : c.gpu), .num_blocks = BLOCKS, .block_nbytes = NBYTES};
+    CHECK(!kvs_pool_open(engine, &layout, &pools[i], &err), "%s", err.message);
+  }
+  for (size_t i = 0; i < sizeof locks / sizeof locks[0]; i++) {
+    int status = 1;
+    pthread_mutex_lock(locks[i]);
+    pid_t child = fork();
+    if (child == 0) {
+      alarm(10);
+      _exit(call_all(engine, &c, pools));
+    }
+    pthread_mutex_unlock(locks[i]);
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7, "lock %d: status %x", (int)i, (unsigned)status);
+  }
+  for (int i = 0; i < 2; i++) kvs_pool_unref(pools[i]);
+  caches_free(&c);
+  kvs_engine_unref(engine);
+#endif
+}
+
 int main(void) {
   test_paths(0);
   test_paths(7);
@@ -423,6 +480,7 @@ int main(void) {
   test_every_call_may_fail();
   test_loss();
   test_threads();
+  test_fork_while_a_lock_is_held();
   kvs_shutdown(SECONDS);
   return check_close();
 }
