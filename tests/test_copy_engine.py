@@ -489,6 +489,24 @@ def test_all_is_refused_from_then_on(faulty: Sides, direction: int) -> None:
         refuse(faulty, four_fillings(direction), nth, "", every=1)
 
 
+def test_a_device_that_is_full(path: str, direction: int) -> None:
+    """AUTO then takes the copy engine, which needs no memory for lists; who insists on a kernel is told."""
+    device = testing.deterministic_device(direction + 5)
+    sides, work = Sides(device, 4 * MIB), plain(16, 2, 9000, direction)
+    cheapest(device, path)
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+    with testing.fault(device, "call", "fail", operation="alloc", every=1, code=2):
+        with pytest.raises(kvswap.DeviceError, match="alloc"):
+            sides.swap(work, path=path)
+        sides.check("raised")
+        transfer = sides.swap(work)
+    transfer.wait(PATIENCE)
+    carry_out(work, sides.gpu_model, sides.cpu_model)
+    sides.check("no room")
+    assert transfer.path == "dma"
+    assert sides.run(work).path == path
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_lists_are_refused_too(faulty: Sides, direction: int, nth: int) -> None:
     """By pointers: the kernel reads a list of pieces."""

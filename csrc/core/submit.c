@@ -257,7 +257,11 @@ static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
 static int prepare(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   enum kvs_path path = s->transfer->path;
-  if (path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY) return kvs_prepare_launch(s);
+  if (path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY) {
+    int status = kvs_prepare_launch(s);
+    if (!s->picked || (status != KVS_NOMEM && status != KVS_REFUSED)) return status;
+    s->transfer->path = KVS_PATH_DMA; /* which needs no memory of a GPU that may be full */
+  }
   if (path == KVS_PATH_STRIDED) {
     int status = work->plan(work->call, KVS_FORM_RECTS, work->scratch, s->err);
     if (!status && work->scratch->rects.count == 0) s->transfer->path = KVS_PATH_DMA; /* distances that none takes */
