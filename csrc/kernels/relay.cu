@@ -1,8 +1,8 @@
 /* The relay: see kernels.h for the flags and who waits for what.
  *
- * A few warps stay for the whole transfer. Each does its share of every filling of a slot, then says so; so a filling
- * is ready when all warps have. The memory of the ring is written by the copy engine and by bulk copies (the async
- * proxy), hence a proxy fence between a flag and the bytes, on both sides of it. */
+ * A few warps stay for the whole transfer, or for a turn of it. Each does its share of every filling of a slot, then
+ * says so; so a filling is ready when all warps have. The memory of the ring is written by the copy engine and by bulk
+ * copies (the async proxy), hence a proxy fence between a flag and the bytes, on both sides of it. */
 #include "ring.cuh"
 
 /* Looks at flags are few, and at the host's word fewer, by one warp alone: measured, all warps looking ten times as
