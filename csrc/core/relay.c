@@ -301,7 +301,9 @@ static int relay_locked(struct relaying *r, struct kvs_error *why) {
     r->relay->spine = s->lane->spine;
     s->transfer->unjoined = true;
     kvs_fail_whole(s, &unjoined);
-    return kvs_beyond_hope(unjoined.status) ? unjoined.status : KVS_OK;
+    if (!kvs_beyond_hope(unjoined.status)) return KVS_OK;
+    *why = unjoined;
+    return unjoined.status;
   }
   if (!status) { /* unless it is known already that it must be done again */
     status = kvs_launch_units(s, &s->units, r->units, aborted_flag(r->relay), why);
