@@ -6,11 +6,12 @@ at bytes."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Cache, check_pattern, usable, write_pattern
+from conftest import PATIENCE, Cache, Gate, check_pattern, usable, write_pattern
 
 import kvswap
 from kvswap import _C, testing
@@ -180,6 +181,32 @@ def test_the_code_of_a_refused_end_is_kept(cache: Cache) -> None:
         assert (transfer.error.code, transfer.error.operation) == (33, "event_record")
         assert transfer.failed_blocks.tolist() == [0, 1]
     assert found == 1
+
+
+@pytest.mark.parametrize("operation", ["event_record", "stream_wait"])
+def test_what_is_queued_later_comes_later_all_the_same(cache: Cache, path: str, operation: str) -> None:
+    """A transfer whose stream could not be made to wait for it is lost, and its copies run. What the caller queues on
+    the stream after it must not be overwritten by them."""
+    device, ids, found = cache.device, np.arange(0, 200, 2), 0
+    usable(device, "kernel")
+    target = cache.target.ptr + ids * cache.nbytes
+    for nth in range(1, 30):
+        stream, other = kvswap.Stream(device), kvswap.Stream(device)
+        with Gate(device) as gate:
+            gate.hold(other)
+            with testing.fault(device, "call", "fail", operation=operation, nth=nth, code=33):
+                try:
+                    transfer = cache.swap(ids, ids, path=path, stream=stream, after=[other])
+                except kvswap.DeviceError:
+                    transfer = None
+            written = write_pattern(device, target, cache.nbytes, ids, stream)
+            time.sleep(0.002)
+            gate.open()
+        written.result(PATIENCE)
+        device.synchronize(PATIENCE)
+        assert check_pattern(device, target, cache.nbytes, ids, stream).result(PATIENCE) == (0, None, None), nth
+        found += transfer is not None and transfer.failed_blocks.size == 100
+    assert found >= 1
 
 
 def test_a_wait_that_cannot_poll_says_so(cache: Cache) -> None:

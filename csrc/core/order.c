@@ -277,7 +277,7 @@ int kvs_order_behind(struct kvs_transfer *transfer, const struct kvs_work *work,
   if (kvs_racecheck_on()) transfer->point = kvs_racecheck_point(device, transfer->lane->spine);
   note_hazards(transfer, work);
   if (!options->on_stream) return status;
-  if (transfer->end) return kvs_dev_stream_wait(device, options->stream, transfer->end, err);
+  if (transfer->end && !(status = kvs_dev_stream_wait(device, options->stream, transfer->end, err))) return KVS_OK;
   /* The copies run all the same, and what the caller queues next must come after them. */
   if (!kvs_dev_event_record(device, transfer->lane->fork, transfer->lane->spine, &ignored))
     (void)kvs_dev_stream_wait(device, options->stream, transfer->lane->fork, &ignored);
