@@ -209,6 +209,19 @@ def test_what_is_queued_later_comes_later_all_the_same(cache: Cache, path: str, 
     assert found >= 1
 
 
+def test_looking_whether_a_table_arrived_may_fail(cache: Cache) -> None:
+    """It only spares a wait: nothing is lost by it."""
+    usable(cache.device, "kernel")
+    for nth in range(1, 5):
+        blocks = np.random.default_rng(nth).permutation(BLOCKS)[: 20 + nth]
+        with testing.fault(cache.device, "call", "fail", operation="event_query", nth=nth, every=1, code=33):
+            transfer = kvswap.swap_cache_all_layers_async(
+                np.array([cache.gpu.ptr]), np.array([cache.cpu.ptr]), 60 + nth, BLOCKS, BLOCKS, blocks, blocks,
+                cache.direction, device=cache.device, path="kernel", gpu_stride=72, cpu_stride=72,
+            )  # fmt: skip
+        transfer.wait(PATIENCE)
+
+
 def test_a_wait_that_cannot_poll_says_so(cache: Cache) -> None:
     transfer = cache.swap([1], [2], stream=kvswap.Stream(cache.device))
     cache.device.synchronize(PATIENCE)

@@ -61,9 +61,8 @@ static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *tabl
 static int wait_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, kvs_stream spine,
                        struct kvs_error *err) {
   if (table->arrived) return KVS_OK;
-  int status = kvs_dev_event_query(engine->device, table->uploaded, err);
-  if (status == KVS_OK) table->arrived = true;
-  return status == KVS_NOT_READY ? kvs_dev_stream_wait(engine->device, spine, table->uploaded, err) : status;
+  table->arrived = kvs_dev_event_query(engine->device, table->uploaded, err) == KVS_OK;
+  return table->arrived ? KVS_OK : kvs_dev_stream_wait(engine->device, spine, table->uploaded, err);
 }
 
 int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, kvs_stream spine,
