@@ -32,6 +32,7 @@ from kvswap.offload import (
     OffloadingWorker,
     SingleDirectionOffloadingHandler,
     TransferResult,
+    _handlers,
 )
 from kvswap.vllm._handler import VLLMHandler
 
@@ -668,6 +669,121 @@ def test_a_region_is_cleaned_up_when_both_directions_have_let_go(library: Librar
     handlers.cpu_to_gpu_handler.shutdown()
     handlers.cpu_to_gpu_handler.shutdown()
     assert region.cleaned == 1
+
+
+class Registrar:
+    """Of a GPU's kind, as far as a region asks: what is registered now."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+        self.lost = False
+
+    def register(self, ptr: int, nbytes: int) -> None:
+        self.registered.add(ptr)
+
+    def unregister(self, ptr: int) -> None:
+        if self.lost:
+            raise kvswap.DeviceError("it is lost")
+        self.registered.remove(ptr)
+
+
+class Unpinned(Region):
+    """A region that nobody has registered yet, with room for so many tensors."""
+
+    def __init__(self, library: Library, chunks: int, row: int, tensors: int = 99) -> None:
+        super().__init__(library, chunks, row)
+        self._base = random_blocks(5, chunks, row)
+        self._base = library.torch.from_numpy(self._base) if library.name == "torch" else self._base.view(Addressed)
+        self.is_pinned = False
+        self.left = tensors
+
+    def create_next_view(self, nbytes: int) -> Any:
+        self.left -= 1
+        assert self.left >= 0, "the region has no room for it"
+        return super().create_next_view(nbytes)
+
+
+class Addressed(np.ndarray):
+    def data_ptr(self) -> int:
+        return int(self.ctypes.data)
+
+
+def break_second_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    class Breaks(SingleDirectionOffloadingHandler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self.gpu_to_cpu)
+            if len(made) == 2:
+                raise MemoryError("no more")
+
+    monkeypatch.setattr(_handlers, "SingleDirectionOffloadingHandler", Breaks)
+
+
+@pytest.mark.parametrize("broken", ["view", "references", "second handler"])
+def test_a_region_is_not_left_registered_where_making_handlers_fails(
+    library: Library, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar, taken = Registrar(), _handlers._Region
+    monkeypatch.setattr(_handlers, "_Region", lambda region, device: taken(region, registrar))
+    region = Unpinned(library, 16, 2 * (256 + 512), tensors=1 if broken == "view" else 2)
+    caches = caches_of(library, [256, 512])
+    if broken == "references":
+        caches.group_data_refs[0][1].tensor_idx = 7
+    if broken == "second handler":
+        break_second_handler(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, MemoryError)):
+        CpuGpuOffloadingHandlers(caches, 2, 16, region, device=library.device)
+    assert registrar.registered == set() and region.cleaned == 0  # it is the caller's still
+
+
+def test_a_region_that_was_registered_is_given_back_at_the_end(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = _handlers._Region
+    for lost in (False, True):
+        registrar, region = Registrar(), Unpinned(library, 16, 2 * 256)
+        monkeypatch.setattr(_handlers, "_Region", lambda region, device, to=registrar: taken(region, to))
+        handlers = CpuGpuOffloadingHandlers(caches_of(library, [256]), 2, 16, region, device=library.device)
+        assert len(registrar.registered) == 1
+        handlers.gpu_to_cpu_handler.shutdown()
+        registrar.lost = lost
+        if lost:  # it says so, and the region goes all the same
+            with pytest.raises(kvswap.DeviceError, match="lost"):
+                handlers.cpu_to_gpu_handler.shutdown()
+        else:
+            handlers.cpu_to_gpu_handler.shutdown()
+            assert registrar.registered == set()
+        assert region.cleaned == 1
+
+
+@pytest.mark.parametrize("broken", ["view", "references", "second handler"])
+def test_the_driver_has_nothing_registered_where_making_handlers_fails(
+    cuda: kvswap.Device, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library("torch", cuda)
+    region = Unpinned(library, 16, 2 * (256 + 512), tensors=1 if broken == "view" else 2)
+    caches = caches_of(library, [256, 512])
+    if broken == "references":
+        caches.group_data_refs[0][1].tensor_idx = 7
+    with monkeypatch.context() as patch:
+        if broken == "second handler":
+            break_second_handler(patch)
+        with pytest.raises((AssertionError, IndexError, MemoryError)):
+            CpuGpuOffloadingHandlers(caches, 2, 16, region, device=cuda)
+    cuda.register(region._base.data_ptr(), region._base.nbytes)  # refused while it is registered
+    cuda.unregister(region._base.data_ptr())
+    whole = Unpinned(library, 16, 2 * (256 + 512))
+    handlers = CpuGpuOffloadingHandlers(caches_of(library, [256, 512]), 2, 16, whole, device=cuda)
+    with pytest.raises(ValueError, match="registered already"):
+        cuda.register(whole._base.data_ptr(), whole._base.nbytes)
+    handlers.gpu_to_cpu_handler.shutdown()
+    handlers.cpu_to_gpu_handler.shutdown()
+    cuda.register(whole._base.data_ptr(), whole._base.nbytes)
+    cuda.unregister(whole._base.data_ptr())
 
 
 @pytest.mark.parametrize("factor", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,16 @@ class _Region:
             device.register(base.data_ptr(), base.nbytes)
             self._registered = base.data_ptr()
 
+    def unpin(self) -> None:
+        ptr, self._registered = self._registered, None
+        if ptr is not None:
+            self._device.unregister(ptr)
+
     def cleanup(self) -> None:
-        if self._registered is not None:
-            self._device.unregister(self._registered)
-        self._region.cleanup()
+        try:
+            self.unpin()
+        finally:  # a device that is lost unregisters nothing, and the region would outlive the process
+            self._region.cleanup()
 
 
 def make_handlers(
@@ -72,35 +79,43 @@ def make_handlers(
     device: _C.Device | str | None = None,
     **options: Any,
 ) -> list[SingleDirectionOffloadingHandler]:
-    """A handler a direction (True: to the host), over memory that is allocated here or taken from the region."""
+    """A handler a direction (True: to the host), over memory that is allocated here or taken from the region.
+
+    Until it returns the region is the caller's: where it raises, nothing that it registered stays so.
+    """
     if not kv_caches.tensors:
         raise ValueError("kv_caches has no tensors")
     first = kv_caches.tensors[0].tensor
     target = device if isinstance(device, _C.Device) else _C.Device(device or device_of(first))
-    shared = None if mmap_region is None else _Region(mmap_region, target)
-    gpu_tensors, cpu_tensors = [], []
-    for i, entry in enumerate(kv_caches.tensors):
-        page = _canonical_page(kv_caches, i) if canonical_layout else entry.page_size_bytes
-        gpu_tensors.append(in_pages(entry.tensor, entry.page_size_bytes, f"tensors[{i}]"))
-        nbytes = page * block_size_factor
-        if mmap_region is not None:
-            cpu_tensors.append(_view_of(mmap_region, nbytes, canonical_layout))
-        else:
-            cpu_tensors.append(_allocate(first, num_cpu_blocks, nbytes, target))
-    return [
-        SingleDirectionOffloadingHandler(
-            gpu_tensors,
-            cpu_tensors,
-            block_size_factor,
-            kv_caches.group_data_refs,
-            gpu_to_cpu,
-            shared,
-            canonical_layout=canonical_layout,
-            device=target,
-            **options,
-        )
-        for gpu_to_cpu in directions
-    ]
+    with ExitStack() as undo:
+        shared = None if mmap_region is None else _Region(mmap_region, target)
+        if shared is not None:
+            undo.callback(shared.unpin)
+        gpu_tensors, cpu_tensors = [], []
+        for i, entry in enumerate(kv_caches.tensors):
+            page = _canonical_page(kv_caches, i) if canonical_layout else entry.page_size_bytes
+            gpu_tensors.append(in_pages(entry.tensor, entry.page_size_bytes, f"tensors[{i}]"))
+            nbytes = page * block_size_factor
+            if mmap_region is not None:
+                cpu_tensors.append(_view_of(mmap_region, nbytes, canonical_layout))
+            else:
+                cpu_tensors.append(_allocate(first, num_cpu_blocks, nbytes, target))
+        handlers = [
+            SingleDirectionOffloadingHandler(
+                gpu_tensors,
+                cpu_tensors,
+                block_size_factor,
+                kv_caches.group_data_refs,
+                gpu_to_cpu,
+                shared,
+                canonical_layout=canonical_layout,
+                device=target,
+                **options,
+            )
+            for gpu_to_cpu in directions
+        ]
+        undo.pop_all()
+        return handlers
 
 
 class CpuGpuOffloadingHandlers:

@@ -169,9 +169,6 @@ class SingleDirectionOffloadingHandler:
         self.kv_cache_groups_data_refs = self.layer_refs_per_group = refs
         self.transfer_type = ("GPU", "CPU") if gpu_to_cpu else ("CPU", "GPU")
         self.wait_timeout = wait_timeout
-        shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
-        self._shared: SharedMap | None = shared
-        self._map: _C.OffloadMap | None = shared.map
         self._second_attempts = int(self._device.stats()["second_attempts"])
         sides = list(gpu_tensors), list(cpu_tensors)
         self.src_tensors, self.dst_tensors = sides if gpu_to_cpu else sides[::-1]
@@ -190,6 +187,10 @@ class SingleDirectionOffloadingHandler:
         self._transfers: deque[Job] = deque()  # guarded by _lock
         self._stats = HandlerStats()  # guarded by _lock
         self._closed = False
+        # Last: the map counts its users, and one that was never made would not give it back.
+        shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
+        self._shared: SharedMap | None = shared
+        self._map: _C.OffloadMap | None = shared.map
 
     @property
     def device(self) -> _C.Device:

@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -223,5 +224,6 @@ def give_map(shared: SharedMap) -> None:
         regions, shared.regions = shared.regions, []
     del shared.map
     shared.device.stats()  # collects what its transfers held
-    for region in regions:
-        region.cleanup()
+    with ExitStack() as stack:  # all of them, whatever one raises
+        for region in reversed(regions):
+            stack.callback(region.cleanup)
