@@ -1063,3 +1063,27 @@ def test_the_plugin_hook_does_nothing_unasked(monkeypatch: pytest.MonkeyPatch) -
     assert "vllm" not in set(sys.modules) - before
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         _ = kvswap.vllm.Other
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_vllms_swap_blocks_batch_raises_what_was_refused(device: kvswap.Device, busy: bool) -> None:
+    """Also while the stream is busy, and the failure waits for its place in it."""
+    from kvswap.vllm._plugin import swap_blocks_batch
+
+    library = Library("torch", device)
+    torch = library.torch
+    source, target = library.gpu(random_blocks(1, 1, 4096)), library.cpu(random_blocks(2, 1, 4096))
+    before = library.read(target)
+    lists = [torch.tensor([number], dtype=torch.int64) for number in (source.data_ptr(), target.data_ptr(), 4096)]
+    stream = kvswap.Stream(device)
+    with Gate(device) as gate, testing.fault(device, "copy", "fail"):
+        if busy:
+            gate.hold(stream if device.kind == "cuda" else 0)
+        with library.computing_on(stream), pytest.raises(kvswap.DeviceError, match="injected"):
+            swap_blocks_batch(*lists)
+        gate.open()
+        device.synchronize(PATIENCE)
+        np.testing.assert_array_equal(library.read(target), before)
+    swap_blocks_batch(*lists)
+    device.synchronize(PATIENCE)
+    np.testing.assert_array_equal(library.read(target), library.read(source))

@@ -17,18 +17,17 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     """vLLM's function of this name: copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], on torch's current stream.
 
     src_ptrs, dst_ptrs, sizes: torch CPU tensors of int64 (or uint64), one entry a copy; they may be overwritten when it
-    returns. is_src_access_order_any: not looked at, sources are read in the stream's order. What is wrong or refused
-    raises, and names the entry.
+    returns. is_src_access_order_any: not looked at, sources are read in the stream's order. What is wrong raises and
+    names the entry, and nothing has moved; what the driver refuses raises as well, whatever the stream still does.
     """
     import torch
 
     del is_src_access_order_any
     if len(sizes) == 0:
         return
-    lists = (src_ptrs.numpy(), dst_ptrs.numpy(), sizes.numpy())
-    transfer = _C.swap_blocks_batch(*lists, stream=torch.cuda.current_stream() if torch.cuda.is_available() else None)
-    if transfer.done() and transfer.error is not None:
-        raise transfer.error
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else 0
+    transfer = _C.swap_blocks_batch(src_ptrs.numpy(), dst_ptrs.numpy(), sizes.numpy(), stream=stream)
+    transfer.make_wait(stream)  # which it waits for anyhow: what was refused is known by now, and raises here
 
 
 def register() -> None:
