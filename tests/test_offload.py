@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -615,6 +615,90 @@ def test_shutdown_drains_and_lets_go(library: Library) -> None:
     gc.collect()
     assert [ref() for ref in held] == [None] * 4
     assert device.stats()["unfinished"] == 0
+
+
+def test_shutdown_keeps_its_limit_while_a_job_waits_for_room(library: Library) -> None:
+    cache, stream = make(library, wait_timeout=None), kvswap.Stream(library.device)
+    with Gate(library.device) as gate:
+        gate.hold(stream)
+
+        def fill() -> None:
+            with library.computing_on(stream), suppress(kvswap.Error):  # shut down is what comes next
+                for job in range(140):
+                    cache.store.transfer_async(job, specs([job % 64], [job % 24], [1], [0]))
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        while not cache.store.stats().stalls:
+            time.sleep(0.001)
+        late = threading.Timer(5, gate.open)
+        late.start()
+        with pytest.raises(TimeoutError, match=r"still being submitted after 0\.05 s"):
+            cache.store.shutdown(0.05)
+        late.cancel()
+        gate.open()
+        thread.join(PATIENCE)
+    cache.close()
+
+
+def test_a_wait_for_a_worker_has_one_limit(library: Library) -> None:
+    worker = OffloadingWorker(caches_of(library, [256]), 2, 8, device=library.device, wait_timeout=PATIENCE)
+    limits: list[float] = []
+    for handler in worker.handlers:
+        wait_for = handler._wait_for
+
+        def slow(wanted: Any, deadline: Any, wait_for: Any = wait_for) -> None:
+            limits.append(deadline.timeout)
+            time.sleep(0.02)
+            wait_for(wanted, deadline)
+
+        handler._wait_for = slow
+    worker.wait({1}, 5)
+    worker.drain(5)
+    assert max(limits[1], limits[4]) <= 4.98 and max(limits[2], limits[5]) <= 4.96
+    worker.shutdown(5)
+    assert limits[8] <= 4.96
+
+
+def test_vllms_shutdown_waits_as_long_as_its_configuration_says(library: Library) -> None:
+    gpu, cpu = library.gpu(random_blocks(0, 8, 256)), library.cpu(random_blocks(1, 8, 256))
+    handler = VLLMHandler([gpu], [cpu], 1, plain([256]), True, device=library.device, wait_timeout=0.05)
+    stream = kvswap.Stream(library.device)
+    with Gate(library.device) as gate:
+        gate.hold(stream)
+        with library.computing_on(stream):
+            handler.transfer_async(1, specs([1], [2], [1], [0]))
+        with pytest.raises(TimeoutError, match=r"job 1 .* has not ended after 0\.05 s"):
+            handler.shutdown()
+    handler.shutdown()
+
+
+def test_the_child_of_a_fork_is_not_told_that_a_job_ended() -> None:
+    done = run_python(
+        """
+        import os
+        import numpy as np
+        from kvswap import Device, Error, testing
+        from kvswap.offload import *
+        device = Device("host:0")
+        tensor = CanonicalKVCacheTensor(np.ones((4, 64), np.int8), 64)
+        caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 64)]])
+        store = CpuGpuOffloadingHandlers(caches, 1, 4).gpu_to_cpu_handler
+        testing.delay(device, 1, 0)
+        store.transfer_async(1, (GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([2])))
+        child = os.fork()
+        if child == 0:
+            try:
+                store.wait({1}, 5)
+            except Error as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        store.wait({1}, 60)
+        assert store.get_finished()[0].success
+        """
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_handler_that_is_dropped_keeps_its_tensors_until_its_jobs_ended(library: Library) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvswap import _C
-from kvswap.offload._jobs import HandlerStats, SingleDirectionOffloadingHandler
+from kvswap.offload._jobs import Deadline, HandlerStats, SingleDirectionOffloadingHandler
 from kvswap.offload._layout import device_of, in_pages, is_torch
 from kvswap.offload._specs import CanonicalKVCaches, TransferResult
 
@@ -189,14 +189,15 @@ class OffloadingWorker:
 
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> None:
         """Until these have ended, however; as SingleDirectionOffloadingHandler.wait."""
-        wanted = set(job_ids)
+        wanted, deadline = set(job_ids), Deadline(timeout)
         for handler in self.handlers:
-            handler.wait(wanted, timeout)
+            handler.wait(wanted, deadline.left())
 
     def drain(self, timeout: float | None = None) -> None:
         """Until all have ended; they are still to be collected."""
+        deadline = Deadline(timeout)
         for handler in self.handlers:
-            handler.drain(timeout)
+            handler.drain(deadline.left())
 
     def stats(self) -> dict[str, HandlerStats]:
         """Of each queue."""
@@ -205,9 +206,10 @@ class OffloadingWorker:
     def shutdown(self, timeout: float | None = 60.0) -> None:
         """Drain all queues and let go of the memory; idempotent. The first error is raised once all were tried."""
         first: BaseException | None = None
+        deadline = Deadline(timeout)
         for handler in self.handlers:
             try:
-                handler.shutdown(timeout)
+                handler.shutdown(deadline.left())
             except (TimeoutError, _C.Error) as error:
                 first = first or error
         if first is not None:

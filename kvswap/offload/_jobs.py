@@ -67,7 +67,9 @@ class HandlerStats:
     paths: dict[str, int] = field(default_factory=dict)
 
 
-class _Deadline:
+class Deadline:
+    """One time limit for several waits; None: none."""
+
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.end = None if timeout is None else time.monotonic() + timeout
@@ -76,7 +78,7 @@ class _Deadline:
         return None if self.end is None else max(0.0, self.end - time.monotonic())
 
 
-def _wait(transfer: _C.Transfer, deadline: _Deadline, what: str) -> None:
+def _wait(transfer: _C.Transfer, deadline: Deadline, what: str) -> None:
     """Until it ended, however. Says every ten seconds that it goes on; TimeoutError."""
     begin = time.monotonic()
     while True:
@@ -87,10 +89,11 @@ def _wait(transfer: _C.Transfer, deadline: _Deadline, what: str) -> None:
         except TimeoutError:
             waited = time.monotonic() - begin
             if left is not None and left <= _SLICE:
-                limit = f"after {deadline.timeout:g} s" if deadline.timeout is not None else ""
-                raise TimeoutError(f"{what} has not ended {limit}; it goes on") from None
+                raise TimeoutError(f"{what} has not ended after {deadline.timeout:g} s; it goes on") from None
             _logger.warning("%s has not ended after %.0f s", what, waited)
-        except _C.Error:
+        except Exception:
+            if not transfer.done():
+                raise  # in the child of a fork it never ends
             return  # its result tells
 
 
@@ -271,7 +274,7 @@ class SingleDirectionOffloadingHandler:
             waiting = [transfer for older in self._transfers for transfer in older.transfers]
         oldest = next((transfer for transfer in waiting + job.transfers if not transfer.done()), None)
         if oldest is not None:
-            _wait(oldest, _Deadline(self.wait_timeout), f"the oldest transfer before job {job.job_id}")
+            _wait(oldest, Deadline(self.wait_timeout), f"the oldest transfer before job {job.job_id}")
             return
         if self.wait_timeout is not None and time.monotonic() - job.submitted > self.wait_timeout:
             raise TimeoutError(f"there was no room for job {job.job_id} after {self.wait_timeout:g} s")
@@ -307,18 +310,21 @@ class SingleDirectionOffloadingHandler:
         the log says that it waits; Ctrl-C works.
         """
         wanted = set(job_ids)
-        with self._lock:
-            jobs = [job for job in self._transfers if job.job_id in wanted]
-        deadline = _Deadline(self.wait_timeout if timeout is None else timeout)
-        for job in jobs:
-            for transfer in job.transfers:
-                _wait(transfer, deadline, f"job {job.job_id} ({self.transfer_type[0]} to {self.transfer_type[1]})")
+        self._wait_for(lambda job: job.job_id in wanted, self._deadline(timeout))
 
     def drain(self, timeout: float | None = None) -> None:
         """Until all jobs have ended, before memory is taken away (sleep mode); as wait(). They are still collected."""
+        self._wait_for(lambda _: True, self._deadline(timeout))
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self.wait_timeout if timeout is None else timeout)
+
+    def _wait_for(self, wanted: Callable[[Job], bool], deadline: Deadline) -> None:
         with self._lock:
-            jobs = {job.job_id for job in self._transfers}
-        self.wait(jobs, timeout)
+            jobs = [job for job in self._transfers if wanted(job)]
+        for job in jobs:
+            for transfer in job.transfers:
+                _wait(transfer, deadline, f"job {job.job_id} ({self.transfer_type[0]} to {self.transfer_type[1]})")
 
     def stats(self) -> HandlerStats:
         """A copy of what it has done so far."""
@@ -336,15 +342,20 @@ class SingleDirectionOffloadingHandler:
     def shutdown(self, timeout: float | None = 60.0) -> None:
         """Take no more jobs, wait for those submitted, and let go of the tensors; again and again if wanted.
 
-        timeout: seconds, None: no limit. TimeoutError leaves everything as it is but for new jobs, and shutdown() may
-        be called again. Jobs that were not collected are forgotten, and logged if they failed.
+        timeout: seconds, None: wait_timeout. TimeoutError leaves everything as it is but for new jobs, and shutdown()
+        may be called again. Jobs that were not collected are forgotten, and logged if they failed.
         """
+        deadline = self._deadline(timeout)
         self._closed = True
-        with self._submitting:
-            self.drain(timeout)
+        if not self._submitting.acquire(timeout=-1 if deadline.timeout is None else deadline.timeout):
+            raise TimeoutError(f"a job is still being submitted after {deadline.timeout:g} s")
+        try:
+            self._wait_for(lambda _: True, deadline)
             SingleDirectionOffloadingHandler.get_finished(self)  # which a class may have made raise
             shared, self._shared, self._map, self._stream = self._shared, None, None, None
             self.src_tensors, self.dst_tensors = [], []
+        finally:
+            self._submitting.release()
         if shared is not None:
             give_map(shared)
 

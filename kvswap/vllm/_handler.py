@@ -74,6 +74,10 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
             f"{failed.error}. KVSwapConnector goes on in such a case"
         ) from failed.error
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As the base class; as long as any wait, which kvswap_wait_timeout_s says."""
+        super().shutdown(timeout)
+
     def _log(self) -> None:
         """What happened in the last minute or more, if anything did."""
         stats = self.stats()
