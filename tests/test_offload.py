@@ -575,6 +575,30 @@ def test_a_queue_that_stays_full_fails_the_job_in_its_place(library: Library) ->
     cache.close()
 
 
+def test_a_job_of_which_a_part_runs_is_told_of_once(library: Library) -> None:
+    """What goes wrong while the rest waits for room is the job's failure: raised, it would seem not to have begun."""
+    pages, answers = [256, 512, 128], iter([None])  # a compute stream for one attempt
+    cache, stream = Cache(library, pages, plain(pages, 3), 1), kvswap.Stream(library.device)
+    with Gate(library.device) as gate:
+        gate.hold(stream)
+        with library.computing_on(stream):
+            for job in range(42):
+                cache.store.transfer_async(job, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
+        cache.store._compute = lambda: next(answers)
+        timer = threading.Timer(0.2, gate.open)
+        timer.start()
+        assert cache.store.transfer_async(42, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
+        timer.join()
+        results = cache.finish(cache.store)
+    assert [result.job_id for result in results] == list(range(43))
+    assert [result.success for result in results] == [True] * 42 + [False]
+    assert isinstance(results[-1].error, StopIteration)
+    with pytest.raises(StopIteration):  # of this one nothing was queued
+        cache.store.transfer_async(43, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
+    assert cache.store.get_finished() == [] and not cache.store._transfers
+    cache.close()
+
+
 def test_stats(library: Library) -> None:
     cache = make(library)
     cache.store.transfer_async(1, specs([1, 2], [3], [2], [0]))

@@ -228,9 +228,13 @@ class SingleDirectionOffloadingHandler:
                         self._make_room(job)
             except TimeoutError as late:
                 job.error = late
+            except Exception as broken:
+                if not job.transfers:
+                    raise
+                job.error = broken  # a part of it runs: it is a job, and ends as one that failed
             except BaseException as broken:
                 job.error = broken
-                if job.transfers:  # a part of it runs: somebody has to wait for that
+                if job.transfers:
                     self._append(job)
                 raise
             self._append(job)
