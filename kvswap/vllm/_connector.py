@@ -8,6 +8,8 @@ failed job only that it is over, and the rest to KVSwapConnector:
 - a load: its GPU blocks are reported by get_block_ids_with_load_errors(), and vLLM recomputes or ends the request as
   kv_load_failure_policy says. A model with several groups has block ids that name no request: there the request is
   reported, by releases that know how (KVConnectorTransferResults); others cannot recompute, and the engine is told so.
+- a load beside which its request was computed already (sync_load_budget_bytes, 0.33): the step wrote nonsense, and its
+  stores are on their way. All stores since that load are dropped.
 """
 
 from __future__ import annotations
@@ -31,19 +33,24 @@ _logger = logging.getLogger("kvswap.vllm")
 
 @dataclass
 class KVSwapWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler: vLLM's, and which of the completed jobs are stores that failed, and why."""
+    """What a worker tells the scheduler: vLLM's, and which jobs are stores that failed, or loads that failed beside the
+    computing of their requests, and why."""
 
     failed_stores: dict[int, str] = field(default_factory=dict)
+    failed_sync_loads: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
-        """Of this worker and another: a store that failed anywhere has failed."""
-        failed = {**self.failed_stores, **getattr(other, "failed_stores", {})}
-        return _with_failures(super().aggregate(other), failed)
+        """Of this worker and another: what failed anywhere has failed."""
+        stores = {**self.failed_stores, **getattr(other, "failed_stores", {})}
+        loads = {**self.failed_sync_loads, **getattr(other, "failed_sync_loads", {})}
+        return _with_failures(super().aggregate(other), stores, loads)
 
 
-def _with_failures(meta: OffloadingWorkerMetadata, failed: dict[int, str]) -> KVSwapWorkerMetadata:
+def _with_failures(
+    meta: OffloadingWorkerMetadata, stores: dict[int, str], sync_loads: dict[int, str]
+) -> KVSwapWorkerMetadata:
     own = {f.name: getattr(meta, f.name) for f in fields(OffloadingWorkerMetadata)}
-    return KVSwapWorkerMetadata(**own, failed_stores=failed)
+    return KVSwapWorkerMetadata(**own, failed_stores=stores, failed_sync_loads=sync_loads)
 
 
 @dataclass
@@ -134,6 +141,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: to be told of; scheduler: of jobs that are not complete
+        self._failed_sync_loads: dict[int, str] = {}  # worker: to be told of
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
@@ -165,12 +173,15 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             if failure.gpu_blocks is None:
                 self._failed_stores[failure.job_id] = failure.error
             else:
-                self._note_failed_load(failure, requests.get(failure.job_id))
+                self._note_failed_load(failure, requests)
         return finished
 
-    def _note_failed_load(self, failure: _Failure, request: str | None) -> None:
+    def _note_failed_load(self, failure: _Failure, requests: dict[int, str | None]) -> None:
+        request = requests.get(failure.job_id)
         if self._groups == 1:
             self._invalid_blocks.update(failure.gpu_blocks or ())
+            if request is None and failure.job_id in requests:  # so vLLM notes that it runs already
+                self._failed_sync_loads[failure.job_id] = failure.error
         elif request is not None and hasattr(OffloadingConnector, "get_transfer_results"):
             self._failed_requests.add(request)
         else:
@@ -196,15 +207,19 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         meta = super().build_connector_worker_meta()
         if meta is None or self.connector_worker is None:
             return meta
-        failed, self._failed_stores = self._failed_stores, {}
-        return _with_failures(meta, failed)
+        stores, self._failed_stores = self._failed_stores, {}
+        loads, self._failed_sync_loads = self._failed_sync_loads, {}
+        return _with_failures(meta, stores, loads)
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's; stores that failed on any worker are dropped once all workers have told of them."""
-        meta = connector_output.kv_connector_worker_meta
+        meta, jobs = connector_output.kv_connector_worker_meta, self.connector_scheduler._jobs
         self._failed_stores.update(getattr(meta, "failed_stores", {}))
+        for load, why in getattr(meta, "failed_sync_loads", {}).items():
+            computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
+            self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
         jobs = self.connector_scheduler._jobs
         self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}

@@ -15,7 +15,8 @@ vLLM's own connector around our spec, where a fault has to raise and name the jo
 
 --ranks 2: tensor-parallel ranks in processes of their own, which share the region of vLLM's tiering spec; what they
 tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: vLLM's engine is put to sleep while
-transfers run, its memory goes, and it is woken up. vllm_worker.py says what stands in for what there.
+transfers run, its memory goes, and it is woken up. --sync-loads (0.33): requests run in the step that loads their
+blocks, and what it computed beside a load that failed is stored nowhere. vllm_worker.py says what stands in for what.
 """
 
 # ruff: noqa: E402  (vLLM is imported once it is known from where)
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stock", action="store_true", help="vLLM's own connector: a fault must raise")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
     parser.add_argument("--sleep", action="store_true", help="sleep and wake up instead of faults")
+    parser.add_argument("--sync-loads", action="store_true", help="requests run in the step that loads their blocks")
     options = parser.parse_args()
     if options.ranks > 1 and "Tiering" not in options.spec:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
@@ -260,7 +262,9 @@ def scenario(engine: Engine) -> None:
     loaded = sum(len(tokens) // chunk * chunk for tokens in many)
     assert engine.external == loaded, (engine.external, loaded)
     say(f"four requests at once: {loaded} tokens from the host")
-    if OPTIONS.sleep:
+    if OPTIONS.sync_loads:
+        faults_beside_the_model(engine)
+    elif OPTIONS.sleep:
         sleep_and_wake(engine)
     elif OPTIONS.ranks > 1:
         shared_region(engine, first)
@@ -318,6 +322,27 @@ def faults(engine: Engine, device: kvswap.Device) -> None:
         say(f"a copy that was left out in silence is found: {error}")
         return
     raise AssertionError("a copy was left out, and this test did not notice")
+
+
+def faults_beside_the_model(engine: Engine) -> None:
+    """A step that loads what it needs computes nonsense where the load fails; vLLM does it again, and stores go on."""
+    whole = 12 * TOKENS
+    tokens = prompt(7, 12)
+    engine.add(tokens[: whole // 2 + 3])
+    engine.run()
+    engine.forget_gpu()
+    engine.external = engine.recomputed = 0
+    engine.workers.call_one(OPTIONS.ranks - 1, "fault", "fail")
+    engine.add(tokens)
+    engine.run()
+    engine.workers.call_one(OPTIONS.ranks - 1, "fault", None)
+    assert engine.external == whole // 2 and engine.recomputed > 0
+    hits = engine.again(tokens)
+    assert hits <= whole // 2, "what was computed from blocks that were not there was offered as a hit"
+    again = engine.again(tokens)
+    assert again == whole
+    computed = f"{engine.recomputed} blocks were computed again"
+    say(f"a load failed beside the model: {computed}, {hits} tokens hit, and then {again}")
 
 
 def hybrid_faults(engine: Engine, device: kvswap.Device) -> None:

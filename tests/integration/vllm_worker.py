@@ -92,6 +92,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         "kvswap_wait_timeout_s": 60,
         "offload_prompt_only": False,
     }
+    if options.sync_loads:
+        extra["sync_load_budget_bytes"] = 1 << 30
     if options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     connector = {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
@@ -236,18 +238,18 @@ class Worker:
         return self.layers[name][block].view(torch.uint8).view(-1)
 
     def compute(self, request: str, tokens: list[int], blocks: list[tuple[int, int, str]], begin: int) -> None:
-        """Check the blocks before `begin`, and write the others, which tokens complete."""
+        """Check the blocks before `begin`, and write the others, which tokens complete; nonsense after a wrong one."""
+        wrong = False
         for index, block, name in blocks:
             page, holds = self.page(name, block), expected(self.part, name, tuple(tokens[: (index + 1) * TOKENS]))
             if index >= begin:
-                page.copy_(holds)
-                continue
-            if not torch.equal(page.cpu(), holds):
-                raise AssertionError(
-                    f"{request}: block {index} (GPU block {block}) of {name} holds other bytes"
-                    + (f" on rank {self.rank}" if self.rank else "")
-                )
-            self.checked += 1
+                page.copy_(~holds if wrong else holds)
+            elif torch.equal(page.cpu(), holds):
+                self.checked += 1
+            else:
+                wrong = True
+                where = f" on rank {self.rank}" if self.rank else ""
+                self.wrong[block] = f"{request}: block {index} (GPU block {block}) of {name} holds other bytes{where}"
 
     def forget(self) -> None:
         for tensor in self.layers.values():
@@ -260,6 +262,7 @@ class Worker:
         self.connector.handle_preemptions(meta)
         self.connector.bind_connector_metadata(meta)
         self.connector.start_load_kv(self.context)
+        self.wrong: dict[int, str] = {}
         for item in work:
             self.compute(*item)
         self.connector.wait_for_save()
@@ -271,6 +274,9 @@ class Worker:
         else:
             output.finished_sending, output.finished_recving = self.connector.get_finished(finished)
         output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
+        for block, what in self.wrong.items():
+            if block not in output.invalid_block_ids:
+                raise AssertionError(what)
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
         return output
