@@ -1006,6 +1006,15 @@ def test_the_same_gpu_block_in_groups_that_share_no_tensor(library: Library) -> 
     cache.load.transfer_async(1, specs([5, 5], [1, 2], [1, 1], [0, 0])[::-1])
     assert cache.finish(cache.load)[0].success
     cache.close()
+    refs = [[CanonicalKVCacheRef(0, 256)], [CanonicalKVCacheRef(1, 512)], [CanonicalKVCacheRef(0, 128)]]
+    mixed = Cache(library, pages, refs, 1)
+    mixed.load.transfer_async(1, specs([5, 5, 6], [1, 2, 3], [1, 1, 1], [0, 0, 0])[::-1])
+    for twice in ([5, 7, 5], [7, 6, 7]):
+        with pytest.raises(ValueError, match=rf"gpu_blocks\[2\] is {twice[2]}, which is written twice"):
+            mixed.load.transfer_async(2, specs(twice, [1, 2, 3], [1, 1, 1], [0, 0, 0])[::-1])
+    mixed.load.transfer_async(2, specs([7, 5, 6], [1, 2, 3], [1, 1, 1], [0, 0, 0])[::-1])  # and no mark is left
+    assert [result.success for result in mixed.finish(mixed.load)] == [True, True]
+    mixed.close()
     shared = Cache(library, [256], [[CanonicalKVCacheRef(0, 256)], [CanonicalKVCacheRef(0, 128)]], 1)
     with pytest.raises(ValueError, match="written twice"):
         shared.load.transfer_async(1, specs([5, 5], [1, 2], [1, 1], [0, 0])[::-1])

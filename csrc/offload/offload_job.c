@@ -95,14 +95,11 @@ static int expand_group(const struct job_call *call, size_t group, size_t begin,
   return KVS_OK;
 }
 
-/* No destination twice: within a group, and among groups that share tensors. The host's blocks are all groups'. */
 static int check_targets(const struct job_call *call, size_t begin, size_t size, bool keep, struct kvs_error *err) {
   bool store = call->job->direction == KVS_D2H;
   const int64_t *targets = store ? call->cpu : call->gpu;
-  uint64_t blocks = store ? call->map->cpu->hazards.count : call->map->gpu->hazards.count;
-  int status = kvs_plan_grow_bitmap(&call->scratch->plan, (size_t)(blocks / 64) + 1, err);
-  if (status) return status;
   uint64_t *bitmap = call->scratch->plan.bitmap;
+  int status = KVS_OK;
   size_t i = begin;
   for (; !status && i < begin + size; i++) {
     uint64_t *word = &bitmap[targets[i] >> 6], bit = 1ull << (targets[i] & 63);
@@ -113,38 +110,50 @@ static int check_targets(const struct job_call *call, size_t begin, size_t size,
       status = kvs_fail(err, KVS_INVALID, "gpu_blocks[%zu] is %" PRId64 ", which is written twice", i, targets[i]);
     *word |= bit;
   }
-  for (size_t k = status || !keep ? begin : i; k < i; k++) bitmap[targets[k] >> 6] &= ~(1ull << (targets[k] & 63));
+  for (size_t k = keep ? i : begin; k < i; k++) bitmap[targets[k] >> 6] = 0;
   return status;
 }
 
-static void clear_targets(const struct job_call *call, size_t count) {
-  const int64_t *targets = call->job->direction == KVS_D2H ? call->cpu : call->gpu;
-  for (size_t i = 0; i < count; i++) call->scratch->plan.bitmap[targets[i] >> 6] = 0;
+/* No destination twice: within a group, and among groups that share tensors. The host's blocks are all groups'. Those
+ * that share nothing come first, each with an empty bitmap. */
+static int check_all_targets(const struct job_call *call, struct kvs_error *err) {
+  const struct kvs_offload *map = call->map;
+  bool store = call->job->direction == KVS_D2H;
+  const int64_t *targets = store ? call->cpu : call->gpu;
+  uint64_t blocks = store ? map->cpu->hazards.count : map->gpu->hazards.count;
+  int status = kvs_plan_grow_bitmap(&call->scratch->plan, (size_t)(blocks / 64) + 1, err);
+  if (status) return status;
+  for (int keep = 0; !status && keep < 2; keep++) {
+    size_t begin = 0;
+    for (size_t group = 0; !status && group < map->ngroups; group++) {
+      size_t size = (size_t)map->group_sizes[group];
+      if ((store || map->shares[group]) == keep) status = check_targets(call, begin, size, keep, err);
+      begin += size;
+    }
+  }
+  for (size_t i = 0; i < call->count; i++) call->scratch->plan.bitmap[targets[i] >> 6] = 0;
+  return status;
 }
 
 static int check_and_expand(const struct job_call *call, struct kvs_error *err) {
   const struct kvs_offload *map = call->map;
-  size_t begin = 0, chunk = 0, kept = 0;
+  size_t begin = 0, chunk = 0;
   int status = take_lists(call, err);
   for (size_t group = 0; !status && group < map->ngroups; group++) {
-    uint64_t size = (uint64_t)call->map->group_sizes[group];
-    bool keep = call->job->direction == KVS_D2H || map->shares[group];
+    uint64_t size = (uint64_t)map->group_sizes[group];
     if (size > call->count - begin)
       status = too_short("gpu_blocks", call->count, group, err);
     else
       status = expand_group(call, group, begin, (size_t)size, &chunk, err);
-    if (!status) status = check_targets(call, begin, (size_t)size, keep, err);
     if (!status) begin += (size_t)size;
-    if (!status && keep) kept = begin;
   }
-  if (kept) clear_targets(call, kept);
-  if (!status && begin < call->count)
-    status =
-        kvs_fail(err, KVS_INVALID, "gpu_blocks has %zu entries, but group_sizes has %zu in all", call->count, begin);
-  if (!status && chunk < call->job->chunks.count)
-    status =
-        kvs_fail(err, KVS_INVALID, "chunks has %zu entries, but the groups need %zu", call->job->chunks.count, chunk);
-  return status;
+  if (status) return status;
+  if (begin < call->count)
+    return kvs_fail(err, KVS_INVALID, "gpu_blocks has %zu entries, but group_sizes has %zu in all", call->count, begin);
+  if (chunk < call->job->chunks.count)
+    return kvs_fail(err, KVS_INVALID, "chunks has %zu entries, but the groups need %zu", call->job->chunks.count,
+                    chunk);
+  return check_all_targets(call, err);
 }
 
 static int check(struct job_call *call, struct kvs_error *err) {
