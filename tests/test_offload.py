@@ -34,7 +34,7 @@ from kvswap.offload import (
     TransferResult,
     _handlers,
 )
-from kvswap.vllm._handler import VLLMHandler
+from kvswap.vllm._handler import VLLMHandler, options_of
 
 Refs = list[list[CanonicalKVCacheRef]]
 
@@ -695,6 +695,27 @@ def test_vllms_shutdown_waits_as_long_as_its_configuration_says(library: Library
         with pytest.raises(TimeoutError, match=r"job 1 .* has not ended after 0\.05 s"):
             handler.shutdown()
     handler.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "good"),
+    [
+        ("path", ["copy", None, 1], "dma"),
+        ("priority", ["fast", 1], "background"),
+        ("max_ctas", [0, 1025, 2.5, "8", True], 8),
+        ("pace_gbps", [0, -1.0, float("nan"), float("inf"), "9"], 20),
+        ("wait_timeout_s", [-1, "300", float("nan"), float("inf")], 2.5),
+        ("speed", [1], None),
+    ],
+)
+def test_what_vllms_configuration_says_is_looked_at_once_at_the_start(key: str, values: list[Any], good: Any) -> None:
+    """And not as the failure of each job."""
+    for value in values:
+        with pytest.raises(ValueError, match=f"kvswap_{key}"):
+            options_of({f"kvswap_{key}": value})
+    if good is not None:
+        assert good in options_of({f"kvswap_{key}": good, "block_size": 16}).values()
+    assert options_of({})["wait_timeout"] == 300
 
 
 def test_the_child_of_a_fork_is_not_told_that_a_job_ended() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,7 @@ from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 _logger = logging.getLogger("kvswap.vllm")
 
 _PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
+_PRIORITIES = ("normal", "high", "background")
 _WAIT_TIMEOUT = 300.0  # seconds
 _LOG_EVERY = 60.0  # seconds
 
@@ -23,17 +26,24 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:
         raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; of kvswap's there are {sorted(known)}")
-    path = extra_config.get("kvswap_path", "auto")
+    path, priority = extra_config.get("kvswap_path", "auto"), extra_config.get("kvswap_priority")
     if path not in _PATHS:
         raise ValueError(f"kvswap_path is {path!r}; it is one of {', '.join(_PATHS)}")
+    if priority is not None and priority not in _PRIORITIES:
+        raise ValueError(f"kvswap_priority is {priority!r}; it is one of {', '.join(_PRIORITIES)}")
+    ctas, pace = extra_config.get("kvswap_max_ctas"), extra_config.get("kvswap_pace_gbps")
+    if ctas is not None and not (_is_number(ctas, int) and 1 <= ctas <= 1024):
+        raise ValueError(f"kvswap_max_ctas is {ctas!r}; it is a whole number from 1 to 1024")
+    if pace is not None and not (_is_number(pace, (int, float)) and 0 < pace < math.inf):
+        raise ValueError(f"kvswap_pace_gbps is {pace!r}; it is a number above 0")
     limit = extra_config.get("kvswap_wait_timeout_s", _WAIT_TIMEOUT)
-    return {
-        "path": path,
-        "priority": extra_config.get("kvswap_priority"),
-        "max_ctas": extra_config.get("kvswap_max_ctas"),
-        "pace_gbps": extra_config.get("kvswap_pace_gbps"),
-        "wait_timeout": None if limit is None else float(limit),
-    }
+    if limit is not None and not (_is_number(limit, (int, float)) and 0 <= limit <= threading.TIMEOUT_MAX):
+        raise ValueError(f"kvswap_wait_timeout_s is {limit!r}; it is a number of seconds, or null for no limit")
+    return {"path": path, "priority": priority, "max_ctas": ctas, "pace_gbps": pace, "wait_timeout": limit}
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class VLLMHandler(SingleDirectionOffloadingHandler):
