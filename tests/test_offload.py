@@ -1104,6 +1104,23 @@ def test_a_job_that_fails_says_so_and_poisons_what_it_should_have_stored(library
     cache.close()
 
 
+def test_a_store_of_which_nothing_could_be_queued_poisons_its_blocks_too(library: Library) -> None:
+    cache = make(library, factor=1)
+    with testing.fault(library.device, "call", "fail", operation="event_record"):
+        result = one(cache, cache.store, 1, specs([1, 2], [3, 4], [2], [0]))
+    assert not result.success and isinstance(result.error, kvswap.DeviceError) and result.transfer_size == 0
+    result = one(cache, cache.load, 2, specs([10, 11], [4, 5], [2], [0]))
+    assert not result.success and "not queued in whole" in str(result.error)
+    with pytest.raises(ValueError, match="path is"):  # of this one nothing is a failure
+        cache.store._map.submit([1], [5], [1], [0], 0, path="wrong")
+    with pytest.raises(IndexError):
+        cache.store.transfer_async(3, specs([64], [5], [1], [0]))
+    assert one(cache, cache.load, 4, specs([12], [5], [1], [0])).success
+    assert one(cache, cache.store, 5, specs([2], [4], [1], [0])).success  # stored again
+    assert one(cache, cache.load, 6, specs([13], [4], [1], [0])).success
+    cache.close()
+
+
 def test_the_gpus_blocks_are_the_models_business(library: Library) -> None:
     """A load that failed is told of; the model computes the block, unseen, and it is stored again."""
     cache = make(library)

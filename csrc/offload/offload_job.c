@@ -251,6 +251,16 @@ static void settle_job(const struct job_call *call) {
   }
 }
 
+/* Nothing of a store could be queued. Where that is no fault of the arguments it is a job that failed, and what it
+ * should have stored is not there. */
+static void lose_job(const struct job_call *call, int status) {
+  struct kvs_offload *map = call->map;
+  enum kvs_exception kind = kvs_status_exception(status);
+  bool failed = kind == KVS_EXC_DEVICE || kind == KVS_EXC_QUEUE_FULL || kind == KVS_EXC_BASE;
+  if (!failed || !map->failures || call->job->direction != KVS_D2H) return;
+  for (size_t i = 0; i < call->count; i++) set_failure(map, call->cpu[i], map->unfinished);
+}
+
 static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, const struct kvs_options *options,
                         struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_offload *map = call->map;
@@ -331,6 +341,7 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
                        size_t *next, struct kvs_transfer **transfers, size_t *count, struct kvs_error *err) {
   struct kvs_engine *engine = map->engine;
   struct kvs_options options;
+  size_t first = *next;
   *count = 0;
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
@@ -347,7 +358,10 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   if (map->foreign.count) kvs_peer_forget(&map->foreign);
   status = make_room(&call, err);
   if (!status) status = check(&call, err);
-  if (!status) status = submit_job(&call, &options, next, transfers, count, err);
+  if (!status) {
+    status = submit_job(&call, &options, next, transfers, count, err);
+    if (status && first == 0 && *count == 0) lose_job(&call, status);
+  }
   if (call.outcome) kvs_failure_unref(call.outcome);
   pthread_mutex_unlock(&engine->hazard_lock);
   return status;
