@@ -351,7 +351,8 @@ class SingleDirectionOffloadingHandler:
         """
         deadline = self._deadline(timeout)
         self._closed = True
-        if not self._submitting.acquire(timeout=-1 if deadline.timeout is None else deadline.timeout):
+        left = deadline.left()
+        if not self._submitting.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"a job is still being submitted after {deadline.timeout:g} s")
         try:
             self._wait_for(lambda _: True, deadline)
