@@ -560,6 +560,24 @@ def test_growing_into_no_memory(device: kvswap.Device) -> None:
         gc.collect()
 
 
+def test_a_smaller_pool_of_what_there_was_no_memory_for(device: kvswap.Device) -> None:
+    """A chunk in the middle that could not be populated is populated then."""
+    libc, file = ctypes.CDLL(None), os.memfd_create("hole")  # without a size: nothing is to be had behind it
+    with testing.fault(device, "call", "delay", operation="host_register", delay=0.5):
+        pool = HostPool(8, MIB, device=device, max_blocks=8, chunk_nbytes=MIB, threads=1, wait=False)
+        hole, writable = ctypes.c_void_p(pool.ptr + 3 * MIB), mmap.PROT_READ | mmap.PROT_WRITE
+        fixed = 0x10  # MAP_FIXED
+        libc.mmap(hole, ctypes.c_size_t(mmap.PAGESIZE), writable, mmap.MAP_SHARED | fixed, file, ctypes.c_long(0))
+        with pytest.raises(MemoryError):
+            pool.wait(PATIENCE)
+    assert pool.state == "failed" and not pool.ready(3)
+    os.truncate(file, mmap.PAGESIZE)
+    pool.shrink(6)
+    assert pool.state == "ready" and pool.pinned and all(pool.ready(block) for block in range(6))
+    pool.close()
+    os.close(file)
+
+
 def test_a_pool_of_another_device(device: kvswap.Device) -> None:
     """Registered with one, blocks for the transfers of another."""
     other = kvswap.Device("host:1") if device.kind == "host" else device

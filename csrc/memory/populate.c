@@ -133,12 +133,24 @@ static unsigned crew_size(const struct kvs_host_pool *pool) {
   return wanted < pieces ? wanted : (unsigned)pieces;
 }
 
+/* What a crew before took and could not populate is there to be taken again, the whole chunk. */
+static void offer_again_locked(struct kvs_host_pool *pool) {
+  for (size_t i = 0; i < pool->nchunks; i++) {
+    struct kvs_host_chunk *chunk = &pool->chunks[i];
+    if (chunk->left == 0) continue;
+    pool->populated -= chunk->nbytes - chunk->left;
+    chunk->left = chunk->nbytes;
+    chunk->taken = 0;
+  }
+}
+
 int kvs_crew_hire(struct kvs_host_pool *pool, struct kvs_error *err) {
   sigset_t all, before;
   kvs_crew_dismiss(pool); /* those who are done */
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, &before); /* signals are for the threads of the program */
   pthread_mutex_lock(&pool->lock);
+  offer_again_locked(pool);
   unsigned size = crew_size(pool);
   pool->stop = false;
   pool->failure.status = KVS_OK;
