@@ -718,6 +718,39 @@ def test_a_forked_child_does_not_take_it_away(device_name: str, name: str, start
     process.end()
 
 
+def test_a_forked_child_has_pools_of_its_own(name: str, start: Start) -> None:
+    """Whatever threads of its parent were doing with theirs when it was forked."""
+    process = start(
+        """
+        import signal, threading
+        pool = SharedPool(name, 4096, 4096, device=device)
+        def use():
+            while not done:
+                pool.publish(np.arange(4096))
+                pool.retract(np.arange(4096))
+        def make():
+            while not done:
+                SharedPool(name + "-made", 1, 4096, device=device, register=False).close()
+        done, threads = False, [threading.Thread(target=work) for work in (use, make)]
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            time.sleep(0.01)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                with SharedPool(name + "-child", 8, 4096, device=kvswap.Device("host:1")) as own:
+                    own.publish([1])
+                    assert own.published([1])[0]
+                os._exit(0)
+            say(os.waitpid(child, 0)[1])
+        done = True
+        """
+    )
+    assert [process.line() for _ in range(10)] == 10 * ["0"]
+    process.end()
+
+
 @pytest.mark.slow
 def test_no_leak(device: kvswap.Device, name: str) -> None:
     """Open and close, as owner and as joiner, 200 times; fewer on a GPU, where registering takes its time."""

@@ -186,6 +186,12 @@ int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, b
 
 /* Of this process's threads one at a time, or the word that one gives back would be the other's too. */
 static pthread_mutex_t setting = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+/* A thread that the child of a fork does not have may hold it. */
+static void renew_setting(void) { pthread_mutex_init(&setting, NULL); }
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_setting); }
 
 /* Make a word ours that has another value, so that nobody claims the block meanwhile. False: another process that lives
  * is writing it. `before` is what it was. */
@@ -204,6 +210,7 @@ static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, u
   int status = enter_blocks(pool, blocks, &list, err);
   if (status) return status;
   size_t taken = 0;
+  pthread_once(&fork_once, watch_fork);
   uint32_t *before = malloc((list.count ? list.count : 1) * sizeof *before);
   if (!before) status = kvs_fail(err, KVS_NOMEM, "no memory for %zu blocks", list.count);
   pthread_mutex_lock(&setting);

@@ -131,8 +131,18 @@ size_t kvs_shared_clean(char *names, size_t capacity) {
 
 static pthread_mutex_t owned_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_shared_file *owned; /* guarded by owned_lock */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+/* The child of a fork owns none, and a thread that it does not have may hold the lock. */
+static void forked(void) {
+  pthread_mutex_init(&owned_lock, NULL);
+  owned = NULL;
+}
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, forked); }
 
 static void own(struct kvs_shared_file *segment) {
+  pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&owned_lock);
   segment->next = owned;
   owned = segment;
