@@ -427,6 +427,22 @@ def test_closing_waits_for_other_work(device: kvswap.Device, owner: Process) -> 
         mapped.close()
 
 
+def test_closing_again_waits_for_what_came_meanwhile(device: kvswap.Device, owner: Process) -> None:
+    """No longer than it is told: the memory was in use again after the first time."""
+    mapped, stream = memory.open(export_of(owner), device=device), kvswap.Stream(device)
+    gates = [Gate(device), Gate(device)]  # kept: freeing the first would wait for the second
+    openers = [threading.Timer(5, gate.open) for gate in gates]
+    for gate, opener in zip(gates, openers, strict=True):
+        with gate:
+            gate.hold(stream)
+            _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
+            opener.start()
+            with pytest.raises(TimeoutError):
+                mapped.close(timeout=0.1)
+            opener.cancel()
+    mapped.close()
+
+
 def test_a_dropped_mapping_goes_when_it_can(device: kvswap.Device, owner: Process) -> None:
     with Gate(device) as gate:
         mapped = memory.open(export_of(owner), device=device)

@@ -386,13 +386,17 @@ static int wait_for_work(struct kvs_mapped *mapped, int64_t timeout_ns, struct k
   return kvs_sync_wait(mapped->sync, timeout_ns < 0 ? -1 : left, err);
 }
 
+void kvs_mapped_keep(struct kvs_mapped *mapped) {
+  if (mapped->sync) kvs_sync_drop(mapped->sync);
+  mapped->sync = NULL;
+}
+
 int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
   if (mapped->closed) return kvs_fail(err, KVS_CLOSED, "already closed");
   int status = mapped->import ? kvs_dev_check(mapped->engine->device, err) : KVS_OK;
   if (!status && mapped->import) status = wait_for_work(mapped, timeout_ns, err);
   if (status == KVS_TIMEOUT) return status;
-  if (mapped->sync) kvs_sync_drop(mapped->sync);
-  mapped->sync = NULL;
+  kvs_mapped_keep(mapped);
   if (!status && mapped->import) status = drop_import(mapped->engine, mapped->import, 0, err);
   if (status == KVS_TIMEOUT) return status;
   mapped->import = NULL;
@@ -403,7 +407,7 @@ int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_e
 void kvs_mapped_free(struct kvs_mapped *mapped) {
   struct kvs_engine *engine = mapped->engine;
   bool ours = engine->device->fork_generation == kvs_fork_generation();
-  if (mapped->sync) kvs_sync_drop(mapped->sync);
+  kvs_mapped_keep(mapped);
   if (ours && mapped->import) kvs_engine_free_later(engine, mapped->import->base);
   free(mapped);
   kvs_engine_unref(engine);
