@@ -779,6 +779,18 @@ def test_a_recording_whose_process_is_killed_holds_nobody_up(device: kvswap.Devi
         event.synchronize(PATIENCE)
 
 
+def test_a_recording_counts_also_when_no_files_can_be_opened(device: kvswap.Device, other: Process) -> None:
+    """Whether its process lives is read from one."""
+    event, data = shared_event(device)
+    other.do(f"event, stream = memory.open_event({data}), kvswap.Stream(device)")
+    other.do("gate = Gate(device); gate.hold(stream); event.record(stream)")
+    with no_more_files():
+        assert not event.query()
+    other.do("gate.open()")
+    event.synchronize(PATIENCE)
+    other.do("del gate; gc.enable()")
+
+
 def test_at_most_64_unfinished_recordings(device: kvswap.Device) -> None:
     if device.kind != "host":
         pytest.skip("a limit of host devices")

@@ -98,7 +98,7 @@ bool kvs_host_words_ended(const struct kvs_host_words *words, uint64_t number) {
 
 bool kvs_host_words_abandoned(const struct kvs_host_words *words, uint64_t number) {
   uint64_t recorder = atomic_load(&page_of(words)->places[number % PLACES].recorder);
-  return recorder >> 32 == (number & UINT32_MAX) && kvs_process_start((int64_t)(recorder & UINT32_MAX)) == 0;
+  return recorder >> 32 == (number & UINT32_MAX) && !kvs_process_alive((int64_t)(recorder & UINT32_MAX), 0);
 }
 
 uint64_t kvs_host_words_begin(struct kvs_host_words *words) {
