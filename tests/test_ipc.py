@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -1038,6 +1041,21 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next(device: kvswap.Devic
     mapped.close()
     memory.export(device.alloc(1 << 17, chunks=True))
     assert not os.path.exists(f"{folder_of_sockets()}/{left[0]}")
+
+
+def test_a_server_in_another_pid_namespace_is_left_alone(session_device: kvswap.Device) -> None:
+    """Of a container with the same /tmp, say: its process is not to be seen, and lives."""
+    if session_device.kind != "host":
+        pytest.skip("needs no GPU")
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs root, and leave to make a pid namespace")
+    export = memory.export(session_device.alloc(1 << 17, chunks=True))
+    code = "import kvswap.memory; kvswap.memory.export(kvswap.Device('host:0').alloc(1 << 17, chunks=True))"
+    places = {**os.environ, "PYTHONPATH": str(Path(kvswap.__file__).parent.parent)}
+    run = subprocess.run([*apart, sys.executable, "-c", code], env=places, cwd="/", capture_output=True, check=False)
+    assert run.returncode == 0, run
+    assert os.path.exists(socket_of(export))
 
 
 def test_a_server_does_not_hold_up_the_exit(device_name: str) -> None:

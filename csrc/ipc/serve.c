@@ -88,6 +88,18 @@ static int make_folder(char folder[80], struct kvs_error *err) {
                   folder);
 }
 
+/* A process that is not to be seen from here may live in another pid namespace, of a container with the same /tmp: only
+ * a socket at which nobody listens is nobody's. */
+static bool is_deserted(const char *folder, const char *name) {
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/%s", folder, name);
+  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  bool deserted = fd >= 0 && length > 0 && (size_t)length < sizeof address.sun_path &&
+                  connect(fd, (const struct sockaddr *)&address, sizeof address) != 0 && errno == ECONNREFUSED;
+  if (fd >= 0) close(fd);
+  return deserted;
+}
+
 /* What processes left that are no more. */
 static void remove_stale(const char *folder) {
   DIR *listing = opendir(folder);
@@ -96,7 +108,7 @@ static void remove_stale(const char *folder) {
     struct kvs_owner owner;
     unsigned number;
     if (sscanf(entry->d_name, "%" SCNd64 "-%" SCNu64 "-%u.sock", &owner.pid, &owner.start, &number) == 3 &&
-        !kvs_owner_alive(&owner))
+        !kvs_owner_alive(&owner) && is_deserted(folder, entry->d_name))
       (void)unlinkat(dirfd(listing), entry->d_name, 0);
   }
   if (listing) closedir(listing);
