@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
@@ -680,6 +681,21 @@ def test_a_pid_that_was_used_again(device: kvswap.Device, name: str) -> None:
     rewrite(name, START_AT, struct.pack("<Q", 1))
     with SharedPool(name, 8, 4096, device=device) as anew:
         assert anew.owner and "left behind" in anew.notices[0]
+    pool.close()
+
+
+def test_somebody_who_is_removing_it_and_does_not_go_on(device: kvswap.Device, name: str) -> None:
+    """A process that was stopped in the middle of it, say: the wait for its lock ends."""
+    pool = SharedPool(name, 8, 4096, device=device)
+    rewrite(name, START_AT, struct.pack("<Q", 1))
+    with path_of(name).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert clean(name) == []
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="does not go on"):
+            SharedPool(name, 8, 4096, device=device)
+        assert time.monotonic() - begin < 20
+    SharedPool(name, 8, 4096, device=device).close()
     pool.close()
 
 

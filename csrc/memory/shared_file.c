@@ -26,7 +26,7 @@
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."
 
-enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, PAUSE_NS = 10 * 1000 * 1000 };
+enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, LOCK_TRIES = 200, PAUSE_NS = 10 * 1000 * 1000 };
 static const char MAGIC[8] = {'K', 'V', 'S', 'W', 'S', 'H', 'M', '\n'};
 
 struct header {
@@ -85,19 +85,27 @@ static bool still_there(const char *path, const struct stat *file) {
   return stat(path, &named) == 0 && named.st_ino == file->st_ino && named.st_dev == file->st_dev;
 }
 
-static bool lock_file(int fd) {
-  for (int tries = 0; tries < TRIES; tries++) {
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0) return true;
+static bool lock_file(int fd, int tries) {
+  while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (--tries <= 0) return false;
     nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
   }
-  return false;
+  return true;
 }
 
-/* Take a name away from a file; closes it. False: it leads somewhere else by now. */
-static bool remove_name(const char *path, int fd, const struct stat *file) {
-  bool removed = lock_file(fd) && still_there(path, file) && unlink(path) == 0;
+/* Take a name away from a file; closes it. KVS_NOT_READY: it leads somewhere else by now. KVS_TIMEOUT: somebody holds
+ * the lock, and will not let go of it. */
+static int remove_name(const char *path, int fd, const struct stat *file, int tries, struct kvs_error *err) {
+  int status = KVS_NOT_READY;
+  if (!lock_file(fd, tries))
+    status = kvs_fail(err, KVS_TIMEOUT,
+                      "%s was left behind by a process that died, and another one that is about to remove it does not "
+                      "go on: end that (fuser names it), or take another name",
+                      path);
+  else if (still_there(path, file) && unlink(path) == 0)
+    status = KVS_OK;
   close(fd);
-  return removed;
+  return status;
 }
 
 size_t kvs_shared_clean(char *names, size_t capacity) {
@@ -118,7 +126,7 @@ size_t kvs_shared_clean(char *names, size_t capacity) {
       close(fd);
       continue;
     }
-    if (!remove_name(path, fd, &stat_of)) continue;
+    if (remove_name(path, fd, &stat_of, 1, &ignored)) continue; /* or somebody else is just removing it */
     count++;
     if (used + n + 2 <= capacity)
       used += (size_t)snprintf(names + used, capacity - used, "%s\n", entry->d_name + strlen(PREFIX));
@@ -161,9 +169,10 @@ static void disown(struct kvs_shared_file *segment) {
 
 void kvs_shared_file_unlink(struct kvs_shared_file *segment) {
   struct stat file = {.st_ino = segment->inode, .st_dev = segment->device};
+  struct kvs_error ignored;
   if (!segment->owner || segment->owner_pid != getpid()) return;
   int fd = open(segment->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (fd >= 0) (void)remove_name(segment->path, fd, &file);
+  if (fd >= 0) (void)remove_name(segment->path, fd, &file, LOCK_TRIES, &ignored);
 }
 
 /* Pools that were never closed: a normal end leaves no more behind than they would have. */
@@ -327,8 +336,9 @@ static int join(const struct kvs_host_pool *pool, const struct kvs_shared_option
     status = kvs_fail(err, KVS_INVALID, "%s is what process %" PRId64 " left behind when it died: create it anew",
                       segment->path, header.owner_pid);
   } else if (stale(&header)) {
-    *replaced = remove_name(segment->path, fd, &stat_of) || *replaced;
-    return KVS_NOT_READY;
+    status = remove_name(segment->path, fd, &stat_of, LOCK_TRIES, err);
+    *replaced = !status || *replaced;
+    return status == KVS_TIMEOUT ? status : KVS_NOT_READY;
   } else if (shared->mode == KVS_SHARED_CREATE) {
     status = kvs_fail(err, KVS_INVALID,
                       "%s exists already, and process %" PRId64 ", which owns it, is alive: join it "
