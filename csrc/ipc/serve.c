@@ -52,8 +52,10 @@ struct kvs_server {
   struct kvs_engine *engine;
   pid_t pid; /* a forked child's copy of the server serves nobody */
   int listening, wake;
+  uint64_t inode; /* of the listening socket */
   pthread_t thread;
   bool stopped; /* guarded by servers_lock */
+  bool joined;  /* guarded by servers_lock */
   struct kvs_chunks chunks;
   unsigned char token[16];
   struct sockaddr_un address;
@@ -257,11 +259,18 @@ static void serve(const struct kvs_server *server, int client) {
     if (!send_chunk(server, client, i, &at)) return;
 }
 
+/* A program may close all descriptors, and open files of its own under their numbers: those are neither written to nor
+ * closed. The other descriptor goes with this one. */
+static bool still_ours(const struct kvs_server *server) {
+  struct stat file;
+  return fstat(server->listening, &file) == 0 && S_ISSOCK(file.st_mode) && file.st_ino == server->inode;
+}
+
 static void *serve_clients(void *arg) {
   struct kvs_server *server = arg;
   struct pollfd waiting[2] = {{.fd = server->listening, .events = POLLIN}, {.fd = server->wake, .events = POLLIN}};
   while (poll(waiting, 2, -1) >= 0 || errno == EINTR) {
-    if (waiting[1].revents) break;
+    if (waiting[1].revents || !still_ours(server)) break;
     if (!(waiting[0].revents & POLLIN)) continue;
     int client = accept4(server->listening, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (client < 0) { /* too many open files, say: they are looked at again, but not at once */
@@ -276,10 +285,17 @@ static void *serve_clients(void *arg) {
 
 static int listen_at(struct kvs_server *server, struct kvs_error *err) {
   const struct sockaddr *address = (const struct sockaddr *)&server->address;
+  struct stat file;
   server->listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  server->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (server->listening < 0 || server->wake < 0)
-    return kvs_fail(err, KVS_UNSUPPORTED, "cannot make a socket: %s", strerror(errno));
+  server->wake = server->listening < 0 ? -1 : eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (server->wake < 0 || fstat(server->listening, &file) != 0) {
+    int failed = errno;
+    if (server->listening >= 0) close(server->listening);
+    if (server->wake >= 0) close(server->wake);
+    server->listening = -1;
+    return kvs_fail(err, KVS_UNSUPPORTED, "cannot make a socket: %s", strerror(failed));
+  }
+  server->inode = file.st_ino;
   if (bind(server->listening, address, sizeof server->address) != 0)
     return kvs_fail(err, KVS_UNSUPPORTED, "cannot bind %s: %s", server->address.sun_path, strerror(errno));
   if (chmod(server->address.sun_path, 0600) == 0 && listen(server->listening, BACKLOG) == 0) return KVS_OK;
@@ -300,8 +316,10 @@ static int start_thread(struct kvs_server *server, struct kvs_error *err) {
 }
 
 static void server_delete(struct kvs_server *server) {
-  if (server->listening >= 0) close(server->listening);
-  if (server->wake >= 0) close(server->wake);
+  if (still_ours(server)) {
+    close(server->listening);
+    close(server->wake);
+  }
   kvs_engine_unref(server->engine);
   free(server);
 }
@@ -340,25 +358,28 @@ int kvs_server_start(struct kvs_engine *engine, const struct kvs_chunks *chunks,
   return KVS_OK;
 }
 
-/* The thread wakes at once, wherever it waits. */
+/* The thread wakes at once, wherever it waits; unless the program closed what it waits for: then it sleeps on. */
 static void stop_locked(struct kvs_server *server) {
   const uint64_t one = 1;
   if (server->stopped) return;
   server->stopped = true;
   (void)unlink(server->address.sun_path);
-  if (write(server->wake, &one, sizeof one) == sizeof one) pthread_join(server->thread, NULL);
+  server->joined = still_ours(server) && write(server->wake, &one, sizeof one) == sizeof one &&
+                   pthread_join(server->thread, NULL) == 0;
 }
 
 void kvs_server_free(struct kvs_server *server) {
+  bool unused = true; /* by a thread */
   if (server->pid == getpid()) {
     pthread_mutex_lock(&servers_lock);
     stop_locked(server);
     struct kvs_server **at = &servers;
     while (*at && *at != server) at = &(*at)->next;
     if (*at) *at = server->next;
+    unused = server->joined;
     pthread_mutex_unlock(&servers_lock);
   }
-  server_delete(server);
+  if (unused) server_delete(server);
 }
 
 void kvs_servers_stop(void) {
