@@ -418,6 +418,27 @@ def test_closing_waits_for_copies(device: kvswap.Device, owner: Process) -> None
         transfer.wait(PATIENCE)
 
 
+def test_closing_when_no_thread_can_be_started(device: kvswap.Device, device_name: str) -> None:
+    """The work is waited for in one. It stays open then, and can be closed."""
+    if sanitized():
+        pytest.skip("a sanitizer needs room of its own")
+    export = memory.export(device.alloc(MIB))
+    with Process(f"device = kvswap.Device({device_name!r}); mapped = memory.open({hex_of(export)})") as other:
+        other.do(
+            """
+            import resource
+            limits = resource.getrlimit(resource.RLIMIT_AS)
+            room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (1 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
+            """
+        )
+        assert "no thread" in wrong(other, "mapped.close()", "MemoryError")
+        other.do("resource.setrlimit(resource.RLIMIT_AS, limits)")
+        assert not other.do("mapped.closed")
+        other.do("ptr = mapped.ptr; mapped.close()")
+        assert wrong(other, "kvswap.swap_blocks_batch([ptr], [ptr + 50], 20, device=device)", "ValueError")
+
+
 def test_closing_waits_for_other_work(device: kvswap.Device, owner: Process) -> None:
     """Kernels of the model, say: the device's, not ours."""
     with Gate(device) as gate:
