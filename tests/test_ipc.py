@@ -231,6 +231,8 @@ def test_memory_that_is_not_the_devices(device: kvswap.Device) -> None:
         memory.export(gpu.ptr, device=device, nbytes=10_000_000)
     with pytest.raises(ValueError, match="0 bytes"):
         memory.export(gpu, nbytes=0)
+    with pytest.raises(ValueError, match="wraps around"):
+        memory.export(device.alloc(100, chunks=True).ptr, device=device, nbytes=2**64 - 1)
     with pytest.raises(ValueError, match="dimensions"):
         memory.export(gpu, shape=[1] * 9)
     with pytest.raises(ValueError, match="dtype"):

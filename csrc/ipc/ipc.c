@@ -94,6 +94,9 @@ int kvs_export_make(struct kvs_engine *engine, struct kvs_export *made, struct k
   *server = NULL;
   int status = kvs_dev_check(device, err);
   if (!status && made->nbytes == 0) status = kvs_fail(err, KVS_INVALID, "0 bytes cannot be exported");
+  if (!status && made->nbytes > UINT64_MAX - made->address)
+    status =
+        kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %" PRIu64 " bytes wraps around", made->address, made->nbytes);
   if (!status) status = kvs_dev_pointer_query(device, made->address, &region, err);
   if (status) return status;
   if (!kvs_region_is_of(&region, device->ordinal))
