@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, Buffer, Gate, random_bytes
+from conftest import PATIENCE, ROOT, Buffer, Gate, random_bytes, seam
 
 import kvswap
 from kvswap import memory, testing
@@ -576,6 +576,28 @@ def test_a_smaller_pool_of_what_there_was_no_memory_for(device: kvswap.Device) -
     assert pool.state == "ready" and pool.pinned and all(pool.ready(block) for block in range(6))
     pool.close()
     os.close(file)
+
+
+def test_a_driver_that_does_not_unregister(device: kvswap.Device) -> None:
+    """Nothing is forgotten: it can be tried again, and the pool is pinned where it says so."""
+    pool = HostPool(8, MIB, device=device, max_blocks=16, chunk_nbytes=MIB)
+    fault = testing.fault(device, "call", "fail", operation="host_unregister", nth=2)
+    with fault, pytest.raises(kvswap.DeviceError, match="injected"):
+        pool.shrink(5)
+    assert pool.state == "ready" and pool.num_blocks == 8 and not pool.pinned
+    pool.grow(9)
+    assert pool.pinned
+    for block in range(9):
+        assert seam(device, "pointer_query", pool.ptr + block * MIB)["memory"] == "pinned host"
+    pool.shrink(5)
+    assert pool.pinned
+    pool.close()
+    array = np.zeros(8192, np.uint8)
+    memory.host_register(array, array.nbytes, device=device)
+    fault = testing.fault(device, "call", "fail", operation="host_unregister")
+    with fault, pytest.raises(kvswap.DeviceError, match="injected"):
+        memory.host_unregister(array)
+    memory.host_unregister(array)
 
 
 def test_a_pool_of_another_device(device: kvswap.Device) -> None:

@@ -317,8 +317,13 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
 
 int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
   struct kvs_region region;
+  struct kvs_error ignored;
   int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, DRAIN_NS, &region, err);
-  return status ? status : kvs_dev_host_unregister(engine->device, ptr, err);
+  if (status) return status;
+  status = kvs_dev_host_unregister(engine->device, ptr, err);
+  if (status == KVS_REFUSED) /* then the driver has it still, and the caller may try again */
+    (void)kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, &ignored);
+  return status;
 }
 
 /* -- buffers kept for reuse ------------------------------------------------------------------------------------ */

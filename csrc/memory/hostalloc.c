@@ -73,7 +73,7 @@ static int give_back(uint64_t ptr, enum kvs_origin origin, struct kvs_error *err
   if (status) return status;
   status = origin == KVS_ORIGIN_REGISTERED ? kvs_engine_unregister(piece.engine, ptr, err)
                                            : kvs_engine_free(piece.engine, ptr, err);
-  if (status == KVS_TIMEOUT)
+  if (status == KVS_TIMEOUT || (status == KVS_REFUSED && origin == KVS_ORIGIN_REGISTERED))
     put_back(&piece);
   else
     kvs_engine_unref(piece.engine);

@@ -133,11 +133,12 @@ static unsigned crew_size(const struct kvs_host_pool *pool) {
   return wanted < pieces ? wanted : (unsigned)pieces;
 }
 
-/* What a crew before took and could not populate is there to be taken again, the whole chunk. */
+/* What a crew before took and could not populate is there to be taken again, the whole chunk; and what shrinking had
+ * unregistered before it failed. */
 static void offer_again_locked(struct kvs_host_pool *pool) {
   for (size_t i = 0; i < pool->nchunks; i++) {
     struct kvs_host_chunk *chunk = &pool->chunks[i];
-    if (chunk->left == 0) continue;
+    if (chunk->left == 0 && (chunk->registered || !pool->registering)) continue;
     pool->populated -= chunk->nbytes - chunk->left;
     chunk->left = chunk->nbytes;
     chunk->taken = 0;
