@@ -328,10 +328,12 @@ static int join(const struct kvs_host_pool *pool, const struct kvs_shared_option
   int fd, status = look(segment->path, &fd, &stat_of, &header, err);
   if (status) return status;
   if (header.pid_space != pid_space()) {
-    status = kvs_fail(err, KVS_UNSUPPORTED,
-                      "%s was made in another pid namespace, from which nobody can tell whether its owner lives: run "
-                      "both in one (docker run --pid, shareProcessNamespace in Kubernetes), or take another name",
-                      segment->path);
+    status = kvs_fail(
+        err, KVS_UNSUPPORTED,
+        "%s was made in another pid namespace, from which nobody can tell whether its owner lives: run "
+        "both in one (docker run --pid, shareProcessNamespace in Kubernetes), take another name, or remove it if "
+        "nobody needs it",
+        segment->path);
   } else if (stale(&header) && shared->mode == KVS_SHARED_JOIN) {
     status = kvs_fail(err, KVS_INVALID, "%s is what process %" PRId64 " left behind when it died: create it anew",
                       segment->path, header.owner_pid);
