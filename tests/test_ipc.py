@@ -204,6 +204,14 @@ def test_the_same_process_gets_the_plain_memory(device: kvswap.Device, buffer: B
     buffer.get()
 
 
+def test_the_same_process_knows_itself_also_when_no_files_can_be_opened(device: kvswap.Device, buffer: Buffer) -> None:
+    """When it started is read from one."""
+    export = memory.export(buffer.memory)
+    memory.open(export, device=device).close()
+    with no_more_files(), memory.open(export, device=device) as mapped:
+        assert mapped.local
+
+
 def test_the_same_process_after_the_memory_was_freed(device: kvswap.Device) -> None:
     freed = device.alloc(4 * MIB)
     data = memory.export(freed).to_bytes()

@@ -46,7 +46,7 @@ struct kvs_owner kvs_owner_self(void) {
 }
 
 bool kvs_owner_is_self(const struct kvs_owner *owner) {
-  return owner->pid == getpid() && owner->start == kvs_process_start(owner->pid);
+  return owner->pid == getpid() && kvs_process_alive(owner->pid, owner->start);
 }
 
 bool kvs_owner_alive(const struct kvs_owner *owner) {
