@@ -84,9 +84,9 @@ KVS_API const struct kvs_export *kvs_mapped_export(const struct kvs_mapped *mapp
 KVS_API bool kvs_mapped_local(const struct kvs_mapped *mapped); /* this process's own memory */
 KVS_API bool kvs_mapped_closed(const struct kvs_mapped *mapped);
 KVS_API bool kvs_mapped_alive(const struct kvs_mapped *mapped); /* its owner runs */
-/* Unmap it, once nothing queued on the device can use it: KVS_TIMEOUT if that takes longer, or KVS_NOMEM, and then
- * nothing has changed; called again, it goes on waiting for the same work, or for all that is queued by then if the
- * memory was kept in between. Pools of it cannot be used any more. One thread at a time. */
+/* Unmap it, once nothing queued on the device can use it: KVS_TIMEOUT if that takes longer. Then, and where that cannot
+ * be waited for, nothing has changed; called again, it goes on waiting for the same work, or for all that is queued by
+ * then if the memory was kept in between. Pools of it cannot be used any more. One thread at a time. */
 KVS_API int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_mapped_keep(struct kvs_mapped *mapped); /* closing is given up, and the memory used on */
 /* Let the object go. If it is not closed that is done when it can be, without waiting now. */

@@ -428,6 +428,17 @@ def test_closing_waits_for_copies(device: kvswap.Device, owner: Process) -> None
         transfer.wait(PATIENCE)
 
 
+def test_closing_when_the_device_cannot_be_waited_for(device: kvswap.Device, owner: Process) -> None:
+    mapped = memory.open(export_of(owner), device=device)
+    ptr = mapped.ptr
+    fault = testing.fault(device, "call", "fail", operation="synchronize")
+    with fault, pytest.raises(kvswap.DeviceError, match="injected"):
+        mapped.close()
+    assert not mapped.closed and mapped.ptr == ptr
+    mapped.close()
+    assert not is_mapped(device, ptr)
+
+
 def test_closing_when_no_thread_can_be_started(device: kvswap.Device, device_name: str) -> None:
     """The work is waited for in one. It stays open then, and can be closed."""
     if sanitized():

@@ -398,8 +398,9 @@ int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_e
   if (mapped->closed) return kvs_fail(err, KVS_CLOSED, "already closed");
   int status = mapped->import ? kvs_dev_check(mapped->engine->device, err) : KVS_OK;
   if (!status && mapped->import) status = wait_for_work(mapped, timeout_ns, err);
-  if (status == KVS_TIMEOUT || status == KVS_NOMEM) return status;
-  kvs_mapped_keep(mapped);
+  bool gone = status == KVS_LOST || status == KVS_CLOSED || status == KVS_FORKED; /* with the device, or the process */
+  if (status != KVS_TIMEOUT) kvs_mapped_keep(mapped);
+  if (status && !gone) return status;
   if (!status && mapped->import) status = drop_import(mapped->engine, mapped->import, 0, err);
   if (status == KVS_TIMEOUT) return status;
   mapped->import = NULL;
