@@ -216,7 +216,7 @@ def races(t: Tools) -> None:
 
 def peers(t: Tools) -> None:
     """Copies to and from another device's memory, with and without peer access."""
-    other = kvswap.Device("host:1" if t.device.kind == "host" else t.device)
+    other = kvswap.Device("host:1") if t.device.kind == "host" else t.device
     there = other.alloc(4096)
     if t.device.kind == "host":
         with testing.peer_access(t.device, other, False):

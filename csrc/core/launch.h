@@ -13,10 +13,9 @@ enum {
   KVS_RING_SLOTS = 3, /* measured, H200: benchmarks/tune_copy.cu */
   KVS_RING_SLOT_NBYTES = 16 << 20,
   KVS_RELAY_STREAMS = 2,
-  /* Measured, H200, priority background beside an 8192^3 product: transfers of 256 MiB, one after another, reach 0.71
-   * of the link and slow it 1.03, of 320 to 512 MiB 0.81 to 0.85 and 1.02 to 1.04, of 768 MiB and more 0.85 and 1.06.
-   */
-  KVS_RELAY_TURN_NBYTES = 400 << 20,
+  /* Measured, H200, priority background beside an 8192^3 product, transfers of 1 GiB D2H: by one kernel they reach 0.86
+   * of the link and slow it 1.06, in three turns 0.80 and 1.053, in four 0.76 and 1.049. */
+  KVS_RELAY_TURN_NBYTES = 288 << 20,
 };
 
 struct kvs_engine;
