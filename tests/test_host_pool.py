@@ -157,7 +157,8 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
         HostPool(factor * total // MIB, MIB, device=device)
     assert time.monotonic() - start < 1
-    assert resident() - before < MIB and mapped() == mapped_before and threading.active_count() == threads
+    assert resident() - before < MIB and mapped() - mapped_before < MIB  # a sanitizer maps some for itself
+    assert threading.active_count() == threads
 
 
 def test_reserve(device: kvswap.Device) -> None:

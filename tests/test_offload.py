@@ -1122,6 +1122,28 @@ def test_a_store_of_which_nothing_could_be_queued_poisons_its_blocks_too(library
     cache.close()
 
 
+def test_groups_that_share_no_tensor_fail_apart(library: Library) -> None:
+    """A store of one into the same chunk tells nothing of what the other has there."""
+    pages = [256, 512]
+    cache = Cache(library, pages, plain(pages, 2), 1)
+    assert one(cache, cache.store, 1, specs([2], [3], [0, 1], [0, 0])).success
+    with testing.fault(library.device, "copy", "fail"):
+        assert not one(cache, cache.store, 2, specs([1], [3], [1, 0], [0, 0])).success
+    assert one(cache, cache.load, 3, specs([5], [3], [0, 1], [0, 0])).success
+    assert one(cache, cache.store, 4, specs([2], [3], [0, 1], [0, 0])).success
+    result = one(cache, cache.load, 5, specs([5], [3], [1, 0], [0, 0]))
+    assert not result.success and "chunk 3 does not hold what it should" in str(result.error)
+    assert one(cache, cache.load, 6, specs([5], [3], [0, 1], [0, 0])).success
+    assert one(cache, cache.store, 7, specs([1], [3], [1, 0], [0, 0])).success
+    assert one(cache, cache.load, 8, specs([5], [3], [1, 0], [0, 0])).success
+    cache.close()
+    shared = Cache(library, [256], [[CanonicalKVCacheRef(0, 256)], [CanonicalKVCacheRef(0, 128)]], 1)
+    with testing.fault(library.device, "copy", "fail"):
+        assert not one(shared, shared.store, 1, specs([1], [3], [1, 0], [0, 0])).success
+    assert not one(shared, shared.load, 2, specs([5], [3], [0, 1], [0, 0])).success  # it is the same memory
+    shared.close()
+
+
 def test_the_gpus_blocks_are_the_models_business(library: Library) -> None:
     """A load that failed is told of; the model computes the block, unseen, and it is stored again."""
     cache = make(library)

@@ -257,15 +257,25 @@ static int check_sheets(const struct kvs_offload *map, struct kvs_error *err) {
 
 /* -- opening and closing --------------------------------------------------------------------------------------- */
 
-void kvs_offload_forget(struct kvs_offload *map, uint64_t block) {
-  if (!map->nfailures || !map->failures[block]) return;
-  kvs_failure_unref(map->failures[block]);
-  map->failures[block] = NULL;
+/* Of groups that share tensors the first stands for all. */
+size_t kvs_offload_place(const struct kvs_offload *map, size_t group, uint64_t block) {
+  size_t first = 0;
+  if (!map->shares[group])
+    first = group;
+  else
+    while (!map->shares[first]) first++;
+  return first * (size_t)(map->chunks * map->factor) + (size_t)block;
+}
+
+void kvs_offload_forget(struct kvs_offload *map, size_t place) {
+  if (!map->nfailures || !map->failures[place]) return;
+  kvs_failure_unref(map->failures[place]);
+  map->failures[place] = NULL;
   map->nfailures--;
 }
 
 static void map_free(struct kvs_offload *map) {
-  for (uint64_t block = 0; map->nfailures && block < map->chunks * map->factor; block++) kvs_offload_forget(map, block);
+  for (size_t place = 0; map->nfailures; place++) kvs_offload_forget(map, place);
   for (size_t i = 0; i < map->nsheets; i++) free(map->sheets[i].tensors);
   if (map->gpu) kvs_table_free(map->gpu);
   if (map->cpu) kvs_table_free(map->cpu);
@@ -321,7 +331,7 @@ static int make_tables(struct kvs_offload *map, const struct kvs_offload_layout 
   if (!status && layout->remember_failures) {
     struct kvs_error unfinished;
     kvs_fail(&unfinished, KVS_REFUSED, "its store was not queued in whole");
-    map->failures = calloc(blocks, sizeof(struct kvs_failure *));
+    map->failures = calloc(blocks, map->ngroups * sizeof(struct kvs_failure *));
     map->unfinished = kvs_failure_new(&unfinished, 0);
     if (!map->failures || !map->unfinished)
       status = kvs_fail(err, KVS_NOMEM, "no memory to track %" PRIu64 " blocks", blocks);

@@ -9,7 +9,7 @@
  *
  * For order and failures a host block has another number, chunk * factor + j, in one table for all tensors; GPU blocks
  * have one table as well. What the GPU's blocks hold is the model's business, which writes them unseen, so failures are
- * remembered on the host's side only. */
+ * remembered on the host's side only; a group's are its own, but groups that share tensors have theirs together. */
 #ifndef KVS_OFFLOAD_H
 #define KVS_OFFLOAD_H
 
@@ -34,7 +34,8 @@ struct kvs_offload {
   size_t ngroups;
   struct kvs_sheet *sheets;
   size_t nsheets;
-  struct kvs_failure **failures; /* a host block; NULL where none are remembered; guarded by engine->hazard_lock */
+  /* A group, a host block: kvs_offload_place(); NULL where none are remembered. Guarded by engine->hazard_lock. */
+  struct kvs_failure **failures;
   size_t nfailures;
   void *owner;
   void (*release)(void *);
@@ -47,7 +48,8 @@ struct kvs_offload {
 };
 
 /* offload.c */
-void kvs_offload_drop(void *map);                                 /* one reference */
-void kvs_offload_forget(struct kvs_offload *map, uint64_t block); /* the failure of a host block, if it has one */
+void kvs_offload_drop(void *map);                                                      /* one reference */
+size_t kvs_offload_place(const struct kvs_offload *map, size_t group, uint64_t block); /* in map->failures */
+void kvs_offload_forget(struct kvs_offload *map, size_t place); /* the failure there, if there is one */
 
 #endif

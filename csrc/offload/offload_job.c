@@ -19,7 +19,7 @@ struct job_call {
   bool fresh;                  /* nothing of it was submitted before this sheet */
   struct kvs_failure *outcome; /* of all its sheets, for the blocks that it stores; NULL: none needs one */
   /* Of that sheet: blocks to be moved, and positions among all that were asked for of those that are lost. */
-  size_t nmoved, nlost, nasked;
+  size_t group, nmoved, nlost, nasked;
   uint64_t others; /* that the others depend on */
   uint32_t *lost;
   struct kvs_error why_lost;
@@ -174,7 +174,8 @@ static bool moves(const struct job_call *call, const struct kvs_sheet *sheet, ui
 /* The first of them that is not to be moved says why. */
 static bool is_lost(struct job_call *call, uint64_t block) {
   const struct kvs_offload *map = call->map;
-  const struct kvs_failure *failure = call->job->direction == KVS_H2D && map->nfailures ? map->failures[block] : NULL;
+  bool may_be = call->job->direction == KVS_H2D && map->nfailures;
+  const struct kvs_failure *failure = may_be ? map->failures[kvs_offload_place(map, call->group, block)] : NULL;
   enum kvs_verdict verdict = kvs_failure_verdict(failure);
   if (verdict == KVS_SLOT_OPEN) call->others |= failure->others;
   if (verdict != KVS_SLOT_LOST) return false;
@@ -193,6 +194,7 @@ static void list_blocks(struct job_call *call, const struct kvs_sheet *sheet) {
   size_t begin = 0, n = 0;
   for (size_t group = 0; group < sheet->group; group++) begin += (size_t)call->map->group_sizes[group];
   size_t end = begin + (size_t)call->map->group_sizes[sheet->group];
+  call->group = sheet->group;
   call->nlost = call->nasked = 0;
   call->others = 0;
   for (size_t i = begin; i < end; i++) {
@@ -215,11 +217,20 @@ struct sheet_call {
   struct job_call *job;
 };
 
-static void set_failure(struct kvs_offload *map, int64_t block, struct kvs_failure *failure) {
-  kvs_offload_forget(map, (uint64_t)block);
+static void set_failure(struct kvs_offload *map, size_t place, struct kvs_failure *failure) {
+  kvs_offload_forget(map, place);
   atomic_fetch_add(&failure->refs, 1);
-  map->failures[block] = failure;
+  map->failures[place] = failure;
   map->nfailures++;
+}
+
+/* No block of the job counts as stored. */
+static void set_unfinished(const struct job_call *call) {
+  struct kvs_offload *map = call->map;
+  size_t i = 0;
+  for (size_t group = 0; group < map->ngroups; group++)
+    for (int64_t n = map->group_sizes[group]; n > 0; n--, i++)
+      set_failure(map, kvs_offload_place(map, group, (uint64_t)call->cpu[i]), map->unfinished);
 }
 
 /* A store was queued, or as much of it as the device takes. Until the last of a job was, none of it counts as stored.
@@ -228,12 +239,14 @@ static void remember(const void *arg, const struct kvs_transfer *transfer) {
   const struct job_call *call = ((const struct sheet_call *)arg)->job;
   struct kvs_offload *map = call->map;
   if (!map->failures || call->job->direction != KVS_D2H) return;
-  for (size_t i = 0; call->fresh && i < call->count; i++) set_failure(map, call->cpu[i], map->unfinished);
+  if (call->fresh) set_unfinished(call);
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   size_t count = transfer->all_failed ? (size_t)transfer->nblocks : transfer->nfailed;
-  for (size_t i = 0; failure && i < count; i++)
-    set_failure(map, call->sheet_cpu[transfer->all_failed ? i : transfer->failed[i]], failure);
+  for (size_t i = 0; failure && i < count; i++) {
+    size_t moved = transfer->all_failed ? i : transfer->failed[i];
+    set_failure(map, kvs_offload_place(map, call->group, (uint64_t)call->sheet_cpu[moved]), failure);
+  }
   if (failure) kvs_failure_unref(failure);
 }
 
@@ -242,13 +255,16 @@ static void remember(const void *arg, const struct kvs_transfer *transfer) {
 static void settle_job(const struct job_call *call) {
   struct kvs_offload *map = call->map;
   if (!map->nfailures || call->job->direction != KVS_D2H) return;
-  for (size_t i = 0; i < call->count; i++) {
-    if (map->failures[call->cpu[i]] != map->unfinished) continue;
-    if (call->outcome && call->outcome->others)
-      set_failure(map, call->cpu[i], call->outcome);
-    else
-      kvs_offload_forget(map, (uint64_t)call->cpu[i]);
-  }
+  size_t i = 0;
+  for (size_t group = 0; group < map->ngroups; group++)
+    for (int64_t n = map->group_sizes[group]; n > 0; n--, i++) {
+      size_t place = kvs_offload_place(map, group, (uint64_t)call->cpu[i]);
+      if (map->failures[place] != map->unfinished) continue;
+      if (call->outcome && call->outcome->others)
+        set_failure(map, place, call->outcome);
+      else
+        kvs_offload_forget(map, place);
+    }
 }
 
 /* Nothing of a store could be queued. Where that is no fault of the arguments it is a job that failed, and what it
@@ -257,8 +273,7 @@ static void lose_job(const struct job_call *call, int status) {
   struct kvs_offload *map = call->map;
   enum kvs_exception kind = kvs_status_exception(status);
   bool failed = kind == KVS_EXC_DEVICE || kind == KVS_EXC_QUEUE_FULL || kind == KVS_EXC_BASE;
-  if (!failed || !map->failures || call->job->direction != KVS_D2H) return;
-  for (size_t i = 0; i < call->count; i++) set_failure(map, call->cpu[i], map->unfinished);
+  if (failed && map->failures && call->job->direction == KVS_D2H) set_unfinished(call);
 }
 
 static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, const struct kvs_options *options,
