@@ -73,7 +73,7 @@ sanitize() {
   } | timeout 560 xargs -P 8 -L 1 bash -c 'sanitize_part "$@"' _
   for log in "$parts"/*.log; do
     echo "== $(basename "$log" .log)"
-    grep -vE "PASSED|SKIPPED|^$" "$log"
+    sed '/^=* test session starts/,/^collecting/d' "$log" | grep -vE "PASSED|SKIPPED|^=+ short test summary|^$"
   done >"$out/sanitizer.txt"
   grep -E "^== |SUMMARY|exit status|passed|failed| error" "$out/sanitizer.txt"
 }
