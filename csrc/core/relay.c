@@ -132,7 +132,6 @@ struct relaying {
   uint32_t *abort_word;
   uint64_t units; /* of the kernel that would do it again */
   unsigned warps;
-  bool gather;
 };
 
 static uint64_t filled_flag(const struct kvs_relay *relay, unsigned slot) { return relay->flags + 4ull * slot; }
@@ -226,12 +225,12 @@ static int relay_filling(const struct relaying *r, size_t filling, struct kvs_er
   uint32_t use = (uint32_t)(filling / r->relay->ring.slots) + 1;
   uint64_t filled = filled_flag(r->relay, slot), emptied = emptied_flag(r->relay, slot);
   int status = KVS_OK;
-  if (r->gather)
+  if (r->params.gather)
     status = kvs_dev_wait32(device, filled, use * r->warps, stream, why);
   else if (use > 1)
     status = kvs_dev_wait32(device, emptied, (use - 1) * r->warps, stream, why);
   if (!status) status = copy_filling(r, filling, stream, why);
-  if (!status) status = kvs_dev_write32(device, r->gather ? emptied : filled, use, stream, why);
+  if (!status) status = kvs_dev_write32(device, r->params.gather ? emptied : filled, use, stream, why);
   return status;
 }
 
@@ -270,7 +269,8 @@ static int take_turn(struct relaying *r, size_t from, size_t to, struct kvs_erro
   size_t ahead = from, ring = r->relay->ring.slots;
   int status = KVS_OK;
   if (from > 0) {
-    for (; !status && !r->gather && ahead < to && ahead < from + ring; ahead++) status = relay_filling(r, ahead, why);
+    for (; !status && !r->params.gather && ahead < to && ahead < from + ring; ahead++)
+      status = relay_filling(r, ahead, why);
     if (!status) status = join(r, why);
   }
   if (!status) status = launch(r, from, to, why);
@@ -315,7 +315,6 @@ static int relay_locked(struct relaying *r, struct kvs_error *why) {
 
 int kvs_issue_relay(struct kvs_submission *s, struct kvs_error *why) {
   struct kvs_relay *relay = &s->engine->relays[s->work->direction];
-  bool gather = s->work->direction == KVS_D2H;
   struct relaying r = {.s = s,
                        .relay = relay,
                        .packing = &s->work->scratch->packing,
@@ -324,9 +323,8 @@ int kvs_issue_relay(struct kvs_submission *s, struct kvs_error *why) {
                                   .flags = relay->flags,
                                   .patience_ns = PATIENCE_NS,
                                   .nslots = relay->ring.slots,
-                                  .gather = gather,
-                                  .chunk = KVS_RING_CHUNK},
-                       .gather = gather};
+                                  .gather = s->work->direction == KVS_D2H,
+                                  .chunk = KVS_RING_CHUNK}};
   if (s->listed ? s->view.count == 0 : s->work->nslots == 0 || s->work->scratch->rows.count == 0) return KVS_OK;
   pthread_mutex_lock(&r.relay->lock);
   int status = relay_locked(&r, why);

@@ -162,22 +162,28 @@ static int count_runs(struct kvs_submission *s) {
                                       &work->scratch->plan, &work->shape.runs, s->err);
 }
 
-static int fastest(struct kvs_submission *s, bool relay, enum kvs_path *best) {
+/* Last the relay, about which most has to be found out; a ring that others use is waited for by nobody who can do
+ * otherwise. */
+static int fastest(struct kvs_submission *s, enum kvs_path *best) {
+  struct kvs_engine *engine = s->engine;
   const struct {
     enum kvs_path path;
     bool possible;
   } ways[] = {{KVS_PATH_DMA, true},
               {KVS_PATH_STRIDED, s->work->shape.rects > 0},
-              {KVS_PATH_KERNEL, !reason_against_kernel(s->engine)}};
+              {KVS_PATH_KERNEL, !reason_against_kernel(engine)}};
   double least = INFINITY;
   *best = KVS_PATH_DMA;
   for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
     double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
     if (ns < least) least = ns, *best = ways[i].path;
   }
+  bool relay = !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s);
   if (!relay || !(predict(s, KVS_PATH_RELAY) < least)) return KVS_OK;
   int status = count_runs(s);
-  if (!status && predict(s, KVS_PATH_RELAY) < least) *best = KVS_PATH_RELAY;
+  if (!status && predict(s, KVS_PATH_RELAY) < least &&
+      kvs_relay_free(engine, &engine->relays[s->work->direction], s->options))
+    *best = KVS_PATH_RELAY;
   return status;
 }
 
@@ -194,10 +200,7 @@ static int pick(struct kvs_submission *s, enum kvs_path *path) {
           : pageable(&s->work->scratch->regions)             ? KVS_PATH_DMA /* which the driver stages */
           : would_block(s) && !reason_against_kernel(engine) ? KVS_PATH_KERNEL
                                                              : KVS_PATH_AUTO;
-  if (*path != KVS_PATH_AUTO) return KVS_OK;
-  int status = fastest(s, !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s), path);
-  if (status || *path != KVS_PATH_RELAY) return status;
-  return kvs_relay_free(engine, &engine->relays[s->work->direction], s->options) ? KVS_OK : fastest(s, false, path);
+  return *path == KVS_PATH_AUTO ? fastest(s, path) : KVS_OK;
 }
 
 void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {

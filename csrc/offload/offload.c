@@ -258,13 +258,10 @@ static int check_sheets(const struct kvs_offload *map, struct kvs_error *err) {
 /* -- opening and closing --------------------------------------------------------------------------------------- */
 
 /* Of groups that share tensors the first stands for all. */
-size_t kvs_offload_place(const struct kvs_offload *map, size_t group, uint64_t block) {
+size_t kvs_offload_failures(const struct kvs_offload *map, size_t group) {
   size_t first = 0;
-  if (!map->shares[group])
-    first = group;
-  else
-    while (!map->shares[first]) first++;
-  return first * (size_t)(map->chunks * map->factor) + (size_t)block;
+  while (first < group && !(map->shares[group] && map->shares[first])) first++;
+  return first * (size_t)(map->chunks * map->factor);
 }
 
 void kvs_offload_forget(struct kvs_offload *map, size_t place) {

@@ -34,7 +34,8 @@ struct kvs_offload {
   size_t ngroups;
   struct kvs_sheet *sheets;
   size_t nsheets;
-  /* A group, a host block: kvs_offload_place(); NULL where none are remembered. Guarded by engine->hazard_lock. */
+  /* A group, a host block: from kvs_offload_failures() on; NULL where none are remembered. Guarded by
+   * engine->hazard_lock. */
   struct kvs_failure **failures;
   size_t nfailures;
   void *owner;
@@ -48,8 +49,8 @@ struct kvs_offload {
 };
 
 /* offload.c */
-void kvs_offload_drop(void *map);                                                      /* one reference */
-size_t kvs_offload_place(const struct kvs_offload *map, size_t group, uint64_t block); /* in map->failures */
-void kvs_offload_forget(struct kvs_offload *map, size_t place); /* the failure there, if there is one */
+void kvs_offload_drop(void *map);                                         /* one reference */
+size_t kvs_offload_failures(const struct kvs_offload *map, size_t group); /* where a group's begin in map->failures */
+void kvs_offload_forget(struct kvs_offload *map, size_t place);           /* the failure there, if there is one */
 
 #endif

@@ -13,14 +13,15 @@ struct job_call {
   const struct kvs_offload_job *job;
   struct kvs_scratch *scratch;
   int64_t *gpu, *cpu;         /* block numbers of both sides */
+  int64_t *places;            /* of the host's in map->failures */
   int64_t *sheet_gpu;         /* those of one sheet */
   int64_t *sheet_cpu, *slots; /* block numbers and slots of the host */
   size_t count;
   bool fresh;                  /* nothing of it was submitted before this sheet */
   struct kvs_failure *outcome; /* of all its sheets, for the blocks that it stores; NULL: none needs one */
   /* Of that sheet: blocks to be moved, and positions among all that were asked for of those that are lost. */
-  size_t group, nmoved, nlost, nasked;
-  uint64_t others; /* that the others depend on */
+  size_t nmoved, nlost, nasked, failures; /* failures: where its group's begin */
+  uint64_t others;                        /* that the others depend on */
   uint32_t *lost;
   struct kvs_error why_lost;
 };
@@ -32,7 +33,7 @@ static int make_room(struct job_call *call, struct kvs_error *err) {
   if (count > map->capacity) {
     free(map->room);
     map->capacity = 0;
-    map->room = calloc(2 * count, 6 * sizeof *map->room);
+    map->room = calloc(2 * count, 7 * sizeof *map->room);
     if (!map->room) return kvs_fail(err, KVS_NOMEM, "no memory for a job of %zu blocks", count);
     map->capacity = 2 * count;
   }
@@ -42,7 +43,8 @@ static int make_room(struct job_call *call, struct kvs_error *err) {
   call->sheet_gpu = call->cpu + count;
   call->sheet_cpu = call->sheet_gpu + count;
   call->slots = call->sheet_cpu + count;
-  call->lost = (uint32_t *)(void *)(call->slots + count);
+  call->places = call->slots + count;
+  call->lost = (uint32_t *)(void *)(call->places + count);
   return KVS_OK;
 }
 
@@ -80,6 +82,7 @@ static int expand_group(const struct job_call *call, size_t group, size_t begin,
   const struct kvs_offload *map = call->map;
   const struct kvs_ids *chunks = &call->job->chunks;
   uint64_t j = (uint64_t)call->map->block_indices[group] % map->factor;
+  const int64_t failures = (int64_t)kvs_offload_failures(map, group);
   for (size_t i = 0; i < size; (*chunk)++, j = 0) {
     if (*chunk == chunks->count) return too_short("chunks", chunks->count, group, err);
     int64_t id = kvs_id_at(chunks, *chunk);
@@ -91,6 +94,7 @@ static int expand_group(const struct job_call *call, size_t group, size_t begin,
     if ((uint64_t)id >= map->gpu_blocks[group])
       return out_of_range("gpu_blocks", begin + i, id, map->gpu_blocks[group], "blocks", err);
     call->gpu[begin + i] = id;
+    call->places[begin + i] = failures + call->cpu[begin + i];
   }
   return KVS_OK;
 }
@@ -175,7 +179,7 @@ static bool moves(const struct job_call *call, const struct kvs_sheet *sheet, ui
 static bool is_lost(struct job_call *call, uint64_t block) {
   const struct kvs_offload *map = call->map;
   bool may_be = call->job->direction == KVS_H2D && map->nfailures;
-  const struct kvs_failure *failure = may_be ? map->failures[kvs_offload_place(map, call->group, block)] : NULL;
+  const struct kvs_failure *failure = may_be ? map->failures[call->failures + block] : NULL;
   enum kvs_verdict verdict = kvs_failure_verdict(failure);
   if (verdict == KVS_SLOT_OPEN) call->others |= failure->others;
   if (verdict != KVS_SLOT_LOST) return false;
@@ -194,7 +198,7 @@ static void list_blocks(struct job_call *call, const struct kvs_sheet *sheet) {
   size_t begin = 0, n = 0;
   for (size_t group = 0; group < sheet->group; group++) begin += (size_t)call->map->group_sizes[group];
   size_t end = begin + (size_t)call->map->group_sizes[sheet->group];
-  call->group = sheet->group;
+  call->failures = kvs_offload_failures(call->map, sheet->group);
   call->nlost = call->nasked = 0;
   call->others = 0;
   for (size_t i = begin; i < end; i++) {
@@ -226,11 +230,7 @@ static void set_failure(struct kvs_offload *map, size_t place, struct kvs_failur
 
 /* No block of the job counts as stored. */
 static void set_unfinished(const struct job_call *call) {
-  struct kvs_offload *map = call->map;
-  size_t i = 0;
-  for (size_t group = 0; group < map->ngroups; group++)
-    for (int64_t n = map->group_sizes[group]; n > 0; n--, i++)
-      set_failure(map, kvs_offload_place(map, group, (uint64_t)call->cpu[i]), map->unfinished);
+  for (size_t i = 0; i < call->count; i++) set_failure(call->map, (size_t)call->places[i], call->map->unfinished);
 }
 
 /* A store was queued, or as much of it as the device takes. Until the last of a job was, none of it counts as stored.
@@ -245,7 +245,7 @@ static void remember(const void *arg, const struct kvs_transfer *transfer) {
   size_t count = transfer->all_failed ? (size_t)transfer->nblocks : transfer->nfailed;
   for (size_t i = 0; failure && i < count; i++) {
     size_t moved = transfer->all_failed ? i : transfer->failed[i];
-    set_failure(map, kvs_offload_place(map, call->group, (uint64_t)call->sheet_cpu[moved]), failure);
+    set_failure(map, call->failures + (size_t)call->sheet_cpu[moved], failure);
   }
   if (failure) kvs_failure_unref(failure);
 }
@@ -255,16 +255,14 @@ static void remember(const void *arg, const struct kvs_transfer *transfer) {
 static void settle_job(const struct job_call *call) {
   struct kvs_offload *map = call->map;
   if (!map->nfailures || call->job->direction != KVS_D2H) return;
-  size_t i = 0;
-  for (size_t group = 0; group < map->ngroups; group++)
-    for (int64_t n = map->group_sizes[group]; n > 0; n--, i++) {
-      size_t place = kvs_offload_place(map, group, (uint64_t)call->cpu[i]);
-      if (map->failures[place] != map->unfinished) continue;
-      if (call->outcome && call->outcome->others)
-        set_failure(map, place, call->outcome);
-      else
-        kvs_offload_forget(map, place);
-    }
+  for (size_t i = 0; i < call->count; i++) {
+    size_t place = (size_t)call->places[i];
+    if (map->failures[place] != map->unfinished) continue;
+    if (call->outcome && call->outcome->others)
+      set_failure(map, place, call->outcome);
+    else
+      kvs_offload_forget(map, place);
+  }
 }
 
 /* Nothing of a store could be queued. Where that is no fault of the arguments it is a job that failed, and what it
