@@ -167,7 +167,7 @@ static void destroy_retired_locked(struct kvs_engine *engine) {
 
 static void destroy(struct kvs_engine *engine) {
   struct kvs_error err;
-  if (engine->device->fork_generation == kvs_fork_generation()) {
+  if (!kvs_dev_forked(engine->device)) {
     (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
     kvs_lanes_destroy(engine);
@@ -241,8 +241,7 @@ static int parse_name(const char *name, bool *cuda, int *ordinal, struct kvs_err
 
 static struct kvs_engine *find_locked(const char *name) {
   for (unsigned i = 0; i < registered; i++)
-    if (strcmp(registry[i]->name, name) == 0 &&
-        registry[i]->device->fork_generation == kvs_fork_generation()) /* a child opens its own */
+    if (strcmp(registry[i]->name, name) == 0 && !kvs_dev_forked(registry[i]->device)) /* a child opens its own */
       return registry[i];
   return NULL;
 }
@@ -303,7 +302,7 @@ void kvs_shutdown(int64_t timeout_ns) {
   memcpy(open, registry, sizeof open);
   pthread_mutex_unlock(&registry_lock);
   for (unsigned i = 0; i < count; i++) {
-    if (open[i]->device->fork_generation != kvs_fork_generation()) continue;
+    if (kvs_dev_forked(open[i]->device)) continue;
     atomic_store(&open[i]->closed, true);
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
     (void)kvs_engine_drain(open[i], NULL, left > 0 ? left : 0, &err);
@@ -315,7 +314,7 @@ void kvs_shutdown(int64_t timeout_ns) {
 
 /* In the child of a fork a thread that it does not have may hold the lock for ever, and the device is its parent's. */
 void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
-  if (engine->device->fork_generation != kvs_fork_generation()) return;
+  if (kvs_dev_forked(engine->device)) return;
   pthread_mutex_lock(&engine->lock);
   engine->defaults = *defaults;
   pthread_mutex_unlock(&engine->lock);
@@ -323,7 +322,7 @@ void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_default
 
 void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
   *defaults = (struct kvs_defaults){.path = KVS_PATH_AUTO};
-  if (engine->device->fork_generation != kvs_fork_generation()) return;
+  if (kvs_dev_forked(engine->device)) return;
   pthread_mutex_lock(&engine->lock);
   *defaults = engine->defaults;
   pthread_mutex_unlock(&engine->lock);
@@ -364,7 +363,7 @@ int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, st
 }
 
 bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
-  if (engine->device->fork_generation != kvs_fork_generation()) return true; /* it is the parent's */
+  if (kvs_dev_forked(engine->device)) return true; /* it is the parent's */
   pthread_mutex_lock(&engine->lock);
   bool keep = engine->compute_stream == stream;
   engine->compute_kept |= keep;
@@ -410,7 +409,7 @@ static void stats_of_paths(struct kvs_engine *engine, struct kvs_stats *stats) {
 }
 
 void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
-  if (engine->device->fork_generation == kvs_fork_generation()) kvs_engine_reap(engine);
+  if (!kvs_dev_forked(engine->device)) kvs_engine_reap(engine);
   *stats = (struct kvs_stats){
       .submitted = atomic_load(&engine->submitted),
       .done = atomic_load(&engine->done),
@@ -426,7 +425,7 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
       .waits_waw = atomic_load(&engine->waits[KVS_WAW]),
   };
   stats_of_paths(engine, stats);
-  if (engine->device->fork_generation != kvs_fork_generation()) return;
+  if (kvs_dev_forked(engine->device)) return;
   pthread_mutex_lock(&engine->lock);
   for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
     stats->lanes++;

@@ -201,7 +201,7 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
 static void close_pools_of_others(struct kvs_engine *engine, const struct kvs_region *region) {
   struct kvs_engine *other;
   for (unsigned i = 0; (other = kvs_engine_at(i)) != NULL; i++) {
-    if (other == engine || other->device->fork_generation != kvs_fork_generation()) continue;
+    if (other == engine || kvs_dev_forked(other->device)) continue;
     pthread_mutex_lock(&other->memory_lock);
     kvs_pools_close_locked(other, region);
     pthread_mutex_unlock(&other->memory_lock);
@@ -261,7 +261,7 @@ int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *e
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
-  if (engine->device->fork_generation != kvs_fork_generation()) return; /* it is the parent's */
+  if (kvs_dev_forked(engine->device)) return; /* it is the parent's */
   pthread_mutex_lock(&engine->memory_lock);
   if (engine->norphans == engine->orphans_capacity) {
     size_t capacity = engine->orphans_capacity ? 2 * engine->orphans_capacity : 16;

@@ -98,8 +98,7 @@ void kvs_pattern_free(struct kvs_pattern_job *job) {
   int64_t limit = atomic_load(&engine->closed) ? 0 : 60ll * 1000 * 1000 * 1000;
   if (kvs_wait_until(poll, job, engine->device->stepped, limit, &ignored) == KVS_OK)
     kvs_engine_staging_put(engine, job->staging); /* else the queued kernel may still read it: it is left */
-  if (engine->device->fork_generation == kvs_fork_generation())
-    (void)kvs_dev_event_destroy(engine->device, job->event, &ignored);
+  if (!kvs_dev_forked(engine->device)) (void)kvs_dev_event_destroy(engine->device, job->event, &ignored);
   free(job);
   kvs_engine_unref(engine);
 }

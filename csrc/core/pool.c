@@ -233,7 +233,7 @@ static void take_out(struct kvs_pool *pool) {
 void kvs_pool_unref(struct kvs_pool *pool) {
   struct kvs_engine *engine = pool->engine;
   if (atomic_fetch_sub(&pool->refs, 1) != 1) return;
-  if (engine->device->fork_generation != kvs_fork_generation()) return; /* the parent's: its lock may be held there */
+  if (kvs_dev_forked(engine->device)) return; /* the parent's: its lock may be held there */
   take_out(pool);
   if (kvs_racecheck_on()) kvs_racecheck_forget_pool(pool->number);
   if (pool->layout.group) kvs_pool_unref(pool->layout.group);

@@ -26,8 +26,6 @@ struct kvs_transfer *kvs_transfer_new(struct kvs_engine *engine, struct kvs_erro
   return transfer;
 }
 
-static bool forked(struct kvs_engine *engine) { return engine->device->fork_generation != kvs_fork_generation(); }
-
 void kvs_transfer_drop(struct kvs_transfer *transfer) {
   struct kvs_error ignored;
   if (atomic_fetch_sub(&transfer->refs, 1) != 1) return;
@@ -47,7 +45,7 @@ void kvs_transfer_ref(struct kvs_transfer *transfer) { atomic_fetch_add(&transfe
 void kvs_transfer_unref(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   if (atomic_fetch_sub(&transfer->handles, 1) != 1) return;
-  if (forked(engine)) return; /* the child of a fork leaves everything as it is */
+  if (kvs_dev_forked(engine->device)) return; /* the child of a fork leaves everything as it is */
   kvs_transfer_drop(transfer);
   kvs_engine_unref(engine);
 }
@@ -135,7 +133,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
 
 void kvs_engine_collect(struct kvs_engine *engine) {
   struct kvs_transfer *garbage;
-  if (forked(engine)) return;
+  if (kvs_dev_forked(engine->device)) return;
   kvs_engine_reap(engine);
   if (!atomic_load(&engine->has_garbage)) return;
   pthread_mutex_lock(&engine->cache_lock);

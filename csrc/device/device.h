@@ -170,6 +170,10 @@ int kvs_cuda_current(int *ordinal, struct kvs_error *); /* the calling thread's 
 
 /* What implementations store in `fork_generation` at open: changes in the child of a fork. */
 unsigned kvs_fork_generation(void);
+/* A parent's, in the child of a fork: its locks may be held there for ever. */
+static inline bool kvs_dev_forked(const struct kvs_device *device) {
+  return device->fork_generation != kvs_fork_generation();
+}
 
 /* The wrappers, one a member; see the members. */
 int kvs_dev_check(struct kvs_device *, struct kvs_error *); /* forked? lost? */

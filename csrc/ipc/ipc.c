@@ -410,7 +410,7 @@ int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_e
 
 void kvs_mapped_free(struct kvs_mapped *mapped) {
   struct kvs_engine *engine = mapped->engine;
-  bool ours = engine->device->fork_generation == kvs_fork_generation();
+  bool ours = !kvs_dev_forked(engine->device);
   kvs_mapped_keep(mapped);
   if (ours && mapped->import) kvs_engine_free_later(engine, mapped->import->base);
   free(mapped);

@@ -16,7 +16,7 @@ static bool is_imported(const struct kvs_region *region) {
   struct kvs_engine *engine;
   bool imported = false;
   for (unsigned i = 0; !imported && (engine = kvs_engine_at(i)) != NULL; i++) {
-    if (engine->device->fork_generation != kvs_fork_generation()) continue;
+    if (kvs_dev_forked(engine->device)) continue;
     pthread_mutex_lock(&engine->memory_lock);
     const struct kvs_region *known = kvs_regions_find(&engine->regions, region->base);
     imported = known && known->origin == KVS_ORIGIN_IMPORTED;
@@ -46,7 +46,7 @@ int kvs_peer_drain(struct kvs_engine *but, const struct kvs_region *region, int6
   uint64_t start = kvs_clock_ns();
   int status = KVS_OK;
   for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++) {
-    if (engine == but || engine->device->fork_generation != kvs_fork_generation()) continue;
+    if (engine == but || kvs_dev_forked(engine->device)) continue;
     int64_t waited = (int64_t)(kvs_clock_ns() - start), left = waited < timeout_ns ? timeout_ns - waited : 0;
     status = kvs_engine_drain(engine, region, timeout_ns < 0 ? -1 : left, err);
   }
@@ -117,8 +117,7 @@ static bool is_at_work(struct kvs_engine *engine, uint64_t low, uint64_t high) {
 
 /* Whoever could not be waited for would be refused for ever. */
 static bool counts(const struct kvs_engine *running, const struct kvs_engine *other) {
-  return other != running && other->device->fork_generation == kvs_fork_generation() &&
-         kvs_dev_can_wait_for(running->device, other->device);
+  return other != running && !kvs_dev_forked(other->device) && kvs_dev_can_wait_for(running->device, other->device);
 }
 
 int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
