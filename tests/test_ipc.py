@@ -460,16 +460,20 @@ def test_closing_when_no_thread_can_be_started(device: kvswap.Device, device_nam
         assert wrong(other, "kvswap.swap_blocks_batch([ptr], [ptr + 50], 20, device=device)", "ValueError")
 
 
-def test_closing_waits_for_other_work(device: kvswap.Device, owner: Process) -> None:
-    """Kernels of the model, say: the device's, not ours."""
+def close_behind_work(device: kvswap.Device, data: bytes) -> None:
+    mapped, stream = memory.open(data, device=device), kvswap.Stream(device)
     with Gate(device) as gate:
-        mapped, stream = memory.open(export_of(owner), device=device), kvswap.Stream(device)
         gate.hold(stream)
         _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
         with pytest.raises(TimeoutError):
             mapped.close(timeout=0.1)
         gate.open()
         mapped.close()
+
+
+def test_closing_waits_for_other_work(device: kvswap.Device, owner: Process) -> None:
+    """Kernels of the model, say: the device's, not ours."""
+    close_behind_work(device, export_of(owner))
 
 
 def test_closing_again_waits_for_what_came_meanwhile(device: kvswap.Device, owner: Process) -> None:
@@ -1159,15 +1163,7 @@ def threads_of_this_process() -> int:
 
 def test_closing_chunks_waits_for_work(device: kvswap.Device, owner: Process) -> None:
     owner.do("shared = device.alloc(3 << 20, chunks=True); export = memory.export(shared)")
-    mapped = memory.open(bytes.fromhex(owner.do("export.to_bytes().hex()")), device=device)
-    stream = kvswap.Stream(device)
-    with Gate(device) as gate:
-        gate.hold(stream)
-        _C._seam(device, "fill", mapped.ptr, 3, 10, stream.handle)
-        with pytest.raises(TimeoutError):
-            mapped.close(timeout=0.1)
-        gate.open()
-        mapped.close()
+    close_behind_work(device, bytes.fromhex(owner.do("export.to_bytes().hex()")))
 
 
 def test_freeing_chunks_waits_for_work(device: kvswap.Device) -> None:
