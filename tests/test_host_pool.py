@@ -157,7 +157,8 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
         HostPool(factor * total // MIB, MIB, device=device)
     assert time.monotonic() - start < 1
-    assert resident() - before < MIB and mapped() - mapped_before < MIB  # a sanitizer maps some for itself
+    room = MIB if SANITIZED else 0  # which maps some for itself
+    assert resident() - before < MIB and mapped() - mapped_before <= room
     assert threading.active_count() == threads
 
 
