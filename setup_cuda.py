@@ -66,7 +66,7 @@ def compile_fatbin(nvcc, target, flags=()):
         raise OSError(f"{nvcc} compiles for none of {', '.join('sm_' + arch for arch in SASS)}")
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sass]
     codes += [f"-gencode=arch=compute_{sass[0]},code=compute_{sass[0]}"]
-    command = [nvcc, "--fatbin", "--no-compress", "-O3", "-std=c++17", "-Icsrc", *flags, *codes]
+    command = [nvcc, "--fatbin", "--no-compress", "-O3", "-std=c++17", "--threads=0", "-Icsrc", *flags, *codes]
     stamp, text = target.with_suffix(".txt"), " ".join(command)
     newest = max(os.path.getmtime(path) for path in [nvcc, *glob("csrc/kernels/*.*")])
     if not (target.exists() and stamp.exists() and stamp.read_text() == text and target.stat().st_mtime > newest):

@@ -19,7 +19,7 @@ from kvswap.replay.settings import Path
 
 TENSORS, NBYTES, SLOTS = 80, 8192, 1024
 SINGLE = 64 << 10
-PATHS: tuple[Path, ...] = ("auto", "kernel", "relay", "strided", "dma")
+PATHS: tuple[Path, ...] = ("auto", "kernel", "burst", "strided", "dma")
 
 
 def measure(submit: Callable[[], kvswap.Transfer], repeats: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from kvswap.replay.units import format_size, parse_size
 
 LAYERS, LAYER_NBYTES = 32, 64 << 10
 BLOCK_NBYTES = LAYERS * LAYER_NBYTES
-PATHS: tuple[Path, ...] = ("auto", "dma", "strided", "relay", "kernel", "direct")
+PATHS: tuple[Path, ...] = ("auto", "dma", "strided", "burst", "kernel", "direct")
 LIMIT = 120.0  # seconds until a copy counts as lost
 
 

@@ -30,7 +30,7 @@ def table(costs: _C._Costs, before: _C._Costs) -> str:
     lines = [_HEAD]
     for name, of_direction, kept in (("D2H", costs["d2h"], before["d2h"]), ("H2D", costs["h2d"], before["h2d"])):
         lines.append(f"    [KVS_{name}] = {{")
-        for path in ("auto", "dma", "strided", "relay", "kernel", "direct"):
+        for path in ("auto", "dma", "strided", "burst", "kernel", "direct"):
             lines += _path(path, of_direction.get(path, kept.get(path)))
         lines.append("    },")
     lines.append("  },")

@@ -33,7 +33,7 @@ enum kvs_path {
   KVS_PATH_AUTO,
   KVS_PATH_DMA,
   KVS_PATH_STRIDED,
-  KVS_PATH_RELAY,
+  KVS_PATH_BURST,
   KVS_PATH_KERNEL,
   KVS_PATH_DIRECT,
   KVS_PATHS
@@ -64,7 +64,7 @@ struct kvs_options {
   size_t nafter_layers;                 /* 0, or the number of layers */
   enum kvs_path path;
   enum kvs_priority priority;
-  unsigned max_ctas; /* paths kernel and relay: at most so many CTAs; 0: the default */
+  unsigned max_ctas; /* paths kernel and burst: at most so many CTAs; 0: the default */
   double pace_gbps;  /* path kernel: at most so many 10^9 bytes a second; 0: the default. Copy engines have no pace */
   void *owner;       /* kept until the transfer ended; then release(owner) runs inside kvs_engine_collect() */
   void (*release)(void *); /* on failure of the submitting call the owner stays the caller's */

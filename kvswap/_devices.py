@@ -15,7 +15,7 @@ class DeviceInfo:
 
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.
-    driver: the CUDA version it is for. paths: "dma", "strided", "relay", "kernel" and "direct", each "on", or
+    driver: the CUDA version it is for. paths: "dma", "strided", "burst", "kernel" and "direct", each "on", or
     why not.
     """
 
@@ -28,7 +28,7 @@ class DeviceInfo:
     pci: str  # "0000:01:00.0"; empty on a host device
     link: str  # "32.0 GT/s PCIe x16", the most that the link can do; empty where it is not known
     driver: str  # the CUDA version that the driver is for, "13.0"; empty on a host device
-    paths: dict[str, str]  # "dma", "strided", "relay", "kernel", "direct"
+    paths: dict[str, str]  # "dma", "strided", "burst", "kernel", "direct"
 
 
 def devices() -> list[DeviceInfo]:
@@ -56,7 +56,7 @@ def _cuda(ordinal: int) -> DeviceInfo:
         paths={
             "dma": "on",
             "strided": _disabled("strided") or "on",
-            "relay": _disabled("relay") or _launch_blocking() or _kernel_path(info),
+            "burst": _disabled("burst") or _kernel_path(info),
             "kernel": _kernel_path(info),
             "direct": "only host devices copy by threads",
         },
@@ -77,7 +77,7 @@ def _host() -> DeviceInfo:
         paths={
             "dma": "on",
             "strided": _disabled("strided") or "on",
-            "relay": _disabled("relay") or _disabled("kernel") or "on",
+            "burst": _disabled("burst") or _disabled("kernel") or "on",
             "kernel": _disabled("kernel") or "on",
             "direct": "on",
         },
@@ -87,11 +87,6 @@ def _host() -> DeviceInfo:
 def _disabled(path: str) -> str:
     names = os.environ.get("KVSWAP_DISABLE", "").split(",")
     return "KVSWAP_DISABLE names it" if path in names else ""
-
-
-def _launch_blocking() -> str:
-    on = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-    return "CUDA_LAUNCH_BLOCKING is set, and it needs a kernel and copies at once" if on else ""
 
 
 def _kernel_path(info: dict[str, Any]) -> str:

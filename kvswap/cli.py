@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvswap.replay.trace import Trace
 
 EXIT_OK, EXIT_WRONG_BYTES, EXIT_USAGE, EXIT_DEVICE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
-PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
+PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
 # Small enough that the demo's trace overflows both tiers; blocks large enough that there is something to watch.
 _DEMO_BLOCKS = {"gpu": 128, "host": 512}
 _DEMO_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 512 << 10}

@@ -129,9 +129,10 @@ def _opened(opened: Opened | None) -> list[str]:
     info = opened.info
     return [
         f"         opened; kernels {'loaded' if info['kernels'] else 'off'}: {info['kernels_note']}",
-        f"         relay {info['relay']}; auto goes by figures that are {info['costs']}"
+        f"         bursts {info['burst']}; they take {format_size(info['slots_nbytes'])} of its memory",
+        f"         auto goes by figures that are {info['costs']}"
         if info["costs"].startswith("built in")
-        else f"         relay {info['relay']}; auto goes by the figures of {info['costs']}",
+        else f"         auto goes by the figures of {info['costs']}",
     ]
 
 

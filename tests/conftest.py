@@ -31,7 +31,7 @@ from kvswap import _C
 Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
-PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
+PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 
 settings.register_profile(

@@ -161,7 +161,7 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         (
             {"path": "ring"},
             ValueError,
-            "path is 'ring': must be one of 'auto', 'dma', 'strided', 'relay', 'kernel', 'direct'",
+            "path is 'ring': must be one of 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct'",
         ),
         ({"path": None}, TypeError, "path must be a str, not NoneType"),
         ({"priority": "low"}, ValueError, "priority is 'low'"),
@@ -793,7 +793,7 @@ def test_the_default_without_a_gpu_is_said_once() -> None:
 def test_the_list_of_devices() -> None:
     found = kvswap.devices()
     assert found[-1].name == "host:0" and found[-1].kind == "host"
-    assert set(found[-1].paths) == {"dma", "strided", "relay", "kernel", "direct"}
+    assert set(found[-1].paths) == {"dma", "strided", "burst", "kernel", "direct"}
     with pytest.raises(AttributeError):
         found[-1].name = "x"  # type: ignore[misc]
 

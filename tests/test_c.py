@@ -33,7 +33,7 @@ THREADED = [
     "test_engine",
     "test_device_host",
     "test_kernels",
-    "test_relay",
+    "test_burst",
     "test_pool",
     "test_racecheck",
     "test_hostpool",

@@ -1,5 +1,5 @@
-"""The paths that copy by a kernel, `relay` and `kernel`, from the public calls: anything that may be asked for, against
-a model in NumPy; what may be queued beside it, before it and after it; and every way in which a relay may go wrong."""
+"""The paths that copy by a kernel, `burst` and `kernel`, from the public calls: anything that may be asked for, against
+a model in NumPy; what may be queued beside it, before it and after it; and every way in which a burst may go wrong."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -48,7 +48,7 @@ def direction(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(params=["relay", "kernel"])
+@pytest.fixture(params=["burst", "kernel"])
 def path(request: pytest.FixtureRequest, session_device: kvswap.Device) -> str:
     return usable(session_device, str(request.param))
 
@@ -83,7 +83,7 @@ def test_any_transfer_over_seams(seamed: Sides, path: str, direction: int, call:
         seamed.run(draw(choose, seamed.room, direction=direction, begin=seamed.begin), call, path=path)
 
 
-@given(st.data(), st.sampled_from(["relay", "kernel"]), st.sampled_from(sorted(CALLS)))
+@given(st.data(), st.sampled_from(["burst", "kernel"]), st.sampled_from(sorted(CALLS)))
 def test_whatever_is_asked_for(session_device: kvswap.Device, data: st.DataObject, path: str, call: str) -> None:
     usable(session_device, path)
     Sides(session_device, MIB).run(draw(Drawn(data), MIB, 500), call, path=path)
@@ -128,7 +128,7 @@ def test_many_fillings(device: kvswap.Device, direction: int, call: str) -> None
     sides = Sides(device, 40 * MIB)
     for nbytes, tensors, count, together in ((200 << 10, 2, 90, True), (4096, 3, 2900, False), (9000, 64, 60, True)):
         work = plain(nbytes, tensors, count, direction, together=together)
-        assert sides.run(work, call, path="relay").path == "relay"
+        assert sides.run(work, call, path="burst").path == "burst"
 
 
 def test_many_fillings_in_every_interleaving(direction: int) -> None:
@@ -136,18 +136,18 @@ def test_many_fillings_in_every_interleaving(direction: int) -> None:
     for seed in range(1, 41):
         sides = Sides(testing.deterministic_device(seed), 9 * MIB)
         work = plain(16 << 10, 1, (500, 220)[seed // 2 % 2], direction)
-        sides.run(work, ("swap", "batch")[seed % 2], path="relay")
+        sides.run(work, ("swap", "batch")[seed % 2], path="burst")
         assert sides.device.stats()["second_attempts"] == 0
 
 
 @contextmanager
 def turns(device: kvswap.Device, nbytes: int) -> Iterator[str]:
-    """The priority of a relay that gives its SMs back every so many bytes."""
-    testing.set_relay_turn(device, nbytes)
+    """The priority of a burst that gives its SMs back every so many bytes."""
+    testing.set_burst_turn(device, nbytes)
     try:
         yield "background"
     finally:
-        testing.set_relay_turn(device, 0)
+        testing.set_burst_turn(device, 0)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -158,8 +158,8 @@ def test_turns(device: kvswap.Device, direction: int, call: str, turn: int) -> N
     with turns(device, turn) as priority:
         for nbytes, tensors, count in ((200 << 10, 2, 190), (4096, 3, 2900), (9000, 64, 60), (4096, 1, 3)):
             assert (
-                sides.run(plain(nbytes, tensors, count, direction), call, path="relay", priority=priority).path
-                == "relay"
+                sides.run(plain(nbytes, tensors, count, direction), call, path="burst", priority=priority).path
+                == "burst"
             )
 
 
@@ -168,21 +168,21 @@ def test_turns_in_every_interleaving(direction: int) -> None:
         sides = Sides(testing.deterministic_device(seed), 9 * MIB)
         work = plain(16 << 10, 1, (500, 220)[seed // 2 % 2], direction)
         with turns(sides.device, seed % 3 * MIB + 1) as priority:
-            sides.run(work, ("swap", "batch")[seed % 2], path="relay", priority=priority)
+            sides.run(work, ("swap", "batch")[seed % 2], path="burst", priority=priority)
         assert sides.device.stats()["second_attempts"] == 0
 
 
 @pytest.mark.slow
 def test_each_slot_is_filled_three_times(direction: int) -> None:
     sides = Sides(testing.deterministic_device(6), 80 * MIB)
-    sides.run(plain(200 << 10, 1, 380, direction), path="relay")
+    sides.run(plain(200 << 10, 1, 380, direction), path="burst")
     assert sides.device.stats()["second_attempts"] == 0
 
 
 def test_a_block_larger_than_a_slot(device: kvswap.Device, direction: int) -> None:
     sides = Sides(device, 128 * MIB)
-    assert sides.run(plain(28 * MIB + 5, 1, 1, direction), path="relay").path == "relay"
-    assert sides.run(plain(3 * MIB + 1, 2, 6, direction), path="relay").path == "relay"
+    assert sides.run(plain(28 * MIB + 5, 1, 1, direction), path="burst").path == "burst"
+    assert sides.run(plain(3 * MIB + 1, 2, 6, direction), path="burst").path == "burst"
 
 
 PARTS = {
@@ -260,7 +260,7 @@ def test_what_does_not_fit_beside_the_tables(device: kvswap.Device, direction: i
     sides.prepare(sides.room)
     with Gate(device) as gate:
         gate.hold(stream)
-        transfers = [sides.swap(work, path="relay", stream=stream) for work in works]
+        transfers = [sides.swap(work, path="burst", stream=stream) for work in works]
         gate.open()
     for transfer, work in zip(transfers, works, strict=True):
         transfer.wait(PATIENCE)
@@ -275,22 +275,22 @@ def halves(direction: int, nbytes: int, count: int, number: int = 2, room: int =
     return works
 
 
-def test_two_relays_of_one_direction(device: kvswap.Device, direction: int) -> None:
+def test_two_bursts_of_one_direction(device: kvswap.Device, direction: int) -> None:
     """From two streams: the second one waits for the ring, not the caller for anything."""
     sides, streams = Sides(device, 32 * MIB), [kvswap.Stream(device) for _ in range(2)]
     works = halves(direction, 8192, 900, room=sides.room)
     for turn in range(4):
         sides.prepare(sides.room)
         testing.delay(device, 0.002 * turn, streams[0])
-        transfers = [sides.swap(work, path="relay", stream=s) for work, s in zip(works, streams, strict=True)]
+        transfers = [sides.swap(work, path="burst", stream=s) for work, s in zip(works, streams, strict=True)]
         for transfer, work in zip(transfers, works, strict=True):
             transfer.wait(PATIENCE)
             carry_out(work, sides.gpu_model, sides.cpu_model)
-            assert transfer.path == "relay"
+            assert transfer.path == "burst"
         sides.check()
 
 
-def test_relays_in_every_interleaving() -> None:
+def test_bursts_in_every_interleaving() -> None:
     """Two of each direction at once, from four streams."""
     for seed in range(1, 41):
         device = testing.deterministic_device(seed)
@@ -299,11 +299,11 @@ def test_relays_in_every_interleaving() -> None:
         sides.prepare(sides.room)
         if seed % 2:
             testing.delay(device, 0.001, streams[seed % 4])
-        transfers = [sides.swap(work, path="relay", stream=s) for work, s in zip(works, streams, strict=True)]
+        transfers = [sides.swap(work, path="burst", stream=s) for work, s in zip(works, streams, strict=True)]
         for transfer, work in zip(transfers, works, strict=True):
             transfer.wait(PATIENCE)
             carry_out(work, sides.gpu_model, sides.cpu_model)
-            assert transfer.path == "relay"
+            assert transfer.path == "burst"
         sides.check(f"seed {seed}")
 
 
@@ -411,13 +411,13 @@ def outcome_of(sides: Sides, work: Work, transfer: kvswap.Transfer) -> str:
 
 
 def refuse(sides: Sides, work: Work, nth: int, operation: str, every: int = 0, **options: Any) -> str:
-    """What came of a relay whose nth call of the driver was refused; and that the next ones are none the worse."""
+    """What came of a burst whose nth call of the driver was refused; and that the next ones are none the worse."""
     device = sides.device
     sides.prepare(max(work.gpu.end, work.cpu.end))
     before = device.stats()
     try:
         with testing.fault(device, "call", "fail", operation=operation, nth=nth, every=every, code=33):
-            transfer = sides.swap(work, path="relay", **options)
+            transfer = sides.swap(work, path="burst", **options)
     except kvswap.DeviceError as error:
         assert error.code == 33
         device.synchronize(PATIENCE)
@@ -438,7 +438,7 @@ def refuse(sides: Sides, work: Work, nth: int, operation: str, every: int = 0, *
         device.synchronize(PATIENCE)
         sides.check("somebody wrote after the transfer's end")
     for _ in range(2):
-        assert sides.run(work, path="relay", **options).path == "relay"
+        assert sides.run(work, path="burst", **options).path == "burst"
     assert device.stats()["unfinished"] == 0
     return outcome
 
@@ -514,15 +514,15 @@ def test_lists_are_refused_too(faulty: Sides, direction: int, nth: int) -> None:
     for operation in ("copy", "launch", "wait32", "write32", "fill"):
         faulty.prepare(max(work.gpu.end, work.cpu.end))
         with testing.fault(faulty.device, "call", "fail", operation=operation, nth=nth, code=33):
-            transfer = faulty.batch(work, path="relay")
+            transfer = faulty.batch(work, path="burst")
         transfer.wait(PATIENCE)
         carry_out(work, faulty.gpu_model, faulty.cpu_model)
         faulty.check(f"{operation} {nth}")
 
 
-def test_a_refusal_while_another_relay_is_on_its_way(direction: int) -> None:
-    """Three relays on three streams, the first of them late. Whatever the driver refuses of the second one, the third
-    must not come into the ring before those before it have left it; if that cannot be told, it is not a relay."""
+def test_a_refusal_while_another_burst_is_on_its_way(direction: int) -> None:
+    """Three bursts on three streams, the first of them late. Whatever the driver refuses of the second one, the third
+    must not come into the ring before those before it have left it; if that cannot be told, it is not a burst."""
     paths = []
     for nth in range(1, 61):
         works = halves(direction, 70000, 6, number=3)
@@ -531,13 +531,13 @@ def test_a_refusal_while_another_relay_is_on_its_way(direction: int) -> None:
         sides.prepare(sides.room)
         with Gate(device) as gate:
             gate.hold(streams[0])
-            transfers = [sides.swap(works[0], path="relay", stream=streams[0])]
+            transfers = [sides.swap(works[0], path="burst", stream=streams[0])]
             try:
                 with testing.fault(device, "call", "fail", nth=nth, code=33):
-                    transfers.append(sides.swap(works[1], path="relay", stream=streams[1]))
+                    transfers.append(sides.swap(works[1], path="burst", stream=streams[1]))
             except kvswap.DeviceError:
                 works[1:2] = []
-            transfers.append(sides.swap(works[-1], path="relay", stream=streams[2]))
+            transfers.append(sides.swap(works[-1], path="burst", stream=streams[2]))
             gate.open()
             device.synchronize(PATIENCE)
         for transfer, work in zip(transfers, works, strict=True):
@@ -548,11 +548,11 @@ def test_a_refusal_while_another_relay_is_on_its_way(direction: int) -> None:
                 sides.forget(work, np.arange(work.count))
         sides.check(f"call {nth}")
         paths.append(transfers[-1].path)
-    assert set(paths) == {"relay", "kernel"} and paths[-1] == "relay", "some calls were not gone through"
+    assert set(paths) == {"burst", "kernel"} and paths[-1] == "burst", "some calls were not gone through"
 
 
 def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int, one_stream: bool) -> bool:
-    """The same blocks from two streams, or one, by a relay of which calls are refused and by plain copies; whether the
+    """The same blocks from two streams, or one, by a burst of which calls are refused and by plain copies; whether the
     second transfer was refused."""
     sides, work = Sides(device, 9 * MIB), plain(16 << 10, 1, 220, direction)
     ids = np.arange(work.count)
@@ -566,7 +566,7 @@ def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int,
     second = first if one_stream else kvswap.Stream(device)
     try:
         with testing.fault(device, "call", "fail", operation=operation, nth=nth, every=1, code=33):
-            kvswap.move_blocks(source, target, ids, ids, path="relay", stream=first)
+            kvswap.move_blocks(source, target, ids, ids, path="burst", stream=first)
     except kvswap.DeviceError:
         return False
     try:
@@ -583,7 +583,7 @@ def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int,
 
 @pytest.mark.parametrize("one_stream", [False, True])
 @pytest.mark.parametrize("operation", ["stream_wait", "event_record"])
-def test_who_comes_after_a_relay_that_nobody_can_wait_for(direction: int, operation: str, one_stream: bool) -> None:
+def test_who_comes_after_a_burst_that_nobody_can_wait_for(direction: int, operation: str, one_stream: bool) -> None:
     """Its copies may still be under way when all that could tell of them is over: whoever writes to the same blocks
     is refused, or comes after them."""
     devices = [(nth, testing.deterministic_device(seed)) for nth in range(1, 9) for seed in (1, 2, 3)]
@@ -599,11 +599,11 @@ def test_the_device_is_lost_on_the_way(direction: int, operation: str) -> None:
         device = testing.deterministic_device(nth)
         sides, work = Sides(device, 8 * MIB), four_fillings(direction)
         sides.prepare(max(work.gpu.end, work.cpu.end))
-        before = sides.swap(work, path="relay")
+        before = sides.swap(work, path="burst")
         transfer = None
         try:
             with testing.fault(device, "call", "lose", operation=operation, nth=nth, code=700):
-                transfer = sides.swap(work, path="relay")
+                transfer = sides.swap(work, path="burst")
         except kvswap.DeviceError as error:
             assert error.code == 700
         if not device.lost:
@@ -616,11 +616,11 @@ def test_the_device_is_lost_on_the_way(direction: int, operation: str) -> None:
                 unfinished.wait(PATIENCE)
             assert unfinished.failed_blocks.tolist() == list(range(work.count))
         with pytest.raises(kvswap.DeviceError, match="lost"):
-            sides.swap(work, path="relay")
+            sides.swap(work, path="burst")
     assert lost > 0 or operation in ("copy_batch", "event_query"), "no such call was made"
 
 
-# -- a relay that is given up -----------------------------------------------------------------------------------------
+# -- a burst that is given up -----------------------------------------------------------------------------------------
 
 
 def cheapest(device: kvswap.Device, name: str) -> None:
@@ -633,7 +633,7 @@ def cheapest(device: kvswap.Device, name: str) -> None:
 
 
 def give_up(sides: Sides, work: Work, submit: Callable[[], kvswap.Transfer]) -> None:
-    """A relay that is given up is done again before its end, for whoever waits for it on the device too."""
+    """A burst that is given up is done again before its end, for whoever waits for it on the device too."""
     device, stream, keys = sides.device, kvswap.Stream(sides.device), np.arange(work.count) % 7
     gpu, cpu = (
         (sides.gpu, sides.gpu_model, work.gpu, work.gpu_ids),
@@ -652,7 +652,7 @@ def give_up(sides: Sides, work: Work, submit: Callable[[], kvswap.Transfer]) -> 
     ]
     assert [job.result(PATIENCE)[0] for job in jobs] == [0] * len(jobs)
     transfer.wait(PATIENCE)
-    assert (transfer.path, transfer.state, transfer.failed_blocks.size) == ("relay", "done", 0)
+    assert (transfer.path, transfer.state, transfer.failed_blocks.size) == ("burst", "done", 0)
     carry_out(work, sides.gpu_model, sides.cpu_model)
     sides.check("given up")
     assert device.stats()["second_attempts"] == before + 1, "it was not given up: the test is none"
@@ -669,17 +669,17 @@ def patience_runs_out(direction: int) -> Work:
 
 
 @pytest.mark.slow
-def test_a_relay_that_is_given_up(direction: int) -> None:
+def test_a_burst_that_is_given_up(direction: int) -> None:
     device = testing.deterministic_device(direction + 8)
     sides, work = Sides(device, 10 * MIB), patience_runs_out(direction)
-    cheapest(device, "relay")
+    cheapest(device, "burst")
     small = plain(64, 2, 40, direction)
-    assert sides.run(small).path == "relay"
+    assert sides.run(small).path == "burst"
     sides.prepare(max(work.gpu.end, work.cpu.end))
-    give_up(sides, work, lambda: sides.swap(work, path="relay"))
+    give_up(sides, work, lambda: sides.swap(work, path="burst"))
     for _ in range(3):
-        assert sides.run(small).path != "relay"  # it is known by now what becomes of relays here
-        assert sides.run(small, path="relay").path == "relay"
+        assert sides.run(small).path != "burst"  # it is known by now what becomes of bursts here
+        assert sides.run(small, path="burst").path == "burst"
 
 
 def be_held_up(name: str, direction: int, turn: int) -> None:
@@ -690,19 +690,19 @@ def be_held_up(name: str, direction: int, turn: int) -> None:
 
     def submit() -> kvswap.Transfer:
         with testing.fault(device, "call", "delay", operation="write32", nth=nth, delay=0.4):
-            return sides.swap(work, path="relay", priority=priority)
+            return sides.swap(work, path="burst", priority=priority)
 
     with turns(device, turn) as priority:
         give_up(sides, work, submit)
         for _ in range(3):
-            assert sides.run(work, path="relay", priority=priority).path == "relay"
+            assert sides.run(work, path="burst", priority=priority).path == "burst"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 25 * MIB], ids=["whole", "turns"])
 def test_a_caller_that_is_held_up_in_between(device: kvswap.Device, direction: int, turn: int) -> None:
     """The kernel runs already, and those who would meet it are queued too late. In a process of its own, since AUTO
-    would take no relay on the device any more."""
+    would take no burst on the device any more."""
     usable(device, "kernel")
     run = run_python(f"from test_copy_engine import be_held_up\nbe_held_up({device.name!r}, {direction}, {turn})")
     assert run.returncode == 0, run.stderr
@@ -738,22 +738,22 @@ TRY = """
     ("environment", "answers"),
     [
         (
-            {"KVSWAP_DISABLE": "relay"},
-            {"relay": "path 'relay' is off: KVSWAP_DISABLE names it", "kernel": "kernel True"},
+            {"KVSWAP_DISABLE": "burst"},
+            {"burst": "path 'burst' is off: KVSWAP_DISABLE names it", "kernel": "kernel True"},
         ),
         (
             {"KVSWAP_DISABLE": "kernel"},
             {
-                "relay": "path 'relay' is off: KVSWAP_DISABLE names 'kernel', which it needs",
+                "burst": "path 'burst' is off: KVSWAP_DISABLE names 'kernel', which it needs",
                 "kernel": "path 'kernel' is off: KVSWAP_DISABLE names it",
                 "strided": "strided True",
             },
         ),
-        ({"KVSWAP_DISABLE": "strided"}, {"strided": "strided True", "relay": "relay True"}),
-        ({"KVSWAP_DISABLE": "batch"}, {"relay": "relay True", "dma": "dma True"}),
-        ({"KVSWAP_DISABLE": "relay,kernel,strided,batch"}, {"dma": "dma True"}),
-        ({"KVSWAP_PATH": "relay"}, {"auto": "relay True", "dma": "dma True", "kernel": "kernel True"}),
-        ({"KVSWAP_PATH": "kernel"}, {"auto": "kernel True", "relay": "relay True"}),
+        ({"KVSWAP_DISABLE": "strided"}, {"strided": "strided True", "burst": "burst True"}),
+        ({"KVSWAP_DISABLE": "batch"}, {"burst": "burst True", "dma": "dma True"}),
+        ({"KVSWAP_DISABLE": "burst,kernel,strided,batch"}, {"dma": "dma True"}),
+        ({"KVSWAP_PATH": "burst"}, {"auto": "burst True", "dma": "dma True", "kernel": "kernel True"}),
+        ({"KVSWAP_PATH": "kernel"}, {"auto": "kernel True", "burst": "burst True"}),
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) and len(value) == 1 else "",
 )
@@ -765,9 +765,9 @@ def test_the_environment(device: kvswap.Device, environment: dict[str, str], ans
 
 
 @pytest.mark.parametrize("other", ["dma", "kernel"])
-@pytest.mark.parametrize(("slower", "relayed"), [(1.03, True), (1.2, False)])
-def test_auto_relays_many_copies(direction: int, other: str, slower: float, relayed: bool) -> None:
-    """They would hold up the caller, or the model: a relay that takes a little longer is taken."""
+@pytest.mark.parametrize(("slower", "burst_taken"), [(1.03, True), (1.2, False)])
+def test_auto_bursts_many_copies(direction: int, other: str, slower: float, burst_taken: bool) -> None:
+    """They would hold up the caller, or the model: a burst that takes a little longer is taken."""
     device = testing.deterministic_device(1)
     sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
     for paths in (costs["d2h"], costs["h2d"]):
@@ -777,19 +777,19 @@ def test_auto_relays_many_copies(direction: int, other: str, slower: float, rela
         paths[other]["each"] = [1000.0] * len(paths[other]["each"])
         if other == "kernel":
             paths[other]["run"] = paths[other]["each"]
-        paths["relay"]["each"] = [1000.0 * slower] * len(paths["relay"]["each"])
+        paths["burst"]["each"] = [1000.0 * slower] * len(paths["burst"]["each"])
 
     def taken(count: int) -> str:
         ids = np.random.default_rng(1).permutation(count)
         return sides.run(replace(plain(4096, 1, count, direction), gpu_ids=ids, cpu_ids=np.arange(count))).path
 
     _C._costs_use(device, costs)
-    assert [taken(500), taken(2000)] == [other, "relay" if relayed else other]
+    assert [taken(500), taken(2000)] == [other, "burst" if burst_taken else other]
 
 
 def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
     usable(device, "kernel")
-    for off in ("relay", "kernel,relay", "strided"):
+    for off in ("burst", "kernel,burst", "strided"):
         script = """
             import numpy as np
             import kvswap
@@ -797,7 +797,7 @@ def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
             device = testing.deterministic_device(1)
             memory = np.zeros(1 << 16, np.uint8)
             at = memory.ctypes.data
-            for cheap in ("relay", "kernel", "strided"):
+            for cheap in ("burst", "kernel", "strided"):
                 costs = _C._costs_read(None)
                 for paths in (costs["d2h"], costs["h2d"]):
                     for path, cost in paths.items():
@@ -811,7 +811,7 @@ def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
         """
         run = run_python(script, KVSWAP_DISABLE=off)
         assert run.returncode == 0, run.stderr
-        wanted = [f"{cheap} {'dma' if cheap in off else cheap}" for cheap in ("relay", "kernel", "strided")]
+        wanted = [f"{cheap} {'dma' if cheap in off else cheap}" for cheap in ("burst", "kernel", "strided")]
         if "kernel" in off:
-            wanted[0] = "relay dma"
+            wanted[0] = "burst dma"
         assert run.stdout.splitlines() == wanted

@@ -130,10 +130,10 @@ def test_kernels_are_left_out_unless_mps_is_on(monkeypatch: pytest.MonkeyPatch) 
     """Before the device is opened; what the user disabled stays disabled."""
     monkeypatch.setenv("KVSWAP_DISABLE", "batch,kernel")
     arguments.disable_kernels()
-    assert os.environ["KVSWAP_DISABLE"] == "batch,kernel,relay"
+    assert os.environ["KVSWAP_DISABLE"] == "batch,kernel,burst"
     monkeypatch.delenv("KVSWAP_DISABLE")
     arguments.disable_kernels()
-    assert os.environ["KVSWAP_DISABLE"] == "kernel,relay"
+    assert os.environ["KVSWAP_DISABLE"] == "kernel,burst"
     kvswap.Device("host:0")  # these are names that it knows
 
 

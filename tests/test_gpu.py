@@ -19,7 +19,7 @@ from kvswap import testing
 from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager
 
 SIZES = (1, 7, 8, 12, 15, 16, 4095, 4096, 4097, 65536)
-GPU_PATHS = ("auto", "dma", "strided", "relay", "kernel")
+GPU_PATHS = ("auto", "dma", "strided", "burst", "kernel")
 
 
 @pytest.fixture(autouse=True)
@@ -540,17 +540,17 @@ for nbytes in (15, 4096, 65536):
     gpu = [torch.randint(0, 256, (300, nbytes), dtype=torch.uint8, device="cuda") for _ in range(4)]
     cpu = [torch.zeros(300, nbytes, dtype=torch.uint8).pin_memory() for _ in range(4)]
     torch.cuda.synchronize()
-    for path in ("auto", "dma", "kernel", "relay"):
+    for path in ("auto", "dma", "kernel", "burst"):
         info = kvswap.Device("cuda:0").info
         if path == "kernel" and not info["kernels"]:
             continue
-        if path == "relay" and info["relay"] != "on":
+        if path == "burst" and info["burst"] != "on":
             continue
         gpu_ids, cpu_ids = rng.permutation(300)[:250], rng.permutation(300)[:250]
         kvswap.swap_cache_all_layers(gpu, cpu, nbytes, 300, 300, gpu_ids, cpu_ids, 0, path=path)
         for g, c in zip(gpu, cpu):
             assert torch.equal(c[torch.as_tensor(cpu_ids)], g.cpu()[torch.as_tensor(gpu_ids)]), (nbytes, path)
-print("right", kvswap.Device("cuda:0").stats()["second_attempts"], kvswap.Device("cuda:0").info["relay"])
+print("right", kvswap.Device("cuda:0").stats()["second_attempts"], kvswap.Device("cuda:0").info["burst"])
 """
 
 BUSY = """
@@ -588,7 +588,7 @@ try:
     for turn in range(40):
         gpu_ids, cpu_ids = rng.permutation(BLOCKS), rng.permutation(BLOCKS)
         streams_of = [kvswap.Stream(device), kvswap.Stream(device)]
-        options = dict(cpu_stride=LAYERS * NBYTES, path="relay", device=device)
+        options = dict(cpu_stride=LAYERS * NBYTES, path="burst", device=device)
         halves = [slice(0, BLOCKS // 2), slice(BLOCKS // 2, BLOCKS)]
         hosts = [host[0, layer] for layer in range(LAYERS)]
         for tensors, direction in ((slab, 0), (back, 1)):  # two of one direction at once
@@ -600,7 +600,7 @@ try:
             ]
             for transfer in transfers:
                 transfer.wait(60)
-                assert transfer.path == "relay", transfer.path
+                assert transfer.path == "burst", transfer.path
         assert torch.equal(slab, back), turn
         back.zero_()
         torch.cuda.synchronize()
@@ -628,18 +628,18 @@ print("right", device.stats()["second_attempts"])
 def test_allocators_and_settings(torch: Any, environment: dict[str, str]) -> None:
     script = SWAPS
     if environment.get("KVSWAP_DISABLE") == "kernel":
-        script = script.replace('("auto", "dma", "kernel", "relay")', '("auto", "dma")')
-    answer, attempts, relay = process(script, **environment).split(maxsplit=2)
+        script = script.replace('("auto", "dma", "kernel", "burst")', '("auto", "dma")')
+    answer, attempts, burst = process(script, **environment).split(maxsplit=2)
     assert (answer, attempts) == ("right", "0")  # nothing was given up on the way
     if "CUDA_LAUNCH_BLOCKING" in environment:
-        assert relay.startswith("CUDA_LAUNCH_BLOCKING is set")
+        assert burst.startswith("CUDA_LAUNCH_BLOCKING is set")
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-def test_relays_beside_a_busy_gpu(cuda: kvswap.Device, torch: Any, connections: str) -> None:
-    """40 streams of products, a thread that allocates and frees, two relays of a direction at once."""
-    if cuda.info["relay"] != "on":
-        pytest.skip(f"relay: {cuda.info['relay']}")
+def test_bursts_beside_a_busy_gpu(cuda: kvswap.Device, torch: Any, connections: str) -> None:
+    """40 streams of products, a thread that allocates and frees, two bursts of a direction at once."""
+    if cuda.info["burst"] != "on":
+        pytest.skip(f"burst: {cuda.info['burst']}")
     assert process(BUSY, CUDA_DEVICE_MAX_CONNECTIONS=connections).startswith("right ")
 
 

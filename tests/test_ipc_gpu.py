@@ -93,7 +93,7 @@ def test_a_pool_of_torchs_memory(cuda: kvswap.Device, owner: Process) -> None:
         pool = mapped.pool()
         host = kvswap.Pool(cuda, cuda.alloc(640 * (256 << 10), host=True), 640, 256 << 10)
         order, stream = np.random.default_rng(1).permutation(640), kvswap.Stream(cuda)
-        for path in ("dma", "kernel", "relay", "auto"):
+        for path in ("dma", "kernel", "burst", "auto"):
             kvswap.move_blocks(pool, host, order, np.arange(640), path=path, stream=stream)
             ptrs = [host.ptr + i * (256 << 10) for i in range(640)]
             assert check_pattern(cuda, ptrs, 256 << 10, order, stream).result(PATIENCE)[0] == 0, path

@@ -354,7 +354,7 @@ TABLE: Rows = {
     "testing.fault": lambda t: fault(t),
     "testing.file_fault": lambda t: files(t),
     "testing.delay": lambda t: (testing.delay(t.device, 0, t.stream), t.wrong(lambda: testing.delay(t.device, -1, 0))),
-    "testing.set_relay_turn": lambda t: (testing.set_relay_turn(t.device, 0), t.wrong(lambda: turn(t))),
+    "testing.set_burst_turn": lambda t: (testing.set_burst_turn(t.device, 0), t.wrong(lambda: turn(t))),
     "testing.set_lane_depth": lambda t: (testing.set_lane_depth(t.device, 128), t.wrong(lambda: depth(t))),
 }
 
@@ -381,7 +381,7 @@ def depth(t: Tools) -> None:
 
 
 def turn(t: Tools) -> None:
-    testing.set_relay_turn(t.device, -1)
+    testing.set_burst_turn(t.device, -1)
 
 
 def capture(t: Tools) -> None:

@@ -20,7 +20,7 @@ from kvswap import testing
 from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 
 GPU_BLOCKS, CHUNKS = 24, 14
-PATHS = ("auto", "dma", "strided", "relay", "kernel")
+PATHS = ("auto", "dma", "strided", "burst", "kernel")
 REFUSABLE = ("copy_batch", "copy", "copy_rect", "launch", "event_record", "stream_wait")
 
 

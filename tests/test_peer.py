@@ -20,7 +20,7 @@ from kvswap import _C, memory, testing
 from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec, SingleDirectionOffloadingHandler
 
 BLOCKS, NBYTES = 64, 4096
-PATHS = ("auto", "dma", "strided", "kernel", "relay", "direct")
+PATHS = ("auto", "dma", "strided", "kernel", "burst", "direct")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_swap_cache(device: kvswap.Device, pair: tuple[Buffer, Buffer], path: st
         path=usable(device, path),
     )  # fmt: skip
     transfer.wait(PATIENCE)
-    assert transfer.device == device and transfer.path != "relay"
+    assert transfer.device == device and transfer.path != "burst"
     expected = [side.copy() for side in before]
     if direction:
         expected[0][here_ids] = before[1][there_ids]
@@ -167,7 +167,7 @@ def test_without_peer_access(device: kvswap.Device, other: kvswap.Device, pair: 
     with testing.peer_access(device, other, False):
         with pytest.raises(kvswap.Error, match="no peer access"):
             kvswap.swap_cache_per_layer(*arguments, device=device, path="kernel")
-        for path in ("relay", "dma", "strided", "auto"):
+        for path in ("burst", "dma", "strided", "auto"):
             transfer = kvswap.swap_cache_per_layer_async(*arguments, device=device, path=path)
             transfer.wait(PATIENCE)
             assert transfer.path in ("dma", "direct", "strided"), transfer.path

@@ -139,7 +139,7 @@ def test_tensors_of_their_own_are_not_strided(device: kvswap.Device, direction: 
         np.testing.assert_array_equal(target.get().reshape(-1, 64), wanted)
 
 
-@pytest.mark.parametrize("cheap", ["dma", "strided", "relay", "kernel"])
+@pytest.mark.parametrize("cheap", ["dma", "strided", "burst", "kernel"])
 def test_auto_takes_what_is_predicted_to_be_fastest(direction: int, cheap: str) -> None:
     device = testing.deterministic_device(3)
     costs = _C._costs_read(None)
@@ -298,8 +298,8 @@ def test_defaults_of_a_device(direction: int) -> None:
     assert (path(), path(path="dma")) == ("kernel", "dma")
     assert device.stats()["lanes"] == lanes + 1  # of the background
     assert path(priority="normal") == "kernel" and device.stats()["lanes"] == lanes + 1
-    device.set_defaults(path="relay")
-    assert path() == "relay"
+    device.set_defaults(path="burst")
+    assert path() == "burst"
     device.set_defaults()
     assert path(path="strided") == "strided"
 

@@ -329,7 +329,7 @@ def test_one_source_many_destinations(device: kvswap.Device, path: str, nbytes: 
 
 @pytest.mark.parametrize("nbytes", [4097, 65536])
 @pytest.mark.parametrize("max_ctas", [None, 1])
-@pytest.mark.parametrize("by", ["kernel", "relay"])
+@pytest.mark.parametrize("by", ["kernel", "burst"])
 @pytest.mark.parametrize("priority", ["high", "normal", "background"])
 def test_priorities_and_bounds(
     device: kvswap.Device, priority: str, by: str, max_ctas: int | None, nbytes: int, direction: int

@@ -554,7 +554,7 @@ def test_host_memory_where_gpu_memory_belongs(cache: Cache) -> None:
         (lambda d: kvswap.Device("cuda:4000"), kvswap.Error, "."),
         (lambda d: _C._set_lane_depth(d, 0), ValueError, "depth"),
         (lambda d: _C._set_lane_depth(d, 65537), ValueError, "depth"),
-        (lambda d: _C._set_relay_turn(d, -1), ValueError, "nbytes"),
+        (lambda d: _C._set_burst_turn(d, -1), ValueError, "nbytes"),
     ],
 )
 def test_wrong_calls(

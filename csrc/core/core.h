@@ -2,11 +2,12 @@
  *
  * Locks, in the order in which they may be taken together:
  *   0. engine->hazard_lock  transfers between pools, until the tables know of them (peer.h: of two); or share_lock
+ *      slots->lock          one transfer at a time is queued through a set of slots; only tried, never waited for
  *   1. engine->stream_locks one submitter a caller's stream at a time
  *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device
  *   3. engine->lock         the list of lanes
  *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
- *   5. relay->lock, tables.lock
+ *   5. tables.lock
  *   6. leaves, never together: engine->memory_lock, cache_lock, range_lock
  *   7. the race checker's, under any other; it calls nothing
  * No callback runs under any of them. */
@@ -42,6 +43,7 @@ struct kvs_transfer {
   atomic_uint handles; /* public references; while there are any, the engine lives */
   struct kvs_engine *engine;
   struct kvs_lane *lane;
+  kvs_stream head;           /* guarded by lane->submit: what it starts after is waited for on it */
   struct kvs_transfer *next; /* in the lane's queue (lane->lock), later in the engine's garbage (cache_lock) */
   uint64_t sequence, ticket; /* in its lane; over all lanes */
   enum kvs_direction direction;
@@ -53,8 +55,7 @@ struct kvs_transfer {
   void (*release)(void *);
   struct kvs_staging *staging;
   struct kvs_table_of_rows *table; /* that its kernels read; NULL: none */
-  bool relayed;                    /* its relay may have been given up, and done again by a kernel */
-  bool unjoined; /* its relay's copies may outlast all that is on the spine: it ends once the relay is usable again */
+  bool unjoined; /* bursts of it may outlast all that is on the spine: it ends once its lane's front is idle too */
   kvs_event start, end;        /* guarded by lane->lock while running; end 0: the spine being idle stands for it */
   bool end_shared;             /* guarded by lane->lock: handed out, so it is the transfer's own now */
   struct kvs_failure *outcome; /* what the slots keep that it writes, if only its end tells; NULL: none do */
@@ -92,6 +93,8 @@ struct kvs_lane {
   enum kvs_direction direction;
   enum kvs_priority priority;
   kvs_stream spine; /* its transfers run and complete on it, in order */
+  kvs_stream front; /* the first stage of bursts, whose second one is on the spine */
+  bool ahead;       /* guarded by submit: the last transfer's start was waited for on `front`, not on the spine */
   kvs_event fork;   /* guarded by submit: recorded on what the spine must wait for */
   pthread_mutex_t submit;
   pthread_mutex_t lock;
@@ -126,10 +129,8 @@ struct kvs_engine {
   struct kvs_costs costs;
   char costs_note[240]; /* where they are from */
   struct kvs_tables tables;
-  struct kvs_relay relays[2];      /* by direction */
-  atomic_uint_fast64_t relay_turn; /* bytes, about, that one kernel moves in the background */
-  char relay_note[160];            /* why there are none; empty: there are */
-  atomic_bool relay_gave_up;       /* one did: AUTO takes none any more */
+  struct kvs_slots slots[2][KVS_SLOT_SETS]; /* by direction */
+  char burst_note[160];                     /* why there are none, or fewer than wanted; else empty */
 
   pthread_mutex_t lock;
   struct kvs_lane *lanes; /* guarded by lock */
@@ -185,6 +186,11 @@ void kvs_lane_release(struct kvs_lane *, bool leftovers);
 int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
 void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
 void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
+/* What is queued on `to` later comes after what `from` holds so far. Caller holds lane->submit. */
+int kvs_lane_fork(struct kvs_lane *, kvs_stream from, kvs_stream to, struct kvs_error *);
+/* The next transfer's head: the front (`ahead` of the transfers before it, of which it shares nothing) or the spine. It
+ * comes after all that this lane has waited for. Caller holds lane->submit. */
+int kvs_lane_head(struct kvs_lane *, bool ahead, kvs_stream *head, struct kvs_error *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
 /* Of an ended transfer or a later one, to be freed; NULL: unknown. */
 struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);

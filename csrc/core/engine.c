@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #include "core/core.h"
@@ -13,23 +14,31 @@
 
 /* -- waiting --------------------------------------------------------------------------------------------------- */
 
-enum { SPINS = 64, SLEEP_FROM_NS = 5000, SLEEP_TO_NS = 500000 };
+/* A look costs a microsecond, a sleep tens of them: short waits look without pause, longer ones are late by at most a
+ * hundredth of what they took. */
+#define SPIN_NS 300000u
+enum { LATE_SHARE = 100, SLEEP_TO_NS = 500000 };
+
+/* As exact as the clock allows; what the thread sleeps elsewhere stays as it is. */
+static void nap(uint64_t ns) {
+  int slack = prctl(PR_GET_TIMERSLACK);
+  (void)prctl(PR_SET_TIMERSLACK, 1ul);
+  nanosleep(&(struct timespec){.tv_nsec = (long)ns}, NULL);
+  if (slack > 0) (void)prctl(PR_SET_TIMERSLACK, (unsigned long)slack);
+}
 
 int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
                    struct kvs_error *err) {
-  uint64_t start = kvs_clock_ns(), sleep_ns = SLEEP_FROM_NS;
-  for (unsigned tries = 0;; tries++) {
+  uint64_t start = kvs_clock_ns();
+  for (;;) {
     int status = poll(arg, err);
     if (status != KVS_NOT_READY) return status;
-    uint64_t waited = kvs_clock_ns() - start;
+    uint64_t waited = kvs_clock_ns() - start, pause = waited / LATE_SHARE;
     if (timeout_ns >= 0 && waited >= (uint64_t)timeout_ns)
       return kvs_fail(err, KVS_TIMEOUT, "not finished after %.3f s", (double)timeout_ns / 1e9);
-    if (stepped || tries < SPINS) continue;
-    uint64_t pause = sleep_ns;
+    if (stepped || waited < SPIN_NS) continue;
     if (timeout_ns >= 0 && pause > (uint64_t)timeout_ns - waited) pause = (uint64_t)timeout_ns - waited;
-    nanosleep(&(struct timespec){.tv_nsec = (long)pause}, NULL);
-    sleep_ns = sleep_ns * 5 / 4;
-    if (sleep_ns > SLEEP_TO_NS) sleep_ns = SLEEP_TO_NS;
+    nap(pause < SLEEP_TO_NS ? pause : SLEEP_TO_NS);
   }
 }
 
@@ -44,7 +53,7 @@ const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine) { retu
 
 const char *kvs_engine_costs_note(const struct kvs_engine *engine) { return engine->costs_note; }
 
-const char *kvs_engine_relay_note(const struct kvs_engine *engine) { return engine->relay_note; }
+const char *kvs_engine_burst_note(const struct kvs_engine *engine) { return engine->burst_note; }
 
 /* A machine that was not calibrated is no error, nor is a file that cannot be used: the note says so. */
 static void load_costs(struct kvs_engine *engine) {
@@ -90,14 +99,14 @@ static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs
     bool *flag;
   } known[] = {{"kernel", &engine->disabled.kernel},
                {"batch", &engine->disabled.batch},
-               {"relay", &engine->disabled.relay},
+               {"burst", &engine->disabled.burst},
                {"strided", &engine->disabled.strided}};
   const size_t nknown = sizeof known / sizeof known[0];
   for (const char *at = list; at && *at;) {
     size_t n = strcspn(at, ","), i = 0;
     while (i < nknown && (strlen(known[i].word) != n || strncmp(at, known[i].word, n) != 0)) i++;
     if (i == nknown)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch, relay, strided", list);
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch, burst, strided", list);
     *known[i].flag = true;
     at += n + (at[n] == ',');
   }
@@ -118,7 +127,7 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   if (status) return status;
   for (int i = KVS_PATH_AUTO; path && *path; i++) {
     if (i > KVS_PATH_DIRECT)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, relay, kernel, direct",
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, burst, kernel, direct",
                       path);
     if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
     engine->defaults.path = (enum kvs_path)i;
@@ -152,7 +161,7 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   for (int i = 0; i < 2; i++)
     if (staging[i]) kvs_engine_staging_put(engine, staging[i]);
   if (!status) status = kvs_tables_open(engine, err);
-  if (!status) kvs_relays_open(engine);
+  if (!status) kvs_slots_open(engine);
   return status;
 }
 
@@ -171,7 +180,7 @@ static void destroy(struct kvs_engine *engine) {
     (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
     kvs_lanes_destroy(engine);
-    kvs_relays_close(engine);
+    kvs_slots_close(engine);
     kvs_tables_close(engine);
     if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, engine->compute_stream, &err);
     destroy_retired_locked(engine);
@@ -187,7 +196,8 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->range_lock);
   pthread_mutex_destroy(&engine->cache_lock);
   pthread_mutex_destroy(&engine->tables.lock);
-  for (int i = 0; i < 2; i++) pthread_mutex_destroy(&engine->relays[i].lock);
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++)
+    pthread_mutex_destroy(&engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS].lock);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
   free(engine);
 }
@@ -201,7 +211,6 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   }
   atomic_init(&engine->refs, 1);
   atomic_init(&engine->depth, KVS_DEFAULT_DEPTH);
-  atomic_init(&engine->relay_turn, KVS_RELAY_TURN_NBYTES);
   engine->compute_stream = KVS_STREAM_LEGACY;
   engine->device = device;
   snprintf(engine->name, sizeof engine->name, "%s", name);
@@ -212,7 +221,8 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->range_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
   pthread_mutex_init(&engine->tables.lock, NULL);
-  for (int i = 0; i < 2; i++) pthread_mutex_init(&engine->relays[i].lock, NULL);
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++)
+    pthread_mutex_init(&engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS].lock, NULL);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
   load_costs(engine);
   int status = read_environment(engine, err);
@@ -387,12 +397,6 @@ int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct 
   return KVS_OK;
 }
 
-int kvs_engine_set_relay_turn(struct kvs_engine *engine, uint64_t nbytes, struct kvs_error *err) {
-  (void)err;
-  atomic_store(&engine->relay_turn, nbytes ? nbytes : KVS_RELAY_TURN_NBYTES);
-  return KVS_OK;
-}
-
 static void stats_of_paths(struct kvs_engine *engine, struct kvs_stats *stats) {
   uint64_t *const bytes[] = {&stats->bytes_d2h, &stats->bytes_h2d, &stats->bytes_other};
   for (int direction = 0; direction < 3; direction++)
@@ -443,7 +447,7 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
 const char *kvs_version(void) { return KVSWAP_VERSION; }
 
 const char *kvs_path_name(enum kvs_path path) {
-  static const char *const list[] = {"auto", "dma", "strided", "relay", "kernel", "direct"};
+  static const char *const list[] = {"auto", "dma", "strided", "burst", "kernel", "direct"};
   return list[path];
 }
 

@@ -17,8 +17,9 @@ KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream
 /* The engines that kvs_engine_open() made, which stay until the process ends, by number from 0; NULL: no more. */
 struct kvs_engine *kvs_engine_at(unsigned number);
 
-/* Why path relay is not there; empty where it is. And where the costs are from that AUTO predicts with. */
-KVS_API const char *kvs_engine_relay_note(const struct kvs_engine *engine);
+/* Why path burst is not there, or has less memory than wanted; empty: neither. And where the costs are from that AUTO
+ * predicts with. */
+KVS_API const char *kvs_engine_burst_note(const struct kvs_engine *engine);
 KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
 /* Predict with these from now on: while nobody submits. kvs_engine_open() takes the machine's calibration, where there
  * is one, else built-in figures. */
@@ -28,8 +29,12 @@ KVS_API const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine
 /* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct kvs_error *err);
 
-/* How many bytes, about, a relay in the background moves before it gives its SMs back for a while; 0: the default. */
-KVS_API int kvs_engine_set_relay_turn(struct kvs_engine *engine, uint64_t nbytes, struct kvs_error *err);
+/* Device memory that bursts are packed in: for each direction `count` slots (2 to 8) of slot_nbytes, and two of half as
+ * much for transfers that must not wait for those. 0: give the memory back; path burst is off. Waits, at most
+ * timeout_ns, until all transfers of the engine ended; allocating and freeing may hold up other work on the device. */
+KVS_API int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
+                                 struct kvs_error *err);
+KVS_API uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* of both directions */
 
 /* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
 KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);

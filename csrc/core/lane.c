@@ -1,6 +1,7 @@
 /* Lanes: FIFO queues of unfinished transfers.
  *
- * A lane owns a spine stream, on which its transfers run and complete in order, and a stock of event pairs. There is
+ * A lane owns a spine stream, on which its transfers run and complete in order, a front stream for the first stage of
+ * bursts, and a stock of event pairs. There is
  * one for each caller's stream (by the driver's stream id, since handles are used again), direction and priority, and
  * one for transfers without a stream: so that neither a caller that waits long nor the other direction holds up anybody
  * else.
@@ -34,6 +35,7 @@ static void lane_free(struct kvs_lane *lane) {
   }
   if (lane->fork) (void)kvs_dev_event_destroy(device, lane->fork, &ignored);
   if (lane->spine) (void)kvs_dev_stream_destroy(device, lane->spine, &ignored);
+  if (lane->front) (void)kvs_dev_stream_destroy(device, lane->front, &ignored);
   for (unsigned i = 0; i < KVS_LANE_POINTS; i++) kvs_racecheck_point_free(lane->points[i].point);
   pthread_mutex_destroy(&lane->submit);
   pthread_mutex_destroy(&lane->lock);
@@ -56,6 +58,7 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   lane->events = calloc(lane->depth, sizeof *lane->events);
   if (!lane->events) status = kvs_fail(err, KVS_NOMEM, "no memory for a lane of %u transfers", lane->depth);
   if (!status) status = kvs_dev_stream_create(device, wanted, &lane->spine, err);
+  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->front, err);
   if (!status) status = kvs_dev_event_create(device, false, &lane->fork, err);
   if (status) {
     lane_free(lane);
@@ -74,7 +77,8 @@ static bool is_idle(struct kvs_lane *lane) {
   pthread_mutex_unlock(&lane->lock);
   if (!idle || !lane->leftovers) return idle;
   bool before = kvs_racecheck_internal(true);
-  lane->leftovers = kvs_dev_stream_query(lane->engine->device, lane->spine, &ignored) != KVS_OK;
+  lane->leftovers = kvs_dev_stream_query(lane->engine->device, lane->spine, &ignored) != KVS_OK ||
+                    kvs_dev_stream_query(lane->engine->device, lane->front, &ignored) != KVS_OK;
   kvs_racecheck_internal(before);
   return !lane->leftovers;
 }
@@ -203,6 +207,19 @@ void kvs_lane_append(struct kvs_lane *lane, struct kvs_transfer *transfer) {
   pthread_mutex_unlock(&lane->lock);
 }
 
+int kvs_lane_fork(struct kvs_lane *lane, kvs_stream from, kvs_stream to, struct kvs_error *err) {
+  int status = kvs_dev_event_record(lane->engine->device, lane->fork, from, err);
+  return status ? status : kvs_dev_stream_wait(lane->engine->device, to, lane->fork, err);
+}
+
+int kvs_lane_head(struct kvs_lane *lane, bool ahead, kvs_stream *head, struct kvs_error *err) {
+  kvs_stream before = lane->ahead ? lane->front : lane->spine;
+  *head = ahead ? lane->front : lane->spine;
+  int status = *head == before ? KVS_OK : kvs_lane_fork(lane, before, *head, err);
+  if (!status) lane->ahead = ahead;
+  return status;
+}
+
 static struct kvs_transfer *pop_locked(struct kvs_lane *lane) {
   struct kvs_transfer *transfer = lane->head;
   lane->head = transfer->next;
@@ -218,8 +235,7 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   const struct kvs_transfer *oldest = lane->head;
   int status = oldest->end ? kvs_dev_event_query(engine->device, oldest->end, err)
                            : kvs_dev_stream_query(engine->device, lane->spine, err);
-  if (status || !oldest->unjoined || kvs_relay_usable(engine, &engine->relays[oldest->direction])) return status;
-  return kvs_fail(err, KVS_NOT_READY, "some of its copies have not ended");
+  return status || !oldest->unjoined ? status : kvs_dev_stream_query(engine->device, lane->front, err);
 }
 
 /* For the race checker, which may be told of order after the transfer long after its memory is gone. */

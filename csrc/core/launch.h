@@ -1,5 +1,5 @@
-/* What kernels need of an engine: tables of rows that were uploaded once, and the relays. For the core's own files
- * only. */
+/* What kernels need of an engine: tables of rows that were uploaded once, and the slots of bursts. For the core's own
+ * files only. */
 #ifndef KVS_LAUNCH_H
 #define KVS_LAUNCH_H
 
@@ -10,19 +10,15 @@
 
 enum {
   KVS_TABLES = 32,
-  KVS_RING_SLOTS = 3, /* measured, H200: benchmarks/tune_copy.cu */
-  KVS_RING_SLOT_NBYTES = 16 << 20,
-  KVS_RELAY_STREAMS = 2,
-  /* Measured, H200, priority background beside an 8192^3 product, transfers of 1 GiB D2H: by one kernel they reach 0.86
-   * of the link and slow it 1.06, in three turns 0.80 and 1.053, in four 0.76 and 1.049. */
-  KVS_RELAY_TURN_NBYTES = 288 << 20,
+  KVS_SLOTS_MOST = 8, /* of a set */
+  KVS_SLOT_SETS = 2,  /* of a direction */
 };
 
 struct kvs_engine;
 struct kvs_staging;
 
 struct kvs_disabled {
-  bool kernel, batch, relay, strided;
+  bool kernel, batch, burst, strided;
 };
 
 /* Rows in device memory. Those that no unfinished transfer reads may give way to others. */
@@ -43,25 +39,25 @@ struct kvs_tables {
   kvs_stream upload;                          /* on which nothing waits for anybody */
 };
 
-/* Who used a relay last. */
-struct kvs_relay_user {
-  const struct kvs_lane *lane; /* NULL: nobody did */
-  bool on_stream;
-  uint64_t stream;
+/* A set of slots, device memory in which bursts are packed, and who may use it next. A transfer takes one set of its
+ * direction, for as long as it is being queued. Nothing on a slot's streams ever waits for another lane's unmet start
+ * dependency: a set whose last transfer has not started serves its own lane alone, and others take the spare set or
+ * another path. */
+struct kvs_slots {
+  pthread_mutex_t lock;
+  uint64_t address, nbytes; /* of all; 0: there are none */
+  uint64_t slot_nbytes;
+  unsigned count, next;             /* guarded by lock: the slot that is used next */
+  kvs_event packed[KVS_SLOTS_MOST]; /* its first stage is over: packed, or filled from the host */
+  kvs_event free[KVS_SLOTS_MOST];   /* its second stage is over */
+  /* The transfer that used it last. All guarded by lock. */
+  struct kvs_lane *lane; /* NULL: nobody did */
+  uint64_t sequence;
   enum kvs_priority priority;
-};
-
-/* The rings of one direction, their flags, and the streams on which the copy engine empties or fills them. */
-struct kvs_relay {
-  pthread_mutex_t lock;       /* one transfer of a direction is queued at a time */
-  struct kvs_relay_user last; /* guarded by lock */
-  struct kvs_ring_shape ring; /* address 0: there is none */
-  uint64_t flags;
-  kvs_stream copying[KVS_RELAY_STREAMS];
-  kvs_event fork, joins[KVS_RELAY_STREAMS];
-  kvs_event idle;            /* guarded by lock: the last transfer no longer uses the ring */
-  _Atomic(kvs_stream) spine; /* written under lock: `idle` could not be recorded; that and the other streams being idle
-                       stands for it. 0: it was */
+  kvs_event begun;     /* it started */
+  bool steps;          /* it waits for more than its start: for layers */
+  unsigned last;       /* its last slot */
+  kvs_stream doubt[2]; /* a call of it was refused: only these streams being idle says that nothing uses the slots */
 };
 
 /* tables.c. The rows, where the device will find them once `spine` gets there; the table is to be given back when the
@@ -72,14 +68,10 @@ int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, kvs_stream spine
                   uint64_t *rows, struct kvs_error *);
 void kvs_table_put(struct kvs_engine *, struct kvs_table_of_rows *);
 
-/* relay.c */
-void kvs_relays_open(struct kvs_engine *); /* engine->relay_note says why there are none */
-void kvs_relays_close(struct kvs_engine *);
-/* Whether nobody will be in the way whom `idle` does not tell of. */
-bool kvs_relay_usable(struct kvs_engine *, struct kvs_relay *);
-/* Whether a transfer with those options would wait for no other lane's. */
-bool kvs_relay_free(struct kvs_engine *, struct kvs_relay *, const struct kvs_options *);
-/* Of a transfer that ended: whether its relay was given up and done again. */
-bool kvs_relay_gave_up(const struct kvs_staging *);
+/* burst.c */
+void kvs_slots_open(struct kvs_engine *); /* engine->burst_note says why there are none, or fewer than wanted */
+void kvs_slots_close(struct kvs_engine *);
+/* A set of slots for the next transfer of this lane, locked, or NULL: it would have to wait for others. */
+struct kvs_slots *kvs_slots_take(struct kvs_engine *, const struct kvs_lane *, enum kvs_direction);
 
 #endif

@@ -1,5 +1,6 @@
-/* Order: what a transfer starts after, and what comes after it. All of it is waits and records of events on its lane's
- * spine; nothing here blocks. The caller holds the lane (lane->submit). */
+/* Order: what a transfer starts after, and what comes after it. All of it is waits and records of events: what it
+ * starts after is waited for on its head, the spine of its lane or the front before it; its end is on the spine.
+ * Nothing here blocks. The caller holds the lane (lane->submit). */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,17 +10,15 @@
 #include "device/share.h"
 #include "ipc/peer.h"
 
-static int spine_follows(struct kvs_transfer *transfer, kvs_stream stream, struct kvs_error *err) {
-  struct kvs_lane *lane = transfer->lane;
-  int status = kvs_dev_event_record(lane->engine->device, lane->fork, stream, err);
-  return status ? status : kvs_dev_stream_wait(lane->engine->device, lane->spine, lane->fork, err);
+static int head_follows(struct kvs_transfer *transfer, kvs_stream stream, struct kvs_error *err) {
+  return kvs_lane_fork(transfer->lane, stream, transfer->head, err);
 }
 
-static int spine_waits_for_stream(struct kvs_transfer *transfer, kvs_stream stream, const char *what,
-                                  struct kvs_error *err) {
+static int head_waits_for_stream(struct kvs_transfer *transfer, kvs_stream stream, const char *what,
+                                 struct kvs_error *err) {
   struct kvs_stream_info info;
   int status = kvs_stream_ask(transfer->engine->device, stream, what, &info, err);
-  return status ? status : spine_follows(transfer, stream, err);
+  return status ? status : head_follows(transfer, stream, err);
 }
 
 /* Another device's event can be waited for between devices of a kind. */
@@ -34,24 +33,23 @@ static int refuse_foreign(struct kvs_engine *engine, size_t index, struct kvs_tr
 }
 
 /* What failed is not waited for but told: whoever starts after it means to read what it wrote. */
-static int spine_waits_for_transfer(struct kvs_transfer *transfer, size_t index, struct kvs_transfer *before,
-                                    struct kvs_error *err) {
+static int head_waits_for_transfer(struct kvs_transfer *transfer, size_t index, struct kvs_transfer *before,
+                                   struct kvs_error *err) {
   kvs_event end;
   int status = refuse_foreign(transfer->engine, index, before, err);
   if (status) return status;
-  if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, transfer->engine->device, transfer->lane->spine);
+  if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, transfer->engine->device, transfer->head);
   status = kvs_transfer_pin(before, &end, err);
   if (status != KVS_NOT_READY) return status;
   kvs_peer_depend(transfer, before->engine);
   transfer->others |= before->others;
-  status =
-      kvs_dev_stream_wait_foreign(transfer->engine->device, transfer->lane->spine, before->engine->device, end, err);
+  status = kvs_dev_stream_wait_foreign(transfer->engine->device, transfer->head, before->engine->device, end, err);
   kvs_transfer_unpin(before);
   return status;
 }
 
 /* The handle may have been given to another stream since it was set. */
-static int spine_waits_for_compute(struct kvs_transfer *transfer, struct kvs_error *err) {
+static int head_waits_for_compute(struct kvs_transfer *transfer, struct kvs_error *err) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_stream_info info;
   pthread_mutex_lock(&engine->lock);
@@ -65,27 +63,26 @@ static int spine_waits_for_compute(struct kvs_transfer *transfer, struct kvs_err
                     ") was destroyed, and another has its handle now: set_compute_stream() "
                     "again, and keep the stream as long as the device uses it",
                     stream);
-  return status ? status : spine_follows(transfer, stream, err);
+  return status ? status : head_follows(transfer, stream, err);
 }
 
-static int spine_waits_for_event(struct kvs_transfer *transfer, const struct kvs_after *after, struct kvs_error *err) {
+static int head_waits_for_event(struct kvs_transfer *transfer, const struct kvs_after *after, struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
   struct kvs_device *other = after->engine ? after->engine->device : device;
-  if (other != device && kvs_racecheck_on())
-    kvs_racecheck_order(other, 0, after->handle, device, transfer->lane->spine);
+  if (other != device && kvs_racecheck_on()) kvs_racecheck_order(other, 0, after->handle, device, transfer->head);
   if (after->engine) kvs_peer_depend(transfer, after->engine);
-  return kvs_dev_stream_wait_foreign(device, transfer->lane->spine, other, after->handle, err);
+  return kvs_dev_stream_wait_foreign(device, transfer->head, other, after->handle, err);
 }
 
-static int spine_waits_after(struct kvs_transfer *transfer, const struct kvs_after *after, size_t index,
-                             struct kvs_error *err) {
+static int head_waits_after(struct kvs_transfer *transfer, const struct kvs_after *after, size_t index,
+                            struct kvs_error *err) {
   switch (after->kind) {
   case KVS_AFTER_STREAM:
-    return spine_waits_for_stream(transfer, after->handle, "a stream in after", err);
+    return head_waits_for_stream(transfer, after->handle, "a stream in after", err);
   case KVS_AFTER_EVENT:
-    return spine_waits_for_event(transfer, after, err);
+    return head_waits_for_event(transfer, after, err);
   case KVS_AFTER_TRANSFER:
-    return spine_waits_for_transfer(transfer, index, after->transfer, err);
+    return head_waits_for_transfer(transfer, index, after->transfer, err);
   case KVS_AFTER_NONE:
     break;
   }
@@ -157,7 +154,7 @@ static uint64_t farthest(const struct kvs_engine *engine, unsigned lane, uint64_
 static void follow_ended(struct kvs_transfer *transfer, struct kvs_lane *before, uint64_t sequence) {
   if (!kvs_racecheck_on()) return;
   struct kvs_race_point *point = kvs_lane_point(before, sequence);
-  kvs_racecheck_follow(point, transfer->engine->device, transfer->lane->spine);
+  kvs_racecheck_follow(point, transfer->engine->device, transfer->head);
   kvs_racecheck_point_free(point);
 }
 
@@ -178,7 +175,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, unsigned number, struct 
   if (status == KVS_OK) follow_ended(transfer, other, sequence);
   if (status == KVS_NOT_READY) {
     transfer->others |= before->others; /* what it comes after, we come after */
-    status = kvs_dev_stream_wait(engine->device, lane->spine, end, err);
+    status = kvs_dev_stream_wait(engine->device, transfer->head, end, err);
     kvs_transfer_unpin(before);
     kvs_transfer_drop(before);
     for (unsigned kind = 0; !status && kind < KVS_HAZARDS; kind++)
@@ -247,17 +244,17 @@ static int check_layers(const struct kvs_transfer *transfer, const struct kvs_op
 
 int kvs_order_before(struct kvs_transfer *transfer, const struct kvs_work *work, const struct kvs_options *options,
                      struct kvs_error *err) {
-  int status = options->on_stream ? spine_waits_for_stream(transfer, options->stream, "the stream", err) : KVS_OK;
-  if (!status && (!options->on_stream || options->after_compute)) status = spine_waits_for_compute(transfer, err);
+  int status = options->on_stream ? head_waits_for_stream(transfer, options->stream, "the stream", err) : KVS_OK;
+  if (!status && (!options->on_stream || options->after_compute)) status = head_waits_for_compute(transfer, err);
   if (!status) status = check_layers(transfer, options, err);
   for (size_t i = 0; !status && i < options->nafter; i++)
-    status = spine_waits_after(transfer, &options->after[i], i, err);
+    status = head_waits_after(transfer, &options->after[i], i, err);
   return status ? status : wait_for_hazards(transfer, work, err);
 }
 
 int kvs_order_before_layer(struct kvs_transfer *transfer, const struct kvs_options *options, size_t layer,
                            struct kvs_error *err) {
-  return layer < options->nafter_layers ? spine_waits_after(transfer, &options->after_layers[layer], layer, err)
+  return layer < options->nafter_layers ? head_waits_after(transfer, &options->after_layers[layer], layer, err)
                                         : KVS_OK;
 }
 

@@ -1,7 +1,7 @@
 /* Submitting: from a checked plan to work queued on the device.
  *
- * In order: choose a path and get what it needs (nothing has moved, any error is the caller's); take the lane; wait, on
- * the spine, for what the transfer must start after (order.c); issue, layer by layer where layers matter; record the
+ * In order: find the lane; choose a path and get what it needs (nothing has moved, any error is the caller's); take the
+ * lane; wait for what the transfer must start after (order.c); issue, layer by layer where layers matter; record the
  * end and let the caller's stream wait for it. From the first issued copy on nothing fails the call any more: what the
  * driver refuses is tried another way (issue.c), and what still fails is written down in the transfer, which goes on in
  * its place. */
@@ -26,8 +26,7 @@ enum { FEW = 3 };
 /* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
 static const double KERNEL_HANDICAP = 1.01;
 
-/* Path dma holds its caller for most of a microsecond a copy, 7 ms of a job of 8,192 copies that takes 10, and a kernel
- * holds up the model beside it. Of many copies, a relay that takes a little longer than either serves better. */
+/* Path dma holds its caller for most of a microsecond a copy, 7 ms of a job of 8,192 copies that takes 10. */
 static const double MANY_HANDICAP = 1.05;
 static const uint64_t MANY_COPIES = 1024;
 
@@ -89,7 +88,7 @@ void kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots) {
   shape->nbytes = work->nbytes;
   shape->rows = scratch->rows.count * work->nslots;
   shape->pieces = LIST_IF_SHORTER * shape->copies <= shape->rows ? shape->copies : shape->rows;
-  shape->runs = work->grid ? 1 : shape->rows; /* at best: a relay counts them */
+  shape->runs = work->grid ? 1 : shape->rows; /* at best: they are counted where a burst could win */
   work->cpu_slots = cpu_slots;
   find_skew(work, host);
 }
@@ -119,51 +118,49 @@ static const char *reason_against_kernel(const struct kvs_engine *engine) {
   return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
 }
 
-static const char *reason_against_relay(const struct kvs_submission *s) {
-  return s->engine->relay_note[0] ? s->engine->relay_note : NULL;
+/* A slot holds whole rows, and has the host on one side. */
+static bool may_burst(const struct kvs_submission *s) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  if (s->peer || s->work->direction == KVS_OTHER_DIRECTION || kvs_reason_against_burst(s->engine)) return false;
+  for (size_t i = 0; s->work->layered && i < rows->count; i++)
+    if (rows->items[i].nbytes > s->engine->slots[s->work->direction][KVS_SLOT_SETS - 1].slot_nbytes) return false;
+  return true;
 }
 
-/* A filling may hold several layers, and has the host on one side. */
-static bool may_relay(const struct kvs_submission *s) {
-  return !s->work->layered && !s->peer && s->work->direction != KVS_OTHER_DIRECTION && !reason_against_relay(s) &&
-         kvs_relay_usable(s->engine, &s->engine->relays[s->work->direction]);
+static bool take_slots(struct kvs_submission *s) {
+  if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
+  return s->slots != NULL;
 }
 
-/* How much longer a way takes beside a model that keeps the GPU's memory busy: the copy engine's small copies suffer,
- * the relay's large ones do not. A kernel of ours takes what it needs, but its stores to the host stall the GPU: for a
- * tenth more of the link a model would take 1.6 to 2.6 times as long (measured, H200, products of a decode step and
- * 8192^3). */
-static double beside_a_model(enum kvs_path path) {
-  return path == KVS_PATH_KERNEL ? 1.15 : path == KVS_PATH_RELAY ? 1.0 : 1.3;
+static void release_slots(struct kvs_submission *s) {
+  if (s->slots) pthread_mutex_unlock(&s->slots->lock);
+  s->slots = NULL;
 }
 
-/* What a transfer is predicted to take, in nanoseconds. In the background the kernel keeps its pace; a transfer of high
- * priority takes the link whatever it costs the model. */
+/* What a transfer is predicted to take, in nanoseconds. A kernel keeps the pace at which a model beside it does not
+ * suffer, but for one of high priority, which takes the link whatever it costs the model. */
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
-  if (s->options->priority == KVS_PRIORITY_HIGH) ns *= beside_a_model(path);
-  if (path == KVS_PATH_RELAY) ns *= short_runs(&s->work->shape);
-  bool many = s->work->shape.copies > MANY_COPIES && (path == KVS_PATH_DMA || path == KVS_PATH_KERNEL);
-  if (many) ns *= MANY_HANDICAP;
+  if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape);
+  if (path == KVS_PATH_DMA && s->work->shape.copies > MANY_COPIES) ns *= MANY_HANDICAP;
   if (path != KVS_PATH_KERNEL) return ns;
   double paced = kvs_pace_gbps(s) > 0 ? (double)s->work->nbytes / kvs_pace_gbps(s) : 0;
   if (paced > ns) ns = paced;
   return s->options->priority == KVS_PRIORITY_HIGH ? ns : ns * KERNEL_HANDICAP;
 }
 
-/* What only a relay has to know, and as much work as all else together. Of a list of copies it is known already. */
+/* What only bursts have to know, and as much work as all else together. Of a list of copies it is known already. */
 static int count_runs(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
   if (!work->grid || work->packed) return KVS_OK;
-  int status = kvs_pack_for_relay(s);
+  int status = kvs_pack_for_burst(s);
   return status ? status
                 : kvs_pack_count_runs(&work->scratch->packing, host, work->nslots, work->cpu_slots,
                                       &work->scratch->plan, &work->shape.runs, s->err);
 }
 
-/* Last the relay, about which most has to be found out; a ring that others use is waited for by nobody who can do
- * otherwise. */
+/* Bursts last, about which most has to be found out. */
 static int fastest(struct kvs_submission *s, enum kvs_path *best) {
   struct kvs_engine *engine = s->engine;
   const struct {
@@ -178,12 +175,13 @@ static int fastest(struct kvs_submission *s, enum kvs_path *best) {
     double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
     if (ns < least) least = ns, *best = ways[i].path;
   }
-  bool relay = !atomic_load(&engine->relay_gave_up) && !kvs_racecheck_on() && may_relay(s);
-  if (!relay || !(predict(s, KVS_PATH_RELAY) < least)) return KVS_OK;
+  bool possible = !kvs_racecheck_on() && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
+  if (!possible || !take_slots(s)) return KVS_OK;
   int status = count_runs(s);
-  if (!status && predict(s, KVS_PATH_RELAY) < least &&
-      kvs_relay_free(engine, &engine->relays[s->work->direction], s->options))
-    *best = KVS_PATH_RELAY;
+  if (!status && predict(s, KVS_PATH_BURST) < least)
+    *best = KVS_PATH_BURST;
+  else
+    release_slots(s);
   return status;
 }
 
@@ -221,7 +219,7 @@ bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *o
 }
 
 bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
-  return options->path == KVS_PATH_KERNEL || options->path == KVS_PATH_RELAY ||
+  return options->path == KVS_PATH_KERNEL || options->path == KVS_PATH_BURST ||
          (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine));
 }
 
@@ -236,10 +234,10 @@ static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
   if (status) return status;
   if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* nothing is strided */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
-    return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'relay' and 'kernel'",
+    return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'burst' and 'kernel'",
                     s->engine->name);
-  if (*path != KVS_PATH_KERNEL && *path != KVS_PATH_RELAY) return KVS_OK;
-  const char *why = *path == KVS_PATH_RELAY ? reason_against_relay(s) : reason_against_kernel(s->engine);
+  if (*path != KVS_PATH_KERNEL && *path != KVS_PATH_BURST) return KVS_OK;
+  const char *why = *path == KVS_PATH_BURST ? kvs_reason_against_burst(s->engine) : reason_against_kernel(s->engine);
   if (why) return refuse_path(s, *path, why);
   const struct kvs_region *region = pageable(&s->work->scratch->regions);
   if (region)
@@ -252,7 +250,8 @@ static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
                     "path 'kernel' cannot reach 0x%" PRIx64 ", which is memory of device %d: %s has no peer access to "
                     "it; path 'dma' goes through the host",
                     s->peer->base, s->peer->device, s->engine->name);
-  if (*path == KVS_PATH_RELAY && !may_relay(s)) *path = s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
+  if (*path == KVS_PATH_BURST && (!may_burst(s) || !take_slots(s))) /* whose slots wait for others, say */
+    *path = s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
   return KVS_OK;
 }
 
@@ -260,7 +259,7 @@ static int choose_path(struct kvs_submission *s, enum kvs_path *path) {
 static int prepare(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   enum kvs_path path = s->transfer->path;
-  if (path == KVS_PATH_KERNEL || path == KVS_PATH_RELAY) {
+  if (path == KVS_PATH_KERNEL || path == KVS_PATH_BURST) {
     int status = kvs_prepare_launch(s);
     if (!s->picked || (status != KVS_NOMEM && status != KVS_REFUSED)) return status;
     s->transfer->path = KVS_PATH_DMA; /* which needs no memory of a GPU that may be full */
@@ -275,30 +274,35 @@ static int prepare(struct kvs_submission *s) {
 
 /* -- issuing --------------------------------------------------------------------------------------------------- */
 
-static void look_at(struct kvs_submission *s, const struct kvs_layer_end *from, const struct kvs_layer_end *to) {
-  const struct kvs_copies *all = &s->work->scratch->copies;
-  bool listed = all->count > 0;
-  s->first_row = from->rows;
-  s->rows_end = to->rows;
-  s->view = (struct kvs_copies){.count = 0};
-  if (!listed) return;
-  s->view = (struct kvs_copies){.dst = all->dst + from->copies,
-                                .src = all->src + from->copies,
-                                .nbytes = all->nbytes + from->copies,
-                                .block = all->block + from->copies,
-                                .count = to->copies - from->copies,
-                                .capacity = to->copies - from->copies};
+/* Where a layer begins in the lists, and where the one before `layer` ends; SIZE_MAX: of all layers. */
+static struct kvs_layer_end begin_of(const struct kvs_submission *s, size_t layer) {
+  return layer ? s->work->scratch->layers[layer - 1] : (struct kvs_layer_end){0, 0, 0};
 }
 
-/* Everything, or the layers one by one. */
 static struct kvs_layer_end end_of(const struct kvs_submission *s, size_t layer) {
   const struct kvs_scratch *scratch = s->work->scratch;
-  if (layer != SIZE_MAX) return scratch->layers[layer];
+  if (layer != SIZE_MAX) return begin_of(s, layer);
   return (struct kvs_layer_end){scratch->copies.count, scratch->rects.count, scratch->rows.count};
 }
 
-/* The path's kernel was refused, or its relay given up: the copy engine gets what is in view, and all that follows. */
-static void try_again(struct kvs_submission *s, size_t layer, const struct kvs_error *why) {
+/* Layers [layer, end); 0 and SIZE_MAX: everything. */
+static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
+  const struct kvs_copies *all = &s->work->scratch->copies;
+  const struct kvs_layer_end from = begin_of(s, layer), to = end_of(s, end);
+  s->first_row = from.rows;
+  s->rows_end = to.rows;
+  s->view = (struct kvs_copies){.count = 0};
+  if (all->count == 0) return;
+  s->view = (struct kvs_copies){.dst = all->dst + from.copies,
+                                .src = all->src + from.copies,
+                                .nbytes = all->nbytes + from.copies,
+                                .block = all->block + from.copies,
+                                .count = to.copies - from.copies,
+                                .capacity = to.copies - from.copies};
+}
+
+/* The path's kernel or a burst was refused: the copy engine gets these layers, and all that follow. */
+static void try_again(struct kvs_submission *s, size_t layer, size_t end, const struct kvs_error *why) {
   struct kvs_work *work = s->work;
   struct kvs_error err;
   if (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL) {
@@ -312,43 +316,37 @@ static void try_again(struct kvs_submission *s, size_t layer, const struct kvs_e
   work->planned = true;
   atomic_fetch_add(&s->engine->second_attempts, 1);
   s->transfer->path = KVS_PATH_DMA;
-  const struct kvs_layer_end none = {0, 0, 0}, end = end_of(s, layer);
-  look_at(s, layer == SIZE_MAX || layer == 0 ? &none : &work->scratch->layers[layer - 1], &end);
+  look_at(s, layer, end);
   kvs_issue_copies(s);
 }
 
-static void issue_whole(struct kvs_submission *s, size_t layer) {
-  enum kvs_path path = s->transfer->path;
-  struct kvs_error why;
-  int status = path == KVS_PATH_KERNEL  ? kvs_launch_copies(s, &why)
-               : path == KVS_PATH_RELAY ? kvs_issue_relay(s, &why)
-               : s->view.count          ? kvs_dev_copy_direct(s->device, &s->view, s->lane->spine, &why)
-                                        : KVS_OK;
-  if (kvs_beyond_hope(status))
-    kvs_give_up(s, &why);
-  else if (status)
-    try_again(s, layer, &why);
-}
-
-static void issue_view(struct kvs_submission *s, size_t layer) {
+static void issue_view(struct kvs_submission *s, size_t layer, size_t end) {
   struct kvs_error why;
   size_t refused_end;
-  int code = 0;
+  int code = 0, status = KVS_OK;
   kvs_dev_fault_copies(s->device, &s->view, &refused_end, &code);
   if (refused_end > s->view.count) {
     kvs_fail_driver(&why, KVS_REFUSED, code, "copy", "injected fault");
     for (size_t i = s->view.count; i < refused_end; i++) kvs_block_by_block(s, i, false, &why);
   }
-  if (s->transfer->path == KVS_PATH_DMA || s->transfer->path == KVS_PATH_STRIDED)
+  if (s->transfer->path == KVS_PATH_KERNEL)
+    status = kvs_launch_copies(s, &why);
+  else if (s->transfer->path == KVS_PATH_BURST)
+    status = kvs_issue_bursts(s, &why);
+  else if (s->transfer->path != KVS_PATH_DIRECT)
     kvs_issue_copies(s);
-  else
-    issue_whole(s, layer);
+  else if (s->view.count)
+    status = kvs_dev_copy_direct(s->device, &s->view, s->lane->spine, &why);
+  if (kvs_beyond_hope(status))
+    kvs_give_up(s, &why);
+  else if (status)
+    try_again(s, layer, end, &why);
 }
 
 /* -- layers ---------------------------------------------------------------------------------------------------- */
 
-/* The race checker's side of a layer, before anything of it is queued. */
-static void watch(const struct kvs_submission *s, size_t layer, size_t from, size_t to) {
+/* The race checker's side of layers, before anything of them is queued. */
+static void watch(struct kvs_submission *s, size_t layer, size_t end) {
   static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
   const struct kvs_transfer *transfer = s->transfer;
   if (!kvs_racecheck_on()) return;
@@ -358,45 +356,48 @@ static void watch(const struct kvs_submission *s, size_t layer, size_t from, siz
   who.sequence = transfer->sequence;
   snprintf(who.what, sizeof who.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
   const struct kvs_rects *all = &s->work->scratch->rects;
-  const struct kvs_rects rects = {.items = all->items + from, .block = all->block + from, .count = to - from};
-  s->work->watch(s->work->call, transfer, layer, &s->view, &rects, &who);
+  for (size_t next = layer; next == layer || next < end; next++) { /* SIZE_MAX: all at once */
+    size_t after = end == SIZE_MAX ? end : next + 1;
+    look_at(s, next, after);
+    size_t from = begin_of(s, next).rects;
+    const struct kvs_rects rects = {
+        .items = all->items + from, .block = all->block + from, .count = end_of(s, after).rects - from};
+    s->work->watch(s->work->call, transfer, after == SIZE_MAX ? after : next, &s->view, &rects, &who);
+    if (after == SIZE_MAX) break;
+  }
+}
+
+static void issue_span(struct kvs_submission *s, size_t layer, size_t end) {
+  watch(s, layer, end);
+  look_at(s, layer, end);
+  issue_view(s, layer, end);
+  kvs_issue_rects(s, begin_of(s, layer).rects, end_of(s, end).rects);
 }
 
 /* Every layer's event is recorded, whatever became of its copies: who waits for it must get past it. */
 static void issue_layers(struct kvs_submission *s) {
-  const struct kvs_scratch *scratch = s->work->scratch;
   struct kvs_transfer *transfer = s->transfer;
-  const struct kvs_layer_end none = {0, 0, 0};
   struct kvs_error why;
-  for (size_t layer = 0; layer < scratch->nlayers; layer++) { /* the ends may be found anew on the way */
-    const struct kvs_layer_end begin = layer ? scratch->layers[layer - 1] : none, end = scratch->layers[layer];
-    if (!s->fatal && !transfer->all_failed && kvs_order_before_layer(transfer, s->options, layer, &why))
-      kvs_fail_whole(s, &why);
-    if (!s->fatal && !transfer->all_failed) {
-      look_at(s, &begin, &end);
-      watch(s, layer, begin.rects, end.rects);
-      issue_view(s, layer);
-      kvs_issue_rects(s, begin.rects, end.rects);
-    }
-    if (layer < transfer->nlayers && transfer->layers[layer] &&
-        kvs_dev_event_record(s->device, transfer->layers[layer], s->lane->spine, &why)) {
-      kvs_engine_event_put(s->engine, transfer->layers[layer]);
-      transfer->layers[layer] = 0;
-    }
+  for (size_t layer = 0, end; layer < s->work->scratch->nlayers; layer = end) {
+    end = kvs_layer_group_end(s, layer);
+    for (size_t i = layer; i < end; i++)
+      if (!s->fatal && !transfer->all_failed && kvs_order_before_layer(transfer, s->options, i, &why))
+        kvs_fail_whole(s, &why);
+    if (!s->fatal && !transfer->all_failed) issue_span(s, layer, end);
+    for (size_t i = layer; i < end && i < transfer->nlayers; i++)
+      if (transfer->layers[i] && kvs_dev_event_record(s->device, transfer->layers[i], s->lane->spine, &why)) {
+        kvs_engine_event_put(s->engine, transfer->layers[i]);
+        transfer->layers[i] = 0;
+      }
   }
 }
 
 static void issue(struct kvs_submission *s) {
   for (size_t i = 0; i < s->work->nlost; i++) kvs_note_failure(s, s->work->lost[i], &s->work->lost_error);
-  if (s->work->layered) {
+  if (s->work->layered)
     issue_layers(s);
-    return;
-  }
-  const struct kvs_layer_end none = {0, 0, 0}, end = end_of(s, SIZE_MAX);
-  look_at(s, &none, &end);
-  watch(s, SIZE_MAX, 0, end.rects);
-  issue_view(s, SIZE_MAX);
-  kvs_issue_rects(s, 0, end.rects);
+  else
+    issue_span(s, 0, SIZE_MAX);
 }
 
 static int prepare_layers(struct kvs_submission *s) {
@@ -433,9 +434,10 @@ static int submit_on_lane(struct kvs_submission *s) {
   (void)kvs_lane_reap(lane, &ignored);
   int status = kvs_lane_reserve(lane, transfer, s->err);
   s->leftovers = !status; /* should the call be refused from here on */
+  if (!status) status = kvs_lane_head(lane, s->ahead, &transfer->head, s->err);
   if (!status) status = kvs_order_before(transfer, s->work, s->options, s->err);
   if (!status) status = prepare_outcome(s);
-  if (!status) status = kvs_dev_event_record(s->device, transfer->start, lane->spine, s->err);
+  if (!status) status = kvs_dev_event_record(s->device, transfer->start, transfer->head, s->err);
   if (status) {
     kvs_lane_unreserve(lane, transfer);
     return status;
@@ -478,17 +480,28 @@ static void count(struct kvs_engine *engine, const struct kvs_work *work) {
 }
 
 static int submit_in_order(struct kvs_submission *s) {
-  int status = kvs_lane_acquire(s->engine, s->options, s->work->direction, &s->lane, s->err);
-  if (status) return status;
   /* Two threads that share a stream may mean two lanes: forking from it and joining it again must not interleave. */
   pthread_mutex_t *stream =
       s->options->on_stream ? &s->engine->stream_locks[s->lane->stream_id % KVS_STREAM_LOCKS] : NULL;
   if (stream) pthread_mutex_lock(stream);
   pthread_mutex_lock(&s->lane->submit);
   adopt_owner(s->transfer, s->options);
-  status = submit_on_lane(s);
+  int status = submit_on_lane(s);
   pthread_mutex_unlock(&s->lane->submit);
   if (stream) pthread_mutex_unlock(stream);
+  return status;
+}
+
+/* The lane is found first, since whether slots can be had depends on it. */
+static int submit(struct kvs_submission *s) {
+  int status = kvs_peer_find(s->engine, &s->work->scratch->regions, &s->peer, &s->peer_direct, s->err);
+  if (!status) status = kvs_lane_acquire(s->engine, s->options, s->work->direction, &s->lane, s->err);
+  if (status) return status;
+  status = choose_path(s, &s->transfer->path);
+  if (!status) status = prepare(s);
+  if (!status) status = prepare_layers(s);
+  if (!status) status = submit_in_order(s);
+  release_slots(s);
   kvs_lane_release(s->lane, status != KVS_OK && s->leftovers);
   return status;
 }
@@ -504,11 +517,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->others = work->others;
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
-  int status = kvs_peer_find(engine, &work->scratch->regions, &s.peer, &s.peer_direct, err);
-  if (!status) status = choose_path(&s, &s.transfer->path);
-  if (!status) status = prepare(&s);
-  if (!status) status = prepare_layers(&s);
-  if (!status) status = submit_in_order(&s);
+  int status = submit(&s);
   if (status) {
     if (s.transfer->staging) kvs_engine_staging_put(engine, s.transfer->staging);
     s.transfer->staging = NULL;

@@ -1,9 +1,11 @@
-/* A transfer on its way to the device: what submit.c, issue.c, launch.c and relay.c share. For the core's own files
+/* A transfer on its way to the device: what submit.c, issue.c, launch.c and burst.c share. For the core's own files
  * only. */
 #ifndef KVS_SUBMIT_H
 #define KVS_SUBMIT_H
 
 #include "core/core.h"
+
+enum { KVS_LAYER_GROUPS = 8 }; /* most, that bursts go in where layers matter */
 
 struct kvs_submission {
   struct kvs_engine *engine;
@@ -18,8 +20,13 @@ struct kvs_submission {
   bool picked;                   /* its path was, by AUTO */
   const struct kvs_region *peer; /* memory of another device that is the other side, or NULL */
   bool peer_direct;              /* kernels reach it */
-  bool listed;                   /* kernel and relay: by pieces, rather than by rows and pairs */
-  struct kvs_units units;        /* what they read, once it is on its way to the device */
+  bool listed;                   /* kernel and burst: by pieces, rather than by rows and pairs */
+  struct kvs_units units;        /* what their kernels read, once it is on its way to the device */
+  struct kvs_slots *slots;       /* burst: locked, from the choice of the path on; NULL: none */
+  kvs_stream first;              /* burst: its first stage */
+  bool ahead;                    /* burst: its start is waited for on the front alone */
+  size_t uploaded;               /* burst: pairs that are on their way to the device */
+  bool begun;                    /* burst: the first one is queued */
   size_t failed_capacity;
   size_t cursor;         /* where block_by_block() goes on */
   bool leftovers;        /* something may stand on the spine although the call fails */
@@ -51,21 +58,32 @@ void kvs_block_by_block(struct kvs_submission *, size_t i, bool again, const str
 
 /* launch.c */
 int kvs_prepare_launch(struct kvs_submission *);     /* before anything moves: what the path's kernels will read */
-int kvs_pack_for_relay(struct kvs_submission *);     /* the work's rows, once */
+int kvs_pack_for_burst(struct kvs_submission *);     /* the work's rows, once */
 double kvs_pace_gbps(const struct kvs_submission *); /* of its kernels; 0: unpaced */
 int kvs_launch_copies(struct kvs_submission *, struct kvs_error *why); /* what is in view, by a kernel on the spine */
 /* Room in the transfer's staging: where the host writes, and where the device will read once it is uploaded. */
 void *kvs_stage(struct kvs_submission *, size_t nbytes, uint64_t *device);
-int kvs_upload(struct kvs_submission *, size_t from, struct kvs_error *why); /* what was staged from there on */
-/* Stage what units name: rows and pairs of the plan, or pieces of what is in view (returns how many). */
-int kvs_place_grid(struct kvs_submission *, struct kvs_error *why);
-size_t kvs_place_list(struct kvs_submission *, const struct kvs_piece **pieces);
-/* Grid, threads and shared memory of a copying kernel with so many units to share. */
-struct kvs_launch kvs_launch_of(const struct kvs_submission *, enum kvs_kernel, uint64_t units);
-int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t count, uint64_t only_if,
-                     struct kvs_error *why);
+int kvs_upload(struct kvs_submission *, size_t from, size_t to, kvs_stream, struct kvs_error *why);
+/* The rows, where kernels on that stream find them; and a list of the pieces of what is in view (returns how many). */
+int kvs_place_rows(struct kvs_submission *, kvs_stream, struct kvs_error *why);
+size_t kvs_place_list(struct kvs_submission *, struct kvs_piece **pieces);
+/* Launch what copies `count` units; of a grid without pairs on the device, those from `first_pair` on. At most so many
+ * CTAs, no faster than gbps (0: unpaced). */
+struct kvs_width {
+  enum kvs_kernel kernel;
+  unsigned ctas;
+  double gbps;
+};
+int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t count, size_t first_pair,
+                     const struct kvs_width *, kvs_stream, struct kvs_error *why);
 
-/* relay.c. Refused: nothing of it was queued that could still happen. */
-int kvs_issue_relay(struct kvs_submission *, struct kvs_error *why);
+/* burst.c */
+const char *kvs_reason_against_burst(const struct kvs_engine *);
+int kvs_prepare_burst(struct kvs_submission *); /* the stream of its first stage, and its head */
+/* One past the last layer that is issued together with this one; of other paths the next. */
+size_t kvs_layer_group_end(const struct kvs_submission *, size_t layer);
+/* Queue what is in view. Refused: some of it may be under way, and is over before what the spine gets next; it is to be
+ * done again. */
+int kvs_issue_bursts(struct kvs_submission *, struct kvs_error *why);
 
 #endif

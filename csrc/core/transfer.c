@@ -92,14 +92,6 @@ static void count_done(const struct kvs_transfer *transfer) {
   atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].device_ns, transfer->elapsed_ns);
 }
 
-/* A relay that was given up is no failure: a kernel did it again. But it says something of this machine. */
-static void note_relay(const struct kvs_transfer *transfer) {
-  struct kvs_engine *engine = transfer->engine;
-  if (!transfer->relayed || !kvs_relay_gave_up(transfer->staging)) return;
-  atomic_store(&engine->relay_gave_up, true);
-  atomic_fetch_add(&engine->second_attempts, 1);
-}
-
 void kvs_transfer_finish(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_error ignored;
@@ -118,7 +110,6 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
   if (!lost) {
     if (transfer->end && transfer->start)
       (void)kvs_dev_event_elapsed(engine->device, transfer->start, transfer->end, &transfer->elapsed_ns, &ignored);
-    note_relay(transfer);
     if (transfer->table) kvs_table_put(engine, transfer->table);
     if (transfer->staging) kvs_engine_staging_put(engine, transfer->staging);
     discard_owner(transfer); /* on a lost device nobody knows what is still being read: it keeps what it holds */

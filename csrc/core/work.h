@@ -60,7 +60,7 @@ struct kvs_work {
   int (*plan)(const void *call, enum kvs_form, struct kvs_scratch *, struct kvs_error *);
   bool planned; /* FORM_COPIES is there already */
   bool grid;    /* rows and the pairs of slots are there */
-  bool packed;  /* the rows, for a relay */
+  bool packed;  /* the rows, for bursts */
   bool layered; /* layers matter: lists go layer by layer, with marks */
   /* Tell the race checker of the accesses of one layer, or of all (SIZE_MAX), which are these copies and rows. */
   void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
@@ -115,7 +115,7 @@ void kvs_find_shape(struct kvs_work *, uint64_t cpu_slots);
 int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options *, struct kvs_transfer **,
                struct kvs_error *);
 
-/* order.c, on the lane that the caller holds: the spine waits for what the transfer must start after; what comes after
+/* order.c, on the lane that the caller holds: the transfer's head waits for what it must start after; what comes after
  * it waits for the spine. */
 int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
 int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);

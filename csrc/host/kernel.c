@@ -56,11 +56,6 @@ static bool can_read_units(struct kvs_host_view *view, const struct kvs_copy_par
 
 static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_params *params, struct kvs_host_op *op) {
   uint64_t total = 0;
-  if (params->only_if && !can_use_word(view, KVS_HOST_READ, params->only_if)) return false;
-  if (!kvs_twin_copies(params)) { /* nothing is touched: nothing has to be there */
-    op->units = 0;
-    return true;
-  }
   if (!can_read_units(view, params)) return false;
   for (uint64_t i = 0; i < params->count; i++) {
     struct kvs_piece piece = kvs_twin_unit(params, i);
@@ -71,47 +66,6 @@ static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_param
   double mib = (double)total / (double)op->what.kernel.grid / (1 << 20);
   double pace_ns = mib * (double)params->ns_per_mib;
   op->pace_ns = pace_ns < PACE_LIMIT_NS ? (uint64_t)pace_ns : (uint64_t)PACE_LIMIT_NS;
-  return true;
-}
-
-static bool can_read_segment(struct kvs_host_view *view, const struct kvs_relay_params *params,
-                             const struct kvs_segment *segment) {
-  const struct kvs_units *units = &params->units;
-  if (units->pieces)
-    return can_read_entries(view, units->pieces, segment->first, segment->count, sizeof(struct kvs_piece)) &&
-           can_read_entries(view, params->packed, segment->first, segment->count, sizeof(uint64_t));
-  return can_read_entries(view, units->rows, segment->first_row, segment->nrows, sizeof(struct kvs_row)) &&
-         can_read_entries(view, units->pairs, segment->first, segment->count, sizeof(struct kvs_pair));
-}
-
-/* The scattered side must be there, and the other stay within its slot. */
-static bool can_copy_segment(struct kvs_host_view *view, const struct kvs_relay_params *params,
-                             const struct kvs_segment *segment, uint64_t slot) {
-  uint64_t units = kvs_twin_segment_units(params, segment);
-  for (uint64_t unit = 0; unit < units; unit++) {
-    struct kvs_piece piece = kvs_twin_segment_unit(params, segment, slot, unit);
-    uint64_t at = (params->gather ? piece.dst : piece.src) - slot;
-    if (piece.nbytes == 0) continue;
-    if (at > params->slot_nbytes || piece.nbytes > params->slot_nbytes - at || !can_copy(view, &piece)) return false;
-  }
-  return true;
-}
-
-static bool prepare_relay(struct kvs_host_view *view, const struct kvs_relay_params *params, struct kvs_host_op *op) {
-  uint64_t fillings = 0;
-  if (params->nslots == 0 || params->nslots > KVS_RELAY_SLOTS) return false;
-  if (!can_use_word(view, KVS_HOST_WRITE, params->abort_word) || params->flags % 4 != 0 ||
-      !can(view, KVS_HOST_WRITE, params->flags, KVS_RELAY_FLAGS * sizeof(uint32_t)) ||
-      !can_read_entries(view, params->segments, 0, params->nsegments, sizeof(struct kvs_segment)))
-    return false;
-  for (uint64_t i = 0; i < params->nsegments; i++) {
-    struct kvs_segment segment = kvs_twin_segment(params, i);
-    if (!can_read_segment(view, params, &segment) ||
-        !can_copy_segment(view, params, &segment, kvs_twin_slot(params, fillings)))
-      return false;
-    if (segment.last) fillings++;
-  }
-  op->units = fillings;
   return true;
 }
 
@@ -141,9 +95,8 @@ static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
   switch (op->what.kernel.id) {
   case KVS_KERNEL_COPY:
   case KVS_KERNEL_RING:
+  case KVS_KERNEL_PACK:
     return prepare_copy(view, params, op);
-  case KVS_KERNEL_RELAY:
-    return prepare_relay(view, params, op);
   case KVS_KERNEL_PATTERN:
     return prepare_pattern(view, params);
   case KVS_KERNEL_CRC:

@@ -253,7 +253,7 @@ static void push_locked(struct kvs_host_queue *queue, struct kvs_host_stream *st
     activate_locked(queue, stream);
   }
   stream->tail = op;
-  /* Who queues is quick: nobody's patience ends before the work that it waits for is queued. */
+  /* Time does not jump here: the caller goes on queueing. */
   if (queue->deterministic)
     kvs_host_steps_locked(queue, (int64_t)kvs_host_random_locked(queue, 3), false);
   else if (queue->idle && stream->head == op)

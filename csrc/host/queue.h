@@ -68,11 +68,11 @@ struct kvs_host_op {
   bool prepared;             /* KERNEL: its addresses were checked */
   bool foreign;              /* WAIT_EVENT: nobody tells this queue when it is reached */
   bool started;              /* DELAY: `until` is set */
-  uint64_t until;            /* DELAY: when it ends; RELAY: when its patience does; WAIT_EVENT: when to look at whose */
+  uint64_t until;            /* DELAY: when it ends; WAIT_EVENT: when to look whether its owner lives */
   uint64_t pace_ns;          /* KERNEL: it lasts at least so long */
   uint64_t begun_ns;         /* KERNEL: since when */
-  uint64_t units, unit;      /* copies, rows, CTAs or fillings: how many, and the first that nobody has taken */
-  uint64_t offset;           /* bytes of `unit` that are taken already; RELAY: its first segment */
+  uint64_t units, unit;      /* copies, rows or CTAs: how many, and the first that nobody has taken */
+  uint64_t offset;           /* bytes of `unit` that are taken already */
   unsigned running;          /* slices in the hands of workers */
   struct kvs_piece pieces[]; /* COPY: `units` of them. KERNEL: its parameters lie here */
 };

@@ -8,12 +8,9 @@
  * could be run, or while a time has to be kept, signals the next. A worker that finished looks again by itself. Of the
  * idle workers one sleeps until the earliest time that matters: the end of a delay, or the next look at a 32-bit word.
  *
- * A relay is run by fillings of its ring's slots, each by one worker and as soon as its flag allows: between them it
- * waits as a stream does for a word, and occupies nobody.
- *
  * Deterministic: no threads. A step picks by the seed, mostly in order of priority (to a GPU it is a hint too), and
- * runs one copy of a batch, one filling, or one other operation whole, under the lock. Time is virtual: a microsecond a
- * step; where only time is left to pass, it jumps to the end of the first delay or patience. */
+ * runs one copy of a batch or one other operation whole, under the lock. Time is virtual: a microsecond a step; where
+ * only time is left to pass, it jumps to the end of the first delay. */
 #include <inttypes.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -32,7 +29,7 @@
 #define STEP_NS 1000u
 
 /* A part of an operation: units [first, first + units); of the first one the bytes before `offset` are not in it, and
- * of the last one those from `end` on. Of a relay: at most one filling, which begins with segment `offset`. */
+ * of the last one those from `end` on. */
 struct slice {
   uint64_t first, units, offset, end;
 };
@@ -48,14 +45,6 @@ uint64_t kvs_host_random_locked(struct kvs_host_queue *queue, uint64_t below) {
 
 static void trace_locked(struct kvs_host_queue *queue, uint64_t what) {
   queue->trace = kvs_pattern_word(queue->trace ^ what, 1);
-}
-
-static bool is_relay(const struct kvs_host_op *op) {
-  return op->kind == KVS_HOST_KERNEL && op->what.kernel.id == KVS_KERNEL_RELAY;
-}
-
-static uint32_t warps(const struct kvs_host_op *op) {
-  return op->what.kernel.grid * ((op->what.kernel.threads + 31) / 32);
 }
 
 /* -- the bytes ------------------------------------------------------------------------------------------------- */
@@ -120,52 +109,12 @@ static struct slice take_locked(struct kvs_host_op *op) {
 static void run_slice(const struct kvs_host_op *op, struct slice slice) {
   for (uint64_t i = 0; i < slice.units; i++) {
     uint64_t unit = slice.first + i, from = i == 0 ? slice.offset : 0;
-    if (is_relay(op))
-      kvs_twin_relay_fill(op->what.kernel.params, unit, slice.offset, warps(op));
-    else if (op->kind == KVS_HOST_KERNEL)
+    if (op->kind == KVS_HOST_KERNEL)
       kvs_twin_run(op->what.kernel.id, op->what.kernel.params, (unsigned)unit, op->what.kernel.grid);
     else
       run_bytes(op, unit, from, (i + 1 == slice.units ? slice.end : unit_nbytes(op, unit)) - from);
   }
   if (op->streaming) kvs_host_copy_fence();
-}
-
-/* -- relays ---------------------------------------------------------------------------------------------------- */
-
-enum relay_turn { RELAY_WAITS, RELAY_FILLS, RELAY_GIVES_UP };
-
-/* What a relay with fillings left does next. It gives up only once no filling is in work: those who are then released
- * use all slots. */
-static enum relay_turn relay_turn_locked(const struct kvs_host_op *op, uint64_t now) {
-  const struct kvs_relay_params *params = op->what.kernel.params;
-  bool told = kvs_twin_relay_told(params);
-  if (!told && kvs_twin_relay_may(params, op->unit)) return RELAY_FILLS;
-  return op->running == 0 && (told || now >= op->until) ? RELAY_GIVES_UP : RELAY_WAITS;
-}
-
-/* Something went on, or begins: patience is as long as ever. */
-static void relay_rest_locked(struct kvs_host_op *op, uint64_t now) {
-  const struct kvs_relay_params *params = op->what.kernel.params;
-  op->until = params->patience_ns < KVS_HOST_NEVER - now ? now + params->patience_ns : KVS_HOST_NEVER;
-}
-
-/* Take the next filling, which may be none: flags and the abort word change without the lock. */
-static struct slice take_filling_locked(struct kvs_host_op *op, uint64_t now) {
-  const struct kvs_relay_params *params = op->what.kernel.params;
-  struct slice slice = {.first = op->unit, .offset = op->offset};
-  switch (relay_turn_locked(op, now)) {
-  case RELAY_WAITS:
-    break;
-  case RELAY_FILLS:
-    slice.units = 1;
-    op->unit++;
-    while (!kvs_twin_segment(params, op->offset++).last) {}
-    break;
-  case RELAY_GIVES_UP:
-    kvs_twin_relay_release(params);
-    op->unit = op->units;
-  }
-  return slice;
 }
 
 /* -- what is runnable ------------------------------------------------------------------------------------------ */
@@ -215,10 +164,7 @@ static bool ready_locked(struct kvs_host_queue *queue, struct kvs_host_op *op, u
     break;
   case KVS_HOST_KERNEL:
     if (!op->prepared) return !op->running;
-    if (op->unit == op->units) return false;
-    if (!is_relay(op) || relay_turn_locked(op, now) != RELAY_WAITS) return true;
-    again = queue->deterministic ? op->until : now + POLL_NS;
-    break;
+    return op->unit < op->units;
   default:
     return op->unit < op->units;
   }
@@ -286,7 +232,7 @@ static void run_part_locked(struct kvs_host_queue *queue, struct kvs_host_stream
   if (prepare)
     op->begun_ns = now_locked(queue);
   else
-    slice = is_relay(op) ? take_filling_locked(op, now_locked(queue)) : take_locked(op);
+    slice = take_locked(op);
   op->running++;
   if (queue->idle && op->unit < op->units) pthread_cond_signal(&queue->work); /* the next slice is for another */
   pthread_mutex_unlock(&queue->lock);
@@ -297,7 +243,6 @@ static void run_part_locked(struct kvs_host_queue *queue, struct kvs_host_stream
   pthread_mutex_lock(&queue->lock);
   op->running--;
   if (prepare) op->prepared = true;
-  if (is_relay(op)) relay_rest_locked(op, now_locked(queue));
   if (!good) lose_locked(queue, KVS_DRIVER_ILLEGAL_ADDRESS);
   if (atomic_load(queue->lost)) op->unit = op->units; /* the rest is dropped */
   if (op->unit == op->units && !op->running) finish_locked(queue, stream);
@@ -386,19 +331,6 @@ static void step_copy_locked(struct kvs_host_queue *queue, struct kvs_host_op *o
   trace_locked(queue, chosen);
 }
 
-/* Begin a relay, or go on with it. */
-static void step_relay_locked(struct kvs_host_queue *queue, struct kvs_host_op *op) {
-  if (!op->prepared) {
-    if (!kvs_host_kernel_prepare(queue->memory, op)) lose_locked(queue, KVS_DRIVER_ILLEGAL_ADDRESS);
-    op->prepared = true;
-  } else {
-    struct slice slice = take_filling_locked(op, queue->clock);
-    run_slice(op, slice);
-    trace_locked(queue, slice.first);
-  }
-  relay_rest_locked(op, queue->clock);
-}
-
 /* Run the head of a stream: all of it, CTAs and rows in an order turned by the seed. */
 static void step_whole_locked(struct kvs_host_queue *queue, struct kvs_host_op *op) {
   uint64_t turn = kvs_host_random_locked(queue, op->units);
@@ -434,8 +366,6 @@ static bool step_locked(struct kvs_host_queue *queue, bool jump) {
   }
   if (op->kind == KVS_HOST_COPY)
     step_copy_locked(queue, op);
-  else if (is_relay(op))
-    step_relay_locked(queue, op);
   else
     step_whole_locked(queue, op);
   if (atomic_load(queue->lost))

@@ -173,12 +173,12 @@ int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
 static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, const struct kvs_foreign *foreign,
                          struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
-  kvs_stream spine = transfer->lane->spine;
+  kvs_stream head = transfer->head;
   struct kvs_transfer *before;
   kvs_event end;
   if (kvs_racecheck_on()) { /* what has ended comes before too */
     struct kvs_race_point *point = kvs_lane_point(lane, atomic_load(&lane->ended));
-    kvs_racecheck_follow(point, device, spine);
+    kvs_racecheck_follow(point, device, head);
     kvs_racecheck_point_free(point);
   }
   uint64_t sequence = kvs_lane_last_on(lane, foreign->low, foreign->high);
@@ -189,10 +189,10 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
     status = kvs_lane_pin(lane, sequence, &before, &end, err);
   }
   if (status != KVS_NOT_READY) return status;
-  if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, spine);
+  if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, head);
   kvs_peer_depend(transfer, foreign->engine);
   transfer->others |= before->others;
-  status = kvs_dev_stream_wait_foreign(device, spine, foreign->engine->device, end, err);
+  status = kvs_dev_stream_wait_foreign(device, head, foreign->engine->device, end, err);
   kvs_transfer_unpin(before);
   kvs_transfer_drop(before);
   return status;

@@ -29,7 +29,7 @@ int kvs_peer_inherit(struct kvs_pool *, struct kvs_error *); /* a new pool: whoe
 int kvs_peer_inherit_memory(struct kvs_engine *running, uint64_t low, uint64_t high, struct kvs_foreign_list *,
                             struct kvs_error *);
 void kvs_peer_forget(struct kvs_foreign_list *);
-int kvs_peer_wait(struct kvs_transfer *, const struct kvs_foreign *, struct kvs_error *); /* on its spine */
+int kvs_peer_wait(struct kvs_transfer *, const struct kvs_foreign *, struct kvs_error *); /* on its head */
 
 /* The transfer comes after work of another engine: if that one's device is lost before it ends, it fails too. */
 void kvs_peer_depend(struct kvs_transfer *, const struct kvs_engine *);

@@ -62,13 +62,12 @@ static __device__ __forceinline__ void take_piece(const struct held &held, unsig
 extern "C" __global__ void __launch_bounds__(512, 1)
     kvs_kernel_copy(const __grid_constant__ struct kvs_copy_params params) {
   const unsigned lane = threadIdx.x % KVS_WARP;
-  if (nothing_to_do(params)) return;
   struct pace pace = pace_begin(params.ns_per_mib);
   uint64_t turn = threadIdx.x / KVS_WARP;
   for (uint64_t first = blockIdx.x; first < params.count; first += (uint64_t)KVS_WARP * gridDim.x) {
     const uint64_t mine = first + (uint64_t)lane * gridDim.x;
     struct held held = {0, 0, 0, 0, 0};
-    if (mine < params.count) held = hold_piece(unit_at(params, mine));
+    if (mine < params.count) held = hold_piece(unit_at<uint64_t>(params, mine));
     for (unsigned i = 0; i < KVS_WARP && first + (uint64_t)i * gridDim.x < params.count; i++) {
       struct kvs_piece piece;
       struct kvs_cut cut;

@@ -2,6 +2,6 @@
 #include "copy.cu"
 #include "crc.cu"
 #include "delay.cu"
+#include "pack.cu"
 #include "pattern.cu"
-#include "relay.cu"
 #include "ring.cu"

@@ -17,7 +17,7 @@
 #define KVS_KERNEL_LIST(X)                                                                                             \
   X(COPY, kvs_kernel_copy, kvs_copy_params)          /* scattered copies by words, any size, any alignment */          \
   X(RING, kvs_kernel_ring, kvs_copy_params)          /* the same by bulk copies through shared memory */               \
-  X(RELAY, kvs_kernel_relay, kvs_relay_params)       /* between scattered blocks and a ring in device memory */        \
+  X(PACK, kvs_kernel_pack, kvs_copy_params)          /* the same within device memory, by all of the GPU, unpaced */   \
   X(PATTERN, kvs_kernel_pattern, kvs_pattern_params) /* write or check bytes that are a function of their key */       \
   X(CRC, kvs_kernel_crc, kvs_crc_params)             /* the checksum of a stretch of memory */                         \
   X(DELAY, kvs_kernel_delay, kvs_delay_params)       /* keep a stream busy for a time */
@@ -34,11 +34,13 @@ struct kvs_piece {
   uint64_t dst, src, nbytes;
 };
 
-/* One row of every block: for the pair (s, d) of slots it goes from src + s * src_stride to dst + d * dst_stride. Where
- * rows are packed, those of one block lie `packed` bytes after its beginning, and blocks packed_stride apart. */
+/* One row of every block: for the pair (s, d) of slots it goes from src + s * src_stride to dst + d * dst_stride. In a
+ * slot of a burst rows are packed by groups, each of which has its blocks one after the other, packed_stride bytes
+ * each; this row lies `packed` bytes after the beginning of a block, and the groups before its own take `before` bytes
+ * of each block. */
 struct kvs_row {
   uint64_t src, dst, src_stride, dst_stride, nbytes;
-  uint64_t packed, packed_stride;
+  uint64_t packed, packed_stride, before;
 };
 
 struct kvs_pair {
@@ -52,12 +54,15 @@ struct kvs_units {
   uint64_t rows;   /* grid: address of struct kvs_row[] */
   uint64_t pairs;  /* grid: address of struct kvs_pair[] */
   uint32_t nrows, parts, piece;
+  uint32_t npairs; /* grid with a slot: pairs in it */
+  uint64_t slot;   /* grid: where the host's side of all this is packed in device memory; 0: it is on the host */
+  uint64_t before; /* grid with a slot: `before` of its first row */
 };
 
 enum {
   KVS_INLINE_PAIRS = 480, /* that travel as parameters */
-  /* RING and RELAY: how they are launched. Each warp has a ring of stages, chunk bytes each, in dynamic shared memory.
-   * Measured on an H200: benchmarks/tune_copy.cu. */
+  /* RING: how it is launched. Each warp has a ring of stages, chunk bytes each, in dynamic shared memory. Measured on
+   * an H200. */
   KVS_RING_WARPS = 2,
   KVS_RING_STAGES = 8,
   KVS_RING_CHUNK = 4096,
@@ -68,61 +73,22 @@ struct kvs_copy_params {
   struct kvs_units units; /* read until the kernel ended; a grid with pairs 0: inline_pairs */
   uint64_t count;         /* pieces, or pairs * nrows * parts */
   uint64_t ns_per_mib;    /* pace of one CTA: nanoseconds it spends at least on 1 MiB; 0: unpaced */
-  uint64_t only_if;       /* address of a 32-bit word: if that is 0, nothing is copied; 0: always */
   uint32_t chunk;         /* RING: bytes of one stage, a multiple of KVS_RING_LINE */
-  uint32_t by_src;        /* RING: pieces are cut at lines of the source, else of the destination: the host's side */
+  uint32_t by_src;        /* the source is the host's side, else the destination; RING cuts pieces at its lines */
   struct kvs_pair inline_pairs[KVS_INLINE_PAIRS];
 };
 
-/* The relay: the kernel moves blocks into (gather) or out of (scatter) the slots of a ring in device memory, and the
- * copy engine moves whole slots; they meet through flags. Each filling of a slot is described by segments.
- *
- * flags[] of 32-bit words, all 0 before: filled[KVS_RELAY_SLOTS], emptied[KVS_RELAY_SLOTS], aborted. The kernel adds 1
- * a warp; streams write the number of the filling. Filling f goes to slot f % nslots, as its (f / nslots + 1)th, k:
- *
- * gather: the kernel waits for emptied >= k - 1, fills, adds to filled; the copy waits for filled >= k * warps, copies
- * out, writes emptied = k.
- *
- * scatter: the copy waits for emptied >= (k - 1) * warps, copies in, writes filled = k; the kernel waits for filled >=
- * k, scatters, adds to emptied.
- *
- * Who waits for longer than patience_ns, or sees abort_word, sets `aborted` and abort_word to 1 and the other flags to
- * KVS_RELAY_RELEASED, and the kernel ends: nobody who waits for a flag stays behind. Streams still write theirs, so
- * only `aborted` tells afterwards that the relay was given up; who does it again comes after the kernel and the copies.
- *
- * Several kernels, one after another, may share the fillings of a transfer: each begins with filling `first`. Flags go
- * on from one to the next, so that one after a relay that was given up finds them released. */
-enum { KVS_RELAY_SLOTS = 16, KVS_RELAY_FLAGS = 2 * KVS_RELAY_SLOTS + 1, KVS_RELAY_RELEASED = 0x40000000 };
-
-/* A part of a filling. List: pieces [first, first + count), pieces[i] at packed[i] in the slot. Grid: rows [first_row,
- * first_row + nrows) of pairs [first, first + count): row r of the b-th of them at base + r.packed + b *
- * r.packed_stride in the slot; parts * piece covers the longest row. */
-struct kvs_segment {
-  uint64_t first, count, base;
-  uint32_t first_row, nrows;
-  uint32_t last, unused; /* last: of its filling */
-};
-
-struct kvs_relay_params {
-  struct kvs_units units; /* gather: src is read; scatter: dst is written; the other side is the ring */
-  uint64_t packed;        /* list: address of uint64_t[], where in its slot a piece lies */
-  uint64_t segments;      /* address of struct kvs_segment[nsegments] */
-  uint64_t ring, slot_nbytes;
-  uint64_t flags;      /* address of uint32_t[KVS_RELAY_FLAGS] in device memory */
-  uint64_t abort_word; /* address of a 32-bit word in host memory: not 0: give up */
-  uint64_t patience_ns;
-  uint64_t first; /* number of this kernel's first filling, which segments[0] begins */
-  uint32_t nsegments, nslots, gather, chunk;
-};
-
-KVS_BOTH struct kvs_piece kvs_row_part(const struct kvs_row *row, uint64_t src, uint64_t dst, uint64_t part,
-                                       uint64_t piece) {
-  struct kvs_piece unit;
-  uint64_t at = part * piece, left = at < row->nbytes ? row->nbytes - at : 0;
-  unit.src = src + at;
-  unit.dst = dst + at;
-  unit.nbytes = left < piece ? left : piece;
-  return unit;
+/* Part `part` of a row of the pair that is number `block` of a grid. */
+KVS_BOTH struct kvs_piece kvs_grid_piece(const struct kvs_units *units, uint32_t by_src, const struct kvs_row *row,
+                                         const struct kvs_pair *pair, uint64_t block, uint64_t part) {
+  struct kvs_piece piece;
+  uint64_t at = part * units->piece, left = at < row->nbytes ? row->nbytes - at : 0;
+  uint64_t packed =
+      units->slot + (row->before - units->before) * units->npairs + block * row->packed_stride + row->packed;
+  piece.src = (units->slot && by_src ? packed : row->src + pair->src * row->src_stride) + at;
+  piece.dst = (units->slot && !by_src ? packed : row->dst + pair->dst * row->dst_stride) + at;
+  piece.nbytes = left < units->piece ? left : units->piece;
+  return piece;
 }
 
 /* How a piece is cut so that the body moves in the widest words that both addresses allow: `head` bytes, then `words`

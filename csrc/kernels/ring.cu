@@ -12,7 +12,6 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)
   __shared__ struct ring_stage stages[RING_WARPS * RING_STAGES];
   const unsigned lane = threadIdx.x % KVS_WARP, warps = blockDim.x / KVS_WARP;
   const uint64_t all = (uint64_t)gridDim.x * warps;
-  if (nothing_to_do(params)) return;
   struct ring ring = ring_of_warp(memory, stages, params.chunk);
   struct pace pace = pace_begin(params.ns_per_mib * warps);
   ring_begin(&ring, lane);
@@ -20,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)
        first += KVS_WARP * all) {
     const uint64_t mine = first + lane * all;
     struct kvs_piece held = {0, 0, 0};
-    if (mine < params.count) held = unit_at(params, mine);
+    if (mine < params.count) held = unit_at<uint64_t>(params, mine);
     for (unsigned i = 0; i < KVS_WARP && first + i * all < params.count; i++) {
       const struct kvs_piece piece = piece_of_lane(held, i);
       if (piece.nbytes == 0) continue;

@@ -6,6 +6,7 @@
 #include "twins.h"
 
 #include <endian.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -59,99 +60,14 @@ struct kvs_piece kvs_twin_unit(const struct kvs_copy_params *params, uint64_t un
   uint64_t part = unit % units->parts, line = unit / units->parts, block = line / units->nrows;
   read_entry(units->rows, line % units->nrows, &row, sizeof row);
   read_entry(units->pairs ? units->pairs : (uint64_t)(uintptr_t)params->inline_pairs, block, &pair, sizeof pair);
-  return kvs_row_part(&row, row.src + pair.src * row.src_stride, row.dst + pair.dst * row.dst_stride, part,
-                      units->piece);
-}
-
-bool kvs_twin_copies(const struct kvs_copy_params *params) {
-  return !params->only_if || __atomic_load_n((const uint32_t *)(uintptr_t)params->only_if, __ATOMIC_ACQUIRE) != 0;
+  return kvs_grid_piece(units, params->by_src, &row, &pair, block, part);
 }
 
 static void run_copy(const struct kvs_copy_params *params, unsigned cta, unsigned grid) {
-  if (!kvs_twin_copies(params)) return;
   for (uint64_t unit = cta; unit < params->count; unit += grid) {
     struct kvs_piece piece = kvs_twin_unit(params, unit);
     copy_piece(&piece);
   }
-}
-
-/* -- RELAY ----------------------------------------------------------------------------------------------------- */
-
-struct kvs_segment kvs_twin_segment(const struct kvs_relay_params *params, uint64_t index) {
-  struct kvs_segment segment;
-  read_entry(params->segments, index, &segment, sizeof segment);
-  return segment;
-}
-
-uint64_t kvs_twin_segment_units(const struct kvs_relay_params *params, const struct kvs_segment *segment) {
-  return params->units.pieces ? segment->count : segment->count * segment->nrows * params->units.parts;
-}
-
-struct kvs_piece kvs_twin_segment_unit(const struct kvs_relay_params *params, const struct kvs_segment *segment,
-                                       uint64_t slot, uint64_t unit) {
-  const struct kvs_units *units = &params->units;
-  struct kvs_piece piece;
-  struct kvs_row row;
-  struct kvs_pair pair;
-  if (units->pieces) {
-    uint64_t at;
-    read_entry(units->pieces, segment->first + unit, &piece, sizeof piece);
-    read_entry(params->packed, segment->first + unit, &at, sizeof at);
-    *(params->gather ? &piece.dst : &piece.src) = slot + at;
-    return piece;
-  }
-  uint64_t part = unit % units->parts, line = unit / units->parts, block = line / segment->nrows;
-  read_entry(units->rows, segment->first_row + line % segment->nrows, &row, sizeof row);
-  read_entry(units->pairs, segment->first + block, &pair, sizeof pair);
-  uint64_t there = slot + segment->base + row.packed + block * row.packed_stride;
-  uint64_t src = params->gather ? row.src + pair.src * row.src_stride : there;
-  uint64_t dst = params->gather ? there : row.dst + pair.dst * row.dst_stride;
-  return kvs_row_part(&row, src, dst, part, units->piece);
-}
-
-static uint64_t slot_of(const struct kvs_relay_params *params, uint64_t filling) {
-  return (params->first + filling) % params->nslots;
-}
-
-uint64_t kvs_twin_slot(const struct kvs_relay_params *params, uint64_t filling) {
-  return params->ring + slot_of(params, filling) * params->slot_nbytes;
-}
-
-static uint32_t *relay_flag(const struct kvs_relay_params *params, bool filled, uint64_t slot) {
-  return (uint32_t *)(uintptr_t)params->flags + (filled ? 0 : KVS_RELAY_SLOTS) + slot;
-}
-
-bool kvs_twin_relay_told(const struct kvs_relay_params *params) {
-  return __atomic_load_n((const uint32_t *)(uintptr_t)params->abort_word, __ATOMIC_ACQUIRE) != 0;
-}
-
-bool kvs_twin_relay_may(const struct kvs_relay_params *params, uint64_t filling) {
-  uint32_t before = (uint32_t)((params->first + filling) / params->nslots); /* fillings of its slot */
-  const uint32_t *flag = relay_flag(params, !params->gather, slot_of(params, filling));
-  uint32_t wanted = params->gather ? before : before + 1;
-  return (int32_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - wanted) >= 0;
-}
-
-void kvs_twin_relay_fill(const struct kvs_relay_params *params, uint64_t filling, uint64_t segment, uint32_t warps) {
-  uint64_t slot = kvs_twin_slot(params, filling);
-  struct kvs_segment part;
-  do {
-    part = kvs_twin_segment(params, segment++);
-    uint64_t units = kvs_twin_segment_units(params, &part);
-    for (uint64_t unit = 0; unit < units; unit++) {
-      struct kvs_piece piece = kvs_twin_segment_unit(params, &part, slot, unit);
-      copy_piece(&piece);
-    }
-  } while (!part.last);
-  __atomic_fetch_add(relay_flag(params, params->gather, slot_of(params, filling)), warps, __ATOMIC_RELEASE);
-}
-
-/* `aborted` first: who was released by a flag finds it set. */
-void kvs_twin_relay_release(const struct kvs_relay_params *params) {
-  uint32_t *flags = (uint32_t *)(uintptr_t)params->flags;
-  __atomic_store_n(flags + 2 * KVS_RELAY_SLOTS, 1, __ATOMIC_RELEASE);
-  __atomic_store_n((uint32_t *)(uintptr_t)params->abort_word, 1, __ATOMIC_RELEASE);
-  for (int i = 0; i < 2 * KVS_RELAY_SLOTS; i++) __atomic_store_n(flags + i, KVS_RELAY_RELEASED, __ATOMIC_RELEASE);
 }
 
 /* -- PATTERN --------------------------------------------------------------------------------------------------- */
@@ -222,6 +138,7 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
   switch (kernel) {
   case KVS_KERNEL_COPY:
   case KVS_KERNEL_RING:
+  case KVS_KERNEL_PACK:
     run_copy(params, cta, grid);
     break;
   case KVS_KERNEL_PATTERN:
@@ -230,7 +147,6 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
   case KVS_KERNEL_CRC:
     kvs_twin_crc(params, cta);
     break;
-  case KVS_KERNEL_RELAY:
   case KVS_KERNEL_DELAY:
   case KVS_KERNELS:
     break;

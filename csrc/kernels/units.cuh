@@ -23,6 +23,7 @@ static __device__ __forceinline__ struct kvs_row row_at(const struct kvs_units &
   word_load(&row.nbytes, &from->nbytes);
   word_load(&row.packed, &from->packed);
   word_load(&row.packed_stride, &from->packed_stride);
+  word_load(&row.before, &from->before);
   return row;
 }
 
@@ -34,15 +35,15 @@ static __device__ __forceinline__ struct kvs_pair pair_at(uint64_t pairs, uint64
   return pair;
 }
 
-/* Unit `index` of a copying kernel. */
-static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy_params &params, uint64_t index) {
+/* Unit `index` of a copying kernel. Index: 32 bits where they do, since dividing by 64 takes several times as long. */
+template <typename Index>
+static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy_params &params, Index index) {
   const struct kvs_units &units = params.units;
   if (units.pieces) return listed_piece(units, index);
-  const uint64_t part = index % units.parts, line = index / units.parts, block = line / units.nrows;
+  const Index part = index % units.parts, line = index / units.parts, block = line / units.nrows;
   const struct kvs_row row = row_at(units, (uint32_t)(line % units.nrows));
   const struct kvs_pair pair = units.pairs ? pair_at(units.pairs, block) : params.inline_pairs[block];
-  return kvs_row_part(&row, row.src + pair.src * row.src_stride, row.dst + pair.dst * row.dst_stride, part,
-                      units.piece);
+  return kvs_grid_piece(&units, params.by_src, &row, &pair, block, part);
 }
 
 /* The piece that lane `from` of the warp holds. */
@@ -155,22 +156,6 @@ static __device__ __forceinline__ void pace_wait(struct pace *pace, uint64_t off
   if (now > due + CATCH_UP_NS) pace->start += now - due - CATCH_UP_NS;
   for (; now < due; now = clock_ns()) sleep_ns(due - now);
   __syncwarp();
-}
-
-/* -- only if --------------------------------------------------------------------------------------------------- */
-
-static __device__ __forceinline__ uint32_t load_acquire(uint64_t address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-static __device__ __forceinline__ void store_release(uint64_t address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-static __device__ __forceinline__ bool nothing_to_do(const struct kvs_copy_params &params) {
-  return params.only_if && load_acquire(params.only_if) == 0;
 }
 
 #endif

@@ -46,12 +46,12 @@ static double kernel(const struct kvs_path_cost *cost, const struct kvs_shape *s
   return cost->start + of_both(cost, shape->nbytes, shape->pieces, shape->skew_nbytes, shape->skew_pieces);
 }
 
-static double relay(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
+static double burst(const struct kvs_path_cost *cost, const struct kvs_shape *shape) {
   if (shape->rows == 0 || shape->runs == 0) return INFINITY;
-  double gather = of_all(cost->each, shape->nbytes, shape->rows), move = of_all(cost->run, shape->nbytes, shape->runs);
-  double alone = shape->nbytes > KVS_COST_FILLING ? KVS_COST_FILLING / (double)shape->nbytes : 1;
-  double flags = cost->extra * (shape->nbytes < KVS_COST_SLOT ? (double)shape->nbytes / KVS_COST_SLOT : 1);
-  return cost->start + flags + (gather > move ? gather + move * alone : move + gather * alone);
+  double pack = of_all(cost->each, shape->nbytes, shape->rows), move = of_all(cost->run, shape->nbytes, shape->runs);
+  double alone = shape->nbytes > KVS_COST_ALONE ? KVS_COST_ALONE / (double)shape->nbytes : 1;
+  double more = cost->extra * (shape->nbytes < KVS_COST_SLOT ? (double)shape->nbytes / KVS_COST_SLOT : 1);
+  return cost->start + more + (pack > move ? pack + move * alone : move + pack * alone);
 }
 
 double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape, enum kvs_path path) {
@@ -62,8 +62,8 @@ double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape,
     return strided(cost, &paths[KVS_PATH_DMA], shape);
   case KVS_PATH_KERNEL:
     return kernel(cost, shape);
-  case KVS_PATH_RELAY:
-    return relay(cost, shape);
+  case KVS_PATH_BURST:
+    return burst(cost, shape);
   default:
     return dma(cost, shape); /* DIRECT too, which has no extra */
   }

@@ -9,23 +9,23 @@
 enum { KVS_COST_SIZES = 14, KVS_COST_LEAST = 512 };
 
 enum {
-  KVS_COST_BATCH = 128,       /* copies that the processor hands over before the copy engine begins */
-  KVS_COST_FILLING = 1 << 20, /* bytes of a relay that nothing overlaps: the first filling, or the last */
-  KVS_COST_SLOT = 16 << 20,   /* bytes of a slot of the relay's ring */
-  KVS_COST_LINE = 64,         /* bytes: a kernel that reaches over the link off these pays for parts of lines */
+  KVS_COST_BATCH = 128,     /* copies that the processor hands over before the copy engine begins */
+  KVS_COST_ALONE = 8 << 20, /* bytes of a transfer in bursts that nothing overlaps: the first burst, or the last */
+  KVS_COST_SLOT = 16 << 20, /* from so many bytes on bursts pay all of `extra` */
+  KVS_COST_LINE = 64,       /* bytes: a kernel that reaches over the link off these pays for parts of lines */
 };
 
 /* Of one direction. All in nanoseconds from the call to the end of the wait. */
 struct kvs_path_cost {
   double start;                /* of a transfer, however small */
   double extra;                /* DMA: of each of the first KVS_COST_BATCH copies, where there are several; STRIDED: of
-                                  one more copy of rows, over and above them; RELAY: once, of a transfer that fills a
-                                  slot, and in proportion of less. The others: not used, 0 */
+                                  one more copy of rows, over and above them; BURST: once, of a transfer of
+                                  KVS_COST_SLOT bytes and more, and in proportion of less. The others: not used, 0 */
   double each[KVS_COST_SIZES]; /* of one more copy of that size: DMA, DIRECT a merged copy; STRIDED a row that the
                                   host's next one touches; KERNEL a piece whose host side is at a multiple of
-                                  KVS_COST_LINE; RELAY a row gathered or scattered */
+                                  KVS_COST_LINE; BURST a row gathered or scattered */
   double run[KVS_COST_SIZES];  /* STRIDED: of a row where the host's rows lie apart; KERNEL: of a piece whose host side
-                                  is off the lines; RELAY: of one more run of the host's side. The others: 0 */
+                                  is off the lines; BURST: of one more run of the host's side. The others: 0 */
 };
 
 /* What else was measured. 0: unknown, the built-in value serves. */
@@ -53,8 +53,8 @@ struct kvs_shape {
   uint64_t rest_copies; /* STRIDED: plain copies beside them, of the other bytes; they cost what they do on DMA */
   uint64_t pieces;      /* KERNEL: rows of blocks, or merged copies where it takes these */
   uint64_t skew_pieces, skew_nbytes; /* of pieces and nbytes, those that the host has at no multiple of KVS_COST_LINE */
-  uint64_t rows;                     /* RELAY: rows of blocks */
-  uint64_t runs;                     /* RELAY: contiguous runs of the host's side */
+  uint64_t rows;                     /* BURST: rows of blocks */
+  uint64_t runs;                     /* BURST: contiguous runs of the host's side */
 };
 
 /* Of an H200 on PCIe 5 with driver 580 (cost_default.c). */
@@ -71,14 +71,14 @@ int kvs_costs_check(const struct kvs_costs *costs, struct kvs_error *err);
 
 /* Which of kvs_path_cost's members a path uses; `start` and `each` always count. */
 static inline bool kvs_cost_has_extra(enum kvs_path path) {
-  return path == KVS_PATH_DMA || path == KVS_PATH_STRIDED || path == KVS_PATH_RELAY;
+  return path == KVS_PATH_DMA || path == KVS_PATH_STRIDED || path == KVS_PATH_BURST;
 }
 static inline bool kvs_cost_has_run(enum kvs_path path) {
-  return path == KVS_PATH_STRIDED || path == KVS_PATH_RELAY || path == KVS_PATH_KERNEL;
+  return path == KVS_PATH_STRIDED || path == KVS_PATH_BURST || path == KVS_PATH_KERNEL;
 }
 
-/* Predicted nanoseconds; infinity where the path's costs are unknown or the shape has nothing for it. RELAY: gathering
- * and moving the runs overlap, but for one filling. KVS_OTHER_DIRECTION costs as KVS_D2H. */
+/* Predicted nanoseconds; infinity where the path's costs are unknown or the shape has nothing for it. BURST: gathering
+ * and moving the runs overlap, but for one burst. KVS_OTHER_DIRECTION costs as KVS_D2H. */
 double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape, enum kvs_path path);
 
 #endif

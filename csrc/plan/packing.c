@@ -1,10 +1,15 @@
-/* Packing: see packing.h. What costs per block is a key, a pair and, where the host's side does not go on, a copy. */
+/* Cutting into bursts: see packing.h. What costs per block is a key, a pair and, where the host's side does not go on,
+ * a copy. */
 #include "plan/packing.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static const uint64_t LEAST_FILLING = 1 << 20; /* a smaller one is all waiting for flags */
+/* A transfer of so many bytes or fewer is one burst: a second one would cost more than it hides. */
+static const uint64_t ONE_BURST_NBYTES = 12 << 20;
+/* One of at most a slot is two, of which the first to be gathered or the last to be scattered is small: nothing else
+ * hides the kernel. */
+enum { SMALL_SHARE = 8 };
 
 /* -- room ------------------------------------------------------------------------------------------------------ */
 
@@ -34,9 +39,6 @@ void kvs_packing_free(struct kvs_packing *packing) {
   free(packing->groups);
   free(packing->pairs);
   free(packing->room);
-  free(packing->segments);
-  free(packing->packed);
-  free(packing->ends);
   kvs_copies_free(&packing->copies);
   memset(packing, 0, sizeof *packing);
 }
@@ -86,24 +88,32 @@ static void end_group(struct kvs_rows *rows, const struct kvs_group *group) {
   for (size_t i = 0; i < group->count; i++) rows->items[group->first + i].packed_stride = group->nbytes;
 }
 
-int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t most, struct kvs_packing *packing,
-                  struct kvs_error *err) {
-  sort_rows(rows, direction);
-  int status = cut_rows(rows, most, err);
+int kvs_pack_rows(struct kvs_rows *rows, enum kvs_direction direction, uint64_t most, const size_t *ends, size_t nends,
+                  struct kvs_packing *packing, struct kvs_error *err) {
+  int status = KVS_OK;
+  if (!ends) sort_rows(rows, direction);
+  if (!ends) status = cut_rows(rows, most, err);
   if (!status) status = grow(&packing->groups, &packing->groups_capacity, rows->count, sizeof *packing->groups, err);
   if (status) return status;
   packing->ngroups = 0;
   struct kvs_group *group = NULL;
-  for (size_t i = 0; i < rows->count; i++) {
+  uint64_t before = 0;
+  for (size_t i = 0, next = 0; i < rows->count; i++) {
     struct kvs_row *row = &rows->items[i];
     uint64_t host = kvs_row_host(row, direction), stride = kvs_row_host_stride(row, direction);
-    if (!group || host != group->host + group->nbytes || stride != group->host_stride ||
+    bool apart = false;
+    for (; next < nends && ends[next] <= i; next++) apart = true;
+    if (!group || apart || host != group->host + group->nbytes || stride != group->host_stride ||
         group->nbytes + row->nbytes > most) {
-      if (group) end_group(rows, group);
+      if (group) {
+        end_group(rows, group);
+        before += group->nbytes;
+      }
       group = &packing->groups[packing->ngroups++];
       *group = (struct kvs_group){.first = i, .host = host, .host_stride = stride};
     }
     row->packed = group->nbytes;
+    row->before = before;
     group->nbytes += row->nbytes;
     group->count++;
   }
@@ -180,129 +190,140 @@ void kvs_pack_sort(struct kvs_packing *packing, enum kvs_direction direction) {
   }
 }
 
-/* -- fillings -------------------------------------------------------------------------------------------------- */
+/* -- cutting --------------------------------------------------------------------------------------------------- */
 
-/* The filling that is being planned. */
-struct filling {
-  struct kvs_packing *packing;
-  const struct kvs_ring_shape *ring;
-  const struct kvs_regions *regions;
-  bool gather;
-  uint64_t left;       /* bytes of the transfer that are in no filling yet */
-  uint64_t used, room; /* bytes of this one */
-  size_t copies;       /* where its copies begin */
-};
-
-static uint64_t room_of(const struct filling *filling) {
-  uint64_t room = filling->ring->slot_nbytes, small = LEAST_FILLING;
-  if (filling->gather)
-    small <<= filling->packing->nfillings < 16 ? filling->packing->nfillings : 16;
-  else if (filling->left / 2 > small)
-    small = filling->left / 2;
-  return small < room ? small : room;
+bool kvs_is_one_burst(uint64_t nbytes, uint64_t slot_nbytes) {
+  return nbytes <= ONE_BURST_NBYTES && nbytes <= slot_nbytes;
 }
 
-static void begin(struct filling *filling) {
-  filling->used = 0;
-  filling->room = room_of(filling);
-  filling->copies = filling->packing->copies.count;
+static uint64_t small_of(uint64_t nbytes, uint64_t slot_nbytes, bool part) {
+  return part || nbytes > slot_nbytes || kvs_is_one_burst(nbytes, slot_nbytes) ? 0 : nbytes / SMALL_SHARE;
 }
 
-static int end(struct filling *filling, struct kvs_error *err) {
-  struct kvs_packing *packing = filling->packing;
-  int status = grow(&packing->ends, &packing->ends_capacity, packing->nfillings + 1, sizeof *packing->ends, err);
-  if (!status) status = kvs_plan_split(&packing->copies, filling->copies, filling->regions, err);
-  if (status) return status;
-  packing->segments[packing->nsegments - 1].last = 1;
-  packing->ends[packing->nfillings++] = packing->copies.count;
-  begin(filling);
-  return KVS_OK;
+/* How many bytes the next burst should have. */
+static uint64_t room_of(const struct kvs_cutter *cutter) {
+  uint64_t slot = cutter->slot_nbytes, small = cutter->small, left = cutter->left;
+  if (small == 0) return slot;
+  if (cutter->direction == KVS_D2H) return left == cutter->nbytes ? small : slot;
+  return left > small ? left - small : slot;
 }
 
-static int add_segment(struct filling *filling, const struct kvs_segment *segment, struct kvs_error *err) {
-  struct kvs_packing *packing = filling->packing;
-  int status =
-      grow(&packing->segments, &packing->segments_capacity, packing->nsegments + 1, sizeof *packing->segments, err);
-  if (!status) packing->segments[packing->nsegments++] = *segment;
-  return status;
+static struct kvs_burst taken(struct kvs_cutter *cutter, struct kvs_burst burst) {
+  cutter->left -= burst.nbytes;
+  return burst;
 }
 
-/* The next bytes of the slot are those at `host`. */
-static int add_bytes(struct filling *filling, uint64_t host, uint64_t nbytes, struct kvs_error *err) {
-  struct kvs_copies *copies = &filling->packing->copies;
-  uint64_t slot = filling->packing->nfillings % filling->ring->slots;
-  uint64_t there = filling->ring->address + slot * filling->ring->slot_nbytes + filling->used;
+struct kvs_cutter kvs_cut_grid(const struct kvs_packing *packing, size_t first_row, size_t rows_end,
+                               enum kvs_direction direction, uint64_t slot_nbytes, bool part) {
+  struct kvs_cutter cutter = {.direction = direction, .slot_nbytes = slot_nbytes};
+  while (cutter.group < packing->ngroups && packing->groups[cutter.group].first < first_row) cutter.group++;
+  for (cutter.end = cutter.group; cutter.end < packing->ngroups && packing->groups[cutter.end].first < rows_end;
+       cutter.end++)
+    cutter.nbytes += packing->groups[cutter.end].nbytes * packing->npairs;
+  cutter.left = cutter.nbytes;
+  cutter.small = small_of(cutter.nbytes, slot_nbytes, part);
+  return cutter;
+}
+
+bool kvs_cut_next(struct kvs_cutter *cutter, const struct kvs_packing *packing, struct kvs_burst *burst) {
+  if (cutter->left == 0) return false;
+  const struct kvs_group *group = &packing->groups[cutter->group];
+  uint64_t room = room_of(cutter), left = group->nbytes * (packing->npairs - cutter->at);
+  if (cutter->at > 0 || left > room) { /* some pairs of this group */
+    uint64_t rest = packing->npairs - cutter->at, pairs = room / group->nbytes;
+    if (pairs == 0) pairs = 1; /* a block may be larger than a small burst, never than a slot */
+    if (room == cutter->slot_nbytes) pairs = (rest - 1) / ((rest - 1) / pairs + 1) + 1; /* as many in each */
+    if (pairs > rest) pairs = rest;
+    *burst = taken(cutter, (struct kvs_burst){group->first, group->count, cutter->at, pairs, pairs * group->nbytes});
+    cutter->at += pairs;
+    if (cutter->at < packing->npairs) return true;
+    cutter->at = 0;
+    cutter->group++;
+    return true;
+  }
+  struct kvs_burst whole = {.first_row = group->first, .count = packing->npairs};
+  for (; cutter->group < cutter->end; cutter->group++) {
+    group = &packing->groups[cutter->group];
+    uint64_t more = group->nbytes * packing->npairs;
+    if (whole.nbytes + more > room) break;
+    whole.nrows += group->count;
+    whole.nbytes += more;
+  }
+  *burst = taken(cutter, whole);
+  return true;
+}
+
+struct kvs_cutter kvs_cut_list(uint64_t nbytes, enum kvs_direction direction, uint64_t slot_nbytes, bool part) {
+  return (struct kvs_cutter){.direction = direction,
+                             .slot_nbytes = slot_nbytes,
+                             .small = small_of(nbytes, slot_nbytes, part),
+                             .nbytes = nbytes,
+                             .left = nbytes};
+}
+
+bool kvs_cut_next_list(struct kvs_cutter *cutter, const struct kvs_piece *pieces, size_t npieces,
+                       struct kvs_burst *burst) {
+  uint64_t room = room_of(cutter);
+  struct kvs_burst next = {.first = cutter->at};
+  for (; cutter->at < npieces && (next.count == 0 || next.nbytes + pieces[cutter->at].nbytes <= room); cutter->at++) {
+    next.count++;
+    next.nbytes += pieces[cutter->at].nbytes;
+  }
+  if (next.count) *burst = taken(cutter, next);
+  return next.count > 0;
+}
+
+/* -- copies of a burst ----------------------------------------------------------------------------------------- */
+
+/* The slot's next bytes are those at `host`: there is room for one copy more. */
+static void add_bytes(struct kvs_copies *copies, enum kvs_direction direction, uint64_t slot, uint64_t host,
+                      uint64_t nbytes) {
   size_t last = copies->count - 1;
-  filling->used += nbytes;
-  filling->left -= nbytes;
-  if (copies->count > filling->copies &&
-      (filling->gather ? copies->dst : copies->src)[last] + copies->nbytes[last] == host) {
+  uint64_t *hosts = direction == KVS_D2H ? copies->dst : copies->src;
+  if (copies->count && hosts[last] + copies->nbytes[last] == host)
     copies->nbytes[last] += nbytes;
-    return KVS_OK;
+  else
+    kvs_copies_push(copies, direction == KVS_D2H ? host : slot, direction == KVS_D2H ? slot : host, nbytes, 0);
+}
+
+/* Blocks that follow each other on the host are one run where nothing lies between them. */
+static uint64_t add_group(struct kvs_packing *packing, const struct kvs_group *group, const struct kvs_burst *burst,
+                          enum kvs_direction direction, uint64_t slot) {
+  const struct kvs_pair *pairs = packing->pairs;
+  size_t end = burst->first + burst->count;
+  bool together = group->nbytes == group->host_stride;
+  for (size_t at = burst->first, n; at < end; at += n) {
+    uint32_t host = key_of(&pairs[at], direction);
+    for (n = 1; together && at + n < end && key_of(&pairs[at + n], direction) == host + n;) n++;
+    add_bytes(&packing->copies, direction, slot, group->host + host * group->host_stride, n * group->nbytes);
+    slot += n * group->nbytes;
   }
-  int status = kvs_copies_reserve(copies, copies->count + 1, err);
-  if (!status) kvs_copies_push(copies, filling->gather ? host : there, filling->gather ? there : host, nbytes, 0);
-  return status;
+  return slot;
 }
 
-static struct filling start(struct kvs_packing *packing, enum kvs_direction direction,
-                            const struct kvs_ring_shape *ring, const struct kvs_regions *regions, uint64_t nbytes) {
-  struct filling filling = {
-      .packing = packing, .ring = ring, .regions = regions, .gather = direction == KVS_D2H, .left = nbytes};
-  packing->nsegments = packing->nfillings = packing->copies.count = 0;
-  begin(&filling);
-  return filling;
+int kvs_burst_copies(struct kvs_packing *packing, const struct kvs_burst *burst, enum kvs_direction direction,
+                     uint64_t slot, const struct kvs_regions *regions, struct kvs_error *err) {
+  size_t group = 0, groups = 0;
+  while (packing->groups[group].first < burst->first_row) group++;
+  for (size_t rows = 0; rows < burst->nrows; groups++) rows += packing->groups[group + groups].count;
+  packing->copies.count = 0;
+  int status = kvs_copies_reserve(&packing->copies, groups * burst->count, err);
+  for (size_t i = 0; !status && i < groups; i++)
+    slot = add_group(packing, &packing->groups[group + i], burst, direction, slot);
+  return status ? status : kvs_plan_split(&packing->copies, 0, regions, err);
 }
 
-static int pack_group(struct filling *filling, const struct kvs_group *group, struct kvs_error *err) {
-  const struct kvs_packing *packing = filling->packing;
-  int status = KVS_OK;
-  for (size_t at = 0, n; !status && at < packing->npairs; at += n) {
-    n = filling->used < filling->room ? (size_t)((filling->room - filling->used) / group->nbytes) : 0;
-    if (n == 0 && filling->used) {
-      status = end(filling, err);
-      continue;
-    }
-    if (n == 0) n = 1; /* a block may be larger than a small filling, never than a slot */
-    if (n > packing->npairs - at) n = packing->npairs - at;
-    struct kvs_segment segment = {.first = at,
-                                  .count = n,
-                                  .base = filling->used,
-                                  .first_row = (uint32_t)group->first,
-                                  .nrows = (uint32_t)group->count};
-    status = add_segment(filling, &segment, err);
-    for (size_t i = 0; !status && i < n; i++) {
-      uint32_t slot = filling->gather ? packing->pairs[at + i].dst : packing->pairs[at + i].src;
-      status = add_bytes(filling, group->host + slot * group->host_stride, group->nbytes, err);
-    }
+int kvs_burst_list(struct kvs_packing *packing, struct kvs_piece *pieces, const struct kvs_burst *burst,
+                   enum kvs_direction direction, uint64_t slot, const struct kvs_regions *regions,
+                   struct kvs_error *err) {
+  packing->copies.count = 0;
+  int status = kvs_copies_reserve(&packing->copies, burst->count, err);
+  if (status) return status;
+  for (size_t i = burst->first; i < burst->first + burst->count; i++) {
+    uint64_t *host = direction == KVS_D2H ? &pieces[i].dst : &pieces[i].src;
+    add_bytes(&packing->copies, direction, slot, *host, pieces[i].nbytes);
+    *host = slot;
+    slot += pieces[i].nbytes;
   }
-  return status;
-}
-
-int kvs_pack_grid(struct kvs_packing *packing, enum kvs_direction direction, const struct kvs_ring_shape *ring,
-                  const struct kvs_regions *regions, struct kvs_error *err) {
-  uint64_t nbytes = 0;
-  int status = KVS_OK;
-  for (size_t g = 0; g < packing->ngroups; g++) nbytes += packing->groups[g].nbytes * packing->npairs;
-  struct filling filling = start(packing, direction, ring, regions, nbytes);
-  for (size_t g = 0; !status && g < packing->ngroups; g++) status = pack_group(&filling, &packing->groups[g], err);
-  return !status && filling.used ? end(&filling, err) : status;
-}
-
-int kvs_pack_list(struct kvs_packing *packing, const struct kvs_piece *pieces, size_t npieces,
-                  enum kvs_direction direction, const struct kvs_ring_shape *ring, const struct kvs_regions *regions,
-                  struct kvs_error *err) {
-  uint64_t nbytes = 0;
-  int status = grow(&packing->packed, &packing->packed_capacity, npieces, sizeof *packing->packed, err);
-  for (size_t i = 0; i < npieces; i++) nbytes += pieces[i].nbytes;
-  struct filling filling = start(packing, direction, ring, regions, nbytes);
-  for (size_t i = 0; !status && i < npieces; i++) {
-    if (filling.used && filling.used + pieces[i].nbytes > filling.room) status = end(&filling, err);
-    if (!status && filling.used == 0) status = add_segment(&filling, &(struct kvs_segment){.first = i}, err);
-    if (status) break;
-    packing->packed[i] = filling.used;
-    packing->segments[packing->nsegments - 1].count++;
-    status = add_bytes(&filling, filling.gather ? pieces[i].dst : pieces[i].src, pieces[i].nbytes, err);
-  }
-  return !status && filling.used ? end(&filling, err) : status;
+  return kvs_plan_split(&packing->copies, 0, regions, err);
 }

@@ -110,7 +110,7 @@ static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *c
 }
 
 static int read_paths(PyObject *dict, struct kvs_path_cost *costs) {
-  static const char *const paths[] = {"dma", "strided", "relay", "kernel", "direct"}; /* without "auto" */
+  static const char *const paths[] = {"dma", "strided", "burst", "kernel", "direct"}; /* without "auto" */
   PyObject *name, *cost;
   Py_ssize_t at = 0;
   while (PyDict_Next(dict, &at, &name, &cost)) {
@@ -246,7 +246,7 @@ static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize
   static const char *const names[] = {
       "costs",      "path",         "direction",   "nbytes", "copies",      "rects",       "rect_rows", "rect_nbytes",
       "apart_rows", "apart_nbytes", "rest_copies", "pieces", "skew_pieces", "skew_nbytes", "rows",      "runs"};
-  static const char *const paths[] = {"auto", "dma", "strided", "relay", "kernel", "direct"};
+  static const char *const paths[] = {"auto", "dma", "strided", "burst", "kernel", "direct"};
   static const struct kvs_py_args spec = {"_costs_predict", names, 4, 4, PREDICT};
   struct kvs_costs costs = *kvs_costs_default();
   struct kvs_shape shape = {0};

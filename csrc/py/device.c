@@ -244,10 +244,11 @@ static int set_item(PyObject *dict, const char *name, PyObject *value) {
 static PyObject *device_info(PyObject *self, void *unused) {
   (void)unused;
   const struct kvs_engine *engine = kvs_py_device_engine(self);
-  const char *relay = kvs_engine_relay_note(engine);
+  const char *burst = kvs_engine_burst_note(engine);
   PyObject *dict = kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
   if (dict == NULL) return NULL;
-  if (set_item(dict, "relay", PyUnicode_FromString(*relay ? relay : "on")) < 0 ||
+  if (set_item(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
+      set_item(dict, "slots_nbytes", PyLong_FromUnsignedLongLong(kvs_engine_slots_nbytes(engine))) < 0 ||
       set_item(dict, "costs", PyUnicode_FromString(kvs_engine_costs_note(engine))) < 0)
     Py_CLEAR(dict);
   return dict;
@@ -377,6 +378,28 @@ static PyObject *device_unregister(PyObject *self, PyObject *ptr) {
   Py_RETURN_NONE;
 }
 
+static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"slot_nbytes", "count", "timeout"};
+  static const struct kvs_py_args spec = {"set_slots", names, 1, 2, 3};
+  struct kvs_py_state *state = kvs_py_state_of(self);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_error err = {0};
+  PyObject *values[3];
+  uint64_t slot_nbytes, count = 3;
+  int64_t timeout_ns = 10000000000;
+  int rc;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_uint64(values[0], "slot_nbytes", -1, &slot_nbytes) < 0) return NULL;
+  if (values[1] != NULL && kvs_py_uint64(values[1], "count", -1, &count) < 0) return NULL;
+  if (values[2] != NULL && kvs_py_timeout(values[2], "timeout", &timeout_ns) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_set_slots(engine, slot_nbytes, count < UINT32_MAX ? (unsigned)count : UINT32_MAX, timeout_ns, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  kvs_py_collect(engine);
+  Py_RETURN_NONE;
+}
+
 static PyObject *path_stats(const struct kvs_path_stats *paths) {
   PyObject *dict = PyDict_New();
   for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {
@@ -461,6 +484,16 @@ PyDoc_STRVAR(
     "Wait until everything queued on the device, by anybody, has ended.\n\n"
     "timeout: seconds, None for no limit; TimeoutError leaves all running. Ctrl-C works. Any thread may call.");
 PyDoc_STRVAR(
+    set_slots_doc,
+    "set_slots($self, /, slot_nbytes, count=3, *, timeout=10.0)\n--\n\n"
+    "Change the GPU memory that path 'burst' works in: a direction has `count` (2 to 8) slots of slot_nbytes bytes\n"
+    "(a multiple of 128 KiB, at most 1 GiB) and two of half as much. 0 gives the memory back; path 'burst' is off "
+    "then.\n\n"
+    "Waits until the device's transfers have ended: TimeoutError after `timeout` seconds (None: no limit), and "
+    "nothing\n"
+    "has changed. Allocating and freeing may hold up what else runs on the device. ValueError: sizes beyond these.\n"
+    "DeviceError: there is not so much memory; path 'burst' is off then. Any thread may call.");
+PyDoc_STRVAR(
     alloc_doc,
     "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
     "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
@@ -502,6 +535,7 @@ PyDoc_STRVAR(
 static PyMethodDef methods[] = {
     {"set_compute_stream", device_set_compute_stream, METH_O, set_compute_stream_doc},
     {"set_defaults", KVS_PY_FASTCALL(device_set_defaults), METH_FASTCALL | METH_KEYWORDS, set_defaults_doc},
+    {"set_slots", KVS_PY_FASTCALL(device_set_slots), METH_FASTCALL | METH_KEYWORDS, set_slots_doc},
     {"synchronize", KVS_PY_FASTCALL(device_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
     {"alloc", KVS_PY_FASTCALL(device_alloc), METH_FASTCALL | METH_KEYWORDS, alloc_doc},
     {"register", KVS_PY_FASTCALL(device_register), METH_FASTCALL | METH_KEYWORDS, register_doc},
@@ -518,7 +552,8 @@ static PyGetSetDef getset[] = {
      "cc_major,\n"
      "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, "
      "kernels_note,\n"
-     "relay ('on', or why path relay is not there), costs (where the figures are from that path 'auto' goes by).",
+     "burst ('on', or why path burst is not there or has less memory than wanted), slots_nbytes (GPU memory that it\n"
+     "takes), costs (where the figures are from that path 'auto' goes by).",
      NULL},
     {"lost", device_lost, NULL, "bool: an asynchronous fault has made the device useless; every transfer on it fails.",
      NULL},

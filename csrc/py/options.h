@@ -33,7 +33,7 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
   "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its\n"    \
   "  error.\n"
 #define KVS_PY_PATH_DOC                                                                                                \
-  "path: 'auto', 'dma', 'strided' (copy engines), 'relay' (both), 'kernel' (GPU) or 'direct' (host device).\n"         \
+  "path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).\n"         \
   "priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9\n"   \
   "  bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else what\n"    \
   "  suits: in the background fewer CTAs, paced, so that a model beside them hardly slows down.\n"

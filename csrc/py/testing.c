@@ -209,12 +209,6 @@ static PyObject *set_lane_depth(PyObject *module, PyObject *const *args, Py_ssiz
   return set_number(PyModule_GetState(module), &spec, args, nargs, kwnames, kvs_engine_set_lane_depth);
 }
 
-static PyObject *set_relay_turn(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"device", "nbytes"};
-  static const struct kvs_py_args spec = {"_set_relay_turn", names, 2, 2, 2};
-  return set_number(PyModule_GetState(module), &spec, args, nargs, kwnames, kvs_engine_set_relay_turn);
-}
-
 /* -- the machine --------------------------------------------------------------------------------------------------- */
 
 static PyObject *cuda_count(PyObject *module, PyObject *unused) {
@@ -291,10 +285,6 @@ PyDoc_STRVAR(set_fault_doc,
              "are left out.");
 PyDoc_STRVAR(set_lane_depth_doc, "_set_lane_depth($module, /, device, depth)\n--\n\n"
                                  "How many unfinished transfers a lane holds, 1 to 65536. Concerns lanes made later.");
-PyDoc_STRVAR(set_relay_turn_doc,
-             "_set_relay_turn($module, /, device, nbytes)\n--\n\n"
-             "How many bytes, about, a relay of priority background moves before it gives its SMs back for a while.\n"
-             "0: as ever.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
 PyDoc_STRVAR(fatbin_doc,
@@ -312,7 +302,6 @@ PyMethodDef kvs_py_testing_methods[] = {
     ROW(host_peer, host_peer),
     ROW(set_fault, set_fault),
     ROW(set_lane_depth, set_lane_depth),
-    ROW(set_relay_turn, set_relay_turn),
     {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
     ROW(cuda_info, cuda_info),
     {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},

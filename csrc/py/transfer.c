@@ -291,7 +291,7 @@ static PyGetSetDef getset[] = {
     {"sequence", transfer_number, NULL, "int: its place in its lane, from 1.", (void *)(uintptr_t)SEQUENCE},
     {"elapsed", transfer_elapsed, NULL,
      "float: seconds it took on the device, 0.0 where that cannot say; None while it runs.", NULL},
-    {"path", transfer_path, NULL, "str: the path taken: 'dma', 'strided', 'relay', 'kernel' or 'direct'.", NULL},
+    {"path", transfer_path, NULL, "str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'.", NULL},
     {"state", transfer_state, NULL, "str: 'running', 'done', 'failed' or 'cancelled'.", NULL},
     {"error", transfer_error, NULL, "Exception: why it did not succeed; None while it runs and when it did.", NULL},
     {"failed_blocks", transfer_failed_blocks, NULL,

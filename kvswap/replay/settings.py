@@ -13,7 +13,7 @@ from .units import format_size
 if TYPE_CHECKING:
     from kvswap import _C
 
-Path: TypeAlias = Literal["auto", "dma", "strided", "relay", "kernel", "direct"]
+Path: TypeAlias = Literal["auto", "dma", "strided", "burst", "kernel", "direct"]
 
 _DEFAULT_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 64 << 10}
 _DEFAULT_GPU_BLOCKS = {"cuda": 2048, "host": 4096}

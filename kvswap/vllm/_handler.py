@@ -14,7 +14,7 @@ from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 
 _logger = logging.getLogger("kvswap.vllm")
 
-_PATHS = ("auto", "dma", "strided", "relay", "kernel", "direct")
+_PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
 _PRIORITIES = ("normal", "high", "background")
 _WAIT_TIMEOUT = 300.0  # seconds
 _LOG_EVERY = 60.0  # seconds

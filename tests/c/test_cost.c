@@ -144,25 +144,25 @@ static void test_what_is_not_there_is_never_picked(void) {
 }
 
 /* Gathering and moving overlap, but for a filling: 1 MiB. */
-static void test_relay(void) {
+static void test_burst(void) {
   struct kvs_costs costs = some_costs(2);
-  struct kvs_path_cost *relay = &costs.paths[KVS_D2H][KVS_PATH_RELAY];
+  struct kvs_path_cost *burst = &costs.paths[KVS_D2H][KVS_PATH_BURST];
   struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 4 << 20, .rows = 4096, .runs = 16};
-  relay->start = 5000;
-  relay->extra = 0;
-  relay->each[1] = 100;   /* 1 KiB */
-  relay->run[9] = 100000; /* 256 KiB */
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 16 * 100000 + 4096 * 100 / 4.0));
-  relay->run[9] = 20000;
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
+  burst->start = 5000;
+  burst->extra = 0;
+  burst->each[1] = 100;   /* 1 KiB */
+  burst->run[9] = 100000; /* 256 KiB */
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 16 * 100000 + 4096 * 100 / 4.0));
+  burst->run[9] = 20000;
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 256 << 10, .rows = 256, .runs = 1};
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 256 * 100 + 20000)); /* it is all one filling */
-  relay->extra = 6400;                                                                /* of a slot's 16 MiB and more */
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 100 + 256 * 100 + 20000));
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 256 * 100 + 20000)); /* it is all one filling */
+  burst->extra = 6400;                                                                /* of a slot's 16 MiB and more */
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 100 + 256 * 100 + 20000));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 64 << 20, .rows = 65536, .runs = 256};
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY), 5000 + 6400 + 65536 * 100 + 256 * 20000 / 64.0));
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 6400 + 65536 * 100 + 256 * 20000 / 64.0));
   shape.runs = 0;
-  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_RELAY)));
+  CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST)));
 }
 
 static void test_the_built_in_costs(void) {
@@ -366,7 +366,7 @@ static void test_costs_that_are_none_are_not_written(void) {
       costs.paths[0][KVS_PATH_DMA].each[3] = wrong[i];
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
     costs = good;
-    costs.paths[1][KVS_PATH_RELAY].run[13] = wrong[i];
+    costs.paths[1][KVS_PATH_BURST].run[13] = wrong[i];
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
     costs = good;
     costs.paths[1][KVS_PATH_STRIDED].extra = wrong[i];
@@ -435,7 +435,7 @@ int main(void) {
   test_direct();
   test_strided();
   test_kernel();
-  test_relay();
+  test_burst();
   test_what_is_not_there_is_never_picked();
   test_the_built_in_costs();
   test_written_comes_back();

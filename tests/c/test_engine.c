@@ -334,11 +334,11 @@ static void test_loss(void) {
   caches_free(&c);
 }
 
-/* Wherever a relay is being queued: the loss is what is told of, and told at once. (What a lost device may still read
+/* Wherever a burst is being queued: the loss is what is told of, and told at once. (What a lost device may still read
  * stays allocated for good.) */
-static void test_loss_in_a_relay(void) {
+static void test_loss_in_a_burst(void) {
 #if !defined(__SANITIZE_ADDRESS__)
-  const struct kvs_options relay = {.priority = KVS_PRIORITY_NORMAL, .path = KVS_PATH_RELAY};
+  const struct kvs_options burst = {.priority = KVS_PRIORITY_NORMAL, .path = KVS_PATH_BURST};
   int64_t ids[BLOCKS];
   for (int i = 0; i < BLOCKS; i++) ids[i] = (i * 37) % BLOCKS;
   for (uint64_t nth = 1, lost = 1; lost; nth++) {
@@ -348,7 +348,7 @@ static void test_loss_in_a_relay(void) {
     struct kvs_transfer *transfer = NULL;
     struct kvs_fault fault = {.action = KVS_FAULT_LOSE, .nth = nth, .code = 719};
     kvs_dev_fault_set(engine->device, KVS_FAULT_CALL, &fault, &ignored);
-    int status = swap(engine, &c, ids, ids, BLOCKS, KVS_D2H, &relay, &transfer, &err);
+    int status = swap(engine, &c, ids, ids, BLOCKS, KVS_D2H, &burst, &transfer, &err);
     lost = (uint64_t)atomic_load(&engine->device->lost);
     CHECK(err.status == KVS_OK || (err.status == KVS_LOST && err.code == 719), "call %d: %d", (int)nth, err.status);
     if (!status && lost) CHECK(kvs_transfer_done(transfer) && kvs_transfer_error(transfer, &ignored) == KVS_LOST);
@@ -506,7 +506,7 @@ int main(void) {
   test_refused_blocks();
   test_every_call_may_fail();
   test_loss();
-  test_loss_in_a_relay();
+  test_loss_in_a_burst();
   test_threads();
   test_fork_while_a_lock_is_held();
   kvs_shutdown(SECONDS);

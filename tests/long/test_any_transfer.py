@@ -85,7 +85,7 @@ class Round:
             return None
 
     def submit_unless_held(self, work: Work, listed: bool) -> kvswap.Transfer | None:
-        path = self.rng.choice(("relay", "relay", "kernel", "auto"))
+        path = self.rng.choice(("burst", "burst", "kernel", "auto"))
         call = self.sides.batch if listed else self.sides.swap
         options = {"path": path, "stream": self.rng.choice(self.streams)}
         if not self.faults or self.rng.random() < 0.7:

@@ -317,4 +317,4 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def disable_kernels() -> None:
     """Before the device is opened: kernels of another process take whole time slices from the model's."""
     named = [name for name in os.environ.get("KVSWAP_DISABLE", "").split(",") if name]
-    os.environ["KVSWAP_DISABLE"] = ",".join(dict.fromkeys([*named, "kernel", "relay"]))
+    os.environ["KVSWAP_DISABLE"] = ",".join(dict.fromkeys([*named, "kernel", "burst"]))
