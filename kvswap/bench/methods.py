@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from kvswap import _C, Direction
-from kvswap.replay.settings import Path
 
 from .shapes import Place, Words
 
@@ -52,7 +51,7 @@ class Method:
 # -- kvswap -----------------------------------------------------------------------------------------------------------
 
 
-def _swap(path: Path, priority: _C._Priority = "normal") -> Callable[[Place, Direction, _C.Stream], Submit]:
+def _swap(path: Any, priority: _C._Priority = "normal") -> Callable[[Place, Direction, _C.Stream], Submit]:
     def bind(place: Place, direction: Direction, _: _C.Stream) -> Submit:
         return lambda: _C.swap_cache_all_layers_async(
             place.gpu_ptrs,
@@ -212,7 +211,7 @@ METHODS = {
         Method("auto", "the path that kvswap picks", _swap("auto")),
         Method("dma", "kvswap, path dma", _swap("dma"), "dma"),
         Method("strided", "kvswap, path strided", _swap("strided"), "strided"),
-        Method("relay", "kvswap, path relay", _swap("relay"), "relay"),
+        Method("burst", "kvswap, path burst", _swap("burst"), "burst"),
         Method("kernel", "kvswap, path kernel", _swap("kernel"), "kernel"),
         Method("high", "the path that kvswap picks at priority high", _swap("auto", "high")),
         Method("background", "the path that kvswap picks at priority background", _swap("auto", "background")),
@@ -235,4 +234,4 @@ METHODS = {
 
 def paths(device: _C.Device) -> tuple[str, ...]:
     """kvswap's paths that there may be on such a device."""
-    return ("auto", "dma", "strided", "relay", "kernel", *(["direct"] if device.kind == "host" else []))
+    return ("auto", "dma", "strided", "burst", "kernel", *(["direct"] if device.kind == "host" else []))
