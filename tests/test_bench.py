@@ -15,7 +15,7 @@ import pytest
 
 import kvswap
 from kvswap import _C, Direction, cli, testing
-from kvswap.bench import beside, loads, measure, regret, table
+from kvswap.bench import beside, loads, measure, regret, step, table
 from kvswap.bench.methods import METHODS, NotMeasured, Pieces
 from kvswap.bench.shapes import FAMILIES, SPREAD, Place, Shape
 from kvswap.replay.check import WrongBytes
@@ -191,6 +191,43 @@ def test_a_load_comes_in_pieces(device: kvswap.Device, kind: str) -> None:
     assert window.pieces >= 1
     assert window.pieces * window.piece_seconds >= 0.199  # the load ran for as long as it was asked to
     assert "NumPy" in load.name if device.kind == "host" else "torch" in load.name
+
+
+def float32_model() -> step.Model:
+    rng = np.random.default_rng(3)
+    return step.model(step.SMALL, lambda shape, scale: rng.standard_normal(shape, np.float32) * np.float32(scale))
+
+
+def test_a_decode_step_looks_at_all_that_it_should() -> None:
+    """Each request's output depends on its own cache and input, every layer and weight counts, and it stays finite."""
+    model = float32_model()
+    before = step.by_numpy(model)
+    assert before.shape == (step.SMALL.batch, step.SMALL.hidden) and np.isfinite(before).all()
+    for number, layer in enumerate(model.layers):
+        for name in ("qkv", "out", "gate_up", "down"):
+            weight = getattr(layer, name)
+            kept = weight.copy()
+            weight[...] = np.roll(kept, 1, axis=0)
+            assert not np.allclose(step.by_numpy(model), before), (number, name)
+            weight[...] = kept
+        for cache in (layer.keys, layer.values):
+            kept = cache[1, -1, -1].copy()
+            cache[1, -1, -1] += 5  # the last token of the last head of one request
+            changed = np.abs(step.by_numpy(model) - before).max(axis=1) > 1e-4
+            assert changed.tolist() == [False, True, False, False]
+            cache[1, -1, -1] = kept
+    assert np.array_equal(step.by_numpy(model), before)
+
+
+def test_torchs_decode_step_is_numpys() -> None:
+    torch = pytest.importorskip("torch")
+    model = float32_model()
+    layers = [
+        step.Layer(*(torch.from_numpy(getattr(layer, name)) for name in step.Layer.__dataclass_fields__))
+        for layer in model.layers
+    ]
+    found = step.by_torch(torch, step.Model(model.size, torch.from_numpy(model.x), tuple(layers)))
+    np.testing.assert_allclose(found.numpy(), step.by_numpy(model), rtol=1e-3, atol=1e-3)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What a model does to a GPU, in three kinds: a large matrix product, a decode step's, and a stream through memory.
+"""What a model does to a GPU: a decode step, a large matrix product, one of a decode step, a stream through memory.
 
 With torch they are what their names say. Without it kvswap's copy kernel stands in: every SM copies within GPU memory,
-in launches about as long as the product that they stand for, and the load's name says so. On a host device NumPy works
+in launches about as long as the kernels that they stand for, and the load's name says so. On a host device NumPy works
 on the same processors that copy.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from kvswap import _C
 
+from . import step
 from .methods import NotMeasured, Pieces
 from .shapes import WAIT_LIMIT
 from .with_torch import ordinal, torch_for
@@ -26,15 +27,19 @@ _PIECE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Kind:
-    """A load. product: m, k and n of a matrix product; none: a stream."""
+    """A load. product: m, k and n of a matrix product; none: a stream, or a decode step where there is a model."""
 
     description: str
     product: tuple[int, int, int] | None
     host_product: tuple[int, int, int] | None
     stand_in_nbytes: int  # that kvswap's copy kernel moves a launch
+    model: step.Size | None = None
+    host_model: step.Size | None = None
 
 
 KINDS = {
+    # The stand-in's launches: as many bytes as one of the step's five large kernels a layer moves.
+    "step": Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL),
     "matmul": Kind("8192^3 bf16 product", (8192, 8192, 8192), (512, 512, 512), 3 << 30),
     "decode": Kind("64x4096 by 4096x14336 bf16 product", (64, 4096, 14336), (16, 1024, 3584), 64 << 20),
     "stream": Kind("elementwise over 1 GiB of GPU memory", None, None, 1 << 30),
@@ -42,7 +47,7 @@ KINDS = {
 
 
 class Load(ABC):
-    """Work that comes in equal pieces of about 10 ms.
+    """Work that comes in equal pieces of about 10 ms, or of a decode step each.
 
     stream: where they are queued. ahead: how many may be queued before the first has ended, so that a caller that is
     held up elsewhere does not let the stream run dry.
@@ -71,7 +76,7 @@ def load_for(device: _C.Device, key: str) -> Load:
 
 
 class _TorchLoad(Load):
-    """A CUDA graph of as many products as make up a piece: one launch, whatever their number."""
+    """A CUDA graph of as many products as make up a piece, or of one decode step: one launch, whatever is in it."""
 
     ahead = 10
 
@@ -80,7 +85,9 @@ class _TorchLoad(Load):
         super().__init__(f"{kind.description} (torch {torch.__version__})", torch.cuda.Stream(cuda))
         work = self._work(kind, cuda)
         with torch.cuda.stream(self.stream):
-            per_piece = _repeats(work, self.stream.synchronize)
+            per_piece = _repeats(work, self.stream.synchronize)  # which warms up
+            if kind.model is not None:
+                per_piece = 1
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=self.stream):
                 for _ in range(per_piece):
@@ -89,6 +96,9 @@ class _TorchLoad(Load):
 
     def _work(self, kind: Kind, cuda: Any) -> Callable[[], object]:
         torch, options = self._torch, {"dtype": self._torch.bfloat16, "device": cuda}
+        if kind.model is not None:
+            model = step.model(kind.model, lambda shape, scale: torch.empty(shape, **options).normal_(std=scale))
+            return lambda: step.by_torch(torch, model)
         if kind.product is None:
             source = torch.ones(kind.stand_in_nbytes // 4, **options)  # read and written: half of the bytes each
             target = torch.empty_like(source)
@@ -134,10 +144,17 @@ class _NumpyLoad(Load):
 
     def __init__(self, device: _C.Device, kind: Kind) -> None:
         rng = np.random.default_rng(1)
-        if kind.host_product is None:
+        self._work: Callable[[], object]
+        if kind.host_model is not None:
+            model = step.model(
+                kind.host_model, lambda shape, scale: rng.standard_normal(shape, np.float32) * np.float32(scale)
+            )
+            what = f"decode step of a small model of {kind.host_model.layers} layers"
+            self._work = lambda: step.by_numpy(model)
+        elif kind.host_product is None:
             source = rng.random(4 << 20)
             target, what = np.empty_like(source), "elementwise over 64 MiB"
-            self._work: Callable[[], object] = lambda: np.multiply(source, 1.5, out=target)
+            self._work = lambda: np.multiply(source, 1.5, out=target)
         else:
             m, k, n = kind.host_product
             a, b = rng.random((m, k), np.float32), rng.random((k, n), np.float32)
