@@ -130,7 +130,7 @@ def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     from kvswap.bench.loads import KINDS
     from kvswap.bench.methods import METHODS
-    from kvswap.bench.shapes import FAMILIES
+    from kvswap.bench.shapes import FAMILIES, LAYOUTS
 
     _add_device(parser)
     what = parser.add_mutually_exclusive_group()
@@ -150,16 +150,16 @@ def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
         help="bytes a case (1GiB on a GPU; with --load and --regret 256MiB; less on a host device)",
     )
     parser.add_argument("--repeats", type=_positive, metavar="N", help="the median of so many runs (default 3)")
-    _add_choice(parser, "--shape", FAMILIES, "this shape (--load: default run)")
+    _add_choice(parser, "--shape", FAMILIES | LAYOUTS, "this shape (--load: default all from 64x32k on)")
     parser.add_argument(
         "--size", type=_some_size, action="append", metavar="SIZE", help="only blocks of this size; may be given again"
     )
     _add_choice(parser, "--direction", {"D2H": None, "H2D": None}, "this direction")
     _add_choice(parser, "--method", METHODS, "this method")
     parser.add_argument(
-        "--pairs", type=_positive, metavar="N", help="--load: windows with and without copies (default 10)"
+        "--pairs", type=_positive, metavar="N", help="--load: windows with and without copies (default 6)"
     )
-    parser.add_argument("--seconds", type=_duration, metavar="S", help="--load: length of a window (default 1)")
+    parser.add_argument("--seconds", type=_duration, metavar="S", help="--load: length of a window (default 0.25)")
     parser.add_argument("--draws", type=_positive, metavar="N", help="--regret: number of shapes (default 200)")
     parser.add_argument(
         "--seed", type=_count, metavar="N", help="--regret: of the shapes (default: another every time)"
@@ -218,8 +218,6 @@ def _check_bench(args: argparse.Namespace) -> None:
         if getattr(args, option) is not None and option not in _BENCH_OPTIONS[what]:
             owners = " and ".join(owner for owner, options in _BENCH_OPTIONS.items() if option in options)
             raise UsageError(f"--{option} is for {owners}, not for {what}")
-    if args.load and args.shape is not None and len(args.shape) > 1:
-        raise UsageError("--load takes one --shape")
     if args.handlers and (args.method or args.bytes or args.plot):
         raise UsageError("--handlers has methods and sizes of its own, and no plot")
     _check_plot(args)
@@ -231,10 +229,9 @@ def _bench_run(args: argparse.Namespace, device: _C.Device) -> Callable[[Callabl
     if args.handlers:
         return partial(handlers.run, _handlers_plan(args, device))
     common = {"quick": args.quick, "nbytes": args.bytes, "methods": args.method}
-    where = {"sizes": args.size, "directions": args.direction}
     if args.load:
-        family = args.shape[0] if args.shape else None
-        load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, family=family, **where, **common)
+        where = {"families": args.shape, "sizes": args.size, "directions": args.direction}
+        load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, **where, **common)
         return partial(beside.run, load)
     if args.regret:
         seed = secrets.randbits(32) if args.seed is None else args.seed

@@ -17,7 +17,7 @@ import kvswap
 from kvswap import _C, Direction, cli, testing
 from kvswap.bench import beside, loads, measure, regret, step, table
 from kvswap.bench.methods import METHODS, NotMeasured, Pieces
-from kvswap.bench.shapes import FAMILIES, SPREAD, Place, Shape
+from kvswap.bench.shapes import FAMILIES, LAYOUTS, SPREAD, Place, Shape
 from kvswap.replay.check import WrongBytes
 from kvswap.replay.errors import UsageError
 
@@ -83,8 +83,21 @@ def test_tensors_at_equal_pitch_only_in_a_slab(lab: measure.Lab) -> None:
 def test_families_make_up_the_bytes() -> None:
     for family in FAMILIES.values():
         for size in table.SIZES:
-            total = sum(shape.nbytes for shape in family.of(size, 1 << 30))
-            assert 0.98 * (1 << 30) < total <= 1 << 30
+            shapes = family.of(size, 1 << 30)
+            total = sum(shape.nbytes for shape in shapes)
+            assert 0.98 * (1 << 30) < total <= 1 << 30 or shapes[0].blocks == family.most_blocks
+
+
+def test_a_layout_is_of_one_size() -> None:
+    """Which another size that is asked for leaves out."""
+    for family in (*LAYOUTS.values(), FAMILIES["rows"]):
+        assert family.sizes(None, table.SIZES) == (family.size,) == family.sizes([1, family.size], table.SIZES)
+        assert family.sizes([1], table.SIZES) == ()
+    assert FAMILIES["run"].sizes([1], table.SIZES) == (1,)
+    (rows,) = FAMILIES["rows"].of(656, 1 << 30)
+    assert (rows.tensors, rows.block_nbytes, rows.blocks) == (1, 656, 100_000)
+    (layout,) = LAYOUTS["80x16k-slab-layers"].of(16 << 10, 256 << 20)
+    assert (layout.tensors, layout.slab, layout.block_first, layout.host_run) == (80, True, False, 1)
 
 
 def test_what_an_earlier_copy_left_is_wrong(lab: measure.Lab) -> None:
@@ -270,21 +283,99 @@ def test_a_wrong_byte_ends_it(device_name: str, capsys: Output) -> None:
     assert "WRONG BYTES: dma " in capsys.readouterr().err
 
 
+BESIDE = ["--load", "stream", "--seconds", "0.05", "--pairs", "3"]
+
+
 def test_beside_a_load(device_name: str, tmp_path: Path, capsys: Output) -> None:
     result = tmp_path / "bench.json"
-    options = ["--load", "stream", "--seconds", "0.05", "--pairs", "3", "--size", "16KiB", "--method", "dma"]
-    assert cli.main([*QUICK, "--device", device_name, *options, "--method", "triton", "--json", str(result)]) == 0
-    assert "slow-down" in capsys.readouterr().out
+    shapes = ["--shape", "run", "--shape", "64x32k", "--size", "16KiB", "--size", "32KiB"]
+    methods = ["--method", "dma", "--method", "triton"]
+    options = [*BESIDE, *shapes, *methods, "--json", str(result)]
+    assert cli.main([*QUICK, "--bytes", "4MiB", "--device", device_name, *options]) == 0
+    out = capsys.readouterr().out
+    assert "above copy" in out and "of copy" in out and "one bare copy over the run, 9 windows: slow-down" in out
     found = read_json(result)
     assert (found["what"], found["load"], found["pairs"], found["wrong_bytes"]) == ("beside a load", "stream", 3, 0)
-    assert [row["method"] for row in found["rows"]] == ["one copy", "dma", "triton"] * 2
+    cells = [("", "one copy")] + [(key, method) for key in ("run", "run", "64x32k") for method in ("dma", "triton")]
+    assert [(row["layout"], row["method"]) for row in found["rows"]] == cells * 2
+    assert [row["direction"] for row in found["rows"]] == ["D2H"] * 7 + ["H2D"] * 7
+    assert [row["block_nbytes"] >> 10 for row in found["rows"][1:7]] == [16, 16, 32, 32, 32, 32]
     for row in found["rows"]:
         if row["method"] == "triton" and row["slowdown"] is None:
             assert row["note"]
             continue
-        assert len(row["slowdowns"]) == 3 and row["gbps"] > 0 and row["gbps_alone"] > 0
+        copy = found["rows"][0 if row["direction"] == "D2H" else 7]
+        windows = 3 * (3 if row is copy else 1)  # the bare copy takes its turn in each of three shapes
+        assert len(row["slowdowns"]) == len(row["rates"]) == windows
+        assert row["gbps"] > 0 and row["gbps_alone"] > 0
         low, high = row["slowdown_interval"]
         assert 0 < low <= row["slowdown"] <= high
+        assert row["above_copy"] == pytest.approx(row["slowdown"] - copy["slowdown"])
+        assert row["of_copy"] == pytest.approx(row["gbps"] / copy["gbps"])
+        assert row["path"] == ("dma" if row["method"] == "dma" else "")
+
+
+def test_beside_a_load_each_layout_at_each_priority(device: kvswap.Device) -> None:
+    plan = beside.plan(device, "step")
+    assert [family.key for family, _ in plan.layouts] == list(LAYOUTS)
+    assert plan.methods == ("auto", "background", "high") and plan.directions == ("D2H", "H2D")
+    assert 2 * plan.about_seconds < 180
+    quick = beside.plan(device, "step", quick=True, nbytes=4 << 20, directions=["D2H"], seconds=0.05)
+    result = beside.run(quick, lambda _: None)
+    assert [row.method for row in result.rows] == ["one copy", "auto", "background", "high"]
+    assert result.rows[0].path == ""
+    assert all(row.path and "auto" not in row.path for row in result.rows[1:])  # what was taken, not asked for
+    assert "decode step" in result.load_is or "stand-in for step" in result.load_is
+
+
+def test_copies_take_turns(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes slower all the time does so to the bare copy and to every method alike."""
+    turns: list[str] = []
+    monkeypatch.setattr(beside, "_run_load", lambda *_: turns.append("load") or beside._Window(None, None, 0))
+    monkeypatch.setattr(beside._Window, "piece_seconds", property(lambda _: 1.0 * len(turns)))
+
+    def both(lab: measure.Lab, load: object, job: measure.Job, *_: object) -> beside.Beside:
+        turns.append(job._what)
+        return beside.Beside(1.0 * len(turns), 1.0, beside.Counter())
+
+    monkeypatch.setattr(beside, "_run_both", both)
+    plan = beside.plan(device, "stream", nbytes=4 << 20, families=["64x32k"], methods=["dma", "numpy"], pairs=2)
+    result = beside.run(plan, lambda _: None)
+    one = ["loop", "load", "dma", "load", "numpy", "load"]
+    assert turns == ["load", *one, *one] * 2
+    assert [row.slowdown for row in result.rows] == [1.0] * 6
+
+
+def test_what_is_refused_beside_a_load_is_left_out(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the load that ran then has ended before the next window."""
+    run_both, run_load, running = beside._run_both, beside._run_load, []
+
+    def load_alone(*args: object) -> beside._Window:
+        running.append(1)
+        window = run_load(*args)
+        assert len(running) == 1
+        running.clear()
+        return window
+
+    def refuse(lab: measure.Lab, load: loads.Load, job: measure.Job, seconds: float, thread: object) -> object:
+        if job._what == "dma":
+            submit = job.submit
+
+            def failing() -> object:
+                if running:
+                    raise kvswap.QueueFull("three in flight are too many")
+                return submit()
+
+            monkeypatch.setattr(job, "submit", failing)
+        return run_both(lab, load, job, seconds, thread)
+
+    monkeypatch.setattr(beside, "_run_load", load_alone)
+    monkeypatch.setattr(beside, "_run_both", refuse)
+    options = {"nbytes": 4 << 20, "families": ["64x32k"], "methods": ["dma", "loop"], "directions": ["H2D"]}
+    result = beside.run(beside.plan(device, "stream", pairs=2, seconds=0.05, **options), lambda _: None)
+    copy, dma, loop = result.rows
+    assert (dma.note, dma.slowdown, dma.above_copy) == ("three in flight are too many", None, None)
+    assert len(copy.slowdowns) == len(loop.slowdowns) == 2
 
 
 def test_regret(device_name: str, tmp_path: Path, capsys: Output) -> None:
@@ -323,7 +414,8 @@ def test_draws_follow_the_seed_and_keep_to_the_limit() -> None:
         (["--regret", "--shape", "run"], "--shape is for the table and --load, not for --regret"),
         (["--seed", "3"], "--seed is for --regret"),
         (["--load", "decode", "--shape", "both"], "takes one direction at a time"),
-        (["--load", "decode", "--shape", "run", "--shape", "slab"], "takes one --shape"),
+        (["--load", "decode", "--shape", "64x32k", "--shape", "both"], "takes one direction at a time"),
+        (["--load", "decode", "--shape", "64x32k", "--size", "8KiB"], "no --shape of 64x32k has blocks of such a size"),
         (["--bytes", "900TiB"], "is free: ask for fewer --bytes"),
         (["--size", "900TiB"], "is free: ask for fewer --bytes"),
         (["--regret", "--seed", "1", "--draws", "50", "--bytes", "900TiB"], "is free: ask for fewer --bytes"),

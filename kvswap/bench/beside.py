@@ -1,8 +1,11 @@
 """What copies cost a load that runs beside them: windows without copies, with, without, with, ..., without.
 
 A pair's slow-down is the time of a piece of load in a window with copies, over its mean in the windows before and after
-it. Copies run without pause, two in flight, from before such a window begins until after it ended, and only bytes moved
-within it count. Their last copy is checked; all of a window carry the same bytes.
+it. Copies run without pause, three in flight, from before such a window begins until after it ended, and only bytes
+moved within it count. Their last copy is checked; all of a window carry the same bytes.
+
+The methods of a layout take turns, and a bare copy takes its turn among them: so does what disturbs the machine. The
+reference of a direction is the bare copy's median over all of its windows in the run.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvswap import _C
+from kvswap import _C, Direction
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
 
@@ -24,17 +27,15 @@ from .loads import Load, load_for
 from .measure import Job, Lab, opened, refusals
 from .methods import METHODS, NotMeasured, Pending
 from .report import Document, Table, document
-from .shapes import FAMILIES, WAIT_LIMIT, Family, Shape
-from .table import DIRECTIONS, check_room
+from .shapes import FAMILIES, LAYOUTS, WAIT_LIMIT, Family, Shape, host_nbytes
+from .table import DIRECTIONS, check_room, layouts
 
 SIZES = (16 << 10, 64 << 10)
 _NBYTES = {"cuda": 256 << 20, "host": 16 << 20}
-_METHODS = {
-    "cuda": ("background", "high", "kernel", "batch", "warp"),
-    "host": ("dma", "kernel", "direct"),
-}
-_ONE_COPY = "one copy"  # a bare one of all bytes: the reference, measured first
-_IN_FLIGHT = 2
+_METHODS = ("auto", "background", "high")  # the priorities
+_ONE_COPY = "one copy"  # a bare one of all bytes: the reference
+_IN_FLIGHT = 3  # one moves, one waits, one is being submitted
+_ALONE_SECONDS = 0.1
 _SEED = 1
 _CONFIDENCE = 0.95
 
@@ -48,10 +49,14 @@ class Plan:
     pairs: int
     seconds: float  # of a window
     nbytes: int
-    family: Family
-    sizes: tuple[int, ...]
+    layouts: tuple[tuple[Family, int], ...]  # a family, and bytes a block
     directions: tuple[str, ...]
     methods: tuple[str, ...]
+
+    @property
+    def about_seconds(self) -> float:
+        """That a direction takes at least: its windows."""
+        return len(self.layouts) * (1 + 2 * self.pairs * (1 + len(self.methods))) * self.seconds
 
 
 def plan(
@@ -62,33 +67,47 @@ def plan(
     pairs: int | None = None,
     seconds: float | None = None,
     nbytes: int | None = None,
-    family: str | None = None,
+    families: Sequence[str] | None = None,
     sizes: Sequence[int] | None = None,
     directions: Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
 ) -> Plan:
-    """Fill in what suits the device. UsageError: there is not as much memory."""
-    if family is not None and FAMILIES[family].both:
-        raise UsageError(f"--shape {family} copies both ways at once: --load takes one direction at a time")
+    """Fill in what suits the device. UsageError: there is not as much memory.
+
+    The default of all layouts, methods and directions is meant to take three minutes: 6 pairs are the fewest whose
+    interval has 95 % confidence.
+    """
+    both = [key for key in families or () if key in FAMILIES and FAMILIES[key].both]
+    if both:
+        raise UsageError(f"--shape {both[0]} copies both ways at once: --load takes one direction at a time")
+    chosen = list(families or LAYOUTS)
+    if quick and not families:
+        chosen = chosen[:1]
     made = Plan(
         device,
         load,
-        pairs or (2 if quick else 10),
-        seconds or (0.1 if quick else 1.0),
+        pairs or (2 if quick else 6),
+        seconds or (0.1 if quick else 0.25),
         nbytes or _NBYTES[device.kind],
-        FAMILIES[family or "run"],
-        tuple(sizes or (SIZES[-1:] if quick else SIZES)),
+        layouts(chosen, sizes, SIZES[-1:] if quick else SIZES),
         tuple(directions or DIRECTIONS),
-        tuple(methods or _METHODS[device.kind]),
+        tuple(methods or _METHODS),
     )
-    check_room(device, [made.family.of(size, made.nbytes) for size in made.sizes])
+    check_room(device, [_shapes(made, family, size) for family, size in made.layouts])
     return made
+
+
+def _shapes(plan: Plan, family: Family, size: int) -> tuple[Shape, Shape]:
+    """A layout, and the bare copy that takes its turn beside it."""
+    (shape,) = family.of(size, plan.nbytes)
+    return shape, Shape(1, plan.nbytes)
 
 
 @dataclass(frozen=True)
 class Row:
     """One method beside the load, or why it was not measured."""
 
+    layout: str
     method: str
     direction: str
     tensors: int
@@ -96,9 +115,13 @@ class Row:
     blocks: int
     slowdown: float | None = None  # 1.0: none; median of the pairs
     slowdown_interval: tuple[float, float] | None = None  # of that median, 95 %
+    above_copy: float | None = None  # slow-down less the bare copy's
     gbps: float | None = None  # of the copies while the load ran, median of the pairs
+    of_copy: float | None = None  # of the bare copy's GB/s while the load ran
     gbps_alone: float | None = None
+    path: str = ""  # taken while the load ran; several: by how often
     slowdowns: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
     note: str = ""
 
 
@@ -160,6 +183,7 @@ class _Copies:
         self._in_flight: deque[tuple[Pending, _C.Event]] = deque()
         self._origin = _C.Event(lab.device)
         self._spans: list[tuple[float, float]] = []
+        self.paths: Counter[str] = Counter()
         self._origin.record(self._after)
 
     def run_while(self, running: Callable[[], bool]) -> None:
@@ -180,6 +204,7 @@ class _Copies:
         pending, end = self._in_flight.popleft()
         pending.wait(WAIT_LIMIT)
         end.synchronize(WAIT_LIMIT)
+        self.paths[pending.path] += 1
         ended = self._origin.elapsed_time(end)
         self._spans.append((ended - (pending.elapsed or 0.0), ended))
 
@@ -197,18 +222,28 @@ def copies_within(spans: Sequence[tuple[float, float]], begin: float, end: float
     )
 
 
-def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPoolExecutor) -> tuple[float, float]:
-    """Seconds a piece of the load, and GB/s of the copies meanwhile."""
+class Beside(NamedTuple):
+    """A window with copies."""
+
+    piece_seconds: float  # of the load
+    gbps: float  # of the copies
+    paths: Counter[str]
+
+
+def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPoolExecutor) -> Beside:
     job.fill()
     copies = _Copies(lab, job)
     begin = time.perf_counter()
     copies.run_while(lambda: time.perf_counter() < begin + min(0.05, seconds / 10))  # the window begins under way
     future = thread.submit(_run_load, lab.device, load, seconds)
-    copies.run_while(lambda: not future.done())
-    window = future.result()
+    try:
+        copies.run_while(lambda: not future.done())
+    finally:  # a refused copy ends the window, not the measurement: the next must not run beside this one's load
+        window = future.result()
     copies.drain()
     lab.check(job)
-    return window.piece_seconds, copies.nbytes_within(window) / window.begin.elapsed_time(window.end) / 1e9
+    gbps = copies.nbytes_within(window) / window.begin.elapsed_time(window.end) / 1e9
+    return Beside(window.piece_seconds, gbps, copies.paths)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -227,46 +262,111 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[rank], ordered[n - 1 - rank]
 
 
-def _measure(lab: Lab, load: Load, plan: Plan, row: Row, job: Job) -> Row:
-    alone, slow, reached = [], [], []
-    figures = lab.figures(job, 3, plan.seconds)
-    with ThreadPoolExecutor(1) as thread:
-        alone.append(_run_load(lab.device, load, plan.seconds).piece_seconds)
-        for _ in range(plan.pairs):
-            piece, gbps = _run_both(lab, load, job, plan.seconds, thread)
-            alone.append(_run_load(lab.device, load, plan.seconds).piece_seconds)
-            slow.append(piece / statistics.mean(alone[-2:]))
-            reached.append(gbps)
-    return replace(
-        row,
-        slowdown=statistics.median(slow),
-        slowdown_interval=median_interval(slow),
-        gbps=statistics.median(reached),
-        gbps_alone=figures.device_gbps or figures.gbps,
-        slowdowns=tuple(slow),
-    )
+@dataclass
+class _Samples:
+    """Of a method on a layout, or of all windows of the bare copy in a direction."""
+
+    slowdowns: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    paths: Counter[str] = field(default_factory=Counter)
+
+    def add(self, slowdown: float, beside: Beside) -> None:
+        self.slowdowns.append(slowdown)
+        self.rates.append(beside.gbps)
+        self.paths += beside.paths
+
+    def fill(self, row: Row) -> Row:
+        return replace(
+            row,
+            slowdown=statistics.median(self.slowdowns),
+            slowdown_interval=median_interval(self.slowdowns),
+            gbps=statistics.median(self.rates),
+            path=" ".join(path for path, _ in self.paths.most_common()),
+            slowdowns=tuple(self.slowdowns),
+            rates=tuple(self.rates),
+        )
 
 
-def _cells(plan: Plan) -> Iterator[tuple[str, str, Shape]]:
-    for direction in plan.directions:
-        yield direction, _ONE_COPY, Shape(1, plan.nbytes)
-        for size in plan.sizes:
-            (shape,) = plan.family.of(size, plan.nbytes)
-            yield from ((direction, method, shape) for method in plan.methods)
+class _Turns:
+    """Measures all layouts in one direction."""
+
+    def __init__(self, lab: Lab, load: Load, plan: Plan, direction: str, thread: ThreadPoolExecutor) -> None:
+        self._lab, self._load, self._plan, self._thread = lab, load, plan, thread
+        self._direction = direction
+        self._bare = _Samples()
+
+    def rows(self) -> list[Row]:
+        """The bare copy's first. Its median is known when the last layout was measured."""
+        plan, rows = self._plan, []
+        for family, size in plan.layouts:
+            rows += self._layout(family.key, _shapes(plan, family, size))
+        copy = self._bare.fill(Row("", _ONE_COPY, self._direction, 1, plan.nbytes, 1))
+        assert copy.slowdown is not None and copy.gbps is not None
+        return [replace(copy, above_copy=0.0, of_copy=1.0)] + [
+            row
+            if row.slowdown is None or row.gbps is None
+            else replace(row, above_copy=row.slowdown - copy.slowdown, of_copy=row.gbps / copy.gbps)
+            for row in rows
+        ]
+
+    def _job(self, method: Any, shapes: tuple[Shape, ...], which: int) -> Job:
+        return Job(self._lab, method, [self._lab.places(shapes)[which]], [Direction[self._direction]])
+
+    def _layout(self, key: str, shapes: tuple[Shape, ...]) -> list[Row]:
+        shape, jobs, samples = shapes[0], {_ONE_COPY: self._job(METHODS["loop"], shapes, 1)}, {_ONE_COPY: self._bare}
+        rows = {
+            method: Row(key, method, self._direction, shape.tensors, shape.block_nbytes, shape.blocks)
+            for method in self._plan.methods
+        }
+        for method in rows:
+            try:
+                with refusals(self._lab.device):
+                    job = self._job(METHODS[method], shapes, 0)
+                    figures = self._lab.figures(job, 3, _ALONE_SECONDS)
+            except NotMeasured as why:
+                rows[method] = replace(rows[method], note=str(why))
+                continue
+            rows[method] = replace(rows[method], gbps_alone=figures.device_gbps or figures.gbps)
+            jobs[method], samples[method] = job, _Samples()
+        for method, reason in self._pairs(jobs, samples).items():
+            rows[method] = replace(rows[method], note=reason)
+        return [row if row.note else samples[method].fill(row) for method, row in rows.items()]
+
+    def _pairs(self, jobs: dict[str, Job], samples: dict[str, _Samples]) -> dict[str, str]:
+        """In rounds. Gives why methods were left out after all: what goes alone may be refused with three in flight."""
+        left_out: dict[str, str] = {}
+        before = self._alone()
+        for _ in range(self._plan.pairs):
+            for method in [method for method in jobs if method not in left_out]:
+                try:
+                    with refusals(self._lab.device):
+                        beside = _run_both(self._lab, self._load, jobs[method], self._plan.seconds, self._thread)
+                except NotMeasured as why:
+                    if method == _ONE_COPY:
+                        raise
+                    left_out[method] = str(why)
+                    self._lab.device.synchronize(WAIT_LIMIT)  # of what had been submitted
+                    before = self._alone()
+                    continue
+                after = self._alone()
+                samples[method].add(beside.piece_seconds / statistics.mean((before, after)), beside)
+                before = after
+        return left_out
+
+    def _alone(self) -> float:
+        return _run_load(self._lab.device, self._load, self._plan.seconds).piece_seconds
 
 
-def _row(lab: Lab, load: Load, plan: Plan, direction: str, method: str, shape: Shape) -> Row:
-    row = Row(method, direction, shape.tensors, shape.block_nbytes, shape.blocks)
+def _load_of(plan: Plan) -> Load:
     try:
-        with refusals(lab.device):
-            job = lab.job(METHODS["loop" if method == _ONE_COPY else method], (shape,), direction)
-            return _measure(lab, load, plan, row, job)
+        with refusals(plan.device):
+            return load_for(plan.device, plan.load)
     except NotMeasured as why:
-        return replace(row, note=str(why))
+        raise UsageError(f"--load {plan.load} cannot run here: {why}") from None
 
 
 def run(plan: Plan, show: Callable[[str], None]) -> Result:
-    """Measure all methods beside the load, showing each as it ends. Raises WrongBytes for one wrong byte."""
+    """Measure all methods beside the load, a direction at a time. Raises WrongBytes for one wrong byte."""
     result = Result(
         **document(plan.device),
         load=plan.load,
@@ -274,40 +374,58 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
         window_seconds=plan.seconds,
         bytes_per_copy=plan.nbytes,
     )
-    with opened(plan.device, _SEED) as lab:
-        try:
-            load = load_for(plan.device, plan.load)
-        except NotMeasured as why:
-            raise UsageError(f"--load {plan.load} cannot run here: {why}") from None
+    with opened(plan.device, _SEED) as lab, ThreadPoolExecutor(1) as thread:
+        load = _load_of(plan)
         result.load_is = load.name
         result.ceilings_gbps = lab.ceilings(plan.nbytes, 3)
+        lab.reserve(max(host_nbytes(_shapes(plan, family, size)) for family, size in plan.layouts))
         show(f"{result.title()}, beside a load: {load.name}")
-        show(f"{plan.family.description}; {plan.pairs} pairs of {plan.seconds:g} s without and with copies")
-        show("medians; the interval holds that of the slow-down with 95 % confidence, from 6 pairs on")
-        show(_ROW.header())
-        for cell in _cells(plan):
-            row = _row(lab, load, plan, *cell)
-            result.rows.append(row)
-            show(_line(row))
+        for family in dict.fromkeys(family for family, _ in plan.layouts):
+            show(f"{family.key}: {family.description}")
+        for method in plan.methods:
+            show(f"{method}: {METHODS[method].description}")
+        show(f"{plan.pairs} pairs of {plan.seconds:g} s without and with copies, in turns; medians")
+        show("the interval holds that of the slow-down with 95 % confidence, from 6 pairs on")
+        for direction in plan.directions:
+            show("")
+            show(f"{direction}, more than {plan.about_seconds:.0f} s:")
+            copy, *others = _Turns(lab, load, plan, direction, thread).rows()
+            rows = [replace(copy, gbps_alone=result.ceilings_gbps[direction]), *others]
+            result.rows += rows
+            for line in (_spread(rows[0]), _ROW.header(), *map(_line, rows)):
+                show(line)
         result.bytes_verified = lab.bytes_verified
     show(f"{format_size(result.bytes_verified)} verified, 0 wrong bytes")
     return result
 
 
+def _spread(copy: Row) -> str:
+    slow, rates = copy.slowdowns, copy.rates
+    return (
+        f"one bare copy over the run, {len(slow)} windows: slow-down {min(slow):.3f} to {max(slow):.3f}, "
+        f"{min(rates):.1f} to {max(rates):.1f} GB/s"
+    )
+
+
 _ROW = Table(
-    ("shape", "<22"),
-    ("dir", "<5"),
+    ("layout", "<18"),
+    ("shape", "<21"),
+    ("dir", "<4"),
     ("method", "<11"),
     ("slow-down", ">9.3f"),
     ("interval", "<13"),
-    ("GB/s", ">8.2f"),
-    ("alone", ">8.2f"),
+    ("above copy", ">10.3f"),
+    ("GB/s", ">7.2f"),
+    ("of copy", ">7.2f"),
+    ("alone", ">7.2f"),
+    ("took", "<8"),
 )
 
 
 def _line(row: Row) -> str:
-    begin = [str(Shape(row.tensors, row.block_nbytes, row.blocks)), row.direction, row.method]
+    begin = [row.layout, str(Shape(row.tensors, row.block_nbytes, row.blocks)), row.direction, row.method]
     if row.slowdown_interval is None:
         return _ROW.line(begin, row.note)
     interval = "{:.3f}-{:.3f}".format(*row.slowdown_interval)
-    return _ROW.line([*begin, row.slowdown, interval, row.gbps, row.gbps_alone])
+    figures = [row.slowdown, interval, row.above_copy, row.gbps, row.of_copy, row.gbps_alone, row.path]
+    return _ROW.line([*begin, *figures]).rstrip()

@@ -12,6 +12,7 @@ from kvswap.replay.units import format_size
 
 from . import beside, handlers, regret, table
 from .methods import METHODS
+from .shapes import LAYOUTS
 
 Result: TypeAlias = table.Result | beside.Result | regret.Result | handlers.Result
 _MARKERS = "osv^D<>pXP*hd8"
@@ -70,8 +71,9 @@ def _beside(figure_type: Any, result: beside.Result) -> Any:
                 speeds, middle, np.abs(ends - middle), linestyle="", capsize=3, label=method, **_style(method)
             )
             for row in marks:
-                size, offset = format_size(row.block_nbytes), {"xytext": (5, 5), "textcoords": "offset points"}
-                axes.annotate(size, (row.gbps, row.slowdown), fontsize="x-small", **offset)
+                name = row.layout if row.layout in LAYOUTS else format_size(row.block_nbytes)
+                offset = {"xytext": (5, 5), "textcoords": "offset points"}
+                axes.annotate(name, (row.gbps, row.slowdown), fontsize="x-small", **offset)
         axes.axvline(result.ceilings_gbps[way], color="grey", linestyle="--", label="one bare copy, alone")
         axes.axhline(1.0, color="grey", linestyle=":")
         axes.set_yscale("log")

@@ -63,18 +63,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """Shapes of the table that differ in the size of their blocks alone."""
+    """Shapes that differ in the size of their blocks alone, or a layout of one size."""
 
     key: str
     description: str
     shape: Shape  # of any size
     peers: tuple[str, ...] = ()  # methods that are measured on it besides kvswap's paths
     both: bool = False  # one transfer each way at once
+    size: int | None = None  # bytes a block, where there is one size alone
+    most_blocks: int | None = None
 
     def of(self, block_nbytes: int, nbytes: int) -> tuple[Shape, ...]:
         """One shape a transfer."""
-        shape = replace(self.shape, block_nbytes=block_nbytes)
-        return (shape.filling(nbytes // 2),) * 2 if self.both else (shape.filling(nbytes),)
+        shape = replace(self.shape, block_nbytes=block_nbytes).filling(nbytes // 2 if self.both else nbytes)
+        if self.most_blocks is not None:
+            shape = replace(shape, blocks=min(shape.blocks, self.most_blocks))
+        return (shape,) * (2 if self.both else 1)
+
+    def sizes(self, wanted: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
+        """Those that are measured; none where it has one size and others are wanted."""
+        if self.size is None:
+            return tuple(wanted or default)
+        return (self.size,) if not wanted or self.size in wanted else ()
 
 
 _TENSORS = 80  # of a 70B model: keys and values of a layer in one
@@ -106,11 +116,41 @@ FAMILIES = {
         ),
         Family("tensor", "one tensor, blocks scattered on both sides", Shape(1, 1), ("batch", "pointers")),
         Family(
+            "rows",
+            "one tensor of rows of 656 bytes, as a token of an fp8 MLA cache, scattered on both sides",
+            Shape(1, 1),
+            ("batch",),
+            size=656,
+            most_blocks=100_000,
+        ),
+        Family(
             "both",
             "as `run`, in both directions at once, half of the bytes each",
             Shape(_TENSORS, 1, host_run=0),
             both=True,
         ),
+    )
+}
+
+
+def _layout(key: str, description: str, shape: Shape) -> Family:
+    return Family(key, description, shape, size=shape.block_nbytes)
+
+
+# Of caches of models, each of one size. Scattered: in any order of slots, as a free list leaves them.
+LAYOUTS = {
+    family.key: family
+    for family in (
+        _layout("64x32k", "64 tensors x 32 KiB, scattered, host block-first", Shape(64, 32 << 10)),
+        _layout("80x8k", "80 tensors x 8 KiB, scattered, host block-first", Shape(80, 8 << 10)),
+        _layout("61x36k", "61 tensors x 36 KiB, scattered, host block-first", Shape(61, 36 << 10)),
+        _layout("64x32k-layers", "as 64x32k, host layer-first", Shape(64, 32 << 10, block_first=False)),
+        _layout(
+            "80x16k-slab-layers",
+            "80 tensors x 16 KiB in one allocation, scattered, host layer-first",
+            Shape(80, 16 << 10, slab=True, block_first=False),
+        ),
+        _layout("1x64k", "1 tensor x 64 KiB, scattered", Shape(1, 64 << 10)),
     )
 }
 

@@ -20,7 +20,7 @@ from kvswap.replay.units import format_size
 from .measure import BOTH, Figures, Lab, opened, refusals
 from .methods import METHODS, NotMeasured, paths
 from .report import Document, Table, document
-from .shapes import FAMILIES, Family, Shape, gpu_nbytes, host_nbytes
+from .shapes import FAMILIES, LAYOUTS, Family, Shape, gpu_nbytes, host_nbytes
 
 SIZES = tuple(1024 * kib for kib in (4, 8, 16, 64))
 DIRECTIONS = ("D2H", "H2D")
@@ -40,8 +40,7 @@ class Plan:
     device: _C.Device
     nbytes: int
     repeats: int
-    families: tuple[Family, ...]
-    sizes: tuple[int, ...]
+    layouts: tuple[tuple[Family, int], ...]  # a family, and bytes a block
     directions: tuple[str, ...]
     methods: tuple[str, ...]  # empty: kvswap's paths, and each family's peers
 
@@ -63,12 +62,20 @@ def plan(
         device,
         nbytes or (_QUICK_NBYTES if quick else _NBYTES)[device.kind],
         repeats or (1 if quick else 3),
-        tuple(FAMILIES[key] for key in (families or default)),
-        tuple(sizes or ((SIZES[0], SIZES[-1]) if quick else SIZES)),
+        layouts(families or default, sizes, (SIZES[0], SIZES[-1]) if quick else SIZES),
         tuple(directions or DIRECTIONS),
         tuple(methods or ()),
     )
-    check_room(device, [family.of(size, made.nbytes) for family in made.families for size in made.sizes])
+    check_room(device, [family.of(size, made.nbytes) for family, size in made.layouts])
+    return made
+
+
+def layouts(keys: Sequence[str], sizes: Sequence[int] | None, default: Sequence[int]) -> tuple[tuple[Family, int], ...]:
+    """Families of these names in the sizes that are wanted, or else in those of the default."""
+    families = [(FAMILIES | LAYOUTS)[key] for key in keys]
+    made = tuple((family, size) for family in families for size in family.sizes(sizes, default))
+    if not made:
+        raise UsageError(f"--size: no --shape of {', '.join(keys)} has blocks of such a size")
     return made
 
 
@@ -148,13 +155,12 @@ class Result(Document):
 
 def cases(plan: Plan) -> Iterator[Case]:
     """In the order in which they run: those that share their memory one after another."""
-    for family in plan.families:
+    for family, size in plan.layouts:
         methods = plan.methods or (*paths(plan.device), *family.peers)
-        for size in plan.sizes:
-            shapes = family.of(size, plan.nbytes)
-            for direction in (BOTH,) if family.both else plan.directions:
-                for method in methods:
-                    yield _case(plan, family, shapes, direction, method)
+        shapes = family.of(size, plan.nbytes)
+        for direction in (BOTH,) if family.both else plan.directions:
+            for method in methods:
+                yield _case(plan, family, shapes, direction, method)
     for direction in plan.directions:
         for method in ("bare", *(method for method in plan.methods or _SMALL_METHODS if method in paths(plan.device))):
             yield _small_case(direction, method)
@@ -239,7 +245,11 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
             if case.key.partition("/")[0] != group:
                 group = case.key.partition("/")[0]
                 show("")
-                show(FAMILIES[group].description if group in FAMILIES else case.description.partition(";")[0])
+                show(
+                    (FAMILIES | LAYOUTS)[group].description
+                    if group in FAMILIES | LAYOUTS
+                    else case.description.partition(";")[0]
+                )
                 show((_ROW if isinstance(row, Row) else _SMALL_ROW).header())
             show(_line(row))
         result.bytes_verified = lab.bytes_verified
