@@ -261,8 +261,18 @@ def test_table(device_name: str, tmp_path: Path, capsys: Output) -> None:
     assert {row["method"] for row in measured} >= {"auto", "dma", "strided", "loop", "batch", "numpy", "pointers"}
     assert all(row["share"] > 0 for row in measured)
     assert all(row["note"] for row in found["rows"] if not row["figures"])
+    assert {row["method"] for row in measured} >= {"high"}
+    rows = [row for row in measured if row["family"] == "rows"]
+    assert rows and all((row["tensors"], row["block_nbytes"]) == (1, 656) for row in rows)
+    for row in measured:
+        bare = found["bare_copies"][str(1 << 20 if row["nbytes"] >= 0.9 * (1 << 20) else row["nbytes"])]
+        bare = bare[row["direction"]]
+        assert row["whole_share"] == pytest.approx(row["figures"]["gbps"] / bare["gbps"])
+        device = row["figures"]["device_gbps"] or row["figures"]["gbps"]
+        assert row["share"] == pytest.approx(device / (bare["device_gbps"] or bare["gbps"]))
     small = {row["method"]: row for row in found["small_rows"]}
     assert small["bare"]["p50_us"] > 0 and small["bare"]["p99_us"] >= small["bare"]["p50_us"]
+    assert {row["nbytes"] for row in found["small_rows"]} == {64 << 10}  # the others are larger than a case
     assert len({row["key"] for row in found["rows"] + found["small_rows"]}) == len(found["rows"] + found["small_rows"])
 
 
@@ -274,7 +284,35 @@ def test_the_table_is_what_the_list_says(device_name: str, tmp_path: Path, capsy
     assert cli.main([*QUICK, "--device", device_name, *only, "--json", str(result)]) == 0
     found = read_json(result)
     assert listed == [row["key"] for row in found["rows"] + found["small_rows"]]
-    assert listed == ["tensor/4KiB/H2D/dma", "tensor/64KiB/H2D/dma", "small/H2D/bare", "small/H2D/dma"]
+    small = ["small/64KiBx1/H2D/bare", "small/64KiBx1/H2D/dma"]
+    assert listed == ["tensor/4KiB/H2D/dma", "tensor/64KiB/H2D/dma", *small]
+
+
+def test_small_transfers_of_all_layers(device: kvswap.Device) -> None:
+    """2 to 34 MB, each as a multiple of a bare copy of as many bytes in the same run."""
+    plan = table.plan(device, quick=True, nbytes=12 << 20, families=["tensor"], sizes=[1 << 20], methods=["dma"])
+    result = table.run(plan, lambda _: None)
+    shapes = ["64 KiB x 1", "64 x 32 KiB x 1", "80 x 16 KiB x 8"]  # 64 x 8 KiB x 64 is more than a case has
+    cells = [(shape, way, method) for shape in shapes for way in ("D2H", "H2D") for method in ("bare", "dma")]
+    assert [(row.shape, row.direction, row.method) for row in result.small_rows] == cells
+    assert {row.nbytes for row in result.small_rows} == {64 << 10, 2 << 20, 80 * (16 << 10) * 8}
+    for bare, dma in zip(result.small_rows[::2], result.small_rows[1::2], strict=True):
+        assert bare.times_bare == 1.0 and dma.times_bare == dma.p50_us / bare.p50_us
+        assert (bare.path, dma.path) == ("", "dma")
+    largest = [case.key for case in table.cases(table.plan(device, nbytes=32 << 20)) if case.key.endswith("bare")][-1]
+    assert largest == "small/64x8KiBx64/H2D/bare"
+
+
+def test_a_case_is_compared_with_a_bare_copy_of_as_many_bytes(device: kvswap.Device) -> None:
+    nbytes = 100_000 * 656 * 2
+    plan = table.plan(
+        device, quick=True, nbytes=nbytes, families=["rows"], directions=["D2H"], methods=["direct", "dma"]
+    )
+    with measure.opened(device, 1) as lab:
+        result = table.Result("", "", "", 0)
+        result.bare_copies = {nbytes // 2: lab.bare_copies(nbytes // 2, 1)}  # and of no other number of bytes
+        (row, *_) = [case.run(lab, result) for case in table.cases(plan) if case.key == "rows/656B/D2H/dma"]
+    assert row.nbytes == nbytes // 2 and row.whole_share is not None
 
 
 def test_a_wrong_byte_ends_it(device_name: str, capsys: Output) -> None:

@@ -1,4 +1,4 @@
-"""The cases of ``kvswap bench``: every method, shape, size and direction; and one small block, end to end.
+"""The cases of ``kvswap bench``: every method, shape, size and direction; and small transfers, end to end.
 
 A case is a key, a description and a run, which gives one row.
 """
@@ -27,9 +27,14 @@ DIRECTIONS = ("D2H", "H2D")
 _NBYTES = {"cuda": 1 << 30, "host": 32 << 20}
 _QUICK_NBYTES = {"cuda": 128 << 20, "host": 4 << 20}
 _CELL_SECONDS = 0.4  # a case is repeated no more once it took so long
-_SMALL = Shape(1, 64 << 10)
-_SMALL_METHODS = ("auto", "dma", "kernel")
-_SMALL_REPEATS = 200
+_PRIORITY = ("high",)  # besides paths, whose priority is normal
+_SMALL = {  # one block; then 1, 8 and 64 blocks of all layers: 2, 10 and 34 MB
+    str(shape).replace(" ", ""): shape
+    for shape in (Shape(1, 64 << 10), Shape(64, 32 << 10), Shape(80, 16 << 10, 8), Shape(64, 8 << 10, 64))
+}
+_SMALL_METHODS = ("auto", "high", "dma", "burst", "kernel")
+_SMALL_REPEATS, _SMALL_FEWEST = 200, 20
+_NEAR = 0.9  # of the bytes of a case: about as many
 _SEED = 1  # of ids and bytes: the same shapes every time
 
 
@@ -113,19 +118,24 @@ class Row:
     method: str
     nbytes: int
     figures: Figures | None = None
-    share: float | None = None  # of the bare copy in the same direction, on the device
+    share: float | None = None  # of the bare copy of as many bytes in the same direction, on the device
+    whole_share: float | None = None  # the same, from the call until the bytes are there
     note: str = ""
 
 
 @dataclass(frozen=True)
 class SmallRow:
-    """One small block, from the call until it is known to be there."""
+    """A small transfer, from the call until it is known to be there."""
 
     key: str
+    shape: str
+    nbytes: int
     direction: str
     method: str
     p50_us: float | None = None
     p99_us: float | None = None
+    times_bare: float | None = None  # p50, of a bare copy's of as many bytes
+    path: str = ""
     note: str = ""
 
 
@@ -143,6 +153,7 @@ class Result(Document):
     bytes_per_case: int = 0
     repeats: int = 0
     ceilings_gbps: dict[str, float] = field(default_factory=dict)
+    bare_copies: dict[int, dict[str, Figures]] = field(default_factory=dict)  # by bytes and direction
     rows: list[Row] = field(default_factory=list)
     small_rows: list[SmallRow] = field(default_factory=list)
 
@@ -156,14 +167,17 @@ class Result(Document):
 def cases(plan: Plan) -> Iterator[Case]:
     """In the order in which they run: those that share their memory one after another."""
     for family, size in plan.layouts:
-        methods = plan.methods or (*paths(plan.device), *family.peers)
+        methods = plan.methods or (*paths(plan.device), *_PRIORITY, *family.peers)
         shapes = family.of(size, plan.nbytes)
         for direction in (BOTH,) if family.both else plan.directions:
             for method in methods:
                 yield _case(plan, family, shapes, direction, method)
-    for direction in plan.directions:
-        for method in ("bare", *(method for method in plan.methods or _SMALL_METHODS if method in paths(plan.device))):
-            yield _small_case(direction, method)
+    small = [m for m in plan.methods or _SMALL_METHODS if m in (*paths(plan.device), *_PRIORITY)]
+    for key, shape in _SMALL.items():
+        if shape.nbytes <= plan.nbytes:
+            for direction in plan.directions:
+                for method in ("bare", *small):
+                    yield _small_case(key, shape, direction, method)
 
 
 def _case(plan: Plan, family: Family, shapes: tuple[Shape, ...], direction: str, method: str) -> Case:
@@ -177,64 +191,95 @@ def _case(plan: Plan, family: Family, shapes: tuple[Shape, ...], direction: str,
                 figures = lab.figures(lab.job(METHODS[method], shapes, direction), plan.repeats, _CELL_SECONDS)
         except NotMeasured as why:
             return replace(blank, note=str(why))
-        share = (figures.device_gbps or figures.gbps) / result.ceilings_gbps[direction]
-        return replace(blank, figures=figures, share=share)
+        bare = result.bare_copies[_bare_nbytes(plan, nbytes)][direction]
+        share = (figures.device_gbps or figures.gbps) / (bare.device_gbps or bare.gbps)
+        return replace(blank, figures=figures, share=share, whole_share=figures.gbps / bare.gbps)
 
     return Case(key, f"{shape}, {family.description}; {METHODS[method].description}", run)
 
 
-def _small_case(direction: str, method: str) -> Case:
-    key = f"small/{direction}/{method}"
-    what = "a bare copy and an event" if method == "bare" else METHODS[method].description
+def _bare_nbytes(plan: Plan, nbytes: int) -> int:
+    """Of the bare copy that such a case is compared with."""
+    return plan.nbytes if nbytes >= _NEAR * plan.nbytes else nbytes
+
+
+def _small_case(key: str, shape: Shape, direction: str, method: str) -> Case:
+    blank = SmallRow(f"small/{key}/{direction}/{method}", str(shape), shape.nbytes, direction, method)
+    what = "a bare copy of as many bytes and an event" if method == "bare" else METHODS[method].description
     measure = _bare_seconds if method == "bare" else _method_seconds
 
-    def run(lab: Lab, _: Result) -> SmallRow:
+    def run(lab: Lab, result: Result) -> SmallRow:
         try:
             with refusals(lab.device):
-                took = measure(lab, method, Direction[direction])
+                took, path = measure(lab, method, shape, Direction[direction])
         except NotMeasured as why:
-            return SmallRow(key, direction, method, note=str(why))
+            return replace(blank, note=str(why))
         p50, p99 = (float(np.percentile(took, percent)) * 1e6 for percent in (50, 99))
-        return SmallRow(key, direction, method, p50, p99)
+        bare = next((row.p50_us for row in result.small_rows if row.key == f"small/{key}/{direction}/bare"), p50)
+        return replace(blank, p50_us=p50, p99_us=p99, times_bare=p50 / bare if bare else None, path=path)
 
-    return Case(key, f"one block of {format_size(_SMALL.block_nbytes)}, end to end; {what}", run)
-
-
-def _method_seconds(lab: Lab, method: str, direction: Direction) -> list[float]:
-    job = lab.job(METHODS[method], (_SMALL,), direction.name)
-    lab.warm_up(job)
-    return [lab.idle(job)[0] for _ in range(_SMALL_REPEATS)]
+    return Case(blank.key, f"{shape} ({shape.nbytes / 1e6:.3g} MB), end to end; {what}", run)
 
 
-def _bare_seconds(lab: Lab, _: str, direction: Direction) -> list[float]:
+def _method_seconds(lab: Lab, method: str, shape: Shape, direction: Direction) -> tuple[list[float], str]:
+    job = lab.job(METHODS[method], (shape,), direction.name)
+    _, path = lab.warm_up(job)
+    return _repeated(lambda: lab.idle(job)[0]), path
+
+
+def _bare_seconds(lab: Lab, _: str, shape: Shape, direction: Direction) -> tuple[list[float], str]:
     """The least that a driver needs: no look at anything, one event."""
     device, stream = lab.device, lab.stream
-    (place,) = lab.places((_SMALL,))
+    (place,) = lab.places((Shape(1, shape.nbytes),))
     src, dst = (int(ends[0]) for ends in place.ends(direction))
-    event, took = _C.Event(device, timing=False), []
-    for _repeat in range(_SMALL_REPEATS + 1):
+    event = _C.Event(device, timing=False)
+
+    def once() -> float:
         place.fill(direction, stream)
         begin = time.perf_counter()
-        _C._seam(device, "copy", dst, src, _SMALL.block_nbytes, stream.handle)
+        _C._seam(device, "copy", dst, src, shape.nbytes, stream.handle)
         event.record(stream)
         while not event.query():
             pass
-        took.append(time.perf_counter() - begin)
+        took = time.perf_counter() - begin
         place.check(direction, stream, f"bare copy {direction.name}")
-    return took[1:]
+        return took
+
+    once()
+    return _repeated(once), ""
+
+
+def _repeated(once: Callable[[], float]) -> list[float]:
+    """Fewer where they would take long, with what is checked in between."""
+    took, begin = [once()], time.perf_counter()
+    while len(took) < _SMALL_REPEATS and (len(took) < _SMALL_FEWEST or time.perf_counter() - begin < _CELL_SECONDS):
+        took.append(once())
+    return took
 
 
 # -- running them -----------------------------------------------------------------------------------------------------
 
 
 def run(plan: Plan, show: Callable[[str], None]) -> Result:
-    """Measure all cases, showing each as it ends. Raises WrongBytes for one wrong byte."""
+    """Measure all cases, showing each as it ends. Raises WrongBytes for one wrong byte.
+
+    A share is of the one bare copy of as many bytes, on the device and of the whole call.
+    """
     result = Result(**document(plan.device), bytes_per_case=plan.nbytes, repeats=plan.repeats)
     show(f"{result.title()}: about {format_size(plan.nbytes)} a case, {plan.repeats} repeats")
     with opened(plan.device, _SEED) as lab:
-        result.ceilings_gbps = lab.ceilings(plan.nbytes, plan.repeats)
-        reached = ", ".join(f"{way} {gbps:.1f}" for way, gbps in result.ceilings_gbps.items())
-        show(f"one bare copy of {format_size(plan.nbytes)}, GB/s: {reached}")
+        shapes = [family.of(size, plan.nbytes) for family, size in plan.layouts]
+        for nbytes in dict.fromkeys(
+            (plan.nbytes, *(_bare_nbytes(plan, sum(shape.nbytes for shape in some)) for some in shapes))
+        ):
+            bare = result.bare_copies[nbytes] = lab.bare_copies(nbytes, plan.repeats)
+            reached = [f"{way} {found.device_gbps or found.gbps:.1f} ({found.gbps:.1f})" for way, found in bare.items()]
+            show(
+                f"one bare copy of {format_size(nbytes)}, GB/s on the device (of the whole call): {', '.join(reached)}"
+            )
+        result.ceilings_gbps = {
+            way: found.device_gbps or found.gbps for way, found in result.bare_copies[plan.nbytes].items()
+        }
         group = ""
         for case in cases(plan):
             row = case.run(lab, result)
@@ -245,11 +290,7 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
             if case.key.partition("/")[0] != group:
                 group = case.key.partition("/")[0]
                 show("")
-                show(
-                    (FAMILIES | LAYOUTS)[group].description
-                    if group in FAMILIES | LAYOUTS
-                    else case.description.partition(";")[0]
-                )
+                show((FAMILIES | LAYOUTS)[group].description if group in FAMILIES | LAYOUTS else _SMALL_TITLE)
                 show((_ROW if isinstance(row, Row) else _SMALL_ROW).header())
             show(_line(row))
         result.bytes_verified = lab.bytes_verified
@@ -259,6 +300,7 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
     return result
 
 
+_SMALL_TITLE = "small transfers, end to end from Python; blocks scattered on both sides, host block-first"
 _ROW = Table(
     ("shape", "<22"),
     ("dir", "<5"),
@@ -266,21 +308,28 @@ _ROW = Table(
     ("device GB/s", ">11.2f"),
     ("share", ">6.2f"),
     ("end to end", ">10.2f"),
+    ("share", ">6.2f"),
     ("blocked ms", ">11.3f"),
     ("CPU ms", ">9.3f"),
 )
-_SMALL_ROW = Table(("dir", "<5"), ("method", "<11"), ("p50 us", ">8.1f"), ("p99 us", ">8.1f"))
+_SMALL_ROW = Table(
+    ("shape", "<22"), ("dir", "<5"), ("method", "<11"), ("p50 us", ">8.1f"), ("p99 us", ">8.1f"), ("x bare", ">7.2f")
+)
 
 
 def _line(row: Row | SmallRow) -> str:
     if isinstance(row, SmallRow):
+        cells = [row.shape, row.direction, row.method]
         if row.p50_us is None:
-            return _SMALL_ROW.line([row.direction, row.method], row.note)
-        return _SMALL_ROW.line([row.direction, row.method, row.p50_us, row.p99_us])
+            return _SMALL_ROW.line(cells, row.note)
+        return _SMALL_ROW.line([*cells, row.p50_us, row.p99_us, row.times_bare]) + _took(row.method, row.path)
     begin = [str(Shape(row.tensors, row.block_nbytes, row.blocks)), row.direction, row.method]
     figures = row.figures
     if figures is None:
         return _ROW.line(begin, row.note)
-    cells = [figures.device_gbps, row.share, figures.gbps, figures.blocked_ms, figures.cpu_ms]
-    took = f"  took {figures.path}" if row.method == "auto" else ""
-    return _ROW.line([*begin, *cells]) + ("" if figures.queued else " *") + took
+    numbers = [figures.device_gbps, row.share, figures.gbps, row.whole_share, figures.blocked_ms, figures.cpu_ms]
+    return _ROW.line([*begin, *numbers]) + ("" if figures.queued else " *") + _took(row.method, figures.path)
+
+
+def _took(method: str, path: str) -> str:
+    return f"  took {path}" if method in ("auto", *_PRIORITY) else ""
