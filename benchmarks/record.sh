@@ -1,13 +1,32 @@
 #!/usr/bin/env bash
-# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER PART [TRACE]; the parts stand at its end
+# What needs a GPU, with a record: benchmarks/record.sh OUT_FOLDER PART [TRACE]. What lies in
+# benchmarks/results is listed in its index.ini:
+#   benchmarks/record.sh --stale                    which records are of older code than this; exit status 1 if any
+#   benchmarks/record.sh --stamp COMMIT FILE...     these files are of that commit
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
-# and sanitize take up to ten minutes each, hazards two and a half, bench six, load nine a kind, replay one.
+# and sanitize take up to ten minutes each, load nine, bench six, regret four, hazards two and a half, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$1 part=$2 trace=${3:-}
+case ${1:-} in
+--stale | --stamp) exec python3 -P benchmarks/records.py "${1#--}" "${@:2}" ;;
+esac
+parts="suite hazards sanitize bench regret calls load tune memory peers handlers fastdeploy gds replay"
+out=${1:-} part=${2:-} trace=${3:-}
+if [ -z "$out" ] || [[ " $parts " != *" $part "* ]]; then
+  echo "benchmarks/record.sh OUT_FOLDER PART [TRACE]: the part is '$part'; it is one of: $parts" >&2
+  exit 2
+fi
 mkdir -p "$out"
+touch "$out/begun.tmp"
 run() { timeout "$1" python3 -P -m "${@:2}"; }
 pytest() { run "$1" pytest -p no:cacheprovider -o faulthandler_timeout=60 --device cuda:0 "${@:2}"; }
+# A command's part of a record: what ran, what it printed, and its exit status where that is not 0.
+section() {
+  local title=$1
+  echo "== $title"
+  "${@:2}" 2>&1 || echo "exit status $?"
+  echo
+}
 
 {
   echo "kvswap ${COMMIT:-$(git rev-parse --short HEAD)} on $(uname -sr), $(nproc) cores"
@@ -34,10 +53,13 @@ suite() {
   grep -E "^(FAILED|ERROR)" "$out/suite.txt"
 }
 
-# Random programs of copies against their model, on the GPU and its own copy paths.
+# Random programs of copies against their model, and random transfers, on the GPU and its own copy paths.
 hazards() {
-  pytest 170 -q -k "test_threads or silent" --long-seconds=50 tests/long/test_hazards.py >"$out/hazards.txt" 2>&1
-  tail -n 12 "$out/hazards.txt"
+  {
+    section "tests/long/test_hazards.py" pytest 170 -q -k "test_threads or silent" --long-seconds=50 tests/long/test_hazards.py
+    section "tests/long/test_any_transfer.py" pytest 200 -q -s --long-seconds=25 tests/long/test_any_transfer.py
+  } >"$out/random.txt"
+  tail -n 20 "$out/random.txt"
 }
 
 # The suite, less what starts processes of its own, counts Python's objects or captures graphs in torch, and less what holds
@@ -78,61 +100,89 @@ sanitize() {
   grep -E "^== |SUMMARY|exit status|passed|failed| error" "$out/sanitizer.txt"
 }
 
-# What this machine was calibrated to stands beside what that makes of path auto.
+# What this machine was calibrated to is what path auto goes by in this part.
+calibrated() {
+  run 60 kvswap calibrate --output "$out/calibration.tmp" 2>/dev/null
+  export KVSWAP_CALIBRATION="$out/calibration.tmp"
+}
+
 bench() {
-  run 60 kvswap calibrate --output "$out/calibration.txt" >"$out/calibrate.txt" 2>&1
-  export KVSWAP_CALIBRATION="$out/calibration.txt"
-  run 250 kvswap bench --json "$out/bench.json" --plot "$out/bench.png" >"$out/bench.txt" 2>&1
+  calibrated >/dev/null
+  run 500 kvswap bench --plot "$out/bench.png" >"$out/bench.txt" 2>&1
   cat "$out/bench.txt"
-  run 100 kvswap bench --regret --seed 1 --json "$out/regret.json" --plot "$out/regret.png" >"$out/regret.txt" 2>&1
-  timeout 60 python3 -P benchmarks/bench_calls.py --device cuda:0 --json "$out/bench_calls.json" | tee "$out/bench_calls.txt"
-  timeout 120 python3 -P benchmarks/bench_order.py --device cuda:0 --json "$out/bench_order.json" | tee "$out/bench_order.txt"
 }
 
-# What copies cost a model beside them: nine minutes a load.
+regret() {
+  {
+    section "kvswap calibrate" calibrated
+    for seed in ${SEEDS:-5 21}; do
+      section "kvswap bench --regret --seed $seed" run 150 kvswap bench --regret --seed "$seed"
+    done
+  } >"$out/regret.txt"
+  tail -n 40 "$out/regret.txt"
+}
+
+calls() {
+  {
+    section bench_calls.py timeout 60 python3 -P benchmarks/bench_calls.py --device cuda:0
+    section bench_order.py timeout 120 python3 -P benchmarks/bench_order.py --device cuda:0
+  } | tee "$out/calls.txt"
+}
+
+# What copies cost a model beside them: under four minutes a load, and under one with a single hardware queue.
 load() {
-  for kind in decode matmul; do
-    run 320 kvswap bench --load "$kind" --size 16KiB --method background --method high --method kernel --method warp \
-      --json "$out/$kind-run.json" --plot "$out/$kind-run.png" >"$out/$kind-run.txt" 2>&1
-    run 150 kvswap bench --load "$kind" --shape tensor --size 64KiB --method background --method high \
-      --json "$out/$kind-tensor.json" >"$out/$kind-tensor.txt" 2>&1
-    run 120 kvswap bench --load "$kind" --shape slab --size 16KiB --method strided --json "$out/$kind-slab.json" \
-      >"$out/$kind-slab.txt" 2>&1
-  done
+  local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
+  {
+    for kind in ${LOADS:-step matmul}; do
+      section "kvswap bench --load $kind" run 240 kvswap bench --load "$kind"
+      section "CUDA_DEVICE_MAX_CONNECTIONS=1 kvswap bench --load $kind ${block_first[*]}" \
+        env CUDA_DEVICE_MAX_CONNECTIONS=1 timeout 80 python3 -P -m kvswap bench --load "$kind" "${block_first[@]}"
+    done
+  } | tee "$out/load.txt"
 }
 
-# What the settings of kernels, the relay and batch calls are good for: the constants of csrc are from here.
+# What the settings of kernels and batch calls are good for: the constants of csrc are from here; and path strided.
 tune() {
-  for program in batch_parts tune_copy; do
+  for program in batch_parts tune_copy strided_parts; do
     nvcc -O2 -std=c++17 -arch=native -Icsrc/kernels -o "$out/$program" "benchmarks/$program.cu" -lcuda &&
-      timeout 300 "$out/$program" >"$out/$program.txt"
+      section "$program" timeout 150 "$out/$program"
     rm -f "$out/$program"
-  done
+  done >"$out/tune.txt"
+  for size in 1GiB 160MiB; do
+    section "kvswap bench --shape slab --method strided --bytes $size" run 60 kvswap bench --shape slab --method strided \
+      --bytes "$size"
+  done >"$out/strided.txt"
 }
 
 # Host pools beside the driver's allocation, and memory of a process in another one.
 memory() {
-  timeout 200 python3 -P benchmarks/bench_host_pool.py --device cuda:0 --size 64GiB --repeats "${REPEATS:-2}" \
-    --json "$out/host_pool.json" >"$out/host_pool.txt" 2>&1
-  timeout 100 python3 -P benchmarks/bench_ipc.py --device cuda:0 --json "$out/ipc.json" >"$out/ipc.txt" 2>&1
-  tail -n 20 "$out/host_pool.txt" "$out/ipc.txt"
+  {
+    section "bench_host_pool.py --size 64GiB" timeout 200 python3 -P benchmarks/bench_host_pool.py --device cuda:0 \
+      --size 64GiB --repeats "${REPEATS:-2}"
+    section bench_ipc.py timeout 100 python3 -P benchmarks/bench_ipc.py --device cuda:0
+  } >"$out/memory.txt"
+  tail -n 20 "$out/memory.txt"
 }
 
-# Two GPUs.
+# Two GPUs. What FastDeploy's ranks print goes to the end of fastdeploy.txt.
 peers() {
-  pytest 100 -q tests/test_peer.py >"$out/peer_suite.txt" 2>&1
-  timeout 100 python3 -P benchmarks/bench_peer.py --json "$out/peer.json" >"$out/peer.txt" 2>&1
-  timeout 100 python3 -P benchmarks/bench_fastdeploy.py ranks --json "$out/ranks.json" >"$out/ranks.txt" 2>&1
-  tail -n 20 "$out/peer_suite.txt" "$out/peer.txt" "$out/ranks.txt"
+  {
+    section bench_peer.py timeout 100 python3 -P benchmarks/bench_peer.py
+    section tests/test_peer.py pytest 100 -q tests/test_peer.py
+  } >"$out/peers.txt"
+  section "bench_fastdeploy.py ranks" timeout 100 python3 -P benchmarks/bench_fastdeploy.py ranks >>"$out/fastdeploy.txt"
+  tail -n 20 "$out/peers.txt" "$out/fastdeploy.txt"
 }
 
-# vLLM's job queue; FastDeploy's ops and the manager; the file tier.
-engines() {
-  run 200 kvswap bench --handlers --json "$out/handlers.json" >"$out/handlers.txt" 2>&1
-  timeout 200 python3 -P benchmarks/bench_fastdeploy.py --device cuda:0 --json "$out/fastdeploy.json" \
-    >"$out/fastdeploy.txt" 2>&1
-  timeout 200 python3 -P benchmarks/bench_files.py "${FILES:-$out}" --device cuda:0 >"$out/files.txt" 2>&1
-  tail -n 20 "$out/handlers.txt" "$out/fastdeploy.txt" "$out/files.txt"
+# vLLM's job queue.
+handlers() {
+  run 400 kvswap bench --handlers >"$out/handlers.txt" 2>&1
+  cat "$out/handlers.txt"
+}
+
+# FastDeploy's ops and the manager.
+fastdeploy() {
+  section bench_fastdeploy.py timeout 200 python3 -P benchmarks/bench_fastdeploy.py --device cuda:0 | tee "$out/fastdeploy.txt"
 }
 
 # The file tier by libcufile, in its compatibility mode where nvidia-fs is not loaded: its tests, the checksum's kernel
@@ -141,36 +191,31 @@ engines() {
 gds() {
   local folder="${FILES:-$out/files}"
   mkdir -p "$folder"
-  pytest 300 -q --basetemp "$folder/pytest" tests/test_files_gds.py >"$out/gds_suite.txt" 2>&1
-  for tool in memcheck racecheck initcheck synccheck; do
-    echo "== $tool"
-    timeout -k 5 100 compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -P -m pytest -p no:cacheprovider -q \
-      --device cuda:0 --serial -k checksum_of_a_kernel tests/test_files_gds.py
-    echo "exit status $?"
-  done >"$out/gds_sanitizer.txt" 2>&1
-  timeout 250 python3 -P benchmarks/bench_files.py "$folder/bench" --bytes 2GiB --device cuda:0 --gds compat \
-    --device-only >"$out/gds.txt" 2>&1
-  tail -n 3 "$out/gds_suite.txt"
-  grep -E "^==|SUMMARY|exit status|passed" "$out/gds_sanitizer.txt"
-  cat "$out/gds.txt"
+  {
+    section "bench_files.py" timeout 250 python3 -P benchmarks/bench_files.py "$folder/bench" --bytes 2GiB --device cuda:0 \
+      --gds compat --device-only
+    section "tests/test_files_gds.py" pytest 300 -q --basetemp "$folder/pytest" tests/test_files_gds.py
+    for tool in memcheck racecheck initcheck synccheck; do
+      section "$tool" timeout -k 5 100 compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -P -m pytest \
+        -p no:cacheprovider -q --device cuda:0 --serial -k checksum_of_a_kernel tests/test_files_gds.py
+    done
+  } >"$out/gds.txt"
+  grep -E "^==|GB/s|SUMMARY|exit status|passed" "$out/gds.txt"
 }
 
 replay() {
-  run 60 kvswap demo >"$out/demo.txt" 2>&1
-  tail -n 12 "$out/demo.txt"
-  if [ -n "$trace" ]; then
-    run 200 kvswap replay "$trace" --json "$out/replay.json" >"$out/replay.txt" 2>&1
-    echo "exit status $?" >>"$out/replay.txt"
-    run 100 kvswap replay "$trace" --fault copy:skip:10000 >"$out/replay_skip.txt" 2>&1
-    echo "exit status $?" >>"$out/replay_skip.txt"
-    tail -n 6 "$out/replay.txt" "$out/replay_skip.txt"
-  fi
+  {
+    section "kvswap demo" run 60 kvswap demo
+    if [ -n "$trace" ]; then
+      section "kvswap replay" run 200 kvswap replay "$trace"
+      section "kvswap replay --fault copy:skip:10000: exit status 1 is right" \
+        run 100 kvswap replay "$trace" --fault copy:skip:10000
+    fi
+  } >"$out/replay.txt"
+  tail -n 24 "$out/replay.txt"
 }
 
-case $part in
-suite | hazards | sanitize | bench | load | tune | memory | peers | engines | gds | replay) "$part" ;;
-*)
-  echo "the part is '$part'; it is one of: suite, hazards, sanitize, bench, load, tune, memory, peers, engines, gds, replay" >&2
-  exit 2
-  ;;
-esac
+"$part"
+made=$(find "$out" -maxdepth 1 \( -name "*.txt" -o -name "*.png" \) -newer "$out/begun.tmp" -printf "h200/%f ")
+rm -f "$out"/*.tmp
+echo "once they lie in benchmarks/results/h200: benchmarks/record.sh --stamp ${COMMIT:-HEAD} ${made:-(nothing was made)}" >&2

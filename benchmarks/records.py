@@ -1,0 +1,124 @@
+"""What the records under benchmarks/results are of: python3 benchmarks/records.py stale | stamp COMMIT FILE...
+
+stale: lists the records whose sources differ from those of the commit that they were made with; exit status 1 if any.
+stamp: notes in the index that these files, relative to benchmarks/results, are of that commit.
+"""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "benchmarks/results"
+INDEX = f"{FOLDER}/index.ini"
+_SHOWN = 4  # changed files a record
+
+
+class Wrong(Exception):
+    """The index or a name in the command is not right; the message says how."""
+
+
+@dataclass(frozen=True)
+class Record:
+    file: str
+    what: str
+    command: str
+    commit: str
+    machine: str
+    sources: tuple[str, ...]
+
+
+def load(root: Path) -> list[Record]:
+    """All of the index. Every section but [groups] is a record and has all fields."""
+    parser = configparser.ConfigParser(interpolation=configparser.ExtendedInterpolation())
+    try:
+        with (root / INDEX).open(encoding="utf-8") as index:
+            parser.read_file(index)
+        return [
+            Record(
+                file,
+                parser[file]["what"],
+                parser[file]["command"],
+                parser[file]["commit"],
+                parser[file]["machine"],
+                tuple(parser[file]["sources"].split()),
+            )
+            for file in parser.sections()
+            if file != "groups"
+        ]
+    except KeyError as missing:
+        raise Wrong(f"{INDEX}: a record has no {missing}") from None
+    except configparser.Error as error:
+        raise Wrong(f"{INDEX}: {error}") from None
+
+
+def _git(root: Path, *args: str) -> str | None:
+    """Its output, or None where it failed."""
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def changed(root: Path, record: Record) -> list[str] | None:
+    """Sources that differ now from those of the record's commit; None where git does not have that commit."""
+    if _git(root, "rev-parse", "--verify", "--quiet", f"{record.commit}^{{commit}}") is None:
+        return None
+    globs = [f":(top,glob){source}" for source in record.sources]
+    names = _git(root, "diff", "--name-only", record.commit, "--", *globs)
+    if names is None:
+        raise Wrong(f"git diff {record.commit} failed for the sources of {record.file}")
+    return names.splitlines()
+
+
+def stale(root: Path) -> int:
+    found = 0
+    for record in load(root):
+        names = changed(root, record)
+        if names is None:
+            print(f"{record.file}: commit {record.commit} is not in this repository")
+        elif names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            print(f"{record.file}: since {record.commit} changed {' '.join(names[:_SHOWN])}{more}; {record.command}")
+        else:
+            continue
+        found += 1
+    print(f"{found} of {len(load(root))} records are of older code", file=sys.stderr)
+    return 1 if found else 0
+
+
+def stamp(root: Path, commit: str, files: list[str]) -> int:
+    """Line by line: comments, order and everything else stay as they are."""
+    short = _git(root, "rev-parse", "--verify", "--quiet", "--short=9", f"{commit}^{{commit}}")
+    if short is None:
+        raise Wrong(f"{commit}: no such commit in this repository")
+    wanted = {file.removeprefix(f"{FOLDER}/") for file in files}
+    unknown = sorted(wanted - {record.file for record in load(root)})
+    if unknown:
+        raise Wrong(f"{INDEX} has no section {', '.join(f'[{file}]' for file in unknown)}")
+    lines, section = [], ""
+    for line in (root / INDEX).read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.startswith("["):
+            section = line.strip()[1:-1]
+        lines.append(f"commit = {short.strip()}\n" if section in wanted and line.startswith("commit =") else line)
+    (root / INDEX).write_text("".join(lines), encoding="utf-8")
+    return 0
+
+
+def main(argv: list[str], root: Path = ROOT) -> int:
+    try:
+        if argv == ["stale"]:
+            return stale(root)
+        if argv[:1] == ["stamp"] and len(argv) > 2:
+            return stamp(root, argv[1], argv[2:])
+    except (Wrong, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("it is one of: stale, stamp COMMIT FILE...", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
