@@ -159,7 +159,7 @@ def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--pairs", type=_positive, metavar="N", help="--load: windows with and without copies (default 6)"
     )
-    parser.add_argument("--seconds", type=_duration, metavar="S", help="--load: length of a window (default 0.25)")
+    parser.add_argument("--seconds", type=_duration, metavar="S", help="--load: length of a window (default 0.2)")
     parser.add_argument("--draws", type=_positive, metavar="N", help="--regret: number of shapes (default 200)")
     parser.add_argument(
         "--seed", type=_count, metavar="N", help="--regret: of the shapes (default: another every time)"

@@ -357,7 +357,7 @@ def test_beside_a_load_each_layout_at_each_priority(device: kvswap.Device) -> No
     plan = beside.plan(device, "step")
     assert [family.key for family, _ in plan.layouts] == list(LAYOUTS)
     assert plan.methods == ("auto", "background", "high") and plan.directions == ("D2H", "H2D")
-    assert 2 * plan.about_seconds < 180
+    assert 2 * plan.about_seconds < 120  # of the windows alone, without what is filled and checked between them
     quick = beside.plan(device, "step", quick=True, nbytes=4 << 20, directions=["D2H"], seconds=0.05)
     result = beside.run(quick, lambda _: None)
     assert [row.method for row in result.rows] == ["one copy", "auto", "background", "high"]

@@ -50,7 +50,7 @@ class Load(ABC):
     """Work that comes in equal pieces of about 10 ms, or of a decode step each.
 
     stream: where they are queued. ahead: how many may be queued before the first has ended, so that a caller that is
-    held up elsewhere does not let the stream run dry.
+    held up elsewhere does not let the stream run dry; a window is longer by as much.
     """
 
     ahead = 1
@@ -78,23 +78,25 @@ def load_for(device: _C.Device, key: str) -> Load:
 class _TorchLoad(Load):
     """A CUDA graph of as many products as make up a piece, or of one decode step: one launch, whatever is in it."""
 
-    ahead = 10
+    ahead = 5
+    _STEPS_AHEAD = 12  # about as long on an H200
 
     def __init__(self, device: _C.Device, kind: Kind, torch: Any) -> None:
         self._torch, cuda = torch, torch.device("cuda", ordinal(device))
         super().__init__(f"{kind.description} (torch {torch.__version__})", torch.cuda.Stream(cuda))
-        work = self._work(kind, cuda)
+        self._work = self._make(kind, cuda)  # kept: the graph has the addresses of its tensors, but does not hold them
+        torch.cuda.synchronize(cuda)  # they were filled on another stream
         with torch.cuda.stream(self.stream):
-            per_piece = _repeats(work, self.stream.synchronize)  # which warms up
+            per_piece = _repeats(self._work, self.stream.synchronize)  # which warms up
             if kind.model is not None:
-                per_piece = 1
+                per_piece, self.ahead = 1, self._STEPS_AHEAD
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=self.stream):
                 for _ in range(per_piece):
-                    work()
+                    self._work()
         torch.cuda.synchronize(cuda)
 
-    def _work(self, kind: Kind, cuda: Any) -> Callable[[], object]:
+    def _make(self, kind: Kind, cuda: Any) -> Callable[[], object]:
         torch, options = self._torch, {"dtype": self._torch.bfloat16, "device": cuda}
         if kind.model is not None:
             model = step.model(kind.model, lambda shape, scale: torch.empty(shape, **options).normal_(std=scale))
