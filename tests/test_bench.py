@@ -290,8 +290,9 @@ def test_the_table_is_what_the_list_says(device_name: str, tmp_path: Path, capsy
 
 def test_small_transfers_of_all_layers(device: kvswap.Device) -> None:
     """2 to 34 MB, each as a multiple of a bare copy of as many bytes in the same run."""
-    plan = table.plan(device, quick=True, nbytes=12 << 20, families=["tensor"], sizes=[1 << 20], methods=["dma"])
-    result = table.run(plan, lambda _: None)
+    methods, lines = ["dma", "loop"], []  # of which one is kvswap's
+    plan = table.plan(device, quick=True, nbytes=12 << 20, families=["tensor"], sizes=[1 << 20], methods=methods)
+    result = table.run(plan, lines.append)
     shapes = ["64 KiB x 1", "64 x 32 KiB x 1", "80 x 16 KiB x 8"]  # 64 x 8 KiB x 64 is more than a case has
     cells = [(shape, way, method) for shape in shapes for way in ("D2H", "H2D") for method in ("bare", "dma")]
     assert [(row.shape, row.direction, row.method) for row in result.small_rows] == cells
@@ -299,6 +300,11 @@ def test_small_transfers_of_all_layers(device: kvswap.Device) -> None:
     for bare, dma in zip(result.small_rows[::2], result.small_rows[1::2], strict=True):
         assert bare.times_bare == 1.0 and dma.times_bare == dma.p50_us / bare.p50_us
         assert (bare.path, dma.path) == ("", "dma")
+    assert sum("64 x 32 KiB x 1  " in line for line in lines) == 4 and any("x bare" in line for line in lines)
+    picked = table.plan(device, nbytes=64 << 10, families=["rows"], methods=["background"], directions=["D2H"])
+    lines.clear()
+    table.run(picked, lines.append)
+    assert sum("background" in line and " took " in line for line in lines) == 2
     largest = [case.key for case in table.cases(table.plan(device, nbytes=32 << 20)) if case.key.endswith("bare")][-1]
     assert largest == "small/64x8KiBx64/H2D/bare"
 

@@ -27,7 +27,8 @@ DIRECTIONS = ("D2H", "H2D")
 _NBYTES = {"cuda": 1 << 30, "host": 32 << 20}
 _QUICK_NBYTES = {"cuda": 128 << 20, "host": 4 << 20}
 _CELL_SECONDS = 0.4  # a case is repeated no more once it took so long
-_PRIORITY = ("high",)  # besides paths, whose priority is normal
+_HIGH = ("high",)  # besides paths, whose priority is normal
+_PICKED = ("auto", "background", "high")  # methods whose path kvswap picks
 _SMALL = {  # one block; then 1, 8 and 64 blocks of all layers: 2, 10 and 34 MB
     str(shape).replace(" ", ""): shape
     for shape in (Shape(1, 64 << 10), Shape(64, 32 << 10), Shape(80, 16 << 10, 8), Shape(64, 8 << 10, 64))
@@ -167,12 +168,12 @@ class Result(Document):
 def cases(plan: Plan) -> Iterator[Case]:
     """In the order in which they run: those that share their memory one after another."""
     for family, size in plan.layouts:
-        methods = plan.methods or (*paths(plan.device), *_PRIORITY, *family.peers)
+        methods = plan.methods or (*paths(plan.device), *_HIGH, *family.peers)
         shapes = family.of(size, plan.nbytes)
         for direction in (BOTH,) if family.both else plan.directions:
             for method in methods:
                 yield _case(plan, family, shapes, direction, method)
-    small = [m for m in plan.methods or _SMALL_METHODS if m in (*paths(plan.device), *_PRIORITY)]
+    small = [m for m in plan.methods or _SMALL_METHODS if m in (*paths(plan.device), *_PICKED)]
     for key, shape in _SMALL.items():
         if shape.nbytes <= plan.nbytes:
             for direction in plan.directions:
@@ -332,4 +333,4 @@ def _line(row: Row | SmallRow) -> str:
 
 
 def _took(method: str, path: str) -> str:
-    return f"  took {path}" if method in ("auto", *_PRIORITY) else ""
+    return f"  took {path}" if method in _PICKED else ""
