@@ -14,26 +14,20 @@ from __future__ import annotations
 
 import importlib
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TextIO, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvswap import _C
-from kvswap.replay.check import WrongBytes
+from kvswap._rig import DIRECTIONS, WAIT_LIMIT, Direction, Path, Rig, Shape, Unavailable
 from kvswap.replay.errors import UsageError
-from kvswap.replay.pattern import POISON_KEY, mix
 from kvswap.replay.units import format_size
 
-Path: TypeAlias = Literal["dma", "strided", "relay", "kernel", "direct"]
-Direction: TypeAlias = Literal["d2h", "h2d"]
 Kind: TypeAlias = Literal["start", "extra", "each", "run"]
 _Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
-Words: TypeAlias = NDArray[np.uint64]
 
 # As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING.
 SIZES = tuple(512 << i for i in range(14))
@@ -41,51 +35,21 @@ _BATCH = 128
 _FILLING = 1 << 20
 _SLOT = 16 << 20  # of the relay's ring
 PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
-DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
 
-# On each side; the link is measured by one copy of all of it. Blocks are spread over as much as there is for them: the
-# copy engine is slower where they are far apart, as those of a real pool are.
-_AREA = {"cuda": 1 << 30, "host": 64 << 20}
-_SPREAD = 16  # at most so many times the room that they need
-_MOVED = {"cuda": 64 << 20, "host": 8 << 20}  # most bytes a transfer otherwise,
-_LEAST_MOVED = 8 << 20  # and, where the link is slow, as many as it moves in
+_LEAST_MOVED = 8 << 20  # bytes a transfer where the link is slow: else as many as it moves in
 _MOVED_SECONDS = 2e-3
 _ROWS = 8192  # most rows a transfer
 _LAYERS = 64  # tensors, where a path is for several
 _FEW_LAYERS = 8
 _FEW_COPIES, _FEW_INDEX = 32, 8  # and their size: one that is always measured, and bound by the link
-_SKEW = 16  # bytes by which the host's blocks lie off the lines, where they are to
 _REPEATS, _LEAST_REPEATS, _START_REPEATS = 5, 3, 15
 _CTAS = (1, 2, 4, 8, 16, 32, 64)
 _CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
 _LEAST_CTAS = 8
 _BACKGROUND_SHARE = 0.72  # of the slower link: SM stores that come near to the link hold up the rest of the GPU
-_WAIT_LIMIT = 60.0
 # What is set for one run must not be stored for all.
 _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAUNCH_BLOCKING")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A transfer: so many blocks of each of so many tensors, which lie one after the other on the GPU's side and
-    block-first on the host's, or there too one after the other: `apart`. No two blocks of a side touch, unless the
-    host's are to be `together`: one run. skew: the host's blocks lie off the lines of its memory."""
-
-    tensors: int
-    row_nbytes: int
-    blocks: int
-    together: bool = False
-    apart: bool = False
-    skew: bool = False
-
-    @property
-    def rows(self) -> int:
-        return self.tensors * self.blocks
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.row_nbytes
 
 
 @dataclass(frozen=True)
@@ -152,14 +116,14 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
     """
     product = str(device.info["name"])
     stream = _C.Stream(device)
-    rig = _Rig(device, stream)
+    rig = Rig(device, stream)
     try:
         device.set_compute_stream(stream)
         tuning = _measure_tuning(rig, progress)
         result = Result(device.name, product, {"d2h": {}, "h2d": {}, "tuning": tuning})
         _measure_points(rig, result, deadline, progress)
     finally:
-        device.synchronize(_WAIT_LIMIT)
+        device.synchronize(WAIT_LIMIT)
         device.set_compute_stream(0)
         rig.close()
     result.bytes_verified = rig.bytes_verified
@@ -209,7 +173,7 @@ def points(path: Path, direction: Direction, moved: int) -> list[Point]:
             return [start(1), *each(1)]
 
 
-def _measure_tuning(rig: _Rig, progress: Progress) -> _C._Tuning:
+def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
     progress(0, 1, "the link")
     link = {direction: rig.area / rig.measure_link(direction) / 1e9 for direction in DIRECTIONS}
     rig.moved = moved(rig.moved, min(link.values()))
@@ -253,7 +217,7 @@ def fewest(reached: dict[int, float], enough: float) -> int:
     return min((ctas for ctas, value in reached.items() if value >= enough), default=0)
 
 
-def _measure_points(rig: _Rig, result: Result, deadline: float, progress: Progress) -> None:
+def _measure_points(rig: Rig, result: Result, deadline: float, progress: Progress) -> None:
     """Level by level; from the second on only what still fits, by the longest that one took so far."""
     plan = [point for path in PATHS for direction in DIRECTIONS for point in points(path, direction, rig.moved)]
     plan.sort(key=lambda point: point.level)  # which keeps the rest of the order
@@ -389,133 +353,6 @@ def fill(known: dict[int, float]) -> list[float]:
 
 def _rounded(numbers: Sequence[float]) -> list[float]:
     return [round(number, 3) for number in numbers]
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
-class Unavailable(Exception):
-    """The device does not have the path, or not for such a transfer."""
-
-
-class _Rig:
-    """Memory on both sides, and transfers that are timed and verified."""
-
-    def __init__(self, device: _C.Device, stream: _C.Stream) -> None:
-        self.device = device
-        self.area = _AREA[device.kind]
-        self.moved = _MOVED[device.kind]
-        self.kernel_ctas: int | None = None  # of a path's kernel, unless a measurement says otherwise
-        self.bytes_verified = 0
-        self._stream = stream
-        self._rng = np.random.default_rng(1)
-        self._round = 0
-        self._gpu = device.alloc(self.area)
-        try:
-            self._cpu = device.alloc(self.area, host=True)
-        except BaseException:
-            self._gpu.free()
-            raise
-
-    def close(self) -> None:
-        self._gpu.free()
-        self._cpu.free()
-
-    def measure_link(self, direction: Direction) -> float:
-        """Seconds of one copy of a whole side."""
-        gpu, cpu = np.array([self._gpu.ptr], np.uint64), np.array([self._cpu.ptr], np.uint64)
-        source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
-
-        def submit() -> _C.Transfer:
-            return _C.swap_blocks_batch(source, target, self.area, device=self.device, path="dma")
-
-        return self._median(submit, "dma", direction, source, target, self.area, _LEAST_REPEATS)
-
-    def measure(
-        self, path: Path, direction: Direction, shape: Shape, repeats: int, max_ctas: int | None = None
-    ) -> float:
-        """Median seconds of a transfer. Unavailable: the path does not take it."""
-        row, blocks = shape.row_nbytes, shape.blocks
-        slots = min(_SPREAD * blocks, self.area // (shape.tensors * row) - 1)  # less one, for what is askew
-        gpu_ids = 2 * self._rng.permutation(slots // 2)[:blocks]  # every other slot at most: nothing is merged
-        cpu_ids = np.arange(blocks) if shape.together else 2 * self._rng.permutation(slots // 2)[:blocks]
-        cpu_stride = row if shape.apart else shape.tensors * row
-        cpu_base = self._cpu.ptr + (_SKEW if shape.skew else 0)
-        tensors = np.arange(shape.tensors)[:, None]
-        gpu_ptrs = self._gpu.ptr + tensors * (slots * row)
-        cpu_ptrs = cpu_base + tensors * (slots * row if shape.apart else row)
-        gpu = (gpu_ptrs + gpu_ids * row).reshape(-1).astype(np.uint64)
-        cpu = (cpu_ptrs + cpu_ids * cpu_stride).reshape(-1).astype(np.uint64)
-        source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
-        ctas = max_ctas or self.kernel_ctas if path in ("kernel", "relay") else None
-        gpu_list, cpu_list = gpu_ptrs.reshape(-1).astype(np.uint64), cpu_ptrs.reshape(-1).astype(np.uint64)
-
-        def submit() -> _C.Transfer:
-            return _C.swap_cache_all_layers_async(
-                gpu_list,
-                cpu_list,
-                row,
-                slots,
-                slots,
-                gpu_ids,
-                cpu_ids,
-                DIRECTIONS.index(direction),
-                cpu_stride=cpu_stride,
-                device=self.device,
-                path=path,
-                max_ctas=ctas,
-            )
-
-        return self._median(submit, path, direction, source, target, row, repeats)
-
-    def _median(
-        self,
-        submit: Callable[[], _C.Transfer],
-        path: Path,
-        direction: Direction,
-        source: Words,
-        target: Words,
-        nbytes: int,
-        repeats: int,
-    ) -> float:
-        """The first transfer, which may have to set things up, does not count."""
-        self._round += 1
-        keys = mix(np.arange(len(source), dtype=np.uint64) + np.uint64(self._round << 32))
-        poison = np.full(len(target), POISON_KEY)
-        took = []
-        self._pattern(False, source, nbytes, keys)
-        for _ in range(1 + repeats):
-            self._pattern(False, target, nbytes, poison)
-            took.append(self._timed(submit, path))
-            wrong, item, offset = self._pattern(True, target, nbytes, keys)
-            if wrong:
-                message = f"WRONG BYTES: {path} {direction}, {format_size(nbytes)} a block: block {item} of the list, "
-                message += f"offset {offset}; {wrong} wrong bytes in all; nothing is stored"
-                raise WrongBytes(message, wrong_bytes=wrong, block=item or 0, layer=0, offset=offset or 0)
-            self.bytes_verified += len(target) * nbytes
-        return statistics.median(took[1:])
-
-    def _timed(self, submit: Callable[[], _C.Transfer], path: Path) -> float:
-        """Seconds. By polling: wait() sleeps between its looks, for longer the longer it has waited."""
-        begin = time.perf_counter()
-        try:
-            transfer = submit()
-        except (ValueError, _C.Error) as error:
-            if isinstance(error, _C.DeviceError):
-                raise
-            raise Unavailable(str(error)) from None
-        while not transfer.done() and time.perf_counter() - begin < _WAIT_LIMIT:
-            pass
-        seconds = time.perf_counter() - begin
-        transfer.wait(_WAIT_LIMIT)
-        if transfer.path != path:
-            raise Unavailable(f"runs as {transfer.path}")
-        return seconds
-
-    def _pattern(self, check: bool, ptrs: Words, nbytes: int, keys: Words) -> tuple[int, int | None, int | None]:
-        """Waits for its end, so that the device is idle when a measurement begins."""
-        sizes = np.full(len(ptrs), nbytes, np.uint64)
-        return _C._pattern(self.device, check, ptrs, sizes, keys, self._stream).result(_WAIT_LIMIT)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------

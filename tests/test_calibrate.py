@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, run_python
 
 import kvswap
-from kvswap import _C, calibrate, cli, testing
+from kvswap import _C, _rig, calibrate, cli, testing
 from kvswap.calibrate import DIRECTIONS, PATHS, SIZES, Point, Shape
 
 Output = pytest.CaptureFixture[str]
@@ -180,7 +180,7 @@ def test_the_plan_fits_and_says_what_it_claims() -> None:
             assert shape.skew == (point.kind == "run" and point.path == "kernel")
         if point.path == "strided":
             assert shape.tensors > 1, "one tensor is no rows"
-    assert all(2 * calibrate._MOVED[kind] <= calibrate._AREA[kind] for kind in ("cuda", "host"))
+    assert all(2 * _rig.MOVED[kind] <= _rig.AREA[kind] for kind in ("cuda", "host"))
 
 
 class Rig:
@@ -337,7 +337,7 @@ def test_the_fewest_ctas_that_are_enough() -> None:
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:
     stream = kvswap.Stream(device)
     device.set_compute_stream(stream)
-    rig = calibrate._Rig(device, stream)
+    rig = _rig.Rig(device, stream)
     try:
         shape = Shape(4, 1000, 7)
         assert 0 < rig.measure("dma", "d2h", shape, 3) < 60
