@@ -26,7 +26,8 @@ const struct kvs_costs *kvs_costs_default(void) { return &costs; }
 
 
 def table(costs: _C._Costs, before: _C._Costs) -> str:
-    """The whole file. Of a path that a GPU has not, `direct`, the costs stay what they were before."""
+    """The whole file. Of a path that a GPU has not, `direct`, the costs stay what they were before, and so does tuning
+    that was not found."""
     lines = [_HEAD]
     for name, of_direction, kept in (("D2H", costs["d2h"], before["d2h"]), ("H2D", costs["h2d"], before["h2d"])):
         lines.append(f"    [KVS_{name}] = {{")
@@ -34,11 +35,7 @@ def table(costs: _C._Costs, before: _C._Costs) -> str:
             lines += _path(path, of_direction.get(path, kept.get(path)))
         lines.append("    },")
     lines.append("  },")
-    tuning = costs["tuning"]
-    lines.append(f"  .tuning = {{.kernel_ctas = {tuning['kernel_ctas']},")
-    lines.append(f"             .background_ctas = {tuning['background_ctas']},")
-    lines.append(f"             .background_gbps = {tuning['background_gbps']:.15g},")
-    lines.append(f"             .link_gbps = {{{tuning['link_gbps_d2h']:.15g}, {tuning['link_gbps_h2d']:.15g}}}}},")
+    lines += _tuning({**before["tuning"], **costs["tuning"]})
     return "\n".join([*lines, _TAIL])
 
 
@@ -51,6 +48,22 @@ def _path(path: str, cost: _C._PathCost | None) -> Iterator[str]:
     yield f"        .each = {{{_numbers(cost['each'])}}}{',' if cost['run'] else '},'}"
     if cost["run"]:
         yield f"        .run = {{{_numbers(cost['run'])}}}}},"
+
+
+def _tuning(tuning: _C._Tuning) -> Iterator[str]:
+    yield "  .tuning = {"
+    yield f"    .link_gbps = {{{tuning['link_gbps_d2h']:.15g}, {tuning['link_gbps_h2d']:.15g}}},"
+    yield "    .kernel = {"
+    for direction, of_direction in (
+        ("D2H", (tuning["kernel_normal_d2h"], tuning["kernel_high_d2h"], tuning["kernel_background_d2h"])),
+        ("H2D", (tuning["kernel_normal_h2d"], tuning["kernel_high_h2d"], tuning["kernel_background_h2d"])),
+    ):
+        yield f"      [KVS_{direction}] = {{"
+        for priority, numbers in zip(("NORMAL", "HIGH", "BACKGROUND"), of_direction, strict=True):
+            yield f"        [KVS_PRIORITY_{priority}] = {{{_numbers(numbers)}}},"
+        yield "      },"
+    yield "    },"
+    yield "  },"
 
 
 def _numbers(numbers: Sequence[float]) -> str:

@@ -688,12 +688,19 @@ class _PathCost(TypedDict):
     each: Sequence[float]
     run: Sequence[float]
 
+_KernelTuning: TypeAlias = tuple[
+    int, float, float
+]  # CTAs, pace in GB/s (0: none), GB/s that it reaches so (0: unknown)
+
 class _Tuning(TypedDict, total=False):
-    kernel_ctas: int
-    background_ctas: int
-    background_gbps: float
     link_gbps_d2h: float
     link_gbps_h2d: float
+    kernel_normal_d2h: _KernelTuning
+    kernel_high_d2h: _KernelTuning
+    kernel_background_d2h: _KernelTuning
+    kernel_normal_h2d: _KernelTuning
+    kernel_high_h2d: _KernelTuning
+    kernel_background_h2d: _KernelTuning
 
 class _Costs(TypedDict):
     d2h: dict[str, _PathCost]

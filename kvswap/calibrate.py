@@ -47,7 +47,6 @@ _CTAS = (1, 2, 4, 8, 16, 32, 64)
 _CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
 _LEAST_CTAS = 8
-_BACKGROUND_SHARE = 0.72  # of the slower link: SM stores that come near to the link hold up the rest of the GPU
 # What is set for one run must not be stored for all.
 _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAUNCH_BLOCKING")
 
@@ -177,13 +176,7 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
     progress(0, 1, "the link")
     link = {direction: rig.area / rig.measure_link(direction) / 1e9 for direction in DIRECTIONS}
     rig.moved = moved(rig.moved, min(link.values()))
-    tuning: _C._Tuning = {
-        "kernel_ctas": 0,
-        "background_ctas": 0,
-        "background_gbps": 0.0,
-        "link_gbps_d2h": round(link["d2h"], 3),
-        "link_gbps_h2d": round(link["h2d"], 3),
-    }
+    tuning: _C._Tuning = {"link_gbps_d2h": round(link["d2h"], 3), "link_gbps_h2d": round(link["h2d"], 3)}
     shape = Shape(1, _CTAS_SIZE, min(_ROWS, rig.moved // _CTAS_SIZE))
     try:
         gbps = {
@@ -193,15 +186,12 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
         }
     except Unavailable:
         return tuning
-    pace = _BACKGROUND_SHARE * min(link.values())
     best = [max(reached) for reached in zip(*gbps.values(), strict=True)]
     shares = {ctas: min(np.divide(reached, best)) for ctas, reached in gbps.items()}
     # Not fewer than eight: the relay takes as many, and what the caller does hides what they are good for there.
-    kernel_ctas = max(fewest(shares, _ENOUGH * max(shares.values())), max(ctas for ctas in gbps if ctas <= _LEAST_CTAS))
-    background_ctas = fewest({ctas: min(reached) for ctas, reached in gbps.items()}, pace)
-    tuning["kernel_ctas"] = rig.kernel_ctas = kernel_ctas
-    tuning["background_ctas"] = min(background_ctas or kernel_ctas, kernel_ctas)
-    tuning["background_gbps"] = round(pace, 3)
+    high = max(fewest(shares, _ENOUGH * max(shares.values())), max(ctas for ctas in gbps if ctas <= _LEAST_CTAS))
+    rig.kernel_ctas = high
+    tuning["kernel_high_d2h"] = tuning["kernel_high_h2d"] = (high, 0.0, 0.0)  # which its costs are of
     return tuning
 
 
@@ -408,11 +398,22 @@ def table(costs: _C._Costs) -> str:
         lines.append("".join([f"{format_size(size):>9}", *rates]))
     lines.append("".join([f"{'start us':>9}", *(f"{start / 1e3:9.1f}" for *_, start, _ in columns)]))
     tuning = costs["tuning"]
-    lines.append(f"link     {tuning['link_gbps_d2h']:.1f} GB/s d2h, {tuning['link_gbps_h2d']:.1f} GB/s h2d")
-    if tuning["kernel_ctas"]:
-        background = f"{tuning['background_ctas']} CTAs paced to {tuning['background_gbps']:.1f} GB/s"
-        lines.append(f"kernel   {tuning['kernel_ctas']} CTAs; in the background {background}")
+    lines.append(
+        f"link     {tuning.get('link_gbps_d2h', 0.0):.1f} GB/s d2h, {tuning.get('link_gbps_h2d', 0.0):.1f} GB/s h2d"
+    )
+    for name, kernels in (
+        ("normal", (tuning.get("kernel_normal_d2h"), tuning.get("kernel_normal_h2d"))),
+        ("high", (tuning.get("kernel_high_d2h"), tuning.get("kernel_high_h2d"))),
+        ("background", (tuning.get("kernel_background_d2h"), tuning.get("kernel_background_h2d"))),
+    ):
+        both = [f"{_runs(kernel)} {d}" for kernel, d in zip(kernels, DIRECTIONS, strict=True) if kernel]
+        lines += [f"kernel   {name:<11}{', '.join(both)}"] if both else []
     return "\n".join(lines)
+
+
+def _runs(kernel: _C._KernelTuning) -> str:
+    ctas, pace, gbps = kernel
+    return f"{ctas} CTAs {f'at {pace:.1f} GB/s' if pace else 'unpaced'}{f' ({gbps:.1f})' if gbps else ''}"
 
 
 def summary(result: Result) -> str:

@@ -72,10 +72,10 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
         for path_name, cost in found.items():
             assert len(cost["each"]) == len(SIZES)
             assert max(cost["each"]) > 0 or path_name == "relay", path_name  # whose cost is of bytes, not of blocks
-    assert costs["tuning"]["kernel_ctas"] >= costs["tuning"]["background_ctas"] >= 1
-    assert (
-        0 < costs["tuning"]["background_gbps"] < min(costs["tuning"]["link_gbps_d2h"], costs["tuning"]["link_gbps_h2d"])
-    )
+    tuning = costs["tuning"]
+    assert min(tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) > 0
+    for high in (tuning["kernel_high_d2h"], tuning["kernel_high_h2d"]):
+        assert high[0] >= 1 and high[1:] == (0, 0)
     assert "0 wrong bytes" in out and "interpolated for want of time" in out
     assert calibrate.table(costs) in out
 
@@ -186,7 +186,8 @@ def test_the_plan_fits_and_says_what_it_claims() -> None:
 class Rig:
     """Takes no time, and knows what each transfer costs."""
 
-    area, moved, bytes_verified, kernel_ctas = 1 << 30, MOVED, 0, None
+    area, moved, bytes_verified = 1 << 30, MOVED, 0
+    kernel_ctas: int | None = None
 
     def __init__(self, costs: _C._Costs, refused: dict[str, int] | None = None) -> None:
         self.costs, self.refused = costs, refused or {}
@@ -235,7 +236,8 @@ def test_a_path_that_is_not_there_is_unknown() -> None:
     result.costs = calibrate.solve(result.seconds)
     assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
     result.costs["tuning"] = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-    assert result.costs["tuning"]["kernel_ctas"] == 0
+    assert result.costs["tuning"] == {"link_gbps_d2h": 50, "link_gbps_h2d": 40}
+    assert rig.kernel_ctas is None, "which its knee needs"
     assert "kernel   not available: because" in calibrate.summary(result)
     assert math.isinf(_C._costs_predict(result.costs, "kernel", "d2h", 4096, rows=1))
 
@@ -324,14 +326,14 @@ def test_the_fewest_ctas_that_are_enough() -> None:
     rig.measure = measure  # type: ignore[assignment]
     rig.device = type("Device", (), {"info": {"sms": 32}})()
     tuning = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-    assert (tuning["kernel_ctas"], rig.kernel_ctas) == (16, 16)  # 39 of 40 is enough
-    assert tuning["background_gbps"] == pytest.approx(0.72 * 40)
-    assert tuning["background_ctas"] == 16  # h2d reaches no more than 20: as many as the kernel has at most
+    assert rig.kernel_ctas == 16  # 39 of 40 is enough
+    assert tuning["kernel_high_d2h"] == tuning["kernel_high_h2d"] == (16, 0, 0)
     assert (tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) == (50, 40)
     for sms, few in ((132, 8), (6, 4)):  # not fewer than eight, where there are so many
         gbps = dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 40)
         rig.device = type("Device", (), {"info": {"sms": sms}})()
-        assert calibrate._measure_tuning(rig, lambda done, total, what: None)["kernel_ctas"] == few  # type: ignore[arg-type]
+        calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
+        assert rig.kernel_ctas == few
 
 
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:
@@ -416,11 +418,11 @@ def test_progress_is_a_line_a_second_where_there_is_no_terminal(monkeypatch: pyt
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     costs = _C._costs_read(None)
-    del costs["d2h"]["relay"]
+    del costs["d2h"]["relay"], costs["tuning"]["kernel_normal_h2d"]
     costs["h2d"]["strided"]["extra"] = 0.125
     _C._costs_write(tmp_path / "x", costs, "a machine")
     assert _C._costs_read(tmp_path / "x") == costs
-    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 2", "machine a machine"]
+    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 3", "machine a machine"]
     with pytest.raises(IndexError, match="nowhere"):
         _C._costs_read(tmp_path / "nowhere")
     (tmp_path / "x").chmod(0o606)
@@ -433,12 +435,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_values_that_are_no_costs_are_refused(tmp_path: Path, part: str, value: object) -> None:
     costs = _C._costs_read(None)
     if part == "tuning":
-        costs["tuning"]["background_gbps"] = value
+        costs["tuning"]["kernel_background_d2h"] = (1, value, 0)
     elif part in ("start", "extra"):
         costs["d2h"]["strided"][part] = value
     else:
         costs["d2h"]["relay"][part][5] = value
-    with pytest.raises((ValueError, TypeError), match=r"background_gbps|start|extra|each|run"):
+    with pytest.raises((ValueError, TypeError), match=r"kernel_background_d2h|start|extra|each|run"):
         _C._costs_write(tmp_path / "x", costs, "a machine")
     assert os.listdir(tmp_path) == []
 
@@ -461,7 +463,11 @@ def test_dicts_that_are_no_costs_are_refused() -> None:
     refuse(ValueError, d2h={"dma": {**cost, "each": [1] * 13}})
     refuse(ValueError, d2h={"dma": {**cost, "run": [1]}})
     refuse(ValueError, tuning={"ctas": 1})
-    refuse(ValueError, tuning={"kernel_ctas": 1.5})
+    refuse(ValueError, tuning={"kernel_ctas": 8})
+    refuse(ValueError, tuning={"kernel_normal_d2h": (1.5, 0, 0)})
+    refuse(ValueError, tuning={"kernel_normal_d2h": (1, 0)})
+    refuse(TypeError, tuning={"kernel_normal_d2h": 1})
+    refuse(TypeError, tuning={"link_gbps_h2d": (1, 0, 0)})
     with pytest.raises(TypeError):
         _C._costs_predict([], "dma", "d2h", 1, copies=1)  # type: ignore[arg-type]
 
@@ -475,6 +481,7 @@ def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyP
     assert cost_table.table(costs, costs) == text
     for of_direction in (gpu := _C._costs_read(None))["d2h"], gpu["h2d"]:
         del of_direction["direct"]
+    gpu["tuning"] = {}
     assert cost_table.table(gpu, costs) == text
 
 

@@ -1,8 +1,9 @@
-/* Files of costs. A line is a key and its numbers; `keys` below is the whole list, for reading and writing alike:
+/* Files of costs. A line is a key and its numbers; key_at() has the whole list, for reading and writing alike:
  *
- *   kvswap calibration 2                  the first line
+ *   kvswap calibration 3                  the first line
  *   machine ...                           the second, for people
- *   kernel_ctas 8                         a member of struct kvs_tuning, if known
+ *   link_gbps_d2h 55.4                    members of struct kvs_tuning, if known
+ *   kernel_normal_d2h 4 46 45.1
  *   d2h.burst.start 50000                 a path's costs: all of them or none
  *   d2h.burst.each 21 33.5 ...
  *   d2h.burst.run 2600 ...
@@ -22,7 +23,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const char first_line[] = "kvswap calibration 2", last_line[] = "end";
+static const char first_line[] = "kvswap calibration 3", last_line[] = "end";
 static const char first_words[] = "kvswap calibration "; /* of any version */
 static const char *const directions[2] = {"d2h", "h2d"}, *const parts[] = {"start", "extra", "each", "run"};
 enum { START, EXTRA, EACH, RUN, PARTS };
@@ -30,27 +31,42 @@ enum { KEYS = KVS_TUNINGS + 2 * KVS_PATHS * PARTS, MOST_BYTES = 32 << 10, MOST_L
 
 /* -- tuning ---------------------------------------------------------------------------------------------------- */
 
-const char *const kvs_tuning_names[KVS_TUNINGS] = {"kernel_ctas", "background_ctas", "background_gbps", "link_gbps_d2h",
-                                                   "link_gbps_h2d"};
+enum { LINKS = 2 }; /* the first tunings */
 
-double kvs_tuning_get(const struct kvs_tuning *tuning, int i) {
-  const double values[KVS_TUNINGS] = {tuning->kernel_ctas, tuning->background_ctas, tuning->background_gbps,
-                                      tuning->link_gbps[KVS_D2H], tuning->link_gbps[KVS_H2D]};
-  return values[i];
+const char *const kvs_tuning_names[KVS_TUNINGS] = {"link_gbps_d2h",   "link_gbps_h2d",         "kernel_normal_d2h",
+                                                   "kernel_high_d2h", "kernel_background_d2h", "kernel_normal_h2d",
+                                                   "kernel_high_h2d", "kernel_background_h2d"};
+
+static struct kvs_kernel_tuning *kernel_of(struct kvs_tuning *tuning, int i) {
+  enum { KINDS = KVS_PRIORITIES - 1 };
+  return &tuning->kernel[(i - LINKS) / KINDS][KVS_PRIORITY_NORMAL + (i - LINKS) % KINDS];
 }
 
-bool kvs_tuning_whole(int i) { return i < 2; }
+int kvs_tuning_count(int i) { return i < LINKS ? 1 : KVS_TUNING_NUMBERS; }
 
-bool kvs_tuning_set(struct kvs_tuning *tuning, int i, double value) {
-  unsigned *const ctas[] = {&tuning->kernel_ctas, &tuning->background_ctas};
-  double *const gbps[] = {&tuning->background_gbps, &tuning->link_gbps[KVS_D2H], &tuning->link_gbps[KVS_H2D]};
-  if (!(value >= 0 && value <= (kvs_tuning_whole(i) ? KVS_COST_MOST_CTAS : KVS_COST_MOST_GBPS))) return false;
-  if (!kvs_tuning_whole(i)) {
-    *gbps[i - 2] = value;
-    return true;
+void kvs_tuning_get(const struct kvs_tuning *tuning, int i, double numbers[KVS_TUNING_NUMBERS]) {
+  struct kvs_tuning copy = *tuning;
+  if (i < LINKS) {
+    numbers[0] = copy.link_gbps[i];
+    return;
   }
-  *ctas[i] = (unsigned)value;
-  return *ctas[i] == value;
+  const struct kvs_kernel_tuning *kernel = kernel_of(&copy, i);
+  numbers[0] = kernel->ctas;
+  numbers[1] = kernel->pace_gbps;
+  numbers[2] = kernel->gbps;
+}
+
+static bool is_rate(double number) { return number >= 0 && number <= KVS_COST_MOST_GBPS; }
+
+bool kvs_tuning_set(struct kvs_tuning *tuning, int i, const double *numbers) {
+  if (i < LINKS) {
+    tuning->link_gbps[i] = numbers[0];
+    return is_rate(numbers[0]);
+  }
+  if (!(numbers[0] >= 0 && numbers[0] <= KVS_COST_MOST_CTAS)) return false;
+  struct kvs_kernel_tuning *kernel = kernel_of(tuning, i);
+  *kernel = (struct kvs_kernel_tuning){(unsigned)numbers[0], numbers[1], numbers[2]};
+  return kernel->ctas == numbers[0] && is_rate(numbers[1]) && is_rate(numbers[2]);
 }
 
 /* -- keys ------------------------------------------------------------------------------------------------------ */
@@ -83,6 +99,7 @@ static struct key key_at(struct kvs_costs *costs, int i) {
   struct key key = {.tuning = i < KVS_TUNINGS ? i : -1, .count = 1};
   if (i < KVS_TUNINGS) {
     snprintf(key.name, sizeof key.name, "%s", kvs_tuning_names[i]);
+    key.count = kvs_tuning_count(i);
     return key;
   }
   i -= KVS_TUNINGS;
@@ -165,7 +182,9 @@ static bool read_number(const char *word, double *number) {
 
 static int read_numbers(struct reader *r, const struct key *key, char *words) {
   double numbers[KVS_COST_SIZES];
+  char text[80];
   int count = 0;
+  snprintf(text, sizeof text, "%s", words + strspn(words, " ")); /* before it is taken apart */
   for (char *rest, *word = strtok_r(words, " ", &rest); word; word = strtok_r(NULL, " ", &rest), count++) {
     if (count == key->count) return complain(r, "more than %d number%s", count, count == 1 ? "" : "s");
     if (!read_number(word, &numbers[count])) return complain(r, "'%.40s' is no number", word);
@@ -175,8 +194,8 @@ static int read_numbers(struct reader *r, const struct key *key, char *words) {
   if (count < key->count) return complain(r, "%d of %d number%s", count, key->count, key->count == 1 ? "" : "s");
   if (key->tuning < 0)
     memcpy(numbers_of(key), numbers, (size_t)count * sizeof *numbers);
-  else if (!kvs_tuning_set(&r->costs.tuning, key->tuning, numbers[0]))
-    return complain(r, "%s cannot be %g", key->name, numbers[0]);
+  else if (!kvs_tuning_set(&r->costs.tuning, key->tuning, numbers))
+    return complain(r, "%s cannot be %s", key->name, text);
   return KVS_OK;
 }
 
@@ -282,9 +301,10 @@ static void write_keys(FILE *file, const struct kvs_costs *costs) {
   struct kvs_costs copy = *costs; /* key_at() leads to what may be written */
   for (int i = 0; i < KEYS; i++) {
     struct key key = key_at(&copy, i);
-    double tuned = key.tuning < 0 ? 0 : kvs_tuning_get(&copy.tuning, key.tuning);
-    bool known = key.tuning < 0 ? key.cost->start >= 0 : tuned > 0;
-    const double *numbers = key.tuning < 0 ? numbers_of(&key) : &tuned;
+    double tuned[KVS_TUNING_NUMBERS];
+    if (key.tuning >= 0) kvs_tuning_get(&copy.tuning, key.tuning, tuned);
+    bool known = key.tuning < 0 ? key.cost->start >= 0 : tuned[0] > 0;
+    const double *numbers = key.tuning < 0 ? numbers_of(&key) : tuned;
     if (key.count == 0 || !known) continue;
     fputs(key.name, file);
     for (int n = 0; n < key.count; n++) write_number(file, numbers[n]);

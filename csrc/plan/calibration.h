@@ -22,12 +22,13 @@ void kvs_costs_what(const struct kvs_device_info *info, char what[KVS_COSTS_WHAT
  * kvswap/calibration-<what>.txt. KVS_RANGE: nowhere, or `capacity` is too small. */
 int kvs_costs_path(const char *what, char *path, size_t capacity, struct kvs_error *err);
 
-/* The members of struct kvs_tuning by the names that files and Python give them. */
-enum { KVS_TUNINGS = 5 };
+/* The members of struct kvs_tuning by the names that files and Python give them: the link's, of one number each, and
+ * the kernel's, of three: CTAs, pace_gbps and gbps. */
+enum { KVS_TUNINGS = 8, KVS_TUNING_NUMBERS = 3 };
 extern const char *const kvs_tuning_names[KVS_TUNINGS];
-double kvs_tuning_get(const struct kvs_tuning *tuning, int i);
-bool kvs_tuning_whole(int i); /* it counts something */
-/* false: out of its range, or CTAs that are no whole number. */
-bool kvs_tuning_set(struct kvs_tuning *tuning, int i, double value);
+int kvs_tuning_count(int i); /* of its numbers */
+void kvs_tuning_get(const struct kvs_tuning *tuning, int i, double numbers[KVS_TUNING_NUMBERS]);
+/* false: one is out of its range, or CTAs that are no whole number. */
+bool kvs_tuning_set(struct kvs_tuning *tuning, int i, const double *numbers);
 
 #endif

@@ -75,6 +75,14 @@ void kvs_costs_clear(struct kvs_costs *costs) {
     for (int path = 0; path < KVS_PATHS; path++) costs->paths[direction][path].start = -1;
 }
 
+struct kvs_kernel_tuning kvs_kernel_tuning_of(const struct kvs_tuning *tuning, enum kvs_direction direction,
+                                              enum kvs_priority priority) {
+  int from = direction == KVS_H2D, of = priority == KVS_PRIORITY_DEFAULT ? KVS_PRIORITY_NORMAL : (int)priority;
+  if (direction == KVS_OTHER_DIRECTION && of == KVS_PRIORITY_NORMAL) of = KVS_PRIORITY_HIGH;
+  const struct kvs_kernel_tuning *known = &tuning->kernel[from][of];
+  return known->ctas ? *known : kvs_costs_default()->tuning.kernel[from][of];
+}
+
 /* -- what is a cost -------------------------------------------------------------------------------------------- */
 
 static int check(const char *what, double value, double most, struct kvs_error *err) {
@@ -92,12 +100,22 @@ static int check_path(const struct kvs_path_cost *cost, enum kvs_path path, stru
   return status;
 }
 
+static int check_tuning(const struct kvs_tuning *tuning, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (int direction = 0; !status && direction < 2; direction++) {
+    status = check("link_gbps", tuning->link_gbps[direction], KVS_COST_MOST_GBPS, err);
+    for (int priority = 0; !status && priority < KVS_PRIORITIES; priority++) {
+      const struct kvs_kernel_tuning *kernel = &tuning->kernel[direction][priority];
+      status = check("ctas", kernel->ctas, KVS_COST_MOST_CTAS, err);
+      if (!status) status = check("pace_gbps", kernel->pace_gbps, KVS_COST_MOST_GBPS, err);
+      if (!status) status = check("gbps", kernel->gbps, KVS_COST_MOST_GBPS, err);
+    }
+  }
+  return status;
+}
+
 int kvs_costs_check(const struct kvs_costs *costs, struct kvs_error *err) {
-  const struct kvs_tuning *tuning = &costs->tuning;
-  int status = check("kernel_ctas", tuning->kernel_ctas, KVS_COST_MOST_CTAS, err);
-  if (!status) status = check("background_ctas", tuning->background_ctas, KVS_COST_MOST_CTAS, err);
-  if (!status) status = check("background_gbps", tuning->background_gbps, KVS_COST_MOST_GBPS, err);
-  for (int i = 0; !status && i < 2; i++) status = check("link_gbps", tuning->link_gbps[i], KVS_COST_MOST_GBPS, err);
+  int status = check_tuning(&costs->tuning, err);
   for (int direction = 0; !status && direction < 2; direction++)
     for (int path = KVS_PATH_DMA; !status && path < KVS_PATHS; path++) {
       const struct kvs_path_cost *cost = &costs->paths[direction][path];

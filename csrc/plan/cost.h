@@ -28,13 +28,28 @@ struct kvs_path_cost {
                                   is off the lines; BURST: of one more run of the host's side. The others: 0 */
 };
 
-/* What else was measured. 0: unknown, the built-in value serves. */
-struct kvs_tuning {
-  unsigned kernel_ctas;     /* the fewest that come within 3 % of what any number reaches */
-  unsigned background_ctas; /* the fewest that keep up with the background's pace */
-  double background_gbps;   /* pace of the kernel beside a model */
-  double link_gbps[2];      /* one big copy, by direction */
+enum { KVS_PRIORITIES = KVS_PRIORITY_BACKGROUND + 1 };
+
+/* How path kernel runs, so that it keeps what a priority promises to a model beside it. */
+struct kvs_kernel_tuning {
+  unsigned ctas;    /* 0: unknown, the built-in values serve */
+  double pace_gbps; /* 0: unpaced */
+  double gbps;      /* what it reaches so alone, with blocks of 32 KiB; 0: what its costs say */
 };
+
+/* What else was measured, by direction. */
+struct kvs_tuning {
+  double link_gbps[2];                                /* one big copy; 0: unknown */
+  struct kvs_kernel_tuning kernel[2][KVS_PRIORITIES]; /* KVS_PRIORITY_DEFAULT: not used */
+  /* Not set any more, 0: of core/launch.c as it is. */
+  unsigned kernel_ctas, background_ctas;
+  double background_gbps;
+};
+
+/* As measured, else as built in. KVS_PRIORITY_DEFAULT counts as KVS_PRIORITY_NORMAL. KVS_OTHER_DIRECTION, which crosses
+ * no link to the host, counts as KVS_D2H, and `normal` needs no pace there: it is as `high`. */
+struct kvs_kernel_tuning kvs_kernel_tuning_of(const struct kvs_tuning *tuning, enum kvs_direction direction,
+                                              enum kvs_priority priority);
 
 struct kvs_costs {
   struct kvs_path_cost paths[2][KVS_PATHS]; /* by direction (KVS_D2H, KVS_H2D) and path; start < 0: unknown */

@@ -38,10 +38,21 @@ static const struct kvs_costs costs = {
         .each = {60, 108.6, 205.7, 400, 806.7, 1620, 3246.7, 6500, 13000, 26000, 52000, 104000, 208000, 416000}},
     },
   },
-  .tuning = {.kernel_ctas = 8,
-             .background_ctas = 4,
-             .background_gbps = 39.812,
-             .link_gbps = {55.295, 55.411}},
+  .tuning = {
+    .link_gbps = {55.295, 55.411},
+    .kernel = {
+      [KVS_D2H] = {
+        [KVS_PRIORITY_NORMAL] = {4, 46, 42.3},
+        [KVS_PRIORITY_HIGH] = {8, 0, 0},
+        [KVS_PRIORITY_BACKGROUND] = {2, 0, 30.7},
+      },
+      [KVS_H2D] = {
+        [KVS_PRIORITY_NORMAL] = {4, 50, 41.8},
+        [KVS_PRIORITY_HIGH] = {8, 0, 0},
+        [KVS_PRIORITY_BACKGROUND] = {2, 0, 25.6},
+      },
+    },
+  },
 };
 /* clang-format on */
 

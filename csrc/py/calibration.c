@@ -1,6 +1,7 @@
 /* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "extra":
- * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {name: number}}; paths that are not known are not in
- * it. Where a path uses no extra it is 0, where it uses no run that list is empty. */
+ * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "kernel_...":
+ * (CTAs, pace, GB/s)}}; paths and tuning that are not known are not in it. Where a path uses no extra it is 0, where it
+ * uses no run that list is empty. */
 #include "../plan/calibration.h"
 #include "bind.h"
 
@@ -48,9 +49,12 @@ static PyObject *paths_from(const struct kvs_path_cost *costs) {
 static PyObject *tuning_from(const struct kvs_tuning *tuning) {
   PyObject *dict = PyDict_New();
   for (int i = 0; dict != NULL && i < KVS_TUNINGS; ++i) {
-    double value = kvs_tuning_get(tuning, i);
-    PyObject *number = kvs_tuning_whole(i) ? PyLong_FromDouble(value) : PyFloat_FromDouble(value);
-    if (put(dict, kvs_tuning_names[i], number) < 0) Py_CLEAR(dict);
+    double numbers[KVS_TUNING_NUMBERS];
+    kvs_tuning_get(tuning, i, numbers);
+    if (numbers[0] == 0) continue;
+    PyObject *value = kvs_tuning_count(i) == 1 ? PyFloat_FromDouble(numbers[0])
+                                               : Py_BuildValue("(idd)", (int)numbers[0], numbers[1], numbers[2]);
+    if (put(dict, kvs_tuning_names[i], value) < 0) Py_CLEAR(dict);
   }
   return dict;
 }
@@ -124,10 +128,13 @@ static int read_tuning(PyObject *dict, struct kvs_tuning *tuning) {
   PyObject *name, *value;
   Py_ssize_t at = 0;
   while (PyDict_Next(dict, &at, &name, &value)) {
-    double number;
+    double numbers[KVS_TUNING_NUMBERS];
     int i = kvs_py_choice(name, "a name of tuning", kvs_tuning_names, KVS_TUNINGS);
-    if (i < 0 || read_double(value, kvs_tuning_names[i], &number) < 0) return -1;
-    if (!kvs_tuning_set(tuning, i, number))
+    if (i < 0) return -1;
+    int count = kvs_tuning_count(i), rc = count == 1 ? read_double(value, kvs_tuning_names[i], numbers)
+                                                     : read_numbers(value, kvs_tuning_names[i], numbers, count);
+    if (rc < 0) return -1;
+    if (!kvs_tuning_set(tuning, i, numbers))
       return kvs_py_complain(PyExc_ValueError, kvs_tuning_names[i], -1, "cannot be %R", value);
   }
   return 0;

@@ -29,7 +29,10 @@ static struct kvs_costs some_costs(uint64_t seed) {
       for (int i = 0; kvs_cost_has_run((enum kvs_path)path) && i < KVS_COST_SIZES; i++)
         cost->run[i] = (double)check_below(&seed, 1000000000) / 1000;
     }
-  costs.tuning = (struct kvs_tuning){7, 3, 39.125, {55.5, 0.001}};
+  costs.tuning = (struct kvs_tuning){
+      .link_gbps = {55.5, 0.001},
+      .kernel = {[KVS_D2H] = {[KVS_PRIORITY_NORMAL] = {7, 39.125, 38.5}, [KVS_PRIORITY_HIGH] = {9, 0, 0}},
+                 [KVS_H2D] = {[KVS_PRIORITY_BACKGROUND] = {3, 12.25, 0}, [KVS_PRIORITY_NORMAL] = {6, 0, 41}}}};
   return costs;
 }
 
@@ -169,13 +172,42 @@ static void test_the_built_in_costs(void) {
   const struct kvs_costs *costs = kvs_costs_default();
   struct kvs_costs none;
   CHECK(kvs_costs_check(costs, &err) == KVS_OK, "%s", err.message);
-  CHECK(costs->tuning.kernel_ctas > 0 && costs->tuning.link_gbps[KVS_H2D] > 0);
+  CHECK(costs->tuning.link_gbps[KVS_D2H] > 0 && costs->tuning.link_gbps[KVS_H2D] > 0);
+  for (int priority = KVS_PRIORITY_NORMAL; priority < KVS_PRIORITIES; priority++)
+    for (int direction = 0; direction < 2; direction++)
+      CHECK(costs->tuning.kernel[direction][priority].ctas > 0, "%d %d", direction, priority);
   for (int direction = 0; direction < 2; direction++)
     for (int path = KVS_PATH_DMA; path < KVS_PATHS; path++) CHECK(costs->paths[direction][path].start >= 0);
   kvs_costs_clear(&none);
   const struct kvs_shape shape = {
       .nbytes = 4096, .copies = 1, .rects = 1, .rect_rows = 1, .rect_nbytes = 4096, .pieces = 1, .rows = 1, .runs = 1};
   for (int path = 0; path < KVS_PATHS; path++) CHECK(isinf(kvs_cost_ns(&none, &shape, (enum kvs_path)path)));
+}
+
+static bool same(struct kvs_kernel_tuning a, struct kvs_kernel_tuning b) {
+  return a.ctas == b.ctas && a.pace_gbps == b.pace_gbps && a.gbps == b.gbps;
+}
+
+/* What is not known of a machine is as built in, each priority and direction by itself. */
+static void test_how_the_kernel_runs(void) {
+  const struct kvs_costs *built_in = kvs_costs_default();
+  struct kvs_costs costs = some_costs(1);
+  const struct kvs_tuning *tuning = &costs.tuning;
+  const struct kvs_kernel_tuning *normal = &costs.tuning.kernel[KVS_D2H][KVS_PRIORITY_NORMAL];
+  CHECK(same(kvs_kernel_tuning_of(tuning, KVS_D2H, KVS_PRIORITY_NORMAL), *normal));
+  CHECK(same(kvs_kernel_tuning_of(tuning, KVS_D2H, KVS_PRIORITY_DEFAULT), *normal));
+  CHECK(same(kvs_kernel_tuning_of(tuning, KVS_OTHER_DIRECTION, KVS_PRIORITY_NORMAL),
+             tuning->kernel[KVS_D2H][KVS_PRIORITY_HIGH]));
+  CHECK(same(kvs_kernel_tuning_of(tuning, KVS_OTHER_DIRECTION, KVS_PRIORITY_BACKGROUND),
+             built_in->tuning.kernel[KVS_D2H][KVS_PRIORITY_BACKGROUND]));
+  CHECK(kvs_kernel_tuning_of(tuning, KVS_H2D, KVS_PRIORITY_NORMAL).pace_gbps == 0); /* unpaced, which is known */
+  CHECK(same(kvs_kernel_tuning_of(tuning, KVS_H2D, KVS_PRIORITY_HIGH),
+             built_in->tuning.kernel[KVS_H2D][KVS_PRIORITY_HIGH]));
+  kvs_costs_clear(&costs);
+  for (int priority = KVS_PRIORITY_NORMAL; priority < KVS_PRIORITIES; priority++)
+    for (int direction = 0; direction < 2; direction++)
+      CHECK(same(kvs_kernel_tuning_of(tuning, (enum kvs_direction)direction, (enum kvs_priority)priority),
+                 built_in->tuning.kernel[direction][priority]));
 }
 
 /* -- files ----------------------------------------------------------------------------------------------------- */
@@ -222,8 +254,12 @@ static void test_written_comes_back(void) {
     CHECK(kvs_costs_write(file, &costs, "a machine", &err) == KVS_OK, "%s", err.message);
     CHECK(kvs_costs_read(file, &back, &err) == KVS_OK, "%s", err.message);
     CHECK(memcmp(&costs.paths, &back.paths, sizeof costs.paths) == 0, "seed %u", (unsigned)seed);
-    for (int i = 0; i < KVS_TUNINGS; i++)
-      CHECK(kvs_tuning_get(&costs.tuning, i) == kvs_tuning_get(&back.tuning, i), "%s", kvs_tuning_names[i]);
+    for (int i = 0; i < KVS_TUNINGS; i++) {
+      double before[KVS_TUNING_NUMBERS] = {0}, after[KVS_TUNING_NUMBERS] = {0};
+      kvs_tuning_get(&costs.tuning, i, before);
+      kvs_tuning_get(&back.tuning, i, after);
+      CHECK(memcmp(before, after, sizeof before) == 0, "%s", kvs_tuning_names[i]);
+    }
   }
 }
 
@@ -292,7 +328,7 @@ static void test_cut_files(void) {
     size_t before = (size_t)(line - text), after = n - (size_t)(next - text);
     memcpy(less, text, before);
     memcpy(less + before, next, after);
-    if (strncmp(line, "kernel_", 7) && strncmp(line, "background_", 11) && strncmp(line, "link_", 5)) {
+    if (strncmp(line, "kernel_", 7) && strncmp(line, "link_", 5)) {
       refuse(less, before + after, "line ");
       continue;
     }
@@ -317,9 +353,14 @@ static void test_wrong_numbers(void) {
   refuse(wrong, replaced(wrong, text, "77777", "1 2"), "more than 1 number");
   refuse(wrong, replaced(wrong, text, "d2h.dma.start 77777", "d2h.dma.start"), "0 of 1 number");
   refuse(wrong, replaced(wrong, text, "d2h.dma.each ", "d2h.dma.each 5 "), "more than 14 numbers");
-  refuse(wrong, replaced(wrong, text, "kernel_ctas 7", "kernel_ctas 1025"), "kernel_ctas cannot be 1025");
-  refuse(wrong, replaced(wrong, text, "kernel_ctas 7", "kernel_ctas 7.5"), "kernel_ctas cannot be 7.5");
-  refuse(wrong, replaced(wrong, text, "gbps 39.125", "gbps 100001"), "background_gbps cannot be 100001");
+  static const char normal[] = "normal_d2h 7 39.125 38.5";
+  refuse(wrong, replaced(wrong, text, normal, "normal_d2h 1025 1 1"), "kernel_normal_d2h cannot be 1025 1 1");
+  refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7.5 1 1"), "kernel_normal_d2h cannot be 7.5 1 1");
+  refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7 100001 1"), "kernel_normal_d2h cannot be 7 100001 1");
+  refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7 1 100001"), "kernel_normal_d2h cannot be 7 1 100001");
+  refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7 39.125"), "2 of 3 numbers");
+  refuse(wrong, replaced(wrong, text, normal, "normal_d2h 7 1 1 1"), "more than 3 numbers");
+  refuse(wrong, replaced(wrong, text, "link_gbps_d2h 55.5", "link_gbps_d2h 100001"), "link_gbps_d2h cannot be 100001");
   store(wrong, replaced(wrong, text, "77777", "0077777.000"));
   CHECK(kvs_costs_read(file, &costs, &err) == KVS_OK && costs.paths[KVS_D2H][KVS_PATH_DMA].start == 77777);
 }
@@ -329,22 +370,23 @@ static void test_wrong_lines(void) {
   struct kvs_costs costs = some_costs(4);
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
   size_t n = load(text);
-  refuse(wrong, replaced(wrong, text, "calibration 2", "calibration 1"),
-         "line 1: the format is version 1, this kvswap reads version 2; `kvswap calibrate` makes it anew");
-  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 2'");
+  refuse(wrong, replaced(wrong, text, "calibration 3", "calibration 2"),
+         "line 1: the format is version 2, this kvswap reads version 3; `kvswap calibrate` makes it anew");
+  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 3'");
   refuse(wrong, replaced(wrong, text, "machine m\n", ""), "line 2: it does not begin with 'machine '");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\n\n"), "something follows");
-  refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\nkernel_ctas 1\n"), "something follows");
-  refuse(wrong, replaced(wrong, text, "\nend\n", "\nkernel_ctas 7\nend\n"), "kernel_ctas once more");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\nlink_gbps_h2d 1\n"), "something follows");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nlink_gbps_h2d 7\nend\n"), "link_gbps_h2d once more");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\n\nend\n"), "'' is no key");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nring 5\nend\n"), "'ring 5' is no key");
+  refuse(wrong, replaced(wrong, text, "\nend\n", "\nkernel_ctas 8\nend\n"), "is no key"); /* as version 2 had it */
   refuse(wrong, replaced(wrong, text, "d2h.dma.start", "d2h.auto.start"), "is no key");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nd2h.dma.run 5\nend\n"), "is no key"); /* dma has none */
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nd2h.kernel.extra 5\nend\n"), "is no key");
   refuse(wrong, replaced(wrong, text, "machine m", "machine \x1b[2J"), "does not print");
   refuse(wrong, replaced(wrong, text, "machine m\n", "machine m\r\n"), "does not print");
   wrong[0] = '\0';
-  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 2\nmachine %0500d\nend\n", 1);
+  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 3\nmachine %0500d\nend\n", 1);
   refuse(wrong, long_line, "longer than");
   memcpy(wrong, text, n);
   wrong[n / 2] = '\0';
@@ -374,6 +416,12 @@ static void test_costs_that_are_none_are_not_written(void) {
     costs = good;
     costs.tuning.link_gbps[1] = wrong[i];
     CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+    costs = good;
+    costs.tuning.kernel[KVS_D2H][KVS_PRIORITY_NORMAL].pace_gbps = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
+    costs = good;
+    costs.tuning.kernel[KVS_H2D][KVS_PRIORITY_HIGH].gbps = wrong[i];
+    CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID, "%g", wrong[i]);
   }
   costs = good;
   costs.paths[1][KVS_PATH_KERNEL].extra = 1; /* which no file would keep */
@@ -382,7 +430,7 @@ static void test_costs_that_are_none_are_not_written(void) {
   costs.paths[1][KVS_PATH_DMA].run[0] = 1;
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID);
   costs = good;
-  costs.tuning.background_ctas = 1025;
+  costs.tuning.kernel[KVS_H2D][KVS_PRIORITY_BACKGROUND].ctas = 1025;
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_INVALID);
   CHECK(kvs_costs_write(file, &good, "two\nlines", &err) == KVS_INVALID);
   CHECK(kvs_costs_write(file, &good, "", &err) == KVS_INVALID);
@@ -438,6 +486,7 @@ int main(void) {
   test_burst();
   test_what_is_not_there_is_never_picked();
   test_the_built_in_costs();
+  test_how_the_kernel_runs();
   test_written_comes_back();
   test_the_file_is_the_users_alone();
   test_links_pipes_and_folders();
