@@ -21,6 +21,7 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 Words: TypeAlias = NDArray[np.uint64]
 
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
+UNPACED = 1e4  # GB/s, as a caller asks for it: above any link
 WAIT_LIMIT = 60.0
 
 # On each side; the link is measured by one copy of all of it. Blocks are spread over as much as there is for them: the
@@ -101,8 +102,9 @@ class Rig:
         direction: Direction,
         shape: Shape,
         max_ctas: int | None = None,
+        pace_gbps: float | None = None,
     ) -> Job:
-        """Between places that are drawn anew."""
+        """Between places that are drawn anew. The kernel runs as is said, else as at priority `high`."""
         row, blocks = shape.row_nbytes, shape.blocks
         slots = min(_SPREAD * blocks, self.area // (shape.tensors * row) - 1)  # less one, for what is askew
         gpu_ids = 2 * self._rng.permutation(slots // 2)[:blocks]  # every other slot at most: nothing is merged
@@ -116,6 +118,7 @@ class Rig:
         cpu = (cpu_ptrs + cpu_ids * cpu_stride).reshape(-1).astype(np.uint64)
         source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
         ctas = max_ctas or self.kernel_ctas if path in ("kernel", "relay") else None
+        pace = pace_gbps or UNPACED if path == "kernel" else None
         gpu_list, cpu_list = gpu_ptrs.reshape(-1).astype(np.uint64), cpu_ptrs.reshape(-1).astype(np.uint64)
 
         def submit() -> _C.Transfer:
@@ -132,6 +135,7 @@ class Rig:
                 device=self.device,
                 path=path,
                 max_ctas=ctas,
+                pace_gbps=pace,
             )
 
         return Job(self, submit, path, direction, source, target, row)
@@ -143,9 +147,10 @@ class Rig:
         shape: Shape,
         repeats: int,
         max_ctas: int | None = None,
+        pace_gbps: float | None = None,
     ) -> float:
         """Median seconds of a transfer. Unavailable: the path does not take it."""
-        return self.job(path, direction, shape, max_ctas).median(repeats)
+        return self.job(path, direction, shape, max_ctas, pace_gbps).median(repeats)
 
     def new_keys(self, count: int) -> Words:
         self._round += 1

@@ -73,9 +73,12 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
             assert len(cost["each"]) == len(SIZES)
             assert max(cost["each"]) > 0 or path_name == "relay", path_name  # whose cost is of bytes, not of blocks
     tuning = costs["tuning"]
+    assert len(tuning) == 8
     assert min(tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) > 0
-    for high in (tuning["kernel_high_d2h"], tuning["kernel_high_h2d"]):
-        assert high[0] >= 1 and high[1:] == (0, 0)
+    for name, link in (("d2h", tuning["link_gbps_d2h"]), ("h2d", tuning["link_gbps_h2d"])):
+        normal, high, background = (tuning[f"kernel_{way}_{name}"] for way in ("normal", "high", "background"))
+        assert high[0] >= normal[0] >= 1 and high[0] >= background[0] >= 1
+        assert high[1:] == (0, 0) and 0 <= normal[1] < link and 0 <= background[1] < link
     assert "0 wrong bytes" in out and "interpolated for want of time" in out
     assert calibrate.table(costs) in out
 
@@ -197,7 +200,15 @@ class Rig:
     def measure_link(self, direction: str) -> float:
         return self.area / {"d2h": 50e9, "h2d": 40e9}[direction]
 
-    def measure(self, path: str, direction: str, shape: Shape, repeats: int, max_ctas: int | None = None) -> float:
+    def measure(
+        self,
+        path: str,
+        direction: str,
+        shape: Shape,
+        repeats: int,
+        max_ctas: int | None = None,
+        pace_gbps: float | None = None,
+    ) -> float:
         assert repeats >= 3
         self.asked.append((path, direction, shape))
         if shape.row_nbytes >= self.refused.get(path, sys.maxsize):
