@@ -29,12 +29,12 @@ from kvswap.replay.units import format_size
 Kind: TypeAlias = Literal["start", "extra", "each", "run"]
 _Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
 
-# As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING.
+# As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING, ..._SLOT.
 SIZES = tuple(512 << i for i in range(14))
 _BATCH = 128
 _FILLING = 1 << 20
-_SLOT = 16 << 20  # of the relay's ring
-PATHS: tuple[Path, ...] = ("dma", "strided", "relay", "kernel", "direct")
+_SLOT = 16 << 20
+PATHS: tuple[Path, ...] = ("dma", "strided", "burst", "kernel", "direct")
 
 _LEAST_MOVED = 8 << 20  # bytes a transfer where the link is slow: else as many as it moves in
 _MOVED_SECONDS = 2e-3
@@ -165,11 +165,12 @@ def points(path: Path, direction: Direction, moved: int) -> list[Point]:
             extra = Point(path, direction, "extra", 0, many(SIZES[0], 2))
             run = every("run", lambda size: replace(many(size, _LAYERS), apart=True))
             return [start(2), extra, *each(_LAYERS), *run]
-        case "relay":
-            # Twice the bytes of others: what its flags cost once is told apart by a transfer of few fillings.
+        case "burst":
+            # Twice the bytes of others, and one slot's: what a transfer that fills a slot costs once is the difference.
             moved *= 2
+            slot = _SLOT if moved >= 4 * _SLOT else moved // 8
             together = every("each", lambda size: replace(many(size, _LAYERS), together=True))
-            few = Shape(_LAYERS, SIZES[_FEW_INDEX], max(1, moved // 8 // _LAYERS // SIZES[_FEW_INDEX]), together=True)
+            few = Shape(_LAYERS, SIZES[_FEW_INDEX], max(1, slot // _LAYERS // SIZES[_FEW_INDEX]), together=True)
             extra = Point(path, direction, "extra", _FEW_INDEX, few)
             run = every("run", lambda size: many(size, 1))  # of one row: nothing is gathered faster
             return [start(_FEW_LAYERS), extra, *together, *run]
@@ -195,7 +196,7 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
         return tuning
     best = [max(reached) for reached in zip(*gbps.values(), strict=True)]
     shares = {ctas: min(np.divide(reached, best)) for ctas, reached in gbps.items()}
-    # Not fewer than eight: the relay takes as many, and what the caller does hides what they are good for there.
+    # Not fewer than eight: what the caller does hides what they are good for.
     high = max(fewest(shares, _ENOUGH * max(shares.values())), max(ctas for ctas in gbps if ctas <= _LEAST_CTAS))
     rig.kernel_ctas = high
     tuning["kernel_high_d2h"] = tuning["kernel_high_h2d"] = (high, 0.0, 0.0)  # which its costs are of
@@ -321,7 +322,7 @@ def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
     nanoseconds: _Measured = {"start": {}, "extra": {}, "each": {}, "run": {}}
     for point, took in seconds.items():
         nanoseconds[point.kind][point.index] = (point.shape, took * 1e9)
-    solve_once = _solve_relay if path == "relay" else _solve_rows
+    solve_once = _solve_burst if path == "burst" else _solve_rows
     cost: _C._PathCost = {"start": 0.0, "extra": 0.0, "each": [0.0] * len(SIZES), "run": [0.0] * len(SIZES)}
     for _ in range(50):
         cost = solve_once(path, nanoseconds, cost)
@@ -351,15 +352,15 @@ def _solve_rows(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._P
     return {"start": start, "extra": extra, "each": each, "run": run}
 
 
-def _solve_relay(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
+def _solve_burst(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
     """start + the longer of rows and runs + a share of the shorter. Where rows take longer than runs, no more is found
     of these than that they are no slower, and the other way round; no noise of the ones ends up in the others."""
     each = {
-        i: max(0.0, ns - _relay_once(cost, shape) - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
+        i: max(0.0, ns - _burst_once(cost, shape) - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
         for i, (shape, ns) in nanoseconds["each"].items()
     }
     run = {
-        i: max(0.0, ns - _relay_once(cost, shape) - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
+        i: max(0.0, ns - _burst_once(cost, shape) - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
         for i, (shape, ns) in nanoseconds["run"].items()
     }
     shape, ns = nanoseconds["start"][0]
@@ -373,7 +374,7 @@ def _solve_relay(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._
     return {"start": start, "extra": extra, "each": fill(each), "run": fill(run)}
 
 
-def _relay_once(cost: _C._PathCost, shape: Shape) -> float:
+def _burst_once(cost: _C._PathCost, shape: Shape) -> float:
     return cost["start"] + cost["extra"] * min(1.0, shape.nbytes / _SLOT)
 
 
@@ -389,7 +390,7 @@ def _rows(shape: Shape, each: Sequence[float]) -> float:
 
 
 def _alone(shape: Shape) -> float:
-    """The share of a relay that nothing overlaps."""
+    """The share of a burst that nothing overlaps."""
     return min(1.0, _FILLING / shape.nbytes)
 
 
@@ -446,7 +447,7 @@ def _tqdm_bar(stream: TextIO) -> Any:
     return tqdm.tqdm(file=stream, leave=False, bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} {elapsed}")
 
 
-_RUNS = {"strided": "(apart)", "relay": "(runs)", "kernel": "(skewed)"}  # what `run` is of
+_RUNS = {"strided": "(apart)", "burst": "(runs)", "kernel": "(skewed)"}  # what `run` is of
 
 
 def table(costs: _C._Costs) -> str:

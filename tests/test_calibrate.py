@@ -68,10 +68,10 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
     costs = _C._costs_read(path)
     expected = set(PATHS) if device_name.startswith("host") else set(PATHS) - {"direct"}
     for found in (costs["d2h"], costs["h2d"]):
-        assert found.keys() - {"relay"} == expected - {"relay"}
+        assert found.keys() - {"burst"} == expected - {"burst"}
         for path_name, cost in found.items():
             assert len(cost["each"]) == len(SIZES)
-            assert max(cost["each"]) > 0 or path_name == "relay", path_name  # whose cost is of bytes, not of blocks
+            assert max(cost["each"]) > 0 or path_name == "burst", path_name  # whose cost is of bytes, not of blocks
     tuning = costs["tuning"]
     assert len(tuning) == 8
     assert min(tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) > 0
@@ -175,12 +175,14 @@ def test_the_plan_fits_and_says_what_it_claims() -> None:
         shape = point.shape
         assert 1 <= shape.rows <= 8192
         # Every other slot: at most all of the memory, which is four times as much as most move.
-        assert shape.nbytes <= (2 if point.path == "relay" else 1) * MOVED
+        assert shape.nbytes <= (2 if point.path == "burst" else 1) * MOVED
         if point.kind in ("each", "run"):
             assert shape.row_nbytes == SIZES[point.index]
-            assert shape.together == (point.kind == "each" and point.path == "relay")
+            assert shape.together == (point.kind == "each" and point.path == "burst")
             assert shape.apart == (point.kind == "run" and point.path == "strided")
             assert shape.skew == (point.kind == "run" and point.path == "kernel")
+        if point.path == "burst" and point.kind == "extra":
+            assert shape.nbytes == calibrate._SLOT, "it fills a slot, and no more"
         if point.path == "strided":
             assert shape.tensors > 1, "one tensor is no rows"
     assert all(2 * _rig.MOVED[kind] <= _rig.AREA[kind] for kind in ("cuda", "host"))
@@ -230,7 +232,7 @@ def test_without_time_every_path_is_still_known() -> None:
     found = calibrate.solve(result.seconds)
     assert found["d2h"].keys() == found["h2d"].keys() == set(PATHS)
     for point, seconds in result.seconds.items():
-        near = 5e-2 if point.path == "relay" else 1e-2  # of whose two sides the faster is only bounded
+        near = 5e-2 if point.path == "burst" else 1e-2  # of whose two sides the faster is only bounded
         assert predicted(found, point) == pytest.approx(seconds, rel=near)
 
 
@@ -240,9 +242,9 @@ def test_with_time_everything_is_measured() -> None:
 
 
 def test_a_path_that_is_not_there_is_unknown() -> None:
-    rig = Rig(_C._costs_read(None), {"kernel": 1, "relay": 1})
+    rig = Rig(_C._costs_read(None), {"kernel": 1, "burst": 1})
     result = found_by(rig, 60)
-    assert result.unavailable == {"kernel": "because", "relay": "because"}
+    assert result.unavailable == {"kernel": "because", "burst": "because"}
     assert len([1 for path, *_ in rig.asked if path == "kernel"]) == 1, "asked again"
     result.costs = calibrate.solve(result.seconds)
     assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
@@ -272,24 +274,24 @@ def test_costs_are_found_again(path: str) -> None:
             rng.uniform(1e3, 1e5),
             rng.uniform(100, 3e3),
         )
-        if path == "relay":
+        if path == "burst":
             extra /= 20  # of a row, which costs less than a run
         each = [round(extra + size * per_byte, 3) for size in SIZES]
         runs = {
             "strided": [round(extra + size * per_byte * 1.2, 3) for size in SIZES],
             "kernel": [round(extra + size * per_byte * 1.3, 3) for size in SIZES],
-            "relay": [round(run + size * per_byte, 3) for size in SIZES],
+            "burst": [round(run + size * per_byte, 3) for size in SIZES],
         }
         cost: _C._PathCost = {
             "start": round(start, 3),
-            "extra": round(run, 3) if path in ("dma", "strided", "relay") else 0.0,
+            "extra": round(run, 3) if path in ("dma", "strided", "burst") else 0.0,
             "each": each,
             "run": runs.get(path, []),
         }
         costs: _C._Costs = {"d2h": {path: cost}, "h2d": {}, "tuning": {}}
         seconds = {p: predicted(costs, p) for p in all_points() if (p.path, p.direction) == (path, "d2h")}
         found = calibrate.solve(seconds)["d2h"][path]
-        if path != "relay":  # of which only what it is bound by shows: each path of it in its own transfers
+        if path != "burst":  # of which only what it is bound by shows: each path of it in its own transfers
             assert found["start"] == pytest.approx(cost["start"], rel=1e-2)
             assert found["extra"] == pytest.approx(cost["extra"], rel=1e-2)
             assert found["each"] == pytest.approx(cost["each"], rel=1e-2)
@@ -380,7 +382,7 @@ def test_a_slow_link_is_given_less_to_move() -> None:
 def test_a_path_that_lacks_what_it_needs_is_unknown() -> None:
     """Not one kind of cost is made up."""
     seconds = found_by(Rig(_C._costs_read(None)), -1).seconds
-    for path, kind in (("relay", "run"), ("strided", "extra"), ("dma", "start"), ("kernel", "each")):
+    for path, kind in (("burst", "run"), ("strided", "extra"), ("dma", "start"), ("kernel", "each")):
         found = calibrate.solve({p: took for p, took in seconds.items() if (p.path, p.kind) != (path, kind)})
         assert found["d2h"].keys() == found["h2d"].keys() == set(PATHS) - {path}
 
@@ -429,7 +431,7 @@ def test_progress_is_a_line_a_second_where_there_is_no_terminal(monkeypatch: pyt
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     costs = _C._costs_read(None)
-    del costs["d2h"]["relay"], costs["tuning"]["kernel_normal_h2d"]
+    del costs["d2h"]["burst"], costs["tuning"]["kernel_normal_h2d"]
     costs["h2d"]["strided"]["extra"] = 0.125
     _C._costs_write(tmp_path / "x", costs, "a machine")
     assert _C._costs_read(tmp_path / "x") == costs
@@ -450,7 +452,7 @@ def test_values_that_are_no_costs_are_refused(tmp_path: Path, part: str, value: 
     elif part in ("start", "extra"):
         costs["d2h"]["strided"][part] = value
     else:
-        costs["d2h"]["relay"][part][5] = value
+        costs["d2h"]["burst"][part][5] = value
     with pytest.raises((ValueError, TypeError), match=r"kernel_background_d2h|start|extra|each|run"):
         _C._costs_write(tmp_path / "x", costs, "a machine")
     assert os.listdir(tmp_path) == []
