@@ -498,9 +498,19 @@ def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyP
     assert cost_table.table(gpu, costs) == text
 
 
-def test_a_calibration_that_cannot_be_used_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("no calibration\n", "line 1: it is not 'kvswap calibration 3'"),
+        (
+            "kvswap calibration 2\nmachine m\nkernel_ctas 8\nend\n",
+            "the format is version 2, this kvswap reads version 3",
+        ),
+    ],
+)
+def test_a_calibration_that_cannot_be_used_is_said_once(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "costs"
-    file.write_text("no calibration\n")
+    file.write_text(text)
     file.chmod(0o600)
     script = """
         import kvswap
@@ -511,4 +521,5 @@ def test_a_calibration_that_cannot_be_used_is_said_once(tmp_path: Path) -> None:
     run = run_python(script, KVSWAP_CALIBRATION=str(file))
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("built in, since ") and str(file) in run.stdout
+    assert why in run.stdout
     assert run.stderr.count("the calibration cannot be used") == 1 and str(file) in run.stderr
