@@ -11,17 +11,12 @@ enum {
   PIECE = 32 << 10,     /* one warp's share at a time (RING), one CTA's (COPY) */
   PACK_PIECE = 4 << 10, /* one warp's (PACK) */
   THREADS = 512,        /* of COPY and PACK */
-  KERNEL_CTAS = 8,
-  NORMAL_CTAS = 4,
-  BACKGROUND_CTAS = 4,
-  PEER_CTAS = 64, /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
+  PEER_CTAS = 64,       /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
   RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of a warp, in shared memory */
   SMALL_ROWS = 16 << 10,                          /* of such the warps wait, not the link: there are more of them */
   SMALL_ROWS_WARPS = 4,
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
-/* GB/s, under the load at which SM stores to the host stall the GPU. */
-static const double NORMAL_PACE[] = {[KVS_D2H] = 46.0, [KVS_H2D] = 50.0}, BACKGROUND_PACE = 40.0;
 
 static bool bulk_copies(const struct kvs_device *device) {
   return device->info.cc_major >= 9 || strcmp(device->ops->kind, "cuda") != 0; /* a host device runs either twin */
@@ -134,12 +129,23 @@ size_t kvs_place_list(struct kvs_submission *s, struct kvs_piece **pieces) {
 
 /* -- launching ------------------------------------------------------------------------------------------------- */
 
-double kvs_pace_gbps(const struct kvs_submission *s) {
-  const struct kvs_tuning *tuning = &s->engine->costs.tuning;
+/* No link to the host, which a model would share, but in the background as little as there. */
+static bool between_devices(const struct kvs_submission *s) {
+  return s->peer && s->options->priority != KVS_PRIORITY_BACKGROUND;
+}
+
+static struct kvs_kernel_tuning tuning_of(const struct kvs_submission *s) {
+  return kvs_kernel_tuning_of(&s->engine->costs.tuning, s->work->direction, s->options->priority);
+}
+
+static double pace_gbps(const struct kvs_submission *s) {
   if (s->options->pace_gbps > 0) return s->options->pace_gbps;
-  if (s->options->priority == KVS_PRIORITY_HIGH || s->peer) return 0;
-  if (s->options->priority != KVS_PRIORITY_BACKGROUND) return NORMAL_PACE[s->work->direction == KVS_H2D];
-  return tuning->background_gbps > 0 ? tuning->background_gbps : BACKGROUND_PACE;
+  return between_devices(s) ? 0 : tuning_of(s).pace_gbps;
+}
+
+double kvs_kernel_gbps(const struct kvs_submission *s) {
+  double known = s->options->pace_gbps > 0 || s->options->max_ctas || between_devices(s) ? 0 : tuning_of(s).gbps;
+  return known > 0 ? known : pace_gbps(s);
 }
 
 /* Of one CTA among so many. */
@@ -150,17 +156,12 @@ static uint64_t pace(double gbps, unsigned ctas) {
 }
 
 static unsigned most_ctas(const struct kvs_submission *s) {
-  const struct kvs_tuning *tuning = &s->engine->costs.tuning;
   if (s->options->max_ctas) return s->options->max_ctas;
-  if (s->peer) return PEER_CTAS;
-  if (s->options->priority == KVS_PRIORITY_BACKGROUND)
-    return tuning->background_ctas ? tuning->background_ctas : BACKGROUND_CTAS;
-  if (s->options->priority != KVS_PRIORITY_HIGH) return NORMAL_CTAS;
-  return tuning->kernel_ctas ? tuning->kernel_ctas : KERNEL_CTAS;
+  return between_devices(s) ? PEER_CTAS : tuning_of(s).ctas;
 }
 
 static struct kvs_width width_of_kernel(const struct kvs_submission *s) {
-  return (struct kvs_width){bulk_copies(s->device) ? KVS_KERNEL_RING : KVS_KERNEL_COPY, most_ctas(s), kvs_pace_gbps(s)};
+  return (struct kvs_width){bulk_copies(s->device) ? KVS_KERNEL_RING : KVS_KERNEL_COPY, most_ctas(s), pace_gbps(s)};
 }
 
 static unsigned least(uint64_t a, uint64_t b) { return (unsigned)(a < b ? a : b); }

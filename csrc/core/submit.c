@@ -144,7 +144,7 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
   if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape);
   if (path == KVS_PATH_DMA && s->work->shape.copies > MANY_COPIES) ns *= MANY_HANDICAP;
   if (path != KVS_PATH_KERNEL) return ns;
-  double paced = kvs_pace_gbps(s) > 0 ? (double)s->work->nbytes / kvs_pace_gbps(s) : 0;
+  double gbps = kvs_kernel_gbps(s), paced = gbps > 0 ? (double)s->work->nbytes / gbps : 0;
   if (paced > ns) ns = paced;
   return s->options->priority == KVS_PRIORITY_HIGH ? ns : ns * KERNEL_HANDICAP;
 }

@@ -57,9 +57,9 @@ void kvs_fail_whole(struct kvs_submission *, const struct kvs_error *why); /* wh
 void kvs_block_by_block(struct kvs_submission *, size_t i, bool again, const struct kvs_error *why);
 
 /* launch.c */
-int kvs_prepare_launch(struct kvs_submission *);     /* before anything moves: what the path's kernels will read */
-int kvs_pack_for_burst(struct kvs_submission *);     /* the work's rows, once */
-double kvs_pace_gbps(const struct kvs_submission *); /* of its kernels; 0: unpaced */
+int kvs_prepare_launch(struct kvs_submission *);       /* before anything moves: what the path's kernels will read */
+int kvs_pack_for_burst(struct kvs_submission *);       /* the work's rows, once */
+double kvs_kernel_gbps(const struct kvs_submission *); /* what path kernel reaches at most; 0: what its costs say */
 int kvs_launch_copies(struct kvs_submission *, struct kvs_error *why); /* what is in view, by a kernel on the spine */
 /* Room in the transfer's staging: where the host writes, and where the device will read once it is uploaded. */
 void *kvs_stage(struct kvs_submission *, size_t nbytes, uint64_t *device);

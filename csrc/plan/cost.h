@@ -41,9 +41,6 @@ struct kvs_kernel_tuning {
 struct kvs_tuning {
   double link_gbps[2];                                /* one big copy; 0: unknown */
   struct kvs_kernel_tuning kernel[2][KVS_PRIORITIES]; /* KVS_PRIORITY_DEFAULT: not used */
-  /* Not set any more, 0: of core/launch.c as it is. */
-  unsigned kernel_ctas, background_ctas;
-  double background_gbps;
 };
 
 /* As measured, else as built in. KVS_PRIORITY_DEFAULT counts as KVS_PRIORITY_NORMAL. KVS_OTHER_DIRECTION, which crosses
