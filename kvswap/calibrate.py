@@ -29,10 +29,10 @@ from kvswap.replay.units import format_size
 Kind: TypeAlias = Literal["start", "extra", "each", "run"]
 _Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
 
-# As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._FILLING, ..._SLOT.
+# As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._ALONE, ..._SLOT.
 SIZES = tuple(512 << i for i in range(14))
 _BATCH = 128
-_FILLING = 1 << 20
+_ALONE = 8 << 20
 _SLOT = 16 << 20
 PATHS: tuple[Path, ...] = ("dma", "strided", "burst", "kernel", "direct")
 
@@ -391,7 +391,7 @@ def _rows(shape: Shape, each: Sequence[float]) -> float:
 
 def _alone(shape: Shape) -> float:
     """The share of a burst that nothing overlaps."""
-    return min(1.0, _FILLING / shape.nbytes)
+    return min(1.0, _ALONE / shape.nbytes)
 
 
 def at(costs: Sequence[float], size: int) -> float:

@@ -202,6 +202,77 @@ def set_lane_depth(device: _C.Device, depth: int) -> None:
     _C._set_lane_depth(device, depth)
 
 
+# -- races ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RaceParty:
+    """One of two accesses that nothing orders.
+
+    write: else it reads. transfer: Transfer.number, 0 for kvswap.note_access. lane, sequence: which transfer of which
+    lane. what: "D2H by dma", "access". stream: "cuda:0 stream 0x55...". where: who submitted it, "engine.py:123 in
+    step". Texts are empty where something is not known.
+    """
+
+    write: bool
+    transfer: int
+    lane: int
+    sequence: int
+    what: str
+    stream: str
+    where: str
+
+    def __str__(self) -> str:
+        return _races.describe_party(astuple(self))
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to one block of a pool, one of them a write, with no order between them.
+
+    pool: its name. slot: the block. first, second: in the order in which they were queued.
+    """
+
+    pool: str
+    slot: int
+    first: RaceParty
+    second: RaceParty
+
+    def __str__(self) -> str:
+        return _races.describe(astuple(self))
+
+
+class RaceFound(AssertionError):
+    """Races were found. races: all of them, a list of Race."""
+
+    _SHOWN = 10
+
+    def __init__(self, races: list[Race]) -> None:
+        self.races = races
+        shown = [str(race) for race in races[: self._SHOWN]]
+        more = [f"... and {len(races) - self._SHOWN} more"] if len(races) > self._SHOWN else []
+        super().__init__("\n".join([f"{len(races)} found:", *shown, *more]))
+
+
+_checkers_lock = threading.Lock()
+_checkers: list[RaceChecker] = []  # guarded by _checkers_lock: open ones, the innermost last
+_hook: Callable[[], object] | None = None  # guarded by _checkers_lock: set aside while any is open
+
+
+class RaceChecker:
+    """What race_checker() gives: the races found so far."""
+
+    def __init__(self) -> None:
+        self._races: list[Race] = []  # guarded by _checkers_lock
+
+    @property
+    def races(self) -> list[Race]:
+        """All races since the checker was entered, oldest first; those of checkers within it are theirs."""
+        with _checkers_lock:
+            _hand_out()
+            return list(self._races)
+
+
 def _hand_out() -> None:
     """Give what was found since the last call to the innermost checker. Under _checkers_lock."""
     for pool, slot, first, second in _C._racecheck_take():

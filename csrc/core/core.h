@@ -22,9 +22,7 @@
 #include "core/launch.h"
 #include "core/pool.h"
 #include "core/work.h"
-#include "device/device.h"
 #include "kvswap.h"
-#include "plan/plan.h"
 
 enum {
   KVS_MAX_LANES = 32,      /* of one direction and priority */
@@ -32,10 +30,6 @@ enum {
   KVS_STREAM_LOCKS = 16,
   KVS_LANE_POINTS = 64,     /* ended transfers that a lane remembers for the race checker */
   KVS_STAGING_CLASSES = 16, /* 64 KiB, 128 KiB, ... 2 GiB */
-};
-
-struct kvs_bounds {
-  uint64_t low, high;
 };
 
 struct kvs_transfer {
@@ -49,8 +43,10 @@ struct kvs_transfer {
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
-  uint64_t others;            /* 1 << number, as kvs_engine_at(): engines whose work it comes after */
-  struct kvs_bounds gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
+  uint64_t others; /* 1 << number, as kvs_engine_at(): engines whose work it comes after */
+  struct kvs_bounds {
+    uint64_t low, high;
+  } gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
   void *owner;
   void (*release)(void *);
   struct kvs_staging *staging;
@@ -186,10 +182,9 @@ void kvs_lane_release(struct kvs_lane *, bool leftovers);
 int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
 void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
 void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
-/* What is queued on `to` later comes after what `from` holds so far. Caller holds lane->submit. */
+/* `to` comes after what `from` holds so far; the next transfer's head, the front or the spine, after all that the lane
+ * has waited for. Caller holds lane->submit. */
 int kvs_lane_fork(struct kvs_lane *, kvs_stream from, kvs_stream to, struct kvs_error *);
-/* The next transfer's head: the front (`ahead` of the transfers before it, of which it shares nothing) or the spine. It
- * comes after all that this lane has waited for. Caller holds lane->submit. */
 int kvs_lane_head(struct kvs_lane *, bool ahead, kvs_stream *head, struct kvs_error *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
 /* Of an ended transfer or a later one, to be freed; NULL: unknown. */
