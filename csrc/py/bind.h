@@ -30,6 +30,7 @@ struct kvs_py_state {
   atomic_bool exit_hooked;         /* _shutdown stands in atexit */
   atomic_bool host_said;           /* that there is no GPU has been logged */
   atomic_bool costs_said;          /* that a calibration cannot be used, likewise */
+  atomic_bool burst_said;
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* of an instance of one of our types */
 

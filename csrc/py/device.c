@@ -52,6 +52,18 @@ static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine
                     note + strlen(refused));
 }
 
+/* Said once: a GPU is slower, or harder on the model beside it, than it could be, and nobody asked for that. */
+static int say_burst(struct kvs_py_state *state, const struct kvs_engine *engine) {
+  const char *note = kvs_engine_burst_note(engine), *wanted = "KVSWAP_DISABLE";
+  bool off = kvs_engine_slots_nbytes(engine) == 0;
+  if (note[0] == '\0' || strncmp(note, wanted, strlen(wanted)) == 0 || atomic_exchange(&state->burst_said, true))
+    return 0;
+  return kvs_py_say("warning",
+                    off ? "path 'burst' is off, other paths are slower or cost a model beside them more: %s"
+                        : "path 'burst' has less memory than it should: %s",
+                    note);
+}
+
 static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {
   struct kvs_engine *engine = NULL;
   struct kvs_error err = {0};
@@ -60,7 +72,7 @@ static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *na
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_engine_open(name, &engine, &err);
   Py_END_ALLOW_THREADS
-  if (rc == KVS_OK && say_costs(state, engine) == 0) return engine;
+  if (rc == KVS_OK && say_costs(state, engine) == 0 && say_burst(state, engine) == 0) return engine;
   if (rc == KVS_OK)
     kvs_engine_unref(engine);
   else
