@@ -10,10 +10,11 @@ extern "C" {
 #endif
 
 /* A tensor on both sides. GPU block b lies at gpu + b * gpu_stride. A chunk is `factor` blocks on the host: block j of
- * chunk c lies at cpu + c * cpu_stride + j * cpu_page. */
+ * chunk c is the cpu_page bytes at cpu + c * cpu_stride + j * cpu_pitch. cpu_pitch is cpu_page where a tensor's chunk
+ * lies together, and more where all tensors of a block do. */
 struct kvs_offload_tensor {
   uint64_t gpu, gpu_blocks, gpu_stride, gpu_page;
-  uint64_t cpu, cpu_stride, cpu_page;
+  uint64_t cpu, cpu_stride, cpu_page, cpu_pitch;
 };
 
 /* What a group moves of each block: `count` fragments of nbytes bytes, counted in the block's own bytes on each side.

@@ -21,9 +21,9 @@ static uint64_t common(uint64_t a, uint64_t b) {
 /* How the host's side of a tensor is counted; `unit`: bytes from slot to slot. */
 static struct kvs_sheet count_slots(const struct kvs_offload *map, const struct kvs_offload_tensor *tensor,
                                     uint64_t *unit) {
-  *unit = map->factor == 1 ? tensor->cpu_stride : common(tensor->cpu_stride, tensor->cpu_page);
+  *unit = map->factor == 1 ? tensor->cpu_stride : common(tensor->cpu_stride, tensor->cpu_pitch);
   struct kvs_sheet sheet = {.chunk_slots = tensor->cpu_stride / *unit,
-                            .page_slots = map->factor == 1 ? 0 : tensor->cpu_page / *unit,
+                            .page_slots = map->factor == 1 ? 0 : tensor->cpu_pitch / *unit,
                             .only = UINT64_MAX};
   if (sheet.chunk_slots <= MOST_SLOTS / map->chunks) return sheet;
   *unit = tensor->cpu_stride;
@@ -73,7 +73,7 @@ static int place_part(struct kvs_offload *map, const struct kvs_offload_part *pa
     struct kvs_sheet *sheet = find_sheet(map, &like);
     if (!sheet) return kvs_fail(err, KVS_NOMEM, "no memory to plan offloading");
     struct kvs_tensor first = {.gpu = tensor->gpu + part->gpu_offset,
-                               .cpu = tensor->cpu + j * tensor->cpu_page + part->cpu_offset,
+                               .cpu = tensor->cpu + j * tensor->cpu_pitch + part->cpu_offset,
                                .nbytes = part->nbytes,
                                .gpu_blocks = tensor->gpu_blocks,
                                .cpu_blocks = (map->chunks - 1) * like.chunk_slots + 1,
@@ -91,13 +91,25 @@ static int refuse_tensor(size_t i, const char *what, struct kvs_error *err) {
   return kvs_fail(err, KVS_INVALID, "tensor %zu: %s", i, what);
 }
 
+/* From a chunk's first byte to its last, other tensors' between them included. */
+static uint64_t chunk_span(const struct kvs_offload_layout *layout, const struct kvs_offload_tensor *tensor) {
+  return (layout->factor - 1) * tensor->cpu_pitch + tensor->cpu_page;
+}
+
+static uint64_t cpu_span(const struct kvs_offload_layout *layout, const struct kvs_offload_tensor *tensor) {
+  return (layout->chunks - 1) * tensor->cpu_stride + chunk_span(layout, tensor);
+}
+
 static int check_tensor(const struct kvs_offload_layout *layout, size_t i, struct kvs_error *err) {
   const struct kvs_offload_tensor *tensor = &layout->tensors[i];
   uint64_t end, chunk;
   if (!tensor->gpu || !tensor->cpu) return refuse_tensor(i, "its address is 0", err);
   if (!tensor->gpu_blocks || !tensor->gpu_page || !tensor->cpu_page)
     return refuse_tensor(i, "it has no blocks, or blocks without bytes", err);
-  if (__builtin_mul_overflow(layout->factor, tensor->cpu_page, &chunk) || chunk > tensor->cpu_stride)
+  if (layout->factor > 1 && tensor->cpu_page > tensor->cpu_pitch)
+    return refuse_tensor(i, "the blocks of a chunk are nearer to each other on the host than they are long", err);
+  if (__builtin_mul_overflow(layout->factor - 1, tensor->cpu_pitch, &chunk) ||
+      __builtin_add_overflow(chunk, tensor->cpu_page, &chunk) || chunk > tensor->cpu_stride)
     return refuse_tensor(i, "its chunks are nearer to each other on the host than they are long", err);
   if (tensor->gpu_page > tensor->gpu_stride)
     return refuse_tensor(i, "its blocks are nearer to each other on the GPU than they are long", err);
@@ -107,9 +119,9 @@ static int check_tensor(const struct kvs_offload_layout *layout, size_t i, struc
   return KVS_OK;
 }
 
-/* A tensor's bytes on one side: `width` of every `stride`. */
+/* A tensor's bytes on one side: `width` of every `stride`, and within these `page` of every `pitch`. */
 struct lie {
-  uint64_t begin, end, stride, width;
+  uint64_t begin, end, stride, width, pitch, page;
   size_t tensor;
 };
 
@@ -118,20 +130,27 @@ static int by_begin(const void *a, const void *b) {
   return (left > right) - (left < right);
 }
 
-/* Tensors may lie among each other if they keep to their own part of one common stride. */
+/* Tensors may lie among each other if they keep to their own part of one common stride; and of one common pitch, if
+ * each block of the second lies between two of the first. */
 static bool apart(const struct lie *a, const struct lie *b) {
   if (b->begin >= a->end) return true;
   if (a->stride != b->stride) return false;
   uint64_t offset = (b->begin - a->begin) % a->stride;
-  return offset >= a->width && offset + b->width <= a->stride;
+  if (offset + b->width > a->stride) return false;
+  return offset >= a->width || (a->pitch == b->pitch && offset >= a->page && offset + b->page <= a->pitch);
 }
 
 /* The host's side of all tensors. */
 static size_t list_host(const struct kvs_offload_layout *layout, struct lie *lies) {
   for (size_t i = 0; i < layout->ntensors; i++) {
     const struct kvs_offload_tensor *t = &layout->tensors[i];
-    lies[i] = (struct lie){t->cpu, 0, t->cpu_stride, layout->factor * t->cpu_page, i};
-    (void)kvs_plan_extent(t->cpu, layout->chunks, t->cpu_stride, lies[i].width, &lies[i].end);
+    lies[i] = (struct lie){.begin = t->cpu,
+                           .end = t->cpu + cpu_span(layout, t),
+                           .stride = t->cpu_stride,
+                           .width = chunk_span(layout, t),
+                           .pitch = layout->factor > 1 ? t->cpu_pitch : t->cpu_stride,
+                           .page = t->cpu_page,
+                           .tensor = i};
   }
   return layout->ntensors;
 }
@@ -145,7 +164,7 @@ static size_t list_group(const struct kvs_offload_layout *layout, size_t group, 
     while (seen < n && lies[seen].tensor != tensor) seen++;
     if (seen < n) continue;
     const struct kvs_offload_tensor *t = &layout->tensors[tensor];
-    lies[n] = (struct lie){t->gpu, 0, t->gpu_stride, t->gpu_page, tensor};
+    lies[n] = (struct lie){t->gpu, 0, t->gpu_stride, t->gpu_page, t->gpu_stride, t->gpu_page, tensor};
     (void)kvs_plan_extent(t->gpu, t->gpu_blocks, t->gpu_stride, t->gpu_page, &lies[n].end);
     n++;
   }
@@ -170,9 +189,8 @@ static int check_memory(struct kvs_engine *engine, const struct kvs_offload_layo
     struct kvs_side gpu = {.name = "gpu_tensors", .index = i, .write = true, .want = KVS_SIDE_GPU};
     struct kvs_side cpu = {.name = "cpu_tensors", .index = i, .write = true, .want = KVS_SIDE_CPU};
     uint64_t gpu_nbytes = (t->gpu_blocks - 1) * t->gpu_stride + t->gpu_page;
-    uint64_t cpu_nbytes = (layout->chunks - 1) * t->cpu_stride + layout->factor * t->cpu_page;
     status = kvs_memory_cover(engine, scratch, t->gpu, gpu_nbytes, &gpu, err);
-    if (!status) status = kvs_memory_cover(engine, scratch, t->cpu, cpu_nbytes, &cpu, err);
+    if (!status) status = kvs_memory_cover(engine, scratch, t->cpu, cpu_span(layout, t), &cpu, err);
   }
   if (scratch) kvs_scratch_put(engine, scratch);
   return status;
@@ -337,7 +355,7 @@ static int make_tables(struct kvs_offload *map, const struct kvs_offload_layout 
   for (size_t i = 0; !status && i < layout->ntensors; i++) {
     const struct kvs_offload_tensor *t = &layout->tensors[i];
     uint64_t gpu_end = t->gpu + (t->gpu_blocks - 1) * t->gpu_stride + t->gpu_page;
-    uint64_t cpu_end = t->cpu + (layout->chunks - 1) * t->cpu_stride + layout->factor * t->cpu_page;
+    uint64_t cpu_end = t->cpu + cpu_span(layout, t);
     status = kvs_table_inherit(map->engine, map->gpu, t->gpu, gpu_end, err);
     if (!status) status = kvs_table_inherit(map->engine, map->cpu, t->cpu, cpu_end, err);
     if (!status) status = kvs_peer_inherit_memory(map->engine, t->gpu, gpu_end, &map->foreign, err);

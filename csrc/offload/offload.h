@@ -3,9 +3,9 @@
  *
  * What never changes is worked out when a map is opened. Parts that can be addressed alike form a sheet: a list of
  * struct kvs_tensor that share one pair of slot lists, which is what the planner knows how to move. On the GPU a slot
- * is a block. On the host it counts in units of which both the chunks' distance and a page are multiples, so that block
- * j of chunk c is slot c * chunk_slots + j * page_slots whatever padding lies between chunks; where such slots would be
- * too many, a sheet holds block j of each chunk alone. A job is a transfer a sheet.
+ * is a block. On the host it counts in units of which the distance of chunks and that of a chunk's blocks are
+ * multiples, so that block j of chunk c is slot c * chunk_slots + j * page_slots whatever padding lies between chunks;
+ * where such slots would be too many, a sheet holds block j of each chunk alone. A job is a transfer a sheet.
  *
  * For order and failures a host block has another number, chunk * factor + j, in one table for all tensors; GPU blocks
  * have one table as well. What the GPU's blocks hold is the model's business, which writes them unseen, so failures are

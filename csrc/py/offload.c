@@ -12,7 +12,7 @@ struct map_object {
 
 static struct map_object *as_map(PyObject *self) { return (struct map_object *)self; }
 
-enum { TENSOR_COLUMNS = 7, PART_COLUMNS = 10 };
+enum { TENSOR_COLUMNS = 8, PART_COLUMNS = 10 };
 
 /* -- making one ---------------------------------------------------------------------------------------------------- */
 
@@ -36,7 +36,7 @@ static int fill_tensors(struct tables *tables, struct kvs_offload_layout *layout
   tables->tensors = PyMem_Calloc(layout->ntensors + 1, sizeof *tables->tensors);
   if (tables->tensors == NULL) return PyErr_NoMemory() == NULL ? -1 : 0;
   for (size_t i = 0; i < layout->ntensors; ++i, row += TENSOR_COLUMNS)
-    tables->tensors[i] = (struct kvs_offload_tensor){row[0], row[1], row[2], row[3], row[4], row[5], row[6]};
+    tables->tensors[i] = (struct kvs_offload_tensor){row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7]};
   layout->tensors = tables->tensors;
   return 0;
 }
@@ -219,8 +219,8 @@ PyDoc_STRVAR(
     "OffloadMap(device, tensors, parts, num_groups, num_chunks, blocks_per_chunk, *, hold=None, "
     "remember_failures=True)\n--\n\n"
     "Which bytes of a cache's blocks lie where on the GPU and on the host: for kvswap.offload.\n\n"
-    "tensors: rows of 7 integers, flat: gpu, gpu_blocks, gpu_stride, gpu_page, cpu, cpu_stride, cpu_page. Block j of\n"
-    "  chunk c lies at cpu + c * cpu_stride + j * cpu_page.\n"
+    "tensors: rows of 8 integers, flat: gpu, gpu_blocks, gpu_stride, gpu_page, cpu, cpu_stride, cpu_page, cpu_pitch.\n"
+    "  Block j of chunk c is the cpu_page bytes at cpu + c * cpu_stride + j * cpu_pitch.\n"
     "parts: rows of 10: group, tensor, gpu_offset, cpu_offset, nbytes, count, gpu_pitch, cpu_pitch, writers, writer.\n"
     "hold: lives until the map is gone and its transfers have ended.\n"
     "remember_failures: a load of what a failed store should have written fails too, until it is stored again.\n\n"

@@ -101,7 +101,8 @@ class SingleDirectionOffloadingHandler:
     """Moves blocks one way, in the order of submission; vLLM's class of this name, on kvswap.
 
     gpu_tensors, cpu_tensors: as many, first dimension blocks, of bytes that lie together: (num_gpu_blocks, page) and
-      (num_cpu_blocks, page * block_size_factor). Rows may have padding between them. They are held until shutdown().
+      (num_cpu_blocks, page * block_size_factor), or (num_cpu_blocks, block_size_factor, page). Rows may have padding
+      or other tensors' bytes between them, and in the last form blocks too. They are held until shutdown().
     block_size_factor (blocks_per_chunk): how many GPU blocks a CPU block (a chunk) holds.
     kv_cache_groups_data_refs (layer_refs_per_group): a list of CanonicalKVCacheRef for each group of layers.
     gpu_to_cpu: True stores, False loads.

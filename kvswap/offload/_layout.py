@@ -69,19 +69,50 @@ def _geometry(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, 
     return int(array.ctypes.data), array.shape, array.strides, array.itemsize
 
 
+def _together(shape: Sequence[int], strides: Sequence[int], nbytes: int, name: str) -> int:
+    """Bytes of a block of that shape, whose elements have nbytes."""
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent > 1 and stride != nbytes:
+            raise ValueError(f"{name} has strides of {tuple(strides)} bytes: the bytes of a block must lie together")
+        nbytes *= extent
+    return nbytes
+
+
 def blocks_of(tensor: Any, name: str) -> Blocks:
     """A tensor whose first dimension is its blocks; what follows must lie together."""
     ptr, shape, strides, size = _geometry(tensor, name)
     if len(shape) < 2:
         raise ValueError(f"{name} has shape {shape}: its first dimension is blocks, the others are their bytes")
-    page = size
-    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
-        if extent > 1 and stride != page:
-            raise ValueError(f"{name} has strides of {strides} bytes: the bytes of a block must lie together")
-        page *= extent
+    page = _together(shape[1:], strides[1:], size, name)
     if shape[0] > 1 and strides[0] < page:
         raise ValueError(f"{name} has blocks {strides[0]} bytes apart that are {page} bytes long")
     return Blocks(ptr, shape[0], strides[0] if shape[0] > 1 else page, page)
+
+
+class Chunks(NamedTuple):
+    """A tensor seen as chunks of blocks: block j of chunk c is the `page` bytes at ptr + c * stride + j * pitch."""
+
+    ptr: int
+    chunks: int
+    stride: int
+    page: int
+    pitch: int
+
+
+def chunks_of(tensor: Any, factor: int, name: str) -> Chunks:
+    """A tensor (chunks, bytes of `factor` blocks), or (chunks, factor, bytes of a block) at any distance from each
+    other."""
+    ptr, shape, strides, size = _geometry(tensor, name)
+    if len(shape) < 3 or factor == 1 or shape[1] != factor:
+        rows = blocks_of(tensor, name)
+        if rows.page % factor:
+            raise ValueError(f"{name} has chunks of {rows.page} bytes: they are {factor} blocks of one size")
+        return Chunks(ptr, rows.blocks, rows.stride, rows.page // factor, rows.page // factor)
+    page, pitch = _together(shape[2:], strides[2:], size, name), strides[1]
+    if pitch < page:
+        raise ValueError(f"{name} has blocks {pitch} bytes apart that are {page} bytes long")
+    stride = strides[0] if shape[0] > 1 else (factor - 1) * pitch + page
+    return Chunks(ptr, shape[0], stride, page, pitch)
 
 
 def in_pages(tensor: Any, page: int, name: str) -> Any:
@@ -150,17 +181,18 @@ def make_layout(
             f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least"
         )
     gpus = [blocks_of(tensor, f"gpu_tensors[{i}]") for i, tensor in enumerate(gpu_tensors)]
-    cpus = [blocks_of(tensor, f"cpu_tensors[{i}]") for i, tensor in enumerate(cpu_tensors)]
-    chunks = cpus[0].blocks
+    cpus = [chunks_of(tensor, factor, f"cpu_tensors[{i}]") for i, tensor in enumerate(cpu_tensors)]
+    chunks = cpus[0].chunks
     rows = []
     for i, (gpu, cpu) in enumerate(zip(gpus, cpus, strict=True)):
-        if cpu.blocks != chunks:
-            raise ValueError(f"cpu_tensors[{i}] has {cpu.blocks} chunks, cpu_tensors[0] {chunks}")
-        if cpu.page % factor or (not canonical and cpu.page != gpu.page * factor):
+        if cpu.chunks != chunks:
+            raise ValueError(f"cpu_tensors[{i}] has {cpu.chunks} chunks, cpu_tensors[0] {chunks}")
+        if not canonical and cpu.page != gpu.page:
             raise ValueError(
-                f"cpu_tensors[{i}] has chunks of {cpu.page} bytes: they are {factor} blocks of {gpu.page} bytes each"
+                f"cpu_tensors[{i}] has chunks of {cpu.page * factor} bytes: they are {factor} blocks of {gpu.page} "
+                "bytes each"
             )
-        rows.append((gpu.ptr, gpu.blocks, gpu.stride, gpu.page, cpu.ptr, cpu.stride, cpu.page // factor))
+        rows.append((gpu.ptr, gpu.blocks, gpu.stride, gpu.page, cpu.ptr, cpu.stride, cpu.page, cpu.pitch))
     parts: dict[tuple[int, ...], None] = {}  # a layer that shares another's blocks is moved with it
     for group, refs in enumerate(groups):
         for ref in refs:

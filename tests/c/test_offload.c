@@ -23,6 +23,7 @@ struct rig {
   struct kvs_offload *map;
   struct memory *real, *model;
   uint64_t factor, row;
+  bool together; /* on the host: all tensors of a block; else all blocks of a chunk's tensor */
   kvs_stream queues[2][QUEUES];
   uint64_t random;
   int released;
@@ -48,13 +49,20 @@ static const struct kvs_offload_part PARTS[] = {
 };
 enum { NPARTS = sizeof PARTS / sizeof *PARTS };
 
-static uint64_t host_offset(const struct rig *rig, uint32_t tensor) { return tensor ? rig->factor * PAGES[0] : 0; }
+static uint64_t host_offset(const struct rig *rig, uint32_t tensor) {
+  return tensor ? (rig->together ? 1 : rig->factor) * PAGES[0] : 0;
+}
+
+static uint64_t host_pitch(const struct rig *rig, uint32_t tensor) {
+  return rig->together ? PAGES[0] + PAGES[1] : PAGES[tensor];
+}
 
 static void rig_open(struct rig *rig, uint64_t seed) {
   *rig = (struct rig){
       .random = seed * 2654435761u + 1, .real = malloc(sizeof *rig->real), .model = malloc(sizeof *rig->model)};
   rig->factor = 1 + below(rig, MOST);
-  rig->row = rig->factor * (PAGES[0] + PAGES[1]) + PADDING;
+  rig->together = below(rig, 2);
+  rig->row = rig->factor * (PAGES[0] + PAGES[1]) + below(rig, 2) * PADDING;
   for (size_t i = 0; i < sizeof *rig->real; i++) ((unsigned char *)rig->real)[i] = (unsigned char)below(rig, 256);
   *rig->model = *rig->real;
   CHECK(!kvs_engine_open_deterministic(seed, &rig->engine, &err));
@@ -66,7 +74,8 @@ static void rig_open(struct rig *rig, uint64_t seed) {
                                              .gpu_page = PAGES[t],
                                              .cpu = (uintptr_t)rig->real->cpu + host_offset(rig, t),
                                              .cpu_stride = rig->row,
-                                             .cpu_page = PAGES[t]};
+                                             .cpu_page = PAGES[t],
+                                             .cpu_pitch = host_pitch(rig, t)};
   struct kvs_offload_layout layout = {.tensors = tensors,
                                       .ntensors = TENSORS,
                                       .parts = PARTS,
@@ -142,10 +151,10 @@ static void apply(struct rig *rig, const struct lists *lists, bool store) {
           uint64_t page = PAGES[PARTS[p].tensor];
           unsigned char *here = rig->model->gpu[PARTS[p].tensor] + (uint64_t)lists->gpu[gpu + k] * page +
                                 PARTS[p].gpu_offset + f * PARTS[p].gpu_pitch;
-          unsigned char *there = rig->model->cpu +
-                                 (uint64_t)lists->chunks[chunk + (skip + k) / rig->factor] * rig->row +
-                                 host_offset(rig, PARTS[p].tensor) + (skip + k) % rig->factor * page +
-                                 PARTS[p].cpu_offset + f * PARTS[p].cpu_pitch;
+          unsigned char *there =
+              rig->model->cpu + (uint64_t)lists->chunks[chunk + (skip + k) / rig->factor] * rig->row +
+              host_offset(rig, PARTS[p].tensor) + (skip + k) % rig->factor * host_pitch(rig, PARTS[p].tensor) +
+              PARTS[p].cpu_offset + f * PARTS[p].cpu_pitch;
           memcpy(store ? there : here, store ? here : there, PARTS[p].nbytes);
         }
     gpu += (size_t)lists->sizes[g];
@@ -186,6 +195,37 @@ static void test_any_order_that_is_allowed_gives_the_same_bytes(uint64_t seed) {
   rig_close(&rig);
 }
 
+static int try_pitch(struct rig *rig, uint64_t pitch, uint64_t offset) {
+  struct kvs_offload_tensor tensors[TENSORS];
+  for (uint32_t t = 0; t < TENSORS; t++)
+    tensors[t] = (struct kvs_offload_tensor){.gpu = (uintptr_t)rig->real->gpu[t],
+                                             .gpu_blocks = BLOCKS,
+                                             .gpu_stride = PAGES[t],
+                                             .gpu_page = PAGES[t],
+                                             .cpu = (uintptr_t)rig->real->cpu + (t ? offset : 0),
+                                             .cpu_stride = 3 * 64 + PADDING,
+                                             .cpu_page = PAGES[t],
+                                             .cpu_pitch = pitch};
+  struct kvs_offload_layout layout = {.tensors = tensors, .ntensors = TENSORS, .ngroups = 1, .chunks = 3, .factor = 3};
+  struct kvs_offload *map;
+  int status = kvs_offload_open(rig->engine, &layout, &map, &err);
+  if (!status) kvs_offload_close(map);
+  return status;
+}
+
+static void test_blocks_of_a_chunk_that_share_bytes(void) {
+  struct rig rig;
+  rig_open(&rig, 3);
+  CHECK(!try_pitch(&rig, 64, 40), "%s", err.message);
+  CHECK(!try_pitch(&rig, 65, 41), "%s", err.message);
+  CHECK(try_pitch(&rig, 64, 39) == KVS_INVALID && strstr(err.message, "share bytes on the host"), "%s", err.message);
+  CHECK(try_pitch(&rig, 64, 41) == KVS_INVALID && strstr(err.message, "share bytes on the host"), "%s", err.message);
+  CHECK(try_pitch(&rig, 66, 48) == KVS_INVALID && strstr(err.message, "share bytes on the host"), "%s", err.message);
+  CHECK(try_pitch(&rig, 39, 100) == KVS_INVALID && strstr(err.message, "blocks of a chunk"), "%s", err.message);
+  CHECK(try_pitch(&rig, 80, 40) == KVS_INVALID && strstr(err.message, "chunks are nearer"), "%s", err.message);
+  rig_close(&rig);
+}
+
 /* What a map was made of lives as long as what it submitted. */
 static void test_transfers_outlive_their_map(void) {
   struct rig rig;
@@ -211,6 +251,7 @@ static void test_transfers_outlive_their_map(void) {
 
 int main(void) {
   for (uint64_t seed = 1; seed <= SEEDS; seed++) test_any_order_that_is_allowed_gives_the_same_bytes(seed);
+  test_blocks_of_a_chunk_that_share_bytes();
   test_transfers_outlive_their_map();
   return check_close();
 }
