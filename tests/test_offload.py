@@ -34,6 +34,7 @@ from kvswap.offload import (
     TransferResult,
     _handlers,
 )
+from kvswap.offload._slab import Slab
 from kvswap.vllm._handler import VLLMHandler, options_of
 
 Refs = list[list[CanonicalKVCacheRef]]
@@ -102,13 +103,18 @@ class Cache:
         gpu_blocks: int = 64,
         chunks: int = 24,
         padding: int | None = None,
+        together: bool = False,
         host_pages: list[int] | None = None,
         **options: Any,
     ) -> None:
         self.library, self.refs, self.factor, self.pages = library, refs, factor, pages
         self.host_pages = host_pages or pages
         self.gpu = [library.gpu(random_blocks(i, gpu_blocks, page)) for i, page in enumerate(pages)]
-        if padding is None:
+        if together:
+            slab = Slab(library.device, self.host_pages, refs, chunks, factor)
+            np.frombuffer(slab.memory, np.int8)[:] = random_blocks(100, 1, slab.memory.nbytes)[0]
+            self.cpu = slab.tensors(library.name == "torch")
+        elif padding is None:
             hosts = [random_blocks(100 + i, chunks, page * factor) for i, page in enumerate(self.host_pages)]
             self.cpu = [library.cpu(host) for host in hosts]
         else:  # as vLLM's shared region: all tensors of a chunk in one row, and something behind them
@@ -125,7 +131,8 @@ class Cache:
         )
 
     def bytes(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return [self.library.read(t) for t in self.gpu], [self.library.read(t) for t in self.cpu]
+        cpus = [self.library.read(t) for t in self.cpu]
+        return [self.library.read(t) for t in self.gpu], [cpu.reshape(len(cpu), -1) for cpu in cpus]
 
     def finish(self, handler: SingleDirectionOffloadingHandler) -> list[TransferResult]:
         handler.drain(PATIENCE)
@@ -240,6 +247,19 @@ def test_several_groups(library: Library, factor: int, sizes: list[int], width: 
 def test_pages_of_several_sizes_and_odd_ones(library: Library, path: str, padding: int | None) -> None:
     pages = [96, 513, 7, 4096]
     check_both_ways(Cache(library, pages, plain(pages), 3, padding=padding, path=path), [8])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("factor", [1, 3, 8])
+@pytest.mark.parametrize("pages", [[512] * 4, [41984, 8448], [96, 513, 7, 4096]], ids=["mha", "mla", "odd"])
+def test_blocks_whose_tensors_lie_together(
+    library: Library, path: str, pages: list[int], factor: int, groups: int
+) -> None:
+    cache = Cache(library, pages, plain(pages, groups), factor, together=True, chunks=8, path=path)
+    sizes = [2 * factor + 1, factor - 1][:groups]
+    check_both_ways(cache, sizes, seed=factor)
+    stats = cache.store.stats()
+    assert sum(stats.paths.values()) == 2 * sum(map(bool, sizes))  # a transfer a group: pages of any size
 
 
 def test_layers_use_less_than_a_page_and_groups_share_tensors(library: Library, path: str) -> None:
@@ -916,11 +936,66 @@ def test_the_driver_has_nothing_registered_where_making_handlers_fails(
     cuda.unregister(whole._base.data_ptr())
 
 
+def runs_of(tensors: list[Any], factor: int, chunks: list[int]) -> list[int]:
+    """Bytes of each run that those chunks of all tensors make on the host, by their addresses."""
+    pieces = []
+    for tensor in tensors:
+        blocks = np.asarray(tensor)
+        blocks = blocks.reshape(len(blocks), factor, -1) if blocks.ndim < 3 else blocks
+        step, (chunk, pitch, _) = blocks.ctypes.data, blocks.strides
+        pieces += [(step + c * chunk + j * pitch, blocks.shape[2]) for c in chunks for j in range(factor)]
+    runs: list[int] = []
+    end = None
+    for begin, nbytes in sorted(pieces):
+        assert end is None or begin >= end
+        if begin == end:
+            runs[-1] += nbytes
+        else:
+            runs.append(nbytes)
+        end = begin + nbytes
+    return runs
+
+
+@pytest.mark.parametrize("factor", [1, 8])
+@pytest.mark.parametrize("pages", [[512] * 4, [41984, 8448], [10496] * 3], ids=["mha", "mla", "656"])
+def test_a_chunk_is_one_run_wherever_it_lies(library: Library, pages: list[int], factor: int) -> None:
+    handlers = CpuGpuOffloadingHandlers(caches_of(library, pages), factor, 16, device=library.device)
+    tensors = handlers.gpu_to_cpu_handler.dst_tensors
+    assert runs_of(tensors, factor, [3, 14, 9, 0, 6]) == [factor * sum(pages)] * 5
+    assert [np.asarray(tensor).ctypes.data % 256 for tensor in tensors] == [0] * len(pages)
+    for handler in (handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler):
+        handler.shutdown()
+
+
+def test_tensors_of_a_group_lie_together(library: Library) -> None:
+    """Their order in the cache alternates between two groups, and each moves alone."""
+    caches = caches_of(library, [256, 512, 256, 512])
+    caches.group_data_refs = plain([256, 512, 256, 512], 2)
+    worker = OffloadingWorker(caches, blocks_per_chunk=1, num_cpu_chunks=8, device=library.device)
+    tensors = worker.handlers[0].dst_tensors
+    assert runs_of(tensors[0::2], 1, [5, 2]) == [512, 512] and runs_of(tensors[1::2], 1, [5, 2]) == [1024, 1024]
+    worker.shutdown()
+
+
+def test_odd_pages_begin_at_16_bytes(library: Library) -> None:
+    handlers = CpuGpuOffloadingHandlers(caches_of(library, [513, 7, 96]), 2, 4, device=library.device)
+    tensors = [np.asarray(tensor) for tensor in handlers.gpu_to_cpu_handler.dst_tensors]
+    assert all(tensor.ctypes.data % 16 == 0 and tensor.strides[1] % 16 == 0 for tensor in tensors)
+    for handler in (handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler):
+        handler.shutdown()
+
+
+def test_no_chunks_are_refused(library: Library) -> None:
+    with pytest.raises(ValueError, match="0 chunks of 2 blocks"):
+        CpuGpuOffloadingHandlers(caches_of(library, [256]), 2, 0, device=library.device)
+
+
 @pytest.mark.parametrize("factor", [1, 3])
 def test_handlers_allocate_the_hosts_side(library: Library, factor: int) -> None:
     handlers = CpuGpuOffloadingHandlers(caches_of(library, [256, 512]), factor, 8, device=library.device)
     store, load = handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler
-    assert [tuple(t.shape) for t in store.dst_tensors] == [(8, 256 * factor), (8, 512 * factor)]
+    shape = (8,) if factor == 1 else (8, factor)
+    assert [tuple(t.shape) for t in store.dst_tensors] == [(*shape, 256), (*shape, 512)]
     assert all((library.read(t) == 0).all() for t in store.dst_tensors)
     before = [library.read(t) for t in load.dst_tensors]
     store.transfer_async(1, specs([9], [2], [1], [0]))
@@ -1043,6 +1118,14 @@ def test_the_same_gpu_block_in_groups_that_share_no_tensor(library: Library) -> 
     shared.close()
 
 
+def overlapped(library: Library) -> Any:
+    """(4, 2, 512) whose blocks share half of their bytes."""
+    host = library.cpu(np.zeros((4, 2048), np.int8))
+    if library.name == "torch":
+        return host.as_strided((4, 2, 512), (2048, 256, 1))
+    return np.lib.stride_tricks.as_strided(host, (4, 2, 512), (2048, 256, 1))
+
+
 def test_tensors_that_do_not_fit(library: Library) -> None:
     gpu, cpu = [library.gpu(random_blocks(1, 8, 256))], [library.cpu(random_blocks(2, 4, 512))]
     device = library.device
@@ -1061,6 +1144,8 @@ def test_tensors_that_do_not_fit(library: Library) -> None:
     attempt("needs a mapping", canonical_layout=True)
     attempt("its first dimension is blocks", gpu_tensors=[gpu[0].reshape(-1)])
     attempt("must lie together", gpu_tensors=[gpu[0][:, ::2]])
+    attempt("must lie together", cpu_tensors=[library.cpu(np.zeros((4, 2, 512), np.int8))[..., ::2]])
+    attempt("blocks 256 bytes apart that are 512", cpu_tensors=[overlapped(library)])
     attempt("must be a tensor", TypeError, cpu_tensors=["no"])
     attempt("needed", TypeError, block_size_factor=None)
     overlapping = [cpu[0], cpu[0]]

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
-
 from kvswap import _C
 from kvswap.offload._jobs import Deadline, HandlerStats, SingleDirectionOffloadingHandler
 from kvswap.offload._layout import device_of, in_pages, is_torch
+from kvswap.offload._slab import Slab
 from kvswap.offload._specs import CanonicalKVCaches, TransferResult
 
 
@@ -30,19 +29,6 @@ def _view_of(region: Any, nbytes: int, canonical: bool) -> Any:
         if hasattr(region, name):
             return getattr(region, name)(nbytes)
     raise TypeError(f"mmap_region has none of {', '.join(names)}: its release of vLLM is not known")
-
-
-def _allocate(like: Any, chunks: int, nbytes: int, device: _C.Device) -> Any:
-    if is_torch(like):
-        import torch
-
-        return torch.zeros((chunks, nbytes), dtype=torch.int8, device="cpu", pin_memory=device.kind == "cuda")
-    if device.kind == "cuda":
-        memory = device.alloc(chunks * nbytes, host=True)
-        array = np.frombuffer(memory, np.int8).reshape(chunks, nbytes)  # type: ignore[call-overload]
-        array[:] = 0
-        return array
-    return np.zeros((chunks, nbytes), np.int8)
 
 
 class _Region:
@@ -91,15 +77,15 @@ def make_handlers(
         shared = None if mmap_region is None else _Region(mmap_region, target)
         if shared is not None:
             undo.callback(shared.unpin)
-        gpu_tensors, cpu_tensors = [], []
+        gpu_tensors, pages = [], []
         for i, entry in enumerate(kv_caches.tensors):
-            page = _canonical_page(kv_caches, i) if canonical_layout else entry.page_size_bytes
             gpu_tensors.append(in_pages(entry.tensor, entry.page_size_bytes, f"tensors[{i}]"))
-            nbytes = page * block_size_factor
-            if mmap_region is not None:
-                cpu_tensors.append(_view_of(mmap_region, nbytes, canonical_layout))
-            else:
-                cpu_tensors.append(_allocate(first, num_cpu_blocks, nbytes, target))
+            pages.append(_canonical_page(kv_caches, i) if canonical_layout else entry.page_size_bytes)
+        if mmap_region is not None:
+            cpu_tensors = [_view_of(mmap_region, page * block_size_factor, canonical_layout) for page in pages]
+        else:
+            slab = Slab(target, pages, kv_caches.group_data_refs, num_cpu_blocks, block_size_factor)
+            cpu_tensors = slab.tensors(is_torch(first))
         handlers = [
             SingleDirectionOffloadingHandler(
                 gpu_tensors,
@@ -123,9 +109,14 @@ class CpuGpuOffloadingHandlers:
 
     kv_caches: CanonicalKVCaches; its tensors are seen as (blocks, page_size_bytes) and held.
     block_size_factor: GPU blocks a CPU block holds. num_cpu_blocks: how many CPU blocks there are to be.
-    mmap_region: None: memory is allocated, pinned where there is a GPU. Else vLLM's shared region: views of it are
-      taken, it is registered if it was not, and cleaned up when both handlers were shut down.
+    mmap_region: None: memory is allocated, pinned where there is a GPU, all tensors of a block together (see below).
+      Else vLLM's shared region: views of it are taken, it is registered if it was not, and cleaned up when both
+      handlers were shut down.
     options: as SingleDirectionOffloadingHandler takes them.
+
+    What is allocated is one piece of memory, all tensors of a block together and a chunk's blocks one behind the other:
+    a block is one long run, wherever its chunk lies. The CPU tensors are views of it, (chunks, page_size_bytes), or
+    (chunks, block_size_factor, page_size_bytes) where the factor is above 1.
     """
 
     def __init__(
