@@ -42,6 +42,13 @@ class Slab:
             blocks = blocks[:, 0]
         return [blocks[..., at : at + page] for at, page in zip(self.offsets, self.pages, strict=True)]
 
+    def rows(self, torch: bool) -> list[Any]:
+        """The same memory as rows (chunks, factor * page), in a chunk tensor after tensor. For code that knows no
+        blocks at a distance; not beside tensors()."""
+        chunks = self._flat(torch).reshape(self.chunks, self.factor * self.block_stride)
+        begins = [at * self.factor for at in self.offsets]
+        return [chunks[:, at : at + page * self.factor] for at, page in zip(begins, self.pages, strict=True)]
+
     def _flat(self, torch: bool) -> Any:
         if not torch:
             return np.frombuffer(self.memory, np.int8)  # type: ignore[call-overload]

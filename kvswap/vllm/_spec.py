@@ -1,8 +1,10 @@
-"""vLLM's offloading specs with kvswap's transfers: everything but the two directions' handlers stays vLLM's.
+"""vLLM's offloading specs with kvswap's transfers: everything but the two directions' handlers, and where the host's
+tensors lie, stays vLLM's.
 
 vLLM's own code builds its handlers; while it does, the class that it builds is ours. To 0.24 that happens in
-create_handlers(), from 0.25 on in create_worker(). Where its class takes what is not known here, it stays. The shared
-region is pinned as a whole, as releases before 0.33 do.
+create_handlers(), from 0.25 on in create_worker(). Where its class takes what is not known here, it stays. A worker
+without a shared region is given memory that is block-first, see _memory.py; one with a region has its rows as they are.
+The region is pinned as a whole, as releases before 0.33 do.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 import kvswap
 from kvswap.offload._layout import device_of
 from kvswap.vllm._handler import VLLMHandler, options_of
+from kvswap.vllm._memory import SlabRegion, allocating, worker_class
+from kvswap.vllm._memory import why_not as why_not_block_first
 
 _logger = logging.getLogger("kvswap.vllm")
 
@@ -60,7 +64,8 @@ def _whole(pin: Callable[[Any], None]) -> Callable[..., None]:
 
     def pin_whole(region: Any, worker_slot_only: bool = False) -> None:
         del worker_slot_only
-        pin(region)
+        if not isinstance(region, SlabRegion):  # which was allocated pinned
+            pin(region)
 
     return pin_whole
 
@@ -80,6 +85,7 @@ def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> 
         return
     options = options_of(extra_config)
     made: list[Any] = []
+    regions: list[SlabRegion] = []
 
     def make(*args: Any, **kwargs: Any) -> Any:
         """Ours; or theirs for all of this worker, if the first cannot be made."""
@@ -91,17 +97,31 @@ def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> 
             if made:
                 raise
             _leave(f"its cache has a shape that is not known: {error}")
+        if regions:
+            kwargs["cpu_tensors"] = regions[-1].rows()
         made.append(theirs(*args, **kwargs))
         return made[-1]
 
+    worker = worker_class(gpu_worker)
+    reason = why_not_block_first(worker)
+    if reason is not None:
+        _logger.warning(
+            "vLLM %s with kvswap %s: %s. Its host memory stays as vLLM allocates it, a tensor at a time",
+            *(vllm.__version__, kvswap.__version__, reason),
+        )
     with _building:
         theirs, pin = getattr(gpu_worker, _CLASS), getattr(gpu_worker, "pin_mmap_region", None)
         setattr(gpu_worker, _CLASS, make)
         if pin is not None:
             gpu_worker.pin_mmap_region = _whole(pin)
+        init = None if reason else worker.__init__
+        if init is not None:
+            worker.__init__ = allocating(init, regions.append)
         try:
             yield
         finally:
+            if init is not None:
+                worker.__init__ = init
             setattr(gpu_worker, _CLASS, theirs)
             if pin is not None:
                 gpu_worker.pin_mmap_region = pin

@@ -525,6 +525,8 @@ def main() -> int:
         first = engine.workers.call("stats")[0]
         assert first["handlers"], "vLLM's own handlers are in use"
         say(f"{first['handlers']} handlers of kvswap's on {first['device']}" + ", a rank" * (OPTIONS.ranks > 1))
+        assert first["runs"] == 1, f"a chunk is {first['runs']} runs on the host"
+        say(f"a chunk of all layers, {first['tensors']} tensors, is one run on the host")
         scenario(engine)
         ends = engine.workers.call("stats")
         paths = sorted({path for stats in ends for path in stats["paths"]})

@@ -17,6 +17,7 @@ import mmap
 import multiprocessing
 import traceback
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -299,7 +300,19 @@ class Worker:
             "unfinished": sum(s.unfinished for s in stats),
             "paths": {path for s in stats for path in s.paths},
             "checked": self.checked,
+            "runs": self.runs_of_a_chunk(),
+            "tensors": len(self.handlers()[0].dst_tensors),
         }
+
+    def runs_of_a_chunk(self) -> int:
+        """How many pieces the blocks of chunk 0 make on the host, all tensors of them, by their addresses."""
+        handler = self.handlers()[0]
+        pieces = []
+        for chunks in handler.dst_tensors if handler.gpu_to_cpu else handler.src_tensors:
+            for row in chunks[0].view(-1, chunks.shape[-1]):
+                pieces.append((row.data_ptr(), row.data_ptr() + row.nbytes))
+        pieces.sort()
+        return 1 + sum(after[0] != before[1] for before, after in pairwise(pieces))
 
     def fault(self, action: str | None) -> None:
         """The next copy fails, or is left out; None: no more."""

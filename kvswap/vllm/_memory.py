@@ -1,0 +1,100 @@
+"""Host memory of vLLM's worker, block-first: what replaces the one tensor a layer that it allocates itself.
+
+A worker that is given a shared region takes its tensors from there, and has its own allocated tensor by tensor, else.
+It is given a region here that is no more than a slab of kvswap's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvswap import _C
+from kvswap.offload._layout import device_of, is_torch
+from kvswap.offload._slab import Slab
+
+_logger = logging.getLogger("kvswap.vllm")
+
+_CLASSES = ("CPUOffloadingWorker", "CpuGpuOffloadingHandlers")  # from 0.25 on, and before
+_FACTORS = ("blocks_per_chunk", "block_size_factor")
+_CHUNKS = ("num_cpu_chunks", "num_cpu_blocks")
+_TAKEN = {"self", "kv_caches", *_FACTORS, *_CHUNKS, "mmap_region", "canonical_layout"}
+
+
+class SlabRegion:
+    """A slab, with as much of vLLM's SharedOffloadRegion as its worker uses."""
+
+    is_pinned = True  # as far as there is a GPU
+
+    def __init__(self, slab: Slab, torch: bool) -> None:
+        self.rows: Callable[[], list[Any]] = lambda: slab.rows(torch)  # for vLLM's own handlers, which know no others
+        self._views = iter(slab.tensors(torch))
+
+    def create_next_view(self, nbytes: int) -> Any:
+        """The next tensor's chunks."""
+        del nbytes  # the slab was made of the same pages
+        return next(self._views)
+
+    create_next_worker_view = create_next_view  # 0.33's name
+
+    def cleanup(self) -> None:
+        """The handlers have ended. The memory goes with the last tensor."""
+        self._views = iter(())
+        self.rows = list
+
+
+def worker_class(gpu_worker: Any) -> Any:
+    """What allocates in this release; None: it is not known."""
+    return next((getattr(gpu_worker, name) for name in _CLASSES if hasattr(gpu_worker, name)), None)
+
+
+def why_not(worker: Any) -> str | None:
+    """Why vLLM's own allocation has to stay; None: it need not."""
+    if worker is None:
+        return f"its gpu_worker has none of {', '.join(_CLASSES)}"
+    taken = inspect.signature(worker.__init__).parameters
+    unknown = sorted(set(taken) - _TAKEN)
+    if unknown:
+        return f"its {worker.__name__} takes {', '.join(unknown)}"
+    if "mmap_region" not in taken or not any(name in taken for name in _CHUNKS):
+        return f"its {worker.__name__} takes no region"
+    return None
+
+
+def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
+    """None where the worker has a region, or nothing to allocate."""
+    caches = arguments["kv_caches"]
+    factor = next(arguments[name] for name in _FACTORS if name in arguments)
+    chunks = next(arguments[name] for name in _CHUNKS if name in arguments)
+    if (
+        arguments.get("mmap_region") is not None
+        or arguments.get("canonical_layout")
+        or chunks < 1
+        or not caches.tensors
+    ):
+        return None
+    first = caches.tensors[0].tensor
+    pages = [entry.page_size_bytes for entry in caches.tensors]
+    slab = Slab(_C.Device(device_of(first)), pages, caches.group_data_refs, chunks, factor)
+    _logger.info(
+        "host memory is block-first: %d chunks of %d blocks, %d tensors and %d bytes a block, %.2f GB in one piece",
+        *(chunks, factor, len(pages), slab.block_stride, slab.memory.nbytes / 1e9),
+    )
+    return SlabRegion(slab, is_torch(first))
+
+
+def allocating(init: Callable[..., None], made: Callable[[SlabRegion], None]) -> Callable[..., None]:
+    """A worker's __init__ that allocates block-first. made: is told of the region that the worker was given."""
+    signature = inspect.signature(init)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        call = signature.bind(self, *args, **kwargs)
+        region = _slab_for(call.arguments)
+        if region is not None:
+            call.arguments["mmap_region"] = region
+            made(region)
+        init(*call.args, **call.kwargs)
+
+    return __init__

@@ -1,0 +1,230 @@
+"""What kvswap.vllm's spec does with a worker's host memory, on a stand-in for vLLM's worker.
+
+The stand-in has the seams of vLLM's: a class that takes a region or allocates a tensor a layer, and hands the tensors
+to handlers. tests/integration/vllm_package.py runs the same on the real package.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE
+
+from kvswap.offload import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+)
+from kvswap.vllm import _memory
+from kvswap.vllm._handler import VLLMHandler
+
+
+class TheirHandler:
+    """vLLM's own: it knows rows of chunks alone."""
+
+    def __init__(
+        self,
+        gpu_tensors: list[Any],
+        cpu_tensors: list[Any],
+        blocks_per_chunk: int,
+        kv_cache_groups_data_refs: Any,
+        gpu_to_cpu: bool,
+        mmap_region: Any = None,
+    ) -> None:
+        assert all(
+            cpu.ndim == 2 and cpu.shape[1] == gpu.shape[1] * blocks_per_chunk
+            for gpu, cpu in zip(gpu_tensors, cpu_tensors, strict=True)
+        )
+        self.cpu_tensors = cpu_tensors
+
+
+def make_worker(gpu_worker: ModuleType) -> type:
+    class CPUOffloadingWorker:
+        def __init__(self, kv_caches: Any, blocks_per_chunk: int, num_cpu_blocks: int, mmap_region: Any = None) -> None:
+            if mmap_region is not None:
+                gpu_worker.pin_mmap_region(mmap_region)
+            gpu = [entry.tensor for entry in kv_caches.tensors]
+            cpu = []
+            for entry in kv_caches.tensors:
+                nbytes = entry.page_size_bytes * blocks_per_chunk
+                allocated = np.zeros((num_cpu_blocks, nbytes), np.int8) if mmap_region is None else None
+                cpu.append(mmap_region.create_next_view(nbytes) if allocated is None else allocated)
+            self.handlers = [
+                gpu_worker.SingleDirectionOffloadingHandler(
+                    gpu_tensors=gpu,
+                    cpu_tensors=cpu,
+                    blocks_per_chunk=blocks_per_chunk,
+                    kv_cache_groups_data_refs=kv_caches.group_data_refs,
+                    gpu_to_cpu=to_cpu,
+                    mmap_region=mmap_region if to_cpu else None,
+                )
+                for to_cpu in (True, False)
+            ]
+
+    return CPUOffloadingWorker
+
+
+class Region:
+    """vLLM's, whose rows are what they are."""
+
+    def __init__(self, chunks: int, row: int) -> None:
+        self.base, self.at = np.zeros((chunks, row), np.int8), 0
+
+    def create_next_view(self, nbytes: int) -> Any:
+        self.at += nbytes
+        return self.base[:, self.at - nbytes : self.at]
+
+    def cleanup(self) -> None:
+        pass
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The stand-in, its gpu_worker, and kvswap's spec over them. `pinned` has the regions that vLLM's function got."""
+    names = ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.cpu")
+    modules = {name: ModuleType(name) for name in (*names, f"{names[-1]}.gpu_worker", f"{names[-1]}.spec")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    gpu_worker, spec = modules[f"{names[-1]}.gpu_worker"], modules[f"{names[-1]}.spec"]
+    modules["vllm"].__version__ = "0.0"
+    pinned: list[Any] = []
+    gpu_worker.pin_mmap_region = pinned.append
+    gpu_worker.SingleDirectionOffloadingHandler = TheirHandler
+    gpu_worker.CPUOffloadingWorker = make_worker(gpu_worker)
+
+    class CPUOffloadingSpec:
+        region: Any = None
+
+        def __init__(self, factor: int, chunks: int) -> None:
+            self.factor, self.chunks, self.extra_config = factor, chunks, {}
+
+        def create_worker(self, kv_caches: Any) -> Any:
+            return gpu_worker.CPUOffloadingWorker(
+                kv_caches=kv_caches,
+                blocks_per_chunk=self.factor,
+                num_cpu_blocks=self.chunks,
+                **({} if self.region is None else {"mmap_region": self.region}),
+            )
+
+    spec.CPUOffloadingSpec = CPUOffloadingSpec
+    monkeypatch.delitem(sys.modules, "kvswap.vllm._spec", raising=False)
+    yield SimpleNamespace(spec=importlib.import_module("kvswap.vllm._spec"), gpu_worker=gpu_worker, pinned=pinned)
+    sys.modules.pop("kvswap.vllm._spec", None)
+
+
+def caches_of(pages: list[int], blocks: int = 40) -> CanonicalKVCaches:
+    rng = np.random.default_rng(1)
+    tensors = [rng.integers(-128, 128, (blocks, page), dtype=np.int8) for page in pages]
+    entries = [CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)]
+    return CanonicalKVCaches(entries, [[CanonicalKVCacheRef(i, page) for i, page in enumerate(pages)]])
+
+
+@pytest.mark.parametrize("factor", [1, 8])
+@pytest.mark.parametrize("pages", [[512] * 3, [656 * 16, 2112]], ids=["mha", "mla"])
+def test_a_worker_without_a_region_has_its_chunks_in_one_piece(
+    vllm: SimpleNamespace, pages: list[int], factor: int
+) -> None:
+    caches, chunks = caches_of(pages), [5, 2, 7]
+    init = vllm.gpu_worker.CPUOffloadingWorker.__init__
+    worker = vllm.spec.KVSwapOffloadingSpec(factor, 9).create_worker(caches)
+    assert vllm.gpu_worker.CPUOffloadingWorker.__init__ is init and vllm.pinned == []
+    store, load = worker.handlers
+    assert isinstance(store, VLLMHandler)
+    base = store.dst_tensors[0].ctypes.data
+    assert [tensor.ctypes.data - base for tensor in store.dst_tensors] == [sum(pages[:i]) for i in range(len(pages))]
+    assert {tensor.strides[:-1] for tensor in store.dst_tensors} == {
+        (factor * sum(pages), sum(pages))[: 1 if factor == 1 else 2]
+    }
+    skip, count = factor // 2, 2 * factor + 1  # neither begins nor ends with a chunk
+    chunks = chunks[: -(-(skip + count) // factor)]
+    blocks = np.random.default_rng(2).permutation(40)[:count]
+    pair = GPULoadStoreSpec(blocks, [count], [skip]), CPULoadStoreSpec(chunks)
+    store.transfer_async(1, *pair)
+    store.wait({1}, PATIENCE)
+    assert store.get_finished()[0].success
+    expected = [entry.tensor[blocks].copy() for entry in caches.tensors]
+    for tensor, want in zip(store.dst_tensors, expected, strict=True):
+        there = np.asarray(tensor).reshape(9, factor, -1)[chunks].reshape(-1, want.shape[1])
+        np.testing.assert_array_equal(there[skip : skip + count], want)
+    for entry in caches.tensors:
+        entry.tensor[:] = 0
+    load.transfer_async(2, *pair[::-1])
+    load.wait({2}, PATIENCE)
+    for entry, want in zip(caches.tensors, expected, strict=True):
+        np.testing.assert_array_equal(entry.tensor[blocks], want)
+    for handler in worker.handlers:
+        handler.shutdown(PATIENCE)
+
+
+def test_a_regions_rows_are_used_as_they_are(vllm: SimpleNamespace) -> None:
+    spec = vllm.spec.KVSwapOffloadingSpec(2, 9)
+    spec.region = Region(9, 2 * 1024 + 100)
+    worker = spec.create_worker(caches_of([512, 512]))
+    assert vllm.pinned == [spec.region]
+    assert all(np.shares_memory(tensor, spec.region.base) for tensor in worker.handlers[0].dst_tensors)
+    assert worker.handlers[0].dst_tensors[0].shape == (9, 1024)
+
+
+def test_a_worker_that_is_not_known_allocates_by_itself(
+    vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = vllm.gpu_worker.CPUOffloadingWorker
+
+    class CPUOffloadingWorker(known):
+        def __init__(self, kv_caches: Any, blocks_per_chunk: int, num_cpu_blocks: int, numa: Any = None) -> None:
+            super().__init__(kv_caches, blocks_per_chunk, num_cpu_blocks)
+
+    vllm.gpu_worker.CPUOffloadingWorker = CPUOffloadingWorker
+    with caplog.at_level(logging.WARNING, "kvswap.vllm"):
+        worker = vllm.spec.KVSwapOffloadingSpec(2, 9).create_worker(caches_of([512, 512]))
+    assert "its CPUOffloadingWorker takes numa" in caplog.text
+    assert isinstance(worker.handlers[0], VLLMHandler) and worker.handlers[0].dst_tensors[0].flags.c_contiguous
+
+
+def test_vllms_own_handlers_get_rows_of_the_same_memory(
+    vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = caches_of([512, 256])
+    caches.group_data_refs[0][1].page_size_bytes = 0  # kvswap's handlers refuse it
+    with caplog.at_level(logging.WARNING, "kvswap.vllm"):
+        worker = vllm.spec.KVSwapOffloadingSpec(4, 9).create_worker(caches)
+    assert "vLLM's own transfers stay" in caplog.text
+    assert all(isinstance(handler, TheirHandler) for handler in worker.handlers)
+    first, second = worker.handlers[0].cpu_tensors
+    assert first.shape == (9, 2048) and second.shape == (9, 1024) and not np.shares_memory(first, second)
+    first[:], second[:] = 1, 2
+    assert (worker.handlers[1].cpu_tensors[0] == 1).all() and (worker.handlers[1].cpu_tensors[1] == 2).all()
+
+
+def test_a_cache_of_no_chunks_is_vllms_business(vllm: SimpleNamespace) -> None:
+    worker = vllm.spec.KVSwapOffloadingSpec(2, 0).create_worker(caches_of([512]))
+    assert all(isinstance(handler, TheirHandler) for handler in worker.handlers)
+
+
+@pytest.mark.parametrize("missing", ["CPUOffloadingWorker", "mmap_region"])
+def test_why_not(missing: str) -> None:
+    class CPUOffloadingWorker:
+        def __init__(self, kv_caches: Any, blocks_per_chunk: int, num_cpu_blocks: int) -> None:
+            pass
+
+    module = (
+        SimpleNamespace()
+        if missing == "CPUOffloadingWorker"
+        else SimpleNamespace(CPUOffloadingWorker=CPUOffloadingWorker)
+    )
+    reason = _memory.why_not(_memory.worker_class(module))
+    assert reason is not None and ("none of CPUOffloadingWorker" if not vars(module) else "takes no region") in reason
