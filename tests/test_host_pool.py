@@ -243,6 +243,12 @@ def test_layers(device: kvswap.Device, layout: str, room: int | None) -> None:
         gc.collect()
 
 
+def test_all_layers_of_a_block_lie_together_unless_told_otherwise(device: kvswap.Device) -> None:
+    with HostPool(6, 3 * 512, device=device, layers=3) as pool:
+        assert (pool.layout, pool.layer_stride) == ("block-first", 3 * 512)
+        assert np.diff(pool.layer_ptrs()).tolist() == [512, 512]
+
+
 def test_torch(device: kvswap.Device) -> None:
     torch = pytest.importorskip("torch")
     with HostPool(6, 3 * 64, device=device, layers=3) as pool:
