@@ -22,11 +22,11 @@ enum kvs_placement {
 /* Zero-initialised: block-first, one layer, pages and placement as usual, registered with the device. */
 struct kvs_host_pool_options {
   uint64_t num_blocks;
-  uint64_t block_nbytes; /* of all layers; a multiple of `layers` */
-  uint64_t layers;       /* 0: 1 */
-  bool layer_first;      /* all blocks of a layer together, else all layers of a block */
-  uint64_t max_blocks;   /* how far it may grow: address space, no memory. 0: num_blocks */
-  enum kvs_pages pages;  /* what is not to be had becomes the next smaller kind, with a notice */
+  uint64_t slot_nbytes; /* of a slot: one block, of all layers; a multiple of `layers` */
+  uint64_t layers;      /* 0: 1 */
+  bool layer_first;     /* all blocks of a layer together, else all layers of a block */
+  uint64_t max_blocks;  /* how far it may grow: address space, no memory. 0: num_blocks */
+  enum kvs_pages pages; /* what is not to be had becomes the next smaller kind, with a notice */
   enum kvs_placement placement;
   int node;
   uint64_t chunk_nbytes; /* of a registration: about so many, whole blocks. 0: 1 GiB */
@@ -47,9 +47,9 @@ enum kvs_host_pool_state {
 struct kvs_host_pool_info {
   enum kvs_host_pool_state state;
   uint64_t ptr;           /* of the first byte of the first block */
-  uint64_t nbytes;        /* num_blocks * block_nbytes */
+  uint64_t nbytes;        /* num_blocks * slot_nbytes */
   uint64_t mapped_nbytes; /* that, rounded up to pages: the memory that it takes */
-  uint64_t num_blocks, max_blocks, block_nbytes;
+  uint64_t num_blocks, max_blocks, slot_nbytes;
   uint64_t layers, layer_nbytes; /* bytes of one block's part in a layer */
   uint64_t layer_pitch;          /* from layer to layer */
   uint64_t stride;               /* from block to block, within a layer */

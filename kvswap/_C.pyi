@@ -445,7 +445,7 @@ class HostPool:
     def __new__(
         cls,
         num_blocks: int,
-        block_nbytes: int,
+        slot_nbytes: int,
         *,
         max_blocks: int | None = None,
         device: Device | str | None = None,
@@ -471,7 +471,7 @@ class HostPool:
     @property
     def max_blocks(self) -> int: ...
     @property
-    def block_nbytes(self) -> int: ...
+    def slot_nbytes(self) -> int: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -517,7 +517,7 @@ class SharedPool:
         cls,
         name: str,
         num_blocks: int,
-        block_nbytes: int,
+        slot_nbytes: int,
         *,
         create: bool | None = True,
         generation: int | None = None,
@@ -552,7 +552,7 @@ class SharedPool:
     @property
     def owner_alive(self) -> bool: ...
     @property
-    def block_nbytes(self) -> int: ...
+    def slot_nbytes(self) -> int: ...
     @property
     def layers(self) -> int: ...
     @property

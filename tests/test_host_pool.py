@@ -78,7 +78,7 @@ def run_python(code: str, *arguments: str, timeout: float = PATIENCE) -> subproc
 @pytest.mark.parametrize(("blocks", "nbytes", "layers"), [(7, PAGE, 4), (100, 1000, 10), (1, 1, 1), (33, 6 * 4099, 6)])
 def test_exactly_what_was_asked_for(device: kvswap.Device, layout: str, blocks: int, nbytes: int, layers: int) -> None:
     with HostPool(blocks, nbytes, device=device, layers=layers, layout=layout) as pool:
-        assert (pool.num_blocks, pool.block_nbytes, pool.layers) == (blocks, nbytes, layers)
+        assert (pool.num_blocks, pool.slot_nbytes, pool.layers) == (blocks, nbytes, layers)
         assert pool.nbytes == blocks * nbytes
         assert pool.mapped_nbytes == -(-blocks * nbytes // PAGE) * PAGE
         assert pool.layer_nbytes * layers == nbytes
@@ -132,7 +132,7 @@ def find_seam(device: kvswap.Device, pool: HostPool) -> int:
     [
         ({"num_blocks": 0}, ValueError, "num_blocks is 0"),
         ({"num_blocks": 1 << 32}, ValueError, r"2\*\*32 - 1"),
-        ({"block_nbytes": 0}, ValueError, "block_nbytes is 0"),
+        ({"slot_nbytes": 0}, ValueError, "slot_nbytes is 0"),
         ({"layers": 3}, ValueError, "not a multiple of layers"),
         ({"layers": 0}, ValueError, "layers is 0"),
         ({"layout": "diagonal"}, ValueError, "layout is 'diagonal'"),
@@ -145,13 +145,13 @@ def find_seam(device: kvswap.Device, pool: HostPool) -> int:
         ({"max_blocks": 3}, ValueError, "max_blocks is 3, less than num_blocks, which is 4"),
         ({"progress": 3}, TypeError, "progress must be callable"),
         ({"reserve": "much"}, TypeError, "reserve must be an int"),
-        ({"num_blocks": 1 << 20, "block_nbytes": 1 << 40}, MemoryError, "more than a process can address"),
+        ({"num_blocks": 1 << 20, "slot_nbytes": 1 << 40}, MemoryError, "more than a process can address"),
     ],
 )
 def test_wrong_arguments(device: kvswap.Device, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     before = mapped()
     with pytest.raises(error, match=text):
-        HostPool(**{"num_blocks": 4, "block_nbytes": 4096, "device": device, **arguments})
+        HostPool(**{"num_blocks": 4, "slot_nbytes": 4096, "device": device, **arguments})
     assert mapped() == before
 
 

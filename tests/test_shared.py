@@ -142,7 +142,7 @@ def rewrite(name: str, at: int, data: bytes) -> None:
 
 def test_it_is_a_host_pool(device: kvswap.Device, name: str) -> None:
     with SharedPool(name, 32, 4 * 4096, device=device, layers=4, chunk_nbytes=1 << 17) as pool:
-        assert (pool.num_blocks, pool.block_nbytes, pool.nbytes) == (32, 16384, 32 * 16384)
+        assert (pool.num_blocks, pool.slot_nbytes, pool.nbytes) == (32, 16384, 32 * 16384)
         assert pool.pinned and pool.state == "ready" and pool.chunks == 4 and pool.notices == ()
         assert pool.owner and pool.owner_alive and pool.owner_pid == os.getpid() and pool.generation > 0
         assert segments() >= 1
@@ -198,14 +198,14 @@ def test_two_in_one_process(device: kvswap.Device, name: str) -> None:
         ({"create": False, "generation": 0}, ValueError, "generation is 0"),
         ({"create": False}, ValueError, "there is no shared pool at"),
         ({"layers": 3}, ValueError, "not a multiple"),
-        ({"num_blocks": 1 << 31, "block_nbytes": MIB}, MemoryError, "do not fit|can address"),
+        ({"num_blocks": 1 << 31, "slot_nbytes": MIB}, MemoryError, "do not fit|can address"),
     ],
 )
 def test_wrong_arguments(
     device: kvswap.Device, name: str, arguments: dict[str, object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        SharedPool(**{"name": name, "num_blocks": 4, "block_nbytes": 4096, "device": device, **arguments})
+        SharedPool(**{"name": name, "num_blocks": 4, "slot_nbytes": 4096, "device": device, **arguments})
     assert not path_of(name).exists()
 
 
@@ -506,7 +506,7 @@ def test_replacing_a_stale_one_in_a_race(device: kvswap.Device, name: str, start
     ("change", "text"),
     [
         ({"num_blocks": 65}, "num_blocks is 64, and 65 was asked for"),
-        ({"block_nbytes": 65536 * 2}, "block_nbytes is 65536, and 131072 was asked for"),
+        ({"slot_nbytes": 65536 * 2}, "slot_nbytes is 65536, and 131072 was asked for"),
         ({"layers": 2}, "layers is 1, and 2 was asked for"),
         ({"layout": "layer-first"}, "layout"),
         ({"generation": 12345}, "generation is .*, and 12345 was asked for"),
@@ -514,7 +514,7 @@ def test_replacing_a_stale_one_in_a_race(device: kvswap.Device, name: str, start
 )
 def test_another_geometry(device: kvswap.Device, name: str, change: dict[str, object], text: str) -> None:
     with SharedPool(name, 64, 65536, device=device) as pool:
-        options = {"num_blocks": 64, "block_nbytes": 65536, "device": device, "create": False, **change}
+        options = {"num_blocks": 64, "slot_nbytes": 65536, "device": device, "create": False, **change}
         with pytest.raises(ValueError, match=f"is another pool: its {text}"):
             SharedPool(name, **options)
         SharedPool(name, 64, 65536, device=device, create=False, generation=pool.generation).close()

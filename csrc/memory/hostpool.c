@@ -54,19 +54,19 @@ static int check_geometry(const struct kvs_host_pool_options *o, struct kvs_erro
     return kvs_fail(err, KVS_INVALID, "%s is %" PRIu64 ": a pool has at most 2**32 - 1 blocks",
                     o->num_blocks > UINT32_MAX ? "num_blocks" : "max_blocks",
                     o->num_blocks > UINT32_MAX ? o->num_blocks : o->max_blocks);
-  if (o->block_nbytes == 0) return kvs_fail(err, KVS_INVALID, "block_nbytes is 0: a block has at least one byte");
-  if (o->block_nbytes % o->layers)
+  if (o->slot_nbytes == 0) return kvs_fail(err, KVS_INVALID, "slot_nbytes is 0: a slot has at least one byte");
+  if (o->slot_nbytes % o->layers)
     return kvs_fail(err, KVS_INVALID,
-                    "block_nbytes is %" PRIu64 ", which is not a multiple of layers (%" PRIu64
+                    "slot_nbytes is %" PRIu64 ", which is not a multiple of layers (%" PRIu64
                     "): it counts the bytes of one block of all layers together",
-                    o->block_nbytes, o->layers);
+                    o->slot_nbytes, o->layers);
   if (o->max_blocks && o->max_blocks < o->num_blocks)
     return kvs_fail(err, KVS_INVALID, "max_blocks is %" PRIu64 ", less than num_blocks, which is %" PRIu64,
                     o->max_blocks, o->num_blocks);
   uint64_t blocks = o->max_blocks ? o->max_blocks : o->num_blocks;
-  if (o->layers >= most || __builtin_mul_overflow(blocks, o->block_nbytes, &all) || all > most)
+  if (o->layers >= most || __builtin_mul_overflow(blocks, o->slot_nbytes, &all) || all > most)
     return kvs_fail(err, KVS_NOMEM, "%" PRIu64 " blocks of %" PRIu64 " bytes are more than a process can address",
-                    blocks, o->block_nbytes);
+                    blocks, o->slot_nbytes);
   return KVS_OK;
 }
 
@@ -103,8 +103,8 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   if (!pool) return kvs_fail(err, KVS_NOMEM, "no memory for a host pool");
   pool->asked = asked;
   pool->num_blocks = asked.num_blocks;
-  pool->layer_nbytes = asked.block_nbytes / asked.layers;
-  pool->unit = pool->stride = asked.layer_first ? pool->layer_nbytes : asked.block_nbytes;
+  pool->layer_nbytes = asked.slot_nbytes / asked.layers;
+  pool->unit = pool->stride = asked.layer_first ? pool->layer_nbytes : asked.slot_nbytes;
   pool->extents = room_apart(&asked) ? asked.layers : 1;
   pool->node = -1;
   pool->registering = !asked.pageable;
@@ -294,11 +294,11 @@ int kvs_host_pool_get_info(struct kvs_host_pool *pool, struct kvs_host_pool_info
   *info = (struct kvs_host_pool_info){
       .state = pool->state,
       .ptr = pool->base,
-      .nbytes = pool->num_blocks * pool->asked.block_nbytes,
+      .nbytes = pool->num_blocks * pool->asked.slot_nbytes,
       .mapped_nbytes = pool->extents * kvs_host_pool_used(pool, pool->num_blocks),
       .num_blocks = pool->num_blocks,
       .max_blocks = kvs_host_pool_most(pool),
-      .block_nbytes = pool->asked.block_nbytes,
+      .slot_nbytes = pool->asked.slot_nbytes,
       .layers = pool->asked.layers,
       .layer_nbytes = pool->layer_nbytes,
       .layer_pitch = layer_pitch(pool),

@@ -38,7 +38,7 @@ struct header {
   uint64_t pid_space;   /* which pid namespace pids are of */
   uint64_t generation;
   /* Of this version. */
-  uint64_t num_blocks, block_nbytes, layers, layer_first;
+  uint64_t num_blocks, slot_nbytes, layers, layer_first;
   uint64_t words_offset, data_offset, file_nbytes;
 };
 
@@ -203,7 +203,7 @@ static void fill_header(const struct kvs_host_pool *pool, struct header *header)
   header->owner_start = kvs_process_start(header->owner_pid);
   header->pid_space = pid_space();
   header->num_blocks = pool->num_blocks;
-  header->block_nbytes = pool->asked.block_nbytes;
+  header->slot_nbytes = pool->asked.slot_nbytes;
   header->layers = pool->asked.layers;
   header->layer_first = pool->asked.layer_first;
   header->words_offset = page;
@@ -305,7 +305,7 @@ static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_
     const char *name;
     uint64_t there, here;
   } fields[] = {{"num_blocks", header->num_blocks, wanted.num_blocks},
-                {"block_nbytes", header->block_nbytes, wanted.block_nbytes},
+                {"slot_nbytes", header->slot_nbytes, wanted.slot_nbytes},
                 {"layers", header->layers, wanted.layers},
                 {"layout (1: layer-first)", header->layer_first, wanted.layer_first},
                 {"words_offset", header->words_offset, wanted.words_offset},

@@ -44,13 +44,13 @@ static int read_count(PyObject *value, const char *name, uint64_t most, uint64_t
                          (unsigned long long)most);
 }
 
-int kvs_py_host_options(PyObject *num_blocks, PyObject *block_nbytes, PyObject *const *common,
+int kvs_py_host_options(PyObject *num_blocks, PyObject *slot_nbytes, PyObject *const *common,
                         struct kvs_host_pool_options *options) {
   static const char *const layouts[] = {"block-first", "layer-first"};
   static const char *const pages[] = {"default", "transparent", "2MiB", "1GiB"};
   uint64_t threads = 0;
   if (kvs_py_uint64(num_blocks, "num_blocks", -1, &options->num_blocks) < 0) return -1;
-  if (kvs_py_uint64(block_nbytes, "block_nbytes", -1, &options->block_nbytes) < 0) return -1;
+  if (kvs_py_uint64(slot_nbytes, "slot_nbytes", -1, &options->slot_nbytes) < 0) return -1;
   if (read_count(common[KVS_PY_HOST_LAYERS], "layers", UINT32_MAX, &options->layers) < 0) return -1;
   if (read_count(common[KVS_PY_HOST_CHUNK], "chunk_nbytes", UINT64_MAX, &options->chunk_nbytes) < 0) return -1;
   if (read_count(common[KVS_PY_HOST_THREADS], "threads", 64, &threads) < 0) return -1;
@@ -332,7 +332,7 @@ PyObject *kvs_py_host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nar
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || kvs_py_host_pool_info(self, &info) < 0) return NULL;
   struct kvs_pool_layout layout = {.ptr = info.ptr,
                                    .num_blocks = info.num_blocks,
-                                   .block_nbytes = info.block_nbytes,
+                                   .block_nbytes = info.slot_nbytes,
                                    .stride = info.stride,
                                    .rows = info.layer_first ? info.layers : 1,
                                    .pitch = info.layer_first ? info.layer_pitch : 0};
@@ -452,7 +452,7 @@ PyObject *kvs_py_host_number(PyObject *self, void *field) {
   uintptr_t which = (uintptr_t)field;
   if ((which == KVS_PY_HOST_PTR ? kvs_py_host_pool_info(self, &info) : any_info(self, &info)) < 0) return NULL;
   const uint64_t numbers[] = {[KVS_PY_HOST_NUM_BLOCKS] = info.num_blocks,
-                              [KVS_PY_HOST_BLOCK_NBYTES] = info.block_nbytes,
+                              [KVS_PY_HOST_SLOT_NBYTES] = info.slot_nbytes,
                               [KVS_PY_HOST_NBYTES] = info.nbytes,
                               [KVS_PY_HOST_MAPPED] = info.mapped_nbytes,
                               [KVS_PY_HOST_MAX_BLOCKS] = info.max_blocks,

@@ -4,7 +4,7 @@
 enum { NUM_BLOCKS, BLOCK_NBYTES, MAX_BLOCKS, COMMON };
 
 static PyObject *host_pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"num_blocks", "block_nbytes", "max_blocks", KVS_PY_HOST_NAMES, NULL};
+  static char *names[] = {"num_blocks", "slot_nbytes", "max_blocks", KVS_PY_HOST_NAMES, NULL};
   struct kvs_host_pool_options options = {0};
   struct kvs_error err = {0};
   struct kvs_engine *engine;
@@ -87,7 +87,7 @@ static PyObject *host_pool_repr(PyObject *self) {
   struct kvs_error err = {0};
   char size[KVS_SIZE_TEXT];
   if (kvs_host_pool_get_info(pool, &info, &err) != KVS_OK) return PyUnicode_FromString("<kvswap.memory.HostPool>");
-  kvs_size_text(info.block_nbytes, size);
+  kvs_size_text(info.slot_nbytes, size);
   return PyUnicode_FromFormat("<kvswap.memory.HostPool %llu block%s of %s on %s%s>",
                               (unsigned long long)info.num_blocks, info.num_blocks == 1 ? "" : "s", size,
                               kvs_engine_name(kvs_host_pool_engine(pool)),
@@ -98,12 +98,12 @@ static PyObject *host_pool_repr(PyObject *self) {
 
 PyDoc_STRVAR(
     host_pool_doc,
-    "HostPool(num_blocks, block_nbytes, *, max_blocks=None, device=None, layers=1, layout='block-first', "
+    "HostPool(num_blocks, slot_nbytes, *, max_blocks=None, device=None, layers=1, layout='block-first', "
     "pages='default', numa='auto', chunk_nbytes=1073741824, threads=None, register=True, reserve=None, progress=None, "
     "wait=True)\n--\n\n"
     "Blocks of host memory, populated by several threads and registered with a device: pinned memory that comes up\n"
     "fast. It takes the bytes that are asked for, rounded up to a page.\n\n"
-    "num_blocks, block_nbytes: how many (up to 2**32 - 1), and the bytes of each, of all layers together.\n"
+    "num_blocks, slot_nbytes: how many (up to 2**32 - 1), and the bytes of a slot: one block, of all layers.\n"
     "layers, layout: 'block-first' keeps all layers of a block together: long runs for the copy paths, one object a\n"
     "  block for files. 'layer-first': all blocks of a layer together, as engines hold them.\n"
     "max_blocks: how far grow() may go; takes addresses, no memory. None: num_blocks.\n"

@@ -33,7 +33,7 @@ enum {
 #define KVS_PY_HOST_NAMES                                                                                              \
   "device", "layers", "layout", "pages", "numa", "chunk_nbytes", "threads", "register", "reserve", "progress", "wait"
 
-int kvs_py_host_options(PyObject *num_blocks, PyObject *block_nbytes, PyObject *const *common,
+int kvs_py_host_options(PyObject *num_blocks, PyObject *slot_nbytes, PyObject *const *common,
                         struct kvs_host_pool_options *options);
 /* An object without its pool, and the engine that is asked for. */
 struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine);
@@ -51,7 +51,7 @@ void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view);
 /* Attributes, each with its docstring. */
 enum {
   KVS_PY_HOST_NUM_BLOCKS,
-  KVS_PY_HOST_BLOCK_NBYTES,
+  KVS_PY_HOST_SLOT_NBYTES,
   KVS_PY_HOST_NBYTES,
   KVS_PY_HOST_MAPPED,
   KVS_PY_HOST_MAX_BLOCKS,
@@ -72,11 +72,11 @@ PyObject *kvs_py_host_notices(PyObject *self, void *unused);
 #define KVS_PY_HOST_NUMBER(name, field, doc) {name, kvs_py_host_number, NULL, doc, (void *)(field)}
 #define KVS_PY_HOST_GETSET                                                                                             \
   KVS_PY_HOST_NUMBER("ptr", KVS_PY_HOST_PTR, "int: address of the first block; kvswap.Error once it is closed."),      \
-      KVS_PY_HOST_NUMBER("nbytes", KVS_PY_HOST_NBYTES, "int: bytes of all blocks, num_blocks * block_nbytes."),        \
+      KVS_PY_HOST_NUMBER("nbytes", KVS_PY_HOST_NBYTES, "int: bytes of all blocks, num_blocks * slot_nbytes."),         \
       KVS_PY_HOST_NUMBER("mapped_nbytes", KVS_PY_HOST_MAPPED,                                                          \
                          "int: bytes of memory that it takes: nbytes, rounded up to pages."),                          \
       KVS_PY_HOST_NUMBER("num_blocks", KVS_PY_HOST_NUM_BLOCKS, "int: blocks 0 to num_blocks - 1."),                    \
-      KVS_PY_HOST_NUMBER("block_nbytes", KVS_PY_HOST_BLOCK_NBYTES, "int: bytes of a block, of all layers together."),  \
+      KVS_PY_HOST_NUMBER("slot_nbytes", KVS_PY_HOST_SLOT_NBYTES, "int: bytes of a slot: one block, of all layers."),   \
       KVS_PY_HOST_NUMBER("layers", KVS_PY_HOST_LAYER_COUNT, "int: layers of a block."),                                \
       KVS_PY_HOST_NUMBER("layer_nbytes", KVS_PY_HOST_LAYER_NBYTES, "int: bytes of a block in one layer."),             \
       KVS_PY_HOST_NUMBER("layer_stride", KVS_PY_HOST_LAYER_STRIDE,                                                     \

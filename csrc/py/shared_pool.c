@@ -31,7 +31,7 @@ static int read_shared(PyObject *const *values, struct kvs_shared_options *share
 }
 
 static PyObject *shared_pool_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"name", "num_blocks", "block_nbytes", "create", "generation", KVS_PY_HOST_NAMES, NULL};
+  static char *names[] = {"name", "num_blocks", "slot_nbytes", "create", "generation", KVS_PY_HOST_NAMES, NULL};
   struct kvs_host_pool_options options = {0};
   struct kvs_shared_options shared = {0};
   struct kvs_error err = {0};
@@ -209,14 +209,14 @@ PyMethodDef kvs_py_shared_methods[] = {
 
 PyDoc_STRVAR(
     shared_pool_doc,
-    "SharedPool(name, num_blocks, block_nbytes, *, create=True, generation=None, device=None, layers=1, "
+    "SharedPool(name, num_blocks, slot_nbytes, *, create=True, generation=None, device=None, layers=1, "
     "layout='block-first', pages='default', numa='auto', chunk_nbytes=1073741824, threads=None, register=True, "
     "reserve=None, progress=None, wait=True)\n--\n\n"
     "A host pool that several processes of one user map: the ranks of a model, or one copy of what all of them "
     "need.\n\n"
     "name: 1 to 100 letters, digits, '.', '_' and '-': it lies at /dev/shm/kvswap.<name>, for this user alone.\n"
     "create: True: make it; what an owner that died left there is replaced. False: join what is there; num_blocks,\n"
-    "  block_nbytes, layers and layout must be the same. None: join, or make it.\n"
+    "  slot_nbytes, layers and layout must be the same. None: join, or make it.\n"
     "generation: with create=False, join only the segment that has it, as its owner told.\n"
     "Everything else as for HostPool; pages '2MiB' and '1GiB' become 'transparent', with a notice.\n\n"
     "Who makes it owns it: its name goes when the owner closes it or ends; who has joined keeps the memory. Each\n"

@@ -1,7 +1,7 @@
 """Host memory: pools that come up fast, pools that processes share, and pinned memory by plain addresses; and device
 memory that several processes use: what one exports, another opens.
 
-    pool = HostPool(num_blocks, block_nbytes, layers=32)
+    pool = HostPool(num_blocks, slot_nbytes, layers=32)
     data = export(tensor).to_bytes()       # in the process that owns the memory
     with open(data) as mapped: ...         # in another: mapped.ptr, mapped.pool(), ...
 """

@@ -191,7 +191,7 @@ static void test_random_sizes(void) {
   for (int round = 0; round < 40; round++) {
     uint64_t layers = 1 + check_below(&random, 4), most = 1 + check_below(&random, 300);
     struct kvs_host_pool_options options = {.num_blocks = 1 + check_below(&random, most),
-                                            .block_nbytes = layers * sizes[check_below(&random, 6)],
+                                            .slot_nbytes = layers * sizes[check_below(&random, 6)],
                                             .layers = layers,
                                             .layer_first = check_below(&random, 2),
                                             .max_blocks = most,
@@ -225,7 +225,7 @@ static void test_random_sizes(void) {
 }
 
 static void test_cancel(void) {
-  struct kvs_host_pool_options options = {.num_blocks = 256, .block_nbytes = 1 << 20, .chunk_nbytes = 1 << 20};
+  struct kvs_host_pool_options options = {.num_blocks = 256, .slot_nbytes = 1 << 20, .chunk_nbytes = 1 << 20};
   for (int i = 0; i < 20; i++) {
     struct kvs_host_pool *pool = NULL;
     OK(kvs_host_pool_open(engine, &options, &pool, &err));
@@ -265,7 +265,7 @@ static void *pass_on(void *arg) {
     struct kvs_ids other = {&before, 8, 1};
     if (before >= 0) failed += kvs_shared_wait(shared, &other, INT64_C(60000000000), &err) != KVS_OK;
     unsigned char value = before < 0 ? 0 : *place_of(&info, 0, (uint64_t)before);
-    memset(place_of(&info, 0, (uint64_t)block), value + 1, info.block_nbytes);
+    memset(place_of(&info, 0, (uint64_t)block), value + 1, info.slot_nbytes);
     failed += kvs_shared_publish(shared, &mine, &err) != KVS_OK;
   }
   return (void *)failed;
@@ -275,7 +275,7 @@ static void *pass_on(void *arg) {
 static void test_shared(void) {
   char name[64];
   pthread_t threads[THREADS];
-  struct kvs_host_pool_options options = {.num_blocks = THREADS * ROUNDS, .block_nbytes = 4096};
+  struct kvs_host_pool_options options = {.num_blocks = THREADS * ROUNDS, .slot_nbytes = 4096};
   struct kvs_shared_info about = {0};
   snprintf(name, sizeof name, "test-c-%d", (int)getpid());
   struct kvs_shared_options named = {.name = name};
