@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from conftest import run_python
 
 import kvswap
 from kvswap import cli
-from kvswap.fastdeploy.manager import arguments, places
+from kvswap.fastdeploy.manager import arguments, caches, places
 from kvswap.fastdeploy.manager.arguments import Settings
 
 
@@ -52,7 +53,7 @@ def test_the_seeds_line() -> None:
     assert [cache.name for cache in caches] == [
         f"{kind}_caches_{layer}_rank1.device3" for layer in (0, 1) for kind in ("key", "value")
     ]
-    assert {cache.block_nbytes for cache in caches} == {131072} and layout.block_nbytes == 4 * 131072
+    assert {cache.block_nbytes for cache in caches} == {131072} and layout.slot_nbytes == 4 * 131072
     assert settings.directory.name == "manager-9911.1"
 
 
@@ -66,6 +67,19 @@ def test_the_newer_line() -> None:
     assert len(caches) == 4 * 4 and caches[-1].name == "value_cache_scales_3_rank0.device0"
     assert [cache.shape for cache in caches[:4]] == [(100, 4, 64, 128), (100, 4, 64), (100, 4, 64, 64), (100, 4, 64)]
     assert [cache.block_nbytes for cache in caches[:4]] == [32768, 512, 16384, 512]
+
+
+def test_a_host_block_is_one_run_of_all_layers(device: kvswap.Device) -> None:
+    """Keys, values, their scales and the extra layer, one behind the other; blocks in any order are a run each."""
+    layout = parse(*NEWER).layout
+    host = caches.HostSide(device, layout)
+    for here, after in pairwise(host.pools):
+        assert after.ptr == here.ptr + here.block_nbytes
+    first, last = host.pools[0], host.pools[-1]
+    assert {pool.stride for pool in host.pools} == {layout.slot_nbytes}
+    assert last.ptr + last.block_nbytes - first.ptr == layout.slot_nbytes == 4 * (32768 + 512 + 16384 + 512)
+    del here, after, first, last
+    host.close()
 
 
 def test_keys_only() -> None:

@@ -161,9 +161,7 @@ class HostSide:
     def __init__(self, device: _C.Device, layout: Layout) -> None:
         self._layout = layout
         self._device = device
-        self._memory: memory.HostPool | None = memory.HostPool(
-            layout.num_cpu_blocks, layout.block_nbytes, device=device
-        )
+        self._memory: memory.HostPool | None = memory.HostPool(layout.num_cpu_blocks, layout.slot_nbytes, device=device)
         self.written = np.zeros(layout.num_cpu_blocks, np.bool_)
         self.pools = self._open(self._memory)
 
@@ -171,7 +169,7 @@ class HostSide:
         caches = self._layout.caches()
         offsets = itertools.accumulate((cache.block_nbytes for cache in caches), initial=pool.ptr)
         ptrs = list(offsets)[:-1]
-        stride, count = self._layout.block_nbytes, self._layout.num_cpu_blocks
+        stride, count = self._layout.slot_nbytes, self._layout.num_cpu_blocks
         return _pools(self._device, caches, ptrs, "host", stride, count)
 
     def forget(self, ids: Sequence[int]) -> None:

@@ -75,8 +75,8 @@ class Layout:
                 yield Cache(f"{kind}_cache_scales_{where}", (blocks, *shape[1:3]), self.scale_dtype)
 
     @property
-    def block_nbytes(self) -> int:
-        """Of one block in all layers: what a host block holds."""
+    def slot_nbytes(self) -> int:
+        """Of one block in all layers: a slot of the host's."""
         return sum(cache.block_nbytes for cache in self.caches())
 
     def describe(self) -> str:
