@@ -195,6 +195,16 @@ def test_a_worker_that_is_not_known_allocates_by_itself(
     assert isinstance(worker.handlers[0], VLLMHandler) and worker.handlers[0].dst_tensors[0].flags.c_contiguous
 
 
+def test_where_a_pool_does_not_fit_vllm_allocates(
+    vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_RESERVE", str(1 << 50))
+    with caplog.at_level(logging.WARNING, "kvswap.vllm"):
+        worker = vllm.spec.KVSwapOffloadingSpec(2, 9).create_worker(caches_of([512, 512]))
+    assert "host memory is left to vLLM" in caplog.text
+    assert isinstance(worker.handlers[0], VLLMHandler) and worker.handlers[0].dst_tensors[0].flags.c_contiguous
+
+
 def test_vllms_own_handlers_get_rows_of_the_same_memory(
     vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:

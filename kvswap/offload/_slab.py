@@ -9,6 +9,9 @@ import numpy as np
 
 from kvswap import _C
 
+# Bytes that are registered at once. What one registration holds can go by 2-D copies; one of hundreds of GB takes a
+# driver minutes, or is refused.
+_REGISTRATION = 64 << 30
 _ALIGN = 16  # bytes: of each tensor in a block. Pages of engines are multiples of it, so that nothing lies between them
 
 
@@ -17,6 +20,9 @@ class Slab:
 
     pages: bytes that a block has of each tensor. groups: of references with a tensor_idx; tensors of the same groups
     lie together, since a job moves the blocks of a group.
+
+    The memory is a host pool whose slots are the chunks: zeros, exactly as large as asked for, near the GPU, populated
+    by threads. MemoryError: there is not that much, and what to do about it.
     """
 
     def __init__(
@@ -32,8 +38,9 @@ class Slab:
         for i in sorted(range(len(pages)), key=lambda i: used[i]):
             self.offsets[i] = self.block_stride
             self.block_stride += -(-pages[i] // _ALIGN) * _ALIGN
-        self.memory = device.alloc(chunks * factor * self.block_stride, host=True)
-        np.frombuffer(self.memory, np.int8)[:] = 0  # type: ignore[call-overload]
+        self.memory = _C.HostPool(
+            chunks, factor * self.block_stride, device=device, pages="transparent", chunk_nbytes=_REGISTRATION
+        )
 
     def tensors(self, torch: bool) -> list[Any]:
         """Views of it, as torch's tensors or NumPy's arrays: (chunks, factor, page), or (chunks, page) for factor 1."""

@@ -26,9 +26,8 @@ _TAKEN = {"self", "kv_caches", *_FACTORS, *_CHUNKS, "mmap_region", "canonical_la
 class SlabRegion:
     """A slab, with as much of vLLM's SharedOffloadRegion as its worker uses."""
 
-    is_pinned = True  # as far as there is a GPU
-
     def __init__(self, slab: Slab, torch: bool) -> None:
+        self.is_pinned = slab.memory.pinned
         self.rows: Callable[[], list[Any]] = lambda: slab.rows(torch)  # for vLLM's own handlers, which know no others
         self._views = iter(slab.tensors(torch))
 
@@ -77,7 +76,11 @@ def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
         return None
     first = caches.tensors[0].tensor
     pages = [entry.page_size_bytes for entry in caches.tensors]
-    slab = Slab(_C.Device(device_of(first)), pages, caches.group_data_refs, chunks, factor)
+    try:
+        slab = Slab(_C.Device(device_of(first)), pages, caches.group_data_refs, chunks, factor)
+    except MemoryError as error:
+        _logger.warning("host memory is left to vLLM, a tensor at a time: %s", error)
+        return None
     _logger.info(
         "host memory is block-first: %d chunks of %d blocks, %d tensors and %d bytes a block, %.2f GB in one piece",
         *(chunks, factor, len(pages), slab.block_stride, slab.memory.nbytes / 1e9),
