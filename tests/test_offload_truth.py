@@ -62,9 +62,17 @@ class World:
         numbers = np.random.default_rng(seed)
         self.gpu = [Side(numbers.integers(-128, 128, (GPU_BLOCKS, page), np.int8)) for page in self.pages]
         row = sum(self.pages) * self.factor + rng.choice([0, 5, 32])
-        slab, ends = numbers.integers(-128, 128, (CHUNKS, row), np.int8), np.cumsum(self.pages) * self.factor
-        self.cpu = [Side(slab[:, e - p * self.factor : e]) for p, e in zip(self.pages, ends.tolist(), strict=True)]
-        tensors = [side.tensor for side in self.gpu], [side.tensor for side in self.cpu]
+        slab, ends = numbers.integers(-128, 128, (CHUNKS, row), np.int8), np.cumsum(self.pages).tolist()
+        if rng.random() < 0.5:  # all tensors of a block together
+            blocks = slab[:, : ends[-1] * self.factor].reshape(CHUNKS, self.factor, -1)
+            hosts = [blocks[..., e - p : e] for p, e in zip(self.pages, ends, strict=True)]
+            views = hosts
+        else:
+            hosts = [slab[:, (e - p) * self.factor : e * self.factor] for p, e in zip(self.pages, ends, strict=True)]
+            views = [host.reshape(CHUNKS, self.factor, -1) for host in hosts]
+        assert all(np.shares_memory(slab, view) for view in views)
+        self.cpu = [Side(view) for view in views]
+        tensors = [side.tensor for side in self.gpu], hosts
         options: dict[str, Any] = {"device": self.device, "path": rng.choice(PATHS), "wait_timeout": PATIENCE}
         self.handlers = [
             SingleDirectionOffloadingHandler(*tensors, self.factor, self.refs, store, **options)
@@ -95,13 +103,9 @@ class World:
             for k in range(size):
                 chunk, sub = job.chunks[chunk_at + (skip + k) // self.factor], (skip + k) % self.factor
                 for ref in refs:
-                    begin, gpu, cpu = (
-                        sub * self.pages[ref.tensor_idx],
-                        self.gpu[ref.tensor_idx],
-                        self.cpu[ref.tensor_idx],
-                    )
+                    gpu, cpu = self.gpu[ref.tensor_idx], self.cpu[ref.tensor_idx]
                     here = (job.gpu[at + k], slice(ref.page_size_bytes))
-                    there = (chunk, slice(begin, begin + ref.page_size_bytes))
+                    there = (chunk, sub, slice(ref.page_size_bytes))
                     if job.store:
                         cpu.expected[there], cpu.unknown[there] = gpu.expected[here], gpu.unknown[here]
                         cpu.lost[there] = not success
