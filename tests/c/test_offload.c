@@ -6,6 +6,8 @@
 
 #include "check.h"
 #include "core/core.h"
+#include "offload/offload.h"
+#include "plan/packing.h"
 
 enum { BLOCKS = 12, CHUNKS = 6, MOST = 3, TENSORS = 2, GROUPS = 2, PADDING = 5, QUEUES = 3, JOBS = 24, SEEDS = 150 };
 static const uint64_t PAGES[TENSORS] = {40, 24};
@@ -226,6 +228,69 @@ static void test_blocks_of_a_chunk_that_share_bytes(void) {
   rig_close(&rig);
 }
 
+/* Host runs of a sheet's tensors in those blocks: what the copy engine is given where a slot is packed. */
+static uint64_t runs_of_sheet(const struct kvs_sheet *sheet, const uint64_t (*blocks)[2], size_t count) {
+  struct kvs_rows rows = {0};
+  struct kvs_packing packing = {0};
+  struct kvs_plan_scratch scratch = {0};
+  int64_t slots[CHUNKS * MOST];
+  uint64_t runs = 0;
+  CHECK(!kvs_rows_reserve(&rows, sheet->ntensors, &err));
+  for (size_t t = 0; t < sheet->ntensors; t++) {
+    const struct kvs_tensor *tensor = &sheet->tensors[t];
+    kvs_rows_push(&rows, &(struct kvs_row){.src = tensor->gpu,
+                                           .dst = tensor->cpu,
+                                           .src_stride = tensor->gpu_stride,
+                                           .dst_stride = tensor->cpu_stride,
+                                           .nbytes = tensor->nbytes});
+  }
+  for (size_t i = 0; i < count; i++)
+    slots[i] = (int64_t)(blocks[i][0] * sheet->chunk_slots + blocks[i][1] * sheet->page_slots);
+  CHECK(!kvs_pack_rows(&rows, KVS_D2H, 1 << 20, &packing, &err));
+  CHECK(!kvs_pack_count_runs(&packing, slots, count, sheet->tensors[0].cpu_blocks, &scratch, &runs, &err));
+  kvs_rows_free(&rows);
+  kvs_packing_free(&packing);
+  kvs_plan_scratch_free(&scratch);
+  return runs;
+}
+
+/* Chunks anywhere, in no order, the last in part: a run each where all tensors of a block lie together, pages of two
+ * sizes included. */
+static void test_a_chunk_is_one_run(void) {
+  static const uint64_t blocks[][2] = {{4, 2}, {4, 0}, {4, 1}, {0, 0}, {0, 1}, {0, 2}, {2, 1}, {2, 2}};
+  struct rig rig;
+  rig_open(&rig, 5);
+  for (int together = 0; together < 2; together++) {
+    struct kvs_offload_tensor tensors[TENSORS];
+    uint64_t runs = 0;
+    for (uint32_t t = 0; t < TENSORS; t++)
+      tensors[t] =
+          (struct kvs_offload_tensor){.gpu = (uintptr_t)rig.real->gpu[t],
+                                      .gpu_blocks = BLOCKS,
+                                      .gpu_stride = PAGES[t],
+                                      .gpu_page = PAGES[t],
+                                      .cpu = (uintptr_t)rig.real->cpu + (t ? (together ? 1 : 3) * PAGES[0] : 0),
+                                      .cpu_stride = 3 * 64,
+                                      .cpu_page = PAGES[t],
+                                      .cpu_pitch = together ? 64 : PAGES[t]};
+    struct kvs_offload_layout layout = {.tensors = tensors,
+                                        .ntensors = TENSORS,
+                                        .parts = PARTS,
+                                        .nparts = 2, /* group 0 */
+                                        .ngroups = 1,
+                                        .chunks = 5,
+                                        .factor = 3};
+    struct kvs_offload *map;
+    CHECK(!kvs_offload_open(rig.engine, &layout, &map, &err), "%s", err.message);
+    for (size_t i = 0; i < map->nsheets; i++)
+      runs += runs_of_sheet(&map->sheets[i], blocks, sizeof blocks / sizeof *blocks);
+    CHECK(together ? map->nsheets == 1 && runs == 3 : map->nsheets == 2 && runs >= 6, "%d sheets, %d runs",
+          (int)map->nsheets, (int)runs);
+    kvs_offload_close(map);
+  }
+  rig_close(&rig);
+}
+
 /* What a map was made of lives as long as what it submitted. */
 static void test_transfers_outlive_their_map(void) {
   struct rig rig;
@@ -252,6 +317,7 @@ static void test_transfers_outlive_their_map(void) {
 int main(void) {
   for (uint64_t seed = 1; seed <= SEEDS; seed++) test_any_order_that_is_allowed_gives_the_same_bytes(seed);
   test_blocks_of_a_chunk_that_share_bytes();
+  test_a_chunk_is_one_run();
   test_transfers_outlive_their_map();
   return check_close();
 }
