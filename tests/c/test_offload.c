@@ -246,7 +246,7 @@ static uint64_t runs_of_sheet(const struct kvs_sheet *sheet, const uint64_t (*bl
   }
   for (size_t i = 0; i < count; i++)
     slots[i] = (int64_t)(blocks[i][0] * sheet->chunk_slots + blocks[i][1] * sheet->page_slots);
-  CHECK(!kvs_pack_rows(&rows, KVS_D2H, 1 << 20, &packing, &err));
+  CHECK(!kvs_pack_rows(&rows, KVS_D2H, 1 << 20, NULL, 0, &packing, &err));
   CHECK(!kvs_pack_count_runs(&packing, slots, count, sheet->tensors[0].cpu_blocks, &scratch, &runs, &err));
   kvs_rows_free(&rows);
   kvs_packing_free(&packing);
