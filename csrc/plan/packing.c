@@ -205,7 +205,7 @@ static uint64_t room_of(const struct kvs_cutter *cutter) {
   uint64_t slot = cutter->slot_nbytes, small = cutter->small, left = cutter->left;
   if (small == 0) return slot;
   if (cutter->direction == KVS_D2H) return left == cutter->nbytes ? small : slot;
-  return left > small ? left - small : slot;
+  return left >= 2 * small ? left - small : slot; /* what rounding to whole blocks left over joins the small one */
 }
 
 static struct kvs_burst taken(struct kvs_cutter *cutter, struct kvs_burst burst) {
