@@ -1,5 +1,5 @@
-/* COPY and RING on a host device, as lists and as grids, against plain loops; threaded, and on deterministic devices
- * over many seeds. */
+/* COPY and RING on a host device, as lists and as grids, with and without a slot, against plain loops; threaded, and on
+ * deterministic devices over many seeds. */
 #include "host_device.h"
 #include "kernels/twins.h"
 
@@ -92,38 +92,99 @@ static void test_grids(uint64_t seed) {
   }
 }
 
-/* The word is read when the kernel runs. Where it is 0 nothing is touched, not even what is not there. */
-static void test_only_if(uint64_t seed) {
-  uint64_t random = seed + 5;
-  struct kvs_device *device = open_device(seed);
-  struct grid g = make_grid(device, &random, 20);
-  uint32_t *word = make_memory(device, sizeof *word);
-  unsigned char *before = malloc(g.nbytes);
-  kvs_stream stream = make_stream(device);
-  memcpy(before, g.dst, g.nbytes);
-  for (int list = 0; list < 2; list++) {
-    struct kvs_copy_params params = list ? g.list : g.grid;
-    params.only_if = address(word);
-    params.ns_per_mib = UINT64_MAX; /* a pace that would hold it up, if it copied anything */
-    *word = 1;
-    OK(kvs_dev_write32(device, address(word), 0, stream, &err));
-    *(list ? &params.units.pieces : &params.units.rows) = NOWHERE;
-    launch_copy(device, KVS_KERNEL_COPY, &params, 3, stream);
-    OK(kvs_dev_synchronize(device, &err));
-    CHECK(memcmp(g.dst, before, g.nbytes) == 0, "list %d", list);
+/* -- grids with a slot ----------------------------------------------------------------------------------------- */
 
-    params = list ? g.list : g.grid;
-    params.only_if = address(word);
-    OK(kvs_dev_write32(device, address(word), 1, stream, &err));
-    launch_copy(device, KVS_KERNEL_RING, &params, 3, stream);
+/* Some rows of some pairs, by groups: of a group the slot has block after block, each with the group's rows. Returns
+ * the bytes of a block in all of its groups. */
+static uint64_t pack(uint64_t *random, struct kvs_row *rows, uint32_t nrows) {
+  uint64_t first = check_below(random, 5000), before = first; /* as of groups that are not in this slot */
+  for (uint32_t r = 0, end; r < nrows; r = end) {
+    uint64_t nbytes = 0;
+    end = r + 1 + (uint32_t)check_below(random, nrows - r);
+    for (uint32_t i = r; i < end; i++) {
+      rows[i].packed = nbytes;
+      rows[i].before = before;
+      nbytes += rows[i].nbytes;
+    }
+    for (uint32_t i = r; i < end; i++) rows[i].packed_stride = nbytes;
+    before += nbytes;
+  }
+  return before - first;
+}
+
+/* Gathered into the slot, or scattered from it, as plain loops do it: what the host's side of rows says must not
+ * matter, so it is nowhere. */
+static void test_slots(uint64_t seed, bool by_src) {
+  enum { PAIRS = 30 };
+  uint64_t random = seed * 2 + by_src + 3;
+  struct kvs_device *device = open_device(seed);
+  struct kvs_row rows[MAX_ROWS] = {{0}};
+  struct kvs_pair pairs[PAIRS];
+  uint32_t slots[PAIRS + 4];
+  uint32_t nrows = 1 + (uint32_t)check_below(&random, MAX_ROWS), npairs = 1 + (uint32_t)check_below(&random, PAIRS);
+  uint32_t piece = 1 + (uint32_t)check_below(&random, 150), parts = 0;
+  uint64_t scattered_nbytes = MARGIN;
+  shuffle(&random, slots, npairs + 4);
+  for (uint32_t i = 0; i < npairs; i++)
+    pairs[i] = by_src ? (struct kvs_pair){1u << 30, slots[i]} : (struct kvs_pair){slots[i], 1u << 30};
+  for (uint32_t r = 0; r < nrows; r++) {
+    rows[r].nbytes = 1 + check_below(&random, 400);
+    *(by_src ? &rows[r].dst : &rows[r].src) = scattered_nbytes;
+    *(by_src ? &rows[r].dst_stride : &rows[r].src_stride) = rows[r].nbytes + check_below(&random, 30);
+    scattered_nbytes += (npairs + 4) * (rows[r].nbytes + 30);
+    if ((rows[r].nbytes - 1) / piece + 1 > parts) parts = (uint32_t)((rows[r].nbytes - 1) / piece + 1);
+  }
+  uint64_t slot_nbytes = pack(&random, rows, nrows) * npairs, margin = check_below(&random, 20);
+  unsigned char *scattered = make_memory(device, scattered_nbytes), *slot = make_memory(device, slot_nbytes + 2 * 20);
+  unsigned char *wanted_scattered = malloc(scattered_nbytes), *wanted_slot = malloc(slot_nbytes + 2 * 20);
+  fill_random(&random, scattered, scattered_nbytes);
+  fill_random(&random, slot, slot_nbytes + 2 * 20);
+  memcpy(wanted_scattered, scattered, scattered_nbytes);
+  memcpy(wanted_slot, slot, slot_nbytes + 2 * 20);
+  for (uint32_t b = 0; b < npairs; b++)
+    for (uint32_t r = 0; r < nrows; r++) {
+      uint64_t there =
+          by_src ? rows[r].dst + pairs[b].dst * rows[r].dst_stride : rows[r].src + pairs[b].src * rows[r].src_stride;
+      uint64_t here = margin + (rows[r].before - rows[0].before) * npairs + b * rows[r].packed_stride + rows[r].packed;
+      if (by_src)
+        memcpy(wanted_scattered + there, slot + here, rows[r].nbytes);
+      else
+        memcpy(wanted_slot + here, scattered + there, rows[r].nbytes);
+    }
+  for (uint32_t r = 0; r < nrows; r++) *(by_src ? &rows[r].dst : &rows[r].src) += address(scattered);
+  struct kvs_copy_params params = {.by_src = by_src, .count = (uint64_t)npairs * nrows * parts};
+  params.units = (struct kvs_units){.rows = make_table(device, rows, nrows * sizeof *rows),
+                                    .nrows = nrows,
+                                    .parts = parts,
+                                    .piece = piece,
+                                    .npairs = npairs,
+                                    .slot = address(slot) + margin,
+                                    .before = rows[0].before};
+  if (check_below(&random, 2))
+    memcpy(params.inline_pairs, pairs, npairs * sizeof *pairs);
+  else
+    params.units.pairs = make_table(device, pairs, npairs * sizeof *pairs);
+  unsigned char *before = malloc(scattered_nbytes), *slot_before = malloc(slot_nbytes + 2 * 20);
+  memcpy(before, scattered, scattered_nbytes);
+  memcpy(slot_before, slot, slot_nbytes + 2 * 20);
+  for (int kernel = KVS_KERNEL_COPY; kernel <= KVS_KERNEL_RING; kernel++) {
+    memcpy(scattered, before, scattered_nbytes);
+    memcpy(slot, slot_before, slot_nbytes + 2 * 20);
+    launch_copy(device, (enum kvs_kernel)kernel, &params, 1 + (unsigned)check_below(&random, 40), 0);
     OK(kvs_dev_synchronize(device, &err));
-    CHECK(memcmp(g.dst, g.wanted, g.nbytes) == 0, "list %d", list);
-    memcpy(g.dst, before, g.nbytes);
+    CHECK(memcmp(scattered, wanted_scattered, scattered_nbytes) == 0, "seed %d kernel %d by_src %d", (int)seed, kernel,
+          by_src);
+    CHECK(memcmp(slot, wanted_slot, slot_nbytes + 2 * 20) == 0, "seed %d kernel %d by_src %d", (int)seed, kernel,
+          by_src);
   }
   free(before);
-  free(g.wanted);
+  free(slot_before);
+  free(wanted_scattered);
+  free(wanted_slot);
   kvs_dev_close(device);
 }
+
+/* -- what is wrong --------------------------------------------------------------------------------------------- */
 
 /* What is wrong with a copy. */
 #define BAD_COPIES(X)                                                                                                  \
@@ -139,8 +200,7 @@ static void test_only_if(uint64_t seed) {
   X(other_id, pair->dst = 1u << 30)                                                                                    \
   X(row_src, row->src = NOWHERE)                                                                                       \
   X(row_dst, row->dst = NOWHERE)                                                                                       \
-  X(only_if, params->only_if = NOWHERE)                                                                                \
-  X(odd_only_if, params->only_if = address(g->src) + 1)
+  X(slot, (params->units.slot = NOWHERE, params->units.npairs = (uint32_t)g->npairs))
 
 /* So many pairs, all of them of slots that are there. */
 static bool make_inline(const struct grid *g, struct kvs_copy_params *params, uint64_t npairs) {
@@ -184,19 +244,14 @@ static void test_bad_copies(uint64_t seed) {
   }
 }
 
-/* The twins alone: which units a CTA takes, and that a CTA looks at the word itself. */
+/* The twins alone: which units a CTA takes. */
 static void test_twins(void) {
   uint64_t random = 9;
   struct kvs_device *device = open_device(0);
   struct grid g = make_grid(device, &random, 20);
   const struct kvs_piece *pieces = (const struct kvs_piece *)(uintptr_t)g.list.units.pieces;
-  uint32_t word = 0;
   unsigned char *wanted = malloc(g.nbytes);
   memcpy(wanted, g.dst, g.nbytes);
-  g.list.only_if = address(&word);
-  kvs_twin_run(KVS_KERNEL_COPY, &g.list, 1, 3);
-  CHECK(memcmp(g.dst, wanted, g.nbytes) == 0, "nothing is to be copied");
-  word = 2;
   kvs_twin_run(KVS_KERNEL_COPY, &g.list, 1, 3);
   for (size_t i = 1; i < g.npieces; i += 3)
     memcpy(wanted + (pieces[i].dst - address(g.dst)), (const void *)(uintptr_t)pieces[i].src, pieces[i].nbytes);
@@ -208,7 +263,8 @@ static void test_twins(void) {
 
 int main(void) {
   for (uint64_t seed = 0; seed <= SEEDS; seed++) test_grids(seed);
-  for (uint64_t seed = 0; seed < 20; seed++) test_only_if(seed);
+  for (uint64_t seed = 0; seed <= SEEDS; seed++) test_slots(seed, false);
+  for (uint64_t seed = 0; seed <= SEEDS; seed++) test_slots(seed, true);
   for (uint64_t seed = 0; seed < 5; seed++) test_bad_copies(seed);
   test_twins();
   return check_close();
