@@ -33,7 +33,6 @@ THREADED = [
     "test_engine",
     "test_device_host",
     "test_kernels",
-    "test_burst",
     "test_pool",
     "test_racecheck",
     "test_hostpool",

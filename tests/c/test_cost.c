@@ -146,7 +146,7 @@ static void test_what_is_not_there_is_never_picked(void) {
     CHECK(isinf(kvs_cost_ns(&costs, &none, (enum kvs_path)path)), "nothing for %d", path);
 }
 
-/* Gathering and moving overlap, but for a filling: 1 MiB. */
+/* Gathering and moving overlap, but for one burst: 1 MiB. */
 static void test_burst(void) {
   struct kvs_costs costs = some_costs(2);
   struct kvs_path_cost *burst = &costs.paths[KVS_D2H][KVS_PATH_BURST];
@@ -159,7 +159,7 @@ static void test_burst(void) {
   burst->run[9] = 20000;
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 256 << 10, .rows = 256, .runs = 1};
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 256 * 100 + 20000)); /* it is all one filling */
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 256 * 100 + 20000)); /* it is all one burst */
   burst->extra = 6400;                                                                /* of a slot's 16 MiB and more */
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 100 + 256 * 100 + 20000));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 64 << 20, .rows = 65536, .runs = 256};

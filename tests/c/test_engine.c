@@ -53,11 +53,11 @@ static int swap(struct kvs_engine *engine, struct caches *c, const int64_t *gpu,
 }
 
 static void test_paths(uint64_t seed) {
-  static const enum kvs_path paths[] = {KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_KERNEL, KVS_PATH_DIRECT};
+  static const enum kvs_path paths[] = {KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_BURST, KVS_PATH_KERNEL, KVS_PATH_DIRECT};
   int64_t gpu[BLOCKS], cpu[BLOCKS];
   struct kvs_error err;
   for (int i = 0; i < BLOCKS; i++) gpu[i] = (i * 37) % BLOCKS, cpu[i] = (i * 11 + 5) % BLOCKS;
-  for (int p = 0; p < 4; p++) {
+  for (int p = 0; p < 5; p++) {
     struct kvs_engine *engine = open_engine(seed);
     struct caches c = caches_new();
     struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL, .path = paths[p]};
@@ -334,30 +334,53 @@ static void test_loss(void) {
   caches_free(&c);
 }
 
+/* A transfer of four bursts, through slots that three transfers before it used; 0: the submission succeeded. */
+static int lose_in_a_burst(struct kvs_engine *engine, enum kvs_direction direction, struct kvs_fault *fault,
+                           struct kvs_transfer **transfer, struct kvs_error *err) {
+  enum { SLOT = 128 << 10, LARGE = 4 * SLOT / BLOCKS };
+  const struct kvs_options burst = {.priority = KVS_PRIORITY_NORMAL, .path = KVS_PATH_BURST};
+  struct kvs_tensor tensor = {.nbytes = LARGE, .gpu_blocks = BLOCKS, .cpu_blocks = BLOCKS};
+  struct kvs_error ignored;
+  int64_t id[BLOCKS];
+  struct kvs_ids ids = {id, 8, BLOCKS};
+  for (int i = 0; i < BLOCKS; i++) id[i] = (i * 37) % BLOCKS;
+  CHECK(!kvs_engine_set_slots(engine, SLOT, 2, SECONDS, &ignored), "%s", ignored.message);
+  CHECK(!kvs_engine_alloc(engine, BLOCKS * LARGE, false, &tensor.gpu, &ignored), "%s", ignored.message);
+  CHECK(!kvs_engine_alloc(engine, BLOCKS * LARGE, true, &tensor.cpu, &ignored), "%s", ignored.message);
+  for (int i = 0; i < 3; i++) {
+    struct kvs_transfer *before = NULL;
+    CHECK(!kvs_swap_cache(engine, &tensor, 1, &ids, &ids, direction, &burst, &before, &ignored), "%s", ignored.message);
+    if (before) kvs_transfer_unref(before);
+  }
+  kvs_dev_fault_set(engine->device, KVS_FAULT_CALL, fault, &ignored);
+  return kvs_swap_cache(engine, &tensor, 1, &ids, &ids, direction, &burst, transfer, err);
+}
+
 /* Wherever a burst is being queued: the loss is what is told of, and told at once. (What a lost device may still read
  * stays allocated for good.) */
-static void test_loss_in_a_burst(void) {
+static void test_loss_in_a_burst(enum kvs_direction direction) {
 #if !defined(__SANITIZE_ADDRESS__)
-  const struct kvs_options burst = {.priority = KVS_PRIORITY_NORMAL, .path = KVS_PATH_BURST};
-  int64_t ids[BLOCKS];
-  for (int i = 0; i < BLOCKS; i++) ids[i] = (i * 37) % BLOCKS;
-  for (uint64_t nth = 1, lost = 1; lost; nth++) {
-    struct kvs_engine *engine = open_engine(3);
-    struct caches c = caches_new();
+  uint64_t nth = 1;
+  for (uint64_t lost = 1; lost; nth++) {
+    struct kvs_engine *engine = open_engine(nth);
     struct kvs_error err = {.status = KVS_OK}, ignored;
     struct kvs_transfer *transfer = NULL;
     struct kvs_fault fault = {.action = KVS_FAULT_LOSE, .nth = nth, .code = 719};
-    kvs_dev_fault_set(engine->device, KVS_FAULT_CALL, &fault, &ignored);
-    int status = swap(engine, &c, ids, ids, BLOCKS, KVS_D2H, &burst, &transfer, &err);
+    int status = lose_in_a_burst(engine, direction, &fault, &transfer, &err);
     lost = (uint64_t)atomic_load(&engine->device->lost);
-    CHECK(err.status == KVS_OK || (err.status == KVS_LOST && err.code == 719), "call %d: %d", (int)nth, err.status);
+    CHECK(!status || (status == KVS_LOST && err.code == 719), "call %d: %d", (int)nth, err.status);
     if (!status && lost) CHECK(kvs_transfer_done(transfer) && kvs_transfer_error(transfer, &ignored) == KVS_LOST);
     if (!status) kvs_transfer_unref(transfer);
+    if (lost)
+      CHECK(kvs_engine_set_slots(engine, 0, 0, SECONDS, &ignored) == KVS_LOST, "call %d: %s", (int)nth,
+            ignored.message);
     fault.action = KVS_FAULT_NONE;
     kvs_dev_fault_set(engine->device, KVS_FAULT_CALL, &fault, &ignored);
     kvs_engine_unref(engine);
-    caches_free(&c);
   }
+  CHECK(nth > 4 * 7, "%d calls are fewer than four bursts make", (int)nth);
+#else
+  (void)direction;
 #endif
 }
 
@@ -506,7 +529,8 @@ int main(void) {
   test_refused_blocks();
   test_every_call_may_fail();
   test_loss();
-  test_loss_in_a_burst();
+  test_loss_in_a_burst(KVS_D2H);
+  test_loss_in_a_burst(KVS_H2D);
   test_threads();
   test_fork_while_a_lock_is_held();
   kvs_shutdown(SECONDS);

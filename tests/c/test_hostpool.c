@@ -271,7 +271,7 @@ static void *pass_on(void *arg) {
   return (void *)failed;
 }
 
-/* A relay race through blocks: each is written after the one before it was read. */
+/* Legs of a race through blocks: each is written after the one before it was read. */
 static void test_shared(void) {
   char name[64];
   pthread_t threads[THREADS];
