@@ -1,5 +1,6 @@
 """The paths that copy by a kernel, `burst` and `kernel`, from the public calls: anything that may be asked for, against
-a model in NumPy; what may be queued beside it, before it and after it; and every way in which a burst may go wrong."""
+a model in NumPy; what may be queued beside it, before it and after it; and every call of a burst that may be refused.
+What bursts alone promise is in test_burst.py."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -7,14 +8,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, check_pattern, pattern_bytes, run_python, usable, write_pattern
+from conftest import PATIENCE, Gate, check_pattern, run_python, usable, write_pattern
 from hypothesis import given
 from hypothesis import strategies as st
 from transfers import (
@@ -24,16 +25,19 @@ from transfers import (
     H2D,
     MIB,
     SIZES,
+    TINY,
     Chooser,
     Drawn,
-    Ids,
-    Side,
     Sides,
     Work,
     carry_out,
     draw,
+    four_bursts,
+    halves,
     lay_out,
     plain,
+    pointers,
+    tiny_slots,
     view,
 )
 
@@ -117,72 +121,57 @@ def test_sizes_and_alignments(sides: Sides, path: str, direction: int, nbytes: i
             sides.run(work, call, path=path)
 
 
-def four_fillings(direction: int) -> Work:
-    """Of several copies each, on both streams that copy; the ring has three slots."""
-    return plain(128 << 10, 1, 60, direction)
+@pytest.fixture
+def tiny(device: kvswap.Device) -> Iterator[kvswap.Device]:
+    """The device under test, with slots so small that small transfers are many bursts."""
+    with tiny_slots(device):
+        yield device
+
+
+def tiny_device(seed: int, count: int = 2) -> kvswap.Device:
+    device = testing.deterministic_device(seed)
+    device.set_slots(TINY, count)
+    return device
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_many_fillings(device: kvswap.Device, direction: int, call: str) -> None:
-    """More of them than the ring has slots, so that each waits for one before it."""
-    sides = Sides(device, 40 * MIB)
-    for nbytes, tensors, count, together in ((200 << 10, 2, 90, True), (4096, 3, 2900, False), (9000, 64, 60, True)):
+def test_any_transfer_in_tiny_slots(tiny: kvswap.Device, direction: int, call: str) -> None:
+    sides, choose = Sides(tiny, 3 * MIB), Chooser(random.Random(f"{direction} {call} tiny"))
+    for _ in range(40):
+        sides.run(draw(choose, sides.room, direction=direction), call, path="burst")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_many_bursts(tiny: kvswap.Device, direction: int, call: str) -> None:
+    """More of them than there are slots, so that each waits for one before it; on the host in few runs and in many."""
+    sides = Sides(tiny, 3 * MIB)
+    for nbytes, tensors, count, together in ((20 << 10, 2, 60, True), (409, 3, 1900, False), (900, 64, 40, True)):
         work = plain(nbytes, tensors, count, direction, together=together)
         assert sides.run(work, call, path="burst").path == "burst"
 
 
-def test_many_fillings_in_every_interleaving(direction: int) -> None:
-    """Of so many copies that something else may well happen before the last of them, on either stream that copies."""
-    for seed in range(1, 41):
-        sides = Sides(testing.deterministic_device(seed), 9 * MIB)
-        work = plain(16 << 10, 1, (500, 220)[seed // 2 % 2], direction)
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_many_bursts_in_every_interleaving(direction: int, count: int) -> None:
+    """Whichever of a burst's two stages happens early or late."""
+    for seed in range(1, 31):
+        sides = Sides(tiny_device(seed, count), 3 * MIB)
+        work = plain(4 << 10, 1, (500, 220)[seed // 2 % 2], direction, together=seed % 3 > 0)
         sides.run(work, ("swap", "batch")[seed % 2], path="burst")
         assert sides.device.stats()["second_attempts"] == 0
 
 
-@contextmanager
-def turns(device: kvswap.Device, nbytes: int) -> Iterator[str]:
-    """The priority of a burst that gives its SMs back every so many bytes."""
-    testing.set_burst_turn(device, nbytes)
-    try:
-        yield "background"
-    finally:
-        testing.set_burst_turn(device, 0)
+def test_blocks_larger_than_a_slot(tiny: kvswap.Device, direction: int) -> None:
+    sides = Sides(tiny, 6 * MIB)
+    for nbytes, tensors, count in ((TINY, 2, 7), (TINY + 1, 1, 7), (3 * TINY + 5, 2, 3)):
+        assert sides.run(plain(nbytes, tensors, count, direction), path="burst").path == "burst"
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("turn", [1, 3 * MIB, 17 * MIB])
-def test_turns(device: kvswap.Device, direction: int, call: str, turn: int) -> None:
-    """Each filling by a kernel of its own, some together, or more than the ring holds."""
-    sides = Sides(device, 80 * MIB)
-    with turns(device, turn) as priority:
-        for nbytes, tensors, count in ((200 << 10, 2, 190), (4096, 3, 2900), (9000, 64, 60), (4096, 1, 3)):
-            assert (
-                sides.run(plain(nbytes, tensors, count, direction), call, path="burst", priority=priority).path
-                == "burst"
-            )
-
-
-def test_turns_in_every_interleaving(direction: int) -> None:
-    for seed in range(1, 41):
-        sides = Sides(testing.deterministic_device(seed), 9 * MIB)
-        work = plain(16 << 10, 1, (500, 220)[seed // 2 % 2], direction)
-        with turns(sides.device, seed % 3 * MIB + 1) as priority:
-            sides.run(work, ("swap", "batch")[seed % 2], path="burst", priority=priority)
-        assert sides.device.stats()["second_attempts"] == 0
-
-
-@pytest.mark.slow
-def test_each_slot_is_filled_three_times(direction: int) -> None:
-    sides = Sides(testing.deterministic_device(6), 80 * MIB)
-    sides.run(plain(200 << 10, 1, 380, direction), path="burst")
-    assert sides.device.stats()["second_attempts"] == 0
-
-
-def test_a_block_larger_than_a_slot(device: kvswap.Device, direction: int) -> None:
-    sides = Sides(device, 128 * MIB)
-    assert sides.run(plain(28 * MIB + 5, 1, 1, direction), path="burst").path == "burst"
-    assert sides.run(plain(3 * MIB + 1, 2, 6, direction), path="burst").path == "burst"
+def test_slots_of_the_usual_size(device: kvswap.Device, direction: int, call: str) -> None:
+    sides = Sides(device, 40 * MIB)
+    for nbytes, tensors, count, together in ((200 << 10, 2, 90, True), (4096, 3, 2900, False), (9000, 64, 60, True)):
+        work = plain(nbytes, tensors, count, direction, together=together)
+        assert sides.run(work, call, path="burst").path == "burst"
 
 
 PARTS = {
@@ -252,7 +241,7 @@ def test_tables_come_and_go(sides: Sides, path: str, direction: int) -> None:
 
 
 def test_what_does_not_fit_beside_the_tables(device: kvswap.Device, direction: int) -> None:
-    """All tables are in use, and one more transfer takes all the room there is: rows, pairs and a segment a row."""
+    """All tables are in use, and one more transfer takes all the room there is: for rows and for pairs."""
     small, room = 40, 4000
     sides, stream = Sides(device, 2 * MIB), kvswap.Stream(device)
     works = [plain(5 + i, 2, 4, direction, begin=GUARD + i * room) for i in range(small)]
@@ -268,15 +257,8 @@ def test_what_does_not_fit_beside_the_tables(device: kvswap.Device, direction: i
     sides.check()
 
 
-def halves(direction: int, nbytes: int, count: int, number: int = 2, room: int = 4 * MIB) -> list[Work]:
-    """Transfers in parts of the buffers that have nothing to do with each other."""
-    works = [plain(nbytes, 2, count, direction, seed=i, begin=GUARD + i * room // number) for i in range(number)]
-    assert max(works[0].gpu.end, works[0].cpu.end) <= room // number
-    return works
-
-
 def test_two_bursts_of_one_direction(device: kvswap.Device, direction: int) -> None:
-    """From two streams: the second one waits for the ring, not the caller for anything."""
+    """From two streams: neither waits for the other."""
     sides, streams = Sides(device, 32 * MIB), [kvswap.Stream(device) for _ in range(2)]
     works = halves(direction, 8192, 900, room=sides.room)
     for turn in range(4):
@@ -338,11 +320,6 @@ def test_threads(device: kvswap.Device, path: str) -> None:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def pointers(buffer: Buffer, side: Side, ids: Ids) -> Ids:
-    """Of every block of every tensor, tensor by tensor."""
-    return np.concatenate([buffer.ptr + b + ids * s for b, s in zip(side.begins, side.strides, strict=True)])
-
-
 def store_and_load(device: kvswap.Device, path: str, on_stream: bool, nbytes: int, count: int) -> None:
     """The model writes blocks late; they are stored; it writes over them at once, and reads those late. Then they are
     loaded back, and it reads them at once. No call waits for anything."""
@@ -391,7 +368,8 @@ def test_late_producers_and_consumers_in_every_interleaving(path: str, on_stream
 
 # -- what the driver refuses ------------------------------------------------------------------------------------------
 
-OPERATIONS = ("copy", "copy_batch", "wait32", "write32", "fill", "launch", "event_record", "stream_wait", "event_query")
+OPERATIONS = ("copy", "copy_batch", "launch", "event_record", "stream_wait", "event_query", "pointer_query")
+MOST_CALLS = 70  # that a transfer of four bursts makes, and some more
 
 
 def outcome_of(sides: Sides, work: Work, transfer: kvswap.Transfer) -> str:
@@ -410,14 +388,16 @@ def outcome_of(sides: Sides, work: Work, transfer: kvswap.Transfer) -> str:
     return "lost" if failed.size else "done"
 
 
-def refuse(sides: Sides, work: Work, nth: int, operation: str, every: int = 0, **options: Any) -> str:
+def refuse(
+    sides: Sides, work: Work, nth: int, operation: str, every: int = 0, call: str = "swap", **options: Any
+) -> str:
     """What came of a burst whose nth call of the driver was refused; and that the next ones are none the worse."""
     device = sides.device
     sides.prepare(max(work.gpu.end, work.cpu.end))
     before = device.stats()
     try:
         with testing.fault(device, "call", "fail", operation=operation, nth=nth, every=every, code=33):
-            transfer = sides.swap(work, path="burst", **options)
+            transfer = CALLS[call](sides, work, path="burst", **options)
     except kvswap.DeviceError as error:
         assert error.code == 33
         device.synchronize(PATIENCE)
@@ -427,16 +407,11 @@ def refuse(sides: Sides, work: Work, nth: int, operation: str, every: int = 0, *
     else:
         outcome = outcome_of(sides, work, transfer)
         again = device.stats()["second_attempts"] - before["second_attempts"]
-        by_its_own_clock = device.name.startswith("host:seed")
-        told = f"{transfer.path}, {again} second attempts, {outcome}, {transfer.elapsed} s"
-        if by_its_own_clock or again == 0:  # else somebody's patience may have run out on a busy machine
-            assert again == (transfer.path == "dma"), told
-        if by_its_own_clock and again and outcome == "done":
-            assert transfer.elapsed is not None and 0 < transfer.elapsed < 0.2, f"the kernel was not told: {told}"
+        assert again == (transfer.path == "dma"), f"{transfer.path}, {again} second attempts, {outcome}"
         outcome = "again" if transfer.path == "dma" and outcome == "done" else outcome
         sides.prepare(sides.end)
         device.synchronize(PATIENCE)
-        sides.check("somebody wrote after the transfer's end")
+        sides.check("something was written after the transfer's end")
     for _ in range(2):
         assert sides.run(work, path="burst", **options).path == "burst"
     assert device.stats()["unfinished"] == 0
@@ -444,49 +419,46 @@ def refuse(sides: Sides, work: Work, nth: int, operation: str, every: int = 0, *
 
 
 @pytest.fixture(params=["threads", "seed 3", "seed 4"])
-def faulty(request: pytest.FixtureRequest, device: kvswap.Device) -> Sides:
-    """On the device under test and on deterministic ones."""
-    usable(device, "kernel")
+def faulty(request: pytest.FixtureRequest, tiny: kvswap.Device) -> Sides:
+    """On the device under test and on deterministic ones, in slots of which a transfer takes four."""
+    usable(tiny, "kernel")
     kind = str(request.param)
-    return Sides(device if kind == "threads" else testing.deterministic_device(int(kind[5:])), 8 * MIB)
+    return Sides(tiny if kind == "threads" else tiny_device(int(kind[5:])), MIB)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_nth_of_an_operation_is_refused(faulty: Sides, direction: int, operation: str) -> None:
-    outcomes = [refuse(faulty, four_fillings(direction), nth, operation) for nth in range(1, 11)]
+    outcomes = [refuse(faulty, four_bursts(direction), nth, operation) for nth in range(1, 24)]
     assert outcomes[-1] == "done", "there are more calls than the test goes through"
-    if operation in ("copy", "wait32", "write32", "fill", "launch", "event_record", "stream_wait"):
+    if operation in ("copy_batch", "launch", "event_record", "stream_wait"):
         assert "again" in outcomes, outcomes
 
 
 @pytest.mark.parametrize("on_stream", [False, True], ids=["None", "S"])
 def test_the_nth_call_is_refused(faulty: Sides, direction: int, on_stream: bool) -> None:
     options = {"stream": kvswap.Stream(faulty.device)} if on_stream else {}
-    outcomes = [refuse(faulty, four_fillings(direction), nth, "", **options) for nth in range(1, 56)]
+    outcomes = [refuse(faulty, four_bursts(direction), nth, "", **options) for nth in range(1, MOST_CALLS)]
     assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
-
-
-def test_a_turn_is_refused(faulty: Sides, direction: int) -> None:
-    """Each of its calls; and a kernel a turn, beside the one that would do it again."""
-    work = four_fillings(direction)
-    with turns(faulty.device, 2 * MIB) as priority:
-        launches = [refuse(faulty, work, nth, "launch", priority=priority) for nth in range(1, 7)]
-        assert launches == ["again"] * 5 + ["done"]
-        outcomes = [refuse(faulty, work, nth, "", priority=priority) for nth in range(1, 80)]
-        assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
-        for nth in range(1, 80, 3):
-            refuse(faulty, work, nth, "", every=1, priority=priority)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_is_refused_from_then_on(faulty: Sides, direction: int, operation: str) -> None:
-    for nth in range(1, 9):
-        refuse(faulty, four_fillings(direction), nth, operation, every=1)
+    for nth in range(1, 20):
+        refuse(faulty, four_bursts(direction), nth, operation, every=1)
 
 
 def test_all_is_refused_from_then_on(faulty: Sides, direction: int) -> None:
-    for nth in range(1, 56, 2):
-        refuse(faulty, four_fillings(direction), nth, "", every=1)
+    for nth in range(1, MOST_CALLS, 2):
+        refuse(faulty, four_bursts(direction), nth, "", every=1)
+
+
+def cheapest(device: kvswap.Device, name: str) -> None:
+    """Let AUTO find that path the fastest."""
+    costs = _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            cost["start"] = 1.0 if path == name else 1e9
+    _C._costs_use(device, costs)
 
 
 def test_a_device_that_is_full(path: str, direction: int) -> None:
@@ -507,26 +479,20 @@ def test_a_device_that_is_full(path: str, direction: int) -> None:
     assert sides.run(work).path == path
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_lists_are_refused_too(faulty: Sides, direction: int, nth: int) -> None:
+@pytest.mark.parametrize("call", ["batch", "move"])
+def test_lists_are_refused_too(faulty: Sides, direction: int, call: str) -> None:
     """By pointers: the kernel reads a list of pieces."""
-    work = four_fillings(direction)
-    for operation in ("copy", "launch", "wait32", "write32", "fill"):
-        faulty.prepare(max(work.gpu.end, work.cpu.end))
-        with testing.fault(faulty.device, "call", "fail", operation=operation, nth=nth, code=33):
-            transfer = faulty.batch(work, path="burst")
-        transfer.wait(PATIENCE)
-        carry_out(work, faulty.gpu_model, faulty.cpu_model)
-        faulty.check(f"{operation} {nth}")
+    outcomes = [refuse(faulty, four_bursts(direction), nth, "", call=call) for nth in range(1, MOST_CALLS)]
+    assert {"raised", "again"} <= set(outcomes) and outcomes[-1] == "done"
 
 
-def test_a_refusal_while_another_burst_is_on_its_way(direction: int) -> None:
-    """Three bursts on three streams, the first of them late. Whatever the driver refuses of the second one, the third
-    must not come into the ring before those before it have left it; if that cannot be told, it is not a burst."""
+def test_a_refusal_while_others_are_on_their_way(direction: int) -> None:
+    """Three transfers, of which the first is late. Whatever the driver refuses of the second one, the third must not
+    come into a slot before those before it have left it; if that cannot be told, it takes another path."""
     paths = []
-    for nth in range(1, 61):
+    for nth in range(1, MOST_CALLS):
         works = halves(direction, 70000, 6, number=3)
-        device = testing.deterministic_device(nth)
+        device = tiny_device(nth)
         sides, streams = Sides(device, 4 * MIB), [kvswap.Stream(device) for _ in works]
         sides.prepare(sides.room)
         with Gate(device) as gate:
@@ -537,24 +503,25 @@ def test_a_refusal_while_another_burst_is_on_its_way(direction: int) -> None:
                     transfers.append(sides.swap(works[1], path="burst", stream=streams[1]))
             except kvswap.DeviceError:
                 works[1:2] = []
-            transfers.append(sides.swap(works[-1], path="burst", stream=streams[2]))
+            with suppress(kvswap.QueueFull):  # of a lane whose copies can be told of by none
+                transfers.append(sides.swap(works[-1], path="burst", stream=streams[1 + nth % 2]))
+                paths.append(transfers[-1].path)
             gate.open()
             device.synchronize(PATIENCE)
-        for transfer, work in zip(transfers, works, strict=True):
+        for transfer, work in zip(transfers, works[: len(transfers)], strict=True):
             if transfer.error is None:
                 carry_out(work, sides.gpu_model, sides.cpu_model)
             else:
                 assert transfer is transfers[1] and len(works) == 3
                 sides.forget(work, np.arange(work.count))
         sides.check(f"call {nth}")
-        paths.append(transfers[-1].path)
-    assert set(paths) == {"burst", "kernel"} and paths[-1] == "burst", "some calls were not gone through"
+    assert set(paths) == {"burst", "kernel"}, "some calls were not gone through"
 
 
 def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int, one_stream: bool) -> bool:
     """The same blocks from two streams, or one, by a burst of which calls are refused and by plain copies; whether the
     second transfer was refused."""
-    sides, work = Sides(device, 9 * MIB), plain(16 << 10, 1, 220, direction)
+    sides, work = Sides(device, 2 * MIB), plain(8 << 10, 1, 120, direction)
     ids = np.arange(work.count)
     sides.prepare(max(work.gpu.end, work.cpu.end))
     pools = [
@@ -586,7 +553,7 @@ def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int,
 def test_who_comes_after_a_burst_that_nobody_can_wait_for(direction: int, operation: str, one_stream: bool) -> None:
     """Its copies may still be under way when all that could tell of them is over: whoever writes to the same blocks
     is refused, or comes after them."""
-    devices = [(nth, testing.deterministic_device(seed)) for nth in range(1, 9) for seed in (1, 2, 3)]
+    devices = [(nth, tiny_device(seed)) for nth in range(1, 24) for seed in (1, 2, 3)]
     refused = sum(write_twice(device, operation, nth, direction, one_stream) for nth, device in devices)
     assert refused > 0 or (one_stream and operation == "event_record")  # where all may be over by then
 
@@ -595,9 +562,9 @@ def test_who_comes_after_a_burst_that_nobody_can_wait_for(direction: int, operat
 def test_the_device_is_lost_on_the_way(direction: int, operation: str) -> None:
     """At whatever call: all that is unfinished fails, nothing hangs, and the device says that it is lost."""
     lost = 0
-    for nth in range(1, 30 if operation == "" else 7):
-        device = testing.deterministic_device(nth)
-        sides, work = Sides(device, 8 * MIB), four_fillings(direction)
+    for nth in range(1, MOST_CALLS if operation == "" else 24):
+        device = tiny_device(nth)
+        sides, work = Sides(device, MIB), four_bursts(direction)
         sides.prepare(max(work.gpu.end, work.cpu.end))
         before = sides.swap(work, path="burst")
         transfer = None
@@ -610,102 +577,15 @@ def test_the_device_is_lost_on_the_way(direction: int, operation: str) -> None:
             continue
         lost += 1
         for unfinished in (before, transfer):
-            if unfinished is None:
+            if unfinished is None or unfinished.state == "done":  # the first may have been over by then
+                assert unfinished is not transfer or transfer is None
                 continue
             with pytest.raises(kvswap.DeviceError):
                 unfinished.wait(PATIENCE)
             assert unfinished.failed_blocks.tolist() == list(range(work.count))
         with pytest.raises(kvswap.DeviceError, match="lost"):
             sides.swap(work, path="burst")
-    assert lost > 0 or operation in ("copy_batch", "event_query"), "no such call was made"
-
-
-# -- a burst that is given up -----------------------------------------------------------------------------------------
-
-
-def cheapest(device: kvswap.Device, name: str) -> None:
-    """Let AUTO find that path the fastest."""
-    costs = _C._costs_read(None)
-    for paths in (costs["d2h"], costs["h2d"]):
-        for path, cost in paths.items():
-            cost["start"] = 1.0 if path == name else 1e9
-    _C._costs_use(device, costs)
-
-
-def give_up(sides: Sides, work: Work, submit: Callable[[], kvswap.Transfer]) -> None:
-    """A burst that is given up is done again before its end, for whoever waits for it on the device too."""
-    device, stream, keys = sides.device, kvswap.Stream(sides.device), np.arange(work.count) % 7
-    gpu, cpu = (
-        (sides.gpu, sides.gpu_model, work.gpu, work.gpu_ids),
-        (sides.cpu, sides.cpu_model, work.cpu, work.cpu_ids),
-    )
-    (source, model, side, ids), (target, _, there, target_ids) = (cpu, gpu) if work.direction == H2D else (gpu, cpu)
-    for tensor, nbytes in enumerate(work.nbytes):
-        view(model, side, tensor, nbytes)[ids] = np.stack([pattern_bytes(key, nbytes) for key in range(7)])[keys]
-    source.put(model)
-    before = device.stats()["second_attempts"]
-    transfer = submit()
-    transfer.make_wait(stream)
-    jobs = [
-        check_pattern(device, target.ptr + begin + target_ids * stride, nbytes, keys, stream)
-        for begin, stride, nbytes in zip(there.begins, there.strides, work.nbytes, strict=True)
-    ]
-    assert [job.result(PATIENCE)[0] for job in jobs] == [0] * len(jobs)
-    transfer.wait(PATIENCE)
-    assert (transfer.path, transfer.state, transfer.failed_blocks.size) == ("burst", "done", 0)
-    carry_out(work, sides.gpu_model, sides.cpu_model)
-    sides.check("given up")
-    assert device.stats()["second_attempts"] == before + 1, "it was not given up: the test is none"
-
-
-def patience_runs_out(direction: int) -> Work:
-    """Blocks of a byte that lie apart on the host, more in one filling than the copy engine of a deterministic device
-    copies while the kernel waits patiently: by the device's clock each copy takes a microsecond."""
-    rng, count = np.random.default_rng(5), 280000
-    nbytes = (1, 31) if direction == D2H else (1,)
-    gpu, cpu = lay_out(nbytes, count, GUARD, 0, False), lay_out(nbytes, count, GUARD, 1, False)
-    ids = rng.permutation(count)
-    return Work(nbytes, gpu, cpu, ids, np.arange(count), direction)
-
-
-@pytest.mark.slow
-def test_a_burst_that_is_given_up(direction: int) -> None:
-    device = testing.deterministic_device(direction + 8)
-    sides, work = Sides(device, 10 * MIB), patience_runs_out(direction)
-    cheapest(device, "burst")
-    small = plain(64, 2, 40, direction)
-    assert sides.run(small).path == "burst"
-    sides.prepare(max(work.gpu.end, work.cpu.end))
-    give_up(sides, work, lambda: sides.swap(work, path="burst"))
-    for _ in range(3):
-        assert sides.run(small).path != "burst"  # it is known by now what becomes of bursts here
-        assert sides.run(small, path="burst").path == "burst"
-
-
-def be_held_up(name: str, direction: int, turn: int) -> None:
-    """At the first filling, or at the first one of the second turn, which has more fillings than the ring has slots."""
-    device, nth, count = kvswap.Device(name), 4 if turn else 1, 400 if turn else 100
-    sides, work = Sides(device, 64 * MIB), plain(128 << 10, 1, count, direction)
-    sides.prepare(max(work.gpu.end, work.cpu.end))
-
-    def submit() -> kvswap.Transfer:
-        with testing.fault(device, "call", "delay", operation="write32", nth=nth, delay=0.4):
-            return sides.swap(work, path="burst", priority=priority)
-
-    with turns(device, turn) as priority:
-        give_up(sides, work, submit)
-        for _ in range(3):
-            assert sides.run(work, path="burst", priority=priority).path == "burst"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, 25 * MIB], ids=["whole", "turns"])
-def test_a_caller_that_is_held_up_in_between(device: kvswap.Device, direction: int, turn: int) -> None:
-    """The kernel runs already, and those who would meet it are queued too late. In a process of its own, since AUTO
-    would take no burst on the device any more."""
-    usable(device, "kernel")
-    run = run_python(f"from test_copy_engine import be_held_up\nbe_held_up({device.name!r}, {direction}, {turn})")
-    assert run.returncode == 0, run.stderr
+    assert lost > 0 or operation in ("event_query", "pointer_query"), "no such call was made"
 
 
 # -- the environment --------------------------------------------------------------------------------------------------
@@ -764,10 +644,19 @@ def test_the_environment(device: kvswap.Device, environment: dict[str, str], ans
     assert run.stdout.splitlines() == [f"{path} {answer}" for path, answer in answers.items()]
 
 
-@pytest.mark.parametrize("other", ["dma", "kernel"])
-@pytest.mark.parametrize(("slower", "burst_taken"), [(1.03, True), (1.2, False)])
-def test_auto_bursts_many_copies(direction: int, other: str, slower: float, burst_taken: bool) -> None:
-    """They would hold up the caller, or the model: a burst that takes a little longer is taken."""
+@pytest.mark.parametrize(
+    ("other", "slower", "taken_of_few", "taken_of_many"),
+    [
+        ("dma", 1.03, "dma", "burst"),
+        ("dma", 1.2, "dma", "dma"),
+        ("kernel", 1.005, "burst", "burst"),
+        ("kernel", 1.2, "kernel", "kernel"),
+    ],
+)
+def test_auto_bursts_many_copies(
+    direction: int, other: str, slower: float, taken_of_few: str, taken_of_many: str
+) -> None:
+    """Many copies hold up the caller, and a kernel the model: a burst that takes a little longer is taken."""
     device = testing.deterministic_device(1)
     sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
     for paths in (costs["d2h"], costs["h2d"]):
@@ -784,7 +673,7 @@ def test_auto_bursts_many_copies(direction: int, other: str, slower: float, burs
         return sides.run(replace(plain(4096, 1, count, direction), gpu_ids=ids, cpu_ids=np.arange(count))).path
 
     _C._costs_use(device, costs)
-    assert [taken(500), taken(2000)] == [other, "burst" if burst_taken else other]
+    assert [taken(500), taken(2000)] == [taken_of_few, taken_of_many]
 
 
 def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:

@@ -6,7 +6,8 @@ and the calls that move blocks between the real ones."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import kvswap
 Ids = NDArray[Any]
 
 D2H, H2D = 0, 1
+TINY = 128 << 10  # the smallest slot that there may be
 GUARD = 96
 ENTRIES = 3000  # rows of blocks of one transfer, unless a test says otherwise
 MIB = 1 << 20
@@ -139,10 +141,38 @@ def plain(
     )
 
 
+def four_bursts(direction: int) -> Work:
+    """In tiny slots, of which there are fewer; each of several copies."""
+    return plain(4 << 10, 1, 110, direction)
+
+
+def halves(direction: int, nbytes: int, count: int, number: int = 2, room: int = 4 * MIB) -> list[Work]:
+    """Transfers in parts of the buffers that have nothing to do with each other."""
+    works = [plain(nbytes, 2, count, direction, seed=i, begin=GUARD + i * room // number) for i in range(number)]
+    assert max(works[0].gpu.end, works[0].cpu.end) <= room // number
+    return works
+
+
+@contextmanager
+def tiny_slots(device: kvswap.Device, count: int = 2) -> Iterator[None]:
+    """Slots so small that small transfers are many bursts; afterwards those with which a device is opened."""
+    before = device.info["slots_nbytes"] // 8  # a direction has three slots, and two of half as much
+    device.set_slots(TINY, count, timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        device.set_slots(before, 3, timeout=PATIENCE)
+
+
 def view(buffer: Bytes, side: Side, tensor: int, nbytes: int) -> Bytes:
     """As [block, byte]."""
     begin, stride = side.begins[tensor], side.strides[tensor]
     return np.lib.stride_tricks.as_strided(buffer[begin:], (side.blocks, nbytes), (stride, 1))
+
+
+def pointers(buffer: Buffer, side: Side, ids: Ids) -> Ids:
+    """Of every block of every tensor, tensor by tensor."""
+    return np.concatenate([buffer.ptr + b + ids * s for b, s in zip(side.begins, side.strides, strict=True)])
 
 
 def carry_out(work: Work, gpu: Bytes, cpu: Bytes, kept: Ids | None = None) -> None:
