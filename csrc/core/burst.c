@@ -100,6 +100,7 @@ void kvs_slots_open(struct kvs_engine *engine) {
     snprintf(engine->burst_note, sizeof engine->burst_note,
              "slots of %" PRIu64 " MiB instead of %" PRIu64 ": the device has no more memory free", nbytes >> 20,
              wanted >> 20);
+  atomic_store(&engine->bursts, !why);
 }
 
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine) {
@@ -171,11 +172,14 @@ static int resize_locked(const struct resizing *r, struct kvs_error *err) {
   kvs_racecheck_internal(before);
   if (!over) return kvs_fail(err, KVS_NOT_READY, "bursts are under way");
   kvs_slots_close(engine);
-  engine->burst_note[0] = 0;
   int status = r->slot_nbytes ? open_all(engine, r->slot_nbytes, r->count, err) : KVS_OK;
-  if (!engine->slots[0][0].nbytes)
-    snprintf(engine->burst_note, sizeof engine->burst_note, "%.150s",
-             status ? err->message : "its slots were given back");
+  bool bursts = r->slot_nbytes && !status;
+  if (bursts) atomic_store(&engine->bursts, true); /* others may submit meanwhile: a reason is there while it is off */
+  snprintf(engine->burst_note, sizeof engine->burst_note, "%.150s",
+           bursts   ? ""
+           : status ? err->message
+                    : "its slots were given back");
+  atomic_store(&engine->bursts, bursts);
   return status;
 }
 
@@ -210,7 +214,7 @@ int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsign
 }
 
 const char *kvs_reason_against_burst(const struct kvs_engine *engine) {
-  return engine->slots[0][0].nbytes ? NULL : engine->burst_note;
+  return atomic_load(&engine->bursts) ? NULL : engine->burst_note;
 }
 
 /* -- preparing ------------------------------------------------------------------------------------------------- */

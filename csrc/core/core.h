@@ -126,6 +126,7 @@ struct kvs_engine {
   char costs_note[240]; /* where they are from */
   struct kvs_tables tables;
   struct kvs_slots slots[2][KVS_SLOT_SETS]; /* by direction */
+  atomic_bool bursts;                       /* there are slots, or others in a moment */
   char burst_note[160];                     /* why there are none, or fewer than wanted; else empty */
 
   pthread_mutex_t lock;

@@ -118,23 +118,23 @@ static const char *reason_against_kernel(const struct kvs_engine *engine) {
   return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
 }
 
-/* A slot holds whole rows, and has the host on one side. */
+/* A slot has the host on one side. */
 static bool may_burst(const struct kvs_submission *s) {
-  const struct kvs_rows *rows = &s->work->scratch->rows;
-  if (s->peer || s->work->direction == KVS_OTHER_DIRECTION || kvs_reason_against_burst(s->engine)) return false;
-  for (size_t i = 0; s->work->layered && i < rows->count; i++)
-    if (rows->items[i].nbytes > s->engine->slots[s->work->direction][KVS_SLOT_SETS - 1].slot_nbytes) return false;
-  return true;
-}
-
-static bool take_slots(struct kvs_submission *s) {
-  if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
-  return s->slots != NULL;
+  return !s->peer && s->work->direction != KVS_OTHER_DIRECTION && !kvs_reason_against_burst(s->engine);
 }
 
 static void release_slots(struct kvs_submission *s) {
   if (s->slots) pthread_mutex_unlock(&s->slots->lock);
   s->slots = NULL;
+}
+
+/* A slot holds whole rows where layers keep them from being cut. Its size is known once the slots are locked. */
+static bool take_slots(struct kvs_submission *s) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
+  for (size_t i = 0; s->slots && s->work->layered && i < rows->count; i++)
+    if (rows->items[i].nbytes > s->slots->slot_nbytes) release_slots(s);
+  return s->slots != NULL;
 }
 
 /* What a transfer is predicted to take, in nanoseconds. A kernel keeps the pace at which a model beside it does not
