@@ -160,7 +160,7 @@ def moves(t: Tools) -> None:
 
     gpu, cpu = t.pools
     parts = [(0, 0, 0, 2, 8, 16), (0, 1, 32, 1, 8, 0)]
-    for path in ("auto", "dma", "kernel"):
+    for path in ("auto", "dma", "burst", "kernel"):
         go(gpu, cpu, t.ids, t.back, path=path)
     go([gpu], (cpu,), [1, 2], [3, 4], parts=parts, layer_events=True, after_layers=[None, t.event], stream=t.stream)
     go(gpu, cpu, [1], [2], parts=[(0, 0, 60, 1, 8, 0)])
@@ -273,6 +273,7 @@ TABLE: Rows = {
     "Device.alloc": lambda t: t.alloc(),
     "Device.register": lambda t: t.register(),
     "Device.unregister": lambda t: t.register(),
+    "Device.set_slots": lambda t: slots(t),
     "Device.stats": lambda t: t.device.stats(),
     "Memory": lambda t: (np.frombuffer(t.memory, np.uint8), memoryview(t.memory), repr(t.memory), np.asarray(t.memory)),
     "Memory.ptr": lambda t: t.memory.ptr,
@@ -354,7 +355,6 @@ TABLE: Rows = {
     "testing.fault": lambda t: fault(t),
     "testing.file_fault": lambda t: files(t),
     "testing.delay": lambda t: (testing.delay(t.device, 0, t.stream), t.wrong(lambda: testing.delay(t.device, -1, 0))),
-    "testing.set_burst_turn": lambda t: (testing.set_burst_turn(t.device, 0), t.wrong(lambda: turn(t))),
     "testing.set_lane_depth": lambda t: (testing.set_lane_depth(t.device, 128), t.wrong(lambda: depth(t))),
 }
 
@@ -380,8 +380,18 @@ def depth(t: Tools) -> None:
     testing.set_lane_depth(t.device, 0)
 
 
-def turn(t: Tools) -> None:
-    testing.set_burst_turn(t.device, -1)
+def slots(t: Tools) -> None:
+    """Other ones, none, none of a size that is refused, and those of before; with a transfer through each."""
+    before = t.device.info["slots_nbytes"] // 8  # a direction has three slots, and two of half as much
+    for arguments in ((128 << 10, 2), (0,), (before, 3)):
+        t.device.set_slots(*arguments)
+        with suppress(*WRONG):
+            t.finish(t.cache.swap, [1], [2], path="burst")
+    t.wrong(lambda: t.device.set_slots(1))
+    refused = testing.fault(t.device, "call", "fail", operation="event_create", nth=3)
+    with refused, suppress(*WRONG):
+        t.device.set_slots(128 << 10, 4)
+    t.device.set_slots(before, 3)
 
 
 def capture(t: Tools) -> None:

@@ -554,7 +554,8 @@ def test_host_memory_where_gpu_memory_belongs(cache: Cache) -> None:
         (lambda d: kvswap.Device("cuda:4000"), kvswap.Error, "."),
         (lambda d: _C._set_lane_depth(d, 0), ValueError, "depth"),
         (lambda d: _C._set_lane_depth(d, 65537), ValueError, "depth"),
-        (lambda d: _C._set_burst_turn(d, -1), ValueError, "nbytes"),
+        (lambda d: d.set_slots(1), ValueError, "3 slots of 1 bytes: 2 to 8 of a multiple of 128 KiB"),
+        (lambda d: d.set_slots(None), TypeError, "slot_nbytes.*None"),
     ],
 )
 def test_wrong_calls(
