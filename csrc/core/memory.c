@@ -414,6 +414,17 @@ int kvs_scratch_mark(struct kvs_scratch *scratch, size_t index, bool rows, struc
   return KVS_OK;
 }
 
+int kvs_scratch_reserve_ids(struct kvs_scratch *scratch, size_t count, struct kvs_error *err) {
+  if (count <= scratch->ids_capacity) return KVS_OK;
+  size_t capacity = count < SIZE_MAX / 16 ? 2 * count : count;
+  int64_t *room = capacity < SIZE_MAX / 8 ? malloc(capacity * sizeof *room) : NULL;
+  if (!room) return kvs_fail(err, KVS_NOMEM, "no memory for a list of %zu entries", count);
+  free(scratch->ids);
+  scratch->ids = room;
+  scratch->ids_capacity = capacity;
+  return KVS_OK;
+}
+
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error *err) {
   pthread_mutex_lock(&engine->cache_lock);
   struct kvs_scratch *scratch = engine->scratch;

@@ -179,16 +179,12 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const s
 }
 
 /* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
-static int copy_ids(struct kvs_scratch *scratch, struct kvs_ids *ids, size_t at, struct kvs_error *err) {
-  if (at + ids->count > scratch->ids_capacity) {
-    size_t capacity = at + 2 * ids->count;
-    int64_t *grown = realloc(scratch->ids, capacity * sizeof *grown);
-    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %zu block ids", capacity);
-    scratch->ids = grown;
-    scratch->ids_capacity = capacity;
-  }
-  int64_t *copy = scratch->ids + at;
-  kvs_ids_copy(ids, copy);
+static int copy_ids(struct kvs_scratch *scratch, const struct kvs_ids *gpu, const struct kvs_ids *cpu,
+                    struct kvs_error *err) {
+  int status = kvs_scratch_reserve_ids(scratch, gpu->count + cpu->count, err);
+  if (status) return status;
+  kvs_ids_copy(gpu, scratch->ids);
+  kvs_ids_copy(cpu, scratch->ids + gpu->count);
   return KVS_OK;
 }
 
@@ -216,8 +212,7 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                           .call = &call,
                           .nlayers = ntensors};
   for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu.count;
-  status = copy_ids(scratch, &gpu, 0, err);
-  if (!status) status = copy_ids(scratch, &cpu, gpu.count, err);
+  status = copy_ids(scratch, &gpu, &cpu, err);
   gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};
   work.src_slots = scratch->ids + (direction == KVS_D2H ? 0 : gpu.count);
@@ -237,6 +232,23 @@ struct batch_call {
   bool one_size;
   size_t count;
 };
+
+/* As ids, the caller's lists are read once: what is checked is what is planned, also when a plan is made again. */
+static int copy_batch(struct kvs_scratch *scratch, struct batch_call *call, struct kvs_error *err) {
+  size_t count = call->count, sizes = call->one_size ? 1 : count;
+  if (count > UINT32_MAX)
+    return kvs_fail(err, KVS_INVALID, "%zu copies in one call; the limit is %u", count, UINT32_MAX);
+  int status = kvs_scratch_reserve_ids(scratch, 2 * count + sizes, err);
+  if (status) return status;
+  uint64_t *src = (uint64_t *)scratch->ids, *dst = src + count, *nbytes = dst + count;
+  if (count) memcpy(src, call->src, count * sizeof *src);
+  if (count) memcpy(dst, call->dst, count * sizeof *dst);
+  if (sizes) memcpy(nbytes, call->nbytes, sizes * sizeof *nbytes);
+  call->src = src;
+  call->dst = dst;
+  call->nbytes = nbytes;
+  return KVS_OK;
+}
 
 static int plan_batch(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
   const struct batch_call *call = arg;
@@ -289,7 +301,6 @@ enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct k
   return KVS_OTHER_DIRECTION;
 }
 
-/* On the planned copies, which were made in one reading of the caller's lists. */
 static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
                        struct kvs_error *err) {
   const struct kvs_copies *copies = &scratch->copies;
@@ -330,11 +341,12 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
                           .watch = kvs_watch_copies,
                           .call = &call};
   status = kvs_check_layer_options(&options, 0, err);
+  if (!status) status = copy_batch(scratch, &call, err);
   if (!status) status = plan_batch(&call, KVS_FORM_COPIES, scratch, err);
   if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
     scratch->copies.count = 0;
-    status = kvs_plan_batch(src, dst, nbytes, one_size, count, false, &scratch->copies, err);
+    status = kvs_plan_batch(call.src, call.dst, call.nbytes, one_size, count, false, &scratch->copies, err);
     if (!status) status = cover_batch(engine, scratch, &work.direction, err);
   }
   for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];

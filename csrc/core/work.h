@@ -18,7 +18,7 @@ struct kvs_layer_end {
 
 /* Working memory of one submitting call. */
 struct kvs_scratch {
-  int64_t *ids; /* both lists as they were at the call: the caller's arrays are read once */
+  int64_t *ids; /* the caller's lists of ids, or of pointers and sizes, as they were when they were read, once */
   size_t ids_capacity;
   struct kvs_copies copies, single; /* merged; one entry a block, made only when something was refused */
   struct kvs_rects rects;           /* of copies: those that are rows at a pitch */
@@ -133,6 +133,7 @@ enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
 int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
                      const struct kvs_side *, struct kvs_error *);
 
+int kvs_scratch_reserve_ids(struct kvs_scratch *, size_t count, struct kvs_error *); /* contents are not kept */
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
 void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
 /* Layer `index` ends where the lists end now, as far as they are of that form; rows: of the rows. */

@@ -2,6 +2,8 @@
  * what differs between the functions is in their struct swap_kind. */
 #include "options.h"
 
+#include <string.h>
+
 enum batch { SRC_PTRS, DST_PTRS, SIZES, BATCH };
 enum cache {
   GPU_PTR,
@@ -64,6 +66,18 @@ static void swap_clear(struct swap_call *call) {
 
 /* -- lists of pointers --------------------------------------------------------------------------------------------- */
 
+/* Sizes that tensors' own are held against must still be the same when the core reads them. */
+static int keep_sizes(struct kvs_py_list *sizes) {
+  uint64_t *copy;
+  PyObject *array = kvs_py_uint64_array(sizes->count, &copy);
+  if (array == NULL) return -1;
+  memcpy(copy, sizes->data, sizes->count * sizeof *copy);
+  Py_XDECREF(sizes->keep);
+  sizes->data = copy;
+  sizes->keep = array;
+  return 0;
+}
+
 static int check_limits(const struct kvs_py_list *ptrs, const struct kvs_py_list *sizes, const char *name) {
   for (size_t i = 0; ptrs->limits != NULL && i < ptrs->count; ++i) {
     uint64_t size = sizes->data[sizes->one ? 0 : i];
@@ -85,6 +99,8 @@ static int read_batch(struct swap_call *call, const struct swap_kind *kind) {
   if (kvs_py_numbers(call->state, call->values[SIZES], "sizes", sizes) < 0) return -1;
   if (kvs_py_same_length("dst_ptrs", call->ptrs[1].count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
   if (!sizes->one && kvs_py_same_length("sizes", sizes->count, "src_ptrs", call->ptrs[0].count) < 0) return -1;
+  bool limited = call->ptrs[0].limits != NULL || call->ptrs[1].limits != NULL;
+  if (limited && !sizes->one && keep_sizes(sizes) < 0) return -1;
   if (check_limits(&call->ptrs[0], sizes, "src_ptrs") < 0) return -1;
   return check_limits(&call->ptrs[1], sizes, "dst_ptrs");
 }
