@@ -352,6 +352,26 @@ def test_sizes_of_tensors_are_checked(kind: str) -> None:
         swap(KINDS[kind](cache()[0].copy()), cache())
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_a_tensor_without_a_stride_has_its_blocks_and_nothing_else(many: bool) -> None:
+    """Elements given for bytes would move half of each block, from and to half the right offset."""
+    gpu, cpu = np.ones((BLOCKS, NBYTES), np.float16), np.zeros((BLOCKS, NBYTES), np.float16)
+    call = kvswap.swap_cache_all_layers if many else kvswap.swap_cache_per_layer
+    sides: Any = ([gpu], [cpu]) if many else (gpu, cpu)
+    name = r"gpu_ptrs\[0\]" if many else "gpu_ptr"
+    with pytest.raises(ValueError, match=rf"{name} is a tensor of 8192 bytes.* need 4096: .*512 bytes.*in elements"):
+        call(*sides, NBYTES, BLOCKS, BLOCKS, [3], [5], 0, device="host:0")
+    for blocks in (BLOCKS - 1, BLOCKS + 1, 0):
+        with pytest.raises(ValueError, match="name a stride"):
+            call(*sides, 2 * NBYTES, blocks, BLOCKS, [3], [5], 0, device="host:0")
+    with pytest.raises(ValueError, match=rf"{name.replace('gpu', 'cpu')} is a tensor of"):
+        call(*sides, NBYTES, BLOCKS, BLOCKS, [3], [5], 0, gpu_stride=NBYTES, device="host:0")
+    assert not cpu.any()
+    call(*sides, 2 * NBYTES, BLOCKS, BLOCKS, [3], [5], 0, device="host:0")
+    assert (np.flatnonzero(cpu.any(axis=1)) == [5]).all()
+    call(*sides, NBYTES, BLOCKS, BLOCKS, [0], [0], 0, gpu_stride=2 * NBYTES, cpu_stride=2 * NBYTES, device="host:0")
+
+
 @pytest.mark.parametrize("kind", ["array", "dlpack", "dlpack, unversioned", "array interface", "buffer"])
 def test_read_only_tensors_are_sources_only(kind: str) -> None:
     gpu, cpu = cache(), np.zeros((BLOCKS, NBYTES), np.uint8)

@@ -2,6 +2,7 @@
  * what differs between the functions is in their struct swap_kind. */
 #include "options.h"
 
+#include <stdio.h>
 #include <string.h>
 
 enum batch { SRC_PTRS, DST_PTRS, SIZES, BATCH };
@@ -176,17 +177,37 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
 
 static uint64_t number_at(const struct kvs_py_list *list, size_t i) { return list->data[list->one ? 0 : i]; }
 
-/* A tensor whose size is known must hold all the blocks that it is said to have. */
+/* Without a stride the blocks follow each other, so a tensor of another size is a mistake: often the elements of a
+ * block are counted for its bytes. */
+static int refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
+                       uint64_t needed) {
+  char hint[120] = "name a stride if other bytes lie between or behind them";
+  uint64_t block = blocks != 0 && limit % blocks == 0 ? limit / blocks : 0;
+  if (block > nbytes && nbytes != 0 && block % nbytes == 0 && block / nbytes <= 16)
+    snprintf(hint, sizeof hint, "a block of the tensor has %llu bytes: is block_nbytes in elements?",
+             (unsigned long long)block);
+  return kvs_py_complain(PyExc_ValueError, name, index,
+                         "is a tensor of %llu bytes, but %llu blocks of %llu bytes without a stride need %llu: %s",
+                         (unsigned long long)limit, (unsigned long long)blocks, (unsigned long long)nbytes,
+                         (unsigned long long)needed, hint);
+}
+
+/* A tensor whose size is known must hold all the blocks that it is said to have and, without a stride, nothing else. */
 static int check_cover(const struct kvs_py_list *ptrs, size_t i, const char *name, bool many, uint64_t blocks,
                        uint64_t stride, uint64_t nbytes) {
   uint64_t limit = ptrs->limits == NULL ? UINT64_MAX : ptrs->limits[i];
   uint64_t needed = 0;
-  if (limit == UINT64_MAX || blocks == 0) return 0;
-  if (stride == 0) stride = nbytes;
+  Py_ssize_t index = many ? (Py_ssize_t)i : -1;
+  if (limit == UINT64_MAX) return 0;
+  if (stride == 0) {
+    if (__builtin_mul_overflow(blocks, nbytes, &needed)) needed = UINT64_MAX;
+    return needed == limit ? 0 : refuse_size(name, index, limit, blocks, nbytes, needed);
+  }
+  if (blocks == 0) return 0;
   if (__builtin_mul_overflow(blocks - 1, stride, &needed) || __builtin_add_overflow(needed, nbytes, &needed))
     needed = UINT64_MAX;
   if (needed <= limit) return 0;
-  return kvs_py_complain(PyExc_ValueError, name, many ? (Py_ssize_t)i : -1,
+  return kvs_py_complain(PyExc_ValueError, name, index,
                          "is a tensor of %llu bytes, but %llu blocks of %llu bytes at stride %llu need %llu",
                          (unsigned long long)limit, (unsigned long long)blocks, (unsigned long long)nbytes,
                          (unsigned long long)stride, (unsigned long long)needed);
@@ -298,6 +319,7 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
   "done().\n" KVS_PY_CHECKED_DOC
 #define CACHE_DOC                                                                                                      \
   "Block i of a tensor lies at its pointer + i * stride bytes (stride None: block_nbytes) and is block_nbytes long.\n" \
+  "A tensor without a stride has exactly its number of blocks * block_nbytes bytes.\n"                                 \
   "gpu_block_ids, cpu_block_ids: int32 or int64 arrays (n,), or sequences of ints, of one length.\n"                   \
   "direction: 0 or Direction.D2H, 1 or Direction.H2D.\n"
 
