@@ -28,6 +28,7 @@ int main(int argc, char **argv) {
   struct kvs_tensor tensor = {.gpu = 1ull << 40, .cpu = 1ull << 44, .nbytes = size, .gpu_blocks = n, .cpu_blocks = n};
   struct kvs_plan_scratch scratch = {0};
   struct kvs_copies copies = {0};
+  struct kvs_plan_bounds bounds;
   struct kvs_error err;
   double plan[RUNS], check[RUNS], batch[RUNS];
   permute(gpu, n, &state);
@@ -48,9 +49,10 @@ int main(int argc, char **argv) {
     plan[at] = t1 - t0;
     copies.count = 0;
     t0 = now_ns();
-    status = kvs_plan_batch(src, dst, &size, true, n, true, &copies, &err);
+    status = kvs_plan_batch(src, dst, &size, true, n, true, &copies, &bounds, &err);
     t1 = now_ns();
-    status = status || kvs_plan_check_disjoint(&copies, &(struct kvs_plan_naming){.entry = "entry"}, &scratch, &err);
+    status = status ||
+             kvs_plan_check_disjoint(&copies, &bounds, &(struct kvs_plan_naming){.entry = "entry"}, &scratch, &err);
     double t2 = now_ns();
     if (status) return fprintf(stderr, "%s\n", err.message), 1;
     batch[at] = t1 - t0;

@@ -27,14 +27,15 @@ bool kvs_may_cross_seams(const struct kvs_regions *regions) {
 }
 
 /* Merged copies are fewer to check; where they overlap, the list is made again unmerged to name the entries. */
-static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_work *work, const char *entry, size_t ntensors,
-                          struct kvs_error *err) {
+static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_plan_bounds *bounds,
+                          const struct kvs_work *work, const char *entry, size_t ntensors, struct kvs_error *err) {
   struct kvs_plan_naming naming = {.entry = entry};
-  int status = kvs_plan_check_disjoint(&scratch->copies, &naming, &scratch->plan, err);
+  int status = kvs_plan_check_disjoint(&scratch->copies, bounds, &naming, &scratch->plan, err);
   if (status != KVS_INVALID) return status;
   if (work->plan(work->call, KVS_FORM_SINGLE, scratch, err)) return err->status;
   naming.per_tensor = ntensors ? scratch->single.count / ntensors : 0;
-  (void)kvs_plan_check_disjoint(&scratch->single, &naming, &scratch->plan, err);
+  const struct kvs_plan_bounds single = kvs_plan_find_bounds(&scratch->single);
+  (void)kvs_plan_check_disjoint(&scratch->single, &single, &naming, &scratch->plan, err);
   return err->status;
 }
 
@@ -172,7 +173,8 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const s
                                 &scratch->plan, err);
   if (!status && !disjoint) {
     status = plan_tensors(call, 0, call->ntensors, true, &scratch->copies, err);
-    if (!status) status = check_disjoint(scratch, work, "block", call->ntensors, err);
+    const struct kvs_plan_bounds bounds = kvs_plan_find_bounds(&scratch->copies);
+    if (!status) status = check_disjoint(scratch, &bounds, work, "block", call->ntensors, err);
     scratch->copies.count = 0;
   }
   return status ? status : find_shape(engine, work, call, options, err);
@@ -233,6 +235,12 @@ struct batch_call {
   size_t count;
 };
 
+static int list_copies(const struct batch_call *call, bool merge, struct kvs_copies *copies,
+                       struct kvs_plan_bounds *bounds, struct kvs_error *err) {
+  copies->count = 0;
+  return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, bounds, err);
+}
+
 /* As ids, the caller's lists are read once: what is checked is what is planned, also when a plan is made again. */
 static int copy_batch(struct kvs_scratch *scratch, struct batch_call *call, struct kvs_error *err) {
   size_t count = call->count, sizes = call->one_size ? 1 : count;
@@ -251,11 +259,9 @@ static int copy_batch(struct kvs_scratch *scratch, struct batch_call *call, stru
 }
 
 static int plan_batch(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
-  const struct batch_call *call = arg;
+  struct kvs_plan_bounds unused;
   bool merge = form != KVS_FORM_SINGLE;
-  struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
-  copies->count = 0;
-  return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, err);
+  return list_copies(arg, merge, merge ? &scratch->copies : &scratch->single, &unused, err);
 }
 
 /* Entries whose places on the host follow one another are one run; they go in the order given. */
@@ -301,8 +307,8 @@ enum kvs_direction kvs_direction_of(const struct kvs_region *src, const struct k
   return KVS_OTHER_DIRECTION;
 }
 
-static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
-                       struct kvs_error *err) {
+static int cover_each(struct kvs_engine *engine, struct kvs_scratch *scratch, enum kvs_direction *direction,
+                      struct kvs_error *err) {
   const struct kvs_copies *copies = &scratch->copies;
   struct kvs_region src = {.nbytes = 0}, dst = {.nbytes = 0};
   *direction = KVS_OTHER_DIRECTION;
@@ -323,10 +329,30 @@ static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, e
   return KVS_OK;
 }
 
+static bool within(const struct kvs_region *region, uint64_t low, uint64_t high) {
+  return kvs_region_holds(region, low) && high - low <= region->nbytes - (low - region->base);
+}
+
+/* What holds for the first copy's two regions holds for all that lie in them. */
+static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_plan_bounds *bounds,
+                       enum kvs_direction *direction, struct kvs_error *err) {
+  struct kvs_copies *copies = &scratch->copies;
+  size_t count = copies->count;
+  if (count > 1) copies->count = 1;
+  int status = cover_each(engine, scratch, direction, err);
+  copies->count = count;
+  if (status || count <= 1) return status;
+  const struct kvs_region *src = kvs_regions_find(&scratch->regions, copies->src[0]);
+  const struct kvs_region *dst = kvs_regions_find(&scratch->regions, copies->dst[0]);
+  if (within(src, bounds->src_low, bounds->src_high) && within(dst, bounds->dst_low, bounds->dst_high)) return KVS_OK;
+  return cover_each(engine, scratch, direction, err);
+}
+
 int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
                    bool one_size, size_t count, const struct kvs_options *given, struct kvs_transfer **transfer,
                    struct kvs_error *err) {
   struct batch_call call = {src, dst, nbytes, one_size, count};
+  struct kvs_plan_bounds bounds;
   struct kvs_options options;
   int status = kvs_open_for_work(engine, err);
   if (status) return status;
@@ -342,18 +368,17 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
                           .call = &call};
   status = kvs_check_layer_options(&options, 0, err);
   if (!status) status = copy_batch(scratch, &call, err);
-  if (!status) status = plan_batch(&call, KVS_FORM_COPIES, scratch, err);
-  if (!status) status = cover_batch(engine, scratch, &work.direction, err);
+  if (!status) status = list_copies(&call, true, &scratch->copies, &bounds, err);
+  if (!status) status = cover_batch(engine, scratch, &bounds, &work.direction, err);
   if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
-    scratch->copies.count = 0;
-    status = kvs_plan_batch(call.src, call.dst, call.nbytes, one_size, count, false, &scratch->copies, err);
-    if (!status) status = cover_batch(engine, scratch, &work.direction, err);
+    status = list_copies(&call, false, &scratch->copies, &bounds, err);
+    if (!status) status = cover_batch(engine, scratch, &bounds, &work.direction, err);
   }
-  for (size_t i = 0; i < scratch->copies.count; i++) work.nbytes += scratch->copies.nbytes[i];
-  if (!status) status = check_disjoint(scratch, &work, "entry", 0, err);
+  if (!status) work.nbytes = bounds.total;
+  if (!status) status = check_disjoint(scratch, &bounds, &work, "entry", 0, err);
   if (!status && kvs_may_cross_seams(&scratch->regions))
     status = kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
-  find_batch_shape(&work);
+  if (!status) find_batch_shape(&work);
   if (!status) status = kvs_submit(engine, &work, &options, transfer, err);
   kvs_scratch_put(engine, scratch);
   return status;

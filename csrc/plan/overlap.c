@@ -222,57 +222,61 @@ static int check_sources(const struct kvs_copies *copies, const struct kvs_span 
   return KVS_OK;
 }
 
-struct bounds {
-  uint64_t low, high, smallest, total; /* of the destinations */
-  bool apart_from_sources;
-};
-
-static struct bounds find_bounds(const struct kvs_copies *copies) {
-  struct bounds b = {.low = UINT64_MAX, .smallest = UINT64_MAX};
-  uint64_t src_low = UINT64_MAX, src_high = 0;
+struct kvs_plan_bounds kvs_plan_find_bounds(const struct kvs_copies *copies) {
+  struct kvs_plan_bounds b = {.src_low = UINT64_MAX, .dst_low = UINT64_MAX, .smallest = UINT64_MAX};
   for (size_t i = 0; i < copies->count; i++) {
     uint64_t dst = copies->dst[i], src = copies->src[i], nbytes = copies->nbytes[i];
-    if (dst < b.low) b.low = dst;
-    if (dst + nbytes > b.high) b.high = dst + nbytes;
-    if (src < src_low) src_low = src;
-    if (src + nbytes > src_high) src_high = src + nbytes;
+    if (dst < b.dst_low) b.dst_low = dst;
+    if (dst + nbytes > b.dst_high) b.dst_high = dst + nbytes;
+    if (src < b.src_low) b.src_low = src;
+    if (src + nbytes > b.src_high) b.src_high = src + nbytes;
     if (nbytes < b.smallest) b.smallest = nbytes;
     b.total += nbytes;
   }
-  b.apart_from_sources = src_high <= b.low || b.high <= src_low;
+  if (copies->count == 0) b.src_low = b.dst_low = 0;
   return b;
 }
 
 enum { BITS_A_BLOCK = 64 }; /* how sparse destinations may lie before sorting is cheaper than clearing the bits */
 
+/* nbytes / unit where that is exact; else, or where it is beyond 2^50, a number that does not give nbytes back. A
+ * division takes several times as long. */
+static uint64_t units_in(uint64_t nbytes, double inverse) {
+  double units = (double)(int64_t)nbytes * inverse + 0.5;
+  return units < (double)(1ll << 50) ? (uint64_t)(int64_t)units : 0;
+}
+
 /* Blocks of one size on its multiples, which is what pools are: a bit a block proves them apart without sorting. False
  * proves nothing. */
-static bool apart_on_a_grid(const struct kvs_copies *copies, struct kvs_plan_scratch *scratch) {
-  struct bounds b = find_bounds(copies);
-  uint64_t unit = b.smallest, bits = (b.high - b.low) / unit + 1;
+static bool apart_on_a_grid(const struct kvs_copies *copies, const struct kvs_plan_bounds *b,
+                            struct kvs_plan_scratch *scratch) {
+  uint64_t unit = b->smallest, bits = (b->dst_high - b->dst_low) / unit + 1;
+  bool apart = b->src_high <= b->dst_low || b->dst_high <= b->src_low; /* sources from destinations */
+  double inverse = 1.0 / (double)unit;
   struct kvs_error ignored;
-  if (!b.apart_from_sources || bits / BITS_A_BLOCK > b.total / unit) return false;
-  size_t words = (size_t)(bits / 64 + 1), i = 0;
+  if (!apart || b->dst_high - b->dst_low > INT64_MAX || bits / BITS_A_BLOCK > b->total / unit) return false;
+  size_t words = (size_t)(bits / 64 + 1);
   if (kvs_plan_grow_bitmap(scratch, words, &ignored)) return false;
   uint64_t *bitmap = scratch->bitmap;
-  bool apart = true;
-  for (; apart && i < copies->count; i++) {
-    uint64_t offset = copies->dst[i] - b.low, at = offset / unit, n = copies->nbytes[i] / unit;
+  for (size_t i = 0; apart && i < copies->count; i++) {
+    uint64_t offset = copies->dst[i] - b->dst_low, at = units_in(offset, inverse), n = 1;
+    if (copies->nbytes[i] != unit) n = units_in(copies->nbytes[i], inverse);
     apart = at * unit == offset && n * unit == copies->nbytes[i];
     for (; apart && n; n--, at++) {
-      uint64_t bit = 1ull << (at & 63);
-      apart = (bitmap[at >> 6] & bit) == 0;
-      bitmap[at >> 6] |= bit;
+      uint64_t word = bitmap[at >> 6], bit = 1ull << (at & 63);
+      apart = (word & bit) == 0;
+      bitmap[at >> 6] = word | bit;
     }
   }
   memset(bitmap, 0, words * sizeof *bitmap);
   return apart;
 }
 
-int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_naming *naming,
-                            struct kvs_plan_scratch *scratch, struct kvs_error *err) {
+int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_bounds *bounds,
+                            const struct kvs_plan_naming *naming, struct kvs_plan_scratch *scratch,
+                            struct kvs_error *err) {
   size_t count = copies->count;
-  if (count == 0 || apart_on_a_grid(copies, scratch)) return KVS_OK;
+  if (count == 0 || apart_on_a_grid(copies, bounds, scratch)) return KVS_OK;
   int status = grow_spans(scratch, 2 * count, err);
   if (status) return status;
   struct kvs_span *spans = scratch->spans;

@@ -249,22 +249,35 @@ static int check_entry(const uint64_t *src, const uint64_t *dst, uint64_t nbytes
 }
 
 int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
-                   bool merge, struct kvs_copies *copies, struct kvs_error *err) {
+                   bool merge, struct kvs_copies *copies, struct kvs_plan_bounds *bounds, struct kvs_error *err) {
   if (count > UINT32_MAX)
     return kvs_fail(err, KVS_INVALID, "%zu copies in one call; the limit is %u", count, UINT32_MAX);
   int status = kvs_copies_reserve(copies, copies->count + count, err);
+  struct kvs_plan_bounds all = {.src_low = UINT64_MAX, .dst_low = UINT64_MAX, .smallest = UINT64_MAX};
+  uint64_t src_next = 0, dst_next = 0, run = 0; /* where the last copy ends, and its bytes */
   size_t from = copies->count;
   for (size_t i = 0; !status && i < count; i++) {
-    uint64_t size = nbytes[one_size ? 0 : i];
-    size_t last = copies->count - 1;
-    if (size == 0 || src[i] == 0 || dst[i] == 0 || src[i] + size < src[i] || dst[i] + size < dst[i])
-      return check_entry(src, dst, size, i, err);
-    if (merge && copies->count > from && copies->src[last] + copies->nbytes[last] == src[i] &&
-        copies->dst[last] + copies->nbytes[last] == dst[i])
-      copies->nbytes[last] += size;
-    else
-      kvs_copies_push(copies, dst[i], src[i], size, (uint32_t)i);
+    uint64_t size = nbytes[one_size ? 0 : i], s = src[i], d = dst[i], s_end = s + size, d_end = d + size;
+    if (size == 0 || s == 0 || d == 0 || s_end < s || d_end < d) return check_entry(src, dst, size, i, err);
+    bool goes_on = merge && s == src_next && d == dst_next && copies->count > from;
+    src_next = s_end;
+    dst_next = d_end;
+    if (s < all.src_low) all.src_low = s;
+    if (d < all.dst_low) all.dst_low = d;
+    if (s_end > all.src_high) all.src_high = s_end;
+    if (d_end > all.dst_high) all.dst_high = d_end;
+    all.total += size;
+    if (goes_on) {
+      copies->nbytes[copies->count - 1] = run += size;
+      continue;
+    }
+    if (run && run < all.smallest) all.smallest = run;
+    run = size;
+    kvs_copies_push(copies, d, s, size, (uint32_t)i);
   }
+  if (run && run < all.smallest) all.smallest = run;
+  if (copies->count == from) all.src_low = all.dst_low = 0;
+  *bounds = all;
   return status;
 }
 

@@ -84,9 +84,15 @@ int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const stru
                    const struct kvs_ids *cpu_ids, enum kvs_direction direction, bool merge, struct kvs_copies *copies,
                    struct kvs_error *err);
 
-/* The same for raw lists: checks that no size is 0 and no range wraps around. */
+/* Where copies lie: nothing is read or written outside of [low, high). Of no copies: all 0 but smallest. */
+struct kvs_plan_bounds {
+  uint64_t src_low, src_high, dst_low, dst_high;
+  uint64_t smallest, total; /* bytes: of the smallest copy, of all */
+};
+
+/* The same for raw lists: checks that no size is 0 and no range wraps around. *bounds: of those that were appended. */
 int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
-                   bool merge, struct kvs_copies *copies, struct kvs_error *err);
+                   bool merge, struct kvs_copies *copies, struct kvs_plan_bounds *bounds, struct kvs_error *err);
 
 /* How messages name a copy: "entry 3", or "block 3 of tensor 1" where the copies come tensor by tensor, `per_tensor`
  * each. */
@@ -95,9 +101,12 @@ struct kvs_plan_naming {
   size_t per_tensor; /* 0: there are no tensors, or runs were merged */
 };
 
+struct kvs_plan_bounds kvs_plan_find_bounds(const struct kvs_copies *copies);
+
 /* Destinations must overlap neither each other nor any source. */
-int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_naming *naming,
-                            struct kvs_plan_scratch *scratch, struct kvs_error *err);
+int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_bounds *bounds,
+                            const struct kvs_plan_naming *naming, struct kvs_plan_scratch *scratch,
+                            struct kvs_error *err);
 
 /* Cut every copy of [from, copies->count) that crosses the end of a region with a seam, on either side. The parts of a
  * copy take its place, in order. */

@@ -110,8 +110,9 @@ static void test_cache_plans(void) {
     CHECK(merged.count <= single.count && total(&merged) == total(&single));
     bool apart = brute_disjoint(&single);
     if (disjoint) CHECK(apart, "round %d: proved what is not so", round);
-    CHECK((kvs_plan_check_disjoint(&merged, &(struct kvs_plan_naming){.entry = "block"}, &scratch, &err) == KVS_OK) ==
-              apart,
+    const struct kvs_plan_bounds bounds = kvs_plan_find_bounds(&merged);
+    CHECK((kvs_plan_check_disjoint(&merged, &bounds, &(struct kvs_plan_naming){.entry = "block"}, &scratch, &err) ==
+           KVS_OK) == apart,
           "round %d", round);
     proved += disjoint;
     overlapping += !apart;
@@ -193,6 +194,7 @@ static void test_bad_tensors(void) {
 /* -- raw lists ------------------------------------------------------------------------------------------------- */
 
 static void test_batches(void) {
+  struct kvs_plan_bounds bounds;
   static unsigned char want[ARENA], got[ARENA], start[ARENA];
   struct kvs_plan_scratch scratch = {0};
   struct kvs_copies single = {0}, merged = {0};
@@ -211,13 +213,15 @@ static void test_batches(void) {
       if (one_size && grid) dst[i] = 8192 + size * check_below(&seed, 6000 / size);
     }
     single.count = merged.count = 0;
-    CHECK(!kvs_plan_batch(src, dst, nbytes, one_size, count, false, &single, &err));
-    CHECK(!kvs_plan_batch(src, dst, nbytes, one_size, count, true, &merged, &err));
+    CHECK(!kvs_plan_batch(src, dst, nbytes, one_size, count, false, &single, &bounds, &err));
+    CHECK(!kvs_plan_batch(src, dst, nbytes, one_size, count, true, &merged, &bounds, &err));
+    const struct kvs_plan_bounds found = kvs_plan_find_bounds(&merged);
+    CHECK(memcmp(&bounds, &found, sizeof found) == 0, "%zu copies", merged.count);
     CHECK(single.count == count && merged.count <= count && total(&single) == total(&merged));
     bool apart = brute_disjoint(&single);
     overlapping += !apart;
-    CHECK((kvs_plan_check_disjoint(&merged, &(struct kvs_plan_naming){.entry = "entry"}, &scratch, &err) == KVS_OK) ==
-              apart,
+    CHECK((kvs_plan_check_disjoint(&merged, &bounds, &(struct kvs_plan_naming){.entry = "entry"}, &scratch, &err) ==
+           KVS_OK) == apart,
           "round %d", round);
     if (!apart) continue;
     memcpy(want, start, ARENA);
@@ -228,10 +232,10 @@ static void test_batches(void) {
   }
   CHECK(overlapping > 1000 && overlapping < 19000, "%d", overlapping);
   uint64_t zero = 0, one = 1, top = UINT64_MAX - 3, eight = 8;
-  CHECK(kvs_plan_batch(&one, &one, &zero, true, 1, true, &single, &err) == KVS_INVALID);
-  CHECK(kvs_plan_batch(&zero, &one, &one, true, 1, true, &single, &err) == KVS_INVALID);
+  CHECK(kvs_plan_batch(&one, &one, &zero, true, 1, true, &single, &bounds, &err) == KVS_INVALID);
+  CHECK(kvs_plan_batch(&zero, &one, &one, true, 1, true, &single, &bounds, &err) == KVS_INVALID);
   CHECK(strstr(err.message, "src_ptrs[0] is 0"), "%s", err.message);
-  CHECK(kvs_plan_batch(&one, &top, &eight, true, 1, true, &single, &err) == KVS_INVALID);
+  CHECK(kvs_plan_batch(&one, &top, &eight, true, 1, true, &single, &bounds, &err) == KVS_INVALID);
   CHECK(strstr(err.message, "dst_ptrs[0]"), "%s", err.message);
   kvs_copies_free(&single);
   kvs_copies_free(&merged);
@@ -267,6 +271,7 @@ static void test_regions(void) {
 }
 
 static void test_split(void) {
+  struct kvs_plan_bounds bounds;
   uint64_t seed = 99;
   for (int round = 0; round < 5000; round++) {
     struct kvs_regions set = {0};
@@ -287,8 +292,8 @@ static void test_split(void) {
       src[i] = 64 + check_below(&seed, 5000);
       dst[i] = 8192 + (uint64_t)i * 1500 + check_below(&seed, 400);
     }
-    kvs_plan_batch(src, dst, nbytes, false, 4, false, &copies, &err);
-    kvs_plan_batch(src, dst, nbytes, false, 4, false, &whole, &err);
+    kvs_plan_batch(src, dst, nbytes, false, 4, false, &copies, &bounds, &err);
+    kvs_plan_batch(src, dst, nbytes, false, 4, false, &whole, &bounds, &err);
     CHECK(!kvs_plan_split(&copies, 0, &set, &err));
     for (size_t i = 0; i < copies.count; i++)
       for (uint64_t b = 0; b + 1 < copies.nbytes[i]; b++)
@@ -312,6 +317,7 @@ static void test_split(void) {
 }
 
 static void test_aliases(void) {
+  struct kvs_plan_bounds bounds;
   struct kvs_regions set = {0};
   struct kvs_copies copies = {0};
   uint64_t src[] = {0x1010, 0x9000}, dst[] = {0x5000, 0x5100}, nbytes = 96;
@@ -320,7 +326,7 @@ static void test_aliases(void) {
                     other = {.base = 0x5000, .nbytes = 0x1000};
   kvs_regions_add(&set, &pinned, &err);
   kvs_regions_add(&set, &other, &err);
-  kvs_plan_batch(src, dst, &nbytes, true, 2, true, &copies, &err);
+  kvs_plan_batch(src, dst, &nbytes, true, 2, true, &copies, &bounds, &err);
   CHECK(kvs_plan_pieces(&copies, 64, &set, pieces) == 4);
   CHECK(pieces[0].src == 0x771010 && pieces[1].src == 0x771050, "by the device's address");
   CHECK(pieces[0].dst == 0x5000 && pieces[2].src == 0x9000, "where there is no alias, as it is");
