@@ -333,6 +333,71 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class ExchangeTable(ctypes.Structure):
+    """DLPack's table of C functions, as a type offers it."""
+
+    READ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("older", ctypes.c_void_p),
+        ("unused", ctypes.c_void_p * 3),
+        ("read", READ),
+    )
+
+
+def exchanging(table: ExchangeTable) -> type[Torchlike]:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = new(ctypes.addressof(table), b"dlpack_exchange_api", None)
+    return type("Exchanging", (Torchlike,), {"__dlpack_c_exchange_api__": capsule})
+
+
+@pytest.mark.parametrize("case", ["read", "refused", "strided", "elsewhere", "newer", "older", "subclass"])
+def test_lists_of_tensors_are_read_in_c_where_their_type_offers_that(case: str) -> None:
+    reads = []
+
+    def read(tensor: Any, made: Any) -> int:
+        array = tensor.array
+        shape, strides = tensor.keep = (ctypes.c_int64 * 2)(*array.shape), (ctypes.c_int64 * 2)(array.shape[1], 1)
+        if case == "strided":
+            strides[0] += 1
+        made[0] = DLTensor(array.ctypes.data - 8, 4 if case == "elsewhere" else 1, 0, 2, 1, 8, 1, shape, strides, 8)
+        reads.append(tensor)
+        return -1 if case == "refused" else 0
+
+    table = ExchangeTable(2 if case in ("newer", "older") else 1, 3, read=ExchangeTable.READ(read))
+    first = ExchangeTable(1, 2, read=ExchangeTable.READ(read))
+    if case == "older":
+        table.older = ctypes.addressof(first)
+    made: Any = exchanging(table)
+    if case == "subclass":
+        made = type("Subclass", (made,), {})
+    gpu, cpu = [cache(seed) for seed in (1, 2)], [np.zeros((BLOCKS, NBYTES), np.uint8) for _ in range(2)]
+    sides = [made(array) for array in gpu], [made(array) for array in cpu]
+    kvswap.swap_cache_all_layers(*sides, NBYTES, BLOCKS, BLOCKS, [1, 2], [8, 9], 0, device="host:0")
+    assert all((cpu[i][8:10] == gpu[i][1:3]).all() for i in range(2))
+    assert reads == ([] if case in ("newer", "subclass") else [*sides[0], *sides[1]])
+    reads.clear()
+    with pytest.raises(ValueError, match=rf"gpu_ptrs\[0\] is a tensor of {BLOCKS * NBYTES} bytes"):
+        kvswap.swap_cache_all_layers(*sides, NBYTES, BLOCKS + 1, BLOCKS, [1], [8], 0, device="host:0")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_every_kind(kind: str) -> None:
     gpu, cpu = cache(), np.zeros((BLOCKS, NBYTES), np.uint8)

@@ -152,11 +152,14 @@ static int pointers_from_tuple(struct kvs_py_state *state, PyObject *items, cons
   size_t count = (size_t)PyTuple_GET_SIZE(items);
   uint64_t *data;
   PyObject *array = kvs_py_uint64_array(2 * count, &data);
+  struct kvs_py_exchange exchange = {NULL, NULL};
   if (array == NULL) return -1;
   for (size_t i = 0; i < count; ++i) {
     struct kvs_py_address address;
     PyObject *item = PyTuple_GET_ITEM(items, (Py_ssize_t)i);
-    if (kvs_py_address(state, item, name, (Py_ssize_t)i, write, hold, &address) < 0) {
+    bool read = kvs_py_exchange_read(state, &exchange, item, &address) == 1;
+    int rc = read ? kvs_py_hold(hold, item) : kvs_py_address(state, item, name, (Py_ssize_t)i, write, hold, &address);
+    if (rc < 0) {
       Py_DECREF(array);
       return -1;
     }

@@ -21,7 +21,8 @@ struct kvs_py_state {
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
   PyObject *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type, *file_transfer_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
-  PyObject *s_dlpack, *s_dlpack_device, *s_max_version, *s_stream, *s_cuda_array, *s_array, *s_array_method;
+  PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array,
+      *s_array_method;
   PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
   PyObject *compute_streams;       /* {device name: what set_compute_stream() was given}, of others' stream objects */
   PyObject *dlpack_version;        /* the newest DLPack that dlpack.c reads, a tuple */
@@ -119,6 +120,14 @@ int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *na
 int kvs_py_hold(PyObject **hold, PyObject *object);
 int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
                   struct kvs_py_address *address); /* dlpack.c; 1, or 0 where it speaks no DLPack that we read */
+/* The same in C, of many objects of one type: 1 with what data_ptr() and its like would say, or 0 where these have to
+ * be asked. Zero-initialised: of no type yet. */
+struct kvs_py_exchange {
+  PyTypeObject *type; /* borrowed */
+  const struct dl_exchange *table;
+};
+int kvs_py_exchange_read(struct kvs_py_state *state, struct kvs_py_exchange *exchange, PyObject *object,
+                         struct kvs_py_address *address);
 int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **keep,
                      struct kvs_py_address *address); /* interface.c; array interfaces; 1 or 0 */
 int kvs_py_array_address(PyObject *array, const char *name, Py_ssize_t index, struct kvs_py_address *address);

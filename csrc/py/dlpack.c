@@ -20,6 +20,16 @@ struct dl_tensor {
   uint64_t byte_offset;
 };
 
+/* What a type offers in C, since DLPack 1.2: the beginning of its table. */
+struct dl_exchange {
+  struct {
+    uint32_t major, minor;
+  } version;
+  const struct dl_exchange *older;
+  void *allocate, *export, *import;
+  int (*read)(void *object, struct dl_tensor *tensor); /* without the caller owning anything; NULL: not offered */
+};
+
 struct dl_managed {
   struct dl_tensor tensor;
   void *context;
@@ -148,4 +158,48 @@ int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name
   else
     Py_DECREF(made);
   return has;
+}
+
+/* -- in C ---------------------------------------------------------------------------------------------------------- */
+
+/* An attribute of a type, or NULL without an exception. */
+static PyObject *type_attribute(PyTypeObject *type, PyObject *name) {
+  PyObject *value = type == NULL ? NULL : PyObject_GetAttr((PyObject *)type, name);
+  if (value == NULL) PyErr_Clear();
+  return value;
+}
+
+/* The function of a type that has its own, and data_ptr(), for which it stands. A subclass may mean something else by
+ * data_ptr(), and is asked. */
+static const struct dl_exchange *find_exchange(struct kvs_py_state *state, PyTypeObject *type) {
+  PyObject *capsule = type_attribute(type, state->s_exchange);
+  if (capsule == NULL) return NULL;
+  PyObject *inherited = type_attribute(type->tp_base, state->s_exchange);
+  PyObject *data_ptr = type_attribute(type, state->s_data_ptr);
+  const struct dl_exchange *table = NULL;
+  if (inherited != capsule && data_ptr != NULL && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
+    table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  while (table != NULL && table->version.major > 1) table = table->older;
+  Py_XDECREF(data_ptr);
+  Py_XDECREF(inherited);
+  Py_DECREF(capsule); /* the table lives as long as the process */
+  return table != NULL && table->version.major == 1 && table->read != NULL ? table : NULL;
+}
+
+int kvs_py_exchange_read(struct kvs_py_state *state, struct kvs_py_exchange *exchange, PyObject *object,
+                         struct kvs_py_address *address) {
+  struct dl_tensor tensor = {0};
+  if (Py_TYPE(object) != exchange->type) {
+    exchange->type = Py_TYPE(object);
+    exchange->table = find_exchange(state, exchange->type);
+  }
+  if (exchange->table == NULL) return 0;
+  if (exchange->table->read(object, &tensor) != 0) {
+    PyErr_Clear(); /* data_ptr() tells what there is to tell */
+    return 0;
+  }
+  if (tensor.data == NULL || !known_device(tensor.device.type) || !contiguous(&tensor)) return 0;
+  *address = (struct kvs_py_address){(uint64_t)(uintptr_t)tensor.data + tensor.byte_offset, size_of(&tensor),
+                                     .readonly = false};
+  return 1;
 }

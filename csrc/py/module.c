@@ -56,6 +56,7 @@ static const struct row rows[] = {
     ROW(s_element_size, make_name, "element_size"),
     ROW(s_dlpack, make_name, "__dlpack__"),
     ROW(s_dlpack_device, make_name, "__dlpack_device__"),
+    ROW(s_exchange, make_name, "__dlpack_c_exchange_api__"),
     ROW(s_max_version, make_name, "max_version"),
     ROW(s_stream, make_name, "stream"),
     ROW(s_cuda_array, make_name, "__cuda_array_interface__"),
