@@ -162,11 +162,14 @@ int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const st
   return status ? status : find_shape(engine, work, call, options, err);
 }
 
-static int check_cache(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+static int check_cache(struct kvs_engine *engine, struct kvs_work *work, struct kvs_cache_call *call,
                        const struct kvs_options *options, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
+  call->tensors = scratch->plan.checked[call->direction].items; /* as checked, whatever the caller does to its own */
+  if (!status)
+    for (size_t t = 0; t < call->ntensors; t++) work->nbytes += call->tensors[t].nbytes * call->gpu_ids->count;
   if (!status) status = cover_tensors(engine, scratch, call, err); /* so that the counts are believable below */
   if (!status)
     status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
@@ -213,7 +216,6 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
                           .watch = kvs_watch_copies,
                           .call = &call,
                           .nlayers = ntensors};
-  for (size_t t = 0; t < ntensors; t++) work.nbytes += tensors[t].nbytes * gpu.count;
   status = copy_ids(scratch, &gpu, &cpu, err);
   gpu = (struct kvs_ids){scratch->ids, 8, gpu.count};
   cpu = (struct kvs_ids){scratch->ids + gpu.count, 8, cpu.count};

@@ -112,41 +112,38 @@ static int check_tensor(const struct kvs_tensor *tensor, size_t t, uint64_t ends
   return KVS_OK;
 }
 
-static bool checked_before(const struct kvs_plan_scratch *scratch, const struct kvs_tensor *tensors, size_t ntensors,
-                           enum kvs_direction direction) {
-  return ntensors && ntensors == scratch->nchecked && direction == scratch->checked_direction &&
-         memcmp(tensors, scratch->checked, ntensors * sizeof *tensors) == 0;
-}
-
-/* Not remembering costs time, nothing else. */
-static void remember(struct kvs_plan_scratch *scratch, const struct kvs_tensor *tensors, size_t ntensors,
-                     enum kvs_direction direction, bool disjoint) {
-  scratch->nchecked = 0;
-  if (ntensors > scratch->checked_capacity) {
-    free(scratch->checked);
-    scratch->checked = malloc(ntensors * sizeof *tensors);
-    scratch->checked_capacity = scratch->checked ? ntensors : 0;
+/* *fresh: they are not the ones that were found right before. */
+static int take_tensors(const struct kvs_tensor *tensors, size_t ntensors, struct kvs_checked_tensors *checked,
+                        bool *fresh, struct kvs_error *err) {
+  *fresh = !checked->right || ntensors != checked->count ||
+           (ntensors && memcmp(tensors, checked->items, ntensors * sizeof *tensors) != 0);
+  if (!*fresh) return KVS_OK;
+  checked->right = false;
+  if (ntensors > UINT32_MAX / 2) return kvs_fail(err, KVS_INVALID, "%zu tensors in one call are too many", ntensors);
+  if (ntensors > checked->capacity) {
+    struct kvs_tensor *grown = realloc(checked->items, ntensors * sizeof *grown);
+    if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory to check %zu tensors", ntensors);
+    checked->items = grown;
+    checked->capacity = ntensors;
   }
-  if (ntensors == 0 || ntensors > scratch->checked_capacity) return;
-  memcpy(scratch->checked, tensors, ntensors * sizeof *tensors);
-  scratch->nchecked = ntensors;
-  scratch->checked_direction = direction;
-  scratch->checked_disjoint = disjoint;
+  if (ntensors) memcpy(checked->items, tensors, ntensors * sizeof *tensors);
+  checked->count = ntensors;
+  return KVS_OK;
 }
 
 int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
                            struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err) {
-  if (checked_before(scratch, tensors, ntensors, direction)) {
-    *disjoint = scratch->checked_disjoint;
-    return KVS_OK;
-  }
-  if (ntensors > UINT32_MAX / 2) return kvs_fail(err, KVS_INVALID, "%zu tensors in one call are too many", ntensors);
-  int status = grow_spans(scratch, 6 * ntensors, err); /* the spans, as many to sort them, as many for offsets */
+  struct kvs_checked_tensors *checked = &scratch->checked[direction];
+  bool fresh;
+  int status = take_tensors(tensors, ntensors, checked, &fresh, err);
+  *disjoint = checked->disjoint;
+  if (status || !fresh) return status;
+  status = grow_spans(scratch, 6 * ntensors, err); /* the spans, as many to sort them, as many for offsets */
   if (status) return status;
   struct kvs_span *spans = scratch->spans;
   size_t count = 0;
   for (size_t t = 0; t < ntensors; t++) {
-    const struct kvs_tensor *tensor = &tensors[t];
+    const struct kvs_tensor *tensor = &checked->items[t];
     uint64_t ends[2];
     status = check_tensor(tensor, t, ends, err);
     if (status) return status;
@@ -162,8 +159,8 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
                                        .dst = direction == KVS_D2H};
   }
   struct kvs_span *sorted = sort_spans(spans, spans + count, count);
-  *disjoint = prove_disjoint(sorted, count, tensors, spans + 2 * count);
-  remember(scratch, tensors, ntensors, direction, *disjoint);
+  checked->disjoint = *disjoint = prove_disjoint(sorted, count, checked->items, spans + 2 * count);
+  checked->right = true;
   return KVS_OK;
 }
 

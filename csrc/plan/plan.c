@@ -11,7 +11,7 @@
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch) {
   free(scratch->bitmap);
   free(scratch->spans);
-  free(scratch->checked);
+  for (int direction = 0; direction < 2; direction++) free(scratch->checked[direction].items);
   memset(scratch, 0, sizeof *scratch);
 }
 

@@ -14,11 +14,12 @@ struct kvs_plan_scratch {
   size_t bitmap_words;
   struct kvs_span *spans; /* sorting room */
   size_t spans_capacity;
-  /* The tensors that were checked last, and found to be right: an engine's are the same from call to call. */
-  struct kvs_tensor *checked;
-  size_t nchecked, checked_capacity;
-  enum kvs_direction checked_direction;
-  bool checked_disjoint;
+  /* By direction, the tensors that were checked last, as they were then: an engine's are the same from call to call. */
+  struct kvs_checked_tensors {
+    struct kvs_tensor *items;
+    size_t count, capacity;
+    bool right, disjoint;
+  } checked[2];
 };
 
 /* Copies that are rows at a pitch, and the block of each. */
@@ -57,9 +58,9 @@ int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nb
 
 static inline uint64_t kvs_stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
 
-/* Check sizes and strides of the tensors. Strides of 0 are taken as nbytes by all functions here. *disjoint says
- * whether the extents alone prove that destinations overlap neither each other nor a source; if not,
- * kvs_plan_check_disjoint decides on the planned copies. */
+/* Copy the tensors to scratch->checked[direction], and check sizes and strides of the copies. Strides of 0 are taken as
+ * nbytes by all functions here. *disjoint says whether the extents alone prove that destinations overlap neither each
+ * other nor a source; if not, kvs_plan_check_disjoint decides on the planned copies. */
 int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
                            struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err);
 
