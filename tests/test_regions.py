@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import threading
@@ -298,3 +299,82 @@ def test_every_kind_of_tensor(device: kvswap.Device) -> None:
         np.testing.assert_array_equal(gpu.get()[256:320], data[576:640])
         kvswap.swap_blocks_batch([kind(array)], [gpu.ptr], 640, device=device).wait(PATIENCE)
         np.testing.assert_array_equal(gpu.get(), data)
+
+
+# -- the same tensors again -------------------------------------------------------------------------------------------
+
+TENSORS, BLOCKS, NBYTES = 12, 4, 4096  # so many that what they cover is kept for the next call
+
+
+def swap_all(device: kvswap.Device, gpu: Any, cpu: Any, direction: int) -> None:
+    kvswap.swap_cache_all_layers_async(
+        np.array(gpu, np.uint64),
+        np.array(cpu, np.uint64),
+        *(NBYTES, BLOCKS, BLOCKS, [1, 2], [3, 0], direction),
+        device=device,
+    ).wait(PATIENCE)
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_freed_memory_is_noticed_although_the_tensors_are_the_same(
+    device: kvswap.Device, whose: str, direction: int
+) -> None:
+    own = whose == "own"
+    memory = [device.alloc(BLOCKS * NBYTES) for _ in range(TENSORS if own else 0)]
+    gpu = [m.ptr for m in memory] if own else [seam(device, "alloc", BLOCKS * NBYTES) for _ in range(TENSORS)]
+    cpu = Buffer(device, TENSORS * BLOCKS * NBYTES, "cpu")
+    at = [cpu.ptr + i * BLOCKS * NBYTES for i in range(TENSORS)]
+    for _ in range(3):
+        swap_all(device, gpu, at, direction)
+    gone = gpu[5]
+    if own:
+        memory[5].free()
+    else:
+        seam(device, "free", gone)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"gpu_ptrs\[5\] = {gone:#x}"):
+            swap_all(device, gpu, at, direction)
+    if own:
+        return
+    for ptr in gpu:
+        if ptr != gone:
+            seam(device, "free", ptr)
+
+
+def test_memory_that_became_read_only_is_noticed_although_the_tensors_are_the_same(device: kvswap.Device) -> None:
+    gpu = Buffer(device, TENSORS * BLOCKS * NBYTES)
+    room = mmap.mmap(-1, TENSORS * BLOCKS * NBYTES)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    gpu_at, cpu_at = ([side + i * BLOCKS * NBYTES for i in range(TENSORS)] for side in (gpu.ptr, base))
+    for _ in range(2):
+        swap_all(device, gpu_at, cpu_at, 0)
+        swap_all(device, gpu_at, cpu_at, 1)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(base + 3 * BLOCKS * NBYTES, NBYTES, mmap.PROT_READ) == 0
+    with pytest.raises(ValueError, match=r"cpu_ptrs\[3\] = .* read-only"):
+        swap_all(device, gpu_at, cpu_at, 0)
+    swap_all(device, gpu_at, cpu_at, 1)
+    assert protect(base, TENSORS * BLOCKS * NBYTES, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    swap_all(device, gpu_at, cpu_at, 0)
+
+
+def test_what_is_registered_between_two_calls_is_noticed(device: kvswap.Device) -> None:
+    """A copy must not cross the end of a registration, on a GPU."""
+    gpu = Buffer(device, TENSORS * BLOCKS * NBYTES)
+    plain = Buffer(device, TENSORS * BLOCKS * NBYTES + 4096, "plain")
+    base = -(-plain.ptr // 4096) * 4096
+    gpu_at, cpu_at = ([side + i * BLOCKS * NBYTES for i in range(TENSORS)] for side in (gpu.ptr, base))
+    data = gpu.randomise(1).reshape(TENSORS, BLOCKS, NBYTES)
+    swap_all(device, gpu_at, cpu_at, 0)
+    device.register(base, BLOCKS * NBYTES // 2)
+    try:
+        for _ in range(2):
+            plain.put(np.zeros(plain.nbytes, np.uint8))
+            swap_all(device, gpu_at, cpu_at, 0)
+            after = plain.get()[base - plain.ptr :][: data.size].reshape(data.shape)
+            np.testing.assert_array_equal(after[:, [3, 0]], data[:, [1, 2]])
+    finally:
+        device.unregister(base)
+    swap_all(device, gpu_at, cpu_at, 0)

@@ -2,7 +2,8 @@
  *
  * A submitting call looks at each region once: kvs_memory_cover() fills the call's own set from the engine's table, and
  * from the driver for memory that somebody else allocated. The set is forgotten with the call, since nobody tells us
- * when others free. */
+ * when others free; that of many tensors is kept for the next call with the same ones, which looks nothing up, but
+ * still asks the driver whether others' memory is what it was. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -127,6 +128,70 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
     at = region->base + region->nbytes;
   }
   return KVS_OK;
+}
+
+/* -- the same as the call before ---------------------------------------------------------------------------------- */
+
+enum { WORTH_KEEPING = 8 }; /* tensors: looking up fewer takes no longer */
+
+uint64_t kvs_memory_changes(struct kvs_engine *engine) {
+  pthread_mutex_lock(&engine->memory_lock);
+  uint64_t changes = engine->regions.changes;
+  pthread_mutex_unlock(&engine->memory_lock);
+  return changes;
+}
+
+/* Memory that others allocated is asked about once a call, as ever: it may have been freed, and its address used again.
+ */
+static bool still_there(struct kvs_engine *engine, const struct kvs_region *region) {
+  struct kvs_region now;
+  struct kvs_error ignored;
+  if (region->origin != KVS_ORIGIN_OTHER) return true; /* the engine knows of every change */
+  if (kvs_dev_pointer_query(engine->device, region->base, &now, &ignored)) return false;
+  return now.buffer_id == region->buffer_id && now.memory == region->memory && now.device == region->device &&
+         now.seam == region->seam && now.writable == region->writable && !now.alias == !region->alias &&
+         (!now.alias || now.alias - now.base == region->alias - region->base) &&
+         region->nbytes <= now.nbytes - (region->base - now.base);
+}
+
+static bool add_regions(struct kvs_regions *to, const struct kvs_regions *from) {
+  if (to->capacity < from->count) {
+    struct kvs_region *grown = realloc(to->items, from->count * sizeof *grown);
+    if (!grown) return false;
+    to->items = grown;
+    to->capacity = from->count;
+  }
+  memcpy(to->items, from->items, from->count * sizeof *from->items);
+  to->count = from->count;
+  return true;
+}
+
+bool kvs_memory_recall(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call) {
+  struct kvs_cover *cover = &scratch->covers[call->direction];
+  if (call->ntensors < WORTH_KEEPING || !cover->right || cover->ntensors != call->ntensors ||
+      memcmp(cover->tensors, call->tensors, call->ntensors * sizeof *call->tensors) != 0 ||
+      cover->changes != kvs_memory_changes(engine))
+    return false;
+  for (size_t i = 0; i < cover->regions.count; i++)
+    if (!still_there(engine, &cover->regions.items[i])) return false;
+  return add_regions(&scratch->regions, &cover->regions);
+}
+
+/* Not remembering costs time, nothing else. */
+void kvs_memory_remember(struct kvs_scratch *scratch, const struct kvs_cache_call *call, uint64_t changes) {
+  struct kvs_cover *cover = &scratch->covers[call->direction];
+  cover->right = false;
+  if (call->ntensors < WORTH_KEEPING) return;
+  if (cover->capacity < call->ntensors) {
+    struct kvs_tensor *grown = realloc(cover->tensors, call->ntensors * sizeof *grown);
+    if (!grown) return;
+    cover->tensors = grown;
+    cover->capacity = call->ntensors;
+  }
+  memcpy(cover->tensors, call->tensors, call->ntensors * sizeof *call->tensors);
+  cover->ntensors = call->ntensors;
+  cover->changes = changes;
+  cover->right = add_regions(&cover->regions, &scratch->regions);
 }
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
@@ -462,6 +527,10 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
     free(scratch->layers);
     kvs_regions_clear(&scratch->regions);
     kvs_plan_scratch_free(&scratch->plan);
+    for (int direction = 0; direction < 2; direction++) {
+      free(scratch->covers[direction].tensors);
+      kvs_regions_clear(&scratch->covers[direction].regions);
+    }
     free(scratch);
   }
   for (unsigned class = 0; class < KVS_STAGING_CLASSES; class++)

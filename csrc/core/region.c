@@ -44,6 +44,7 @@ int kvs_regions_add(struct kvs_regions *set, const struct kvs_region *region, st
   memmove(set->items + at + 1, set->items + at, (set->count - at) * sizeof *set->items);
   set->items[at] = *region;
   set->count++;
+  set->changes++;
   return KVS_OK;
 }
 
@@ -59,6 +60,7 @@ bool kvs_regions_remove(struct kvs_regions *set, uint64_t base, struct kvs_regio
   at--;
   if (removed) *removed = set->items[at];
   set->count--;
+  set->changes++;
   memmove(set->items + at, set->items + at + 1, (set->count - at) * sizeof *set->items);
   return true;
 }

@@ -34,6 +34,7 @@ struct kvs_region {
 struct kvs_regions {
   struct kvs_region *items;
   size_t count, capacity;
+  uint64_t changes; /* regions added and removed so far */
 };
 
 /* Add a region; KVS_INVALID if it overlaps one that is there (the message names both), KVS_NOMEM. */

@@ -124,8 +124,8 @@ static uint64_t cpu_slots(const struct kvs_cache_call *call) {
   return most;
 }
 
-static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call,
-                         struct kvs_error *err) {
+static int look_up_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call,
+                           struct kvs_error *err) {
   bool load = call->direction == KVS_H2D;
   for (size_t t = 0; t < call->ntensors; t++) {
     const struct kvs_tensor *tensor = &call->tensors[t];
@@ -142,6 +142,15 @@ static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch,
     if (status) return status;
   }
   return KVS_OK;
+}
+
+static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call,
+                         struct kvs_error *err) {
+  if (kvs_memory_recall(engine, scratch, call)) return KVS_OK;
+  uint64_t changes = kvs_memory_changes(engine); /* before it is looked up: a change meanwhile is one more */
+  int status = look_up_tensors(engine, scratch, call, err);
+  if (!status) kvs_memory_remember(scratch, call, changes);
+  return status;
 }
 
 /* What the planner wants to know. */

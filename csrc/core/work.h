@@ -16,6 +16,15 @@ struct kvs_layer_end {
   size_t copies, rects, rows;
 };
 
+/* What the tensors of a call cover, kept for the next one with the same tensors (memory.c). */
+struct kvs_cover {
+  struct kvs_tensor *tensors;
+  size_t ntensors, capacity;
+  struct kvs_regions regions;
+  uint64_t changes; /* engine->regions.changes then */
+  bool right;
+};
+
 /* Working memory of one submitting call. */
 struct kvs_scratch {
   int64_t *ids; /* the caller's lists of ids, or of pointers and sizes, as they were when they were read, once */
@@ -27,6 +36,7 @@ struct kvs_scratch {
   struct kvs_layer_end *layers; /* made where layers matter */
   size_t nlayers, layers_capacity;
   struct kvs_regions regions; /* those that this call touches */
+  struct kvs_cover covers[2]; /* by direction */
   struct kvs_move_scratch *move;
   struct kvs_stacks stacks;
   struct kvs_plan_scratch plan;
@@ -132,6 +142,11 @@ struct kvs_side {
 enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
 int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
                      const struct kvs_side *, struct kvs_error *);
+
+/* Fill scratch->regions with what the call before covered, if its tensors and the memory under them are the same. */
+bool kvs_memory_recall(struct kvs_engine *, struct kvs_scratch *, const struct kvs_cache_call *);
+void kvs_memory_remember(struct kvs_scratch *, const struct kvs_cache_call *, uint64_t changes);
+uint64_t kvs_memory_changes(struct kvs_engine *); /* of what this engine allocated, registered or opened */
 
 int kvs_scratch_reserve_ids(struct kvs_scratch *, size_t count, struct kvs_error *); /* contents are not kept */
 struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
