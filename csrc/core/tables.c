@@ -6,11 +6,17 @@
 
 #include "core/core.h"
 
+/* A row's words are multiplied side by side: one after another they would take most of a microsecond of 80 rows. */
 static uint64_t hash_of(const struct kvs_rows *rows) {
-  const uint64_t *words = (const uint64_t *)rows->items;
+  const uint64_t odd = 0x9E3779B97F4A7C15ull;
   uint64_t hash = rows->count;
-  for (size_t i = 0; i < rows->count * sizeof *rows->items / 8; i++)
-    hash = (hash ^ words[i]) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+  for (size_t i = 0; i < rows->count; i++) {
+    const struct kvs_row *row = &rows->items[i];
+    uint64_t sum = row->src * odd + row->dst * (odd + 2) + row->src_stride * (odd + 4) + row->dst_stride * (odd + 6) +
+                   row->nbytes * (odd + 8) + row->packed * (odd + 10) + row->packed_stride * (odd + 12);
+    hash = (hash ^ sum) * odd;
+    hash ^= hash >> 29;
+  }
   return hash;
 }
 
