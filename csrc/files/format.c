@@ -60,6 +60,8 @@ static enum kvs_file_page look(const uint8_t *page, const char magic[8]) {
   return get(page, VERSION_AT, 4) == KVS_FILE_VERSION ? KVS_FILE_GOOD : KVS_FILE_FOREIGN;
 }
 
+static bool is_number(uint64_t number) { return number >= 1 && number <= KVS_FILE_LAST_SEQUENCE; }
+
 /* -- layouts ------------------------------------------------------------------------------------------------------- */
 
 void kvs_file_layout_hash(const char *layout, uint64_t block_nbytes, uint8_t hash[16]) {
@@ -159,7 +161,7 @@ enum kvs_file_page kvs_file_header_read(const void *from, struct kvs_file_header
   h->data_crc = (uint32_t)get(page, H_DATA_CRC, 4);
   h->key_nbytes = (uint16_t)key_nbytes;
   memcpy(h->key, page + H_KEY, key_nbytes);
-  return h->sequence ? KVS_FILE_GOOD : KVS_FILE_DAMAGED;
+  return is_number(h->sequence) ? KVS_FILE_GOOD : KVS_FILE_DAMAGED;
 }
 
 /* -- checkpoints --------------------------------------------------------------------------------------------------- */
@@ -180,5 +182,5 @@ enum kvs_file_page kvs_file_checkpoint_read(const void *from, struct kvs_file_ch
   c->generation = get(page, C_GENERATION, 8);
   c->sequence = get(page, C_SEQUENCE, 8);
   c->clean = get(page, C_CLEAN, 1) != 0;
-  return KVS_FILE_GOOD;
+  return is_number(c->generation) && c->sequence <= KVS_FILE_LAST_SEQUENCE + 1 ? KVS_FILE_GOOD : KVS_FILE_DAMAGED;
 }

@@ -17,6 +17,10 @@ enum {
   KVS_FILE_VERSION = 1,
 };
 
+/* The last number of a block, and of a checkpoint. No store gets there by writing; a page with a higher number is
+ * damaged. So no number that is read can overflow where it is counted on. */
+#define KVS_FILE_LAST_SEQUENCE ((uint64_t)1 << 62)
+
 /* What a store holds: in the first page of the store's file and of each segment. */
 struct kvs_file_geometry {
   char layout[KVS_FILE_LAYOUT_NBYTES + 1];
@@ -31,7 +35,7 @@ struct kvs_file_geometry {
 /* The header page of one block. */
 struct kvs_file_header {
   uint8_t layout_hash[16];
-  uint64_t sequence; /* rises with each block that is written; never 0 */
+  uint64_t sequence; /* rises with each block that is written: 1 to KVS_FILE_LAST_SEQUENCE */
   uint64_t nbytes;   /* of the data */
   uint32_t data_crc;
   uint16_t key_nbytes;
@@ -41,8 +45,9 @@ struct kvs_file_header {
 /* How far the store is known to be whole: blocks below `sequence` are; of two such pages the one with the higher
  * generation counts. */
 struct kvs_file_checkpoint {
-  uint64_t generation, sequence;
-  bool clean; /* the store was closed: nothing was under way */
+  uint64_t generation; /* 1 to KVS_FILE_LAST_SEQUENCE */
+  uint64_t sequence;   /* at most one more than a block's */
+  bool clean;          /* the store was closed: nothing was under way */
 };
 
 /* The hash of a layout: FNV-1a of 128 bits over the format's version and block_nbytes (8 bytes each) and the text. */

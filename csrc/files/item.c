@@ -249,6 +249,10 @@ static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
     kvs_file_mover_push(item);
     answer = KVS_FILE_WAIT;
   }
+  if (answer == KVS_FILE_SLOT && store->sequence >= KVS_FILE_LAST_SEQUENCE) {
+    answer = KVS_FILE_NONE_LEFT;
+    code = KVS_FILE_NUMBERS_END;
+  }
   if (answer == KVS_FILE_SLOT) join_writes_locked(item);
   if (answer == KVS_FILE_NONE_LEFT) {
     kvs_file_item_finish_locked(item, code ? KVS_FILE : KVS_NO_ROOM, code);

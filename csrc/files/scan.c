@@ -145,7 +145,8 @@ static void read_all(struct scan *scan) {
 
 static int by_sequence(const void *a, const void *b) {
   const struct found *left = a, *right = b;
-  return (left->sequence > right->sequence) - (left->sequence < right->sequence);
+  if (left->sequence != right->sequence) return left->sequence > right->sequence ? 1 : -1;
+  return (left->slot > right->slot) - (left->slot < right->slot); /* no two are alike, unless one is forged */
 }
 
 /* A slot whose header is not wanted: free again once that is gone, else not used. */
@@ -212,7 +213,9 @@ static int file_away(struct scan *scan, struct kvs_error *err) {
   scan->lost += scan->nunread;
   scan->doubtful |= scan->nunread > 0;
   int status = put_all_in(scan, taken, err);
-  if (!store->settings.readonly && (scan->nunread || store->stats.foreign)) store->sequence += UNSEEN;
+  bool unseen = !store->settings.readonly && (scan->nunread || store->stats.foreign);
+  if (unseen && store->sequence > KVS_FILE_LAST_SEQUENCE - UNSEEN) store->sequence = KVS_FILE_LAST_SEQUENCE - UNSEEN;
+  if (unseen) store->sequence += UNSEEN;
   for (uint32_t slot = end; !status && !store->settings.readonly && slot-- > 0;)
     if (!taken[slot]) (void)kvs_file_free_push(store, slot);
   free(taken);

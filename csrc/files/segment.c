@@ -111,6 +111,7 @@ uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *store) {
 
 int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  if (store->generation >= KVS_FILE_LAST_SEQUENCE) return KVS_FILE_NUMBERS_END;
   struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
   kvs_file_checkpoint_write(&checkpoint, page);
   uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;

@@ -140,6 +140,7 @@ const char *kvs_file_error_text(int code, char text[96]) {
   char words[64];
   if (code == KVS_FILE_ENDED) return "the file is shorter than it should be";
   if (code == KVS_FILE_DEVICE) return "the device did not copy the header";
+  if (code == KVS_FILE_NUMBERS_END) return "no sequence number is left, so a page is forged: use another directory";
   if (code > KVS_CUFILE_CODES && code < KVS_CUFILE_CODES_END) return kvs_cufile_text(code, text);
   snprintf(text, 96, "%s (errno %d)", strerror_r(code, words, sizeof words), code);
   return text;

@@ -14,6 +14,7 @@
 enum {                         /* beyond all of errno, and of libcufile's codes, which are errors here too */
        KVS_FILE_ENDED = 10000, /* the file is shorter than it should be */
        KVS_FILE_DEVICE,        /* a copy between host and device failed */
+       KVS_FILE_NUMBERS_END,   /* no sequence number or generation is left */
 };
 
 enum kvs_file_call { KVS_FILE_READ, KVS_FILE_WRITE, KVS_FILE_ALLOCATE, KVS_FILE_OPEN, KVS_FILE_SYNC, KVS_FILE_CALLS };

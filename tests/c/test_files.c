@@ -89,6 +89,24 @@ static void test_pages_that_lie(void) {
   }
 }
 
+/* Whoever counts on from a number that was read must not come to 0. */
+static void test_numbers_at_their_end(void) {
+  const uint64_t last = KVS_FILE_LAST_SEQUENCE,
+                 numbers[] = {0, 1, last, last + 1, last + 2, UINT64_MAX - 1, UINT64_MAX};
+  uint8_t page[KVS_FILE_PAGE];
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+    const bool good = numbers[i] >= 1 && numbers[i] <= last;
+    struct kvs_file_header header = {.sequence = numbers[i], .key_nbytes = 1}, h;
+    kvs_file_header_write(&header, page);
+    CHECK((kvs_file_header_read(page, &h) == KVS_FILE_GOOD) == good, "sequence %zu", i);
+    struct kvs_file_checkpoint generation = {numbers[i], 1, true}, sequence = {1, numbers[i], true}, c;
+    kvs_file_checkpoint_write(&generation, page);
+    CHECK((kvs_file_checkpoint_read(page, &c) == KVS_FILE_GOOD) == good, "generation %zu", i);
+    kvs_file_checkpoint_write(&sequence, page);
+    CHECK((kvs_file_checkpoint_read(page, &c) == KVS_FILE_GOOD) == (numbers[i] <= last + 1), "checkpoint %zu", i);
+  }
+}
+
 /* -- reads and writes ---------------------------------------------------------------------------------------------- */
 
 /* As a file system does with O_DIRECT whose file ends within a page: what is left of it comes again and again. */
@@ -612,6 +630,7 @@ int main(void) {
   test_crc32c();
   test_pages();
   test_pages_that_lie();
+  test_numbers_at_their_end();
   test_parts_of_pages();
   test_index();
   test_an_index_that_is_replaced();

@@ -1,0 +1,91 @@
+"""The file tier on what somebody else left in its directory: numbers at their ends, names that are no files."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import file_reader
+import pytest
+from conftest import PATIENCE
+from test_files import PAGE, Rig, blocks_of, keys_of
+
+import kvswap
+
+LAST = 1 << 62  # the last sequence number, and generation
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    with contextlib.suppress(kvswap.Error):
+        rig.store.close()
+
+
+def forge(path: Path, at: int, field: int, value: int, nbytes: int = 8) -> None:
+    """Write a number into a page, and make the page's checksum right."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        page = bytearray(file.read(PAGE))
+        page[field : field + nbytes], page[12:16] = value.to_bytes(nbytes, "little"), bytes(4)
+        page[12:16] = file_reader.crc32c(bytes(page)).to_bytes(4, "little")
+        file.seek(at)
+        file.write(page)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, 1, LAST - 2**32, LAST - 3, LAST, LAST + 1, LAST + 2, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("what", ["header", "checkpoint", "generation", "unreadable"])
+def test_numbers_near_their_end(rig: Rig, what: str, value: int) -> None:
+    """What is acknowledged is there after the next open, whatever number a page holds."""
+    blocks = blocks_of(1, 20, rig.nbytes)
+    rig.put(keys_of(2, "first"), blocks[:2])
+    rig.store.close()
+    state, segment = rig.folder / "store.kvs", rig.files()[0]
+    if what in ("header", "unreadable"):
+        forge(segment, file_reader.read_store(rig.folder)[b"first-0"].offset, 32, value)
+        if what == "unreadable":  # numbers go on 2**32 higher
+            (rig.folder / "segment-00000099.kvs").write_bytes(b"x" * PAGE)
+    else:
+        newest = max(file_reader.read_checkpoints(state), key=lambda c: c.generation)
+        forge(state, PAGE * (1 + newest.generation % 2), 24 if what == "checkpoint" else 16, value)
+    told = {}
+    with contextlib.suppress(kvswap.Error):
+        rig.store = rig.open()
+        for i, key in enumerate(keys_of(20)):
+            with contextlib.suppress(kvswap.Error):
+                rig.store.store([key], blocks, [i]).wait(PATIENCE)
+                told[key] = i
+        rig.store.close()
+    if told:
+        for path in rig.files()[: 1 if what == "unreadable" else None]:
+            assert all(1 <= block.header.sequence <= LAST for block in file_reader.read_segment(path)[1])
+    if value > LAST + 1:
+        assert len(told) == 20  # the page is damaged, and no more than that
+    with contextlib.suppress(kvswap.Error) if not told else contextlib.nullcontext():
+        rig.store = rig.open()
+        for key, i in told.items():
+            assert (rig.get([key])[0] == blocks[i]).all(), key
+
+
+def test_no_number_is_left(rig: Rig) -> None:
+    """Each block that cannot have a number is told so, and costs no slot."""
+    rig.put(keys_of(1, "first"), blocks_of(1, 1, rig.nbytes))
+    rig.store.close()
+    forge(rig.files()[0], file_reader.read_store(rig.folder)[b"first-0"].offset, 32, LAST - 1)
+    rig.store = rig.open()
+    blocks = blocks_of(2, 5, rig.nbytes)
+    rig.put([b"fits"], blocks[:1])
+    for _ in range(100):  # more than there are slots
+        load = rig.store.store(keys_of(5), blocks, range(5))
+        with pytest.raises(kvswap.Error, match="no sequence number is left"):
+            load.wait(PATIENCE)
+        assert len(load.failed_blocks) == 5
+    rig.reopen()
+    assert (rig.get([b"fits"]) == blocks[:1]).all() and rig.store.stats()["lost_slots"] == 0
