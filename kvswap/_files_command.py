@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvswap._regular import open_regular
 from kvswap.replay.units import format_size
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _layout(directory: Path) -> Layout:
     return Layout.parse(block_nbytes, text)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _open(directory: Path, *, readonly: bool) -> Iterator[FileStore]:
     from kvswap.files import FileStore
 
@@ -135,13 +136,15 @@ def _remove_empty(directory: Path) -> int:
     """Segments without a block, and what a crash left; under the writer's lock. What cannot be read is left alone."""
     slot = _PAGE + -(-_layout(directory).block_nbytes // _PAGE) * _PAGE
     removed = 0
-    with open(directory / "store.kvs", "rb") as lock:
+    with open(open_regular(directory / "store.kvs"), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # a writer came in between: they are its now
             return 0
         for path in [*directory.glob("segment-*.kvs"), *directory.glob("new.tmp")]:
-            if path.name == "new.tmp" or not _holds_anything(path, slot):
+            if path.name != "new.tmp" and _holds_anything(path, slot):
+                continue
+            with contextlib.suppress(OSError):  # a directory stays
                 path.unlink()
                 removed += 1
     return removed
@@ -149,18 +152,22 @@ def _remove_empty(directory: Path) -> int:
 
 def _holds_anything(path: Path, slot: int) -> bool:
     """Whether any slot's header page begins with something, or may."""
-    with open(path, "rb", buffering=0) as file:
-        try:
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
             if file.read(8) != b"KVSSEGMT":
                 return True
             size = os.fstat(file.fileno()).st_size
             return any(any(os.pread(file.fileno(), 8, at)) for at in range(_PAGE, size, slot))
-        except OSError:
-            return True
+    except OSError:
+        return True
 
 
 def _nbytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.iterdir())
+    total = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a writer gave it up
+            total += path.lstat().st_size
+    return total
 
 
 def _name(key: bytes) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap._C import FileStore, FileTransfer
+from kvswap._regular import open_regular
 
 __all__ = ["FileStore", "FileTransfer", "Layout", "read_block_files", "write_block_files"]
 
@@ -103,7 +104,8 @@ def write_block_files(
 def read_block_files(
     directory: str | os.PathLike[str], block_id: int, pool_nbytes: Iterable[int]
 ) -> NDArray[np.uint8] | None:
-    """A block from such files, or None where there are none. ValueError: there are, and of another size.
+    """A block from such files, or None where there are none. ValueError: there are, and of another size; OSError:
+    they cannot be read, or are no files.
 
     The files carry no checksum: of their bytes nothing can be said but that their number is right.
     """
@@ -111,8 +113,16 @@ def read_block_files(
     paths = _block_files(directory, block_id, len(sizes))
     if not all(path.exists() for path in paths):
         return None
-    parts = [np.fromfile(path, np.uint8) for path in paths]
-    for path, part, nbytes in zip(paths, parts, sizes, strict=True):
-        if part.size != nbytes:
-            raise ValueError(f"{path} has {part.size} bytes; a block of that pool has {nbytes}")
-    return np.concatenate(parts)
+    return np.concatenate([_read_exactly(path, nbytes) for path, nbytes in zip(paths, sizes, strict=True)])
+
+
+def _read_exactly(path: Path, nbytes: int) -> NDArray[np.uint8]:
+    """No more than that is read, however large the file is, or becomes meanwhile."""
+    with open(open_regular(path, follow=True), "rb") as file:
+        there = os.fstat(file.fileno()).st_size
+        if there == nbytes:
+            part = np.fromfile(file, np.uint8, nbytes)
+            there = part.size
+    if there != nbytes:
+        raise ValueError(f"{path} has {there} bytes; a block of that pool has {nbytes}")
+    return part

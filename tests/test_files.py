@@ -286,11 +286,11 @@ def test_what_others_may_write_is_not_trusted(rig: Rig, what: str, readonly: boo
     if what:
         path.rename(rig.folder / "aside")
         path.symlink_to(rig.folder / "aside")
-        with pytest.raises(kvswap.Error, match=f"opening {path}: {os.strerror(errno.ELOOP)}"):
+        with pytest.raises(kvswap.Error, match=f"opening {path}: it is a link"):
             rig.open(readonly=readonly)
         path.unlink()
         path.mkdir()
-        with pytest.raises(kvswap.Error, match=f"{path}( is not a file|: Is a directory|: Invalid argument)"):
+        with pytest.raises(kvswap.Error, match=f"opening {path}: it is a link, directory, pipe, socket or device"):
             rig.open(readonly=readonly)
 
 

@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import file_reader
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, run_python
 from test_files import PAGE, Rig, blocks_of, keys_of
 
 import kvswap
@@ -89,3 +93,91 @@ def test_no_number_is_left(rig: Rig) -> None:
         assert len(load.failed_blocks) == 5
     rig.reopen()
     assert (rig.get([b"fits"]) == blocks[:1]).all() and rig.store.stats()["lost_slots"] == 0
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+NAMES = ["store.kvs", "segment-00000000.kvs", "segment-00000777.kvs", "new.tmp"]
+OTHERS = ["pipe", "directory", "link", "link to nothing", "link to itself", "socket", "device"]
+
+OPEN_ALL = """
+import contextlib, io, os
+import kvswap
+from kvswap import _C, cli
+from kvswap.files import FileStore, Layout
+
+folder = os.environ["FOLDER"]
+layout = Layout(5000, model="m", tp_rank=0)
+for readonly in (True, False):
+    try:
+        with FileStore(folder, layout, capacity=64 << 20, readonly=readonly) as store:
+            if not readonly:
+                store.store([b"more"], bytes(5000), [0]).wait(10)
+        print("opened")
+    except kvswap.Error as error:
+        print(error)
+with contextlib.suppress(kvswap.Error):
+    _C._file_peek(folder)
+for what in ("check", "stat", "gc"):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        cli.main(["files", what, folder])
+"""
+
+
+def put_other(path: Path, what: str) -> None:
+    if what == "pipe":
+        os.mkfifo(path, 0o600)
+    elif what == "directory":
+        path.mkdir()
+        (path / "not empty").touch()
+    elif what == "link":
+        path.symlink_to(path.with_name("aside"))
+    elif what == "link to nothing":
+        path.symlink_to("/nowhere/at/all")
+    elif what == "link to itself":
+        path.symlink_to(path.name)
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(os.fspath(path))
+    else:
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero never ends
+        except PermissionError:
+            pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_file(rig: Rig, name: str, what: str) -> None:
+    """Whoever opens the directory is told at once which name it is, and leaves it alone."""
+    rig.put(keys_of(1), blocks_of(1, 1, rig.nbytes))
+    rig.store.close()
+    path = rig.folder / name
+    if path.exists():
+        path.rename(rig.folder / "aside")
+    put_other(path, what)
+    before = os.lstat(path)
+    ran = run_python(OPEN_ALL, timeout=20, FOLDER=os.fspath(rig.folder))
+    assert ran.returncode == 0, ran.stderr
+    told = ran.stdout.splitlines()
+    wanted = f"opening {path}: it is a link, directory, pipe, socket or device"
+    if name == "new.tmp":
+        assert told[0] == "opened"
+        assert told[1] == "opened" or "new.tmp" in told[1]
+    else:
+        assert len(told) == 2 and all(wanted in line for line in told)
+        assert os.lstat(path).st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe"])
+def test_what_is_in_the_way_of_a_new_segment(rig: Rig, what: str) -> None:
+    rig.store.close()
+    shutil.rmtree(rig.folder)
+    rig.store = rig.open()
+    put_other(rig.folder / "new.tmp", what)
+    store = rig.store.store(keys_of(1), blocks_of(1, 1, rig.nbytes), [0])
+    if what == "pipe":
+        store.wait(PATIENCE)
+    else:
+        with pytest.raises(kvswap.Error, match=r"new\.tmp in the store's directory"):
+            store.wait(PATIENCE)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,19 @@ def test_files_of_others(rig: Rig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 5 bytes; a block of that pool has"):
         rig.manager.onboard([13], [8], 0, "posix", str(tmp_path))
     rig.manager.close(PATIENCE)
+
+
+def test_a_block_file_that_is_none(tmp_path: Path) -> None:
+    """Nothing waits for it, and no more is read than a block has."""
+    path = tmp_path / "block_1_pool_0.bin"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a link, directory, pipe"):
+        read_block_files(tmp_path, 1, [8])
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ValueError, match=f"has {1 << 40} bytes"):
+        read_block_files(tmp_path, 1, [8])
 
 
 def test_block_files_are_not_written_through_links(tmp_path: Path) -> None:

@@ -46,8 +46,6 @@ static int refuse_what_others_write(const struct kvs_file_store *store, int fd, 
   if (fstat(fd, &info)) return kvs_file_fail(err, errno, "looking at %.200s%s%s", directory, slash, name);
   const bool folder = S_ISDIR(info.st_mode);
   const unsigned mode = info.st_mode & 07777;
-  if (!folder && !S_ISREG(info.st_mode))
-    return kvs_fail(err, KVS_FILE, "%.200s%s%s is not a file: remove it", directory, slash, name);
   if (info.st_uid != geteuid() && info.st_uid != 0)
     return kvs_fail(err, KVS_FILE,
                     "%.200s%s%s belongs to user %u, and this process is user %u: what another user may write is not "
@@ -67,6 +65,7 @@ static int make_file(struct kvs_file_store *store, const char *name, uint64_t nb
   int fd, flags = O_RDWR | O_CREAT | O_EXCL | (store->direct ? O_DIRECT : 0);
   (void)unlinkat(store->folder, new_name, 0); /* of one that was interrupted here */
   int code = kvs_file_openat(&store->faults, store->folder, new_name, flags, &fd);
+  if (code == EEXIST || code == KVS_FILE_NOT_REGULAR) code = KVS_FILE_IN_THE_WAY;
   if (code) return code;
   code = kvs_file_allocate(&store->faults, fd, nbytes);
   if (!code) code = move_page(store, fd, true, 0, page, false);

@@ -116,12 +116,27 @@ int kvs_file_allocate(struct kvs_file_faults *faults, int fd, uint64_t nbytes) {
   }
 }
 
+/* It is looked at before it is opened, and again afterwards: another file may have come in between. */
+static int open_regular(int folder, const char *name, int flags, int *fd) {
+  struct stat info;
+  if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && !S_ISREG(info.st_mode)) return KVS_FILE_NOT_REGULAR;
+  int opened = openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY | O_NONBLOCK, 0600);
+  if (opened < 0) return errno;
+  int code = fstat(opened, &info) ? errno : S_ISREG(info.st_mode) ? 0 : KVS_FILE_NOT_REGULAR;
+  int now = code ? -1 : fcntl(opened, F_GETFL); /* io_uring would not wait for the disk */
+  if (!code && (now < 0 || fcntl(opened, F_SETFL, now & ~O_NONBLOCK))) code = errno;
+  if (code)
+    close(opened);
+  else
+    *fd = opened;
+  return code;
+}
+
 int kvs_file_openat(struct kvs_file_faults *faults, int folder, const char *name, int flags, int *fd) {
+  *fd = -1;
   for (;;) {
     int code = fault_code(faults, KVS_FILE_OPEN);
-    *fd = code ? -1 : openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (*fd >= 0) return 0;
-    if (!code) code = errno;
+    if (!code) code = open_regular(folder, name, flags, fd);
     if (code != EINTR) return code;
   }
 }
@@ -140,6 +155,8 @@ const char *kvs_file_error_text(int code, char text[96]) {
   char words[64];
   if (code == KVS_FILE_ENDED) return "the file is shorter than it should be";
   if (code == KVS_FILE_DEVICE) return "the device did not copy the header";
+  if (code == KVS_FILE_NOT_REGULAR) return "it is a link, directory, pipe, socket or device, not a file: remove it";
+  if (code == KVS_FILE_IN_THE_WAY) return "new.tmp in the store's directory cannot be replaced: remove it";
   if (code == KVS_FILE_NUMBERS_END) return "no sequence number is left, so a page is forged: use another directory";
   if (code > KVS_CUFILE_CODES && code < KVS_CUFILE_CODES_END) return kvs_cufile_text(code, text);
   snprintf(text, 96, "%s (errno %d)", strerror_r(code, words, sizeof words), code);

@@ -14,6 +14,8 @@
 enum {                         /* beyond all of errno, and of libcufile's codes, which are errors here too */
        KVS_FILE_ENDED = 10000, /* the file is shorter than it should be */
        KVS_FILE_DEVICE,        /* a copy between host and device failed */
+       KVS_FILE_NOT_REGULAR,   /* a link, directory, pipe, socket or device has the file's name */
+       KVS_FILE_IN_THE_WAY,    /* new.tmp cannot be replaced */
        KVS_FILE_NUMBERS_END,   /* no sequence number or generation is left */
 };
 
@@ -68,7 +70,8 @@ int kvs_file_move(struct kvs_file_faults *, struct kvs_file_span *, bool direct)
 
 /* Room for a file of that size: 0, or an errno. Where the file system cannot reserve it, the file is made that long. */
 int kvs_file_allocate(struct kvs_file_faults *, int fd, uint64_t nbytes);
-int kvs_file_openat(struct kvs_file_faults *, int folder, const char *name, int flags, int *fd); /* mode 0600 */
+/* A regular file, made with mode 0600: nothing else is opened, for a pipe would wait and a device could act. */
+int kvs_file_openat(struct kvs_file_faults *, int folder, const char *name, int flags, int *fd);
 int kvs_file_sync(struct kvs_file_faults *, int fd);
 
 /* "No space left on device (errno 28)". */
