@@ -181,3 +181,67 @@ def test_what_is_in_the_way_of_a_new_segment(rig: Rig, what: str) -> None:
     else:
         with pytest.raises(kvswap.Error, match=r"new\.tmp in the store's directory"):
             store.wait(PATIENCE)
+
+
+# -- numbers of segments ----------------------------------------------------------------------------------------------
+
+
+def stored_again(rig: Rig, count: int = 20) -> None:
+    """What is stored now is there when the store is opened again."""
+    blocks = blocks_of(7, count, rig.nbytes)
+    rig.store = rig.open()
+    rig.put(keys_of(count), blocks)
+    assert (rig.get(keys_of(count)) == blocks).all()
+    rig.reopen()
+    assert rig.store.contains(keys_of(count)) == [True] * count
+    assert (rig.get(keys_of(count)) == blocks).all()
+
+
+@pytest.mark.parametrize("taken", [(99999999,), (99999998, 99999999), (0, 99999999), (0, 1, 3)])
+def test_names_that_are_taken(rig: Rig, taken: tuple[int, ...]) -> None:
+    rig.store.close()
+    for number in taken:
+        (rig.folder / f"segment-{number:08}.kvs").touch(0o600)
+    stored_again(rig)
+    assert rig.store.stats()["foreign"] == len(taken)
+    for path in rig.files():
+        assert len(path.name) == len("segment-00000000.kvs")
+    for number in taken:
+        assert (rig.folder / f"segment-{number:08}.kvs").stat().st_size == 0  # left alone
+
+
+def test_the_last_number_is_ours(rig: Rig) -> None:
+    """A whole segment with the last number: the next ones begin at the first free number."""
+    rig.put(keys_of(1, "first"), blocks_of(1, 1, rig.nbytes))
+    rig.store.close()
+    last = rig.folder / "segment-99999999.kvs"
+    rig.files()[0].rename(last)
+    forge(last, 0, 60, 99999999, 4)
+    stored_again(rig)
+    assert rig.store.contains([b"first-0"]) == [True]
+    assert {path.name for path in rig.files()} >= {"segment-00000000.kvs", last.name}
+
+
+def test_names_that_are_almost_segments(rig: Rig) -> None:
+    """Nothing but eight digits is a number."""
+    rig.store.close()
+    names = ["+0000001", "-0000001", " 0000001", "100000000", "4294967296", "0000001", "0000000a", "00000001.kvs.old"]
+    for name in names:
+        (rig.folder / f"segment-{name}.kvs").write_bytes(b"mine")
+    stored_again(rig)
+    assert rig.store.stats()["foreign"] == 0
+    assert all((rig.folder / f"segment-{name}.kvs").read_bytes() == b"mine" for name in names)
+
+
+def test_a_file_that_comes_beside_a_writer(rig: Rig) -> None:
+    """It is not written over by a new segment of that name."""
+    rig.put(keys_of(1, "first"), blocks_of(1, 1, rig.nbytes))
+    new = [rig.folder / f"segment-{number:08}.kvs" for number in (1, 2)]
+    new[0].write_bytes(b"mine")
+    new[1].mkdir()
+    blocks = blocks_of(2, 20, rig.nbytes)
+    rig.put(keys_of(20), blocks)
+    assert new[0].read_bytes() == b"mine" and new[1].is_dir()
+    new[1].rmdir()
+    rig.reopen()
+    assert (rig.get(keys_of(20)) == blocks).all()

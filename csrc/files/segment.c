@@ -10,12 +10,18 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "files/store.h"
 
 static const char store_name[] = "store.kvs", new_name[] = "new.tmp";
 enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written in turn */
+enum {
+  LAST_NUMBER = 99999999,    /* a segment's name has eight digits */
+  MOST_SEGMENTS = 1 << 20,   /* of a store: each is an open file */
+  READER_SEGMENTS = 1 << 16, /* that a reader may see */
+};
 
 static void segment_name(uint32_t number, char name[32]) { snprintf(name, 32, "segment-%08u.kvs", number); }
 
@@ -59,6 +65,16 @@ static int refuse_what_others_write(const struct kvs_file_store *store, int fd, 
 
 /* -- new files ----------------------------------------------------------------------------------------------------- */
 
+/* Never in the place of a file that is there: EEXIST. */
+static int name_new_file(int folder, const char *name) {
+  const unsigned no_replace = 1; /* RENAME_NOREPLACE */
+  struct stat info;
+  if (syscall(SYS_renameat2, folder, new_name, folder, name, no_replace) == 0) return 0;
+  if (errno != EINVAL && errno != ENOSYS) return errno;
+  if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0) return EEXIST; /* a file system that does not know it */
+  return renameat(folder, new_name, folder, name) ? errno : 0;
+}
+
 /* A file whose first page is as given, under its name; only then. */
 static int make_file(struct kvs_file_store *store, const char *name, uint64_t nbytes, void *page, int *made) {
   bool safe = store->settings.durability == KVS_FILE_FSYNC;
@@ -70,7 +86,7 @@ static int make_file(struct kvs_file_store *store, const char *name, uint64_t nb
   code = kvs_file_allocate(&store->faults, fd, nbytes);
   if (!code) code = move_page(store, fd, true, 0, page, false);
   if (!code && safe) code = kvs_file_sync(&store->faults, fd);
-  if (!code && renameat(store->folder, new_name, store->folder, name)) code = errno;
+  if (!code) code = name_new_file(store->folder, name);
   if (!code && safe) code = fsync(store->folder) ? errno : 0;
   if (!code) {
     *made = fd;
@@ -81,13 +97,28 @@ static int make_file(struct kvs_file_store *store, const char *name, uint64_t nb
   return code;
 }
 
-int kvs_file_segment_make(struct kvs_file_store *store, uint32_t number, int *fd) {
+static uint32_t number_after(uint32_t number) { return number < LAST_NUMBER ? number + 1 : 0; }
+
+/* The first number from here on, and past the last one from 0 on, whose name nothing has. */
+static int find_number(const struct kvs_file_store *store, uint32_t *number) {
+  struct stat info;
+  char name[32];
+  for (uint32_t tries = 0; tries < 2 * MOST_SEGMENTS; tries++, *number = number_after(*number)) {
+    segment_name(*number, name);
+    if (fstatat(store->folder, name, &info, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT ? 0 : errno;
+  }
+  return EEXIST;
+}
+
+int kvs_file_segment_make(struct kvs_file_store *store, uint32_t *number, int *fd) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_geometry geometry = store->geometry;
   char name[32];
-  geometry.segment = number;
+  int code = find_number(store, number);
+  if (code) return code;
+  geometry.segment = *number;
   kvs_file_geometry_write(&geometry, true, page);
-  segment_name(number, name);
+  segment_name(*number, name);
   return make_file(store, name, geometry.segment_nbytes, page, fd);
 }
 
@@ -99,7 +130,7 @@ int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int f
   store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .suspect = cut};
   store->nremoved -= at < store->nsegments;
   store->nsegments += at == store->nsegments;
-  if (number >= store->next_number) store->next_number = number + 1;
+  if (number >= store->next_number) store->next_number = number_after(number);
   return 0;
 }
 
@@ -258,7 +289,6 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
   }
   bool room = !ours || kvs_file_segment_append(store, number, fd, cut) == 0;
   store->stats.foreign += !ours;
-  if (number >= store->next_number) store->next_number = number + 1;
   pthread_mutex_unlock(&store->lock);
   if (ours && room) return KVS_OK;
   close(fd);
@@ -393,8 +423,6 @@ int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, s
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-enum { READER_SEGMENTS = 1 << 16 }; /* that a reader may see */
-
 static int size_segments(struct kvs_file_store *store, struct kvs_error *err) {
   uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
   if (store->settings.readonly) most = READER_SEGMENTS;
@@ -402,6 +430,7 @@ static int size_segments(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_fail(err, KVS_INVALID, "capacity is %llu bytes; a segment of %u blocks takes %llu: give it more",
                     (unsigned long long)store->settings.capacity, store->geometry.slots,
                     (unsigned long long)store->geometry.segment_nbytes);
+  if (most > MOST_SEGMENTS) most = MOST_SEGMENTS;
   uint64_t slots = KVS_NO_SLOT / store->geometry.slots;
   store->max_segments = (uint32_t)(most < slots ? most : slots);
   store->segments_capacity = store->max_segments > READER_SEGMENTS ? store->max_segments : READER_SEGMENTS;

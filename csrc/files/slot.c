@@ -47,11 +47,11 @@ void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
 
 /* A new segment's slots, the lowest to be taken first. The lock is given back while it is made. */
 static void grow_unlocking(struct kvs_file_store *store) {
-  uint32_t number = store->next_number++, slots = store->geometry.slots;
+  uint32_t number = store->next_number, slots = store->geometry.slots;
   int fd = -1;
   store->growing = true;
   pthread_mutex_unlock(&store->lock);
-  int code = kvs_file_segment_make(store, number, &fd);
+  int code = kvs_file_segment_make(store, &number, &fd);
   pthread_mutex_lock(&store->lock);
   if (!code) code = kvs_file_segment_append(store, number, fd, false);
   if (!code)

@@ -108,8 +108,9 @@ struct kvs_file_store {
   unsigned entered; /* calls that use more than what the lock guards: until they leave, nothing is taken down */
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
-  uint32_t nsegments, segments_capacity, max_segments, next_number;
-  uint32_t nremoved; /* of the segments those with fd -1 */
+  uint32_t nsegments, segments_capacity, max_segments;
+  uint32_t next_number; /* of a segment: where the search for a free one begins */
+  uint32_t nremoved;    /* of the segments those with fd -1 */
   uint32_t *free_slots;
   size_t nfree, free_capacity;
   bool growing;                                      /* a thread makes a segment */
@@ -155,8 +156,9 @@ void kvs_file_close_directory(struct kvs_file_store *);
 void kvs_file_unlock_directory(struct kvs_file_store *, bool everywhere);
 int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *); /* segments that came, or went, since */
 void kvs_file_close_removed(struct kvs_file_store *); /* those that went, unless a transfer may still read there */
-/* A new segment, not yet in the store's list: 0 or an errno. Called without the lock, by one thread at a time. */
-int kvs_file_segment_make(struct kvs_file_store *, uint32_t number, int *fd);
+/* A new segment, with the first free number from *number on, not yet in the store's list: 0 or an errno. Called without
+ * the lock, by one thread at a time. */
+int kvs_file_segment_make(struct kvs_file_store *, uint32_t *number, int *fd);
 int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd, bool cut); /* under the lock; ENOMEM */
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* a header page: 0 or an errno */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *);  /* which sequence a checkpoint may tell now */
