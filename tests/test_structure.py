@@ -45,7 +45,7 @@ ROWS = [
     {"offload/offload.h"},
     {"core/submit.h"},
     {"core/move.h"},
-    {"files/index.h", "files/format.h"},
+    {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
     {"files/engine.h"},
     {"files/store.h"},
@@ -53,7 +53,7 @@ ROWS = [
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
 PURE = {f"core/{name}.c" for name in ("hazard", "clock", "region")} | {
-    f"files/{name}.c" for name in ("crc32c", "format", "index")
+    f"files/{name}.c" for name in ("crc32c", "format", "index", "keys")
 }
 
 

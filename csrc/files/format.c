@@ -81,7 +81,7 @@ void kvs_file_geometry_make(const char *layout, uint64_t block_nbytes, uint64_t 
   const uint64_t page = KVS_FILE_PAGE;
   memset(g, 0, sizeof *g);
   strncpy(g->layout, layout, KVS_FILE_LAYOUT_NBYTES);
-  kvs_file_layout_hash(layout, block_nbytes, g->layout_hash);
+  kvs_file_layout_hash(g->layout, block_nbytes, g->layout_hash); /* of the copy: the caller's may change */
   g->block_nbytes = block_nbytes;
   g->slot_nbytes = page + (block_nbytes + page - 1) / page * page;
   uint64_t slots = segment_nbytes > page ? (segment_nbytes - page) / g->slot_nbytes : 0;

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "core/engine.h"
+#include "files/keys.h"
 #include "files/store.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
@@ -423,8 +424,7 @@ static int read_slots(struct kvs_file_transfer *transfer, const struct kvs_file_
   if (!transfer->slots) return kvs_fail(err, KVS_NOMEM, "no memory for %zu slots", count);
   int64_t *sorted = transfer->slots + count;
   for (size_t i = 0; i < count; i++) {
-    int64_t id =
-        blocks->ids.width == 4 ? ((const int32_t *)blocks->ids.data)[i] : ((const int64_t *)blocks->ids.data)[i];
+    int64_t id = kvs_file_id(&blocks->ids, i);
     if (id < 0 || (uint64_t)id >= layout.num_blocks)
       return kvs_fail(err, KVS_RANGE, "ids[%zu] is %" PRId64 "; the pool has %" PRIu64 " blocks, 0 to %" PRIu64, i, id,
                       layout.num_blocks, layout.num_blocks - 1);
@@ -447,8 +447,9 @@ static bool in_host_memory(struct kvs_file_mover *mover, const struct kvs_pool_l
   return region.memory == KVS_MEMORY_PINNED || region.memory == KVS_MEMORY_PAGEABLE;
 }
 
-static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
-                        struct kvs_error *err) {
+/* `pools` become the transfer's where the blocks go through staging. */
+static int set_up_own_pools(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
+                            struct kvs_pool **pools, struct kvs_error *err) {
   struct kvs_file_mover *mover = transfer->store->mover;
   struct kvs_pool_layout layout;
   int status = check_pools(transfer->store, blocks, err);
@@ -461,13 +462,22 @@ static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_fil
   if (in_place) return KVS_OK;
   status = match_pools(mover, blocks, err);
   if (status) return status;
-  transfer->pools = calloc(blocks->npools, sizeof(struct kvs_pool *));
-  if (!transfer->pools) return kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", blocks->npools);
-  for (; transfer->npools < blocks->npools; transfer->npools++) {
-    transfer->pools[transfer->npools] = blocks->pools[transfer->npools];
-    kvs_pool_ref(blocks->pools[transfer->npools]);
-  }
+  transfer->pools = pools;
+  transfer->npools = blocks->npools;
+  for (size_t i = 0; i < blocks->npools; i++) kvs_pool_ref(pools[i]);
   return KVS_OK;
+}
+
+static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
+                        struct kvs_error *err) {
+  struct kvs_pool **pools = calloc(blocks->npools, sizeof(struct kvs_pool *));
+  if (!pools) return kvs_fail(err, KVS_NOMEM, "no memory for %zu pools", blocks->npools);
+  memcpy(pools, blocks->pools, blocks->npools * sizeof(struct kvs_pool *)); /* the caller's list is read once */
+  struct kvs_file_blocks own = *blocks;
+  own.pools = pools;
+  int status = set_up_own_pools(transfer, &own, pools, err);
+  if (!transfer->pools) free(pools);
+  return status;
 }
 
 /* A transfer of nothing, which ends when all is over that it starts after. */

@@ -187,7 +187,8 @@ static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
 }
 
-int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_file_store **opened, struct kvs_error *err) {
+int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store **opened, struct kvs_error *err) {
+  const struct kvs_file_settings own = *theirs, *settings = &own;
   int status = check_settings(settings, err);
   if (status) return status;
   struct kvs_file_store *store = new_store(settings, err);

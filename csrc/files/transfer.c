@@ -6,21 +6,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "files/keys.h"
 #include "files/store.h"
 
 enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a direction, but for the first */
 
 /* -- submitting ---------------------------------------------------------------------------------------------------- */
-
-static int check_keys(const struct kvs_file_keys *keys, struct kvs_error *err) {
-  size_t begin = 0;
-  if (keys->count > UINT32_MAX) return kvs_fail(err, KVS_INVALID, "keys has %zu items: too many", keys->count);
-  for (size_t i = 0; i < keys->count; begin = keys->ends[i++])
-    if (keys->ends[i] - begin < 1 || keys->ends[i] - begin > KVS_FILE_KEY_NBYTES)
-      return kvs_fail(err, KVS_INVALID, "keys[%zu] has %zu bytes: a key has 1 to %d", i, keys->ends[i] - begin,
-                      KVS_FILE_KEY_NBYTES);
-  return KVS_OK;
-}
 
 static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
   if (!blocks || blocks->addresses) return KVS_OK;
@@ -128,16 +119,15 @@ static int make_transfer(struct kvs_file_store *store, enum kvs_file_kind kind, 
 
 static int check_call(const struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
                       const struct kvs_file_blocks *blocks, struct kvs_error *err) {
-  int status = check_keys(keys, err);
-  if (!status) status = check_blocks(keys, blocks, err);
+  int status = check_blocks(keys, blocks, err);
   if (!status && store->settings.readonly && kind != KVS_FILE_GET)
     status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
   return status;
 }
 
-static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
-                  const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
-                  struct kvs_file_transfer **submitted, struct kvs_error *err) {
+static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
+                      const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                      struct kvs_file_transfer **submitted, struct kvs_error *err) {
   struct kvs_file_transfer *transfer = NULL;
   int status = check_call(store, kind, keys, blocks, err);
   if (!status) status = kvs_file_enter(store, err);
@@ -160,6 +150,21 @@ static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const s
   return KVS_OK;
 }
 
+/* Of all that the caller's structs point to, each word is read once: keys are copied here, addresses to the items,
+ * pools and slots to the transfer. */
+static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
+                  const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                  struct kvs_file_transfer **submitted, struct kvs_error *err) {
+  struct kvs_file_keys own;
+  const struct kvs_file_blocks where = blocks ? *blocks : (struct kvs_file_blocks){0};
+  const struct kvs_file_options how = options ? *options : (struct kvs_file_options){0};
+  int status = kvs_file_keys_copy(keys, &own, err);
+  if (status) return status;
+  status = submit_own(store, kind, &own, blocks ? &where : NULL, options ? &how : NULL, submitted, err);
+  kvs_file_keys_free(&own);
+  return status;
+}
+
 int kvs_file_put(struct kvs_file_store *store, const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
                  const struct kvs_file_options *options, struct kvs_file_transfer **transfer, struct kvs_error *err) {
   return submit(store, KVS_FILE_PUT, keys, blocks, options, transfer, err);
@@ -178,10 +183,11 @@ int kvs_file_delete(struct kvs_file_store *store, const struct kvs_file_keys *ke
 
 /* -- keys alone ---------------------------------------------------------------------------------------------------- */
 
-int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool *found,
+int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *theirs, bool *found,
                       struct kvs_error *err) {
+  struct kvs_file_keys own, *keys = &own;
   int status = kvs_file_check_fork(store, err);
-  if (!status) status = check_keys(keys, err);
+  if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
   size_t begin = 0;
   pthread_mutex_lock(&store->lock);
@@ -190,12 +196,14 @@ int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *
     found[i] = entry && entry->slot != KVS_NO_SLOT;
   }
   pthread_mutex_unlock(&store->lock);
+  kvs_file_keys_free(keys);
   return KVS_OK;
 }
 
-int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *keys, struct kvs_error *err) {
+int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *theirs, struct kvs_error *err) {
+  struct kvs_file_keys own, *keys = &own;
   int status = kvs_file_check_fork(store, err);
-  if (!status) status = check_keys(keys, err);
+  if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
   for (size_t i = keys->count; i-- > 0;) { /* the first key last of all: of a prefix the end goes before the start */
@@ -204,13 +212,15 @@ int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *key
     if (entry) kvs_file_index_touch(&store->index, entry);
   }
   pthread_mutex_unlock(&store->lock);
+  kvs_file_keys_free(keys);
   return KVS_OK;
 }
 
-int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *keys, bool pin, struct kvs_error *err) {
+int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *theirs, bool pin, struct kvs_error *err) {
   struct kvs_file_index *index = &store->index;
+  struct kvs_file_keys own, *keys = &own;
   int status = kvs_file_check_fork(store, err);
-  if (!status) status = check_keys(keys, err);
+  if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
   size_t begin = 0, done = 0;
   pthread_mutex_lock(&store->lock);
@@ -233,6 +243,7 @@ int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *keys,
   }
   if (store->starved.first) kvs_file_wake_starved_locked(store);
   pthread_mutex_unlock(&store->lock);
+  kvs_file_keys_free(keys);
   return status;
 }
 

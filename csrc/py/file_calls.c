@@ -83,6 +83,11 @@ static int read_pools(struct call *call, PyObject *object) {
   return rc;
 }
 
+/* Loaded once: another thread may write to the array behind a check. */
+static int64_t read_id(const struct kvs_ids *ids, size_t i) {
+  return ids->width == 4 ? ((const volatile int32_t *)ids->data)[i] : ((const volatile int64_t *)ids->data)[i];
+}
+
 /* Blocks of one tensor, block i at its address + i * block_nbytes. */
 static int read_rows(struct call *call, PyObject *object) {
   struct kvs_py_address address;
@@ -96,7 +101,7 @@ static int read_rows(struct call *call, PyObject *object) {
   }
   uint64_t most = address.nbytes == UINT64_MAX ? UINT64_MAX / nbytes : address.nbytes / nbytes;
   for (size_t i = 0; i < ids->count; ++i) {
-    int64_t id = ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
+    int64_t id = read_id(ids, i);
     if (id < 0 || (uint64_t)id >= most)
       return kvs_py_complain(PyExc_IndexError, "ids", (Py_ssize_t)i, "is %lld; blocks has %llu blocks of %llu bytes",
                              (long long)id, (unsigned long long)most, (unsigned long long)nbytes);

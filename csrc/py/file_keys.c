@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Rows of an array of bytes are keys of one length, read in place. */
+/* Rows of an array of bytes are keys of one length, read in place: by the core, once. */
 static int from_rows(PyObject *object, struct kvs_py_keys *keys) {
   if (PyObject_GetBuffer(object, &keys->view, PyBUF_ND | PyBUF_C_CONTIGUOUS) < 0) return -1;
   const Py_buffer *view = &keys->view;
