@@ -229,7 +229,7 @@ def test_a_late_end_changes_nothing() -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_itself() -> None:
-    """What it cannot take is kept in order, results count as under way, and all is delivered once."""
+    """What it cannot take is kept in order, results count as its own tasks, and all is delivered once."""
     world = World("--queue_limit", "2")
     world.submit("a", b"slow")
     world.taken.add(b"slow")
@@ -237,13 +237,83 @@ def test_a_client_that_does_not_read_holds_up_itself() -> None:
         world.end(rank)
     world.coordinator.ask(b"slow", GetStatus(7))
     assert world.coordinator.undelivered == 2 and world.results(b"slow") == []
-    assert world.submit("b") == "ok"
+    world.submit("b", b"slow")
     world.later(0.5)
-    assert world.submit("c") == "full"  # one under way, one that is not read
+    world.submit("c", b"slow")  # it has one under way, and one that it did not read
+    assert world.coordinator.under_way == 1
+    assert world.submit("d") == "ok" and world.coordinator.under_way == 2
     world.taken.clear()
     world.later(0.5)
-    assert [type(message) for message in world.said[b"slow"]] == [Answer, Result, Answer]
-    assert world.coordinator.undelivered == 0 and world.submit("c") == "ok"
+    assert [type(message) for message in world.said[b"slow"]] == [Answer, Result, Answer, Answer, Answer]
+    assert "and it has not read 1 results" in world.said[b"slow"][-1].message
+    world.end_all()
+    assert world.coordinator.undelivered == 0 and world.submit("c", b"slow") == "ok"
+
+
+def test_others_have_room_whatever_one_does() -> None:
+    """One client takes nothing and another fills the queue; every other one has its own tasks all the same."""
+    world = World("--queue_limit", "8")
+    world.taken.add(b"silent")
+    for i in range(1000):
+        world.submit(f"silent {i}", b"silent", i % 50)
+        if i % 5 == 0:
+            world.end_all()
+    world.end_all()
+    assert world.submit("a") == "ok"
+    world.end_all()
+    while world.submit(f"greedy {world.requests}", b"greedy") == "ok":
+        continue
+    for i in range(coordinator.MOST_CLIENTS):
+        assert world.submit(f"mine {i}", b"client %d" % i) == "ok"
+        assert world.submit(f"mine too {i}", b"client %d" % i) == "full"
+        assert world.coordinator.under_way <= coordinator.most_tasks(8)
+    assert world.submit("more", b"greedy") == "full"
+
+
+def test_a_flush_costs_one_attempt_a_client() -> None:
+    """Thousands of messages that nobody takes are not gone through again and again."""
+    attempts = 0
+
+    def send(client: bytes, message: Any) -> bool:
+        nonlocal attempts
+        attempts += 1
+        return False
+
+    box = outbox.Outbox(send)
+    for i in range(3000):
+        box.deliver(b"%d" % (i % 3), Answer(i, "ok"))
+    attempts = 0
+    box.flush()
+    assert attempts == 3 and len(box) == 3000
+
+
+def test_a_client_that_is_gone_while_it_is_sent_to() -> None:
+    box = outbox.Outbox(lambda client, message: here)
+    here = False
+    for i in range(10):
+        box.deliver(b"c", Answer(i, "ok"))
+        box.deliver(b"d", Answer(i, "ok"))
+
+    def send(client: bytes, message: Any) -> bool:
+        box.gone(b"c")
+        return True
+
+    box._send = send
+    box.flush()
+    assert len(box) == 0 and box.results_of(b"c") == 0
+    box.deliver(b"c", Answer(1, "ok"))
+    assert len(box) == 0
+
+
+def test_one_client_asks_for_the_same_again_and_again() -> None:
+    """What it asks while an operation goes on is not kept without end."""
+    world = World()
+    world.submit("a")
+    for request in range(1000):
+        world.coordinator.ask(b"eager", Clear(request, 60.0))
+    world.coordinator.ask(b"other", Clear(1, 60.0))
+    busy = [message for message in world.said[b"eager"] if message.code == "busy"]
+    assert len(busy) == 1000 - 16 and not world.said[b"other"]
 
 
 def test_a_client_that_never_reads() -> None:

@@ -214,7 +214,8 @@ def _add_own(group: Any) -> None:
         "--queue_limit",
         type=_at_least(1),
         default=1024,
-        help="tasks under way or undelivered; beyond it the answer is that the queue is full",
+        help="tasks under way of all clients, and of one client with the results that it has not read; beyond it the "
+        "answer is that the queue is full",
     )
     for name, default, what in (
         ("rank_timeout", 5.0, "a rank that is silent for so long counts as dead"),

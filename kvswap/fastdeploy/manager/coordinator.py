@@ -44,12 +44,24 @@ from kvswap.fastdeploy.manager.metrics import Metrics
 from kvswap.fastdeploy.manager.outbox import Outbox
 from kvswap.fastdeploy.manager.writes import Write, Writes
 
-__all__ = ["Coordinator"]
+__all__ = ["MOST_CLIENTS", "Coordinator", "most_tasks"]
 
 _log = logging.getLogger("kvswap.manager")
 
 _LOOK_EVERY = 0.05  # seconds
+MOST_CLIENTS = 256
+_MOST_ASKED = 16  # requests of one client that wait for the same operation
 _AWAY = 1.0  # seconds without a look: this process was stopped, and says nothing of the others
+
+
+def _own_tasks(queue_limit: int) -> int:
+    """How many tasks each client may have under way whatever the others have."""
+    return max(1, queue_limit // MOST_CLIENTS)
+
+
+def most_tasks(queue_limit: int) -> int:
+    """How many tasks may be under way at most: those of the queue, and each client's own."""
+    return queue_limit + MOST_CLIENTS * _own_tasks(queue_limit)
 
 
 @dataclass
@@ -117,6 +129,7 @@ class Coordinator:
         self.state = state
         self.ranks = [_Rank(i) for i in range(settings.ranks)]
         self._pending: dict[int, _Pending] = {}
+        self._of_client: Counter[bytes] = Counter()  # of those, by client
         self._ids: set[str] = set()
         self._writes = {kind: Writes() for kind in Kind}  # by the tasks that write on that side
         self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
@@ -248,22 +261,32 @@ class Coordinator:
         return len(self._pending)
 
     def _submit(self, client: bytes, message: Submit) -> None:
-        code, why = self._refusal(message.task)
+        code, why = self._refusal(client, message.task)
         self._answer(client, message.request, code, why)
         if code == "ok":
             self._take(client, message.task, set(message.known))
 
-    def _refusal(self, task: Task) -> tuple[str, str]:
+    def _refusal(self, client: bytes, task: Task) -> tuple[str, str]:
         if why := self._not_ready():
             return "not_ready", why
-        unread = self._outbox.results
-        if len(self._pending) + unread >= self._settings.queue_limit:
-            kept = f", and {unread} results not read" if unread else ""
-            return "full", f"{len(self._pending)} tasks are under way{kept}, as many as --queue_limit allows"
+        if why := self._full(client):
+            return "full", why
         if why := self._wrong(task):
             self._metrics.refused()
             return "refused", why
         return "ok", ""
+
+    def _full(self, client: bytes) -> str:
+        """Why this client's task has no room; empty: it has. Results that a client does not read count as its own."""
+        limit, own, unread = self._settings.queue_limit, self._of_client[client], self._outbox.results_of(client)
+        if unread and own + unread >= limit:
+            return (
+                f"{own} tasks of this client are under way, and it has not read {unread} results: as many as "
+                "--queue_limit allows"
+            )
+        if len(self._pending) >= limit and own + unread >= _own_tasks(limit):
+            return f"{len(self._pending)} tasks are under way, as many as --queue_limit allows"
+        return ""
 
     def _take(self, client: bytes, task: Task, known: set[int]) -> None:
         number = self._number()
@@ -278,6 +301,7 @@ class Coordinator:
         pending = self._pending[number] = _Pending(number, client, task, time.monotonic(), write, reads)
         self._writes[Kind(task.event_type)].begin(write)
         self._ids.add(task.transfer_task_id)
+        self._of_client[client] += 1
         self._metrics.queue_depth(len(self._pending))
         if self._lost(pending):
             self._report(pending)  # no rank is asked
@@ -366,6 +390,9 @@ class Coordinator:
         del self._pending[pending.number]
         task = pending.task
         self._ids.discard(task.transfer_task_id)
+        self._of_client[pending.client] -= 1
+        if not self._of_client[pending.client]:
+            del self._of_client[pending.client]
         lost = self._lost(pending)
         if lost:
             pending.failed, began = _blame(task, lost)
@@ -451,7 +478,8 @@ class Coordinator:
         what = type(message).__name__.lower()
         asked = (client, message.request)
         if self._operation is not None:
-            if self._operation.what == what:
+            own = sum(who == client for who, _ in self._operation.asked)
+            if self._operation.what == what and own < _MOST_ASKED:
                 self._operation.asked.append(asked)
             else:
                 self._answer(*asked, "busy", f"the manager is busy with {self._operation.what}")

@@ -1,7 +1,7 @@
 """Messages to clients: each client's in order, and those that it cannot take yet are kept.
 
 Results are kept in any case, for who submits no more has lost none; a client that asks thousands of times and takes
-nothing gets no more answers.
+nothing gets no more answers. A client that does not read costs the others nothing: one attempt a flush.
 """
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ class Outbox:
 
     def __init__(self, send: Callable[[bytes, ToClient], bool]) -> None:
         self._send = send
-        self._kept: deque[tuple[bytes, ToClient]] = deque()
-        self._of_client: Counter[bytes] = Counter()  # of those
-        self.results = 0  # of those
+        self._kept: dict[bytes, deque[ToClient]] = {}  # by client; none is empty
+        self._results: Counter[bytes] = Counter()  # of those, by client
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._count
+
+    def results_of(self, client: bytes) -> int:
+        """How many results it has not taken."""
+        return self._results[client]
 
     def deliver(self, client: bytes, message: ToClient) -> None:
         """Now, or behind what is kept for the client."""
-        if not self._of_client[client] and self._send(client, message):
+        kept = self._kept.get(client)
+        if kept is None and self._send(client, message):
             return
         if isinstance(message, Result):
-            self.results += 1
-        elif self._of_client[client] > _MOST_KEPT:
+            self._results[client] += 1
+        elif kept is not None and len(kept) > _MOST_KEPT:
             return
-        self._kept.append((client, message))
-        self._of_client[client] += 1
+        self._kept.setdefault(client, deque()).append(message)
+        self._count += 1
 
     def flush(self) -> None:
         """Send what is kept. A client that does not read holds up its own messages only."""
-        blocked: set[bytes] = set()
-        kept, self._kept = self._kept, deque()
-        for client, message in kept:
-            if client in blocked or not self._send(client, message):
-                blocked.add(client)
-                self._kept.append((client, message))
-            elif self._of_client[client] > 1:
-                self._of_client[client] -= 1
-            else:
-                del self._of_client[client]
-        self._count_results()
+        for client in list(self._kept):
+            while (kept := self._kept.get(client)) and self._send(client, kept[0]):
+                if self._kept.get(client) is kept:  # else sending found that it is gone
+                    self._drop_first(client, kept)
+
+    def _drop_first(self, client: bytes, kept: deque[ToClient]) -> None:
+        if isinstance(kept.popleft(), Result):
+            self._results[client] -= 1
+        self._count -= 1
+        if not kept:
+            del self._kept[client], self._results[client]
 
     def gone(self, client: bytes) -> None:
         """Nobody reads what is kept for it."""
-        dropped = self._of_client.pop(client, 0)
-        if dropped:
-            self._kept = deque((to, message) for to, message in self._kept if to != client)
-            self._count_results()
-            _log.warning("a client is gone: %d messages for it are dropped", dropped)
-
-    def _count_results(self) -> None:
-        self.results = sum(isinstance(message, Result) for _, message in self._kept)
+        kept = self._kept.pop(client, None)
+        del self._results[client]
+        if kept:
+            self._count -= len(kept)
+            _log.warning("a client is gone: %d messages for it are dropped", len(kept))

@@ -22,7 +22,7 @@ import zmq
 from kvswap import _C
 from kvswap.fastdeploy.manager import messages, places
 from kvswap.fastdeploy.manager.arguments import Settings
-from kvswap.fastdeploy.manager.coordinator import Coordinator
+from kvswap.fastdeploy.manager.coordinator import MOST_CLIENTS, Coordinator, most_tasks
 from kvswap.fastdeploy.manager.messages import (
     Answer,
     Beat,
@@ -52,7 +52,6 @@ _log = logging.getLogger("kvswap.manager")
 _BEAT_EVERY = 0.5
 _FULL_MS = 5  # until messages that could not be sent are tried again
 _AT_ONCE = 200  # messages taken before the worker gets its turn
-_MOST_CLIENTS = 256
 _KEPT_MESSAGES = 4096  # in a socket's queues, beside tasks
 _LAST_WORDS = 1.0  # seconds in which clients may read what rank 0 said before it ends
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
@@ -73,7 +72,7 @@ class Stop:
 def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
-    room = _KEPT_MESSAGES + settings.queue_limit  # all tasks that may be under way: a rank that is busy is not lost
+    room = _KEPT_MESSAGES + most_tasks(settings.queue_limit)  # for all of them: a rank that is busy is not lost
     socket.setsockopt(zmq.SNDHWM, room)
     socket.setsockopt(zmq.RCVHWM, room)
     socket.setsockopt(zmq.LINGER, 2000)
@@ -220,7 +219,7 @@ class Rank0:
     def _handle(self, name: bytes, pid: int, message: Any) -> None:
         connection = self._connections.get(name)
         if connection is None and (connection := self._admit(name, pid)) is None:
-            self._send(name, Answer(getattr(message, "request", 0), "refused", f"{_MOST_CLIENTS} clients are here"))
+            self._send(name, Answer(getattr(message, "request", 0), "refused", f"{MOST_CLIENTS} clients are here"))
             return
         if isinstance(message, Bye):
             self._forget(name)
@@ -233,7 +232,7 @@ class Rank0:
 
     def _admit(self, name: bytes, pid: int) -> _Connection | None:
         """None: there are too many, also when those that have gone without a word are forgotten."""
-        most = _MOST_CLIENTS + self._settings.ranks
+        most = MOST_CLIENTS + self._settings.ranks
         if len(self._connections) >= most:
             for known in list(self._connections):
                 self._send(known, Answer(0, "ok", "are you there?"))
