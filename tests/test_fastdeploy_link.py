@@ -29,7 +29,7 @@ from managers import until
 import kvswap
 from kvswap.fastdeploy import _link
 from kvswap.fastdeploy.client import SWAP2CPU, SWAP2GPU, AsyncClient, Client, ManagerError
-from kvswap.fastdeploy.manager import places
+from kvswap.fastdeploy.manager import messages, places, process
 from kvswap.fastdeploy.queue import EngineCacheQueue
 
 SOCKET = """
@@ -311,6 +311,24 @@ def test_who_sent_a_message() -> None:
     assert "another pid namespace" in places.Peer(frame(f"localhost:{mine}:0:0")).unseen
     assert not places.Peer(frame(f"localhost:{mine + 1}:0:17")).ours
     assert not places.Peer(frame("localhost")).ours
+
+
+def test_a_lock_or_a_state_that_is_no_file(tmp_path: Path) -> None:
+    """Nobody waits for a pipe, and what a link points to is not written."""
+    aside = tmp_path / "aside"
+    aside.write_text("mine")
+    os.mkfifo(tmp_path / "rank0.lock")
+    os.mkfifo(tmp_path / "state")
+    (tmp_path / "rank1.lock").symlink_to(aside)
+    for rank in (0, 1):
+        with pytest.raises(kvswap.Error, match=f"rank{rank}.lock is a link, directory, pipe"):
+            places.Lock(tmp_path, rank)
+    with pytest.raises(kvswap.Error, match="state is a link, directory, pipe"):
+        process._read_state(tmp_path / "state")
+    (tmp_path / "state").unlink()
+    (tmp_path / "state").write_bytes(b"\xff" * 100)
+    assert process._read_state(tmp_path / "state") == messages.State.NORMAL
+    assert aside.read_text() == "mine"
 
 
 def test_a_process_that_has_ended_can_be_watched() -> None:

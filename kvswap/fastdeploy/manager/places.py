@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvswap import _C
+from kvswap._regular import open_regular
 
 _MOST_PATH_NBYTES = 107  # of a Unix socket's address
 
@@ -56,11 +57,21 @@ def socket_path(directory: Path) -> Path:
     return path
 
 
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file of the manager's folder. FileNotFoundError; kvswap.Error: something else has its name."""
+    try:
+        return open_regular(path, flags)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _C.Error(str(error)) from None
+
+
 class Lock:
     """Held by a rank as long as it lives: the kernel gives it up with the process, however that ends."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self._fd = os.open(directory / f"rank{rank}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._fd = open_own(directory / f"rank{rank}.lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

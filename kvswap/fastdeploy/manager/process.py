@@ -137,7 +137,8 @@ class Rank0:
     def _keep_state(self, state: State) -> None:
         """So that after kill -9 it is not taken for granted that the engine's caches are there."""
         new = self._state_file.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        new.unlink(missing_ok=True)
+        fd = places.open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(fd, "w") as file:
             file.write(state.name)
         new.replace(self._state_file)
@@ -510,7 +511,8 @@ def _has_ended(connection: _Connection) -> bool:
 
 def _read_state(path: Path) -> State:
     try:
-        return State[path.read_text()]
+        with open(places.open_own(path), "rb") as file:
+            return State[file.read(32).decode("ascii", "replace")]
     except (FileNotFoundError, KeyError):
         return State.NORMAL
 
