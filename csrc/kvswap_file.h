@@ -61,8 +61,10 @@ KVS_API int kvs_file_open(const struct kvs_file_settings *settings, struct kvs_f
  * begun and waited for), and close the files. Done twice is harmless. */
 KVS_API int kvs_file_close(struct kvs_file_store *store, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_file_ref(struct kvs_file_store *store);
-KVS_API void kvs_file_unref(struct kvs_file_store *store); /* the last one closes it */
-KVS_API void kvs_file_shutdown(int64_t timeout_ns);        /* close all stores: for exit */
+/* The last one closes it: never waits, what takes time is done by a thread of its own. kvs_file_open() of the directory
+ * waits for that thread. */
+KVS_API void kvs_file_unref(struct kvs_file_store *store);
+KVS_API void kvs_file_shutdown(int64_t timeout_ns); /* close all stores: for exit */
 
 /* Keys: key i is bytes [ends[i - 1], ends[i]) of data, of key 0 from 0 on. */
 struct kvs_file_keys {

@@ -16,6 +16,8 @@ static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 
 static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_file_store *stores; /* guarded by stores_lock: from before they lock their directory to their end */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+static pthread_cond_t closer_ended; /* made by fork_once */
+static unsigned closers; /* guarded by stores_lock: threads that close a store whose last handle was dropped */
 
 static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
 
@@ -24,10 +26,15 @@ static void after_fork(void) { pthread_mutex_unlock(&stores_lock); }
 /* They are the parent's. The lock on a directory lasts as long as anybody has the descriptor that it was made with. */
 static void after_fork_in_child(void) {
   for (; stores; stores = stores->next_of_all) kvs_file_unlock_directory(stores, false);
+  closers = 0;
+  kvs_cond_init(&closer_ended);
   pthread_mutex_unlock(&stores_lock);
 }
 
-static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork_in_child); }
+static void watch_fork(void) {
+  kvs_cond_init(&closer_ended);
+  pthread_atfork(before_fork, after_fork, after_fork_in_child);
+}
 
 static void enter_list(struct kvs_file_store *store) {
   pthread_once(&fork_once, watch_fork);
@@ -187,15 +194,12 @@ static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
 }
 
-int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store **opened, struct kvs_error *err) {
-  const struct kvs_file_settings own = *theirs, *settings = &own;
-  int status = check_settings(settings, err);
-  if (status) return status;
+static int open_store(const struct kvs_file_settings *settings, struct kvs_file_store **opened, struct kvs_error *err) {
   struct kvs_file_store *store = new_store(settings, err);
   if (!store) return KVS_NOMEM;
   enter_list(store);
   inject_at_open(store);
-  status = kvs_file_open_directory(store, err);
+  int status = kvs_file_open_directory(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
   if (!status && settings->device) status = kvs_file_mover_open(store, err);
@@ -210,6 +214,26 @@ int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store 
   note_open(store, true);
   *opened = store;
   return KVS_OK;
+}
+
+/* Whether a thread that closed a store has ended by then. */
+static bool await_closer(uint64_t deadline) {
+  pthread_mutex_lock(&stores_lock);
+  const unsigned before = closers;
+  while (closers && closers >= before && kvs_cond_wait(&closer_ended, &stores_lock, deadline)) continue;
+  bool fewer = closers < before;
+  pthread_mutex_unlock(&stores_lock);
+  return fewer;
+}
+
+/* A directory whose last handle was dropped in this process just now is closed by a thread: that is waited for. */
+int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store **opened, struct kvs_error *err) {
+  const struct kvs_file_settings own = *theirs;
+  const uint64_t deadline = kvs_deadline(CLOSE_NS);
+  int status = check_settings(&own, err);
+  if (!status) status = open_store(&own, opened, err);
+  while (status == KVS_BUSY && await_closer(deadline)) status = open_store(&own, opened, err);
+  return status;
 }
 
 /* -- calls --------------------------------------------------------------------------------------------------------- */
@@ -240,6 +264,13 @@ void kvs_file_leave_locked(struct kvs_file_store *store) {
 static bool is_idle(const struct kvs_file_store *store) { return !store->oldest && !store->entered; }
 
 static bool is_stopped(const struct kvs_file_store *store) { return store->stopped; }
+
+static bool is_stopped_now(struct kvs_file_store *store) {
+  pthread_mutex_lock(&store->lock);
+  bool stopped = store->stopped;
+  pthread_mutex_unlock(&store->lock);
+  return stopped;
+}
 
 /* Whether it came to be so in time. */
 static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struct kvs_file_store *),
@@ -300,16 +331,55 @@ void kvs_file_shutdown(int64_t timeout_ns) {
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
       kvs_file_unref(store);
   }
+  while (await_closer(kvs_deadline(EXIT_NS))) continue;
   (void)kvs_cufile_close();
 }
 
 void kvs_file_ref(struct kvs_file_store *store) { atomic_fetch_add(&store->refs, 1); }
 
-void kvs_file_unref(struct kvs_file_store *store) {
+static void drop_last(struct kvs_file_store *store) {
   struct kvs_error err;
-  if (atomic_fetch_sub(&store->refs, 1) != 1) return;
+  int status = kvs_file_close(store, CLOSE_NS, &err);
+  bool last = atomic_fetch_sub(&store->refs, 1) == 1; /* kvs_file_shutdown() may have another one */
+  if (last && (status == KVS_OK || is_stopped_now(store))) free_store(store); /* else its threads still use it */
+}
+
+static void *close_apart(void *store) {
+  drop_last(store);
+  pthread_mutex_lock(&stores_lock);
+  closers--;
+  pthread_cond_broadcast(&closer_ended);
+  pthread_mutex_unlock(&stores_lock);
+  return NULL;
+}
+
+/* To a thread of its own, with the reference. */
+static bool hand_over(struct kvs_file_store *store) {
+  pthread_t thread;
+  pthread_mutex_lock(&stores_lock);
+  closers++;
+  bool started = kvs_file_thread_start(&thread, close_apart, store) == 0;
+  closers -= !started;
+  pthread_mutex_unlock(&stores_lock);
+  if (started) pthread_detach(thread);
+  return started;
+}
+
+/* Whether closing takes no longer than a page takes to be written. */
+static bool closes_at_once(struct kvs_file_store *store) {
+  pthread_mutex_lock(&store->lock);
+  bool at_once = store->stopped || (is_idle(store) && !store->stopping && !store->mover);
+  pthread_mutex_unlock(&store->lock);
+  return at_once && (store->settings.readonly || store->settings.durability != KVS_FILE_FSYNC);
+}
+
+/* Dropping never waits: not for reads and writes, nor for the device that staging belongs to. */
+void kvs_file_unref(struct kvs_file_store *store) {
+  unsigned refs = atomic_load(&store->refs);
+  while (refs > 1)
+    if (atomic_compare_exchange_weak(&store->refs, &refs, refs - 1)) return;
   if (store->fork_generation != kvs_fork_generation()) return;
-  if (kvs_file_close(store, CLOSE_NS, &err) == KVS_OK) free_store(store); /* else its threads still use it */
+  if (closes_at_once(store) || !hand_over(store)) drop_last(store);
 }
 
 /* -- asking -------------------------------------------------------------------------------------------------------- */

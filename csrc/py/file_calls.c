@@ -32,6 +32,7 @@ static void clear(struct call *call) {
 
 /* Runs inside kvs_file_collect(), which is not always called under the GIL. */
 static void release_owner(void *owner) {
+  if (!Py_IsInitialized()) return; /* a store that is closed behind the interpreter's end */
   PyGILState_STATE gil = PyGILState_Ensure();
   kvs_py_releasing++;
   Py_DECREF((PyObject *)owner);

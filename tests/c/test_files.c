@@ -440,7 +440,8 @@ static void test_staging(enum kvs_file_gds_mode gds) {
   struct kvs_file_stats stats;
   CHECK(!kvs_file_get_stats(rig.store, &stats, &err));
   CHECK((stats.gds_read_nbytes > 0) == (gds == KVS_FILE_GDS_COMPAT));
-  kvs_file_unref(rig.store); /* the last handle */
+  CHECK(!kvs_file_close(rig.store, PATIENCE, &err), "%s", err.message);
+  kvs_file_unref(rig.store);
   CHECK(kvs_cufile_close());
   unsetenv("KVSWAP_CUFILE");
   unlink(fake);
