@@ -2,6 +2,7 @@
 #include "files.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "../files/cufile.h"
 #include "../files/sys.h"
@@ -89,20 +90,57 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
   return 0;
 }
 
+/* What a thread needs that opens a store. */
+struct opening {
+  struct kvs_file_settings settings; /* with copies of its texts, and a reference to its device */
+  struct kvs_file_store *store;
+};
+
+static void free_opening(struct opening *opening) {
+  if (opening->settings.device != NULL) kvs_engine_unref(opening->settings.device);
+  free((char *)(uintptr_t)opening->settings.directory);
+  free((char *)(uintptr_t)opening->settings.layout);
+  free(opening);
+}
+
+static struct opening *new_opening(const struct kvs_file_settings *settings) {
+  struct opening *opening = calloc(1, sizeof *opening);
+  if (opening == NULL) return NULL;
+  opening->settings = *settings;
+  opening->settings.directory = strdup(settings->directory);
+  opening->settings.layout = strdup(settings->layout);
+  if (settings->device != NULL) kvs_engine_ref(settings->device);
+  if (opening->settings.directory != NULL && opening->settings.layout != NULL) return opening;
+  free_opening(opening);
+  return NULL;
+}
+
+static int do_open(void *arg, struct kvs_error *err) {
+  struct opening *opening = arg;
+  return kvs_file_open(&opening->settings, &opening->store, err);
+}
+
+static void discard_opening(void *arg) {
+  struct opening *opening = arg;
+  if (opening->store != NULL) kvs_file_unref(opening->store);
+  free_opening(opening);
+}
+
 static PyObject *open_store(PyTypeObject *type, struct kvs_py_state *state, const struct kvs_file_settings *settings) {
-  struct kvs_error err = {0};
-  struct store_object *self;
-  int rc;
   if (kvs_py_hook_exit(state) < 0) return NULL;
-  self = (struct store_object *)type->tp_alloc(type, 0);
-  if (self == NULL) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_file_open(settings, &self->store, &err);
-  Py_END_ALLOW_THREADS
-  if (rc == KVS_OK) return (PyObject *)self;
-  self->store = NULL;
-  Py_DECREF(self);
-  return kvs_py_raise(state, &err);
+  struct store_object *self = (struct store_object *)type->tp_alloc(type, 0);
+  struct opening *opening = self == NULL ? NULL : new_opening(settings);
+  if (opening == NULL) {
+    Py_XDECREF(self);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+  }
+  if (kvs_py_apart(state, do_open, discard_opening, opening) < 0) {
+    Py_DECREF(self);
+    return NULL;
+  }
+  self->store = opening->store;
+  free_opening(opening);
+  return (PyObject *)self;
 }
 
 static PyObject *store_create(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -130,25 +168,54 @@ static void store_dealloc(PyObject *self) {
   struct kvs_file_store *store = kvs_py_file_core(self);
   kvs_py_object_free(self);
   if (store == NULL) return;
-  Py_BEGIN_ALLOW_THREADS /* the last handle closes it */
+  Py_BEGIN_ALLOW_THREADS /* the last handle closes it, without waiting */
   kvs_file_unref(store);
   Py_END_ALLOW_THREADS
+}
+
+/* What a thread needs that uses a store, which it keeps. */
+struct using {
+  struct kvs_file_store *store;
+  int64_t timeout_ns;
+};
+
+static void discard_using(void *arg) {
+  struct using *using = arg;
+  kvs_file_unref(using->store);
+  free(using);
+}
+
+static int use_store(PyObject *self, int (*work)(void *, struct kvs_error *), int64_t timeout_ns) {
+  struct using *using = malloc(sizeof *using);
+  if (using == NULL) return PyErr_NoMemory(), -1;
+  *using = (struct using){kvs_py_file_core(self), timeout_ns};
+  kvs_file_ref(using->store);
+  if (kvs_py_apart(kvs_py_state_of(self), work, discard_using, using) < 0) return -1;
+  Py_BEGIN_ALLOW_THREADS
+  discard_using(using);
+  Py_END_ALLOW_THREADS
+  return 0;
+}
+
+static int do_close(void *arg, struct kvs_error *err) {
+  const struct using *using = arg;
+  return kvs_file_close(using->store, using->timeout_ns, err);
+}
+
+static int do_refresh(void *arg, struct kvs_error *err) {
+  const struct using *using = arg;
+  return kvs_file_refresh(using->store, err);
 }
 
 static PyObject *store_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout"};
   static const struct kvs_py_args spec = {"close", names, 0, 1, 1};
-  struct kvs_error err = {0};
   PyObject *value;
   int64_t timeout_ns;
-  int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
   if (value == NULL) timeout_ns = 60ll * 1000 * 1000 * 1000;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_file_close(kvs_py_file_core(self), timeout_ns, &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  if (use_store(self, do_close, timeout_ns) < 0) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -236,12 +303,7 @@ static PyObject *store_keys(PyObject *self, PyObject *unused) {
 
 static PyObject *store_refresh(PyObject *self, PyObject *unused) {
   (void)unused;
-  struct kvs_error err = {0};
-  int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_file_refresh(kvs_py_file_core(self), &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  if (use_store(self, do_refresh, 0) < 0) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -339,20 +401,37 @@ static PyObject *set_fault_at_open(PyObject *module, PyObject *args) {
 
 /* -- directories --------------------------------------------------------------------------------------------------- */
 
-static PyObject *peek(PyObject *module, PyObject *directory) {
+struct peeking {
+  char *directory;
   char layout[KVS_FILE_LAYOUT_NBYTES + 1];
-  struct kvs_error err = {0};
-  PyObject *path = NULL;
   uint64_t nbytes;
-  int rc;
+};
+
+static int do_peek(void *arg, struct kvs_error *err) {
+  struct peeking *peeking = arg;
+  return kvs_file_peek(peeking->directory, peeking->layout, &peeking->nbytes, err);
+}
+
+static void discard_peeking(void *arg) {
+  struct peeking *peeking = arg;
+  free(peeking->directory);
+  free(peeking);
+}
+
+static PyObject *peek(PyObject *module, PyObject *directory) {
+  PyObject *path = NULL;
   if (!PyUnicode_FSConverter(directory, &path)) return NULL;
-  const char *name = PyBytes_AS_STRING(path);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_file_peek(name, layout, &nbytes, &err);
-  Py_END_ALLOW_THREADS
+  struct peeking *peeking = calloc(1, sizeof *peeking);
+  if (peeking != NULL) peeking->directory = strdup(PyBytes_AS_STRING(path));
   Py_DECREF(path);
-  if (rc != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
-  return Py_BuildValue("(sK)", layout, (unsigned long long)nbytes);
+  if (peeking == NULL || peeking->directory == NULL) {
+    free(peeking);
+    return PyErr_NoMemory();
+  }
+  if (kvs_py_apart(PyModule_GetState(module), do_peek, discard_peeking, peeking) < 0) return NULL;
+  PyObject *found = Py_BuildValue("(sK)", peeking->layout, (unsigned long long)peeking->nbytes);
+  discard_peeking(peeking);
+  return found;
 }
 
 static PyObject *gds(PyObject *module, PyObject *compat) {
@@ -431,10 +510,12 @@ PyDoc_STRVAR(
     "\n"
     "Calls on one key take effect in the order in which they were made; between keys there is none, and loads go\n"
     "first. Error: the directory cannot be used. Any thread may use it.");
-PyDoc_STRVAR(close_doc,
-             "close($self, /, timeout=60.0)\n--\n\n"
-             "Take no more calls, let the transfers end (what has not begun after so many seconds, None: no limit, is\n"
-             "cancelled), and close the files. Done twice is harmless. Dropping the last handle does it too.");
+PyDoc_STRVAR(
+    close_doc,
+    "close($self, /, timeout=60.0)\n--\n\n"
+    "Take no more calls, let the transfers end (what has not begun after so many seconds, None: no limit, is\n"
+    "cancelled; what is under way then has a minute), and close the files. Done twice is harmless. Ctrl-C ends\n"
+    "the wait, and the closing goes on. Dropping the last handle closes it too, and never waits.");
 PyDoc_STRVAR(enter_doc, "__enter__($self, /)\n--\n\nThe store itself.");
 PyDoc_STRVAR(exit_doc, "__exit__($self, /, *args)\n--\n\nclose().");
 PyDoc_STRVAR(contains_doc, "contains($self, keys, /)\n--\n\n"

@@ -9,6 +9,11 @@
 struct kvs_file_store *kvs_py_file_core(PyObject *store); /* borrowed; NULL: it was not opened */
 PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_transfer *transfer); /* takes it */
 
+/* work(arg) by a thread of its own; Ctrl-C ends the wait, not the thread. 0: it is done, and arg is the caller's. -1:
+ * an exception is set, and arg is discarded, or will be. `work` and `discard` run without the GIL. */
+int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *arg, struct kvs_error *err), void (*discard)(void *arg),
+                 void *arg);
+
 /* Keys from a sequence of bytes or of (block id, pool), or from a 2-D array of bytes. */
 struct kvs_py_keys {
   struct kvs_file_keys core;

@@ -1,0 +1,109 @@
+/* Calls that read or write the disk, which may take long or never end: made by a thread of their own, so that Ctrl-C
+ * ends the wait for them. The thread goes on by itself then, and lets go of what it was given. */
+#include "files.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+struct apart {
+  int (*work)(void *arg, struct kvs_error *err);
+  void (*discard)(void *arg);
+  void *arg;
+  pthread_mutex_t lock;
+  pthread_cond_t ended;
+  bool done, left; /* guarded by lock: the thread has ended; the caller waits no longer */
+  int rc;
+  struct kvs_error err;
+};
+
+static void free_apart(struct apart *apart) {
+  pthread_cond_destroy(&apart->ended);
+  pthread_mutex_destroy(&apart->lock);
+  free(apart);
+}
+
+static void *serve(void *arg) {
+  struct apart *apart = arg;
+  int rc = apart->work(apart->arg, &apart->err);
+  pthread_mutex_lock(&apart->lock);
+  apart->rc = rc;
+  apart->done = true;
+  bool left = apart->left;
+  pthread_cond_signal(&apart->ended);
+  pthread_mutex_unlock(&apart->lock);
+  if (left) {
+    apart->discard(apart->arg);
+    free_apart(apart);
+  }
+  return NULL;
+}
+
+/* Signals are the interpreter's threads' to take. */
+static bool start(struct apart *apart) {
+  pthread_t thread;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int code = pthread_create(&thread, NULL, serve, apart);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (code == 0) pthread_detach(thread);
+  return code == 0;
+}
+
+static bool wait_slice(struct apart *apart) {
+  const uint64_t deadline = kvs_deadline(KVS_PY_SLICE_NS);
+  pthread_mutex_lock(&apart->lock);
+  while (!apart->done && kvs_cond_wait(&apart->ended, &apart->lock, deadline)) continue;
+  bool done = apart->done;
+  pthread_mutex_unlock(&apart->lock);
+  return done;
+}
+
+/* Whether the thread has it all now; false: it has ended meanwhile. */
+static bool leave(struct apart *apart) {
+  pthread_mutex_lock(&apart->lock);
+  bool left = apart->left = !apart->done;
+  pthread_mutex_unlock(&apart->lock);
+  return left;
+}
+
+int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_error *), void (*discard)(void *),
+                 void *arg) {
+  struct apart *apart = calloc(1, sizeof *apart);
+  if (apart == NULL) {
+    PyErr_NoMemory();
+    discard(arg);
+    return -1;
+  }
+  *apart = (struct apart){.work = work, .discard = discard, .arg = arg};
+  pthread_mutex_init(&apart->lock, NULL);
+  kvs_cond_init(&apart->ended);
+  bool done = false, started;
+  int rc = 0;
+  Py_BEGIN_ALLOW_THREADS
+  started = start(apart);
+  if (!started) serve(apart); /* no thread is left: this one does it */
+  Py_END_ALLOW_THREADS
+  while (!done && rc == 0) {
+    Py_BEGIN_ALLOW_THREADS
+    done = wait_slice(apart);
+    Py_END_ALLOW_THREADS
+    if (!done) rc = PyErr_CheckSignals();
+  }
+  if (rc < 0 && leave(apart)) return -1;
+  if (rc == 0 && apart->rc != KVS_OK) {
+    kvs_py_raise(state, &apart->err);
+    rc = -1;
+  }
+  if (rc < 0) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    Py_BEGIN_ALLOW_THREADS
+    discard(arg);
+    Py_END_ALLOW_THREADS
+    PyErr_Restore(type, error, traceback);
+  }
+  free_apart(apart);
+  return rc;
+}

@@ -1,0 +1,164 @@
+"""Every call of the file tier that may wait, over a disk that does not answer: Ctrl-C ends it, dropping never waits."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE, run_python
+
+from kvswap import testing
+from kvswap.files import FileStore, FileTransfer, Layout
+
+# Names that may wait for the disk, each tried below; the others look at memory alone.
+WAITS = {"FileStore", "close", "refresh", "wait", "result"}
+NO_WAITS = {
+    FileStore: {"store", "load", "delete", "contains", "pin", "unpin", "touch", "keys", "stats", "info",
+                "block_nbytes"},
+    FileTransfer: {"done", "cancel", "what", "state", "nbytes", "num_blocks", "num_kept", "elapsed", "error",
+                   "failed_blocks", "reasons"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [FileStore, FileTransfer])
+def test_the_list_is_whole(kind: type) -> None:
+    """Whoever adds a method says whether it waits, and tries it here."""
+    assert {name for name in dir(kind) if not name.startswith("_")} - WAITS == NO_WAITS[kind]
+    assert all(name in ENTRIES for name in WAITS)
+
+
+ENTRIES = """
+import contextlib, io, os, signal, sys, threading, time
+import numpy as np
+from kvswap import cli, testing
+from kvswap.files import FileStore, Layout
+
+HANGS = 20.0
+signal.signal(signal.SIGINT, signal.default_int_handler)
+what, folder = os.environ["WHAT"], os.environ["FOLDER"]
+block = np.zeros((1, 5000), np.uint8)
+
+
+def open_store(**options):
+    return FileStore(folder, Layout(5000), capacity=64 << 20, engine="threads", **options)
+
+
+def stopped(store, *calls):
+    faults = contextlib.ExitStack()
+    for call in calls:
+        faults.enter_context(testing.file_fault(store, call, "delay", nth=1, every=1, delay=HANGS))
+    return faults
+
+
+def command(*words):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if cli.main(["files", *words]) == cli.EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+
+
+with open_store() as first:
+    first.store([b"key"], block, [0]).wait(10)
+if what in ("open", "check", "stat", "gc"):
+    call = {"open": lambda: FileStore(folder, Layout(5000), capacity=64 << 20)}.get(what, lambda: command(what, folder))
+    faults = stopped(None, "read")
+else:
+    store = open_store(readonly=what == "refresh")
+    faults = stopped(store, "read", "write")
+    if what != "close of an idle store":
+        transfer = None if what == "refresh" else store.store([b"other"], block, [0])
+    call = {
+        "close": lambda: store.close(),
+        "close at once": lambda: store.close(timeout=0.0),
+        "close of an idle store": lambda: store.close(),
+        "with": lambda: store.__exit__(None, None, None),
+        "refresh": lambda: store.refresh(),
+        "wait": lambda: transfer.wait(),
+        "result": lambda: transfer.result(),
+    }[what]
+begun = 0.0
+
+
+def interrupt():
+    global begun
+    time.sleep(0.4)
+    begun = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+threading.Thread(target=interrupt).start()
+with faults:
+    try:
+        call()
+        print("it did not wait", flush=True)
+    except KeyboardInterrupt:
+        print(time.monotonic() - begun, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["open", "check", "stat", "gc", "close", "close at once", "close of an idle store", "with", "refresh", "wait",
+     "result"],
+)  # fmt: skip
+def test_ctrl_c_over_a_disk_that_hangs(tmp_path: Path, what: str) -> None:
+    ran = run_python(ENTRIES, timeout=15, WHAT=what, FOLDER=os.fspath(tmp_path / "s"))
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 1.0
+
+
+DROPS = """
+import os, time
+import numpy as np
+from kvswap.files import FileStore, Layout
+
+folder, device = os.environ["FOLDER"], os.environ["DEVICE"] or None
+store = FileStore(folder, Layout(5000), capacity=64 << 20, engine="threads", device=device, staging_nbytes=1 << 20)
+store._set_fault("write", "delay", 1, 1, 0, float(os.environ["HANGS"]))  # holds no handle, as file_fault() does
+transfer = store.store([b"key"], np.ones((1, 5000), np.uint8), [0])
+begun = time.monotonic()
+if os.environ["LAST"] == "transfer":
+    del store, transfer
+else:
+    del transfer, store
+print(time.monotonic() - begun, flush=True)
+if os.environ["AGAIN"]:
+    with FileStore(folder, Layout(5000), capacity=64 << 20) as again:
+        print(again.contains([b"key"])[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("device", ["", "host:0"])
+@pytest.mark.parametrize("last", ["store", "transfer"])
+def test_dropping_never_waits(tmp_path: Path, last: str, device: str) -> None:
+    """The last handle of a store with a write under way: the end of the process waits for it, a little."""
+    ran = run_python(
+        DROPS, timeout=20, FOLDER=os.fspath(tmp_path / "s"), LAST=last, DEVICE=device, HANGS="0.8", AGAIN=""
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 0.3
+    with FileStore(tmp_path / "s", Layout(5000), capacity=64 << 20) as store:
+        assert store.contains([b"key"]) == [True]
+
+
+@pytest.mark.parametrize("device", ["", "host:0"])
+def test_what_was_dropped_is_opened_again(tmp_path: Path, device: str) -> None:
+    """Opening waits for the thread that closes it."""
+    ran = run_python(DROPS, FOLDER=os.fspath(tmp_path / "s"), LAST="store", DEVICE=device, HANGS="0.5", AGAIN="1")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[1] == "True"
+
+
+def test_a_wait_that_was_left_ends_by_itself(tmp_path: Path) -> None:
+    """The close that Ctrl-C left goes on: what was under way is stored, and the directory is free."""
+    store = FileStore(tmp_path / "s", Layout(1), capacity=64 << 20, engine="threads")
+    with testing.file_fault(store, "write", "delay", nth=1, every=1, delay=0.3):
+        store.store([b"key"], [bytes(1)])
+        with pytest.raises(TimeoutError):
+            store.store([b"other"], [bytes(1)]).wait(0.01)
+        store.close(PATIENCE)
+    with FileStore(tmp_path / "s", Layout(1), capacity=64 << 20) as again:
+        assert again.contains([b"key", b"other"]) == [True, True]
