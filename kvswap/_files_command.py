@@ -45,7 +45,13 @@ def _layout(directory: Path) -> Layout:
     from kvswap.files import Layout
 
     text, block_nbytes = _C._file_peek(directory)
-    return Layout.parse(block_nbytes, text)
+    try:
+        layout = Layout.parse(block_nbytes, text)
+    except ValueError as error:
+        raise _C.Error(f"{directory} holds no store that kvswap made: {error}") from None
+    if layout.text != text:
+        raise _C.Error(f"{directory} holds no store that kvswap made: its layout {text!r} is not as kvswap writes it")
+    return layout
 
 
 @contextlib.contextmanager

@@ -50,10 +50,13 @@ class Layout:
 
     @classmethod
     def parse(cls, block_nbytes: int, text: str) -> Layout:
-        """The layout of which a store's files hold this text."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise ValueError(f"layout is {text!r}: must be a JSON object")
+        """The layout of which a store's files hold this text. ValueError: it holds none."""
+        try:
+            fields = json.loads(text)
+        except RecursionError:
+            fields = None
+        if not isinstance(fields, dict) or fields.keys() & {"self", "block_nbytes"}:
+            raise ValueError(f"layout is {text!r}: must be a JSON object of fields")
         return cls(block_nbytes, **fields)
 
     def __eq__(self, other: object) -> bool:

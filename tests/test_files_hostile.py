@@ -9,15 +9,18 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import file_reader
+import numpy as np
 import pytest
 from conftest import PATIENCE, run_python
 from test_files import PAGE, Rig, blocks_of, keys_of
 
 import kvswap
+from kvswap import cli, testing
 
 LAST = 1 << 62  # the last sequence number, and generation
 
@@ -103,6 +106,7 @@ OTHERS = ["pipe", "directory", "link", "link to nothing", "link to itself", "soc
 OPEN_ALL = """
 import contextlib, io, os
 import kvswap
+from kvswap import cli, testing
 from kvswap import _C, cli
 from kvswap.files import FileStore, Layout
 
@@ -245,3 +249,83 @@ def test_a_file_that_comes_beside_a_writer(rig: Rig) -> None:
     new[1].rmdir()
     rig.reopen()
     assert (rig.get(keys_of(20)) == blocks).all()
+
+
+# -- sizes and layouts ------------------------------------------------------------------------------------------------
+
+
+def forge_geometry(path: Path, slots: int, slot_nbytes: int, number: int) -> None:
+    forge(path, 0, 48, PAGE + slots * slot_nbytes)
+    forge(path, 0, 56, slots, 4)
+    forge(path, 0, 60, number, 4)
+
+
+@pytest.mark.parametrize("slots", [1, 7, 65536])
+def test_a_segment_of_another_size(rig: Rig, slots: int) -> None:
+    """The store's own file says how large segments are: a foreign one in front of them changes nothing."""
+    blocks = blocks_of(1, 20, rig.nbytes)
+    rig.put(keys_of(20), blocks)
+    rig.store.close()
+    first = rig.files()[0]
+    for path in reversed(rig.files()):  # make room for number 0
+        number = int(path.stem.split("-")[1]) + 1
+        path.rename(path.with_name(f"segment-{number:08}.kvs"))
+        forge(path.with_name(f"segment-{number:08}.kvs"), 0, 60, number, 4)
+    first.write_bytes(rig.files()[0].read_bytes()[:PAGE])
+    first.chmod(0o600)
+    forge_geometry(first, slots, rig.slot, 0)
+    for readonly in (True, False):
+        rig.store = rig.open(readonly=readonly)
+        assert rig.store.stats()["foreign"] == 1
+        assert (rig.get(keys_of(20)) == blocks).all()
+        rig.store.close()
+    assert first.stat().st_size == PAGE
+
+
+def test_a_cut_segment_that_says_it_is_huge(rig: Rig) -> None:
+    """No more disk is taken than the store may take."""
+    rig.put(keys_of(1), blocks_of(1, 1, rig.nbytes))
+    rig.store.close()
+    (rig.folder / "store.kvs").unlink()
+    forge_geometry(rig.files()[0], 65536, rig.slot, 0)
+    begun = time.monotonic()
+    with testing.file_fault(None, "allocate", "delay", nth=1, every=1, delay=5.0):  # none is made
+        rig.store = rig.open()
+    assert time.monotonic() - begun < 4
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 3000, "[1]", "{", "{ }", '{"self":1}', '{"block_nbytes":1}', '{"a":NaN}', "\x01"]
+)
+@pytest.mark.parametrize("what", ["check", "stat", "gc"])
+def test_a_layout_that_is_none(rig: Rig, capsys: pytest.CaptureFixture[str], what: str, text: str) -> None:
+    """The commands say so, without a traceback."""
+    rig.store.close()
+    path, data = rig.folder / "store.kvs", text.encode()
+    page = bytearray(path.read_bytes()[:PAGE])
+    page[64:] = len(data).to_bytes(4, "little") + data + bytes(PAGE - 68 - len(data))
+    page[16:32] = file_reader.layout_hash(data, rig.nbytes)
+    with open(path, "r+b") as file:
+        file.write(page)
+    forge(path, 0, 64, len(data), 4)
+    assert cli.main(["files", what, os.fspath(rig.folder)]) == cli.EXIT_DEVICE
+    assert "holds no store that kvswap made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at", [0, 100, PAGE, PAGE + 5, 20000])
+def test_a_segment_that_shrinks_beneath_a_store(rig: Rig, at: int) -> None:
+    """Every load ends, right or lost; what is stored afterwards is there."""
+    blocks = blocks_of(1, 8, rig.nbytes)
+    rig.put(keys_of(8), blocks)
+    reader = rig.open(readonly=True)
+    os.truncate(rig.files()[0], at)
+    for store in (reader, rig.store):
+        target = np.zeros_like(blocks)
+        load = store.load(keys_of(8), target, range(8))
+        with contextlib.suppress(kvswap.Error):
+            load.wait(PATIENCE)
+        lost = set(load.failed_blocks)
+        assert lost and all((target[i] == blocks[i]).all() for i in range(8) if i not in lost)
+    reader.close()
+    rig.put([b"after"], blocks[:1])
+    assert (rig.get([b"after"]) == blocks[:1]).all()

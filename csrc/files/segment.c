@@ -179,6 +179,7 @@ static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
   if (what != KVS_FILE_GOOD) return KVS_OK; /* segments say the same; all blocks will be checked */
   if (!same_layout(&there, &store->geometry)) return refuse_layout(store, &there, store_name, err);
   store->geometry = there;
+  store->geometry_known = true;
   for (int i = 0; i < 2; i++) {
     uint64_t at = CHECKPOINTS_AT + (uint64_t)i * KVS_FILE_PAGE;
     code = move_page(store, store->state, false, at, page, false);
@@ -278,10 +279,11 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
     close(fd);
     return refuse_layout(store, &there, name, err);
   }
-  bool first = store->nsegments == 0, ours = what == KVS_FILE_GOOD && there.segment == number;
+  bool first = store->nsegments == 0 && !store->geometry_known, ours = what == KVS_FILE_GOOD && there.segment == number;
   ours = ours && (first || there.slots == store->geometry.slots);
   bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
-  if (cut && !store->settings.readonly) (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
+  if (cut && !store->settings.readonly && there.segment_nbytes <= store->settings.capacity) /* as large as it says */
+    (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
   pthread_mutex_lock(&store->lock);
   if (ours && first) {
     store->geometry.slots = there.slots;

@@ -86,7 +86,8 @@ struct kvs_file_store {
   unsigned fork_generation;
   struct kvs_file_settings settings; /* its directory is the store's own copy, its layout is geometry's */
   struct kvs_file_geometry geometry;
-  int folder, state; /* descriptors of the directory and of the store's file; -1: none */
+  bool geometry_known; /* from the store's file; else the first segment that is adopted says it */
+  int folder, state;   /* descriptors of the directory and of the store's file; -1: none */
   bool direct;
   char direct_note[160], engine_note[160], gds_note[160];
   struct kvs_file_faults faults;
