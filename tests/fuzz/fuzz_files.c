@@ -2,8 +2,11 @@
  *
  * The first byte says what the rest is: the store's file and a segment, opened as a reader and as a writer, all of
  * whose blocks are then loaded; or one page, read as each kind. Its upper bits say which checksums are made right
- * first, so that lies get past them. What must hold: no crash, no hang, all loads end, and what was read can be written
- * and read again. Without FUZZING it is a program that runs the files named on its command line. */
+ * first, so that lies get past them; for a store also which odd state it starts from: numbers near their ends, names
+ * that are taken, or are no files. What must hold: no crash, no hang, all loads end, what was read can be written and
+ * read again, and a block that is stored now is there when the store is opened again. Without FUZZING it is a program
+ * that runs the files named on its command line. */
+#include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -80,7 +83,17 @@ static void load_all(struct kvs_file_store *store) {
   free(ends);
 }
 
-static void open_store(bool readonly) {
+/* Of what the first byte says of a store. */
+enum {
+  RIGHT = 1,   /* checksums are made right */
+  STATE = 2,   /* the store's file is there */
+  NUMBERS = 4, /* sequences and generations come near their ends */
+  NAMES = 8,   /* an empty segment with the last number; new.tmp is a pipe */
+  LAST = 16,   /* the segment has the last number */
+  PIPE = 32,   /* the store's file is a pipe, or where it is there a segment */
+};
+
+static struct kvs_file_store *try_open(bool readonly) {
   struct kvs_file_settings settings = {.directory = folder,
                                        .layout = "{}",
                                        .block_nbytes = BLOCK,
@@ -92,24 +105,118 @@ static void open_store(bool readonly) {
                                        .readonly = readonly};
   struct kvs_file_store *store;
   struct kvs_error err;
-  if (kvs_file_open(&settings, &store, &err)) return;
-  load_all(store);
+  return kvs_file_open(&settings, &store, &err) ? NULL : store;
+}
+
+static void close_store(struct kvs_file_store *store) {
+  struct kvs_error err;
   require(kvs_file_close(store, 10000000000, &err) == KVS_OK, "close");
   kvs_file_unref(store);
 }
 
+static void open_store(bool readonly) {
+  struct kvs_file_store *store = try_open(readonly);
+  if (!store) return;
+  load_all(store);
+  close_store(store);
+}
+
+/* More than the corpus leaves free, fewer than a segment has: a new one is made, and none of them has to go again. */
+enum { NEW = 3 };
+
+static bool move_new(struct kvs_file_store *store, bool put, uint8_t memory[NEW][BLOCK]) {
+  static const size_t ends[NEW] = {4, 8, 12};
+  static const struct kvs_file_keys keys = {(const uint8_t *)"new1new2new3", ends, NEW};
+  struct kvs_error err;
+  struct kvs_file_transfer *transfer;
+  const struct kvs_file_options options = {.replace = true};
+  uint64_t addresses[NEW];
+  for (int i = 0; i < NEW; i++) addresses[i] = (uintptr_t)memory[i];
+  struct kvs_file_blocks blocks = {.addresses = addresses};
+  int status = put ? kvs_file_put(store, &keys, &blocks, &options, &transfer, &err)
+                   : kvs_file_get(store, &keys, &blocks, NULL, &transfer, &err);
+  require(status == KVS_OK, "submit");
+  status = kvs_file_transfer_wait(transfer, 10000000000, &err);
+  require(kvs_file_transfer_done(transfer), "a transfer does not end");
+  kvs_file_transfer_unref(transfer);
+  return status == KVS_OK;
+}
+
+/* What was acknowledged is there at the next open. */
+static void store_and_open_again(void) {
+  struct kvs_file_store *store = try_open(false);
+  if (!store) return;
+  static uint8_t blocks[NEW][BLOCK] = {"a block", "that is", "stored now"}, back[NEW][BLOCK];
+  bool acknowledged = move_new(store, true, blocks);
+  close_store(store);
+  if (!acknowledged) return;
+  store = try_open(false);
+  require(store != NULL, "a store that was open cannot be opened again");
+  memset(back, 0, sizeof back);
+  require(move_new(store, false, back) && memcmp(back, blocks, sizeof back) == 0, "an acknowledged block is lost");
+  close_store(store);
+}
+
+static void put_number(uint8_t *at, uint64_t value) {
+  for (int i = 0; i < 8; i++) at[i] = (uint8_t)(value >> (8 * i));
+}
+
+/* The lowest byte of each number says which end it comes near. */
+static void move_numbers(uint8_t *page) {
+  static const uint64_t ends[] = {0,
+                                  UINT64_MAX,
+                                  KVS_FILE_LAST_SEQUENCE,
+                                  KVS_FILE_LAST_SEQUENCE - 4294967296u,
+                                  (uint64_t)1 << 63,
+                                  (uint64_t)1 << 32,
+                                  KVS_FILE_LAST_SEQUENCE + 2,
+                                  KVS_FILE_LAST_SEQUENCE - 8};
+  bool block = memcmp(page, "KVSBLOCK", 8) == 0, check = memcmp(page, "KVSCHECK", 8) == 0;
+  if (block) put_number(page + 32, ends[page[32] % 8] + page[33] % 8);
+  if (check) put_number(page + 24, ends[page[24] % 8] + page[25] % 8);
+  if (check && page[33] & 1) put_number(page + 16, ends[page[16] % 8] + page[17] % 8);
+}
+
+static void make_pipe(const char *name) {
+  char path[128];
+  snprintf(path, sizeof path, "%s/%s", folder, name);
+  (void)mkfifo(path, 0600);
+}
+
+static void put_odd_names(unsigned how) {
+  if (how & NAMES && !(how & LAST)) write_file("segment-99999999.kvs", (const uint8_t *)"", 0);
+  if (how & NAMES) make_pipe("new.tmp");
+  if (how & PIPE) make_pipe(how & STATE ? "segment-00000777.kvs" : "store.kvs");
+}
+
 /* Three pages of the store's file, then the segment. */
-static void read_store(uint8_t *data, size_t nbytes, unsigned right) {
+static void read_store(uint8_t *data, size_t nbytes, unsigned how) {
   size_t head = nbytes < 3 * PAGE ? nbytes : 3 * PAGE;
   for (size_t at = 0; at + PAGE <= nbytes; at += PAGE) {
     bool header = at < 4 * PAGE || (at - 4 * PAGE) % SLOT == 0;
-    if (header && right & 1 && data[at] == 'K') make_right(data + at);
+    if (header && how & NUMBERS && data[at] == 'K') move_numbers(data + at);
+    if (header && how & (RIGHT | NUMBERS) && data[at] == 'K') make_right(data + at);
   }
-  if (right & 2) write_file("store.kvs", data, head);
-  write_file("segment-00000000.kvs", data + head, nbytes - head);
+  if (how & STATE) write_file("store.kvs", data, head);
+  if (how & LAST && nbytes >= head + PAGE) { /* its page says so too */
+    memset(data + head + 60, 0, 4);
+    memcpy(data + head + 60, (uint8_t[]){0xff, 0xe0, 0xf5, 0x05}, 4);
+    make_right(data + head);
+  }
+  write_file(how & LAST ? "segment-99999999.kvs" : "segment-00000000.kvs", data + head, nbytes - head);
+  put_odd_names(how);
   open_store(true);
   open_store(false);
   open_store(true);
+  store_and_open_again();
+}
+
+static void empty_folder(void) {
+  DIR *dir = opendir(folder);
+  require(dir != NULL, "opendir");
+  for (struct dirent *entry; (entry = readdir(dir)) != NULL;)
+    if (entry->d_name[0] != '.') (void)unlinkat(dirfd(dir), entry->d_name, 0);
+  closedir(dir);
 }
 
 static void clean(void) {
@@ -119,10 +226,6 @@ static void clean(void) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
-  static const char *const names[] = {
-      "store.kvs", "segment-00000000.kvs", "segment-00000001.kvs", "segment-00000002.kvs", "segment-00000003.kvs",
-      "new.tmp"};
-  char path[128];
   if (!folder[0]) {
     snprintf(folder, sizeof folder, "/dev/shm/kvswap-fuzz-%d", (int)getpid());
     atexit(clean);
@@ -137,10 +240,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
   } else {
     (void)mkdir(folder, 0700);
     read_store(copy, nbytes - 1, data[0] >> 1);
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-      snprintf(path, sizeof path, "%s/%s", folder, names[i]);
-      (void)unlink(path);
-    }
+    empty_folder();
   }
   free(copy);
   return 0;

@@ -30,6 +30,14 @@ def main(folder: Path) -> None:
     for name, first in (("whole", 4), ("right", 6), ("stateless", 2)):
         (folder / name).write_bytes(bytes([first]) + whole)
     (folder / "cut").write_bytes(bytes([4]) + whole[: len(whole) - SLOT - 100])
+    odd = {"numbers": 4, "names": 8, "last": 16, "pipe": 32, "last-numbers": 20, "names-numbers": 12}
+    for name, how in odd.items():
+        (folder / f"odd-{name}").write_bytes(bytes([2 * (how | 3)]) + whole)
+        (folder / f"odd-{name}-stateless").write_bytes(bytes([2 * (how | 1)]) + whole)
+    for number in range(8):  # each end that a number comes near
+        page = bytearray(whole)
+        page[4 * PAGE + SLOT + 32], page[PAGE + 24], page[2 * PAGE + 24] = number, number, number
+        (folder / f"odd-end-{number}").write_bytes(bytes([2 * 7]) + page)
     twice = bytearray(whole)
     twice[3 * PAGE + PAGE + SLOT : 3 * PAGE + PAGE + 2 * SLOT] = twice[4 * PAGE : 4 * PAGE + SLOT]
     (folder / "twice").write_bytes(bytes([6]) + twice)
