@@ -313,6 +313,22 @@ def test_who_sent_a_message() -> None:
     assert not places.Peer(frame("localhost")).ours
 
 
+def test_a_manager_that_never_stops_talking(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread comes back to its own work, and its log does not grow with each message."""
+    link = _link.Link(folder)
+    link.close()
+    frame = SimpleNamespace(get=lambda _: f"::{os.getuid()}:0:{os.getpid()}", buffer=b"\xc1")
+    taken = []
+
+    def recv(flags: int, copy: bool) -> Any:
+        taken.append(1)
+        assert len(taken) < 10_000
+        return frame
+
+    link._take(SimpleNamespace(recv=recv))
+    assert 0 < len(taken) <= 1000 and len(caplog.records) == 1
+
+
 def test_a_lock_or_a_state_that_is_no_file(tmp_path: Path) -> None:
     """Nobody waits for a pipe, and what a link points to is not written."""
     aside = tmp_path / "aside"

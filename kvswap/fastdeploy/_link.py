@@ -26,6 +26,7 @@ __all__ = ["Asked", "Future", "Link", "ManagerError", "NotReady", "error_of"]
 _log = logging.getLogger("kvswap.manager")
 
 _POLL_MS = 50
+_AT_ONCE = 200  # messages taken before those that wait are sent
 _MOST_UNCOLLECTED = 65536
 _LAST_WORDS = 0.3  # seconds that messages of a connection that has ended may take
 Future: TypeAlias = "concurrent.futures.Future[Any]"
@@ -95,6 +96,7 @@ class Link:
         self._numbers = itertools.count(1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pid = 0  # of rank 0, as the kernel says; the thread's alone, and so is what follows
+        self._warned = 0.0
         self._dying: float | None = None  # the connection has ended: until when what was said before may still arrive
         self._thread = threading.Thread(target=self._run, name="kvswap-client", daemon=True)
         self._thread.start()
@@ -316,14 +318,15 @@ class Link:
                 self._outgoing.popleft()
 
     def _take(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
+        """What is there, but not without end: whoever sends faster than this reads must not keep calls from being sent."""
+        for _ in range(_AT_ONCE):
             try:
                 frame = socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             peer = places.Peer(frame)
             if not peer.ours:
-                _log.warning("a message of %s is not looked at", peer)
+                self._warn("a message of %s is not looked at", peer)
                 continue
             if self._dying is not None:
                 self._dying = time.monotonic() + _LAST_WORDS
@@ -331,7 +334,7 @@ class Link:
             try:
                 message = messages.to_client.decode(frame.buffer)
             except (msgspec.MsgspecError, ValueError) as error:
-                _log.warning("malformed message of the manager: %s", error)
+                self._warn("malformed message of the manager: %s", error)
                 continue
             if isinstance(message, Answer):
                 self._answered(message)
@@ -339,6 +342,12 @@ class Link:
                 self._end(message)
             else:
                 self._say_bye(socket)
+
+    def _warn(self, text: str, what: object) -> None:
+        """Once a second: there may be many."""
+        if time.monotonic() - self._warned > 1.0:
+            self._warned = time.monotonic()
+            _log.warning(text, what)
 
     def _answered(self, answer: Answer) -> None:
         with self._lock:
