@@ -329,6 +329,20 @@ def test_a_manager_that_never_stops_talking(folder: Path, caplog: pytest.LogCapt
     assert 0 < len(taken) <= 1000 and len(caplog.records) == 1
 
 
+def test_dropping_a_client_waits_for_nothing(folder: Path) -> None:
+    """Not even for the lock: the collector may run in a thread that holds it."""
+    client = Client(folder)
+    link = client._link
+    with link._lock:
+        begun = time.monotonic()
+        del client
+        assert time.monotonic() - begun < 0.2
+    until(lambda: not link._thread.is_alive(), "its thread to end")
+    with pytest.raises(kvswap.Error, match="the client is closed"):
+        link.ask(messages.GetStatus)
+    link.close()
+
+
 def test_a_lock_or_a_state_that_is_no_file(tmp_path: Path) -> None:
     """Nobody waits for a pipe, and what a link points to is not written."""
     aside = tmp_path / "aside"

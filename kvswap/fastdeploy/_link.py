@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import itertools
@@ -9,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +28,12 @@ __all__ = ["Asked", "Future", "Link", "ManagerError", "NotReady", "error_of"]
 _log = logging.getLogger("kvswap.manager")
 
 _POLL_MS = 50
+_CLOSE = 5.0  # seconds: far more than the thread takes
 _AT_ONCE = 200  # messages taken before those that wait are sent
 _MOST_UNCOLLECTED = 65536
 _LAST_WORDS = 0.3  # seconds that messages of a connection that has ended may take
 Future: TypeAlias = "concurrent.futures.Future[Any]"
+_links: weakref.WeakSet[Link] = weakref.WeakSet()  # closed at exit
 
 
 class ManagerError(_C.Error):
@@ -100,6 +104,7 @@ class Link:
         self._dying: float | None = None  # the connection has ended: until when what was said before may still arrive
         self._thread = threading.Thread(target=self._run, name="kvswap-client", daemon=True)
         self._thread.start()
+        _links.add(self)
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -223,16 +228,20 @@ class Link:
         with self._own():
             return sum(not sent.future.done() for sent in self._tasks.values())
 
+    def stop(self) -> None:
+        """For the collector, which may run on any thread, under any lock: the thread sees it at its next poll."""
+        if os.getpid() == self._owner:
+            self._closed = True
+
     def close(self) -> None:
         if os.getpid() != self._owner:
             return  # the thread is the parent's
         with self._lock:
-            if self._closed:
-                return
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
             self._closed = True
-            os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_CLOSE)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
@@ -318,7 +327,7 @@ class Link:
                 self._outgoing.popleft()
 
     def _take(self, socket: zmq.Socket[bytes]) -> None:
-        """What is there, but not without end: whoever sends faster than this reads must not keep calls from being sent."""
+        """What is there, but not without end: calls must be sent also while messages come faster than they are read."""
         for _ in range(_AT_ONCE):
             try:
                 frame = socket.recv(zmq.NOBLOCK, copy=False)
@@ -402,3 +411,9 @@ class Link:
 def _failed(task: Task, why: str) -> Result:
     nodes, gpu_ids, cpu_ids = task.swap_node_ids, task.gpu_block_ids, task.cpu_block_ids
     return Result(task.transfer_task_id, task.event_type, nodes, gpu_ids, cpu_ids, False, 0, why)
+
+
+@atexit.register
+def _close_all() -> None:
+    for link in list(_links):
+        link.close()

@@ -72,7 +72,7 @@ class _Calls:
     ) -> None:
         self.directory = Path(directory) if directory else places.default_directory(port, data_parallel_id)
         self._link = Link(self.directory)
-        self._finalizer = weakref.finalize(self, self._link.close)
+        self._finalizer = weakref.finalize(self, self._link.stop)  # which waits for nothing
 
     def _body(self, asked: Asked, timeout: float) -> Any:
         """Of the answer that came, or the error that it is, or that none came."""
@@ -257,7 +257,7 @@ class Client(_Calls):
 
     def close(self) -> None:
         """Results of tasks that are under way go nowhere. Harmless if done."""
-        self._finalizer()
+        self._link.close()
 
     def __enter__(self) -> Client:
         return self
@@ -368,7 +368,7 @@ class AsyncClient(_Calls):
 
     async def close(self) -> None:
         """As Client.close()."""
-        await asyncio.to_thread(self._finalizer)
+        await asyncio.to_thread(self._link.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self
