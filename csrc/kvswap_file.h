@@ -90,7 +90,8 @@ struct kvs_file_options {
   void (*release)(void *);
 };
 
-/* All or nothing is queued, as in kvswap.h; what goes wrong afterwards is said block by block. Memory must stay mapped,
+/* Of all arrays each word is read once, while the call runs, and then checked: another thread may write to them.
+ * All or nothing is queued, as in kvswap.h; what goes wrong afterwards is said block by block. Memory must stay mapped,
  * and what is stored unchanged, until the transfer ended. What a failed load leaves in memory is undefined. */
 KVS_API int kvs_file_put(struct kvs_file_store *, const struct kvs_file_keys *, const struct kvs_file_blocks *,
                          const struct kvs_file_options *, struct kvs_file_transfer **, struct kvs_error *);

@@ -21,6 +21,7 @@ from test_files import PAGE, Rig, blocks_of, keys_of
 
 import kvswap
 from kvswap import cli, testing
+from kvswap.files import FileStore, Layout
 
 LAST = 1 << 62  # the last sequence number, and generation
 
@@ -107,6 +108,7 @@ OPEN_ALL = """
 import contextlib, io, os
 import kvswap
 from kvswap import cli, testing
+from kvswap.files import FileStore, Layout
 from kvswap import _C, cli
 from kvswap.files import FileStore, Layout
 
@@ -329,3 +331,11 @@ def test_a_segment_that_shrinks_beneath_a_store(rig: Rig, at: int) -> None:
     reader.close()
     rig.put([b"after"], blocks[:1])
     assert (rig.get([b"after"]) == blocks[:1]).all()
+
+
+@pytest.mark.parametrize("nbytes", [2**40 + 1, 2**63, 2**64 - 1])
+def test_a_block_that_is_too_large(tmp_path: Path, nbytes: int) -> None:
+    """Its pages would overflow."""
+    with pytest.raises(ValueError, match=r"must be 1 to 2\*\*40"):
+        FileStore(tmp_path / "s", Layout(nbytes), capacity=1 << 20)
+    assert not (tmp_path / "s").exists()
