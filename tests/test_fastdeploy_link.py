@@ -343,6 +343,28 @@ def test_dropping_a_client_waits_for_nothing(folder: Path) -> None:
     link.close()
 
 
+def test_a_manager_that_ends_does_not_wait_for_who_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rank: Any = process.Rank0.__new__(process.Rank0)
+    rank._coordinator = left = SimpleNamespace(under_way=1, undelivered=9)
+    rank._undelivered, rank._moved = -1, 0.0
+    for now[0] in (100.0, 110.0, 129.0):
+        assert rank._unfinished(130.0)  # a task is waited for
+    left.under_way, left.undelivered = 0, 8
+    for now[0] in (110.0, 112.0):
+        assert rank._unfinished(130.0)
+    left.undelivered = 7  # one was taken: it goes on
+    for now[0] in (112.5, 114.0):
+        assert rank._unfinished(130.0)
+    now[0] = 116.0
+    assert not rank._unfinished(130.0)
+    left.under_way = 1
+    assert rank._unfinished(130.0)
+    now[0] = 130.0
+    assert not rank._unfinished(130.0)
+
+
 def test_a_lock_or_a_state_that_is_no_file(tmp_path: Path) -> None:
     """Nobody waits for a pipe, and what a link points to is not written."""
     aside = tmp_path / "aside"

@@ -53,6 +53,7 @@ _BEAT_EVERY = 0.5
 _FULL_MS = 5  # until messages that could not be sent are tried again
 _AT_ONCE = 200  # messages taken before the worker gets its turn
 _KEPT_MESSAGES = 4096  # in a socket's queues, beside tasks
+_SILENT = 3.0  # seconds in which clients take nothing: a manager that ends waits no longer for them
 _LAST_WORDS = 1.0  # seconds in which clients may read what rank 0 said before it ends
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
@@ -126,6 +127,7 @@ class Rank0:
         self._poller.register(self._socket, zmq.POLLIN)
         self._connections: dict[bytes, _Connection] = {}
         self._warned = 0.0  # of strangers
+        self._undelivered, self._moved = -1, 0.0  # while it ends: messages that are left, and since when so many
         self._coordinator = Coordinator(
             settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
         )
@@ -308,8 +310,12 @@ class Rank0:
             self._close()
 
     def _unfinished(self, deadline: float) -> bool:
-        left = self._coordinator.under_way + self._coordinator.undelivered
-        return left > 0 and time.monotonic() < deadline
+        """Tasks are waited for until the deadline; messages only while clients still take some."""
+        now, undelivered = time.monotonic(), self._coordinator.undelivered
+        if undelivered != self._undelivered:
+            self._undelivered, self._moved = undelivered, now
+        left = self._coordinator.under_way > 0 or (undelivered > 0 and now - self._moved < _SILENT)
+        return left and now < deadline
 
     def _wait(self, sleep_ms: int) -> None:
         ready = self._poller.poll(min(sleep_ms, _FULL_MS) if self._coordinator.undelivered else sleep_ms)
