@@ -10,6 +10,7 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
 
 void kvs_twin_crc(const struct kvs_crc_params *params, unsigned cta); /* a CTA's share, as kvs_twin_run() */
 
-struct kvs_piece kvs_twin_unit(const struct kvs_copy_params *params, uint64_t unit); /* COPY, RING and PACK: what it moves */
+struct kvs_piece kvs_twin_unit(const struct kvs_copy_params *params,
+                               uint64_t unit); /* COPY, RING and PACK: what it moves */
 
 #endif
