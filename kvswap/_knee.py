@@ -32,10 +32,10 @@ BACKGROUND_EXTRA = 0.01
 _SUFFERS = 0.05  # a load that nothing costs as much shows no knee
 
 # CTAs, and shares of the link as the pace; 0: none. From the gentlest on.
-_PAIRS = ((1, 0.0), (2, 0.0), (4, 0.72), (4, 0.83), (4, 0.9), (8, 0.83), (8, 0.0))
+_PAIRS = ((1, 0.0), (2, 0.5), (2, 0.65), (2, 0.77), (2, 0.0), (4, 0.83), (8, 0.0))
 _CAREFUL: dict[Direction, tuple[tuple[int, float], ...]] = {  # of normal and of background, as measured on an H200
-    "d2h": ((4, 0.83), (2, 0.0)),
-    "h2d": ((4, 0.9), (2, 0.0)),
+    "d2h": ((2, 0.77), (2, 0.5)),
+    "h2d": ((2, 0.0), (2, 0.5)),
 }
 
 _LAUNCH_NBYTES = 384 << 20  # that a launch of the load reads and writes: some 100 us of a large GPU

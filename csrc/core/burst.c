@@ -25,12 +25,12 @@ enum {
   LEAST_SLOT_NBYTES = 4 << 20, /* of a GPU that has little memory left */
   SLOTS = 3,
   SPARE_SLOTS = 2,
-  TINY_NBYTES = 128 << 10,       /* a slot that is asked for: at least, and */
-  MOST_NBYTES = 1 << 30,         /* at most */
-  BACKGROUND_NBYTES = 768 << 10, /* of a call of the copy engine */
-  LAYER_NBYTES = 2 << 20,        /* of a group of layers, at least */
+  TINY_NBYTES = 128 << 10, /* a slot that is asked for: at least, and */
+  MOST_NBYTES = 1 << 30,   /* at most */
+  LAYER_NBYTES = 2 << 20,  /* of a group of layers, at least */
   LAYER_RUN_NBYTES = 128 << 10,
   LEAST_LAYER_GROUPS = 4,
+  MOST_LAYER_GROUPS = 8,
 };
 
 /* -- the slots ------------------------------------------------------------------------------------------------- */
@@ -225,32 +225,39 @@ static size_t layer_groups(const struct kvs_work *work) {
   uint64_t groups = work->nslots ? work->nbytes / work->nslots / LAYER_RUN_NBYTES : 0;
   uint64_t layers = work->scratch->nlayers, large = work->nbytes / LAYER_NBYTES;
   if (groups < LEAST_LAYER_GROUPS) groups = LEAST_LAYER_GROUPS;
-  if (groups > KVS_LAYER_GROUPS) groups = KVS_LAYER_GROUPS;
+  if (groups > MOST_LAYER_GROUPS) groups = MOST_LAYER_GROUPS;
   if (groups > layers) groups = layers;
   if (groups > large) groups = large;
   return groups ? (size_t)groups : 1;
 }
 
+/* One that starts after something of its own does so alone: what it waits for may wait for the layer before. */
+static bool begins_group(const struct kvs_submission *s, size_t layer) {
+  const struct kvs_options *options = s->options;
+  size_t layers = s->work->scratch->nlayers, groups = layer_groups(s->work);
+  if (layer < options->nafter_layers && options->after_layers[layer].kind != KVS_AFTER_NONE) return true;
+  return layer == 0 || layer * groups / layers != (layer - 1) * groups / layers;
+}
+
 size_t kvs_layer_group_end(const struct kvs_submission *s, size_t layer) {
-  size_t layers = s->work->scratch->nlayers, groups = layer_groups(s->work), group = layer * groups / layers;
   size_t end = layer + 1;
   if (s->transfer->path != KVS_PATH_BURST) return end;
-  while (end < layers && end * groups / layers == group) end++;
+  while (end < s->work->scratch->nlayers && !begins_group(s, end)) end++;
   return end;
 }
 
 int kvs_pack_for_burst(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   struct kvs_scratch *scratch = work->scratch;
-  size_t ends[KVS_LAYER_GROUPS], nends = 0;
+  uint64_t most = s->slots->slot_nbytes;
+  size_t *ends, nends = 0;
   if (work->packed) return KVS_OK;
   work->packed = true;
-  size_t layers = scratch->nlayers, groups = layer_groups(work);
-  for (size_t layer = 1; work->layered && layer <= layers; layer++)
-    if (layer == layers || layer * groups / layers != (layer - 1) * groups / layers)
-      ends[nends++] = scratch->layers[layer - 1].rows;
-  return kvs_pack_rows(&scratch->rows, work->direction, s->slots->slot_nbytes, work->layered ? ends : NULL, nends,
-                       &scratch->packing, s->err);
+  if (!work->layered) return kvs_pack_rows(&scratch->rows, work->direction, most, NULL, 0, &scratch->packing, s->err);
+  int status = kvs_packing_ends(&scratch->packing, scratch->nlayers, &ends, s->err);
+  for (size_t layer = 0; !status && layer < scratch->nlayers; layer++)
+    if (layer + 1 == scratch->nlayers || begins_group(s, layer + 1)) ends[nends++] = scratch->layers[layer].rows;
+  return status ? status : kvs_pack_rows(&scratch->rows, work->direction, most, ends, nends, &scratch->packing, s->err);
 }
 
 /* Nothing that it writes can be what a transfer before it reads, or the other way round. */
@@ -261,9 +268,11 @@ static bool apart(const struct kvs_submission *s) {
   return !kvs_racecheck_on();
 }
 
-/* Where nothing overlaps, the spine alone is as good. */
+/* Where nothing overlaps, the spine alone is as good. In the background nothing is to: the link pauses for each kernel.
+ * Any other pause would take a kernel that keeps an SM. */
 int kvs_prepare_burst(struct kvs_submission *s) {
   bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
+  one = one || s->options->priority == KVS_PRIORITY_BACKGROUND;
   s->first = one ? s->lane->spine : s->lane->front;
   s->ahead = !one && apart(s);
   return KVS_OK;
@@ -317,37 +326,10 @@ static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint6
                           why);
 }
 
-/* How many copies from `from` on make up so many bytes. */
-static size_t copies_of(const struct kvs_copies *copies, size_t from, uint64_t nbytes) {
-  uint64_t sum = 0;
-  size_t n = 0;
-  for (; from + n < copies->count && sum < nbytes; n++) sum += copies->nbytes[from + n];
-  return n;
-}
-
-/* In the background the link is left to others now and then: between two calls the copy engine pauses for some
- * microseconds. Any other pause would take a kernel, which keeps an SM. */
-static int copy_in_background(const struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
-  const struct kvs_copies *copies = &s->work->scratch->packing.copies;
-  int status = KVS_OK;
-  for (size_t from = 0, part; !status && from < copies->count; from += part) {
-    part = copies_of(copies, from, BACKGROUND_NBYTES);
-    if (part > 1) status = kvs_dev_copy_batch(s->device, copies, from, from + part, stream, why);
-    for (uint64_t at = 0, n; part == 1 && !status && at < copies->nbytes[from]; at += n) {
-      n = copies->nbytes[from] - at;
-      if (n >= 2 * BACKGROUND_NBYTES) n = BACKGROUND_NBYTES;
-      status = kvs_dev_copy(s->device, copies->dst[from] + at, copies->src[from] + at, n, stream, why);
-    }
-  }
-  return status;
-}
-
 static int copy(const struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_copies *copies = &s->work->scratch->packing.copies;
   uint64_t nbytes = 0;
   int status = KVS_OK;
-  if (s->options->priority == KVS_PRIORITY_BACKGROUND && !s->engine->disabled.batch)
-    return copy_in_background(s, stream, why);
   for (size_t i = 0; i < copies->count; i++) nbytes += copies->nbytes[i];
   size_t most = s->engine->disabled.batch ? 1 : kvs_batch_part(copies->count ? nbytes / copies->count : 0);
   for (size_t from = 0, part; !status && from < copies->count; from += part) {

@@ -13,8 +13,6 @@ enum {
   THREADS = 512,        /* of COPY and PACK */
   PEER_CTAS = 64,       /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
   RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of a warp, in shared memory */
-  SMALL_ROWS = 16 << 10,                          /* of such the warps wait, not the link: there are more of them */
-  SMALL_ROWS_WARPS = 4,
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
 
@@ -170,8 +168,7 @@ static unsigned least(uint64_t a, uint64_t b) { return (unsigned)(a < b ? a : b)
 static unsigned units_together(const struct kvs_submission *s, enum kvs_kernel kernel) {
   if (kernel == KVS_KERNEL_PACK) return THREADS / 32;
   if (kernel != KVS_KERNEL_RING) return 1;
-  bool small = s->work->entries && s->work->nbytes / s->work->entries < SMALL_ROWS;
-  return small && s->device->info.shared_nbytes >= SMALL_ROWS_WARPS * RING_NBYTES ? SMALL_ROWS_WARPS : KVS_RING_WARPS;
+  return s->device->info.shared_nbytes < KVS_RING_WARPS * RING_NBYTES ? KVS_RING_WARPS / 2 : KVS_RING_WARPS;
 }
 
 int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, uint64_t count, size_t first_pair,
@@ -187,7 +184,7 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
                               .shared_nbytes = ring ? together * RING_NBYTES : 0,
                               .params = &params,
                               .params_nbytes = sizeof params};
-  while (launch.grid > 1 && pace(width->gbps, launch.grid) >= SLOWEST_NS_PER_MIB / SMALL_ROWS_WARPS)
+  while (launch.grid > 1 && pace(width->gbps, launch.grid) >= SLOWEST_NS_PER_MIB / KVS_RING_WARPS)
     launch.grid /= 2; /* fewer, rather than faster than was asked for; the warps of RING share a CTA's pace */
   params.ns_per_mib = pace(width->gbps, launch.grid);
   if (!units->pieces && !units->pairs) {

@@ -5,8 +5,6 @@
 
 #include "core/core.h"
 
-enum { KVS_LAYER_GROUPS = 8 }; /* most, that bursts go in where layers matter */
-
 struct kvs_submission {
   struct kvs_engine *engine;
   struct kvs_device *device;

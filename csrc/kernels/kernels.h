@@ -62,8 +62,9 @@ struct kvs_units {
 enum {
   KVS_INLINE_PAIRS = 480, /* that travel as parameters */
   /* RING: how it is launched. Each warp has a ring of stages, chunk bytes each, in dynamic shared memory. Measured on
-   * an H200. */
-  KVS_RING_WARPS = 2,
+   * an H200: at the same GB/s, two CTAs of four warps cost a model beside them half of what four CTAs of two do. Half
+   * as many warps where shared memory is small. */
+  KVS_RING_WARPS = 4,
   KVS_RING_STAGES = 8,
   KVS_RING_CHUNK = 4096,
   KVS_RING_LINE = 128, /* bytes that a link moves at once: parts of lines are as slow as whole ones */

@@ -42,14 +42,14 @@ static const struct kvs_costs costs = {
     .link_gbps = {55.295, 55.411},
     .kernel = {
       [KVS_D2H] = {
-        [KVS_PRIORITY_NORMAL] = {4, 46, 42.3},
+        [KVS_PRIORITY_NORMAL] = {2, 42.6, 42},
         [KVS_PRIORITY_HIGH] = {8, 0, 0},
-        [KVS_PRIORITY_BACKGROUND] = {2, 0, 30.7},
+        [KVS_PRIORITY_BACKGROUND] = {2, 27.7, 27.5},
       },
       [KVS_H2D] = {
-        [KVS_PRIORITY_NORMAL] = {4, 50, 41.8},
+        [KVS_PRIORITY_NORMAL] = {2, 0, 42.7},
         [KVS_PRIORITY_HIGH] = {8, 0, 0},
-        [KVS_PRIORITY_BACKGROUND] = {2, 0, 25.6},
+        [KVS_PRIORITY_BACKGROUND] = {2, 27.7, 27.5},
       },
     },
   },

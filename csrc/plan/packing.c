@@ -39,8 +39,15 @@ void kvs_packing_free(struct kvs_packing *packing) {
   free(packing->groups);
   free(packing->pairs);
   free(packing->room);
+  free(packing->ends);
   kvs_copies_free(&packing->copies);
   memset(packing, 0, sizeof *packing);
+}
+
+int kvs_packing_ends(struct kvs_packing *packing, size_t count, size_t **ends, struct kvs_error *err) {
+  int status = grow(&packing->ends, &packing->ends_capacity, count, sizeof *packing->ends, err);
+  *ends = packing->ends;
+  return status;
 }
 
 /* -- rows and groups ------------------------------------------------------------------------------------------- */

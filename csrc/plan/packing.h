@@ -41,10 +41,14 @@ struct kvs_packing {
   size_t ngroups, groups_capacity;
   struct kvs_pair *pairs, *room; /* in the host's order */
   size_t npairs, pairs_capacity;
+  size_t *ends; /* room for kvs_packing_ends() */
+  size_t ends_capacity;
   struct kvs_copies copies; /* of one burst, between its slot and the host */
 };
 
 void kvs_packing_free(struct kvs_packing *packing);
+/* Room for that many ends of kvs_pack_rows(). */
+int kvs_packing_ends(struct kvs_packing *packing, size_t count, size_t **ends, struct kvs_error *err);
 
 /* Sort rows by where they lie on the host (dst of a D2H transfer, else src), cut those of more than `most` bytes, group
  * them, and note in each where it is packed. `ends`: rows stay in their order, and no group crosses one of these
