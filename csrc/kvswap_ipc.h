@@ -79,16 +79,25 @@ KVS_API int kvs_export_device(const struct kvs_export *from, struct kvs_engine *
 struct kvs_mapped;
 KVS_API int kvs_mapped_open(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
                             struct kvs_mapped **mapped, struct kvs_error *err);
+/* The same in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop. The exporter
+ * has one limit for all that it sends, 15 s and some milliseconds for each chunk. */
+struct kvs_opening;
+KVS_API int kvs_opening_start(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
+                              struct kvs_opening **opening, struct kvs_error *err);
+KVS_API int kvs_opening_wait(struct kvs_opening *opening, int64_t timeout_ns, struct kvs_mapped **mapped,
+                             struct kvs_error *err);
+KVS_API void kvs_opening_drop(struct kvs_opening *opening);
 KVS_API uint64_t kvs_mapped_ptr(const struct kvs_mapped *mapped);
 KVS_API const struct kvs_export *kvs_mapped_export(const struct kvs_mapped *mapped);
 KVS_API bool kvs_mapped_local(const struct kvs_mapped *mapped); /* this process's own memory */
 KVS_API bool kvs_mapped_closed(const struct kvs_mapped *mapped);
 KVS_API bool kvs_mapped_alive(const struct kvs_mapped *mapped); /* its owner runs */
-/* Unmap it, once nothing queued on the device can use it: KVS_TIMEOUT if that takes longer. Then, and where that cannot
- * be waited for, nothing has changed; called again, it goes on waiting for the same work, or for all that is queued by
- * then if the memory was kept in between. Pools of it cannot be used any more. One thread at a time. */
+/* Unmap it, once nothing queued on the device can use it: KVS_TIMEOUT if that takes longer. Called again, it goes on
+ * waiting for the same work, or for all that is queued by then if the memory was kept in between. Pools of it cannot be
+ * used any more. One thread at a time. */
 KVS_API int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err);
-KVS_API void kvs_mapped_keep(struct kvs_mapped *mapped); /* closing is given up, and the memory used on */
+/* Closing is given up, and the memory used on; but if the driver is at it already, it is closed afterwards. */
+KVS_API void kvs_mapped_keep(struct kvs_mapped *mapped);
 /* Let the object go. If it is not closed that is done when it can be, without waiting now. */
 KVS_API void kvs_mapped_free(struct kvs_mapped *mapped);
 

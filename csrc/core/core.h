@@ -8,7 +8,7 @@
  *   3. engine->lock         the list of lanes
  *   4. lane->lock           a lane's queue and events; held for a poll, never while anything is being queued
  *   5. tables.lock
- *   6. leaves, never together: engine->memory_lock, cache_lock, range_lock
+ *   6. leaves, never together: engine->memory_lock, cache_lock, range_lock, reclaims.lock
  *   7. the race checker's, under any other; it calls nothing
  * No callback runs under any of them. */
 #ifndef KVS_CORE_H
@@ -144,12 +144,11 @@ struct kvs_engine {
   pthread_mutex_t memory_lock;
   struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
   struct kvs_pool *pools;     /* guarded by memory_lock */
-  pthread_mutex_t share_lock; /* held while memory of others is opened or closed */
+  pthread_mutex_t share_lock; /* held while the list of imports changes, never over a wait */
   struct kvs_import *imports; /* guarded by share_lock */
   pthread_mutex_t range_lock; /* a leaf */
   struct kvs_range *ranges;   /* guarded by range_lock */
-  uint64_t *orphans;          /* guarded by memory_lock: allocations to free when there is time to wait */
-  size_t norphans, orphans_capacity;
+  struct kvs_reclaims reclaims;
 
   pthread_mutex_t cache_lock;
   struct kvs_scratch *scratch;                      /* guarded by cache_lock */

@@ -189,6 +189,7 @@ static void destroy(struct kvs_engine *engine) {
     kvs_racecheck_forget_device(engine->device);
     kvs_dev_close(engine->device);
   }
+  kvs_reclaims_destroy(&engine->reclaims);
   pthread_mutex_destroy(&engine->lock);
   pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
@@ -214,6 +215,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   engine->compute_stream = KVS_STREAM_LEGACY;
   engine->device = device;
   snprintf(engine->name, sizeof engine->name, "%s", name);
+  kvs_reclaims_init(&engine->reclaims);
   pthread_mutex_init(&engine->lock, NULL);
   pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
@@ -317,6 +319,8 @@ void kvs_shutdown(int64_t timeout_ns) {
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
     (void)kvs_engine_drain(open[i], NULL, left > 0 ? left : 0, &err);
     kvs_engine_collect(open[i]);
+    left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
+    (void)kvs_reclaim_drain(open[i], left > 0 ? left : 0);
   }
 }
 
@@ -470,7 +474,6 @@ static void *synchronize(void *arg) {
   kvs_racecheck_internal(before);
   kvs_engine_reap(sync->engine);
   atomic_store(&sync->status, status);
-  kvs_engine_free_orphans(sync->engine, 0);
   kvs_sync_drop(sync);
   return NULL;
 }

@@ -2,6 +2,7 @@
 #ifndef KVS_ENGINE_H
 #define KVS_ENGINE_H
 
+#include "core/reclaim.h"
 #include "device/device.h"
 #include "kvswap.h"
 #include "plan/cost.h"
@@ -45,10 +46,26 @@ enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
 KVS_API int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                                   struct kvs_error *err);
 
-/* Free without waiting now, for destructors that run where nothing may block (in kvs_engine_collect(), say): it is done
- * by the next alloc or synchronize, or at the end. */
+/* The same; where memory that is being given back may make room, waits at most timeout_ns for that. */
+KVS_API int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
+                                    uint64_t *ptr, struct kvs_error *err);
+
+/* kvs_engine_free() and kvs_engine_unregister() in steps (core/reclaim.h), for callers that must look up between waits:
+ * start, kvs_reclaim_wait (KVS_TIMEOUT: again), kvs_reclaim_leave. */
+int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err);
+int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
+                                struct kvs_error *err);
+
+/* memory/hostalloc.c: kvs_host_free() and kvs_host_unregister() in steps; `kept`: nothing was given back. And, an
+ * allocation of the engine's becomes one of kvs_host_alloc(). */
+struct kvs_host_giving;
+int kvs_host_give_start(uint64_t ptr, bool registered, struct kvs_host_giving **giving, struct kvs_error *err);
+struct kvs_reclaim *kvs_host_giving_task(const struct kvs_host_giving *giving);
+void kvs_host_give_end(struct kvs_host_giving *giving, bool kept);
+int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
+
+/* Free without waiting, for destructors: it is done when the device's work has ended. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
-KVS_API void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns); /* what is in use then stays */
 
 /* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop.
  */

@@ -235,22 +235,27 @@ int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64
   return kvs_engine_alloc_kind(engine, nbytes, host ? KVS_ALLOC_HOST : KVS_ALLOC_DEVICE, ptr, err);
 }
 
-int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
-                          struct kvs_error *err) {
+int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
+                            uint64_t *ptr, struct kvs_error *err) {
   struct kvs_device *device = engine->device;
   if (nbytes == 0) return kvs_fail(err, KVS_INVALID, "nbytes is 0: an allocation has at least one byte");
   int status = kvs_dev_check(device, err);
   if (status) return status;
-  kvs_engine_free_orphans(engine, 0);
-  for (int tries = 0; tries < 2; tries++) {
+  kvs_reclaim_retry(engine);
+  status = alloc_kind(engine, nbytes, kind, ptr, err);
+  if (status == KVS_NOMEM && kvs_reclaim_pending(engine)) { /* now it is worth waiting for */
+    (void)kvs_reclaim_drain(engine, timeout_ns);
     status = alloc_kind(engine, nbytes, kind, ptr, err);
-    if (status != KVS_NOMEM || tries) break;
-    kvs_engine_free_orphans(engine, DRAIN_NS); /* now it is worth waiting for */
   }
   if (status) return status;
   status = kvs_memory_add(engine, *ptr, kind == KVS_ALLOC_CHUNKS ? nbytes : 0, KVS_ORIGIN_ALLOCATED, err);
   if (status) take_back(engine, kind, *ptr);
   return status;
+}
+
+int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
+                          struct kvs_error *err) {
+  return kvs_engine_alloc_within(engine, nbytes, kind, DRAIN_NS, ptr, err);
 }
 
 static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region) {
@@ -273,8 +278,8 @@ static void close_pools_of_others(struct kvs_engine *engine, const struct kvs_re
   }
 }
 
-int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, int64_t timeout_ns,
-                      struct kvs_region *region, struct kvs_error *err) {
+static int check_known(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
+                       struct kvs_error *err) {
   static const char *const done[] = {[KVS_ORIGIN_OTHER] = "made",
                                      [KVS_ORIGIN_ALLOCATED] = "allocated",
                                      [KVS_ORIGIN_REGISTERED] = "registered",
@@ -286,8 +291,14 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
                     done[origin]);
   if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
-  if (!status) status = kvs_engine_drain(engine, region, timeout_ns, err);
-  if (!status) status = kvs_peer_drain(engine, region, timeout_ns, err);
+  return status;
+}
+
+int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin origin, struct kvs_region *region,
+                      struct kvs_error *err) {
+  int status = check_known(engine, ptr, origin, region, err);
+  if (!status) status = kvs_engine_drain(engine, region, 0, err);
+  if (!status) status = kvs_peer_drain(engine, region, 0, err);
   if (status && status != KVS_LOST) return status;
   pthread_mutex_lock(&engine->memory_lock);
   bool mine = kvs_regions_remove(&engine->regions, ptr, region);
@@ -298,57 +309,75 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   return status;
 }
 
-/* What is mapped in chunks; unlike freeing, unmapping waits for nothing. KVS_RANGE: it is not. */
-static int free_range(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
-  if (!kvs_range_known(engine, ptr)) return KVS_RANGE;
-  int status = kvs_dev_synchronize(engine->device, err);
-  return status ? status : kvs_range_free(engine, ptr, err);
-}
+/* -- giving back: the functions of tasks (core/reclaim.h), and what starts them -------------------------------- */
 
-static int free_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
+static void *as_what(uint64_t ptr) { return (void *)(uintptr_t)ptr; }
+
+static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  uint64_t ptr = (uint64_t)(uintptr_t)what;
   struct kvs_region region;
-  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, timeout_ns, &region, err);
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
   if (status) return status;
   if (region.memory != KVS_MEMORY_DEVICE) return kvs_dev_host_free(engine->device, ptr, err);
-  status = free_range(engine, ptr, err);
-  return status == KVS_RANGE ? kvs_dev_free(engine->device, ptr, err) : status;
+  /* Unlike freeing, unmapping chunks waits for nothing: the task did. */
+  return kvs_range_known(engine, ptr) ? kvs_range_free(engine, ptr, err) : kvs_dev_free(engine->device, ptr, err);
 }
 
-/* Also what another process owns, which only its views let go. */
-static int free_orphan(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
+static int unregister_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  uint64_t ptr = (uint64_t)(uintptr_t)what;
   struct kvs_region region;
-  if (known_region(engine, ptr, KVS_ORIGIN_IMPORTED, &region)) return kvs_import_free(engine, ptr, timeout_ns, err);
-  return free_within(engine, ptr, timeout_ns, err);
+  struct kvs_error ignored;
+  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  if (status) return status;
+  status = kvs_dev_host_unregister(engine->device, ptr, err);
+  if (status == KVS_REFUSED) /* then the driver has it still, and the caller may try again */
+    (void)kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, &ignored);
+  return status;
+}
+
+int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err) {
+  struct kvs_region region;
+  int status = check_known(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
+  if (status && status != KVS_LOST) return status;
+  return kvs_reclaim_start(engine, free_now, as_what(ptr), task, err);
+}
+
+int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
+                                struct kvs_error *err) {
+  struct kvs_region region;
+  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  bool left = status == KVS_INVALID && kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* half-way */
+  if (status && status != KVS_LOST && !left) return status;
+  return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
+}
+
+static int late(struct kvs_engine *engine, struct kvs_error *err) {
+  return kvs_fail(err, KVS_TIMEOUT,
+                  "work of %s, or transfers that use this memory, had not ended after %.0f s: nothing was given back",
+                  engine->name, (double)DRAIN_NS / 1e9);
 }
 
 int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
-  return free_within(engine, ptr, DRAIN_NS, err);
+  struct kvs_reclaim *task;
+  int status = kvs_engine_free_start(engine, ptr, &task, err);
+  if (status) return status;
+  status = kvs_reclaim_wait(task, DRAIN_NS, err);
+  bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_WITHDRAW);
+  if (status != KVS_TIMEOUT) return status;
+  return withdrawn ? late(engine, err) : KVS_OK; /* the driver has been told */
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
-  if (kvs_dev_forked(engine->device)) return; /* it is the parent's */
-  pthread_mutex_lock(&engine->memory_lock);
-  if (engine->norphans == engine->orphans_capacity) {
-    size_t capacity = engine->orphans_capacity ? 2 * engine->orphans_capacity : 16;
-    uint64_t *grown = realloc(engine->orphans, capacity * sizeof *grown);
-    if (grown) engine->orphans = grown, engine->orphans_capacity = capacity;
-  }
-  if (engine->norphans < engine->orphans_capacity) /* else it stays allocated: there is no memory to remember it */
-    engine->orphans[engine->norphans++] = ptr;
-  pthread_mutex_unlock(&engine->memory_lock);
+  kvs_reclaim_later(engine, free_now, as_what(ptr));
 }
 
-void kvs_engine_free_orphans(struct kvs_engine *engine, int64_t timeout_ns) {
-  struct kvs_error ignored;
-  pthread_mutex_lock(&engine->memory_lock);
-  uint64_t *orphans = engine->orphans;
-  size_t count = engine->norphans;
-  engine->orphans = NULL;
-  engine->norphans = engine->orphans_capacity = 0;
-  pthread_mutex_unlock(&engine->memory_lock);
-  for (size_t i = 0; i < count; i++)
-    if (free_orphan(engine, orphans[i], timeout_ns, &ignored) == KVS_TIMEOUT) kvs_engine_free_later(engine, orphans[i]);
-  free(orphans);
+int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  struct kvs_reclaim *task;
+  int status = kvs_engine_unregister_start(engine, ptr, &task, err);
+  if (status) return status;
+  status = kvs_reclaim_wait(task, DRAIN_NS, err);
+  (void)kvs_reclaim_leave(task, KVS_LEAVE_RESULT);
+  return status == KVS_TIMEOUT ? late(engine, err) : status;
 }
 
 /* What this device allocated or registered already; what others pinned, the driver knows. */
@@ -373,21 +402,11 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
   if (ptr + nbytes < ptr) return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " plus %zu bytes wraps around", ptr, nbytes);
   int status = kvs_dev_check(engine->device, err);
   if (!status) status = refuse_known(engine, ptr, nbytes, err);
+  kvs_reclaim_forget(engine, unregister_now, as_what(ptr));
   if (!status) status = kvs_dev_host_register(engine->device, ptr, nbytes, err);
   if (status) return status;
   status = kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, err);
   if (status) (void)kvs_dev_host_unregister(engine->device, ptr, &ignored);
-  return status;
-}
-
-int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
-  struct kvs_region region;
-  struct kvs_error ignored;
-  int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, DRAIN_NS, &region, err);
-  if (status) return status;
-  status = kvs_dev_host_unregister(engine->device, ptr, err);
-  if (status == KVS_REFUSED) /* then the driver has it still, and the caller may try again */
-    (void)kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, &ignored);
   return status;
 }
 
@@ -546,5 +565,4 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
   kvs_regions_clear(&engine->regions);
   kvs_imports_destroy(engine);
   kvs_ranges_destroy(engine);
-  free(engine->orphans);
 }

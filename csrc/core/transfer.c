@@ -153,7 +153,9 @@ int kvs_transfer_poll(struct kvs_transfer *transfer, struct kvs_error *err) {
     status = KVS_OK;
   }
   if (state_of(transfer) != KVS_STATE_RUNNING) return KVS_OK;
-  return status ? status : kvs_fail(err, KVS_NOT_READY, "the transfer has not ended");
+  if (status && status != KVS_REFUSED) return status;
+  /* A query that the driver refused says nothing about the work, which goes on: the next poll asks again. */
+  return kvs_fail(err, KVS_NOT_READY, "the transfer has not ended");
 }
 
 /* The caller knows that it is over: what it queues from now on comes after it. */

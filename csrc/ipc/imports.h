@@ -5,14 +5,11 @@
 
 #include "core/core.h"
 
-/* ipc.c: one view less of what was opened at `base`; of the last one the memory goes too. */
-int kvs_import_free(struct kvs_engine *, uint64_t base, int64_t timeout_ns, struct kvs_error *);
 void kvs_imports_destroy(struct kvs_engine *);
 
 /* memory.c: into the engine's table of regions, of which the driver says the size (nbytes 0) or it is known; and out of
- * it once nothing queued can use it any more (KVS_TIMEOUT: it stays). */
+ * it if no transfer can use it any more (KVS_TIMEOUT: it stays). */
 int kvs_memory_add(struct kvs_engine *, uint64_t ptr, uint64_t nbytes, enum kvs_origin, struct kvs_error *);
-int kvs_memory_retire(struct kvs_engine *, uint64_t ptr, enum kvs_origin, int64_t timeout_ns, struct kvs_region *,
-                      struct kvs_error *);
+int kvs_memory_retire(struct kvs_engine *, uint64_t ptr, enum kvs_origin, struct kvs_region *, struct kvs_error *);
 
 #endif

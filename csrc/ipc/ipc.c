@@ -27,13 +27,25 @@ struct kvs_import {
   unsigned char key[64]; /* the handle, or the token of chunks */
 };
 
+/* What is given back when a mapped object closes: by a task, which may outlive the object. */
+struct view {
+  struct kvs_import *import;
+  struct kvs_region region;
+};
+
 struct kvs_mapped {
   struct kvs_engine *engine;
-  struct kvs_import *import; /* NULL: it is our own memory, or closed */
+  struct view *view; /* NULL: it is our own memory, or closed */
   uint64_t ptr;
   bool local, closed;
-  struct kvs_sync *sync; /* while it is being closed: what had been queued when that began */
+  struct kvs_reclaim *closing; /* while it is being closed */
   struct kvs_export from;
+};
+
+/* One that is being opened: `fetch` while chunks arrive. */
+struct kvs_opening {
+  struct kvs_mapped *mapped;
+  struct kvs_fetch *fetch;
 };
 
 /* -- exporting ------------------------------------------------------------------------------------------------- */
@@ -181,101 +193,117 @@ static struct kvs_import *find_mapping_locked(struct kvs_engine *engine, const s
   return import;
 }
 
-static int map_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import *import,
-                      struct kvs_error *err) {
-  struct kvs_range *range = NULL;
-  struct kvs_handle handle;
-  if (from->kind == KVS_EXPORT_HANDLE) {
-    memcpy(&handle, from->handle, sizeof handle);
-    return kvs_dev_memory_open(engine->device, &handle, import->nbytes, &import->base, err);
-  }
-  int status = kvs_serve_fetch(engine, from, &range, err);
-  if (status) return status;
-  status = kvs_range_finish(range, &import->base, err);
-  if (status) kvs_range_drop(range);
+/* The function of a task, which the import belongs to from then on. */
+static int unmap_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  struct kvs_import *import = what;
+  int status = import->kind == KVS_EXPORT_HANDLE ? kvs_dev_memory_close(engine->device, import->base, err)
+                                                 : kvs_range_free(engine, import->base, err);
+  free(import);
   return status;
 }
 
-static int unmap_import(struct kvs_engine *engine, const struct kvs_import *import, struct kvs_error *err) {
-  if (import->kind == KVS_EXPORT_HANDLE) return kvs_dev_memory_close(engine->device, import->base, err);
-  int status = kvs_dev_synchronize(engine->device, err); /* unmapping waits for nothing */
-  return status ? status : kvs_range_free(engine, import->base, err);
-}
-
-static int open_import_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **opened,
-                              struct kvs_error *err) {
+/* Takes what is mapped at import->base into the list: *put is the import itself, or the one that was there already. The
+ * import that is not in the list afterwards is unmapped later. */
+static int put_import_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import *import,
+                             struct kvs_import **put, struct kvs_error *err) {
   struct kvs_error ignored;
   struct kvs_region region;
-  struct kvs_import *import = calloc(1, sizeof *import);
-  if (!import) return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
-  import->nbytes = from->allocation_nbytes;
-  import->kind = from->kind;
-  key_of(from, import->key);
-  int status = map_import(engine, from, import, err);
-  struct kvs_import *same = status ? NULL : find_mapping_locked(engine, import);
-  if (same) { /* the driver knows it by two handles, and counted one more opening */
-    (void)unmap_import(engine, import, &ignored);
-    free(import);
-    *opened = same;
-    return KVS_OK;
-  }
-  if (!status && from->pid == 0 && !kvs_dev_pointer_query(engine->device, import->base, &region, &ignored))
+  *put = find_mapping_locked(engine, import); /* the driver knows it by two handles, and counted one more opening */
+  int status = KVS_OK;
+  if (!*put && from->pid == 0 && !kvs_dev_pointer_query(engine->device, import->base, &region, &ignored))
     import->nbytes = region.nbytes - (import->base - region.base); /* all of it: the next may know of more */
-  if (!status) {
-    status = kvs_memory_add(engine, import->base, import->nbytes, KVS_ORIGIN_IMPORTED, err);
-    if (status) (void)unmap_import(engine, import, &ignored);
-  }
-  if (status) {
-    free(import);
+  if (!*put) status = kvs_memory_add(engine, import->base, import->nbytes, KVS_ORIGIN_IMPORTED, err);
+  if (*put || status) {
+    kvs_reclaim_later(engine, unmap_now, import);
     return status;
   }
   import->next = engine->imports;
   engine->imports = import;
-  *opened = import;
+  *put = import;
   return KVS_OK;
 }
 
-static int take_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **import,
-                       struct kvs_error *err) {
-  pthread_mutex_lock(&engine->share_lock);
-  *import = find_import_locked(engine, from);
-  int status = *import ? KVS_OK : open_import_locked(engine, from, import, err);
-  if (!status) (*import)->views++;
-  pthread_mutex_unlock(&engine->share_lock);
+static struct kvs_import *import_new(const struct kvs_export *from, struct kvs_error *err) {
+  struct kvs_import *import = calloc(1, sizeof *import);
+  if (!import) {
+    kvs_fail(err, KVS_NOMEM, "no memory to open an export");
+    return NULL;
+  }
+  import->nbytes = from->allocation_nbytes;
+  import->kind = from->kind;
+  key_of(from, import->key);
+  return import;
+}
+
+/* By a handle: the driver asks nobody. */
+static int open_handle_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **opened,
+                              struct kvs_error *err) {
+  struct kvs_handle handle;
+  struct kvs_import *import = import_new(from, err);
+  if (!import) return KVS_NOMEM;
+  memcpy(&handle, from->handle, sizeof handle);
+  int status = kvs_dev_memory_open(engine->device, &handle, import->nbytes, &import->base, err);
+  if (!status) return put_import_locked(engine, from, import, opened, err);
+  free(import);
   return status;
 }
 
-/* One view less; of the last one the memory goes too. */
-static int drop_import(struct kvs_engine *engine, struct kvs_import *import, int64_t timeout_ns,
-                       struct kvs_error *err) {
-  struct kvs_region region;
+static int open_chunks_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_range *range,
+                              struct kvs_import **opened, struct kvs_error *err) {
+  struct kvs_import *import = import_new(from, err);
+  int status = import ? kvs_range_finish(range, &import->base, err) : KVS_NOMEM;
+  if (!status) return put_import_locked(engine, from, import, opened, err);
+  free(import);
+  kvs_range_drop(range);
+  return status;
+}
+
+/* `range` are the chunks that were fetched (taken over), or NULL: then of chunks only what is open already is found,
+ * and else the answer is KVS_NOT_READY. The exchange with the other process needs no lock: of two threads that fetch
+ * the same chunks one drops them. */
+static int take_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_range *range,
+                       struct kvs_import **import, struct kvs_error *err) {
   int status = KVS_OK;
   pthread_mutex_lock(&engine->share_lock);
-  if (import->views > 1) {
-    import->views--;
-    pthread_mutex_unlock(&engine->share_lock);
-    return KVS_OK;
-  }
-  status = kvs_memory_retire(engine, import->base, KVS_ORIGIN_IMPORTED, timeout_ns, &region, err);
-  bool gone = !status || status == KVS_LOST;
-  if (!status) status = unmap_import(engine, import, err);
-  for (struct kvs_import **at = &engine->imports; gone && *at; at = &(*at)->next)
-    if (*at == import) {
-      *at = import->next;
-      free(import);
-      break;
-    }
+  *import = find_import_locked(engine, from);
+  bool found = *import != NULL;
+  if (!found && from->kind == KVS_EXPORT_HANDLE)
+    status = open_handle_locked(engine, from, import, err);
+  else if (!found)
+    status = range ? open_chunks_locked(engine, from, range, import, err) : KVS_NOT_READY;
+  if (!status) (*import)->views++;
   pthread_mutex_unlock(&engine->share_lock);
+  if (found && range) kvs_range_drop(range);
   return status;
 }
 
-int kvs_import_free(struct kvs_engine *engine, uint64_t base, int64_t timeout_ns, struct kvs_error *err) {
-  struct kvs_import *import;
+static void unlink_locked(struct kvs_engine *engine, const struct kvs_import *import) {
+  struct kvs_import **at = &engine->imports;
+  while (*at && *at != import) at = &(*at)->next;
+  if (*at) *at = import->next;
+}
+
+/* The function of a task: one view less; of the last one the memory goes too. The view belongs to the task. */
+static int drop_view_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  struct view *view = what;
+  struct kvs_import *import = view->import;
+  struct kvs_region region;
+  int status = kvs_engine_drain(engine, &view->region, 0, err);
+  if (!status) status = kvs_peer_drain(engine, &view->region, 0, err);
+  if (status == KVS_TIMEOUT) return status;
   pthread_mutex_lock(&engine->share_lock);
-  for (import = engine->imports; import && import->base != base;) import = import->next;
+  bool last = import->views == 1;
+  status = last ? kvs_memory_retire(engine, import->base, KVS_ORIGIN_IMPORTED, &region, err) : KVS_OK;
+  bool gone = !status || status == KVS_LOST;
+  if (gone) import->views--;
+  if (gone && last) unlink_locked(engine, import);
   pthread_mutex_unlock(&engine->share_lock);
-  if (!import) return kvs_fail(err, KVS_INVALID, "nothing that was opened begins at 0x%" PRIx64, base);
-  return drop_import(engine, import, timeout_ns, err);
+  if (status == KVS_TIMEOUT) return status;
+  free(view);
+  if (!last || !gone) return status;
+  if (!status) return unmap_now(engine, import, err);
+  free(import);
+  return status;
 }
 
 void kvs_imports_destroy(struct kvs_engine *engine) {
@@ -327,38 +355,93 @@ static int check_own(struct kvs_engine *engine, const struct kvs_export *from, s
   return kvs_fail(err, KVS_INVALID, "the memory at 0x%" PRIx64 " has been freed since it was exported", from->address);
 }
 
-static int open_view(struct kvs_mapped *mapped, struct kvs_error *err) {
-  const struct kvs_export *from = &mapped->from;
-  const struct kvs_owner owner = {from->pid, from->start};
-  mapped->local = kvs_owner_is_self(&owner);
-  mapped->ptr = from->address;
-  if (mapped->local) return check_own(mapped->engine, from, err);
-  int status = take_import(mapped->engine, from, &mapped->import, err);
-  if (status == KVS_REFUSED && !kvs_owner_alive(&owner)) return owner_gone(from, err);
-  if (!status) mapped->ptr = mapped->import->base + from->offset;
-  return status;
+void kvs_opening_drop(struct kvs_opening *opening) {
+  if (opening->fetch) kvs_fetch_drop(opening->fetch);
+  if (opening->mapped) {
+    struct kvs_engine *engine = opening->mapped->engine;
+    free(opening->mapped->view);
+    free(opening->mapped);
+    kvs_engine_unref(engine);
+  }
+  free(opening);
 }
 
-int kvs_mapped_open(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
-                    struct kvs_mapped **made, struct kvs_error *err) {
+static int opening_new(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_opening **made,
+                       struct kvs_error *err) {
+  const struct kvs_owner owner = {from->pid, from->start};
+  struct kvs_opening *opening = calloc(1, sizeof *opening);
+  struct kvs_mapped *mapped = calloc(1, sizeof *mapped);
+  struct view *view = calloc(1, sizeof *view);
+  if (!opening || !mapped || !view) {
+    free(opening);
+    free(mapped);
+    free(view);
+    return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
+  }
+  kvs_engine_ref(engine);
+  opening->mapped = mapped;
+  mapped->engine = engine;
+  mapped->from = *from;
+  mapped->ptr = from->address;
+  mapped->view = view;
+  mapped->local = kvs_owner_is_self(&owner);
+  *made = opening;
+  return KVS_OK;
+}
+
+int kvs_opening_start(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
+                      struct kvs_opening **made, struct kvs_error *err) {
   int status = kvs_open_for_work(engine, err);
   if (!status && from->kind == KVS_EXPORT_EVENT)
     status = kvs_fail(err, KVS_INVALID, "the export is of an event, not of memory: open_event() it");
   if (!status) status = check_wanted(engine, from, generation, err);
   if (status) return status;
-  struct kvs_mapped *mapped = calloc(1, sizeof *mapped);
-  if (!mapped) return kvs_fail(err, KVS_NOMEM, "no memory to open an export");
-  kvs_engine_free_orphans(engine, 0);
-  mapped->engine = engine;
-  mapped->from = *from;
-  status = open_view(mapped, err);
-  if (status) {
-    free(mapped);
-    return status;
+  kvs_reclaim_retry(engine);
+  return opening_new(engine, from, made, err);
+}
+
+static int open_view(struct kvs_opening *opening, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_mapped *mapped = opening->mapped;
+  const struct kvs_export *from = &mapped->from;
+  struct kvs_engine *engine = mapped->engine;
+  struct view *view = mapped->view;
+  struct kvs_range *range = NULL;
+  int status = opening->fetch ? KVS_NOT_READY : take_import(engine, from, NULL, &view->import, err);
+  if (status == KVS_NOT_READY) {
+    status = opening->fetch ? KVS_OK : kvs_fetch_start(engine, from, &opening->fetch, err);
+    if (!status) status = kvs_fetch_wait(opening->fetch, timeout_ns, &range, err);
+    if (!status) status = take_import(engine, from, range, &view->import, err);
   }
-  kvs_engine_ref(engine);
+  if (status) return status;
+  mapped->ptr = view->import->base + from->offset;
+  view->region = (struct kvs_region){
+      .base = mapped->ptr, .nbytes = from->nbytes, .memory = KVS_MEMORY_DEVICE, .device = engine->device->ordinal};
+  return KVS_OK;
+}
+
+int kvs_opening_wait(struct kvs_opening *opening, int64_t timeout_ns, struct kvs_mapped **made, struct kvs_error *err) {
+  struct kvs_mapped *mapped = opening->mapped;
+  const struct kvs_owner owner = {mapped->from.pid, mapped->from.start};
+  int status = mapped->local ? check_own(mapped->engine, &mapped->from, err) : open_view(opening, timeout_ns, err);
+  if (status == KVS_REFUSED && !kvs_owner_alive(&owner)) return owner_gone(&mapped->from, err);
+  if (status) return status;
+  if (mapped->local) {
+    free(mapped->view);
+    mapped->view = NULL;
+  }
+  opening->mapped = NULL;
   *made = mapped;
   return KVS_OK;
+}
+
+int kvs_mapped_open(struct kvs_engine *engine, const struct kvs_export *from, const uint64_t *generation,
+                    struct kvs_mapped **made, struct kvs_error *err) {
+  struct kvs_opening *opening;
+  int status = kvs_opening_start(engine, from, generation, &opening, err);
+  if (status) return status;
+  status = kvs_opening_wait(opening, -1, made, err);
+  kvs_opening_drop(opening);
+  return status;
 }
 
 uint64_t kvs_mapped_ptr(const struct kvs_mapped *mapped) { return mapped->ptr; }
@@ -373,46 +456,45 @@ bool kvs_mapped_alive(const struct kvs_mapped *mapped) {
   return kvs_owner_alive(&(struct kvs_owner){mapped->from.pid, mapped->from.start});
 }
 
-/* Transfers first, which are ours to see; then all else on the device, which may use the memory too. */
-static int wait_for_work(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
-  const struct kvs_region view = {.base = mapped->ptr,
-                                  .nbytes = mapped->from.nbytes,
-                                  .memory = KVS_MEMORY_DEVICE,
-                                  .device = mapped->engine->device->ordinal};
-  uint64_t start = kvs_clock_ns();
-  int status = kvs_engine_drain(mapped->engine, &view, timeout_ns, err);
-  if (!status) status = kvs_peer_drain(mapped->engine, &view, timeout_ns, err);
-  if (status) return status;
-  if (!mapped->sync) status = kvs_sync_start(mapped->engine, &mapped->sync, err);
-  if (status) return status;
-  int64_t waited = (int64_t)(kvs_clock_ns() - start), left = waited < timeout_ns ? timeout_ns - waited : 0;
-  return kvs_sync_wait(mapped->sync, timeout_ns < 0 ? -1 : left, err);
-}
-
 void kvs_mapped_keep(struct kvs_mapped *mapped) {
-  if (mapped->sync) kvs_sync_drop(mapped->sync);
-  mapped->sync = NULL;
+  if (!mapped->closing) return;
+  if (!kvs_reclaim_leave(mapped->closing, KVS_LEAVE_WITHDRAW)) { /* it has begun */
+    mapped->view = NULL;
+    mapped->closed = true;
+  }
+  mapped->closing = NULL;
 }
 
 int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_engine *engine = mapped->engine;
   if (mapped->closed) return kvs_fail(err, KVS_CLOSED, "already closed");
-  int status = mapped->import ? kvs_dev_check(mapped->engine->device, err) : KVS_OK;
-  if (!status && mapped->import) status = wait_for_work(mapped, timeout_ns, err);
-  bool gone = status == KVS_LOST || status == KVS_CLOSED || status == KVS_FORKED; /* with the device, or the process */
-  if (status != KVS_TIMEOUT) kvs_mapped_keep(mapped);
-  if (status && !gone) return status;
-  if (!status && mapped->import) status = drop_import(mapped->engine, mapped->import, 0, err);
-  if (status == KVS_TIMEOUT) return status;
-  mapped->import = NULL;
+  int status = mapped->view ? kvs_dev_check(engine->device, err) : KVS_OK;
+  if (status == KVS_FORKED || (mapped->view && atomic_load(&engine->closed))) { /* it goes with the process */
+    mapped->closed = true;
+    return status ? status : kvs_fail(err, KVS_CLOSED, "%s was shut down", engine->name);
+  }
+  if (mapped->view) {
+    status = mapped->closing ? KVS_OK : kvs_reclaim_start(engine, drop_view_now, mapped->view, &mapped->closing, err);
+    if (status) return status;
+    status = kvs_reclaim_wait(mapped->closing, timeout_ns, err);
+    if (status == KVS_TIMEOUT) return status;
+    bool open = kvs_reclaim_leave(mapped->closing, KVS_LEAVE_WITHDRAW); /* the device could not be waited for */
+    mapped->closing = NULL;
+    if (open) return status;
+  }
+  mapped->view = NULL;
   mapped->closed = true;
   return status;
 }
 
 void kvs_mapped_free(struct kvs_mapped *mapped) {
   struct kvs_engine *engine = mapped->engine;
-  bool ours = !kvs_dev_forked(engine->device);
-  kvs_mapped_keep(mapped);
-  if (ours && mapped->import) kvs_engine_free_later(engine, mapped->import->base);
+  if (!kvs_dev_forked(engine->device)) {
+    if (mapped->closing)
+      (void)kvs_reclaim_leave(mapped->closing, KVS_LEAVE_ALONE);
+    else if (mapped->view)
+      kvs_reclaim_later(engine, drop_view_now, mapped->view);
+  }
   free(mapped);
   kvs_engine_unref(engine);
 }

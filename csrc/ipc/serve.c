@@ -4,7 +4,11 @@
  * it is: what a killed process left there is removed by the next one that serves. Both sides ask the kernel for the
  * other's user, and the client for the other's process. A request is of fixed size and names a token of 16 random
  * bytes; the answer is a header and, a chunk, a message with one descriptor, which is made as it is sent: neither side
- * ever holds more than one. Every wait has a limit, and the server's thread wakes for the end of the server as well. */
+ * ever holds more than one a connection.
+ *
+ * Neither side ever waits for one piece: what can be moved is moved, and where that was is kept. So the server looks
+ * after all its clients at once, a slow one delays itself alone, and a client can look up between two waits. Each side
+ * has one limit for the whole exchange, and the server's thread wakes for the end of the server as well. */
 #include "ipc/serve.h"
 
 #include <dirent.h>
@@ -24,28 +28,10 @@
 #include <unistd.h>
 
 #include "device/share.h"
+#include "ipc/exchange.h"
 #include "memory/owner.h"
 
-/* A client that says nothing holds up the others, who have more patience than the server. */
-enum { SERVER_PATIENCE_MS = 1000, PATIENCE_MS = 15000, BACKLOG = 16, STALE_MOST = 1000 };
-
-static const char REQUEST[8] = "kvswapQ1", ANSWER[8] = "kvswapA1";
-
-struct request {
-  char magic[8];
-  unsigned char token[16];
-};
-
-struct answer {
-  char magic[8];
-  uint64_t count;
-};
-
-struct chunk_message {
-  uint64_t index, nbytes;
-  int32_t status;
-  char why[100]; /* where status is not KVS_OK, and then there is no descriptor */
-};
+enum { REQUEST_MS = 1000, BACKLOG = 16, CLIENTS = 32, STALE_MOST = 1000 };
 
 struct kvs_server {
   struct kvs_server *next; /* guarded by servers_lock */
@@ -132,97 +118,6 @@ static int name_socket(struct sockaddr_un *address, struct kvs_error *err) {
   return kvs_fail(err, KVS_UNSUPPORTED, "the name of a socket in %s is too long", folder);
 }
 
-/* -- both sides ------------------------------------------------------------------------------------------------ */
-
-/* Until `fd` is ready for `events`; false if it takes too long, fails, or `wake` (-1: the client, who has none) is
- * raised. */
-static bool ready(int fd, short events, int wake) {
-  struct pollfd waiting[2] = {{.fd = fd, .events = events}, {.fd = wake, .events = POLLIN}};
-  uint64_t start = kvs_clock_ns();
-  for (;;) {
-    int left = (wake < 0 ? PATIENCE_MS : SERVER_PATIENCE_MS) - (int)((kvs_clock_ns() - start) / 1000000);
-    if (left <= 0) return false;
-    int count = poll(waiting, wake < 0 ? 1 : 2, left);
-    if (count < 0 && errno == EINTR) continue;
-    return count > 0 && !waiting[1].revents && waiting[0].revents;
-  }
-}
-
-static bool send_all(int fd, const void *data, size_t nbytes, int descriptor, int wake) {
-  struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = nbytes};
-  char control[CMSG_SPACE(sizeof(int))] = {0};
-  struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-  if (descriptor >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    *header = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int))};
-    memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
-  }
-  while (part.iov_len) {
-    if (!ready(fd, POLLOUT, wake)) return false;
-    ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-    if (sent <= 0) return false;
-    part.iov_base = (char *)part.iov_base + sent;
-    part.iov_len -= (size_t)sent;
-    message.msg_control = NULL; /* it went with the first byte */
-    message.msg_controllen = 0;
-  }
-  return true;
-}
-
-/* The first descriptor that came along, or -1. More fit into the padding, and would stay open if nobody closed them. */
-static int descriptor_of(struct msghdr *message) {
-  int first = -1, one;
-  for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
-    for (size_t at = CMSG_LEN(0); at + sizeof one <= header->cmsg_len; at += sizeof one) {
-      memcpy(&one, (const char *)header + at, sizeof one);
-      if (first < 0)
-        first = one;
-      else
-        close(one);
-    }
-  }
-  return first;
-}
-
-/* All of it; a descriptor that comes along is put into *descriptor (NULL: none is expected, and closed). */
-static bool receive_all(int fd, void *data, size_t nbytes, int *descriptor, int wake) {
-  char *at = data;
-  int found = -1;
-  while (nbytes) {
-    struct iovec part = {.iov_base = at, .iov_len = nbytes};
-    char control[CMSG_SPACE(sizeof(int))];
-    struct msghdr message = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
-    if (!ready(fd, POLLIN, wake)) break;
-    ssize_t received = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (received < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-    if (received <= 0) break;
-    int one = descriptor_of(&message);
-    if (one >= 0 && found >= 0) close(one);
-    if (one >= 0 && found < 0) found = one;
-    at += received;
-    nbytes -= (size_t)received;
-  }
-  if (nbytes == 0 && descriptor) {
-    *descriptor = found;
-    return true;
-  }
-  if (found >= 0) close(found);
-  return nbytes == 0;
-}
-
-static bool is_ours(int fd, pid_t *pid) {
-  struct ucred peer;
-  socklen_t nbytes = sizeof peer;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &nbytes) != 0) return false;
-  *pid = peer.pid;
-  return peer.uid == geteuid();
-}
-
 /* -- serving --------------------------------------------------------------------------------------------------- */
 
 static bool same_token(const unsigned char *one, const unsigned char *two) {
@@ -231,32 +126,73 @@ static bool same_token(const unsigned char *one, const unsigned char *two) {
   return differs == 0;
 }
 
-static bool send_chunk(const struct kvs_server *server, int client, uint64_t index, uint64_t *at) {
-  struct chunk_message message = {.index = index};
+/* REQUEST -> ANSWER -> CHUNKS, each as soon as the piece before was moved; the server's thread alone has them. */
+enum stage { STAGE_REQUEST, STAGE_ANSWER, STAGE_CHUNKS };
+
+struct client {
+  int fd;
+  enum stage stage;
+  uint64_t deadline;
+  uint64_t index, at;           /* the next chunk, and where it begins */
+  bool last;                    /* nothing follows what is being sent */
+  struct kvs_piece_moved piece; /* of one of these: */
+  struct kvs_request request;
+  struct kvs_answer answer;
+  struct kvs_chunk_message message;
+};
+
+static void begin_chunk(const struct kvs_server *server, struct client *client) {
+  struct kvs_chunk_message *message = &client->message;
   struct kvs_error err;
   uint64_t base = 0;
   int fd = -1;
-  int status = kvs_dev_chunk_query(server->engine->device, *at, &base, &message.nbytes, &err);
-  if (!status) status = kvs_dev_chunk_share(server->engine->device, *at, &fd, &err);
-  message.status = status;
-  if (status) snprintf(message.why, sizeof message.why, "%.99s", err.message);
-  bool sent = send_all(client, &message, sizeof message, fd, server->wake);
-  if (fd >= 0) close(fd);
-  *at = base + message.nbytes;
-  return sent && !status;
+  *message = (struct kvs_chunk_message){.index = client->index++};
+  int status = kvs_dev_chunk_query(server->engine->device, client->at, &base, &message->nbytes, &err);
+  if (!status) status = kvs_dev_chunk_share(server->engine->device, client->at, &fd, &err);
+  message->status = status;
+  if (status) snprintf(message->why, sizeof message->why, "%.99s", err.message);
+  client->at = base + message->nbytes;
+  client->last = status || client->index == server->chunks.count;
+  kvs_piece_begin(&client->piece, message, sizeof *message);
+  client->piece.fd = fd;
 }
 
-static void serve(const struct kvs_server *server, int client) {
-  struct request request;
-  struct answer answer = {.count = server->chunks.count};
-  uint64_t at = server->chunks.base;
-  pid_t pid;
-  if (!is_ours(client, &pid) || !receive_all(client, &request, sizeof request, NULL, server->wake)) return;
-  if (memcmp(request.magic, REQUEST, sizeof REQUEST) != 0 || !same_token(request.token, server->token)) return;
-  memcpy(answer.magic, ANSWER, sizeof ANSWER);
-  if (!send_all(client, &answer, sizeof answer, -1, server->wake)) return;
-  for (uint64_t i = 0; i < server->chunks.count; i++)
-    if (!send_chunk(server, client, i, &at)) return;
+static bool begin_answer(const struct kvs_server *server, struct client *client) {
+  bool good =
+      memcmp(client->request.magic, KVS_REQUEST_MAGIC, 8) == 0 && same_token(client->request.token, server->token);
+  kvs_piece_close(&client->piece); /* none is expected */
+  if (!good) return false;
+  client->answer = (struct kvs_answer){.count = server->chunks.count};
+  memcpy(client->answer.magic, KVS_ANSWER_MAGIC, 8);
+  client->stage = STAGE_ANSWER;
+  client->last = server->chunks.count == 0;
+  client->deadline = kvs_exchange_deadline(server->chunks.count);
+  kvs_piece_begin(&client->piece, &client->answer, sizeof client->answer);
+  return true;
+}
+
+/* Go on with a client as far as that is possible now. False: it is over. */
+static bool serve(const struct kvs_server *server, struct client *client) {
+  for (;;) {
+    bool asks = client->stage == STAGE_REQUEST;
+    enum kvs_moved moved =
+        asks ? kvs_piece_receive(client->fd, &client->piece) : kvs_piece_send(client->fd, &client->piece);
+    if (moved != KVS_MOVED) return moved == KVS_MOVED_PART;
+    if (asks) {
+      if (!begin_answer(server, client)) return false;
+      continue;
+    }
+    kvs_piece_close(&client->piece);
+    if (client->last) return false;
+    if (client->stage == STAGE_ANSWER) client->at = server->chunks.base;
+    client->stage = STAGE_CHUNKS;
+    begin_chunk(server, client);
+  }
+}
+
+static void client_close(struct client *client) {
+  kvs_piece_close(&client->piece);
+  close(client->fd);
 }
 
 /* A program may close all descriptors, and open files of its own under their numbers: those are neither written to nor
@@ -266,19 +202,74 @@ static bool still_ours(const struct kvs_server *server) {
   return fstat(server->listening, &file) == 0 && S_ISSOCK(file.st_mode) && file.st_ino == server->inode;
 }
 
-static void *serve_clients(void *arg) {
-  struct kvs_server *server = arg;
-  struct pollfd waiting[2] = {{.fd = server->listening, .events = POLLIN}, {.fd = server->wake, .events = POLLIN}};
-  while (poll(waiting, 2, -1) >= 0 || errno == EINTR) {
-    if (waiting[1].revents || !still_ours(server)) break;
-    if (!(waiting[0].revents & POLLIN)) continue;
-    int client = accept4(server->listening, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (client < 0) { /* too many open files, say: they are looked at again, but not at once */
-      (void)poll(&waiting[1], 1, 50);
+/* False: there was none, or this process has too many open files, say, which may pass. */
+static bool take_client(const struct kvs_server *server, struct client *client) {
+  pid_t pid;
+  int fd = accept4(server->listening, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (fd < 0) return false;
+  *client = (struct client){.fd = fd, .deadline = kvs_clock_ns() + REQUEST_MS * UINT64_C(1000000)};
+  kvs_piece_begin(&client->piece, &client->request, sizeof client->request);
+  if (kvs_exchange_peer(fd, &pid)) return true;
+  client_close(client);
+  return false;
+}
+
+struct clients {
+  struct client *items[CLIENTS];
+  size_t count;
+};
+
+static void serve_ready(const struct kvs_server *server, struct clients *clients, const struct pollfd *polled) {
+  size_t kept = 0, count = clients->count;
+  uint64_t now = kvs_clock_ns();
+  for (size_t i = 0; i < count; i++) {
+    struct client *client = clients->items[i];
+    if (now < client->deadline && (!polled[i].revents || serve(server, client))) {
+      clients->items[kept++] = client;
       continue;
     }
-    serve(server, client);
-    close(client);
+    client_close(client);
+    free(client);
+  }
+  clients->count = kept;
+}
+
+static bool accept_one(const struct kvs_server *server, struct clients *clients) {
+  struct client *client = calloc(1, sizeof *client);
+  if (client && take_client(server, client)) {
+    clients->items[clients->count++] = client;
+    return true;
+  }
+  free(client);
+  return false;
+}
+
+/* All clients at once; where there are too many, the next one waits until one has ended. */
+static void *serve_clients(void *arg) {
+  struct kvs_server *server = arg;
+  struct clients clients = {.count = 0};
+  struct pollfd polled[CLIENTS + 2];
+  for (;;) {
+    uint64_t until = UINT64_MAX;
+    for (size_t i = 0; i < clients.count; i++) {
+      const struct client *client = clients.items[i];
+      polled[i] = (struct pollfd){.fd = client->fd, .events = client->stage == STAGE_REQUEST ? POLLIN : POLLOUT};
+      if (client->deadline < until) until = client->deadline;
+    }
+    struct pollfd *listening = &polled[clients.count], *wake = listening + 1;
+    *listening = (struct pollfd){.fd = clients.count < CLIENTS ? server->listening : -1, .events = POLLIN};
+    *wake = (struct pollfd){.fd = server->wake, .events = POLLIN};
+    int count = poll(polled, clients.count + 2, until == UINT64_MAX ? -1 : kvs_exchange_left_ms(until));
+    if (count < 0 && errno != EINTR) break;
+    if (count < 0) continue;
+    bool more = listening->revents & POLLIN;
+    if (wake->revents || !still_ours(server)) break;
+    serve_ready(server, &clients, polled);
+    if (more && !accept_one(server, &clients)) (void)poll(wake, 1, 50); /* looked at again, but not at once */
+  }
+  while (clients.count) {
+    client_close(clients.items[--clients.count]);
+    free(clients.items[clients.count]);
   }
   return NULL;
 }
@@ -387,87 +378,4 @@ void kvs_servers_stop(void) {
   for (struct kvs_server *server = servers; server; server = server->next)
     if (server->pid == getpid()) stop_locked(server);
   pthread_mutex_unlock(&servers_lock);
-}
-
-/* -- fetching -------------------------------------------------------------------------------------------------- */
-
-static int refuse(const struct kvs_export *from, const char *what, struct kvs_error *err) {
-  const struct kvs_owner owner = {from->pid, from->start};
-  if (!kvs_owner_alive(&owner))
-    return kvs_fail(err, KVS_CLOSED, "process %" PRId64 ", which exported this memory, has ended", from->pid);
-  return kvs_fail(err, KVS_CLOSED,
-                  "process %" PRId64 " does not serve this export any more: %s (its Export must be kept)", from->pid,
-                  what);
-}
-
-static int connect_to(const struct kvs_export *from, int *out, struct kvs_error *err) {
-  struct sockaddr_un address = {.sun_family = AF_UNIX};
-  uint64_t start = kvs_clock_ns();
-  pid_t pid = 0;
-  memcpy(address.sun_path, from->socket, sizeof address.sun_path);
-  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return kvs_fail(err, KVS_UNSUPPORTED, "cannot make a socket: %s", strerror(errno));
-  while (connect(fd, (const struct sockaddr *)&address, sizeof address) != 0) {
-    bool busy = errno == EAGAIN || errno == EINTR; /* others are in line before us */
-    if (!busy || kvs_clock_ns() - start > (uint64_t)PATIENCE_MS * 1000000) {
-      const char *why = busy ? "it is busy" : strerror(errno);
-      close(fd);
-      return refuse(from, why, err);
-    }
-    (void)poll(NULL, 0, 10);
-  }
-  if (is_ours(fd, &pid) && pid == (pid_t)from->pid) {
-    *out = fd;
-    return KVS_OK;
-  }
-  close(fd);
-  return kvs_fail(err, KVS_INVALID, "the socket of the export belongs to another user or process");
-}
-
-static int fetch_chunk(int fd, const struct kvs_export *from, uint64_t index, struct kvs_range *range,
-                       struct kvs_error *err) {
-  struct chunk_message message;
-  int chunk = -1, status;
-  if (!receive_all(fd, &message, sizeof message, &chunk, -1)) return refuse(from, "it stopped half-way", err);
-  message.why[sizeof message.why - 1] = '\0';
-  if (message.status)
-    status = kvs_fail(err, KVS_CLOSED, "process %" PRId64 " cannot share chunk %" PRIu64 ": %s", from->pid, index,
-                      message.why);
-  else if (chunk < 0 || message.index != index)
-    status = kvs_fail(err, KVS_INVALID, "what came from the socket of the export is no chunk %" PRIu64, index);
-  else
-    status = kvs_range_add(range, message.nbytes, chunk, err);
-  if (chunk >= 0) close(chunk);
-  return status;
-}
-
-static int fetch_all(int fd, const struct kvs_export *from, struct kvs_range *range, struct kvs_error *err) {
-  struct request request;
-  struct answer answer;
-  int status = KVS_OK;
-  memcpy(request.magic, REQUEST, sizeof REQUEST);
-  memcpy(request.token, from->token, sizeof request.token);
-  if (!send_all(fd, &request, sizeof request, -1, -1) || !receive_all(fd, &answer, sizeof answer, NULL, -1))
-    return refuse(from, "it does not answer", err);
-  if (memcmp(answer.magic, ANSWER, sizeof ANSWER) != 0 || answer.count != from->nchunks)
-    return kvs_fail(err, KVS_INVALID, "what came from the socket of the export is no answer to it");
-  for (uint64_t i = 0; !status && i < answer.count; i++) status = fetch_chunk(fd, from, i, range, err);
-  return status;
-}
-
-int kvs_serve_fetch(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_range **fetched,
-                    struct kvs_error *err) {
-  struct kvs_range *range = NULL;
-  int fd = -1, status = connect_to(from, &fd, err);
-  if (status) return status;
-  status = kvs_range_new(engine, from->allocation_nbytes, &range, err);
-  if (!status) {
-    status = fetch_all(fd, from, range, err);
-    if (status)
-      kvs_range_drop(range);
-    else
-      *fetched = range;
-  }
-  close(fd);
-  return status;
 }

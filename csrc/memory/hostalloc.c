@@ -6,6 +6,8 @@
 
 #include "core/core.h"
 
+#define PATIENCE_NS (INT64_C(60) * 1000000000)
+
 struct piece {
   uint64_t ptr;
   struct kvs_engine *engine; /* a reference */
@@ -67,29 +69,67 @@ static void put_back(const struct piece *piece) {
   pthread_mutex_unlock(&lock);
 }
 
-static int give_back(uint64_t ptr, enum kvs_origin origin, struct kvs_error *err) {
+/* In steps, as kvs_engine_free_start(): the address belongs to the piece until the task is left. */
+struct kvs_host_giving {
   struct piece piece;
-  int status = take(ptr, origin, &piece, err);
-  if (status) return status;
-  status = origin == KVS_ORIGIN_REGISTERED ? kvs_engine_unregister(piece.engine, ptr, err)
-                                           : kvs_engine_free(piece.engine, ptr, err);
-  if (status == KVS_TIMEOUT || (status == KVS_REFUSED && origin == KVS_ORIGIN_REGISTERED))
-    put_back(&piece);
+  struct kvs_reclaim *task;
+};
+
+int kvs_host_give_start(uint64_t ptr, bool registered, struct kvs_host_giving **made, struct kvs_error *err) {
+  struct kvs_host_giving *giving = calloc(1, sizeof *giving);
+  if (!giving) return kvs_fail(err, KVS_NOMEM, "no memory to give memory back");
+  int status = take(ptr, registered ? KVS_ORIGIN_REGISTERED : KVS_ORIGIN_ALLOCATED, &giving->piece, err);
+  if (status) {
+    free(giving);
+    return status;
+  }
+  status = registered ? kvs_engine_unregister_start(giving->piece.engine, ptr, &giving->task, err)
+                      : kvs_engine_free_start(giving->piece.engine, ptr, &giving->task, err);
+  if (!status) {
+    *made = giving;
+    return status;
+  }
+  if (status == KVS_NOMEM)
+    put_back(&giving->piece);
   else
-    kvs_engine_unref(piece.engine);
+    kvs_engine_unref(giving->piece.engine);
+  free(giving);
+  return status;
+}
+
+struct kvs_reclaim *kvs_host_giving_task(const struct kvs_host_giving *giving) { return giving->task; }
+
+void kvs_host_give_end(struct kvs_host_giving *giving, bool kept) {
+  if (kept)
+    put_back(&giving->piece);
+  else
+    kvs_engine_unref(giving->piece.engine);
+  free(giving);
+}
+
+static int give_back(uint64_t ptr, bool registered, struct kvs_error *err) {
+  struct kvs_host_giving *giving;
+  int status = kvs_host_give_start(ptr, registered, &giving, err);
+  if (status) return status;
+  status = kvs_reclaim_wait(giving->task, PATIENCE_NS, err);
+  bool kept = kvs_reclaim_leave(giving->task, registered ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW);
+  bool given = status == KVS_TIMEOUT && !kept && !registered; /* the driver has been told */
+  kvs_host_give_end(giving, kept || (registered && status));
+  return given ? KVS_OK : status;
+}
+
+int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  int status = remember(ptr, engine, KVS_ORIGIN_ALLOCATED, err);
+  if (status) kvs_engine_free_later(engine, ptr);
   return status;
 }
 
 int kvs_host_alloc(struct kvs_engine *engine, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
-  struct kvs_error ignored;
   int status = kvs_engine_alloc(engine, nbytes, true, ptr, err);
-  if (status) return status;
-  status = remember(*ptr, engine, KVS_ORIGIN_ALLOCATED, err);
-  if (status) (void)kvs_engine_free(engine, *ptr, &ignored);
-  return status;
+  return status ? status : kvs_host_adopt(engine, *ptr, err);
 }
 
-int kvs_host_free(uint64_t ptr, struct kvs_error *err) { return give_back(ptr, KVS_ORIGIN_ALLOCATED, err); }
+int kvs_host_free(uint64_t ptr, struct kvs_error *err) { return give_back(ptr, false, err); }
 
 int kvs_host_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
   struct kvs_error ignored;
@@ -100,4 +140,4 @@ int kvs_host_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, st
   return status;
 }
 
-int kvs_host_unregister(uint64_t ptr, struct kvs_error *err) { return give_back(ptr, KVS_ORIGIN_REGISTERED, err); }
+int kvs_host_unregister(uint64_t ptr, struct kvs_error *err) { return give_back(ptr, true, err); }

@@ -68,6 +68,17 @@ typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_er
 void kvs_py_collect(struct kvs_engine *engine);
 extern _Thread_local int kvs_py_releasing; /* inside such a destructor, nothing may wait for the device */
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
+/* Wait for a task that gives memory back, and leave it. KVS_PY_KEPT: an exception is set and nothing was given back;
+ * KVS_PY_GIVEN: done, with an exception if it failed or was interrupted (PyErr_Occurred). */
+enum kvs_py_given_back { KVS_PY_GIVEN, KVS_PY_KEPT };
+enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
+                                        int64_t timeout_ns);
+/* timeout=60: NULL, a number of seconds or None; -1 with an exception. */
+int kvs_py_patience(PyObject *value, int64_t *timeout_ns);
+/* The engine's memory (`kind`), waiting for what is being given back where there is none: 0, or -1 with an exception.
+ */
+int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
+                 uint64_t *ptr);
 
 /* What query() and synchronize(timeout=None) of streams and events share. `poll` answers KVS_OK or KVS_NOT_READY. */
 typedef int (*kvs_py_poll_function)(void *object, struct kvs_error *err);

@@ -376,17 +376,26 @@ static PyObject *device_register(PyObject *self, PyObject *const *args, Py_ssize
   Py_RETURN_NONE;
 }
 
-static PyObject *device_unregister(PyObject *self, PyObject *ptr) {
+static PyObject *device_unregister(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"ptr", "timeout"};
+  static const struct kvs_py_args spec = {"unregister", names, 1, 2, 2};
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_engine *engine = kvs_py_device_engine(self);
+  struct kvs_reclaim *task = NULL;
   struct kvs_py_address address;
   struct kvs_error err = {0};
+  PyObject *values[2];
+  int64_t timeout_ns;
   int rc;
-  if (kvs_py_address(state, ptr, "ptr", -1, false, NULL, &address) < 0) return NULL;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
+  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_unregister(engine, address.ptr, &err);
+  rc = kvs_engine_unregister_start(engine, address.ptr, &task, &err);
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  (void)kvs_py_give_back(state, task, true, timeout_ns);
+  if (PyErr_Occurred()) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -518,9 +527,12 @@ PyDoc_STRVAR(
     "Pin host memory of the caller, so that the GPU can reach it at full speed.\n\n"
     "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not overlap, and a\n"
     "copy is never merged across the end of one. The caller keeps the memory mapped until unregister(ptr).");
-PyDoc_STRVAR(unregister_doc, "unregister($self, ptr, /)\n--\n\n"
-                             "Undo register(ptr). First waits, for 60 s at most, for the transfers that may\n"
-                             "use it. ValueError if nothing is registered there.");
+PyDoc_STRVAR(
+    unregister_doc,
+    "unregister($self, /, ptr, timeout=60.0)\n--\n\n"
+    "Undo register(ptr). First waits for the transfers that may use it and for what else runs on the device.\n\n"
+    "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C it can be called again, and until it\n"
+    "returns the memory must stay mapped. ValueError if nothing is registered there.");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\n"
                         "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), "
                         "bytes_d2h, bytes_h2d,\n"
@@ -551,7 +563,7 @@ static PyMethodDef methods[] = {
     {"synchronize", KVS_PY_FASTCALL(device_synchronize), METH_FASTCALL | METH_KEYWORDS, synchronize_doc},
     {"alloc", KVS_PY_FASTCALL(device_alloc), METH_FASTCALL | METH_KEYWORDS, alloc_doc},
     {"register", KVS_PY_FASTCALL(device_register), METH_FASTCALL | METH_KEYWORDS, register_doc},
-    {"unregister", device_unregister, METH_O, unregister_doc},
+    {"unregister", KVS_PY_FASTCALL(device_unregister), METH_FASTCALL | METH_KEYWORDS, unregister_doc},
     {"stats", device_stats, METH_NOARGS, stats_doc},
     {NULL, NULL, 0, NULL},
 };

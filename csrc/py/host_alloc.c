@@ -13,8 +13,12 @@ static PyObject *host_alloc(PyObject *module, PyObject *const *args, Py_ssize_t 
   if (kvs_py_uint64(values[0], "nbytes", -1, &nbytes) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(state, values[1]);
   if (engine == NULL) return NULL;
+  if (kvs_py_alloc(state, engine, nbytes, KVS_ALLOC_HOST, &ptr) < 0) {
+    kvs_engine_unref(engine);
+    return NULL;
+  }
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_host_alloc(engine, nbytes, &ptr, &err);
+  rc = kvs_host_adopt(engine, ptr, &err);
   kvs_engine_unref(engine);
   Py_END_ALLOW_THREADS
   return rc == KVS_OK ? PyLong_FromUnsignedLongLong(ptr) : kvs_py_raise(state, &err);
@@ -46,32 +50,48 @@ static PyObject *host_register(PyObject *module, PyObject *const *args, Py_ssize
   return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(state, &err);
 }
 
-static PyObject *give_back(PyObject *module, PyObject *ptr, int (*function)(uint64_t, struct kvs_error *)) {
+static PyObject *give_back(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+                           const char *function, bool registered) {
+  static const char *const names[] = {"ptr", "timeout"};
+  const struct kvs_py_args spec = {function, names, 1, 1, 2};
   struct kvs_py_state *state = PyModule_GetState(module);
+  struct kvs_host_giving *giving = NULL;
   struct kvs_py_address address;
   struct kvs_error err = {0};
+  PyObject *values[2];
+  int64_t timeout_ns;
   int rc;
-  if (kvs_py_address(state, ptr, "ptr", -1, false, NULL, &address) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS /* it waits for transfers */
-  rc = function(address.ptr, &err);
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
+  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_host_give_start(address.ptr, registered, &giving, &err);
   Py_END_ALLOW_THREADS
-  return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(state, &err);
+  if (rc != KVS_OK) return kvs_py_raise(state, &err);
+  bool kept = kvs_py_give_back(state, kvs_host_giving_task(giving), registered, timeout_ns) == KVS_PY_KEPT;
+  /* A registration that could not be taken back, or not yet: the caller may try again. */
+  kvs_host_give_end(giving, kept || (registered && PyErr_Occurred() != NULL));
+  return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *host_free(PyObject *module, PyObject *ptr) { return give_back(module, ptr, kvs_host_free); }
+static PyObject *host_free(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  return give_back(module, args, nargs, kwnames, "host_free", false);
+}
 
-static PyObject *host_unregister(PyObject *module, PyObject *ptr) {
-  return give_back(module, ptr, kvs_host_unregister);
+static PyObject *host_unregister(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  return give_back(module, args, nargs, kwnames, "host_unregister", true);
 }
 
 PyDoc_STRVAR(host_alloc_doc,
              "host_alloc($module, /, nbytes, *, device=None)\n--\n\n"
              "Pinned host memory for callers who keep a plain address; returns it. Freed by host_free() alone.\n\n"
              "device: Device, its name, or None: as Device(None); every GPU of the process can copy it. MemoryError.");
-PyDoc_STRVAR(host_free_doc,
-             "host_free($module, ptr, /)\n--\n\n"
-             "Free what host_alloc() returned. First waits for the transfers that may use it (after 60 s TimeoutError, "
-             "and\nnothing was freed). ValueError: it is none, or was freed already.");
+PyDoc_STRVAR(
+    host_free_doc,
+    "host_free($module, /, ptr, *, timeout=60.0)\n--\n\n"
+    "Free what host_alloc() returned. First waits for the transfers that may use it and for what else runs on\n"
+    "the device; timeout: seconds, None for no limit. After TimeoutError or Ctrl-C nothing was freed.\n"
+    "ValueError: it is none, or was freed already.");
 PyDoc_STRVAR(host_register_doc,
              "host_register($module, /, ptr, nbytes, *, device=None)\n--\n\n"
              "Pin the caller's host memory: an address, or a tensor, and its bytes. It must stay mapped until\n"
@@ -79,14 +99,13 @@ PyDoc_STRVAR(host_register_doc,
              "ValueError: it overlaps what is registered or allocated. kvswap.DeviceError: the driver refuses.");
 PyDoc_STRVAR(
     host_unregister_doc,
-    "host_unregister($module, ptr, /)\n--\n\n"
-    "Take host_register() back. First waits, as host_free() does. ValueError: nothing was registered there, or "
-    "no\nlonger is.");
-
+    "host_unregister($module, /, ptr, *, timeout=60.0)\n--\n\n"
+    "Take host_register() back. First waits, as host_free() does; after TimeoutError or Ctrl-C it can be called\n"
+    "again. ValueError: nothing was registered there, or no longer is.");
 PyMethodDef kvs_py_host_methods[] = {
     {"host_alloc", KVS_PY_FASTCALL(host_alloc), METH_FASTCALL | METH_KEYWORDS, host_alloc_doc},
-    {"host_free", host_free, METH_O, host_free_doc},
+    {"host_free", KVS_PY_FASTCALL(host_free), METH_FASTCALL | METH_KEYWORDS, host_free_doc},
     {"host_register", KVS_PY_FASTCALL(host_register), METH_FASTCALL | METH_KEYWORDS, host_register_doc},
-    {"host_unregister", host_unregister, METH_O, host_unregister_doc},
+    {"host_unregister", KVS_PY_FASTCALL(host_unregister), METH_FASTCALL | METH_KEYWORDS, host_unregister_doc},
     {NULL, NULL, 0, NULL},
 };

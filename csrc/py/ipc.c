@@ -189,6 +189,16 @@ static struct kvs_engine *engine_for(struct kvs_py_state *state, PyObject *devic
   return rc == KVS_OK ? engine : (kvs_py_raise(state, &err), NULL);
 }
 
+struct opening {
+  struct kvs_opening *opening;
+  struct kvs_mapped *mapped;
+};
+
+static int open_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  struct opening *open = arg;
+  return kvs_opening_wait(open->opening, timeout_ns, &open->mapped, err);
+}
+
 static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   enum { DATA, DEVICE, GENERATION, COUNT };
   static const char *const names[] = {"data", "device", "generation"};
@@ -196,7 +206,7 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   struct kvs_py_state *state = PyModule_GetState(module);
   struct kvs_export from;
   struct kvs_error err = {0};
-  struct kvs_mapped *mapped = NULL;
+  struct opening open = {NULL, NULL};
   PyObject *values[COUNT];
   uint64_t generation = 0;
   int rc;
@@ -207,9 +217,14 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   struct kvs_engine *engine = engine_for(state, values[DEVICE], &from);
   if (engine == NULL) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  rc = kvs_mapped_open(engine, &from, wanted ? &generation : NULL, &mapped, &err);
+  rc = kvs_opening_start(engine, &from, wanted ? &generation : NULL, &open.opening, &err);
   Py_END_ALLOW_THREADS
-  PyObject *result = rc == KVS_OK ? kvs_py_mapped_new(state, mapped, engine) : kvs_py_raise(state, &err);
+  PyObject *result = NULL;
+  if (rc != KVS_OK)
+    kvs_py_raise(state, &err);
+  else if (kvs_py_wait(state, open_slice, &open, -1, "opening") == 0) /* the exchange has its own limit */
+    result = kvs_py_mapped_new(state, open.mapped, engine);
+  if (open.opening != NULL) kvs_opening_drop(open.opening);
   kvs_engine_unref(engine); /* the mapping has its own */
   return result;
 }

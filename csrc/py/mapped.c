@@ -59,10 +59,12 @@ static PyObject *close_within(PyObject *self, int64_t timeout_ns) {
   }
   if (kvs_py_wait(kvs_py_state_of(self), close_slice, as_mapped(self)->mapped, timeout_ns,
                   "the work that may use this memory") < 0) {
-    if (kvs_mapped_closed(as_mapped(self)->mapped)) return NULL;
-    kvs_mapped_keep(as_mapped(self)->mapped); /* what is queued from now on counts the next time */
-    atomic_store(&as_mapped(self)->uses, 0);
-    return NULL;
+    bool failed = kvs_mapped_closed(as_mapped(self)->mapped);
+    if (!failed) kvs_mapped_keep(as_mapped(self)->mapped); /* what is queued from now on counts the next time */
+    if (!kvs_mapped_closed(as_mapped(self)->mapped)) atomic_store(&as_mapped(self)->uses, 0);
+    if (failed || atomic_load(&as_mapped(self)->uses) != CLOSED || !PyErr_ExceptionMatches(PyExc_TimeoutError))
+      return NULL;
+    PyErr_Clear(); /* the driver is at it */
   }
   kvs_py_collect(as_mapped(self)->engine);
   Py_RETURN_NONE;

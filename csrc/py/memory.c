@@ -34,8 +34,6 @@ PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *eng
                               enum kvs_alloc kind) {
   PyTypeObject *type = (PyTypeObject *)state->memory_type;
   struct memory_object *self = (struct memory_object *)type->tp_alloc(type, 0);
-  struct kvs_error err = {0};
-  int rc;
   if (self == NULL) return NULL;
   atomic_store(&self->uses, FREED);
   kvs_engine_ref(engine);
@@ -43,33 +41,26 @@ PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *eng
   self->nbytes = nbytes;
   self->host = kind == KVS_ALLOC_HOST;
   self->reachable = self->host || kvs_engine_device(engine)->info.driver == 0;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_alloc_kind(engine, nbytes, kind, &self->ptr, &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK) {
+  if (kvs_py_alloc(state, engine, nbytes, kind, &self->ptr) < 0) {
     Py_DECREF(self);
-    return kvs_py_raise(state, &err);
+    return NULL;
   }
   atomic_store(&self->uses, 0);
   return (PyObject *)self;
 }
 
-static int give_back(struct memory_object *self, struct kvs_error *err) {
-  int rc;
-  if (kvs_py_releasing) { /* somebody polls a transfer that held this memory, and a poll never blocks */
-    kvs_engine_free_later(self->engine, self->ptr);
-    return KVS_OK;
-  }
-  Py_BEGIN_ALLOW_THREADS /* it waits for transfers */
-  rc = kvs_engine_free(self->engine, self->ptr, err);
-  Py_END_ALLOW_THREADS
-  return rc;
-}
-
-static PyObject *memory_free(PyObject *object, PyObject *unused) {
-  (void)unused;
+static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+  static const char *const names[] = {"timeout"};
+  static const struct kvs_py_args spec = {"free", names, 0, 1, 1};
   struct memory_object *self = as_memory(object);
+  struct kvs_py_state *state = kvs_py_state_of(object);
+  struct kvs_reclaim *task = NULL;
   struct kvs_error err = {0};
+  PyObject *value;
+  int64_t timeout_ns;
+  int rc;
+  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
+  if (kvs_py_patience(value, &timeout_ns) < 0) return NULL;
   if (!reserve_free(self)) {
     if (atomic_load(&self->uses) > 0)
       PyErr_SetString(PyExc_BufferError, "arrays still use this memory: drop them, then free it");
@@ -77,26 +68,23 @@ static PyObject *memory_free(PyObject *object, PyObject *unused) {
       raise_freed(self);
     return NULL;
   }
-  if (give_back(self, &err) == KVS_OK) {
-    kvs_py_collect(self->engine);
-    Py_RETURN_NONE;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_engine_free_start(self->engine, self->ptr, &task, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) {
+    if (rc == KVS_NOMEM) atomic_store(&self->uses, 0);
+    return kvs_py_raise(state, &err);
   }
-  if (err.status == KVS_TIMEOUT) atomic_store(&self->uses, 0); /* nothing was freed */
-  return kvs_py_raise(kvs_py_state_of(object), &err);
+  if (kvs_py_give_back(state, task, false, timeout_ns) == KVS_PY_KEPT) atomic_store(&self->uses, 0);
+  if (PyErr_Occurred()) return NULL;
+  kvs_py_collect(self->engine);
+  Py_RETURN_NONE;
 }
 
+/* Objects are dropped anywhere, by the collector too, on any thread: nothing is waited for. */
 static void memory_dealloc(PyObject *object) {
   struct memory_object *self = as_memory(object);
-  struct kvs_error err = {0};
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  /* closed by the exit, lost, or a fork's child: the memory went with the device */
-  if (reserve_free(self) && give_back(self, &err) != KVS_OK && err.status != KVS_CLOSED && err.status != KVS_FORKED &&
-      err.status != KVS_LOST) {
-    kvs_py_raise(kvs_py_state_of(object), &err);
-    PyErr_WriteUnraisable(NULL);
-  }
-  PyErr_Restore(type, value, traceback);
+  if (reserve_free(self)) kvs_engine_free_later(self->engine, self->ptr);
   if (self->engine != NULL) kvs_engine_unref(self->engine);
   kvs_py_object_free(object);
 }
@@ -175,20 +163,24 @@ static PyObject *memory_interface(PyObject *object, void *reachable) {
 }
 
 PyDoc_STRVAR(memory_doc,
-             "Memory from Device.alloc(). Freed with its last reference, which may have to wait: see free().\n\n"
+             "Memory from Device.alloc(). Dropping its last reference waits for nothing: the memory is freed once the "
+             "work that\n"
+             "is queued on the device by then has ended.\n\n"
              "It has the buffer protocol (writable bytes) and __array_interface__ where the CPU can read it, and\n"
              "__cuda_array_interface__ where it is memory of a GPU; it is taken wherever kvswap takes a tensor.");
 PyDoc_STRVAR(
     free_doc,
-    "free($self, /)\n--\n\n"
-    "Free it now. First waits for the transfers that may use it (after 60 s TimeoutError, and nothing was freed);\n"
-    "the driver then waits for what else runs on the device.\n\n"
-    "BufferError while arrays made from it are alive; kvswap.Error if it is freed already. Any thread may call.");
+    "free($self, /, timeout=60.0)\n--\n\n"
+    "Free it now: first waits for the transfers that may use it and for what else runs on the device.\n\n"
+    "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and it can be called again;\n"
+    "but if the driver is at it already, it is freed. BufferError while arrays made from it are alive; kvswap.Error "
+    "if\n"
+    "it is freed already. Any thread may call.");
 PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address, as torch's tensors say it. The same as ptr.");
 
 static PyMethodDef methods[] = {
     {"data_ptr", memory_data_ptr, METH_NOARGS, data_ptr_doc},
-    {"free", memory_free, METH_NOARGS, free_doc},
+    {"free", KVS_PY_FASTCALL(memory_free), METH_FASTCALL | METH_KEYWORDS, free_doc},
     {NULL, NULL, 0, NULL},
 };
 

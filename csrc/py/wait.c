@@ -1,6 +1,8 @@
 /* Waiting: the core waits without the GIL in slices; between them Python looks for signals, so that Ctrl-C works. */
 #include "bind.h"
 
+#define PATIENCE_NS (INT64_C(60) * 1000000000)
+
 void kvs_py_collect(struct kvs_engine *engine) {
   Py_BEGIN_ALLOW_THREADS
   kvs_engine_collect(engine);
@@ -57,4 +59,49 @@ PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_wai
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
   if (kvs_py_wait(state, wait_polling, &copy, timeout_ns, waiting->what) < 0) return NULL;
   Py_RETURN_NONE;
+}
+
+/* -- giving memory back -------------------------------------------------------------------------------------------- */
+
+int kvs_py_patience(PyObject *value, int64_t *timeout_ns) {
+  *timeout_ns = PATIENCE_NS;
+  return value == NULL ? 0 : kvs_py_timeout(value, "timeout", timeout_ns);
+}
+
+static int wait_reclaim(void *task, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_reclaim_wait(task, timeout_ns, err);
+}
+
+enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
+                                        int64_t timeout_ns) {
+  bool withdrawn;
+  int rc = kvs_py_wait(state, wait_reclaim, task, timeout_ns, "work that may use this memory");
+  Py_BEGIN_ALLOW_THREADS
+  withdrawn = kvs_reclaim_leave(task, registration ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW);
+  Py_END_ALLOW_THREADS
+  if (rc == 0) return KVS_PY_GIVEN;
+  if (withdrawn) return KVS_PY_KEPT;
+  /* The driver has been told to free it, and will. */
+  if (!registration && PyErr_ExceptionMatches(PyExc_TimeoutError)) PyErr_Clear();
+  return KVS_PY_GIVEN;
+}
+
+int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
+                 uint64_t *ptr) {
+  int64_t start = (int64_t)kvs_clock_ns();
+  for (;;) {
+    struct kvs_error err = {0};
+    bool more;
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = kvs_engine_alloc_within(engine, nbytes, kind, KVS_PY_SLICE_NS, ptr, &err);
+    more = rc == KVS_NOMEM && kvs_reclaim_pending(engine) && !kvs_engine_device(engine)->stepped;
+    Py_END_ALLOW_THREADS
+    if (rc == KVS_OK) return 0;
+    if (!more || (int64_t)kvs_clock_ns() - start > PATIENCE_NS) {
+      kvs_py_raise(state, &err);
+      return -1;
+    }
+    if (PyErr_CheckSignals() < 0) return -1;
+  }
 }

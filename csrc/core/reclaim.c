@@ -1,0 +1,355 @@
+/* Giving back what the device may still use: see reclaim.h.
+ *
+ * The thread synchronizes with the device, then runs the tasks that were there when it began to. It has the engine's
+ * reference and ends when there is no task left, so an engine that frees nothing has no thread. A task's memory belongs
+ * to the list and to its caller: the one that lets go of it last frees it. */
+#include "core/reclaim.h"
+
+#include <signal.h>
+#include <stdlib.h>
+
+#include "core/core.h"
+#include "core/racecheck.h"
+#include "wait.h"
+
+enum state { WAITING, RUNNING, ENDED };
+
+enum { PAUSE_FROM_NS = 200000, PAUSE_TO_NS = 50000000 };
+
+/* All guarded by reclaims.lock, but what is constant. */
+struct kvs_reclaim {
+  struct kvs_reclaim *next;
+  struct kvs_engine *engine;      /* constant; a reference while a caller has the task */
+  kvs_reclaim_function *function; /* constant */
+  void *what;                     /* constant */
+  enum state state;
+  bool covered; /* what was queued when it was made has ended */
+  bool kept;    /* its result is kept though nobody waits */
+  bool listed;  /* the list has it */
+  bool ran;     /* RUNNING, or ENDED by its function: not because the device could not be waited for */
+  unsigned callers;
+  int status;
+  struct kvs_error err;
+};
+
+/* The engine whose task runs in this thread: the task may give back more, and waits for nothing. */
+static _Thread_local const struct kvs_engine *reclaiming;
+
+void kvs_reclaims_init(struct kvs_reclaims *reclaims) {
+  pthread_mutex_init(&reclaims->lock, NULL);
+  kvs_cond_init(&reclaims->changed);
+}
+
+void kvs_reclaims_destroy(struct kvs_reclaims *reclaims) {
+  while (reclaims->first) {
+    struct kvs_reclaim *task = reclaims->first;
+    reclaims->first = task->next;
+    free(task);
+  }
+  pthread_cond_destroy(&reclaims->changed);
+  pthread_mutex_destroy(&reclaims->lock);
+}
+
+/* -- tasks ----------------------------------------------------------------------------------------------------- */
+
+static struct kvs_reclaim *find_locked(struct kvs_reclaims *reclaims, kvs_reclaim_function *function, void *what) {
+  struct kvs_reclaim *task = reclaims->first;
+  while (task && (task->function != function || task->what != what || !task->kept)) task = task->next;
+  return task;
+}
+
+static void append_locked(struct kvs_reclaims *reclaims, struct kvs_reclaim *task) {
+  struct kvs_reclaim **at = &reclaims->first;
+  while (*at) at = &(*at)->next;
+  *at = task;
+  task->listed = true;
+  pthread_cond_broadcast(&reclaims->changed);
+}
+
+static void remove_locked(struct kvs_reclaims *reclaims, struct kvs_reclaim *task) {
+  struct kvs_reclaim **at = &reclaims->first;
+  if (!task->listed) return;
+  while (*at != task) at = &(*at)->next;
+  *at = task->next;
+  task->listed = false;
+}
+
+static void free_unused_locked(struct kvs_reclaim *task) {
+  if (!task->listed && !task->callers) free(task);
+}
+
+static struct kvs_reclaim *next_locked(struct kvs_reclaims *reclaims) {
+  struct kvs_reclaim *task = reclaims->first;
+  while (task && (task->state != WAITING || !task->covered)) task = task->next;
+  return task;
+}
+
+static bool any_open_locked(const struct kvs_reclaims *reclaims) {
+  for (const struct kvs_reclaim *task = reclaims->first; task; task = task->next)
+    if (task->state != ENDED) return true;
+  return false;
+}
+
+/* -- running --------------------------------------------------------------------------------------------------- */
+
+static void end_locked(struct kvs_reclaims *reclaims, struct kvs_reclaim *task, int status,
+                       const struct kvs_error *err) {
+  task->state = ENDED;
+  task->status = status;
+  task->err = *err;
+  if (!task->kept) remove_locked(reclaims, task);
+  pthread_cond_broadcast(&reclaims->changed);
+  free_unused_locked(task);
+}
+
+/* Without the lock inside. False: something uses it still. */
+static bool run_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  struct kvs_error err = {0};
+  const struct kvs_engine *before = reclaiming;
+  task->state = RUNNING;
+  task->ran = true;
+  pthread_mutex_unlock(&reclaims->lock);
+  reclaiming = engine;
+  int status = task->function(engine, task->what, &err);
+  reclaiming = before;
+  pthread_mutex_lock(&reclaims->lock);
+  if (status != KVS_TIMEOUT) {
+    end_locked(reclaims, task, status, &err);
+    return true;
+  }
+  task->state = WAITING;
+  task->ran = false;
+  return false;
+}
+
+/* One try at all that is covered. True if at least one ended. */
+static bool run_all_locked(struct kvs_engine *engine) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  struct kvs_reclaim *task;
+  bool progress = false;
+  while ((task = next_locked(reclaims)) != NULL) {
+    task->covered = false; /* not again in this round */
+    progress |= run_locked(engine, task);
+  }
+  return progress;
+}
+
+static void cover_locked(struct kvs_reclaims *reclaims) {
+  for (struct kvs_reclaim *task = reclaims->first; task; task = task->next) task->covered = true;
+}
+
+/* The device could not be waited for: callers are told, and what nobody waits for is tried again. */
+static void refuse_locked(struct kvs_reclaims *reclaims, int status, const struct kvs_error *err) {
+  struct kvs_reclaim *task = reclaims->first;
+  while (task) {
+    struct kvs_reclaim *next = task->next;
+    bool told = task->covered && task->state == WAITING && task->callers;
+    task->covered = false;
+    if (told) end_locked(reclaims, task, status, err);
+    task = next;
+  }
+}
+
+/* Wait for the device, then try. */
+static bool one_round_locked(struct kvs_engine *engine) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  struct kvs_error err = {0};
+  cover_locked(reclaims);
+  pthread_mutex_unlock(&reclaims->lock);
+  bool before = kvs_racecheck_internal(true);
+  int status = kvs_dev_synchronize(engine->device, &err);
+  kvs_engine_reap(engine);
+  kvs_racecheck_internal(before);
+  pthread_mutex_lock(&reclaims->lock);
+  if (!status || status == KVS_LOST || atomic_load(&engine->closed)) return run_all_locked(engine);
+  refuse_locked(reclaims, status, &err);
+  return false;
+}
+
+static void *work(void *arg) {
+  struct kvs_engine *engine = arg;
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  uint64_t pause = PAUSE_FROM_NS;
+  pthread_mutex_lock(&reclaims->lock);
+  while (any_open_locked(reclaims)) {
+    if (one_round_locked(engine)) {
+      pause = PAUSE_FROM_NS;
+    } else { /* in use by another device, say, or one that was made meanwhile */
+      (void)kvs_cond_wait(&reclaims->changed, &reclaims->lock, kvs_clock_ns() + pause);
+      pause = 2 * pause < PAUSE_TO_NS ? 2 * pause : PAUSE_TO_NS;
+    }
+  }
+  reclaims->threaded = false;
+  pthread_cond_broadcast(&reclaims->changed);
+  pthread_mutex_unlock(&reclaims->lock);
+  kvs_engine_unref(engine);
+  return NULL;
+}
+
+static bool start_thread_locked(struct kvs_engine *engine) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  sigset_t all, before;
+  pthread_t thread;
+  if (reclaims->threaded) return true;
+  kvs_engine_ref(engine);
+  sigfillset(&all); /* signals are for the threads of the program */
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int code = pthread_create(&thread, NULL, work, engine);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (code) {
+    (void)atomic_fetch_sub(&engine->refs, 1); /* the caller has another */
+    return false;
+  }
+  pthread_setname_np(thread, "kvswap-reclaim");
+  pthread_detach(thread);
+  reclaims->threaded = true;
+  return true;
+}
+
+static bool is_here(const struct kvs_engine *engine) { return engine->device->stepped || reclaiming == engine; }
+
+/* In this thread: on a deterministic device, and inside another task, for which the device was synchronized. A task
+ * that could not be done stays if nobody waits for it. */
+static void run_here_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  struct kvs_error err = {0};
+  int status = KVS_OK;
+  if (reclaiming != engine) {
+    pthread_mutex_unlock(&reclaims->lock);
+    status = kvs_dev_synchronize(engine->device, &err);
+    kvs_engine_reap(engine);
+    pthread_mutex_lock(&reclaims->lock);
+  }
+  if (task->state != WAITING) return; /* another thread was faster */
+  if (!status || status == KVS_LOST)
+    (void)run_locked(engine, task);
+  else if (task->callers)
+    end_locked(reclaims, task, status, &err);
+}
+
+/* -- callers --------------------------------------------------------------------------------------------------- */
+
+static struct kvs_reclaim *make_locked(struct kvs_engine *engine, kvs_reclaim_function *function, void *what) {
+  struct kvs_reclaim *task = calloc(1, sizeof *task);
+  if (!task) return NULL;
+  task->engine = engine;
+  task->function = function;
+  task->what = what;
+  append_locked(&engine->reclaims, task);
+  return task;
+}
+
+int kvs_reclaim_start(struct kvs_engine *engine, kvs_reclaim_function *function, void *what,
+                      struct kvs_reclaim **started, struct kvs_error *err) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  int status = KVS_OK;
+  pthread_mutex_lock(&reclaims->lock);
+  struct kvs_reclaim *task = find_locked(reclaims, function, what);
+  bool joined = task != NULL;
+  if (!task) task = make_locked(engine, function, what);
+  if (!task) {
+    status = kvs_fail(err, KVS_NOMEM, "no memory to give memory back");
+  } else {
+    task->callers++;
+    if (!joined && is_here(engine)) {
+      run_here_locked(engine, task);
+    } else if (!joined && !start_thread_locked(engine)) {
+      status = kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
+      task->callers--;
+      remove_locked(reclaims, task);
+      free_unused_locked(task);
+    }
+  }
+  if (!status) kvs_engine_ref(engine);
+  pthread_mutex_unlock(&reclaims->lock);
+  *started = status ? NULL : task;
+  return status;
+}
+
+int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_error *err) {
+  struct kvs_reclaims *reclaims = &task->engine->reclaims;
+  uint64_t deadline = kvs_deadline(timeout_ns);
+  bool here = is_here(task->engine); /* then nothing goes on meanwhile */
+  pthread_mutex_lock(&reclaims->lock);
+  while (task->state != ENDED && !here && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
+  bool ended = task->state == ENDED;
+  if (ended && task->status) *err = task->err;
+  int status = task->status;
+  pthread_mutex_unlock(&reclaims->lock);
+  return ended ? status : kvs_fail(err, KVS_TIMEOUT, "queued work that may use it has not ended");
+}
+
+bool kvs_reclaim_leave(struct kvs_reclaim *task, enum kvs_leave how) {
+  struct kvs_engine *engine = task->engine;
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  pthread_mutex_lock(&reclaims->lock);
+  bool last = --task->callers == 0, withdrawn = !task->ran && how != KVS_LEAVE_ALONE;
+  if (last && (withdrawn || task->state == ENDED)) remove_locked(reclaims, task);
+  if (last && task->state == RUNNING && how == KVS_LEAVE_RESULT) task->kept = true;
+  free_unused_locked(task);
+  pthread_mutex_unlock(&reclaims->lock);
+  kvs_engine_unref(engine);
+  return withdrawn;
+}
+
+bool kvs_reclaim_left(struct kvs_engine *engine, kvs_reclaim_function *function, void *what) {
+  pthread_mutex_lock(&engine->reclaims.lock);
+  bool left = find_locked(&engine->reclaims, function, what) != NULL;
+  pthread_mutex_unlock(&engine->reclaims.lock);
+  return left;
+}
+
+void kvs_reclaim_forget(struct kvs_engine *engine, kvs_reclaim_function *function, void *what) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  pthread_mutex_lock(&reclaims->lock);
+  struct kvs_reclaim *task = find_locked(reclaims, function, what);
+  if (task && task->state == ENDED && !task->callers) {
+    remove_locked(reclaims, task);
+    free(task);
+  }
+  pthread_mutex_unlock(&reclaims->lock);
+}
+
+void kvs_reclaim_later(struct kvs_engine *engine, kvs_reclaim_function *function, void *what) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  if (kvs_dev_forked(engine->device) || atomic_load(&engine->closed)) return;
+  pthread_mutex_lock(&reclaims->lock);
+  struct kvs_reclaim *task = make_locked(engine, function, what);
+  if (task && is_here(engine))
+    run_here_locked(engine, task);
+  else if (task)
+    (void)start_thread_locked(engine); /* else the next one starts it */
+  pthread_mutex_unlock(&reclaims->lock);
+}
+
+void kvs_reclaim_retry(struct kvs_engine *engine) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  if (reclaiming) return;
+  pthread_mutex_lock(&reclaims->lock);
+  if (any_open_locked(reclaims) && engine->device->stepped)
+    (void)one_round_locked(engine);
+  else if (any_open_locked(reclaims))
+    (void)start_thread_locked(engine);
+  pthread_mutex_unlock(&reclaims->lock);
+}
+
+bool kvs_reclaim_pending(struct kvs_engine *engine) {
+  pthread_mutex_lock(&engine->reclaims.lock);
+  bool pending = any_open_locked(&engine->reclaims);
+  pthread_mutex_unlock(&engine->reclaims.lock);
+  return pending;
+}
+
+bool kvs_reclaim_drain(struct kvs_engine *engine, int64_t timeout_ns) {
+  struct kvs_reclaims *reclaims = &engine->reclaims;
+  uint64_t deadline = kvs_deadline(timeout_ns);
+  if (reclaiming) return false;
+  kvs_reclaim_retry(engine);
+  if (engine->device->stepped) return !kvs_reclaim_pending(engine);
+  pthread_mutex_lock(&reclaims->lock);
+  while (any_open_locked(reclaims) && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
+  bool drained = !any_open_locked(reclaims);
+  pthread_mutex_unlock(&reclaims->lock);
+  return drained;
+}
