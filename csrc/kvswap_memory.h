@@ -88,9 +88,12 @@ KVS_API int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, 
 /* Give its memory back, once no transfer uses it; KVS_TIMEOUT: it is as before. Closing twice is no error. keep_range:
  * the addresses stay taken, and read as zeros, until kvs_host_pool_free(). */
 KVS_API int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool keep_range, struct kvs_error *err);
-/* Close, if that is still to do, and forget the pool. Where transfers still use it after timeout_ns, the next open does
- * so. In a forked child: forget only. */
+/* Whether growing has to wait for the transfers that use it. */
+KVS_API bool kvs_host_pool_grow_waits(const struct kvs_host_pool *pool);
+/* Close, if that is still to do, and forget the pool. Where something still uses it after timeout_ns, that is done once
+ * it can be. In a forked child: forget only. */
 KVS_API void kvs_host_pool_free(struct kvs_host_pool *pool, int64_t timeout_ns);
+KVS_API void kvs_host_pool_free_later(struct kvs_host_pool *pool); /* for destructors: waits for nothing */
 
 /* Single pieces, for callers without an object to keep. A piece belongs to the engine that made it; freeing and
  * unregistering wait (60 s) for the transfers that may use it. */

@@ -55,6 +55,7 @@ KVS_API int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, en
 int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err);
 int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
                                 struct kvs_error *err);
+int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err);
 
 /* memory/hostalloc.c: kvs_host_free() and kvs_host_unregister() in steps; `kept`: nothing was given back. And, an
  * allocation of the engine's becomes one of kvs_host_alloc(). */
@@ -87,7 +88,7 @@ int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_
 void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *staging); /* when nothing queued reads it */
 
 /* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are
- * copied. The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free waits at most 60 s. */
+ * copied. The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free never does. */
 struct kvs_pattern_job;
 KVS_API int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode,
                                const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,

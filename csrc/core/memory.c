@@ -351,10 +351,10 @@ int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct 
   return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
 }
 
-static int late(struct kvs_engine *engine, struct kvs_error *err) {
+static int late(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_fail(err, KVS_TIMEOUT,
-                  "work of %s, or transfers that use this memory, had not ended after %.0f s: nothing was given back",
-                  engine->name, (double)DRAIN_NS / 1e9);
+                  "work of %s, or transfers that use this memory, had not ended after %.3g s: nothing was given back",
+                  engine->name, (double)timeout_ns / 1e9);
 }
 
 int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
@@ -364,20 +364,24 @@ int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *e
   status = kvs_reclaim_wait(task, DRAIN_NS, err);
   bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_WITHDRAW);
   if (status != KVS_TIMEOUT) return status;
-  return withdrawn ? late(engine, err) : KVS_OK; /* the driver has been told */
+  return withdrawn ? late(engine, DRAIN_NS, err) : KVS_OK; /* the driver has been told */
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
   kvs_reclaim_later(engine, free_now, as_what(ptr));
 }
 
-int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_reclaim *task;
   int status = kvs_engine_unregister_start(engine, ptr, &task, err);
   if (status) return status;
-  status = kvs_reclaim_wait(task, DRAIN_NS, err);
+  status = kvs_reclaim_wait(task, timeout_ns, err);
   (void)kvs_reclaim_leave(task, KVS_LEAVE_RESULT);
-  return status == KVS_TIMEOUT ? late(engine, err) : status;
+  return status == KVS_TIMEOUT ? late(engine, timeout_ns, err) : status;
+}
+
+int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err) {
+  return kvs_engine_unregister_within(engine, ptr, DRAIN_NS, err);
 }
 
 /* What this device allocated or registered already; what others pinned, the driver knows. */

@@ -92,13 +92,29 @@ int kvs_pattern_result(struct kvs_pattern_job *job, int64_t timeout_ns, struct k
   return status;
 }
 
-void kvs_pattern_free(struct kvs_pattern_job *job) {
+static void give_up(struct kvs_pattern_job *job, bool ended) {
   struct kvs_engine *engine = job->engine;
   struct kvs_error ignored;
-  int64_t limit = atomic_load(&engine->closed) ? 0 : 60ll * 1000 * 1000 * 1000;
-  if (kvs_wait_until(poll, job, engine->device->stepped, limit, &ignored) == KVS_OK)
-    kvs_engine_staging_put(engine, job->staging); /* else the queued kernel may still read it: it is left */
+  if (ended) kvs_engine_staging_put(engine, job->staging); /* else the queued kernel may still read it: it is left */
   if (!kvs_dev_forked(engine->device)) (void)kvs_dev_event_destroy(engine->device, job->event, &ignored);
   free(job);
   kvs_engine_unref(engine);
+}
+
+/* The function of a task. */
+static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  int status = poll(what, err);
+  (void)engine;
+  if (status == KVS_NOT_READY) return kvs_fail(err, KVS_TIMEOUT, "it has not ended");
+  give_up(what, status == KVS_OK);
+  return KVS_OK;
+}
+
+void kvs_pattern_free(struct kvs_pattern_job *job) {
+  struct kvs_error ignored;
+  bool ended = poll(job, &ignored) == KVS_OK;
+  if (ended || kvs_dev_forked(job->engine->device) || atomic_load(&job->engine->closed))
+    give_up(job, ended);
+  else
+    kvs_reclaim_later(job->engine, free_now, job);
 }

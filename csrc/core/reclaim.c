@@ -314,6 +314,7 @@ void kvs_reclaim_forget(struct kvs_engine *engine, kvs_reclaim_function *functio
 void kvs_reclaim_later(struct kvs_engine *engine, kvs_reclaim_function *function, void *what) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   if (kvs_dev_forked(engine->device) || atomic_load(&engine->closed)) return;
+  kvs_engine_ref(engine); /* `what` may hold the last one */
   pthread_mutex_lock(&reclaims->lock);
   struct kvs_reclaim *task = make_locked(engine, function, what);
   if (task && is_here(engine))
@@ -321,6 +322,7 @@ void kvs_reclaim_later(struct kvs_engine *engine, kvs_reclaim_function *function
   else if (task)
     (void)start_thread_locked(engine); /* else the next one starts it */
   pthread_mutex_unlock(&reclaims->lock);
+  kvs_engine_unref(engine);
 }
 
 void kvs_reclaim_retry(struct kvs_engine *engine) {

@@ -164,11 +164,11 @@ static void destroy(struct kvs_file_gds *gds) {
   for (unsigned i = 0; i < KVS_FILE_GDS_THREADS; i++) {
     for (int k = 0; k < 2; k++)
       if (gds->seats[i].streams[k]) (void)kvs_dev_stream_destroy(gds->device, gds->seats[i].streams[k], &ignored);
-    if (gds->seats[i].bounce) (void)kvs_engine_free(gds->engine, gds->seats[i].bounce, &ignored);
+    if (gds->seats[i].bounce) kvs_engine_free_later(gds->engine, gds->seats[i].bounce);
   }
-  if (gds->memory) (void)kvs_engine_free(gds->engine, gds->memory, &ignored);
-  if (gds->words) (void)kvs_engine_free(gds->engine, gds->words, &ignored);
-  if (gds->pinned) (void)kvs_engine_free(gds->engine, gds->pinned, &ignored);
+  if (gds->memory) kvs_engine_free_later(gds->engine, gds->memory);
+  if (gds->words) kvs_engine_free_later(gds->engine, gds->words);
+  if (gds->pinned) kvs_engine_free_later(gds->engine, gds->pinned);
   kvs_file_queue_destroy(&gds->queue);
   pthread_mutex_destroy(&gds->lock);
   free(gds->files);

@@ -509,7 +509,7 @@ static void destroy(struct kvs_file_mover *mover) {
   if (mover->store->gds)
     kvs_file_gds_close(mover->store);
   else if (mover->staging)
-    (void)kvs_engine_free(mover->engine, mover->staging, &ignored);
+    kvs_engine_free_later(mover->engine, mover->staging); /* closing waits for no other work of the device */
   pthread_cond_destroy(&mover->changed);
   pthread_mutex_destroy(&mover->lock);
   pthread_mutex_destroy(&mover->pools_lock);

@@ -87,14 +87,14 @@ static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
   pool->map_nbytes = kvs_host_pool_room(pool);
 }
 
-static void free_orphans(void);
+static const int64_t RECLAIM_NS = 500 * 1000 * 1000;
 
 int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                       struct kvs_host_pool **made, struct kvs_error *err) {
   struct kvs_host_pool_options asked = *options;
   if (asked.layers == 0) asked.layers = 1;
   if (asked.chunk_nbytes == 0) asked.chunk_nbytes = UINT64_C(1) << 30;
-  free_orphans();
+  if (kvs_reclaim_pending(engine)) (void)kvs_reclaim_drain(engine, RECLAIM_NS); /* room that is on its way */
   int status = check_geometry(&asked, err);
   if (!status) status = check_node(&asked, err);
   if (!status) status = kvs_dev_check(engine->device, err);
@@ -385,8 +385,7 @@ int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct k
 /* -- the end --------------------------------------------------------------------------------------------------- */
 
 /* Calls that look at a segment's words; those that wait there do so for less than a second at a time, in Python. */
-static int await_readers(struct kvs_host_pool *pool, struct kvs_error *err) {
-  uint64_t deadline = kvs_deadline(INT64_C(10000000000));
+static int await_readers(struct kvs_host_pool *pool, uint64_t deadline, struct kvs_error *err) {
   pthread_mutex_lock(&pool->lock);
   pool->closing = true;
   while (pool->readers && kvs_cond_wait(&pool->changed, &pool->lock, deadline)) continue;
@@ -395,13 +394,19 @@ static int await_readers(struct kvs_host_pool *pool, struct kvs_error *err) {
   return late ? kvs_fail(err, KVS_TIMEOUT, "another thread still waits for blocks of the pool") : KVS_OK;
 }
 
+static int64_t left_ns(uint64_t deadline) {
+  uint64_t now = kvs_clock_ns();
+  if (deadline == KVS_NO_DEADLINE) return -1;
+  return now < deadline ? (int64_t)(deadline - now) : 0;
+}
+
 /* Registrations, then the mapping. KVS_TIMEOUT: some of it is in use after all. */
-static int give_back(struct kvs_host_pool *pool, bool keep_range, struct kvs_error *err) {
+static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
   struct kvs_error why = {0}, ignored;
   for (size_t i = 0; i < pool->nchunks; i++) {
     struct kvs_host_chunk *chunk = &pool->chunks[i];
     if (!chunk->registered) continue;
-    int status = kvs_engine_unregister(pool->engine, chunk->base, &why);
+    int status = kvs_engine_unregister_within(pool->engine, chunk->base, left_ns(deadline), &why);
     if (status == KVS_TIMEOUT || status == KVS_CLOSED) {
       *err = why;
       return status;
@@ -423,6 +428,7 @@ static int give_back(struct kvs_host_pool *pool, bool keep_range, struct kvs_err
 }
 
 int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool keep_range, struct kvs_error *err) {
+  uint64_t deadline = kvs_deadline(timeout_ns);
   int status = check_fork(pool, err);
   if (status) return status;
   pthread_mutex_lock(&pool->lock);
@@ -434,8 +440,8 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
   status = kvs_host_pool_drain(pool, timeout_ns, err);
   if (status == KVS_OK) {
     kvs_crew_dismiss(pool);
-    status = await_readers(pool, err);
-    if (!status) status = give_back(pool, keep_range, err);
+    status = await_readers(pool, deadline, err);
+    if (!status) status = give_back(pool, keep_range, deadline, err);
     pthread_mutex_lock(&pool->lock);
     if (status != KVS_TIMEOUT && status != KVS_CLOSED) pool->state = KVS_POOL_CLOSED;
     pthread_mutex_unlock(&pool->lock);
@@ -446,26 +452,35 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
   return status;
 }
 
-static _Atomic(struct kvs_host_pool *) orphans; /* freed while transfers used them */
+/* KVS_TIMEOUT: something uses it still. KVS_FORKED, KVS_CLOSED: the parent's, or the process ends; left as it is. */
+static int free_within(struct kvs_host_pool *pool, int64_t timeout_ns, struct kvs_error *err) {
+  int status = kvs_host_pool_close(pool, timeout_ns, false, err);
+  if (status == KVS_FORKED || status == KVS_CLOSED) return status;
+  if (pool->state != KVS_POOL_CLOSED) return kvs_fail(err, KVS_TIMEOUT, "the pool is in use");
+  kvs_pages_unmap(pool->map_base, pool->map_nbytes); /* a range that was kept */
+  kvs_host_pool_delete(pool);
+  return KVS_OK;
+}
 
-static void free_orphans(void) {
-  struct kvs_host_pool *list = atomic_exchange(&orphans, NULL);
-  while (list) {
-    struct kvs_host_pool *pool = list;
-    list = pool->next;
-    kvs_host_pool_free(pool, 0);
-  }
+/* The function of a task, which waits for nothing: the crew stops within a piece, and then it is tried again. */
+static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
+  struct kvs_host_pool *pool = what;
+  (void)engine;
+  kvs_host_pool_cancel(pool);
+  pthread_mutex_lock(&pool->lock);
+  bool busy = pool->state == KVS_POOL_POPULATING;
+  pthread_mutex_unlock(&pool->lock);
+  return busy ? kvs_fail(err, KVS_TIMEOUT, "it is still being populated") : free_within(pool, 0, err);
 }
 
 void kvs_host_pool_free(struct kvs_host_pool *pool, int64_t timeout_ns) {
   struct kvs_error err;
-  int status = kvs_host_pool_close(pool, timeout_ns, false, &err);
-  if (status == KVS_FORKED || status == KVS_CLOSED) return; /* the parent's, or the process ends: as it is */
-  if (pool->state != KVS_POOL_CLOSED) {                     /* somebody uses it: tried again later */
-    pool->next = atomic_load(&orphans);
-    while (!atomic_compare_exchange_weak(&orphans, &pool->next, pool)) continue;
-    return;
-  }
-  kvs_pages_unmap(pool->map_base, pool->map_nbytes); /* a range that was kept */
-  kvs_host_pool_delete(pool);
+  if (free_within(pool, timeout_ns, &err) == KVS_TIMEOUT) kvs_reclaim_later(pool->engine, free_now, pool);
+}
+
+void kvs_host_pool_free_later(struct kvs_host_pool *pool) {
+  if (atomic_load(&pool->engine->closed))
+    kvs_host_pool_free(pool, 0);
+  else
+    kvs_reclaim_later(pool->engine, free_now, pool);
 }

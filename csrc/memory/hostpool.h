@@ -23,7 +23,6 @@ struct kvs_shared_file;
 
 struct kvs_host_pool {
   struct kvs_engine *engine;
-  struct kvs_host_pool *next; /* of those that could not be closed when they were freed */
 
   /* Constant once it is open. */
   struct kvs_host_pool_options asked;

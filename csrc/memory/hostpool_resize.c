@@ -83,11 +83,13 @@ static void end_resize(struct kvs_host_pool *pool) {
 }
 
 /* Take the registration of those chunks of an extent back that lie above `from`, a number of bytes. */
-static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, struct kvs_error *err) {
+static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, int64_t timeout_ns,
+                            struct kvs_error *err) {
   uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
   for (size_t at = kvs_host_chunk_find(pool, base + from); at < pool->nchunks && pool->chunks[at].base < end; at++) {
     struct kvs_host_chunk *chunk = &pool->chunks[at];
-    int status = chunk->registered ? kvs_engine_unregister(pool->engine, chunk->base, err) : KVS_OK;
+    int status = KVS_OK;
+    if (chunk->registered) status = kvs_engine_unregister_within(pool->engine, chunk->base, timeout_ns, err);
     if (status) return status;
     pthread_mutex_lock(&pool->lock);
     if (chunk->registered) pool->registered -= chunk->nbytes;
@@ -99,11 +101,11 @@ static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_
 
 /* The last chunk of each extent, if it ends within a page, is taken out to be made anew with what follows: *from
  * becomes the unit of its beginning. Its contents stay. */
-static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, struct kvs_error *err) {
+static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, int64_t timeout_ns, struct kvs_error *err) {
   uint64_t last = *from * pool->unit - 1;
   int status = KVS_OK;
   if ((last + 1) % kvs_page_nbytes(KVS_PAGES_DEFAULT) == 0) return status;
-  for (uint64_t i = 0; !status && i < pool->extents; i++) status = unregister_above(pool, i, last, err);
+  for (uint64_t i = 0; !status && i < pool->extents; i++) status = unregister_above(pool, i, last, timeout_ns, err);
   for (uint64_t i = 0; !status && i < pool->extents; i++) {
     uint64_t base = pool->base + i * pool->extent_pitch;
     size_t at = kvs_host_chunk_find(pool, base + last);
@@ -115,15 +117,20 @@ static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, struct kvs_e
   return status;
 }
 
+/* The chunk at the end is made anew with what follows: so it must not be in use. */
+bool kvs_host_pool_grow_waits(const struct kvs_host_pool *pool) {
+  uint64_t units = kvs_host_pool_units(pool, pool->num_blocks);
+  return units * pool->unit % kvs_page_nbytes(KVS_PAGES_DEFAULT) != 0 && pool->registering;
+}
+
 static int grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {
   uint64_t before = kvs_host_pool_used(pool, pool->num_blocks), after = kvs_host_pool_used(pool, num_blocks);
   uint64_t from = kvs_host_pool_units(pool, pool->num_blocks), to = kvs_host_pool_units(pool, num_blocks);
   int status = kvs_pages_huge(pool->pages) ? KVS_OK : kvs_host_pool_afford(pool, pool->extents * (after - before), err);
-  if (!status && from * pool->unit % kvs_page_nbytes(KVS_PAGES_DEFAULT) && pool->registering)
-    status = kvs_host_pool_drain(pool, timeout_ns, err);
+  if (!status && kvs_host_pool_grow_waits(pool)) status = kvs_host_pool_drain(pool, timeout_ns, err);
   if (!status) status = kvs_host_pool_commit(pool, before, after, err);
   if (!status && after > before) kvs_host_pool_place(pool, before, after);
-  if (!status) status = reopen_tails(pool, &from, err);
+  if (!status) status = reopen_tails(pool, &from, timeout_ns, err);
   if (status) return status;
   pthread_mutex_lock(&pool->lock);
   for (uint64_t i = 0; !status && i < pool->extents; i++) status = kvs_host_chunks_cut(pool, i, from, to, err);
@@ -169,7 +176,7 @@ static int shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeo
   uint64_t keep = kvs_host_pool_units(pool, num_blocks) * pool->unit;
   int status = kvs_host_pool_drain(pool, timeout_ns, err);
   for (uint64_t i = 0; !status && i < pool->extents; i++)
-    status = unregister_above(pool, i, kvs_round_up(keep, kvs_page_nbytes(KVS_PAGES_DEFAULT)), err);
+    status = unregister_above(pool, i, kvs_round_up(keep, kvs_page_nbytes(KVS_PAGES_DEFAULT)), timeout_ns, err);
   for (uint64_t i = 0; !status && i < pool->extents; i++)
     status = cut_off(pool, i, kvs_host_pool_units(pool, num_blocks), err);
   if (status) return status;

@@ -350,11 +350,34 @@ static int drain_slice(void *pool, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_host_pool_drain(pool, timeout_ns, err);
 }
 
-/* Wait for transfers, and have those that held the pool's views drop them. */
+/* A device that cannot be waited for holds nothing up. */
+static int sync_slice(void *sync, int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_sync_wait(sync, timeout_ns, err) == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
+}
+
+/* Taking registrations back waits for the device: here that is done in slices, so that the core has nothing to wait
+ * for. */
+static int wait_for_device(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns) {
+  struct kvs_error ignored;
+  struct kvs_sync *sync;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_sync_start(engine, &sync, &ignored);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return 0;
+  rc = kvs_py_wait(state, sync_slice, sync, timeout_ns, "the device's work");
+  kvs_sync_drop(sync);
+  return rc;
+}
+
+/* Wait for transfers and for the device, and have those that held the pool's views drop them. */
 int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns) {
+  struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_host_pool *pool = as_pool(self)->pool;
-  if (kvs_py_wait(kvs_py_state_of(self), drain_slice, pool, timeout_ns, "the transfers that use the pool") < 0)
-    return -1;
+  int64_t start = (int64_t)kvs_clock_ns();
+  if (kvs_py_wait(state, drain_slice, pool, timeout_ns, "the transfers that use the pool") < 0) return -1;
+  int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
+  if (wait_for_device(state, kvs_host_pool_engine(pool), timeout_ns < 0 ? -1 : left < 0 ? 0 : left) < 0) return -1;
   kvs_py_collect(kvs_host_pool_engine(pool));
   return 0;
 }
@@ -369,29 +392,42 @@ int kvs_py_host_pool_take(PyObject *self, long wanted) {
   return -1;
 }
 
-static int close_core(PyObject *self, bool forced) {
-  struct kvs_error err = {0};
-  int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_host_pool_close(as_pool(self)->pool, CLOSE_SECONDS * SECOND_NS, forced, &err);
-  Py_END_ALLOW_THREADS
-  if (rc == KVS_OK) return 0;
-  if (rc == KVS_TIMEOUT || rc == KVS_INVALID) atomic_fetch_sub(&as_pool(self)->uses, forced ? FORCED : CLOSED);
-  kvs_py_raise(kvs_py_state_of(self), &err);
+struct closing {
+  struct kvs_host_pool *pool;
+  bool forced;
+};
+
+static int close_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  const struct closing *closing = arg;
+  return kvs_host_pool_close(closing->pool, timeout_ns, closing->forced, err);
+}
+
+static int close_core(PyObject *self, int64_t timeout_ns, bool forced) {
+  struct closing closing = {as_pool(self)->pool, forced};
+  struct kvs_host_pool_info info;
+  struct kvs_error ignored;
+  if (kvs_py_wait(kvs_py_state_of(self), close_slice, &closing, timeout_ns, "what uses the pool") == 0) return 0;
+  bool open = kvs_host_pool_get_info(closing.pool, &info, &ignored) == KVS_OK && info.state != KVS_POOL_CLOSED &&
+              !PyErr_ExceptionMatches(kvs_py_state_of(self)->error);
+  if (open) atomic_fetch_sub(&as_pool(self)->uses, forced ? FORCED : CLOSED);
   return -1;
 }
 
 static int close_pool(PyObject *self, int64_t timeout_ns, bool force) {
   struct kvs_host_pool_info info;
+  int64_t start = (int64_t)kvs_clock_ns();
   if (any_info(self, &info) < 0) return -1;
   long uses = atomic_load(&as_pool(self)->uses);
   if (info.state == KVS_POOL_CLOSED || (uses < 0 && uses != SHRINKING)) return 0;
   if (kvs_py_host_pool_drain(self, timeout_ns) < 0) return -1;
+  int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
+  if (timeout_ns >= 0 && left < SECOND_NS) left = SECOND_NS; /* there is next to nothing left to wait for */
+  if (timeout_ns < 0) left = -1;
   if (force && atomic_load(&as_pool(self)->uses) > 0) {
     atomic_fetch_add(&as_pool(self)->uses, FORCED);
-    return close_core(self, true);
+    return close_core(self, left, true);
   }
-  return kvs_py_host_pool_take(self, CLOSED) < 0 ? -1 : close_core(self, false);
+  return kvs_py_host_pool_take(self, CLOSED) < 0 ? -1 : close_core(self, left, false);
 }
 
 PyObject *kvs_py_host_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -434,14 +470,9 @@ int kvs_py_host_pool_clear(PyObject *self) {
 void kvs_py_host_pool_dealloc(PyObject *self) {
   struct kvs_host_pool *pool = as_pool(self)->pool;
   PyObject *progress = as_pool(self)->progress;
-  int64_t patience = kvs_py_releasing ? 0 : CLOSE_SECONDS * SECOND_NS;
   PyObject_GC_UnTrack(self);
   kvs_py_object_free(self);
-  if (pool != NULL) {
-    Py_BEGIN_ALLOW_THREADS /* it waits for transfers */
-    kvs_host_pool_free(pool, patience);
-    Py_END_ALLOW_THREADS
-  }
+  if (pool != NULL) kvs_host_pool_free_later(pool);
   Py_XDECREF(progress);
 }
 

@@ -45,13 +45,15 @@ static int read_size(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
 typedef int (*resize_function)(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns,
                                struct kvs_error *err);
 
-/* The core waits for transfers again: with what they held is drained here, in slices, it has nothing to wait for. */
-static int resize(PyObject *self, resize_function function, uint64_t num_blocks, int64_t timeout_ns) {
+/* The core waits for transfers and the device again: with both drained here, in slices, it has nothing to wait for. */
+static const int64_t AT_MOST_NS = 1000000000;
+
+static int resize(PyObject *self, resize_function function, uint64_t num_blocks) {
   struct kvs_py_host_pool *object = (struct kvs_py_host_pool *)self;
   struct kvs_error err = {0};
   int rc;
   Py_BEGIN_ALLOW_THREADS
-  rc = function(object->pool, num_blocks, timeout_ns, &err);
+  rc = function(object->pool, num_blocks, AT_MOST_NS, &err);
   Py_END_ALLOW_THREADS
   if (rc == KVS_OK) return 0;
   kvs_py_raise(kvs_py_state_of(self), &err);
@@ -64,7 +66,9 @@ static PyObject *host_pool_grow(PyObject *self, PyObject *const *args, Py_ssize_
   int64_t timeout_ns;
   if (read_size(args, nargs, kwnames, "grow", &num_blocks, &timeout_ns) < 0) return NULL;
   if (kvs_py_host_pool_info(self, &info) < 0) return NULL;
-  if (resize(self, kvs_host_pool_grow, num_blocks, timeout_ns) < 0) return NULL;
+  bool waits = kvs_host_pool_grow_waits(((struct kvs_py_host_pool *)self)->pool);
+  if (waits && kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
+  if (resize(self, kvs_host_pool_grow, num_blocks) < 0) return NULL;
   return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -75,7 +79,7 @@ static PyObject *host_pool_shrink(PyObject *self, PyObject *const *args, Py_ssiz
   if (read_size(args, nargs, kwnames, "shrink", &num_blocks, &timeout_ns) < 0) return NULL;
   if (kvs_py_host_pool_info(self, &info) < 0 || kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
   if (kvs_py_host_pool_take(self, KVS_PY_HOST_SHRINKING) < 0) return NULL;
-  int rc = resize(self, kvs_host_pool_shrink, num_blocks, timeout_ns);
+  int rc = resize(self, kvs_host_pool_shrink, num_blocks);
   atomic_store(&((struct kvs_py_host_pool *)self)->uses, 0);
   if (rc < 0) return NULL;
   return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);

@@ -23,7 +23,7 @@ PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engi
 
 static void pattern_dealloc(PyObject *object) {
   struct pattern_object *self = (struct pattern_object *)object;
-  Py_BEGIN_ALLOW_THREADS /* it waits for the job */
+  Py_BEGIN_ALLOW_THREADS /* it asks the device */
   kvs_pattern_free(self->job);
   Py_END_ALLOW_THREADS
   kvs_engine_unref(self->engine);
