@@ -6,8 +6,9 @@ sees it, and gates that hold a stream up until a test opens them."""
 from __future__ import annotations
 
 import ctypes
-import gc
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -53,17 +54,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="a tool lets the device do one thing at a time: leave out what holds a stream up until the test goes on",
     )
+    parser.addoption("--limit", type=float, help="seconds that one test may take; beyond, all stacks are printed")
+    parser.addini("limit", "the same", default="300")
     parser.addoption("--long-seconds", type=float, default=5.0, help="how long each test of tests/long may take")
     parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    take_ctrl_c()
+    config.stash[STDERR] = os.dup(2)  # the real one, while none is captured
     Gate.serial = bool(config.getoption("--serial"))
     config.addinivalue_line("markers", "slow: takes seconds; part of CI all the same")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"kvswap {kvswap.__version__} from {Path(kvswap.__file__).parent}, device {config.getoption('--device')}"
+
+
+def take_ctrl_c() -> None:
+    """A shell ignores SIGINT for what it starts in the background (nohup pytest &), and processes inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+STDERR = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that hangs ends the process, with the stacks of all threads (under pytest-xdist: its worker)."""
+    config = item.config
+    limit = config.getoption("--limit") or float(config.getini("limit"))
+    if "long" in item.path.parts:
+        limit += 2 * config.getoption("--long-seconds")
+    faulthandler.dump_traceback_later(limit, exit=True, file=config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
@@ -255,7 +283,6 @@ class Gate:
         # Where a driver has no room for another stream it waits for the device to make some: a test's come from these.
         room = [kvswap.Stream(device) for _ in range(8)]
         del room
-        gc.disable()  # freeing waits for all transfers: no leftovers of other tests may be freed at a closed gate
 
     def _word(self) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self.memory.ptr)
@@ -271,7 +298,6 @@ class Gate:
         return self
 
     def __exit__(self, *error: object) -> None:
-        gc.enable()
         self.open()
         self.device.synchronize(PATIENCE)
 

@@ -26,7 +26,7 @@
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."
 
-enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, LOCK_TRIES = 200, PAUSE_NS = 10 * 1000 * 1000 };
+enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, LOCK_TRIES = 80, PAUSE_NS = 10 * 1000 * 1000 };
 static const char MAGIC[8] = {'K', 'V', 'S', 'W', 'S', 'H', 'M', '\n'};
 
 struct header {

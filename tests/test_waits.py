@@ -1,0 +1,786 @@
+"""Every wait ends, within its limit, and at Ctrl-C; and dropping an object waits for nothing.
+
+WAITS are the functions of csrc/py that may wait for a device, a peer or a file; each names the calls below by which it
+is tried with a stream, a process or a file that does not go on. QUICK are those that release the GIL for something
+short, with what that is. A function that is in neither fails test_every_function_that_may_wait_is_listed."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, ROOT, Bytes, Gate, run_python, seam, write_pattern
+from processes import Failed, Process
+
+import kvswap
+from kvswap import memory, testing
+from kvswap.files import FileStore, Layout
+
+WAITS = {
+    "device.c:device_synchronize": ["Device.synchronize"],
+    "device.c:device_unregister": ["Device.unregister"],
+    "file_transfer.c:wait_as": ["FileTransfer.wait"],
+    "files.c:close_store": ["FileStore.close"],
+    "host_alloc.c:give_back": ["host_free", "host_unregister"],
+    "host_common.c:close_core": ["HostPool.close", "SharedPool.close"],
+    "host_common.c:kvs_py_host_pool_drain": ["HostPool.close", "HostPool.shrink", "HostPool.grow"],
+    "host_common.c:kvs_py_host_pool_wait": ["HostPool.wait"],
+    "host_common.c:wait_for_device": ["HostPool.close", "HostPool.shrink"],
+    "host_pool.c:resize": ["HostPool.shrink", "HostPool.grow"],
+    "ipc.c:ipc_open": ["memory.open"],
+    "mapped.c:close_within": ["Mapped.close"],
+    "memory.c:memory_free": ["Memory.free", "Memory.free of the host", "Memory.free of chunks"],
+    "pattern.c:pattern_result": ["_PatternJob.result"],
+    "shared_pool.c:wait_published": ["SharedPool.wait_ready"],
+    "transfer.c:kvs_py_transfer_wait": ["Transfer.wait", "Transfer.result", "swap_cache_per_layer"],
+    "wait.c:kvs_py_alloc": ["Device.alloc", "host_alloc"],
+    "wait.c:kvs_py_give_back": ["Memory.free"],
+    "wait.c:kvs_py_synchronize": ["Stream.synchronize", "Event.synchronize"],
+    "wait.c:kvs_py_wait": ["Transfer.wait"],
+}
+
+QUEUES = "queues work, or asks the driver, and returns"
+FILES = "reads or writes files of this process's own folder: a disk, nobody else"
+OPENS = "brings a device, a driver or a folder up"
+HANDLES = "a handle less; what is left to do is handed on (test_dropping_waits_for_nothing)"
+THREAD = "joins a thread, which wakes at once"
+QUICK = {
+    "calibration.c:costs_read": FILES,
+    "calibration.c:costs_write": FILES,
+    "device.c:open_engine": OPENS,
+    "device.c:cuda_count": OPENS,
+    "device.c:device_set_compute_stream": QUEUES,
+    "device.c:device_register": QUEUES,
+    "device.c:device_stats": QUEUES,
+    "event.c:event_create": QUEUES,
+    "event.c:kvs_py_event_of_transfer": QUEUES,
+    "event.c:event_record": QUEUES,
+    "event.c:event_wait": QUEUES,
+    "event.c:event_elapsed_time": QUEUES,
+    "file_calls.c:submit": QUEUES,
+    "file_transfer.c:kvs_py_file_transfer_new": HANDLES,
+    "file_transfer.c:transfer_dealloc": HANDLES,
+    "file_transfer.c:collect": HANDLES,
+    "file_transfer.c:transfer_cancel": QUEUES,
+    "files.c:open_store": FILES,
+    "files.c:store_dealloc": HANDLES,
+    "files.c:store_contains": QUEUES,
+    "files.c:on_keys": QUEUES,
+    "files.c:store_keys": QUEUES,
+    "files.c:store_refresh": FILES,
+    "files.c:peek": FILES,
+    "files.c:gds": OPENS,
+    "files.c:gds_close": OPENS,
+    "host_alloc.c:host_alloc": QUEUES,
+    "host_alloc.c:host_register": QUEUES,
+    "host_pool.c:host_pool_create": OPENS,
+    "ipc.c:drop_server": THREAD,
+    "ipc.c:ipc_export": OPENS,
+    "ipc.c:ipc_stop": THREAD,
+    "ipc.c:engine_for": OPENS,
+    "ipc.c:ipc_export_event": QUEUES,
+    "ipc.c:ipc_open_event": OPENS,
+    "note.c:note_access": QUEUES,
+    "note.c:note_order": QUEUES,
+    "offload.c:open_map": QUEUES,
+    "offload.c:map_dealloc": HANDLES,
+    "offload.c:submit": QUEUES,
+    "options.c:kvs_py_submit": QUEUES,
+    "pattern.c:pattern_dealloc": HANDLES,
+    "pattern.c:pattern_done": QUEUES,
+    "pattern.c:pattern": QUEUES,
+    "pool.c:open_pool": QUEUES,
+    "pool.c:pool_dealloc": HANDLES,
+    "seam.c:make_call": "the seam itself, for tests: what the driver waits for, it waits for",
+    "shared_pool.c:shared_pool_create": OPENS,  # and at most 0.8 s for another process that removes the same segment
+    "shared_pool.c:change": QUEUES,
+    "shared_pool.c:ask": QUEUES,
+    "shared_pool.c:shared_unlink": FILES,
+    "shared_pool.c:shared_clean": FILES,
+    "stream.c:stream_create": QUEUES,
+    "testing.c:delay": QUEUES,
+    "testing.c:host_step": "runs the steps that it is told to",
+    "testing.c:cuda_count": OPENS,
+    "testing.c:cuda_info": OPENS,
+    "testing.c:shut_down": "the end of the process, which has a limit of its own",
+    "transfer.c:poll": QUEUES,
+    "transfer.c:transfer_cancel": QUEUES,
+    "transfer.c:transfer_make_wait": QUEUES,
+    "transfer.c:transfer_make_wait_layer": QUEUES,
+    "transfer.c:transfer_layer_done": QUEUES,
+    "wait.c:kvs_py_collect": QUEUES,
+    "wait.c:kvs_py_query": QUEUES,
+}
+
+
+def may_wait(path: Path) -> Iterator[str]:
+    """The functions of a file that release the GIL, or wait in slices."""
+    function = ""
+    for line in path.read_text().splitlines():
+        head = re.match(r"^[A-Za-z][^;#]*?(\w+)\([^;]*$", line)
+        if head and not line.startswith(("PyDoc", "X(")):
+            function = head.group(1)
+        elif "Py_BEGIN_ALLOW_THREADS" in line or "kvs_py_wait(" in line:
+            yield f"{path.name}:{function}"
+
+
+def test_every_function_that_may_wait_is_listed() -> None:
+    there = {name for path in sorted((ROOT / "csrc" / "py").glob("*.c")) for name in may_wait(path)}
+    listed = set(WAITS) | set(QUICK)
+    assert there - listed == set(), "new: can it wait? Then try it here, with what it waits for stopped"
+    assert listed - there == set(), "no longer there"
+    assert {call for calls in WAITS.values() for call in calls} <= set(CALLS), "a call that is not tried"
+
+
+# -- calls that wait --------------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """A device with a stream that goes on when the gate is opened, and a transfer on it."""
+
+    def __init__(self, device: kvswap.Device, folder: Path, name: str, stack: ExitStack) -> None:
+        self.device, self.folder, self.stack, self.name = device, folder, stack, name
+        self.before: list[Callable[[], None]] = []  # what lets the call end
+
+    def hold(self) -> kvswap.Stream:
+        gate = self.stack.enter_context(Gate(self.device))
+        self.before.append(gate.open)
+        stream = kvswap.Stream(self.device)
+        gate.hold(stream)
+        return stream
+
+    def transfer(self, host: Any, stream: kvswap.Stream | None = None) -> kvswap.Transfer:
+        gpu = self.device.alloc(4096)
+        return kvswap.swap_blocks_batch(
+            [gpu], [host], 4096, stream=stream or self.hold(), device=self.device, path="dma"
+        )
+
+
+Call = Callable[..., Any]  # call(timeout=...)
+
+
+def call_memory_free(stuck: Stuck) -> Call:
+    """Other memory than what the transfer uses: the driver's free waits for the device."""
+    held = stuck.device.alloc(4096)
+    stuck.hold()
+    return held.free
+
+
+def call_memory_free_host(stuck: Stuck) -> Call:
+    held = stuck.device.alloc(4096, host=True)
+    stuck.transfer(held.ptr)
+    return held.free
+
+
+def call_memory_free_chunks(stuck: Stuck) -> Call:
+    held = stuck.device.alloc(1 << 20, chunks=True)
+    stuck.hold()
+    return held.free
+
+
+def call_unregister(stuck: Stuck) -> Call:
+    array = np.zeros(1 << 16, np.uint8)
+    stuck.device.register(array)
+    stuck.transfer(array)
+    return lambda timeout=60.0: stuck.device.unregister(array, timeout)
+
+
+def call_host_free(stuck: Stuck) -> Call:
+    ptr = memory.host_alloc(4096, device=stuck.device)
+    stuck.transfer(ptr)
+    return lambda timeout=60.0: memory.host_free(ptr, timeout=timeout)
+
+
+def call_host_unregister(stuck: Stuck) -> Call:
+    array = np.zeros(1 << 16, np.uint8)
+    memory.host_register(array, array.nbytes, device=stuck.device)
+    stuck.transfer(array)
+    return lambda timeout=60.0: memory.host_unregister(array, timeout=timeout)
+
+
+def out_of_memory(stuck: Stuck) -> None:
+    """What is being given back may make room: so it is waited for."""
+    held = stuck.device.alloc(4096)
+    stuck.hold()
+    del held
+
+
+def call_alloc(stuck: Stuck) -> Call:
+    out_of_memory(stuck)
+    return lambda: stuck.device.alloc(1 << 50)
+
+
+def call_host_alloc(stuck: Stuck) -> Call:
+    out_of_memory(stuck)
+    return lambda: memory.host_alloc(1 << 50, device=stuck.device)
+
+
+def call_transfer_wait(stuck: Stuck) -> Call:
+    return stuck.transfer(np.zeros(4096, np.uint8)).wait
+
+
+def call_transfer_result(stuck: Stuck) -> Call:
+    return stuck.transfer(np.zeros(4096, np.uint8)).result
+
+
+def call_swap(stuck: Stuck) -> Call:
+    gpu, host, stream = stuck.device.alloc(4096), np.zeros(4096, np.uint8), stuck.hold()
+    return lambda: kvswap.swap_cache_per_layer(
+        gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H, stream=stream, device=stuck.device
+    )
+
+
+def call_device_synchronize(stuck: Stuck) -> Call:
+    stuck.hold()
+    return stuck.device.synchronize
+
+
+def call_stream_synchronize(stuck: Stuck) -> Call:
+    return stuck.hold().synchronize
+
+
+def call_event_synchronize(stuck: Stuck) -> Call:
+    event = kvswap.Event(stuck.device)
+    event.record(stuck.hold())
+    return event.synchronize
+
+
+def pattern(stuck: Stuck) -> Any:
+    gpu = stuck.device.alloc(4096)
+    stuck.stack.callback(gpu.free)  # after the gate has been opened
+    return write_pattern(stuck.device, [gpu.ptr], 4096, [1], stuck.hold())
+
+
+def call_pattern(stuck: Stuck) -> Call:
+    return pattern(stuck).result
+
+
+def host_pool(stuck: Stuck, **options: Any) -> memory.HostPool:
+    return memory.HostPool(8, 4096, device=stuck.device, **options)
+
+
+def call_pool_close(stuck: Stuck) -> Call:
+    pool = host_pool(stuck)
+    stuck.hold()
+    return pool.close
+
+
+def call_pool_shrink(stuck: Stuck) -> Call:
+    pool = host_pool(stuck, max_blocks=8)
+    stuck.hold()
+    return lambda timeout=60.0: pool.shrink(4, timeout=timeout)
+
+
+def call_pool_grow(stuck: Stuck) -> Call:
+    pool = memory.HostPool(3, 1000, device=stuck.device, max_blocks=64)  # its last page has room
+    stuck.hold()
+    return lambda timeout=60.0: pool.grow(64, timeout=timeout)
+
+
+def call_pool_wait(stuck: Stuck) -> Call:
+    fault = testing.fault(stuck.device, "call", "delay", operation="host_register", every=1, delay=2)
+    with fault:
+        pool = host_pool(stuck, wait=False)
+        time.sleep(0.2)
+    return pool.wait
+
+
+def shared_pool(stuck: Stuck) -> memory.SharedPool:
+    pool = memory.SharedPool(f"waits-{os.getpid()}", 8, 4096, device=stuck.device)
+    stuck.stack.callback(pool.close)
+    return pool
+
+
+def call_shared_close(stuck: Stuck) -> Call:
+    pool = memory.SharedPool(f"waits-{os.getpid()}", 8, 4096, device=stuck.device)
+    stuck.hold()
+    return pool.close
+
+
+def call_wait_ready(stuck: Stuck) -> Call:
+    pool = shared_pool(stuck)
+    pool.claim([3])
+    stuck.before.append(lambda: pool.publish([3]))
+    return lambda timeout=None: pool.wait_ready([3], timeout)
+
+
+def file_put(stuck: Stuck) -> tuple[FileStore, Any]:
+    store = FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device)
+    stuck.stack.callback(store.close)
+    block = stuck.device.alloc(4096)
+    pool = kvswap.Pool(stuck.device, block, 1, 4096)
+    return store, store.store([b"k" * 16], pool, [0], after=[stuck.hold()])
+
+
+def call_file_wait(stuck: Stuck) -> Call:
+    return file_put(stuck)[1].wait
+
+
+def call_file_close(stuck: Stuck) -> Call:
+    store, transfer = file_put(stuck)
+    stuck.stack.callback(lambda: transfer)
+    return store.close
+
+
+@contextmanager
+def exporter(device_name: str) -> Iterator[Process]:
+    with Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(1 << 20, chunks=True)") as process:
+        yield process
+
+
+def exported(process: Process) -> bytes:
+    return bytes.fromhex(process.do("export = memory.export(shared)") or process.do("export.to_bytes().hex()"))
+
+
+def call_mapped_close(stuck: Stuck) -> Call:
+    mapped = memory.open(exported(stuck.stack.enter_context(exporter(stuck.name))), device=stuck.device)
+    stuck.hold()
+    return mapped.close
+
+
+def call_open(stuck: Stuck) -> Call:
+    """Its exporter is stopped: the kernel takes the connection, and nobody answers."""
+    process = stuck.stack.enter_context(exporter(stuck.name))
+    data = exported(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    stuck.stack.callback(os.kill, process.pid, signal.SIGCONT)
+    stuck.before.append(lambda: os.kill(process.pid, signal.SIGCONT))
+    return lambda: memory.open(data, device=stuck.device)
+
+
+CALLS: dict[str, Callable[[Stuck], Call]] = {
+    "Device.alloc": call_alloc,
+    "Device.synchronize": call_device_synchronize,
+    "Device.unregister": call_unregister,
+    "Event.synchronize": call_event_synchronize,
+    "FileStore.close": call_file_close,
+    "FileTransfer.wait": call_file_wait,
+    "HostPool.close": call_pool_close,
+    "HostPool.grow": call_pool_grow,
+    "HostPool.shrink": call_pool_shrink,
+    "HostPool.wait": call_pool_wait,
+    "Mapped.close": call_mapped_close,
+    "Memory.free": call_memory_free,
+    "Memory.free of chunks": call_memory_free_chunks,
+    "Memory.free of the host": call_memory_free_host,
+    "SharedPool.close": call_shared_close,
+    "SharedPool.wait_ready": call_wait_ready,
+    "Stream.synchronize": call_stream_synchronize,
+    "Transfer.result": call_transfer_result,
+    "Transfer.wait": call_transfer_wait,
+    "_PatternJob.result": call_pattern,
+    "host_alloc": call_host_alloc,
+    "host_free": call_host_free,
+    "host_unregister": call_host_unregister,
+    "memory.open": call_open,
+    "swap_cache_per_layer": call_swap,
+}
+NO_TIMEOUT = {"Device.alloc", "host_alloc", "memory.open", "swap_cache_per_layer"}  # or none that a caller gives
+CANCELS = {"FileStore.close"}  # after its timeout it waits on, for what is under way
+TOO_LARGE = {"Device.alloc", "host_alloc"}
+
+
+@pytest.fixture
+def stuck(device: kvswap.Device, device_name: str, tmp_path: Path) -> Iterator[Stuck]:
+    with ExitStack() as stack:
+        made = Stuck(device, tmp_path, device_name, stack)
+        yield made
+        for end in made.before:
+            end()
+
+
+def seconds_of(action: Callable[[], Any]) -> float:
+    start = time.monotonic()
+    action()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_ctrl_c_breaks_it_and_it_can_be_called_again(stuck: Stuck, name: str) -> None:
+    call = CALLS[name](stuck)
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.2, press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            call()
+            time.sleep(0.1)
+    finally:
+        timer.cancel()
+    assert time.monotonic() - pressed[0] < 1
+    timer.join()
+    for end in stuck.before:
+        end()
+    stuck.before.clear()
+    if name in TOO_LARGE:
+        with pytest.raises(MemoryError):
+            call()
+    else:
+        call()
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLS) - NO_TIMEOUT - CANCELS))
+def test_its_limit_holds_and_it_can_be_called_again(stuck: Stuck, name: str) -> None:
+    call = CALLS[name](stuck)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        call(timeout=0.1)
+    assert 0.09 < time.monotonic() - start < 1
+    for end in stuck.before:
+        end()
+    stuck.before.clear()
+    call(timeout=PATIENCE)
+
+
+def test_memory_that_could_not_be_freed_is_as_before(device: kvswap.Device) -> None:
+    held, other = device.alloc(4096), device.alloc(4096)
+    with Gate(device) as gate:
+        stream = kvswap.Stream(device)
+        gate.hold(stream)
+        with pytest.raises(TimeoutError, match="did not end"):
+            held.free(timeout=0.05)
+        assert held.ptr and "freed" not in repr(held)
+        transfer = kvswap.swap_blocks_batch([held], [other], 4096, device=device, path="dma")
+    transfer.wait(PATIENCE)
+    held.free(PATIENCE)
+    with pytest.raises(kvswap.Error, match="already freed"):
+        held.free()
+
+
+# -- dropping ---------------------------------------------------------------------------------------------------------
+
+
+def is_known(device: kvswap.Device, ptr: int) -> bool:
+    try:
+        return seam(device, "pointer_query", ptr)["base"] == ptr
+    except ValueError:
+        return False
+
+
+def await_freed(device: kvswap.Device, ptr: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while is_known(device, ptr):
+        assert time.monotonic() < end, "what was dropped was never freed"
+        time.sleep(0.005)
+
+
+class Cycle:
+    """Only the collector can free it."""
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.itself = held, self
+
+
+@pytest.mark.parametrize("where", ["here", "in another thread"])
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+def test_the_collector_drops_memory_at_a_closed_gate(device: kvswap.Device, where: str, host: bool) -> None:
+    """As Python 3.13 does, at any allocation."""
+    gc.collect()
+    with Gate(device) as gate:
+        stream = kvswap.Stream(device)
+        gate.hold(stream)
+        memory_of = device.alloc(4096, host=host)
+        ptr, cycle = memory_of.ptr, Cycle(memory_of)
+        kvswap.swap_blocks_batch([device.alloc(4096)], [ptr], 4096, stream=stream, device=device, path="dma")
+        del memory_of, cycle
+        thread = threading.Thread(target=gc.collect)
+        start = time.monotonic()
+        if where == "here":
+            gc.collect()
+        else:
+            thread.start()
+            thread.join(PATIENCE)
+        assert time.monotonic() - start < 5
+        assert is_known(device, ptr), "freed although a transfer was to use it"
+    await_freed(device, ptr)
+
+
+DROPS: dict[str, Callable[[Stuck], Any]] = {
+    "Memory": lambda stuck: stuck.device.alloc(4096),
+    "Memory of the host": lambda stuck: stuck.device.alloc(4096, host=True),
+    "Memory of chunks": lambda stuck: stuck.device.alloc(1 << 20, chunks=True),
+    "HostPool": host_pool,
+    "HostPool that is populated": lambda stuck: host_pool(stuck, wait=False),
+    "SharedPool": lambda stuck: memory.SharedPool(f"waits-{os.getpid()}", 8, 4096, device=stuck.device),
+    "Mapped": lambda stuck: memory.open(exported(stuck.stack.enter_context(exporter(stuck.name))), device=stuck.device),
+    "Pool": lambda stuck: kvswap.Pool(stuck.device, stuck.device.alloc(4096), 1, 4096),
+    "Stream": lambda stuck: kvswap.Stream(stuck.device),
+    "Event": lambda stuck: kvswap.Event(stuck.device),
+    "FileStore": lambda stuck: FileStore(stuck.folder / "s", Layout(4096), capacity=1 << 20, device=stuck.device),
+    "Device": lambda stuck: kvswap.Device(stuck.name),
+}
+DROPPED_IN_USE: dict[str, Callable[[Stuck], Any]] = {
+    "Transfer": lambda stuck: stuck.transfer(np.zeros(4096, np.uint8)),
+    "_PatternJob": pattern,
+    "FileTransfer": lambda stuck: file_put(stuck)[1],
+    "Event": lambda stuck: [event := kvswap.Event(stuck.device), event.record(stuck.hold())],
+    "Stream": lambda stuck: stuck.hold(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DROPS))
+def test_dropping_waits_for_nothing(stuck: Stuck, name: str) -> None:
+    held = [DROPS[name](stuck)]
+    stuck.hold()
+    assert seconds_of(held.clear) < 1
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", sorted(DROPPED_IN_USE))
+def test_dropping_what_is_in_use_waits_for_nothing(stuck: Stuck, name: str) -> None:
+    held = [DROPPED_IN_USE[name](stuck)]
+    assert seconds_of(held.clear) < 1
+    gc.collect()
+
+
+def test_what_was_dropped_is_freed_when_the_work_has_ended(device: kvswap.Device) -> None:
+    with Gate(device) as gate:
+        gate.hold(stream := kvswap.Stream(device))
+        held = [device.alloc(4096, host=i % 2 == 1) for i in range(20)] + [device.alloc(1 << 20, chunks=True)]
+        ptrs = [one.ptr for one in held]
+        held.clear()
+        time.sleep(0.05)
+        assert all(is_known(device, ptr) for ptr in ptrs)
+    del stream
+    for ptr in ptrs:
+        await_freed(device, ptr)
+
+
+def test_pools_that_were_dropped_give_their_memory_back(device: kvswap.Device) -> None:
+    with Gate(device) as gate:
+        gate.hold(stream := kvswap.Stream(device))
+        pools = [memory.HostPool(8, 4096, device=device) for _ in range(3)]
+        ptrs = [pool.ptr for pool in pools]
+        pools.clear()
+        gc.collect()
+        assert all(is_known(device, ptr) for ptr in ptrs)
+    del stream
+    for ptr in ptrs:
+        await_freed(device, ptr)
+
+
+def test_a_device_that_runs_step_by_step_frees_what_is_dropped() -> None:
+    device = testing.deterministic_device(7)
+    host, gpu = np.zeros(4096, np.uint8), device.alloc(4096)
+    ptr, transfer = gpu.ptr, kvswap.swap_blocks_batch([gpu], [host], 4096, device=device)
+    del gpu
+    transfer.wait(PATIENCE)
+    del transfer
+    device.alloc(1).free()
+    assert not is_known(device, ptr)
+
+
+def test_leaving_with_memory_that_waits(device_name: str) -> None:
+    """The exit has a limit, whatever a stream waits for."""
+    run = run_python(
+        f"""
+        import kvswap
+        from conftest import Gate, seam
+        device = kvswap.Device({device_name!r})
+        gate, stream = Gate(device), kvswap.Stream(device)
+        gate.hold(stream)
+        held = [device.alloc(4096) for _ in range(4)]
+        del held
+        late = device.alloc(4096)
+        print("leaves", flush=True)
+        """,
+        timeout=60,
+    )
+    assert run.returncode == 0 and run.stdout == "leaves\n", run.stderr
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_process_holds_up_no_free(device: kvswap.Device, device_name: str) -> None:
+    """A stream here waits for its event: freeing other memory is not held up for longer than it may take."""
+    make = f"device = kvswap.Device({device_name!r}); stream = kvswap.Stream(device)"
+    with Process(make) as other:
+        other.do("event = kvswap.Event(device, timing=False, interprocess=True)")
+        other.do(
+            "import sys; sys.path.insert(0, '.'); from conftest import Gate; gate = Gate(device); gate.hold(stream)"
+        )
+        data = bytes.fromhex(other.do("event.record(stream)") or other.do("memory.export_event(event).hex()"))
+        event = memory.open_event(data, device=device)
+        os.kill(other.pid, signal.SIGSTOP)
+        try:
+            stream = kvswap.Stream(device)
+            event.wait(stream)
+            held = [device.alloc(4096), device.alloc(4096)]
+            ptr = held[1].ptr
+            with pytest.raises(TimeoutError):
+                held[0].free(timeout=0.1)
+            assert seconds_of(held.pop) < 1
+        finally:
+            os.kill(other.pid, signal.SIGCONT)
+        other.do("gate.open()")
+        held[0].free(PATIENCE)
+        await_freed(device, ptr)
+
+
+def send_slowly(connection: socket.socket, data: bytes, every: float, stop: threading.Event) -> None:
+    try:
+        for byte in data:
+            connection.send(bytes([byte]))
+            if stop.wait(every):
+                break
+    except OSError:
+        pass
+    connection.close()
+
+
+def test_slow_clients_delay_themselves_alone(device: kvswap.Device, device_name: str) -> None:
+    with exporter(device_name) as process, ExitStack() as stack:
+        data = exported(process)
+        path, token = data[376:484].rstrip(b"\0").decode(), data[360:376]
+        stop = threading.Event()
+        stack.callback(stop.set)
+        for i in range(6):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(path)
+            if i % 2:  # asks, and never reads
+                client.send(b"kvswapQ1" + token)
+            else:
+                thread = threading.Thread(target=send_slowly, args=(client, b"kvswapQ1" + token, 0.3, stop))
+                thread.start()
+                stack.callback(thread.join)
+        assert seconds_of(lambda: memory.open(data, device=device).close()) < 2
+        stop.set()
+
+
+def test_a_client_that_says_nothing_is_left_after_a_second(device_name: str) -> None:
+    with exporter(device_name) as process:
+        path = exported(process)[376:484].rstrip(b"\0").decode()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            client.settimeout(10)
+            start = time.monotonic()
+            client.send(b"kvswapQ1")
+            assert client.recv(1) == b"" and 0.8 < time.monotonic() - start < 5
+
+
+def test_many_clients_at_once(device: kvswap.Device, device_name: str) -> None:
+    """More than a server looks after at once, all silent: the next one is served when they have been left."""
+    with exporter(device_name) as process, ExitStack() as stack:
+        data = exported(process)
+        path = data[376:484].rstrip(b"\0").decode()
+        for _ in range(40):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(path)
+        assert seconds_of(lambda: memory.open(data, device=device).close()) < 10
+
+
+def test_one_that_is_opened_holds_up_no_other(device: kvswap.Device, device_name: str) -> None:
+    """While a thread opens memory of a process that is stopped, other memory is opened and closed."""
+    failed: list[Exception] = []
+
+    def open_it(data: bytes) -> None:
+        try:
+            memory.open(data, device=device).close()
+        except Exception as error:
+            failed.append(error)
+
+    with exporter(device_name) as good, exporter(device_name) as bad:
+        data, other = exported(good), exported(bad)
+        mapped = memory.open(data, device=device)
+        os.kill(bad.pid, signal.SIGSTOP)
+        try:
+            thread = threading.Thread(target=open_it, args=[other])
+            thread.start()
+            time.sleep(0.2)
+            assert seconds_of(lambda: mapped.close(timeout=5)) < 2
+            assert seconds_of(lambda: memory.open(data, device=device).close(timeout=5)) < 2
+            assert thread.is_alive()
+        finally:
+            os.kill(bad.pid, signal.SIGCONT)
+        thread.join(PATIENCE)
+        assert not failed
+
+
+def test_two_threads_open_the_same_chunks(device: kvswap.Device, device_name: str) -> None:
+    """Each fetches them; what is mapped is mapped once."""
+    with exporter(device_name) as process:
+        data = exported(process)
+        opened: list[memory.Mapped] = []
+        for _ in range(20):
+            barrier = threading.Barrier(4)
+
+            def open_it(barrier: threading.Barrier = barrier) -> None:
+                barrier.wait(PATIENCE)
+                opened.append(memory.open(data, device=device))
+
+            threads = [threading.Thread(target=open_it) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(PATIENCE)
+            assert len(opened) == 4 and len({mapped.ptr for mapped in opened}) == 1
+            for mapped in opened:
+                mapped.close()
+            opened.clear()
+
+
+def test_a_lock_of_a_stopped_process(device_name: str) -> None:
+    """It is about to remove a segment that a dead one left: the limit is below a second."""
+    name = f"waits-lock-{os.getpid()}"
+    with Process(f"device = kvswap.Device({device_name!r})") as dead:
+        dead.do(f"pool = memory.SharedPool({name!r}, 2, 4096, device=device)")
+        dead.kill()
+    path = Path(f"/dev/shm/kvswap.{name}")
+    try:
+        with Process("import fcntl") as holder, Process(f"device = kvswap.Device({device_name!r})") as other:
+            holder.do(f"file = open({str(path)!r}); fcntl.flock(file, fcntl.LOCK_EX)")
+            start = time.monotonic()
+            with pytest.raises(Failed, match="does not go on"):
+                other.do(f"memory.SharedPool({name!r}, 2, 4096, device=device)")
+            assert time.monotonic() - start < 3
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# -- queries that the driver refuses ----------------------------------------------------------------------------------
+
+
+def test_a_refused_query_is_no_end(device: kvswap.Device) -> None:
+    host: Bytes = np.zeros(4096, np.uint8)
+    gpu = device.alloc(4096)
+    for nth in (1, 2, 5):
+        with Gate(device) as gate:
+            gate.hold(stream := kvswap.Stream(device))
+            with testing.fault(device, "call", "fail", operation="event_query", nth=nth):
+                transfer = kvswap.swap_blocks_batch([gpu], [host], 4096, stream=stream, device=device, path="dma")
+                with pytest.raises(TimeoutError):
+                    transfer.wait(0.1)
+                assert transfer.state == "running" and not transfer.done()
+        transfer.wait(PATIENCE)
+        assert transfer.state == "done" and transfer.error is None
+
+
+def test_a_synchronous_call_outlasts_a_refused_query(device: kvswap.Device) -> None:
+    host: Bytes = np.zeros((4, 4096), np.uint8)
+    gpu, stream = device.alloc(4 * 4096), kvswap.Stream(device)
+    testing.delay(device, 0.2, stream)
+    with testing.fault(device, "call", "fail", operation="event_query", nth=1):
+        start = time.monotonic()
+        kvswap.swap_cache_per_layer(
+            gpu, host, 4096, 4, 4, [0, 1], [0, 1], kvswap.Direction.D2H, stream=stream, device=device
+        )
+    assert time.monotonic() - start > 0.15 and device.stats()["unfinished"] == 0
