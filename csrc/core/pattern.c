@@ -77,7 +77,8 @@ int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, co
 
 static int poll(void *arg, struct kvs_error *err) {
   struct kvs_pattern_job *job = arg;
-  return kvs_dev_event_query(job->engine->device, job->event, err);
+  int status = kvs_dev_event_query(job->engine->device, job->event, err);
+  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* says nothing of the job, which goes on */
 }
 
 bool kvs_pattern_done(struct kvs_pattern_job *job) {

@@ -271,7 +271,8 @@ int kvs_transfer_layer_done(struct kvs_transfer *transfer, size_t layer, struct 
   if (status != KVS_NOT_READY) return status;
   int error = known_error(transfer, err);
   if (error || !transfer->layers[layer]) return error ? error : status;
-  return kvs_dev_event_query(transfer->engine->device, transfer->layers[layer], err);
+  status = kvs_dev_event_query(transfer->engine->device, transfer->layers[layer], err);
+  return status == KVS_REFUSED ? KVS_NOT_READY : status;
 }
 
 static int new_reached_event(struct kvs_transfer *transfer, struct kvs_error *err) {

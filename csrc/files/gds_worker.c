@@ -22,7 +22,8 @@ struct watched {
 
 static int poll_stream(void *arg, struct kvs_error *err) {
   const struct watched *watched = arg;
-  return kvs_dev_stream_query(watched->device, watched->stream, err);
+  int status = kvs_dev_stream_query(watched->device, watched->stream, err);
+  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* says nothing of the copies, which go on */
 }
 
 int kvs_file_gds_wait(struct kvs_file_gds *gds, kvs_stream stream, struct kvs_error *err) {
