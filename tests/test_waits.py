@@ -791,8 +791,8 @@ def test_a_refused_query_ends_no_pattern_and_no_layer(device: kvswap.Device) -> 
     with Gate(device) as gate:
         gate.hold(stream := kvswap.Stream(device))
         job = write_pattern(device, [gpu.ptr], 4096, [1], stream)
-        transfer = kvswap.swap_cache_per_layer_async(
-            gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H, stream=stream, device=device, layer_events=True
+        transfer = kvswap.swap_cache_all_layers_async(
+            [gpu], [host], 4096, 1, 1, [0], [0], kvswap.Direction.D2H, stream=stream, device=device, layer_events=True
         )
         with testing.fault(device, "call", "fail", operation="event_query", every=1):
             assert not job.done() and not transfer.layer_done(0) and not transfer.done()
