@@ -335,6 +335,11 @@ def call_file_close(stuck: Stuck) -> Call:
     return store.close
 
 
+def stop(process: Process) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
 @contextmanager
 def exporter(device_name: str) -> Iterator[Process]:
     with Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(1 << 20, chunks=True)") as process:
@@ -355,7 +360,7 @@ def call_open(stuck: Stuck) -> Call:
     """Its exporter is stopped: the kernel takes the connection, and nobody answers."""
     process = stuck.stack.enter_context(exporter(stuck.name))
     data = exported(process)
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     stuck.stack.callback(os.kill, process.pid, signal.SIGCONT)
     stuck.before.append(lambda: os.kill(process.pid, signal.SIGCONT))
     return lambda: memory.open(data, device=stuck.device)
@@ -388,6 +393,7 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "memory.open": call_open,
     "swap_cache_per_layer": call_swap,
 }
+AT_ONCE = 3.0  # seconds: a second, on a machine that does other things too
 NO_TIMEOUT = {"Device.alloc", "host_alloc", "memory.open", "swap_cache_per_layer"}  # or none that a caller gives
 CANCELS = {"FileStore.close"}  # after its timeout it waits on, for what is under way
 TOO_LARGE = {"Device.alloc", "host_alloc"}
@@ -425,7 +431,7 @@ def test_ctrl_c_breaks_it_and_it_can_be_called_again(stuck: Stuck, name: str) ->
             time.sleep(0.1)
     finally:
         timer.cancel()
-    assert time.monotonic() - pressed[0] < 1
+    assert time.monotonic() - pressed[0] < AT_ONCE
     timer.join()
     for end in stuck.before:
         end()
@@ -443,7 +449,7 @@ def test_its_limit_holds_and_it_can_be_called_again(stuck: Stuck, name: str) -> 
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         call(timeout=0.1)
-    assert 0.09 < time.monotonic() - start < 1
+    assert 0.09 < time.monotonic() - start < AT_ONCE
     for end in stuck.before:
         end()
     stuck.before.clear()
@@ -540,14 +546,14 @@ DROPPED_IN_USE: dict[str, Callable[[Stuck], Any]] = {
 def test_dropping_waits_for_nothing(stuck: Stuck, name: str) -> None:
     held = [DROPS[name](stuck)]
     stuck.hold()
-    assert seconds_of(held.clear) < 1
+    assert seconds_of(held.clear) < AT_ONCE
     gc.collect()
 
 
 @pytest.mark.parametrize("name", sorted(DROPPED_IN_USE))
 def test_dropping_what_is_in_use_waits_for_nothing(stuck: Stuck, name: str) -> None:
     held = [DROPPED_IN_USE[name](stuck)]
-    assert seconds_of(held.clear) < 1
+    assert seconds_of(held.clear) < AT_ONCE
     gc.collect()
 
 
@@ -620,7 +626,7 @@ def test_a_stopped_process_holds_up_no_free(device: kvswap.Device, device_name: 
         )
         data = bytes.fromhex(other.do("event.record(stream)") or other.do("memory.export_event(event).hex()"))
         event = memory.open_event(data, device=device)
-        os.kill(other.pid, signal.SIGSTOP)
+        stop(other)
         try:
             stream = kvswap.Stream(device)
             event.wait(stream)
@@ -628,7 +634,7 @@ def test_a_stopped_process_holds_up_no_free(device: kvswap.Device, device_name: 
             ptr = held[1].ptr
             with pytest.raises(TimeoutError):
                 held[0].free(timeout=0.1)
-            assert seconds_of(held.pop) < 1
+            assert seconds_of(held.pop) < AT_ONCE
         finally:
             os.kill(other.pid, signal.SIGCONT)
         other.do("gate.open()")
@@ -636,11 +642,11 @@ def test_a_stopped_process_holds_up_no_free(device: kvswap.Device, device_name: 
         await_freed(device, ptr)
 
 
-def send_slowly(connection: socket.socket, data: bytes, every: float, stop: threading.Event) -> None:
+def send_slowly(connection: socket.socket, data: bytes, every: float, enough: threading.Event) -> None:
     try:
         for byte in data:
             connection.send(bytes([byte]))
-            if stop.wait(every):
+            if enough.wait(every):
                 break
     except OSError:
         pass
@@ -651,19 +657,19 @@ def test_slow_clients_delay_themselves_alone(device: kvswap.Device, device_name:
     with exporter(device_name) as process, ExitStack() as stack:
         data = exported(process)
         path, token = data[376:484].rstrip(b"\0").decode(), data[360:376]
-        stop = threading.Event()
-        stack.callback(stop.set)
+        enough = threading.Event()
+        stack.callback(enough.set)
         for i in range(6):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
             client.connect(path)
             if i % 2:  # asks, and never reads
                 client.send(b"kvswapQ1" + token)
             else:
-                thread = threading.Thread(target=send_slowly, args=(client, b"kvswapQ1" + token, 0.3, stop))
+                thread = threading.Thread(target=send_slowly, args=(client, b"kvswapQ1" + token, 0.3, enough))
                 thread.start()
                 stack.callback(thread.join)
-        assert seconds_of(lambda: memory.open(data, device=device).close()) < 2
-        stop.set()
+        assert seconds_of(lambda: memory.open(data, device=device).close()) < AT_ONCE
+        enough.set()
 
 
 def test_a_client_that_says_nothing_is_left_after_a_second(device_name: str) -> None:
@@ -701,7 +707,7 @@ def test_one_that_is_opened_holds_up_no_other(device: kvswap.Device, device_name
     with exporter(device_name) as good, exporter(device_name) as bad:
         data, other = exported(good), exported(bad)
         mapped = memory.open(data, device=device)
-        os.kill(bad.pid, signal.SIGSTOP)
+        stop(bad)
         try:
             thread = threading.Thread(target=open_it, args=[other])
             thread.start()
@@ -748,10 +754,10 @@ def test_a_lock_of_a_stopped_process(device_name: str) -> None:
     try:
         with Process("import fcntl") as holder, Process(f"device = kvswap.Device({device_name!r})") as other:
             holder.do(f"file = open({str(path)!r}); fcntl.flock(file, fcntl.LOCK_EX)")
-            start = time.monotonic()
+            other.do("import time; start = time.monotonic()")
             with pytest.raises(Failed, match="does not go on"):
                 other.do(f"memory.SharedPool({name!r}, 2, 4096, device=device)")
-            assert time.monotonic() - start < 1.9
+            assert other.do("time.monotonic() - start") < 1.9
     finally:
         path.unlink(missing_ok=True)
 
@@ -801,3 +807,27 @@ def test_a_refused_query_ends_no_pattern_and_no_layer(device: kvswap.Device) -> 
     assert job.result(PATIENCE)[0] == 0
     transfer.wait(PATIENCE)
     assert transfer.layer_done(0)
+
+
+# -- files that are cut off -------------------------------------------------------------------------------------------
+
+
+def test_no_process_can_cut_memory_of_a_host_device_off(device: kvswap.Device, device_name: str) -> None:
+    """Whoever has a descriptor of it: touching what is mapped would be a SIGBUS."""
+    if device.kind != "host":
+        pytest.skip("a GPU's memory lies in no file")
+    with exporter(device_name) as process:
+        mapped = memory.open(exported(process), device=device)
+        process.do("plain = device.alloc(1 << 16); handle = memory.export(plain)")
+        files = process.do(
+            """
+            [os.readlink(f"/proc/self/fd/{fd}") + " " + fd for fd in os.listdir("/proc/self/fd")
+             if os.path.exists(f"/proc/self/fd/{fd}") and "memfd:kvswap" in os.readlink(f"/proc/self/fd/{fd}")]
+            """
+        )
+        assert files
+        for name in files:
+            with pytest.raises(Failed, match="Operation not permitted"):
+                process.do(f"os.truncate({int(name.split()[-1])}, 0)")
+        assert np.frombuffer(mapped, np.uint8).sum() >= 0
+        mapped.close()

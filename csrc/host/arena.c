@@ -70,8 +70,10 @@ static bool make_file_locked(struct kvs_host_arena *arena) {
   struct stat file;
   if (is_ours_locked(arena)) return true;
   if (arena->refused) return false;
-  arena->fd = limited() ? -1 : memfd_create("kvswap", MFD_CLOEXEC);
-  arena->refused = arena->fd < 0 || fstat(arena->fd, &file) != 0;
+  arena->fd = limited() ? -1 : memfd_create("kvswap", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  /* No process that has it can cut it off: touching what is mapped of it then would be a SIGBUS. */
+  arena->refused =
+      arena->fd < 0 || fcntl(arena->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0 || fstat(arena->fd, &file) != 0;
   if (arena->refused) return false;
   arena->inode = file.st_ino;
   arena->begin = arena->used;
@@ -172,6 +174,14 @@ static int open_file(const struct place *place, const char **why) {
   return -1;
 }
 
+/* Whether these bytes are there and stay there. */
+static bool is_sealed(int fd, uint64_t offset, uint64_t nbytes) {
+  struct stat file;
+  int seals = fcntl(fd, F_GET_SEALS);
+  return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, &file) == 0 && offset <= (uint64_t)file.st_size &&
+         nbytes <= (uint64_t)file.st_size - offset;
+}
+
 int kvs_host_arena_open(const struct kvs_handle *handle, const char *operation, void **pages, uint64_t *nbytes,
                         struct kvs_error *err) {
   struct place place, there;
@@ -186,7 +196,7 @@ int kvs_host_arena_open(const struct kvs_handle *handle, const char *operation, 
   int fd = open_file(&place, &why);
   if (fd < 0) return refuse(operation, KVS_DRIVER_INVALID_VALUE, why, err);
   bool same = place.offset >= page && pread(fd, &there, sizeof there, (off_t)(place.offset - page)) == sizeof there &&
-              memcmp(&there, &place, sizeof there) == 0;
+              memcmp(&there, &place, sizeof there) == 0 && is_sealed(fd, place.offset, place.nbytes);
   *pages = same ? map_guarded(fd, place.offset, whole_pages(place.nbytes)) : NULL;
   close(fd);
   if (!same) return refuse(operation, KVS_DRIVER_INVALID_VALUE, "it has been freed since it was shared", err);

@@ -75,13 +75,21 @@ int kvs_host_range_free(struct kvs_host_memory *memory, uint64_t ptr, uint64_t n
   return found ? KVS_OK : refuse("range_free", "is no range, or chunks are mapped in it", ptr, err);
 }
 
-/* A descriptor of our own, of a file of that size: another process's, or a new one. -1 and why. */
+/* A descriptor of our own, of a file of that size: another process's, or a new one. -1 and why. No process can cut it
+ * off: touching what is mapped of it then would be a SIGBUS. */
 static int file_for(int given, uint64_t nbytes, uint64_t *inode, const char **why) {
   struct stat file;
-  int fd = given < 0 ? memfd_create("kvswap-chunk", MFD_CLOEXEC) : fcntl(given, F_DUPFD_CLOEXEC, 0);
+  int fd = given < 0 ? memfd_create("kvswap-chunk", MFD_CLOEXEC | MFD_ALLOW_SEALING) : fcntl(given, F_DUPFD_CLOEXEC, 0);
   *why = strerror(errno);
   if (fd < 0) return -1;
-  bool sized = given >= 0 || ftruncate(fd, (off_t)nbytes) == 0;
+  bool sized = given >= 0 || (ftruncate(fd, (off_t)nbytes) == 0 &&
+                              fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0);
+  int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || !(seals & F_SEAL_SHRINK)) {
+    *why = "the descriptor is of a file that can be cut off";
+    close(fd);
+    return -1;
+  }
   if (sized && fstat(fd, &file) == 0 && (uint64_t)file.st_size == nbytes) {
     *inode = file.st_ino;
     return fd;
