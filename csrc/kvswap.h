@@ -147,7 +147,7 @@ KVS_API void kvs_engine_collect(struct kvs_engine *engine);
 KVS_API void kvs_shutdown(int64_t timeout_ns);
 
 /* Memory that kvswap knows. host: pinned host memory. Freeing first waits (at most 60 s, else KVS_TIMEOUT and nothing
- * is freed) for the transfers that may use it; the driver then waits for what else runs on the device. */
+ * is freed) for the transfers that may use it and for what else runs on the device. */
 KVS_API int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err);
 KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 /* Pin the caller's host memory. Ranges must not overlap; a copy is never merged across the end of one. */

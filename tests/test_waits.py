@@ -13,6 +13,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ WAITS = {
     "device.c:device_unregister": ["Device.unregister"],
     "file_transfer.c:wait_as": ["FileTransfer.wait"],
     "files.c:close_store": ["FileStore.close"],
+    "files.c:open_store": ["FileStore"],
     "host_alloc.c:give_back": ["host_free", "host_unregister"],
     "host_common.c:close_core": ["HostPool.close", "SharedPool.close"],
     "host_common.c:kvs_py_host_pool_drain": ["HostPool.close", "HostPool.shrink", "HostPool.grow"],
@@ -75,7 +78,6 @@ QUICK = {
     "file_transfer.c:transfer_dealloc": HANDLES,
     "file_transfer.c:collect": HANDLES,
     "file_transfer.c:transfer_cancel": QUEUES,
-    "files.c:open_store": FILES,
     "files.c:store_dealloc": HANDLES,
     "files.c:store_contains": QUEUES,
     "files.c:on_keys": QUEUES,
@@ -340,6 +342,16 @@ def stop(process: Process) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
+def call_file_open(stuck: Stuck) -> Call:
+    """Of a directory whose store was dropped, and writes on."""
+    store = FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device)
+    store._set_fault("write", "delay", 1, 1, 0, 1.5)
+    store.store([b"k" * 16], np.zeros((1, 4096), np.uint8), [0])
+    time.sleep(0.2)
+    del store
+    return lambda: FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device).close()
+
+
 @contextmanager
 def exporter(device_name: str) -> Iterator[Process]:
     with Process(f"device = kvswap.Device({device_name!r}); shared = device.alloc(1 << 20, chunks=True)") as process:
@@ -371,6 +383,7 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "Device.synchronize": call_device_synchronize,
     "Device.unregister": call_unregister,
     "Event.synchronize": call_event_synchronize,
+    "FileStore": call_file_open,
     "FileStore.close": call_file_close,
     "FileTransfer.wait": call_file_wait,
     "HostPool.close": call_pool_close,
@@ -394,7 +407,13 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "swap_cache_per_layer": call_swap,
 }
 AT_ONCE = 3.0  # seconds: a second, on a machine that does other things too
-NO_TIMEOUT = {"Device.alloc", "host_alloc", "memory.open", "swap_cache_per_layer"}  # or none that a caller gives
+NO_TIMEOUT = {
+    "Device.alloc",
+    "FileStore",
+    "host_alloc",
+    "memory.open",
+    "swap_cache_per_layer",
+}  # or none that a caller gives
 CANCELS = {"FileStore.close"}  # after its timeout it waits on, for what is under way
 TOO_LARGE = {"Device.alloc", "host_alloc"}
 
@@ -594,6 +613,20 @@ def test_a_device_that_runs_step_by_step_frees_what_is_dropped() -> None:
     assert not is_known(device, ptr)
 
 
+def test_a_deterministic_device_that_cannot_go_on_is_dropped() -> None:
+    device = testing.deterministic_device(11)
+    word = np.zeros(4096, np.uint8)
+    device.register(word)
+    stream = kvswap.Stream(device)
+    seam(device, "wait32", word.ctypes.data, 1, stream.handle)
+    gpu = device.alloc(4096)
+    held = [kvswap.swap_blocks_batch([gpu], [np.zeros(4096, np.uint8)], 4096, stream=stream, device=device)]
+    del gpu, stream
+    held.append(device)
+    del device
+    assert seconds_of(held.clear) < AT_ONCE
+
+
 def test_leaving_with_memory_that_waits(device_name: str) -> None:
     """The exit has a limit, whatever a stream waits for."""
     run = run_python(
@@ -760,6 +793,49 @@ def test_a_lock_of_a_stopped_process(device_name: str) -> None:
             assert other.do("time.monotonic() - start") < 1.9
     finally:
         path.unlink(missing_ok=True)
+
+
+# -- the suite itself -------------------------------------------------------------------------------------------------
+
+
+def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    package = Path(kvswap.__file__).resolve().parent.parent
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            "-p",
+            "no:cacheprovider",
+            *arguments,
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        **options,
+    )
+
+
+def test_the_suite_runs_with_sigint_ignored() -> None:
+    """As it is for what a shell starts in the background: nohup pytest &."""
+    run = run_pytest(
+        str(ROOT / "tests" / "test_transfer.py"),
+        *("-k", "test_ctrl_c_in_a_synchronous_call", "--limit", "120"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_test_that_hangs_ends_with_its_stacks(tmp_path: Path) -> None:
+    test = tmp_path / "test_one.py"
+    test.write_text("import time\n\ndef test_that_hangs():\n    time.sleep(1000)\n")
+    run = run_pytest("-p", "conftest", "--limit", "1", str(test))
+    assert run.returncode == 1 and "Timeout" in run.stderr and "in test_that_hangs" in run.stderr, run.stderr
 
 
 # -- queries that the driver refuses ----------------------------------------------------------------------------------

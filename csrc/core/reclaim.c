@@ -90,6 +90,14 @@ static bool any_open_locked(const struct kvs_reclaims *reclaims) {
   return false;
 }
 
+/* After kvs_shutdown() only what the driver is at matters: the rest goes with the process. */
+static bool any_left_locked(const struct kvs_engine *engine) {
+  if (!atomic_load(&engine->closed)) return any_open_locked(&engine->reclaims);
+  for (const struct kvs_reclaim *task = engine->reclaims.first; task; task = task->next)
+    if (task->state == RUNNING) return true;
+  return false;
+}
+
 /* -- running --------------------------------------------------------------------------------------------------- */
 
 static void end_locked(struct kvs_reclaims *reclaims, struct kvs_reclaim *task, int status,
@@ -350,8 +358,8 @@ bool kvs_reclaim_drain(struct kvs_engine *engine, int64_t timeout_ns) {
   kvs_reclaim_retry(engine);
   if (engine->device->stepped) return !kvs_reclaim_pending(engine);
   pthread_mutex_lock(&reclaims->lock);
-  while (any_open_locked(reclaims) && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
-  bool drained = !any_open_locked(reclaims);
+  while (any_left_locked(engine) && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
+  bool drained = !any_left_locked(engine);
   pthread_mutex_unlock(&reclaims->lock);
   return drained;
 }

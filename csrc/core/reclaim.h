@@ -56,7 +56,7 @@ void kvs_reclaim_later(struct kvs_engine *, kvs_reclaim_function *, void *what);
 
 /* Try again what is left on a deterministic device, or where no thread could be started. */
 void kvs_reclaim_retry(struct kvs_engine *);
-/* Wait until all tasks of now have ended: false if some go on. */
+/* Wait until all tasks have ended, or after kvs_shutdown() all that run: false if some go on. */
 bool kvs_reclaim_drain(struct kvs_engine *, int64_t timeout_ns);
 bool kvs_reclaim_pending(struct kvs_engine *);
 

@@ -94,11 +94,11 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   struct kvs_host_pool_options asked = *options;
   if (asked.layers == 0) asked.layers = 1;
   if (asked.chunk_nbytes == 0) asked.chunk_nbytes = UINT64_C(1) << 30;
-  if (kvs_reclaim_pending(engine)) (void)kvs_reclaim_drain(engine, RECLAIM_NS); /* room that is on its way */
   int status = check_geometry(&asked, err);
   if (!status) status = check_node(&asked, err);
   if (!status) status = kvs_dev_check(engine->device, err);
   if (status) return status;
+  if (kvs_reclaim_pending(engine)) (void)kvs_reclaim_drain(engine, RECLAIM_NS); /* room that is on its way */
   struct kvs_host_pool *pool = calloc(1, sizeof *pool);
   if (!pool) return kvs_fail(err, KVS_NOMEM, "no memory for a host pool");
   pool->asked = asked;

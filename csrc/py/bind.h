@@ -66,7 +66,6 @@ enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
 /* kvs_engine_collect() without the GIL, for it takes locks of lanes; destructors of the owners take it back. */
 void kvs_py_collect(struct kvs_engine *engine);
-extern _Thread_local int kvs_py_releasing; /* inside such a destructor, nothing may wait for the device */
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
 /* Wait for a task that gives memory back, and leave it. KVS_PY_KEPT: an exception is set and nothing was given back;
  * KVS_PY_GIVEN: done, with an exception if it failed or was interrupted (PyErr_Occurred). */

@@ -34,9 +34,7 @@ static void clear(struct call *call) {
 static void release_owner(void *owner) {
   if (!Py_IsInitialized()) return; /* a store that is closed behind the interpreter's end */
   PyGILState_STATE gil = PyGILState_Ensure();
-  kvs_py_releasing++;
   Py_DECREF((PyObject *)owner);
-  kvs_py_releasing--;
   PyGILState_Release(gil);
 }
 

@@ -8,13 +8,10 @@ enum layered { LAYER_EVENTS, AFTER_LAYERS };
 
 /* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the
  * GIL. */
-_Thread_local int kvs_py_releasing;
 
 void kvs_py_release_owner(void *owner) {
   PyGILState_STATE gil = PyGILState_Ensure();
-  kvs_py_releasing++;
   Py_DECREF((PyObject *)owner);
-  kvs_py_releasing--;
   PyGILState_Release(gil);
 }
 
