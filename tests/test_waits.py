@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -488,6 +488,40 @@ def test_memory_that_could_not_be_freed_is_as_before(device: kvswap.Device) -> N
     held.free(PATIENCE)
     with pytest.raises(kvswap.Error, match="already freed"):
         held.free()
+
+
+def until_done(call: Callable[..., Any], limits: Iterator[float]) -> None:
+    for limit in limits:
+        with suppress(TimeoutError):
+            call(timeout=limit)
+            break
+
+
+def test_threads_that_give_back_with_short_limits(device: kvswap.Device) -> None:
+    """What raised TimeoutError has changed nothing, or is told when it is called again."""
+    failed: list[BaseException] = []
+    end = time.monotonic() + 2
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        limits = iter(lambda: float(random.choice([0, 0.0001, 0.001, 0.01])), None)
+        try:
+            while time.monotonic() < end:
+                array, ptr = np.zeros(8192, np.uint8), memory.host_alloc(4096, device=device)
+                device.register(array)
+                testing.delay(device, float(random.random()) * 0.002, kvswap.Stream(device))
+                until_done(lambda timeout, array=array: device.unregister(array, timeout), limits)
+                until_done(lambda timeout, ptr=ptr: memory.host_free(ptr, timeout=timeout), limits)
+                until_done(device.alloc(4096).free, limits)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not failed
 
 
 # -- dropping ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ struct kvs_reclaim {
   bool covered; /* what was queued when it was made has ended */
   bool kept;    /* its result is kept though nobody waits */
   bool listed;  /* the list has it */
+  bool seen;    /* a caller was told its status */
   bool ran;     /* RUNNING, or ENDED by its function: not because the device could not be waited for */
   unsigned callers;
   int status;
@@ -62,6 +63,7 @@ static void append_locked(struct kvs_reclaims *reclaims, struct kvs_reclaim *tas
   struct kvs_reclaim **at = &reclaims->first;
   while (*at) at = &(*at)->next;
   *at = task;
+  task->next = NULL;
   task->listed = true;
   pthread_cond_broadcast(&reclaims->changed);
 }
@@ -282,6 +284,7 @@ int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_er
   pthread_mutex_lock(&reclaims->lock);
   while (task->state != ENDED && !here && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
   bool ended = task->state == ENDED;
+  task->seen |= ended;
   if (ended && task->status) *err = task->err;
   int status = task->status;
   pthread_mutex_unlock(&reclaims->lock);
@@ -293,8 +296,11 @@ bool kvs_reclaim_leave(struct kvs_reclaim *task, enum kvs_leave how) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   pthread_mutex_lock(&reclaims->lock);
   bool last = --task->callers == 0, withdrawn = !task->ran && how != KVS_LEAVE_ALONE;
-  if (last && (withdrawn || task->state == ENDED)) remove_locked(reclaims, task);
-  if (last && task->state == RUNNING && how == KVS_LEAVE_RESULT) task->kept = true;
+  /* It may have ended since the caller was told that it goes on. */
+  bool keep = last && !withdrawn && how == KVS_LEAVE_RESULT && !task->seen;
+  if (keep) task->kept = true;
+  if (keep && !task->listed) append_locked(reclaims, task);
+  if (last && !keep && (withdrawn || task->state == ENDED)) remove_locked(reclaims, task);
   free_unused_locked(task);
   pthread_mutex_unlock(&reclaims->lock);
   kvs_engine_unref(engine);
