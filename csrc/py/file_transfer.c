@@ -25,10 +25,7 @@ static void transfer_dealloc(PyObject *self) {
   struct kvs_file_transfer *transfer = core(self);
   kvs_py_object_free(self);
   Py_BEGIN_ALLOW_THREADS /* the last handle closes the store, and waits for nothing */
-  struct kvs_file_store *store = kvs_file_transfer_store(transfer);
-  kvs_file_ref(store);
   kvs_file_transfer_unref(transfer);
-  kvs_file_unref_later(store);
   Py_END_ALLOW_THREADS
 }
 
