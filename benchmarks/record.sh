@@ -66,15 +66,12 @@ hazards() {
 # streams up (--serial: the tools run one command at a time). Calls that the driver is meant to refuse are no errors; what
 # a tool says of memory and kernels is. initcheck sees neither what a batch call writes nor a copy of rows far apart: it
 # runs without batch calls and far_apart. memcheck takes one read across two registrations side by side for one beyond the
-# first: it runs without over_seams. A relay needs a kernel and copies at once, which the tools do not let run: each of its
-# transfers gives up after a quarter of a second and is done again, so that it is looked at in test_swap alone; not by
-# initcheck, since what it had copied by then may be anything.
+# first: it runs without over_seams.
 sanitize_part() {
   local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told"
   local log="$parts/$tool-$tests${3:+-$3}.log"
   only+=" and not keeps_a_manager and not beside and not elapsed and not whatever"
-  [ "$tests-$tool" = swap-initcheck ] || [ "$tests" != swap ] && only+=" and not relay"
-  [ "$tool" = initcheck ] && export KVSWAP_DISABLE=batch,relay &&
+  [ "$tool" = initcheck ] && export KVSWAP_DISABLE=batch &&
     only+=" and not far_apart and not interleaving and not defaults_of and not environment"
   [ "$tool" = memcheck ] && only+=" and not over_seams"
   timeout -k 5 400 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
@@ -88,8 +85,7 @@ sanitize() {
   export -f sanitize_part
   {
     printf '%s\n' "memcheck faults D2H and" "memcheck faults H2D and" # the slow ones first
-    printf '%s copy_engine kernel and\n' racecheck memcheck initcheck synccheck
-    for tests in swap strided gpu pool order transfer regions conformance transfer_manager validation; do
+    for tests in copy_engine burst swap strided gpu pool order transfer regions conformance transfer_manager validation; do
       printf "%s $tests\n" racecheck memcheck initcheck synccheck
     done
   } | timeout 560 xargs -P 8 -L 1 bash -c 'sanitize_part "$@"' _
