@@ -35,7 +35,29 @@ H200: dict[Direction, list[Row]] = {
         Row("h2d", Pair(8), 49.3, (1.150,)),
     ],
 }
+# Beside the load that stands in for it: 2 CTAs have four warps each, as calibrations run them.
+STAND_IN: dict[Direction, list[Row]] = {
+    "d2h": [
+        Row("d2h", None, 54.6, (1.012,)),
+        Row("d2h", Pair(1), 19.1, (1.022,)),
+        Row("d2h", Pair(2, 27.5), 26.6, (1.038,)),
+        Row("d2h", Pair(2, 35.8), 32.9, (1.094,)),
+        Row("d2h", Pair(2), 27.1, (1.101,)),
+        Row("d2h", Pair(4, 45.7), 43.6, (1.153,)),
+        Row("d2h", Pair(8), 49.2, (2.530,)),
+    ],
+    "h2d": [
+        Row("h2d", None, 55.0, (1.022,)),
+        Row("h2d", Pair(1), 26.2, (1.040,)),
+        Row("h2d", Pair(2, 27.6), 27.1, (1.068,)),
+        Row("h2d", Pair(2, 35.9), 31.2, (1.085,)),
+        Row("h2d", Pair(2), 32.4, (1.089,)),
+        Row("h2d", Pair(4, 45.8), 44.6, (1.129,)),
+        Row("h2d", Pair(8), 47.8, (1.219,)),
+    ],
+}
 OTHERWISE = Choice(Pair(5, 17.0), Pair(3))
+choose = functools.partial(_knee.choose, suffers=1.0)
 
 
 def around(middle: float, spread: float) -> tuple[float, ...]:
@@ -46,13 +68,19 @@ def around(middle: float, spread: float) -> tuple[float, ...]:
 
 
 def test_an_h200_takes_what_its_decode_step_hardly_feels() -> None:
-    assert _knee.choose(H200["d2h"], OTHERWISE) == Choice(Pair(4, 46), Pair(2))
-    assert _knee.choose(H200["h2d"], OTHERWISE) == Choice(Pair(4, 50), Pair(2))
+    assert choose(H200["d2h"], OTHERWISE) == Choice(Pair(4, 46), Pair(2))
+    assert choose(H200["h2d"], OTHERWISE) == Choice(Pair(4, 50), Pair(2))
+
+
+def test_the_load_suffers_more_than_a_model() -> None:
+    assert _knee.choose(STAND_IN["d2h"], OTHERWISE) == Choice(Pair(2, 35.8), Pair(2, 27.5))
+    assert _knee.choose(STAND_IN["h2d"], OTHERWISE) == Choice(Pair(2), Pair(1))
+    assert choose(STAND_IN["d2h"], OTHERWISE).normal == Pair(2, 27.5), "as if it were a model"
 
 
 def test_the_order_of_rows_does_not_matter() -> None:
     for rows in H200.values():
-        assert _knee.choose(rows[::-1], OTHERWISE) == _knee.choose(rows, OTHERWISE)
+        assert choose(rows[::-1], OTHERWISE) == choose(rows, OTHERWISE)
 
 
 def test_the_careful_values_follow_the_link() -> None:
@@ -83,7 +111,7 @@ def test_the_limits_are_of_what_comes_on_top_of_the_bare_copy() -> None:
             Row("d2h", Pair(4), 40, (bare + _knee.NORMAL_EXTRA + 0.001,)),
             Row("d2h", Pair(8), 45, (bare + 1,)),
         ]
-        assert _knee.choose(rows, OTHERWISE) == Choice(Pair(3), Pair(1))
+        assert choose(rows, OTHERWISE) == Choice(Pair(3), Pair(1))
     assert _knee.BACKGROUND_EXTRA < _knee.NORMAL_EXTRA < 0.05, "a model is promised 0.05"
 
 
@@ -94,11 +122,11 @@ def test_the_fastest_counts_not_the_most_ctas() -> None:
         Row("d2h", Pair(8, 30), 30, (1.0,)),
         Row("d2h", Pair(8), 50, (3.0,)),
     ]
-    assert _knee.choose(rows, OTHERWISE).normal == Pair(2)
+    assert choose(rows, OTHERWISE).normal == Pair(2)
 
 
 def careful_because(rows: list[Row], why: str) -> None:
-    choice = _knee.choose(rows, OTHERWISE)
+    choice = choose(rows, OTHERWISE)
     assert (choice.normal, choice.background) == (OTHERWISE.normal, OTHERWISE.background)
     assert why in choice.note and choice.note.endswith("careful values")
 
@@ -117,7 +145,7 @@ def test_what_tells_nothing_leaves_the_careful_values() -> None:
 def test_noise_of_the_size_of_a_gpus_changes_nothing() -> None:
     for rows in H200.values():
         noisy = [Row(row.direction, row.pair, row.gbps, around(row.slowdown, 0.006)) for row in rows]
-        assert _knee.choose(noisy, OTHERWISE) == _knee.choose(rows, OTHERWISE)
+        assert choose(noisy, OTHERWISE) == choose(rows, OTHERWISE)
 
 
 def test_a_pair_that_cannot_be_told_from_noise_is_not_taken() -> None:
@@ -125,7 +153,7 @@ def test_a_pair_that_cannot_be_told_from_noise_is_not_taken() -> None:
         Row(row.direction, row.pair, row.gbps, around(row.slowdown, 0.1 if row.pair == Pair(4, 46) else 0.001))
         for row in H200["d2h"]
     ]
-    assert _knee.choose(rows, OTHERWISE) == Choice(Pair(4, 40), Pair(2))
+    assert choose(rows, OTHERWISE) == Choice(Pair(4, 40), Pair(2))
 
 
 def test_where_nothing_is_gentle_enough_the_gentlest_is_taken() -> None:
@@ -134,10 +162,10 @@ def test_where_nothing_is_gentle_enough_the_gentlest_is_taken() -> None:
         Row("h2d", Pair(1), 10, (1.02,)),
         Row("h2d", Pair(2), 20, (1.3,)),
     ]
-    choice = _knee.choose(rows, OTHERWISE)
+    choice = choose(rows, OTHERWISE)
     assert (choice.normal, choice.background) == (Pair(1), Pair(1))
     assert choice.note == "background costs the load 0.020 more than one bare copy, not 0.01 at most"
-    choice = _knee.choose([rows[0], rows[2]], OTHERWISE)
+    choice = choose([rows[0], rows[2]], OTHERWISE)
     assert (choice.normal, choice.background) == (Pair(2), Pair(2))
     assert "normal costs the load 0.300 more" in choice.note
 
@@ -327,6 +355,7 @@ def fake_load(monkeypatch: pytest.MonkeyPatch, rows: dict[Direction, list[Row]])
 
 
 def test_a_calibration_stores_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_knee, "LOAD_SUFFERS", 1.0)  # the rows are a decode step's
     fake_load(monkeypatch, H200)
     rig = Fake()
     result = tuned(rig, 10)
@@ -344,6 +373,7 @@ def test_a_calibration_stores_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_calibration_says_why_it_is_careful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_knee, "LOAD_SUFFERS", 1.0)  # the rows are a decode step's
     fake_load(monkeypatch, {"d2h": H200["d2h"][:4], "h2d": H200["h2d"]})
     result = tuned(Fake(), 10)
     assert result.costs["tuning"]["kernel_normal_d2h"][:2] == (2, round(0.77 * 55.4, 3))
