@@ -384,6 +384,59 @@ static void test_loss_in_a_burst(enum kvs_direction direction) {
 #endif
 }
 
+/* -- the slots of bursts --------------------------------------------------------------------------------------- */
+
+/* As when a device opens, with calls of the driver refused: of a GPU that has 64 MiB for a slot, or of a host device.
+ */
+static void open_slots(struct kvs_engine *engine, const char *kind, const char *operation, uint64_t nth,
+                       uint64_t every) {
+  struct kvs_device *device = engine->device;
+  const struct kvs_device_ops *ops = device->ops;
+  struct kvs_device_ops other = *ops;
+  struct kvs_fault fault = {.action = KVS_FAULT_FAIL, .nth = nth, .every = every, .code = 2};
+  struct kvs_error ignored;
+  snprintf(fault.operation, sizeof fault.operation, "%s", operation);
+  other.kind = kind;
+  engine->burst_note[0] = 0;
+  kvs_slots_close(engine);
+  CHECK(!kvs_dev_fault_set(device, KVS_FAULT_CALL, &fault, &ignored));
+  device->ops = &other;
+  kvs_slots_open(engine);
+  device->ops = ops;
+  fault.action = KVS_FAULT_NONE;
+  kvs_dev_fault_set(device, KVS_FAULT_CALL, &fault, &ignored);
+}
+
+/* What memory there is is taken, and said; the device opens whatever there is. */
+static void test_little_memory_for_slots(void) {
+  struct kvs_engine *engine = open_engine(9);
+  const uint64_t mib = 1 << 20;
+  const struct {
+    const char *kind, *operation;
+    uint64_t nth, every, slot_nbytes;
+    const char *note;
+  } cases[] = {
+      {"cuda", "alloc", 100, 0, 64 * mib, ""},
+      {"cuda", "alloc", 1, 0, 32 * mib, "slots of 32 MiB instead of 64: the device has no more memory free"},
+      {"cuda", "alloc", 4, 0, 32 * mib, "slots of 32 MiB instead of 64: the device has no more memory free"},
+      {"cuda", "event_create", 5, 0, 32 * mib, "slots of 32 MiB instead of 64: the device has no more memory free"},
+      {"cuda", "alloc", 2, 2, 0, "alloc failed with code 2"},
+      {"cuda", "event_create", 1, 1, 0, "event_create failed with code 2"},
+      {"host", "alloc", 100, 0, mib, ""},
+      {"host", "alloc", 3, 0, 0, "alloc failed with code 2"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    open_slots(engine, cases[i].kind, cases[i].operation, cases[i].nth, cases[i].every);
+    uint64_t wanted = 8 * cases[i].slot_nbytes; /* a direction: three, and two of half as much */
+    CHECK(kvs_engine_slots_nbytes(engine) == wanted, "case %zu: %llu bytes", i,
+          (unsigned long long)kvs_engine_slots_nbytes(engine));
+    CHECK(strncmp(engine->burst_note, cases[i].note, strlen(cases[i].note)) == 0 &&
+              (engine->burst_note[0] == 0) == (cases[i].note[0] == 0),
+          "case %zu: '%s'", i, engine->burst_note);
+  }
+  kvs_engine_unref(engine);
+}
+
 /* -- threads --------------------------------------------------------------------------------------------------- */
 
 struct worker {
@@ -481,6 +534,7 @@ static int call_all(struct kvs_engine *engine, struct caches *c, struct kvs_pool
   told += kvs_engine_free(engine, dst, &err) == KVS_FORKED;
   told += kvs_engine_register(engine, src, NBYTES, &err) == KVS_FORKED;
   told += kvs_engine_unregister(engine, src, &err) == KVS_FORKED;
+  told += kvs_engine_set_slots(engine, 0, 0, 0, &err) == KVS_FORKED;
   kvs_engine_free_later(engine, dst);
   kvs_engine_get_defaults(engine, &defaults);
   kvs_engine_set_defaults(engine, &defaults);
@@ -511,7 +565,7 @@ static void test_fork_while_a_lock_is_held(void) {
     }
     pthread_mutex_unlock(locks[i]);
     waitpid(child, &status, 0);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7, "lock %d: status %x", (int)i, (unsigned)status);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 8, "lock %d: status %x", (int)i, (unsigned)status);
   }
   for (int i = 0; i < 2; i++) kvs_pool_unref(pools[i]);
   caches_free(&c);
@@ -531,6 +585,7 @@ int main(void) {
   test_loss();
   test_loss_in_a_burst(KVS_D2H);
   test_loss_in_a_burst(KVS_H2D);
+  test_little_memory_for_slots();
   test_threads();
   test_fork_while_a_lock_is_held();
   kvs_shutdown(SECONDS);
