@@ -5,7 +5,7 @@ one after another. In CI each test takes ``--long-seconds`` (5 by default). By h
     pytest tests/long/test_any_transfer.py --device cuda:0 --long-seconds 120
 
 Each transfer has a part of two buffers to itself, where it is right to compare all bytes; what they share is streams,
-the rings, tables of rows and staging memory. A failure names its seed; ``--long-seed N`` begins with it.
+slots, tables of rows and staging memory. A failure names its seed; ``--long-seed N`` begins with it.
 """
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from conftest import PATIENCE, usable
-from transfers import GUARD, Chooser, Sides, Work, carry_out, draw
+from transfers import GUARD, TINY, Chooser, Sides, Work, carry_out, draw, tiny_slots
 
 import kvswap
 from kvswap import testing
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 PART, PARTS = 48 << 10, 24  # of the buffers: bytes, and how many
 LARGE = 3 << 20
-OPERATIONS = ("copy", "copy_batch", "wait32", "write32", "fill", "launch", "event_record", "stream_wait", "")
+OPERATIONS = ("copy", "copy_batch", "launch", "event_record", "stream_wait", "event_create", "alloc", "")
 
 
 class Seeds:
@@ -88,6 +88,7 @@ class Round:
         path = self.rng.choice(("burst", "burst", "kernel", "auto"))
         call = self.sides.batch if listed else self.sides.swap
         options = {"path": path, "stream": self.rng.choice(self.streams)}
+        options["priority"] = self.rng.choice(("normal", "normal", "high", "background"))
         if not self.faults or self.rng.random() < 0.7:
             return call(work, **options)
         operation, nth = self.rng.choice(OPERATIONS), self.rng.choice((1, 1, 2, 3, 5, 8))
@@ -137,12 +138,14 @@ def test_small_transfers(device: kvswap.Device, seeds: Seeds, faults: bool) -> N
         Round(sides, seed, streams, faults).run(seeds, PART, PARTS)
 
 
-def test_large_transfers(device: kvswap.Device, seeds: Seeds) -> None:
-    """Of several fillings of the ring."""
+@pytest.mark.parametrize("faults", [False, True], ids=["", "refusals"])
+def test_large_transfers(device: kvswap.Device, seeds: Seeds, faults: bool) -> None:
+    """Of many bursts each."""
     usable(device, "kernel")
     sides, streams = Sides(device, 4 * LARGE), streams_of(device)
-    for seed in seeds:
-        Round(sides, seed, streams).run(seeds, LARGE, 4)
+    with tiny_slots(device):
+        for seed in seeds:
+            Round(sides, seed, streams, faults).run(seeds, LARGE, 4)
 
 
 @pytest.mark.parametrize("faults", [False, True], ids=["", "refusals"])
@@ -150,4 +153,6 @@ def test_every_interleaving(seeds: Seeds, faults: bool) -> None:
     """On devices that reorder all that nothing orders, each by its seed."""
     for seed in seeds:
         device = testing.deterministic_device(seed)
-        Round(Sides(device, PART * 8), seed, streams_of(device), faults).run(seeds, PART, 8)
+        device.set_slots(TINY, 2 + seed % 3)
+        part = PART if seed % 3 else 8 * PART  # of several bursts
+        Round(Sides(device, part * 8), seed, streams_of(device), faults).run(seeds, part, 8)
