@@ -345,6 +345,34 @@ def test_a_transfer_that_runs_ahead_and_is_refused(tiny: kvswap.Device, directio
         keep_right(sides, works, call, direction, operation="", nth=nth)
 
 
+def test_slots_that_a_refused_transfer_may_still_use(tiny: kvswap.Device, direction: int) -> None:
+    """What was queued of it waits at a gate: until that is over its slots serve no other lane."""
+    sides, held, outcomes = Sides(tiny, 2 * MIB), kvswap.Stream(tiny), set()
+    streams = [kvswap.Stream(tiny) for _ in range(3)]
+    for nth in range(1, 60):
+        works = halves(direction, 2 * KIB, 80, number=3, room=sides.room)
+        sides.prepare(sides.room)
+        with Gate(tiny) as gate:
+            gate.hold(held)
+            transfers = [sides.swap(works[0], path="burst", after=[held], stream=streams[0])]
+            try:
+                with testing.fault(tiny, "call", "fail", nth=nth, code=33):
+                    transfers.append(sides.swap(works[1], path="burst", after=[held], stream=streams[1]))
+            except kvswap.DeviceError:
+                del works[1]
+            transfers.append(sides.swap(works[-1], path="burst", stream=streams[2]))
+            transfers[-1].wait(PATIENCE)
+            assert len(works) == 2 or transfers[-1].path == "kernel", f"call {nth}"
+            outcomes.add(transfers[-2].path if len(works) == 3 else "raised")
+            gate.open()
+            tiny.synchronize(PATIENCE)
+        for transfer, work in zip(transfers, works, strict=True):
+            carry_out(work, sides.gpu_model, sides.cpu_model, np.delete(np.arange(work.count), transfer.failed_blocks))
+            sides.forget(work, transfer.failed_blocks)
+        sides.check(f"call {nth}")
+    assert outcomes == {"raised", "dma", "burst"}
+
+
 @pytest.mark.parametrize("layered", [False, True])
 def test_a_device_that_is_lost_in_the_middle(direction: int, layered: bool) -> None:
     """At each call: what was done before is right, all else fails and says so, and nothing waits for anything."""

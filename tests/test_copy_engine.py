@@ -335,7 +335,7 @@ def store_and_load(device: kvswap.Device, path: str, on_stream: bool, nbytes: in
     testing.delay(device, 0.003, stream)
     written = write_pattern(device, gpu, nbytes, first, stream)
     stored = sides.swap(store, **options)
-    if not on_stream:  # which holds up nobody: who needs it says so
+    if not on_stream:  # which holds up no stream: one that needs it waits for it
         stored.make_wait(stream)
     over = write_pattern(device, gpu, nbytes, second, stream)
     testing.delay(device, 0.003, stream)
@@ -462,7 +462,7 @@ def cheapest(device: kvswap.Device, name: str) -> None:
 
 
 def test_a_device_that_is_full(path: str, direction: int) -> None:
-    """AUTO then takes the copy engine, which needs no memory for lists; who insists on a kernel is told."""
+    """AUTO then takes the copy engine, which needs no memory for lists; a path that was asked for is refused."""
     device = testing.deterministic_device(direction + 5)
     sides, work = Sides(device, 4 * MIB), plain(16, 2, 9000, direction)
     cheapest(device, path)
@@ -550,8 +550,8 @@ def write_twice(device: kvswap.Device, operation: str, nth: int, direction: int,
 
 @pytest.mark.parametrize("one_stream", [False, True])
 @pytest.mark.parametrize("operation", ["stream_wait", "event_record"])
-def test_who_comes_after_a_burst_that_nobody_can_wait_for(direction: int, operation: str, one_stream: bool) -> None:
-    """Its copies may still be under way when all that could tell of them is over: whoever writes to the same blocks
+def test_what_comes_after_a_burst_that_cannot_be_waited_for(direction: int, operation: str, one_stream: bool) -> None:
+    """Its copies may still be under way when all that could tell of them is over: what writes to the same blocks
     is refused, or comes after them."""
     devices = [(nth, tiny_device(seed)) for nth in range(1, 24) for seed in (1, 2, 3)]
     refused = sum(write_twice(device, operation, nth, direction, one_stream) for nth, device in devices)

@@ -80,7 +80,7 @@ class Round:
         """None: it was refused, and nothing moves."""
         try:
             return self.submit_unless_held(work, listed)
-        except kvswap.QueueFull as error:  # behind copies that a refused call left with nobody to wait for them
+        except kvswap.QueueFull as error:  # behind copies that a refused call left with no event to wait for
             assert self.faults and "its copies still run" in str(error), error
             return None
 
