@@ -29,8 +29,8 @@ from kvswap.bench.methods import Pieces
 # for models that suffer more than the load does.
 NORMAL_EXTRA = 0.035
 BACKGROUND_EXTRA = 0.01
-# The load keeps the GPU's memory wholly busy, and suffers so many times what a decode step does: on an H200 two CTAs at 42
-# GB/s, device to host, cost it 0.087 more than a bare copy and the step 0.025.
+# The load keeps the GPU's memory wholly busy, and suffers so many times what a decode step does: on an H200 two CTAs at
+# 42 GB/s, device to host, cost it 0.087 more than a bare copy and the step 0.025.
 LOAD_SUFFERS = 3.0
 _SUFFERS = 0.05  # a load that nothing costs as much shows no knee
 
