@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Gate, check_pattern, usable, write_pattern
+from conftest import PATIENCE, Buffer, Gate, check_pattern, usable, write_pattern
 from transfers import (
     CALLS,
     D2H,
@@ -27,6 +27,7 @@ from transfers import (
     Work,
     carry_out,
     draw,
+    four_bursts,
     halves,
     lay_out,
     plain,
@@ -435,6 +436,35 @@ def test_many_transfers_of_one_lane_in_every_interleaving(direction: int) -> Non
         device = testing.deterministic_device(seed)
         device.set_slots(TINY, 2 + seed % 3)
         send_many(device, seed, direction, 12)
+
+
+def store_late(device: kvswap.Device, direction: int, ordinary: bool) -> None:
+    """Over and over the same blocks are written late, moved and looked at where they go; by bursts and by the copy
+    engine, all of one lane. No call waits for anything."""
+    sides, work, stream = Sides(device, MIB), four_bursts(direction), kvswap.Stream(device)
+    if ordinary:  # memory that may be the other side of another transfer of the lane
+        sides.gpu, sides.cpu = Buffer(device, MIB, "plain"), Buffer(device, MIB, "plain")
+    keys, nbytes, jobs = np.arange(work.count), work.nbytes[0], []
+    source, target = (tensor_pointers(sides, work, 0, first) for first in (True, False))
+    for i, path in enumerate(("burst", "dma", "burst", "burst", "dma", "burst")):
+        testing.delay(device, 0.001, stream)
+        jobs.append(write_pattern(device, source, nbytes, keys + 1000 * i, stream))
+        transfer = sides.swap(work, path=path, after=[stream])
+        assert transfer.path == path
+        transfer.make_wait(stream)
+        jobs.append(check_pattern(device, target, nbytes, keys + 1000 * i, stream))
+    assert [job.result(PATIENCE)[0] for job in jobs] == [0] * len(jobs)
+
+
+@pytest.mark.parametrize("ordinary", [False, True])
+def test_late_producers_of_one_lane(tiny: kvswap.Device, direction: int, ordinary: bool) -> None:
+    if ordinary and tiny.kind == "cuda":
+        pytest.skip("kernels do not reach ordinary memory")
+    store_late(tiny, direction, ordinary)
+    for seed in range(1, 31):
+        device = testing.deterministic_device(seed)
+        device.set_slots(TINY, 2)
+        store_late(device, direction, ordinary)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
