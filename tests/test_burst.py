@@ -467,6 +467,29 @@ def test_late_producers_of_one_lane(tiny: kvswap.Device, direction: int, ordinar
         store_late(device, direction, ordinary)
 
 
+def test_a_lane_waits_once_for_another(direction: int) -> None:
+    """What a lane's copies waited for, its bursts need not wait for again: their first stage comes after the copies."""
+    for seed in range(1, 41):
+        device = testing.deterministic_device(seed)
+        device.set_slots(TINY, 2)
+        count, nbytes, held = 120, 4 * KIB, kvswap.Stream(device)
+        sides = [Buffer(device, count * nbytes, side) for side in ("cpu", "gpu", "cpu")]
+        if direction == H2D:
+            sides = [Buffer(device, count * nbytes, side) for side in ("gpu", "cpu", "gpu")]
+        wanted = sides[0].randomise(seed)
+        first, middle, last = (kvswap.Pool(device, side.ptr, count, nbytes) for side in sides)
+        ids = np.random.default_rng(seed).permutation(count)
+        few, many = ids[:8], ids[8:]
+        testing.delay(device, 0.002, held)
+        transfers = [kvswap.move_blocks(first, middle, ids, ids, path="dma", stream=held)]
+        for path, some in (("dma", few), ("burst", many)) if seed % 2 else (("burst", many), ("dma", few)):
+            transfers.append(kvswap.move_blocks(middle, last, some, some, path=path))
+            assert transfers[-1].path == path
+        for transfer in transfers:
+            transfer.wait(PATIENCE)
+        np.testing.assert_array_equal(sides[2].get(), wanted)
+
+
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
