@@ -232,7 +232,7 @@ def test_moves_between_pools(sides: Sides, what: str) -> None:
 
 def test_jobs_of_offloading(sides: Sides) -> None:
     flips = Flips()
-    tensors = [[sides.gpu.ptr, BLOCKS, STRIDE, NBYTES, sides.cpu.ptr, STRIDE, NBYTES]]
+    tensors = [[sides.gpu.ptr, BLOCKS, STRIDE, NBYTES, sides.cpu.ptr, STRIDE, NBYTES, NBYTES]]
     job = _C.OffloadMap(
         *(sides.device, np.array(tensors, np.uint64).reshape(-1)),
         *(np.array([[0, 0, 0, 0, NBYTES, 1, 0, 0, 1, 0]], np.uint64).reshape(-1), 1, BLOCKS, 1),
@@ -254,9 +254,10 @@ def test_tables_of_offloading(sides: Sides) -> None:
     flips = Flips()
     ids = permuted(1)
     at = np.arange(BLOCKS) * STRIDE
-    rows = np.zeros((BLOCKS, 7), np.int64)
+    rows = np.zeros((BLOCKS, 8), np.int64)
     rows[:, :4] = np.stack([sides.gpu.ptr + at, np.ones(BLOCKS), np.full(BLOCKS, STRIDE), np.full(BLOCKS, NBYTES)], 1)
-    rows[:, 4:] = np.stack([sides.cpu.ptr + at, np.full(BLOCKS, STRIDE), np.full(BLOCKS, NBYTES)], 1)
+    rows[:, 4:7] = np.stack([sides.cpu.ptr + at, np.full(BLOCKS, STRIDE), np.full(BLOCKS, NBYTES)], 1)
+    rows[:, 7] = NBYTES
     bad = rows.copy()
     bad[:, 1] = 1 << 40
     parts = np.zeros((BLOCKS, 10), np.int64)

@@ -32,11 +32,12 @@ from kvswap import memory, testing
 from kvswap.files import FileStore, Layout
 
 WAITS = {
+    "device.c:device_set_slots": ["Device.set_slots"],
     "device.c:device_synchronize": ["Device.synchronize"],
     "device.c:device_unregister": ["Device.unregister"],
     "file_transfer.c:wait_as": ["FileTransfer.wait"],
-    "files.c:close_store": ["FileStore.close"],
-    "files.c:open_store": ["FileStore"],
+    "file_apart.c:kvs_py_apart": ["FileStore", "FileStore.close"],
+    "files.c:use_store": ["FileStore.close"],
     "host_alloc.c:give_back": ["host_free", "host_unregister"],
     "host_common.c:close_core": ["HostPool.close", "SharedPool.close"],
     "host_common.c:kvs_py_host_pool_drain": ["HostPool.close", "HostPool.shrink", "HostPool.grow"],
@@ -67,7 +68,7 @@ QUICK = {
     "device.c:cuda_count": OPENS,
     "device.c:device_set_compute_stream": QUEUES,
     "device.c:device_register": QUEUES,
-    "device.c:device_stats": QUEUES,
+    "device_facts.c:kvs_py_device_stats": QUEUES,
     "event.c:event_create": QUEUES,
     "event.c:kvs_py_event_of_transfer": QUEUES,
     "event.c:event_record": QUEUES,
@@ -82,8 +83,6 @@ QUICK = {
     "files.c:store_contains": QUEUES,
     "files.c:on_keys": QUEUES,
     "files.c:store_keys": QUEUES,
-    "files.c:store_refresh": FILES,
-    "files.c:peek": FILES,
     "files.c:gds": OPENS,
     "files.c:gds_close": OPENS,
     "host_alloc.c:host_alloc": QUEUES,
@@ -198,6 +197,15 @@ def call_unregister(stuck: Stuck) -> Call:
     stuck.device.register(array)
     stuck.transfer(array)
     return lambda timeout=60.0: stuck.device.unregister(array, timeout)
+
+
+def call_set_slots(stuck: Stuck) -> Call:
+    host, info = stuck.device.alloc(4096, host=True), stuck.device.info
+    transfer = kvswap.swap_blocks_batch(
+        [stuck.device.alloc(4096)], [host], 4096, stream=stuck.hold(), device=stuck.device, path="burst"
+    )
+    assert transfer.path == "burst"
+    return lambda timeout=60.0: stuck.device.set_slots(info["slots_nbytes"] // 8, timeout=timeout)
 
 
 def call_host_free(stuck: Stuck) -> Call:
@@ -349,7 +357,20 @@ def call_file_open(stuck: Stuck) -> Call:
     store.store([b"k" * 16], np.zeros((1, 4096), np.uint8), [0])
     time.sleep(0.2)
     del store
-    return lambda: FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device).close()
+
+    def call() -> None:
+        until = time.monotonic() + 10
+        while True:
+            try:
+                FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device).close()
+                return
+            except (
+                kvswap.Error
+            ) as error:  # an opening that was interrupted ends by itself, and has the store until then
+                assert "open twice in this one" in str(error) and time.monotonic() < until
+                time.sleep(0.05)
+
+    return call
 
 
 @contextmanager
@@ -380,6 +401,7 @@ def call_open(stuck: Stuck) -> Call:
 
 CALLS: dict[str, Callable[[Stuck], Call]] = {
     "Device.alloc": call_alloc,
+    "Device.set_slots": call_set_slots,
     "Device.synchronize": call_device_synchronize,
     "Device.unregister": call_unregister,
     "Event.synchronize": call_event_synchronize,

@@ -32,7 +32,7 @@ KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth,
 
 /* Device memory that bursts are packed in: for each direction `count` slots (2 to 8) of slot_nbytes, and two of half as
  * much for transfers that must not wait for those. 0: give the memory back; path burst is off. Waits, at most
- * timeout_ns, until all transfers of the engine ended; allocating and freeing may hold up other work on the device. */
+ * timeout_ns, until the transfers through them ended; allocating and freeing may hold up other work on the device. */
 KVS_API int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
                                  struct kvs_error *err);
 KVS_API uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* of both directions */

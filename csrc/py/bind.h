@@ -173,6 +173,8 @@ struct kvs_engine *kvs_py_device_engine(PyObject *device);                      
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */
 PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* makes its own */
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
+PyObject *kvs_py_device_info(PyObject *device, void *unused);      /* its getter, */
+PyObject *kvs_py_device_stats(PyObject *device, PyObject *unused); /* and its method */
 /* In Python's logging, under kvswap. `format` has one %s. */
 int kvs_py_say(const char *level, const char *format, const char *text);
 

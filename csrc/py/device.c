@@ -224,48 +224,6 @@ static PyObject *device_lost(PyObject *self, void *unused) {
   return PyBool_FromLong(atomic_load(&kvs_engine_device(kvs_py_device_engine(self))->lost) != 0);
 }
 
-static PyObject *uuid_text(const unsigned char *uuid) {
-  char text[40] = "";
-  unsigned any = 0;
-  for (int i = 0, at = 0; i < 16; ++i) {
-    any |= uuid[i];
-    at += snprintf(text + at, sizeof text - (size_t)at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
-                   uuid[i]);
-  }
-  return PyUnicode_FromString(any != 0 ? text : "");
-}
-
-PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
-  return Py_BuildValue("{s:s, s:s, s:N, s:K, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}", "name",
-                       info->name, "pci", info->pci, "uuid", uuid_text(info->uuid), "memory",
-                       (unsigned long long)info->memory, "max_pitch", (unsigned long long)info->max_pitch, "driver",
-                       info->driver, "cc_major", info->cc_major, "cc_minor", info->cc_minor, "sms", info->sms,
-                       "copy_engines", info->copy_engines, "numa_node", info->numa_node, "priority_low",
-                       info->priority_low, "priority_high", info->priority_high, "batch", PyBool_FromLong(info->batch),
-                       "memops", PyBool_FromLong(info->memops), "kernels", PyBool_FromLong(info->kernels),
-                       "kernels_note", info->kernels_note);
-}
-
-/* dict[name] = value, which may be NULL with an exception set; takes the reference. */
-static int set_item(PyObject *dict, const char *name, PyObject *value) {
-  int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
-  Py_XDECREF(value);
-  return rc;
-}
-
-static PyObject *device_info(PyObject *self, void *unused) {
-  (void)unused;
-  const struct kvs_engine *engine = kvs_py_device_engine(self);
-  const char *burst = kvs_engine_burst_note(engine);
-  PyObject *dict = kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
-  if (dict == NULL) return NULL;
-  if (set_item(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
-      set_item(dict, "slots_nbytes", PyLong_FromUnsignedLongLong(kvs_engine_slots_nbytes(engine))) < 0 ||
-      set_item(dict, "costs", PyUnicode_FromString(kvs_engine_costs_note(engine))) < 0)
-    Py_CLEAR(dict);
-  return dict;
-}
-
 /* -- methods ------------------------------------------------------------------------------------------------------- */
 
 /* Others destroy their streams with the object; our own are kept by the engine, which its streams keep alive in turn.
@@ -399,89 +357,31 @@ static PyObject *device_unregister(PyObject *self, PyObject *const *args, Py_ssi
   Py_RETURN_NONE;
 }
 
+struct slots {
+  struct kvs_engine *engine;
+  uint64_t nbytes, count;
+};
+
+static int wait_slots(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  const struct slots *slots = arg;
+  unsigned count = slots->count < UINT32_MAX ? (unsigned)slots->count : UINT32_MAX; /* too many either way */
+  return kvs_engine_set_slots(slots->engine, slots->nbytes, count, timeout_ns, err);
+}
+
 static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"slot_nbytes", "count", "timeout"};
   static const struct kvs_py_args spec = {"set_slots", names, 1, 2, 3};
-  struct kvs_py_state *state = kvs_py_state_of(self);
-  struct kvs_engine *engine = kvs_py_device_engine(self);
-  struct kvs_error err = {0};
+  struct slots slots = {kvs_py_device_engine(self), 0, 3};
   PyObject *values[3];
-  uint64_t slot_nbytes, count = 3;
   int64_t timeout_ns = 10000000000;
-  int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_uint64(values[0], "slot_nbytes", -1, &slot_nbytes) < 0) return NULL;
-  if (values[1] != NULL && kvs_py_uint64(values[1], "count", -1, &count) < 0) return NULL;
+  if (kvs_py_uint64(values[0], "slot_nbytes", -1, &slots.nbytes) < 0) return NULL;
+  if (values[1] != NULL && kvs_py_uint64(values[1], "count", -1, &slots.count) < 0) return NULL;
   if (values[2] != NULL && kvs_py_timeout(values[2], "timeout", &timeout_ns) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_set_slots(engine, slot_nbytes, count < UINT32_MAX ? (unsigned)count : UINT32_MAX, timeout_ns, &err);
-  Py_END_ALLOW_THREADS
-  if (rc != KVS_OK) return kvs_py_raise(state, &err);
-  kvs_py_collect(engine);
+  if (kvs_py_wait(kvs_py_state_of(self), wait_slots, &slots, timeout_ns, "a transfer that uses the slots") < 0)
+    return NULL;
+  kvs_py_collect(slots.engine);
   Py_RETURN_NONE;
-}
-
-static PyObject *path_stats(const struct kvs_path_stats *paths) {
-  PyObject *dict = PyDict_New();
-  for (int path = 0; dict != NULL && path < KVS_PATHS; ++path) {
-    const struct kvs_path_stats *row = &paths[path];
-    if (row->transfers == 0) continue;
-    PyObject *value = Py_BuildValue("{s:K, s:K, s:K, s:d}", "transfers", (unsigned long long)row->transfers, "blocks",
-                                    (unsigned long long)row->blocks, "bytes", (unsigned long long)row->bytes, "seconds",
-                                    (double)row->device_ns * 1e-9);
-    if (set_item(dict, kvs_path_name((enum kvs_path)path), value) < 0) Py_CLEAR(dict);
-  }
-  return dict;
-}
-
-/* {"d2h": {"dma": {"transfers": 1, ...}}, ...}, without rows that hold nothing. */
-static PyObject *all_path_stats(const struct kvs_stats *stats) {
-  static const char *const directions[] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
-  PyObject *dict = PyDict_New();
-  for (int direction = 0; dict != NULL && direction < 3; ++direction) {
-    PyObject *paths = path_stats(stats->paths[direction]);
-    if (paths != NULL && PyDict_GET_SIZE(paths) == 0) {
-      Py_DECREF(paths);
-      continue;
-    }
-    if (set_item(dict, directions[direction], paths) < 0) Py_CLEAR(dict);
-  }
-  return dict;
-}
-
-static PyObject *device_stats(PyObject *self, PyObject *unused) {
-  (void)unused;
-  struct kvs_engine *engine = kvs_py_device_engine(self);
-  struct kvs_stats stats = {0};
-  kvs_py_collect(engine);
-  Py_BEGIN_ALLOW_THREADS
-  kvs_engine_stats(engine, &stats);
-  Py_END_ALLOW_THREADS
-  const struct {
-    const char *name;
-    uint64_t value;
-  } rows[] = {{"submitted", stats.submitted},
-              {"done", stats.done},
-              {"failed", stats.failed},
-              {"cancelled", stats.cancelled},
-              {"bytes_d2h", stats.bytes_d2h},
-              {"bytes_h2d", stats.bytes_h2d},
-              {"bytes_other", stats.bytes_other},
-              {"copies", stats.copies},
-              {"merged", stats.merged},
-              {"unfinished", stats.unfinished},
-              {"lanes", stats.lanes},
-              {"refused_full", stats.refused_full},
-              {"second_attempts", stats.second_attempts},
-              {"staging_nbytes", stats.staging_nbytes},
-              {"waits_raw", stats.waits_raw},
-              {"waits_war", stats.waits_war},
-              {"waits_waw", stats.waits_waw}};
-  PyObject *dict = PyDict_New();
-  for (size_t i = 0; dict != NULL && i < sizeof rows / sizeof *rows; ++i)
-    if (set_item(dict, rows[i].name, PyLong_FromUnsignedLongLong(rows[i].value)) < 0) Py_CLEAR(dict);
-  if (dict != NULL && set_item(dict, "paths", all_path_stats(&stats)) < 0) Py_CLEAR(dict);
-  return dict;
 }
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
@@ -513,7 +413,7 @@ PyDoc_STRVAR(
     "Waits until the device's transfers have ended: TimeoutError after `timeout` seconds (None: no limit), and "
     "nothing\n"
     "has changed. Allocating and freeing may hold up what else runs on the device. ValueError: sizes beyond these.\n"
-    "DeviceError: there is not so much memory; path 'burst' is off then. Any thread may call.");
+    "DeviceError: there is not so much memory; path 'burst' is off then. Ctrl-C works. Any thread may call.");
 PyDoc_STRVAR(
     alloc_doc,
     "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
@@ -564,14 +464,14 @@ static PyMethodDef methods[] = {
     {"alloc", KVS_PY_FASTCALL(device_alloc), METH_FASTCALL | METH_KEYWORDS, alloc_doc},
     {"register", KVS_PY_FASTCALL(device_register), METH_FASTCALL | METH_KEYWORDS, register_doc},
     {"unregister", KVS_PY_FASTCALL(device_unregister), METH_FASTCALL | METH_KEYWORDS, unregister_doc},
-    {"stats", device_stats, METH_NOARGS, stats_doc},
+    {"stats", kvs_py_device_stats, METH_NOARGS, stats_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef getset[] = {
     {"name", device_name, NULL, "str: 'cuda:0', 'host:0'.", NULL},
     {"kind", device_kind, NULL, "str: 'cuda' or 'host'.", NULL},
-    {"info", device_info, NULL,
+    {"info", kvs_py_device_info, NULL,
      "dict: name, pci, uuid, memory (bytes), max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), "
      "cc_major,\n"
      "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, "

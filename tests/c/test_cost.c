@@ -146,24 +146,24 @@ static void test_what_is_not_there_is_never_picked(void) {
     CHECK(isinf(kvs_cost_ns(&costs, &none, (enum kvs_path)path)), "nothing for %d", path);
 }
 
-/* Gathering and moving overlap, but for one burst: 1 MiB. */
+/* Gathering and moving overlap, but for 8 MiB. */
 static void test_burst(void) {
   struct kvs_costs costs = some_costs(2);
   struct kvs_path_cost *burst = &costs.paths[KVS_D2H][KVS_PATH_BURST];
-  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 4 << 20, .rows = 4096, .runs = 16};
+  struct kvs_shape shape = {.direction = KVS_D2H, .nbytes = 32 << 20, .rows = 32768, .runs = 128};
   burst->start = 5000;
   burst->extra = 0;
   burst->each[1] = 100;   /* 1 KiB */
   burst->run[9] = 100000; /* 256 KiB */
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 16 * 100000 + 4096 * 100 / 4.0));
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 128 * 100000 + 32768 * 100 / 4.0));
   burst->run[9] = 20000;
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 4096 * 100 + 16 * 20000 / 4.0));
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 32768 * 100 + 128 * 20000 / 4.0));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 256 << 10, .rows = 256, .runs = 1};
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 256 * 100 + 20000)); /* it is all one burst */
   burst->extra = 6400;                                                                /* of a slot's 16 MiB and more */
   CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 100 + 256 * 100 + 20000));
   shape = (struct kvs_shape){.direction = KVS_D2H, .nbytes = 64 << 20, .rows = 65536, .runs = 256};
-  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 6400 + 65536 * 100 + 256 * 20000 / 64.0));
+  CHECK(near(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST), 5000 + 6400 + 65536 * 100 + 256 * 20000 / 8.0));
   shape.runs = 0;
   CHECK(isinf(kvs_cost_ns(&costs, &shape, KVS_PATH_BURST)));
 }

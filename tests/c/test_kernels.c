@@ -77,7 +77,7 @@ static void test_grids(uint64_t seed) {
     struct grid g = make_grid(device, &random, round % 10 == 9 ? MAX_POOL - 5 : 30);
     unsigned char *before = malloc(g.nbytes);
     memcpy(before, g.dst, g.nbytes);
-    for (int kernel = KVS_KERNEL_COPY; kernel <= KVS_KERNEL_RING; kernel++)
+    for (int kernel = KVS_KERNEL_COPY; kernel <= KVS_KERNEL_PACK; kernel++)
       for (int list = 0; list < 2; list++) {
         memcpy(g.dst, before, g.nbytes);
         launch_copy(device, (enum kvs_kernel)kernel, list ? &g.list : &g.grid, 1 + (unsigned)check_below(&random, 40),
@@ -167,7 +167,7 @@ static void test_slots(uint64_t seed, bool by_src) {
   unsigned char *before = malloc(scattered_nbytes), *slot_before = malloc(slot_nbytes + 2 * 20);
   memcpy(before, scattered, scattered_nbytes);
   memcpy(slot_before, slot, slot_nbytes + 2 * 20);
-  for (int kernel = KVS_KERNEL_COPY; kernel <= KVS_KERNEL_RING; kernel++) {
+  for (int kernel = KVS_KERNEL_COPY; kernel <= KVS_KERNEL_PACK; kernel++) {
     memcpy(scattered, before, scattered_nbytes);
     memcpy(slot, slot_before, slot_nbytes + 2 * 20);
     launch_copy(device, (enum kvs_kernel)kernel, &params, 1 + (unsigned)check_below(&random, 40), 0);
