@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, check_pattern, usable, write_pattern
+from conftest import PATIENCE, Buffer, Gate, check_pattern, run_python, usable, write_pattern
 from transfers import (
     CALLS,
     D2H,
@@ -372,6 +372,68 @@ def test_slots_that_a_refused_transfer_may_still_use(tiny: kvswap.Device, direct
             sides.forget(work, transfer.failed_blocks)
         sides.check(f"call {nth}")
     assert outcomes == {"raised", "dma", "burst"}
+
+
+@pytest.mark.parametrize("what", ["nothing", "lost"])
+def test_a_transfer_that_moves_nothing_ends_after_what_it_waits_for(
+    tiny: kvswap.Device, direction: int, what: str
+) -> None:
+    """It was given no blocks, or their sources are lost; and its layers' events come no sooner."""
+    count, nbytes, held = 80, 4 * KIB, kvswap.Stream(tiny)
+    buffers = [Buffer(tiny, count * nbytes, kind) for kind in ("gpu", "cpu", "cpu" if direction == H2D else "gpu")]
+    gpu, cpu, other = (kvswap.Pool(tiny, buffer.ptr, count, nbytes) for buffer in buffers)
+    src, dst = (gpu, cpu) if direction == D2H else (cpu, gpu)
+    ids = np.arange(0 if what == "nothing" else count)
+    if what == "lost":
+        with testing.fault(tiny, "copy", "fail", every=1, code=33):
+            lost = kvswap.move_blocks([other], [src], ids, ids, path="dma")
+        tiny.synchronize(PATIENCE)
+        assert lost.failed_blocks.size == count
+    for options in ({"after": [held]}, {"after_layers": [held], "layer_events": True}):
+        with Gate(tiny) as gate:
+            gate.hold(held)
+            transfer = kvswap.move_blocks([src], [dst], ids, ids, path="burst", **options)
+            time.sleep(0.02)
+            assert not transfer.done()
+            if "layer_events" in options and what == "nothing":
+                assert not transfer.layer_done(0)
+            gate.open()
+            tiny.synchronize(PATIENCE)
+            assert transfer.done() and transfer.failed_blocks.size == ids.size
+            assert transfer.path == "burst"
+
+
+@pytest.mark.parametrize("operation", ["stream_info", "event_record", "stream_wait"])
+def test_a_refused_layer_leaves_no_way_past_what_the_transfer_waits_for(
+    tiny: kvswap.Device, direction: int, operation: str
+) -> None:
+    """An earlier transfer of the same blocks waits at a gate; a second one fails at its first layer, and whoever comes
+    after that one alone still comes after the first."""
+    count, nbytes, held, other = 80, 4 * KIB, kvswap.Stream(tiny), kvswap.Stream(tiny)
+    kinds = ("gpu", "cpu") if direction == H2D else ("cpu", "gpu")
+    buffers = [Buffer(tiny, count * nbytes, kind) for kind in (kinds[0], *(kinds[1],) * 3)]
+    middle, first, second, third = (kvswap.Pool(tiny, buffer.ptr, count, nbytes) for buffer in buffers)
+    ids, outcomes = np.arange(count), set()
+    for nth in range(1, 6):
+        for i, buffer in enumerate(buffers):
+            buffer.put(np.full(count * nbytes, i + 1, np.uint8))
+        with Gate(tiny) as gate:
+            gate.hold(held)
+            kvswap.move_blocks([middle], [first], ids, ids, path="dma", stream=held)
+            try:
+                with testing.fault(tiny, "call", "fail", operation=operation, nth=nth, code=33):
+                    failed = kvswap.move_blocks([second], [middle], ids, ids, path="burst", after_layers=[other])
+            except kvswap.DeviceError:
+                continue
+            last = kvswap.move_blocks([third], [middle], ids, ids, path="dma", stream=kvswap.Stream(tiny))
+            time.sleep(0.02)
+            assert not failed.done() and not last.done(), nth
+            gate.open()
+            tiny.synchronize(PATIENCE)
+        assert (buffers[1].get(count * nbytes) == 1).all(), nth
+        assert (buffers[0].get(count * nbytes) == 4).all(), nth
+        outcomes.add(failed.state)
+    assert "failed" in outcomes
 
 
 @pytest.mark.parametrize("layered", [False, True])

@@ -268,11 +268,16 @@ static bool apart(const struct kvs_submission *s) {
   return !kvs_racecheck_on();
 }
 
+/* All of it is lost already, say. */
+static bool is_empty(const struct kvs_submission *s) {
+  return s->listed ? s->work->scratch->copies.count == 0 : s->work->nslots == 0 || s->work->scratch->rows.count == 0;
+}
+
 /* Where nothing overlaps, the spine alone is as good. In the background nothing is to: the link pauses for each kernel.
  * Any other pause would take a kernel that keeps an SM. */
 int kvs_prepare_burst(struct kvs_submission *s) {
   bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
-  one = one || s->options->priority == KVS_PRIORITY_BACKGROUND;
+  one = one || is_empty(s) || s->options->priority == KVS_PRIORITY_BACKGROUND;
   s->first = one ? s->lane->spine : s->lane->front;
   s->ahead = !one && apart(s);
   return KVS_OK;
@@ -436,4 +441,13 @@ int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
   if (!kvs_beyond_hope(unjoined.status)) return KVS_OK;
   *why = unjoined;
   return unjoined.status;
+}
+
+/* The end is on the spine, and who waits for it alone must have waited for all that this transfer starts after. */
+void kvs_close_bursts(struct kvs_submission *s) {
+  struct kvs_error why;
+  if (s->begun || s->fatal || s->transfer->head == s->lane->spine || rejoin(s, &why) == KVS_OK) return;
+  s->transfer->unjoined = true;
+  kvs_fail_whole(s, &why);
+  if (kvs_beyond_hope(why.status)) kvs_give_up(s, &why);
 }

@@ -83,5 +83,7 @@ size_t kvs_layer_group_end(const struct kvs_submission *, size_t layer);
 /* Queue what is in view. Refused: some of it may be under way, and is over before what the spine gets next; it is to be
  * done again. */
 int kvs_issue_bursts(struct kvs_submission *, struct kvs_error *why);
+/* Behind the last of them: the end of one that queued none comes after its start all the same. */
+void kvs_close_bursts(struct kvs_submission *);
 
 #endif
