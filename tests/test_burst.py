@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, check_pattern, run_python, usable, write_pattern
+from conftest import PATIENCE, Buffer, Gate, check_pattern, usable, write_pattern
 from transfers import (
     CALLS,
     D2H,
