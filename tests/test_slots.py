@@ -130,7 +130,7 @@ def test_slots_are_in_use(resized: kvswap.Device, direction: int) -> None:
         gate.hold(held)
         transfer = sides.swap(work, path="burst", stream=held)
         for arguments in ((TINY, 2), (0,), (2 * TINY, 3)):
-            with pytest.raises(TimeoutError, match="a transfer that uses the slots did not end within 0.1 s"):
+            with pytest.raises(TimeoutError, match=r"a transfer that uses the slots did not end within 0\.1 s"):
                 resized.set_slots(*arguments, timeout=0.1)
             assert memory_of(resized) == 16 * TINY and resized.info["burst"] == "on"
         waiting = threading.Thread(target=resized.set_slots, args=(TINY, 2), kwargs={"timeout": PATIENCE})
