@@ -647,8 +647,8 @@ def test_the_environment(device: kvswap.Device, environment: dict[str, str], ans
 @pytest.mark.parametrize(
     ("other", "slower", "taken_of_few", "taken_of_many"),
     [
-        ("dma", 1.03, "dma", "burst"),
-        ("dma", 1.2, "dma", "dma"),
+        ("dma", 1.2, "dma", "burst"),
+        ("dma", 1.4, "dma", "dma"),
         ("kernel", 1.005, "burst", "burst"),
         ("kernel", 1.2, "kernel", "kernel"),
     ],

@@ -120,11 +120,13 @@ static void start_racecheck(void) {
 
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
+  const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
   const char *path = getenv("KVSWAP_PATH"), *ctas = getenv("KVSWAP_MAX_CTAS"), *gbps = getenv("KVSWAP_PACE_GBPS");
   char *end;
   pthread_once(&once, start_racecheck);
   int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
   if (status) return status;
+  engine->disabled.auto_burst = queues && strcmp(queues, "1") == 0 && strcmp(engine->device->ops->kind, "cuda") == 0;
   for (int i = KVS_PATH_AUTO; path && *path; i++) {
     if (i > KVS_PATH_DIRECT)
       return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, burst, kernel, direct",

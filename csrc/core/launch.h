@@ -19,6 +19,7 @@ struct kvs_staging;
 
 struct kvs_disabled {
   bool kernel, batch, burst, strided;
+  bool auto_burst; /* AUTO takes none: the driver has one queue for all streams */
 };
 
 /* Rows in device memory. Those that no unfinished transfer reads may give way to others. */
