@@ -323,6 +323,7 @@ static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint6
   }
   units.rows += burst->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)burst->nrows;
+  units.parts = (uint32_t)kvs_burst_parts(&s->work->scratch->rows, burst, &units.piece);
   units.pairs = burst->count > KVS_INLINE_PAIRS ? units.pairs + burst->first * sizeof(struct kvs_pair) : 0;
   units.npairs = (uint32_t)burst->count;
   units.slot = slot;

@@ -76,8 +76,10 @@ static int prepare_grid(struct kvs_submission *s) {
   if (!status) status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
   if (status || !work->nslots || !rows->count) return status;
   if (burst) kvs_pack_sort(packing, work->direction);
-  uint32_t piece = burst ? PACK_PIECE : PIECE;
-  s->units = (struct kvs_units){.parts = (uint32_t)parts_of(rows, piece), .piece = piece};
+  if (burst) /* each has parts of its own */
+    s->units = (struct kvs_units){.piece = PACK_PIECE};
+  else
+    s->units = (struct kvs_units){.parts = (uint32_t)parts_of(rows, PIECE), .piece = PIECE};
   size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
 }

@@ -97,6 +97,10 @@ struct kvs_cutter kvs_cut_list(uint64_t nbytes, enum kvs_direction direction, ui
 bool kvs_cut_next_list(struct kvs_cutter *cutter, const struct kvs_piece *pieces, size_t npieces,
                        struct kvs_burst *burst);
 
+/* Into how many parts, of how many bytes at most, the kernel cuts each row of a burst (not of a list): of `piece`
+ * bytes, or as many more as keep its units fewer than 2^31. */
+uint64_t kvs_burst_parts(const struct kvs_rows *rows, const struct kvs_burst *burst, uint32_t *piece);
+
 /* packing->copies becomes the copies of a burst between the slot at that address and the host, cut at seams. Of a list:
  * and the host's side of each piece becomes its place in the slot. */
 int kvs_burst_copies(struct kvs_packing *packing, const struct kvs_burst *burst, enum kvs_direction direction,

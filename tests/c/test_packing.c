@@ -831,6 +831,41 @@ static void test_lists(void) {
   kvs_regions_clear(&regions);
 }
 
+/* Whatever rows there are: what the kernel counts in 32 bits stays far below 2^32, and every byte is in a part. */
+static void test_units(void) {
+  static const struct {
+    uint64_t longest, rest; /* bytes of the first row, and of each other */
+    size_t nrows, count;
+    uint64_t parts;
+    uint32_t piece;
+  } cases[] = {
+      {1, 1, 1, 1, 1, 4096},
+      {4096, 100, 2, 10, 1, 4096},
+      {4097, 100, 2, 10, 2, 4096},
+      {MIB, 100, 80, 1000, 256, 4096},
+      {32 * MIB, 1, 65537, 1, 8192, 4096},
+      {32 * MIB, 1, 65537, 10, 2048, 16384},
+      {512 * MIB, 8, 1 << 16, 1, 1 << 14, 1 << 15},
+      {1, 1, 4096, 1 << 18, 1, 4096}, /* 1 GiB of single bytes */
+      {4097, 1, 4096, 1 << 18, 1, 8192},
+  };
+  struct kvs_rows rows = {.count = 0};
+  OK(kvs_rows_reserve(&rows, 1 << 17, &err));
+  for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
+    rows.count = 0;
+    kvs_rows_push(&rows, &(struct kvs_row){.nbytes = (uint64_t)1 << 40}); /* of another burst */
+    for (size_t i = 0; i < cases[c].nrows; i++)
+      kvs_rows_push(&rows, &(struct kvs_row){.nbytes = i == 0 ? cases[c].longest : cases[c].rest});
+    uint32_t piece = 4096;
+    const struct kvs_burst burst = {.first_row = 1, .nrows = cases[c].nrows, .count = cases[c].count};
+    uint64_t parts = kvs_burst_parts(&rows, &burst, &piece);
+    CHECK(parts * piece >= cases[c].longest && parts * cases[c].nrows * cases[c].count <= 1ull << 31, "case %zu", c);
+    CHECK(parts == cases[c].parts && piece == cases[c].piece, "case %zu: %llu parts of %u", c,
+          (unsigned long long)parts, piece);
+  }
+  kvs_rows_free(&rows);
+}
+
 int main(void) {
   begin_round(0);
   test_pairs();
@@ -840,5 +875,6 @@ int main(void) {
   test_large_blocks();
   test_first_and_last();
   test_lists();
+  test_units();
   return check_close();
 }
