@@ -27,6 +27,7 @@ from transfers import (
     Work,
     carry_out,
     draw,
+    finish,
     four_bursts,
     halves,
     lay_out,
@@ -56,14 +57,6 @@ def tiny(device: kvswap.Device) -> Iterator[kvswap.Device]:
     """The device under test, with slots so small that small transfers are many bursts."""
     with tiny_slots(device):
         yield device
-
-
-def finish(sides: Sides, transfers: list[kvswap.Transfer], works: list[Work], what: str = "") -> None:
-    """All of them are done, in the order in which they were submitted, and nothing else has changed."""
-    for transfer, work in zip(transfers, works, strict=True):
-        transfer.wait(PATIENCE)
-        carry_out(work, sides.gpu_model, sides.cpu_model)
-    sides.check(what)
 
 
 # -- a transfer holds up no other lane's ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE, Gate, run_python, usable
-from transfers import D2H, GUARD, H2D, MIB, TINY, Sides, Work, carry_out, four_bursts, plain, tiny_slots
+from transfers import D2H, GUARD, H2D, MIB, TINY, Sides, Work, carry_out, finish, four_bursts, plain, tiny_slots
 
 import kvswap
 from kvswap import _C, testing
@@ -142,6 +142,31 @@ def test_slots_are_in_use(resized: kvswap.Device, direction: int) -> None:
         carry_out(work, sides.gpu_model, sides.cpu_model)
         sides.check()
     assert sides.run(work, path="burst").path == "burst"
+
+
+def test_slots_that_are_still_in_use_of_another_lane(resized: kvswap.Device, direction: int) -> None:
+    """A small transfer waited for one slot of a large one of another lane, and ends before that has used the others."""
+    slot_nbytes, seen = (16 * MIB if resized.kind == "cuda" else 2 * MIB), 0
+    room = 46 * slot_nbytes
+    large = plain(slot_nbytes // 4, 1, 120, direction)
+    spare = plain(slot_nbytes // 4, 1, 32, direction, begin=32 * slot_nbytes)
+    small = plain(4 * KIB, 1, 4, direction, begin=room - MIB)
+    sides = Sides(resized, room)
+    for _ in range(30):
+        resized.set_slots(slot_nbytes, 8, timeout=PATIENCE)
+        sides.prepare(room)
+        transfers = [sides.swap(work, path="burst", stream=kvswap.Stream(resized)) for work in (large, spare, small)]
+        for transfer in transfers[1:]:
+            transfer.wait(PATIENCE)
+        try:
+            resized.set_slots(0, timeout=0)
+        except TimeoutError:
+            seen += 1
+        finish(sides, transfers, [large, spare, small])
+        resized.set_slots(0, timeout=PATIENCE)
+        if seen == 2:
+            return
+    raise AssertionError("slots were given back while a transfer used them, or it was over too early each time")
 
 
 def test_there_is_no_memory_for_slots(direction: int) -> None:

@@ -303,3 +303,11 @@ class Sides:
 
 
 CALLS: dict[str, Callable[..., kvswap.Transfer]] = {"swap": Sides.swap, "batch": Sides.batch, "move": Sides.move}
+
+
+def finish(sides: Sides, transfers: list[kvswap.Transfer], works: list[Work], what: str = "") -> None:
+    """All of them are done, in the order in which they were submitted, and nothing else has changed."""
+    for transfer, work in zip(transfers, works, strict=True):
+        transfer.wait(PATIENCE)
+        carry_out(work, sides.gpu_model, sides.cpu_model)
+    sides.check(what)

@@ -47,6 +47,7 @@ static void slots_close(struct kvs_engine *engine, struct kvs_slots *slots) {
   if (slots->address) (void)kvs_dev_free(device, slots->address, &ignored);
   slots->begun = slots->address = slots->nbytes = 0;
   slots->lane = NULL;
+  slots->shared = false;
 }
 
 static int slots_open(struct kvs_engine *engine, struct kvs_slots *slots, uint64_t slot_nbytes, unsigned count,
@@ -111,13 +112,18 @@ uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine) {
 
 /* Whether nothing that was queued uses them. */
 static bool is_over(struct kvs_engine *engine, const struct kvs_slots *slots) {
+  struct kvs_device *device = engine->device;
   struct kvs_error ignored;
+  bool over = true;
   if (slots->doubt[0])
-    return kvs_dev_stream_query(engine->device, slots->doubt[0], &ignored) == KVS_OK &&
-           kvs_dev_stream_query(engine->device, slots->doubt[1], &ignored) == KVS_OK;
-  if (!slots->lane || atomic_load(&slots->lane->ended) >= slots->sequence) return true;
-  /* Looking at an event makes the work of a stepped device go on. */
-  return !engine->device->stepped && kvs_dev_event_query(engine->device, slots->free[slots->last], &ignored) == KVS_OK;
+    over = kvs_dev_stream_query(device, slots->doubt[0], &ignored) == KVS_OK &&
+           kvs_dev_stream_query(device, slots->doubt[1], &ignored) == KVS_OK;
+  else if (slots->lane && atomic_load(&slots->lane->ended) < slots->sequence)
+    /* Looking at an event makes the work of a stepped device go on. */
+    over = !device->stepped && kvs_dev_event_query(device, slots->free[slots->last], &ignored) == KVS_OK;
+  for (unsigned i = 0; over && slots->shared && i < slots->count; i++)
+    over = kvs_dev_event_query(device, slots->free[i], &ignored) == KVS_OK;
+  return over;
 }
 
 static int rank(enum kvs_priority priority) {
@@ -135,10 +141,14 @@ static bool usable(struct kvs_engine *engine, struct kvs_slots *slots, const str
   if (!slots->nbytes) return false;
   if (is_over(engine, slots)) {
     slots->doubt[0] = slots->doubt[1] = 0;
+    slots->shared = false;
     return true;
   }
   if (slots->doubt[0]) return false;
-  return slots->lane == lane || (waiting && may_wait_for(engine, slots, lane));
+  if (slots->lane == lane) return true;
+  if (!waiting || !may_wait_for(engine, slots, lane)) return false;
+  slots->shared = true;
+  return true;
 }
 
 struct kvs_slots *kvs_slots_take(struct kvs_engine *engine, const struct kvs_lane *lane, enum kvs_direction direction) {

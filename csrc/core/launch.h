@@ -58,6 +58,7 @@ struct kvs_slots {
   kvs_event begun;     /* it started */
   bool steps;          /* it waits for more than its start: for layers */
   unsigned last;       /* its last slot */
+  bool shared;         /* another lane's before it may still use other slots than it took */
   kvs_stream doubt[2]; /* a call of it was refused: only these streams being idle says that nothing uses the slots */
 };
 
