@@ -84,17 +84,13 @@ class Rig:
 
     def measure_link(self, direction: Direction) -> float:
         """Seconds of one copy of a whole side."""
-        return self.copy_job(direction, self.area).median(_LINK_REPEATS)
-
-    def copy_job(self, direction: Direction, nbytes: int) -> Job:
-        """One bare copy."""
         gpu, cpu = np.array([self._gpu.ptr], np.uint64), np.array([self._cpu.ptr], np.uint64)
         source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
 
         def submit() -> _C.Transfer:
-            return _C.swap_blocks_batch(source, target, nbytes, device=self.device, path="dma")
+            return _C.swap_blocks_batch(source, target, self.area, device=self.device, path="dma")
 
-        return Job(self, submit, "dma", direction, source, target, nbytes)
+        return Job(self, submit, "dma", direction, source, target, self.area).median(_LINK_REPEATS)
 
     def job(
         self,

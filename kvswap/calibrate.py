@@ -5,7 +5,7 @@ forced, from the call until the bytes are there. Before each transfer its destin
 is checked, and only then does its time count. What a transfer takes at all (`start`), what one more block takes
 (`each`, and `run` of another kind of block) and what comes on top (`extra`) are told apart by transfers of one block,
 of some and of many: see solve(). Sizes are taken coarsely first, so that a budget that runs out costs sizes, which are
-then interpolated, and no path. A quarter of the time goes to what path kernel costs a load beside it: see _knee.py.
+then interpolated, and no path. How path kernel runs beside a model is not measured: it takes shares of the link's rate.
 
 docs/calibration.md says what the numbers mean and how they are stored.
 """
@@ -21,7 +21,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 
 import numpy as np
 
-from kvswap import _C, _knee
+from kvswap import _C
 from kvswap._rig import DIRECTIONS, WAIT_LIMIT, Direction, Path, Rig, Shape, Unavailable
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
@@ -47,9 +47,17 @@ _CTAS = (1, 2, 4, 8, 16, 32, 64)
 _CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
 _LEAST_CTAS = 8
-_KNEE_SHARE = 0.25  # of the time,
-_KNEE_SECONDS = 1.0  # where that is so much
-_KNEE_SIZE = 32 << 10
+_PACE_SIZE = 32 << 10  # of the blocks by which it is told what the kernel reaches at its pace
+# CTAs of path kernel, and its pace as a share of the link (0: unpaced), that a decode step on an H200 hardly felt.
+_GentleName: TypeAlias = Literal[
+    "kernel_normal_d2h", "kernel_normal_h2d", "kernel_background_d2h", "kernel_background_h2d"
+]
+_GENTLE: tuple[tuple[_GentleName, Direction, int, float], ...] = (
+    ("kernel_normal_d2h", "d2h", 2, 0.77),
+    ("kernel_normal_h2d", "h2d", 2, 0.0),
+    ("kernel_background_d2h", "d2h", 2, 0.5),
+    ("kernel_background_h2d", "h2d", 2, 0.5),
+)
 # What is set for one run must not be stored for all.
 _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAUNCH_BLOCKING")
 
@@ -88,8 +96,6 @@ class Result:
     skipped: int = 0
     unavailable: dict[Path, str] = field(default_factory=dict)
     bytes_verified: int = 0
-    knee: list[_knee.Row] = field(default_factory=list)
-    choices: dict[Direction, _knee.Choice] = field(default_factory=dict)
 
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -124,9 +130,8 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
     try:
         device.set_compute_stream(stream)
         tuning = _measure_tuning(rig, progress)
+        _measure_gentle(rig, tuning, progress)
         result = Result(device.name, product, {"d2h": {}, "h2d": {}, "tuning": tuning})
-        if rig.kernel_ctas is not None:
-            _measure_knee(rig, result, deadline, progress)
         _measure_points(rig, result, deadline, progress)
     finally:
         device.synchronize(WAIT_LIMIT)
@@ -203,63 +208,22 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
     return tuning
 
 
-def _measure_knee(rig: Rig, result: Result, deadline: float, progress: Progress) -> None:
-    """What path kernel has at the priorities `normal` and `background`, and what it reaches so."""
-    tuning, sms = result.costs["tuning"], max(1, int(rig.device.info["sms"]))
-    link: dict[Direction, float] = {"d2h": tuning["link_gbps_d2h"], "h2d": tuning["link_gbps_h2d"]}
-    high = _knee.Pair(rig.kernel_ctas or 1)  # whose costs say what it reaches
-    begin = time.monotonic()
-    budget = _KNEE_SHARE * (deadline - begin)
-    why = "" if budget >= _KNEE_SECONDS else "no time to measure it: careful values"
-    if rig.device.kind == "host":
-        result.choices = {d: _knee.Choice(high, high, "no SMs to share with a model") for d in DIRECTIONS}
-    else:
-        result.choices = {d: _knee.careful(d, link[d], sms, why) for d in DIRECTIONS}
-        if not why:
-            _choose(rig, result, link, begin + budget, progress)
-    shape = Shape(1, _KNEE_SIZE, max(1, rig.moved // _KNEE_SIZE))
-    progress(0, 1, "the kernel's paces")
-    reached = {
-        (direction, pair): shape.nbytes
-        / rig.measure("kernel", direction, shape, _LEAST_REPEATS, pair.ctas, pair.pace_gbps)
-        / 1e9
-        for direction in DIRECTIONS
-        for pair in {result.choices[direction].normal, result.choices[direction].background} - {high}
-    }
-
-    def taken(direction: Direction, pair: _knee.Pair) -> _C._KernelTuning:
-        return pair.ctas, pair.pace_gbps, round(reached.get((direction, pair), 0.0), 3)
-
-    tuning["kernel_normal_d2h"] = taken("d2h", result.choices["d2h"].normal)
-    tuning["kernel_normal_h2d"] = taken("h2d", result.choices["h2d"].normal)
-    tuning["kernel_background_d2h"] = taken("d2h", result.choices["d2h"].background)
-    tuning["kernel_background_h2d"] = taken("h2d", result.choices["h2d"].background)
-
-
-def _choose(rig: Rig, result: Result, link: dict[Direction, float], deadline: float, progress: Progress) -> None:
-    """Choices from what a load suffers; where there is no memory for that load, they stay careful, and say why."""
-    shape = Shape(1, _KNEE_SIZE, max(1, rig.moved // _KNEE_SIZE))
-    jobs: dict[_knee.Cell, _knee.Job] = {}
-    for direction in DIRECTIONS:
-        jobs[direction, None] = rig.copy_job(direction, rig.moved)
-        for pair in _knee.pairs(link[direction], max(1, int(rig.device.info["sms"]))):
-            jobs[direction, pair] = rig.job("kernel", direction, shape, pair.ctas, pair.pace_gbps)
-    try:
-        load = _knee.Load(rig.device)
-    except (MemoryError, _C.Error) as error:
-        if rig.device.lost:
-            raise
-        for direction, choice in result.choices.items():
-            result.choices[direction] = replace(choice, note=f"no load to measure it by ({error}): careful values")
+def _measure_gentle(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
+    """What path kernel has at the priorities `normal` and `background`, and what it reaches so alone."""
+    high = rig.kernel_ctas
+    if high is None:
         return
-    try:
-        for done, rows in enumerate(_knee.measure(jobs, load.seconds, deadline)):
-            progress(done, done + 1, "what the kernel costs a load")
-            result.knee = rows
-    finally:
-        load.close()
-    for direction, choice in result.choices.items():
-        result.choices[direction] = _knee.choose([row for row in result.knee if row.direction == direction], choice)
+    progress(0, 1, "the kernel's paces")
+    link: dict[Direction, float] = {"d2h": tuning["link_gbps_d2h"], "h2d": tuning["link_gbps_h2d"]}
+    shape = Shape(1, _PACE_SIZE, max(1, rig.moved // _PACE_SIZE))
+    for name, direction, most_ctas, share in _GENTLE:
+        ctas, pace = min(most_ctas, high), round(share * link[direction], 3)  # high is within the SMs
+        if rig.device.kind == "host":  # no SMs to share with a model
+            ctas, pace = high, 0.0
+        gbps = 0.0
+        if (ctas, pace) != (high, 0.0):  # whose costs say what it reaches
+            gbps = shape.nbytes / rig.measure("kernel", direction, shape, _LEAST_REPEATS, ctas, pace) / 1e9
+        tuning[name] = (ctas, pace, round(gbps, 3))
 
 
 def moved(most: int, gbps: float) -> int:
@@ -480,15 +444,14 @@ def table(costs: _C._Costs) -> str:
 
 def _runs(kernel: _C._KernelTuning) -> str:
     ctas, pace, gbps = kernel
-    return f"{_knee.Pair(ctas, pace)}{f' ({gbps:.1f})' if gbps else ''}"
+    paced = f"at {pace:.1f} GB/s" if pace else "unpaced"
+    return f"{ctas} CTA{'' if ctas == 1 else 's'} {paced}{f' ({gbps:.1f})' if gbps else ''}"
 
 
 def summary(result: Result) -> str:
     """All that was found, and what was not."""
     lines = [f"{result.device} ({result.product})", table(result.costs)]
     lines += [f"{path:<8} not available: {why}" for path, why in result.unavailable.items()]
-    lines += _knee.table(result.knee, result.choices) if result.knee else []
-    lines += [f"knee     {direction}: {choice.note}" for direction, choice in result.choices.items() if choice.note]
     measured = f"{len(result.seconds)} transfers timed"
     if result.skipped:
         measured += f", {result.skipped} interpolated for want of time (--seconds)"

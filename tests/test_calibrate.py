@@ -250,7 +250,10 @@ def test_a_path_that_is_not_there_is_unknown() -> None:
     assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
     result.costs["tuning"] = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
     assert result.costs["tuning"] == {"link_gbps_d2h": 50, "link_gbps_h2d": 40}
-    assert rig.kernel_ctas is None, "which its knee needs"
+    assert rig.kernel_ctas is None
+    asked = len(rig.asked)
+    calibrate._measure_gentle(rig, result.costs["tuning"], lambda done, total, what: None)  # type: ignore[arg-type]
+    assert len(result.costs["tuning"]) == 2 and len(rig.asked) == asked, "there is no kernel to be gentle"
     assert "kernel   not available: because" in calibrate.summary(result)
     assert math.isinf(_C._costs_predict(result.costs, "kernel", "d2h", 4096, rows=1))
 
@@ -349,6 +352,76 @@ def test_the_fewest_ctas_that_are_enough() -> None:
         assert rig.kernel_ctas == few
 
 
+class Paced:
+    """What calibrate needs of a rig to see what the kernel reaches: its pace, unpaced 30 GB/s."""
+
+    moved = MOVED
+
+    def __init__(self, kind: str, high: int) -> None:
+        self.device = type("Device", (), {"kind": kind})()
+        self.kernel_ctas = high
+        self.asked: list[tuple[str, int, float]] = []
+
+    def measure(self, path: str, direction: str, shape: Shape, repeats: int, ctas: int, pace: float) -> float:
+        assert (path, shape) == ("kernel", Shape(1, 32 << 10, MOVED >> 15))
+        self.asked.append((direction, ctas, pace))
+        return shape.nbytes / 1e9 / (pace or 30.0)
+
+
+def gentle(rig: Paced, d2h: float, h2d: float) -> _C._Tuning:
+    """What is added to the tuning."""
+    tuning: _C._Tuning = {"link_gbps_d2h": d2h, "link_gbps_h2d": h2d}
+    calibrate._measure_gentle(rig, tuning, lambda done, total, what: None)  # type: ignore[arg-type]
+    assert (tuning.pop("link_gbps_d2h"), tuning.pop("link_gbps_h2d")) == (d2h, h2d)
+    return tuning
+
+
+def test_what_is_gentle_follows_the_measured_link() -> None:
+    for d2h, h2d in ((55.3, 55.4), (25.0, 24.0), (400.0, 300.0)):
+        rig = Paced("cuda", 8)
+        found = gentle(rig, d2h, h2d)
+        paces = [round(share, 3) for share in (0.77 * d2h, 0, 0.5 * d2h, 0.5 * h2d)]
+        assert found == {
+            "kernel_normal_d2h": (2, paces[0], paces[0]),
+            "kernel_normal_h2d": (2, 0, 30),
+            "kernel_background_d2h": (2, paces[2], paces[2]),
+            "kernel_background_h2d": (2, paces[3], paces[3]),
+        }
+        directions = ("d2h", "h2d", "d2h", "h2d")
+        assert rig.asked == [(name, 2, pace) for name, pace in zip(directions, paces, strict=True)]
+
+
+def test_the_built_in_costs_are_as_gentle() -> None:
+    """With the shares of an H200's link."""
+    built_in = _C._costs_read(None)["tuning"]
+    found = gentle(Paced("cuda", 8), 55.3, 55.3)
+    for name, (ctas, pace, _) in found.items():
+        assert built_in[name][0] == ctas
+        assert built_in[name][1] == pytest.approx(pace, rel=0.01)
+        assert 0 < built_in[name][2] <= (pace or 55.3)
+
+
+def test_one_sm_has_one_cta() -> None:
+    found = gentle(Paced("cuda", 1), 50, 40)
+    assert {ctas for ctas, *_ in found.values()} == {1}
+    assert found["kernel_normal_d2h"] == (1, 38.5, 38.5), "and the same pace"
+    assert found["kernel_normal_h2d"] == (1, 0, 0), "as at priority high, whose costs say what it reaches"
+
+
+def test_a_host_device_has_no_model_beside_it() -> None:
+    rig = Paced("host", 4)
+    assert set(gentle(rig, 6, 5).values()) == {(4, 0, 0)}
+    assert rig.asked == []
+
+
+def test_how_the_kernel_runs_is_told() -> None:
+    costs = _C._costs_read(None)
+    costs["tuning"] |= gentle(Paced("cuda", 1), 50, 40)
+    lines = calibrate.table(costs).splitlines()
+    assert "kernel   normal     1 CTA at 38.5 GB/s (38.5) d2h, 1 CTA unpaced h2d" in lines
+    assert "kernel   high       8 CTAs unpaced d2h, 8 CTAs unpaced h2d" in lines
+
+
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:
     stream = kvswap.Stream(device)
     device.set_compute_stream(stream)
@@ -357,6 +430,8 @@ def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) 
         shape = Shape(4, 1000, 7)
         assert 0 < rig.measure("dma", "d2h", shape, 3) < 60
         assert rig.bytes_verified == 4 * shape.nbytes
+        paced = Shape(1, 32 << 10, 16)
+        assert rig.measure("kernel", "d2h", paced, 3, 1, 0.1) > 0.9 * paced.nbytes / 0.1e9
         with pytest.raises(calibrate.Unavailable, match="runs as dma"):
             rig.measure("strided", "h2d", Shape(1, 512, 3), 3)
         if device_name.startswith("host"):
