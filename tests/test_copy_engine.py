@@ -479,6 +479,33 @@ def test_a_device_that_is_full(path: str, direction: int) -> None:
     assert sides.run(work).path == path
 
 
+def test_a_device_that_is_full_waits_for_nobody(device: kvswap.Device, path: str, direction: int) -> None:
+    """A free would wait for all that is queued, and that may wait for the caller."""
+    usable(device, path)
+    sides, work, held = Sides(device, 4 * MIB), plain(16, 2, 9000, direction), kvswap.Stream(device)
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+    refused: list[str] = []
+
+    def submit() -> None:
+        try:
+            for _ in range(100):  # until no list is left of those that earlier transfers had
+                sides.swap(work, path=path, stream=held)
+        except kvswap.DeviceError as error:
+            refused.append(str(error))
+
+    with Gate(device) as gate:
+        gate.hold(held)
+        with testing.fault(device, "call", "fail", operation="alloc", every=1, code=2):
+            caller = threading.Thread(target=submit)
+            caller.start()
+            caller.join(PATIENCE)
+            hangs = caller.is_alive()
+            gate.open()
+        caller.join(PATIENCE)
+    assert not hangs and "alloc failed with code 2" in refused[0]
+    assert sides.run(work, path=path).path == path
+
+
 @pytest.mark.parametrize("call", ["batch", "move"])
 def test_lists_are_refused_too(faulty: Sides, direction: int, call: str) -> None:
     """By pointers: the kernel reads a list of pieces."""

@@ -425,7 +425,7 @@ static unsigned staging_class(size_t nbytes) {
 int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_staging **staging,
                            struct kvs_error *err) {
   unsigned class = staging_class(nbytes);
-  struct kvs_error ignored;
+  int status = KVS_OK;
   if (class == KVS_STAGING_CLASSES) return kvs_fail(err, KVS_NOMEM, "%zu bytes of descriptors are too many", nbytes);
   pthread_mutex_lock(&engine->cache_lock);
   struct kvs_staging *kept = engine->staging[class];
@@ -435,16 +435,14 @@ int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_
     kept = calloc(1, sizeof *kept);
     if (!kept) return kvs_fail(err, KVS_NOMEM, "no memory for descriptors");
     kept->nbytes = (size_t)65536 << class;
-    int status = kvs_dev_host_alloc(engine->device, kept->nbytes, &kept->host, err);
-    if (!status) {
-      status = kvs_dev_alloc(engine->device, kept->nbytes, &kept->device, err);
-      if (status) (void)kvs_dev_host_free(engine->device, kept->host, &ignored);
-    }
-    if (status) {
-      free(kept);
-      return status;
-    }
-    atomic_fetch_add(&engine->staging_nbytes, 2 * kept->nbytes);
+  }
+  if (!kept->host && !(status = kvs_dev_host_alloc(engine->device, kept->nbytes, &kept->host, err)))
+    atomic_fetch_add(&engine->staging_nbytes, kept->nbytes);
+  if (!status && !kept->device && !(status = kvs_dev_alloc(engine->device, kept->nbytes, &kept->device, err)))
+    atomic_fetch_add(&engine->staging_nbytes, kept->nbytes);
+  if (status) { /* what there is stays for the next: a free waits for all that is queued, and the caller holds locks */
+    kvs_engine_staging_put(engine, kept);
+    return status;
   }
   *staging = kept;
   return KVS_OK;
@@ -560,8 +558,8 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
     while (engine->staging[class]) {
       struct kvs_staging *staging = engine->staging[class];
       engine->staging[class] = staging->next;
-      (void)kvs_dev_free(engine->device, staging->device, &ignored);
-      (void)kvs_dev_host_free(engine->device, staging->host, &ignored);
+      if (staging->device) (void)kvs_dev_free(engine->device, staging->device, &ignored);
+      if (staging->host) (void)kvs_dev_host_free(engine->device, staging->host, &ignored);
       free(staging);
     }
   while (engine->nevents) (void)kvs_dev_event_destroy(engine->device, engine->events[--engine->nevents], &ignored);
