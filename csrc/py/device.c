@@ -412,7 +412,9 @@ PyDoc_STRVAR(
     "then.\n\n"
     "Waits until the device's transfers have ended: TimeoutError after `timeout` seconds (None: no limit), and "
     "nothing\n"
-    "has changed. Allocating and freeing may hold up what else runs on the device. ValueError: sizes beyond these.\n"
+    "has changed. The driver's allocating and freeing may hold up what else runs on the device, and the call until "
+    "all\n"
+    "that is queued there has run, `timeout` or not. ValueError: sizes beyond these.\n"
     "DeviceError: there is not so much memory; path 'burst' is off then. Ctrl-C works. Any thread may call.");
 PyDoc_STRVAR(
     alloc_doc,
