@@ -104,7 +104,7 @@ def test_all_of_it_is_there_and_no_more(device: kvswap.Device, threads: int | No
     assert populated(pool) == 96 * MIB and grown <= 100 * MIB
     pool.close()
     assert resident() - before < 4 * MIB
-    assert mapped() - mapped_before < 64 * MIB
+    assert mapped() - mapped_before < 96 * MIB  # a thread that came meanwhile has 72 for its stack and arena
     assert pool.state == "closed" and "closed" in repr(pool)
 
 

@@ -798,7 +798,8 @@ def test_no_leak(device: kvswap.Device, name: str) -> None:
         cycle()
     after = count()
     room = (40 if SANITIZED else 2) * MIB
-    assert after[0] - before[0] < room and after[1] - before[1] < room and after[2:] == before[2:]
+    threads = 80 * MIB  # addresses of a thread's stack and arena, which are kept; 200 pools would have 200 MiB
+    assert after[0] - before[0] < room and after[1] - before[1] < room + threads and after[2:] == before[2:]
 
 
 def test_closing_while_another_thread_waits(device: kvswap.Device, name: str) -> None:

@@ -869,6 +869,7 @@ def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
             *arguments,
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT / "tests")])},
+        cwd=ROOT / "tests",  # not where kvswap's sources may lie without what is compiled
         capture_output=True,
         text=True,
         timeout=240,
