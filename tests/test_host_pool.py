@@ -372,6 +372,15 @@ def test_what_progress_raises_ends_the_constructor(device: kvswap.Device) -> Non
     assert mapped() - before < 40 * MIB
 
 
+def test_the_driver_takes_its_time_to_give_memory_back(device: kvswap.Device) -> None:
+    """Closing looks again every 50 ms."""
+    pool = HostPool(3, MIB, device=device, chunk_nbytes=MIB)
+    assert pool.pinned
+    with testing.fault(device, "call", "delay", operation="host_unregister", every=1, delay=0.12):
+        pool.close()
+    assert pool.state == "closed"
+
+
 def test_cancel(device: kvswap.Device) -> None:
     with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.2):
         pool = HostPool(64, MIB, device=device, chunk_nbytes=2 * MIB, threads=1, wait=False)

@@ -345,9 +345,13 @@ int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_re
 int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
                                 struct kvs_error *err) {
   struct kvs_region region;
-  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
+  struct kvs_error why;
+  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, &why);
   bool left = status == KVS_INVALID && kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* half-way */
-  if (status && status != KVS_LOST && !left) return status;
+  if (status && status != KVS_LOST && !left) {
+    *err = why;
+    return status;
+  }
   return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
 }
 
