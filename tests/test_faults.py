@@ -190,6 +190,7 @@ def test_what_is_queued_later_comes_later_all_the_same(cache: Cache, path: str, 
     device, ids, found = cache.device, np.arange(0, 200, 2), 0
     usable(device, "kernel")
     target = cache.target.ptr + ids * cache.nbytes
+    cache.swap(ids, ids, path=path).wait(PATIENCE)  # its table of rows is there: each transfer makes the same calls
     for nth in range(1, 30):
         stream, other = kvswap.Stream(device), kvswap.Stream(device)
         with Gate(device) as gate:
