@@ -5,11 +5,11 @@
  * to the list and to its caller: the one that lets go of it last frees it. */
 #include "core/reclaim.h"
 
-#include <signal.h>
 #include <stdlib.h>
 
 #include "core/core.h"
 #include "core/racecheck.h"
+#include "thread.h"
 #include "wait.h"
 
 enum state { WAITING, RUNNING, ENDED };
@@ -199,19 +199,13 @@ static void *work(void *arg) {
 
 static bool start_thread_locked(struct kvs_engine *engine) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
-  sigset_t all, before;
   pthread_t thread;
   if (reclaims->threaded) return true;
   kvs_engine_ref(engine);
-  sigfillset(&all); /* signals are for the threads of the program */
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  int code = pthread_create(&thread, NULL, work, engine);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  if (code) {
+  if (kvs_thread_start(&thread, "kvswap-reclaim", work, engine)) {
     (void)atomic_fetch_sub(&engine->refs, 1); /* the caller has another */
     return false;
   }
-  pthread_setname_np(thread, "kvswap-reclaim");
   pthread_detach(thread);
   reclaims->threaded = true;
   return true;

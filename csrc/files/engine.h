@@ -59,9 +59,6 @@ struct kvs_file_engine_ops {
 };
 extern const struct kvs_file_engine_ops kvs_file_threads, kvs_file_uring;
 
-/* A thread that takes none of the process's signals: 0, or an errno. */
-int kvs_file_thread_start(pthread_t *, void *(*)(void *), void *arg);
-
 /* Pages for scratch, untouched until used; NULL: no memory. */
 uint8_t *kvs_file_pages_map(size_t nbytes);
 void kvs_file_pages_unmap(uint8_t *pages, size_t nbytes);

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "files/engine.h"
+#include "thread.h"
 
 struct kvs_file_worker {
   struct kvs_file_queue *queue;
@@ -47,7 +48,7 @@ static int open_threads(struct kvs_file_queue *queue, unsigned depth, struct kvs
   for (; worker->nthreads < depth; worker->nthreads++) {
     uint8_t *scratch = worker->scratch + worker->nthreads * queue->scratch_nbytes;
     *(struct seat *)(void *)scratch = (struct seat){queue, scratch};
-    if (kvs_file_thread_start(&worker->threads[worker->nthreads], serve, scratch)) break;
+    if (kvs_thread_start(&worker->threads[worker->nthreads], NULL, serve, scratch)) break;
   }
   if (worker->nthreads == 0) {
     close_threads(worker);

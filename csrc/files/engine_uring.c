@@ -3,6 +3,7 @@
  * registered as they are met, staging and scratch when the ring is made (where the kernel refuses that, it goes
  * without). An eventfd in the ring tells a thread that waits for completions of new requests. */
 #include "files/engine.h"
+#include "thread.h"
 
 #ifndef KVSWAP_URING
 
@@ -204,7 +205,7 @@ static int open_ring(struct ring *ring, struct kvs_file_queue *queue, unsigned n
   }
   ring->nseats = nseats;
   register_what_can_be(ring);
-  ring->started = kvs_file_thread_start(&ring->thread, serve, ring) == 0;
+  ring->started = kvs_thread_start(&ring->thread, NULL, serve, ring) == 0;
   if (ring->started) return KVS_OK;
   io_uring_queue_exit(&ring->uring);
   free(ring->seats);

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "files/gds.h"
+#include "thread.h"
 
 /* -- the device ---------------------------------------------------------------------------------------------------- */
 
@@ -208,7 +209,7 @@ void kvs_file_gds_push(struct kvs_file_item *item) {
 int kvs_file_gds_start(struct kvs_file_gds *gds, struct kvs_error *err) {
   for (; gds->nthreads < gds->nseats; gds->nthreads++) {
     struct kvs_file_gds_seat *seat = &gds->seats[gds->nthreads];
-    if (kvs_file_thread_start(&seat->thread, serve, seat)) break;
+    if (kvs_thread_start(&seat->thread, NULL, serve, seat)) break;
   }
   if (gds->nthreads == 0) return kvs_fail(err, KVS_NOMEM, "no thread could be started");
   return KVS_OK; /* fewer than asked for do the work too */

@@ -14,6 +14,7 @@
 #include "core/engine.h"
 #include "files/keys.h"
 #include "files/store.h"
+#include "thread.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
 static const uint64_t STAGING_NBYTES = 128ull << 20;
@@ -548,7 +549,7 @@ int kvs_file_mover_open(struct kvs_file_store *store, struct kvs_error *err) {
   pthread_mutex_init(&mover->pools_lock, NULL);
   kvs_cond_init(&mover->changed);
   int status = make_staging(mover, err);
-  if (!status && kvs_file_thread_start(&mover->thread, serve, mover))
+  if (!status && kvs_thread_start(&mover->thread, NULL, serve, mover))
     status = kvs_fail(err, KVS_NOMEM, "no thread could be started");
   if (status) {
     destroy(mover);

@@ -1,6 +1,5 @@
 /* Requests in two lists. A push wakes a thread only where one sleeps. */
 #include <errno.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -86,15 +85,6 @@ void kvs_file_queue_close(struct kvs_file_queue *queue) {
   queue->closed = true;
   pthread_cond_broadcast(&queue->pushed);
   pthread_mutex_unlock(&queue->lock);
-}
-
-int kvs_file_thread_start(pthread_t *thread, void *(*serve)(void *), void *arg) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before); /* inherited */
-  int code = pthread_create(thread, NULL, serve, arg);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  return code;
 }
 
 uint8_t *kvs_file_pages_map(size_t nbytes) {

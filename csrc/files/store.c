@@ -7,6 +7,7 @@
 #include "files/crc32c.h"
 #include "files/cufile.h"
 #include "files/store.h"
+#include "thread.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
 static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;
@@ -358,7 +359,7 @@ static bool hand_over(struct kvs_file_store *store) {
   pthread_t thread;
   pthread_mutex_lock(&stores_lock);
   closers++;
-  bool started = kvs_file_thread_start(&thread, close_apart, store) == 0;
+  bool started = kvs_thread_start(&thread, NULL, close_apart, store) == 0;
   closers -= !started;
   pthread_mutex_unlock(&stores_lock);
   if (started) pthread_detach(thread);

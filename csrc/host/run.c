@@ -12,7 +12,6 @@
  * runs one copy of a batch or one other operation whole, under the lock. Time is virtual: a microsecond a step; where
  * only time is left to pass, it jumps to the end of the first delay. */
 #include <inttypes.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,6 +20,7 @@
 #include "host/kernel.h"
 #include "host/queue.h"
 #include "kernels/twins.h"
+#include "thread.h"
 
 #define SLICE_NBYTES ((uint64_t)1 << 20)
 #define SLICE_UNITS 1024u             /* bounds how long taking a slice of tiny copies holds the lock */
@@ -295,17 +295,10 @@ static void *work(void *arg) {
 }
 
 int kvs_host_workers_start_locked(struct kvs_host_queue *queue, struct kvs_error *err) {
-  sigset_t all, before;
   if (queue->nworkers) return KVS_OK;
-  /* Signals are for the threads of the program: its handlers must not run on ours. */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   while (queue->nworkers < queue->max_workers &&
-         pthread_create(&queue->workers[queue->nworkers], NULL, work, queue) == 0) {
-    pthread_setname_np(queue->workers[queue->nworkers], "kvswap-host");
+         kvs_thread_start(&queue->workers[queue->nworkers], "kvswap-host", work, queue) == 0)
     queue->nworkers++;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (queue->nworkers) return KVS_OK;
   return kvs_fail_driver(err, KVS_NOMEM, KVS_DRIVER_OUT_OF_MEMORY, "start", "cannot start a worker thread");
 }

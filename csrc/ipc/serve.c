@@ -16,7 +16,6 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +29,7 @@
 #include "device/share.h"
 #include "ipc/exchange.h"
 #include "memory/owner.h"
+#include "thread.h"
 
 enum { REQUEST_MS = 1000, BACKLOG = 16, CLIENTS = 32, STALE_MOST = 1000 };
 
@@ -296,14 +296,8 @@ static int listen_at(struct kvs_server *server, struct kvs_error *err) {
 }
 
 static int start_thread(struct kvs_server *server, struct kvs_error *err) {
-  sigset_t all, before;
-  sigfillset(&all); /* signals are for the threads of the program */
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  int code = pthread_create(&server->thread, NULL, serve_clients, server);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  if (code) return kvs_fail(err, KVS_NOMEM, "cannot start a thread that serves an export");
-  pthread_setname_np(server->thread, "kvswap-export");
-  return KVS_OK;
+  int code = kvs_thread_start(&server->thread, "kvswap-export", serve_clients, server);
+  return code ? kvs_fail(err, KVS_NOMEM, "cannot start a thread that serves an export") : KVS_OK;
 }
 
 static void server_delete(struct kvs_server *server) {

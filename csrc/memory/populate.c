@@ -4,11 +4,11 @@
  * Once the driver refuses a chunk, no more are registered; the last of the crew takes back those that were, so that a
  * pool is pinned as a whole or not at all. Its blocks are ready all the same. */
 #include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 
 #include "memory/budget.h"
 #include "memory/hostpool.h"
+#include "thread.h"
 
 static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* cut at its multiples, so that huge pages stay whole */
 enum { USEFUL_THREADS = 16 };
@@ -146,10 +146,7 @@ static void offer_again_locked(struct kvs_host_pool *pool) {
 }
 
 int kvs_crew_hire(struct kvs_host_pool *pool, struct kvs_error *err) {
-  sigset_t all, before;
   kvs_crew_dismiss(pool); /* those who are done */
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, &before); /* signals are for the threads of the program */
   pthread_mutex_lock(&pool->lock);
   offer_again_locked(pool);
   unsigned size = crew_size(pool);
@@ -157,14 +154,13 @@ int kvs_crew_hire(struct kvs_host_pool *pool, struct kvs_error *err) {
   pool->failure.status = KVS_OK;
   pool->next_chunk = 0;
   pool->state = KVS_POOL_POPULATING;
-  while (pool->hired < size && pthread_create(&pool->crew[pool->hired], NULL, work, pool) == 0) {
+  while (pool->hired < size && kvs_thread_start(&pool->crew[pool->hired], NULL, work, pool) == 0) {
     pool->hired++;
     pool->working++;
   }
   bool none = pool->hired == 0;
   if (none) pool->state = KVS_POOL_CANCELLED;
   pthread_mutex_unlock(&pool->lock);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
   return none ? kvs_fail(err, KVS_NOMEM, "no thread could be started to populate host memory") : KVS_OK;
 }
 

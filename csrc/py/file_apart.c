@@ -3,8 +3,9 @@
 #include "files.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
+
+#include "../thread.h"
 
 struct apart {
   int (*work)(void *arg, struct kvs_error *err);
@@ -39,14 +40,9 @@ static void *serve(void *arg) {
   return NULL;
 }
 
-/* Signals are the interpreter's threads' to take. */
 static bool start(struct apart *apart) {
   pthread_t thread;
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  int code = pthread_create(&thread, NULL, serve, apart);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  int code = kvs_thread_start(&thread, NULL, serve, apart);
   if (code == 0) pthread_detach(thread);
   return code == 0;
 }
