@@ -9,6 +9,7 @@ Environment, read when building:
   KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
 """
 
+import itertools
 import os
 import sys
 from glob import glob
@@ -62,7 +63,8 @@ class Build(build_ext):
         print(f"kvswap: note: built without kernels, GPUs will be served by their copy engines alone: {why}")
 
     def add_uring(self, ext):
-        link = setup_uring.find_uring(self.compiler.compiler_so[:1])
+        words = self.compiler.compiler_so  # CC may be more than one, "ccache gcc" say
+        link = setup_uring.find_uring([*itertools.takewhile(lambda word: not word.startswith("-"), words)])
         if link:
             ext.define_macros.append(("KVSWAP_URING", "1"))
             ext.extra_link_args += link
