@@ -40,13 +40,6 @@ int kvs_upload(struct kvs_submission *s, size_t from, size_t to, kvs_stream stre
 
 /* -- preparing ------------------------------------------------------------------------------------------------- */
 
-static uint64_t parts_of(const struct kvs_rows *rows, uint64_t piece) {
-  uint64_t longest = 1;
-  for (size_t i = 0; i < rows->count; i++)
-    if (rows->items[i].nbytes > longest) longest = rows->items[i].nbytes;
-  return (longest - 1) / piece + 1;
-}
-
 /* Pieces say more than rows and pairs; they cost O(copies). */
 static bool wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
@@ -79,7 +72,8 @@ static int prepare_grid(struct kvs_submission *s) {
   if (burst) /* each has parts of its own */
     s->units = (struct kvs_units){.piece = PACK_PIECE};
   else
-    s->units = (struct kvs_units){.parts = (uint32_t)parts_of(rows, PIECE), .piece = PIECE};
+    s->units = (struct kvs_units){.parts = (uint32_t)((kvs_longest_row(rows, 0, rows->count) - 1) / PIECE + 1),
+                                  .piece = PIECE};
   size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
 }

@@ -135,8 +135,7 @@ static void release_slots(struct kvs_submission *s) {
 static bool take_slots(struct kvs_submission *s) {
   const struct kvs_rows *rows = &s->work->scratch->rows;
   if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
-  for (size_t i = 0; s->slots && s->work->layered && i < rows->count; i++)
-    if (rows->items[i].nbytes > s->slots->slot_nbytes) release_slots(s);
+  if (s->slots && s->work->layered && kvs_longest_row(rows, 0, rows->count) > s->slots->slot_nbytes) release_slots(s);
   return s->slots != NULL;
 }
 

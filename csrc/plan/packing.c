@@ -280,13 +280,18 @@ bool kvs_cut_next_list(struct kvs_cutter *cutter, const struct kvs_piece *pieces
   return next.count > 0;
 }
 
+uint64_t kvs_longest_row(const struct kvs_rows *rows, size_t first, size_t count) {
+  uint64_t longest = 0;
+  for (size_t i = first; i < first + count; i++)
+    if (rows->items[i].nbytes > longest) longest = rows->items[i].nbytes;
+  return longest;
+}
+
 /* The kernel counts its units in 32 bits, and steps beyond the last. One part a row is always few enough: a unit then
  * stands for a byte of the slot at least. */
 uint64_t kvs_burst_parts(const struct kvs_rows *rows, const struct kvs_burst *burst, uint32_t *piece) {
   const uint64_t most = (uint64_t)1 << 31, lines = burst->nrows * burst->count;
-  uint64_t longest = 1, parts;
-  for (size_t i = burst->first_row; i < burst->first_row + burst->nrows; i++)
-    if (rows->items[i].nbytes > longest) longest = rows->items[i].nbytes;
+  uint64_t longest = kvs_longest_row(rows, burst->first_row, burst->nrows), parts;
   while ((parts = (longest - 1) / *piece + 1) > 1 && parts >= most / lines) *piece *= 2;
   return parts;
 }

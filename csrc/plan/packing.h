@@ -21,6 +21,9 @@ static inline void kvs_rows_push(struct kvs_rows *rows, const struct kvs_row *ro
   rows->items[rows->count++] = *row;
 }
 
+/* The bytes of the longest of rows [first, first + count). */
+uint64_t kvs_longest_row(const struct kvs_rows *rows, size_t first, size_t count);
+
 /* Where a row of slot 0 lies on the host, and how far its slots are apart there. */
 static inline uint64_t kvs_row_host(const struct kvs_row *row, enum kvs_direction direction) {
   return direction == KVS_D2H ? row->dst : row->src;
