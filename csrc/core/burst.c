@@ -69,14 +69,15 @@ static int slots_open(struct kvs_engine *engine, struct kvs_slots *slots, uint64
 }
 
 void kvs_slots_close(struct kvs_engine *engine) {
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) slots_close(engine, &engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS]);
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) slots_close(engine, &engine->slots[i]);
 }
 
 static int open_all(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, struct kvs_error *err) {
   int status = KVS_OK;
   for (int direction = 0; !status && direction < 2; direction++) {
-    status = slots_open(engine, &engine->slots[direction][0], slot_nbytes, count, err);
-    if (!status) status = slots_open(engine, &engine->slots[direction][1], slot_nbytes / 2, SPARE_SLOTS, err);
+    struct kvs_slots *sets = &engine->slots[direction * KVS_SLOT_SETS];
+    status = slots_open(engine, &sets[0], slot_nbytes, count, err);
+    if (!status) status = slots_open(engine, &sets[1], slot_nbytes / 2, SPARE_SLOTS, err);
   }
   if (status) kvs_slots_close(engine);
   return status;
@@ -106,7 +107,7 @@ void kvs_slots_open(struct kvs_engine *engine) {
 
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine) {
   uint64_t nbytes = 0;
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) nbytes += engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS].nbytes;
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) nbytes += engine->slots[i].nbytes;
   return nbytes;
 }
 
@@ -155,7 +156,7 @@ struct kvs_slots *kvs_slots_take(struct kvs_engine *engine, const struct kvs_lan
   struct kvs_slots *found = NULL;
   bool before = kvs_racecheck_internal(true);
   for (int i = 0; !found && i < 2 * KVS_SLOT_SETS; i++) { /* rather the spare set than to wait */
-    struct kvs_slots *slots = &engine->slots[direction][i % KVS_SLOT_SETS];
+    struct kvs_slots *slots = &engine->slots[(int)direction * KVS_SLOT_SETS + i % KVS_SLOT_SETS];
     if (pthread_mutex_trylock(&slots->lock)) continue;
     if (usable(engine, slots, lane, i >= KVS_SLOT_SETS))
       found = slots;
@@ -177,8 +178,7 @@ struct resizing {
 static int resize_locked(const struct resizing *r, struct kvs_error *err) {
   struct kvs_engine *engine = r->engine;
   bool before = kvs_racecheck_internal(true), over = true;
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++)
-    over = over && is_over(engine, &engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS]);
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) over = over && is_over(engine, &engine->slots[i]);
   kvs_racecheck_internal(before);
   if (!over) return kvs_fail(err, KVS_NOT_READY, "bursts are under way");
   kvs_slots_close(engine);
@@ -196,7 +196,7 @@ static int resize_locked(const struct resizing *r, struct kvs_error *err) {
 /* No transfer is being queued through any of them, or it is tried again. */
 static int resize(void *arg, struct kvs_error *err) {
   const struct resizing *r = arg;
-  struct kvs_slots *slots = &r->engine->slots[0][0];
+  struct kvs_slots *slots = r->engine->slots;
   int status = KVS_NOT_READY, held = 0;
   kvs_engine_reap(r->engine);
   while (held < 2 * KVS_SLOT_SETS && !pthread_mutex_trylock(&slots[held].lock)) held++;
@@ -285,12 +285,11 @@ static bool is_empty(const struct kvs_submission *s) {
 
 /* Where nothing overlaps, the spine alone is as good. In the background nothing is to: the link pauses for each kernel.
  * Any other pause would take a kernel that keeps an SM. */
-int kvs_prepare_burst(struct kvs_submission *s) {
+void kvs_prepare_burst(struct kvs_submission *s) {
   bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
   one = one || is_empty(s) || s->options->priority == KVS_PRIORITY_BACKGROUND;
   s->first = one ? s->lane->spine : s->lane->front;
   s->ahead = !one && apart(s);
-  return KVS_OK;
 }
 
 /* -- issuing --------------------------------------------------------------------------------------------------- */

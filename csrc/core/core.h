@@ -125,8 +125,8 @@ struct kvs_engine {
   struct kvs_costs costs;
   char costs_note[240]; /* where they are from */
   struct kvs_tables tables;
-  struct kvs_slots slots[2][KVS_SLOT_SETS]; /* by direction */
-  char burst_note[160];                     /* why there are none, or fewer than wanted; else empty */
+  struct kvs_slots slots[2 * KVS_SLOT_SETS]; /* those of D2H, then those of H2D */
+  char burst_note[160];                      /* why there are none, or fewer than wanted; else empty */
 
   pthread_mutex_t lock;
   struct kvs_lane *lanes; /* guarded by lock */

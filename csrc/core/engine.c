@@ -201,8 +201,7 @@ static void destroy(struct kvs_engine *engine) {
   pthread_mutex_destroy(&engine->range_lock);
   pthread_mutex_destroy(&engine->cache_lock);
   pthread_mutex_destroy(&engine->tables.lock);
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++)
-    pthread_mutex_destroy(&engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS].lock);
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) pthread_mutex_destroy(&engine->slots[i].lock);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_destroy(&engine->stream_locks[i]);
   free(engine);
 }
@@ -227,8 +226,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   pthread_mutex_init(&engine->range_lock, NULL);
   pthread_mutex_init(&engine->cache_lock, NULL);
   pthread_mutex_init(&engine->tables.lock, NULL);
-  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++)
-    pthread_mutex_init(&engine->slots[i / KVS_SLOT_SETS][i % KVS_SLOT_SETS].lock, NULL);
+  for (int i = 0; i < 2 * KVS_SLOT_SETS; i++) pthread_mutex_init(&engine->slots[i].lock, NULL);
   for (int i = 0; i < KVS_STREAM_LOCKS; i++) pthread_mutex_init(&engine->stream_locks[i], NULL);
   load_costs(engine);
   int status = read_environment(engine, err);

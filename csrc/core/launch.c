@@ -82,7 +82,8 @@ int kvs_prepare_launch(struct kvs_submission *s) {
   enum kvs_path path = s->transfer->path;
   if (path != KVS_PATH_KERNEL && path != KVS_PATH_BURST) return KVS_OK;
   int status = wants_list(s) ? prepare_list(s) : prepare_grid(s);
-  return status || path != KVS_PATH_BURST ? status : kvs_prepare_burst(s);
+  if (!status && path == KVS_PATH_BURST) kvs_prepare_burst(s);
+  return status;
 }
 
 /* -- what the kernels read ------------------------------------------------------------------------------------- */

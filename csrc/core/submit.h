@@ -77,7 +77,7 @@ int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t
 
 /* burst.c */
 const char *kvs_reason_against_burst(const struct kvs_engine *);
-int kvs_prepare_burst(struct kvs_submission *); /* the stream of its first stage, and its head */
+void kvs_prepare_burst(struct kvs_submission *); /* the stream of its first stage, and its head */
 /* One past the last layer that is issued together with this one; of other paths the next. */
 size_t kvs_layer_group_end(const struct kvs_submission *, size_t layer);
 /* Queue what is in view. Refused: some of it may be under way, and is over before what the spine gets next; it is to be
