@@ -345,13 +345,9 @@ int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_re
 int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
                                 struct kvs_error *err) {
   struct kvs_region region;
-  struct kvs_error why;
-  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, &why);
+  int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
   bool left = status == KVS_INVALID && kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* half-way */
-  if (status && status != KVS_LOST && !left) {
-    *err = why;
-    return status;
-  }
+  if (status && status != KVS_LOST && !left) return status;
   return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
 }
 

@@ -402,29 +402,26 @@ static int64_t left_ns(uint64_t deadline) {
 
 /* Registrations, then the mapping. KVS_TIMEOUT: some of it is in use after all. */
 static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
-  struct kvs_error why = {0}, ignored;
+  struct kvs_error why, ignored;
+  int refused = KVS_OK;
   for (size_t i = 0; i < pool->nchunks; i++) {
     struct kvs_host_chunk *chunk = &pool->chunks[i];
     if (!chunk->registered) continue;
     int status = kvs_engine_unregister_within(pool->engine, chunk->base, left_ns(deadline), &why);
-    if (status == KVS_TIMEOUT || status == KVS_CLOSED) {
-      *err = why;
-      return status;
-    }
+    if (status && status != KVS_LOST) *err = why;
+    if (status == KVS_TIMEOUT || status == KVS_CLOSED) return status;
+    if (status && status != KVS_LOST) refused = status;
     pthread_mutex_lock(&pool->lock);
     chunk->registered = pool->pinned = false;
     pthread_mutex_unlock(&pool->lock);
   }
   if (pool->segment) kvs_shared_file_close(pool->segment);
   pool->segment = NULL;
-  if (why.status && why.status != KVS_LOST) { /* the driver still knows these addresses: nobody else may have them */
-    keep_range = true;
-    *err = why;
-  }
+  if (refused) keep_range = true; /* the driver still knows these addresses: nobody else may have them */
   if (keep_range) (void)kvs_pages_clear(pool->map_base, pool->map_nbytes, &ignored);
   if (!keep_range) kvs_pages_unmap(pool->map_base, pool->map_nbytes);
-  if (!keep_range || why.status) pool->map_nbytes = 0;
-  return why.status == KVS_LOST ? KVS_OK : why.status;
+  if (!keep_range || refused) pool->map_nbytes = 0;
+  return refused;
 }
 
 int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool keep_range, struct kvs_error *err) {
