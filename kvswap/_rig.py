@@ -92,15 +92,17 @@ class Rig:
 
         return Job(self, submit, "dma", direction, source, target, self.area).median(_LINK_REPEATS)
 
-    def job(
+    def measure(
         self,
         path: Path,
         direction: Direction,
         shape: Shape,
+        repeats: int,
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
-    ) -> Job:
-        """Between places that are drawn anew. The kernel runs as is said, else as at priority `high`."""
+    ) -> float:
+        """Median seconds of a transfer between places that are drawn anew. The kernel runs as is said, else as at
+        priority `high`. Unavailable: the path does not take it."""
         row, blocks = shape.row_nbytes, shape.blocks
         slots = min(_SPREAD * blocks, self.area // (shape.tensors * row) - 1)  # less one, for what is askew
         gpu_ids = 2 * self._rng.permutation(slots // 2)[:blocks]  # every other slot at most: nothing is merged
@@ -134,19 +136,7 @@ class Rig:
                 pace_gbps=pace,
             )
 
-        return Job(self, submit, path, direction, source, target, row)
-
-    def measure(
-        self,
-        path: Path,
-        direction: Direction,
-        shape: Shape,
-        repeats: int,
-        max_ctas: int | None = None,
-        pace_gbps: float | None = None,
-    ) -> float:
-        """Median seconds of a transfer. Unavailable: the path does not take it."""
-        return self.job(path, direction, shape, max_ctas, pace_gbps).median(repeats)
+        return Job(self, submit, path, direction, source, target, row).median(repeats)
 
     def new_keys(self, count: int) -> Words:
         self._round += 1
@@ -175,42 +165,42 @@ class Job:
         self._source, self._target, self._row_nbytes = source, target, row_nbytes
         self._keys = rig.new_keys(len(source))
         self._poison = np.full(len(target), POISON_KEY)
-        self.submit = submit
-        self.nbytes = len(target) * row_nbytes
+        self._submit = submit
+        self._nbytes = len(target) * row_nbytes
 
-    def fill(self) -> None:
+    def _fill(self) -> None:
         """New bytes in the source, poison in the target."""
         self._keys = self._rig.new_keys(len(self._source))
         self._rig.pattern(False, self._source, self._row_nbytes, self._keys)
-        self.poison()
+        self._poison_target()
 
-    def poison(self) -> None:
+    def _poison_target(self) -> None:
         self._rig.pattern(False, self._target, self._row_nbytes, self._poison)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         wrong, item, offset = self._rig.pattern(True, self._target, self._row_nbytes, self._keys)
         if wrong:
             message = f"WRONG BYTES: {self._path} {self._direction}, {format_size(self._row_nbytes)} a block: block "
             message += f"{item} of the list, offset {offset}; {wrong} wrong bytes in all; nothing is stored"
             raise WrongBytes(message, wrong_bytes=wrong, block=item or 0, layer=0, offset=offset or 0)
-        self._rig.bytes_verified += self.nbytes
+        self._rig.bytes_verified += self._nbytes
 
     def median(self, repeats: int) -> float:
         """Seconds. The first transfer, which may have to set things up, does not count."""
         took = []
-        self.fill()
+        self._fill()
         for i in range(1 + repeats):
             if i > 0:
-                self.poison()
+                self._poison_target()
             took.append(self._timed())
-            self.check()
+            self._check()
         return statistics.median(took[1:])
 
     def _timed(self) -> float:
         """Seconds. By polling: wait() sleeps between its looks, for longer the longer it has waited."""
         begin = time.perf_counter()
         try:
-            transfer = self.submit()
+            transfer = self._submit()
         except (ValueError, _C.Error) as error:
             if isinstance(error, _C.DeviceError):
                 raise

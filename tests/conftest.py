@@ -121,6 +121,11 @@ def cuda(session_device: kvswap.Device) -> kvswap.Device:
     return session_device
 
 
+@pytest.fixture(params=[0, 1], ids=["D2H", "H2D"])
+def direction(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, session_device: kvswap.Device) -> str:
     return usable(session_device, str(request.param))

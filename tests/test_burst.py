@@ -42,11 +42,6 @@ from kvswap import testing
 KIB = 1 << 10
 
 
-@pytest.fixture(params=[D2H, H2D], ids=["D2H", "H2D"])
-def direction(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.fixture(autouse=True)
 def _bursts(session_device: kvswap.Device) -> None:
     usable(session_device, "kernel")

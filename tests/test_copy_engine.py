@@ -47,11 +47,6 @@ from kvswap import _C, testing
 INLINE = (0, 1, 8, 479, 480, 481, 2000)  # pairs of slots, round about as many as travel as parameters
 
 
-@pytest.fixture(params=[D2H, H2D], ids=["D2H", "H2D"])
-def direction(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.fixture(params=["burst", "kernel"])
 def path(request: pytest.FixtureRequest, session_device: kvswap.Device) -> str:
     return usable(session_device, str(request.param))

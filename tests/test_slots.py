@@ -11,17 +11,12 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE, Gate, run_python, usable
-from transfers import D2H, GUARD, H2D, MIB, TINY, Sides, Work, carry_out, finish, four_bursts, plain, tiny_slots
+from transfers import GUARD, MIB, TINY, Sides, Work, carry_out, finish, four_bursts, plain, tiny_slots
 
 import kvswap
 from kvswap import _C, testing
 
 KIB = 1 << 10
-
-
-@pytest.fixture(params=[D2H, H2D], ids=["D2H", "H2D"])
-def direction(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -67,11 +67,6 @@ class Slab:
         np.testing.assert_array_equal(self.blocks("cpu"), expected[1])
 
 
-@pytest.fixture(params=[0, 1], ids=["D2H", "H2D"])
-def direction(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 def ids(seed: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(seed)
     return rng.permutation(BLOCKS)[:13], rng.permutation(SLOTS)[:13]

@@ -207,11 +207,6 @@ def permutations(seed: int, gpu_blocks: int, cpu_blocks: int, count: int, dtype:
     return rng.permutation(gpu_blocks)[:count].astype(dtype), rng.permutation(cpu_blocks)[:count].astype(dtype)
 
 
-@pytest.fixture(params=[Direction.D2H, Direction.H2D], ids=["D2H", "H2D"])
-def direction(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_sizes_and_addresses(device: kvswap.Device, path: str, direction: int, call: str) -> None:
     """Blocks of every odd size at every odd address, permuted on both sides, with ids of both widths."""

@@ -51,7 +51,7 @@ class Method:
 # -- kvswap -----------------------------------------------------------------------------------------------------------
 
 
-def _swap(path: Any, priority: _C._Priority = "normal") -> Callable[[Place, Direction, _C.Stream], Submit]:
+def _swap(path: _C._Path, priority: _C._Priority = "normal") -> Callable[[Place, Direction, _C.Stream], Submit]:
     def bind(place: Place, direction: Direction, _: _C.Stream) -> Submit:
         return lambda: _C.swap_cache_all_layers_async(
             place.gpu_ptrs,

@@ -59,6 +59,18 @@ static uint64_t host_pitch(const struct rig *rig, uint32_t tensor) {
   return rig->together ? PAGES[0] + PAGES[1] : PAGES[tensor];
 }
 
+static struct kvs_offload_tensor tensor_at(const struct rig *rig, uint32_t t, uint64_t cpu_offset, uint64_t cpu_stride,
+                                           uint64_t cpu_pitch) {
+  return (struct kvs_offload_tensor){.gpu = (uintptr_t)rig->real->gpu[t],
+                                     .gpu_blocks = BLOCKS,
+                                     .gpu_stride = PAGES[t],
+                                     .gpu_page = PAGES[t],
+                                     .cpu = (uintptr_t)rig->real->cpu + cpu_offset,
+                                     .cpu_stride = cpu_stride,
+                                     .cpu_page = PAGES[t],
+                                     .cpu_pitch = cpu_pitch};
+}
+
 static void rig_open(struct rig *rig, uint64_t seed) {
   *rig = (struct rig){
       .random = seed * 2654435761u + 1, .real = malloc(sizeof *rig->real), .model = malloc(sizeof *rig->model)};
@@ -70,14 +82,7 @@ static void rig_open(struct rig *rig, uint64_t seed) {
   CHECK(!kvs_engine_open_deterministic(seed, &rig->engine, &err));
   struct kvs_offload_tensor tensors[TENSORS];
   for (uint32_t t = 0; t < TENSORS; t++)
-    tensors[t] = (struct kvs_offload_tensor){.gpu = (uintptr_t)rig->real->gpu[t],
-                                             .gpu_blocks = BLOCKS,
-                                             .gpu_stride = PAGES[t],
-                                             .gpu_page = PAGES[t],
-                                             .cpu = (uintptr_t)rig->real->cpu + host_offset(rig, t),
-                                             .cpu_stride = rig->row,
-                                             .cpu_page = PAGES[t],
-                                             .cpu_pitch = host_pitch(rig, t)};
+    tensors[t] = tensor_at(rig, t, host_offset(rig, t), rig->row, host_pitch(rig, t));
   struct kvs_offload_layout layout = {.tensors = tensors,
                                       .ntensors = TENSORS,
                                       .parts = PARTS,
@@ -199,15 +204,7 @@ static void test_any_order_that_is_allowed_gives_the_same_bytes(uint64_t seed) {
 
 static int try_pitch(struct rig *rig, uint64_t pitch, uint64_t offset) {
   struct kvs_offload_tensor tensors[TENSORS];
-  for (uint32_t t = 0; t < TENSORS; t++)
-    tensors[t] = (struct kvs_offload_tensor){.gpu = (uintptr_t)rig->real->gpu[t],
-                                             .gpu_blocks = BLOCKS,
-                                             .gpu_stride = PAGES[t],
-                                             .gpu_page = PAGES[t],
-                                             .cpu = (uintptr_t)rig->real->cpu + (t ? offset : 0),
-                                             .cpu_stride = 3 * 64 + PADDING,
-                                             .cpu_page = PAGES[t],
-                                             .cpu_pitch = pitch};
+  for (uint32_t t = 0; t < TENSORS; t++) tensors[t] = tensor_at(rig, t, t ? offset : 0, 3 * 64 + PADDING, pitch);
   struct kvs_offload_layout layout = {.tensors = tensors, .ntensors = TENSORS, .ngroups = 1, .chunks = 3, .factor = 3};
   struct kvs_offload *map;
   int status = kvs_offload_open(rig->engine, &layout, &map, &err);
@@ -264,15 +261,7 @@ static void test_a_chunk_is_one_run(void) {
     struct kvs_offload_tensor tensors[TENSORS];
     uint64_t runs = 0;
     for (uint32_t t = 0; t < TENSORS; t++)
-      tensors[t] =
-          (struct kvs_offload_tensor){.gpu = (uintptr_t)rig.real->gpu[t],
-                                      .gpu_blocks = BLOCKS,
-                                      .gpu_stride = PAGES[t],
-                                      .gpu_page = PAGES[t],
-                                      .cpu = (uintptr_t)rig.real->cpu + (t ? (together ? 1 : 3) * PAGES[0] : 0),
-                                      .cpu_stride = 3 * 64,
-                                      .cpu_page = PAGES[t],
-                                      .cpu_pitch = together ? 64 : PAGES[t]};
+      tensors[t] = tensor_at(&rig, t, t ? (together ? 1 : 3) * PAGES[0] : 0, 3 * 64, together ? 64 : PAGES[t]);
     struct kvs_offload_layout layout = {.tensors = tensors,
                                         .ntensors = TENSORS,
                                         .parts = PARTS,
