@@ -1,13 +1,13 @@
 /* GB/s of the file tier's checksum on one core, over 256 MiB and over data that the caches hold:
  *
- *   gcc -std=c11 -D_GNU_SOURCE -O2 -Icsrc -o /tmp/bench_crc benchmarks/bench_crc.c csrc/files/crc32c.c \
+ *   gcc -std=c11 -D_GNU_SOURCE -O2 -Icsrc -o /tmp/bench_crc benchmarks/bench_crc.c csrc/base/crc32c.c \
  *       csrc/kernels/crc.c && /tmp/bench_crc
  */
 #include <stdint.h>
 #include <stdio.h>
 
+#include "base/crc32c.h"
 #include "bench.h"
-#include "files/crc32c.h"
 
 static uint32_t sum;
 

@@ -3,7 +3,7 @@
  * is not counted.
  *
  *   cc -O3 -std=c11 -D_GNU_SOURCE -Icsrc -o /tmp/bench_plan benchmarks/bench_plan.c csrc/plan/plan.c \
- *      csrc/plan/overlap.c csrc/core/region.c csrc/status.c && /tmp/bench_plan [blocks] */
+ *      csrc/plan/overlap.c csrc/device/region.c csrc/status.c && /tmp/bench_plan [blocks] */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -2,11 +2,11 @@
 #ifndef KVS_ENGINE_H
 #define KVS_ENGINE_H
 
+#include "base/wait.h"
 #include "core/reclaim.h"
 #include "device/device.h"
 #include "kvswap.h"
 #include "plan/cost.h"
-#include "wait.h"
 
 /* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);

@@ -7,10 +7,10 @@
 
 #include <stdlib.h>
 
+#include "base/thread.h"
+#include "base/wait.h"
 #include "core/core.h"
 #include "core/racecheck.h"
-#include "thread.h"
-#include "wait.h"
 
 enum state { WAITING, RUNNING, ENDED };
 

@@ -2,8 +2,8 @@
  * may copy it, and kernels may reach it by its device address. */
 #include <string.h>
 
+#include "base/maps.h"
 #include "cuda/device.h"
-#include "host/maps.h"
 
 int kvs_cuda_alloc(struct kvs_device *device, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
   struct kvs_cuda_scope scope;

@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/region.h"
+#include "device/region.h"
 #include "kernels/kernels.h"
 #include "status.h"
 

@@ -1,8 +1,8 @@
 /* Threads, each of which moves one request at a time by preadv and pwritev. */
 #include <stdlib.h>
 
+#include "base/thread.h"
 #include "files/engine.h"
-#include "thread.h"
 
 struct kvs_file_worker {
   struct kvs_file_queue *queue;

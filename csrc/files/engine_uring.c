@@ -2,8 +2,8 @@
  * many requests under way. Requests that came while a thread was busy go to the kernel in one call. Files that stay are
  * registered as they are met, staging and scratch when the ring is made (where the kernel refuses that, it goes
  * without). An eventfd in the ring tells a thread that waits for completions of new requests. */
+#include "base/thread.h"
 #include "files/engine.h"
-#include "thread.h"
 
 #ifndef KVSWAP_URING
 

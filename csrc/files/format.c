@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "files/crc32c.h"
+#include "base/crc32c.h"
 
 /* Fields of all pages: magic at 0, version at 8, checksum at 12. The magics differ, so that no page passes for one of
  * another kind. */

@@ -11,8 +11,8 @@
 #include <errno.h>
 #include <string.h>
 
+#include "base/thread.h"
 #include "files/gds.h"
-#include "thread.h"
 
 /* -- the device ---------------------------------------------------------------------------------------------------- */
 

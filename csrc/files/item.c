@@ -17,7 +17,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "files/crc32c.h"
+#include "base/crc32c.h"
 #include "files/store.h"
 
 static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* how much is read again, at most, after a crash */

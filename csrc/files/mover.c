@@ -11,10 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/thread.h"
 #include "core/engine.h"
 #include "files/keys.h"
 #include "files/store.h"
-#include "thread.h"
 
 enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
 static const uint64_t STAGING_NBYTES = 128ull << 20;

@@ -13,9 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files/crc32c.h"
+#include "base/crc32c.h"
+#include "base/thread.h"
 #include "files/store.h"
-#include "thread.h"
 
 enum { SCANNERS = 8 };
 /* More blocks than are written from one checkpoint to the next. */
@@ -136,7 +136,8 @@ static void *scan_segments(void *arg) {
 static void read_all(struct scan *scan) {
   pthread_t threads[SCANNERS];
   unsigned n = 0;
-  while (n < SCANNERS && n + 1 < scan->store->nsegments && kvs_thread_start(&threads[n], NULL, scan_segments, scan) == 0)
+  while (n < SCANNERS && n + 1 < scan->store->nsegments &&
+         kvs_thread_start(&threads[n], NULL, scan_segments, scan) == 0)
     n++;
   scan_segments(scan);
   while (n > 0) pthread_join(threads[--n], NULL);

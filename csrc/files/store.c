@@ -4,10 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files/crc32c.h"
+#include "base/crc32c.h"
+#include "base/thread.h"
 #include "files/cufile.h"
 #include "files/store.h"
-#include "thread.h"
 
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
 static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;

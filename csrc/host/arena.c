@@ -16,7 +16,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "memory/owner.h"
+#include "base/owner.h"
 
 #define MAGIC "kvsarena"
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)

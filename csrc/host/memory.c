@@ -15,7 +15,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "host/maps.h"
+#include "base/maps.h"
 
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
 #define POISON_NBYTES ((size_t)64 << 10)

@@ -5,10 +5,10 @@
 
 #include <pthread.h>
 
+#include "base/wait.h"
 #include "device/device.h"
 #include "host/memory.h"
 #include "host/words.h"
-#include "wait.h"
 
 #define KVS_HOST_PRIORITY_LOW 0
 #define KVS_HOST_PRIORITY_HIGH (-5)

@@ -15,12 +15,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/thread.h"
 #include "host/copy.h"
 #include "host/device.h"
 #include "host/kernel.h"
 #include "host/queue.h"
 #include "kernels/twins.h"
-#include "thread.h"
 
 #define SLICE_NBYTES ((uint64_t)1 << 20)
 #define SLICE_UNITS 1024u             /* bounds how long taking a slice of tiny copies holds the lock */

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "host/arena.h"
-#include "memory/owner.h"
 
 enum { PLACES = 64, PAGE_NBYTES = 4096 };
 

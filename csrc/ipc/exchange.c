@@ -7,7 +7,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "wait.h"
+#include "base/wait.h"
 
 #define MS UINT64_C(1000000)
 

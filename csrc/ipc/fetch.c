@@ -8,9 +8,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "ipc/exchange.h"
 #include "ipc/serve.h"
-#include "memory/owner.h"
 
 static int refuse(const struct kvs_export *from, const char *what, struct kvs_error *err) {
   const struct kvs_owner owner = {from->pid, from->start};

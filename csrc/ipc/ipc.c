@@ -11,13 +11,13 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "core/core.h"
 #include "core/range.h"
 #include "device/share.h"
 #include "ipc/imports.h"
 #include "ipc/peer.h"
 #include "ipc/serve.h"
-#include "memory/owner.h"
 
 struct kvs_import {
   struct kvs_import *next; /* guarded by engine->share_lock */

@@ -3,7 +3,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "files/crc32c.h"
+#include "base/crc32c.h"
 #include "kvswap.h"
 
 #define MAGIC "kvswapX1"

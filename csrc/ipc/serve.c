@@ -26,10 +26,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "base/owner.h"
+#include "base/thread.h"
 #include "device/share.h"
 #include "ipc/exchange.h"
-#include "memory/owner.h"
-#include "thread.h"
 
 enum { REQUEST_MS = 1000, BACKLOG = 16, CLIENTS = 32, STALE_MOST = 1000 };
 

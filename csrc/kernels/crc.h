@@ -1,4 +1,4 @@
-/* CRC-32C as a kernel computes it (files/crc32c.h is the processor's). Included by kernels.h: plain data and inline
+/* CRC-32C as a kernel computes it (base/crc32c.h is the processor's). Included by kernels.h: plain data and inline
  * functions.
  *
  * A checksum is a polynomial over bits, reflected: bit 31 is x^0. To append n bytes is to multiply by x^(8n) modulo the

@@ -6,9 +6,9 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "base/thread.h"
 #include "memory/budget.h"
 #include "memory/hostpool.h"
-#include "thread.h"
 
 static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* cut at its multiples, so that huge pages stay whole */
 enum { USEFUL_THREADS = 16 };

@@ -8,8 +8,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "memory/hostpool.h"
-#include "memory/owner.h"
 
 /* A word: EMPTY, who is writing the block, or PUBLISHED. */
 enum { EMPTY = 0, PID_BITS = 22 };

@@ -19,9 +19,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "memory/budget.h"
 #include "memory/hostpool.h"
-#include "memory/owner.h"
 
 #define FOLDER "/dev/shm"
 #define PREFIX "kvswap."

@@ -5,7 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "../thread.h"
+#include "base/thread.h"
 
 struct apart {
   int (*work)(void *arg, struct kvs_error *err);

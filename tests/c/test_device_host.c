@@ -12,8 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/maps.h"
 #include "host/device.h"
-#include "host/maps.h"
 
 static int passed, failed;
 static bool good; /* of the test that runs */

@@ -5,8 +5,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/crc32c.h"
 #include "check.h"
-#include "files/crc32c.h"
 #include "files/cufile.h"
 #include "files/store.h"
 

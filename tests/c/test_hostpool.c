@@ -10,10 +10,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/owner.h"
 #include "check.h"
 #include "memory/budget.h"
 #include "memory/hostpool.h"
-#include "memory/owner.h"
 
 #define OK(call)                                                                                                       \
   do {                                                                                                                 \

@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "files/crc32c.h"
+#include "base/crc32c.h"
 #include "files/store.h"
 
 enum { PAGE = KVS_FILE_PAGE, BLOCK = 100, SLOT = 2 * PAGE, SLOTS = 4, SEGMENT = PAGE + SLOTS * SLOT };

@@ -1,4 +1,4 @@
-#include "core/region.h"
+#include "device/region.h"
 
 #include <inttypes.h>
 #include <stdlib.h>

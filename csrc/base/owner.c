@@ -1,4 +1,4 @@
-#include "memory/owner.h"
+#include "base/owner.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "thread.h"
+#include "base/thread.h"
 
 #include <signal.h>
 

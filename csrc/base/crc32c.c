@@ -3,7 +3,7 @@
  * The instruction takes three cycles and can begin every cycle, so three streams side by side run three times as fast
  * as one. Each works on a third of a stretch; the results are joined by moving a checksum over so many zero bytes,
  * which is linear: one look-up for each byte of it, in tables made once for both lengths of a stretch. */
-#include "files/crc32c.h"
+#include "base/crc32c.h"
 
 #include <pthread.h>
 #include <string.h>

@@ -4,7 +4,7 @@
  * opened it, so a forked child opens its own. A program may have closed it behind our back (daemons close all
  * descriptors) and its number may by now be another file: then the query fails on it and it is opened anew, but never
  * closed by us. */
-#include "host/maps.h"
+#include "base/maps.h"
 
 #include <errno.h>
 #include <fcntl.h>
