@@ -6,6 +6,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "status.h"
+
 #define KVS_NO_DEADLINE UINT64_MAX
 
 uint64_t kvs_clock_ns(void);
@@ -15,5 +17,10 @@ uint64_t kvs_deadline(int64_t timeout_ns); /* that far from now; negative: KVS_N
 int kvs_cond_init(pthread_cond_t *);
 /* With the lock held: false once the clock has reached the deadline; else somebody woke it, or nobody did. */
 bool kvs_cond_wait(pthread_cond_t *, pthread_mutex_t *, uint64_t deadline_ns);
+
+/* Wait until poll(arg) is no longer KVS_NOT_READY, with growing sleeps of at most 500 us; KVS_TIMEOUT after timeout_ns
+ * (< 0: never). `stepped`: kvs_device.stepped, no sleeping. */
+int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
+                   struct kvs_error *err);
 
 #endif

@@ -101,9 +101,4 @@ KVS_API void kvs_pattern_free(struct kvs_pattern_job *job);
 /* Keep a stream busy for a time (at most 10 s): for order tests and demonstrations. */
 KVS_API int kvs_delay(struct kvs_engine *engine, uint64_t ns, kvs_stream stream, struct kvs_error *err);
 
-/* Wait until poll(arg) is no longer KVS_NOT_READY, with growing sleeps of at most 500 us; KVS_TIMEOUT after timeout_ns
- * (< 0: never). `stepped`: kvs_device.stepped, no sleeping. */
-int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
-                   struct kvs_error *err);
-
 #endif

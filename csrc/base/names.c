@@ -1,0 +1,13 @@
+/* What things of the surface are called. */
+#include "kvswap.h"
+
+#ifndef KVSWAP_VERSION
+#define KVSWAP_VERSION "unknown" /* setup.py knows it */
+#endif
+
+const char *kvs_version(void) { return KVSWAP_VERSION; }
+
+const char *kvs_path_name(enum kvs_path path) {
+  static const char *const list[] = {"auto", "dma", "strided", "burst", "kernel", "direct"};
+  return list[path];
+}
