@@ -25,6 +25,7 @@
 #include "kvswap.h"
 
 enum {
+  KVS_MAX_ENGINES = 64,    /* as kvs_transfer.others has bits */
   KVS_MAX_LANES = 32,      /* of one direction and priority */
   KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
   KVS_STREAM_LOCKS = 16,
@@ -108,7 +109,8 @@ struct kvs_engine {
   atomic_uint refs;
   struct kvs_device *device;
   char name[32];
-  bool immortal; /* in the registry: lives until the process ends */
+  void (*destroy)(struct kvs_engine *); /* engine.c: nobody holds it any more */
+  bool immortal;                        /* in the registry: lives until the process ends */
   atomic_bool closed;
   pthread_mutex_t
       stream_locks[KVS_STREAM_LOCKS]; /* by stream id: transfers of one caller's stream are queued one by one */
@@ -142,12 +144,13 @@ struct kvs_engine {
   atomic_uint_fast64_t waits[KVS_HAZARDS];
 
   pthread_mutex_t memory_lock;
-  struct kvs_regions regions; /* guarded by memory_lock: allocated or registered here */
-  struct kvs_pool *pools;     /* guarded by memory_lock */
-  pthread_mutex_t share_lock; /* held while the list of imports changes, never over a wait */
-  struct kvs_import *imports; /* guarded by share_lock */
-  pthread_mutex_t range_lock; /* a leaf */
-  struct kvs_range *ranges;   /* guarded by range_lock */
+  struct kvs_regions regions;                  /* guarded by memory_lock: allocated or registered here */
+  struct kvs_pool *pools;                      /* guarded by memory_lock */
+  pthread_mutex_t share_lock;                  /* held while the list of imports changes, never over a wait */
+  struct kvs_import *imports;                  /* guarded by share_lock */
+  void (*forget_imports)(struct kvs_engine *); /* their own end, with that of the engine; NULL: there never was one */
+  pthread_mutex_t range_lock;                  /* a leaf */
+  struct kvs_range *ranges;                    /* guarded by range_lock */
   struct kvs_reclaims reclaims;
 
   pthread_mutex_t cache_lock;
@@ -173,47 +176,14 @@ void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t la
 /* move.c */
 void kvs_move_scratch_free(struct kvs_move_scratch *);
 
-/* lane.c: acquire for submitting (creates it if need be), release afterwards; reap finished transfers. */
-int kvs_lane_acquire(struct kvs_engine *, const struct kvs_options *, enum kvs_direction, struct kvs_lane **,
-                     struct kvs_error *);
-void kvs_lane_release(struct kvs_lane *, bool leftovers);
-/* Reserve a place and events for `transfer`; KVS_QUEUE_FULL. Caller holds lane->submit. */
-int kvs_lane_reserve(struct kvs_lane *, struct kvs_transfer *, struct kvs_error *);
-void kvs_lane_unreserve(struct kvs_lane *, struct kvs_transfer *);
-void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
-/* `to` comes after what `from` holds so far; the next transfer's head, the front or the spine, after all that the lane
- * has waited for. Caller holds lane->submit. */
-int kvs_lane_fork(struct kvs_lane *, kvs_stream from, kvs_stream to, struct kvs_error *);
-int kvs_lane_head(struct kvs_lane *, bool ahead, kvs_stream *head, struct kvs_error *);
-int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
-/* Of an ended transfer or a later one, to be freed; NULL: unknown. */
-struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
-/* The last unfinished transfer that may touch [low, high), 0: none. */
-uint64_t kvs_lane_last_on(struct kvs_lane *, uint64_t low, uint64_t high);
-/* As kvs_transfer_pin, of the lane's transfer with that sequence, whose memory is kept until unpin. */
-int kvs_lane_pin(struct kvs_lane *, uint64_t sequence, struct kvs_transfer **, kvs_event *end, struct kvs_error *);
-void kvs_engine_reap(struct kvs_engine *);
-void kvs_engine_lose(struct kvs_engine *);
-void kvs_lanes_destroy(struct kvs_engine *);
-/* Wait until no transfer that touches `region` (NULL: no transfer at all) is unfinished. */
-int kvs_engine_drain(struct kvs_engine *, const struct kvs_region *region, int64_t timeout_ns, struct kvs_error *);
-
-/* transfer.c */
-struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
-void kvs_transfer_drop(struct kvs_transfer *);   /* one reference of the memory */
-void kvs_transfer_finish(struct kvs_transfer *); /* its event was reached, or the device is lost; under lane->lock */
-/* KVS_OK: it is done. KVS_NOT_READY: it runs, *end may be waited for until unpin, and unpin is due. Else why neither.
- */
-int kvs_transfer_pin(struct kvs_transfer *, kvs_event *end, struct kvs_error *);
-void kvs_transfer_unpin(struct kvs_transfer *);
-/* What the driver says of a stream that a transfer is to be ordered with; KVS_CAPTURING if that cannot be. */
-int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
-int kvs_transfer_poll(struct kvs_transfer *, struct kvs_error *); /* KVS_OK: ended; KVS_NOT_READY; else cannot tell */
-
 /* memory.c */
 /* Events without timing that are kept for reuse; put takes any. */
 int kvs_engine_event_get(struct kvs_engine *, kvs_event *, struct kvs_error *);
 void kvs_engine_event_put(struct kvs_engine *, kvs_event);
 void kvs_memory_destroy(struct kvs_engine *);
+/* Into the engine's table of regions, of which the driver says the size (nbytes 0) or it is known; and out of it if no
+ * transfer can use it any more (KVS_TIMEOUT: it stays). */
+int kvs_memory_add(struct kvs_engine *, uint64_t ptr, uint64_t nbytes, enum kvs_origin, struct kvs_error *);
+int kvs_memory_retire(struct kvs_engine *, uint64_t ptr, enum kvs_origin, struct kvs_region *, struct kvs_error *);
 
 #endif

@@ -7,7 +7,9 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/racecheck.h"
+#include "core/registry.h"
 #include "plan/calibration.h"
 
 /* -- costs ----------------------------------------------------------------------------------------------------- */
@@ -45,14 +47,7 @@ static void load_costs(struct kvs_engine *engine) {
 
 /* -- opening and closing --------------------------------------------------------------------------------------- */
 
-static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
-enum { MAX_ENGINES = 64 };
-static struct kvs_engine *registry[MAX_ENGINES]; /* written once a place, under registry_lock */
-static atomic_uint registered;                   /* grows under registry_lock, behind what it counts */
-
-struct kvs_engine *kvs_engine_at(unsigned number) {
-  return number < atomic_load(&registered) ? registry[number] : NULL;
-}
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER; /* of who adds to it */
 
 /* Another thread may hold the lock, for as long as a driver takes to come up, when this process forks. */
 static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
@@ -185,6 +180,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   atomic_init(&engine->depth, KVS_DEFAULT_DEPTH);
   engine->compute_stream = KVS_STREAM_LEGACY;
   engine->device = device;
+  engine->destroy = destroy;
   snprintf(engine->name, sizeof engine->name, "%s", name);
   kvs_reclaims_init(&engine->reclaims);
   pthread_mutex_init(&engine->lock, NULL);
@@ -222,9 +218,9 @@ static int parse_name(const char *name, bool *cuda, int *ordinal, struct kvs_err
 }
 
 static struct kvs_engine *find_locked(const char *name) {
-  for (unsigned i = 0; i < registered; i++)
-    if (strcmp(registry[i]->name, name) == 0 && !kvs_dev_forked(registry[i]->device)) /* a child opens its own */
-      return registry[i];
+  struct kvs_engine *engine;
+  for (unsigned i = 0; (engine = kvs_engine_at(i)) != NULL; i++)
+    if (strcmp(engine->name, name) == 0 && !kvs_dev_forked(engine->device)) return engine; /* a child opens its own */
   return NULL;
 }
 
@@ -238,16 +234,12 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
   pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&registry_lock);
   struct kvs_engine *there = find_locked(canonical);
-  if (!there && registered == MAX_ENGINES)
-    status = kvs_fail(err, KVS_INVALID, "%u devices are open already", registered);
+  if (!there && kvs_engine_at(KVS_MAX_ENGINES - 1))
+    status = kvs_fail(err, KVS_INVALID, "%d devices are open already", KVS_MAX_ENGINES);
   if (!there && !status) {
     status = cuda ? kvs_device_cuda_open(ordinal, &device, err) : kvs_device_host_open(ordinal, 0, &device, err);
     if (!status) status = create(canonical, device, &there, err);
-    if (!status) {
-      there->immortal = true;
-      registry[atomic_load(&registered)] = there;
-      atomic_fetch_add(&registered, 1);
-    }
+    if (!status) kvs_engine_add(there);
   }
   if (!status) {
     kvs_engine_ref(there);
@@ -268,55 +260,23 @@ int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **engine, str
   return create(name, device, engine, err);
 }
 
-void kvs_engine_ref(struct kvs_engine *engine) { atomic_fetch_add(&engine->refs, 1); }
-
-void kvs_engine_unref(struct kvs_engine *engine) {
-  if (atomic_fetch_sub(&engine->refs, 1) == 1) destroy(engine);
-}
-
 void kvs_shutdown(int64_t timeout_ns) {
-  struct kvs_engine *open[MAX_ENGINES];
+  struct kvs_engine *engine;
   struct kvs_error err;
   uint64_t start = kvs_clock_ns();
-  kvs_servers_stop();
-  pthread_mutex_lock(&registry_lock);
-  unsigned count = registered;
-  memcpy(open, registry, sizeof open);
-  pthread_mutex_unlock(&registry_lock);
-  for (unsigned i = 0; i < count; i++) {
-    if (kvs_dev_forked(open[i]->device)) continue;
-    atomic_store(&open[i]->closed, true);
+  kvs_begin_shutdown();
+  for (unsigned i = 0; (engine = kvs_engine_at(i)) != NULL; i++) {
+    if (kvs_dev_forked(engine->device)) continue;
+    atomic_store(&engine->closed, true);
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
-    (void)kvs_engine_drain(open[i], NULL, left > 0 ? left : 0, &err);
-    kvs_engine_collect(open[i]);
+    (void)kvs_engine_drain(engine, NULL, left > 0 ? left : 0, &err);
+    kvs_engine_collect(engine);
     left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
-    (void)kvs_reclaim_drain(open[i], left > 0 ? left : 0);
+    (void)kvs_reclaim_drain(engine, left > 0 ? left : 0);
   }
 }
 
-/* -- defaults -------------------------------------------------------------------------------------------------- */
-
-/* In the child of a fork a thread that it does not have may hold the lock for ever, and the device is its parent's. */
-void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
-  if (kvs_dev_forked(engine->device)) return;
-  pthread_mutex_lock(&engine->lock);
-  engine->defaults = *defaults;
-  pthread_mutex_unlock(&engine->lock);
-}
-
-void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
-  *defaults = (struct kvs_defaults){.path = KVS_PATH_AUTO};
-  if (kvs_dev_forked(engine->device)) return;
-  pthread_mutex_lock(&engine->lock);
-  *defaults = engine->defaults;
-  pthread_mutex_unlock(&engine->lock);
-}
-
 /* -- properties ------------------------------------------------------------------------------------------------ */
-
-const char *kvs_engine_name(const struct kvs_engine *engine) { return engine->name; }
-
-struct kvs_device *kvs_engine_device(struct kvs_engine *engine) { return engine->device; }
 
 static void retire_locked(struct kvs_engine *engine, kvs_stream stream) {
   kvs_stream *grown = realloc(engine->retired, (engine->nretired + 1) * sizeof *grown);

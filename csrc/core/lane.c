@@ -13,7 +13,9 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/racecheck.h"
+#include "core/transfer.h"
 
 /* -- making and finding ---------------------------------------------------------------------------------------- */
 

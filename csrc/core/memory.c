@@ -10,8 +10,8 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/range.h"
-#include "ipc/imports.h"
 #include "ipc/peer.h"
 
 enum { SIDE_TEXT = 48 };
@@ -565,6 +565,6 @@ void kvs_memory_destroy(struct kvs_engine *engine) {
   while (engine->nevents) (void)kvs_dev_event_destroy(engine->device, engine->events[--engine->nevents], &ignored);
   free(engine->events);
   kvs_regions_clear(&engine->regions);
-  kvs_imports_destroy(engine);
+  if (engine->forget_imports) engine->forget_imports(engine);
   kvs_ranges_destroy(engine);
 }

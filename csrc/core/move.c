@@ -8,6 +8,7 @@
 #include "core/core.h"
 #include "core/move.h"
 #include "core/racecheck.h"
+#include "core/registry.h"
 #include "device/share.h"
 #include "plan/layout.h"
 

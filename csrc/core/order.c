@@ -6,7 +6,10 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/racecheck.h"
+#include "core/registry.h"
+#include "core/transfer.h"
 #include "device/share.h"
 #include "ipc/peer.h"
 

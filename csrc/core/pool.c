@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/racecheck.h"
 #include "ipc/peer.h"
 #include "plan/layout.h"
@@ -12,44 +13,6 @@
 static atomic_uint_fast64_t pool_numbers;
 
 /* -- failures -------------------------------------------------------------------------------------------------- */
-
-struct kvs_failure *kvs_failure_new(const struct kvs_error *error, uint64_t transfer) {
-  struct kvs_failure *failure = calloc(1, sizeof *failure);
-  if (!failure) return NULL;
-  atomic_init(&failure->refs, 1);
-  atomic_init(&failure->failed, true);
-  failure->error = *error;
-  failure->transfer = transfer;
-  return failure;
-}
-
-struct kvs_failure *kvs_failure_open(uint64_t transfer) {
-  struct kvs_failure *failure = calloc(1, sizeof *failure);
-  if (!failure) return NULL;
-  atomic_init(&failure->refs, 1);
-  failure->transfer = transfer;
-  return failure;
-}
-
-enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *failure) {
-  if (!failure) return KVS_SLOT_WELL;
-  if (atomic_load(&failure->failed)) return KVS_SLOT_LOST;
-  if (atomic_load(&failure->running)) return KVS_SLOT_OPEN;
-  return atomic_load(&failure->failed) ? KVS_SLOT_LOST : KVS_SLOT_WELL; /* it may just have ended */
-}
-
-/* The transfers of one are of one lane, under whose lock they end. */
-void kvs_failure_end(struct kvs_failure *failure, const struct kvs_error *error) {
-  if (error->status != KVS_OK && !atomic_load(&failure->failed)) {
-    failure->error = *error;
-    atomic_store(&failure->failed, true);
-  }
-  atomic_fetch_sub(&failure->running, 1);
-}
-
-void kvs_failure_unref(struct kvs_failure *failure) {
-  if (atomic_fetch_sub(&failure->refs, 1) == 1) free(failure);
-}
 
 struct kvs_failure *kvs_pool_failure(struct kvs_pool *pool, int64_t slot) {
   if (!pool->nfailures || !pool->failures[slot]) return NULL;

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 
 #include "core/hazard.h"
+#include "device/region.h"
 #include "kvswap.h"
 
 /* What a failed transfer should have written; or what one should write that comes after work of other devices: should
@@ -19,6 +20,13 @@ struct kvs_failure {
   uint64_t transfer; /* its number */
 };
 enum kvs_verdict { KVS_SLOT_WELL, KVS_SLOT_OPEN, KVS_SLOT_LOST };
+
+/* failure.c */
+struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
+struct kvs_failure *kvs_failure_open(uint64_t transfer);                          /* only its end tells. The same */
+void kvs_failure_unref(struct kvs_failure *);
+enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *);     /* of slots that keep it; NULL: well */
+void kvs_failure_end(struct kvs_failure *, const struct kvs_error *); /* of one transfer; any thread */
 
 /* Who reads and writes the slots of one pool, or of several whose slots belong together. Guarded by
  * engine->hazard_lock. */
@@ -65,11 +73,6 @@ int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 struct kvs_failure *kvs_pool_failure(struct kvs_pool *, int64_t slot); /* NULL: all is well */
 /* Take `failure` (referenced; NULL: all is well) for a slot. */
 void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);
-struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
-struct kvs_failure *kvs_failure_open(uint64_t transfer);                          /* only its end tells. The same */
-void kvs_failure_unref(struct kvs_failure *);
-enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *);     /* of slots that keep it; NULL: well */
-void kvs_failure_end(struct kvs_failure *, const struct kvs_error *); /* of one transfer; any thread */
 /* A table of slots that nobody has touched, and its end. */
 int kvs_table_new(uint64_t slots, struct kvs_table **, struct kvs_error *);
 void kvs_table_free(struct kvs_table *);

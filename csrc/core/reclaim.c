@@ -10,6 +10,7 @@
 #include "base/thread.h"
 #include "base/wait.h"
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/racecheck.h"
 
 enum state { WAITING, RUNNING, ENDED };

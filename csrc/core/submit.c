@@ -13,7 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/lane.h"
 #include "core/racecheck.h"
+#include "core/transfer.h"
 #include "device/hooks.h"
 #include "ipc/peer.h"
 

@@ -4,12 +4,7 @@
 #include <string.h>
 
 #include "core/core.h"
-
-int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
-  if (atomic_load(&engine->closed))
-    return kvs_fail(err, KVS_CLOSED, "%s was shut down: the process is ending", engine->name);
-  return kvs_dev_check(engine->device, err);
-}
+#include "core/registry.h"
 
 int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {
   if (!options->nafter_layers || options->nafter_layers == nlayers) return KVS_OK;

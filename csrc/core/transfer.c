@@ -9,7 +9,10 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/racecheck.h"
+#include "core/registry.h"
+#include "core/transfer.h"
 #include "ipc/peer.h"
 
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *engine, struct kvs_error *err) {
@@ -192,15 +195,6 @@ int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct 
 bool kvs_transfer_cancel(struct kvs_transfer *transfer) {
   (void)transfer;
   return false;
-}
-
-int kvs_stream_ask(struct kvs_device *device, kvs_stream stream, const char *what, struct kvs_stream_info *info,
-                   struct kvs_error *err) {
-  int status = kvs_dev_stream_info(device, stream, info, err);
-  if (status || !info->capturing) return status;
-  return kvs_fail(err, KVS_CAPTURING,
-                  "%s (0x%" PRIx64 ") is being captured into a graph: a transfer cannot be ordered with it", what,
-                  stream);
 }
 
 /* The wait is enqueued with no lock held: a driver whose queue is full blocks in it. */

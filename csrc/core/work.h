@@ -106,7 +106,6 @@ int kvs_cache_plan(const void *call, enum kvs_form, struct kvs_scratch *, struct
 /* Find what memory a checked call touches, and what the planner wants to know of it. The work has its slots already. */
 int kvs_cache_prepare(struct kvs_engine *, struct kvs_work *, const struct kvs_cache_call *, const struct kvs_options *,
                       struct kvs_error *);
-int kvs_open_for_work(struct kvs_engine *, struct kvs_error *); /* neither shut down nor lost, nor a parent's */
 int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
 bool kvs_wants_layers(const struct kvs_options *);
 bool kvs_may_cross_seams(const struct kvs_regions *);

@@ -5,6 +5,7 @@
  * only the arguments, hence the macro below. */
 #include "device/hooks.h"
 
+#include <inttypes.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -318,4 +319,13 @@ int kvs_dev_bind(struct kvs_device *device, struct kvs_error *err) {
 
 void kvs_dev_unbind(struct kvs_device *device) {
   if (device->ops->unbind && device->fork_generation == fork_generation) device->ops->unbind(device);
+}
+
+int kvs_stream_ask(struct kvs_device *device, kvs_stream stream, const char *what, struct kvs_stream_info *info,
+                   struct kvs_error *err) {
+  int status = kvs_dev_stream_info(device, stream, info, err);
+  if (status || !info->capturing) return status;
+  return kvs_fail(err, KVS_CAPTURING,
+                  "%s (0x%" PRIx64 ") is being captured into a graph: a transfer cannot be ordered with it", what,
+                  stream);
 }

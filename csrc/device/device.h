@@ -208,4 +208,7 @@ int kvs_dev_wait32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream
 int kvs_dev_bind(struct kvs_device *, struct kvs_error *);
 void kvs_dev_unbind(struct kvs_device *); /* after a bind that succeeded, on the same thread; of a lost device too */
 
+/* What the driver says of a stream that a transfer is to be ordered with; KVS_CAPTURING if that cannot be. */
+int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
+
 #endif

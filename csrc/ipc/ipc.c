@@ -13,9 +13,10 @@
 
 #include "base/owner.h"
 #include "core/core.h"
+#include "core/lane.h"
 #include "core/range.h"
+#include "core/registry.h"
 #include "device/share.h"
-#include "ipc/imports.h"
 #include "ipc/peer.h"
 #include "ipc/serve.h"
 
@@ -193,6 +194,14 @@ static struct kvs_import *find_mapping_locked(struct kvs_engine *engine, const s
   return import;
 }
 
+static void imports_destroy(struct kvs_engine *engine) {
+  while (engine->imports) { /* what they stand for goes with the device */
+    struct kvs_import *import = engine->imports;
+    engine->imports = import->next;
+    free(import);
+  }
+}
+
 /* The function of a task, which the import belongs to from then on. */
 static int unmap_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   struct kvs_import *import = what;
@@ -219,6 +228,7 @@ static int put_import_locked(struct kvs_engine *engine, const struct kvs_export 
   }
   import->next = engine->imports;
   engine->imports = import;
+  engine->forget_imports = imports_destroy;
   *put = import;
   return KVS_OK;
 }
@@ -304,14 +314,6 @@ static int drop_view_now(struct kvs_engine *engine, void *what, struct kvs_error
   if (!status) return unmap_now(engine, import, err);
   free(import);
   return status;
-}
-
-void kvs_imports_destroy(struct kvs_engine *engine) {
-  while (engine->imports) { /* what they stand for goes with the device */
-    struct kvs_import *import = engine->imports;
-    engine->imports = import->next;
-    free(import);
-  }
 }
 
 /* -- mapped memory --------------------------------------------------------------------------------------------- */

@@ -4,7 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/lane.h"
 #include "core/racecheck.h"
+#include "core/registry.h"
+#include "core/transfer.h"
 #include "device/share.h"
 #include "plan/layout.h"
 
@@ -138,36 +141,16 @@ int kvs_peer_inherit_memory(struct kvs_engine *running, uint64_t low, uint64_t h
   return status;
 }
 
-void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *engine) {
-  const struct kvs_engine *other;
-  for (unsigned i = 0; engine != transfer->engine && i < 64 && (other = kvs_engine_at(i)) != NULL; i++)
-    if (other == engine) transfer->others |= (uint64_t)1 << i;
-}
-
-/* A fault is known once some call on the device was told of it: perhaps nobody has called since. */
-static int look_at(struct kvs_engine *engine, struct kvs_error *err) {
-  struct kvs_error ignored;
-  if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->spine, &ignored);
-  return kvs_dev_check(engine->device, err);
-}
-
 /* Under the race checker what has ended comes before too. */
 void kvs_peer_forget(struct kvs_foreign_list *list) {
   struct kvs_error ignored;
   size_t kept = 0;
   for (size_t i = 0; i < list->count; i++) {
     const struct kvs_foreign item = list->items[i];
-    if (kvs_racecheck_on() || is_at_work(item.engine, item.low, item.high) || look_at(item.engine, &ignored))
+    if (kvs_racecheck_on() || is_at_work(item.engine, item.low, item.high) || kvs_engine_look(item.engine, &ignored))
       list->items[kept++] = item;
   }
   list->count = kept;
-}
-
-int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
-  int status = KVS_OK;
-  for (unsigned i = 0; !status && i < 64 && transfer->others >> i; i++)
-    if (transfer->others >> i & 1) status = look_at(kvs_engine_at(i), err);
-  return status;
 }
 
 static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, const struct kvs_foreign *foreign,
@@ -200,7 +183,8 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
 
 int kvs_peer_wait(struct kvs_transfer *transfer, const struct kvs_foreign *foreign, struct kvs_error *err) {
   unsigned lanes = atomic_load(&foreign->engine->nlanes);
-  int status = look_at(foreign->engine, err); /* lost, it may have left anything in the pool: nobody says where */
+  int status =
+      kvs_engine_look(foreign->engine, err); /* lost, it may have left anything in the pool: nobody says where */
   for (unsigned i = 0; !status && i < lanes; i++) {
     struct kvs_lane *lane = foreign->engine->numbered[i];
     if (lane != transfer->lane) status = wait_for_lane(transfer, lane, foreign, err);

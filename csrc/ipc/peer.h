@@ -31,10 +31,6 @@ int kvs_peer_inherit_memory(struct kvs_engine *running, uint64_t low, uint64_t h
 void kvs_peer_forget(struct kvs_foreign_list *);
 int kvs_peer_wait(struct kvs_transfer *, const struct kvs_foreign *, struct kvs_error *); /* on its head */
 
-/* The transfer comes after work of another engine: if that one's device is lost before it ends, it fails too. */
-void kvs_peer_depend(struct kvs_transfer *, const struct kvs_engine *);
-int kvs_peer_check(const struct kvs_transfer *, struct kvs_error *);
-
 /* As kvs_engine_drain(), of all other engines of the process. */
 int kvs_peer_drain(struct kvs_engine *but, const struct kvs_region *, int64_t timeout_ns, struct kvs_error *);
 

@@ -28,6 +28,7 @@
 
 #include "base/owner.h"
 #include "base/thread.h"
+#include "core/registry.h"
 #include "device/share.h"
 #include "ipc/exchange.h"
 
@@ -312,6 +313,7 @@ static void server_delete(struct kvs_server *server) {
 int kvs_server_start(struct kvs_engine *engine, const struct kvs_chunks *chunks, struct kvs_export *made,
                      struct kvs_server **out, struct kvs_error *err) {
   pthread_once(&fork_once, watch_fork);
+  kvs_before_shutdown(kvs_servers_stop);
   struct kvs_server *server = calloc(1, sizeof *server);
   if (!server) return kvs_fail(err, KVS_NOMEM, "no memory to serve an export");
   kvs_engine_ref(engine);

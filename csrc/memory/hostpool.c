@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/lane.h"
 #include "ipc/peer.h"
 #include "memory/budget.h"
 

@@ -1,0 +1,86 @@
+/* The engines that are open: by number, held by references, their defaults, and whether they take work. Below all else
+ * of the core: what ends an engine is a function that it was made with. */
+#include "core/registry.h"
+#include "core/core.h"
+
+/* -- by number ------------------------------------------------------------------------------------------------- */
+
+static struct kvs_engine *engines[KVS_MAX_ENGINES]; /* written once a place */
+static atomic_uint open_engines;                    /* grows behind what it counts */
+
+struct kvs_engine *kvs_engine_at(unsigned number) {
+  return number < atomic_load(&open_engines) ? engines[number] : NULL;
+}
+
+void kvs_engine_add(struct kvs_engine *engine) {
+  engine->immortal = true;
+  engines[atomic_load(&open_engines)] = engine;
+  atomic_fetch_add(&open_engines, 1);
+}
+
+void kvs_engine_ref(struct kvs_engine *engine) { atomic_fetch_add(&engine->refs, 1); }
+
+void kvs_engine_unref(struct kvs_engine *engine) {
+  if (atomic_fetch_sub(&engine->refs, 1) == 1) engine->destroy(engine);
+}
+
+/* -- the end of the process ------------------------------------------------------------------------------------ */
+
+static void (*_Atomic stop_first)(void);
+
+void kvs_before_shutdown(void (*stop)(void)) { atomic_store(&stop_first, stop); }
+
+void kvs_begin_shutdown(void) {
+  void (*stop)(void) = atomic_load(&stop_first);
+  if (stop) stop();
+}
+
+/* -- what they are asked ------------------------------------------------------------------------------------------- */
+
+const char *kvs_engine_name(const struct kvs_engine *engine) { return engine->name; }
+
+struct kvs_device *kvs_engine_device(struct kvs_engine *engine) { return engine->device; }
+
+int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
+  if (atomic_load(&engine->closed))
+    return kvs_fail(err, KVS_CLOSED, "%s was shut down: the process is ending", engine->name);
+  return kvs_dev_check(engine->device, err);
+}
+
+void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *engine) {
+  const struct kvs_engine *other;
+  for (unsigned i = 0; engine != transfer->engine && i < KVS_MAX_ENGINES && (other = kvs_engine_at(i)) != NULL; i++)
+    if (other == engine) transfer->others |= (uint64_t)1 << i;
+}
+
+/* A fault is known once some call on the device was told of it: perhaps nobody has called since. */
+int kvs_engine_look(struct kvs_engine *engine, struct kvs_error *err) {
+  struct kvs_error ignored;
+  if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->spine, &ignored);
+  return kvs_dev_check(engine->device, err);
+}
+
+int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && i < KVS_MAX_ENGINES && transfer->others >> i; i++)
+    if (transfer->others >> i & 1) status = kvs_engine_look(kvs_engine_at(i), err);
+  return status;
+}
+
+/* -- defaults ------------------------------------------------------------------------------------------------------ */
+
+/* In the child of a fork a thread that it does not have may hold the lock for ever, and the device is its parent's. */
+void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
+  if (kvs_dev_forked(engine->device)) return;
+  pthread_mutex_lock(&engine->lock);
+  engine->defaults = *defaults;
+  pthread_mutex_unlock(&engine->lock);
+}
+
+void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults) {
+  *defaults = (struct kvs_defaults){.path = KVS_PATH_AUTO};
+  if (kvs_dev_forked(engine->device)) return;
+  pthread_mutex_lock(&engine->lock);
+  *defaults = engine->defaults;
+  pthread_mutex_unlock(&engine->lock);
+}
