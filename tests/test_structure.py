@@ -41,7 +41,7 @@ ROWS = [
     {"core/launch.h", "core/reclaim.h"},
     {"core/engine.h"},
     {"core/core.h", "core/work.h", "core/pool.h"},
-    {"core/range.h", "core/registry.h", "core/lane.h", "core/transfer.h"},
+    {"core/range.h", "core/buffers.h", "core/cover.h", "core/registry.h", "core/lane.h", "core/transfer.h"},
     {"memory/hostpool.h", "ipc/peer.h", "ipc/serve.h"},
     {"offload/offload.h"},
     {"core/submit.h"},

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/lane.h"
 #include "core/racecheck.h"
 

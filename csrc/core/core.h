@@ -177,9 +177,6 @@ void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t la
 void kvs_move_scratch_free(struct kvs_move_scratch *);
 
 /* memory.c */
-/* Events without timing that are kept for reuse; put takes any. */
-int kvs_engine_event_get(struct kvs_engine *, kvs_event *, struct kvs_error *);
-void kvs_engine_event_put(struct kvs_engine *, kvs_event);
 void kvs_memory_destroy(struct kvs_engine *);
 /* Into the engine's table of regions, of which the driver says the size (nbytes 0) or it is known; and out of it if no
  * transfer can use it any more (KVS_TIMEOUT: it stays). */

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
 #include "core/lane.h"
 #include "core/racecheck.h"
@@ -152,6 +153,7 @@ static void destroy(struct kvs_engine *engine) {
     if (engine->compute_kept) (void)kvs_dev_stream_destroy(engine->device, engine->compute_stream, &err);
     destroy_retired_locked(engine);
     free(engine->retired);
+    kvs_buffers_destroy(engine);
     kvs_memory_destroy(engine);
     kvs_racecheck_forget_device(engine->device);
     kvs_dev_close(engine->device);

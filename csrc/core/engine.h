@@ -75,18 +75,6 @@ KVS_API int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **sync, st
 KVS_API int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_sync_drop(struct kvs_sync *sync);
 
-/* Staging: pinned memory with a device mirror, for descriptors that queued kernels read. Kept by size class, so that
- * the steady state allocates nothing. */
-struct kvs_staging {
-  uint64_t host;   /* pinned: the CPU writes here */
-  uint64_t device; /* device memory of the same size, or 0 */
-  size_t nbytes;
-  struct kvs_staging *next;
-};
-int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_staging **staging,
-                           struct kvs_error *err);
-void kvs_engine_staging_put(struct kvs_engine *engine, struct kvs_staging *staging); /* when nothing queued reads it */
-
 /* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are
  * copied. The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free never does. */
 struct kvs_pattern_job;

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/racecheck.h"
 #include "device/hooks.h"
 

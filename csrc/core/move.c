@@ -5,7 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
+#include "core/cover.h"
 #include "core/move.h"
 #include "core/racecheck.h"
 #include "core/registry.h"

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
 
 enum { PATTERN_CTAS = 264, PATTERN_THREADS = 256 };

@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
+#include "core/cover.h"
 #include "core/lane.h"
 #include "core/racecheck.h"
 #include "ipc/peer.h"

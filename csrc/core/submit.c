@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/lane.h"
 #include "core/racecheck.h"
 #include "core/transfer.h"

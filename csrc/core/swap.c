@@ -3,7 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
+#include "core/cover.h"
 #include "core/registry.h"
 
 int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, struct kvs_error *err) {

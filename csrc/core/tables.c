@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
 
 /* A row's words are multiplied side by side: one after another they would take most of a microsecond of 80 rows. */

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/core.h"
 #include "core/lane.h"
 #include "core/racecheck.h"

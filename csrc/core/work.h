@@ -16,7 +16,7 @@ struct kvs_layer_end {
   size_t copies, rects, rows;
 };
 
-/* What the tensors of a call cover, kept for the next one with the same tensors (memory.c). */
+/* What the tensors of a call cover, kept for the next one with the same tensors (cover.h). */
 struct kvs_cover {
   struct kvs_tensor *tensors;
   size_t ntensors, capacity;
@@ -129,28 +129,5 @@ int kvs_submit(struct kvs_engine *, struct kvs_work *, const struct kvs_options 
 int kvs_order_before(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
 int kvs_order_before_layer(struct kvs_transfer *, const struct kvs_options *, size_t layer, struct kvs_error *);
 int kvs_order_behind(struct kvs_transfer *, const struct kvs_work *, const struct kvs_options *, struct kvs_error *);
-
-/* memory.c: add to scratch->regions whatever covers [address, address + nbytes); `name`, `index` are for the message.
- */
-struct kvs_side {
-  const char *name; /* of the argument */
-  size_t index;     /* SIZE_MAX: it is no list */
-  bool write;
-  int want; /* KVS_SIDE_* */
-};
-enum { KVS_SIDE_ANY, KVS_SIDE_GPU, KVS_SIDE_CPU };
-int kvs_memory_cover(struct kvs_engine *, struct kvs_scratch *, uint64_t address, uint64_t nbytes,
-                     const struct kvs_side *, struct kvs_error *);
-
-/* Fill scratch->regions with what the call before covered, if its tensors and the memory under them are the same. */
-bool kvs_memory_recall(struct kvs_engine *, struct kvs_scratch *, const struct kvs_cache_call *);
-void kvs_memory_remember(struct kvs_scratch *, const struct kvs_cache_call *, uint64_t changes);
-uint64_t kvs_memory_changes(struct kvs_engine *); /* of what this engine allocated, registered or opened */
-
-int kvs_scratch_reserve_ids(struct kvs_scratch *, size_t count, struct kvs_error *); /* contents are not kept */
-struct kvs_scratch *kvs_scratch_get(struct kvs_engine *, struct kvs_error *);
-void kvs_scratch_put(struct kvs_engine *, struct kvs_scratch *);
-/* Layer `index` ends where the lists end now, as far as they are of that form; rows: of the rows. */
-int kvs_scratch_mark(struct kvs_scratch *, size_t index, bool rows, struct kvs_error *);
 
 #endif

@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
+#include "core/cover.h"
 #include "offload/offload.h"
 
 static const uint64_t MOST_SLOTS = 1u << 31; /* of the host: they are 32-bit numbers to kernels, and bits to plans */

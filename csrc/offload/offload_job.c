@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "core/buffers.h"
 #include "core/registry.h"
 #include "offload/offload.h"
 
