@@ -1,7 +1,7 @@
 /* The structs behind kvswap.h: engine, lane, transfer, pool. For the core's own files only.
  *
  * Locks, in the order in which they may be taken together:
- *   0. engine->hazard_lock  transfers between pools, until the tables know of them (peer.h: of two); or share_lock
+ *   0. engine->hazard_lock  transfers between pools, until the tables know of them (core/peer.h: of two); or share_lock
  *      slots->lock          one transfer at a time is queued through a set of slots; only tried, never waited for
  *   1. engine->stream_locks one submitter a caller's stream at a time
  *   2. lane->submit         one submitter a lane at a time; held while a transfer is being queued on the device

@@ -1,13 +1,10 @@
 /* Memory that an engine allocates and registers, and gives back. */
 #include <inttypes.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/peer.h"
 #include "core/range.h"
-#include "ipc/peer.h"
 
 /* -- allocating and registering -------------------------------------------------------------------------------- */
 

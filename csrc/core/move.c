@@ -2,7 +2,6 @@
  * is seen in the tables is still so when they learn of the transfer. */
 #include <inttypes.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/buffers.h"

@@ -2,8 +2,8 @@
 #ifndef KVS_MOVE_H
 #define KVS_MOVE_H
 
+#include "core/peer.h"
 #include "core/work.h"
-#include "ipc/peer.h"
 #include "plan/layout.h"
 
 /* A part with its runs, and whether they may go as rectangles. */

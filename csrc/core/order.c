@@ -3,15 +3,14 @@
  * Nothing here blocks. The caller holds the lane (lane->submit). */
 #include <inttypes.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/peer.h"
 #include "core/racecheck.h"
 #include "core/registry.h"
 #include "core/transfer.h"
 #include "device/share.h"
-#include "ipc/peer.h"
 
 static int head_follows(struct kvs_transfer *transfer, kvs_stream stream, struct kvs_error *err) {
   return kvs_lane_fork(transfer->lane, stream, transfer->head, err);

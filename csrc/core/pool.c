@@ -2,14 +2,13 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/buffers.h"
 #include "core/core.h"
 #include "core/cover.h"
 #include "core/lane.h"
+#include "core/peer.h"
 #include "core/racecheck.h"
-#include "ipc/peer.h"
 #include "plan/layout.h"
 
 static atomic_uint_fast64_t pool_numbers;

@@ -11,14 +11,13 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/buffers.h"
 #include "core/lane.h"
+#include "core/peer.h"
 #include "core/racecheck.h"
 #include "core/transfer.h"
 #include "device/hooks.h"
-#include "ipc/peer.h"
 
 /* The kernel takes a merged list instead of rows and pairs if it has so many times fewer entries. */
 enum { LIST_IF_SHORTER = 4 };

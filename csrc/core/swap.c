@@ -1,6 +1,5 @@
 /* The two submitting calls of kvswap.h: check everything, plan, submit. */
 #include <inttypes.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/buffers.h"

@@ -14,10 +14,10 @@
 #include "base/owner.h"
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/peer.h"
 #include "core/range.h"
 #include "core/registry.h"
 #include "device/share.h"
-#include "ipc/peer.h"
 #include "ipc/serve.h"
 
 struct kvs_import {

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "core/lane.h"
-#include "ipc/peer.h"
+#include "core/peer.h"
 #include "memory/budget.h"
 
 /* -- geometry -------------------------------------------------------------------------------------------------- */

@@ -14,7 +14,7 @@
 #define KVS_OFFLOAD_H
 
 #include "core/core.h"
-#include "ipc/peer.h"
+#include "core/peer.h"
 
 struct kvs_sheet {
   struct kvs_tensor *tensors;

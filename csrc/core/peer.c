@@ -1,8 +1,7 @@
 /* Two devices in one transfer. */
-#include "ipc/peer.h"
+#include "core/peer.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/lane.h"
 #include "core/racecheck.h"
