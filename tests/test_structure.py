@@ -44,7 +44,7 @@ ROWS = [
     {"core/peer.h", "core/range.h", "core/buffers.h", "core/cover.h", "core/registry.h", "core/lane.h", "core/transfer.h"},
     {"memory/hostpool.h", "ipc/serve.h"},
     {"offload/offload.h"},
-    {"core/submit.h"},
+    {"core/submit.h", "core/slots.h"},
     {"core/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},

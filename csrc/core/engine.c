@@ -11,6 +11,7 @@
 #include "core/lane.h"
 #include "core/racecheck.h"
 #include "core/registry.h"
+#include "core/slots.h"
 #include "plan/calibration.h"
 
 /* -- costs ----------------------------------------------------------------------------------------------------- */

@@ -39,17 +39,17 @@ int kvs_upload(struct kvs_submission *s, size_t from, size_t to, kvs_stream stre
   return kvs_dev_copy(s->device, staging->device + from, staging->host + from, to - from, stream, why);
 }
 
-/* -- preparing ------------------------------------------------------------------------------------------------- */
+/* -- preparing ----------------------------------------------------------------------------------------------------- */
 
 /* Pieces say more than rows and pairs; they cost O(copies). */
-static bool wants_list(const struct kvs_submission *s) {
+bool kvs_wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
   if (kvs_regions_aliased(&work->scratch->regions)) return true;
   return s->transfer->path == KVS_PATH_KERNEL && work->shape.pieces < work->shape.rows;
 }
 
-static int prepare_list(struct kvs_submission *s) {
+int kvs_prepare_list(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   int status = work->planned ? KVS_OK : work->plan(work->call, KVS_FORM_COPIES, work->scratch, s->err);
   work->planned = true;
@@ -61,13 +61,12 @@ static int prepare_list(struct kvs_submission *s) {
 }
 
 /* Room for the pairs, and for the rows should all tables be in use. */
-static int prepare_grid(struct kvs_submission *s) {
+int kvs_prepare_grid(struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   struct kvs_packing *packing = &work->scratch->packing;
   const struct kvs_rows *rows = &work->scratch->rows;
   bool burst = s->transfer->path == KVS_PATH_BURST;
-  int status = burst ? kvs_pack_for_burst(s) : KVS_OK;
-  if (!status) status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
+  int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
   if (status || !work->nslots || !rows->count) return status;
   if (burst) kvs_pack_sort(packing, work->direction);
   if (burst) /* each has parts of its own */
@@ -77,14 +76,6 @@ static int prepare_grid(struct kvs_submission *s) {
                                   .piece = PIECE};
   size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
-}
-
-int kvs_prepare_launch(struct kvs_submission *s) {
-  enum kvs_path path = s->transfer->path;
-  if (path != KVS_PATH_KERNEL && path != KVS_PATH_BURST) return KVS_OK;
-  int status = wants_list(s) ? prepare_list(s) : prepare_grid(s);
-  if (!status && path == KVS_PATH_BURST) kvs_prepare_burst(s);
-  return status;
 }
 
 /* -- what the kernels read ------------------------------------------------------------------------------------- */

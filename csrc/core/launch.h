@@ -70,10 +70,4 @@ int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, kvs_stream spine
                   uint64_t *rows, struct kvs_error *);
 void kvs_table_put(struct kvs_engine *, struct kvs_table_of_rows *);
 
-/* burst.c */
-void kvs_slots_open(struct kvs_engine *); /* engine->burst_note says why there are none, or fewer than wanted */
-void kvs_slots_close(struct kvs_engine *);
-/* A set of slots for the next transfer of this lane, locked, or NULL: it would have to wait for others. */
-struct kvs_slots *kvs_slots_take(struct kvs_engine *, const struct kvs_lane *, enum kvs_direction);
-
 #endif

@@ -1,5 +1,5 @@
-/* A transfer on its way to the device: what submit.c, issue.c, launch.c and burst.c share. For the core's own files
- * only. */
+/* A transfer on its way to the device: what submit.c, choose.c, issue.c, launch.c and burst.c share. For the core's own
+ * files only. */
 #ifndef KVS_SUBMIT_H
 #define KVS_SUBMIT_H
 
@@ -54,9 +54,16 @@ void kvs_fail_whole(struct kvs_submission *, const struct kvs_error *why); /* wh
 /* For each block that copy i of the view carries: issue it alone (`again`), or write it off with *why. */
 void kvs_block_by_block(struct kvs_submission *, size_t i, bool again, const struct kvs_error *why);
 
-/* launch.c */
-int kvs_prepare_launch(struct kvs_submission *);       /* before anything moves: what the path's kernels will read */
-int kvs_pack_for_burst(struct kvs_submission *);       /* the work's rows, once */
+/* choose.c. The path, and what it needs: before anything moves. */
+int kvs_choose_path(struct kvs_submission *, enum kvs_path *);
+int kvs_prepare_path(struct kvs_submission *);
+void kvs_release_slots(struct kvs_submission *); /* those that it chose a burst with; none: nothing */
+
+/* launch.c. What the path's kernels will read: a list of pieces, where those say more than rows and pairs, or a grid.
+ */
+bool kvs_wants_list(const struct kvs_submission *);
+int kvs_prepare_list(struct kvs_submission *);
+int kvs_prepare_grid(struct kvs_submission *);
 double kvs_kernel_gbps(const struct kvs_submission *); /* what path kernel reaches at most; 0: what its costs say */
 int kvs_launch_copies(struct kvs_submission *, struct kvs_error *why); /* what is in view, by a kernel on the spine */
 /* Room in the transfer's staging: where the host writes, and where the device will read once it is uploaded. */
@@ -76,8 +83,9 @@ int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t
                      const struct kvs_width *, kvs_stream, struct kvs_error *why);
 
 /* burst.c */
-const char *kvs_reason_against_burst(const struct kvs_engine *);
-void kvs_prepare_burst(struct kvs_submission *); /* the stream of its first stage, and its head */
+int kvs_pack_for_burst(struct kvs_submission *); /* the work's rows, once */
+int kvs_prepare_burst(
+    struct kvs_submission *); /* what its kernels will read, the stream of its first stage, its head */
 /* One past the last layer that is issued together with this one; of other paths the next. */
 size_t kvs_layer_group_end(const struct kvs_submission *, size_t layer);
 /* Queue what is in view. Refused: some of it may be under way, and is over before what the spine gets next; it is to be

@@ -1,0 +1,274 @@
+/* Which path a transfer takes: the one that its caller names, or, of AUTO, the one that is predicted to be fastest
+ * among those that keep the promise of its priority. And what the path needs, before anything of it is queued. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "core/racecheck.h"
+#include "core/slots.h"
+#include "core/submit.h"
+#include "device/hooks.h"
+
+/* The kernel takes a merged list instead of rows and pairs if it has so many times fewer entries. */
+enum { LIST_IF_SHORTER = 4 };
+
+/* So few copies go to the copy engine: to think of other ways would take longer than any of them could save. */
+enum { FEW = 3 };
+
+/* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
+static const double KERNEL_HANDICAP = 1.01;
+
+/* The driver holds its caller for half a microsecond a copy, and on the way holds up other threads that call it: 18 ms
+ * of 33,000 copies of 32 KiB, which take 20. A kernel, which takes a quarter longer, is queued in 0.1 ms. */
+static const double MANY_HANDICAP = 1.25;
+static const uint64_t MANY_COPIES = 1024;
+
+static double many(uint64_t copies) { return copies > MANY_COPIES ? MANY_HANDICAP : 1.0; }
+
+/* Between devices no calibration predicts. Measured between two H200: of 256 KiB and more the copy engine moves 367
+ * GB/s and more, of 64 KiB 54; a kernel 355 of any size (benchmarks/bench_peer.py). */
+static const uint64_t PEER_COPY_NBYTES = 256 << 10;
+
+/* Runs of odd sizes cost the copy engine more than was measured of round ones, which are pages: short ones up to a half
+ * more, and below 28 KiB from host to device three times and more. */
+static double short_runs(const struct kvs_shape *shape) {
+  uint64_t mean = shape->runs ? shape->nbytes / shape->runs : 0;
+  bool round = mean % 4096 == 0 && mean * shape->runs == shape->nbytes;
+  return mean < 32 << 10 ? 3.0 : mean < 128 << 10 && !round ? 1.15 : 1.0;
+}
+
+/* -- what it looks like ---------------------------------------------------------------------------------------- */
+
+/* Pairs of slots that go on where the one before ended, on both sides, are one copy of a tensor without gaps. */
+static uint64_t count_breaks(const int64_t *src, const int64_t *dst, size_t count) {
+  uint64_t breaks = count > 0;
+  for (size_t i = 1; i < count; i++) breaks += src[i] != src[i - 1] + 1 || dst[i] != dst[i - 1] + 1;
+  return breaks;
+}
+
+/* Which rows begin off the lines that a link moves, on the host: by the last bits of the slots. */
+static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
+  enum { LINE = KVS_COST_LINE };
+  struct kvs_shape *shape = &work->shape;
+  const struct kvs_rows *rows = &work->scratch->rows;
+  uint64_t slots[LINE] = {0}, off = 0, nbytes = 0;
+  unsigned used[LINE], nused = 0; /* those that there are */
+  bool counted = false;
+  for (size_t i = 0; i < rows->count; i++) {
+    const struct kvs_row *row = &rows->items[i];
+    uint64_t base = kvs_row_host(row, work->direction), stride = kvs_row_host_stride(row, work->direction);
+    if (((base | stride) & (LINE - 1)) == 0) continue;
+    for (size_t s = 0; !counted && s < work->nslots; s++)
+      if (slots[host_slots[s] & (LINE - 1)]++ == 0) used[nused++] = (unsigned)(host_slots[s] & (LINE - 1));
+    counted = true;
+    for (unsigned u = 0; u < nused; u++)
+      if ((base + used[u] * stride) & (LINE - 1)) off += slots[used[u]], nbytes += slots[used[u]] * row->nbytes;
+  }
+  shape->skew_pieces = shape->rows ? (uint64_t)((double)off * (double)shape->pieces / (double)shape->rows) : 0;
+  shape->skew_nbytes = shape->skew_pieces ? nbytes : 0;
+}
+
+void kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots) {
+  struct kvs_scratch *scratch = work->scratch;
+  struct kvs_shape *shape = &work->shape;
+  uint64_t breaks = count_breaks(work->src_slots, work->dst_slots, work->nslots);
+  const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
+  shape->copies = 0;
+  for (size_t i = 0; i < scratch->rows.count; i++) {
+    const struct kvs_row *row = &scratch->rows.items[i];
+    bool packed = row->src_stride == row->nbytes && row->dst_stride == row->nbytes;
+    shape->copies += packed ? breaks : work->nslots;
+  }
+  shape->direction = work->direction;
+  shape->nbytes = work->nbytes;
+  shape->rows = scratch->rows.count * work->nslots;
+  shape->pieces = LIST_IF_SHORTER * shape->copies <= shape->rows ? shape->copies : shape->rows;
+  shape->runs = work->grid ? 1 : shape->rows; /* at best: they are counted where a burst could win */
+  work->cpu_slots = cpu_slots;
+  find_skew(work, host);
+}
+
+/* -- which way ------------------------------------------------------------------------------------------------- */
+
+static const struct kvs_region *pageable(const struct kvs_regions *regions) {
+  for (size_t i = 0; i < regions->count; i++)
+    if (regions->items[i].memory == KVS_MEMORY_PAGEABLE) return &regions->items[i];
+  return NULL;
+}
+
+/* A driver copies between two places of the host at once, in the caller's thread, waiting for the stream first. */
+static bool would_block(const struct kvs_submission *s) {
+  const struct kvs_regions *regions = &s->work->scratch->regions;
+  bool host = regions->count > 0;
+  for (size_t i = 0; i < regions->count; i++) host &= regions->items[i].memory == KVS_MEMORY_PINNED;
+  return host && !s->device->ops->copy_direct;
+}
+
+static bool prefers_direct(const struct kvs_engine *engine) {
+  return engine->device->ops->copy_direct && !engine->device->stepped;
+}
+
+static const char *reason_against_kernel(const struct kvs_engine *engine) {
+  if (engine->disabled.kernel) return "KVSWAP_DISABLE names it";
+  return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
+}
+
+/* A slot has the host on one side. */
+static bool may_burst(const struct kvs_submission *s) {
+  return !s->peer && s->work->direction != KVS_OTHER_DIRECTION && !kvs_reason_against_burst(s->engine);
+}
+
+void kvs_release_slots(struct kvs_submission *s) {
+  if (s->slots) pthread_mutex_unlock(&s->slots->lock);
+  s->slots = NULL;
+}
+
+/* A slot holds whole rows where layers keep them from being cut. Its size is known once the slots are locked. */
+static bool take_slots(struct kvs_submission *s) {
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
+  if (s->slots && s->work->layered && kvs_longest_row(rows, 0, rows->count) > s->slots->slot_nbytes)
+    kvs_release_slots(s);
+  return s->slots != NULL;
+}
+
+/* What a transfer is predicted to take, in nanoseconds. A kernel keeps the pace at which a model beside it does not
+ * suffer, but for one of high priority, which takes the link whatever it costs the model. */
+static double predict(const struct kvs_submission *s, enum kvs_path path) {
+  double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
+  if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape) * many(s->work->shape.runs);
+  if (path == KVS_PATH_DMA) ns *= many(s->work->shape.copies);
+  if (path != KVS_PATH_KERNEL) return ns;
+  double gbps = kvs_kernel_gbps(s), paced = gbps > 0 ? (double)s->work->nbytes / gbps : 0;
+  if (paced > ns) ns = paced;
+  return s->options->priority == KVS_PRIORITY_HIGH ? ns : ns * KERNEL_HANDICAP;
+}
+
+/* What only bursts have to know, and as much work as all else together. Of a list of copies it is known already. */
+static int count_runs(struct kvs_submission *s) {
+  struct kvs_work *work = s->work;
+  const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
+  if (!work->grid || work->packed) return KVS_OK;
+  int status = kvs_pack_for_burst(s);
+  return status ? status
+                : kvs_pack_count_runs(&work->scratch->packing, host, work->nslots, work->cpu_slots,
+                                      &work->scratch->plan, &work->shape.runs, s->err);
+}
+
+/* Bursts last, about which most has to be found out. */
+static int fastest(struct kvs_submission *s, enum kvs_path *best) {
+  struct kvs_engine *engine = s->engine;
+  const struct {
+    enum kvs_path path;
+    bool possible;
+  } ways[] = {{KVS_PATH_DMA, true},
+              {KVS_PATH_STRIDED, s->work->shape.rects > 0},
+              {KVS_PATH_KERNEL, !reason_against_kernel(engine)}};
+  double least = INFINITY;
+  *best = KVS_PATH_DMA;
+  for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
+    double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
+    if (ns < least) least = ns, *best = ways[i].path;
+  }
+  /* A kernel that waits for a copy would hold up a model's kernels behind it in the one queue: measured, H200, beside a
+   * decode step 0.2 more than a bare copy. */
+  bool possible =
+      !kvs_racecheck_on() && !engine->disabled.auto_burst && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
+  if (!possible || !take_slots(s)) return KVS_OK;
+  int status = count_runs(s);
+  if (!status && predict(s, KVS_PATH_BURST) < least)
+    *best = KVS_PATH_BURST;
+  else
+    kvs_release_slots(s);
+  return status;
+}
+
+static enum kvs_path pick_for_peer(const struct kvs_submission *s) {
+  uint64_t copies = s->work->shape.copies;
+  if (!s->peer_direct || reason_against_kernel(s->engine) || !copies) return KVS_PATH_DMA;
+  return s->work->nbytes / copies < PEER_COPY_NBYTES ? KVS_PATH_KERNEL : KVS_PATH_DMA;
+}
+
+static int pick(struct kvs_submission *s, enum kvs_path *path) {
+  struct kvs_engine *engine = s->engine;
+  *path = prefers_direct(engine)                             ? KVS_PATH_DIRECT
+          : s->peer                                          ? pick_for_peer(s)
+          : pageable(&s->work->scratch->regions)             ? KVS_PATH_DMA /* which the driver stages */
+          : would_block(s) && !reason_against_kernel(engine) ? KVS_PATH_KERNEL
+                                                             : KVS_PATH_AUTO;
+  return *path == KVS_PATH_AUTO ? fastest(s, path) : KVS_OK;
+}
+
+void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {
+  struct kvs_defaults defaults;
+  kvs_engine_get_defaults(engine, &defaults);
+  *options = given ? *given : (struct kvs_options){.path = KVS_PATH_AUTO};
+  if (options->path == KVS_PATH_AUTO) options->path = defaults.path;
+  if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = defaults.priority;
+  if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = KVS_PRIORITY_NORMAL;
+  if (options->max_ctas == 0) options->max_ctas = defaults.max_ctas;
+  if (options->pace_gbps <= 0) options->pace_gbps = defaults.pace_gbps;
+}
+
+bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
+  if (kvs_dev_fault_on_copies(engine->device)) return false; /* which looks at plain copies */
+  return options->path == KVS_PATH_STRIDED ||
+         (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine) && !engine->disabled.strided);
+}
+
+bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
+  return options->path == KVS_PATH_KERNEL || options->path == KVS_PATH_BURST ||
+         (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine));
+}
+
+static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const char *why) {
+  return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is off: %s", kvs_path_name(path), why);
+}
+
+int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
+  *path = s->options->path;
+  s->picked = *path == KVS_PATH_AUTO;
+  int status = s->picked ? pick(s, path) : KVS_OK;
+  if (status) return status;
+  if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* nothing is strided */
+  if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
+    return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'burst' and 'kernel'",
+                    s->engine->name);
+  if (*path != KVS_PATH_KERNEL && *path != KVS_PATH_BURST) return KVS_OK;
+  const char *why = *path == KVS_PATH_BURST ? kvs_reason_against_burst(s->engine) : reason_against_kernel(s->engine);
+  if (why) return refuse_path(s, *path, why);
+  const struct kvs_region *region = pageable(&s->work->scratch->regions);
+  if (region)
+    return kvs_fail(s->err, KVS_INVALID,
+                    "path '%s' cannot reach pageable host memory at 0x%" PRIx64
+                    ": register() it with the device, or use path 'dma'",
+                    kvs_path_name(*path), region->base);
+  if (s->peer && !s->peer_direct && *path == KVS_PATH_KERNEL)
+    return kvs_fail(s->err, KVS_UNSUPPORTED,
+                    "path 'kernel' cannot reach 0x%" PRIx64 ", which is memory of device %d: %s has no peer access to "
+                    "it; path 'dma' goes through the host",
+                    s->peer->base, s->peer->device, s->engine->name);
+  if (*path == KVS_PATH_BURST && (!may_burst(s) || !take_slots(s))) /* whose slots wait for others, say */
+    *path = s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
+  return KVS_OK;
+}
+
+/* -- what the path needs ------------------------------------------------------------------------------------------- */
+
+/* What the path needs of the plan, and of memory. */
+int kvs_prepare_path(struct kvs_submission *s) {
+  struct kvs_work *work = s->work;
+  enum kvs_path path = s->transfer->path;
+  if (path == KVS_PATH_KERNEL || path == KVS_PATH_BURST) {
+    int status = path == KVS_PATH_BURST ? kvs_prepare_burst(s)
+                 : kvs_wants_list(s)    ? kvs_prepare_list(s)
+                                        : kvs_prepare_grid(s);
+    if (!s->picked || (status != KVS_NOMEM && status != KVS_REFUSED)) return status;
+    s->transfer->path = KVS_PATH_DMA; /* which needs no memory of a GPU that may be full */
+  }
+  if (path == KVS_PATH_STRIDED) {
+    int status = work->plan(work->call, KVS_FORM_RECTS, work->scratch, s->err);
+    if (!status && work->scratch->rects.count == 0) s->transfer->path = KVS_PATH_DMA; /* distances that none takes */
+    return status;
+  }
+  return work->planned ? KVS_OK : work->plan(work->call, KVS_FORM_COPIES, work->scratch, s->err);
+}

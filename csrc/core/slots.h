@@ -1,0 +1,13 @@
+/* Sets of slots for path burst. For the core's own files only. */
+#ifndef KVS_SLOTS_H
+#define KVS_SLOTS_H
+
+#include "core/core.h"
+
+void kvs_slots_open(struct kvs_engine *); /* engine->burst_note says why there are none, or fewer than wanted */
+void kvs_slots_close(struct kvs_engine *);
+/* A set of slots for the next transfer of this lane, locked, or NULL: it would have to wait for others. */
+struct kvs_slots *kvs_slots_take(struct kvs_engine *, const struct kvs_lane *, enum kvs_direction);
+const char *kvs_reason_against_burst(const struct kvs_engine *); /* NULL: there are slots */
+
+#endif
