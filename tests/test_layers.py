@@ -1,0 +1,177 @@
+"""Who calls whom in C, by the symbols of the objects: no file calls one above it. docs/architecture.md draws it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+CSRC = ROOT / "csrc"
+CC = os.environ.get("CC") or "cc"
+
+# From the top down. "": status.c, beside the public headers.
+FOLDERS = [
+    {"offload", "files", "memory", "ipc"},
+    {"core"},
+    {"plan"},
+    {"host", "cuda"},
+    {"device"},
+    {"base"},
+    {"kernels"},
+]
+FOLDERS += [{""}]
+# Within core: a row may call itself and the rows below it, and no two files call each other.
+CORE = [
+    {"engine"},
+    {"swap", "move"},
+    {"submit", "choose"},
+    {"order", "pool", "memory", "reclaim", "peer", "pattern"},
+    {"burst", "slots", "launch", "issue"},
+    {"handle", "lane", "transfer"},
+    {"buffers", "tables", "cover"},
+    {"registry", "failure", "hazard", "range", "racecheck", "clock", "watch", "move_room"},
+]
+# Files that call each other, within a folder: each pair or ring is one thing in several files.
+RINGS = [
+    {"host/queue.c", "host/run.c"},
+    {f"cuda/{name}.c" for name in ("device", "info", "kernels", "memory", "range", "share")},
+    {"files/gds.c", "files/gds_worker.c"},
+    {f"files/{name}.c" for name in ("item", "mover", "store", "transfer")},
+    {f"memory/{name}.c" for name in ("hostpool", "hostpool_resize", "populate", "shared_file")},
+]
+# Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
+POINTERS = {
+    "device/device.h": "a device's functions",
+    "device/share.h": "the same, between processes and devices",
+    "device/hooks.h": "the race checker listens",
+    "core/core.h": "destroy, forget_imports: the end of an engine; release: the caller's own",
+    "core/registry.c": "servers stop first when the process ends",
+    "core/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
+    "files/engine.h": "threads or io_uring",
+    "files/store.h": "release: the caller's own",
+    "offload/offload.h": "release: the caller's own",
+}
+
+Graph = dict[str, dict[str, set[str]]]
+
+
+def compile_to(folder: Path, source: Path, name: str) -> Path:
+    target = folder / (name.replace("/", "_") + ".o")
+    command = [*CC.split(), "-std=c11", "-D_GNU_SOURCE", "-O0", "-w", f"-I{CSRC}", "-c", str(source), "-o", str(target)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return target
+
+
+def calls_between(objects: dict[str, Path]) -> Graph:
+    """A file, the files that it calls, and what of them."""
+    names = {str(target): name for name, target in objects.items()}
+    run = subprocess.run(["nm", "-A", *names], capture_output=True, text=True, check=True)
+    found = re.findall(r"^([^:]+):\S*\s+(\w)\s+(kvs_\w+)$", run.stdout, re.MULTILINE)
+    owner = {symbol: names[target] for target, kind, symbol in found if kind in "TDBRV"}
+    graph: Graph = {name: {} for name in objects}
+    for target, kind, symbol in found:
+        if kind == "U":
+            assert symbol in owner, f"{names[target]} wants {symbol}, which no file below the bindings has"
+            graph[names[target]].setdefault(owner[symbol], set()).add(symbol)
+    return graph
+
+
+def rank(name: str) -> tuple[int, int]:
+    folder = name.rpartition("/")[0]
+    row = next(i for i, names in enumerate(FOLDERS) if folder in names)
+    inner = next(i for i, names in enumerate(CORE) if Path(name).stem in names) if folder == "core" else 0
+    return row, inner
+
+
+def upward(graph: Graph) -> list[str]:
+    def wrong(caller: str, called: str) -> bool:
+        beside = rank(caller)[0] == rank(called)[0] and caller.rpartition("/")[0] != called.rpartition("/")[0]
+        return beside or rank(called) < rank(caller)
+
+    return [
+        f"{caller} calls {called}: {', '.join(sorted(names))}"
+        for caller, others in graph.items()
+        for called, names in others.items()
+        if wrong(caller, called)
+    ]
+
+
+def rings(graph: Graph) -> list[set[str]]:
+    """Files that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        seen, todo = set[str](), [name]
+        while todo:
+            for called in graph[todo.pop()]:
+                if called not in seen:
+                    seen.add(called)
+                    todo.append(called)
+        reached[name] = seen
+    found: list[set[str]] = []
+    for name in graph:
+        ring = {other for other in reached[name] if name in reached[other]}
+        if ring and ring not in found:
+            found.append(ring)
+    return found
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    if not shutil.which(CC.split()[0]) or not shutil.which("nm"):
+        pytest.skip("no C compiler, or no nm")
+    folder = tmp_path_factory.mktemp("objects")
+    sources = {str(path.relative_to(CSRC)): path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "py"}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        targets = threads.map(lambda item: compile_to(folder, item[1], item[0]), sources.items())
+        return dict(zip(sources, targets, strict=True))
+
+
+def test_no_file_calls_one_above_it(objects: dict[str, Path], tmp_path: Path) -> None:
+    graph = calls_between(objects)
+    assert upward(graph) == []
+    assert sorted(map(sorted, rings(graph))) == sorted(map(sorted, RINGS))
+    planted = tmp_path / "planted.c"
+    planted.write_text(
+        "int kvs_submit(void);\nint kvs_planted(void);\nint kvs_planted(void) { return kvs_submit(); }\n"
+    )
+    with_planted = {**objects, "plan/planted.c": compile_to(tmp_path, planted, "planted")}
+    assert upward(calls_between(with_planted)) == ["plan/planted.c calls core/submit.c: kvs_submit"]
+
+
+def test_a_ring_is_found() -> None:
+    graph: Graph = {
+        "core/lane.c": {"core/transfer.c": {"a"}},
+        "core/transfer.c": {"core/lane.c": {"b"}},
+        "core/issue.c": {},
+    }
+    assert rings(graph) == [{"core/lane.c", "core/transfer.c"}]
+    assert upward({"core/lane.c": {"core/submit.c": {"a"}}, "files/sys.c": {"ipc/ipc.c": {"b"}}}) == [
+        "core/lane.c calls core/submit.c: a",
+        "files/sys.c calls ipc/ipc.c: b",
+    ]
+
+
+def test_where_pointers_to_functions_are_kept() -> None:
+    """In a struct or a variable; those of a call's own parameters end with the call."""
+    kept = re.compile(r"^(?:static |  )[\w\s*]*\(\*\s*(?:_Atomic )?(\w+)\)(?:\([^;{]*\))(?:;| =)", re.MULTILINE)
+    public = {path.name for path in CSRC.glob("kvswap*.h")}
+    found = set()
+    for path in CSRC.rglob("*.[ch]"):
+        name = str(path.relative_to(CSRC))
+        if path.parent.name == "py" or name in public or name.startswith(("cuda/", "files/cufile")):
+            continue  # the driver's own, and the surface
+        text = (
+            re.sub(r"^[^\n]*\{\n.*?^\}$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+            if path.suffix == ".c"
+            else path.read_text()
+        )
+        if kept.search(text):
+            found.add(name)
+    assert found == set(POINTERS)
