@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""What the README and the docs show works as it stands there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAM = """
 #include <stdio.h>
 #include <string.h>
@@ -39,23 +38,31 @@ int main(void) {
 """
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPET = re.compile(r"^(?:<!-- (needs|fragment): (.*?) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SNIPPETS = [
+    pytest.param(*found, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, found in enumerate(SNIPPET.findall(page.read_text(encoding="utf-8")))
+]
 
 
-def examples(page: Path) -> list[str]:
-    """Those that need no GPU and are whole."""
-    found: list[str] = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    return [example for example in found if "import numpy" in example and "torch" not in example]
+def test_every_snippet_is_found() -> None:
+    assert sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES) == len(SNIPPETS) > 10
 
 
-def test_there_are_examples() -> None:
-    assert {page.name for page in PAGES if examples(page)} >= {"README.md", "order.md"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
-def test_the_examples_run(page: Path) -> None:
-    for example in examples(page):
-        exec(compile(example, page.name, "exec"), {})
+@pytest.mark.parametrize(("mark", "what", "code"), SNIPPETS)
+def test_the_snippet_runs_alone(mark: str, what: str, code: str, device_name: str) -> None:
+    """A `fragment` shows a call among things of the reader's own, and says whose: it compiles."""
+    program = compile(code, "snippet", "exec")
+    if mark == "fragment":
+        return
+    for need in what.split():
+        if need == "cuda" and not device_name.startswith("cuda"):
+            pytest.skip("needs a GPU: run with --device cuda:0")
+        if need != "cuda":
+            pytest.importorskip(need)
+    exec(program, {})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
@@ -68,7 +75,7 @@ def test_links_lead_somewhere_and_nothing_is_left_to_fill_in(page: Path) -> None
 
 @pytest.mark.slow
 def test_the_c_command_builds_a_program(tmp_path: Path) -> None:
-    command = re.search(r"`(gcc [^`]*program\.c[^`]*)`", README)
+    command = re.search(r"`(gcc [^`]*program\.c[^`]*)`", (ROOT / "docs" / "c.md").read_text(encoding="utf-8"))
     assert command is not None
     (tmp_path / "program.c").write_text(PROGRAM, encoding="utf-8")
     line = command[1].replace("program.c", shlex.quote(str(tmp_path / "program.c")))
