@@ -41,7 +41,15 @@ ROWS = [
     {"core/launch.h", "core/reclaim.h"},
     {"core/engine.h"},
     {"core/core.h", "core/work.h", "core/pool.h"},
-    {"core/peer.h", "core/range.h", "core/buffers.h", "core/cover.h", "core/registry.h", "core/lane.h", "core/transfer.h"},
+    {
+        "core/peer.h",
+        "core/range.h",
+        "core/buffers.h",
+        "core/cover.h",
+        "core/registry.h",
+        "core/lane.h",
+        "core/transfer.h",
+    },
     {"memory/hostpool.h", "ipc/serve.h"},
     {"offload/offload.h"},
     {"core/submit.h", "core/slots.h"},
@@ -53,7 +61,9 @@ ROWS = [
     {"files/gds.h"},
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
-PURE = {"core/hazard.c", "core/clock.c", "device/region.c"} | {f"files/{name}.c" for name in ("format", "index", "keys")}
+PURE = {"core/hazard.c", "core/clock.c", "device/region.c"} | {
+    f"files/{name}.c" for name in ("format", "index", "keys")
+}
 
 
 def is_cuda(path: Path) -> bool:

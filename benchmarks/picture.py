@@ -1,0 +1,46 @@
+"""The README's picture, from the record of copies beside a decode step. Needs matplotlib:
+
+python3 benchmarks/picture.py benchmarks/results/h200/load.txt docs/beside.svg
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+ROW = re.compile(
+    r"^(?P<layout>\S*) +(?P<shape>\d+ x \d+ KiB x [\d,]+|\d+ KiB x [\d,]+|256 MiB x 1) +D2H +(?P<method>one copy|auto)"
+    r" +(?P<slowdown>[\d.]+) +\S+ +\S+ +(?P<gbps>[\d.]+) ",
+    re.MULTILINE,
+)
+
+
+def draw(record: Path, picture: Path) -> None:
+    """A bar a row of the record's first table: the model's slow-down, and the copies' speed beside it."""
+    first = record.read_text(encoding="utf-8").split("\n$ ")[0]
+    rows = [match.groupdict() for match in ROW.finditer(first)]
+    names = [
+        "one bare copy"
+        if row["method"] == "one copy"
+        else f"{row['shape'].rpartition(' x ')[0]}, host "
+        + ("layer-first" if row["layout"].endswith("layers") else "block-first")
+        for row in rows
+    ]
+    importlib.import_module("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained"
+    )
+    axes = figure.subplots()
+    slowdown = [float(row["slowdown"]) for row in rows]
+    bars = axes.barh(names, slowdown, color=["grey"] + ["tab:blue"] * (len(rows) - 1))
+    axes.bar_label(
+        bars, [f"{value:.3f} at {row['gbps']} GB/s" for value, row in zip(slowdown, rows, strict=True)], padding=4
+    )
+    axes.set(xlim=(1, 1.11), xlabel="duration of a decode step beside the copies; without copies: 1")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]), Path(sys.argv[2]))
