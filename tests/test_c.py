@@ -3,6 +3,7 @@ the sanitizers. Its exit status and its last line, "N passed, 0 failed", are wha
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -63,35 +64,53 @@ def lacks(kind: str, folder: Path) -> str | None:
     return None if run.returncode == 0 else f"{CC} has no {kind} sanitizer here"
 
 
-@pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The program, linked with the core that was compiled once for its kind."""
-    libraries: dict[str, Path] = {}
+def compile_core(kind: str, folder: Path) -> None:
+    """libcore.a in that folder; where this compiler cannot build it, the reason in a file beside it."""
+    reason = lacks(kind, folder)
+    if reason is not None:
+        (folder / "lacks").write_text(reason)
+        return
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*.c") if path.parent.name != "py")
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(2) as pool:
+        compiled = [
+            pool.submit(compile_with, [*FLAGS, *KINDS[kind], "-c", str(source), "-o", str(target)])
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        for future in compiled:
+            future.result()
+    subprocess.run(["ar", "rcs", str(folder / "new.a"), *map(str, objects)], check=True, capture_output=True)
+    (folder / "new.a").rename(folder / "libcore.a")
 
-    def library(kind: str) -> Path:
-        folder = tmp_path_factory.mktemp(kind.replace(",", "_"))
-        reason = lacks(kind, folder)
-        if reason is not None:
-            pytest.skip(reason)
-        sources = sorted(path for path in (ROOT / "csrc").rglob("*.c") if path.parent.name != "py")
-        objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
-        with ThreadPoolExecutor(2) as pool:
-            compiled = [
-                pool.submit(compile_with, [*FLAGS, *KINDS[kind], "-c", str(source), "-o", str(target)])
-                for source, target in zip(sources, objects, strict=True)
-            ]
-            for future in compiled:
-                future.result()
-        archive = folder / "libcore.a"
-        subprocess.run(["ar", "rcs", str(archive), *map(str, objects)], check=True, capture_output=True)
-        return archive
+
+@pytest.fixture(scope="session")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The core as a library of that kind, compiled once: the processes of pytest-xdist share it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def core(kind: str) -> Path:
+        folder = shared / f"core-{kind.replace(',', '-')}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "libcore.a").exists() and not (folder / "lacks").exists():
+                compile_core(kind, folder)
+        if (folder / "lacks").exists():
+            pytest.skip((folder / "lacks").read_text())
+        return folder / "libcore.a"
+
+    return core
+
+
+@pytest.fixture
+def build(core: Callable[[str], Path], tmp_path: Path) -> Build:
+    """The program of tests/c, linked with the core."""
 
     def build(kind: str, program: str) -> Path:
-        if kind not in libraries:
-            libraries[kind] = library(kind)
-        target = libraries[kind].with_name(Path(program).name)
-        source = f"tests/c/{program}.c"
-        compile_with([*FLAGS, *KINDS[kind], source, str(libraries[kind]), "-o", str(target), "-ldl", "-lm"])
+        target = tmp_path / Path(program).name
+        compile_with([*FLAGS, *KINDS[kind], f"tests/c/{program}.c", str(core(kind)), "-o", str(target), "-ldl", "-lm"])
         return target
 
     return build
@@ -126,9 +145,8 @@ def test_the_corpus_of_the_fuzzer(build: Build, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_c_surface_alone(build: Build, tmp_path: Path) -> None:
+def test_the_c_surface_alone(core: Callable[[str], Path], tmp_path: Path) -> None:
     """A program that includes kvswap.h and nothing else of ours, as C and, where there is a compiler, as C++."""
-    build("plain", "test_plan")
     source = tmp_path / "surface.c"
     source.write_text(
         '#include "kvswap.h"\n#include <stdio.h>\n#include <string.h>\n'
@@ -144,7 +162,6 @@ def test_the_c_surface_alone(build: Build, tmp_path: Path) -> None:
         "  kvs_transfer_unref(transfer);\n  kvs_shutdown(1000000000);\n  kvs_engine_unref(engine);\n"
         "  puts(dst);\n  return 0;\n}\n"
     )
-    archive = next(iter(tmp_path.parent.rglob("plain*/libcore.a")))
     for language in ("c", "c++"):
         compiler = [CC] if language == "c" else ["c++", "-x", "c++"]
         if shutil.which(compiler[0]) is None:
@@ -157,7 +174,7 @@ def test_the_c_surface_alone(build: Build, tmp_path: Path) -> None:
             "csrc",
             str(source),
             *more,
-            str(archive),
+            str(core("plain")),
             "-o",
             str(program),
             "-ldl",
