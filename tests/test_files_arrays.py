@@ -58,10 +58,9 @@ def changing(array: Any, values: list[Any]) -> Iterator[None]:
 
 def tries() -> Iterator[int]:
     end, count = time.monotonic() + SECONDS, 0
-    while time.monotonic() < end:
+    while time.monotonic() < end or count < 2:  # a call may take that long on a busy machine
         yield count
         count += 1
-    assert count > 1
 
 
 def test_the_list_is_whole() -> None:

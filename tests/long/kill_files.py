@@ -2,8 +2,9 @@
 
     python kill_files.py FOLDER SEED POINTS SECONDS
 
-Prints what it found as JSON; exit status 1: something was wrong. This process opens no store itself: who writes and who
-looks are forked, so that thousands of points cost no start of Python.
+Ends after POINTS or SECONDS, but not before 20 points, however slow the machine is. Prints what it found as JSON; exit
+status 1: something was wrong. This process opens no store itself: who writes and who looks are forked, so that
+thousands of points cost no start of Python.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ KEYS, NBYTES, SLOTS = 48, 20000, 160
 RECORD = struct.Struct("<cII")  # what, key, version
 SLOT = 4096 + -(-NBYTES // 4096) * 4096
 PATIENCE = 30.0
+LEAST = 20  # points
 
 
 def key_of(number: int) -> bytes:
@@ -174,7 +176,7 @@ def main(folder: str, seed: int, points: int, seconds: float) -> int:
     rng, begin = random.Random(seed), time.monotonic()
     allowed: dict[int, set[int]] = {number: {0} for number in range(KEYS)}
     version, done, wrong = 1, 0, []
-    while done < points and time.monotonic() - begin < seconds and not wrong:
+    while done < points and (done < LEAST or time.monotonic() - begin < seconds) and not wrong:
         version, wrong = one_point(folder, rng, version, allowed, seed % 3 == 0)
         done += 1
     there = sum(next(iter(versions)) > 1 for versions in allowed.values())
