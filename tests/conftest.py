@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--limit", type=float, help="seconds that one test may take; beyond, all stacks are printed")
     parser.addini("limit", "the same", default="300")
-    parser.addoption("--long-seconds", type=float, default=5.0, help="how long each test of tests/long may take")
+    parser.addoption("--long-seconds", type=float, default=2.0, help="how long each test by the clock may go on")
     parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/long")
 
 
@@ -85,13 +85,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that hangs ends the process, with the stacks of all threads (under pytest-xdist: its worker)."""
     config = item.config
     limit = config.getoption("--limit") or float(config.getini("limit"))
-    if "long" in item.path.parts:
+    if "long" in item.path.parts or "long_seconds" in getattr(item, "fixturenames", ()):
         limit += 2 * config.getoption("--long-seconds")
     faulthandler.dump_traceback_later(limit, exit=True, file=config.stash[STDERR])
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def long_seconds(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--long-seconds"))
 
 
 @pytest.fixture(scope="session")

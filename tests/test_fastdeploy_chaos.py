@@ -117,12 +117,12 @@ def _disturb(world: World, which: int) -> None:
 
 
 @pytest.mark.slow
-def test_chaos(device_name: str, pytestconfig: pytest.Config) -> None:
+def test_chaos(device_name: str, pytestconfig: pytest.Config, long_seconds: float) -> None:
     if device_name != "host:0":
         pytest.skip("the ranks are on host devices")
-    seed, seconds = pytestconfig.getoption("--long-seed"), pytestconfig.getoption("--long-seconds")
+    seed = pytestconfig.getoption("--long-seed")
     with Manager(RANKS, "--rank_timeout", "0.8", create=False) as manager:
-        world, end = World(manager, seed), time.monotonic() + seconds
+        world, end = World(manager, seed), time.monotonic() + long_seconds
         rounds = 0
         while time.monotonic() < end or rounds < 6:
             world.compute()

@@ -1,4 +1,4 @@
-"""Long runs, seeded. In CI each takes ``--long-seconds`` (5 by default); by hand, whole:
+"""Long runs, seeded. Each takes ``--long-seconds`` (2 by default, 5 in CI); by hand, whole:
 
     pytest tests/long --long-seconds 3600 --long-seed 1
     pytest tests/long --device cuda:0 --long-seconds 600
