@@ -990,13 +990,14 @@ def test_a_full_lane_is_said() -> None:
     device = kvswap.Device("host:3")
     _C._set_lane_depth(device, 2)
     stream = kvswap.Stream(device)
-    _C._delay(device, 0.3, stream)
     held = Torchlike(cache())
-    transfers = [swap(held, cache(), device=device, stream=stream) for _ in range(2)]
-    count = sys.getrefcount(held)
-    with pytest.raises(kvswap.QueueFull):
-        swap(held, cache(), device=device, stream=stream)
-    assert sys.getrefcount(held) == count
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfers = [swap(held, cache(), device=device, stream=stream) for _ in range(2)]
+        count = sys.getrefcount(held)
+        with pytest.raises(kvswap.QueueFull):
+            swap(held, cache(), device=device, stream=stream)
+        assert sys.getrefcount(held) == count
     for transfer in transfers:
         transfer.wait(LIMIT)
     swap(held, cache(), device=device, stream=stream).wait(LIMIT)
