@@ -71,7 +71,7 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
         assert found.keys() - {"burst"} == expected - {"burst"}
         for path_name, cost in found.items():
             assert len(cost["each"]) == len(SIZES)
-            # What a busy machine measures in a fifth of a second may leave all to the start; test_costs_are_found_again.
+            # What a busy machine measures in a fifth of a second may leave all to the start.
             assert max(cost["start"], *cost["each"]) > 0 or path_name == "burst", path_name  # of bytes, not of blocks
     tuning = costs["tuning"]
     assert len(tuning) == 8
