@@ -990,7 +990,7 @@ def test_a_block_that_is_replaced_while_a_reader_reads_it(tmp_path: Path, engine
             file.write(slot)
 
     write(whole[: PAGE + 100] + bytes(rig.slot - PAGE - 100))
-    with testing.file_fault(reader, "read", "delay", nth=2, delay=0.4):
+    with testing.file_fault(reader, "read", "delay", nth=2, delay=0.8):
         load = reader.load([b"mine"], [target])
         time.sleep(0.1)
         if becomes != "torn":

@@ -165,7 +165,7 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     start = time.monotonic()
     with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
         HostPool(factor * total // MIB, MIB, device=device)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 3
     room = MIB if SANITIZED else 0  # which maps some for itself
     assert resident() - before < MIB and mapped() - mapped_before <= room
     assert threading.active_count() == threads

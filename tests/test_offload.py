@@ -407,7 +407,7 @@ def test_jobs_wait_for_the_compute_stream_and_come_in_order(library: Library) ->
                     handler.transfer_async(job, specs([job], [job], [1], [0])[::flip])
             begin = time.monotonic()
             assert handler.get_finished() == []
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < 5
             with pytest.raises(TimeoutError, match="job 2"):
                 handler.wait({2}, timeout=0.05)
             gate.open()

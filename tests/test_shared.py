@@ -215,7 +215,7 @@ def test_more_than_there_is_room_for(device: kvswap.Device, name: str) -> None:
     nbytes = room.f_bavail * room.f_frsize + (1 << 30)
     with pytest.raises(MemoryError, match="do not fit"):
         SharedPool(name, nbytes // MIB, MIB, device=device, reserve=-(1 << 50))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 3
 
 
 def test_words(device: kvswap.Device, name: str) -> None:
@@ -300,7 +300,7 @@ say("woken", time.monotonic())
     told = time.monotonic()
     pool.publish([4])
     word, when = waiter.line().split()
-    assert word == "woken" and float(when) - told < 1
+    assert word == "woken" and float(when) - told < 5
     waiter.end()
     pool.close()
 

@@ -801,8 +801,8 @@ def test_one_that_is_opened_holds_up_no_other(device: kvswap.Device, device_name
             thread = threading.Thread(target=open_it, args=[other])
             thread.start()
             time.sleep(0.2)
-            assert seconds_of(lambda: mapped.close(timeout=5)) < 2
-            assert seconds_of(lambda: memory.open(data, device=device).close(timeout=5)) < 2
+            assert seconds_of(lambda: mapped.close(timeout=5)) < 4
+            assert seconds_of(lambda: memory.open(data, device=device).close(timeout=5)) < 4
             assert thread.is_alive()
         finally:
             os.kill(bad.pid, signal.SIGCONT)
@@ -846,7 +846,7 @@ def test_a_lock_of_a_stopped_process(device_name: str) -> None:
             other.do("import time; start = time.monotonic()")
             with pytest.raises(Failed, match="does not go on"):
                 other.do(f"memory.SharedPool({name!r}, 2, 4096, device=device)")
-            assert other.do("time.monotonic() - start") < 1.9
+            assert other.do("time.monotonic() - start") < AT_ONCE
     finally:
         path.unlink(missing_ok=True)
 
