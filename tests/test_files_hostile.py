@@ -163,7 +163,7 @@ def test_what_is_no_file(rig: Rig, name: str, what: str) -> None:
         path.rename(rig.folder / "aside")
     put_other(path, what)
     before = os.lstat(path)
-    ran = run_python(OPEN_ALL, timeout=20, FOLDER=os.fspath(rig.folder))
+    ran = run_python(OPEN_ALL, timeout=60, FOLDER=os.fspath(rig.folder))
     assert ran.returncode == 0, ran.stderr
     told = ran.stdout.splitlines()
     wanted = f"opening {path}: it is a link, directory, pipe, socket or device"
