@@ -26,7 +26,7 @@ run() {
     user) setpriv --reuid=nobody --regid=nogroup --clear-groups env HOME=/nonexistent PYTHONDONTWRITEBYTECODE=1 bash -c suite ;;
     no_sys) mounted 'mount -t tmpfs none /sys' ;;
     small_shm) mounted 'mount -t tmpfs -o size=64m none /dev/shm' ;;
-    order:*) local seed=${1#order} && suite -p pytest_randomly --randomly-seed "${seed#:}" ;;
+    order:*) local seed=${1#order} && suite --randomly-seed "${seed#:}" ;;
     beside)
       suite >"$logs/other" 2>&1 &
       local other=$! status=0
