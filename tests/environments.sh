@@ -5,17 +5,17 @@
 #   no_sys      nothing in /sys
 #   small_shm   /dev/shm of 64 MiB
 #   beside      two suites at once
-#   order       in random order, by a seed: order:7 (1 by default)
-# Expects kvswap with the packages of its tests, and pytest-randomly for order, where PYTHON is (.venv/bin/python by
-# default), and root for user, no_sys and small_shm. PYTEST_ADDOPTS: "-n auto" by default. Prints a line for each
-# environment, and what failed; the whole output of those is kept in $TMPDIR.
+#   order:N     in random order, of seed N
+# Expects kvswap with the packages of its tests, and pytest-randomly for order, in VENV (.venv by default), and root for
+# user, no_sys and small_shm. PYTEST_ADDOPTS: "-n auto" by default. Prints a line for each environment, and what failed;
+# the whole output of those is kept in $TMPDIR.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export python=${PYTHON:-$PWD/.venv/bin/python} PYTEST_ADDOPTS="${PYTEST_ADDOPTS:--n auto}"
+export venv=${VENV:-$PWD/.venv} PYTEST_ADDOPTS="${PYTEST_ADDOPTS:--n auto}"
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
-suite() { "$python" -m pytest -q -p no:cacheprovider "${@:--pno:randomly}"; }
+suite() { "$venv/bin/pytest" -q -p no:cacheprovider "${@:--pno:randomly}"; }
 export -f suite
 
 mounted() { unshare -m bash -euc "mount --make-rprivate /; $1; suite"; }
@@ -43,7 +43,7 @@ run() {
 }
 
 failed=0
-echo "kvswap $(git rev-parse --short HEAD), $("$python" --version), $(nproc) cores, pytest $PYTEST_ADDOPTS"
+echo "kvswap $(git rev-parse --short HEAD), $("$venv/bin/python" --version), $(nproc) cores, pytest $PYTEST_ADDOPTS"
 [ $# -gt 0 ] || set -- sigint user no_sys small_shm beside order:1
 for name in "$@"; do
   begin=$SECONDS status=0
