@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/thread.h"
 #include "core/buffers.h"
 #include "core/core.h"
 #include "core/lane.h"
@@ -413,7 +414,7 @@ int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_
   kvs_engine_ref(engine);
   if (engine->device->stepped) { /* its work runs only inside this call */
     (void)synchronize(sync);
-  } else if (pthread_create(&thread, NULL, synchronize, sync)) {
+  } else if (kvs_thread_start(&thread, "kvswap-sync", synchronize, sync)) {
     atomic_store(&sync->refs, 1);
     kvs_sync_drop(sync);
     return kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
