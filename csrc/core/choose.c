@@ -114,7 +114,7 @@ static const char *reason_against_kernel(const struct kvs_engine *engine) {
 
 /* A slot has the host on one side. */
 static bool may_burst(const struct kvs_submission *s) {
-  return !s->peer && s->work->direction != KVS_OTHER_DIRECTION && !kvs_reason_against_burst(s->engine);
+  return !s->peer && s->work->direction != KVS_OTHER_DIRECTION && atomic_load(&s->engine->bursts);
 }
 
 void kvs_release_slots(struct kvs_submission *s) {
@@ -234,7 +234,10 @@ int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'burst' and 'kernel'",
                     s->engine->name);
   if (*path != KVS_PATH_KERNEL && *path != KVS_PATH_BURST) return KVS_OK;
-  const char *why = *path == KVS_PATH_BURST ? kvs_reason_against_burst(s->engine) : reason_against_kernel(s->engine);
+  char off[KVS_BURST_NOTE];
+  const char *why = *path == KVS_PATH_KERNEL         ? reason_against_kernel(s->engine)
+                    : kvs_bursts_off(s->engine, off) ? off
+                                                     : NULL;
   if (why) return refuse_path(s, *path, why);
   const struct kvs_region *region = pageable(&s->work->scratch->regions);
   if (region)

@@ -128,7 +128,8 @@ struct kvs_engine {
   char costs_note[240]; /* where they are from */
   struct kvs_tables tables;
   struct kvs_slots slots[2 * KVS_SLOT_SETS]; /* those of D2H, then those of H2D */
-  char burst_note[160];                      /* why there are none, or fewer than wanted; else empty */
+  pthread_mutex_t note_lock;                 /* a leaf */
+  char burst_note[KVS_BURST_NOTE];           /* guarded by note_lock: why there are no slots, or few; else empty */
 
   pthread_mutex_t lock;
   struct kvs_lane *lanes; /* guarded by lock */
@@ -159,7 +160,7 @@ struct kvs_engine {
   struct kvs_transfer *garbage;                     /* guarded by cache_lock: owners to release */
   kvs_event *events;                                /* guarded by cache_lock: free ones, for layers */
   size_t nevents, events_capacity;
-  atomic_bool has_garbage, bursts; /* bursts: there are slots, or others in a moment */
+  atomic_bool has_garbage, bursts; /* bursts: there are slots, or others in a moment; written under note_lock */
   atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
   atomic_uint_fast64_t second_attempts;
   struct {

@@ -26,8 +26,6 @@ const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine) { retu
 
 const char *kvs_engine_costs_note(const struct kvs_engine *engine) { return engine->costs_note; }
 
-const char *kvs_engine_burst_note(const struct kvs_engine *engine) { return engine->burst_note; }
-
 /* A machine that was not calibrated is no error, nor is a file that cannot be used: the note says so. */
 static void load_costs(struct kvs_engine *engine) {
   const struct kvs_device_info *info = &engine->device->info;
@@ -162,6 +160,7 @@ static void destroy(struct kvs_engine *engine) {
   }
   kvs_reclaims_destroy(&engine->reclaims);
   pthread_mutex_destroy(&engine->lock);
+  pthread_mutex_destroy(&engine->note_lock);
   pthread_mutex_destroy(&engine->hazard_lock);
   pthread_mutex_destroy(&engine->memory_lock);
   pthread_mutex_destroy(&engine->share_lock);
@@ -188,6 +187,7 @@ static int create(const char *name, struct kvs_device *device, struct kvs_engine
   snprintf(engine->name, sizeof engine->name, "%s", name);
   kvs_reclaims_init(&engine->reclaims);
   pthread_mutex_init(&engine->lock, NULL);
+  pthread_mutex_init(&engine->note_lock, NULL);
   pthread_mutex_init(&engine->hazard_lock, NULL);
   pthread_mutex_init(&engine->memory_lock, NULL);
   pthread_mutex_init(&engine->share_lock, NULL);

@@ -20,7 +20,8 @@ struct kvs_engine *kvs_engine_at(unsigned number);
 
 /* Why path burst is not there, or has less memory than wanted; empty: neither. And where the costs are from that AUTO
  * predicts with. */
-KVS_API const char *kvs_engine_burst_note(const struct kvs_engine *engine);
+enum { KVS_BURST_NOTE = 160 };
+KVS_API void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE]);
 KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
 /* Predict with these from now on: while nobody submits. kvs_engine_open() takes the machine's calibration, where there
  * is one, else built-in figures. */

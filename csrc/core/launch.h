@@ -46,7 +46,8 @@ struct kvs_tables {
  * another path. */
 struct kvs_slots {
   pthread_mutex_t lock;
-  uint64_t address, nbytes; /* of all; 0: there are none */
+  uint64_t address;
+  atomic_uint_fast64_t nbytes; /* of all; 0: there are none. Written under lock, read without it for the sum */
   uint64_t slot_nbytes;
   unsigned count, next;             /* guarded by lock: the slot that is used next */
   kvs_event packed[KVS_SLOTS_MOST]; /* its first stage is over: packed, or filled from the host */

@@ -70,6 +70,14 @@ static int open_all(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned co
   return status;
 }
 
+/* Together: there is always a reason while they are off. */
+static void set_note(struct kvs_engine *engine, bool bursts, const char *note) {
+  pthread_mutex_lock(&engine->note_lock);
+  snprintf(engine->burst_note, sizeof engine->burst_note, "%s", note);
+  atomic_store(&engine->bursts, bursts);
+  pthread_mutex_unlock(&engine->note_lock);
+}
+
 void kvs_slots_open(struct kvs_engine *engine) {
   const struct kvs_device_info *info = &engine->device->info;
   bool cuda = strcmp(engine->device->ops->kind, "cuda") == 0;
@@ -83,13 +91,27 @@ void kvs_slots_open(struct kvs_engine *engine) {
     nbytes /= 2;
     if (err.status == KVS_LOST || nbytes < LEAST_SLOT_NBYTES) why = err.message;
   }
+  char note[KVS_BURST_NOTE] = "";
   if (why)
-    snprintf(engine->burst_note, sizeof engine->burst_note, "%.150s", why);
+    snprintf(note, sizeof note, "%.150s", why);
   else if (nbytes < wanted)
-    snprintf(engine->burst_note, sizeof engine->burst_note,
-             "slots of %" PRIu64 " MiB instead of %" PRIu64 ": the device has no more memory free", nbytes >> 20,
-             wanted >> 20);
-  atomic_store(&engine->bursts, !why);
+    snprintf(note, sizeof note, "slots of %" PRIu64 " MiB instead of %" PRIu64 ": the device has no more memory free",
+             nbytes >> 20, wanted >> 20);
+  set_note(engine, !why, note);
+}
+
+void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE]) {
+  pthread_mutex_lock(&engine->note_lock);
+  memcpy(note, engine->burst_note, KVS_BURST_NOTE);
+  pthread_mutex_unlock(&engine->note_lock);
+}
+
+bool kvs_bursts_off(struct kvs_engine *engine, char why[KVS_BURST_NOTE]) {
+  pthread_mutex_lock(&engine->note_lock);
+  bool off = !atomic_load(&engine->bursts);
+  if (off) memcpy(why, engine->burst_note, KVS_BURST_NOTE);
+  pthread_mutex_unlock(&engine->note_lock);
+  return off;
 }
 
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine) {
@@ -171,12 +193,9 @@ static int resize_locked(const struct resizing *r, struct kvs_error *err) {
   kvs_slots_close(engine);
   int status = r->slot_nbytes ? open_all(engine, r->slot_nbytes, r->count, err) : KVS_OK;
   bool bursts = r->slot_nbytes && !status;
-  if (bursts) atomic_store(&engine->bursts, true); /* others may submit meanwhile: a reason is there while it is off */
-  snprintf(engine->burst_note, sizeof engine->burst_note, "%.150s",
-           bursts   ? ""
-           : status ? err->message
-                    : "its slots were given back");
-  atomic_store(&engine->bursts, bursts);
+  char note[KVS_BURST_NOTE] = "";
+  if (!bursts) snprintf(note, sizeof note, "%.150s", status ? err->message : "its slots were given back");
+  set_note(engine, bursts, note);
   return status;
 }
 
@@ -208,8 +227,4 @@ int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsign
   if (status != KVS_TIMEOUT) return status;
   return kvs_fail(err, status, "transfers of %s still used its slots after %.1f s", engine->name,
                   (double)timeout_ns / 1e9);
-}
-
-const char *kvs_reason_against_burst(const struct kvs_engine *engine) {
-  return atomic_load(&engine->bursts) ? NULL : engine->burst_note;
 }

@@ -8,6 +8,6 @@ void kvs_slots_open(struct kvs_engine *); /* engine->burst_note says why there a
 void kvs_slots_close(struct kvs_engine *);
 /* A set of slots for the next transfer of this lane, locked, or NULL: it would have to wait for others. */
 struct kvs_slots *kvs_slots_take(struct kvs_engine *, const struct kvs_lane *, enum kvs_direction);
-const char *kvs_reason_against_burst(const struct kvs_engine *); /* NULL: there are slots */
+bool kvs_bursts_off(struct kvs_engine *, char why[KVS_BURST_NOTE]); /* if so, and only then, with the reason */
 
 #endif

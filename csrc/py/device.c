@@ -53,8 +53,10 @@ static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine
 }
 
 /* Said once: a GPU is slower, or harder on the model beside it, than it could be, and nobody asked for that. */
-static int say_burst(struct kvs_py_state *state, const struct kvs_engine *engine) {
-  const char *note = kvs_engine_burst_note(engine), *wanted = "KVSWAP_DISABLE";
+static int say_burst(struct kvs_py_state *state, struct kvs_engine *engine) {
+  const char *wanted = "KVSWAP_DISABLE";
+  char note[KVS_BURST_NOTE];
+  kvs_engine_burst_note(engine, note);
   bool off = kvs_engine_slots_nbytes(engine) == 0;
   if (note[0] == '\0' || strncmp(note, wanted, strlen(wanted)) == 0 || atomic_exchange(&state->burst_said, true))
     return 0;

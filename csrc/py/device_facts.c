@@ -32,8 +32,9 @@ static int set_item(PyObject *dict, const char *name, PyObject *value) {
 
 PyObject *kvs_py_device_info(PyObject *self, void *unused) {
   (void)unused;
-  const struct kvs_engine *engine = kvs_py_device_engine(self);
-  const char *burst = kvs_engine_burst_note(engine);
+  struct kvs_engine *engine = kvs_py_device_engine(self);
+  char burst[KVS_BURST_NOTE];
+  kvs_engine_burst_note(engine, burst);
   PyObject *dict = kvs_py_device_info_dict(&kvs_engine_device(kvs_py_device_engine(self))->info);
   if (dict == NULL) return NULL;
   if (set_item(dict, "burst", PyUnicode_FromString(*burst ? burst : "on")) < 0 ||
