@@ -39,6 +39,7 @@ THREADED = [
     "test_hostpool",
     "test_files",
     "test_share",
+    "test_threads",
 ]
 CASES = [("plain", program) for program in PROGRAMS]
 CASES += [("address,undefined", program) for program in PROGRAMS] + [("thread", program) for program in THREADED]
