@@ -423,6 +423,22 @@ def test_sizes_of_tensors_are_checked(kind: str) -> None:
         swap(KINDS[kind](cache()[0].copy()), cache())
 
 
+def test_an_array_interface_that_changes_while_it_is_read() -> None:
+    """By the __index__ of its address here; by another thread where there is no GIL."""
+    gpu = cache()[0].copy()
+    tensor: Any = Interface(gpu)
+
+    class Address:
+        def __index__(self) -> int:
+            tensor.__array_interface__.clear()
+            return gpu.ctypes.data
+
+    tensor.__array_interface__["data"] = (Address(), False)
+    with pytest.raises(ValueError, match="gpu_ptr is a tensor of 256 bytes"):
+        swap(tensor, cache())
+    assert tensor.__array_interface__ == {}
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_a_tensor_without_a_stride_has_its_blocks_and_nothing_else(many: bool) -> None:
     """Elements given for bytes would move half of each block, from and to half the right offset."""

@@ -534,6 +534,22 @@ def test_values_that_are_no_costs_are_refused(tmp_path: Path, part: str, value: 
     assert os.listdir(tmp_path) == []
 
 
+def test_a_dict_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    costs = _C._costs_read(None)
+    wanted = _C._costs_read(None)
+
+    class Number:
+        def __float__(self) -> float:
+            costs["d2h"]["dma"].clear()
+            costs["d2h"].clear()
+            costs.clear()
+            return float(wanted["d2h"]["dma"]["start"])
+
+    costs["d2h"]["dma"]["start"] = Number()
+    _C._costs_write(tmp_path / "x", costs, "a machine")
+    assert costs == {} and _C._costs_read(tmp_path / "x") == wanted
+
+
 def test_dicts_that_are_no_costs_are_refused() -> None:
     def refuse(error: type[Exception], **parts: object) -> None:
         with pytest.raises(error):

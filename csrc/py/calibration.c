@@ -70,9 +70,11 @@ static PyObject *costs_from(const struct kvs_costs *costs) {
 
 /* -- to C ---------------------------------------------------------------------------------------------------------- */
 
-static int check_dict(PyObject *object, const char *name) {
-  if (PyDict_Check(object)) return 0;
-  return kvs_py_complain(PyExc_TypeError, name, -1, "must be a dict, not %s", Py_TYPE(object)->tp_name);
+/* A copy, which nothing changes while we read it: neither another thread nor the __float__ of a number in it. */
+static PyObject *copy_dict(PyObject *object, const char *name) {
+  if (PyDict_Check(object)) return PyDict_Copy(object);
+  kvs_py_complain(PyExc_TypeError, name, -1, "must be a dict, not %s", Py_TYPE(object)->tp_name);
+  return NULL;
 }
 
 static int read_double(PyObject *value, const char *name, double *number) {
@@ -98,7 +100,6 @@ static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *c
   enum { START, EXTRA, EACH, RUN, PARTS };
   static const char *const names[PARTS] = {"start", "extra", "each", "run"};
   PyObject *values[PARTS];
-  if (check_dict(dict, kvs_path_name(path)) < 0) return -1;
   for (int i = 0; i < PARTS; ++i) {
     values[i] = PyDict_GetItemString(dict, names[i]);
     if (values[i] == NULL) return kvs_py_complain(PyExc_ValueError, kvs_path_name(path), -1, "lacks '%s'", names[i]);
@@ -113,13 +114,20 @@ static int read_cost(PyObject *dict, enum kvs_path path, struct kvs_path_cost *c
   return read_numbers(values[RUN], names[RUN], cost->run, runs_of(path));
 }
 
+static int copy_cost(PyObject *object, enum kvs_path path, struct kvs_path_cost *cost) {
+  PyObject *dict = copy_dict(object, kvs_path_name(path));
+  int rc = dict == NULL ? -1 : read_cost(dict, path, cost);
+  Py_XDECREF(dict);
+  return rc;
+}
+
 static int read_paths(PyObject *dict, struct kvs_path_cost *costs) {
   static const char *const paths[] = {"dma", "strided", "burst", "kernel", "direct"}; /* without "auto" */
   PyObject *name, *cost;
   Py_ssize_t at = 0;
   while (PyDict_Next(dict, &at, &name, &cost)) {
     int path = kvs_py_choice(name, "a path of costs", paths, KVS_PATHS - 1);
-    if (path < 0 || read_cost(cost, (enum kvs_path)(path + 1), &costs[path + 1]) < 0) return -1;
+    if (path < 0 || copy_cost(cost, (enum kvs_path)(path + 1), &costs[path + 1]) < 0) return -1;
   }
   return 0;
 }
@@ -140,18 +148,25 @@ static int read_tuning(PyObject *dict, struct kvs_tuning *tuning) {
   return 0;
 }
 
-static int read_costs(PyObject *dict, struct kvs_costs *costs) {
-  PyObject *name, *value;
+static int read_part(PyObject *name, PyObject *value, struct kvs_costs *costs) {
+  static const char *const names[] = {"d2h", "h2d", "tuning"};
+  int i = kvs_py_choice(name, "a name of costs", names, 3);
+  PyObject *part = i < 0 ? NULL : copy_dict(value, names[i]);
+  if (part == NULL) return -1;
+  int rc = i < 2 ? read_paths(part, costs->paths[i]) : read_tuning(part, &costs->tuning);
+  Py_DECREF(part);
+  return rc;
+}
+
+static int read_costs(PyObject *object, struct kvs_costs *costs) {
+  PyObject *name, *value, *dict = copy_dict(object, "costs");
   Py_ssize_t at = 0;
+  int rc = 0;
+  if (dict == NULL) return -1;
   kvs_costs_clear(costs);
-  if (check_dict(dict, "costs") < 0) return -1;
-  while (PyDict_Next(dict, &at, &name, &value)) {
-    static const char *const names[] = {"d2h", "h2d", "tuning"};
-    int i = kvs_py_choice(name, "a name of costs", names, 3);
-    if (i < 0 || check_dict(value, names[i]) < 0) return -1;
-    if ((i < 2 ? read_paths(value, costs->paths[i]) : read_tuning(value, &costs->tuning)) < 0) return -1;
-  }
-  return 0;
+  while (rc == 0 && PyDict_Next(dict, &at, &name, &value)) rc = read_part(name, value, costs);
+  Py_DECREF(dict);
+  return rc;
 }
 
 /* -- functions ----------------------------------------------------------------------------------------------------- */

@@ -42,7 +42,6 @@ static int read_shape(PyObject *interface, const char *name, Py_ssize_t index, u
 
 /* 1, or 0 where `data` is absent or an object with a buffer: then the buffer protocol is asked. */
 static int read_interface(PyObject *interface, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
-  if (!PyDict_Check(interface)) return 0;
   PyObject *data = PyDict_GetItemString(interface, "data");
   if (data == NULL || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) return 0;
   if (kvs_py_uint64(PyTuple_GET_ITEM(data, 0), name, index, &address->ptr) < 0) return -1;
@@ -50,6 +49,15 @@ static int read_interface(PyObject *interface, const char *name, Py_ssize_t inde
   if (readonly < 0) return -1;
   address->readonly = readonly == 1;
   return read_shape(interface, name, index, &address->nbytes) < 0 ? -1 : 1;
+}
+
+/* Of a copy, which no other thread changes while we read it. */
+static int read_copy(PyObject *interface, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
+  if (!PyDict_Check(interface)) return 0;
+  PyObject *copy = PyDict_Copy(interface);
+  int has = copy == NULL ? -1 : read_interface(copy, name, index, address);
+  Py_XDECREF(copy);
+  return has;
 }
 
 int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **keep,
@@ -60,7 +68,7 @@ int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *n
     int has = kvs_py_attribute(object, attributes[i], &interface);
     if (has < 0) return -1;
     if (has == 0) continue;
-    has = read_interface(interface, name, index, address);
+    has = read_copy(interface, name, index, address);
     if (has == 1)
       *keep = interface; /* the dictionary may be what holds the memory */
     else
