@@ -392,6 +392,13 @@ int kvs_py_host_pool_take(PyObject *self, long wanted) {
   return -1;
 }
 
+/* Once, and only where there are views. */
+static bool force(PyObject *self) {
+  long uses = atomic_load(&as_pool(self)->uses);
+  while (uses > 0 && !atomic_compare_exchange_weak(&as_pool(self)->uses, &uses, uses + FORCED)) continue;
+  return uses > 0;
+}
+
 struct closing {
   struct kvs_host_pool *pool;
   bool forced;
@@ -413,7 +420,7 @@ static int close_core(PyObject *self, int64_t timeout_ns, bool forced) {
   return -1;
 }
 
-static int close_pool(PyObject *self, int64_t timeout_ns, bool force) {
+static int close_pool(PyObject *self, int64_t timeout_ns, bool forced) {
   struct kvs_host_pool_info info;
   int64_t start = (int64_t)kvs_clock_ns();
   if (any_info(self, &info) < 0) return -1;
@@ -423,10 +430,7 @@ static int close_pool(PyObject *self, int64_t timeout_ns, bool force) {
   int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
   if (timeout_ns >= 0 && left < SECOND_NS) left = SECOND_NS; /* there is next to nothing left to wait for */
   if (timeout_ns < 0) left = -1;
-  if (force && atomic_load(&as_pool(self)->uses) > 0) {
-    atomic_fetch_add(&as_pool(self)->uses, FORCED);
-    return close_core(self, left, true);
-  }
+  if (forced && force(self)) return close_core(self, left, true);
   return kvs_py_host_pool_take(self, CLOSED) < 0 ? -1 : close_core(self, left, false);
 }
 
