@@ -250,7 +250,7 @@ def test_no_paths_of_a_machine_and_no_loose_ends() -> None:
 def test_threads_are_started_in_one_place() -> None:
     """There signals are blocked: a handler of the program's must not run on a thread of ours."""
     calls = re.compile(r"\b(pthread_create|thrd_create|SIGEV_THREAD)\b")
-    assert names([path for path in SOURCES if calls.search(path.read_text())]) == ["csrc/thread.c"]
+    assert names([path for path in SOURCES if calls.search(path.read_text())]) == ["csrc/base/thread.c"]
 
 
 def test_no_call_that_ends_the_process() -> None:
