@@ -660,16 +660,22 @@ def test_joiners_outlive_their_owner(device: kvswap.Device, name: str, start: St
 
 
 def test_clean(device: kvswap.Device, name: str, start: Start) -> None:
-    processes = [
-        start(f"pool = SharedPool(name + '-{i}', 8, 4096, device=device)\nsay('up')\nheard()") for i in range(3)
-    ]
-    for process in processes:
-        process.line()
-    assert clean(name) == []
-    for process in processes[:2]:
-        process.kill()
-    assert clean(name) == [f"{name}-0", f"{name}-1"]
-    assert clean(name) == [] and path_of(f"{name}-2").exists()
+    for _ in range(10):  # until no other process of the machine that creates a pool cleans them first
+        processes = [
+            start(f"pool = SharedPool(name + '-{i}', 8, 4096, device=device)\nsay('up')\nheard()") for i in range(3)
+        ]
+        for process in processes:
+            process.line()
+        assert clean(name) == []
+        for process in processes[:2]:
+            process.kill()
+        cleaned = clean(name)
+        assert not any(path_of(f"{name}-{i}").exists() for i in range(2))
+        assert clean(name) == [] and path_of(f"{name}-2").exists()
+        if cleaned == [f"{name}-0", f"{name}-1"]:
+            break
+        processes[2].kill()
+    assert cleaned == [f"{name}-0", f"{name}-1"]
     processes[2].kill()
     SharedPool(name, 8, 4096, device=device).close()  # whoever creates one cleans first
     assert not path_of(f"{name}-2").exists()
@@ -677,19 +683,25 @@ def test_clean(device: kvswap.Device, name: str, start: Start) -> None:
 
 def test_a_pid_that_was_used_again(device: kvswap.Device, name: str) -> None:
     """The owner's pid lives, but it is another process."""
-    pool = SharedPool(name, 8, 4096, device=device)
-    rewrite(name, START_AT, struct.pack("<Q", 1))
-    with SharedPool(name, 8, 4096, device=device) as anew:
-        assert anew.owner and "left behind" in anew.notices[0]
-    pool.close()
+    notices: list[str] = []
+    for _ in range(10):  # until no other process of the machine that creates a pool cleans it first
+        pool = SharedPool(name, 8, 4096, device=device)
+        rewrite(name, START_AT, struct.pack("<Q", 1))
+        with SharedPool(name, 8, 4096, device=device) as anew:
+            assert anew.owner
+            notices += anew.notices
+        pool.close()
+        if notices:
+            break
+    assert "left behind" in notices[0]
 
 
 def test_somebody_who_is_removing_it_and_does_not_go_on(device: kvswap.Device, name: str) -> None:
     """A process that was stopped in the middle of it, say: the wait for its lock ends."""
     pool = SharedPool(name, 8, 4096, device=device)
-    rewrite(name, START_AT, struct.pack("<Q", 1))
     with path_of(name).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)  # first: what looks left behind is removed by any process that creates a pool
+        rewrite(name, START_AT, struct.pack("<Q", 1))
         assert clean(name) == []
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match="does not go on"):

@@ -428,7 +428,13 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "memory.open": call_open,
     "swap_cache_per_layer": call_swap,
 }
-AT_ONCE = 3.0  # seconds: a second, on a machine that does other things too
+
+
+def at_once() -> float:
+    """A second: three where others compute too, and more where many do."""
+    return 3.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)) / 4)
+
+
 NO_TIMEOUT = {
     "Device.alloc",
     "FileStore",
@@ -472,7 +478,7 @@ def test_ctrl_c_breaks_it_and_it_can_be_called_again(stuck: Stuck, name: str) ->
             time.sleep(0.1)
     finally:
         timer.cancel()
-    assert time.monotonic() - pressed[0] < AT_ONCE
+    assert time.monotonic() - pressed[0] < at_once()
     timer.join()
     for end in stuck.before:
         end()
@@ -490,7 +496,7 @@ def test_its_limit_holds_and_it_can_be_called_again(stuck: Stuck, name: str) -> 
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         call(timeout=0.1)
-    assert 0.09 < time.monotonic() - start < AT_ONCE
+    assert 0.09 < time.monotonic() - start < at_once()
     for end in stuck.before:
         end()
     stuck.before.clear()
@@ -621,14 +627,14 @@ DROPPED_IN_USE: dict[str, Callable[[Stuck], Any]] = {
 def test_dropping_waits_for_nothing(stuck: Stuck, name: str) -> None:
     held = [DROPS[name](stuck)]
     stuck.hold()
-    assert seconds_of(held.clear) < AT_ONCE
+    assert seconds_of(held.clear) < at_once()
     gc.collect()
 
 
 @pytest.mark.parametrize("name", sorted(DROPPED_IN_USE))
 def test_dropping_what_is_in_use_waits_for_nothing(stuck: Stuck, name: str) -> None:
     held = [DROPPED_IN_USE[name](stuck)]
-    assert seconds_of(held.clear) < AT_ONCE
+    assert seconds_of(held.clear) < at_once()
     gc.collect()
 
 
@@ -680,7 +686,7 @@ def test_a_deterministic_device_that_cannot_go_on_is_dropped() -> None:
     del gpu, stream
     held.append(device)
     del device
-    assert seconds_of(held.clear) < AT_ONCE
+    assert seconds_of(held.clear) < at_once()
 
 
 def test_leaving_with_memory_that_waits(device_name: str) -> None:
@@ -723,7 +729,7 @@ def test_a_stopped_process_holds_up_no_free(device: kvswap.Device, device_name: 
             ptr = held[1].ptr
             with pytest.raises(TimeoutError):
                 held[0].free(timeout=0.1)
-            assert seconds_of(held.pop) < AT_ONCE
+            assert seconds_of(held.pop) < at_once()
         finally:
             os.kill(other.pid, signal.SIGCONT)
         other.do("gate.open()")
@@ -757,7 +763,7 @@ def test_slow_clients_delay_themselves_alone(device: kvswap.Device, device_name:
                 thread = threading.Thread(target=send_slowly, args=(client, b"kvswapQ1" + token, 0.3, enough))
                 thread.start()
                 stack.callback(thread.join)
-        assert seconds_of(lambda: memory.open(data, device=device).close()) < AT_ONCE
+        assert seconds_of(lambda: memory.open(data, device=device).close()) < at_once()
         enough.set()
 
 
@@ -835,18 +841,19 @@ def test_two_threads_open_the_same_chunks(device: kvswap.Device, device_name: st
 
 def test_a_lock_of_a_stopped_process(device_name: str) -> None:
     """It is about to remove a segment that a dead one left: the limit is below a second."""
-    name = f"waits-lock-{os.getpid()}"
-    with Process(f"device = kvswap.Device({device_name!r})") as dead:
-        dead.do(f"pool = memory.SharedPool({name!r}, 2, 4096, device=device)")
-        dead.kill()
+    name, setup = f"waits-lock-{os.getpid()}", f"device = kvswap.Device({device_name!r})"
     path = Path(f"/dev/shm/kvswap.{name}")
     try:
-        with Process("import fcntl") as holder, Process(f"device = kvswap.Device({device_name!r})") as other:
-            holder.do(f"file = open({str(path)!r}); fcntl.flock(file, fcntl.LOCK_EX)")
+        with Process("import fcntl") as holder, Process(setup) as dead, Process(setup) as other:
+            dead.do(f"pool = memory.SharedPool({name!r}, 2, 4096, device=device)")
+            # Before it dies: after that any process of this machine that opens a pool removes the segment.
+            holder.do(f"file = open({str(path)!r})")
+            holder.do("fcntl.flock(file, fcntl.LOCK_EX)")
+            dead.kill()
             other.do("import time; start = time.monotonic()")
             with pytest.raises(Failed, match="does not go on"):
                 other.do(f"memory.SharedPool({name!r}, 2, 4096, device=device)")
-            assert other.do("time.monotonic() - start") < AT_ONCE
+            assert other.do("time.monotonic() - start") < at_once()
     finally:
         path.unlink(missing_ok=True)
 
