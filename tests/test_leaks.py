@@ -542,7 +542,8 @@ def test_a_leak_would_be_found(device: kvswap.Device) -> None:
     if sanitized():
         pytest.skip("a sanitizer keeps what is freed")
     kept: list[Any] = []
-    assert "objects" in leaks(device, lambda: kept.append(object()))
     events: list[Any] = []
-    assert leaks(device, lambda: events.append(kvswap.Event(device))) != {}
+    # What another thread (pytest-xdist's, say) frees meanwhile may hide it once.
+    assert any("objects" in leaks(device, lambda: kept.append(object())) for _ in range(5))
+    assert any(leaks(device, lambda: events.append(kvswap.Event(device))) for _ in range(5))
     assert leaks(device, lambda: None) == {}
