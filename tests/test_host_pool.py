@@ -32,6 +32,7 @@ from kvswap.replay.progress import Progress
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
+KEPT = 150 * MIB  # addresses, not memory: a thread that came meanwhile has 72 MiB for its stack and arena; two of them
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then what is freed stays resident for a while
 LAYOUTS = ("block-first", "layer-first")
 
@@ -104,7 +105,7 @@ def test_all_of_it_is_there_and_no_more(device: kvswap.Device, threads: int | No
     assert populated(pool) == 96 * MIB and grown <= 100 * MIB
     pool.close()
     assert resident() - before < 4 * MIB
-    assert mapped() - mapped_before < 96 * MIB  # a thread that came meanwhile has 72 for its stack and arena
+    assert mapped() - mapped_before < 96 * MIB  # less than the pool
     assert pool.state == "closed" and "closed" in repr(pool)
 
 
@@ -149,10 +150,13 @@ def find_seam(device: kvswap.Device, pool: HostPool) -> int:
     ],
 )
 def test_wrong_arguments(device: kvswap.Device, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    before = mapped()
-    with pytest.raises(error, match=text):
-        HostPool(**{"num_blocks": 4, "slot_nbytes": 4096, "device": device, **arguments})
-    assert mapped() == before
+    grown = set()
+    for _ in range(5):  # what is kept is kept each time; malloc, or another thread, may take some once
+        before = mapped()
+        with pytest.raises(error, match=text):
+            HostPool(**{"num_blocks": 4, "slot_nbytes": 4096, "device": device, **arguments})
+        grown.add(mapped() - before)
+    assert 0 in grown
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -166,8 +170,7 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
         HostPool(factor * total // MIB, MIB, device=device)
     assert time.monotonic() - start < 3
-    room = MIB if SANITIZED else 0  # which maps some for itself
-    assert resident() - before < MIB and mapped() - mapped_before <= room
+    assert resident() - before < MIB and mapped() - mapped_before < KEPT
     assert threading.active_count() == threads
 
 
@@ -367,9 +370,12 @@ def test_what_progress_raises_ends_the_constructor(device: kvswap.Device) -> Non
         testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.06),
         pytest.raises(RuntimeError, match="enough"),
     ):
-        HostPool(64, MIB, device=device, chunk_nbytes=2 * MIB, progress=stop)
+        HostPool(1024, MIB, device=device, chunk_nbytes=2 * MIB, progress=stop)
     gc.collect()
-    assert mapped() - before < 40 * MIB
+    end = time.monotonic() + PATIENCE
+    while mapped() - before >= 512 * MIB:  # it is freed by another thread; those that registered it keep some addresses
+        assert time.monotonic() < end, mapped() - before
+        time.sleep(0.01)
 
 
 def test_the_driver_takes_its_time_to_give_memory_back(device: kvswap.Device) -> None:
@@ -775,8 +781,8 @@ def test_no_leak(device: kvswap.Device) -> None:
     after = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
     room = (40 if SANITIZED else 2) * MIB
     threads = 0 if device.kind == "host" else 4  # a GPU's driver begins some itself
-    kept = 80 * MIB  # addresses of a thread's stack and arena; 200 pools would have 200 MiB
-    assert after[0] - before[0] < room and after[1] - before[1] < room + kept and after[2] == before[2]
+    # 200 pools would have 200 MiB
+    assert after[0] - before[0] < room and after[1] - before[1] < room + KEPT and after[2] == before[2]
     assert abs(after[3] - before[3]) <= threads
 
 
