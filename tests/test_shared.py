@@ -608,7 +608,9 @@ def test_a_second_user(device: kvswap.Device, name: str, start: Start) -> None:
 
 # -- what is left behind ----------------------------------------------------------------------------------------------
 
-CREATE = "pool = SharedPool(name, 256, 1 << 20, device=device, chunk_nbytes=64 << 20"
+ROOM = os.statvfs(FOLDER)
+LARGE = max(4, min(256, ROOM.f_bavail * ROOM.f_frsize // (4 * MIB)))  # blocks of 1 MiB, where there is room for them
+CREATE = f"pool = SharedPool(name, {LARGE}, 1 << 20, device=device, chunk_nbytes={LARGE // 4} << 20"
 MOMENTS = {
     "created": f"say('up')\n{CREATE}, wait=False)\nheard()",
     "populating": f"{CREATE}, wait=False, threads=1)\nsay('up')\nheard()",
@@ -618,7 +620,7 @@ MOMENTS = {
     ),
     "used": (
         f"{CREATE})\ngpu = device.alloc(1 << 20)\nsay('up')\n"
-        "while True:\n    kvswap.swap_cache_per_layer(gpu, pool, 1 << 20, 1, 256, [0], [3], 0, device=device)"
+        f"while True:\n    kvswap.swap_cache_per_layer(gpu, pool, 1 << 20, 1, {LARGE}, [0], [3], 0, device=device)"
     ),
 }
 
@@ -636,10 +638,10 @@ def test_kill(device: kvswap.Device, device_name: str, name: str, start: Start, 
     if path_of(name).exists():
         told = rf"process {process.popen.pid} left behind when it died|there is no shared pool"  # others clean too
         with pytest.raises(ValueError, match=told):
-            SharedPool(name, 256, MIB, device=device, create=False)
-    with SharedPool(name, 256, MIB, device=device) as pool:
+            SharedPool(name, LARGE, MIB, device=device, create=False)
+    with SharedPool(name, LARGE, MIB, device=device) as pool:
         assert not np.asarray(pool)[:: 64 * 1024].any()
-        assert pool.owner and not pool.published(np.arange(256)).any()
+        assert pool.owner and not pool.published(np.arange(LARGE)).any()
         gc.collect()
     assert segments() == 0 and not path_of(name).exists()
 
