@@ -5,6 +5,9 @@ is not. Streams are held up by gates, so that nothing has ended when the other s
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -289,6 +292,86 @@ def test_deterministic_devices_and_batches() -> None:
             assert [(race.pool, race.slot) for race in checker.races] == (
                 [] if sync else [("primary 0", slot) for slot in range(4)]
             )
+
+
+# -- what only kvswap saw ---------------------------------------------------------------------------------------------
+
+
+def by_the_next_call(engine: Engine) -> None:
+    """The lane finds out what of it ended."""
+    engine.raw(6, 6, 0, engine.compute)
+
+
+def by_after(engine: Engine) -> None:
+    """An event that is waited for is asked whether it failed."""
+    event = kvswap.Event(engine.device)
+    event.record(engine.compute)
+    time.sleep(0.05)
+    kvswap.swap_blocks_batch(
+        [engine.gpu.ptr], [engine.cpu.ptr], 1, stream=kvswap.Stream(engine.device), after=[event], device=engine.device
+    )
+
+
+def by_a_synchronize_that_nobody_waited_for(engine: Engine) -> None:
+    """Its thread goes on after the caller's time was up."""
+    held, threads = kvswap.Stream(engine.device), len(os.listdir("/proc/self/task"))
+    with Gate(engine.device) as gate:
+        gate.hold(held)
+        with pytest.raises(TimeoutError):
+            engine.device.synchronize(0.01)
+        gate.open()
+        end = time.monotonic() + PATIENCE
+        while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < end:
+            time.sleep(0.01)
+        engine.kernel(3, True, engine.other)  # before the gate's own end, which the caller does see
+
+
+def by_giving_memory_back(engine: Engine) -> None:
+    """Dropped memory is freed once the device has ended what it had."""
+    memory = engine.device.alloc(4096)
+    kvswap.swap_blocks_batch([memory.ptr], [memory.ptr + 2048], 64, stream=engine.compute, device=engine.device)
+    del memory
+    time.sleep(0.2)
+
+
+def by_a_lane_for_another_stream(engine: Engine) -> None:
+    """A lane on whose streams a refused call left something is looked at before another stream may have it."""
+    with testing.fault(engine.device, "call", "fail", operation="event_record"), pytest.raises(kvswap.Error):
+        engine.raw(6, 6, 0, engine.compute)
+    time.sleep(0.05)
+    engine.raw(7, 7, 0, kvswap.Stream(engine.device))
+
+
+def by_taking_slots(engine: Engine) -> None:
+    """Slots of another lane's transfer are taken once that ended."""
+    for block, stream in ((6, engine.compute), (7, kvswap.Stream(engine.device))):
+        kvswap.swap_cache_per_layer_async(
+            engine.gpu.ptr, engine.cpu.ptr, NBYTES, BLOCKS, BLOCKS, [block], [block], 0,
+            stream=stream, device=engine.device, path="burst",
+        )  # fmt: skip
+        time.sleep(0.05)
+
+
+LOOKS = (
+    by_the_next_call,
+    by_after,
+    by_a_synchronize_that_nobody_waited_for,
+    by_giving_memory_back,
+    by_a_lane_for_another_stream,
+    by_taking_slots,
+)
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=lambda look: look.__name__)
+def test_what_kvswap_finds_to_be_over_the_caller_has_not_seen(engine: Engine, look: Callable[[Engine], None]) -> None:
+    """The store has ended and kvswap knows, the caller does not: that no race happened was luck."""
+    with testing.race_checker(raise_at_exit=False) as checker:
+        store = engine.raw(3, 5, 0, engine.compute)
+        time.sleep(0.05)
+        look(engine)
+        engine.kernel(3, True, engine.other)
+        assert parties(checker.races[0]) == [(False, store.number), (True, 0)], checker.races
+        assert {(race.pool, race.slot) for race in checker.races} == {("primary 0", 3)}
 
 
 # -- the tool ---------------------------------------------------------------------------------------------------------

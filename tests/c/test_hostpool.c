@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -310,6 +311,28 @@ static void test_alive(void) {
   CHECK(!kvs_process_alive(0, 0) && !kvs_process_alive(-1, 0), "no process");
 }
 
+/* A process that may not be sent signals lives all the same, also where there is no /proc. Run in a child: the root of
+ * the file system, if it may be changed, and the user are then others. */
+static int look_as_another_user(const char *empty, pid_t gone) {
+  const pid_t parent = getppid();
+  if (chroot(empty) == 0 && (!kvs_process_alive(parent, 0) || kvs_process_alive(gone, 0))) return 1;
+  if (geteuid() == 0 && (setgid(65534) || setuid(65534))) return 2;
+  if (kill(1, 0) == 0 || errno != EPERM) return 0; /* the first process is of this user, too */
+  return kvs_process_alive(1, 0) && !kvs_process_alive(gone, 0) ? 0 : 3;
+}
+
+static void test_alive_of_another_user(void) {
+  char empty[] = "/tmp/kvswap-test-XXXXXX";
+  int status = -1;
+  pid_t gone = fork();
+  if (gone == 0) _exit(0);
+  CHECK(waitpid(gone, NULL, 0) == gone && mkdtemp(empty), "%s", empty);
+  pid_t child = fork();
+  if (child == 0) _exit(look_as_another_user(empty, gone));
+  CHECK(waitpid(child, &status, 0) == child && status == 0, "status %d", status >> 8);
+  CHECK(rmdir(empty) == 0, "%s", empty);
+}
+
 int main(void) {
   struct kvs_error err = {0};
   if (kvs_engine_open("host:0", &engine, &err)) {
@@ -324,6 +347,7 @@ int main(void) {
   test_pieces();
   test_shared();
   test_alive();
+  test_alive_of_another_user();
   kvs_shutdown(INT64_C(1000000000));
   kvs_engine_unref(engine);
   return check_close();
