@@ -154,10 +154,11 @@ def test_what_is_not_opened(device: kvswap.Device, name: str) -> None:
         with pytest.raises(ValueError, match="no name for a segment"):
             fastdeploy.share_external_data(Half(), wrong, SHAPE, device=device)
     path = Path("/dev/shm", name)
-    path.symlink_to("/etc/hostname")
-    with pytest.raises(OSError):
-        fastdeploy.share_external_data(Half(), name, SHAPE, device=device)
-    path.unlink()
+    for make in (lambda: path.symlink_to("/etc/hostname"), lambda: os.mkfifo(path), path.mkdir):
+        make()  # by any user: nothing of that is opened, which for a pipe would wait
+        with pytest.raises(OSError, match="not a file: remove it"):
+            fastdeploy.share_external_data(Half(), name, SHAPE, device=device)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     path.write_bytes(struct.pack("=Q64s", 0, bytes(range(64))))
     with pytest.raises((kvswap.Error, ValueError)):
         fastdeploy.share_external_data(Half(), name, SHAPE, device=device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import stat
 import struct
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvswap import _C, memory
+from kvswap._regular import open_regular
 from kvswap.fastdeploy._tensors import itemsize
 from kvswap.fastdeploy.ops import current_device
 
@@ -158,12 +158,12 @@ def _address(source: Any) -> int:
 def _read_segment(name: str) -> bytes:
     path = _path(name)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_regular(path)  # any user may have put a pipe there, and opening that would wait
     except FileNotFoundError:
         raise _C.Error(f"there is no segment {name}: nobody has called set_data_ipc() with it yet") from None
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        if found.st_uid != os.geteuid():
             raise _C.Error(
                 f"segment {name} belongs to user {found.st_uid}: only this user's ({os.geteuid()}) are opened"
             )
