@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -563,6 +564,47 @@ def test_somebody_elses_file(device: kvswap.Device, name: str) -> None:
     with pytest.raises(kvswap.Error, match="cannot be opened"):
         SharedPool(name, 4, 4096, device=device, create=False)
     path_of(name).unlink()
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "pipe": lambda path: os.mkfifo(path, 0o600),
+    "directory": Path.mkdir,
+    "dangling link": lambda path: path.symlink_to("/nonexistent"),
+    "socket": make_socket,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_file(device: kvswap.Device, name: str, odd: str) -> None:
+    """Any user can put it there: it is refused at once, and stays."""
+    path = path_of(name)
+    ODD[odd](path)
+    for create in (True, False, None):
+        with pytest.raises(kvswap.Error, match=rf"{name} (is no file|cannot be opened)"):
+            SharedPool(name, 4, 4096, device=device, create=create)
+    assert clean(name) == [] and os.path.lexists(path)
+    path.rmdir() if odd == "directory" else path.unlink()
+
+
+@pytest.mark.parametrize("word", [1, 12345, 0x7FFFFFFF, 0x80000001, 0xFFFFFFFF])
+def test_words_of_any_value(device: kvswap.Device, name: str, word: int) -> None:
+    """Another process may write them: they are a process's or none's, and lead nowhere."""
+    with SharedPool(name, 4, 4096, device=device) as pool:
+        with open(path_of(name), "r+b") as file:
+            file.seek(PAGE)
+            file.write(struct.pack("<4I", *[word] * 4))
+        with pytest.raises(kvswap.Error, match="died while it wrote block 3"):
+            pool.wait_ready([3], timeout=PATIENCE)
+        assert pool.claim([0]).tolist() == [True] and pool.published([0, 1]).tolist() == [False, False]
+        pool.publish([0, 1])
+        pool.retract([2])
+        assert pool.published([0, 1, 2]).tolist() == [True, True, False]
+        assert pool.claim([2]).tolist() == [True]
 
 
 def test_one_that_others_may_open(device: kvswap.Device, name: str) -> None:
