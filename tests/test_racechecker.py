@@ -302,17 +302,15 @@ def by_the_next_call(engine: Engine) -> None:
     engine.raw(6, 6, 0, engine.compute)
 
 
-def by_after(engine: Engine) -> None:
-    """An event that is waited for is asked whether it failed."""
+def by_an_event_of_a_layer(engine: Engine) -> None:
+    """An event that a layer is to start after is asked whether it can be waited for."""
     event = kvswap.Event(engine.device)
     event.record(engine.compute)
     time.sleep(0.05)
-    kvswap.swap_blocks_batch(
-        [engine.gpu.ptr], [engine.cpu.ptr], 1, stream=kvswap.Stream(engine.device), after=[event], device=engine.device
-    )
+    engine.manager.offload(6, 7, after_layers=[event, None, None])
 
 
-def by_a_synchronize_that_nobody_waited_for(engine: Engine) -> None:
+def by_a_synchronize_that_timed_out(engine: Engine) -> None:
     """Its thread goes on after the caller's time was up."""
     held, threads = kvswap.Stream(engine.device), len(os.listdir("/proc/self/task"))
     with Gate(engine.device) as gate:
@@ -342,23 +340,12 @@ def by_a_lane_for_another_stream(engine: Engine) -> None:
     engine.raw(7, 7, 0, kvswap.Stream(engine.device))
 
 
-def by_taking_slots(engine: Engine) -> None:
-    """Slots of another lane's transfer are taken once that ended."""
-    for block, stream in ((6, engine.compute), (7, kvswap.Stream(engine.device))):
-        kvswap.swap_cache_per_layer_async(
-            engine.gpu.ptr, engine.cpu.ptr, NBYTES, BLOCKS, BLOCKS, [block], [block], 0,
-            stream=stream, device=engine.device, path="burst",
-        )  # fmt: skip
-        time.sleep(0.05)
-
-
 LOOKS = (
     by_the_next_call,
-    by_after,
-    by_a_synchronize_that_nobody_waited_for,
+    by_an_event_of_a_layer,
+    by_a_synchronize_that_timed_out,
     by_giving_memory_back,
     by_a_lane_for_another_stream,
-    by_taking_slots,
 )
 
 
