@@ -573,6 +573,38 @@ static void test_fork_while_a_lock_is_held(void) {
 #endif
 }
 
+static int get_table(struct kvs_engine *engine, uint64_t number, struct kvs_table_of_rows **table) {
+  struct kvs_row row = {.src = number, .nbytes = 16};
+  struct kvs_rows rows = {&row, 1, 1};
+  struct kvs_error err;
+  uint64_t address;
+  return kvs_table_get(engine, &rows, engine->tables.upload, table, &address, &err);
+}
+
+/* A table gives way to another once each transfer that uses it has ended. */
+static void test_tables_in_use(void) {
+  struct kvs_engine *engine = open_engine(0);
+  struct kvs_table_of_rows *tables[KVS_TABLES], *again, *other;
+  for (uint64_t i = 0; i < 3 * KVS_TABLES; i++) {
+    CHECK(get_table(engine, i, &other) == KVS_OK, "table %d", (int)i);
+    kvs_table_put(engine, other);
+  }
+  for (uint64_t i = 0; i < KVS_TABLES; i++)
+    CHECK(get_table(engine, 1000 + i, &tables[i]) == KVS_OK, "table %d", (int)i);
+  CHECK(get_table(engine, 1003, &again) == KVS_OK && again == tables[3], "it is there");
+  CHECK(get_table(engine, 2000, &other) == KVS_NOT_READY, "all are in use");
+  kvs_table_put(engine, again);
+  CHECK(get_table(engine, 2000, &other) == KVS_NOT_READY, "another transfer uses it");
+  kvs_table_put(engine, tables[3]);
+  CHECK(get_table(engine, 2000, &other) == KVS_OK && other == tables[3], "it is free");
+  kvs_table_put(engine, other);
+  CHECK(get_table(engine, 1002, &again) == KVS_OK && again == tables[2], "the others stay");
+  kvs_table_put(engine, again);
+  for (int i = 0; i < KVS_TABLES; i++)
+    if (i != 3) kvs_table_put(engine, tables[i]);
+  kvs_engine_unref(engine);
+}
+
 int main(void) {
   test_paths(0);
   test_paths(7);
@@ -586,6 +618,7 @@ int main(void) {
   test_loss_in_a_burst(KVS_D2H);
   test_loss_in_a_burst(KVS_H2D);
   test_little_memory_for_slots();
+  test_tables_in_use();
   test_threads();
   test_fork_while_a_lock_is_held();
   kvs_shutdown(SECONDS);

@@ -98,12 +98,13 @@ static void test_numbers_at_their_end(void) {
     const bool good = numbers[i] >= 1 && numbers[i] <= last;
     struct kvs_file_header header = {.sequence = numbers[i], .key_nbytes = 1}, h;
     kvs_file_header_write(&header, page);
-    CHECK((kvs_file_header_read(page, &h) == KVS_FILE_GOOD) == good, "sequence %zu", i);
+    CHECK((kvs_file_header_read(page, &h) == KVS_FILE_GOOD) == good && h.sequence == numbers[i], "sequence %zu", i);
     struct kvs_file_checkpoint generation = {numbers[i], 1, true}, sequence = {1, numbers[i], true}, c;
     kvs_file_checkpoint_write(&generation, page);
-    CHECK((kvs_file_checkpoint_read(page, &c) == KVS_FILE_GOOD) == good, "generation %zu", i);
+    CHECK((kvs_file_checkpoint_read(page, &c) == KVS_FILE_GOOD) == good && c.generation == numbers[i], "%zu", i);
     kvs_file_checkpoint_write(&sequence, page);
     CHECK((kvs_file_checkpoint_read(page, &c) == KVS_FILE_GOOD) == (numbers[i] <= last + 1), "checkpoint %zu", i);
+    CHECK(c.sequence == numbers[i] && c.clean, "checkpoint %zu", i);
   }
 }
 
