@@ -14,6 +14,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -535,6 +536,38 @@ def test_leaks(device: kvswap.Device, tools: Tools, name: str) -> None:
         pytest.skip("a sanitizer keeps what is freed")
     row = TABLE[name]
     assert leaks(device, lambda: row(tools)) == {}
+
+
+def memory_files() -> int:
+    """Files behind the memory of host devices that are open: one a device that had some."""
+    names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("memfd:kvswap" in os.readlink(name) for name in names if os.path.islink(name))
+
+
+BY_NAME = {"Device", "testing.peer_access"}  # need a device with a name, which stays open
+
+
+def keeps_its_device(names: list[str], patience: float) -> bool:
+    """Whether a device is still open when all is gone that was made of it by these rows."""
+    before, end = memory_files(), time.monotonic() + patience
+    tools = Tools(testing.deterministic_device(1))
+    assert memory_files() == before + 1
+    for name in names:
+        TABLE[name](tools)
+    del tools
+    while gc.collect() >= 0 and memory_files() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    return memory_files() > before
+
+
+def test_no_call_keeps_its_device(device: kvswap.Device) -> None:
+    """A reference that is not given back is no memory that grows, but a device that never closes."""
+    if device.kind != "host":
+        pytest.skip("a GPU's memory has no file by which to see it")
+    rows = [name for name in TABLE if name not in BY_NAME]
+    if keeps_its_device(rows, 5):
+        assert [name for name in rows if keeps_its_device([name], 0.2)] == []
+        raise AssertionError("no single call keeps it, all together do")
 
 
 def test_a_leak_would_be_found(device: kvswap.Device) -> None:
