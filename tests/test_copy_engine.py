@@ -666,6 +666,31 @@ def test_the_environment(device: kvswap.Device, environment: dict[str, str], ans
     assert run.stdout.splitlines() == [f"{path} {answer}" for path, answer in answers.items()]
 
 
+BATCHES = """
+    import numpy as np
+    import kvswap
+    from kvswap import testing
+    device = kvswap.Device("host:0")
+    gpu, cpu = device.alloc(4096), device.alloc(4096, host=True)
+    ids = np.arange(20), np.arange(20)[::-1].copy() * 3
+    for path in ("dma", "burst"):
+        before = device.stats()["second_attempts"]
+        with testing.fault(device, "call", "fail", operation="copy_batch", every=1):
+            transfer = kvswap.swap_cache_per_layer_async(
+                gpu.ptr, cpu.ptr, 64, 64, 64, *ids, 0, device=device, path=path)
+            transfer.wait(30)
+        print(path, transfer.path, device.stats()["second_attempts"] - before)
+"""
+
+
+def test_no_batch_is_queued_where_the_environment_says_so() -> None:
+    """Neither by copies nor by bursts: a batch that is refused is seen, since another attempt follows."""
+    wanted = {"batch": ["dma dma 0", "burst burst 0"], "strided": ["dma dma 0", "burst dma 1"]}
+    for off, lines in wanted.items():
+        run = run_python(BATCHES, KVSWAP_DISABLE=off)
+        assert (run.returncode, run.stdout.splitlines()) == (0, lines), run
+
+
 @pytest.mark.parametrize(
     ("other", "slower", "taken_of_few", "taken_of_many"),
     [
