@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -448,7 +449,9 @@ static void test_maps(void) {
   for (size_t i = 0; i < sizeof addresses / sizeof *addresses; i++) {
     bool found = kvs_mapping_find(addresses[i], &fast);
     CHECK(found == kvs_mapping_parse(addresses[i], &slow));
-    if (found) CHECK(fast.base == slow.base && fast.readable == slow.readable && fast.writable == slow.writable);
+    if (!found) continue;
+    CHECK(fast.base == slow.base && fast.nbytes == slow.nbytes);
+    CHECK(fast.readable == slow.readable && fast.writable == slow.writable);
   }
   CHECK(kvs_mapping_find(addresses[0], &fast) && fast.readable && fast.writable);
   /* The descriptor is gone, and its number another file: the look-up finds its way back. */
@@ -462,6 +465,11 @@ static void test_maps(void) {
     }
   }
   CHECK(kvs_mapping_find(addresses[0], &fast) && kvs_mapping_find(address(&slow), &fast));
+  struct rlimit limit, none;
+  CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  none = (struct rlimit){0, limit.rlim_max};
+  CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0 && !kvs_mapping_parse(addresses[0], &slow)); /* no file can be opened */
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0 && kvs_mapping_parse(addresses[0], &slow));
 #if !defined(__SANITIZE_THREAD__)
   void *extra = mmap(NULL, 4096, PROT_READ, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   pid_t child = fork();
