@@ -288,6 +288,12 @@ def changed(data: bytes, field: str, value: int) -> bytes:
     return data + struct.pack("<I", crc32c(data))
 
 
+def named(data: bytes, path: str) -> bytes:
+    """With another socket."""
+    data = data[: FIELDS["socket"]] + path.encode().ljust(108, b"\0") + data[FIELDS["socket"] + 108 : 508]
+    return changed(data + bytes(4), "generation", struct.unpack_from("<Q", data, FIELDS["generation"])[0])
+
+
 def told(process: Process, data: bytes) -> str:
     return f"memory.open(bytes.fromhex('{data.hex()}'), device=device)"
 
@@ -1022,6 +1028,81 @@ def test_clients_that_misbehave(device: kvswap.Device, other: Process, chunked: 
         assert time.monotonic() - start < 10
     export.close()
     assert count_of("/proc/self/fd") < files
+
+
+SERVER = """
+import fcntl, socket, struct, threading
+def sealed(nbytes, seals=fcntl.F_SEAL_SHRINK):
+    fd = os.memfd_create("fake", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+def chunk(index, nbytes, status=0, why=b""):
+    return struct.pack("<QQi100s", index, nbytes, status, why)
+def serve(path, answer, message, fd):
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    def talk():
+        client, _ = listening.accept()
+        client.recv(24, socket.MSG_WAITALL)
+        client.send(answer)
+        if message and fd is not None:
+            socket.send_fds(client, [message], [fd, fd])
+            os.close(fd)
+        elif message:
+            client.send(message)
+        client.close()
+        listening.close()
+    threading.Thread(target=talk).start()
+"""
+ANSWER = 'struct.pack("<8sQ", b"kvswapA1", 1)'
+# What a server sends: its answer, its message of the one chunk, a descriptor with it; and what the client says.
+SERVERS = {
+    "nothing": ("b''", "b''", None, "does not answer"),
+    "half an answer": (f"{ANSWER}[:9]", "b''", None, "does not answer"),
+    "no answer": ("b'kvswapA2' + bytes(8)", "b''", None, "is no answer to it"),
+    "another count": ('struct.pack("<8sQ", b"kvswapA1", 2)', "b''", None, "is no answer to it"),
+    "half a chunk": (ANSWER, "chunk(0, n)[:60]", None, "stopped half-way"),
+    "another chunk": (ANSWER, "chunk(1, n)", "sealed(n)", "is no chunk 0"),
+    "no descriptor": (ANSWER, "chunk(0, n)", None, "is no chunk 0"),
+    "a chunk of nothing": (ANSWER, "chunk(0, 0)", "sealed(n)", "a chunk of 0 bytes does not fit"),
+    "more than there is": (ANSWER, "chunk(0, 2 * n)", "sealed(2 * n)", "does not fit"),
+    "a refusal": (ANSWER, "chunk(0, n, 1, b'y' * 100)", None, "cannot share chunk 0: " + "y" * 50),
+}
+HOST_SERVERS = {
+    "less than there is": (ANSWER, "chunk(0, n // 2)", "sealed(n // 2)", "bytes instead of"),
+    "a shorter file": (ANSWER, "chunk(0, n)", "sealed(n // 2)", "chunk of another size"),
+    "a file that can be cut off": (ANSWER, "chunk(0, n)", "sealed(n, fcntl.F_SEAL_GROW)", "can be cut off"),
+    "another kind of file": (ANSWER, "chunk(0, n)", "os.open('/dev/null', os.O_RDWR)", "can be cut off"),
+}
+
+
+def test_servers_that_misbehave(device: kvswap.Device, other: Process, tmp_path: Path) -> None:
+    """The client says what was wrong, and keeps nothing of it. Which files are chunks is a GPU's driver's to say."""
+    other.do(SERVER)
+    other.do("n = 2 * _C._seam(device, 'chunk_granularity'); shared = device.alloc(n, chunks=True)")
+    other.do("export = memory.export(shared)")
+    real, path = bytes.fromhex(other.do("export.to_bytes().hex()")), str(tmp_path / "s")
+    memory.open(real, device=device).close()
+    files = count_of("/proc/self/fd"), mappings_of_this_process()
+    for answer, message, fd, text in (SERVERS | (HOST_SERVERS if device.kind == "host" else {})).values():
+        other.do(f"serve({path!r}, {answer}, {message}, {fd})")
+        with pytest.raises((kvswap.Error, ValueError), match=text):
+            memory.open(named(real, path), device=device)
+        os.unlink(path)
+    assert count_of("/proc/self/fd") <= files[0] and mappings_of_this_process() <= files[1] + 2
+    memory.open(real, device=device).close()
+
+
+def test_a_server_that_is_another_process(device: kvswap.Device, other: Process, tmp_path: Path) -> None:
+    other.do(SERVER)
+    other.do("shared = device.alloc(1 << 20, chunks=True); export = memory.export(shared)")
+    data = named(bytes.fromhex(other.do("export.to_bytes().hex()")), str(tmp_path / "s"))
+    data = changed(changed(data, "pid", os.getppid()), "start", 0)
+    other.do(f"serve({str(tmp_path / 's')!r}, b'', b'', None)")
+    with pytest.raises(ValueError, match="belongs to another user or process"):
+        memory.open(data, device=device)
 
 
 def test_descriptors_that_clients_send_do_not_stay_open(device: kvswap.Device, chunked: Buffer) -> None:
