@@ -423,6 +423,14 @@ def test_sizes_of_tensors_are_checked(kind: str) -> None:
         swap(KINDS[kind](cache()[0].copy()), cache())
 
 
+def test_a_number_that_is_refused_is_named() -> None:
+    """Of an array that was copied: the copy is large enough to leave the process when it is freed."""
+    with pytest.raises(ValueError, match=r"sizes\[9\] is -5: must be 0 or more"):
+        sizes = np.zeros(1 << 24, np.int32)
+        sizes[9] = -5
+        kvswap.swap_blocks_batch([0], [0], sizes, device="host:0")
+
+
 def test_an_array_interface_that_changes_while_it_is_read() -> None:
     """By the __index__ of its address here; by another thread where there is no GIL."""
     gpu = cache()[0].copy()

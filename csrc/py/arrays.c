@@ -259,9 +259,10 @@ static int numbers_from_array(PyArrayObject *array, const char *name, struct kvs
   const int64_t *data = PyArray_DATA(array);
   npy_intp count = PyArray_SIZE(array);
   for (npy_intp i = 0; !natural && i < count; ++i) {
-    if (data[i] >= 0) continue;
+    long long number = data[i];
+    if (number >= 0) continue;
     Py_DECREF(array);
-    return kvs_py_complain(PyExc_ValueError, name, i, "is %lld: must be 0 or more", (long long)data[i]);
+    return kvs_py_complain(PyExc_ValueError, name, i, "is %lld: must be 0 or more", number);
   }
   list->data = PyArray_DATA(array);
   list->count = (size_t)count;
