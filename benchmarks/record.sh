@@ -4,13 +4,14 @@
 #   benchmarks/record.sh --stale                    which records are of older code than this; exit status 1 if any
 #   benchmarks/record.sh --stamp COMMIT FILE...     these files are of that commit
 # Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
-# and sanitize take up to ten minutes each, load nine, bench six, regret four, hazards two and a half, replay one.
+# and sanitize take up to ten minutes each, load, differential and soak nine, bench six, regret four, hazards two and a
+# half, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in
 --stale | --stamp) exec python3 -P benchmarks/records.py "${1#--}" "${@:2}" ;;
 esac
-parts="suite hazards sanitize bench regret calls load tune memory peers handlers fastdeploy gds replay"
+parts="suite hazards differential soak sanitize bench regret calls load tune memory peers handlers fastdeploy gds replay"
 out=${1:-} part=${2:-} trace=${3:-}
 if [ -z "$out" ] || [[ " $parts " != *" $part "* ]]; then
   echo "benchmarks/record.sh OUT_FOLDER PART [TRACE]: the part is '$part'; it is one of: $parts" >&2
@@ -41,7 +42,7 @@ suite_part() { pytest 560 -q --durations=3 --long-seconds=2 "$1" >"$parts/$(base
 suite() {
   export parts=$(mktemp -d)
   export -f suite_part pytest run
-  ls -S tests/test_*.py tests/long/test_[as]*.py | grep -vF test_c.py | timeout 570 xargs -P "${JOBS:-6}" -n 1 bash -c 'suite_part "$1"' _
+  ls -S tests/test_*.py tests/long/test_[ad]*.py | grep -vF test_c.py | timeout 570 xargs -P "${JOBS:-6}" -n 1 bash -c 'suite_part "$1"' _
   {
     head -n 1 "$out/machine.txt"
     tail -n +1 "$parts"/*.log
@@ -60,6 +61,21 @@ hazards() {
     section "tests/long/test_any_transfer.py" pytest 200 -q -s --long-seconds=25 tests/long/test_any_transfer.py
   } >"$out/random.txt"
   tail -n 20 "$out/random.txt"
+}
+
+# Random operations over the whole API against their model; and what the process takes meanwhile, over minutes.
+differential() {
+  for seed in ${SEEDS:-1 2}; do
+    section "tests/differential --seed $seed" timeout 280 python3 tests/differential --device cuda:0 --seed "$seed" \
+      --operations 50000 --seconds 260
+  done >"$out/differential.txt"
+  grep -E "^==|difference|DIFFERENCE|exit status" "$out/differential.txt"
+}
+
+soak() {
+  section "tests/differential --soak" timeout 560 python3 tests/differential --device cuda:0 --seed 3 --soak \
+    --seconds 480 --every 5 >"$out/soak.txt"
+  tail -n 12 "$out/soak.txt"
 }
 
 # The suite, less what starts processes of its own, counts Python's objects or captures graphs in torch, and less what holds
