@@ -366,7 +366,13 @@ class World:
             self.totals.events["queue full"] += 1
             self.settle()
             return None
-        except kvswap.DeviceError as error:
+        except kvswap.Error as error:
+            if "gave no event for it" in str(error) and any(use.faulted for use in self.uses):
+                self.totals.events["refused behind one that was refused its end"] += 1
+                self.settle()
+                return None
+            if not isinstance(error, kvswap.DeviceError):
+                raise
             check(fault is not None and error.code == CODE, f"refused without a fault: {error}")
             self.totals.events["refused"] += 1
             return None
