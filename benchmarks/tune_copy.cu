@@ -29,7 +29,7 @@ static const size_t POOL = 1ull << 30, TOTAL = 512ull << 20;
 static char *gpu, *host;
 static struct kvs_piece *pieces_host, *pieces;
 static unsigned long long *wrong;
-static cudaStream_t spine;
+static cudaStream_t stream;
 static cudaEvent_t start_event, end_event;
 static double ceiling[2];
 
@@ -55,24 +55,24 @@ static void measure(const char *text, bool load, const std::vector<struct kvs_pi
   std::vector<double> device, call;
   memcpy(pieces_host, list.data(), list.size() * sizeof list[0]);
   CHECK(cudaMemcpy(pieces, pieces_host, list.size() * sizeof list[0], cudaMemcpyDefault));
-  fill<<<264, 512, 0, spine>>>((uint64_t *)(load ? host : gpu), POOL / 8, now_us());
-  CHECK(cudaMemsetAsync(load ? gpu : host, 0x5a, POOL, spine));
+  fill<<<264, 512, 0, stream>>>((uint64_t *)(load ? host : gpu), POOL / 8, now_us());
+  CHECK(cudaMemsetAsync(load ? gpu : host, 0x5a, POOL, stream));
   size_t nbytes = 0;
   for (const struct kvs_piece &piece : list) nbytes += piece.nbytes;
   for (int run = 0; run < RUNS; run++) {
     float ms;
     CHECK(cudaDeviceSynchronize());
-    CHECK(cudaEventRecord(start_event, spine));
+    CHECK(cudaEventRecord(start_event, stream));
     double begin = now_us();
     submit();
     call.push_back(now_us() - begin);
-    CHECK(cudaEventRecord(end_event, spine));
+    CHECK(cudaEventRecord(end_event, stream));
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaEventElapsedTime(&ms, start_event, end_event));
     device.push_back(nbytes / (ms * 1e6));
   }
   *wrong = 0;
-  compare<<<528, 256, 0, spine>>>(pieces, list.size(), wrong);
+  compare<<<528, 256, 0, stream>>>(pieces, list.size(), wrong);
   CHECK(cudaDeviceSynchronize());
   std::sort(device.begin(), device.end());
   std::sort(call.begin(), call.end());
@@ -113,9 +113,9 @@ static void run_kernel(size_t nbytes, bool load, const char *name, unsigned ctas
   if (bulk) CHECK(cudaFuncSetAttribute(kvs_kernel_ring, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   measure(text, load, list, [&] {
     if (bulk)
-      kvs_kernel_ring<<<ctas, warps * 32, shared, spine>>>(params);
+      kvs_kernel_ring<<<ctas, warps * 32, shared, stream>>>(params);
     else
-      kvs_kernel_copy<<<ctas, warps * 32, 0, spine>>>(params);
+      kvs_kernel_copy<<<ctas, warps * 32, 0, stream>>>(params);
     CHECK(cudaGetLastError());
   });
 }
@@ -127,13 +127,13 @@ int main() {
   CHECK(cudaMalloc(&pieces, 1 << 25));
   CHECK(cudaMallocHost(&pieces_host, 1 << 25));
   CHECK(cudaMallocHost(&wrong, 64));
-  CHECK(cudaStreamCreateWithFlags(&spine, cudaStreamNonBlocking));
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   CHECK(cudaEventCreate(&start_event));
   CHECK(cudaEventCreate(&end_event));
   for (int load = 0; load < 2; load++) {
     std::vector<struct kvs_piece> one = {{(uint64_t)(load ? gpu : host), (uint64_t)(load ? host : gpu), POOL}};
     measure("one copy of 1 GiB", load, one,
-            [&] { CHECK(cudaMemcpyAsync(load ? gpu : host, load ? host : gpu, POOL, cudaMemcpyDefault, spine)); });
+            [&] { CHECK(cudaMemcpyAsync(load ? gpu : host, load ? host : gpu, POOL, cudaMemcpyDefault, stream)); });
   }
   for (size_t kib : {4, 8, 16, 64})
     for (int load = 0; load < 2; load++) {

@@ -91,7 +91,7 @@ int kvs_prepare_burst(struct kvs_submission *s) {
   if (status) return status;
   bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
   one = one || is_empty(s) || s->options->priority == KVS_PRIORITY_BACKGROUND;
-  s->first = one ? s->lane->spine : s->lane->front;
+  s->first = one ? s->lane->stream : s->lane->burst_stream;
   s->ahead = !one && apart(s);
   return KVS_OK;
 }
@@ -161,8 +161,8 @@ static int copy(const struct kvs_submission *s, kvs_stream stream, struct kvs_er
 }
 
 /* The second stage comes after the first. What a transfer takes on the device begins with the copies. */
-static int pass(struct kvs_submission *s, unsigned slot, struct kvs_error *why) {
-  kvs_stream second = s->lane->spine;
+static int join_stages(struct kvs_submission *s, unsigned slot, struct kvs_error *why) {
+  kvs_stream second = s->lane->stream;
   struct kvs_error ignored;
   if (s->first == second) return KVS_OK;
   int status = kvs_dev_event_record(s->device, s->slots->packed[slot], s->first, why);
@@ -186,9 +186,9 @@ static int issue(struct kvs_submission *s, struct kvs_piece *pieces, const struc
   if (!status) status = kvs_dev_stream_wait(s->device, s->first, slots->free[slot], why);
   if (!status) status = upload(s, burst, why);
   if (!status) status = gather ? launch(s, burst, at, s->first, why) : copy(s, s->first, why);
-  if (!status) status = pass(s, slot, why);
-  if (!status) status = gather ? copy(s, s->lane->spine, why) : launch(s, burst, at, s->lane->spine, why);
-  if (!status) status = kvs_dev_event_record(s->device, slots->free[slot], s->lane->spine, why);
+  if (!status) status = join_stages(s, slot, why);
+  if (!status) status = gather ? copy(s, s->lane->stream, why) : launch(s, burst, at, s->lane->stream, why);
+  if (!status) status = kvs_dev_event_record(s->device, slots->free[slot], s->lane->stream, why);
   s->begun = true;
   slots->last = slot;
   slots->next = (slot + 1) % slots->count;
@@ -233,10 +233,10 @@ static int begin(struct kvs_submission *s, struct kvs_error *why) {
 static int rejoin(struct kvs_submission *s, struct kvs_error *why) {
   int status = KVS_OK;
   for (int tries = 0; tries < 2; tries++) {
-    status = s->first == s->lane->spine ? KVS_OK : kvs_lane_fork(s->lane, s->first, s->lane->spine, why);
+    status = s->first == s->lane->stream ? KVS_OK : kvs_lane_fork(s->lane, s->first, s->lane->stream, why);
     if (!status) break;
   }
-  s->transfer->head = s->lane->spine;
+  s->transfer->head = s->lane->stream;
   s->lane->ahead = s->lane->ahead && status;
   return status;
 }
@@ -248,11 +248,11 @@ int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
   if (!status) status = s->listed ? issue_list(s, why) : issue_grid(s, why);
   if (!status) return KVS_OK;
   s->slots->doubt[0] = s->first;
-  s->slots->doubt[1] = s->lane->spine;
+  s->slots->doubt[1] = s->lane->stream;
   if (rejoin(s, &unjoined) == KVS_OK) return status;
   s->transfer->unjoined = true; /* nothing can come after the first stage, so nothing of it can be trusted */
-  kvs_fail_whole(s, &unjoined);
-  if (!kvs_beyond_hope(unjoined.status)) return KVS_OK;
+  kvs_fail_all(s, &unjoined);
+  if (!kvs_is_lost(unjoined.status)) return KVS_OK;
   *why = unjoined;
   return unjoined.status;
 }
@@ -260,8 +260,8 @@ int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
 /* The end is on the spine, and who waits for it alone must have waited for all that this transfer starts after. */
 void kvs_close_bursts(struct kvs_submission *s) {
   struct kvs_error why;
-  if (s->begun || s->fatal || s->transfer->head == s->lane->spine || rejoin(s, &why) == KVS_OK) return;
+  if (s->begun || s->fatal || s->transfer->head == s->lane->stream || rejoin(s, &why) == KVS_OK) return;
   s->transfer->unjoined = true;
-  kvs_fail_whole(s, &why);
-  if (kvs_beyond_hope(why.status)) kvs_give_up(s, &why);
+  kvs_fail_all(s, &why);
+  if (kvs_is_lost(why.status)) kvs_stop_issuing(s, &why);
 }

@@ -126,41 +126,41 @@ bool kvs_clocks_stream(struct kvs_clocks *clocks, const struct kvs_stream_key *k
   return kvs_clock_raise(&stream->clock, at, stream->tick + 1);
 }
 
-static struct kvs_clock **place(struct kvs_clocks *clocks, uint32_t who) {
-  return who == KVS_CLOCK_HOST ? &clocks->host : &clocks->streams[who].clock;
+static struct kvs_clock **clock_of(struct kvs_clocks *clocks, uint32_t owner) {
+  return owner == KVS_CLOCK_HOST ? &clocks->host : &clocks->streams[owner].clock;
 }
 
-struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t who) {
-  return who == KVS_CLOCK_HOST ? clocks->host : clocks->streams[who].clock;
+struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t owner) {
+  return owner == KVS_CLOCK_HOST ? clocks->host : clocks->streams[owner].clock;
 }
 
 static bool tick(struct kvs_clocks *clocks, uint32_t stream) {
-  struct kvs_clock **clock = place(clocks, stream);
+  struct kvs_clock **clock = clock_of(clocks, stream);
   return kvs_clock_raise(clock, stream, kvs_clock_at(*clock, stream) + 1);
 }
 
-bool kvs_clocks_hear(struct kvs_clocks *clocks, uint32_t who, struct kvs_clock *clock) {
-  return kvs_clock_join(place(clocks, who), clock);
+bool kvs_clocks_join(struct kvs_clocks *clocks, uint32_t owner, struct kvs_clock *clock) {
+  return kvs_clock_join(clock_of(clocks, owner), clock);
 }
 
-struct kvs_clock *kvs_clocks_moment(struct kvs_clocks *clocks, uint32_t stream) {
-  struct kvs_clock *moment = kvs_clock_ref(kvs_clocks_of(clocks, stream));
-  if (tick(clocks, stream)) return moment;
-  kvs_clock_unref(moment);
+struct kvs_clock *kvs_clocks_snapshot(struct kvs_clocks *clocks, uint32_t stream) {
+  struct kvs_clock *snapshot = kvs_clock_ref(kvs_clocks_of(clocks, stream));
+  if (tick(clocks, stream)) return snapshot;
+  kvs_clock_unref(snapshot);
   return NULL;
 }
 
-bool kvs_clocks_moment_of_all(struct kvs_clocks *clocks, const void *device, struct kvs_clock **moment) {
+bool kvs_clocks_snapshot_all(struct kvs_clocks *clocks, const void *device, struct kvs_clock **snapshot) {
   bool well = true;
-  *moment = NULL;
+  *snapshot = NULL;
   for (uint32_t i = 0; well && i < clocks->nstreams; i++) {
     if (clocks->streams[i].key.device != device) continue;
-    struct kvs_clock *one = kvs_clocks_moment(clocks, i);
-    well = one && kvs_clock_join(moment, one);
+    struct kvs_clock *one = kvs_clocks_snapshot(clocks, i);
+    well = one && kvs_clock_join(snapshot, one);
     kvs_clock_unref(one);
   }
   if (well) return true;
-  kvs_clock_unref(*moment);
+  kvs_clock_unref(*snapshot);
   return false;
 }
 
@@ -229,62 +229,62 @@ void kvs_clocks_free(struct kvs_clocks *clocks) {
 
 /* -- visits --------------------------------------------------------------------------------------------------- */
 
-void kvs_party_unref(struct kvs_party *party) {
-  if (party && --party->refs == 0) free(party);
+void kvs_accessor_unref(struct kvs_accessor *accessor) {
+  if (accessor && --accessor->refs == 0) free(accessor);
 }
 
-void kvs_visit_unref(struct kvs_visit *visit) {
-  if (!visit || --visit->refs) return;
-  kvs_party_unref(visit->party);
-  free(visit);
+void kvs_access_unref(struct kvs_access *access) {
+  if (!access || --access->refs) return;
+  kvs_accessor_unref(access->accessor);
+  free(access);
 }
 
-bool kvs_visit_conflicts(const struct kvs_visit *a, const struct kvs_visit *b) {
+bool kvs_access_conflicts(const struct kvs_access *a, const struct kvs_access *b) {
   return (a->write || b->write) && a->begin < b->end && b->begin < a->end;
 }
 
-bool kvs_visit_before(const struct kvs_visit *visit, const struct kvs_clock *now) {
-  return kvs_clock_at(now, visit->stream) >= visit->tick;
+bool kvs_access_before(const struct kvs_access *access, const struct kvs_clock *now) {
+  return kvs_clock_at(now, access->stream) >= access->tick;
 }
 
 /* Whatever conflicts with old conflicts with the newer one. */
-static bool stands_for(const struct kvs_visit *newer, const struct kvs_visit *old) {
+static bool stands_for(const struct kvs_access *newer, const struct kvs_access *old) {
   return (newer->write || !old->write) && newer->begin <= old->begin && old->end <= newer->end;
 }
 
-bool kvs_past_add(struct kvs_past *past, struct kvs_visit *visit, const struct kvs_clock *now,
-                  const struct kvs_clock *host) {
+bool kvs_history_add(struct kvs_history *history, struct kvs_access *access, const struct kvs_clock *now,
+                     const struct kvs_clock *host) {
   uint32_t kept = 0;
-  for (uint32_t i = 0; i < past->count; i++) {
-    struct kvs_visit *old = past->visits[i];
-    if (kvs_visit_before(old, host) || (stands_for(visit, old) && kvs_visit_before(old, now)))
-      kvs_visit_unref(old);
+  for (uint32_t i = 0; i < history->count; i++) {
+    struct kvs_access *old = history->accesses[i];
+    if (kvs_access_before(old, host) || (stands_for(access, old) && kvs_access_before(old, now)))
+      kvs_access_unref(old);
     else
-      past->visits[kept++] = old;
+      history->accesses[kept++] = old;
   }
-  past->count = kept;
-  if (kept == KVS_PAST_LIMIT) {
-    kvs_visit_unref(past->visits[0]);
-    memmove(past->visits, past->visits + 1, --past->count * sizeof past->visits[0]);
+  history->count = kept;
+  if (kept == KVS_HISTORY_LIMIT) {
+    kvs_access_unref(history->accesses[0]);
+    memmove(history->accesses, history->accesses + 1, --history->count * sizeof history->accesses[0]);
   }
-  if (past->count == past->capacity) {
-    uint32_t larger = past->capacity ? 2 * past->capacity : 2;
-    struct kvs_visit **grown = realloc(past->visits, larger * sizeof *grown);
+  if (history->count == history->capacity) {
+    uint32_t larger = history->capacity ? 2 * history->capacity : 2;
+    struct kvs_access **grown = realloc(history->accesses, larger * sizeof *grown);
     if (!grown) return false;
-    past->visits = grown;
-    past->capacity = larger;
+    history->accesses = grown;
+    history->capacity = larger;
   }
-  visit->refs++;
-  past->visits[past->count++] = visit;
+  access->refs++;
+  history->accesses[history->count++] = access;
   return true;
 }
 
 /* -- slots ----------------------------------------------------------------------------------------------------- */
 
-struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot) {
+struct kvs_history *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot) {
   if (!shadow->pages) shadow->pages = calloc(shadow->slots / PAGE + 1, sizeof *shadow->pages);
   if (!shadow->pages) return NULL;
-  struct kvs_past **page = &shadow->pages[slot / PAGE];
+  struct kvs_history **page = &shadow->pages[slot / PAGE];
   if (!*page) *page = calloc(PAGE, sizeof **page);
   return *page ? &(*page)[slot % PAGE] : NULL;
 }
@@ -292,9 +292,9 @@ struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot) {
 void kvs_shadow_free(struct kvs_shadow *shadow) {
   for (uint64_t i = 0; shadow->pages && i <= shadow->slots / PAGE; i++) {
     for (uint64_t j = 0; shadow->pages[i] && j < PAGE; j++) {
-      struct kvs_past *past = &shadow->pages[i][j];
-      while (past->count) kvs_visit_unref(past->visits[--past->count]);
-      free(past->visits);
+      struct kvs_history *history = &shadow->pages[i][j];
+      while (history->count) kvs_access_unref(history->accesses[--history->count]);
+      free(history->accesses);
     }
     free(shadow->pages[i]);
   }

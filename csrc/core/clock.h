@@ -9,7 +9,7 @@
 #include "kvswap.h"
 
 enum {
-  KVS_PAST_LIMIT = 256, /* visits that a slot remembers: some 80 layers, each written once and read twice */
+  KVS_HISTORY_LIMIT = 256, /* visits that a slot remembers: some 80 layers, each written once and read twice */
 };
 
 /* How much of each stream's work the owner of the clock comes after: everything up to tick[stream]. Counted by its
@@ -52,13 +52,13 @@ struct kvs_clocks {
 #define KVS_CLOCK_HOST UINT32_MAX /* in the place of a stream's number */
 
 bool kvs_clocks_stream(struct kvs_clocks *clocks, const struct kvs_stream_key *key, uint32_t *number);
-struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t who); /* borrowed; NULL: heard of nothing */
+struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t owner); /* borrowed; NULL: heard of nothing */
 /* Who comes after all that the clock comes after. */
-bool kvs_clocks_hear(struct kvs_clocks *clocks, uint32_t who, struct kvs_clock *clock);
+bool kvs_clocks_join(struct kvs_clocks *clocks, uint32_t owner, struct kvs_clock *clock);
 /* The clock of all that the stream, or each stream of the device, was given so far: a reference. Of a device, *moment
  * is NULL where it has no streams yet. */
-struct kvs_clock *kvs_clocks_moment(struct kvs_clocks *clocks, uint32_t stream);
-bool kvs_clocks_moment_of_all(struct kvs_clocks *clocks, const void *device, struct kvs_clock **moment);
+struct kvs_clock *kvs_clocks_snapshot(struct kvs_clocks *clocks, uint32_t stream);
+bool kvs_clocks_snapshot_all(struct kvs_clocks *clocks, const void *device, struct kvs_clock **snapshot);
 struct kvs_clock *kvs_clocks_event(const struct kvs_clocks *clocks, const void *device, uint64_t event); /* as _of */
 bool kvs_clocks_set_event(struct kvs_clocks *clocks, const void *device, uint64_t event, struct kvs_clock *clock);
 void kvs_clocks_forget_event(struct kvs_clocks *clocks, const void *device, uint64_t event);
@@ -66,46 +66,46 @@ void kvs_clocks_forget_device(struct kvs_clocks *clocks, const void *device); /*
 void kvs_clocks_free(struct kvs_clocks *clocks);
 
 /* Who visits, for reports: one a transfer, pool and kind of access, or one a call of anybody else's. */
-struct kvs_party {
+struct kvs_accessor {
   unsigned refs;
   uint64_t serial;
   uint64_t reported[2]; /* serials of the last readers' and the last writers' party that raced with this one */
-  struct kvs_race_party who;
+  struct kvs_race_party info;
 };
 
 /* One call's access to one pool, shared by all its slots. */
-struct kvs_visit {
+struct kvs_access {
   unsigned refs;
   bool write;
   uint32_t stream;
   uint64_t tick;       /* the stream's own component then: who has heard of that comes after this visit */
   uint64_t begin, end; /* bytes of each slot */
-  struct kvs_party *party;
+  struct kvs_accessor *accessor;
 };
 
-void kvs_party_unref(struct kvs_party *party);
-void kvs_visit_unref(struct kvs_visit *visit);
-bool kvs_visit_conflicts(const struct kvs_visit *a, const struct kvs_visit *b);
-bool kvs_visit_before(const struct kvs_visit *visit, const struct kvs_clock *now); /* `now` comes after the visit */
+void kvs_accessor_unref(struct kvs_accessor *accessor);
+void kvs_access_unref(struct kvs_access *access);
+bool kvs_access_conflicts(const struct kvs_access *a, const struct kvs_access *b);
+bool kvs_access_before(const struct kvs_access *access, const struct kvs_clock *now); /* `now` comes after the visit */
 
 /* The visits of one slot that something later may yet race with, oldest first. */
-struct kvs_past {
-  struct kvs_visit **visits;
+struct kvs_history {
+  struct kvs_access **accesses;
   uint32_t count, capacity;
 };
 
 /* Add a visit by whoever has the clock `now`, and forget what needs no remembering any more (clock.c); `host` is the
  * clock that everything later comes after. */
-bool kvs_past_add(struct kvs_past *past, struct kvs_visit *visit, const struct kvs_clock *now,
-                  const struct kvs_clock *host);
+bool kvs_history_add(struct kvs_history *history, struct kvs_access *access, const struct kvs_clock *now,
+                     const struct kvs_clock *host);
 
 /* The slots of one pool, made as they are visited. Zero-initialised but for `slots`, how many there may be. */
 struct kvs_shadow {
   uint64_t slots;
-  struct kvs_past **pages;
+  struct kvs_history **pages;
 };
 
-struct kvs_past *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot); /* there already or made now */
+struct kvs_history *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot); /* there already or made now */
 void kvs_shadow_free(struct kvs_shadow *shadow);
 
 #endif

@@ -44,7 +44,7 @@ struct kvs_transfer {
   enum kvs_direction direction;
   enum kvs_path path;
   uint64_t nbytes, nblocks;
-  uint64_t others; /* 1 << number, as kvs_engine_at(): engines whose work it comes after */
+  uint64_t dependencies; /* 1 << number, as kvs_engine_at(): engines whose work it comes after */
   struct kvs_bounds {
     uint64_t low, high;
   } gpu, cpu; /* all that it touches, of the device's own memory and of other memory */
@@ -69,7 +69,7 @@ struct kvs_transfer {
   atomic_int state; /* enum kvs_state */
 };
 
-struct kvs_lane_point {
+struct kvs_ended_point {
   uint64_t sequence;
   struct kvs_race_point *point;
 };
@@ -89,10 +89,10 @@ struct kvs_lane {
   uint64_t stream_id;    /* guarded by engine->lock: of the caller's stream, 0: none */
   enum kvs_direction direction;
   enum kvs_priority priority;
-  kvs_stream spine; /* its transfers run and complete on it, in order */
-  kvs_stream front; /* the first stage of bursts, whose second one is on the spine */
-  bool ahead;       /* guarded by submit: the last transfer's start was waited for on `front`, not on the spine */
-  kvs_event fork;   /* guarded by submit: recorded on what the spine must wait for */
+  kvs_stream stream;       /* its transfers run and complete on it, in order */
+  kvs_stream burst_stream; /* the first stage of bursts, whose second one is on the spine */
+  bool ahead;     /* guarded by submit: the last transfer's start was waited for on `front`, not on the spine */
+  kvs_event fork; /* guarded by submit: recorded on what the spine must wait for */
   pthread_mutex_t submit;
   pthread_mutex_t lock;
   struct kvs_transfer *head, *tail; /* guarded by lock: unfinished, oldest first */
@@ -100,8 +100,8 @@ struct kvs_lane {
   uint64_t sequence;                /* guarded by submit: of the last transfer */
   uint64_t waited[KVS_LANES];       /* guarded by submit: how far of each other lane the spine has waited for already */
   atomic_uint_fast64_t ended;       /* sequence of the last transfer that ended */
-  struct kvs_lane_point points[KVS_LANE_POINTS]; /* guarded by lock: of ended transfers, by sequence */
-  struct kvs_event_pair *events;                 /* guarded by lock: free ones; room for depth */
+  struct kvs_ended_point points[KVS_LANE_POINTS]; /* guarded by lock: of ended transfers, by sequence */
+  struct kvs_event_pair *events;                  /* guarded by lock: free ones; room for depth */
   unsigned nevents;
 };
 
@@ -170,7 +170,7 @@ struct kvs_engine {
 
 /* watch.c: for the race checker, who works on a stream (`where` may be NULL); and, which blocks of which pools lie
  * under plain copies. */
-struct kvs_race_party kvs_watch_party(const struct kvs_engine *, kvs_stream, const char *where);
+struct kvs_race_party kvs_watch_accessor(const struct kvs_engine *, kvs_stream, const char *where);
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
                       const struct kvs_rects *, const struct kvs_race_party *);
 

@@ -83,8 +83,8 @@ KVS_API int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode 
                                const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,
                                struct kvs_pattern_job **job, struct kvs_error *err);
 KVS_API bool kvs_pattern_done(struct kvs_pattern_job *job);
-KVS_API int kvs_pattern_result(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
-                               struct kvs_error *err);
+KVS_API int kvs_pattern_wait(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
+                             struct kvs_error *err);
 KVS_API void kvs_pattern_free(struct kvs_pattern_job *job);
 
 /* Keep a stream busy for a time (at most 10 s): for order tests and demonstrations. */

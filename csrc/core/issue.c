@@ -24,7 +24,7 @@ void kvs_note_failure(struct kvs_submission *s, uint32_t block, const struct kvs
 
 /* One block, cut where the driver's own ranges end: it may know seams that we do not. */
 static int copy_in_parts(struct kvs_submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, struct kvs_error *why) {
-  int status = kvs_dev_copy(s->device, dst, src, nbytes, s->lane->spine, why);
+  int status = kvs_dev_copy(s->device, dst, src, nbytes, s->lane->stream, why);
   while (status == KVS_REFUSED && nbytes) {
     struct kvs_region from, to;
     struct kvs_error ignored;
@@ -32,8 +32,8 @@ static int copy_in_parts(struct kvs_submission *s, uint64_t dst, uint64_t src, u
       return status;
     uint64_t part = from.base + from.nbytes - src, dst_part = to.base + to.nbytes - dst;
     if (dst_part < part) part = dst_part;
-    if (part >= nbytes) return kvs_dev_copy(s->device, dst, src, nbytes, s->lane->spine, why);
-    int first = kvs_dev_copy(s->device, dst, src, part, s->lane->spine, why);
+    if (part >= nbytes) return kvs_dev_copy(s->device, dst, src, nbytes, s->lane->stream, why);
+    int first = kvs_dev_copy(s->device, dst, src, part, s->lane->stream, why);
     if (first) return first;
     dst += part, src += part, nbytes -= part;
   }
@@ -65,13 +65,13 @@ void kvs_block_by_block(struct kvs_submission *s, size_t i, bool again, const st
     found += part;
     if (found >= end - begin) s->cursor = b; /* the next copy may carry the rest of this block */
     int status = again ? copy_in_parts(s, from, copies->src[i] + (from - begin), part, &err) : why->status;
-    if (kvs_beyond_hope(status)) s->fatal = kvs_fail_driver(s->err, status, err.code, err.operation, "%s", "");
+    if (kvs_is_lost(status)) s->fatal = kvs_fail_driver(s->err, status, err.code, err.operation, "%s", "");
     if (status) kvs_note_failure(s, single->block[b], &err);
   }
 }
 
 /* All of it counts as lost, whatever may have arrived. */
-void kvs_fail_whole(struct kvs_submission *s, const struct kvs_error *why) {
+void kvs_fail_all(struct kvs_submission *s, const struct kvs_error *why) {
   s->transfer->error = *why;
   s->transfer->all_failed = true;
 }
@@ -79,7 +79,7 @@ void kvs_fail_whole(struct kvs_submission *s, const struct kvs_error *why) {
 /* -- copies ---------------------------------------------------------------------------------------------------- */
 
 static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
-  kvs_stream stream = s->lane->spine;
+  kvs_stream stream = s->lane->stream;
   const struct kvs_copies *copies = &s->view;
   struct kvs_error why;
   int status;
@@ -88,8 +88,8 @@ static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
     status = kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, &why);
   else
     status = kvs_dev_copy_batch(s->device, copies, from, to, stream, &why);
-  if (kvs_beyond_hope(status)) {
-    kvs_give_up(s, &why);
+  if (kvs_is_lost(status)) {
+    kvs_stop_issuing(s, &why);
   } else if (status && to - from == 1) {
     kvs_block_by_block(s, from, true, &why);
   } else if (status) {
@@ -109,16 +109,16 @@ void kvs_issue_copies(struct kvs_submission *s) {
 /* A block whose rows are refused as one goes row by row. */
 static void issue_rect(struct kvs_submission *s, const struct kvs_rect *rect, uint32_t block) {
   struct kvs_error why;
-  int status = kvs_dev_copy_rect(s->device, rect, s->lane->spine, &why);
-  for (uint64_t row = 0; status && !kvs_beyond_hope(status) && row < kvs_rect_rows(rect); row++) {
+  int status = kvs_dev_copy_rect(s->device, rect, s->lane->stream, &why);
+  for (uint64_t row = 0; status && !kvs_is_lost(status) && row < kvs_rect_rows(rect); row++) {
     int again = copy_in_parts(s, kvs_rect_dst(rect, row), kvs_rect_src(rect, row), rect->width, &why);
-    if (kvs_beyond_hope(again)) status = again;
-    if (again && !kvs_beyond_hope(again)) {
+    if (kvs_is_lost(again)) status = again;
+    if (again && !kvs_is_lost(again)) {
       kvs_note_failure(s, block, &why);
       return;
     }
   }
-  if (kvs_beyond_hope(status)) kvs_give_up(s, &why);
+  if (kvs_is_lost(status)) kvs_stop_issuing(s, &why);
 }
 
 void kvs_issue_rects(struct kvs_submission *s, size_t from, size_t to) {

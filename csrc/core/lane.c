@@ -36,8 +36,8 @@ static void lane_free(struct kvs_lane *lane) {
     (void)kvs_dev_event_destroy(device, lane->events[i].end, &ignored);
   }
   if (lane->fork) (void)kvs_dev_event_destroy(device, lane->fork, &ignored);
-  if (lane->spine) (void)kvs_dev_stream_destroy(device, lane->spine, &ignored);
-  if (lane->front) (void)kvs_dev_stream_destroy(device, lane->front, &ignored);
+  if (lane->stream) (void)kvs_dev_stream_destroy(device, lane->stream, &ignored);
+  if (lane->burst_stream) (void)kvs_dev_stream_destroy(device, lane->burst_stream, &ignored);
   for (unsigned i = 0; i < KVS_LANE_POINTS; i++) kvs_racecheck_point_free(lane->points[i].point);
   pthread_mutex_destroy(&lane->submit);
   pthread_mutex_destroy(&lane->lock);
@@ -59,8 +59,8 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   pthread_mutex_init(&lane->lock, NULL);
   lane->events = calloc(lane->depth, sizeof *lane->events);
   if (!lane->events) status = kvs_fail(err, KVS_NOMEM, "no memory for a lane of %u transfers", lane->depth);
-  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->spine, err);
-  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->front, err);
+  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->stream, err);
+  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->burst_stream, err);
   if (!status) status = kvs_dev_event_create(device, false, &lane->fork, err);
   if (status) {
     lane_free(lane);
@@ -79,8 +79,8 @@ static bool is_idle(struct kvs_lane *lane) {
   pthread_mutex_unlock(&lane->lock);
   if (!idle || !lane->leftovers) return idle;
   bool before = kvs_racecheck_internal(true);
-  lane->leftovers = kvs_dev_stream_query(lane->engine->device, lane->spine, &ignored) != KVS_OK ||
-                    kvs_dev_stream_query(lane->engine->device, lane->front, &ignored) != KVS_OK;
+  lane->leftovers = kvs_dev_stream_query(lane->engine->device, lane->stream, &ignored) != KVS_OK ||
+                    kvs_dev_stream_query(lane->engine->device, lane->burst_stream, &ignored) != KVS_OK;
   kvs_racecheck_internal(before);
   return !lane->leftovers;
 }
@@ -215,8 +215,8 @@ int kvs_lane_fork(struct kvs_lane *lane, kvs_stream from, kvs_stream to, struct 
 }
 
 int kvs_lane_head(struct kvs_lane *lane, bool ahead, kvs_stream *head, struct kvs_error *err) {
-  kvs_stream before = lane->ahead ? lane->front : lane->spine;
-  *head = ahead ? lane->front : lane->spine;
+  kvs_stream before = lane->ahead ? lane->burst_stream : lane->stream;
+  *head = ahead ? lane->burst_stream : lane->stream;
   int status = *head == before ? KVS_OK : kvs_lane_fork(lane, before, *head, err);
   if (!status) lane->ahead = ahead;
   return status;
@@ -236,22 +236,22 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   struct kvs_engine *engine = lane->engine;
   const struct kvs_transfer *oldest = lane->head;
   int status = oldest->end ? kvs_dev_event_query(engine->device, oldest->end, err)
-                           : kvs_dev_stream_query(engine->device, lane->spine, err);
-  return status || !oldest->unjoined ? status : kvs_dev_stream_query(engine->device, lane->front, err);
+                           : kvs_dev_stream_query(engine->device, lane->stream, err);
+  return status || !oldest->unjoined ? status : kvs_dev_stream_query(engine->device, lane->burst_stream, err);
 }
 
 /* For the race checker, which may be told of order after the transfer long after its memory is gone. */
 static void keep_point_locked(struct kvs_lane *lane, struct kvs_transfer *transfer) {
-  struct kvs_lane_point *kept = &lane->points[transfer->sequence % KVS_LANE_POINTS];
+  struct kvs_ended_point *kept = &lane->points[transfer->sequence % KVS_LANE_POINTS];
   if (!transfer->point && !kept->point) return;
   kvs_racecheck_point_free(kept->point);
-  *kept = (struct kvs_lane_point){transfer->sequence, kvs_racecheck_point_ref(transfer->point)};
+  *kept = (struct kvs_ended_point){transfer->sequence, kvs_racecheck_point_ref(transfer->point)};
 }
 
 struct kvs_race_point *kvs_lane_point(struct kvs_lane *lane, uint64_t sequence) {
   struct kvs_race_point *point = NULL;
   pthread_mutex_lock(&lane->lock);
-  const struct kvs_lane_point *kept = &lane->points[sequence % KVS_LANE_POINTS];
+  const struct kvs_ended_point *kept = &lane->points[sequence % KVS_LANE_POINTS];
   if (kept->sequence >= sequence) point = kvs_racecheck_point_ref(kept->point); /* a later one covers it */
   pthread_mutex_unlock(&lane->lock);
   return point;

@@ -101,7 +101,7 @@ static int place_pairs(struct kvs_submission *s, struct kvs_error *why) {
   if (s->units.pairs || packing->npairs <= KVS_INLINE_PAIRS) return KVS_OK;
   memcpy(kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs), packing->pairs,
          packing->npairs * sizeof *packing->pairs);
-  return kvs_upload(s, from, s->staged, s->lane->spine, why);
+  return kvs_upload(s, from, s->staged, s->lane->stream, why);
 }
 
 size_t kvs_place_list(struct kvs_submission *s, struct kvs_piece **pieces) {
@@ -189,21 +189,21 @@ static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
   size_t from = s->staged;
   if (s->view.count == 0) return KVS_OK;
   size_t count = kvs_place_list(s, &pieces);
-  int status = kvs_upload(s, from, s->staged, s->lane->spine, why);
-  return status ? status : kvs_launch_units(s, &s->units, count, 0, &width, s->lane->spine, why);
+  int status = kvs_upload(s, from, s->staged, s->lane->stream, why);
+  return status ? status : kvs_launch_units(s, &s->units, count, 0, &width, s->lane->stream, why);
 }
 
 static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
   const struct kvs_width width = width_of_kernel(s);
   size_t nrows = s->rows_end - s->first_row;
   if (nrows == 0 || s->work->nslots == 0) return KVS_OK;
-  int status = kvs_place_rows(s, s->lane->spine, why);
+  int status = kvs_place_rows(s, s->lane->stream, why);
   if (!status) status = place_pairs(s, why);
   if (status) return status;
   struct kvs_units units = s->units;
   units.rows += s->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)nrows;
-  return kvs_launch_units(s, &units, nrows * units.parts * s->work->nslots, 0, &width, s->lane->spine, why);
+  return kvs_launch_units(s, &units, nrows * units.parts * s->work->nslots, 0, &width, s->lane->stream, why);
 }
 
 int kvs_launch_copies(struct kvs_submission *s, struct kvs_error *why) {

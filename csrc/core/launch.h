@@ -67,7 +67,7 @@ struct kvs_slots {
  * transfer ended. KVS_NOT_READY: every table is in use. */
 int kvs_tables_open(struct kvs_engine *, struct kvs_error *);
 void kvs_tables_close(struct kvs_engine *);
-int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, kvs_stream spine, struct kvs_table_of_rows **,
+int kvs_table_get(struct kvs_engine *, const struct kvs_rows *, kvs_stream stream, struct kvs_table_of_rows **,
                   uint64_t *rows, struct kvs_error *);
 void kvs_table_put(struct kvs_engine *, struct kvs_table_of_rows *);
 

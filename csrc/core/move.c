@@ -98,8 +98,8 @@ static int find_foreign(const struct move_call *call, struct kvs_error *err) {
     struct kvs_pool *src = call->move->src[i], *dst = call->move->dst[i];
     status = kvs_peer_collect(src, call->engine, list, err);
     if (!status) status = kvs_peer_collect(dst, call->engine, list, err);
-    if (!status) status = kvs_peer_visit(src, call->engine, err);
-    if (!status) status = kvs_peer_visit(dst, call->engine, err);
+    if (!status) status = kvs_peer_add_engine(src, call->engine, err);
+    if (!status) status = kvs_peer_add_engine(dst, call->engine, err);
   }
   return status;
 }
@@ -387,12 +387,12 @@ static int find_shape(const struct move_call *call, struct kvs_work *work, const
 
 /* Why a block is lost; NULL: it is not. `others` learns what that may yet depend on. */
 static struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot, const struct kvs_pool **pool,
-                                      uint64_t *others) {
+                                      uint64_t *dependencies) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_failure *failure = kvs_pool_failure(call->move->src[i], src_slot);
     *pool = call->move->src[i];
     if (kvs_failure_verdict(failure) == KVS_SLOT_LOST) return failure;
-    if (failure) *others |= failure->others;
+    if (failure) *dependencies |= failure->dependencies;
   }
   return NULL;
 }
@@ -407,7 +407,7 @@ static void depend_on_the_rest(const struct move_call *call, struct kvs_work *wo
     struct kvs_pool *dst = call->move->dst[i];
     for (size_t b = 0; dst->nfailures && !writes_whole(call, i) && b < call->all; b++) {
       const struct kvs_failure *failure = kvs_pool_failure(dst, call->all_dst[b]);
-      if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->others |= failure->others;
+      if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
     }
   }
 }
@@ -421,7 +421,7 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->nfailures;
   if (!failures) return;
   for (size_t i = 0; i < call->all; i++) {
-    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool, &work->others);
+    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool, &work->dependencies);
     if (!failure) {
       src[n] = call->all_src[i];
       dst[n] = call->all_dst[i];
@@ -449,15 +449,15 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
 /* A block that was lost before keeps the first failure's story. */
 static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
   const struct kvs_pool *pool;
-  uint64_t others = 0;
-  struct kvs_failure *first = failure_of(call, call->all_src[position], &pool, &others);
+  uint64_t dependencies = 0;
+  struct kvs_failure *first = failure_of(call, call->all_src[position], &pool, &dependencies);
   if (first) failure = first;
   for (size_t i = 0; i < call->move->npairs; i++)
     kvs_pool_set_failure(call->move->dst[i], call->all_dst[position], failure);
 }
 
 /* What is written whole is good again. */
-static void forget_failures(const struct move_call *call) {
+static void clear_failures(const struct move_call *call) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
     for (size_t b = 0; dst->nfailures && writes_whole(call, i) && b < call->all; b++)
@@ -477,8 +477,8 @@ static void settle(const void *arg, const struct kvs_transfer *transfer) {
   static struct kvs_failure unknown = {
       .refs = 1, .failed = true, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
   const struct move_call *call = arg;
-  forget_failures(call);
-  if (transfer->others) leave_open(call, transfer->outcome);
+  clear_failures(call);
+  if (transfer->dependencies) leave_open(call, transfer->outcome);
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   struct kvs_failure *used = failure ? failure : &unknown;
@@ -492,33 +492,33 @@ static void settle(const void *arg, const struct kvs_transfer *transfer) {
 /* -- the race checker ------------------------------------------------------------------------------------------ */
 
 static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
-                       bool write, const struct kvs_race_party *who) {
+                       bool write, const struct kvs_race_party *accessor) {
   const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
-  struct kvs_race_party party = *who;
-  party.write = write;
-  kvs_racecheck_access(&(struct kvs_access){.device = call->engine->device,
-                                            .stream = transfer->lane->spine,
-                                            .pool = pool->number,
-                                            .slots = pool->layout.num_blocks,
-                                            .pool_name = pool->name,
-                                            .ids = write ? call->dst : call->src,
-                                            .count = call->count,
-                                            .write = write,
-                                            .begin = part->offset,
-                                            .end = kvs_part_end(part),
-                                            .who = &party});
+  struct kvs_race_party side = *accessor;
+  side.write = write;
+  kvs_racecheck_access(&(struct kvs_race_access){.device = call->engine->device,
+                                                 .stream = transfer->lane->stream,
+                                                 .pool = pool->number,
+                                                 .slots = pool->layout.num_blocks,
+                                                 .pool_name = pool->name,
+                                                 .ids = write ? call->dst : call->src,
+                                                 .count = call->count,
+                                                 .write = write,
+                                                 .begin = part->offset,
+                                                 .end = kvs_part_end(part),
+                                                 .accessor = &side});
 }
 
 static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
                        const struct kvs_copies *copies, const struct kvs_rects *rects,
-                       const struct kvs_race_party *who) {
+                       const struct kvs_race_party *accessor) {
   const struct move_call *call = arg;
   (void)copies, (void)rects; /* the parts say it better */
   for (size_t i = 0; i < call->nparts; i++) {
     const struct kvs_part *part = &call->room->parts[i].part;
     if (layer != SIZE_MAX && part->layer != layer) continue;
-    watch_side(call, transfer, part, false, who);
-    watch_side(call, transfer, part, true, who);
+    watch_side(call, transfer, part, false, accessor);
+    watch_side(call, transfer, part, true, accessor);
   }
 }
 

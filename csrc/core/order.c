@@ -44,7 +44,7 @@ static int head_waits_for_transfer(struct kvs_transfer *transfer, size_t index, 
   status = kvs_transfer_pin(before, &end, err);
   if (status != KVS_NOT_READY) return status;
   kvs_peer_depend(transfer, before->engine);
-  transfer->others |= before->others;
+  transfer->dependencies |= before->dependencies;
   status = kvs_dev_stream_wait_foreign(transfer->engine->device, transfer->head, before->engine->device, end, err);
   kvs_transfer_unpin(before);
   return status;
@@ -176,7 +176,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, unsigned number, struct 
   }
   if (status == KVS_OK) follow_ended(transfer, other, sequence);
   if (status == KVS_NOT_READY) {
-    transfer->others |= before->others; /* what it comes after, we come after */
+    transfer->dependencies |= before->dependencies; /* what it comes after, we come after */
     status = kvs_dev_stream_wait(engine->device, transfer->head, end, err);
     kvs_transfer_unpin(before);
     kvs_transfer_drop(before);
@@ -261,7 +261,7 @@ int kvs_order_before_layer(struct kvs_transfer *transfer, const struct kvs_optio
 }
 
 /* No event tells of the end: the spine being idle stands for it. */
-static void lose_track(struct kvs_transfer *transfer) {
+static void drop_end_event(struct kvs_transfer *transfer) {
   struct kvs_error ignored;
   if (transfer->end) (void)kvs_dev_event_destroy(transfer->engine->device, transfer->end, &ignored);
   transfer->end = 0;
@@ -271,14 +271,14 @@ int kvs_order_behind(struct kvs_transfer *transfer, const struct kvs_work *work,
                      struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
   struct kvs_error ignored;
-  int status = kvs_dev_event_record(device, transfer->end, transfer->lane->spine, err);
-  if (status || transfer->unjoined) lose_track(transfer);
-  if (kvs_racecheck_on()) transfer->point = kvs_racecheck_point(device, transfer->lane->spine);
+  int status = kvs_dev_event_record(device, transfer->end, transfer->lane->stream, err);
+  if (status || transfer->unjoined) drop_end_event(transfer);
+  if (kvs_racecheck_on()) transfer->point = kvs_racecheck_point(device, transfer->lane->stream);
   note_hazards(transfer, work);
   if (!options->on_stream) return status;
   if (transfer->end && !(status = kvs_dev_stream_wait(device, options->stream, transfer->end, err))) return KVS_OK;
   /* The copies run all the same, and what the caller queues next must come after them. */
-  if (!kvs_dev_event_record(device, transfer->lane->fork, transfer->lane->spine, &ignored))
+  if (!kvs_dev_event_record(device, transfer->lane->fork, transfer->lane->stream, &ignored))
     (void)kvs_dev_stream_wait(device, options->stream, transfer->lane->fork, &ignored);
   return status;
 }

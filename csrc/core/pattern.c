@@ -87,14 +87,14 @@ bool kvs_pattern_done(struct kvs_pattern_job *job) {
   return poll(job, &ignored) != KVS_NOT_READY;
 }
 
-int kvs_pattern_result(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
-                       struct kvs_error *err) {
+int kvs_pattern_wait(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs_pattern_result *result,
+                     struct kvs_error *err) {
   int status = kvs_wait_until(poll, job, job->engine->device->stepped, timeout_ns, err);
   if (!status) *result = *result_of(job);
   return status;
 }
 
-static void give_up(struct kvs_pattern_job *job, bool ended) {
+static void release_job(struct kvs_pattern_job *job, bool ended) {
   struct kvs_engine *engine = job->engine;
   struct kvs_error ignored;
   if (ended) kvs_engine_staging_put(engine, job->staging); /* else the queued kernel may still read it: it is left */
@@ -108,7 +108,7 @@ static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err
   int status = poll(what, err);
   (void)engine;
   if (status == KVS_NOT_READY) return kvs_fail(err, KVS_TIMEOUT, "it has not ended");
-  give_up(what, status == KVS_OK);
+  release_job(what, status == KVS_OK);
   return KVS_OK;
 }
 
@@ -116,7 +116,7 @@ void kvs_pattern_free(struct kvs_pattern_job *job) {
   struct kvs_error ignored;
   bool ended = poll(job, &ignored) == KVS_OK;
   if (ended || kvs_dev_forked(job->engine->device) || atomic_load(&job->engine->closed))
-    give_up(job, ended);
+    release_job(job, ended);
   else
     kvs_reclaim_later(job->engine, free_now, job);
 }

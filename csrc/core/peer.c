@@ -94,19 +94,19 @@ int kvs_peer_collect(const struct kvs_pool *pool, struct kvs_engine *running, st
     status = add(list, running, pool, err);
     if (!status) status = add(list, pool->engine, pool, err);
   }
-  for (unsigned i = 0; !status && i < pool->nvisitors; i++)
-    if (pool->visitors[i] != running) status = add(list, pool->visitors[i], pool, err);
+  for (unsigned i = 0; !status && i < pool->nforeign_engines; i++)
+    if (pool->foreign_engines[i] != running) status = add(list, pool->foreign_engines[i], pool, err);
   return status;
 }
 
-int kvs_peer_visit(struct kvs_pool *pool, struct kvs_engine *running, struct kvs_error *err) {
+int kvs_peer_add_engine(struct kvs_pool *pool, struct kvs_engine *running, struct kvs_error *err) {
   if (pool->engine == running) return KVS_OK;
-  for (unsigned i = 0; i < pool->nvisitors; i++)
-    if (pool->visitors[i] == running) return KVS_OK;
-  if (pool->nvisitors == KVS_POOL_VISITORS)
+  for (unsigned i = 0; i < pool->nforeign_engines; i++)
+    if (pool->foreign_engines[i] == running) return KVS_OK;
+  if (pool->nforeign_engines == KVS_POOL_FOREIGN_ENGINES)
     return kvs_fail(err, KVS_UNSUPPORTED, "pool '%s' has been used by transfers of %d other devices: no more can",
-                    pool->name, KVS_POOL_VISITORS);
-  pool->visitors[pool->nvisitors++] = running; /* which is there until the process ends */
+                    pool->name, KVS_POOL_FOREIGN_ENGINES);
+  pool->foreign_engines[pool->nforeign_engines++] = running; /* which is there until the process ends */
   return KVS_OK;
 }
 
@@ -127,7 +127,7 @@ int kvs_peer_inherit(struct kvs_pool *pool, struct kvs_error *err) {
   struct kvs_engine *engine;
   int status = KVS_OK;
   for (unsigned i = 0; !status && (engine = kvs_engine_at(i)) != NULL; i++)
-    if (counts(pool->engine, engine) && is_at_work(engine, low, high)) status = kvs_peer_visit(pool, engine, err);
+    if (counts(pool->engine, engine) && is_at_work(engine, low, high)) status = kvs_peer_add_engine(pool, engine, err);
   return status;
 }
 
@@ -173,7 +173,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
   if (status != KVS_NOT_READY) return status;
   if (kvs_racecheck_on()) kvs_racecheck_follow(before->point, device, head);
   kvs_peer_depend(transfer, foreign->engine);
-  transfer->others |= before->others;
+  transfer->dependencies |= before->dependencies;
   status = kvs_dev_stream_wait_foreign(device, head, foreign->engine->device, end, err);
   kvs_transfer_unpin(before);
   kvs_transfer_drop(before);

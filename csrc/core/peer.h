@@ -22,8 +22,8 @@ struct kvs_foreign_list {
 };
 int kvs_peer_collect(const struct kvs_pool *, struct kvs_engine *running, struct kvs_foreign_list *,
                      struct kvs_error *);
-int kvs_peer_visit(struct kvs_pool *, struct kvs_engine *running,
-                   struct kvs_error *);                      /* from now on `running` counts */
+int kvs_peer_add_engine(struct kvs_pool *, struct kvs_engine *running,
+                        struct kvs_error *);                 /* from now on `running` counts */
 int kvs_peer_inherit(struct kvs_pool *, struct kvs_error *); /* a new pool: whoever is at work on its memory counts */
 /* The same of memory without a pool, for `running`; and forget those who have ended their work there, and well. */
 int kvs_peer_inherit_memory(struct kvs_engine *running, uint64_t low, uint64_t high, struct kvs_foreign_list *,

@@ -220,7 +220,7 @@ static int read_slots(const struct kvs_pool *pool, const struct kvs_ids *ids, in
   return KVS_OK;
 }
 
-static void forget_failures(struct kvs_pool *pool, const int64_t *slots, size_t count) {
+static void clear_failures(struct kvs_pool *pool, const int64_t *slots, size_t count) {
   pthread_mutex_lock(&pool->engine->hazard_lock);
   for (size_t i = 0; pool->nfailures && i < count; i++) kvs_pool_set_failure(pool, slots[i], NULL);
   pthread_mutex_unlock(&pool->engine->hazard_lock);
@@ -239,22 +239,22 @@ int kvs_note_access(struct kvs_pool *pool, const struct kvs_ids *ids, bool write
   int64_t *slots = malloc((ids->count ? ids->count : 1) * sizeof *slots);
   if (!slots) return kvs_fail(err, KVS_NOMEM, "no memory for %zu slots", ids->count);
   status = read_slots(pool, ids, slots, err);
-  if (!status && write && nbytes == block) forget_failures(pool, slots, ids->count);
+  if (!status && write && nbytes == block) clear_failures(pool, slots, ids->count);
   if (!status && kvs_racecheck_on()) {
-    struct kvs_race_party who = kvs_watch_party(pool->engine, stream, where);
-    who.write = write;
-    snprintf(who.what, sizeof who.what, "access");
-    kvs_racecheck_access(&(struct kvs_access){.device = pool->engine->device,
-                                              .stream = stream,
-                                              .pool = pool->number,
-                                              .slots = pool->layout.num_blocks,
-                                              .pool_name = pool->name,
-                                              .ids = slots,
-                                              .count = ids->count,
-                                              .write = write,
-                                              .begin = offset,
-                                              .end = offset + nbytes,
-                                              .who = &who});
+    struct kvs_race_party accessor = kvs_watch_accessor(pool->engine, stream, where);
+    accessor.write = write;
+    snprintf(accessor.what, sizeof accessor.what, "access");
+    kvs_racecheck_access(&(struct kvs_race_access){.device = pool->engine->device,
+                                                   .stream = stream,
+                                                   .pool = pool->number,
+                                                   .slots = pool->layout.num_blocks,
+                                                   .pool_name = pool->name,
+                                                   .ids = slots,
+                                                   .count = ids->count,
+                                                   .write = write,
+                                                   .begin = offset,
+                                                   .end = offset + nbytes,
+                                                   .accessor = &accessor});
   }
   free(slots);
   return status;

@@ -13,9 +13,9 @@
  * a lane's order alone says nothing of whether one of its transfers needs what another one wrote. */
 struct kvs_failure {
   atomic_uint refs;
-  atomic_uint running; /* transfers that have not ended; 0 and no error: all went well */
-  atomic_bool failed;  /* `error` is there, and constant */
-  uint64_t others;     /* kvs_transfer.others, of those that run; guarded by hazard_lock */
+  atomic_uint running;   /* transfers that have not ended; 0 and no error: all went well */
+  atomic_bool failed;    /* `error` is there, and constant */
+  uint64_t dependencies; /* kvs_transfer.others, of those that run; guarded by hazard_lock */
   struct kvs_error error;
   uint64_t transfer; /* its number */
 };
@@ -39,7 +39,7 @@ struct kvs_table {
   uint64_t read_mark, write_mark; /* the last call that reads, writes it */
 };
 
-enum { KVS_POOL_VISITORS = 15 };
+enum { KVS_POOL_FOREIGN_ENGINES = 15 };
 
 struct kvs_pool {
   atomic_uint refs;
@@ -53,9 +53,10 @@ struct kvs_pool {
   /* Guarded by engine->hazard_lock. */
   struct kvs_failure **failures; /* a slot: NULL, or why its bytes are not what they should be */
   size_t nfailures;
-  uint64_t mark;                                  /* the last call that writes it */
-  struct kvs_engine *visitors[KVS_POOL_VISITORS]; /* whose transfers have used it, besides its own engine's */
-  unsigned nvisitors;
+  uint64_t mark; /* the last call that writes it */
+  struct kvs_engine
+      *foreign_engines[KVS_POOL_FOREIGN_ENGINES]; /* whose transfers have used it, besides its own engine's */
+  unsigned nforeign_engines;
 };
 
 /* What a transfer does to a table. */

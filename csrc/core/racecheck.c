@@ -22,7 +22,7 @@ static _Thread_local bool unseen; /* within kvs_racecheck_internal() */
 struct pool {
   uint64_t number;
   char name[32];
-  struct kvs_party *last[2]; /* the last that read and the last that wrote; each holds a reference */
+  struct kvs_accessor *last[2]; /* the last that read and the last that wrote; each holds a reference */
   struct kvs_shadow shadow;
   struct pool *next;
 };
@@ -31,11 +31,11 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
   unsigned starts;
   uint64_t session; /* counts first starts: numbers of streams mean nothing beyond one */
-  bool deaf;        /* memory ran out in this session */
-  bool say_so;      /* and nobody was told yet */
+  bool no_memory;   /* memory ran out in this session */
+  bool unreported;  /* and nobody was told yet */
   struct kvs_clocks clocks;
   struct pool *pools;
-  uint64_t parties, found; /* ever */
+  uint64_t accessors, found; /* ever */
   struct kvs_race *races;
   size_t nraces, races_capacity;
 } checker; /* guarded by lock, as for all functions called ..._locked */
@@ -43,14 +43,14 @@ static struct {
 /* -- coming and going ------------------------------------------------------------------------------------------ */
 
 static void free_pool(struct pool *pool) {
-  kvs_party_unref(pool->last[0]);
-  kvs_party_unref(pool->last[1]);
+  kvs_accessor_unref(pool->last[0]);
+  kvs_accessor_unref(pool->last[1]);
   kvs_shadow_free(&pool->shadow);
   free(pool);
 }
 
 /* All but the races, which stay until they are taken. */
-static void forget_all_locked(void) {
+static void drop_all_locked(void) {
   for (struct pool *pool; (pool = checker.pools);) {
     checker.pools = pool->next;
     free_pool(pool);
@@ -60,7 +60,7 @@ static void forget_all_locked(void) {
 
 static bool enter(void) {
   pthread_mutex_lock(&lock);
-  if (checker.starts && !checker.deaf) return true;
+  if (checker.starts && !checker.no_memory) return true;
   pthread_mutex_unlock(&lock);
   return false;
 }
@@ -68,8 +68,8 @@ static bool enter(void) {
 /* `well`: there was memory for all that was to be noted. */
 static void leave(bool well) {
   if (!well) {
-    forget_all_locked();
-    checker.deaf = checker.say_so = true;
+    drop_all_locked();
+    checker.no_memory = checker.unreported = true;
     checker.found++;
   }
   pthread_mutex_unlock(&lock);
@@ -88,16 +88,16 @@ static struct kvs_stream_key identify(struct kvs_device *device, kvs_stream stre
 }
 
 /* Of all that the stream was given so far, a reference; NULL without memory. */
-static struct kvs_clock *moment_locked(const struct kvs_stream_key *key) {
+static struct kvs_clock *snapshot_locked(const struct kvs_stream_key *key) {
   uint32_t number;
-  return kvs_clocks_stream(&checker.clocks, key, &number) ? kvs_clocks_moment(&checker.clocks, number) : NULL;
+  return kvs_clocks_stream(&checker.clocks, key, &number) ? kvs_clocks_snapshot(&checker.clocks, number) : NULL;
 }
 
 /* `later` NULL: the host. */
-static bool hear_locked(const struct kvs_stream_key *later, struct kvs_clock *clock) {
+static bool join_locked(const struct kvs_stream_key *later, struct kvs_clock *clock) {
   uint32_t number = KVS_CLOCK_HOST;
   if (later && !kvs_clocks_stream(&checker.clocks, later, &number)) return false;
-  return kvs_clocks_hear(&checker.clocks, number, clock);
+  return kvs_clocks_join(&checker.clocks, number, clock);
 }
 
 void kvs_racecheck_order(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_device *later_device,
@@ -108,8 +108,8 @@ void kvs_racecheck_order(struct kvs_device *device, kvs_stream stream, kvs_event
   if (later_device) after = identify(later_device, later);
   if (!enter()) return;
   struct kvs_clock *clock =
-      event ? kvs_clock_ref(kvs_clocks_event(&checker.clocks, device, event)) : moment_locked(&before);
-  bool well = (event || clock) && hear_locked(later_device ? &after : NULL, clock);
+      event ? kvs_clock_ref(kvs_clocks_event(&checker.clocks, device, event)) : snapshot_locked(&before);
+  bool well = (event || clock) && join_locked(later_device ? &after : NULL, clock);
   kvs_clock_unref(clock);
   leave(well);
 }
@@ -123,7 +123,7 @@ bool kvs_racecheck_internal(bool internal) {
 static void recorded(struct kvs_device *device, kvs_event event, kvs_stream stream) {
   struct kvs_stream_key key = identify(device, stream);
   if (!enter()) return;
-  struct kvs_clock *clock = moment_locked(&key);
+  struct kvs_clock *clock = snapshot_locked(&key);
   bool well = clock && kvs_clocks_set_event(&checker.clocks, device, event, clock);
   kvs_clock_unref(clock);
   leave(well);
@@ -144,9 +144,9 @@ static void idle(struct kvs_device *device, kvs_stream stream) {
 static void all_idle(struct kvs_device *device) {
   struct kvs_clock *all;
   if (unseen || !enter()) return;
-  bool well = kvs_clocks_moment_of_all(&checker.clocks, device, &all);
+  bool well = kvs_clocks_snapshot_all(&checker.clocks, device, &all);
   if (well) {
-    well = kvs_clocks_hear(&checker.clocks, KVS_CLOCK_HOST, all);
+    well = kvs_clocks_join(&checker.clocks, KVS_CLOCK_HOST, all);
     kvs_clock_unref(all);
   }
   leave(well);
@@ -189,7 +189,7 @@ struct kvs_race_point *kvs_racecheck_point(struct kvs_device *device, kvs_stream
   if (!kvs_racecheck_on()) return NULL;
   struct kvs_stream_key key = identify(device, stream);
   if (!enter()) return NULL;
-  struct kvs_race_point *point = point_new_locked(moment_locked(&key));
+  struct kvs_race_point *point = point_new_locked(snapshot_locked(&key));
   leave(point != NULL);
   return point;
 }
@@ -198,7 +198,7 @@ struct kvs_race_point *kvs_racecheck_point_all(struct kvs_device *device) {
   struct kvs_race_point *point = NULL;
   struct kvs_clock *all;
   if (!kvs_racecheck_on() || !enter()) return NULL;
-  bool well = kvs_clocks_moment_of_all(&checker.clocks, device, &all);
+  bool well = kvs_clocks_snapshot_all(&checker.clocks, device, &all);
   if (well && all) well = (point = point_new_locked(all)) != NULL;
   leave(well);
   return point;
@@ -226,7 +226,7 @@ void kvs_racecheck_follow(const struct kvs_race_point *point, struct kvs_device 
   if (!point || !kvs_racecheck_on()) return;
   if (later_device) key = identify(later_device, later);
   if (!enter()) return;
-  leave(point->session != checker.session || hear_locked(later_device ? &key : NULL, point->clock));
+  leave(point->session != checker.session || join_locked(later_device ? &key : NULL, point->clock));
 }
 
 void kvs_racecheck_stands_for(struct kvs_device *device, kvs_event event, const struct kvs_race_point *point) {
@@ -236,53 +236,53 @@ void kvs_racecheck_stands_for(struct kvs_device *device, kvs_event event, const 
 
 /* -- accesses -------------------------------------------------------------------------------------------------- */
 
-static struct pool *pool_locked(const struct kvs_access *access) {
+static struct pool *pool_locked(const struct kvs_race_access *call) {
   struct pool *pool = checker.pools;
-  while (pool && pool->number != access->pool) pool = pool->next;
+  while (pool && pool->number != call->pool) pool = pool->next;
   if (pool || !(pool = calloc(1, sizeof *pool))) return pool;
-  pool->number = access->pool;
-  pool->shadow.slots = access->slots;
-  snprintf(pool->name, sizeof pool->name, "%s", access->pool_name);
+  pool->number = call->pool;
+  pool->shadow.slots = call->slots;
+  snprintf(pool->name, sizeof pool->name, "%s", call->pool_name);
   pool->next = checker.pools;
   checker.pools = pool;
   return pool;
 }
 
 /* A reference to the party of this access: the last one's, if that is the same transfer. */
-static struct kvs_party *party_locked(struct pool *pool, const struct kvs_access *access) {
-  struct kvs_party **last = &pool->last[access->write], *made;
-  if (!*last || !access->who->transfer || (*last)->who.transfer != access->who->transfer) {
+static struct kvs_accessor *accessor_locked(struct pool *pool, const struct kvs_race_access *call) {
+  struct kvs_accessor **last = &pool->last[call->write], *made;
+  if (!*last || !call->accessor->transfer || (*last)->info.transfer != call->accessor->transfer) {
     if (!(made = calloc(1, sizeof *made))) return NULL;
     made->refs = 1;
-    made->serial = ++checker.parties;
-    made->who = *access->who;
-    made->who.write = access->write;
-    kvs_party_unref(*last);
+    made->serial = ++checker.accessors;
+    made->info = *call->accessor;
+    made->info.write = call->write;
+    kvs_accessor_unref(*last);
     *last = made;
   }
   (*last)->refs++;
   return *last;
 }
 
-static struct kvs_visit *visit_locked(struct pool *pool, const struct kvs_access *access, uint32_t number) {
-  struct kvs_visit *visit = calloc(1, sizeof *visit);
-  if (!visit) return NULL;
-  *visit = (struct kvs_visit){.refs = 1,
-                              .write = access->write,
-                              .stream = number,
-                              .tick = kvs_clock_at(kvs_clocks_of(&checker.clocks, number), number),
-                              .begin = access->begin,
-                              .end = access->end};
-  visit->party = party_locked(pool, access);
-  if (visit->party) return visit;
-  kvs_visit_unref(visit);
+static struct kvs_access *access_locked(struct pool *pool, const struct kvs_race_access *call, uint32_t number) {
+  struct kvs_access *access = calloc(1, sizeof *access);
+  if (!access) return NULL;
+  *access = (struct kvs_access){.refs = 1,
+                                .write = call->write,
+                                .stream = number,
+                                .tick = kvs_clock_at(kvs_clocks_of(&checker.clocks, number), number),
+                                .begin = call->begin,
+                                .end = call->end};
+  access->accessor = accessor_locked(pool, call);
+  if (access->accessor) return access;
+  kvs_access_unref(access);
   return NULL;
 }
 
 /* Once a pair of parties; the slot is the first that shows it. */
-static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_party *first,
-                          const struct kvs_party *second) {
-  uint64_t *reported = &first->reported[second->who.write];
+static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_accessor *first,
+                          const struct kvs_accessor *second) {
+  uint64_t *reported = &first->reported[second->info.write];
   if (*reported == second->serial) return true;
   *reported = second->serial;
   if (checker.nraces == RACES_KEPT) {
@@ -297,38 +297,38 @@ static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_part
     checker.races_capacity = larger;
   }
   struct kvs_race *race = &checker.races[checker.nraces++];
-  *race = (struct kvs_race){.slot = (uint64_t)slot, .first = first->who, .second = second->who};
+  *race = (struct kvs_race){.slot = (uint64_t)slot, .first = first->info, .second = second->info};
   memcpy(race->pool, pool->name, sizeof race->pool);
   checker.found++;
   return true;
 }
 
-static bool visit_slot_locked(struct pool *pool, int64_t slot, struct kvs_visit *visit) {
-  const struct kvs_clock *now = kvs_clocks_of(&checker.clocks, visit->stream);
-  struct kvs_past *past = kvs_shadow_make(&pool->shadow, (uint64_t)slot);
-  if (!past) return false;
-  for (uint32_t i = 0; i < past->count; i++) {
-    const struct kvs_visit *old = past->visits[i];
-    if (kvs_visit_conflicts(old, visit) && !kvs_visit_before(old, now) &&
-        !report_locked(pool, slot, old->party, visit->party))
+static bool access_slot_locked(struct pool *pool, int64_t slot, struct kvs_access *access) {
+  const struct kvs_clock *now = kvs_clocks_of(&checker.clocks, access->stream);
+  struct kvs_history *history = kvs_shadow_make(&pool->shadow, (uint64_t)slot);
+  if (!history) return false;
+  for (uint32_t i = 0; i < history->count; i++) {
+    const struct kvs_access *old = history->accesses[i];
+    if (kvs_access_conflicts(old, access) && !kvs_access_before(old, now) &&
+        !report_locked(pool, slot, old->accessor, access->accessor))
       return false;
   }
-  return kvs_past_add(past, visit, now, checker.clocks.host);
+  return kvs_history_add(history, access, now, checker.clocks.host);
 }
 
-void kvs_racecheck_access(const struct kvs_access *access) {
-  struct kvs_visit *visit = NULL;
+void kvs_racecheck_access(const struct kvs_race_access *call) {
+  struct kvs_access *access = NULL;
   uint32_t number;
-  if (!kvs_racecheck_on() || access->begin >= access->end) return;
-  struct kvs_stream_key key = identify(access->device, access->stream);
+  if (!kvs_racecheck_on() || call->begin >= call->end) return;
+  struct kvs_stream_key key = identify(call->device, call->stream);
   if (!enter()) return;
-  struct pool *pool = pool_locked(access);
+  struct pool *pool = pool_locked(call);
   if (pool && kvs_clocks_stream(&checker.clocks, &key, &number) &&
-      kvs_clocks_hear(&checker.clocks, number, checker.clocks.host))
-    visit = visit_locked(pool, access, number);
-  bool well = visit != NULL;
-  for (size_t i = 0; well && i < access->count; i++) well = visit_slot_locked(pool, access->ids[i], visit);
-  kvs_visit_unref(visit);
+      kvs_clocks_join(&checker.clocks, number, checker.clocks.host))
+    access = access_locked(pool, call, number);
+  bool well = access != NULL;
+  for (size_t i = 0; well && i < call->count; i++) well = access_slot_locked(pool, call->ids[i], access);
+  kvs_access_unref(access);
   leave(well);
 }
 
@@ -363,7 +363,7 @@ void kvs_racecheck_start(void) {
   pthread_mutex_lock(&lock);
   if (checker.starts++ == 0) {
     checker.session++;
-    checker.deaf = false;
+    checker.no_memory = false;
     atomic_store(&kvs_racecheck_running, true);
     kvs_dev_watch(&watcher);
   }
@@ -375,7 +375,7 @@ void kvs_racecheck_stop(void) {
   if (checker.starts && --checker.starts == 0) {
     kvs_dev_watch(NULL);
     atomic_store(&kvs_racecheck_running, false);
-    forget_all_locked();
+    drop_all_locked();
   }
   pthread_mutex_unlock(&lock);
 }
@@ -401,9 +401,9 @@ size_t kvs_racecheck_take(struct kvs_race *races, size_t capacity) {
     checker.races = NULL;
     checker.races_capacity = 0;
   }
-  if (checker.say_so && n < capacity) {
+  if (checker.unreported && n < capacity) {
     races[n++] = (struct kvs_race){.first.what = "out of memory", .second.what = "out of memory"};
-    checker.say_so = false;
+    checker.unreported = false;
   }
   pthread_mutex_unlock(&lock);
   return n;

@@ -33,7 +33,7 @@ static inline bool kvs_racecheck_on(void) { return atomic_load_explicit(&kvs_rac
  * accesses with the same who->transfer (not 0) are one party and are reported once.
  * `pool` is the number of a pool (kvs_pool_number), unique in the process and never used again; `slots` bounds the ids.
  */
-struct kvs_access {
+struct kvs_race_access {
   struct kvs_device *device;
   kvs_stream stream;
   uint64_t pool, slots;
@@ -42,13 +42,13 @@ struct kvs_access {
   size_t count;
   bool write;
   uint64_t begin, end;
-  const struct kvs_race_party *who;
+  const struct kvs_race_party *accessor;
 };
 
 /* Note the access and report what it races with. Called with the work not yet queued but all its waits queued. Never
  * fails: where memory runs out the checker says so once, as a race with an empty pool name, and is silent until it is
  * started again. */
-void kvs_racecheck_access(const struct kvs_access *access);
+void kvs_racecheck_access(const struct kvs_race_access *access);
 
 /* The pool is gone, the device is about to be closed: forget all about it. Their work is over. */
 void kvs_racecheck_forget_pool(uint64_t pool);

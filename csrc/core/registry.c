@@ -50,20 +50,20 @@ int kvs_open_for_work(struct kvs_engine *engine, struct kvs_error *err) {
 void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *engine) {
   const struct kvs_engine *other;
   for (unsigned i = 0; engine != transfer->engine && i < KVS_MAX_ENGINES && (other = kvs_engine_at(i)) != NULL; i++)
-    if (other == engine) transfer->others |= (uint64_t)1 << i;
+    if (other == engine) transfer->dependencies |= (uint64_t)1 << i;
 }
 
 /* A fault is known once some call on the device was told of it: perhaps nobody has called since. */
 int kvs_engine_look(struct kvs_engine *engine, struct kvs_error *err) {
   struct kvs_error ignored;
-  if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->spine, &ignored);
+  if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->stream, &ignored);
   return kvs_dev_check(engine->device, err);
 }
 
 int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
   int status = KVS_OK;
-  for (unsigned i = 0; !status && i < KVS_MAX_ENGINES && transfer->others >> i; i++)
-    if (transfer->others >> i & 1) status = kvs_engine_look(kvs_engine_at(i), err);
+  for (unsigned i = 0; !status && i < KVS_MAX_ENGINES && transfer->dependencies >> i; i++)
+    if (transfer->dependencies >> i & 1) status = kvs_engine_look(kvs_engine_at(i), err);
   return status;
 }
 

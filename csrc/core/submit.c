@@ -51,11 +51,11 @@ static void try_again(struct kvs_submission *s, size_t layer, size_t end, const 
   struct kvs_work *work = s->work;
   struct kvs_error err;
   if (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL) {
-    kvs_fail_whole(s, why); /* insisted on, and nothing of it runs */
+    kvs_fail_all(s, why); /* insisted on, and nothing of it runs */
     return;
   }
   if (!work->planned && work->plan(work->call, KVS_FORM_COPIES, work->scratch, &err)) {
-    kvs_fail_whole(s, &err);
+    kvs_fail_all(s, &err);
     return;
   }
   work->planned = true;
@@ -81,9 +81,9 @@ static void issue_view(struct kvs_submission *s, size_t layer, size_t end) {
   else if (s->transfer->path != KVS_PATH_DIRECT)
     kvs_issue_copies(s);
   else if (s->view.count)
-    status = kvs_dev_copy_direct(s->device, &s->view, s->lane->spine, &why);
-  if (kvs_beyond_hope(status))
-    kvs_give_up(s, &why);
+    status = kvs_dev_copy_direct(s->device, &s->view, s->lane->stream, &why);
+  if (kvs_is_lost(status))
+    kvs_stop_issuing(s, &why);
   else if (status)
     try_again(s, layer, end, &why);
 }
@@ -95,11 +95,11 @@ static void watch(struct kvs_submission *s, size_t layer, size_t end) {
   static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
   const struct kvs_transfer *transfer = s->transfer;
   if (!kvs_racecheck_on()) return;
-  struct kvs_race_party who = kvs_watch_party(s->engine, s->lane->spine, s->options->where);
-  who.transfer = transfer->ticket;
-  who.lane = s->lane->number;
-  who.sequence = transfer->sequence;
-  snprintf(who.what, sizeof who.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
+  struct kvs_race_party accessor = kvs_watch_accessor(s->engine, s->lane->stream, s->options->where);
+  accessor.transfer = transfer->ticket;
+  accessor.lane = s->lane->number;
+  accessor.sequence = transfer->sequence;
+  snprintf(accessor.what, sizeof accessor.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
   const struct kvs_rects *all = &s->work->scratch->rects;
   for (size_t next = layer; next == layer || next < end; next++) { /* SIZE_MAX: all at once */
     size_t after = end == SIZE_MAX ? end : next + 1;
@@ -107,7 +107,7 @@ static void watch(struct kvs_submission *s, size_t layer, size_t end) {
     size_t from = begin_of(s, next).rects;
     const struct kvs_rects rects = {
         .items = all->items + from, .block = all->block + from, .count = end_of(s, after).rects - from};
-    s->work->watch(s->work->call, transfer, after == SIZE_MAX ? after : next, &s->view, &rects, &who);
+    s->work->watch(s->work->call, transfer, after == SIZE_MAX ? after : next, &s->view, &rects, &accessor);
     if (after == SIZE_MAX) break;
   }
 }
@@ -127,10 +127,10 @@ static void issue_layers(struct kvs_submission *s) {
     end = kvs_layer_group_end(s, layer);
     for (size_t i = layer; i < end; i++)
       if (!s->fatal && !transfer->all_failed && kvs_order_before_layer(transfer, s->options, i, &why))
-        kvs_fail_whole(s, &why);
+        kvs_fail_all(s, &why);
     if (!s->fatal && !transfer->all_failed) issue_span(s, layer, end);
     for (size_t i = layer; i < end && i < transfer->nlayers; i++)
-      if (transfer->layers[i] && kvs_dev_event_record(s->device, transfer->layers[i], s->lane->spine, &why)) {
+      if (transfer->layers[i] && kvs_dev_event_record(s->device, transfer->layers[i], s->lane->stream, &why)) {
         kvs_engine_event_put(s->engine, transfer->layers[i]);
         transfer->layers[i] = 0;
       }
@@ -162,7 +162,7 @@ static int prepare_layers(struct kvs_submission *s) {
 /* Layers may bring others yet. */
 static int prepare_outcome(struct kvs_submission *s) {
   struct kvs_transfer *transfer = s->transfer;
-  if (!s->work->settle || (!transfer->others && !s->options->nafter_layers)) return KVS_OK;
+  if (!s->work->settle || (!transfer->dependencies && !s->options->nafter_layers)) return KVS_OK;
   struct kvs_failure **shared = s->work->outcome;
   transfer->outcome = shared && *shared ? *shared : kvs_failure_open(transfer->ticket);
   if (!transfer->outcome) return kvs_fail(s->err, KVS_NOMEM, "no memory to follow a transfer");
@@ -190,9 +190,9 @@ static int submit_on_lane(struct kvs_submission *s) {
   transfer->sequence = ++lane->sequence;
   issue(s);
   kvs_close_bursts(s);
-  if (kvs_order_behind(transfer, s->work, s->options, &why)) kvs_fail_whole(s, &why);
+  if (kvs_order_behind(transfer, s->work, s->options, &why)) kvs_fail_all(s, &why);
   if (transfer->outcome) {
-    transfer->outcome->others |= transfer->others;
+    transfer->outcome->dependencies |= transfer->dependencies;
     atomic_fetch_add(&transfer->outcome->running, 1);
   }
   if (s->work->settle) s->work->settle(s->work->call, transfer);
@@ -260,7 +260,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->direction = work->direction;
   s.transfer->nbytes = work->nbytes;
   s.transfer->nblocks = work->nblocks;
-  s.transfer->others = work->others;
+  s.transfer->dependencies = work->dependencies;
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
   int status = submit(&s);

@@ -37,10 +37,10 @@ struct kvs_submission {
  * -> 45 GB/s D2H, 6 -> 43 H2D; more streams undo it; benchmarks/batch_parts.cu). */
 static inline size_t kvs_batch_part(uint64_t mean_nbytes) { return mean_nbytes >= 32 << 10 ? 256 : 128; }
 
-static inline bool kvs_beyond_hope(int status) { return status == KVS_LOST; }
+static inline bool kvs_is_lost(int status) { return status == KVS_LOST; }
 
 /* Nothing more can be issued. */
-static inline void kvs_give_up(struct kvs_submission *s, const struct kvs_error *why) {
+static inline void kvs_stop_issuing(struct kvs_submission *s, const struct kvs_error *why) {
   *s->err = *why;
   s->fatal = why->status;
 }
@@ -50,7 +50,7 @@ static inline void kvs_give_up(struct kvs_submission *s, const struct kvs_error 
 void kvs_issue_copies(struct kvs_submission *);                        /* those in view */
 void kvs_issue_rects(struct kvs_submission *, size_t from, size_t to); /* of the plan's copies of rows */
 void kvs_note_failure(struct kvs_submission *, uint32_t block, const struct kvs_error *why);
-void kvs_fail_whole(struct kvs_submission *, const struct kvs_error *why); /* whatever may have arrived */
+void kvs_fail_all(struct kvs_submission *, const struct kvs_error *why); /* whatever may have arrived */
 /* For each block that copy i of the view carries: issue it alone (`again`), or write it off with *why. */
 void kvs_block_by_block(struct kvs_submission *, size_t i, bool again, const struct kvs_error *why);
 

@@ -65,14 +65,14 @@ static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *tabl
   return KVS_OK;
 }
 
-static int wait_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, kvs_stream spine,
+static int wait_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, kvs_stream stream,
                        struct kvs_error *err) {
   if (table->arrived) return KVS_OK;
   table->arrived = kvs_dev_event_query(engine->device, table->uploaded, err) == KVS_OK;
-  return table->arrived ? KVS_OK : kvs_dev_stream_wait(engine->device, spine, table->uploaded, err);
+  return table->arrived ? KVS_OK : kvs_dev_stream_wait(engine->device, stream, table->uploaded, err);
 }
 
-int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, kvs_stream spine,
+int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, kvs_stream stream,
                   struct kvs_table_of_rows **found, uint64_t *address, struct kvs_error *err) {
   struct kvs_tables *tables = &engine->tables;
   struct kvs_table_of_rows *free;
@@ -82,7 +82,7 @@ int kvs_table_get(struct kvs_engine *engine, const struct kvs_rows *rows, kvs_st
   struct kvs_table_of_rows *table = find_locked(tables, rows, hash, &free);
   if (!table && !free) status = kvs_fail(err, KVS_NOT_READY, "all %d tables of rows are in use", KVS_TABLES);
   if (!table && free) status = fill_locked(engine, table = free, rows, hash, err);
-  if (!status) status = wait_locked(engine, table, spine, err);
+  if (!status) status = wait_locked(engine, table, stream, err);
   if (!status) {
     table->users++;
     table->last_used = ++tables->clock;

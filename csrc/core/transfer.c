@@ -83,7 +83,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
   bool lost = atomic_load(&engine->device->lost) != 0;
   if (lost)
     (void)kvs_dev_check(engine->device, &whole);
-  else if (transfer->others)
+  else if (transfer->dependencies)
     (void)kvs_peer_check(transfer, &whole); /* lost: it went on without what it was to come after */
   if (whole.status != KVS_OK) {
     transfer->error = whole;

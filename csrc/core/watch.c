@@ -8,11 +8,11 @@
 #include "core/racecheck.h"
 #include "plan/layout.h"
 
-struct kvs_race_party kvs_watch_party(const struct kvs_engine *engine, kvs_stream stream, const char *where) {
-  struct kvs_race_party party = {.write = false};
-  snprintf(party.stream, sizeof party.stream, "%s stream 0x%" PRIx64, engine->name, stream);
-  if (where) snprintf(party.where, sizeof party.where, "%s", where);
-  return party;
+struct kvs_race_party kvs_watch_accessor(const struct kvs_engine *engine, kvs_stream stream, const char *where) {
+  struct kvs_race_party accessor = {.write = false};
+  snprintf(accessor.stream, sizeof accessor.stream, "%s stream 0x%" PRIx64, engine->name, stream);
+  if (where) snprintf(accessor.where, sizeof accessor.where, "%s", where);
+  return accessor;
 }
 
 /* What is known of a pool, kept for the time of a look: the pool itself may go meanwhile. */
@@ -22,19 +22,19 @@ struct target {
   char name[32];
 };
 
-struct look {
-  struct kvs_access access; /* being gathered: ids of blocks with the same bytes */
+struct pool_lookup {
+  struct kvs_race_access access; /* being gathered: ids of blocks with the same bytes */
   int64_t *ids;
   size_t capacity;
 };
 
-static void flush(struct look *look) {
+static void flush(struct pool_lookup *look) {
   if (look->access.count) kvs_racecheck_access(&look->access);
   look->access.count = 0;
 }
 
-static void add(struct look *look, const struct target *target, uint64_t block, uint64_t begin, uint64_t end) {
-  struct kvs_access *access = &look->access;
+static void add(struct pool_lookup *look, const struct target *target, uint64_t block, uint64_t begin, uint64_t end) {
+  struct kvs_race_access *access = &look->access;
   if (access->pool != target->number || access->begin != begin || access->end != end) flush(look);
   if (access->count == look->capacity) {
     size_t capacity = look->capacity ? 2 * look->capacity : 256;
@@ -52,7 +52,7 @@ static void add(struct look *look, const struct target *target, uint64_t block, 
   look->ids[access->count++] = (int64_t)block;
 }
 
-static void look_under(struct look *look, const struct target *target, uint64_t address, uint64_t nbytes) {
+static void look_under(struct pool_lookup *look, const struct target *target, uint64_t address, uint64_t nbytes) {
   uint64_t at = address > target->layout.ptr ? address : target->layout.ptr;
   uint64_t end = address + nbytes < target->end ? address + nbytes : target->end;
   while (at < end) {
@@ -82,8 +82,8 @@ static struct target *list_pools(struct kvs_engine *engine, size_t *count) {
   return targets;
 }
 
-static void look_at_all(struct look *look, const struct target *target, bool write, const struct kvs_copies *copies,
-                        const struct kvs_rects *rects) {
+static void look_at_all(struct pool_lookup *look, const struct target *target, bool write,
+                        const struct kvs_copies *copies, const struct kvs_rects *rects) {
   for (size_t i = 0; i < copies->count; i++)
     look_under(look, target, write ? copies->dst[i] : copies->src[i], copies->nbytes[i]);
   for (size_t i = 0; i < rects->count; i++)
@@ -94,14 +94,15 @@ static void look_at_all(struct look *look, const struct target *target, bool wri
 
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *transfer, size_t layer,
                       const struct kvs_copies *copies, const struct kvs_rects *rects,
-                      const struct kvs_race_party *who) {
+                      const struct kvs_race_party *accessor) {
   (void)unused, (void)layer;
   size_t count;
   struct target *targets = list_pools(transfer->engine, &count);
-  struct kvs_race_party party = *who;
-  struct look look = {.access = {.device = transfer->engine->device, .stream = transfer->lane->spine, .who = &party}};
+  struct kvs_race_party side = *accessor;
+  struct pool_lookup look = {
+      .access = {.device = transfer->engine->device, .stream = transfer->lane->stream, .accessor = &side}};
   for (int write = 0; write < 2; write++) {
-    party.write = look.access.write = write;
+    side.write = look.access.write = write;
     for (size_t t = 0; t < count; t++) look_at_all(&look, &targets[t], write, copies, rects);
     flush(&look);
   }

@@ -87,7 +87,7 @@ struct kvs_work {
   const uint32_t *lost;                   /* blocks that are not copied since their source is lost */
   size_t nlost;
   struct kvs_error lost_error;
-  uint64_t others;              /* that its sources' bytes depend on, as kvs_transfer.others */
+  uint64_t dependencies;        /* that its sources' bytes depend on, as kvs_transfer.others */
   struct kvs_failure **outcome; /* the caller's, of all transfers of one job, made when one needs it; NULL: its own */
   void (*settle)(const void *call, const struct kvs_transfer *); /* once it is known which blocks failed */
 };

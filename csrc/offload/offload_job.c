@@ -23,7 +23,7 @@ struct job_call {
   struct kvs_failure *outcome; /* of all its sheets, for the blocks that it stores; NULL: none needs one */
   /* Of that sheet: blocks to be moved, and positions among all that were asked for of those that are lost. */
   size_t nmoved, nlost, nasked, failures; /* failures: where its group's begin */
-  uint64_t others;                        /* that the others depend on */
+  uint64_t dependencies;                  /* that the others depend on */
   uint32_t *lost;
   struct kvs_error why_lost;
 };
@@ -183,7 +183,7 @@ static bool is_lost(struct job_call *call, uint64_t block) {
   bool may_be = call->job->direction == KVS_H2D && map->nfailures;
   const struct kvs_failure *failure = may_be ? map->failures[call->failures + block] : NULL;
   enum kvs_verdict verdict = kvs_failure_verdict(failure);
-  if (verdict == KVS_SLOT_OPEN) call->others |= failure->others;
+  if (verdict == KVS_SLOT_OPEN) call->dependencies |= failure->dependencies;
   if (verdict != KVS_SLOT_LOST) return false;
   if (call->nlost++) return true;
   kvs_fail(&call->why_lost, failure->error.status,
@@ -202,7 +202,7 @@ static void list_blocks(struct job_call *call, const struct kvs_sheet *sheet) {
   size_t end = begin + (size_t)call->map->group_sizes[sheet->group];
   call->failures = kvs_offload_failures(call->map, sheet->group);
   call->nlost = call->nasked = 0;
-  call->others = 0;
+  call->dependencies = 0;
   for (size_t i = begin; i < end; i++) {
     uint64_t block = (uint64_t)call->cpu[i];
     if (!moves(call, sheet, block)) continue;
@@ -260,7 +260,7 @@ static void settle_job(const struct job_call *call) {
   for (size_t i = 0; i < call->count; i++) {
     size_t place = (size_t)call->places[i];
     if (map->failures[place] != map->unfinished) continue;
-    if (call->outcome && call->outcome->others)
+    if (call->outcome && call->outcome->dependencies)
       set_failure(map, place, call->outcome);
     else
       kvs_offload_forget(map, place);
@@ -299,7 +299,7 @@ static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, co
                           .lost = call->lost,
                           .nlost = call->nlost,
                           .lost_error = call->why_lost,
-                          .others = call->others,
+                          .dependencies = call->dependencies,
                           .outcome = &call->outcome,
                           .touches = touches,
                           .ntouches = 2,

@@ -46,7 +46,7 @@ struct pattern_wait {
 
 static int wait_pattern(void *arg, int64_t timeout_ns, struct kvs_error *err) {
   struct pattern_wait *wait = arg;
-  return kvs_pattern_result(wait->job, timeout_ns, &wait->result, err);
+  return kvs_pattern_wait(wait->job, timeout_ns, &wait->result, err);
 }
 
 static PyObject *pattern_result(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {

@@ -64,17 +64,17 @@ static struct kvs_race_party who_is(const char *where) {
 static void touch_window(int stream, const char *where, bool write, uint64_t begin, uint64_t end) {
   struct kvs_race_party who = who_is(where);
   int64_t slot = 7;
-  kvs_racecheck_access(&(struct kvs_access){.device = device,
-                                            .stream = streams[stream],
-                                            .pool = 1,
-                                            .slots = SLOTS,
-                                            .pool_name = "gpu",
-                                            .ids = &slot,
-                                            .count = 1,
-                                            .write = write,
-                                            .begin = begin,
-                                            .end = end,
-                                            .who = &who});
+  kvs_racecheck_access(&(struct kvs_race_access){.device = device,
+                                                 .stream = streams[stream],
+                                                 .pool = 1,
+                                                 .slots = SLOTS,
+                                                 .pool_name = "gpu",
+                                                 .ids = &slot,
+                                                 .count = 1,
+                                                 .write = write,
+                                                 .begin = begin,
+                                                 .end = end,
+                                                 .accessor = &who});
 }
 
 static void writes(int stream, const char *where) { touch_window(stream, where, true, 0, BLOCK); }
@@ -87,16 +87,16 @@ static void transfer_on(int stream, uint64_t pool, int64_t slot, bool write, uin
   who.transfer = number;
   who.lane = number / 1000;
   who.sequence = number % 1000;
-  kvs_racecheck_access(&(struct kvs_access){.device = device,
-                                            .stream = streams[stream],
-                                            .pool = pool,
-                                            .slots = SLOTS,
-                                            .pool_name = "gpu",
-                                            .ids = &slot,
-                                            .count = 1,
-                                            .write = write,
-                                            .end = BLOCK,
-                                            .who = &who});
+  kvs_racecheck_access(&(struct kvs_race_access){.device = device,
+                                                 .stream = streams[stream],
+                                                 .pool = pool,
+                                                 .slots = SLOTS,
+                                                 .pool_name = "gpu",
+                                                 .ids = &slot,
+                                                 .count = 1,
+                                                 .write = write,
+                                                 .end = BLOCK,
+                                                 .accessor = &who});
 }
 
 /* With the point that a transfer keeps of itself. */
@@ -142,17 +142,17 @@ static void test_report(void) {
   struct kvs_race_party first = {.transfer = 5, .lane = 2, .sequence = 3, .what = "D2H by dma", .where = "a.py:1"};
   struct kvs_race_party second = {.write = true, .what = "access", .stream = "host:0 stream 0x12", .where = "b.py:2"};
   int64_t ids[] = {9, 4, 1900}, others[] = {1900, 3, 4};
-  struct kvs_access access = {.device = device,
-                              .stream = streams[0],
-                              .pool = 77,
-                              .slots = SLOTS,
-                              .pool_name = "a pool",
-                              .ids = ids,
-                              .count = 3,
-                              .end = BLOCK,
-                              .who = &first};
+  struct kvs_race_access access = {.device = device,
+                                   .stream = streams[0],
+                                   .pool = 77,
+                                   .slots = SLOTS,
+                                   .pool_name = "a pool",
+                                   .ids = ids,
+                                   .count = 3,
+                                   .end = BLOCK,
+                                   .accessor = &first};
   kvs_racecheck_access(&access);
-  access.stream = streams[1], access.ids = others, access.write = true, access.who = &second;
+  access.stream = streams[1], access.ids = others, access.write = true, access.accessor = &second;
   kvs_racecheck_access(&access);
   CHECK(kvs_racecheck_found() - found == 1, "one report for all slots of a pair");
   CHECK(take(&race, 1) == 1);
@@ -508,16 +508,16 @@ static void test_layers(void) {
     struct kvs_race_party who = who_is("layers");
     who.transfer = 1001, who.lane = 1, who.sequence = 1;
     int64_t slot = 7;
-    struct kvs_access access = {.device = device,
-                                .stream = streams[0],
-                                .pool = 1,
-                                .slots = SLOTS,
-                                .pool_name = "gpu",
-                                .ids = &slot,
-                                .count = 1,
-                                .write = true,
-                                .end = BLOCK,
-                                .who = &who};
+    struct kvs_race_access access = {.device = device,
+                                     .stream = streams[0],
+                                     .pool = 1,
+                                     .slots = SLOTS,
+                                     .pool_name = "gpu",
+                                     .ids = &slot,
+                                     .count = 1,
+                                     .write = true,
+                                     .end = BLOCK,
+                                     .accessor = &who};
     fresh();
     kvs_racecheck_access(&access);
     record(event, 0);
@@ -582,11 +582,11 @@ static void test_forgetting(void) {
 
   /* A slot remembers so many windows and forgets the oldest. */
   fresh();
-  for (uint64_t i = 0; i < KVS_PAST_LIMIT + 44; i++) touch_window(0, i < 44 ? "old" : "kept", true, i, i + 1);
-  touch_window(1, "all", true, 0, KVS_PAST_LIMIT + 44);
-  static struct kvs_race taken[KVS_PAST_LIMIT + 44];
-  size_t n = take(taken, KVS_PAST_LIMIT + 44);
-  CHECK(n == KVS_PAST_LIMIT && strcmp(taken[0].first.where, "kept") == 0, "%zu", n);
+  for (uint64_t i = 0; i < KVS_HISTORY_LIMIT + 44; i++) touch_window(0, i < 44 ? "old" : "kept", true, i, i + 1);
+  touch_window(1, "all", true, 0, KVS_HISTORY_LIMIT + 44);
+  static struct kvs_race taken[KVS_HISTORY_LIMIT + 44];
+  size_t n = take(taken, KVS_HISTORY_LIMIT + 44);
+  CHECK(n == KVS_HISTORY_LIMIT && strcmp(taken[0].first.where, "kept") == 0, "%zu", n);
 
   /* What is covered by a later access that comes after it is reported through that one. */
   fresh();
@@ -669,15 +669,15 @@ static void test_clocks(void) {
   for (uint32_t i = 0; i < 4; i++) {
     CHECK(kvs_clocks_stream(&clocks, &keys[i], &numbers[i]) && numbers[i] == i);
     CHECK(kvs_clock_at(kvs_clocks_of(&clocks, i), i) == 1);
-    struct kvs_clock *first = kvs_clocks_moment(&clocks, i);
+    struct kvs_clock *first = kvs_clocks_snapshot(&clocks, i);
     CHECK(kvs_clock_at(first, i) == 1 && kvs_clock_at(kvs_clocks_of(&clocks, i), i) == 2);
     kvs_clock_unref(first);
   }
-  struct kvs_clock *moment = kvs_clocks_moment(&clocks, 0), *other = kvs_clocks_moment(&clocks, 2);
-  CHECK(kvs_clock_at(moment, 0) == 2 && kvs_clock_at(kvs_clocks_of(&clocks, 0), 0) == 3);
-  CHECK(kvs_clocks_set_event(&clocks, &one, 9, moment) && kvs_clocks_set_event(&clocks, &two, 9, other));
-  CHECK(kvs_clocks_hear(&clocks, 1, moment) && kvs_clocks_hear(&clocks, KVS_CLOCK_HOST, moment));
-  CHECK(kvs_clocks_hear(&clocks, 2, moment));
+  struct kvs_clock *snapshot = kvs_clocks_snapshot(&clocks, 0), *other = kvs_clocks_snapshot(&clocks, 2);
+  CHECK(kvs_clock_at(snapshot, 0) == 2 && kvs_clock_at(kvs_clocks_of(&clocks, 0), 0) == 3);
+  CHECK(kvs_clocks_set_event(&clocks, &one, 9, snapshot) && kvs_clocks_set_event(&clocks, &two, 9, other));
+  CHECK(kvs_clocks_join(&clocks, 1, snapshot) && kvs_clocks_join(&clocks, KVS_CLOCK_HOST, snapshot));
+  CHECK(kvs_clocks_join(&clocks, 2, snapshot));
   kvs_clocks_forget_device(&clocks, &one);
   CHECK(!kvs_clocks_event(&clocks, &one, 9) && kvs_clocks_event(&clocks, &two, 9) == other);
   CHECK(kvs_clocks_stream(&clocks, &keys[2], &again) && again == 2, "the other device's stays");
@@ -689,28 +689,29 @@ static void test_clocks(void) {
   }
   kvs_clocks_forget_event(&clocks, &two, 9), kvs_clocks_forget_event(&clocks, &two, 9);
   CHECK(!kvs_clocks_event(&clocks, &two, 9) && kvs_clock_at(clocks.host, 0) == 2);
-  kvs_clock_unref(moment), kvs_clock_unref(other);
+  kvs_clock_unref(snapshot), kvs_clock_unref(other);
   kvs_clocks_free(&clocks);
 }
 
 static void test_past(void) {
   struct kvs_shadow shadow = {.slots = 257};
   struct kvs_clock *now = NULL, *host = NULL;
-  struct kvs_past *past = kvs_shadow_make(&shadow, 256);
-  CHECK(past && past->count == 0 && kvs_shadow_make(&shadow, 256) == past);
-  CHECK(kvs_shadow_make(&shadow, 0) != past && kvs_shadow_make(&shadow, 255) != past);
+  struct kvs_history *history = kvs_shadow_make(&shadow, 256);
+  CHECK(history && history->count == 0 && kvs_shadow_make(&shadow, 256) == history);
+  CHECK(kvs_shadow_make(&shadow, 0) != history && kvs_shadow_make(&shadow, 255) != history);
   for (uint32_t i = 0; i < 3; i++) { /* of three streams that know nothing of each other */
-    struct kvs_visit *visit = calloc(1, sizeof *visit);
-    *visit = (struct kvs_visit){.refs = 1, .stream = i, .tick = 5, .end = 1};
-    CHECK(kvs_past_add(past, visit, now, host) && kvs_past_add(past, visit, now, host));
-    kvs_visit_unref(visit);
+    struct kvs_access *visit = calloc(1, sizeof *visit);
+    *visit = (struct kvs_access){.refs = 1, .stream = i, .tick = 5, .end = 1};
+    CHECK(kvs_history_add(history, visit, now, host) && kvs_history_add(history, visit, now, host));
+    kvs_access_unref(visit);
   }
-  CHECK(past->count == 6 && kvs_clock_raise(&host, 1, 5) && kvs_clock_raise(&now, 2, 5));
-  struct kvs_visit *visit = calloc(1, sizeof *visit);
-  *visit = (struct kvs_visit){.refs = 1, .stream = 3, .tick = 1, .end = 1};
-  CHECK(kvs_past_add(past, visit, now, host) && past->count == 3, "what the host or the visitor comes after is gone");
-  CHECK(past->visits[0]->stream == 0 && past->visits[2]->stream == 3);
-  kvs_visit_unref(visit);
+  CHECK(history->count == 6 && kvs_clock_raise(&host, 1, 5) && kvs_clock_raise(&now, 2, 5));
+  struct kvs_access *visit = calloc(1, sizeof *visit);
+  *visit = (struct kvs_access){.refs = 1, .stream = 3, .tick = 1, .end = 1};
+  CHECK(kvs_history_add(history, visit, now, host) && history->count == 3,
+        "what the host or the visitor comes after is gone");
+  CHECK(history->accesses[0]->stream == 0 && history->accesses[2]->stream == 3);
+  kvs_access_unref(visit);
   kvs_clock_unref(now), kvs_clock_unref(host);
   kvs_shadow_free(&shadow);
 }
@@ -772,16 +773,16 @@ static void test_no_memory(void) {
   struct kvs_race_party who = who_is("too large");
   struct kvs_race race[2];
   int64_t slot = 1;
-  struct kvs_access access = {.device = device,
-                              .stream = streams[0],
-                              .pool = 9,
-                              .slots = UINT64_MAX / 2,
-                              .pool_name = "large",
-                              .ids = &slot,
-                              .count = 1,
-                              .write = true,
-                              .end = 1,
-                              .who = &who};
+  struct kvs_race_access access = {.device = device,
+                                   .stream = streams[0],
+                                   .pool = 9,
+                                   .slots = UINT64_MAX / 2,
+                                   .pool_name = "large",
+                                   .ids = &slot,
+                                   .count = 1,
+                                   .write = true,
+                                   .end = 1,
+                                   .accessor = &who};
   fresh();
   uint64_t found = kvs_racecheck_found();
   writes(0, "a"), writes(1, "b");
@@ -1001,17 +1002,17 @@ static void tell(const struct visited *visit, uint64_t stream) {
   snprintf(who.where, sizeof who.where, "%" PRIu64, visit->number);
   for (unsigned slot = 0; slot < FEW_SLOTS; slot++)
     if (visit->slots >> slot & 1) ids[count++] = slot * 300; /* on pages of their own */
-  kvs_racecheck_access(&(struct kvs_access){.device = device_of(stream),
-                                            .stream = streams[stream],
-                                            .pool = visit->pool + 1,
-                                            .slots = SLOTS,
-                                            .pool_name = names[visit->pool],
-                                            .ids = ids,
-                                            .count = count,
-                                            .write = visit->write,
-                                            .begin = visit->begin,
-                                            .end = visit->end,
-                                            .who = &who});
+  kvs_racecheck_access(&(struct kvs_race_access){.device = device_of(stream),
+                                                 .stream = streams[stream],
+                                                 .pool = visit->pool + 1,
+                                                 .slots = SLOTS,
+                                                 .pool_name = names[visit->pool],
+                                                 .ids = ids,
+                                                 .count = count,
+                                                 .write = visit->write,
+                                                 .begin = visit->begin,
+                                                 .end = visit->end,
+                                                 .accessor = &who});
 }
 
 static void visit_now(struct visited *visit, uint64_t stream) {
