@@ -1,34 +1,32 @@
-/* Vector clocks and the past of slots.
+/* Vector clocks and the access history of slots.
  *
- * Each stream has a clock: a number for every stream, how much of that one's work comes before what the stream is given
- * next. (Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978; one number for each of
- * them: Mattern and Fidge, 1988.) A stream's own number is its tick. An access is stamped with its stream and tick
- * alone, which is enough to ask later whether somebody's clock has heard of it: an epoch of FastTrack (Flanagan and
- * Freund, PLDI 2009). The rules, in which "a hears of b" is: each number of a becomes the greater of both:
+ * Each stream has a vector clock: for every stream, how much of that stream's work comes before what this stream is
+ * given next. (Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978; vector clocks:
+ * Mattern and Fidge, 1988.) A stream's own component is its tick. An access stores only its stream and tick, an epoch
+ * of FastTrack (Flanagan and Freund, PLDI 2009). That suffices to ask whether a clock comes after the access. The
+ * rules, where "a joins b" sets each component of a to the maximum of both:
  *
- *   access on s         s hears of the host's clock: it is queued after all that the host has seen. An earlier access
- *                       that conflicts is a race unless clock(s)[its stream] >= its tick
- *   record event on s   clock(event) = clock(s); then s's tick advances, so that what s is given later is not taken for
- *                       what the event covers
- *   s waits for event   s hears of clock(event); of one that is not known nothing: it orders nothing
- *   caller sees event   the host hears of clock(event)
- *   caller sees s idle  the host hears of clock(s), whose tick then advances as for a record
+ *   access on s         s joins the host's clock: the access is queued after all that the host has seen. An earlier
+ *                       conflicting access is a race unless clock(s)[its stream] >= its tick
+ *   record event on s   clock(event) = clock(s); then s's tick advances: the event does not cover later work of s
+ *   s waits for event   s joins clock(event); an unknown event orders nothing
+ *   caller sees event   the host joins clock(event)
+ *   caller sees s idle  the host joins clock(s), whose tick then advances as for a record
  *
- * All else is made of these: a point is a record without an event; to follow one, or to be told of order, is a wait or
- * a look. A clock is handed on only by what then advances the tick, so accesses between two of these may share one.
+ * Everything else is made of these rules: a point is a record without an event; following a point, or a noted order, is
+ * a wait or a look. Every snapshot of a clock advances the tick, so accesses between two snapshots may share a tick.
  *
- * What a slot may forget. Let `old` come before `new` (new's clock has heard of old), and let anything later, `next`,
- * race with old. Then next does not come after new either, or it would come after old. So if new visits all the bytes
- * that old visited, and writes them or old only read, next races with new as well, and that pair is the one to report:
- * whoever orders new and next has ordered old and next. Old is forgotten; no race is lost but those that another one
- * stands for. (FastTrack keeps the last write and the reads since for the same reason.) And what the host has heard of
- * comes before all that it queues from now on: to forget that loses nothing at all. */
+ * When a slot may drop an access. Let `old` come before `new`, and let a later access `next` race with old. Then next
+ * does not come after new either, or it would come after old. If new covers all bytes of old, and new writes or old
+ * only reads, then next races with new too. That pair is reported instead: ordering new and next also orders old and
+ * next. So old is dropped and no race is lost. (FastTrack keeps the last write and the reads since for the same
+ * reason.) An access that comes before the host's clock comes before all later accesses, and is dropped too. */
 #include "core/clock.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { PAGE = 256 }; /* slots */
+enum { PAGE = 256 }; /* slots in a page */
 
 /* -- clocks ---------------------------------------------------------------------------------------------------- */
 
@@ -41,14 +39,14 @@ void kvs_clock_unref(struct kvs_clock *clock) {
   if (clock && --clock->refs == 0) free(clock);
 }
 
-/* Whether a comes after all that b comes after. */
+/* Whether a is at least b in each component. */
 static bool covers(const struct kvs_clock *a, const struct kvs_clock *b) {
   for (uint32_t i = 0; b && i < b->count; i++)
     if (kvs_clock_at(a, i) < b->tick[i]) return false;
   return true;
 }
 
-/* Make *clock one that may be changed: held by nobody else, with room for `count` streams. */
+/* Make *clock writable: one reference, room for `count` streams. */
 static bool own(struct kvs_clock **clock, uint32_t count) {
   struct kvs_clock *old = *clock;
   if (old && old->refs == 1 && old->count >= count) return true;
@@ -83,12 +81,12 @@ bool kvs_clock_raise(struct kvs_clock **clock, uint32_t stream, uint64_t to) {
   return true;
 }
 
-/* -- who has clocks -------------------------------------------------------------------------------------------- */
+/* -- clocks of streams, events and the host ------------------------------------------------------------------------ */
 
-/* Numbers of closed devices' streams are given to others, whose ticks go on from there. */
+/* The numbers of a closed device's streams are reused; ticks continue, so old accesses stay in the past. */
 struct kvs_stream_clock {
-  struct kvs_stream_key key; /* device NULL: free */
-  uint64_t tick;             /* of a free one: its last */
+  struct kvs_stream_key key; /* device NULL: the entry is free */
+  uint64_t tick;             /* of a free entry: its last tick */
   struct kvs_clock *clock;
 };
 
@@ -227,7 +225,7 @@ void kvs_clocks_free(struct kvs_clocks *clocks) {
   *clocks = (struct kvs_clocks){.host = NULL};
 }
 
-/* -- visits --------------------------------------------------------------------------------------------------- */
+/* -- accesses -------------------------------------------------------------------------------------------------- */
 
 void kvs_accessor_unref(struct kvs_accessor *accessor) {
   if (accessor && --accessor->refs == 0) free(accessor);
@@ -247,7 +245,7 @@ bool kvs_access_before(const struct kvs_access *access, const struct kvs_clock *
   return kvs_clock_at(now, access->stream) >= access->tick;
 }
 
-/* Whatever conflicts with old conflicts with the newer one. */
+/* Every access that conflicts with old conflicts with newer. */
 static bool stands_for(const struct kvs_access *newer, const struct kvs_access *old) {
   return (newer->write || !old->write) && newer->begin <= old->begin && old->end <= newer->end;
 }

@@ -1,20 +1,18 @@
-/* Vector clocks, who has one, and what the slots of a pool remember of who visited them: the race checker's knowledge.
- * Pure: no device, no time, no lock; racecheck.c guards it. The rules by which clocks move stand in clock.c.
+/* Vector clocks of streams, events and the host, and the access history of a pool's slots: the state of the race
+ * checker. Pure: no device, no time, no lock; racecheck.c guards it. clock.c states the rules by which clocks advance.
  *
- * Functions that return bool are false, and those that return a pointer NULL, only where memory ran out, unless they
- * say otherwise. */
+ * Functions return false or NULL only when memory runs out, unless they say otherwise. */
 #ifndef KVS_CLOCK_H
 #define KVS_CLOCK_H
 
 #include "kvswap.h"
 
 enum {
-  KVS_HISTORY_LIMIT = 256, /* visits that a slot remembers: some 80 layers, each written once and read twice */
+  KVS_HISTORY_LIMIT = 256, /* accesses that a slot keeps: some 80 layers, each written once and read twice */
 };
 
-/* How much of each stream's work the owner of the clock comes after: everything up to tick[stream]. Counted by its
- * holders and unchanged while there are several, so that to keep a clock as it is now is to take a reference. NULL is
- * the clock of what comes after nothing. */
+/* The owner of the clock comes after the first tick[i] steps of stream i. A clock with several references is not
+ * changed, so a snapshot is a reference. NULL: comes after nothing. */
 struct kvs_clock {
   unsigned refs;
   uint32_t count;
@@ -27,85 +25,86 @@ static inline uint64_t kvs_clock_at(const struct kvs_clock *clock, uint32_t stre
 
 struct kvs_clock *kvs_clock_ref(struct kvs_clock *clock);
 void kvs_clock_unref(struct kvs_clock *clock);
-/* *into becomes the greater of both in each component: its owner comes after all that `from` comes after. */
+/* Join: *into becomes the maximum of both in each component. */
 bool kvs_clock_join(struct kvs_clock **into, struct kvs_clock *from);
-/* One component becomes at least `to`. */
+/* Raise one component to at least `to`. */
 bool kvs_clock_raise(struct kvs_clock **clock, uint32_t stream, uint64_t to);
 
-/* Which stream: the driver's id on a device, which unlike the handle is not used again; where it gives none, the
- * handle.
- */
+/* Identity of a stream: the driver's id, which is never reused, unlike the handle. by_handle: the driver gave no id,
+ * and `id` is the handle. */
 struct kvs_stream_key {
   const void *device;
   uint64_t id;
   bool by_handle;
 };
 
-/* All clocks: of streams by their numbers, of events and of the host. Zero-initialised: nothing has happened. */
+/* The clocks of streams (by number), of events and of the host. Zero-initialised: nothing has happened. */
 struct kvs_clocks {
   struct kvs_clock *host;
   struct kvs_stream_clock *streams;
   uint32_t nstreams, capacity;
-  struct kvs_event_clock *events[1024]; /* by a hash of device and handle */
+  struct kvs_event_clock *events[1024]; /* hash table by device and handle */
 };
 
-#define KVS_CLOCK_HOST UINT32_MAX /* in the place of a stream's number */
+#define KVS_CLOCK_HOST UINT32_MAX /* the host, in place of a stream's number */
 
 bool kvs_clocks_stream(struct kvs_clocks *clocks, const struct kvs_stream_key *key, uint32_t *number);
-struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks, uint32_t owner); /* borrowed; NULL: heard of nothing */
-/* Who comes after all that the clock comes after. */
+struct kvs_clock *kvs_clocks_of(const struct kvs_clocks *clocks,
+                                uint32_t owner); /* borrowed; NULL: comes after nothing */
+/* `owner` (a stream's number or KVS_CLOCK_HOST) joins the clock: it now comes after all that the clock covers. */
 bool kvs_clocks_join(struct kvs_clocks *clocks, uint32_t owner, struct kvs_clock *clock);
-/* The clock of all that the stream, or each stream of the device, was given so far: a reference. Of a device, *moment
- * is NULL where it has no streams yet. */
+/* Snapshot: a reference to the clock of a stream, or to the join of all streams of a device; then their ticks advance.
+ * A device without streams gives *snapshot NULL. */
 struct kvs_clock *kvs_clocks_snapshot(struct kvs_clocks *clocks, uint32_t stream);
 bool kvs_clocks_snapshot_all(struct kvs_clocks *clocks, const void *device, struct kvs_clock **snapshot);
-struct kvs_clock *kvs_clocks_event(const struct kvs_clocks *clocks, const void *device, uint64_t event); /* as _of */
+struct kvs_clock *kvs_clocks_event(const struct kvs_clocks *clocks, const void *device,
+                                   uint64_t event); /* borrowed; NULL: unknown */
 bool kvs_clocks_set_event(struct kvs_clocks *clocks, const void *device, uint64_t event, struct kvs_clock *clock);
 void kvs_clocks_forget_event(struct kvs_clocks *clocks, const void *device, uint64_t event);
-void kvs_clocks_forget_device(struct kvs_clocks *clocks, const void *device); /* all its work is over */
+void kvs_clocks_forget_device(struct kvs_clocks *clocks, const void *device); /* all its work has ended */
 void kvs_clocks_free(struct kvs_clocks *clocks);
 
-/* Who visits, for reports: one a transfer, pool and kind of access, or one a call of anybody else's. */
+/* An accessor, for reports: one for each transfer, pool and kind of access, or one for each kvs_note_access(). */
 struct kvs_accessor {
   unsigned refs;
   uint64_t serial;
-  uint64_t reported[2]; /* serials of the last readers' and the last writers' party that raced with this one */
+  uint64_t reported[2]; /* serials of the last reading and the last writing accessor that raced with this one */
   struct kvs_race_party info;
 };
 
-/* One call's access to one pool, shared by all its slots. */
+/* An access of one call to one pool, shared by all slots that the call touches. */
 struct kvs_access {
   unsigned refs;
   bool write;
   uint32_t stream;
-  uint64_t tick;       /* the stream's own component then: who has heard of that comes after this visit */
-  uint64_t begin, end; /* bytes of each slot */
+  uint64_t tick;       /* the stream's own component at the access: a clock at or above it comes after the access */
+  uint64_t begin, end; /* bytes [begin, end) of each slot */
   struct kvs_accessor *accessor;
 };
 
 void kvs_accessor_unref(struct kvs_accessor *accessor);
 void kvs_access_unref(struct kvs_access *access);
 bool kvs_access_conflicts(const struct kvs_access *a, const struct kvs_access *b);
-bool kvs_access_before(const struct kvs_access *access, const struct kvs_clock *now); /* `now` comes after the visit */
+bool kvs_access_before(const struct kvs_access *access, const struct kvs_clock *now); /* `now` comes after the access */
 
-/* The visits of one slot that something later may yet race with, oldest first. */
+/* The access history of one slot, oldest first: accesses that a later one may still race with. */
 struct kvs_history {
   struct kvs_access **accesses;
   uint32_t count, capacity;
 };
 
-/* Add a visit by whoever has the clock `now`, and forget what needs no remembering any more (clock.c); `host` is the
- * clock that everything later comes after. */
+/* Add an access whose stream has the clock `now`, and drop those that need not be kept (clock.c). All later accesses
+ * come after the clock `host`. */
 bool kvs_history_add(struct kvs_history *history, struct kvs_access *access, const struct kvs_clock *now,
                      const struct kvs_clock *host);
 
-/* The slots of one pool, made as they are visited. Zero-initialised but for `slots`, how many there may be. */
+/* The histories of a pool's slots, allocated on first access. Zero-initialised except `slots`, the number of slots. */
 struct kvs_shadow {
   uint64_t slots;
   struct kvs_history **pages;
 };
 
-struct kvs_history *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot); /* there already or made now */
+struct kvs_history *kvs_shadow_make(struct kvs_shadow *shadow, uint64_t slot); /* allocates it if needed */
 void kvs_shadow_free(struct kvs_shadow *shadow);
 
 #endif

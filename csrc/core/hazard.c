@@ -1,23 +1,23 @@
-/* The table of a pool's slots: see hazard.h. A slot is 32 bytes, half a cache line, and ids come in any order: what a
- * block costs is fetching its slot, so slots are fetched ahead, and all else is compares without guesswork.
+/* The hazard table: see hazard.h. A slot is 32 bytes, half a cache line, and ids come in any order. The cost of a block
+ * is the cache miss on its slot, so slots are prefetched and the rest is branch-free compares.
  *
- * A read is asked about and noted by one rule, place_of_reader(): the place it would take. Whoever stands there, of
- * another lane and not ended, is the one that loses its place and is waited for. The rule looks at the slot, the lane
- * and `progress` alone, so that both times it says the same. */
+ * kvs_hazards_read() and kvs_hazards_note_read() use one rule, place_of_reader(): the entry that the read takes. An
+ * unfinished reader of another lane in that entry is replaced and waited for. The rule depends only on the slot, the
+ * lane and `progress`, so both calls pick the same entry. */
 #include "core/hazard.h"
 
 #include <string.h>
 
-enum { AHEAD = 16 }; /* slots under way from memory at a time: about what a core can have outstanding */
+enum { AHEAD = 16 }; /* prefetch distance in slots: about the misses that a core can have outstanding */
 
-/* Slot ids[i]; the one that comes AHEAD of it is sent for, to be written: what is asked about is noted next. */
+/* Slot ids[i]. Prefetches the slot AHEAD of it for writing, since a query is followed by a note. */
 static inline struct kvs_slot *slot_at(const struct kvs_hazards *table, const int64_t *ids, size_t count, size_t i) {
   __builtin_prefetch(&table->slots[ids[i + AHEAD < count ? i + AHEAD : i]], 1);
   return &table->slots[ids[i]];
 }
 
-/* How many transfers a transfer of `lane` has to wait for until this one has ended: none (0 or less) where it has, as
- * for the stamp 0, and least of all for one of its own lane. */
+/* How many transfers of the stamp's lane must still end before `stamp` has ended. 0 or less: it has ended, as for the
+ * stamp 0. INT64_MIN for the own lane, which is never waited for. */
 static inline int64_t left_for(unsigned lane, kvs_stamp stamp, const struct kvs_progress *progress) {
   unsigned other = kvs_stamp_lane(stamp);
   uint64_t done = other < progress->lanes ? progress->done[other] : 0;
@@ -34,9 +34,9 @@ static inline void wait_for(kvs_stamp stamp, enum kvs_hazard why, unsigned lane,
   if (*sequence < kvs_stamp_sequence(stamp)) *sequence = kvs_stamp_sequence(stamp);
 }
 
-/* Where a read of `lane` goes: the place that it has to wait least for. That is its lane's own, or a free one or one
- * whose reader has ended, or somebody else's. Of equals the first, so that places are used in order and lane 0, whose
- * stamps a free place looks like, meets its own first. */
+/* The entry for a read of `lane`: the one with the least left to wait for. That is its own lane's, or a free or ended
+ * one, or another lane's. Ties go to the first, so entries fill in order. Lane 0, whose stamps look like free entries,
+ * then finds its own first. */
 static inline unsigned place_of_reader(const struct kvs_slot *slot, unsigned lane,
                                        const struct kvs_progress *progress) {
   int64_t least = INT64_MAX;
@@ -72,9 +72,8 @@ void kvs_hazards_write(const struct kvs_hazards *table, const int64_t *ids, size
   }
 }
 
-/* A slot that is named twice was asked about twice while nothing changed: the same place, the same one to wait for. Now
- * the first time puts the lane in that place and the second finds it there as the lane's own: nobody else loses a
- * place, so what was waited for covers both. */
+/* A slot named twice was queried twice with the same answer. The first note puts the lane in that entry; the second
+ * finds it as the lane's own. No second reader is replaced, so the one wait covers both. */
 void kvs_hazards_note_read(struct kvs_hazards *table, const int64_t *ids, size_t count, kvs_stamp stamp,
                            const struct kvs_progress *progress) {
   for (size_t i = 0; i < count; i++) {
@@ -83,7 +82,7 @@ void kvs_hazards_note_read(struct kvs_hazards *table, const int64_t *ids, size_t
   }
 }
 
-/* Earlier readers need no memory: this write waits for them, and whoever comes later waits for this write. */
+/* Earlier readers can be dropped: this write waits for them, and later transfers wait for this write. */
 void kvs_hazards_note_write(struct kvs_hazards *table, const int64_t *ids, size_t count, kvs_stamp stamp) {
   for (size_t i = 0; i < count; i++) *slot_at(table, ids, count, i) = (struct kvs_slot){.write = stamp};
 }

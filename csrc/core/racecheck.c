@@ -1,8 +1,9 @@
-/* The race checker: one lock, one set of clocks (clock.c has the rules), the pools' pasts and the races found.
+/* The race checker: one lock, one set of clocks (clock.c has the rules), the access histories of pools, and the races
+ * found.
  *
- * What the device's wrappers and the core tell becomes steps of the rules here. Streams are identified before the lock
- * is taken, since that asks the device. Without memory for any step all knowledge goes: a clock that missed something
- * would invent races. */
+ * Calls from the device wrappers and the core become steps of those rules. A stream is identified before the lock is
+ * taken, since that queries the device. When memory runs out in any step, the checker drops all state: a clock that
+ * missed a step would report races that are not there. */
 #include "core/racecheck.h"
 
 #include <pthread.h>
@@ -22,7 +23,7 @@ static _Thread_local bool unseen; /* within kvs_racecheck_internal() */
 struct pool {
   uint64_t number;
   char name[32];
-  struct kvs_accessor *last[2]; /* the last that read and the last that wrote; each holds a reference */
+  struct kvs_accessor *last[2]; /* the last reading and the last writing accessor; each holds a reference */
   struct kvs_shadow shadow;
   struct pool *next;
 };
@@ -30,12 +31,12 @@ struct pool {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
   unsigned starts;
-  uint64_t session; /* counts first starts: numbers of streams mean nothing beyond one */
-  bool no_memory;   /* memory ran out in this session */
-  bool unreported;  /* and nobody was told yet */
+  uint64_t session; /* number of this session; stream numbers are valid only within one */
+  bool no_memory;   /* memory ran out in this session: accesses are ignored */
+  bool unreported;  /* and that is not reported yet */
   struct kvs_clocks clocks;
   struct pool *pools;
-  uint64_t accessors, found; /* ever */
+  uint64_t accessors, found; /* totals since the process began */
   struct kvs_race *races;
   size_t nraces, races_capacity;
 } checker; /* guarded by lock, as for all functions called ..._locked */
@@ -49,7 +50,7 @@ static void free_pool(struct pool *pool) {
   free(pool);
 }
 
-/* All but the races, which stay until they are taken. */
+/* Everything except the races, which stay until they are taken. */
 static void drop_all_locked(void) {
   for (struct pool *pool; (pool = checker.pools);) {
     checker.pools = pool->next;
@@ -65,7 +66,7 @@ static bool enter(void) {
   return false;
 }
 
-/* `well`: there was memory for all that was to be noted. */
+/* `well`: no allocation failed. */
 static void leave(bool well) {
   if (!well) {
     drop_all_locked();
@@ -77,7 +78,8 @@ static void leave(bool well) {
 
 /* -- order ----------------------------------------------------------------------------------------------------- */
 
-/* Not through the wrapper, which would count the call for injected faults: looking must change nothing. */
+/* Not through kvs_dev_stream_info(), which would count the call for injected faults: checking must not change
+ * behaviour. */
 static struct kvs_stream_key identify(struct kvs_device *device, kvs_stream stream) {
   struct kvs_stream_info info = {.capturing = true};
   struct kvs_error ignored;
@@ -87,7 +89,7 @@ static struct kvs_stream_key identify(struct kvs_device *device, kvs_stream stre
   return (struct kvs_stream_key){device, asked ? info.id : stream, !asked};
 }
 
-/* Of all that the stream was given so far, a reference; NULL without memory. */
+/* A reference to the stream's clock; NULL: no memory. */
 static struct kvs_clock *snapshot_locked(const struct kvs_stream_key *key) {
   uint32_t number;
   return kvs_clocks_stream(&checker.clocks, key, &number) ? kvs_clocks_snapshot(&checker.clocks, number) : NULL;
@@ -170,12 +172,12 @@ static const struct kvs_watch watcher = {
 /* -- points ---------------------------------------------------------------------------------------------------- */
 
 struct kvs_race_point {
-  unsigned refs; /* guarded by lock, as the clock's */
+  unsigned refs; /* guarded by lock, as the refs of clocks */
   uint64_t session;
   struct kvs_clock *clock;
 };
 
-/* Takes the reference. */
+/* Takes over the reference to `clock`. */
 static struct kvs_race_point *point_new_locked(struct kvs_clock *clock) {
   struct kvs_race_point *point = clock ? malloc(sizeof *point) : NULL;
   if (point)
@@ -248,7 +250,7 @@ static struct pool *pool_locked(const struct kvs_race_access *call) {
   return pool;
 }
 
-/* A reference to the party of this access: the last one's, if that is the same transfer. */
+/* A reference to the accessor of this access: the last one, if that is the same transfer. */
 static struct kvs_accessor *accessor_locked(struct pool *pool, const struct kvs_race_access *call) {
   struct kvs_accessor **last = &pool->last[call->write], *made;
   if (!*last || !call->accessor->transfer || (*last)->info.transfer != call->accessor->transfer) {
@@ -279,7 +281,7 @@ static struct kvs_access *access_locked(struct pool *pool, const struct kvs_race
   return NULL;
 }
 
-/* Once a pair of parties; the slot is the first that shows it. */
+/* Each pair of accessors is reported once, with the first slot where they race. */
 static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_accessor *first,
                           const struct kvs_accessor *second) {
   uint64_t *reported = &first->reported[second->info.write];

@@ -1,4 +1,4 @@
-/* For the race checker: plain copies know addresses, it knows blocks of pools. */
+/* For the race checker: maps the addresses of plain copies to blocks of pools. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@ struct kvs_race_party kvs_watch_accessor(const struct kvs_engine *engine, kvs_st
   return accessor;
 }
 
-/* What is known of a pool, kept for the time of a look: the pool itself may go meanwhile. */
+/* A copy of what is needed of a pool, since the pool may be closed during the lookup. */
 struct target {
   struct kvs_pool_layout layout;
   uint64_t number, end;
@@ -23,7 +23,7 @@ struct target {
 };
 
 struct pool_lookup {
-  struct kvs_race_access access; /* being gathered: ids of blocks with the same bytes */
+  struct kvs_race_access access; /* collects ids of blocks with the same bytes */
   int64_t *ids;
   size_t capacity;
 };
@@ -39,7 +39,7 @@ static void add(struct pool_lookup *look, const struct target *target, uint64_t 
   if (access->count == look->capacity) {
     size_t capacity = look->capacity ? 2 * look->capacity : 256;
     int64_t *grown = realloc(look->ids, capacity * sizeof *grown);
-    if (!grown) flush(look); /* in more than one go then */
+    if (!grown) flush(look); /* report what is collected so far, and go on */
     if (!grown && !look->capacity) return;
     if (grown) look->ids = grown, look->capacity = capacity;
   }
