@@ -1,4 +1,4 @@
-/* Why bytes are not what they should be: kept by the transfer that failed, and by every slot that it writes. */
+/* Failure records: why the bytes of a slot are wrong. Kept by the failed transfer and by every slot that it writes. */
 #include <stdlib.h>
 
 #include "core/pool.h"
@@ -25,10 +25,10 @@ enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *failure) {
   if (!failure) return KVS_SLOT_WELL;
   if (atomic_load(&failure->failed)) return KVS_SLOT_LOST;
   if (atomic_load(&failure->running)) return KVS_SLOT_OPEN;
-  return atomic_load(&failure->failed) ? KVS_SLOT_LOST : KVS_SLOT_WELL; /* it may just have ended */
+  return atomic_load(&failure->failed) ? KVS_SLOT_LOST : KVS_SLOT_WELL; /* it may have ended between the two loads */
 }
 
-/* The transfers of one are of one lane, under whose lock they end. */
+/* All transfers of one record are in one lane and end under its lock, so `error` has one writer. */
 void kvs_failure_end(struct kvs_failure *failure, const struct kvs_error *error) {
   if (error->status != KVS_OK && !atomic_load(&failure->failed)) {
     failure->error = *error;

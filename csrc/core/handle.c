@@ -1,4 +1,4 @@
-/* The handle of a transfer: what its caller asks of it, waits for, and lets go. Above lanes, which it looks into. */
+/* The public handle of a transfer: query, wait, event, unref. Above lane.c, which it calls. */
 
 #include "core/core.h"
 #include "core/lane.h"
@@ -10,7 +10,7 @@ void kvs_transfer_ref(struct kvs_transfer *transfer) { atomic_fetch_add(&transfe
 void kvs_transfer_unref(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   if (atomic_fetch_sub(&transfer->handles, 1) != 1) return;
-  if (kvs_dev_forked(engine->device)) return; /* the child of a fork leaves everything as it is */
+  if (kvs_dev_forked(engine->device)) return; /* in the child of a fork nothing is freed */
   kvs_transfer_drop(transfer);
   kvs_engine_unref(engine);
 }
@@ -53,11 +53,11 @@ int kvs_transfer_poll(struct kvs_transfer *transfer, struct kvs_error *err) {
   }
   if (state_of(transfer) != KVS_STATE_RUNNING) return KVS_OK;
   if (status && status != KVS_REFUSED) return status;
-  /* A query that the driver refused says nothing about the work, which goes on: the next poll asks again. */
+  /* A refused query says nothing about the work: the next poll asks again. */
   return kvs_fail(err, KVS_NOT_READY, "the transfer has not ended");
 }
 
-/* The caller knows that it is over: what it queues from now on comes after it. */
+/* The caller saw the end: what it queues from now on comes after the transfer. */
 static void seen_by_caller(const struct kvs_transfer *transfer) {
   if (kvs_racecheck_on()) kvs_racecheck_follow(transfer->point, NULL, 0);
 }
@@ -86,14 +86,13 @@ int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct 
   return kvs_transfer_error(transfer, err);
 }
 
-/* Nothing that is queued on a device can be recalled; the call exists for transfers that do part of their work later.
- */
+/* Queued device work cannot be recalled; file transfers share this call and can be cancelled. */
 bool kvs_transfer_cancel(struct kvs_transfer *transfer) {
   (void)transfer;
   return false;
 }
 
-/* The wait is enqueued with no lock held: a driver whose queue is full blocks in it. */
+/* No lock is held here: the driver blocks the caller when its queue is full. */
 int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
   struct kvs_stream_info info;
@@ -111,7 +110,8 @@ int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struc
   } else {
     status = kvs_transfer_error(transfer, err);
   }
-  if (!status && kvs_racecheck_on()) kvs_racecheck_follow(transfer->point, device, stream); /* waited or not */
+  if (!status && kvs_racecheck_on())
+    kvs_racecheck_follow(transfer->point, device, stream); /* also when nothing was left to wait for */
   return status;
 }
 
@@ -124,7 +124,7 @@ static int check_layer(const struct kvs_transfer *transfer, size_t layer, struct
                   transfer->nlayers - 1);
 }
 
-/* What is known to have gone wrong, also while it runs: some of it was refused. */
+/* An error that is already known: some blocks may be refused while the transfer still runs. */
 static int known_error(struct kvs_transfer *transfer, struct kvs_error *err) {
   pthread_mutex_lock(&transfer->lane->lock);
   int status = transfer->error.status;
@@ -133,7 +133,7 @@ static int known_error(struct kvs_transfer *transfer, struct kvs_error *err) {
   return status;
 }
 
-/* Layer events are the transfer's own until its handle goes, so they need no pin. */
+/* Layer events live as long as the transfer's handle, so they need no pin. */
 int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, uint64_t stream, struct kvs_error *err) {
   struct kvs_device *device = transfer->engine->device;
   struct kvs_stream_info info;
@@ -178,7 +178,7 @@ int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kv
   pthread_mutex_lock(&transfer->lane->lock);
   if (!transfer->end_shared) {
     bool ended = state_of(transfer) != KVS_STATE_RUNNING;
-    if (!transfer->end && ended) /* one that was never recorded counts as reached */
+    if (!transfer->end && ended) /* an event that was never recorded counts as reached */
       status = new_reached_event(transfer, err);
     else if (!transfer->end)
       status = kvs_fail(err, KVS_UNSUPPORTED, "the driver gave no event for this transfer: wait() for it instead");

@@ -1,13 +1,11 @@
 /* Lanes: FIFO queues of unfinished transfers.
  *
- * A lane owns a spine stream, on which its transfers run and complete in order, a front stream for the first stage of
- * bursts, and a stock of event pairs. There is
- * one for each caller's stream (by the driver's stream id, since handles are used again), direction and priority, and
- * one for transfers without a stream: so that neither a caller that waits long nor the other direction holds up anybody
- * else.
+ * A lane owns a stream on which its transfers run and complete in order, a burst stream for the first stage of bursts,
+ * and a stock of event pairs. There is one lane for each stream of the caller (by the driver's stream id, since handles
+ * are reused), direction and priority, and one for transfers without a stream. So a stream that waits long, or the
+ * other direction, delays no other transfer.
  *
- * Because a lane's completions are in order, looking at the oldest is enough: reaping stops at the first that has not
- * ended. */
+ * Completions of a lane are in order, so reaping stops at the first transfer that has not ended. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +17,7 @@
 
 /* -- making and finding ---------------------------------------------------------------------------------------- */
 
-/* Loads overtake stores: they get the better half of what the device offers. */
+/* Loads overtake stores: normal loads get a higher stream priority. */
 static int stream_priority(const struct kvs_device_info *info, enum kvs_direction direction,
                            enum kvs_priority priority) {
   int low = info->priority_low, high = info->priority_high;
@@ -70,8 +68,8 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   return KVS_OK;
 }
 
-/* Nobody uses the lane or waits in it. What a refused submission left on its spine must have ended too, or the next
- * stream would wait for strangers. */
+/* The lane has no unfinished transfers. Work left by a refused submission must have ended too, or the next stream would
+ * wait for unrelated work. */
 static bool is_idle(struct kvs_lane *lane) {
   struct kvs_error ignored;
   pthread_mutex_lock(&lane->lock);
@@ -85,7 +83,8 @@ static bool is_idle(struct kvs_lane *lane) {
   return !lane->leftovers;
 }
 
-/* The lane of this key; else an idle one of the same kind to be given the key, where there are enough; else NULL. */
+/* The lane of this key. Else, if all lanes of the kind exist, the least recently used idle one, which gets the key.
+ * Else NULL. */
 static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum kvs_direction direction,
                                     enum kvs_priority priority, unsigned *same_kind) {
   struct kvs_lane *idle = NULL;
@@ -112,7 +111,7 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
   struct kvs_lane *lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
   if (!lane && same_kind >= KVS_MAX_LANES) {
     pthread_mutex_unlock(&engine->lock);
-    kvs_engine_reap(engine); /* some may be idle and nobody looked */
+    kvs_engine_reap(engine); /* transfers may have ended since the last reap */
     pthread_mutex_lock(&engine->lock);
     lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
     if (!lane)
@@ -124,7 +123,7 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
       lane->stream_id = info.id;
       lane->next = engine->lanes;
       engine->lanes = lane;
-      lane->number = atomic_load(&engine->nlanes); /* find_locked() keeps it below KVS_LANES */
+      lane->number = atomic_load(&engine->nlanes); /* find_locked() keeps the number below KVS_LANES */
       engine->numbered[lane->number] = lane;
       atomic_store(&engine->nlanes, lane->number + 1);
     }
@@ -152,7 +151,7 @@ int kvs_lane_reserve(struct kvs_lane *lane, struct kvs_transfer *transfer, struc
   int status = KVS_OK;
   pthread_mutex_lock(&lane->lock);
   unsigned count = lane->count;
-  bool unjoined = false; /* nothing on the spine comes after the copies of such a one */
+  bool unjoined = false; /* the lane stream does not wait for the copies of such a transfer */
   for (const struct kvs_transfer *queued = lane->head; queued; queued = queued->next) unjoined |= queued->unjoined;
   if (!unjoined && count < lane->depth && lane->nevents) {
     struct kvs_event_pair pair = lane->events[--lane->nevents];
@@ -176,7 +175,7 @@ int kvs_lane_reserve(struct kvs_lane *lane, struct kvs_transfer *transfer, struc
   return status;
 }
 
-/* Give a transfer's events back; one that was handed out stays the transfer's. Under lane->lock. */
+/* Return a transfer's events to the stock, except one that was handed out. Under lane->lock. */
 static void take_back_events(struct kvs_lane *lane, struct kvs_transfer *transfer) {
   struct kvs_error ignored;
   if (transfer->start && transfer->end && !transfer->end_shared && lane->nevents < lane->depth) {
@@ -240,7 +239,7 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   return status || !oldest->unjoined ? status : kvs_dev_stream_query(engine->device, lane->burst_stream, err);
 }
 
-/* For the race checker, which may be told of order after the transfer long after its memory is gone. */
+/* For the race checker: order after the transfer may be noted long after the transfer is freed. */
 static void keep_point_locked(struct kvs_lane *lane, struct kvs_transfer *transfer) {
   struct kvs_ended_point *kept = &lane->points[transfer->sequence % KVS_LANE_POINTS];
   if (!transfer->point && !kept->point) return;
@@ -252,7 +251,8 @@ struct kvs_race_point *kvs_lane_point(struct kvs_lane *lane, uint64_t sequence) 
   struct kvs_race_point *point = NULL;
   pthread_mutex_lock(&lane->lock);
   const struct kvs_ended_point *kept = &lane->points[sequence % KVS_LANE_POINTS];
-  if (kept->sequence >= sequence) point = kvs_racecheck_point_ref(kept->point); /* a later one covers it */
+  if (kept->sequence >= sequence)
+    point = kvs_racecheck_point_ref(kept->point); /* the point of a later transfer covers it */
   pthread_mutex_unlock(&lane->lock);
   return point;
 }
@@ -316,7 +316,8 @@ static bool touches(const struct kvs_transfer *transfer, const struct kvs_region
 struct drain {
   struct kvs_engine *engine;
   const struct kvs_region *region;
-  uint64_t ticket; /* younger transfers are not waited for: whoever submits them knows that the memory goes */
+  uint64_t
+      ticket; /* later transfers are not waited for: their callers submit them while the memory is being given back */
 };
 
 static bool busy_locked(const struct kvs_lane *lane, const struct drain *drain) {
@@ -329,7 +330,7 @@ int kvs_transfer_pin(struct kvs_transfer *transfer, kvs_event *end, struct kvs_e
   int status = KVS_OK;
   pthread_mutex_lock(&transfer->lane->lock);
   if (transfer->error.status != KVS_OK) {
-    *err = transfer->error; /* also while it runs: some of it was refused */
+    *err = transfer->error; /* set before the end too, if a copy was refused */
     status = err->status;
   } else if (atomic_load(&transfer->state) == KVS_STATE_RUNNING && !transfer->end) {
     status = kvs_fail(err, KVS_UNSUPPORTED, "the driver gave no event for this transfer: wait() for it instead");

@@ -1,12 +1,12 @@
-/* The engines that are open: by number, held by references, their defaults, and whether they take work. Below all else
- * of the core: what ends an engine is a function that it was made with. */
+/* The engines that are open: numbers, references, defaults, and whether they accept work. The lowest file of the core:
+ * it reaches what ends an engine through engine->destroy. */
 #include "core/registry.h"
 #include "core/core.h"
 
 /* -- by number ------------------------------------------------------------------------------------------------- */
 
-static struct kvs_engine *engines[KVS_MAX_ENGINES]; /* written once a place */
-static atomic_uint open_engines;                    /* grows behind what it counts */
+static struct kvs_engine *engines[KVS_MAX_ENGINES]; /* each entry is written once */
+static atomic_uint open_engines;                    /* raised after the entry is written */
 
 struct kvs_engine *kvs_engine_at(unsigned number) {
   return number < atomic_load(&open_engines) ? engines[number] : NULL;
@@ -53,7 +53,7 @@ void kvs_peer_depend(struct kvs_transfer *transfer, const struct kvs_engine *eng
     if (other == engine) transfer->dependencies |= (uint64_t)1 << i;
 }
 
-/* A fault is known once some call on the device was told of it: perhaps nobody has called since. */
+/* Make a call, since no call may have been made after the fault. */
 int kvs_engine_look(struct kvs_engine *engine, struct kvs_error *err) {
   struct kvs_error ignored;
   if (atomic_load(&engine->nlanes)) (void)kvs_dev_stream_query(engine->device, engine->numbered[0]->stream, &ignored);
@@ -69,7 +69,7 @@ int kvs_peer_check(const struct kvs_transfer *transfer, struct kvs_error *err) {
 
 /* -- defaults ------------------------------------------------------------------------------------------------------ */
 
-/* In the child of a fork a thread that it does not have may hold the lock for ever, and the device is its parent's. */
+/* In the child of a fork, a thread of the parent may have left the lock held. */
 void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults) {
   if (kvs_dev_forked(engine->device)) return;
   pthread_mutex_lock(&engine->lock);

@@ -1,9 +1,9 @@
-/* The life of a transfer, from its making to its end.
+/* The life of a transfer: new, ended, freed (states in transfer.h).
  *
- * A transfer ends in exactly one state, written last and once, by whoever first sees its event reached (a poll, a wait,
- * the next submission) or the device lost. Everything a reader looks at afterwards was written before and never
- * changes. Its owner (the caller's objects) is not released there, since that may need a lock of the caller's such as
- * the GIL: it goes to the engine's garbage, which kvs_engine_collect() empties. */
+ * A transfer ends once, when a poll, a wait, a reap or the next submission first sees its end reached, or the device
+ * lost. `state` is written last; all fields that readers look at afterwards are written before and stay constant. The
+ * owner (the caller's objects) is not released here, since that may need a lock of the caller such as the GIL. It goes
+ * to the engine's garbage, which kvs_engine_collect() empties. */
 #include <stdlib.h>
 
 #include "core/buffers.h"
@@ -47,7 +47,7 @@ static int by_position(const void *a, const void *b) {
   return (left > right) - (left < right);
 }
 
-/* A block of several tensors may have failed several times. */
+/* A block of several tensors may be listed several times. */
 static void sort_failed(struct kvs_transfer *transfer) {
   size_t n = 0;
   if (transfer->nfailed == 0) return;
@@ -79,12 +79,13 @@ static void count_done(const struct kvs_transfer *transfer) {
 void kvs_transfer_finish(struct kvs_transfer *transfer) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_error ignored;
-  struct kvs_error whole = {.status = KVS_OK}; /* of all its blocks */
+  struct kvs_error whole = {.status = KVS_OK}; /* an error of the whole transfer */
   bool lost = atomic_load(&engine->device->lost) != 0;
   if (lost)
     (void)kvs_dev_check(engine->device, &whole);
   else if (transfer->dependencies)
-    (void)kvs_peer_check(transfer, &whole); /* lost: it went on without what it was to come after */
+    (void)kvs_peer_check(transfer,
+                         &whole); /* if one is lost, the transfer ran without waiting for that device's work */
   if (whole.status != KVS_OK) {
     transfer->error = whole;
     transfer->all_failed = true;
@@ -96,7 +97,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
       (void)kvs_dev_event_elapsed(engine->device, transfer->start, transfer->end, &transfer->elapsed_ns, &ignored);
     if (transfer->table) kvs_table_put(engine, transfer->table);
     if (transfer->staging) kvs_engine_staging_put(engine, transfer->staging);
-    discard_owner(transfer); /* on a lost device nobody knows what is still being read: it keeps what it holds */
+    discard_owner(transfer); /* memory that a lost device may still read is not released */
   }
   transfer->staging = NULL;
   transfer->table = NULL;
