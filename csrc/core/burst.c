@@ -1,16 +1,18 @@
-/* Path burst: a kernel at the GPU's full width gathers blocks into a slot of device memory, and the copy engine moves
- * the slot to the host in as few copies as the host's runs allow; from host to device the other way round.
+/* Path burst, D2H: a kernel at the GPU's full width gathers blocks into a slot of device memory, and the copy engine
+ * moves the slot to the host in as few copies as the host's runs allow. H2D: the copy engine fills the slot, and a
+ * kernel scatters it.
  *
- * A burst has two stages, on two streams: the second one is on the lane's spine, the first one on its front, so that a
- * kernel and a copy overlap. They are joined by two events a slot: `packed` (the second stage may begin) and `free`
- * (the slot may be used again). All of it is queued in the call, no kernel waits for anything, and the end of the spine
- * is the end of the transfer. A transfer of one burst has both stages on the spine and no `packed`.
+ * A burst has two stages. The second runs on the lane stream, the first on the burst stream, so that a kernel and a
+ * copy overlap. Two events a slot join them: `packed` (the second stage may begin) and `free` (the slot may be reused).
+ * Everything is queued in the call, no kernel spins on another, and the end of the lane stream is the end of the
+ * transfer. A transfer of one burst has both stages on the lane stream and needs no `packed`.
  *
- * Where nothing that a transfer writes can be what another of its lane reads (one side is device memory, the other is
- * not), its start is waited for on the front alone: its first stage begins while the last transfer's copies run.
+ * If one side is device memory and the other is not, no transfer of the lane can read what another one writes. Then
+ * start dependencies are waited for on the burst stream alone, and the first stage overlaps the copies of the previous
+ * transfer.
  *
- * What is refused on the way leaves no use of a slot that is not known: the set of slots serves nobody until both
- * streams are seen idle, and the copy engine does the transfer again, behind all of that. */
+ * After a refused driver call the state of a slot is unknown: the set is not used until both streams are idle, and the
+ * copy engine repeats the transfer behind that work. */
 #include "core/submit.h"
 
 #include <string.h>
@@ -20,7 +22,7 @@
 #include "core/racecheck.h"
 
 enum {
-  LAYER_NBYTES = 2 << 20, /* of a group of layers, at least */
+  LAYER_NBYTES = 2 << 20, /* least bytes of a group of layers */
   LAYER_RUN_NBYTES = 128 << 10,
   LEAST_LAYER_GROUPS = 4,
   MOST_LAYER_GROUPS = 8,
@@ -28,8 +30,8 @@ enum {
 
 /* -- preparing ------------------------------------------------------------------------------------------------- */
 
-/* Layers go in groups: the first is there early, and yet a group is large enough for the link, and so is what it has of
- * a block, which may be a copy of its own. */
+/* Layers go in groups: small enough that the first arrives early, large enough for the link and for the runs of a
+ * block, which may be copies of their own. */
 static size_t layer_groups(const struct kvs_work *work) {
   uint64_t groups = work->nslots ? work->nbytes / work->nslots / LAYER_RUN_NBYTES : 0;
   uint64_t layers = work->scratch->nlayers, large = work->nbytes / LAYER_NBYTES;
@@ -40,7 +42,7 @@ static size_t layer_groups(const struct kvs_work *work) {
   return groups ? (size_t)groups : 1;
 }
 
-/* One that starts after something of its own does so alone: what it waits for may wait for the layer before. */
+/* A layer with a start dependency of its own begins a group, since that dependency may wait for the previous layer. */
 static bool begins_group(const struct kvs_submission *s, size_t layer) {
   const struct kvs_options *options = s->options;
   size_t layers = s->work->scratch->nlayers, groups = layer_groups(s->work);
@@ -69,7 +71,7 @@ int kvs_pack_for_burst(struct kvs_submission *s) {
   return status ? status : kvs_pack_rows(&scratch->rows, work->direction, most, ends, nends, &scratch->packing, s->err);
 }
 
-/* Nothing that it writes can be what a transfer before it reads, or the other way round. */
+/* Whether its writes cannot overlap reads of earlier transfers, and the reverse. */
 static bool apart(const struct kvs_submission *s) {
   const struct kvs_regions *regions = &s->work->scratch->regions;
   for (size_t i = 0; i < regions->count; i++)
@@ -77,13 +79,13 @@ static bool apart(const struct kvs_submission *s) {
   return !kvs_racecheck_on();
 }
 
-/* All of it is lost already, say. */
+/* For example, all its source blocks are lost. */
 static bool is_empty(const struct kvs_submission *s) {
   return s->listed ? s->work->scratch->copies.count == 0 : s->work->nslots == 0 || s->work->scratch->rows.count == 0;
 }
 
-/* Where nothing overlaps, the spine alone is as good. In the background nothing is to: the link pauses for each kernel.
- * Any other pause would take a kernel that keeps an SM. */
+/* Without overlap the lane stream alone is as good. Background transfers use it alone too: the link then pauses during
+ * each kernel, and any other pause would need a kernel that occupies an SM. */
 int kvs_prepare_burst(struct kvs_submission *s) {
   bool list = kvs_wants_list(s);
   int status = list ? kvs_prepare_list(s) : kvs_pack_for_burst(s);
@@ -98,15 +100,15 @@ int kvs_prepare_burst(struct kvs_submission *s) {
 
 /* -- issuing --------------------------------------------------------------------------------------------------- */
 
-/* Measured, H200, beside a decode step: what gathers costs it 0.006 less with two CTAs an SM than with four, what
- * scatters 0.005 more. */
+/* Measured, H200, beside a decode step: gathering costs the step 0.006 less with two CTAs an SM than with four,
+ * scattering 0.005 more. */
 static unsigned full_width(const struct kvs_submission *s) {
   unsigned sms = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
   return s->options->max_ctas ? s->options->max_ctas : (s->work->direction == KVS_D2H ? 2 : 4) * sms;
 }
 
-/* Of a list: its pieces. Of a grid: those pairs that are not yet on their way, where they are too many for parameters.
- */
+/* A list uploads its pieces. A grid uploads pairs that are not uploaded yet, if they are too many for kernel
+ * parameters. */
 static int upload(struct kvs_submission *s, const struct kvs_burst *burst, struct kvs_error *why) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
   const struct kvs_staging *staging = s->transfer->staging;
@@ -160,7 +162,7 @@ static int copy(const struct kvs_submission *s, kvs_stream stream, struct kvs_er
   return status;
 }
 
-/* The second stage comes after the first. What a transfer takes on the device begins with the copies. */
+/* Let the second stage wait for the first. D2H: the device time of the transfer is measured from its first copy. */
 static int join_stages(struct kvs_submission *s, unsigned slot, struct kvs_error *why) {
   kvs_stream second = s->lane->stream;
   struct kvs_error ignored;
@@ -217,7 +219,7 @@ static int issue_list(struct kvs_submission *s, struct kvs_error *why) {
   return status;
 }
 
-/* The first stage comes after the transfer's start, and whoever looks sees whether it began. */
+/* The first stage waits for the transfer's head. `begun` lets later transfers see that this one has started. */
 static int begin(struct kvs_submission *s, struct kvs_error *why) {
   struct kvs_slots *slots = s->slots;
   int status = s->first == s->transfer->head ? KVS_OK : kvs_lane_fork(s->lane, s->transfer->head, s->first, why);
@@ -229,7 +231,8 @@ static int begin(struct kvs_submission *s, struct kvs_error *why) {
   return status;
 }
 
-/* What was queued so far, and may still happen, comes before what the spine gets next. Much depends on it. */
+/* What is queued and may still run comes before later work of the lane stream. Retried once, since the transfer fails
+ * otherwise. */
 static int rejoin(struct kvs_submission *s, struct kvs_error *why) {
   int status = KVS_OK;
   for (int tries = 0; tries < 2; tries++) {
@@ -250,14 +253,14 @@ int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
   s->slots->doubt[0] = s->first;
   s->slots->doubt[1] = s->lane->stream;
   if (rejoin(s, &unjoined) == KVS_OK) return status;
-  s->transfer->unjoined = true; /* nothing can come after the first stage, so nothing of it can be trusted */
+  s->transfer->unjoined = true; /* no later work can wait for the first stage, so none of its bytes can be trusted */
   kvs_fail_all(s, &unjoined);
   if (!kvs_is_lost(unjoined.status)) return KVS_OK;
   *why = unjoined;
   return unjoined.status;
 }
 
-/* The end is on the spine, and who waits for it alone must have waited for all that this transfer starts after. */
+/* The end is recorded on the lane stream, so the lane stream must have waited for all start dependencies. */
 void kvs_close_bursts(struct kvs_submission *s) {
   struct kvs_error why;
   if (s->begun || s->fatal || s->transfer->head == s->lane->stream || rejoin(s, &why) == KVS_OK) return;

@@ -1,5 +1,5 @@
-/* Which path a transfer takes: the one that its caller names, or, of AUTO, the one that is predicted to be fastest
- * among those that keep the promise of its priority. And what the path needs, before anything of it is queued. */
+/* The path of a transfer: the one that its caller names, or, for AUTO, the one with the least predicted time among
+ * those that keep the promise of its priority. And what the path needs, before any work is queued. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -8,28 +8,28 @@
 #include "core/submit.h"
 #include "device/hooks.h"
 
-/* The kernel takes a merged list instead of rows and pairs if it has so many times fewer entries. */
+/* The kernel reads a merged list instead of rows and pairs if the list is this many times shorter. */
 enum { LIST_IF_SHORTER = 4 };
 
-/* So few copies go to the copy engine: to think of other ways would take longer than any of them could save. */
+/* At most 3 copies: path selection costs more than it can save. */
 enum { FEW = 3 };
 
-/* Of two ways that take as long, the one that leaves the SMs to the model: a kernel has to be that much faster. */
+/* A kernel uses SMs that the model needs, so it must be this much faster than the copy engine. */
 static const double KERNEL_HANDICAP = 1.01;
 
-/* The driver holds its caller for half a microsecond a copy, and on the way holds up other threads that call it: 18 ms
- * of 33,000 copies of 32 KiB, which take 20. A kernel, which takes a quarter longer, is queued in 0.1 ms. */
+/* A copy takes half a microsecond of the driver's time in the caller's thread, and blocks other threads in the driver:
+ * 18 ms for 33,000 copies of 32 KiB, which run 20 ms. A kernel runs a quarter longer and is queued in 0.1 ms. */
 static const double MANY_HANDICAP = 1.25;
 static const uint64_t MANY_COPIES = 1024;
 
 static double many(uint64_t copies) { return copies > MANY_COPIES ? MANY_HANDICAP : 1.0; }
 
-/* Between devices no calibration predicts. Measured between two H200: of 256 KiB and more the copy engine moves 367
- * GB/s and more, of 64 KiB 54; a kernel 355 of any size (benchmarks/bench_peer.py). */
+/* No calibration covers copies between GPUs. Measured between two H200: the copy engine moves 367 GB/s and more from
+ * 256 KiB a copy on, 54 at 64 KiB; a kernel 355 at any size (benchmarks/bench_peer.py). */
 static const uint64_t PEER_COPY_NBYTES = 256 << 10;
 
-/* Runs of odd sizes cost the copy engine more than was measured of round ones, which are pages: short ones up to a half
- * more, and below 28 KiB from host to device three times and more. */
+/* The costs were measured with runs of whole pages. Odd sizes cost the copy engine more: short runs up to a half more,
+ * and below 28 KiB from host to device three times and more. */
 static double short_runs(const struct kvs_shape *shape) {
   uint64_t mean = shape->runs ? shape->nbytes / shape->runs : 0;
   bool round = mean % 4096 == 0 && mean * shape->runs == shape->nbytes;
@@ -38,20 +38,21 @@ static double short_runs(const struct kvs_shape *shape) {
 
 /* -- what it looks like ---------------------------------------------------------------------------------------- */
 
-/* Pairs of slots that go on where the one before ended, on both sides, are one copy of a tensor without gaps. */
+/* Consecutive pairs that continue on both sides become one copy for each tensor without gaps. Returns the number of
+ * such sequences. */
 static uint64_t count_breaks(const int64_t *src, const int64_t *dst, size_t count) {
   uint64_t breaks = count > 0;
   for (size_t i = 1; i < count; i++) breaks += src[i] != src[i - 1] + 1 || dst[i] != dst[i - 1] + 1;
   return breaks;
 }
 
-/* Which rows begin off the lines that a link moves, on the host: by the last bits of the slots. */
+/* Count rows whose host address is not aligned to the lines that the link moves. The last bits of the slots decide. */
 static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
   enum { LINE = KVS_COST_LINE };
   struct kvs_shape *shape = &work->shape;
   const struct kvs_rows *rows = &work->scratch->rows;
   uint64_t slots[LINE] = {0}, off = 0, nbytes = 0;
-  unsigned used[LINE], nused = 0; /* those that there are */
+  unsigned used[LINE], nused = 0; /* the residues that occur */
   bool counted = false;
   for (size_t i = 0; i < rows->count; i++) {
     const struct kvs_row *row = &rows->items[i];
@@ -82,7 +83,7 @@ void kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots) {
   shape->nbytes = work->nbytes;
   shape->rows = scratch->rows.count * work->nslots;
   shape->pieces = LIST_IF_SHORTER * shape->copies <= shape->rows ? shape->copies : shape->rows;
-  shape->runs = work->grid ? 1 : shape->rows; /* at best: they are counted where a burst could win */
+  shape->runs = work->grid ? 1 : shape->rows; /* the best case; counted exactly where a burst could win */
   work->cpu_slots = cpu_slots;
   find_skew(work, host);
 }
@@ -95,7 +96,7 @@ static const struct kvs_region *pageable(const struct kvs_regions *regions) {
   return NULL;
 }
 
-/* A driver copies between two places of the host at once, in the caller's thread, waiting for the stream first. */
+/* cuMemcpy from host to host waits for the stream and runs in the caller's thread. */
 static bool would_block(const struct kvs_submission *s) {
   const struct kvs_regions *regions = &s->work->scratch->regions;
   bool host = regions->count > 0;
@@ -112,7 +113,7 @@ static const char *reason_against_kernel(const struct kvs_engine *engine) {
   return engine->device->info.kernels ? NULL : engine->device->info.kernels_note;
 }
 
-/* A slot has the host on one side. */
+/* Bursts need the host on one side. */
 static bool may_burst(const struct kvs_submission *s) {
   return !s->peer && s->work->direction != KVS_OTHER_DIRECTION && atomic_load(&s->engine->bursts);
 }
@@ -122,7 +123,8 @@ void kvs_release_slots(struct kvs_submission *s) {
   s->slots = NULL;
 }
 
-/* A slot holds whole rows where layers keep them from being cut. Its size is known once the slots are locked. */
+/* Layered transfers do not cut rows, so a slot must hold the longest row. The slot size is known once the set is
+ * locked. */
 static bool take_slots(struct kvs_submission *s) {
   const struct kvs_rows *rows = &s->work->scratch->rows;
   if (!s->slots) s->slots = kvs_slots_take(s->engine, s->lane, s->work->direction);
@@ -131,8 +133,8 @@ static bool take_slots(struct kvs_submission *s) {
   return s->slots != NULL;
 }
 
-/* What a transfer is predicted to take, in nanoseconds. A kernel keeps the pace at which a model beside it does not
- * suffer, but for one of high priority, which takes the link whatever it costs the model. */
+/* Predicted time in nanoseconds. A kernel keeps the pace that does not slow a model; high priority has no pace and no
+ * handicap. */
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
   if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape) * many(s->work->shape.runs);
@@ -143,7 +145,8 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
   return s->options->priority == KVS_PRIORITY_HIGH ? ns : ns * KERNEL_HANDICAP;
 }
 
-/* What only bursts have to know, and as much work as all else together. Of a list of copies it is known already. */
+/* Count the host's runs, which only bursts need; this costs as much as the rest of the planning. Lists have the count
+ * already. */
 static int count_runs(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
@@ -154,7 +157,7 @@ static int count_runs(struct kvs_submission *s) {
                                       &work->scratch->plan, &work->shape.runs, s->err);
 }
 
-/* Bursts last, about which most has to be found out. */
+/* Bursts are last, since their prediction costs most. */
 static int fastest(struct kvs_submission *s, enum kvs_path *best) {
   struct kvs_engine *engine = s->engine;
   const struct {
@@ -169,8 +172,8 @@ static int fastest(struct kvs_submission *s, enum kvs_path *best) {
     double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
     if (ns < least) least = ns, *best = ways[i].path;
   }
-  /* A kernel that waits for a copy would hold up a model's kernels behind it in the one queue: measured, H200, beside a
-   * decode step 0.2 more than a bare copy. */
+  /* With one hardware queue, a kernel that waits for a copy would hold up the model's kernels behind it: measured,
+   * H200, beside a decode step, 0.2 more than a bare copy. */
   bool possible =
       !kvs_racecheck_on() && !engine->disabled.auto_burst && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
   if (!possible || !take_slots(s)) return KVS_OK;
@@ -192,7 +195,7 @@ static int pick(struct kvs_submission *s, enum kvs_path *path) {
   struct kvs_engine *engine = s->engine;
   *path = prefers_direct(engine)                             ? KVS_PATH_DIRECT
           : s->peer                                          ? pick_for_peer(s)
-          : pageable(&s->work->scratch->regions)             ? KVS_PATH_DMA /* which the driver stages */
+          : pageable(&s->work->scratch->regions)             ? KVS_PATH_DMA /* the driver stages it */
           : would_block(s) && !reason_against_kernel(engine) ? KVS_PATH_KERNEL
                                                              : KVS_PATH_AUTO;
   return *path == KVS_PATH_AUTO ? fastest(s, path) : KVS_OK;
@@ -210,7 +213,7 @@ void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *gi
 }
 
 bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
-  if (kvs_dev_fault_on_copies(engine->device)) return false; /* which looks at plain copies */
+  if (kvs_dev_fault_on_copies(engine->device)) return false; /* faults on copies count plain copies only */
   return options->path == KVS_PATH_STRIDED ||
          (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine) && !engine->disabled.strided);
 }
@@ -229,7 +232,7 @@ int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
   s->picked = *path == KVS_PATH_AUTO;
   int status = s->picked ? pick(s, path) : KVS_OK;
   if (status) return status;
-  if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* nothing is strided */
+  if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* there are no rects */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
     return kvs_fail(s->err, KVS_UNSUPPORTED, "path 'direct' is for host devices; %s has 'dma', 'burst' and 'kernel'",
                     s->engine->name);
@@ -250,14 +253,14 @@ int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
                     "path 'kernel' cannot reach 0x%" PRIx64 ", which is memory of device %d: %s has no peer access to "
                     "it; path 'dma' goes through the host",
                     s->peer->base, s->peer->device, s->engine->name);
-  if (*path == KVS_PATH_BURST && (!may_burst(s) || !take_slots(s))) /* whose slots wait for others, say */
+  if (*path == KVS_PATH_BURST && (!may_burst(s) || !take_slots(s))) /* for example, both sets wait for other lanes */
     *path = s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
   return KVS_OK;
 }
 
 /* -- what the path needs ------------------------------------------------------------------------------------------- */
 
-/* What the path needs of the plan, and of memory. */
+/* The form of the plan, and the memory, that the path needs. */
 int kvs_prepare_path(struct kvs_submission *s) {
   struct kvs_work *work = s->work;
   enum kvs_path path = s->transfer->path;
@@ -266,11 +269,12 @@ int kvs_prepare_path(struct kvs_submission *s) {
                  : kvs_wants_list(s)    ? kvs_prepare_list(s)
                                         : kvs_prepare_grid(s);
     if (!s->picked || (status != KVS_NOMEM && status != KVS_REFUSED)) return status;
-    s->transfer->path = KVS_PATH_DMA; /* which needs no memory of a GPU that may be full */
+    s->transfer->path = KVS_PATH_DMA; /* needs no GPU memory, of which there may be none */
   }
   if (path == KVS_PATH_STRIDED) {
     int status = work->plan(work->call, KVS_FORM_RECTS, work->scratch, s->err);
-    if (!status && work->scratch->rects.count == 0) s->transfer->path = KVS_PATH_DMA; /* distances that none takes */
+    if (!status && work->scratch->rects.count == 0)
+      s->transfer->path = KVS_PATH_DMA; /* no pitch that the driver accepts */
     return status;
   }
   return work->planned ? KVS_OK : work->plan(work->call, KVS_FORM_COPIES, work->scratch, s->err);

@@ -26,7 +26,7 @@ const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine) { retu
 
 const char *kvs_engine_costs_note(const struct kvs_engine *engine) { return engine->costs_note; }
 
-/* A machine that was not calibrated is no error, nor is a file that cannot be used: the note says so. */
+/* A machine without a usable calibration gets the built-in costs; the note says why. */
 static void load_costs(struct kvs_engine *engine) {
   const struct kvs_device_info *info = &engine->device->info;
   char what[KVS_COSTS_WHAT], path[512], note[sizeof engine->costs_note];
@@ -48,9 +48,9 @@ static void load_costs(struct kvs_engine *engine) {
 
 /* -- opening and closing --------------------------------------------------------------------------------------- */
 
-static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER; /* of who adds to it */
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER; /* guards adding to the registry */
 
-/* Another thread may hold the lock, for as long as a driver takes to come up, when this process forks. */
+/* Another thread may hold the lock during fork(), for as long as the driver takes to initialise. */
 static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
 
 static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_registry_lock); }
@@ -79,7 +79,7 @@ static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs
 
 static void start_racecheck(void) {
   const char *wanted = getenv("KVSWAP_RACECHECK");
-  if (wanted && *wanted && strcmp(wanted, "0") != 0) kvs_racecheck_start(); /* for the rest of the process */
+  if (wanted && *wanted && strcmp(wanted, "0") != 0) kvs_racecheck_start(); /* never stopped */
 }
 
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
@@ -113,7 +113,7 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* The lanes and buffers that the first transfers need, so that they are not made beside running work. */
+/* Lanes and buffers for the first transfers, so that they are not created beside running work. */
 static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   const struct kvs_options plain = {.priority = KVS_PRIORITY_NORMAL};
   struct kvs_staging *staging[2] = {NULL, NULL};
@@ -131,8 +131,8 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   return status;
 }
 
-/* Streams that the engine kept go once nobody is submitting: until then one may have been read and not yet waited for.
- */
+/* Destroy retired compute streams once no submission is in progress: one may have read the handle and not waited for it
+ * yet. */
 static void destroy_retired_locked(struct kvs_engine *engine) {
   struct kvs_error ignored;
   for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next)
@@ -143,7 +143,7 @@ static void destroy_retired_locked(struct kvs_engine *engine) {
 static void destroy(struct kvs_engine *engine) {
   struct kvs_error err;
   if (!kvs_dev_forked(engine->device)) {
-    /* Of a deterministic device, which alone ends before its process, what cannot go on now never does. */
+    /* Only a deterministic device ends before its process. If it cannot synchronize now, its work never ends. */
     if (!engine->device->stepped || kvs_dev_synchronize(engine->device, &err) == KVS_OK)
       (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
@@ -172,7 +172,7 @@ static void destroy(struct kvs_engine *engine) {
   free(engine);
 }
 
-/* Takes the device over, also on failure. */
+/* Takes over the device, also on failure. */
 static int create(const char *name, struct kvs_device *device, struct kvs_engine **made, struct kvs_error *err) {
   struct kvs_engine *engine = calloc(1, sizeof *engine);
   if (!engine) {
@@ -224,7 +224,8 @@ static int parse_name(const char *name, bool *cuda, int *ordinal, struct kvs_err
 static struct kvs_engine *find_locked(const char *name) {
   struct kvs_engine *engine;
   for (unsigned i = 0; (engine = kvs_engine_at(i)) != NULL; i++)
-    if (strcmp(engine->name, name) == 0 && !kvs_dev_forked(engine->device)) return engine; /* a child opens its own */
+    if (strcmp(engine->name, name) == 0 && !kvs_dev_forked(engine->device))
+      return engine; /* the child of a fork opens its own */
   return NULL;
 }
 
@@ -284,7 +285,7 @@ void kvs_shutdown(int64_t timeout_ns) {
 
 static void retire_locked(struct kvs_engine *engine, kvs_stream stream) {
   kvs_stream *grown = realloc(engine->retired, (engine->nretired + 1) * sizeof *grown);
-  if (!grown) return; /* it stays: there is no memory to remember it */
+  if (!grown) return; /* no memory to list the stream: it is not destroyed */
   engine->retired = grown;
   engine->retired[engine->nretired++] = stream;
 }
@@ -311,7 +312,7 @@ int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, st
 }
 
 bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
-  if (kvs_dev_forked(engine->device)) return true; /* it is the parent's */
+  if (kvs_dev_forked(engine->device)) return true; /* the stream is the parent's */
   pthread_mutex_lock(&engine->lock);
   bool keep = engine->compute_stream == stream;
   engine->compute_kept |= keep;
@@ -380,19 +381,18 @@ void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
 
 /* -- synchronising --------------------------------------------------------------------------------------------- */
 
-/* The driver's own call has no time limit, so a thread makes it and callers wait for the thread as long as they like.
- */
+/* The driver's call has no time limit, so a thread makes it and callers wait for the thread with their own limit. */
 struct kvs_sync {
-  atomic_uint refs; /* the caller and the thread */
+  atomic_uint refs; /* one of the caller, one of the thread */
   struct kvs_engine *engine;
-  struct kvs_race_point *point; /* what had been queued when it began */
+  struct kvs_race_point *point; /* what was queued when the call began */
   atomic_int status;            /* KVS_NOT_READY until the driver's call returned */
   struct kvs_error err;
 };
 
 static void *synchronize(void *arg) {
   struct kvs_sync *sync = arg;
-  bool before = kvs_racecheck_internal(true); /* the caller sees it in kvs_sync_wait(), if it waits that long */
+  bool before = kvs_racecheck_internal(true); /* the caller sees the end in kvs_sync_wait(), if it waits that long */
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
   kvs_racecheck_internal(before);
   kvs_engine_reap(sync->engine);
@@ -412,7 +412,7 @@ int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **out, struct kvs_
   sync->engine = engine;
   sync->point = kvs_racecheck_on() ? kvs_racecheck_point_all(engine->device) : NULL;
   kvs_engine_ref(engine);
-  if (engine->device->stepped) { /* its work runs only inside this call */
+  if (engine->device->stepped) { /* a deterministic device works only inside calls */
     (void)synchronize(sync);
   } else if (kvs_thread_start(&thread, "kvswap-sync", synchronize, sync)) {
     atomic_store(&sync->refs, 1);

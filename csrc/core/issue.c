@@ -1,4 +1,4 @@
-/* Issuing by the copy engine: plain copies and copies of rows, and what becomes of those that the driver refuses. */
+/* Issuing to the copy engine: plain copies and rects, and the retries after a refusal. */
 #include "core/submit.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@ void kvs_note_failure(struct kvs_submission *s, uint32_t block, const struct kvs
     size_t capacity = s->failed_capacity ? 2 * s->failed_capacity : 16;
     uint32_t *failed = realloc(transfer->failed, capacity * sizeof *failed);
     if (!failed) {
-      transfer->all_failed = true; /* too many to name: claim none of them */
+      transfer->all_failed = true; /* no memory to name them: report all blocks as failed */
       return;
     }
     transfer->failed = failed;
@@ -22,7 +22,7 @@ void kvs_note_failure(struct kvs_submission *s, uint32_t block, const struct kvs
   transfer->failed[transfer->nfailed++] = block;
 }
 
-/* One block, cut where the driver's own ranges end: it may know seams that we do not. */
+/* One block, split at the ends of the driver's allocations: there may be seams that kvswap does not know. */
 static int copy_in_parts(struct kvs_submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, struct kvs_error *why) {
   int status = kvs_dev_copy(s->device, dst, src, nbytes, s->lane->stream, why);
   while (status == KVS_REFUSED && nbytes) {
@@ -44,7 +44,7 @@ static uint64_t overlap(uint64_t begin, uint64_t end, uint64_t from, uint64_t to
   return (end < to ? end : to) - (begin > from ? begin : from);
 }
 
-/* For each block that copy i of the view carries: issue it alone (`again`), or write it off with *why. */
+/* For each block that copy i of the view carries: issue it alone (`again`), or mark it failed with *why. */
 void kvs_block_by_block(struct kvs_submission *s, size_t i, bool again, const struct kvs_error *why) {
   struct kvs_copies *copies = &s->view, *single = &s->work->scratch->single;
   uint64_t begin = copies->dst[i], end = begin + copies->nbytes[i];
@@ -55,7 +55,7 @@ void kvs_block_by_block(struct kvs_submission *s, size_t i, bool again, const st
     kvs_note_failure(s, copies->block[i], &err);
     return;
   }
-  /* Both lists were made in one order, so the search goes on where the last one ended. */
+  /* Both lists are in the same order, so the search continues where the last one ended. */
   for (size_t seen = 0, found = 0; seen < single->count && found < end - begin && !s->fatal; seen++) {
     size_t b = s->cursor;
     s->cursor = b + 1 < single->count ? b + 1 : 0;
@@ -70,7 +70,7 @@ void kvs_block_by_block(struct kvs_submission *s, size_t i, bool again, const st
   }
 }
 
-/* All of it counts as lost, whatever may have arrived. */
+/* All blocks count as failed, even those that were copied. */
 void kvs_fail_all(struct kvs_submission *s, const struct kvs_error *why) {
   s->transfer->error = *why;
   s->transfer->all_failed = true;
@@ -93,7 +93,7 @@ static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
   } else if (status && to - from == 1) {
     kvs_block_by_block(s, from, true, &why);
   } else if (status) {
-    size_t middle = from + (to - from) / 2; /* copying again what went through is harmless: sources do not change */
+    size_t middle = from + (to - from) / 2; /* repeating a copy that was accepted is harmless: sources do not change */
     issue_range(s, from, middle);
     issue_range(s, middle, to);
   }
@@ -106,7 +106,7 @@ void kvs_issue_copies(struct kvs_submission *s) {
   for (size_t from = 0; from < count; from += part) issue_range(s, from, count - from < part ? count : from + part);
 }
 
-/* A block whose rows are refused as one goes row by row. */
+/* If the driver refuses the rect, copy the block row by row. */
 static void issue_rect(struct kvs_submission *s, const struct kvs_rect *rect, uint32_t block) {
   struct kvs_error why;
   int status = kvs_dev_copy_rect(s->device, rect, s->lane->stream, &why);

@@ -1,5 +1,5 @@
-/* Path kernel: one launch for all that is in view. What it reads is ids and a table of rows, or, where there are no ids
- * or single copies matter (faults, the race checker, neighbours that merge well), a list of pieces. */
+/* Path kernel: one launch for the current view. The kernel reads ids and a table of rows. It reads a list of pieces if
+ * there are no ids, or if single copies matter (faults, the race checker, many merged copies). */
 #include "core/submit.h"
 
 #include <string.h>
@@ -9,16 +9,17 @@
 #include "device/hooks.h"
 
 enum {
-  PIECE = 32 << 10,     /* one warp's share at a time (RING), one CTA's (COPY) */
-  PACK_PIECE = 4 << 10, /* one warp's (PACK) */
-  THREADS = 512,        /* of COPY and PACK */
+  PIECE = 32 << 10,     /* bytes that a warp (RING) or a CTA (COPY) takes at a time */
+  PACK_PIECE = 4 << 10, /* bytes that a warp (PACK) takes at a time */
+  THREADS = 512,        /* of a CTA of COPY and PACK */
   PEER_CTAS = 64,       /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
-  RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of a warp, in shared memory */
+  RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of shared memory for a warp */
 };
-static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* what the kernel's arithmetic has room for: 1 MB/s a CTA */
+static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's arithmetic: 1 MB/s a CTA */
 
 static bool bulk_copies(const struct kvs_device *device) {
-  return device->info.cc_major >= 9 || strcmp(device->ops->kind, "cuda") != 0; /* a host device runs either twin */
+  return device->info.cc_major >= 9 ||
+         strcmp(device->ops->kind, "cuda") != 0; /* a host device runs the C twin of either kernel */
 }
 
 /* -- staging --------------------------------------------------------------------------------------------------- */
@@ -41,7 +42,7 @@ int kvs_upload(struct kvs_submission *s, size_t from, size_t to, kvs_stream stre
 
 /* -- preparing ----------------------------------------------------------------------------------------------------- */
 
-/* Pieces say more than rows and pairs; they cost O(copies). */
+/* Whether the kernel needs pieces, which cost O(copies) on the CPU. */
 bool kvs_wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
@@ -60,7 +61,7 @@ int kvs_prepare_list(struct kvs_submission *s) {
                                 &s->transfer->staging, s->err);
 }
 
-/* Room for the pairs, and for the rows should all tables be in use. */
+/* Staging for the pairs, and for the rows in case all tables are in use. */
 int kvs_prepare_grid(struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
   struct kvs_packing *packing = &work->scratch->packing;
@@ -69,7 +70,7 @@ int kvs_prepare_grid(struct kvs_submission *s) {
   int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
   if (status || !work->nslots || !rows->count) return status;
   if (burst) kvs_pack_sort(packing, work->direction);
-  if (burst) /* each has parts of its own */
+  if (burst) /* each burst sets its own parts */
     s->units = (struct kvs_units){.piece = PACK_PIECE};
   else
     s->units = (struct kvs_units){.parts = (uint32_t)((kvs_longest_row(rows, 0, rows->count) - 1) / PIECE + 1),
@@ -80,11 +81,11 @@ int kvs_prepare_grid(struct kvs_submission *s) {
 
 /* -- what the kernels read ------------------------------------------------------------------------------------- */
 
-/* From the engine's tables, or, if all are in use, staged with the rest. */
+/* The rows from the engine's tables; staged if all tables are in use. */
 int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_rows *rows = &s->work->scratch->rows;
   size_t from = s->staged;
-  if (s->units.rows) return KVS_OK; /* a layer before did it */
+  if (s->units.rows) return KVS_OK; /* placed by an earlier layer */
   int status = kvs_table_get(s->engine, rows, stream, &s->transfer->table, &s->units.rows, why);
   if (status == KVS_NOT_READY) {
     memcpy(kvs_stage(s, rows->count * sizeof *rows->items, &s->units.rows), rows->items,
@@ -106,7 +107,8 @@ static int place_pairs(struct kvs_submission *s, struct kvs_error *why) {
 
 size_t kvs_place_list(struct kvs_submission *s, struct kvs_piece **pieces) {
   size_t most = kvs_plan_most_pieces(&s->view, s->work->nbytes, PIECE), before = s->staged;
-  bool burst = s->transfer->path == KVS_PATH_BURST; /* whose host side is the copy engine's */
+  bool burst = s->transfer->path ==
+               KVS_PATH_BURST; /* the copy engine reads or writes its host side, so its pieces need no device alias */
   struct kvs_piece *list = kvs_stage(s, most * sizeof *list, &s->units.pieces);
   size_t count = kvs_plan_pieces(&s->view, PIECE, burst ? NULL : &s->work->scratch->regions, list);
   s->staged = before + rounded(count * sizeof *list);
@@ -116,7 +118,7 @@ size_t kvs_place_list(struct kvs_submission *s, struct kvs_piece **pieces) {
 
 /* -- launching ------------------------------------------------------------------------------------------------- */
 
-/* No link to the host, which a model would share, but in the background as little as there. */
+/* Copies between GPUs do not load the host link, so they are not paced; background ones still are. */
 static bool between_devices(const struct kvs_submission *s) {
   return s->peer && s->options->priority != KVS_PRIORITY_BACKGROUND;
 }
@@ -135,7 +137,7 @@ double kvs_kernel_gbps(const struct kvs_submission *s) {
   return known > 0 ? known : pace_gbps(s);
 }
 
-/* Of one CTA among so many. */
+/* Pace of one CTA out of `ctas`, in ns per MiB; 0: unpaced. */
 static uint64_t pace(double gbps, unsigned ctas) {
   if (gbps <= 0) return 0;
   double ns = (double)(1 << 20) * ctas / gbps;
@@ -153,7 +155,7 @@ static struct kvs_width width_of_kernel(const struct kvs_submission *s) {
 
 static unsigned least(uint64_t a, uint64_t b) { return (unsigned)(a < b ? a : b); }
 
-/* Units that a CTA has under way at a time. */
+/* Units that a CTA copies at a time. */
 static unsigned units_together(const struct kvs_submission *s, enum kvs_kernel kernel) {
   if (kernel == KVS_KERNEL_PACK) return THREADS / 32;
   if (kernel != KVS_KERNEL_RING) return 1;
@@ -174,7 +176,7 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
                               .params = &params,
                               .params_nbytes = sizeof params};
   while (launch.grid > 1 && pace(width->gbps, launch.grid) >= SLOWEST_NS_PER_MIB / KVS_RING_WARPS)
-    launch.grid /= 2; /* fewer, rather than faster than was asked for; the warps of RING share a CTA's pace */
+    launch.grid /= 2; /* fewer CTAs rather than a faster pace; the warps of RING share a CTA's pace */
   params.ns_per_mib = pace(width->gbps, launch.grid);
   if (!units->pieces && !units->pairs) {
     size_t npairs = units->slot ? units->npairs : packing->npairs;

@@ -1,6 +1,6 @@
-/* Order: what a transfer starts after, and what comes after it. All of it is waits and records of events: what it
- * starts after is waited for on its head, the spine of its lane or the front before it; its end is on the spine.
- * Nothing here blocks. The caller holds the lane (lane->submit). */
+/* Order: what a transfer starts after, and what comes after it, as waits for events and records of events. Start
+ * dependencies are waited for on the transfer's head (the lane stream, or the burst stream that feeds it). The end is
+ * recorded on the lane stream. Nothing here blocks. The caller holds the lane (lane->submit). */
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -23,7 +23,7 @@ static int head_waits_for_stream(struct kvs_transfer *transfer, kvs_stream strea
   return status ? status : head_follows(transfer, stream, err);
 }
 
-/* Another device's event can be waited for between devices of a kind. */
+/* Another device's event can be waited for only between devices of one kind. */
 static int refuse_foreign(struct kvs_engine *engine, size_t index, struct kvs_transfer *before, struct kvs_error *err) {
   struct kvs_device *device = engine->device, *other = before->engine->device;
   struct kvs_error ignored;
@@ -34,7 +34,7 @@ static int refuse_foreign(struct kvs_engine *engine, size_t index, struct kvs_tr
   return kvs_dev_check(other, err);
 }
 
-/* What failed is not waited for but told: whoever starts after it means to read what it wrote. */
+/* A failed dependency is returned as an error: the new transfer would read wrong bytes. */
 static int head_waits_for_transfer(struct kvs_transfer *transfer, size_t index, struct kvs_transfer *before,
                                    struct kvs_error *err) {
   kvs_event end;
@@ -50,7 +50,7 @@ static int head_waits_for_transfer(struct kvs_transfer *transfer, size_t index, 
   return status;
 }
 
-/* The handle may have been given to another stream since it was set. */
+/* The stream may have been destroyed and its handle reused. */
 static int head_waits_for_compute(struct kvs_transfer *transfer, struct kvs_error *err) {
   struct kvs_engine *engine = transfer->engine;
   struct kvs_stream_info info;
@@ -93,8 +93,8 @@ static int head_waits_after(struct kvs_transfer *transfer, const struct kvs_afte
 
 /* -- hazards --------------------------------------------------------------------------------------------------- */
 
-/* How far the lanes are that exist by now. Under the race checker none has come anywhere, so that what it finds does
- * not depend on what happened to have ended. Caller holds hazard_lock, as for all of this. */
+/* Read the progress of all lanes. Under the race checker no lane has progress, so that its findings do not depend on
+ * what has ended. Caller holds hazard_lock, as for all hazards below. */
 static void look_at_progress(struct kvs_engine *engine) {
   struct kvs_progress *progress = &engine->progress;
   progress->lanes = atomic_load(&engine->nlanes);
@@ -102,7 +102,7 @@ static void look_at_progress(struct kvs_engine *engine) {
     progress->done[i] = kvs_racecheck_on() ? 0 : atomic_load(&engine->numbered[i]->ended);
 }
 
-/* What a table inherited is needed by everybody until it is over. */
+/* Every transfer that uses the table waits for the inherited work until that has ended. */
 static void add_inherited(struct kvs_engine *engine, struct kvs_table *table) {
   bool over = true;
   if (!table->inherited) return;
@@ -138,7 +138,7 @@ static void find_needs(const struct kvs_transfer *transfer, const struct kvs_wor
   }
 }
 
-/* The sequence of another lane that must have ended, and the reasons that are not met yet. */
+/* The sequence of another lane to wait for, and the hazards that need it (a bit each). */
 static uint64_t farthest(const struct kvs_engine *engine, unsigned lane, uint64_t waited, unsigned *reasons) {
   unsigned skipped = atomic_load(&engine->skipped_hazards);
   uint64_t most = 0;
@@ -152,7 +152,7 @@ static uint64_t farthest(const struct kvs_engine *engine, unsigned lane, uint64_
   return most;
 }
 
-/* Nothing is left to wait for, and yet what comes now comes after it. */
+/* Race checker only: the dependency has ended, and this transfer comes after it. */
 static void follow_ended(struct kvs_transfer *transfer, struct kvs_lane *before, uint64_t sequence) {
   if (!kvs_racecheck_on()) return;
   struct kvs_race_point *point = kvs_lane_point(before, sequence);
@@ -170,13 +170,13 @@ static int wait_for_lane(struct kvs_transfer *transfer, unsigned number, struct 
   uint64_t sequence = farthest(engine, number, lane->waited[number], &reasons);
   if (!sequence) return KVS_OK;
   int status = kvs_lane_pin(other, sequence, &before, &end, err);
-  if (status == KVS_UNSUPPORTED) { /* without an event; perhaps it has ended and nobody looked */
+  if (status == KVS_UNSUPPORTED) { /* the transfer has no end event; it may have ended since the last reap */
     (void)kvs_lane_reap(other, err);
     status = kvs_lane_pin(other, sequence, &before, &end, err);
   }
   if (status == KVS_OK) follow_ended(transfer, other, sequence);
   if (status == KVS_NOT_READY) {
-    transfer->dependencies |= before->dependencies; /* what it comes after, we come after */
+    transfer->dependencies |= before->dependencies; /* dependencies are transitive */
     status = kvs_dev_stream_wait(engine->device, transfer->head, end, err);
     kvs_transfer_unpin(before);
     kvs_transfer_drop(before);
@@ -230,7 +230,7 @@ static int check_waitable(const struct kvs_transfer *transfer, size_t index, str
   return KVS_OK;
 }
 
-/* What a layer is to start after is known before anything moves: what cannot be waited for refuses the call. */
+/* Check the start dependencies of layers before anything moves: one that cannot be waited for refuses the call. */
 static int check_layers(const struct kvs_transfer *transfer, const struct kvs_options *options, struct kvs_error *err) {
   struct kvs_stream_info info;
   int status = KVS_OK;
@@ -260,7 +260,7 @@ int kvs_order_before_layer(struct kvs_transfer *transfer, const struct kvs_optio
                                         : KVS_OK;
 }
 
-/* No event tells of the end: the spine being idle stands for it. */
+/* Without an end event the transfer ends when the lane stream is idle. */
 static void drop_end_event(struct kvs_transfer *transfer) {
   struct kvs_error ignored;
   if (transfer->end) (void)kvs_dev_event_destroy(transfer->engine->device, transfer->end, &ignored);
@@ -277,7 +277,7 @@ int kvs_order_behind(struct kvs_transfer *transfer, const struct kvs_work *work,
   note_hazards(transfer, work);
   if (!options->on_stream) return status;
   if (transfer->end && !(status = kvs_dev_stream_wait(device, options->stream, transfer->end, err))) return KVS_OK;
-  /* The copies run all the same, and what the caller queues next must come after them. */
+  /* The copies run even though recording failed, and the caller's later work must come after them. */
   if (!kvs_dev_event_record(device, transfer->lane->fork, transfer->lane->stream, &ignored))
     (void)kvs_dev_stream_wait(device, options->stream, transfer->lane->fork, &ignored);
   return status;

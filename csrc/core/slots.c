@@ -1,6 +1,6 @@
-/* The slots of path burst: device memory that is there before any transfer needs it, in sets, one of which a transfer
- * takes for as long as it is being queued. Which set it may take is what keeps bursts from waiting for strangers: see
- * struct kvs_slots. */
+/* The slots of path burst: sets of device memory allocated before any transfer needs them. A transfer holds one set
+ * while it is being queued. The choice of the set keeps bursts from waiting for unrelated work: see struct kvs_slots.
+ */
 #include "core/slots.h"
 
 #include <inttypes.h>
@@ -11,13 +11,13 @@
 #include "core/racecheck.h"
 
 enum {
-  CUDA_SLOT_NBYTES = 64 << 20, /* of this the link moves 1.2 ms, as long as a model's kernels may keep all SMs */
-  HOST_SLOT_NBYTES = 1 << 20,  /* on a host device nothing is gained: enough to run the same program */
-  LEAST_SLOT_NBYTES = 4 << 20, /* of a GPU that has little memory left */
+  CUDA_SLOT_NBYTES = 64 << 20, /* the link moves this in 1.2 ms, as long as a model's kernels may keep all SMs */
+  HOST_SLOT_NBYTES = 1 << 20,  /* host devices gain nothing from bursts: enough to run the same program */
+  LEAST_SLOT_NBYTES = 4 << 20, /* on a GPU with little free memory */
   SLOTS = 3,
   SPARE_SLOTS = 2,
-  TINY_NBYTES = 128 << 10, /* a slot that is asked for: at least, and */
-  MOST_NBYTES = 1 << 30,   /* at most */
+  TINY_NBYTES = 128 << 10, /* least bytes of a configured slot */
+  MOST_NBYTES = 1 << 30,   /* most bytes of a configured slot */
 };
 
 /* -- the slots ------------------------------------------------------------------------------------------------- */
@@ -120,7 +120,7 @@ uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine) {
   return nbytes;
 }
 
-/* Whether nothing that was queued uses them. */
+/* Whether no queued work uses the slots. */
 static bool is_over(struct kvs_engine *engine, const struct kvs_slots *slots) {
   struct kvs_device *device = engine->device;
   struct kvs_error ignored;
@@ -129,7 +129,7 @@ static bool is_over(struct kvs_engine *engine, const struct kvs_slots *slots) {
     over = kvs_dev_stream_query(device, slots->doubt[0], &ignored) == KVS_OK &&
            kvs_dev_stream_query(device, slots->doubt[1], &ignored) == KVS_OK;
   else if (slots->lane && atomic_load(&slots->lane->ended) < slots->sequence)
-    /* Looking at an event makes the work of a stepped device go on. */
+    /* Querying an event advances a stepped device. */
     over = !device->stepped && kvs_dev_event_query(device, slots->free[slots->last], &ignored) == KVS_OK;
   for (unsigned i = 0; over && slots->shared && i < slots->count; i++)
     over = kvs_dev_event_query(device, slots->free[i], &ignored) == KVS_OK;
@@ -140,7 +140,8 @@ static int rank(enum kvs_priority priority) {
   return priority == KVS_PRIORITY_HIGH ? 2 : priority == KVS_PRIORITY_BACKGROUND ? 0 : 1;
 }
 
-/* Whether the transfer that uses them goes on by itself, and is not one that this lane should overtake. */
+/* Whether the transfer that uses the slots has started, so that it ends without further dependencies, and has no lower
+ * priority than this lane. */
 static bool may_wait_for(struct kvs_engine *engine, const struct kvs_slots *slots, const struct kvs_lane *lane) {
   struct kvs_error ignored;
   if (slots->steps || rank(slots->priority) < rank(lane->priority) || engine->device->stepped) return false;
@@ -164,7 +165,8 @@ static bool usable(struct kvs_engine *engine, struct kvs_slots *slots, const str
 struct kvs_slots *kvs_slots_take(struct kvs_engine *engine, const struct kvs_lane *lane, enum kvs_direction direction) {
   struct kvs_slots *found = NULL;
   bool before = kvs_racecheck_internal(true);
-  for (int i = 0; !found && i < 2 * KVS_SLOT_SETS; i++) { /* rather the spare set than to wait */
+  for (int i = 0; !found && i < 2 * KVS_SLOT_SETS;
+       i++) { /* first pass: both sets, without waiting; second pass: wait for a running transfer */
     struct kvs_slots *slots = &engine->slots[(int)direction * KVS_SLOT_SETS + i % KVS_SLOT_SETS];
     if (pthread_mutex_trylock(&slots->lock)) continue;
     if (usable(engine, slots, lane, i >= KVS_SLOT_SETS))
@@ -199,7 +201,7 @@ static int resize_locked(const struct resizing *r, struct kvs_error *err) {
   return status;
 }
 
-/* No transfer is being queued through any of them, or it is tried again. */
+/* Needs all sets: retried while a transfer is being queued through one. */
 static int resize(void *arg, struct kvs_error *err) {
   const struct resizing *r = arg;
   struct kvs_slots *slots = r->engine->slots;

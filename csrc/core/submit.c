@@ -1,10 +1,9 @@
 /* Submitting: from a checked plan to work queued on the device.
  *
- * In order: find the lane; choose a path and get what it needs (nothing has moved, any error is the caller's); take the
- * lane; wait for what the transfer must start after (order.c); issue, layer by layer where layers matter; record the
- * end and let the caller's stream wait for it. From the first issued copy on nothing fails the call any more: what the
- * driver refuses is tried another way (issue.c), and what still fails is written down in the transfer, which goes on in
- * its place. */
+ * Steps: find the lane; choose a path and get what it needs (nothing has moved, so any error fails the call); lock the
+ * lane; wait for the start dependencies (order.c); issue, layer by layer if layers matter; record the end and let the
+ * caller's stream wait for it. After the first issued copy the call does not fail: refused work is tried another way
+ * (issue.c), and blocks that still fail are noted in the transfer. */
 #include "core/submit.h"
 
 #include <stdio.h>
@@ -19,7 +18,7 @@
 
 /* -- issuing --------------------------------------------------------------------------------------------------- */
 
-/* Where a layer begins in the lists, and where the one before `layer` ends; SIZE_MAX: of all layers. */
+/* Positions in the lists where a layer begins and where it ends. SIZE_MAX: the end of all layers. */
 static struct kvs_layer_end begin_of(const struct kvs_submission *s, size_t layer) {
   return layer ? s->work->scratch->layers[layer - 1] : (struct kvs_layer_end){0, 0, 0};
 }
@@ -30,7 +29,7 @@ static struct kvs_layer_end end_of(const struct kvs_submission *s, size_t layer)
   return (struct kvs_layer_end){scratch->copies.count, scratch->rects.count, scratch->rows.count};
 }
 
-/* Layers [layer, end); 0 and SIZE_MAX: everything. */
+/* Set the view to layers [layer, end). 0 and SIZE_MAX: everything. */
 static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
   const struct kvs_copies *all = &s->work->scratch->copies;
   const struct kvs_layer_end from = begin_of(s, layer), to = end_of(s, end);
@@ -46,12 +45,12 @@ static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
                                 .capacity = to.copies - from.copies};
 }
 
-/* The path's kernel or a burst was refused: the copy engine gets these layers, and all that follow. */
+/* The kernel or a burst was refused: these layers and all later ones go to the copy engine. */
 static void try_again(struct kvs_submission *s, size_t layer, size_t end, const struct kvs_error *why) {
   struct kvs_work *work = s->work;
   struct kvs_error err;
   if (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL) {
-    kvs_fail_all(s, why); /* insisted on, and nothing of it runs */
+    kvs_fail_all(s, why); /* the caller named this path, and none of it runs */
     return;
   }
   if (!work->planned && work->plan(work->call, KVS_FORM_COPIES, work->scratch, &err)) {
@@ -90,7 +89,7 @@ static void issue_view(struct kvs_submission *s, size_t layer, size_t end) {
 
 /* -- layers ---------------------------------------------------------------------------------------------------- */
 
-/* The race checker's side of layers, before anything of them is queued. */
+/* Note the accesses of layers to the race checker, before the layers are queued. */
 static void watch(struct kvs_submission *s, size_t layer, size_t end) {
   static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
   const struct kvs_transfer *transfer = s->transfer;
@@ -101,7 +100,7 @@ static void watch(struct kvs_submission *s, size_t layer, size_t end) {
   accessor.sequence = transfer->sequence;
   snprintf(accessor.what, sizeof accessor.what, "%s by %s", names[transfer->direction], kvs_path_name(transfer->path));
   const struct kvs_rects *all = &s->work->scratch->rects;
-  for (size_t next = layer; next == layer || next < end; next++) { /* SIZE_MAX: all at once */
+  for (size_t next = layer; next == layer || next < end; next++) { /* SIZE_MAX: all layers in one step */
     size_t after = end == SIZE_MAX ? end : next + 1;
     look_at(s, next, after);
     size_t from = begin_of(s, next).rects;
@@ -119,7 +118,7 @@ static void issue_span(struct kvs_submission *s, size_t layer, size_t end) {
   kvs_issue_rects(s, begin_of(s, layer).rects, end_of(s, end).rects);
 }
 
-/* Every layer's event is recorded, whatever became of its copies: who waits for it must get past it. */
+/* Every layer's event is recorded, even if its copies failed: streams that wait for the event must continue. */
 static void issue_layers(struct kvs_submission *s) {
   struct kvs_transfer *transfer = s->transfer;
   struct kvs_error why;
@@ -159,7 +158,7 @@ static int prepare_layers(struct kvs_submission *s) {
 
 /* -- the call -------------------------------------------------------------------------------------------------- */
 
-/* Layers may bring others yet. */
+/* Start dependencies of layers may add to the dependency mask later, so they need the record too. */
 static int prepare_outcome(struct kvs_submission *s) {
   struct kvs_transfer *transfer = s->transfer;
   if (!s->work->settle || (!transfer->dependencies && !s->options->nafter_layers)) return KVS_OK;
@@ -168,7 +167,7 @@ static int prepare_outcome(struct kvs_submission *s) {
   if (!transfer->outcome) return kvs_fail(s->err, KVS_NOMEM, "no memory to follow a transfer");
   if (!shared) return KVS_OK;
   *shared = transfer->outcome;
-  atomic_fetch_add(&transfer->outcome->refs, 1); /* the caller's, or the transfer's */
+  atomic_fetch_add(&transfer->outcome->refs, 1); /* one reference each for the caller and the transfer */
   return KVS_OK;
 }
 
@@ -178,7 +177,7 @@ static int submit_on_lane(struct kvs_submission *s) {
   struct kvs_error ignored, why;
   (void)kvs_lane_reap(lane, &ignored);
   int status = kvs_lane_reserve(lane, transfer, s->err);
-  s->leftovers = !status; /* should the call be refused from here on */
+  s->leftovers = !status; /* in case the call is refused later */
   if (!status) status = kvs_lane_head(lane, s->ahead, &transfer->head, s->err);
   if (!status) status = kvs_order_before(transfer, s->work, s->options, s->err);
   if (!status) status = prepare_outcome(s);
@@ -226,7 +225,8 @@ static void count(struct kvs_engine *engine, const struct kvs_work *work) {
 }
 
 static int submit_in_order(struct kvs_submission *s) {
-  /* Two threads that share a stream may mean two lanes: forking from it and joining it again must not interleave. */
+  /* Two threads that share a stream may use two lanes. Their waits for the stream, and the stream's waits for them,
+   * must not interleave. */
   pthread_mutex_t *stream =
       s->options->on_stream ? &s->engine->stream_locks[s->lane->stream_id % KVS_STREAM_LOCKS] : NULL;
   if (stream) pthread_mutex_lock(stream);
@@ -238,7 +238,7 @@ static int submit_in_order(struct kvs_submission *s) {
   return status;
 }
 
-/* The lane is found first, since whether slots can be had depends on it. */
+/* The lane comes first: which slots are available depends on it. */
 static int submit(struct kvs_submission *s) {
   int status = kvs_peer_find(s->engine, &s->work->scratch->regions, &s->peer, &s->peer_direct, s->err);
   if (!status) status = kvs_lane_acquire(s->engine, s->options, s->work->direction, &s->lane, s->err);
@@ -270,7 +270,8 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
     kvs_transfer_unref(s.transfer);
     return status;
   }
-  if (s.fatal) kvs_engine_lose(engine); /* the transfer failed in its lane, and keeps what may still be read */
+  if (s.fatal)
+    kvs_engine_lose(engine); /* the transfer failed in its lane and keeps the memory that the device may still read */
   count(engine, work);
   *out = s.transfer;
   return KVS_OK;

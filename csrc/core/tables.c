@@ -1,13 +1,13 @@
-/* Tables of rows: an engine's tensors are the same from transfer to transfer, so the kernels' table of them is uploaded
- * once and found again by its contents. Uploads go on a stream of their own, on which nothing ever waits: whoever uses
- * a table first must not have to wait for what another's transfer waits for. */
+/* Tables of rows. An engine's tensors rarely change, so the table that kernels read is uploaded once and found again by
+ * its contents. Uploads use a stream of their own that never waits: the first user of a table must not wait for another
+ * transfer's dependencies. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/buffers.h"
 #include "core/core.h"
 
-/* A row's words are multiplied side by side: one after another they would take most of a microsecond of 80 rows. */
+/* The words of a row are multiplied independently: a serial chain takes most of a microsecond for 80 rows. */
 static uint64_t hash_of(const struct kvs_rows *rows) {
   const uint64_t odd = 0x9E3779B97F4A7C15ull;
   uint64_t hash = rows->count;
@@ -25,7 +25,7 @@ static const void *contents(const struct kvs_table_of_rows *table) {
   return (const void *)(uintptr_t)table->staging->host;
 }
 
-/* The one with these rows; else one to be filled, in *free (NULL: all are in use). */
+/* The table with these rows; else the least recently used free one in *free (NULL: all are in use). */
 static struct kvs_table_of_rows *find_locked(struct kvs_tables *tables, const struct kvs_rows *rows, uint64_t hash,
                                              struct kvs_table_of_rows **free) {
   *free = NULL;
@@ -39,14 +39,14 @@ static struct kvs_table_of_rows *find_locked(struct kvs_tables *tables, const st
   return NULL;
 }
 
-/* Nobody reads the table any more, and what was there has arrived long ago. */
+/* No transfer reads the table, and its last upload has ended. */
 static int fill_locked(struct kvs_engine *engine, struct kvs_table_of_rows *table, const struct kvs_rows *rows,
                        uint64_t hash, struct kvs_error *err) {
   size_t nbytes = rows->count * sizeof *rows->items;
   int status = KVS_OK;
   table->count = 0;
   if (table->staging && table->staging->nbytes < nbytes) {
-    /* An upload whose event was refused may still read what would be given to others. */
+    /* If recording the event was refused, the upload may still read the old staging. */
     status = kvs_dev_stream_query(engine->device, engine->tables.upload, err);
     if (status) return status;
     kvs_engine_staging_put(engine, table->staging);
