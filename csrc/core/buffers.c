@@ -1,5 +1,5 @@
-/* Buffers that an engine keeps for reuse, so that the steady state allocates nothing: staging, events, the working
- * memory of calls. */
+/* Buffers that an engine keeps for reuse, so that the steady state allocates nothing: staging, events, scratch of
+ * calls. */
 #include "core/buffers.h"
 
 #include <stdlib.h>
@@ -30,7 +30,7 @@ int kvs_engine_staging_get(struct kvs_engine *engine, size_t nbytes, struct kvs_
     atomic_fetch_add(&engine->staging_nbytes, kept->nbytes);
   if (!status && !kept->device && !(status = kvs_dev_alloc(engine->device, kept->nbytes, &kept->device, err)))
     atomic_fetch_add(&engine->staging_nbytes, kept->nbytes);
-  if (status) { /* what there is stays for the next: a free waits for all that is queued, and the caller holds locks */
+  if (status) { /* keep what was allocated: freeing waits for all queued work, and the caller holds locks */
     kvs_engine_staging_put(engine, kept);
     return status;
   }

@@ -1,9 +1,9 @@
-/* What memory a call touches.
+/* The memory that a call touches.
  *
- * A submitting call looks at each region once: kvs_memory_cover() fills the call's own set from the engine's table, and
- * from the driver for memory that somebody else allocated. The set is forgotten with the call, since nobody tells us
- * when others free; that of many tensors is kept for the next call with the same ones, which looks nothing up, but
- * still asks the driver whether others' memory is what it was. */
+ * A submitting call looks up each region once: kvs_memory_cover() fills the call's own set from the engine's table, and
+ * from the driver for memory that other libraries allocated. The set lasts for one call, since kvswap does not see when
+ * other libraries free memory. The set of many tensors is kept for the next call with the same tensors: that call skips
+ * the lookups, and only asks the driver whether memory of other libraries is unchanged. */
 #include "core/cover.h"
 
 #include <inttypes.h>
@@ -15,8 +15,8 @@ enum { SIDE_TEXT = 48 };
 
 /* -- regions of a call ----------------------------------------------------------------------------------------- */
 
-/* Cut `region` so that it overlaps nothing in `set` and still holds `address`. What others tell us of ordinary memory
- * is the whole mapping, of which a part may be registered. */
+/* Cut `region` so that it overlaps nothing in `set` and still holds `address`. For ordinary memory the system reports
+ * the whole mapping, of which a part may be registered. */
 static void clip(struct kvs_region *region, const struct kvs_regions *set, uint64_t address) {
   const struct kvs_region *above = kvs_regions_after(set, address);
   uint64_t end = region->base + region->nbytes;
@@ -63,7 +63,7 @@ static const char *side_text(const struct kvs_side *side, char text[SIDE_TEXT]) 
   return text;
 }
 
-/* Memory of another device is the other side of a swap, in place of the host's. */
+/* Memory of another device takes the place of the host's in a swap. */
 static int check_peer(const struct kvs_engine *engine, const struct kvs_regions *met, const struct kvs_region *region,
                       uint64_t address, const struct kvs_side *side, struct kvs_error *err) {
   char text[SIDE_TEXT];
@@ -129,7 +129,7 @@ int kvs_memory_cover(struct kvs_engine *engine, struct kvs_scratch *scratch, uin
 
 /* -- the same as the call before ---------------------------------------------------------------------------------- */
 
-enum { WORTH_KEEPING = 8 }; /* tensors: looking up fewer takes no longer */
+enum { WORTH_KEEPING = 8 }; /* tensors: for fewer, a lookup costs no more than this */
 
 uint64_t kvs_memory_changes(struct kvs_engine *engine) {
   pthread_mutex_lock(&engine->memory_lock);
@@ -138,12 +138,11 @@ uint64_t kvs_memory_changes(struct kvs_engine *engine) {
   return changes;
 }
 
-/* Memory that others allocated is asked about once a call, as ever: it may have been freed, and its address used again.
- */
+/* Memory that other libraries allocated is queried in every call: it may have been freed and its address reused. */
 static bool still_there(struct kvs_engine *engine, const struct kvs_region *region) {
   struct kvs_region now;
   struct kvs_error ignored;
-  if (region->origin != KVS_ORIGIN_OTHER) return true; /* the engine knows of every change */
+  if (region->origin != KVS_ORIGIN_OTHER) return true; /* the engine counts every change */
   if (kvs_dev_pointer_query(engine->device, region->base, &now, &ignored)) return false;
   return now.buffer_id == region->buffer_id && now.memory == region->memory && now.device == region->device &&
          now.seam == region->seam && now.writable == region->writable && !now.alias == !region->alias &&
@@ -174,7 +173,7 @@ bool kvs_memory_recall(struct kvs_engine *engine, struct kvs_scratch *scratch, c
   return add_regions(&scratch->regions, &cover->regions);
 }
 
-/* Not remembering costs time, nothing else. */
+/* Without memory the next call looks everything up again. */
 void kvs_memory_remember(struct kvs_scratch *scratch, const struct kvs_cache_call *call, uint64_t changes) {
   struct kvs_cover *cover = &scratch->covers[call->direction];
   cover->right = false;

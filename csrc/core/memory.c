@@ -1,4 +1,4 @@
-/* Memory that an engine allocates and registers, and gives back. */
+/* Memory that an engine allocates, registers and frees. */
 #include <inttypes.h>
 
 #include "core/core.h"
@@ -16,7 +16,7 @@ int kvs_memory_add(struct kvs_engine *engine, uint64_t ptr, uint64_t nbytes, enu
   int status = kvs_dev_pointer_query(engine->device, ptr, &region, err);
   if (status) return status;
   region.origin = origin;
-  if (nbytes) { /* it may be a part of what the driver handles as one */
+  if (nbytes) { /* may be a part of the driver's region */
     region.alias += ptr - region.base;
     region.base = ptr;
     region.nbytes = nbytes;
@@ -55,7 +55,7 @@ int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_a
   if (status) return status;
   kvs_reclaim_retry(engine);
   status = alloc_kind(engine, nbytes, kind, ptr, err);
-  if (status == KVS_NOMEM && kvs_reclaim_pending(engine)) { /* now it is worth waiting for */
+  if (status == KVS_NOMEM && kvs_reclaim_pending(engine)) { /* a pending free may make room */
     (void)kvs_reclaim_drain(engine, timeout_ns);
     status = alloc_kind(engine, nbytes, kind, ptr, err);
   }
@@ -79,7 +79,7 @@ static bool known_region(struct kvs_engine *engine, uint64_t ptr, enum kvs_origi
   return found;
 }
 
-/* Pools that other devices have over what this one opened. */
+/* Close the pools that other devices have over memory that this one opened. */
 static void close_pools_of_others(struct kvs_engine *engine, const struct kvs_region *region) {
   struct kvs_engine *other;
   for (unsigned i = 0; (other = kvs_engine_at(i)) != NULL; i++) {
@@ -101,7 +101,7 @@ static int check_known(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin 
   if (!known_region(engine, ptr, origin, region))
     return kvs_fail(err, KVS_INVALID, "0x%" PRIx64 " was not %s by this device, or already given back", ptr,
                     done[origin]);
-  if (!status && atomic_load(&engine->closed)) /* what still runs may never end, and the process does */
+  if (!status && atomic_load(&engine->closed)) /* running work may never end, and the process is exiting */
     return kvs_fail(err, KVS_CLOSED, "%s was shut down: its memory goes with the process", engine->name);
   return status;
 }
@@ -121,7 +121,7 @@ int kvs_memory_retire(struct kvs_engine *engine, uint64_t ptr, enum kvs_origin o
   return status;
 }
 
-/* -- giving back: the functions of tasks (core/reclaim.h), and what starts them -------------------------------- */
+/* -- freeing: functions of reclaim tasks (core/reclaim.h) and the calls that start them --------------------------- */
 
 static void *as_what(uint64_t ptr) { return (void *)(uintptr_t)ptr; }
 
@@ -131,7 +131,7 @@ static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err
   int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_ALLOCATED, &region, err);
   if (status) return status;
   if (region.memory != KVS_MEMORY_DEVICE) return kvs_dev_host_free(engine->device, ptr, err);
-  /* Unlike freeing, unmapping chunks waits for nothing: the task did. */
+  /* Unmapping chunks does not wait for work, but the task already has. */
   return kvs_range_known(engine, ptr) ? kvs_range_free(engine, ptr, err) : kvs_dev_free(engine->device, ptr, err);
 }
 
@@ -142,7 +142,7 @@ static int unregister_now(struct kvs_engine *engine, void *what, struct kvs_erro
   int status = kvs_memory_retire(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
   if (status) return status;
   status = kvs_dev_host_unregister(engine->device, ptr, err);
-  if (status == KVS_REFUSED) /* then the driver has it still, and the caller may try again */
+  if (status == KVS_REFUSED) /* the driver still has the registration, and the caller may retry */
     (void)kvs_memory_add(engine, ptr, 0, KVS_ORIGIN_REGISTERED, &ignored);
   return status;
 }
@@ -158,7 +158,8 @@ int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct 
                                 struct kvs_error *err) {
   struct kvs_region region;
   int status = check_known(engine, ptr, KVS_ORIGIN_REGISTERED, &region, err);
-  bool left = status == KVS_INVALID && kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* half-way */
+  bool left = status == KVS_INVALID &&
+              kvs_reclaim_left(engine, unregister_now, as_what(ptr)); /* an earlier call left its result */
   if (status && status != KVS_LOST && !left) return status;
   return kvs_reclaim_start(engine, unregister_now, as_what(ptr), task, err);
 }
@@ -176,7 +177,7 @@ int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *e
   status = kvs_reclaim_wait(task, DRAIN_NS, err);
   bool withdrawn = kvs_reclaim_leave(task, KVS_LEAVE_WITHDRAW);
   if (status != KVS_TIMEOUT) return status;
-  return withdrawn ? late(engine, DRAIN_NS, err) : KVS_OK; /* the driver has been told */
+  return withdrawn ? late(engine, DRAIN_NS, err) : KVS_OK; /* the driver's call is running */
 }
 
 void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr) {
@@ -196,7 +197,7 @@ int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_er
   return kvs_engine_unregister_within(engine, ptr, DRAIN_NS, err);
 }
 
-/* What this device allocated or registered already; what others pinned, the driver knows. */
+/* Refuse ranges that this device allocated or registered. Ranges that other devices pinned, the driver refuses. */
 static int refuse_known(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
   int status = KVS_OK;
   pthread_mutex_lock(&engine->memory_lock);

@@ -1,5 +1,5 @@
-/* Ranges of chunks. An engine knows those that it made, so that they can be taken apart again; device.h's members know
- * single chunks alone. */
+/* Ranges of chunks. The engine keeps the list of its ranges, to unmap them chunk by chunk; the device knows single
+ * chunks only. */
 #include "core/range.h"
 
 #include <inttypes.h>
@@ -7,13 +7,13 @@
 
 #include "device/share.h"
 
-enum { CHUNK_GRANULES = 16 }; /* of what is allocated here: 32 MiB on GPUs */
+enum { CHUNK_GRANULES = 16 }; /* chunk size in granules: 32 MiB on GPUs */
 
 struct kvs_range {
   struct kvs_range *next; /* guarded by engine->range_lock */
   struct kvs_engine *engine;
   uint64_t ptr, nbytes, used;
-  uint64_t *chunks; /* bytes of each */
+  uint64_t *chunks; /* bytes of each chunk */
   size_t count, capacity;
 };
 
@@ -63,7 +63,7 @@ int kvs_range_finish(struct kvs_range *range, uint64_t *ptr, struct kvs_error *e
   return KVS_OK;
 }
 
-/* All of it, whatever fails on the way: the first failure is the one to tell of. */
+/* Unmap and free everything; returns the first failure. */
 static int take_apart(struct kvs_range *range, struct kvs_error *err) {
   struct kvs_device *device = range->engine->device;
   struct kvs_error ignored;

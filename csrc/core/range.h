@@ -1,5 +1,5 @@
-/* Ranges of addresses into which chunks of memory are mapped one by one: what an engine allocates to be shared so, and
- * what it was given by another process. For the core's own files only. */
+/* Address ranges into which chunks of memory are mapped: memory that an engine allocates to share, and memory that it
+ * opens from another process. For the core's own files only. */
 #ifndef KVS_RANGE_H
 #define KVS_RANGE_H
 
@@ -7,18 +7,18 @@
 
 struct kvs_range;
 
-/* New memory in chunks that can be shared; freed by kvs_engine_free(). */
+/* New memory in shareable chunks; kvs_engine_free() frees it. */
 int kvs_range_alloc(struct kvs_engine *, uint64_t nbytes, uint64_t *ptr, struct kvs_error *);
 
-/* A range of nbytes, to be filled from its beginning by descriptors of chunks (which stay the caller's). */
+/* Reserve a range. Fill it from the beginning with chunks by their descriptors, which stay the caller's. */
 int kvs_range_new(struct kvs_engine *, uint64_t nbytes, struct kvs_range **, struct kvs_error *);
 int kvs_range_add(struct kvs_range *, uint64_t nbytes, int fd, struct kvs_error *); /* fd -1: new memory */
 int kvs_range_finish(struct kvs_range *, uint64_t *ptr,
-                     struct kvs_error *); /* it is full; from now on it has its ptr */
-void kvs_range_drop(struct kvs_range *);  /* instead of finishing it */
+                     struct kvs_error *); /* the range is full and gets its address */
+void kvs_range_drop(struct kvs_range *);  /* drop an unfinished range */
 
 bool kvs_range_known(struct kvs_engine *, uint64_t ptr);
-/* Unmap what begins at ptr. KVS_RANGE: no range does. */
+/* Unmap the range that begins at ptr. KVS_RANGE: there is none. */
 int kvs_range_free(struct kvs_engine *, uint64_t ptr, struct kvs_error *);
 void kvs_ranges_destroy(struct kvs_engine *);
 

@@ -1,8 +1,8 @@
-/* Giving back what the device may still use: see reclaim.h.
+/* Reclaiming what the device may still use: see reclaim.h.
  *
- * The thread synchronizes with the device, then runs the tasks that were there when it began to. It has the engine's
- * reference and ends when there is no task left, so an engine that frees nothing has no thread. A task's memory belongs
- * to the list and to its caller: the one that lets go of it last frees it. */
+ * The thread synchronizes with the device, then runs the tasks that existed before the synchronization. It holds a
+ * reference to the engine and exits when no task is left. A task is owned by the list and by its callers; the last one
+ * frees it. */
 #include "core/reclaim.h"
 
 #include <stdlib.h>
@@ -17,24 +17,24 @@ enum state { WAITING, RUNNING, ENDED };
 
 enum { PAUSE_FROM_NS = 200000, PAUSE_TO_NS = 50000000 };
 
-/* All guarded by reclaims.lock, but what is constant. */
+/* Guarded by reclaims.lock, except the constant members. */
 struct kvs_reclaim {
   struct kvs_reclaim *next;
-  struct kvs_engine *engine;      /* constant; a reference while a caller has the task */
+  struct kvs_engine *engine;      /* constant; each caller holds a reference */
   kvs_reclaim_function *function; /* constant */
   void *what;                     /* constant */
   enum state state;
-  bool covered; /* what was queued when it was made has ended */
-  bool kept;    /* its result is kept though nobody waits */
-  bool listed;  /* the list has it */
-  bool seen;    /* a caller was told its status */
-  bool ran;     /* RUNNING, or ENDED by its function: not because the device could not be waited for */
+  bool covered; /* the work that was queued before the task has ended */
+  bool kept;    /* the result is kept although no caller waits */
+  bool listed;  /* the task is in the list */
+  bool seen;    /* a caller has the status */
+  bool ran;     /* the function has begun; false if the task ended because the device could not be synchronized */
   unsigned callers;
   int status;
   struct kvs_error err;
 };
 
-/* The engine whose task runs in this thread: the task may give back more, and waits for nothing. */
+/* The engine whose task runs in this thread: tasks that this task starts run here too, and wait for nothing. */
 static _Thread_local const struct kvs_engine *reclaiming;
 
 void kvs_reclaims_init(struct kvs_reclaims *reclaims) {
@@ -93,7 +93,7 @@ static bool any_open_locked(const struct kvs_reclaims *reclaims) {
   return false;
 }
 
-/* After kvs_shutdown() only what the driver is at matters: the rest goes with the process. */
+/* After kvs_shutdown() only running tasks count: the rest ends with the process. */
 static bool any_left_locked(const struct kvs_engine *engine) {
   if (!atomic_load(&engine->closed)) return any_open_locked(&engine->reclaims);
   for (const struct kvs_reclaim *task = engine->reclaims.first; task; task = task->next)
@@ -113,7 +113,7 @@ static void end_locked(struct kvs_reclaims *reclaims, struct kvs_reclaim *task, 
   free_unused_locked(task);
 }
 
-/* Without the lock inside. False: something uses it still. */
+/* The lock is released while the function runs. False: still in use. */
 static bool run_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   struct kvs_error err = {0};
@@ -134,13 +134,13 @@ static bool run_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
   return false;
 }
 
-/* One try at all that is covered. True if at least one ended. */
+/* Run all covered tasks once. True if at least one ended. */
 static bool run_all_locked(struct kvs_engine *engine) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   struct kvs_reclaim *task;
   bool progress = false;
   while ((task = next_locked(reclaims)) != NULL) {
-    task->covered = false; /* not again in this round */
+    task->covered = false; /* once a round */
     progress |= run_locked(engine, task);
   }
   return progress;
@@ -150,7 +150,7 @@ static void cover_locked(struct kvs_reclaims *reclaims) {
   for (struct kvs_reclaim *task = reclaims->first; task; task = task->next) task->covered = true;
 }
 
-/* The device could not be waited for: callers are told, and what nobody waits for is tried again. */
+/* The device could not be synchronized: tasks with callers end with that error, the others are retried. */
 static void refuse_locked(struct kvs_reclaims *reclaims, int status, const struct kvs_error *err) {
   struct kvs_reclaim *task = reclaims->first;
   while (task) {
@@ -162,7 +162,7 @@ static void refuse_locked(struct kvs_reclaims *reclaims, int status, const struc
   }
 }
 
-/* Wait for the device, then try. */
+/* Synchronize with the device, then run the tasks. */
 static bool one_round_locked(struct kvs_engine *engine) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   struct kvs_error err = {0};
@@ -186,7 +186,7 @@ static void *work(void *arg) {
   while (any_open_locked(reclaims)) {
     if (one_round_locked(engine)) {
       pause = PAUSE_FROM_NS;
-    } else { /* in use by another device, say, or one that was made meanwhile */
+    } else { /* still in use, for example by another device, or made during the synchronization */
       (void)kvs_cond_wait(&reclaims->changed, &reclaims->lock, kvs_clock_ns() + pause);
       pause = 2 * pause < PAUSE_TO_NS ? 2 * pause : PAUSE_TO_NS;
     }
@@ -204,7 +204,7 @@ static bool start_thread_locked(struct kvs_engine *engine) {
   if (reclaims->threaded) return true;
   kvs_engine_ref(engine);
   if (kvs_thread_start(&thread, "kvswap-reclaim", work, engine)) {
-    (void)atomic_fetch_sub(&engine->refs, 1); /* the caller has another */
+    (void)atomic_fetch_sub(&engine->refs, 1); /* not the last reference: the caller holds one */
     return false;
   }
   pthread_detach(thread);
@@ -214,8 +214,8 @@ static bool start_thread_locked(struct kvs_engine *engine) {
 
 static bool is_here(const struct kvs_engine *engine) { return engine->device->stepped || reclaiming == engine; }
 
-/* In this thread: on a deterministic device, and inside another task, for which the device was synchronized. A task
- * that could not be done stays if nobody waits for it. */
+/* Run the task in this thread: on a deterministic device, or inside another task, which has synchronized already. A
+ * task that cannot run yet stays if it has no caller. */
 static void run_here_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   struct kvs_error err = {0};
@@ -226,7 +226,7 @@ static void run_here_locked(struct kvs_engine *engine, struct kvs_reclaim *task)
     kvs_engine_reap(engine);
     pthread_mutex_lock(&reclaims->lock);
   }
-  if (task->state != WAITING) return; /* another thread was faster */
+  if (task->state != WAITING) return; /* another thread ran it */
   if (!status || status == KVS_LOST)
     (void)run_locked(engine, task);
   else if (task->callers)
@@ -275,7 +275,7 @@ int kvs_reclaim_start(struct kvs_engine *engine, kvs_reclaim_function *function,
 int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_reclaims *reclaims = &task->engine->reclaims;
   uint64_t deadline = kvs_deadline(timeout_ns);
-  bool here = is_here(task->engine); /* then nothing goes on meanwhile */
+  bool here = is_here(task->engine); /* no other thread makes progress */
   pthread_mutex_lock(&reclaims->lock);
   while (task->state != ENDED && !here && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
   bool ended = task->state == ENDED;
@@ -291,7 +291,7 @@ bool kvs_reclaim_leave(struct kvs_reclaim *task, enum kvs_leave how) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   pthread_mutex_lock(&reclaims->lock);
   bool last = --task->callers == 0, withdrawn = !task->ran && how != KVS_LEAVE_ALONE;
-  /* It may have ended since the caller was told that it goes on. */
+  /* The task may have ended after the caller got KVS_TIMEOUT. */
   bool keep = last && !withdrawn && how == KVS_LEAVE_RESULT && !task->seen;
   if (keep) task->kept = true;
   if (keep && !task->listed) append_locked(reclaims, task);
@@ -323,13 +323,13 @@ void kvs_reclaim_forget(struct kvs_engine *engine, kvs_reclaim_function *functio
 void kvs_reclaim_later(struct kvs_engine *engine, kvs_reclaim_function *function, void *what) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   if (kvs_dev_forked(engine->device) || atomic_load(&engine->closed)) return;
-  kvs_engine_ref(engine); /* `what` may hold the last one */
+  kvs_engine_ref(engine); /* `what` may hold the last reference */
   pthread_mutex_lock(&reclaims->lock);
   struct kvs_reclaim *task = make_locked(engine, function, what);
   if (task && is_here(engine))
     run_here_locked(engine, task);
   else if (task)
-    (void)start_thread_locked(engine); /* else the next one starts it */
+    (void)start_thread_locked(engine); /* on failure a later call starts the thread */
   pthread_mutex_unlock(&reclaims->lock);
   kvs_engine_unref(engine);
 }
