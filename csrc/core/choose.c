@@ -133,8 +133,8 @@ static bool take_slots(struct kvs_submission *s) {
   return s->slots != NULL;
 }
 
-/* Predicted time in nanoseconds. A kernel keeps the pace that does not slow a model; high priority has no pace and no
- * handicap. */
+/* Predicted time in nanoseconds. A kernel keeps the pace that does not slow a model beside it. High priority has no
+ * handicap: the model's slowdown does not count. */
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
   if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape) * many(s->work->shape.runs);

@@ -82,13 +82,14 @@ struct kvs_event_pair {
 
 /* A lane lives as long as its engine. An idle lane is given to another stream of the caller, not freed.
  *
- * A lane for one stream of the caller:
+ * States of a lane, what moves it, and the locks:
  *   ABSENT -> IDLE                  kvs_lane_acquire() makes the lane            engine->lock
  *   IDLE -> IDLE, another stream    kvs_lane_acquire(), when all lanes are taken engine->lock
  *   IDLE -> HELD (users > 0)        kvs_lane_acquire()                           engine->lock
  *   HELD -> BUSY (count > 0)        kvs_lane_append()                            lane->submit, lane->lock
+ *   HELD -> IDLE                    kvs_lane_release(), if nothing was queued    engine->lock
  *   BUSY -> IDLE (count 0, users 0) kvs_lane_reap(), kvs_engine_lose()           lane->lock
- *                                   kvs_lane_release()                           engine->lock
+ *   IDLE -> freed                   kvs_lanes_destroy()                          none: the engine has no users
  * After a refused submission (leftovers), an idle lane serves no other stream until both its streams are idle. */
 struct kvs_lane {
   struct kvs_engine *engine;

@@ -1,4 +1,4 @@
-/* Composition: an open device with its regions, lanes and staging. What the bindings see beyond kvswap.h. */
+/* An engine: an open device with its regions, lanes and staging. What the bindings use beyond kvswap.h. */
 #ifndef KVS_ENGINE_H
 #define KVS_ENGINE_H
 
@@ -8,76 +8,77 @@
 #include "kvswap.h"
 #include "plan/cost.h"
 
-/* The seam of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
+/* The device of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 KVS_API struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 
-/* Whoever is about to destroy a stream of the engine asks first: true if it is the compute stream, and then the engine
- * destroys it, once another is set or the engine ends. */
+/* Call before destroying a stream of the engine. True: it is the compute stream, and the engine destroys it, once
+ * another is set or the engine ends. */
 KVS_API bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
 
-/* The engines that kvs_engine_open() made, which stay until the process ends, by number from 0; NULL: no more. */
+/* The engine that kvs_engine_open() made with this number, from 0; NULL: no more. These engines stay until the process
+ * ends. */
 struct kvs_engine *kvs_engine_at(unsigned number);
 
-/* Why path burst is not there, or has less memory than wanted; empty: neither. And where the costs are from that AUTO
- * predicts with. */
+/* Why path burst is off, or has less memory than wanted; empty: neither. And the source of the costs that AUTO predicts
+ * with. */
 enum { KVS_BURST_NOTE = 160 };
 KVS_API void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE]);
 KVS_API const char *kvs_engine_costs_note(const struct kvs_engine *engine);
-/* Predict with these from now on: while nobody submits. kvs_engine_open() takes the machine's calibration, where there
- * is one, else built-in figures. */
+/* Replace the costs. No submission may be in progress. kvs_engine_open() takes the machine's calibration, else built-in
+ * figures. */
 KVS_API void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note);
 KVS_API const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine);
 
-/* How many transfers a lane holds unfinished before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
+/* Unfinished transfers that a lane holds before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 KVS_API int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct kvs_error *err);
 
-/* Device memory that bursts are packed in: for each direction `count` slots (2 to 8) of slot_nbytes, and two of half as
- * much for transfers that must not wait for those. 0: give the memory back; path burst is off. Waits, at most
- * timeout_ns, until the transfers through them ended; allocating and freeing may hold up other work on the device. */
+/* Device memory in which bursts are packed: for each direction `count` slots (2 to 8) of slot_nbytes, and a spare set
+ * of two half-size slots. 0: free the memory; path burst is off. Waits at most timeout_ns for the transfers that use
+ * slots. Allocating and freeing may delay other work on the device. */
 KVS_API int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsigned count, int64_t timeout_ns,
                                  struct kvs_error *err);
-KVS_API uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* of both directions */
+KVS_API uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of both directions */
 
-/* For tests that must fail: leave out the waits for one kind of hazard, "raw", "war" or "waw"; NULL: none. */
+/* For tests that must fail: skip the waits for one kind of hazard, "raw", "war" or "waw"; NULL: skip none. */
 KVS_API int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
 
-/* As kvs_engine_alloc(); in chunks: device memory that is mapped in chunks, each of which can be shared with other
- * processes by a descriptor, as torch's expandable segments are. */
+/* As kvs_engine_alloc(). KVS_ALLOC_CHUNKS: device memory mapped in chunks, as torch's expandable segments are; each
+ * chunk can be shared with other processes by a descriptor. */
 enum kvs_alloc { KVS_ALLOC_DEVICE, KVS_ALLOC_HOST, KVS_ALLOC_CHUNKS };
 KVS_API int kvs_engine_alloc_kind(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, uint64_t *ptr,
                                   struct kvs_error *err);
 
-/* The same; where memory that is being given back may make room, waits at most timeout_ns for that. */
+/* The same. If a pending free may make room, waits at most timeout_ns for it. */
 KVS_API int kvs_engine_alloc_within(struct kvs_engine *engine, size_t nbytes, enum kvs_alloc kind, int64_t timeout_ns,
                                     uint64_t *ptr, struct kvs_error *err);
 
-/* kvs_engine_free() and kvs_engine_unregister() in steps (core/reclaim.h), for callers that must look up between waits:
- * start, kvs_reclaim_wait (KVS_TIMEOUT: again), kvs_reclaim_leave. */
+/* kvs_engine_free() and kvs_engine_unregister() in steps (core/reclaim.h), for callers with work between waits: start,
+ * kvs_reclaim_wait (KVS_TIMEOUT: again), kvs_reclaim_leave. */
 int kvs_engine_free_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task, struct kvs_error *err);
 int kvs_engine_unregister_start(struct kvs_engine *engine, uint64_t ptr, struct kvs_reclaim **task,
                                 struct kvs_error *err);
 int kvs_engine_unregister_within(struct kvs_engine *engine, uint64_t ptr, int64_t timeout_ns, struct kvs_error *err);
 
-/* memory/hostalloc.c: kvs_host_free() and kvs_host_unregister() in steps; `kept`: nothing was given back. And, an
- * allocation of the engine's becomes one of kvs_host_alloc(). */
+/* memory/hostalloc.c: kvs_host_free() and kvs_host_unregister() in steps; `kept`: nothing was freed. kvs_host_adopt()
+ * turns an allocation of the engine into one of kvs_host_alloc(). */
 struct kvs_host_giving;
 int kvs_host_give_start(uint64_t ptr, bool registered, struct kvs_host_giving **giving, struct kvs_error *err);
 struct kvs_reclaim *kvs_host_giving_task(const struct kvs_host_giving *giving);
 void kvs_host_give_end(struct kvs_host_giving *giving, bool kept);
 int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
-/* Free without waiting, for destructors: it is done when the device's work has ended. */
+/* Free without waiting, for destructors: the memory is freed when the device's work has ended. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
 
-/* kvs_engine_synchronize in steps, for callers that must look up between waits: start, wait (KVS_TIMEOUT: again), drop.
- */
+/* kvs_engine_synchronize() in steps, for callers with work between waits: start, wait (KVS_TIMEOUT: again), drop. */
 struct kvs_sync;
 KVS_API int kvs_sync_start(struct kvs_engine *engine, struct kvs_sync **sync, struct kvs_error *err);
 KVS_API int kvs_sync_wait(struct kvs_sync *sync, int64_t timeout_ns, struct kvs_error *err);
 KVS_API void kvs_sync_drop(struct kvs_sync *sync);
 
 /* The test pattern (kernels.h) over a list of items, enqueued on a stream. CHECK compares, WRITE writes. The items are
- * copied. The job is reaped by its owner: result waits (timeout_ns < 0: no limit), free never does. */
+ * copied. The caller frees the job. kvs_pattern_wait() waits (timeout_ns < 0: no limit); kvs_pattern_free() never does.
+ */
 struct kvs_pattern_job;
 KVS_API int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode,
                                const struct kvs_pattern_item *items, size_t nitems, kvs_stream stream,

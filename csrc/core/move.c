@@ -1,5 +1,5 @@
-/* Transfers between pools: the call of kvswap_pool.h. Everything happens under the engine's hazard_lock, so that what
- * is seen in the tables is still so when they learn of the transfer. */
+/* kvs_move_blocks(): transfers between pools. Everything runs under the engine's hazard_lock, so the tables do not
+ * change between the check and the note of the transfer. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,15 +15,15 @@
 
 struct move_call {
   const struct kvs_move *move;
-  struct kvs_engine *engine, *other; /* whose pools they are; other NULL: all are of one engine */
+  struct kvs_engine *engine, *other; /* the engines of the pools; other NULL: all pools are of one engine */
   struct kvs_move_scratch *room;
   size_t nparts, ntouches;
-  bool rows; /* copies of rows may be of use */
+  bool rows; /* rects may be used */
   bool layered;
-  const int64_t *all_src, *all_dst; /* slots as the caller named them */
+  const int64_t *all_src, *all_dst; /* slots as named by the caller */
   size_t all;
-  const int64_t *src, *dst;  /* those to be copied */
-  const uint32_t *positions; /* of these in the caller's lists; NULL: the same */
+  const int64_t *src, *dst;  /* the slots to copy */
+  const uint32_t *positions; /* their positions in the caller's lists; NULL: the same */
   size_t count;
 };
 
@@ -31,7 +31,7 @@ struct move_call {
 
 static atomic_uint_fast64_t move_numbers;
 
-/* The engine of src[0] runs it, and there may be one more. */
+/* The engine of src[0] runs the transfer; pools may belong to one other engine. */
 static int check_engine(const struct kvs_engine *engine, const struct kvs_pool *pool, const char *side, size_t i,
                         struct kvs_engine **other, struct kvs_error *err) {
   if (pool->engine == engine || pool->engine == *other) return KVS_OK;
@@ -63,7 +63,7 @@ static int check_pools(const struct kvs_move *move, struct kvs_engine **other, s
   return KVS_OK;
 }
 
-/* The tables that the transfer reads and writes, each once; *shared: one of them is both. */
+/* The tables that the transfer reads and writes, each once. *shared: one table is both read and written. */
 static int find_touches(struct move_call *call, bool *shared, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   struct kvs_touch *touches = call->room->touches;
@@ -90,7 +90,7 @@ static int find_touches(struct move_call *call, bool *shared, struct kvs_error *
   return KVS_OK;
 }
 
-/* Order with transfers of other engines. */
+/* Collect what to wait for on other engines. */
 static int find_foreign(const struct move_call *call, struct kvs_error *err) {
   struct kvs_foreign_list *list = &call->room->foreign;
   int status = KVS_OK;
@@ -106,7 +106,7 @@ static int find_foreign(const struct move_call *call, struct kvs_error *err) {
 
 enum { POOL_TEXT = 48 };
 
-/* The list, with what bounds it: the pool with the fewest blocks. */
+/* The list of slots, bounded by the smallest pool. */
 static struct kvs_plan_slots slots_of(const int64_t *slots, size_t count, struct kvs_pool *const *pools, size_t npools,
                                       char text[POOL_TEXT]) {
   const struct kvs_pool *least = pools[0];
@@ -157,7 +157,7 @@ static int cover_pools(const struct move_call *call, struct kvs_scratch *scratch
 
 /* -- parts ----------------------------------------------------------------------------------------------------- */
 
-/* Parts of one pair go up its blocks, so that none is written twice. */
+/* Parts of a pair are in ascending order of offset, so no byte is written twice. */
 static int check_parts(const struct move_call *call, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
   uint32_t layer = 0;
@@ -199,7 +199,7 @@ static bool make_rect(const struct move_call *call, const struct kvs_run *run, s
                        call->engine->device->info.max_pitch);
 }
 
-/* The copy engine takes rows at a pitch within one allocation and one registration, if the pitch is not too odd. */
+/* A rect must lie within one region on each side, and the driver must accept its pitch. */
 static bool may_stride(const struct move_call *call, const struct kvs_scratch *scratch, const struct kvs_part *part,
                        size_t from) {
   struct kvs_rect rect;
@@ -235,7 +235,7 @@ static uint32_t position_of(const struct move_call *call, size_t i) {
   return call->positions ? call->positions[i] : (uint32_t)i;
 }
 
-/* One row of each block; neighbours on both sides become one copy. */
+/* One row of each block; copies that are adjacent on both sides are merged. */
 static int plan_row(const struct move_call *call, const struct kvs_pool_layout *src, const struct kvs_pool_layout *dst,
                     const struct kvs_run *run, uint64_t row, bool merge, struct kvs_copies *copies,
                     struct kvs_error *err) {
@@ -272,7 +272,7 @@ static int plan_rects(const struct move_call *call, const struct kvs_pool_layout
   return KVS_OK;
 }
 
-/* The runs of a part, and the pools that they are between. */
+/* The runs of a part and its two pools. */
 struct part_runs {
   const struct kvs_pool_layout *src, *dst;
   const struct kvs_run *first, *end;
@@ -324,7 +324,7 @@ static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *sc
   return status;
 }
 
-/* What copies of rows could take. */
+/* Count what rects could carry. */
 static void find_rects(const struct move_call *call, enum kvs_direction direction, struct kvs_shape *shape) {
   for (size_t i = 0; i < call->nparts; i++) {
     struct part_runs part = runs_of(call, i);
@@ -362,7 +362,7 @@ static int list_rows(const struct move_call *call, struct kvs_scratch *scratch, 
   return status;
 }
 
-/* Slots are 32-bit numbers to the kernels. */
+/* Kernels take 32-bit slots. */
 static uint64_t most_slots(const struct move_call *call) {
   uint64_t most = 0;
   for (size_t i = 0; i < call->move->npairs; i++) {
@@ -383,9 +383,9 @@ static int find_shape(const struct move_call *call, struct kvs_work *work, const
   return status;
 }
 
-/* -- failure travels ------------------------------------------------------------------------------------------- */
+/* -- failures are passed on ---------------------------------------------------------------------------------------- */
 
-/* Why a block is lost; NULL: it is not. `others` learns what that may yet depend on. */
+/* The failure record of a lost block, or NULL. Adds the dependencies of undecided sources to *dependencies. */
 static struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot, const struct kvs_pool **pool,
                                       uint64_t *dependencies) {
   for (size_t i = 0; i < call->move->npairs; i++) {
@@ -401,7 +401,7 @@ static bool writes_whole(const struct move_call *call, size_t pair) {
   return call->room->covered[pair] == call->move->dst[pair]->layout.block_nbytes;
 }
 
-/* A block that is written in part is right only if what somebody else is still writing there is. */
+/* A block that is written in part also depends on the undecided transfers that write the rest. */
 static void depend_on_the_rest(const struct move_call *call, struct kvs_work *work) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
@@ -412,10 +412,10 @@ static void depend_on_the_rest(const struct move_call *call, struct kvs_work *wo
   }
 }
 
-/* Leave out the blocks whose source is lost; `work` learns which and why. */
+/* Drop the blocks whose source is lost, and note them in `work`. */
 static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
-  uint32_t *kept = call->room->positions, *lost = kept + call->all; /* one grows from the front, one from the back */
+  uint32_t *kept = call->room->positions, *lost = kept + call->all; /* kept grows from the front, lost from the back */
   const struct kvs_pool *pool;
   size_t n = 0, failures = 0;
   for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->nfailures;
@@ -446,7 +446,7 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   call->count = n;
 }
 
-/* A block that was lost before keeps the first failure's story. */
+/* A block that was lost before keeps its first failure record. */
 static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
   const struct kvs_pool *pool;
   uint64_t dependencies = 0;
@@ -456,7 +456,7 @@ static void pass_on(const struct move_call *call, size_t position, struct kvs_fa
     kvs_pool_set_failure(call->move->dst[i], call->all_dst[position], failure);
 }
 
-/* What is written whole is good again. */
+/* A block that is written whole is right again. */
 static void clear_failures(const struct move_call *call) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
@@ -465,7 +465,7 @@ static void clear_failures(const struct move_call *call) {
   }
 }
 
-/* Only its end tells whether what it writes is right. */
+/* The outcome is known only at completion: the written slots share the record. */
 static void leave_open(const struct move_call *call, struct kvs_failure *outcome) {
   for (size_t i = 0; i < call->move->npairs; i++)
     for (size_t b = 0; b < call->all; b++)
@@ -513,7 +513,7 @@ static void watch_move(const void *arg, const struct kvs_transfer *transfer, siz
                        const struct kvs_copies *copies, const struct kvs_rects *rects,
                        const struct kvs_race_party *accessor) {
   const struct move_call *call = arg;
-  (void)copies, (void)rects; /* the parts say it better */
+  (void)copies, (void)rects; /* parts name blocks directly */
   for (size_t i = 0; i < call->nparts; i++) {
     const struct kvs_part *part = &call->room->parts[i].part;
     if (layer != SIZE_MAX && part->layer != layer) continue;

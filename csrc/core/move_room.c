@@ -16,7 +16,7 @@ void kvs_move_scratch_free(struct kvs_move_scratch *room) {
   free(room);
 }
 
-/* Contents are not kept. */
+/* Reallocate; old contents are dropped. */
 static bool renew(void *pointer, size_t count, size_t size) {
   void **at = pointer;
   free(*at);

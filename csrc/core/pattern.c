@@ -1,5 +1,5 @@
-/* Test patterns on a stream: what `kvswap replay` and the tests write into blocks and look for where they land. It goes
- * through kernels of its own and plain driver copies, and shares nothing with the paths that it checks. */
+/* Test patterns on a stream: `kvswap replay` and the tests write them into blocks and check where they arrive. The
+ * pattern uses its own kernels and plain driver copies, and shares nothing with the paths under test. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,7 +25,7 @@ static struct kvs_pattern_result *result_of(const struct kvs_pattern_job *job) {
   return (struct kvs_pattern_result *)(uintptr_t)job->staging->host;
 }
 
-/* Everything on the caller's stream: items there, kernel, result back. */
+/* All on the caller's stream: upload the items, launch, copy the result back. */
 static int enqueue(struct kvs_pattern_job *job, enum kvs_pattern_mode mode, size_t nitems, kvs_stream stream,
                    struct kvs_error *err) {
   struct kvs_device *device = job->engine->device;
@@ -63,7 +63,7 @@ int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, co
     if (nitems) memcpy(result_of(job) + 1, items, nitems * sizeof *items);
     status = enqueue(job, mode, nitems, stream, err);
     if (!status) status = kvs_dev_event_record(engine->device, job->event, stream, err);
-    if (status) (void)kvs_dev_synchronize(engine->device, &ignored); /* part of it may be queued: let that end */
+    if (status) (void)kvs_dev_synchronize(engine->device, &ignored); /* part of the job may be queued: wait for it */
   }
   if (status) {
     if (job->staging) kvs_engine_staging_put(engine, job->staging);
@@ -79,7 +79,7 @@ int kvs_pattern_submit(struct kvs_engine *engine, enum kvs_pattern_mode mode, co
 static int poll(void *arg, struct kvs_error *err) {
   struct kvs_pattern_job *job = arg;
   int status = kvs_dev_event_query(job->engine->device, job->event, err);
-  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* says nothing of the job, which goes on */
+  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* a refused query says nothing about the job */
 }
 
 bool kvs_pattern_done(struct kvs_pattern_job *job) {
@@ -97,13 +97,13 @@ int kvs_pattern_wait(struct kvs_pattern_job *job, int64_t timeout_ns, struct kvs
 static void release_job(struct kvs_pattern_job *job, bool ended) {
   struct kvs_engine *engine = job->engine;
   struct kvs_error ignored;
-  if (ended) kvs_engine_staging_put(engine, job->staging); /* else the queued kernel may still read it: it is left */
+  if (ended) kvs_engine_staging_put(engine, job->staging); /* else leak it: the queued kernel may still read it */
   if (!kvs_dev_forked(engine->device)) (void)kvs_dev_event_destroy(engine->device, job->event, &ignored);
   free(job);
   kvs_engine_unref(engine);
 }
 
-/* The function of a task. */
+/* The function of a reclaim task. */
 static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   int status = poll(what, err);
   (void)engine;

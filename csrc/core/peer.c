@@ -1,4 +1,4 @@
-/* Two devices in one transfer. */
+/* Transfers between two devices. */
 #include "core/peer.h"
 
 #include <stdlib.h>
@@ -12,8 +12,8 @@
 
 /* -- memory ---------------------------------------------------------------------------------------------------- */
 
-/* What another process owns is mapped for one device: nobody documents that kernels of others reach it, and one that
- * does not loses its device. */
+/* Imported memory is mapped for one device. It is undocumented whether kernels of other devices reach it, and a kernel
+ * that faults loses its device. */
 static bool is_imported(const struct kvs_region *region) {
   struct kvs_engine *engine;
   bool imported = false;
@@ -90,7 +90,7 @@ static int add(struct kvs_foreign_list *list, struct kvs_engine *engine, const s
 int kvs_peer_collect(const struct kvs_pool *pool, struct kvs_engine *running, struct kvs_foreign_list *list,
                      struct kvs_error *err) {
   int status = KVS_OK;
-  if (pool->engine != running) { /* its slots are not tracked for us: our own lanes are as others' */
+  if (pool->engine != running) { /* this engine does not track the slots, so its own lanes count as another engine's */
     status = add(list, running, pool, err);
     if (!status) status = add(list, pool->engine, pool, err);
   }
@@ -106,7 +106,7 @@ int kvs_peer_add_engine(struct kvs_pool *pool, struct kvs_engine *running, struc
   if (pool->nforeign_engines == KVS_POOL_FOREIGN_ENGINES)
     return kvs_fail(err, KVS_UNSUPPORTED, "pool '%s' has been used by transfers of %d other devices: no more can",
                     pool->name, KVS_POOL_FOREIGN_ENGINES);
-  pool->foreign_engines[pool->nforeign_engines++] = running; /* which is there until the process ends */
+  pool->foreign_engines[pool->nforeign_engines++] = running; /* engines in the registry are never destroyed */
   return KVS_OK;
 }
 
@@ -117,7 +117,7 @@ static bool is_at_work(struct kvs_engine *engine, uint64_t low, uint64_t high) {
   return busy;
 }
 
-/* Whoever could not be waited for would be refused for ever. */
+/* Skip engines whose events cannot be waited on: every later transfer would be refused. */
 static bool counts(const struct kvs_engine *running, const struct kvs_engine *other) {
   return other != running && !kvs_dev_forked(other->device) && kvs_dev_can_wait_for(running->device, other->device);
 }
@@ -140,7 +140,7 @@ int kvs_peer_inherit_memory(struct kvs_engine *running, uint64_t low, uint64_t h
   return status;
 }
 
-/* Under the race checker what has ended comes before too. */
+/* Under the race checker ended work is kept, to be ordered before later work. */
 void kvs_peer_forget(struct kvs_foreign_list *list) {
   struct kvs_error ignored;
   size_t kept = 0;
@@ -158,7 +158,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
   kvs_stream head = transfer->head;
   struct kvs_transfer *before;
   kvs_event end;
-  if (kvs_racecheck_on()) { /* what has ended comes before too */
+  if (kvs_racecheck_on()) { /* ended transfers come before this one too */
     struct kvs_race_point *point = kvs_lane_point(lane, atomic_load(&lane->ended));
     kvs_racecheck_follow(point, device, head);
     kvs_racecheck_point_free(point);
@@ -166,7 +166,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
   uint64_t sequence = kvs_lane_last_on(lane, foreign->low, foreign->high);
   if (!sequence) return KVS_OK;
   int status = kvs_lane_pin(lane, sequence, &before, &end, err);
-  if (status == KVS_UNSUPPORTED) { /* without an event; perhaps it has ended and nobody looked */
+  if (status == KVS_UNSUPPORTED) { /* the transfer has no end event; it may have ended since the last reap */
     (void)kvs_lane_reap(lane, err);
     status = kvs_lane_pin(lane, sequence, &before, &end, err);
   }
@@ -182,8 +182,7 @@ static int wait_for_lane(struct kvs_transfer *transfer, struct kvs_lane *lane, c
 
 int kvs_peer_wait(struct kvs_transfer *transfer, const struct kvs_foreign *foreign, struct kvs_error *err) {
   unsigned lanes = atomic_load(&foreign->engine->nlanes);
-  int status =
-      kvs_engine_look(foreign->engine, err); /* lost, it may have left anything in the pool: nobody says where */
+  int status = kvs_engine_look(foreign->engine, err); /* a lost device may have written any part of the pool */
   for (unsigned i = 0; !status && i < lanes; i++) {
     struct kvs_lane *lane = foreign->engine->numbered[i];
     if (lane != transfer->lane) status = wait_for_lane(transfer, lane, foreign, err);

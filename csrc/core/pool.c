@@ -1,4 +1,4 @@
-/* Pools: checked layouts in known memory, their tables of slots, and what failed transfers left in them. */
+/* Pools: checked layouts in known memory, their hazard tables, and the failure records of their slots. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,7 +38,7 @@ void kvs_table_free(struct kvs_table *table) {
   free(table);
 }
 
-/* Untouched memory of a large table costs nothing until its slots are used. */
+/* calloc of a large table takes no memory until slots are used. */
 int kvs_table_new(uint64_t slots, struct kvs_table **made, struct kvs_error *err) {
   struct kvs_table *table = calloc(1, sizeof *table);
   if (table) {
@@ -119,7 +119,7 @@ int kvs_pool_check_open(const struct kvs_pool *pool, struct kvs_error *err) {
   return kvs_fail(err, KVS_CLOSED, "pool '%s' lies in memory of another process that has been closed", pool->name);
 }
 
-/* Whatever still runs on this memory, perhaps for a pool that is gone: the new one's first transfers wait for it. */
+/* Work may still run on this memory, perhaps for a pool that was closed: the new pool's first transfers wait for it. */
 int kvs_table_inherit(struct kvs_engine *engine, struct kvs_table *table, uint64_t low, uint64_t high,
                       struct kvs_error *err) {
   uint64_t *inherited = table->inherited;
@@ -197,7 +197,7 @@ static void take_out(struct kvs_pool *pool) {
 void kvs_pool_unref(struct kvs_pool *pool) {
   struct kvs_engine *engine = pool->engine;
   if (atomic_fetch_sub(&pool->refs, 1) != 1) return;
-  if (kvs_dev_forked(engine->device)) return; /* the parent's: its lock may be held there */
+  if (kvs_dev_forked(engine->device)) return; /* the parent's pool: another thread may have held its lock */
   take_out(pool);
   if (kvs_racecheck_on()) kvs_racecheck_forget_pool(pool->number);
   if (pool->layout.group) kvs_pool_unref(pool->layout.group);
@@ -209,7 +209,7 @@ struct kvs_engine *kvs_pool_engine(const struct kvs_pool *pool) { return pool->e
 
 void kvs_pool_get_layout(const struct kvs_pool *pool, struct kvs_pool_layout *layout) { *layout = pool->layout; }
 
-/* -- what others do -------------------------------------------------------------------------------------------- */
+/* -- noted accesses and order -------------------------------------------------------------------------------------- */
 
 static int read_slots(const struct kvs_pool *pool, const struct kvs_ids *ids, int64_t *slots, struct kvs_error *err) {
   kvs_ids_copy(ids, slots);

@@ -1,4 +1,4 @@
-/* The structs behind pools: tables of slots, and what failed transfers left in them. For the core's own files only. */
+/* The structs behind pools: hazard tables, and the failure records of slots. For the core's own files only. */
 #ifndef KVS_POOL_H
 #define KVS_POOL_H
 
@@ -8,14 +8,14 @@
 #include "device/region.h"
 #include "kvswap.h"
 
-/* What a failed transfer should have written; or what one should write that comes after work of other devices: should
- * one of those be lost, it fails, and only its end tells. Slots keep it, for whoever reads them before or after that:
- * a lane's order alone says nothing of whether one of its transfers needs what another one wrote. */
+/* Failure record of slots. Either a transfer that writes them failed, or its outcome is known only when it ends, since
+ * it depends on work of other devices that may be lost. Readers of the slots look at the record before and after that
+ * end: lane order alone does not say whether one transfer needs the bytes of another. */
 struct kvs_failure {
   atomic_uint refs;
-  atomic_uint running;   /* transfers that have not ended; 0 and no error: all went well */
-  atomic_bool failed;    /* `error` is there, and constant */
-  uint64_t dependencies; /* kvs_transfer.others, of those that run; guarded by hazard_lock */
+  atomic_uint running;   /* transfers that have not ended; 0 and not failed: all went well */
+  atomic_bool failed;    /* `error` is set, and constant from now on */
+  uint64_t dependencies; /* dependency mask of the running transfers; guarded by hazard_lock */
   struct kvs_error error;
   uint64_t transfer; /* its number */
 };
@@ -23,20 +23,20 @@ enum kvs_verdict { KVS_SLOT_WELL, KVS_SLOT_OPEN, KVS_SLOT_LOST };
 
 /* failure.c */
 struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer); /* NULL: no memory */
-struct kvs_failure *kvs_failure_open(uint64_t transfer);                          /* only its end tells. The same */
+struct kvs_failure *kvs_failure_open(uint64_t transfer); /* outcome unknown until the end; NULL: no memory */
 void kvs_failure_unref(struct kvs_failure *);
-enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *);     /* of slots that keep it; NULL: well */
-void kvs_failure_end(struct kvs_failure *, const struct kvs_error *); /* of one transfer; any thread */
+enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *); /* of the slots that hold the record; NULL: well */
+void kvs_failure_end(struct kvs_failure *,
+                     const struct kvs_error *); /* one transfer of the record has ended; any thread */
 
-/* Who reads and writes the slots of one pool, or of several whose slots belong together. Guarded by
- * engine->hazard_lock. */
+/* Hazards of the slots of one pool, or of a group of pools that share slots. Guarded by engine->hazard_lock. */
 struct kvs_table {
   struct kvs_hazards hazards;
-  /* A lane: how far it must have come before anybody touches the slots, since the memory was in use when a pool was
-   * made of it. NULL: it was not, or all that is over. */
+  /* For each lane, the sequence that must end before the slots are used: the memory was in use when the pool was
+   * opened. NULL: none is left. */
   uint64_t *inherited;
-  unsigned members;               /* pools that share it */
-  uint64_t read_mark, write_mark; /* the last call that reads, writes it */
+  unsigned members;               /* pools that share the table */
+  uint64_t read_mark, write_mark; /* number of the last call that reads, that writes the table */
 };
 
 enum { KVS_POOL_FOREIGN_ENGINES = 15 };
@@ -45,39 +45,38 @@ struct kvs_pool {
   atomic_uint refs;
   struct kvs_engine *engine;
   struct kvs_pool *next; /* guarded by engine->memory_lock */
-  atomic_bool closed;    /* its memory was another process's, and is gone */
+  atomic_bool closed;    /* its memory was opened from another process, and was closed */
   struct kvs_table *table;
   struct kvs_pool_layout layout; /* group: a reference */
   uint64_t number;               /* unique in the process */
   char name[32];
   /* Guarded by engine->hazard_lock. */
-  struct kvs_failure **failures; /* a slot: NULL, or why its bytes are not what they should be */
+  struct kvs_failure **failures; /* for each slot: NULL, or its failure record */
   size_t nfailures;
-  uint64_t mark; /* the last call that writes it */
-  struct kvs_engine
-      *foreign_engines[KVS_POOL_FOREIGN_ENGINES]; /* whose transfers have used it, besides its own engine's */
+  uint64_t mark;                                                /* number of the last call that writes the pool */
+  struct kvs_engine *foreign_engines[KVS_POOL_FOREIGN_ENGINES]; /* other engines whose transfers have used the pool */
   unsigned nforeign_engines;
 };
 
-/* What a transfer does to a table. */
+/* How a transfer uses a table. */
 struct kvs_touch {
   struct kvs_table *table;
   bool write;
-  const int64_t *slots; /* as many as the work has; NULL: the work's own of that side */
+  const int64_t *slots; /* work->nslots of them; NULL: the work's own of that side */
 };
 
-/* pool.c. Under memory_lock: pools in that memory cannot be used any more. */
+/* pool.c. Close the pools in that memory. Under memory_lock. */
 void kvs_pools_close_locked(struct kvs_engine *, const struct kvs_region *);
 int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 
 /* All under the engine's hazard_lock. */
-struct kvs_failure *kvs_pool_failure(struct kvs_pool *, int64_t slot); /* NULL: all is well */
-/* Take `failure` (referenced; NULL: all is well) for a slot. */
+struct kvs_failure *kvs_pool_failure(struct kvs_pool *, int64_t slot); /* NULL: the bytes are right */
+/* Set the failure record of a slot and take a reference; NULL: the bytes are right. */
 void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);
-/* A table of slots that nobody has touched, and its end. */
+/* A table of untouched slots. */
 int kvs_table_new(uint64_t slots, struct kvs_table **, struct kvs_error *);
 void kvs_table_free(struct kvs_table *);
-/* Whatever still runs on [low, high) is waited for by whoever touches the table first. */
+/* The first transfers that use the table will wait for all work that still runs on [low, high). */
 int kvs_table_inherit(struct kvs_engine *, struct kvs_table *, uint64_t low, uint64_t high, struct kvs_error *);
 
 #endif

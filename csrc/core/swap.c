@@ -1,4 +1,4 @@
-/* The two submitting calls of kvswap.h: check everything, plan, submit. */
+/* kvs_swap_batch() and kvs_swap_cache(): check everything, plan, submit. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -15,14 +15,14 @@ int kvs_check_layer_options(const struct kvs_options *options, size_t nlayers, s
 
 bool kvs_wants_layers(const struct kvs_options *options) { return options->layer_events || options->nafter_layers; }
 
-/* Two regions are the two sides: no copy crosses from one into the other. */
+/* With two regions, each side has one and no copy crosses a seam. */
 bool kvs_may_cross_seams(const struct kvs_regions *regions) {
   size_t seams = 0;
   for (size_t i = 0; i < regions->count; i++) seams += regions->items[i].seam;
   return regions->count > 2 && seams > 0;
 }
 
-/* Merged copies are fewer to check; where they overlap, the list is made again unmerged to name the entries. */
+/* Merged copies are fewer to check. On an overlap the list is rebuilt unmerged, to name the entries. */
 static int check_disjoint(struct kvs_scratch *scratch, const struct kvs_plan_bounds *bounds,
                           const struct kvs_work *work, const char *entry, size_t ntensors, struct kvs_error *err) {
   struct kvs_plan_naming naming = {.entry = entry};
@@ -43,7 +43,7 @@ static int plan_tensors(const struct kvs_cache_call *call, size_t from, size_t t
                         err);
 }
 
-/* Tensor by tensor, with a mark where each ends. */
+/* Plan tensor by tensor and mark where each ends. */
 static int plan_layers(const struct kvs_cache_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
   bool split = kvs_may_cross_seams(&scratch->regions);
   int status = KVS_OK;
@@ -70,7 +70,7 @@ int kvs_cache_plan(const void *arg, enum kvs_form form, struct kvs_scratch *scra
   return kvs_plan_split(&scratch->copies, 0, &scratch->regions, err);
 }
 
-/* What copies of rows could take, where tensors lie at equal distances. */
+/* Count what rects could carry, where tensors lie at equal distances. */
 static int find_stacks(const struct kvs_cache_call *call, struct kvs_work *work, struct kvs_error *err) {
   struct kvs_stacks *stacks = &work->scratch->stacks;
   struct kvs_shape *shape = &work->shape;
@@ -106,7 +106,7 @@ static int list_rows(const struct kvs_cache_call *call, struct kvs_work *work, s
   return status;
 }
 
-/* Slots are 32-bit numbers to the kernels. */
+/* Kernels take 32-bit slots. */
 static bool slots_fit(const struct kvs_cache_call *call) {
   for (size_t t = 0; t < call->ntensors; t++)
     if (call->tensors[t].gpu_blocks > UINT32_MAX || call->tensors[t].cpu_blocks > UINT32_MAX) return false;
@@ -143,13 +143,13 @@ static int look_up_tensors(struct kvs_engine *engine, struct kvs_scratch *scratc
 static int cover_tensors(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_cache_call *call,
                          struct kvs_error *err) {
   if (kvs_memory_recall(engine, scratch, call)) return KVS_OK;
-  uint64_t changes = kvs_memory_changes(engine); /* before it is looked up: a change meanwhile is one more */
+  uint64_t changes = kvs_memory_changes(engine); /* read before the lookup, so that a concurrent change is noticed */
   int status = look_up_tensors(engine, scratch, call, err);
   if (!status) kvs_memory_remember(scratch, call, changes);
   return status;
 }
 
-/* What the planner wants to know. */
+/* The shape of the transfer, for the planner. */
 static int find_shape(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
                       const struct kvs_options *options, struct kvs_error *err) {
   int status = KVS_OK;
@@ -172,10 +172,10 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, struct 
   struct kvs_scratch *scratch = work->scratch;
   bool disjoint;
   int status = kvs_plan_check_tensors(call->tensors, call->ntensors, call->direction, &scratch->plan, &disjoint, err);
-  call->tensors = scratch->plan.checked[call->direction].items; /* as checked, whatever the caller does to its own */
+  call->tensors = scratch->plan.checked[call->direction].items; /* the checked copy: the caller may change its own */
   if (!status)
     for (size_t t = 0; t < call->ntensors; t++) work->nbytes += call->tensors[t].nbytes * call->gpu_ids->count;
-  if (!status) status = cover_tensors(engine, scratch, call, err); /* so that the counts are believable below */
+  if (!status) status = cover_tensors(engine, scratch, call, err); /* proves that the block counts fit the memory */
   if (!status)
     status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
                                 &scratch->plan, err);
@@ -188,7 +188,8 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, struct 
   return status ? status : find_shape(engine, work, call, options, err);
 }
 
-/* The caller's arrays are read once: another thread that writes to them gets a wrong transfer, not a wrong address. */
+/* The caller's arrays are read once. Another thread that writes to them causes a wrong transfer, not a wrong address.
+ */
 static int copy_ids(struct kvs_scratch *scratch, const struct kvs_ids *gpu, const struct kvs_ids *cpu,
                     struct kvs_error *err) {
   int status = kvs_scratch_reserve_ids(scratch, gpu->count + cpu->count, err);
@@ -248,7 +249,7 @@ static int list_copies(const struct batch_call *call, bool merge, struct kvs_cop
   return kvs_plan_batch(call->src, call->dst, call->nbytes, call->one_size, call->count, merge, copies, bounds, err);
 }
 
-/* As ids, the caller's lists are read once: what is checked is what is planned, also when a plan is made again. */
+/* Like ids, the caller's lists are read once: every plan is made from the checked copy. */
 static int copy_batch(struct kvs_scratch *scratch, struct batch_call *call, struct kvs_error *err) {
   size_t count = call->count, sizes = call->one_size ? 1 : count;
   if (count > UINT32_MAX)
@@ -271,7 +272,7 @@ static int plan_batch(const void *arg, enum kvs_form form, struct kvs_scratch *s
   return list_copies(arg, merge, merge ? &scratch->copies : &scratch->single, &unused, err);
 }
 
-/* Entries whose places on the host follow one another are one run; they go in the order given. */
+/* Entries that are adjacent on the host, in the given order, form one run. */
 static void find_batch_shape(struct kvs_work *work) {
   const struct kvs_copies *copies = &work->scratch->copies;
   const uint64_t *host = work->direction == KVS_D2H ? copies->dst : copies->src;
@@ -290,7 +291,7 @@ static void find_batch_shape(struct kvs_work *work) {
                                    .runs = runs};
 }
 
-/* The region that holds all of an entry, or of a part of it that is followed by others (cover made sure). */
+/* The region that holds the entry, or its beginning (kvs_memory_cover() checks the rest). */
 static int find_region(struct kvs_engine *engine, struct kvs_scratch *scratch, uint64_t address, uint64_t nbytes,
                        const struct kvs_side *side, struct kvs_region *region, struct kvs_error *err) {
   if (region->nbytes && kvs_region_holds(region, address) && region->nbytes - (address - region->base) >= nbytes)
@@ -340,7 +341,7 @@ static bool within(const struct kvs_region *region, uint64_t low, uint64_t high)
   return kvs_region_holds(region, low) && high - low <= region->nbytes - (low - region->base);
 }
 
-/* What holds for the first copy's two regions holds for all that lie in them. */
+/* If all copies lie in the two regions of the first copy, one check covers all. */
 static int cover_batch(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_plan_bounds *bounds,
                        enum kvs_direction *direction, struct kvs_error *err) {
   struct kvs_copies *copies = &scratch->copies;
@@ -377,7 +378,8 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   if (!status) status = copy_batch(scratch, &call, err);
   if (!status) status = list_copies(&call, true, &scratch->copies, &bounds, err);
   if (!status) status = cover_batch(engine, scratch, &bounds, &work.direction, err);
-  if (status == KVS_INVALID) { /* a run may go over the end of an allocation; unmerged, errors name entries too */
+  if (status ==
+      KVS_INVALID) { /* a merged run may cross the end of an allocation; unmerged, errors name the entry too */
     status = list_copies(&call, false, &scratch->copies, &bounds, err);
     if (!status) status = cover_batch(engine, scratch, &bounds, &work.direction, err);
   }
