@@ -1,8 +1,7 @@
-/* The wrappers of the seam: one way in for every call on a device.
+/* The wrappers of the seam: the only way to call a device.
  *
- * Each wrapper refuses in a forked child and on a lost device, lets a test's fault happen instead of the call, makes
- * the call, and notes a loss, so that no implementation has to. The gate is the same for all members; what differs is
- * only the arguments, hence the macro below. */
+ * Each wrapper refuses in a forked child and on a lost device, applies a test's fault, makes the call, and notes a
+ * loss, so implementations need not. Only the arguments differ, hence the macro below. */
 #include "device/hooks.h"
 
 #include <inttypes.h>
@@ -57,7 +56,7 @@ int kvs_dev_fault_set(struct kvs_device *device, enum kvs_fault_kind kind, const
   return KVS_OK;
 }
 
-/* Whether occurrence `seen` (from 1) is one that the fault hits. */
+/* Whether the fault hits occurrence `seen` (from 1). */
 static bool hits(const struct kvs_fault *fault, uint64_t seen) {
   if (fault->action == KVS_FAULT_NONE || seen < fault->nth) return false;
   return seen == fault->nth || (fault->every != 0 && (seen - fault->nth) % fault->every == 0);
@@ -108,7 +107,7 @@ void kvs_dev_fault_copies(struct kvs_device *device, struct kvs_copies *copies, 
   *code = fault->code;
   for (size_t i = 0; fault->action != KVS_FAULT_NONE && i < end;) {
     if (hits(fault, ++faults->seen[KVS_FAULT_COPY]))
-      swap_entries(copies, i, --end); /* the one swapped in has not been counted yet: look at i again */
+      swap_entries(copies, i, --end); /* the entry swapped in is not counted yet: look at i again */
     else
       i++;
   }
@@ -157,18 +156,18 @@ int kvs_dev_leave(struct kvs_device *device, int status, const struct kvs_error 
   return status;
 }
 
-/* `told` is whom to tell when it succeeded. */
-#define THROUGH_TELLING(told, member, ...)                                                                             \
+/* `report` runs if the call succeeds. */
+#define THROUGH_REPORTING(report, member, ...)                                                                         \
   do {                                                                                                                 \
     int status = kvs_dev_enter(device, #member, err);                                                                  \
     if (!status) status = device->ops->member(device, __VA_ARGS__);                                                    \
-    if (!status) told;                                                                                                 \
+    if (!status) report;                                                                                               \
     return kvs_dev_leave(device, status, err);                                                                         \
   } while (0)
 
-#define THROUGH(member, ...) THROUGH_TELLING((void)0, member, __VA_ARGS__)
+#define THROUGH(member, ...) THROUGH_REPORTING((void)0, member, __VA_ARGS__)
 
-#define TELL(call)                                                                                                     \
+#define REPORT(call)                                                                                                   \
   do {                                                                                                                 \
     const struct kvs_watch *watching = atomic_load_explicit(&watch, memory_order_acquire);                             \
     if (watching) watching->call;                                                                                      \
@@ -180,7 +179,7 @@ void kvs_dev_watch(const struct kvs_watch *watching) { atomic_store_explicit(&wa
 
 void kvs_dev_close(struct kvs_device *device) {
   struct kvs_faults *faults = faults_of(device);
-  if (device->fork_generation != fork_generation) return; /* the parent's threads and context are not ours to end */
+  if (device->fork_generation != fork_generation) return; /* the threads and the context belong to the parent */
   if (faults) pthread_mutex_destroy(&faults->lock);
   free(faults);
   device->ops->close(device);
@@ -219,7 +218,7 @@ int kvs_dev_stream_destroy(struct kvs_device *device, kvs_stream stream, struct 
 }
 
 int kvs_dev_stream_query(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
-  THROUGH_TELLING(TELL(idle(device, stream)), stream_query, stream, err);
+  THROUGH_REPORTING(REPORT(idle(device, stream)), stream_query, stream, err);
 }
 
 int kvs_dev_stream_info(struct kvs_device *device, kvs_stream stream, struct kvs_stream_info *info,
@@ -228,7 +227,7 @@ int kvs_dev_stream_info(struct kvs_device *device, kvs_stream stream, struct kvs
 }
 
 int kvs_dev_synchronize(struct kvs_device *device, struct kvs_error *err) {
-  THROUGH_TELLING(TELL(all_idle(device)), synchronize, err);
+  THROUGH_REPORTING(REPORT(all_idle(device)), synchronize, err);
 }
 
 int kvs_dev_event_create(struct kvs_device *device, bool timing, kvs_event *event, struct kvs_error *err) {
@@ -238,29 +237,29 @@ int kvs_dev_event_create(struct kvs_device *device, bool timing, kvs_event *even
 int kvs_dev_event_destroy(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
   int status = kvs_dev_enter(device, "event_destroy", err);
   if (status) return kvs_dev_leave(device, status, err);
-  TELL(forget_event(device, event)); /* before: once it is destroyed, another thread may be given its handle */
+  REPORT(forget_event(device, event)); /* before the call: another thread may get the handle at once */
   return kvs_dev_leave(device, device->ops->event_destroy(device, event, err), err);
 }
 
 int kvs_dev_event_record(struct kvs_device *device, kvs_event event, kvs_stream stream, struct kvs_error *err) {
-  THROUGH_TELLING(TELL(recorded(device, event, stream)), event_record, event, stream, err);
+  THROUGH_REPORTING(REPORT(recorded(device, event, stream)), event_record, event, stream, err);
 }
 
 int kvs_dev_event_query(struct kvs_device *device, kvs_event event, struct kvs_error *err) {
-  THROUGH_TELLING(TELL(reached(device, event)), event_query, event, err);
+  THROUGH_REPORTING(REPORT(reached(device, event)), event_query, event, err);
 }
 
 int kvs_dev_event_elapsed(struct kvs_device *device, kvs_event from, kvs_event to, uint64_t *ns,
                           struct kvs_error *err) {
   int status = kvs_dev_enter(device, "event_elapsed", err);
   if (!status) status = device->ops->event_elapsed(device, from, to, ns, err);
-  if (!status) TELL(reached(device, from));
-  if (!status) TELL(reached(device, to));
+  if (!status) REPORT(reached(device, from));
+  if (!status) REPORT(reached(device, to));
   return kvs_dev_leave(device, status, err);
 }
 
 int kvs_dev_stream_wait(struct kvs_device *device, kvs_stream stream, kvs_event event, struct kvs_error *err) {
-  THROUGH_TELLING(TELL(waits(device, stream, event)), stream_wait, stream, event, err);
+  THROUGH_REPORTING(REPORT(waits(device, stream, event)), stream_wait, stream, event, err);
 }
 
 int kvs_dev_copy(struct kvs_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvs_stream stream,

@@ -1,16 +1,16 @@
-/* THE seam: what kvswap asks of a device. Two devices fill it: host/device.c (memory and threads of this process: the
- * oracle, the test double and the default where no GPU is) and cuda/device.c.
+/* THE seam: what kvswap needs from a device. Two devices implement it: host/device.c (memory and threads of this
+ * process: the oracle, the test double, and the default without a GPU) and cuda/device.c.
  *
- * Callers go through the kvs_dev_* wrappers of device.c: they alone test optional members for NULL, refuse after
- * fork(), refuse on a lost device, note a loss, and inject faults. Implementations do none of that.
+ * Callers use the kvs_dev_* wrappers of device.c. Only the wrappers test optional members for NULL, refuse after fork()
+ * and on a lost device, note a loss, and inject faults.
  *
- * Threads: any thread may call anything at any time unless said otherwise. Implementations make their context current
- * themselves and restore the caller's; they use the relaxed capture mode, so that another stream's capture is never
- * invalidated. Nothing here blocks on the device except `synchronize`, `free`, `host_free`, `host_unregister`.
+ * Threads: any thread may call anything at any time unless stated otherwise. Implementations make their context current
+ * and restore the caller's. They use the relaxed capture mode, so they never invalidate another stream's capture. Only
+ * `synchronize`, `free`, `host_free` and `host_unregister` block on the device.
  *
- * Errors: an enqueue that the driver refuses returns KVS_REFUSED with the driver's code: nothing else is harmed. A
- * failure that the driver will now return for ever (an asynchronous fault) returns KVS_LOST. Codes are CUresult numbers
- * on both devices (the few that are used stand below), so that tests can compare them. */
+ * Errors: a refused enqueue returns KVS_REFUSED with the driver's code, and nothing else is affected. A failure that
+ * the driver will return from now on (an asynchronous fault) returns KVS_LOST. Codes are CUresult numbers on both
+ * devices (those in use are below), so tests can compare them. */
 #ifndef KVS_DEVICE_H
 #define KVS_DEVICE_H
 
@@ -23,13 +23,13 @@
 #include "kernels/kernels.h"
 #include "status.h"
 
-typedef uint64_t kvs_stream; /* a driver's stream handle; 0, 1 and 2 mean what CUDA means by them */
+typedef uint64_t kvs_stream; /* a driver's stream handle; 0, 1 and 2 as in CUDA */
 typedef uint64_t kvs_event;  /* a driver's event handle; 0 is none */
 
 #define KVS_STREAM_LEGACY ((kvs_stream)1)
 #define KVS_STREAM_PER_THREAD ((kvs_stream)2)
 
-/* The driver's codes that kvswap itself looks at or that the host device returns. */
+/* The driver's codes that kvswap inspects or that the host device returns. */
 enum kvs_driver_code {
   KVS_DRIVER_INVALID_VALUE = 1,
   KVS_DRIVER_OUT_OF_MEMORY = 2,
@@ -54,11 +54,11 @@ struct kvs_device_info {
   int driver;         /* CUDA version of the driver, 13000 for 13.0; 0 for a host device */
   int cc_major, cc_minor;
   int sms;
-  int shared_nbytes; /* most shared memory that a CTA may ask for */
+  int shared_nbytes; /* largest shared memory of a CTA */
   int copy_engines;
   int numa_node;                   /* -1: unknown */
   int priority_low, priority_high; /* as the driver orders them: low >= high */
-  bool batch;                      /* one call copies a list */
+  bool batch;                      /* the driver has a batch copy call */
   bool memops;                     /* stream memory operations work */
   bool kernels;                    /* kernels are loaded */
   char kernels_note[160];          /* what image was loaded, or why none */
@@ -88,7 +88,7 @@ struct kvs_launch {
 };
 
 struct kvs_stream_info {
-  uint64_t id; /* unique in the process, never used again, unlike the handle; of a stream being captured: anything */
+  uint64_t id; /* unique in the process, never reused, unlike the handle; undefined while capturing */
   bool capturing;
 };
 
@@ -97,16 +97,16 @@ struct kvs_share_ops;
 
 struct kvs_device_ops {
   const char *kind;                   /* "cuda" or "host" */
-  void (*close)(struct kvs_device *); /* after all work ended or the device was lost; frees the device itself */
+  void (*close)(struct kvs_device *); /* call after all work has ended or the device is lost; frees the device itself */
 
-  /* Memory. Addresses are 256-byte aligned. Freeing while queued work uses the memory is the caller's fault. */
+  /* Memory. Addresses are 256-byte aligned. The caller must not free memory that queued work uses. */
   int (*alloc)(struct kvs_device *, size_t nbytes, uint64_t *ptr, struct kvs_error *);
   int (*free)(struct kvs_device *, uint64_t ptr, struct kvs_error *);
   int (*host_alloc)(struct kvs_device *, size_t nbytes, uint64_t *ptr, struct kvs_error *);
   int (*host_free)(struct kvs_device *, uint64_t ptr, struct kvs_error *);
   int (*host_register)(struct kvs_device *, uint64_t ptr, size_t nbytes, struct kvs_error *);
   int (*host_unregister)(struct kvs_device *, uint64_t ptr, struct kvs_error *);
-  /* The region that holds `ptr`. Memory that is not mapped at all: KVS_INVALID. */
+  /* The region that holds `ptr`. Unmapped memory: KVS_INVALID. */
   int (*pointer_query)(struct kvs_device *, uint64_t ptr, struct kvs_region *, struct kvs_error *);
 
   /* Streams are non-blocking (no implicit order with the legacy stream). Destroying lets queued work finish. */
@@ -114,9 +114,9 @@ struct kvs_device_ops {
   int (*stream_destroy)(struct kvs_device *, kvs_stream, struct kvs_error *);
   int (*stream_query)(struct kvs_device *, kvs_stream, struct kvs_error *); /* KVS_OK idle, KVS_NOT_READY */
   int (*stream_info)(struct kvs_device *, kvs_stream, struct kvs_stream_info *, struct kvs_error *);
-  int (*synchronize)(struct kvs_device *, struct kvs_error *); /* everything queued on the device */
+  int (*synchronize)(struct kvs_device *, struct kvs_error *); /* waits for all work on the device */
 
-  /* Events. An event never recorded counts as reached. Re-recording does not move waits queued before it. */
+  /* Events. An event that was never recorded counts as reached. Recording again does not move waits queued before. */
   int (*event_create)(struct kvs_device *, bool timing, kvs_event *, struct kvs_error *);
   int (*event_destroy)(struct kvs_device *, kvs_event, struct kvs_error *);
   int (*event_record)(struct kvs_device *, kvs_event, kvs_stream, struct kvs_error *);
@@ -137,23 +137,23 @@ struct kvs_device_ops {
   int (*wait32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream,
                 struct kvs_error *); /* until (int32)(*ptr - value) >= 0 */
 
-  /* (optional: nothing) Make the device's context the calling thread's until unbind: for libraries that look for one.
-   */
+  /* (optional: no-op) Make the device's context current for the calling thread until unbind: for libraries that use the
+   * current context. */
   int (*bind)(struct kvs_device *, struct kvs_error *);
   void (*unbind)(struct kvs_device *);
 
-  const struct kvs_share_ops *share; /* (optional) with other processes: share.h */
+  const struct kvs_share_ops *share; /* (optional) sharing with other processes: share.h */
 };
 
-/* Every implementation's struct begins with this one. */
+/* The first member of every implementation's struct. */
 struct kvs_device {
   const struct kvs_device_ops *ops;
   int ordinal;
   unsigned fork_generation; /* of the process that opened it: kvs_fork_generation() */
-  bool stepped;             /* work runs only inside calls: waiters poll without sleeping */
+  bool stepped;             /* work runs only inside calls, so waiters poll without sleeping */
   struct kvs_device_info info;
   atomic_int lost;                     /* the driver's code once the device is lost, else 0 */
-  _Atomic(const char *) lost_in;       /* the call that said so, NULL before */
+  _Atomic(const char *) lost_in;       /* the call that reported the loss; NULL before */
   _Atomic(struct kvs_faults *) faults; /* NULL until a test sets one (device.c) */
 };
 
@@ -161,21 +161,21 @@ struct kvs_device {
 int kvs_device_host_open(int ordinal, uint64_t seed, struct kvs_device **, struct kvs_error *);
 int kvs_device_cuda_open(int ordinal, struct kvs_device **, struct kvs_error *);
 
-/* Without a context: how many CUDA devices there are (0 with the reason in *err's message where there is no driver),
- * what one is, and which one a pointer belongs to (KVS_INVALID: none). */
+/* Without a context: the number of CUDA devices (0 and a reason in err->message without a driver), what one is, and
+ * which one a pointer belongs to (KVS_INVALID: none). */
 int kvs_cuda_count(int *count, struct kvs_error *);
 int kvs_cuda_info(int ordinal, struct kvs_device_info *, struct kvs_error *);
 int kvs_cuda_pointer_device(uint64_t ptr, int *ordinal, struct kvs_error *);
 int kvs_cuda_current(int *ordinal, struct kvs_error *); /* the calling thread's current device, else 0 */
 
-/* What implementations store in `fork_generation` at open: changes in the child of a fork. */
+/* Generation of this process, which changes in the child of a fork. Implementations store it at open. */
 unsigned kvs_fork_generation(void);
-/* A parent's, in the child of a fork: its locks may be held there for ever. */
+/* Whether the device is the parent's, in the child of a fork. Its locks may be held forever there. */
 static inline bool kvs_dev_forked(const struct kvs_device *device) {
   return device->fork_generation != kvs_fork_generation();
 }
 
-/* The wrappers, one a member; see the members. */
+/* The wrappers, one for each member; see the members. */
 int kvs_dev_check(struct kvs_device *, struct kvs_error *); /* forked? lost? */
 void kvs_dev_close(struct kvs_device *);
 int kvs_dev_alloc(struct kvs_device *, size_t nbytes, uint64_t *ptr, struct kvs_error *);
@@ -206,9 +206,9 @@ int kvs_dev_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, s
 int kvs_dev_write32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
 int kvs_dev_wait32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
 int kvs_dev_bind(struct kvs_device *, struct kvs_error *);
-void kvs_dev_unbind(struct kvs_device *); /* after a bind that succeeded, on the same thread; of a lost device too */
+void kvs_dev_unbind(struct kvs_device *); /* after a successful bind, on the same thread; also on a lost device */
 
-/* What the driver says of a stream that a transfer is to be ordered with; KVS_CAPTURING if that cannot be. */
+/* Info of a stream that a transfer is to be ordered with; KVS_CAPTURING if the stream is being captured. */
 int kvs_stream_ask(struct kvs_device *, kvs_stream, const char *what, struct kvs_stream_info *, struct kvs_error *);
 
 #endif

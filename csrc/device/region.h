@@ -13,7 +13,7 @@ enum kvs_memory {
   KVS_MEMORY_DEVICE,   /* GPU memory */
   KVS_MEMORY_PINNED,   /* host memory that the GPU can read: allocated pinned, or registered */
   KVS_MEMORY_PAGEABLE, /* host memory that only the copy engine can reach, through the driver's staging */
-  KVS_MEMORY_MANAGED,  /* migrates: serves as either side */
+  KVS_MEMORY_MANAGED,  /* migrates between GPU and host: serves as either side */
 };
 
 struct kvs_region {
@@ -25,8 +25,8 @@ struct kvs_region {
   int device; /* ordinal the memory belongs to; -1 for host memory */
   bool seam;  /* the driver refuses one copy across this region's ends */
   bool writable;
-  /* What this engine has to do with it. One copy or pool never spans an allocation and something else, even where the
-   * addresses happen to follow each other. */
+  /* How this engine got the memory. A copy or pool never spans an allocation and other memory, even if their addresses
+   * are adjacent. */
   enum kvs_origin { KVS_ORIGIN_OTHER, KVS_ORIGIN_ALLOCATED, KVS_ORIGIN_REGISTERED, KVS_ORIGIN_IMPORTED } origin;
 };
 
@@ -49,7 +49,7 @@ const struct kvs_region *kvs_regions_find(const struct kvs_regions *set, uint64_
 /* The first region with base > address, or NULL: where an unknown gap must end. */
 const struct kvs_region *kvs_regions_after(const struct kvs_regions *set, uint64_t address);
 
-/* Whether the device sees any of them at another address than the host. */
+/* Whether the device address of any region differs from the host address. */
 bool kvs_regions_aliased(const struct kvs_regions *set);
 
 void kvs_regions_clear(struct kvs_regions *set);
@@ -60,7 +60,7 @@ static inline bool kvs_region_holds(const struct kvs_region *region, uint64_t ad
   return address - region->base < region->nbytes; /* wraps to a large value below base */
 }
 
-/* Memory of this device itself. */
+/* Whether the region is memory of this device. */
 static inline bool kvs_region_is_of(const struct kvs_region *region, int ordinal) {
   return region->memory == KVS_MEMORY_DEVICE && region->device == ordinal;
 }

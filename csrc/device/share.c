@@ -73,7 +73,7 @@ int kvs_dev_peer(struct kvs_device *device, const struct kvs_region *region, boo
   THROUGH(peer, region, direct, err);
 }
 
-/* A deterministic device's work moves inside calls on it alone. */
+/* The work of a deterministic device runs only inside calls on that device. */
 bool kvs_dev_can_wait_for(const struct kvs_device *device, const struct kvs_device *other) {
   if (device == other) return true;
   return strcmp(device->ops->kind, other->ops->kind) == 0 && !device->stepped && !other->stepped;

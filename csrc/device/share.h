@@ -1,36 +1,35 @@
-/* The seam's second part: memory and events that cross to other processes, or to other devices of this one. A device
- * that fills it in shares; all of it is reached through the kvs_dev_* wrappers here, under the rules of device.h, and
- * what a device lacks is KVS_UNSUPPORTED. */
+/* The seam's second part, for devices that can share: memory and events for other processes, or other devices of this
+ * process. Use the kvs_dev_* wrappers below, with the rules of device.h. A missing member is KVS_UNSUPPORTED. */
 #ifndef KVS_SHARE_H
 #define KVS_SHARE_H
 
 #include "device/device.h"
 
-/* Stands for a whole allocation, or an event, in processes of this machine. */
+/* A handle of an allocation or an event, valid in processes of this machine. */
 struct kvs_handle {
   unsigned char bytes[64];
 };
 
 struct kvs_share_ops {
-  /* Handles of allocations. One is good as long as the allocation is there. It is opened in other processes, once at a
-   * time each, and gives the allocation's beginning at an address of theirs. `nbytes`: what the allocation must have.
+  /* Handles of allocations. A handle is valid while the allocation exists. Another process may open it, once at a time,
+   * and gets the beginning of the allocation at an address of its own. `nbytes`: the least size of the allocation.
    * Closing waits for the device, as freeing does. */
   int (*memory_share)(struct kvs_device *, uint64_t ptr, struct kvs_handle *, struct kvs_error *);
   int (*memory_open)(struct kvs_device *, const struct kvs_handle *, uint64_t nbytes, uint64_t *ptr,
                      struct kvs_error *);
   int (*memory_close)(struct kvs_device *, uint64_t ptr, struct kvs_error *);
 
-  /* Events, without timing. One that was made to be shared is, in any process that opened it, an event like others:
-   * each may record it, and a wait is for the recording that is the latest by then. Its maker keeps it as long as
-   * others use it. Opened in other processes than the maker's; destroyed like others. */
+  /* Events for sharing, without timing. In any process that opens one, any process may record it, and a wait is for the
+   * latest recording at that time. Its maker keeps the event while other processes use it. Open it only in other
+   * processes; destroy it like any event. */
   int (*event_create_shared)(struct kvs_device *, kvs_event *, struct kvs_error *);
   int (*event_share)(struct kvs_device *, kvs_event, struct kvs_handle *, struct kvs_error *);
   int (*event_open)(struct kvs_device *, const struct kvs_handle *, kvs_event *, struct kvs_error *);
 
-  /* Memory in chunks, mapped one by one into a range of addresses (torch's expandable segments are made so). Sizes and
-   * places are multiples of the granularity. Mapping takes a descriptor of another process's chunk, which stays the
-   * caller's, or -1 for new memory, which can be shared; the range is of use once all of it is mapped. A query answers
-   * KVS_REFUSED for memory that is in no chunk. Unmapping does not wait for work. */
+  /* Memory in chunks, mapped one by one into an address range (as torch's expandable segments are). Sizes and offsets
+   * are multiples of the granularity. chunk_map takes a descriptor of another process's chunk, which stays the
+   * caller's, or -1 for new shareable memory. The range may be used once it is fully mapped. chunk_query: KVS_REFUSED
+   * if the memory is in no chunk. Unmapping does not wait for work. */
   int (*chunk_granularity)(struct kvs_device *, uint64_t *nbytes, struct kvs_error *);
   int (*range_reserve)(struct kvs_device *, uint64_t nbytes, uint64_t *ptr, struct kvs_error *);
   int (*range_free)(struct kvs_device *, uint64_t ptr, uint64_t nbytes, struct kvs_error *);
@@ -39,10 +38,10 @@ struct kvs_share_ops {
   int (*chunk_query)(struct kvs_device *, uint64_t address, uint64_t *base, uint64_t *nbytes, struct kvs_error *);
   int (*chunk_share)(struct kvs_device *, uint64_t address, int *fd, struct kvs_error *);
 
-  /* Another device's memory in this process: can kernels of this one reach it? That is made so, once. Copies always
-   * can: where there is no direct way they are staged through the host, by the driver. */
+  /* Memory of another device of this process: *direct: kernels of this device can reach it. Enables peer access on the
+   * first call. Copies always work: without peer access the driver stages them through the host. */
   int (*peer)(struct kvs_device *, const struct kvs_region *, bool *direct, struct kvs_error *);
-  /* Another device's event, of the same kind of device. (optional: as stream_wait) */
+  /* Wait for an event of another device of the same kind. (optional: as stream_wait) */
   int (*stream_wait_foreign)(struct kvs_device *, kvs_stream, struct kvs_device *other, kvs_event, struct kvs_error *);
 };
 
@@ -61,7 +60,7 @@ int kvs_dev_chunk_unmap(struct kvs_device *, uint64_t at, uint64_t nbytes, struc
 int kvs_dev_chunk_query(struct kvs_device *, uint64_t address, uint64_t *base, uint64_t *nbytes, struct kvs_error *);
 int kvs_dev_chunk_share(struct kvs_device *, uint64_t address, int *fd, struct kvs_error *);
 int kvs_dev_peer(struct kvs_device *, const struct kvs_region *, bool *direct, struct kvs_error *);
-/* Also where `other` is the device itself. KVS_INVALID between devices that cannot. */
+/* `other` may be the device itself. KVS_INVALID if the devices cannot wait for each other. */
 int kvs_dev_stream_wait_foreign(struct kvs_device *, kvs_stream, struct kvs_device *other, kvs_event,
                                 struct kvs_error *);
 bool kvs_dev_can_wait_for(const struct kvs_device *, const struct kvs_device *other);
