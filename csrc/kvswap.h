@@ -1,14 +1,14 @@
-/* kvswap: moves paged KV-cache blocks between GPU and host memory. The C surface; no Python in it.
+/* kvswap: moves paged KV-cache blocks between GPU and host memory. The C API, without Python.
  *
- * Threads: every function may be called from any thread at any time, unless it says otherwise. Nothing here takes the
+ * Threads: every function may be called from any thread at any time, unless it says otherwise. No function takes the
  * GIL.
  *
- * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (status.h), never NULL.
+ * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (status.h), which is never NULL.
  *
  * Units: addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
  *
- * A process that has imported the Python package finds these symbols in kvswap/_C*.so; a program without Python
- * compiles what lies in csrc and csrc/kernels itself: -std=c11 -D_GNU_SOURCE -Icsrc -pthread -ldl are all it needs. */
+ * A process that has imported the Python package finds these symbols in kvswap/_C*.so. A program without Python
+ * compiles the files in csrc and csrc/kernels with -std=c11 -D_GNU_SOURCE -Icsrc -pthread -ldl. */
 #ifndef KVSWAP_H
 #define KVSWAP_H
 
@@ -41,34 +41,34 @@ enum kvs_path {
 enum kvs_priority { KVS_PRIORITY_DEFAULT, KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
-/* Something that a transfer starts after. */
+/* A start dependency of a transfer. */
 struct kvs_after {
   enum { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER, KVS_AFTER_NONE } kind;
-  uint64_t handle;           /* STREAM, EVENT: the driver's handle */
-  struct kvs_engine *engine; /* EVENT: of another device, which must be of the same kind; NULL: of the same device */
-  struct kvs_transfer *transfer; /* TRANSFER: of any device of this process; borrowed for the call */
+  uint64_t handle;               /* STREAM, EVENT: the driver's handle */
+  struct kvs_engine *engine;     /* EVENT: the event's device, of the same kind; NULL: the transfer's device */
+  struct kvs_transfer *transfer; /* TRANSFER: on any device of this process; borrowed for the call */
 };
 
-/* How a transfer runs. Zero-initialised: after the device's compute stream, holding up nobody, and the engine's
- * defaults for the rest. Where options are taken, NULL is the same. */
+/* How a transfer runs. Zero-initialised: starts after the device's compute stream, delays no stream, and takes the
+ * engine's defaults for the rest. NULL options mean the same. */
 struct kvs_options {
   bool on_stream;     /* behave as if enqueued on `stream` */
-  uint64_t stream;    /* driver's handle; 0, 1, 2 as CUDA means them */
-  bool after_compute; /* on a stream too: after the device's compute stream as well */
+  uint64_t stream;    /* the driver's handle; 0, 1, 2 as in CUDA */
+  bool after_compute; /* with on_stream: also start after the device's compute stream */
   const struct kvs_after *after;
   size_t nafter;
-  /* Layer by layer (kvs_swap_cache: a layer a tensor; kvs_move_blocks: as its parts say). Layers are copied in order.
+  /* Layers are copied in order. kvs_swap_cache: each tensor is a layer; kvs_move_blocks: the parts name their layers.
    */
-  bool layer_events;                    /* each layer can be waited for by itself */
-  const struct kvs_after *after_layers; /* one a layer: what its copies start after, over and above the rest */
+  bool layer_events;                    /* each layer can be waited for */
+  const struct kvs_after *after_layers; /* one a layer: its copies also start after this */
   size_t nafter_layers;                 /* 0, or the number of layers */
   enum kvs_path path;
   enum kvs_priority priority;
-  unsigned max_ctas; /* paths kernel and burst: at most so many CTAs; 0: the default */
-  double pace_gbps;  /* path kernel: at most so many 10^9 bytes a second; 0: the default. Copy engines have no pace */
-  void *owner;       /* kept until the transfer ended; then release(owner) runs inside kvs_engine_collect() */
-  void (*release)(void *); /* on failure of the submitting call the owner stays the caller's */
-  const char *where;       /* who submits, for the race checker's reports: "engine.py:123 in step"; copied */
+  unsigned max_ctas;       /* paths kernel and burst: limit on CTAs; 0: the default */
+  double pace_gbps;        /* path kernel: limit in 10^9 bytes a second; 0: the default. Other paths ignore it */
+  void *owner;             /* kept until the transfer has ended; then kvs_engine_collect() calls release(owner) */
+  void (*release)(void *); /* if the submitting call fails, the caller keeps the owner */
+  const char *where; /* where the call comes from, for the race checker's reports: "engine.py:123 in step"; copied */
 };
 
 /* Block ids: `count` signed integers of `width` 4 or 8 bytes. */
@@ -89,7 +89,7 @@ struct kvs_tensor {
 struct kvs_transfer_info {
   enum kvs_state state;
   enum kvs_direction direction;
-  enum kvs_path path; /* the one taken */
+  enum kvs_path path; /* the path that was taken */
   uint64_t number;    /* over all lanes of the engine, from 1 */
   uint64_t lane;      /* number of its lane */
   uint64_t sequence;  /* within its lane, from 1 */
@@ -97,7 +97,7 @@ struct kvs_transfer_info {
   uint64_t num_blocks;
   uint64_t elapsed_ns; /* on the device, once it ended; 0 before and where the device cannot say */
   size_t num_failed;
-  size_t num_layers; /* that can be waited for; 0 without layer_events */
+  size_t num_layers; /* layers that can be waited for; 0 without layer_events */
 };
 
 struct kvs_path_stats {
@@ -108,13 +108,13 @@ struct kvs_path_stats {
 struct kvs_stats {
   uint64_t submitted, done, failed, cancelled; /* transfers */
   uint64_t bytes_d2h, bytes_h2d, bytes_other;  /* of transfers done */
-  uint64_t copies, merged;                     /* copies issued; blocks that rode in another block's copy */
+  uint64_t copies, merged;                     /* copies issued; blocks merged into another block's copy */
   uint64_t unfinished, lanes;                  /* now */
-  uint64_t refused_full;                       /* submissions answered with KVS_QUEUE_FULL */
-  uint64_t second_attempts;                    /* transfers that their first path gave up and another one did */
-  uint64_t staging_nbytes;                     /* memory held for descriptors */
-  uint64_t waits_raw, waits_war, waits_waw;    /* waits inserted for hazards; one may serve several kinds */
-  struct kvs_path_stats paths[3][KVS_PATHS];   /* by direction and path */
+  uint64_t refused_full;                       /* submissions refused with KVS_QUEUE_FULL */
+  uint64_t second_attempts;                 /* transfers whose first path was refused and that another path completed */
+  uint64_t staging_nbytes;                  /* memory held for descriptors */
+  uint64_t waits_raw, waits_war, waits_waw; /* waits for hazards; one wait may count for several kinds */
+  struct kvs_path_stats paths[3][KVS_PATHS]; /* by direction and path */
 };
 
 /* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening
@@ -125,12 +125,12 @@ KVS_API int kvs_engine_open_deterministic(uint64_t seed, struct kvs_engine **eng
 KVS_API void kvs_engine_ref(struct kvs_engine *engine);
 KVS_API void kvs_engine_unref(struct kvs_engine *engine);
 KVS_API const char *kvs_engine_name(const struct kvs_engine *engine);
-/* The stream that transfers without a stream start after. Until it is set: the legacy default stream. */
+/* The stream after which transfers without a stream start. Default: the legacy default stream. */
 KVS_API int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, struct kvs_error *err);
-/* Wait for everything queued on the device, by anybody. timeout_ns < 0: no limit. KVS_TIMEOUT leaves all running. */
+/* Wait for all work queued on the device, by any library. timeout_ns < 0: no limit. KVS_TIMEOUT: the work goes on. */
 KVS_API int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err);
-/* What transfers take whose options say AUTO, DEFAULT or 0. Zero-initialised: AUTO, NORMAL, and what was measured. The
- * first ones come from the environment: KVSWAP_PATH, KVSWAP_MAX_CTAS, KVSWAP_PACE_GBPS. */
+/* Defaults for options that are AUTO, DEFAULT or 0. Zero-initialised: AUTO, NORMAL, and the measured limits. The first
+ * ones come from the environment: KVSWAP_PATH, KVSWAP_MAX_CTAS, KVSWAP_PACE_GBPS. */
 struct kvs_defaults {
   enum kvs_path path;
   enum kvs_priority priority;
@@ -140,26 +140,26 @@ struct kvs_defaults {
 KVS_API void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults);
 KVS_API void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults);
 KVS_API void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats);
-/* Notice transfers that ended and release their owners. Cheap when nothing ended. `release` runs under no lock of
- * kvswap's and may call it; kvs_shutdown() and the last kvs_engine_unref() run it too. */
+/* Reap transfers that have ended and release their owners. Cheap if none has. `release` runs under no lock of kvswap
+ * and may call kvswap. kvs_shutdown() and the last kvs_engine_unref() call it too. */
 KVS_API void kvs_engine_collect(struct kvs_engine *engine);
-/* Drain every open engine for at most timeout_ns in all: for exit. Afterwards nothing can be submitted. */
+/* Drain every open engine, for at most timeout_ns in total: for exit. Nothing can be submitted afterwards. */
 KVS_API void kvs_shutdown(int64_t timeout_ns);
 
-/* Memory that kvswap knows. host: pinned host memory. Freeing first waits (at most 60 s, else KVS_TIMEOUT and nothing
- * is freed) for the transfers that may use it and for what else runs on the device. */
+/* Memory that kvswap allocates. host: pinned host memory. Freeing waits first for the transfers that may use the memory
+ * and for other work on the device, at most 60 s (then KVS_TIMEOUT, and nothing is freed). */
 KVS_API int kvs_engine_alloc(struct kvs_engine *engine, size_t nbytes, bool host, uint64_t *ptr, struct kvs_error *err);
 KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 /* Pin the caller's host memory. Ranges must not overlap; a copy is never merged across the end of one. */
 KVS_API int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);
 KVS_API int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
-/* Submit. Everything is checked before anything is queued: on any error nothing has moved and *transfer is untouched.
- * When the call returns KVS_OK, all of it is queued on the device and the lists may be overwritten at once. What the
- * driver refuses while it is being queued does not fail the call: those blocks are in the transfer's failed list and it
- * ends KVS_STATE_FAILED in its place. The caller owns one reference to *transfer. */
+/* Submit. Everything is checked before anything is queued: on an error nothing has moved and *transfer is unchanged. On
+ * KVS_OK all of the transfer is queued on the device, and the caller may overwrite the lists. A copy that the driver
+ * refuses after the checks does not fail the call: its blocks are in the transfer's failed list, and the transfer ends
+ * as KVS_STATE_FAILED. The caller owns one reference to *transfer. */
 KVS_API int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes,
-                           bool one_size, /* nbytes[0] serves all */
+                           bool one_size, /* nbytes[0] is the size of all entries */
                            size_t count, const struct kvs_options *options, struct kvs_transfer **transfer,
                            struct kvs_error *err);
 /* Block gpu_ids[i] of every tensor <-> block cpu_ids[i] of the same tensor. */
@@ -170,26 +170,27 @@ KVS_API int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *t
 KVS_API void kvs_transfer_ref(struct kvs_transfer *transfer);
 KVS_API void kvs_transfer_unref(struct kvs_transfer *transfer); /* dropping an unfinished one is safe */
 KVS_API struct kvs_engine *kvs_transfer_engine(const struct kvs_transfer *transfer); /* borrowed */
-KVS_API bool kvs_transfer_done(struct kvs_transfer *transfer);                       /* ended, however; never blocks */
+KVS_API bool kvs_transfer_done(struct kvs_transfer *transfer); /* ended in any state; never blocks */
 /* KVS_OK once done; KVS_TIMEOUT (still running); else the transfer's own error. timeout_ns < 0: no limit. */
 KVS_API int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct kvs_error *err);
-/* Whether it was stopped. Issued device work cannot be recalled, so for GPU <-> host transfers: false. */
+/* True: the transfer was stopped. Issued device work cannot be recalled, so false for GPU <-> host transfers. */
 KVS_API bool kvs_transfer_cancel(struct kvs_transfer *transfer);
-/* `stream` waits for the transfer. Orders, proves nothing: fails if the failure is already known. */
+/* `stream` waits for the transfer. This only orders: it fails if a failure is already known, but success proves
+ * nothing. */
 KVS_API int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struct kvs_error *err);
-/* `stream` waits for layers 0 to `layer`. Of a transfer without layer_events: KVS_INVALID. Otherwise as
- * kvs_transfer_make_wait. */
+/* `stream` waits for layers 0 to `layer`. Without layer_events: KVS_INVALID. Otherwise like kvs_transfer_make_wait().
+ */
 KVS_API int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, uint64_t stream,
                                          struct kvs_error *err);
-/* Whether layers 0 to `layer` have arrived; never blocks. The transfer's error if it failed, KVS_NOT_READY. */
+/* KVS_OK: layers 0 to `layer` have arrived. KVS_NOT_READY, or the transfer's error if it failed. Never blocks. */
 KVS_API int kvs_transfer_layer_done(struct kvs_transfer *transfer, size_t layer, struct kvs_error *err);
-/* The driver's event that is reached when it ends. The event belongs to the transfer and lives as long as it does. */
+/* The driver's event that marks the end. The event belongs to the transfer and lives as long as the transfer. */
 KVS_API int kvs_transfer_event(struct kvs_transfer *transfer, uint64_t *event, struct kvs_error *err);
 KVS_API void kvs_transfer_get_info(struct kvs_transfer *transfer, struct kvs_transfer_info *info);
-/* KVS_OK while it runs or once it is done; else its error, in *err too. Does not poll the device. */
+/* KVS_OK while the transfer runs or once it is done; else its error. Does not poll the device. */
 KVS_API int kvs_transfer_error(struct kvs_transfer *transfer, struct kvs_error *err);
-/* Positions, in the caller's lists, of the blocks that are lost, ascending: up to `capacity` are written to
- * `positions`; returns how many there are. Nothing while it runs; where the driver cannot say which, all. */
+/* Positions, in the caller's lists, of the failed blocks, ascending. Writes up to `capacity`, returns their number.
+ * None while the transfer runs; all blocks if the driver cannot say which failed. */
 KVS_API size_t kvs_transfer_failed(struct kvs_transfer *transfer, uint32_t *positions, size_t capacity);
 
 KVS_API const char *kvs_path_name(enum kvs_path path);

@@ -1,8 +1,9 @@
-/* One list of everything that can go wrong, and the error that a failing call fills in.
+/* The list of all statuses, and the error that a failing call fills in.
  *
  * Every function of the core that can fail returns a status: KVS_OK (0) or a negative code of this list, and fills the
- * `struct kvs_error` that its caller passed as the last argument (never NULL). The caller owns it; it is written only
- * on failure. The binding turns it into one Python exception (csrc/py/errors.c); nobody else interprets messages. */
+ * struct kvs_error that its caller passed as the last argument (never NULL). The caller owns the struct; it is written
+ * only on failure. The bindings turn it into one Python exception (csrc/py/errors.c); no other code interprets
+ * messages. */
 #ifndef KVS_STATUS_H
 #define KVS_STATUS_H
 
