@@ -250,8 +250,8 @@ int kvs_issue_bursts(struct kvs_submission *s, struct kvs_error *why) {
   int status = begin(s, why);
   if (!status) status = s->listed ? issue_list(s, why) : issue_grid(s, why);
   if (!status) return KVS_OK;
-  s->slots->doubt[0] = s->first;
-  s->slots->doubt[1] = s->lane->stream;
+  s->slots->unsettled[0] = s->first;
+  s->slots->unsettled[1] = s->lane->stream;
   if (rejoin(s, &unjoined) == KVS_OK) return status;
   s->transfer->unjoined = true; /* no later work can wait for the first stage, so none of its bytes can be trusted */
   kvs_fail_all(s, &unjoined);

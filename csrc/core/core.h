@@ -164,10 +164,9 @@ struct kvs_engine {
   struct kvs_pool *pools;     /* guarded by memory_lock */
   pthread_mutex_t share_lock; /* held while the list of imports changes, never over a wait */
   struct kvs_import *imports; /* guarded by share_lock */
-  void (*forget_imports)(
-      struct kvs_engine *);   /* frees the imports when the engine is destroyed; NULL: there are none */
-  pthread_mutex_t range_lock; /* a leaf */
-  struct kvs_range *ranges;   /* guarded by range_lock */
+  void (*free_imports)(struct kvs_engine *); /* frees the imports when the engine is destroyed; NULL: there are none */
+  pthread_mutex_t range_lock;                /* a leaf */
+  struct kvs_range *ranges;                  /* guarded by range_lock */
   struct kvs_reclaims reclaims;
 
   pthread_mutex_t cache_lock;

@@ -138,7 +138,7 @@ double kvs_kernel_gbps(const struct kvs_submission *s) {
 }
 
 /* Pace of one CTA out of `ctas`, in ns per MiB; 0: unpaced. */
-static uint64_t pace(double gbps, unsigned ctas) {
+static uint64_t pace_of_cta(double gbps, unsigned ctas) {
   if (gbps <= 0) return 0;
   double ns = (double)(1 << 20) * ctas / gbps;
   return ns < (double)SLOWEST_NS_PER_MIB ? (uint64_t)ns + 1 : SLOWEST_NS_PER_MIB;
@@ -175,9 +175,9 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
                               .shared_nbytes = ring ? together * RING_NBYTES : 0,
                               .params = &params,
                               .params_nbytes = sizeof params};
-  while (launch.grid > 1 && pace(width->gbps, launch.grid) >= SLOWEST_NS_PER_MIB / KVS_RING_WARPS)
+  while (launch.grid > 1 && pace_of_cta(width->gbps, launch.grid) >= SLOWEST_NS_PER_MIB / KVS_RING_WARPS)
     launch.grid /= 2; /* fewer CTAs rather than a faster pace; the warps of RING share a CTA's pace */
-  params.ns_per_mib = pace(width->gbps, launch.grid);
+  params.ns_per_mib = pace_of_cta(width->gbps, launch.grid);
   if (!units->pieces && !units->pairs) {
     size_t npairs = units->slot ? units->npairs : packing->npairs;
     memcpy(params.inline_pairs, packing->pairs + first_pair, npairs * sizeof *packing->pairs);

@@ -54,11 +54,11 @@ struct kvs_slots {
   struct kvs_lane *lane; /* NULL: none did */
   uint64_t sequence;
   enum kvs_priority priority;
-  kvs_event begun;     /* that transfer has started */
-  bool steps;          /* it also waits for start dependencies of layers */
-  unsigned last;       /* the slot of its last burst */
-  bool shared;         /* a transfer of another lane before it may still use other slots of the set */
-  kvs_stream doubt[2]; /* a driver call was refused: the slots are free only when these streams are idle */
+  kvs_event begun;         /* that transfer has started */
+  bool steps;              /* it also waits for start dependencies of layers */
+  unsigned last;           /* the slot of its last burst */
+  bool shared;             /* a transfer of another lane before it may still use other slots of the set */
+  kvs_stream unsettled[2]; /* a driver call was refused: the slots are free only when these streams are idle */
 };
 
 /* tables.c. The device address of the rows; `stream` waits until they are uploaded. The caller returns the table when

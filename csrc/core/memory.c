@@ -229,6 +229,6 @@ int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, 
 
 void kvs_memory_destroy(struct kvs_engine *engine) {
   kvs_regions_clear(&engine->regions);
-  if (engine->forget_imports) engine->forget_imports(engine);
+  if (engine->free_imports) engine->free_imports(engine);
   kvs_ranges_destroy(engine);
 }

@@ -49,7 +49,7 @@ static int slots_open(struct kvs_engine *engine, struct kvs_slots *slots, uint64
   slots->slot_nbytes = slot_nbytes;
   slots->count = count;
   slots->next = slots->last = 0;
-  slots->doubt[0] = slots->doubt[1] = 0;
+  slots->unsettled[0] = slots->unsettled[1] = 0;
   slots->nbytes = slot_nbytes * count;
   if (status) slots_close(engine, slots);
   return status;
@@ -125,9 +125,9 @@ static bool is_over(struct kvs_engine *engine, const struct kvs_slots *slots) {
   struct kvs_device *device = engine->device;
   struct kvs_error ignored;
   bool over = true;
-  if (slots->doubt[0])
-    over = kvs_dev_stream_query(device, slots->doubt[0], &ignored) == KVS_OK &&
-           kvs_dev_stream_query(device, slots->doubt[1], &ignored) == KVS_OK;
+  if (slots->unsettled[0])
+    over = kvs_dev_stream_query(device, slots->unsettled[0], &ignored) == KVS_OK &&
+           kvs_dev_stream_query(device, slots->unsettled[1], &ignored) == KVS_OK;
   else if (slots->lane && atomic_load(&slots->lane->ended) < slots->sequence)
     /* Querying an event advances a stepped device. */
     over = !device->stepped && kvs_dev_event_query(device, slots->free[slots->last], &ignored) == KVS_OK;
@@ -151,11 +151,11 @@ static bool may_wait_for(struct kvs_engine *engine, const struct kvs_slots *slot
 static bool usable(struct kvs_engine *engine, struct kvs_slots *slots, const struct kvs_lane *lane, bool waiting) {
   if (!slots->nbytes) return false;
   if (is_over(engine, slots)) {
-    slots->doubt[0] = slots->doubt[1] = 0;
+    slots->unsettled[0] = slots->unsettled[1] = 0;
     slots->shared = false;
     return true;
   }
-  if (slots->doubt[0]) return false;
+  if (slots->unsettled[0]) return false;
   if (slots->lane == lane) return true;
   if (!waiting || !may_wait_for(engine, slots, lane)) return false;
   slots->shared = true;

@@ -12,13 +12,13 @@ struct kvs_file_worker {
   pthread_t threads[];
 };
 
-struct seat { /* what a thread is given, in its own scratch until it has read it */
+struct thread_seat { /* what a thread is given, in its own scratch until it has read it */
   struct kvs_file_queue *queue;
   uint8_t *scratch;
 };
 
 static void *serve(void *arg) {
-  struct seat seat = *(struct seat *)arg;
+  struct thread_seat seat = *(struct thread_seat *)arg;
   struct kvs_file_request *request;
   while ((request = kvs_file_queue_pop(seat.queue, true)) != NULL) {
     request->scratch = seat.scratch;
@@ -47,7 +47,7 @@ static int open_threads(struct kvs_file_queue *queue, unsigned depth, struct kvs
   }
   for (; worker->nthreads < depth; worker->nthreads++) {
     uint8_t *scratch = worker->scratch + worker->nthreads * queue->scratch_nbytes;
-    *(struct seat *)(void *)scratch = (struct seat){queue, scratch};
+    *(struct thread_seat *)(void *)scratch = (struct thread_seat){queue, scratch};
     if (kvs_thread_start(&worker->threads[worker->nthreads], NULL, serve, scratch)) break;
   }
   if (worker->nthreads == 0) {

@@ -25,13 +25,13 @@ static void close_uring(struct kvs_file_worker *worker) { (void)worker; }
 
 enum { FILES = 1024, TWO_FROM = 16, FIXED_NBYTES_LOG2 = 30 }; /* one registered buffer is at most 1 GiB */
 
-struct seat {
+struct ring_seat {
   struct kvs_file_request *request; /* NULL: free */
   uint8_t *scratch;
   struct kvs_file_span now; /* what the kernel was told: it reads it until it is through */
 };
 
-struct ring {
+struct io_ring {
   struct kvs_file_queue *queue;
   struct io_uring uring;
   pthread_t thread;
@@ -39,14 +39,14 @@ struct ring {
   bool has_files, has_buffers;
   bool file_known[FILES];
   unsigned nseats, used;
-  struct seat *seats;
+  struct ring_seat *seats;
 };
 
 struct kvs_file_worker {
   uint8_t *scratch;
   size_t scratch_nbytes;
   unsigned nrings;
-  struct ring rings[2];
+  struct io_ring rings[2];
 };
 
 /* -- telling the kernel -------------------------------------------------------------------------------------------- */
@@ -57,7 +57,7 @@ static bool within(const struct iovec *piece, const uint8_t *base, size_t nbytes
 }
 
 /* Number of the registered buffer that holds the span's only piece, or -1. */
-static int buffer_of(const struct ring *ring, const struct seat *seat) {
+static int buffer_of(const struct io_ring *ring, const struct ring_seat *seat) {
   const struct iovec *piece = &seat->now.pieces[0];
   if (!ring->has_buffers || seat->now.npieces != 1) return -1;
   if (within(piece, ring->queue->fixed, ring->queue->fixed_nbytes)) return 1;
@@ -65,14 +65,14 @@ static int buffer_of(const struct ring *ring, const struct seat *seat) {
 }
 
 /* The descriptor's own number in the table of registered files, or -1. */
-static int file_of(struct ring *ring, int fd) {
+static int file_of(struct io_ring *ring, int fd) {
   if (!ring->has_files || fd >= FILES) return -1;
   if (!ring->file_known[fd] && io_uring_register_files_update(&ring->uring, (unsigned)fd, &fd, 1) != 1) return -1;
   ring->file_known[fd] = true;
   return fd;
 }
 
-static void tell_kernel(struct ring *ring, struct seat *seat) {
+static void tell_kernel(struct io_ring *ring, struct ring_seat *seat) {
   struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring); /* there is one for each seat, and one for the poll */
   const struct kvs_file_span *span = &seat->now;
   int buffer = buffer_of(ring, seat), file = file_of(ring, span->fd), fd = file < 0 ? span->fd : file;
@@ -91,7 +91,7 @@ static void tell_kernel(struct ring *ring, struct seat *seat) {
   io_uring_sqe_set_data(sqe, seat);
 }
 
-static void leave(struct ring *ring, struct seat *seat, int code) {
+static void leave(struct io_ring *ring, struct ring_seat *seat, int code) {
   struct kvs_file_request *request = seat->request;
   request->end(request, code); /* uses the seat's scratch */
   seat->request = NULL;
@@ -99,7 +99,7 @@ static void leave(struct ring *ring, struct seat *seat, int code) {
 }
 
 /* What is left of the request, or of it what an injected fault lets happen. */
-static void go_on(struct ring *ring, struct seat *seat) {
+static void go_on(struct io_ring *ring, struct ring_seat *seat) {
   struct kvs_file_span *span = &seat->request->span;
   struct kvs_file_fault fault;
   do fault = kvs_file_fault_next(ring->queue->faults, span->write ? KVS_FILE_WRITE : KVS_FILE_READ);
@@ -112,7 +112,7 @@ static void go_on(struct ring *ring, struct seat *seat) {
   tell_kernel(ring, seat);
 }
 
-static void see_completion(struct ring *ring, struct seat *seat, int result) {
+static void see_completion(struct io_ring *ring, struct ring_seat *seat, int result) {
   int code = -result;
   if (result == -EINTR || result == -EAGAIN)
     code = KVS_FILE_MORE;
@@ -127,13 +127,13 @@ static void see_completion(struct ring *ring, struct seat *seat, int result) {
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
 /* Take requests while there are seats. False: the queue is closed, and nothing is under way. */
-static bool take_requests(struct ring *ring) {
+static bool take_requests(struct io_ring *ring) {
   unsigned next = 0;
   while (ring->used < ring->nseats) {
     struct kvs_file_request *request = kvs_file_queue_pop(ring->queue, ring->used == 0);
     if (!request) return ring->used > 0;
     while (ring->seats[next].request) next++;
-    struct seat *seat = &ring->seats[next];
+    struct ring_seat *seat = &ring->seats[next];
     request->scratch = seat->scratch;
     if (request->begin(request) != KVS_FILE_GO) continue;
     seat->request = request;
@@ -145,7 +145,7 @@ static bool take_requests(struct ring *ring) {
 }
 
 /* Before waiting with seats free: a push then ends the wait. */
-static void watch_queue(struct ring *ring) {
+static void watch_queue(struct io_ring *ring) {
   if (ring->watching || ring->used == ring->nseats) return;
   struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
   io_uring_prep_poll_add(sqe, ring->queue->wake, POLLIN);
@@ -154,7 +154,7 @@ static void watch_queue(struct ring *ring) {
 }
 
 static void *serve(void *arg) {
-  struct ring *ring = arg;
+  struct io_ring *ring = arg;
   struct io_uring_cqe *cqe;
   while (take_requests(ring)) {
     if (ring->used == 0) continue;
@@ -179,7 +179,7 @@ static void *serve(void *arg) {
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-static void register_what_can_be(struct ring *ring) {
+static void register_what_can_be(struct io_ring *ring) {
   const struct kvs_file_queue *queue = ring->queue;
   const struct iovec buffers[2] = {{ring->seats[0].scratch, ring->nseats * queue->scratch_nbytes},
                                    {queue->fixed, queue->fixed_nbytes}};
@@ -191,7 +191,7 @@ static void register_what_can_be(struct ring *ring) {
     ring->has_buffers = io_uring_register_buffers(&ring->uring, buffers, 2) == 0;
 }
 
-static int open_ring(struct ring *ring, struct kvs_file_queue *queue, unsigned nseats, uint8_t *scratch,
+static int open_ring(struct io_ring *ring, struct kvs_file_queue *queue, unsigned nseats, uint8_t *scratch,
                      struct kvs_error *err) {
   char text[96];
   ring->queue = queue;

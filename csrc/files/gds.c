@@ -58,7 +58,7 @@ static int open_sample(struct kvs_file_store *store) {
 
 /* -- files --------------------------------------------------------------------------------------------------------- */
 
-int kvs_file_gds_register(struct kvs_file_gds *gds, int fd, struct kvs_file_gds_handle *file, struct kvs_error *err) {
+int kvs_file_gds_register(struct kvs_gds *gds, int fd, struct kvs_file_gds_handle *file, struct kvs_error *err) {
   char path[32], text[96];
   memset(file, 0, sizeof *file);
   (void)fstat(fd, &file->which);
@@ -80,7 +80,7 @@ int kvs_file_gds_register(struct kvs_file_gds *gds, int fd, struct kvs_file_gds_
                   kvs_cufile_text(result.code, text));
 }
 
-void kvs_file_gds_deregister(struct kvs_file_gds *gds, struct kvs_file_gds_handle *file) {
+void kvs_file_gds_deregister(struct kvs_gds *gds, struct kvs_file_gds_handle *file) {
   if (file->handle) {
     gds->cu->handle_deregister(file->handle);
     close(file->fd);
@@ -91,7 +91,7 @@ void kvs_file_gds_deregister(struct kvs_file_gds *gds, struct kvs_file_gds_handl
 /* -- trying it ----------------------------------------------------------------------------------------------------- */
 
 /* The first page, read by libcufile into staging, must be what it is. */
-static int read_sample(struct kvs_file_gds *gds, void *handle, int fd, struct kvs_error *err) {
+static int read_sample(struct kvs_gds *gds, void *handle, int fd, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_store *store = gds->store;
   struct kvs_file_span span = {.fd = fd, .pieces = {{page, sizeof page}}, .npieces = 1};
@@ -112,7 +112,7 @@ static int read_sample(struct kvs_file_gds *gds, void *handle, int fd, struct kv
   return status;
 }
 
-static int try_sample(struct kvs_file_gds *gds, int fd, struct kvs_error *err) {
+static int try_sample(struct kvs_gds *gds, int fd, struct kvs_error *err) {
   struct kvs_file_gds_handle sample = {0};
   int status = kvs_file_gds_register(gds, fd, &sample, err);
   if (!status) status = read_sample(gds, sample.handle, fd, err);
@@ -122,7 +122,7 @@ static int try_sample(struct kvs_file_gds *gds, int fd, struct kvs_error *err) {
 
 /* -- making it ----------------------------------------------------------------------------------------------------- */
 
-static int make_seats(struct kvs_file_gds *gds, struct kvs_error *err) {
+static int make_seats(struct kvs_gds *gds, struct kvs_error *err) {
   struct kvs_device *device = gds->device;
   unsigned asked = gds->store->settings.depth;
   unsigned nseats = asked && asked < KVS_FILE_GDS_THREADS ? asked : KVS_FILE_GDS_THREADS;
@@ -140,7 +140,7 @@ static int make_seats(struct kvs_file_gds *gds, struct kvs_error *err) {
 }
 
 /* All zeros, since what follows a block in its last page goes to disk. */
-static int make_staging(struct kvs_file_gds *gds, size_t nbytes, struct kvs_error *err) {
+static int make_staging(struct kvs_gds *gds, size_t nbytes, struct kvs_error *err) {
   kvs_stream stream = gds->seats[0].streams[1];
   int status = kvs_engine_alloc(gds->engine, nbytes + ALIGNMENT, false, &gds->memory, err);
   if (status) return status;
@@ -154,7 +154,7 @@ static int make_staging(struct kvs_file_gds *gds, size_t nbytes, struct kvs_erro
   return status;
 }
 
-static void destroy(struct kvs_file_gds *gds) {
+static void destroy(struct kvs_gds *gds) {
   struct kvs_error ignored;
   bool bound = kvs_dev_bind(gds->device, &ignored) == KVS_OK; /* else the device is lost */
   for (uint32_t i = 0; i < gds->store->nsegments; i++) kvs_file_gds_deregister(gds, &gds->files[i]);
@@ -175,8 +175,8 @@ static void destroy(struct kvs_file_gds *gds) {
   free(gds);
 }
 
-static struct kvs_file_gds *new_gds(struct kvs_file_store *store, const struct kvs_cufile *cu, struct kvs_error *err) {
-  struct kvs_file_gds *gds = calloc(1, sizeof *gds);
+static struct kvs_gds *new_gds(struct kvs_file_store *store, const struct kvs_cufile *cu, struct kvs_error *err) {
+  struct kvs_gds *gds = calloc(1, sizeof *gds);
   struct kvs_file_gds_handle *files = calloc(store->segments_capacity, sizeof *files);
   if (!gds || !files || kvs_file_queue_init(&gds->queue, err)) {
     free(gds);
@@ -197,7 +197,7 @@ static struct kvs_file_gds *new_gds(struct kvs_file_store *store, const struct k
 }
 
 /* With the device's context bound. `fd`: of a file like the segments. */
-static int set_up(struct kvs_file_gds *gds, int fd, size_t nbytes, struct kvs_error *err) {
+static int set_up(struct kvs_gds *gds, int fd, size_t nbytes, struct kvs_error *err) {
   gds->real = kvs_cufile_is_real(gds->cu, fd, gds->note);
   if (!gds->real && gds->store->settings.gds != KVS_FILE_GDS_COMPAT)
     return kvs_fail(err, KVS_UNSUPPORTED, "%s", gds->note);
@@ -213,7 +213,7 @@ bool kvs_file_gds_open(struct kvs_file_store *store, size_t staging_nbytes, uint
   if (!is_wanted(store)) return false;
   struct kvs_device *device = kvs_engine_device(store->settings.device);
   if (kvs_dev_bind(device, &err)) return refuse(store, err.message);
-  struct kvs_file_gds *gds = NULL;
+  struct kvs_gds *gds = NULL;
   int status = kvs_cufile_get(&cu, &err);
   if (!status && !(gds = new_gds(store, cu, &err))) {
     kvs_cufile_release(false);

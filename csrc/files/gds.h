@@ -19,7 +19,7 @@ enum {
 
 /* What a thread has. */
 struct kvs_file_gds_seat {
-  struct kvs_file_gds *gds;
+  struct kvs_gds *gds;
   pthread_t thread;
   kvs_stream streams[2]; /* of loads [1], of stores [0] */
   uint8_t *page;         /* pinned: the seat's own KVS_FILE_GDS_SEAT bytes */
@@ -34,7 +34,7 @@ struct kvs_file_gds_handle {
   struct stat which; /* the file that it was made of: a reader's place for a segment may become another's */
 };
 
-struct kvs_file_gds {
+struct kvs_gds {
   struct kvs_file_store *store;
   struct kvs_engine *engine;
   struct kvs_device *device;
@@ -56,12 +56,12 @@ struct kvs_file_gds {
 };
 
 /* gds.c: a file for libcufile, by a descriptor of its own: it refuses flags that the store's have (O_NOFOLLOW). */
-int kvs_file_gds_register(struct kvs_file_gds *, int fd, struct kvs_file_gds_handle *, struct kvs_error *);
-void kvs_file_gds_deregister(struct kvs_file_gds *, struct kvs_file_gds_handle *); /* harmless if it is not */
+int kvs_file_gds_register(struct kvs_gds *, int fd, struct kvs_file_gds_handle *, struct kvs_error *);
+void kvs_file_gds_deregister(struct kvs_gds *, struct kvs_file_gds_handle *); /* harmless if it is not */
 
 /* gds_worker.c */
-int kvs_file_gds_wait(struct kvs_file_gds *, kvs_stream, struct kvs_error *); /* until all on it is over */
-int kvs_file_gds_start(struct kvs_file_gds *, struct kvs_error *);
-void kvs_file_gds_stop(struct kvs_file_gds *); /* the queue is empty: ends the threads */
+int kvs_file_gds_wait(struct kvs_gds *, kvs_stream, struct kvs_error *); /* until all on it is over */
+int kvs_file_gds_start(struct kvs_gds *, struct kvs_error *);
+void kvs_file_gds_stop(struct kvs_gds *); /* the queue is empty: ends the threads */
 
 #endif

@@ -27,7 +27,7 @@ static int poll_stream(void *arg, struct kvs_error *err) {
   return status == KVS_REFUSED ? KVS_NOT_READY : status; /* says nothing of the copies, which go on */
 }
 
-int kvs_file_gds_wait(struct kvs_file_gds *gds, kvs_stream stream, struct kvs_error *err) {
+int kvs_file_gds_wait(struct kvs_gds *gds, kvs_stream stream, struct kvs_error *err) {
   struct watched watched = {gds->device, stream};
   return kvs_wait_until(poll_stream, &watched, gds->device->stepped, -1, err);
 }
@@ -49,14 +49,14 @@ static int copy(struct kvs_file_gds_seat *seat, bool load, const void *to, const
 }
 
 static size_t seat_of(const struct kvs_file_item *item) {
-  const struct kvs_file_gds *gds = item->transfer->store->gds;
+  const struct kvs_gds *gds = item->transfer->store->gds;
   return (size_t)(address_of(item->request.scratch) - address_of(gds->seats[0].page)) / KVS_FILE_GDS_SEAT;
 }
 
 bool kvs_file_gds_has(const struct kvs_file_item *item) { return seat_of(item) < item->transfer->store->gds->nseats; }
 
 int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) {
-  struct kvs_file_gds *gds = item->transfer->store->gds;
+  struct kvs_gds *gds = item->transfer->store->gds;
   struct kvs_file_gds_seat *seat = &gds->seats[seat_of(item)];
   bool load = item->transfer->kind == KVS_FILE_GET;
   uint8_t *arrives = seat->page + KVS_FILE_PAGE;
@@ -82,7 +82,7 @@ int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) 
 /* -- libcufile ----------------------------------------------------------------------------------------------------- */
 
 /* Of the segment that has the slot, and is open as `fd`. NULL: it does not take that segment. */
-static void *handle_of(struct kvs_file_gds *gds, uint32_t slot, int fd) {
+static void *handle_of(struct kvs_gds *gds, uint32_t slot, int fd) {
   struct kvs_file_gds_handle *file = &gds->files[slot / gds->store->geometry.slots];
   struct kvs_error ignored;
   struct stat now;
@@ -112,7 +112,7 @@ static bool is_refusal(int code) {
 }
 
 /* One call, with what a test has in mind for it: how many bytes it moved, or a negative code. */
-static ssize_t call(struct kvs_file_gds *gds, void *handle, bool write, size_t at, size_t nbytes, uint64_t offset) {
+static ssize_t call(struct kvs_gds *gds, void *handle, bool write, size_t at, size_t nbytes, uint64_t offset) {
   struct kvs_file_fault fault = kvs_file_fault_next(gds->queue.faults, write ? KVS_FILE_WRITE : KVS_FILE_READ);
   if (fault.action == KVS_FILE_FAULT_FAIL) return -fault.code;
   if (fault.action == KVS_FILE_FAULT_INTERRUPT) return -EINTR;
@@ -126,7 +126,7 @@ static ssize_t call(struct kvs_file_gds *gds, void *handle, bool write, size_t a
 }
 
 /* All of the span: 0, or a code. */
-static int move_directly(struct kvs_file_gds *gds, void *handle, const struct kvs_file_span *span) {
+static int move_directly(struct kvs_gds *gds, void *handle, const struct kvs_file_span *span) {
   const size_t nbytes = span->pieces[0].iov_len, begin = (size_t)((uint8_t *)span->pieces[0].iov_base - gds->staging);
   for (size_t done = 0; done < nbytes;) {
     ssize_t n = call(gds, handle, span->write, begin + done, nbytes - done, span->offset + done);
@@ -142,7 +142,7 @@ static int move_directly(struct kvs_file_gds *gds, void *handle, const struct kv
 /* -- by way of host memory ----------------------------------------------------------------------------------------- */
 
 static int move_by_host(struct kvs_file_gds_seat *seat, const struct kvs_file_span *span) {
-  struct kvs_file_gds *gds = seat->gds;
+  struct kvs_gds *gds = seat->gds;
   struct kvs_file_span there = *span;
   const struct iovec *staged = &span->pieces[0];
   struct kvs_error err;
@@ -160,7 +160,7 @@ static int move_by_host(struct kvs_file_gds_seat *seat, const struct kvs_file_sp
 /* -- a request ----------------------------------------------------------------------------------------------------- */
 
 static int move(struct kvs_file_gds_seat *seat, const struct kvs_file_item *item) {
-  struct kvs_file_gds *gds = seat->gds;
+  struct kvs_gds *gds = seat->gds;
   struct kvs_file_store *store = gds->store;
   const struct kvs_file_span *span = &item->request.span;
   const size_t nbytes = span->pieces[0].iov_len;
@@ -180,13 +180,13 @@ static int move(struct kvs_file_gds_seat *seat, const struct kvs_file_item *item
   return code;
 }
 
-static bool is_staged(const struct kvs_file_gds *gds, const struct kvs_file_span *span) {
+static bool is_staged(const struct kvs_gds *gds, const struct kvs_file_span *span) {
   return address_of(span->pieces[0].iov_base) - address_of(gds->staging) < gds->staging_nbytes;
 }
 
 static void *serve(void *arg) {
   struct kvs_file_gds_seat *seat = arg;
-  struct kvs_file_gds *gds = seat->gds;
+  struct kvs_gds *gds = seat->gds;
   struct kvs_file_request *request;
   struct kvs_error err;
   bool bound = kvs_dev_bind(gds->device, &err) == KVS_OK; /* else the library says that there is no context */
@@ -206,7 +206,7 @@ void kvs_file_gds_push(struct kvs_file_item *item) {
   kvs_file_queue_push(&item->transfer->store->gds->queue, &item->request);
 }
 
-int kvs_file_gds_start(struct kvs_file_gds *gds, struct kvs_error *err) {
+int kvs_file_gds_start(struct kvs_gds *gds, struct kvs_error *err) {
   for (; gds->nthreads < gds->nseats; gds->nthreads++) {
     struct kvs_file_gds_seat *seat = &gds->seats[gds->nthreads];
     if (kvs_thread_start(&seat->thread, NULL, serve, seat)) break;
@@ -215,7 +215,7 @@ int kvs_file_gds_start(struct kvs_file_gds *gds, struct kvs_error *err) {
   return KVS_OK; /* fewer than asked for do the work too */
 }
 
-void kvs_file_gds_stop(struct kvs_file_gds *gds) {
+void kvs_file_gds_stop(struct kvs_gds *gds) {
   kvs_file_queue_close(&gds->queue);
   for (unsigned i = 0; i < gds->nthreads; i++) pthread_join(gds->seats[i].thread, NULL);
 }

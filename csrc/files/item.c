@@ -24,13 +24,13 @@ static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* how much is read agai
 
 static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
 
-static void append(struct kvs_file_list *list, struct kvs_file_item *item) {
+static void append(struct kvs_file_items *list, struct kvs_file_item *item) {
   item->next = NULL;
   *(list->last ? &list->last->next : &list->first) = item;
   list->last = item;
 }
 
-static struct kvs_file_item *take_first(struct kvs_file_list *list) {
+static struct kvs_file_item *take_first(struct kvs_file_items *list) {
   struct kvs_file_item *item = list->first;
   if (item) list->first = item->next;
   if (!list->first) list->last = NULL;
@@ -61,7 +61,7 @@ void kvs_file_item_begin_locked(struct kvs_file_item *item) {
   if (!entry->first && may_have(item)) {
     grant_locked(item);
   } else {
-    struct kvs_file_list waiting = {entry->first, entry->last};
+    struct kvs_file_items waiting = {entry->first, entry->last};
     append(&waiting, item);
     entry->first = waiting.first;
     entry->last = waiting.last;
@@ -76,7 +76,7 @@ static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *
   else
     entry->writer = false;
   while (entry->first && may_have(entry->first)) {
-    struct kvs_file_list waiting = {entry->first, entry->last};
+    struct kvs_file_items waiting = {entry->first, entry->last};
     struct kvs_file_item *item = take_first(&waiting);
     entry->first = waiting.first;
     entry->last = waiting.last;
@@ -484,7 +484,7 @@ static void checkpoint_if_due(struct kvs_file_store *store) {
   store->checkpointing |= due;
   pthread_mutex_unlock(&store->lock);
   if (!due) return;
-  (void)kvs_file_checkpoint(store, below, false);
+  (void)kvs_file_save_checkpoint(store, below, false);
   pthread_mutex_lock(&store->lock);
   store->checkpointing = false;
   pthread_mutex_unlock(&store->lock);

@@ -21,8 +21,8 @@ static const uint64_t STAGING_NBYTES = 128ull << 20;
 static const int64_t POLL_NS = 50 * 1000;
 
 /* Copies under way, oldest first. */
-struct copy {
-  struct copy *next;
+struct mover_copy {
+  struct mover_copy *next;
   struct kvs_transfer *transfer;
   size_t count;
   struct kvs_file_item *items[BATCH];
@@ -46,20 +46,20 @@ struct kvs_file_mover {
   uint32_t *free;
   uint32_t nfree;
   struct kvs_file_transfer *first[2], *last[2]; /* with items that wait for staging: of loads [1], of others [0] */
-  struct kvs_file_list arrived;                 /* read and checked */
+  struct kvs_file_items arrived;                /* read and checked */
 
-  struct copy *copies[2], *last_copy[2]; /* the thread's own */
+  struct mover_copy *copies[2], *last_copy[2]; /* the thread's own */
 };
 
 static bool is_load(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
 
-static void append(struct kvs_file_list *list, struct kvs_file_item *item) {
+static void append(struct kvs_file_items *list, struct kvs_file_item *item) {
   item->next = NULL;
   *(list->last ? &list->last->next : &list->first) = item;
   list->last = item;
 }
 
-static struct kvs_file_item *take_first(struct kvs_file_list *list) {
+static struct kvs_file_item *take_first(struct kvs_file_items *list) {
   struct kvs_file_item *item = list->first;
   list->first = item->next;
   if (!list->first) list->last = NULL;
@@ -120,7 +120,7 @@ static void finish(struct kvs_file_item *item, int status, int code) {
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 
 /* Positions in the batch of blocks that were lost: marked in `lost`. */
-static int see_end(struct copy *copy, bool lost[BATCH], int *code) {
+static int see_end(struct mover_copy *copy, bool lost[BATCH], int *code) {
   uint32_t failed[BATCH];
   struct kvs_error err = {0};
   int status = kvs_transfer_error(copy->transfer, &err);
@@ -140,7 +140,7 @@ static void forget_loss(struct kvs_file_mover *mover, const struct kvs_file_item
     (void)kvs_note_access(mover->pools[i], &ids, true, 0, 0, mover->streams[0], "the file tier", &ignored);
 }
 
-static void end_copy(struct kvs_file_mover *mover, struct copy *copy) {
+static void end_copy(struct kvs_file_mover *mover, struct mover_copy *copy) {
   bool lost[BATCH];
   int code, status = see_end(copy, lost, &code);
   for (size_t i = 0; i < copy->count; i++) {
@@ -162,7 +162,8 @@ static void end_copy(struct kvs_file_mover *mover, struct copy *copy) {
 static bool see_copies(struct kvs_file_mover *mover) {
   bool any = false;
   for (int load = 1; load >= 0; load--)
-    for (struct copy *copy; (copy = mover->copies[load]) != NULL && kvs_transfer_done(copy->transfer); any = true) {
+    for (struct mover_copy *copy; (copy = mover->copies[load]) != NULL && kvs_transfer_done(copy->transfer);
+         any = true) {
       mover->copies[load] = copy->next;
       if (!copy->next) mover->last_copy[load] = NULL;
       end_copy(mover, copy);
@@ -176,7 +177,7 @@ static int start_copy(struct kvs_file_mover *mover, struct kvs_file_item *const 
   bool load = is_load(items[0]);
   int64_t staging[BATCH], slots[BATCH];
   struct kvs_error err = {0};
-  struct copy *copy = calloc(1, sizeof *copy);
+  struct mover_copy *copy = calloc(1, sizeof *copy);
   for (size_t i = 0; i < count; i++) {
     staging[i] = items[i]->staging;
     slots[i] = transfer->slots[items[i] - transfer->items];

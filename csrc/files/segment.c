@@ -139,7 +139,7 @@ uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *store) {
   return below < store->whole_below ? below : store->whole_below;
 }
 
-int kvs_file_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
+int kvs_file_save_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   if (store->generation >= KVS_FILE_LAST_SEQUENCE) return KVS_FILE_NUMBERS_END;
   struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};

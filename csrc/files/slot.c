@@ -31,7 +31,7 @@ bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
 
 void kvs_file_wake_starved_locked(struct kvs_file_store *store) {
   struct kvs_file_item *item = store->starved.first;
-  store->starved = (struct kvs_file_list){NULL, NULL};
+  store->starved = (struct kvs_file_items){NULL, NULL};
   store->nstarved = 0;
   while (item) {
     struct kvs_file_item *next = item->next;

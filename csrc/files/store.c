@@ -191,7 +191,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
 /* Until the first clean close, or checkpoint, all that is written from now on counts as possibly torn. */
 static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   if (store->settings.readonly) return KVS_OK;
-  int code = kvs_file_checkpoint(store, kvs_file_whole_below_locked(store), false);
+  int code = kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), false);
   return code ? kvs_file_fail(err, code, "writing to %.200s", store->settings.directory) : KVS_OK;
 }
 
@@ -286,7 +286,7 @@ static void stop(struct kvs_file_store *store) {
   kvs_file_queue_close(&store->queue);
   store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
   if (store->mover) kvs_file_mover_close(store);
-  if (!store->settings.readonly) (void)kvs_file_checkpoint(store, kvs_file_whole_below_locked(store), true);
+  if (!store->settings.readonly) (void)kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), true);
   kvs_file_close_directory(store);
   pthread_mutex_lock(&store->lock);
   store->stopped = true;

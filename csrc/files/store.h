@@ -43,7 +43,7 @@ struct kvs_file_item {
   int status, code; /* KVS_OK, or why it failed, with an errno */
 };
 
-struct kvs_file_list {
+struct kvs_file_items {
   struct kvs_file_item *first, *last;
 };
 
@@ -58,7 +58,7 @@ struct kvs_file_transfer {
   size_t npools;
   int64_t *slots;                         /* of the pools, one an item */
   struct kvs_transfer *gate;              /* ends when all has that it starts after; NULL: nothing */
-  struct kvs_file_list waiting;           /* guarded by the mover's lock: items that have their key */
+  struct kvs_file_items waiting;          /* guarded by the mover's lock: items that have their key */
   struct kvs_file_transfer *next_waiting; /* guarded by the mover's lock */
   bool cancelled;                         /* guarded by store->lock */
   size_t remaining;                       /* guarded by store->lock: items that have not ended */
@@ -79,7 +79,7 @@ struct kvs_file_segment {
 };
 
 struct kvs_file_mover;
-struct kvs_file_gds;
+struct kvs_gds;
 
 struct kvs_file_store {
   atomic_uint refs;
@@ -95,7 +95,7 @@ struct kvs_file_store {
   const struct kvs_file_engine_ops *ops;
   struct kvs_file_worker *worker;
   struct kvs_file_mover *mover; /* NULL: no device */
-  struct kvs_file_gds *gds;     /* staging is device memory, and moved by libcufile; NULL: it is pinned */
+  struct kvs_gds *gds;          /* staging is device memory, and moved by libcufile; NULL: it is pinned */
   const char *gds_mode;         /* "on", "compat", "off" */
   atomic_uint_fast64_t gds_nbytes[2], gds_by_host; /* as in the stats: written [1], read [0] */
   struct kvs_file_store *next_of_all;              /* guarded by the lock of the list of stores, as is `open` */
@@ -126,8 +126,8 @@ struct kvs_file_store {
                            open, or not be erased */
   bool unread_segments; /* whose first page could not be read at open */
   size_t granted, nstarved;                  /* items that have their key; those among them that wait for a slot */
-  struct kvs_file_list ready;                /* have their key and wait to be looked at */
-  struct kvs_file_list starved;              /* wait for a slot */
+  struct kvs_file_items ready;               /* have their key and wait to be looked at */
+  struct kvs_file_items starved;             /* wait for a slot */
   struct kvs_file_transfer *oldest, *newest; /* unfinished */
   unsigned unfinished[2];                    /* loads [1], others [0] */
   size_t unfinished_blocks[2];
@@ -163,7 +163,7 @@ int kvs_file_segment_make(struct kvs_file_store *, uint32_t *number, int *fd);
 int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd, bool cut); /* under the lock; ENOMEM */
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* a header page: 0 or an errno */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *);  /* which sequence a checkpoint may tell now */
-int kvs_file_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
+int kvs_file_save_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under the lock; false: no memory, it is lost */
 
 /* files/scan.c: an index from the headers of all segments; of a writer the free slots too. */

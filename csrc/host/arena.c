@@ -22,7 +22,7 @@
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
 
 /* What a handle holds, and what stands in the page before an allocation that is shared. */
-struct place {
+struct file_place {
   char magic[8];
   int64_t pid;
   uint64_t start; /* of that process */
@@ -32,7 +32,7 @@ struct place {
   uint64_t nbytes;
   uint64_t id;
 };
-_Static_assert(sizeof(struct place) == sizeof(struct kvs_handle), "a handle is a place");
+_Static_assert(sizeof(struct file_place) == sizeof(struct kvs_handle), "a handle is a place");
 
 static size_t page_nbytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
@@ -135,7 +135,7 @@ static int refuse(const char *operation, int code, const char *why, struct kvs_e
 int kvs_host_arena_share(struct kvs_host_arena *arena, uint64_t offset, uint64_t nbytes, uint64_t id,
                          struct kvs_handle *handle, struct kvs_error *err) {
   struct kvs_owner self = kvs_owner_self();
-  struct place place = {.pid = self.pid, .start = self.start, .offset = offset, .nbytes = nbytes, .id = id};
+  struct file_place place = {.pid = self.pid, .start = self.start, .offset = offset, .nbytes = nbytes, .id = id};
   if (offset == KVS_HOST_PRIVATE)
     return refuse("memory_share", KVS_DRIVER_NOT_SUPPORTED, "this system has no memory that can be shared (memfd)",
                   err);
@@ -156,7 +156,7 @@ int kvs_host_arena_share(struct kvs_host_arena *arena, uint64_t offset, uint64_t
 }
 
 /* A descriptor of the file that a handle names, if it is still that file and ours; else -1 and why. */
-static int open_file(const struct place *place, const char **why) {
+static int open_file(const struct file_place *place, const char **why) {
   struct kvs_owner owner = {place->pid, place->start};
   struct stat file;
   char path[64];
@@ -184,7 +184,7 @@ static bool is_sealed(int fd, uint64_t offset, uint64_t nbytes) {
 
 int kvs_host_arena_open(const struct kvs_handle *handle, const char *operation, void **pages, uint64_t *nbytes,
                         struct kvs_error *err) {
-  struct place place, there;
+  struct file_place place, there;
   const char *why;
   size_t page = page_nbytes();
   memcpy(&place, handle, sizeof place);

@@ -228,7 +228,7 @@ static int put_import_locked(struct kvs_engine *engine, const struct kvs_export 
   }
   import->next = engine->imports;
   engine->imports = import;
-  engine->forget_imports = imports_destroy;
+  engine->free_imports = imports_destroy;
   *put = import;
   return KVS_OK;
 }

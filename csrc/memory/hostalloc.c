@@ -8,14 +8,14 @@
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)
 
-struct piece {
+struct allocation {
   uint64_t ptr;
   struct kvs_engine *engine; /* a reference */
   enum kvs_origin origin;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct piece *pieces; /* guarded by lock, in no order */
+static struct allocation *pieces; /* guarded by lock, in no order */
 static size_t count, capacity;
 
 /* The child of a fork starts without any: they are its parent's. */
@@ -34,11 +34,11 @@ static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin ori
   pthread_mutex_lock(&lock);
   if (count == capacity) {
     size_t more = capacity ? 2 * capacity : 16;
-    struct piece *grown = realloc(pieces, more * sizeof *grown);
+    struct allocation *grown = realloc(pieces, more * sizeof *grown);
     if (grown) pieces = grown, capacity = more;
   }
   if (count < capacity)
-    pieces[count++] = (struct piece){ptr, engine, origin};
+    pieces[count++] = (struct allocation){ptr, engine, origin};
   else
     status = kvs_fail(err, KVS_NOMEM, "no memory to remember an allocation");
   pthread_mutex_unlock(&lock);
@@ -47,7 +47,7 @@ static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin ori
 }
 
 /* Take an entry out, so that of two threads that free it one is told. */
-static int take(uint64_t ptr, enum kvs_origin origin, struct piece *piece, struct kvs_error *err) {
+static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, struct kvs_error *err) {
   bool found = false;
   pthread_mutex_lock(&lock);
   for (size_t i = 0; !found && i < count; i++) {
@@ -63,7 +63,7 @@ static int take(uint64_t ptr, enum kvs_origin origin, struct piece *piece, struc
 }
 
 /* Back where it was, since it could not be freed. There is room: it was there. */
-static void put_back(const struct piece *piece) {
+static void put_back(const struct allocation *piece) {
   pthread_mutex_lock(&lock);
   if (count < capacity) pieces[count++] = *piece;
   pthread_mutex_unlock(&lock);
@@ -71,7 +71,7 @@ static void put_back(const struct piece *piece) {
 
 /* In steps, as kvs_engine_free_start(): the address belongs to the piece until the task is left. */
 struct kvs_host_giving {
-  struct piece piece;
+  struct allocation piece;
   struct kvs_reclaim *task;
 };
 

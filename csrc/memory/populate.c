@@ -13,18 +13,18 @@
 static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* cut at its multiples, so that huge pages stay whole */
 enum { USEFUL_THREADS = 16 };
 
-struct piece {
+struct populate_piece {
   struct kvs_host_chunk *chunk;
   uint64_t base, nbytes;
 };
 
-static bool take_piece_locked(struct kvs_host_pool *pool, struct piece *piece) {
+static bool take_piece_locked(struct kvs_host_pool *pool, struct populate_piece *piece) {
   for (; pool->next_chunk < pool->nchunks; pool->next_chunk++) {
     struct kvs_host_chunk *chunk = &pool->chunks[pool->next_chunk];
     if (chunk->taken == chunk->nbytes) continue;
     uint64_t base = chunk->base + chunk->taken, left = chunk->nbytes - chunk->taken;
     uint64_t nbytes = PIECE_NBYTES - base % PIECE_NBYTES;
-    *piece = (struct piece){chunk, base, nbytes < left ? nbytes : left};
+    *piece = (struct populate_piece){chunk, base, nbytes < left ? nbytes : left};
     chunk->taken += piece->nbytes;
     return true;
   }
@@ -101,7 +101,7 @@ static void settle_locked(struct kvs_host_pool *pool) {
 
 static void *work(void *arg) {
   struct kvs_host_pool *pool = arg;
-  struct piece piece;
+  struct populate_piece piece;
   if (pool->node >= 0) kvs_run_on_node(pool->node);
   pthread_mutex_lock(&pool->lock);
   while (!pool->stop && !atomic_load(&pool->engine->closed) && take_piece_locked(pool, &piece)) {

@@ -709,7 +709,7 @@ static void test_past(void) {
   struct kvs_access *visit = calloc(1, sizeof *visit);
   *visit = (struct kvs_access){.refs = 1, .stream = 3, .tick = 1, .end = 1};
   CHECK(kvs_history_add(history, visit, now, host) && history->count == 3,
-        "what the host or the visitor comes after is gone");
+        "accesses before the host or the access are gone");
   CHECK(history->accesses[0]->stream == 0 && history->accesses[2]->stream == 3);
   kvs_access_unref(visit);
   kvs_clock_unref(now), kvs_clock_unref(host);
