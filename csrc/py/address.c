@@ -126,8 +126,8 @@ static int finish(PyObject *object, const char *name, Py_ssize_t index, bool wri
   return keep == NULL ? 0 : kvs_py_hold(hold, keep);
 }
 
-int kvs_py_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
-                   PyObject **hold, struct kvs_py_address *address) {
+int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
+                        PyObject **hold, struct kvs_py_address *address) {
   *address = (struct kvs_py_address){0, UINT64_MAX, false};
   if (is_number(object)) return kvs_py_uint64(object, name, index, &address->ptr);
   PyObject *keep = NULL;
@@ -158,7 +158,8 @@ static int pointers_from_tuple(struct kvs_py_state *state, PyObject *items, cons
     struct kvs_py_address address;
     PyObject *item = PyTuple_GET_ITEM(items, (Py_ssize_t)i);
     bool read = kvs_py_exchange_read(state, &exchange, item, &address) == 1;
-    int rc = read ? kvs_py_hold(hold, item) : kvs_py_address(state, item, name, (Py_ssize_t)i, write, hold, &address);
+    int rc =
+        read ? kvs_py_hold(hold, item) : kvs_py_read_address(state, item, name, (Py_ssize_t)i, write, hold, &address);
     if (rc < 0) {
       Py_DECREF(array);
       return -1;

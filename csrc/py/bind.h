@@ -123,8 +123,8 @@ struct kvs_py_address {
 };
 /* What must live until the transfer ends is appended to the list *hold, made on demand; hold NULL: a number is expected
  * to outlive the call by the caller's care. `write`: it is a destination. */
-int kvs_py_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
-                   PyObject **hold, struct kvs_py_address *address);
+int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
+                        PyObject **hold, struct kvs_py_address *address);
 int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
@@ -151,7 +151,8 @@ struct kvs_py_after {
   struct kvs_after single;
   PyObject *keep;
 };
-int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after);
+int kvs_py_read_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine,
+                      struct kvs_py_after *after);
 /* One thing for each of `layers` layers, or None. */
 int kvs_py_after_layers(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_after *after);

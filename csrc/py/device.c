@@ -316,7 +316,7 @@ static PyObject *device_register(PyObject *self, PyObject *const *args, Py_ssize
   PyObject *values[2];
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
+  if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
   uint64_t nbytes = address.nbytes;
   if (values[1] != NULL && values[1] != Py_None) {
     if (kvs_py_uint64(values[1], "nbytes", -1, &nbytes) < 0) return NULL;
@@ -349,7 +349,7 @@ static PyObject *device_unregister(PyObject *self, PyObject *const *args, Py_ssi
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
-  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
+  if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_engine_unregister_start(engine, address.ptr, &task, &err);
   Py_END_ALLOW_THREADS

@@ -7,7 +7,7 @@
 
 #include "base/thread.h"
 
-struct apart {
+struct apart_call {
   int (*work)(void *arg, struct kvs_error *err);
   void (*discard)(void *arg);
   void *arg;
@@ -18,14 +18,14 @@ struct apart {
   struct kvs_error err;
 };
 
-static void free_apart(struct apart *apart) {
+static void free_apart(struct apart_call *apart) {
   pthread_cond_destroy(&apart->ended);
   pthread_mutex_destroy(&apart->lock);
   free(apart);
 }
 
 static void *serve(void *arg) {
-  struct apart *apart = arg;
+  struct apart_call *apart = arg;
   int rc = apart->work(apart->arg, &apart->err);
   pthread_mutex_lock(&apart->lock);
   apart->rc = rc;
@@ -40,14 +40,14 @@ static void *serve(void *arg) {
   return NULL;
 }
 
-static bool start(struct apart *apart) {
+static bool start(struct apart_call *apart) {
   pthread_t thread;
   int code = kvs_thread_start(&thread, NULL, serve, apart);
   if (code == 0) pthread_detach(thread);
   return code == 0;
 }
 
-static bool wait_slice(struct apart *apart) {
+static bool wait_slice(struct apart_call *apart) {
   const uint64_t deadline = kvs_deadline(KVS_PY_SLICE_NS);
   pthread_mutex_lock(&apart->lock);
   while (!apart->done && kvs_cond_wait(&apart->ended, &apart->lock, deadline)) continue;
@@ -57,7 +57,7 @@ static bool wait_slice(struct apart *apart) {
 }
 
 /* Whether the thread has it all now; false: it has ended meanwhile. */
-static bool leave(struct apart *apart) {
+static bool leave(struct apart_call *apart) {
   pthread_mutex_lock(&apart->lock);
   bool left = apart->left = !apart->done;
   pthread_mutex_unlock(&apart->lock);
@@ -66,13 +66,13 @@ static bool leave(struct apart *apart) {
 
 int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_error *), void (*discard)(void *),
                  void *arg) {
-  struct apart *apart = calloc(1, sizeof *apart);
+  struct apart_call *apart = calloc(1, sizeof *apart);
   if (apart == NULL) {
     PyErr_NoMemory();
     discard(arg);
     return -1;
   }
-  *apart = (struct apart){.work = work, .discard = discard, .arg = arg};
+  *apart = (struct apart_call){.work = work, .discard = discard, .arg = arg};
   pthread_mutex_init(&apart->lock, NULL);
   kvs_cond_init(&apart->ended);
   bool done = false, started;

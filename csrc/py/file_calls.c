@@ -4,7 +4,7 @@
 enum { KEYS, BLOCKS, IDS, AFTER, REPLACE, ARGUMENTS };
 static const char *const names[] = {"keys", "blocks", "ids", "after", "replace"};
 
-struct call {
+struct file_call {
   struct kvs_py_state *state;
   struct kvs_file_store *store;
   bool load;
@@ -20,7 +20,7 @@ struct call {
   struct kvs_file_transfer *transfer;
 };
 
-static void clear(struct call *call) {
+static void clear(struct file_call *call) {
   kvs_py_keys_clear(&call->keys);
   kvs_py_after_clear(&call->after);
   PyMem_Free(call->pools);
@@ -40,17 +40,17 @@ static void release_owner(void *owner) {
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
 
-static uint64_t block_nbytes(const struct call *call) {
+static uint64_t block_nbytes(const struct file_call *call) {
   struct kvs_file_info info;
   kvs_file_get_info(call->store, &info);
   return info.block_nbytes;
 }
 
-static bool is_pool(const struct call *call, PyObject *object) {
+static bool is_pool(const struct file_call *call, PyObject *object) {
   return (PyObject *)Py_TYPE(object) == call->state->pool_type;
 }
 
-static int add_pool(struct call *call, PyObject *pool, Py_ssize_t index) {
+static int add_pool(struct file_call *call, PyObject *pool, Py_ssize_t index) {
   if (!is_pool(call, pool))
     return kvs_py_complain(PyExc_TypeError, "blocks", index, "must be a Pool, not %s", Py_TYPE(pool)->tp_name);
   if (call->load && kvs_py_pool_readonly(pool))
@@ -60,7 +60,7 @@ static int add_pool(struct call *call, PyObject *pool, Py_ssize_t index) {
 }
 
 /* A Pool, or a sequence that begins with one: 1, or 0 where it is something else. */
-static int read_pools(struct call *call, PyObject *object) {
+static int read_pools(struct file_call *call, PyObject *object) {
   bool one = is_pool(call, object);
   bool sequence = PyList_Check(object) || PyTuple_Check(object);
   PyObject *items = one ? PyTuple_Pack(1, object) : sequence ? PySequence_Tuple(object) : NULL;
@@ -88,11 +88,11 @@ static int64_t read_id(const struct kvs_ids *ids, size_t i) {
 }
 
 /* Blocks of one tensor, block i at its address + i * block_nbytes. */
-static int read_rows(struct call *call, PyObject *object) {
+static int read_rows(struct file_call *call, PyObject *object) {
   struct kvs_py_address address;
   const struct kvs_ids *ids = &call->blocks.ids;
   uint64_t nbytes = block_nbytes(call);
-  if (kvs_py_address(call->state, object, "blocks", -1, call->load, &call->hold, &address) < 0) return -1;
+  if (kvs_py_read_address(call->state, object, "blocks", -1, call->load, &call->hold, &address) < 0) return -1;
   call->addresses = PyMem_Calloc(ids->count + 1, sizeof *call->addresses);
   if (call->addresses == NULL) {
     PyErr_NoMemory();
@@ -110,7 +110,7 @@ static int read_rows(struct call *call, PyObject *object) {
   return kvs_py_same_length("ids", ids->count, "keys", call->keys.core.count);
 }
 
-static int read_pointers(struct call *call, PyObject *object) {
+static int read_pointers(struct file_call *call, PyObject *object) {
   struct kvs_py_list *list = &call->pointers;
   if (kvs_py_pointers(call->state, object, "blocks", call->load, &call->hold, list) < 0) return -1;
   if (kvs_py_same_length("blocks", list->count, "keys", call->keys.core.count) < 0) return -1;
@@ -123,7 +123,7 @@ static int read_pointers(struct call *call, PyObject *object) {
   return list->keep != NULL ? kvs_py_hold(&call->hold, list->keep) : 0;
 }
 
-static int read_blocks(struct call *call, PyObject *const *values) {
+static int read_blocks(struct file_call *call, PyObject *const *values) {
   int pools = read_pools(call, values[BLOCKS]);
   if (pools < 0) return -1;
   if (kvs_py_given(values[IDS]) && kvs_py_ids(call->state, values[IDS], "ids", &call->blocks.ids, &call->keep_ids) < 0)
@@ -134,9 +134,9 @@ static int read_blocks(struct call *call, PyObject *const *values) {
   return kvs_py_given(values[IDS]) ? read_rows(call, values[BLOCKS]) : read_pointers(call, values[BLOCKS]);
 }
 
-static int read_after(struct call *call, PyObject *value) {
+static int read_after(struct file_call *call, PyObject *value) {
   struct kvs_engine *engine = call->blocks.npools ? kvs_pool_engine(call->pools[0]) : NULL;
-  if (kvs_py_after(call->state, value, engine, &call->after) < 0) return -1;
+  if (kvs_py_read_after(call->state, value, engine, &call->after) < 0) return -1;
   call->options.after = call->after.items;
   call->options.nafter = call->after.count;
   return 0;
@@ -146,7 +146,7 @@ static int read_after(struct call *call, PyObject *value) {
 
 enum what { STORE, LOAD, DELETE };
 
-static PyObject *submit(struct call *call, enum what what) {
+static PyObject *submit(struct file_call *call, enum what what) {
   struct kvs_error err = {0};
   int rc;
   call->options.owner = call->hold;
@@ -167,7 +167,7 @@ static PyObject *submit(struct call *call, enum what what) {
 
 static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, bool load) {
   const struct kvs_py_args spec = {load ? "load" : "store", names, 2, 3, load ? ARGUMENTS - 1 : ARGUMENTS};
-  struct call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self), .load = load};
+  struct file_call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self), .load = load};
   PyObject *values[ARGUMENTS], *result = NULL;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   call.options.replace = true;
@@ -176,7 +176,7 @@ static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, P
     if (replace < 0) return NULL;
     call.options.replace = replace == 1;
   }
-  if (kvs_py_keys(values[KEYS], &call.keys) == 0 && read_blocks(&call, values) == 0 &&
+  if (kvs_py_read_keys(values[KEYS], &call.keys) == 0 && read_blocks(&call, values) == 0 &&
       read_after(&call, values[AFTER]) == 0)
     result = submit(&call, load ? LOAD : STORE);
   clear(&call);
@@ -192,8 +192,8 @@ PyObject *kvs_py_file_load(PyObject *self, PyObject *const *args, Py_ssize_t nar
 }
 
 PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
-  struct call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self)};
-  PyObject *result = kvs_py_keys(keys, &call.keys) == 0 ? submit(&call, DELETE) : NULL;
+  struct file_call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self)};
+  PyObject *result = kvs_py_read_keys(keys, &call.keys) == 0 ? submit(&call, DELETE) : NULL;
   clear(&call);
   return result;
 }

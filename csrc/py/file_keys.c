@@ -76,7 +76,7 @@ static int from_items(PyObject *items, struct kvs_py_keys *keys) {
   return 0;
 }
 
-int kvs_py_keys(PyObject *object, struct kvs_py_keys *keys) {
+int kvs_py_read_keys(PyObject *object, struct kvs_py_keys *keys) {
   bool text = PyUnicode_Check(object) || PyBytes_Check(object) || PyByteArray_Check(object);
   if (!text && PyObject_CheckBuffer(object)) return from_rows(object, keys);
   PyObject *items = text ? NULL : PySequence_Tuple(object); /* a list could change while it is read */

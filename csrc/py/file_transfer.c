@@ -1,16 +1,16 @@
 /* kvswap.files.FileTransfer: the handle of one list of blocks on its way to or from files. It keeps its store. */
 #include "files.h"
 
-struct transfer_object {
+struct file_transfer_object {
   PyObject_HEAD
   struct kvs_file_transfer *transfer;
 };
 
-static struct kvs_file_transfer *core(PyObject *self) { return ((struct transfer_object *)self)->transfer; }
+static struct kvs_file_transfer *core(PyObject *self) { return ((struct file_transfer_object *)self)->transfer; }
 
 PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_transfer *transfer) {
   PyTypeObject *type = (PyTypeObject *)state->file_transfer_type;
-  struct transfer_object *self = (struct transfer_object *)type->tp_alloc(type, 0);
+  struct file_transfer_object *self = (struct file_transfer_object *)type->tp_alloc(type, 0);
   if (self == NULL) {
     Py_BEGIN_ALLOW_THREADS
     kvs_file_transfer_unref(transfer);
@@ -241,7 +241,7 @@ static PyType_Slot slots[] = {
 
 PyType_Spec kvs_py_file_transfer_spec = {
     .name = "kvswap.files.FileTransfer",
-    .basicsize = sizeof(struct transfer_object),
+    .basicsize = sizeof(struct file_transfer_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = slots,
 };

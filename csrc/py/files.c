@@ -91,20 +91,20 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
 }
 
 /* What a thread needs that opens a store. */
-struct opening {
+struct store_opening {
   struct kvs_file_settings settings; /* with copies of its texts, and a reference to its device */
   struct kvs_file_store *store;
 };
 
-static void free_opening(struct opening *opening) {
+static void free_opening(struct store_opening *opening) {
   if (opening->settings.device != NULL) kvs_engine_unref(opening->settings.device);
   free((char *)(uintptr_t)opening->settings.directory);
   free((char *)(uintptr_t)opening->settings.layout);
   free(opening);
 }
 
-static struct opening *new_opening(const struct kvs_file_settings *settings) {
-  struct opening *opening = calloc(1, sizeof *opening);
+static struct store_opening *new_opening(const struct kvs_file_settings *settings) {
+  struct store_opening *opening = calloc(1, sizeof *opening);
   if (opening == NULL) return NULL;
   opening->settings = *settings;
   opening->settings.directory = strdup(settings->directory);
@@ -116,12 +116,12 @@ static struct opening *new_opening(const struct kvs_file_settings *settings) {
 }
 
 static int do_open(void *arg, struct kvs_error *err) {
-  struct opening *opening = arg;
+  struct store_opening *opening = arg;
   return kvs_file_open(&opening->settings, &opening->store, err);
 }
 
 static void discard_opening(void *arg) {
-  struct opening *opening = arg;
+  struct store_opening *opening = arg;
   if (opening->store != NULL) kvs_file_unref(opening->store);
   free_opening(opening);
 }
@@ -129,7 +129,7 @@ static void discard_opening(void *arg) {
 static PyObject *open_store(PyTypeObject *type, struct kvs_py_state *state, const struct kvs_file_settings *settings) {
   if (kvs_py_hook_exit(state) < 0) return NULL;
   struct store_object *self = (struct store_object *)type->tp_alloc(type, 0);
-  struct opening *opening = self == NULL ? NULL : new_opening(settings);
+  struct store_opening *opening = self == NULL ? NULL : new_opening(settings);
   if (opening == NULL) {
     Py_XDECREF(self);
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -237,7 +237,7 @@ static PyObject *store_contains(PyObject *self, PyObject *object) {
   PyObject *result = NULL;
   bool *found = NULL;
   int rc;
-  if (kvs_py_keys(object, &keys) == 0 && (found = PyMem_Calloc(keys.core.count + 1, sizeof *found)) == NULL)
+  if (kvs_py_read_keys(object, &keys) == 0 && (found = PyMem_Calloc(keys.core.count + 1, sizeof *found)) == NULL)
     PyErr_NoMemory();
   if (found != NULL) {
     Py_BEGIN_ALLOW_THREADS
@@ -258,7 +258,7 @@ static PyObject *on_keys(PyObject *self, PyObject *object, enum on_keys what) {
   struct kvs_file_store *store = kvs_py_file_core(self);
   struct kvs_py_keys keys = {0};
   struct kvs_error err = {0};
-  int rc = kvs_py_keys(object, &keys);
+  int rc = kvs_py_read_keys(object, &keys);
   if (rc == 0) {
     Py_BEGIN_ALLOW_THREADS
     if (what == TOUCH)

@@ -21,7 +21,7 @@ struct kvs_py_keys {
   uint8_t *data;  /* own copies, or NULL */
   size_t *ends;
 };
-int kvs_py_keys(PyObject *object, struct kvs_py_keys *keys);
+int kvs_py_read_keys(PyObject *object, struct kvs_py_keys *keys);
 void kvs_py_keys_clear(struct kvs_py_keys *keys);
 
 /* file_calls.c: methods of the store. */

@@ -3,19 +3,19 @@
 #include "bind.h"
 
 /* What messages say of an argument. */
-struct place {
+struct argument {
   const char *name;
   Py_ssize_t index; /* -1: it is no list */
 };
 
-static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, struct place place) {
+static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, struct argument place) {
   if (wanted == NULL || have == wanted) return 0;
   return kvs_py_complain(PyExc_ValueError, place.name, place.index, "is of %s, not of %s", kvs_engine_name(have),
                          kvs_engine_name(wanted));
 }
 
 /* An attribute as a handle: 1, or 0 where the object has none. */
-static int handle_attribute(PyObject *object, PyObject *attribute, struct place place, uint64_t *handle) {
+static int handle_attribute(PyObject *object, PyObject *attribute, struct argument place, uint64_t *handle) {
   PyObject *value;
   int has = kvs_py_attribute(object, attribute, &value);
   if (has <= 0) return has;
@@ -29,7 +29,7 @@ static int handle_attribute(PyObject *object, PyObject *attribute, struct place 
 }
 
 /* __cuda_stream__: (version, handle), by a method or as an attribute. */
-static int from_protocol(struct kvs_py_state *state, PyObject *object, struct place place, uint64_t *handle) {
+static int from_protocol(struct kvs_py_state *state, PyObject *object, struct argument place, uint64_t *handle) {
   PyObject *pair;
   int has = kvs_py_attribute(object, state->s_cuda_stream_method, &pair);
   if (has <= 0) return has;
@@ -55,7 +55,7 @@ static int from_protocol(struct kvs_py_state *state, PyObject *object, struct pl
 }
 
 /* torch says which GPU its stream is of. */
-static int check_index(struct kvs_py_state *state, PyObject *object, struct place place, struct kvs_engine *engine) {
+static int check_index(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine) {
   PyObject *value;
   if (engine == NULL || kvs_engine_device(engine)->info.driver == 0) return 0;
   int has = kvs_py_attribute(object, state->s_device_index, &value);
@@ -70,7 +70,7 @@ static int check_index(struct kvs_py_state *state, PyObject *object, struct plac
 }
 
 /* 1, or 0 where the object is no stream. */
-static int find_stream(struct kvs_py_state *state, PyObject *object, struct place place, struct kvs_engine *engine,
+static int find_stream(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine,
                        uint64_t *handle) {
   if ((PyObject *)Py_TYPE(object) == state->stream_type)
     return same_engine(kvs_py_stream_engine(object, handle), engine, place) < 0 ? -1 : 1;
@@ -90,7 +90,7 @@ static int find_stream(struct kvs_py_state *state, PyObject *object, struct plac
 
 int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
                          uint64_t *handle) {
-  int has = find_stream(state, object, (struct place){name, -1}, engine, handle);
+  int has = find_stream(state, object, (struct argument){name, -1}, engine, handle);
   if (has != 0) return has < 0 ? -1 : 0;
   return kvs_py_complain(
       PyExc_TypeError, name, -1,
@@ -100,7 +100,7 @@ int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const cha
 }
 
 /* One thing to start after: 1, or 0 where the object is none (it may be a list of them). */
-static int find_item(struct kvs_py_state *state, PyObject *object, struct place place, struct kvs_engine *engine,
+static int find_item(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine,
                      struct kvs_after *item) {
   *item = (struct kvs_after){.kind = KVS_AFTER_STREAM};
   if ((PyObject *)Py_TYPE(object) == state->transfer_type) {
@@ -123,7 +123,7 @@ static int find_item(struct kvs_py_state *state, PyObject *object, struct place 
 
 int kvs_py_after_one(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
                      struct kvs_after *item) {
-  return find_item(state, object, (struct place){name, -1}, engine, item);
+  return find_item(state, object, (struct argument){name, -1}, engine, item);
 }
 
 /* The items of the tuple after->keep; `none`: None is one too. */
@@ -139,7 +139,7 @@ static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, con
     PyObject *object = PyTuple_GET_ITEM(after->keep, (Py_ssize_t)i);
     after->items[i].kind = KVS_AFTER_NONE;
     if (none && object == Py_None) continue;
-    int has = find_item(state, object, (struct place){name, (Py_ssize_t)i}, engine, &after->items[i]);
+    int has = find_item(state, object, (struct argument){name, (Py_ssize_t)i}, engine, &after->items[i]);
     if (has < 0) return -1;
     if (has == 0)
       return kvs_py_complain(PyExc_TypeError, name, (Py_ssize_t)i, "must be an Event, a Transfer or a stream%s, not %s",
@@ -160,7 +160,8 @@ static int keep_items(PyObject *object, const char *name, const char *wanted, st
   return kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %s", wanted, Py_TYPE(object)->tp_name);
 }
 
-int kvs_py_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, struct kvs_py_after *after) {
+int kvs_py_read_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine,
+                      struct kvs_py_after *after) {
   if (object == NULL || object == Py_None) return 0;
   int has = kvs_py_after_one(state, object, "after", engine, &after->single);
   if (has < 0) return -1;

@@ -34,7 +34,7 @@ static PyObject *host_register(PyObject *module, PyObject *const *args, Py_ssize
   uint64_t nbytes;
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
+  if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
   if (kvs_py_uint64(values[1], "nbytes", -1, &nbytes) < 0) return NULL;
   if (nbytes > address.nbytes) {
     PyErr_Format(PyExc_ValueError, "nbytes is %llu, but ptr is a tensor of %llu bytes", (unsigned long long)nbytes,
@@ -63,7 +63,7 @@ static PyObject *give_back(PyObject *module, PyObject *const *args, Py_ssize_t n
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
-  if (kvs_py_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
+  if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS
   rc = kvs_host_give_start(address.ptr, registered, &giving, &err);
   Py_END_ALLOW_THREADS

@@ -56,7 +56,7 @@ static void take_pool(PyObject *pool, struct kvs_export *made) {
 
 static int take_address(struct kvs_py_state *state, PyObject *source, PyObject *nbytes, struct kvs_export *made) {
   struct kvs_py_address address;
-  if (kvs_py_address(state, source, "source", -1, false, NULL, &address) < 0) return -1;
+  if (kvs_py_read_address(state, source, "source", -1, false, NULL, &address) < 0) return -1;
   made->address = address.ptr;
   made->nbytes = address.nbytes;
   if (!kvs_py_given(nbytes) && made->nbytes == UINT64_MAX)
@@ -189,13 +189,13 @@ static struct kvs_engine *engine_for(struct kvs_py_state *state, PyObject *devic
   return rc == KVS_OK ? engine : (kvs_py_raise(state, &err), NULL);
 }
 
-struct opening {
+struct mapped_opening {
   struct kvs_opening *opening;
   struct kvs_mapped *mapped;
 };
 
 static int open_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
-  struct opening *open = arg;
+  struct mapped_opening *open = arg;
   return kvs_opening_wait(open->opening, timeout_ns, &open->mapped, err);
 }
 
@@ -206,7 +206,7 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   struct kvs_py_state *state = PyModule_GetState(module);
   struct kvs_export from;
   struct kvs_error err = {0};
-  struct opening open = {NULL, NULL};
+  struct mapped_opening open = {NULL, NULL};
   PyObject *values[COUNT];
   uint64_t generation = 0;
   int rc;

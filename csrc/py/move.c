@@ -10,7 +10,7 @@ static const char *const names[] = {
     "src", "dst", "src_ids", "dst_ids", "parts", KVS_PY_COMMON_NAMES, KVS_PY_LAYER_NAMES,
 };
 
-struct move_call {
+struct move_args {
   struct kvs_py_state *state;
   struct kvs_move move;
   PyObject *sides[2]; /* a Pool, or a tuple of them */
@@ -21,7 +21,7 @@ struct move_call {
   struct kvs_transfer *transfer;
 };
 
-static void move_clear(struct move_call *call) {
+static void move_clear(struct move_args *call) {
   for (int side = 0; side < 2; ++side) {
     Py_XDECREF(call->sides[side]);
     Py_XDECREF(call->keep[side]);
@@ -33,12 +33,12 @@ static void move_clear(struct move_call *call) {
 
 /* -- pools --------------------------------------------------------------------------------------------------------- */
 
-static bool is_pool(const struct move_call *call, PyObject *object) {
+static bool is_pool(const struct move_args *call, PyObject *object) {
   return (PyObject *)Py_TYPE(object) == call->state->pool_type;
 }
 
 /* A tuple of a sequence: a list could change while we read it. */
-static PyObject *read_side(const struct move_call *call, PyObject *object, const char *name) {
+static PyObject *read_side(const struct move_args *call, PyObject *object, const char *name) {
   if (is_pool(call, object)) return Py_NewRef(object);
   /* an array is what the swap functions take: its items would be counted before they are looked at */
   bool other = PyUnicode_Check(object) || PyObject_CheckBuffer(object);
@@ -52,11 +52,11 @@ static PyObject *read_side(const struct move_call *call, PyObject *object, const
   return NULL;
 }
 
-static size_t count_of(const struct move_call *call, int side) {
+static size_t count_of(const struct move_args *call, int side) {
   return is_pool(call, call->sides[side]) ? 1 : (size_t)PyTuple_GET_SIZE(call->sides[side]);
 }
 
-static int fill_pools(struct move_call *call, int side, size_t count, struct kvs_pool **pools) {
+static int fill_pools(struct move_args *call, int side, size_t count, struct kvs_pool **pools) {
   PyObject *object = call->sides[side];
   bool one = is_pool(call, object);
   for (size_t i = 0; i < count; ++i) {
@@ -72,7 +72,7 @@ static int fill_pools(struct move_call *call, int side, size_t count, struct kvs
   return 0;
 }
 
-static int read_pools(struct move_call *call, PyObject *const *values) {
+static int read_pools(struct move_args *call, PyObject *const *values) {
   for (int side = SRC; side <= DST; ++side)
     if ((call->sides[side] = read_side(call, values[side], names[side])) == NULL) return -1;
   size_t count = count_of(call, SRC);
@@ -93,7 +93,7 @@ static int read_pools(struct move_call *call, PyObject *const *values) {
 
 /* -- the call ------------------------------------------------------------------------------------------------------ */
 
-static int read_lists(struct move_call *call, PyObject *const *values) {
+static int read_lists(struct move_args *call, PyObject *const *values) {
   struct kvs_move *move = &call->move;
   if (kvs_py_ids(call->state, values[SRC_IDS], "src_ids", &move->src_ids, &call->keep[0]) < 0) return -1;
   if (kvs_py_ids(call->state, values[DST_IDS], "dst_ids", &move->dst_ids, &call->keep[1]) < 0) return -1;
@@ -111,14 +111,14 @@ static size_t layers_of(const struct kvs_move *move) {
 }
 
 static int submit(void *arg, struct kvs_error *err) {
-  struct move_call *call = arg;
+  struct move_args *call = arg;
   return kvs_move_blocks(&call->move, &call->options.core, &call->transfer, err);
 }
 
 static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const struct kvs_py_args spec = {"move_blocks", names, 4, 4, MOVE + KVS_PY_COMMON + KVS_PY_LAYERED};
   PyObject *values[MOVE + KVS_PY_COMMON + KVS_PY_LAYERED], *result = NULL;
-  struct move_call call = {.state = PyModule_GetState(module)};
+  struct move_args call = {.state = PyModule_GetState(module)};
   struct kvs_py_options *options = &call.options;
   options->common = values + MOVE;
   options->layered = values + MOVE + KVS_PY_COMMON;

@@ -137,7 +137,7 @@ enum { FIRST = COMMON + KVS_PY_COMMON, AFTER_COMPUTE, ARGUMENTS };
 static const char *const names[] = {"gpu_blocks",        "chunks", "group_sizes",  "block_indices", "direction",
                                     KVS_PY_COMMON_NAMES, "first",  "after_compute"};
 
-struct job_call {
+struct offload_args {
   struct kvs_offload *map;
   struct kvs_offload_job job;
   PyObject *keep[4];
@@ -147,7 +147,7 @@ struct job_call {
   struct kvs_error err;
 };
 
-static int read_job(struct kvs_py_state *state, PyObject *const *values, struct job_call *call) {
+static int read_job(struct kvs_py_state *state, PyObject *const *values, struct offload_args *call) {
   struct kvs_ids *lists[] = {&call->job.gpu_blocks, &call->job.chunks, &call->job.group_sizes,
                              &call->job.block_indices};
   int64_t direction;
@@ -165,7 +165,7 @@ static int read_job(struct kvs_py_state *state, PyObject *const *values, struct 
 }
 
 /* The transfers; those that could not be made Python objects go on, and nobody knows of them. */
-static PyObject *make_transfers(struct kvs_py_state *state, struct job_call *call) {
+static PyObject *make_transfers(struct kvs_py_state *state, struct offload_args *call) {
   PyObject *tuple = PyTuple_New((Py_ssize_t)call->count);
   for (size_t i = 0; i < call->count; ++i) {
     PyObject *transfer = tuple == NULL ? NULL : kvs_py_transfer_new(state, call->transfers[i]);
@@ -176,7 +176,7 @@ static PyObject *make_transfers(struct kvs_py_state *state, struct job_call *cal
   return tuple;
 }
 
-static PyObject *submit(struct kvs_py_state *state, struct map_object *self, struct job_call *call) {
+static PyObject *submit(struct kvs_py_state *state, struct map_object *self, struct offload_args *call) {
   int rc;
   call->transfers = PyMem_Calloc(kvs_offload_most(call->map), sizeof(struct kvs_transfer *));
   if (call->transfers == NULL) return PyErr_NoMemory();
@@ -200,7 +200,7 @@ static PyObject *map_submit(PyObject *self, PyObject *const *args, Py_ssize_t na
   static const struct kvs_py_args spec = {"submit", names, COMMON, COMMON, ARGUMENTS};
   struct kvs_py_state *state = kvs_py_state_of(self);
   PyObject *values[ARGUMENTS], *result = NULL;
-  struct job_call call = {.map = as_map(self)->map};
+  struct offload_args call = {.map = as_map(self)->map};
   call.options.common = values + COMMON;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_options_check(&call.options) == 0 && read_job(state, values, &call) == 0 &&

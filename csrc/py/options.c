@@ -80,7 +80,7 @@ int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, s
     if (kvs_py_stream_handle(state, common[STREAM], "stream", engine, &core->stream) < 0) return -1;
     core->on_stream = true;
   }
-  if (kvs_py_after(state, common[AFTER], engine, &options->after) < 0) return -1;
+  if (kvs_py_read_after(state, common[AFTER], engine, &options->after) < 0) return -1;
   core->after = options->after.items;
   core->nafter = options->after.count;
   if (read_layers(state, engine, layers, options) < 0) return -1;

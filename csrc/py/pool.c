@@ -81,7 +81,7 @@ static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
 static int read_layout(struct kvs_py_state *state, PyObject *const *values, struct pool_object *self,
                        struct kvs_pool_layout *layout) {
   struct kvs_py_address address;
-  if (kvs_py_address(state, values[PTR], "ptr", -1, false, &self->hold, &address) < 0) return -1;
+  if (kvs_py_read_address(state, values[PTR], "ptr", -1, false, &self->hold, &address) < 0) return -1;
   layout->ptr = address.ptr;
   self->readonly = address.readonly;
   if (read_numbers(values, layout) < 0 || read_name(values[NAME], layout) < 0) return -1;

@@ -131,7 +131,7 @@ static int read_direction(struct swap_call *call) {
 static int read_tensor(struct swap_call *call, const char *name, PyObject *value, bool write,
                        struct kvs_py_list *list) {
   struct kvs_py_address address;
-  if (kvs_py_address(call->state, value, name, -1, write, &call->options.hold, &address) < 0) return -1;
+  if (kvs_py_read_address(call->state, value, name, -1, write, &call->options.hold, &address) < 0) return -1;
   list->single[0] = address.ptr;
   list->single[1] = address.nbytes;
   list->data = &list->single[0];

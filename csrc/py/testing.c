@@ -55,7 +55,7 @@ static PyObject *deterministic_device(PyObject *module, PyObject *const *args, P
 }
 
 /* The host device behind a Device; borrowed. */
-static struct kvs_device *host_device(PyObject *module, PyObject *device) {
+static struct kvs_device *host_device_of(PyObject *module, PyObject *device) {
   struct kvs_py_state *state = PyModule_GetState(module);
   if ((PyObject *)Py_TYPE(device) != state->device_type) {
     kvs_py_complain(PyExc_TypeError, "device", -1, "must be a Device, not %s", Py_TYPE(device)->tp_name);
@@ -73,7 +73,7 @@ static PyObject *host_step(PyObject *module, PyObject *const *args, Py_ssize_t n
   PyObject *values[2];
   int64_t steps;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  struct kvs_device *core = host_device(module, values[0]);
+  struct kvs_device *core = host_device_of(module, values[0]);
   if (core == NULL || kvs_py_int64(values[1], "steps", -1, &steps) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS
   steps = kvs_host_step(core, steps);
@@ -83,7 +83,7 @@ static PyObject *host_step(PyObject *module, PyObject *const *args, Py_ssize_t n
 }
 
 static PyObject *host_trace(PyObject *module, PyObject *device) {
-  struct kvs_device *core = host_device(module, device);
+  struct kvs_device *core = host_device_of(module, device);
   return core == NULL ? NULL : PyLong_FromUnsignedLongLong(kvs_host_trace(core));
 }
 
@@ -95,7 +95,7 @@ static PyObject *host_capture(PyObject *module, PyObject *const *args, Py_ssize_
   PyObject *values[3];
   uint64_t stream;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  struct kvs_device *core = host_device(module, values[0]);
+  struct kvs_device *core = host_device_of(module, values[0]);
   if (core == NULL) return NULL;
   if (kvs_py_stream_handle(state, values[1], "stream", kvs_py_device_engine(values[0]), &stream) < 0) return NULL;
   int begin = PyObject_IsTrue(values[2]);
@@ -110,7 +110,7 @@ static PyObject *host_peer(PyObject *module, PyObject *const *args, Py_ssize_t n
   PyObject *values[3];
   uint64_t ordinal;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  struct kvs_device *core = host_device(module, values[0]);
+  struct kvs_device *core = host_device_of(module, values[0]);
   if (core == NULL || kvs_py_uint64(values[1], "ordinal", -1, &ordinal) < 0) return NULL;
   int reached = PyObject_IsTrue(values[2]);
   if (reached < 0) return NULL;
