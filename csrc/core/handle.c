@@ -86,7 +86,7 @@ int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct 
   return kvs_transfer_error(transfer, err);
 }
 
-/* Queued device work cannot be recalled; file transfers share this call and can be cancelled. */
+/* Queued device work cannot be recalled, so nothing is ever stopped. */
 bool kvs_transfer_cancel(struct kvs_transfer *transfer) {
   (void)transfer;
   return false;

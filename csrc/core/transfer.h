@@ -15,7 +15,7 @@
 #include "core/core.h"
 
 struct kvs_transfer *kvs_transfer_new(struct kvs_engine *, struct kvs_error *);
-void kvs_transfer_drop(struct kvs_transfer *);   /* one reference of the memory */
+void kvs_transfer_drop(struct kvs_transfer *);   /* drops one reference */
 void kvs_transfer_finish(struct kvs_transfer *); /* its end was reached, or the device is lost; under lane->lock */
 /* KVS_OK: the transfer is done. KVS_NOT_READY: it runs, and *end may be waited for until kvs_transfer_unpin(), which
  * the caller must call. Any other status: why neither. */
