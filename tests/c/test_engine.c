@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "core/core.h"
+#include "core/slots.h"
 #include "device/hooks.h"
 #include "host/device.h"
 
