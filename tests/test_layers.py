@@ -50,7 +50,7 @@ POINTERS = {
     "device/device.h": "a device's functions",
     "device/share.h": "the same, between processes and devices",
     "device/hooks.h": "the race checker listens",
-    "core/core.h": "destroy, forget_imports: the end of an engine; release: the caller's own",
+    "core/core.h": "destroy, free_imports: the end of an engine; release: the caller's own",
     "core/registry.c": "servers stop first when the process ends",
     "core/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
     "files/engine.h": "threads or io_uring",
