@@ -287,6 +287,14 @@ class _Samples:
         )
 
 
+def compared(row: Row, copy: Row) -> Row:
+    """With what it cost and moved beside the bare copy, where both were measured."""
+    if row.slowdown is None or row.gbps is None or copy.slowdown is None:
+        return row
+    share = row.gbps / copy.gbps if copy.gbps else None  # none, where in most windows no bare copy ended
+    return replace(row, above_copy=row.slowdown - copy.slowdown, of_copy=share)
+
+
 class _Turns:
     """Measures all layouts in one direction."""
 
@@ -301,13 +309,7 @@ class _Turns:
         for family, size in plan.layouts:
             rows += self._layout(family.key, _shapes(plan, family, size))
         copy = self._bare.fill(Row("", _ONE_COPY, self._direction, 1, plan.nbytes, 1))
-        assert copy.slowdown is not None and copy.gbps is not None
-        return [replace(copy, above_copy=0.0, of_copy=1.0)] + [
-            row
-            if row.slowdown is None or row.gbps is None
-            else replace(row, above_copy=row.slowdown - copy.slowdown, of_copy=row.gbps / copy.gbps)
-            for row in rows
-        ]
+        return [replace(copy, above_copy=0.0, of_copy=1.0), *(compared(row, copy) for row in rows)]
 
     def _job(self, method: Any, shapes: tuple[Shape, ...], which: int) -> Job:
         return Job(self._lab, method, [self._lab.places(shapes)[which]], [Direction[self._direction]])
