@@ -875,7 +875,11 @@ def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
             "no:cacheprovider",
             *arguments,
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT / "tests")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(package), str(ROOT / "tests")]),
+            "PYTEST_ADDOPTS": "",  # which are meant for the outer one
+        },
         cwd=ROOT / "tests",  # not where kvswap's sources may lie without what is compiled
         capture_output=True,
         text=True,
