@@ -150,6 +150,8 @@ def find_seam(device: kvswap.Device, pool: HostPool) -> int:
     ],
 )
 def test_wrong_arguments(device: kvswap.Device, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    if "no such node" in text and not Path("/sys/devices/system/node/has_memory").exists():
+        pytest.skip("nothing says which nodes there are")
     grown = set()
     for _ in range(5):  # what is kept is kept each time; malloc, or another thread, may take some once
         before = mapped()
@@ -730,6 +732,14 @@ def test_an_error_is_not_hidden_by_views(device: kvswap.Device) -> None:
     assert pool.state == "closed"
 
 
+def await_freed(before: int) -> None:
+    """What is dropped is freed by another thread."""
+    end = time.monotonic() + PATIENCE
+    while resident() - before >= 8 * MIB:
+        assert time.monotonic() < end, resident() - before
+        time.sleep(0.01)
+
+
 def test_dropping_it_gives_all_back(device: kvswap.Device) -> None:
     before = resident()
     for _ in range(3):
@@ -738,7 +748,7 @@ def test_dropping_it_gives_all_back(device: kvswap.Device) -> None:
         array[:] = 1
         del array
     gc.collect()
-    assert resident() - before < 8 * MIB
+    await_freed(before)
 
 
 def test_a_pool_that_transfers_hold(device: kvswap.Device) -> None:
@@ -757,7 +767,7 @@ def test_a_pool_that_transfers_hold(device: kvswap.Device) -> None:
     del transfer
     device.synchronize(PATIENCE)
     HostPool(1, 4096, device=device).close()
-    assert resident() - before < 8 * MIB
+    await_freed(before)
 
 
 @pytest.mark.slow
