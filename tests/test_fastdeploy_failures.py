@@ -160,7 +160,7 @@ def test_a_queue_that_is_longer_than_the_sockets() -> None:
             results = [await client.result(task, PATIENCE) for task in tasks]
             assert {result.reason for result in results} == {""}
 
-    with Manager(2, "--queue_limit", str(count), "--rank_timeout", "60", "--log_level", "warning") as manager:
+    with Manager(2, "--queue_limit", str(count), "--rank_timeout", "600", "--log_level", "warning") as manager:
         manager.ready_client()
         manager.signal(1, signal.SIGSTOP)
         asyncio.run(use(manager))
