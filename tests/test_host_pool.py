@@ -790,10 +790,9 @@ def test_no_leak(device: kvswap.Device) -> None:
     gc.collect()
     after = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
     room = (40 if SANITIZED else 2) * MIB
-    threads = 0 if device.kind == "host" else 4  # a GPU's driver begins some itself
-    # 200 pools would have 200 MiB
+    # 200 pools would have 200 MiB, and 200 threads; the one that frees what was dropped, and a driver's, come and go.
     assert after[0] - before[0] < room and after[1] - before[1] < room + KEPT and after[2] == before[2]
-    assert abs(after[3] - before[3]) <= threads
+    assert abs(after[3] - before[3]) <= 8
 
 
 def test_a_forked_child_is_told(device_name: str) -> None:
