@@ -12,12 +12,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import sys
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -360,9 +362,17 @@ TABLE: Rows = {
 }
 
 
+@contextmanager
+def one_folder() -> Iterator[Path]:
+    folder = Path(tempfile.gettempdir()) / f"kvswap-leaks-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
 def files(t: Tools) -> None:
-    """A store that is opened, used, hurt and closed."""
-    with tempfile.TemporaryDirectory() as folder:
+    """A store that is opened, used, hurt and closed. Its folder has one name: without a GIL Python keeps every name."""
+    with one_folder() as folder:
         store = FileStore(folder, Layout(5000), capacity=1 << 20, engine="threads", depth=1)
         data, keys = np.zeros((4, 5000), np.uint8), [b"1", b"2", b"3", b"4"]
         with testing.file_fault(store, "write", "fail", nth=3):
