@@ -17,7 +17,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ CELL = 128  # bytes: uses are compared by cells
 CODE = 33  # what injected faults say
 MOST_USES = 60  # from one comparison to the next: fewer than a lane holds
 THREADS = 4  # that share a device, where several do
-REFUSED = ("copy", "copy_batch", "launch", "event_record", "stream_wait", "event_create", "alloc", "copy_rect", "")
+REFUSED = ("copy", "copy_batch", "launch", "event_record", "stream_wait", "event_create", "alloc", "")
+REFUSED += ("copy_rect",) * 3  # which are tried again row by row
 
 
 class Difference(AssertionError):
@@ -218,7 +219,22 @@ class World:
             begin = self.rng.randrange(GUARD, max(room // 2, GUARD + 1))
             work = draw(self.choose, room, self.entries, begin=begin)
             if work.count and max(work.gpu.end, work.cpu.end) <= room:
-                return work
+                return self.again(work)
+
+    def again(self, work: Work) -> Work:
+        """Sometimes fewer of its blocks, or as many in runs of any length that both sides have."""
+        kind = self.rng.random()
+        if kind < 0.3:
+            kept = self.rng.randint(1, work.count)
+            return replace(work, gpu_ids=work.gpu_ids[:kept], cpu_ids=work.cpu_ids[:kept])
+        if kind < 0.6:
+            lengths, left = [], work.count
+            while left:
+                lengths.append(self.rng.randint(1, min(left, 12)))
+                left -= lengths[-1]
+            gpu_ids, cpu_ids = (in_runs(self.rng, side.blocks, lengths) for side in (work.gpu, work.cpu))
+            return replace(work, gpu_ids=gpu_ids, cpu_ids=cpu_ids)
+        return work
 
     def stream(self) -> kvswap.Stream | None:
         return self.rng.choice((None, None, *self.streams))
@@ -448,6 +464,18 @@ class World:
             self.device.synchronize(PATIENCE)
         with suppress(Exception):
             self.cleanup.close()
+
+
+def in_runs(rng: random.Random, blocks: int, lengths: list[int]) -> Any:
+    """Block ids, run after run; where the runs lie among the blocks is drawn."""
+    order = rng.sample(range(len(lengths)), len(lengths))
+    spare = blocks - sum(lengths)
+    gaps = sorted(rng.randint(0, spare) for _ in lengths)
+    begins, at = [0] * len(lengths), 0
+    for run, gap in zip(order, gaps, strict=True):
+        begins[run] = at + gap
+        at += lengths[run]
+    return np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)])
 
 
 def cells(area: Area, side: Side, ids: Any, nbytes: Iterable[int]) -> int:

@@ -88,7 +88,7 @@ def groups_of(world: World) -> list[Group]:
     if "groups" not in world.parts:
         rng, sides = world.rng, world.device
         nbytes = rng.choice(([256], [48, 512], [96, 7, 1000]))
-        rows = rng.choice((1, 1, 2))
+        rows = rng.choice((1, 1, 2, 8))
         made = []
         for name, side, slots in (("pool a", "gpu", 9), ("pool b", "gpu", 7), ("pool c", "cpu", 11)):
             area = world.add(Memory(sides, name, side, rng.randbytes(16 << 10)))

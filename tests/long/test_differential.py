@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -25,7 +26,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE, ROOT
 from differential import public
-from differential.frame import CELL, OPERATIONS, Area, Difference, Totals, World, bits
+from differential.frame import CELL, OPERATIONS, Area, Difference, Totals, World, bits, in_runs
 from differential.program import Failed, describe, run
 from differential.soak import Samples
 
@@ -149,6 +150,16 @@ def test_a_lost_block_that_is_not_told_of_is_found(monkeypatch: pytest.MonkeyPat
 def test_cells_cover_their_bytes() -> None:
     assert bits([0, CELL * 3 + 5], [1, CELL * 4 + 1], CELL * 8) == 0b11001
     assert bits([CELL], [2 * CELL], CELL * 8) == 0b10
+
+
+def test_runs_are_ids_without_twins() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, 5) for _ in range(rng.randint(1, 6))]
+        blocks = sum(lengths) + rng.randint(0, 4)
+        ids = in_runs(rng, blocks, lengths).tolist()
+        assert len(set(ids)) == sum(lengths) and min(ids) >= 0 and max(ids) < blocks
+        assert ids[: lengths[0]] == list(range(ids[0], ids[0] + lengths[0]))
 
 
 # -- soak -------------------------------------------------------------------------------------------------------------
