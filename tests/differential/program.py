@@ -84,7 +84,7 @@ def one_round(
             at = world.operations if world else 0
             failures.append(
                 f"DIFFERENCE: seed {seed}, round {number}, operation {at} of the round, thread {part} of {threads}, on "
-                f"{device.name}: {text}the last operations:\n{last}\n"
+                f"{device.name}, after {totals.operations} in all: {text}the last operations:\n{last}\n"
                 f"again: python3 tests/differential --seed {seed} --round {number} --device {name}"
             )
         if world is not None:
