@@ -23,6 +23,7 @@ from conftest import Gate
 
 import kvswap
 from kvswap import _C
+from kvswap.memory import HostPool
 
 NBYTES = 256  # of a block
 BLOCKS = 16
@@ -1215,3 +1216,36 @@ def test_many_threads_at_once(device: kvswap.Device) -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def required(call: Any) -> list[str]:
+    parameters = inspect.signature(call).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def test_calls_that_lack_an_argument(device: kvswap.Device) -> None:
+    """Every function, and every method of what is easily made: the first argument that lacks is named."""
+    gpu, cpu = cache(1), cache(2)
+    memory = device.alloc(4096)
+    made = [device, kvswap.Stream(device), kvswap.Event(device), swap(gpu, cpu, [1], [2]), memory]
+    made += [kvswap.Pool(device, memory, 4, 1024), HostPool(4, 4096, device=device)]
+    calls = [value for value in vars(_C).values() if callable(value) and not isinstance(value, type)]
+    calls.remove(_C._seam)  # its arguments are those of the member that it names
+    for thing in made:
+        methods = [name for name, value in vars(type(thing)).items() if callable(value) and name[0] != "_"]
+        calls += [getattr(thing, name) for name in methods]
+    assert len(calls) > 80
+    for call in calls:
+        names = required(call)
+        for count, name in enumerate(names):
+            with pytest.raises(TypeError, match=rf"missing required argument .*{name}|{name}.*pos|exactly"):
+                call(*[None] * count)
+    made[-1].close()
+
+
+@pytest.mark.parametrize(
+    "name", ["abcd", "abcd:0", "hosts:0", "hostile", "hos:0", "cudas:0", "cud:0", "host:", "host:-1", "host:4096"]
+)
+def test_names_that_are_no_devices(name: str) -> None:
+    with pytest.raises(ValueError, match="is not known"):
+        kvswap.Device(name)

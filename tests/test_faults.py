@@ -274,3 +274,22 @@ def test_allocation_fails(device: kvswap.Device) -> None:
             device.register(array)
         device.register(array)
         device.unregister(array)
+
+
+def test_a_fault_of_copies_is_one_of_rows_too(device: kvswap.Device) -> None:
+    """Path strided, whose copies are of many blocks' rows, is not taken while single copies are to fail."""
+    gpu, cpu = device.alloc(4096), device.alloc(4096, host=True)
+    tensors = [gpu.ptr, gpu.ptr + 2048], [cpu.ptr, cpu.ptr + 32]
+
+    def swap() -> kvswap.Transfer:
+        return kvswap.swap_cache_all_layers_async(
+            *tensors, 32, 64, 64, np.arange(20), np.arange(20), 0, cpu_stride=64, device=device, path="strided"
+        )
+
+    swap().wait(PATIENCE)
+    with testing.fault(device, "copy", "fail"):
+        transfer = swap()
+        with pytest.raises(kvswap.DeviceError):
+            transfer.wait(PATIENCE)
+    assert transfer.failed_blocks.size > 0
+    swap().wait(PATIENCE)

@@ -483,6 +483,24 @@ def test_a_block_that_is_written_in_part_needs_the_rest() -> None:
         assert fails(kvswap.move_blocks(second, third, [0], [0])) == [0]
 
 
+def test_pools_of_devices_that_cannot_be_in_one_transfer() -> None:
+    """Either side is looked at: of a third device, of one that another kind cannot wait for."""
+    names = [kvswap.Device(f"host:{number}") for number in (61, 62, 63)] + [testing.deterministic_device(1)]
+    memories = [device.alloc(4096) for device in names]
+    pools = [kvswap.Pool(device, memory, 4, 1024) for device, memory in zip(names, memories, strict=True)]
+    first, second, third, stepped = pools
+    for src, dst, wrong in (
+        ([first, first], [second, third], r"dst\[1\]"),
+        ([first, second], [first, third], r"dst\[1\]"),
+        ([first, second, third], [first, first, first], r"src\[2\]"),
+        ([first], [stepped], r"dst\[0\]"),
+        ([stepped], [first], r"dst\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=wrong + " is a pool of host:.*a transfer is within one device"):
+            kvswap.move_blocks(src, dst, [0], [1])
+    kvswap.move_blocks([first, second], [second, first], [0], [1]).wait(PATIENCE)
+
+
 def test_three_devices() -> None:
     """One writes into another's pool after an event of a third; that one is lost."""
     device, reader = kvswap.Device("host:37"), kvswap.Device("host:38")

@@ -374,6 +374,26 @@ def test_neighbours_are_one_copy(
     cache.check(np.array(gpu_ids, np.int64), np.array(cpu_ids, np.int64))
 
 
+def test_neighbours_in_a_batch_are_one_copy(device: kvswap.Device, direction: int) -> None:
+    """Both sides have to go on: a gap on either begins another copy."""
+    cache = Cache(device, 10, 96, direction)
+    gpu, cpu = cache.gpu.ptr, cache.cpu.ptr
+    for here, there, copies in (
+        ([1, 2, 3, 4], [5, 6, 7, 8], 1),
+        ([1, 2, 4, 5], [5, 6, 7, 8], 2),
+        ([3, 2, 1], [2, 1, 0], 3),
+    ):
+        src, dst = gpu + 96 * np.array(here), cpu + 96 * np.array(there)
+        if direction:
+            src, dst = dst, src
+
+        def swap(src: Any = src, dst: Any = dst) -> kvswap.Transfer:
+            return kvswap.swap_blocks_batch(src, dst, 96, device=device, path="dma")
+
+        assert counted(device, swap) == (copies, len(here) - copies)
+        cache.target.put(cache.target_before)
+
+
 def test_strided_blocks_do_not_merge(device: kvswap.Device) -> None:
     cache = Cache(device, 10, 96)
 

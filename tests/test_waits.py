@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, Bytes, Gate, run_python, seam, write_pattern
+from conftest import PATIENCE, ROOT, Bytes, Cache, Gate, run_python, seam, write_pattern
 from processes import Failed, Process
 
 import kvswap
@@ -975,3 +975,17 @@ def test_no_process_can_cut_memory_of_a_host_device_off(device: kvswap.Device, d
                 process.do(f"os.truncate({int(name.split()[-1])}, 0)")
         assert np.frombuffer(mapped, np.uint8).sum() >= 0
         mapped.close()
+
+
+def test_waiting_takes_no_processor(device: kvswap.Device) -> None:
+    """Whatever is waited for, the thread sleeps."""
+    cache, stream, event = Cache(device, 4, 64), kvswap.Stream(device), kvswap.Event(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        event.record(stream)
+        transfer = cache.swap([1], [2], stream=stream)
+        for wait in (device.synchronize, stream.synchronize, event.synchronize, transfer.wait, transfer.result):
+            begin = time.process_time()
+            with pytest.raises(TimeoutError):
+                wait(0.5)
+            assert time.process_time() - begin < 0.25, wait

@@ -508,6 +508,7 @@ static void test_seams(void) {
   uint64_t dst = gpu, src = base + 10, nbytes = SIZE;
   struct kvs_copies one = {&dst, &src, &nbytes, NULL, 1, 1};
   OK(kvs_dev_copy_direct(device, &one, 0, &err));
+  REFUSED(KVS_REFUSED, 1, kvs_dev_copy_batch(device, &one, 0, 1, make_stream(device, 0), &err));
 
   REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, base + 5, 10, &err));
   REFUSED(KVS_REFUSED, 712, kvs_dev_host_register(device, base + 2 * SIZE - 1, 10, &err));

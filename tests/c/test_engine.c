@@ -606,6 +606,15 @@ static void test_tables_in_use(void) {
   kvs_engine_unref(engine);
 }
 
+/* What has ended is not waited for. */
+static void test_shutdown_of_idle_engines(void) {
+  struct kvs_engine *engine = open_engine(0);
+  const uint64_t begin = kvs_clock_ns();
+  kvs_shutdown(40 * SECONDS);
+  CHECK(kvs_clock_ns() - begin < (uint64_t)(20 * SECONDS), "shutdown waits");
+  kvs_engine_unref(engine);
+}
+
 int main(void) {
   test_paths(0);
   test_paths(7);
@@ -622,6 +631,6 @@ int main(void) {
   test_tables_in_use();
   test_threads();
   test_fork_while_a_lock_is_held();
-  kvs_shutdown(SECONDS);
+  test_shutdown_of_idle_engines();
   return check_close();
 }
