@@ -642,6 +642,19 @@ def host_blocks(seed: int) -> np.ndarray[Any, Any]:
     return random_bytes(seed, BLOCKS * NBYTES).reshape(BLOCKS, NBYTES).copy()
 
 
+def test_a_map_of_memory_that_is_as_large_as_its_blocks_and_no_larger(device: kvswap.Device) -> None:
+    if device.kind != "host":
+        pytest.skip("NumPy has no memory of a GPU's")
+    memories = device.alloc(BLOCKS * NBYTES), device.alloc(BLOCKS * NBYTES, host=True)
+    gpu, cpu = (np.asarray(memory).view(np.uint8).reshape(BLOCKS, NBYTES) for memory in memories)
+    gpu[:], cpu[:] = host_blocks(1), host_blocks(2)
+    store, load = handlers_of(device, gpu, cpu)
+    store.transfer_async(1, job_of(BLOCKS - 1, BLOCKS - 1))
+    assert outcome(store) == {1: True} and (cpu[-1] == gpu[-1]).all()
+    store.shutdown()
+    load.shutdown()
+
+
 def test_an_offloading_map_waits_for_the_other_device(device: kvswap.Device, other: kvswap.Device) -> None:
     """The other device writes the map's host memory when the map is opened; its jobs come after that."""
     if device.kind != "host":
