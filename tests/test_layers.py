@@ -54,7 +54,7 @@ POINTERS = {
     "core/registry.c": "servers stop first when the process ends",
     "core/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
     "files/engine.h": "threads or io_uring",
-    "files/store.h": "release: the caller's own",
+    "files/item.h": "release: the caller's own",
     "offload/offload.h": "release: the caller's own",
 }
 

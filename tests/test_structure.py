@@ -57,6 +57,7 @@ ROWS = [
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
     {"files/engine.h"},
+    {"files/item.h"},
     {"files/store.h"},
     {"files/gds.h"},
 ]

@@ -1,4 +1,4 @@
-/* Finds libcufile and keeps its driver open. See files/cufile.h. */
+/* Loads libcufile and keeps its driver open. See files/cufile.h. */
 #include "files/cufile.h"
 
 #include <dlfcn.h>
@@ -13,10 +13,10 @@
 
 static struct {
   pthread_mutex_t lock;
-  struct kvs_cufile table; /* guarded by lock, as is what follows; constant while there are users */
-  bool open, ours;         /* the driver; ours: to be closed: nobody else in the process had opened it */
+  struct kvs_cufile table; /* guarded by lock, as are the fields below; constant while there are users */
+  bool open, ours;         /* driver state; ours: opened by kvswap, so kvswap closes the driver */
   unsigned users;
-  unsigned fork_generation; /* in which it was opened */
+  unsigned fork_generation; /* of the process that opened the driver */
 } process = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* -- the library --------------------------------------------------------------------------------------------------- */
@@ -42,7 +42,7 @@ static void *find_library(char note[200]) {
   return NULL;
 }
 
-bool kvs_cufile_there(char note[200]) { return find_library(note) != NULL; }
+bool kvs_cufile_present(char note[200]) { return find_library(note) != NULL; }
 
 bool kvs_cufile_kernel_module(void) { return access("/proc/driver/nvidia-fs/version", F_OK) == 0; }
 
@@ -86,9 +86,9 @@ const char *kvs_cufile_text(int code, char text[96]) {
   return text;
 }
 
-/* -- its driver ---------------------------------------------------------------------------------------------------- */
+/* -- the cuFile driver --------------------------------------------------------------------------------------------- */
 
-/* libcufile 1.20 reads lines of that file for ever where it is not there: kernels without modules, sandboxes. */
+/* libcufile 1.20 loops forever in cuFileDriverOpen if /proc/modules is missing (kernels without modules, sandboxes). */
 static bool would_hang(void) { return !kvs_cufile_named() && access("/proc/modules", R_OK) != 0; }
 
 static int open_locked(struct kvs_error *err) {
@@ -111,7 +111,7 @@ static int open_locked(struct kvs_error *err) {
 
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-/* Another thread may have held it, for as long as the library opens. */
+/* Another thread may hold the lock at fork(), for as long as the library takes to open. */
 static void renew_lock(void) { pthread_mutex_init(&process.lock, NULL); }
 
 static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_lock); }
@@ -145,10 +145,10 @@ bool kvs_cufile_close(void) {
   return closed;
 }
 
-/* -- what it can do ------------------------------------------------------------------------------------------------ */
+/* -- capabilities -------------------------------------------------------------------------------------------------- */
 
-/* File systems by their magic number, and the bits of which one must be set for them. What is on a block device depends
- * on the device, so any kind of those will do. */
+/* File systems by magic number, each with the property bits that support it. For file systems on a block device the
+ * support depends on the device, so any block device bit is accepted. */
 static const struct {
   unsigned long magic;
   unsigned bits;
@@ -180,7 +180,7 @@ static bool serves(unsigned bits, int fd, char note[160]) {
   return false;
 }
 
-bool kvs_cufile_is_real(const struct kvs_cufile *cu, int fd, char note[160]) {
+bool kvs_cufile_is_direct(const struct kvs_cufile *cu, int fd, char note[160]) {
   struct kvs_cufile_properties properties = {0};
   char text[96];
   struct kvs_cufile_result result = cu->get_properties(&properties);

@@ -1,8 +1,9 @@
-/* libcufile, the library of GPUDirect Storage, as one table of entry points that is found at run time: nothing links
- * it. Its structs are declared here; cuda/cufile_check.c compares them with the toolkit's header where there is one.
+/* libcufile, the library of GPUDirect Storage, as one table of entry points. The library is loaded at run time; nothing
+ * links it. Its structs are declared here; cuda/cufile_check.c compares them with the toolkit's header at build time,
+ * if that header exists.
  *
- * The library is opened by the first user of the process and closed by kvs_cufile_close(), at exit: not in between,
- * since opening starts threads and looks at the whole machine. */
+ * The first user in the process opens the library, and kvs_cufile_close() closes it at exit. The library stays open in
+ * between, because opening starts threads and scans the machine's PCI topology and mounts. */
 #ifndef KVS_CUFILE_H
 #define KVS_CUFILE_H
 
@@ -13,9 +14,9 @@
 
 #include "status.h"
 
-/* Codes of the library that kvswap looks at; results of reads and writes are these, negative. */
+/* Error codes of libcufile that kvswap handles. Reads and writes return these codes negated. */
 enum {
-  KVS_CUFILE_CODES = 5000, /* all are beyond */
+  KVS_CUFILE_CODES = 5000, /* lower bound of all codes */
   KVS_CUFILE_NO_PLATFORM = 5007,
   KVS_CUFILE_NO_IO = 5008,
   KVS_CUFILE_NO_DEVICE = 5009,
@@ -42,17 +43,17 @@ struct kvs_cufile_file {
   const void *operations;
 };
 
-enum { KVS_CUFILE_COMPAT_ALLOWED = 1 }; /* bit of `flags` */
+enum { KVS_CUFILE_COMPAT_ALLOWED = 1 }; /* bit number in `flags` */
 struct kvs_cufile_properties {
-  unsigned major, minor; /* of nvidia-fs; 0.0: it is not loaded, or not used */
+  unsigned major, minor; /* version of nvidia-fs; 0.0: not loaded or not used */
   size_t poll_nbytes, direct_nbytes;
-  unsigned file_systems; /* those it serves, a bit each */
+  unsigned file_systems; /* supported file systems, one bit each */
   unsigned flags;
   unsigned features, cache_kib, buffer_kib, pinned_kib;
-  unsigned newer[32]; /* later libraries write more */
+  unsigned newer[32]; /* room for fields that later libraries write */
 };
 
-/* X(member, symbol, other symbol, type, arguments): the other one where an older library has not the first. */
+/* X(member, symbol, fallback symbol, type, arguments). The fallback is the symbol's name in older libraries. */
 #define KVS_CUFILE_ENTRIES(X)                                                                                          \
   X(driver_open, "cuFileDriverOpen", NULL, struct kvs_cufile_result, (void))                                           \
   X(driver_close, "cuFileDriverClose_v2", "cuFileDriverClose", struct kvs_cufile_result, (void))                       \
@@ -66,29 +67,29 @@ struct kvs_cufile_properties {
   X(write, "cuFileWrite", NULL, ssize_t, (void *handle, const void *buffer, size_t nbytes, off_t at, off_t in_buffer))
 
 struct kvs_cufile {
-  void *library; /* from dlopen; never closed: it has threads of its own */
+  void *library; /* from dlopen; never closed, because the library runs threads */
 #define X(member, symbol, other, type, arguments) type(*member) arguments;
   KVS_CUFILE_ENTRIES(X)
 #undef X
 };
 
-/* The library with its driver open; release it afterwards. The thread needs a CUDA context. KVS_UNSUPPORTED says why
- * not. Any thread. */
+/* Get the library with its driver open; call kvs_cufile_release() afterwards. The calling thread needs a current CUDA
+ * context. KVS_UNSUPPORTED: the error says why the library cannot be used. Any thread may call this function. */
 int kvs_cufile_get(const struct kvs_cufile **, struct kvs_error *);
-void kvs_cufile_release(bool lost); /* lost: the device is; the driver then stays open, since closing it might hang */
-/* Close the driver, unless somebody still has it: whether it is closed now. For exit, and for tests. */
+void kvs_cufile_release(bool lost); /* lost: the device is lost; the driver stays open, since closing could hang */
+/* Close the driver unless it has users; true: the driver is closed. For exit and for tests. */
 bool kvs_cufile_close(void);
 
-/* The library that KVSWAP_CUFILE names, NULL: the system's. One that is named is asked what it can do, and not the
- * kernel: it may be a test's. */
+/* The path in KVSWAP_CUFILE, or NULL for the system's library. For a library named this way, the library is asked for
+ * its capabilities and the kernel is not: tests name a fake library. */
 const char *kvs_cufile_named(void);
-bool kvs_cufile_there(char note[200]); /* loads it, without opening its driver; why not */
-bool kvs_cufile_kernel_module(void);   /* whether nvidia-fs is loaded */
+bool kvs_cufile_present(char note[200]); /* loads libcufile without opening its driver; false: `note` says why */
+bool kvs_cufile_kernel_module(void);     /* true: nvidia-fs is loaded */
 
-/* Whether files such as this one go directly between disk and GPU, by what the driver says; `note`: by what, or why
- * not. Where the library may not fall back (allow_compat_mode is false in its configuration), every file that it takes
- * does. */
-bool kvs_cufile_is_real(const struct kvs_cufile *, int fd, char note[160]);
+/* Whether the driver reports direct transfers between disk and GPU for this kind of file. `note`: the driver's version,
+ * or the reason for false. If allow_compat_mode is false in the library's configuration, every file that the library
+ * accepts is direct. */
+bool kvs_cufile_is_direct(const struct kvs_cufile *, int fd, char note[160]);
 
 const char *kvs_cufile_text(int code, char text[96]); /* "libcufile's error 5008" */
 

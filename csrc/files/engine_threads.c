@@ -1,4 +1,4 @@
-/* Threads, each of which moves one request at a time by preadv and pwritev. */
+/* File engine with blocking I/O: each thread moves one request at a time with preadv and pwritev. */
 #include <stdlib.h>
 
 #include "base/thread.h"
@@ -12,18 +12,18 @@ struct kvs_file_worker {
   pthread_t threads[];
 };
 
-struct thread_seat { /* what a thread is given, in its own scratch until it has read it */
+struct thread_args { /* a thread's arguments, stored in its scratch until the thread has copied them */
   struct kvs_file_queue *queue;
   uint8_t *scratch;
 };
 
 static void *serve(void *arg) {
-  struct thread_seat seat = *(struct thread_seat *)arg;
+  struct thread_args args = *(struct thread_args *)arg;
   struct kvs_file_request *request;
-  while ((request = kvs_file_queue_pop(seat.queue, true)) != NULL) {
-    request->scratch = seat.scratch;
+  while ((request = kvs_file_queue_pop(args.queue, true)) != NULL) {
+    request->scratch = args.scratch;
     if (request->begin(request) == KVS_FILE_GO)
-      request->end(request, kvs_file_move(seat.queue->faults, &request->span, seat.queue->direct));
+      request->end(request, kvs_file_move(args.queue->faults, &request->span, args.queue->direct));
   }
   return NULL;
 }
@@ -47,14 +47,14 @@ static int open_threads(struct kvs_file_queue *queue, unsigned depth, struct kvs
   }
   for (; worker->nthreads < depth; worker->nthreads++) {
     uint8_t *scratch = worker->scratch + worker->nthreads * queue->scratch_nbytes;
-    *(struct thread_seat *)(void *)scratch = (struct thread_seat){queue, scratch};
+    *(struct thread_args *)(void *)scratch = (struct thread_args){queue, scratch};
     if (kvs_thread_start(&worker->threads[worker->nthreads], NULL, serve, scratch)) break;
   }
   if (worker->nthreads == 0) {
     close_threads(worker);
     return kvs_fail(err, KVS_NOMEM, "no thread could be started");
   }
-  *opened = worker; /* fewer threads than asked for do the work too */
+  *opened = worker; /* fewer threads than requested are enough */
   return KVS_OK;
 }
 

@@ -1,7 +1,8 @@
-/* io_uring, where liburing was there to build with and the kernel lets it be used: few threads, each with a ring and
- * many requests under way. Requests that came while a thread was busy go to the kernel in one call. Files that stay are
- * registered as they are met, staging and scratch when the ring is made (where the kernel refuses that, it goes
- * without). An eventfd in the ring tells a thread that waits for completions of new requests. */
+/* File engine on io_uring: a few threads, each with one ring and many requests in flight. Used if kvswap is built with
+ * liburing and the kernel permits io_uring. Requests that arrive while a thread is busy are submitted in one system
+ * call. Staging and scratch are registered when the ring is made, and file descriptors that stay open when they are
+ * first used; registration is optional. A poll of the queue's eventfd in the ring wakes a thread that waits for
+ * completions. */
 #include "base/thread.h"
 #include "files/engine.h"
 
@@ -25,21 +26,21 @@ static void close_uring(struct kvs_file_worker *worker) { (void)worker; }
 
 enum { FILES = 1024, TWO_FROM = 16, FIXED_NBYTES_LOG2 = 30 }; /* one registered buffer is at most 1 GiB */
 
-struct ring_seat {
-  struct kvs_file_request *request; /* NULL: free */
+struct ring_entry {
+  struct kvs_file_request *request; /* NULL: unused */
   uint8_t *scratch;
-  struct kvs_file_span now; /* what the kernel was told: it reads it until it is through */
+  struct kvs_file_span now; /* the part in flight; the kernel reads this struct until completion */
 };
 
 struct io_ring {
   struct kvs_file_queue *queue;
   struct io_uring uring;
   pthread_t thread;
-  bool started, watching; /* a poll of the queue's eventfd is under way */
+  bool started, watching; /* watching: a poll of the queue's eventfd is in flight */
   bool has_files, has_buffers;
   bool file_known[FILES];
-  unsigned nseats, used;
-  struct ring_seat *seats;
+  unsigned nentries, used;
+  struct ring_entry *entries;
 };
 
 struct kvs_file_worker {
@@ -49,22 +50,22 @@ struct kvs_file_worker {
   struct io_ring rings[2];
 };
 
-/* -- telling the kernel -------------------------------------------------------------------------------------------- */
+/* -- submission ---------------------------------------------------------------------------------------------------- */
 
 static bool within(const struct iovec *piece, const uint8_t *base, size_t nbytes) {
   const uint8_t *at = piece->iov_base;
   return nbytes && at >= base && piece->iov_len <= nbytes && (size_t)(at - base) <= nbytes - piece->iov_len;
 }
 
-/* Number of the registered buffer that holds the span's only piece, or -1. */
-static int buffer_of(const struct io_ring *ring, const struct ring_seat *seat) {
-  const struct iovec *piece = &seat->now.pieces[0];
-  if (!ring->has_buffers || seat->now.npieces != 1) return -1;
+/* Index of the registered buffer that holds the span's only piece, or -1. */
+static int buffer_of(const struct io_ring *ring, const struct ring_entry *entry) {
+  const struct iovec *piece = &entry->now.pieces[0];
+  if (!ring->has_buffers || entry->now.npieces != 1) return -1;
   if (within(piece, ring->queue->fixed, ring->queue->fixed_nbytes)) return 1;
-  return within(piece, seat->scratch, ring->queue->scratch_nbytes) ? 0 : -1;
+  return within(piece, entry->scratch, ring->queue->scratch_nbytes) ? 0 : -1;
 }
 
-/* The descriptor's own number in the table of registered files, or -1. */
+/* Index of the descriptor in the registered file table, or -1. */
 static int file_of(struct io_ring *ring, int fd) {
   if (!ring->has_files || fd >= FILES) return -1;
   if (!ring->file_known[fd] && io_uring_register_files_update(&ring->uring, (unsigned)fd, &fd, 1) != 1) return -1;
@@ -72,10 +73,10 @@ static int file_of(struct io_ring *ring, int fd) {
   return fd;
 }
 
-static void tell_kernel(struct io_ring *ring, struct ring_seat *seat) {
-  struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring); /* there is one for each seat, and one for the poll */
-  const struct kvs_file_span *span = &seat->now;
-  int buffer = buffer_of(ring, seat), file = file_of(ring, span->fd), fd = file < 0 ? span->fd : file;
+static void submit_entry(struct io_ring *ring, struct ring_entry *entry) {
+  struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring); /* never NULL: one for each entry and for the poll */
+  const struct kvs_file_span *span = &entry->now;
+  int buffer = buffer_of(ring, entry), file = file_of(ring, span->fd), fd = file < 0 ? span->fd : file;
   void *base = span->pieces[0].iov_base;
   unsigned length = (unsigned)span->pieces[0].iov_len;
   if (buffer >= 0 && span->write)
@@ -88,65 +89,65 @@ static void tell_kernel(struct io_ring *ring, struct ring_seat *seat) {
     io_uring_prep_readv(sqe, fd, span->pieces, span->npieces, span->offset);
   if (span->dsync) sqe->rw_flags = RWF_DSYNC;
   if (file >= 0) sqe->flags |= IOSQE_FIXED_FILE;
-  io_uring_sqe_set_data(sqe, seat);
+  io_uring_sqe_set_data(sqe, entry);
 }
 
-static void leave(struct io_ring *ring, struct ring_seat *seat, int code) {
-  struct kvs_file_request *request = seat->request;
-  request->end(request, code); /* uses the seat's scratch */
-  seat->request = NULL;
+static void end_entry(struct io_ring *ring, struct ring_entry *entry, int code) {
+  struct kvs_file_request *request = entry->request;
+  request->end(request, code); /* end() reads the entry's scratch: free the entry afterwards */
+  entry->request = NULL;
   ring->used--;
 }
 
-/* What is left of the request, or of it what an injected fault lets happen. */
-static void go_on(struct io_ring *ring, struct ring_seat *seat) {
-  struct kvs_file_span *span = &seat->request->span;
+/* Submit the rest of the request, or the part of it that an injected fault permits. */
+static void continue_entry(struct io_ring *ring, struct ring_entry *entry) {
+  struct kvs_file_span *span = &entry->request->span;
   struct kvs_file_fault fault;
   do fault = kvs_file_fault_next(ring->queue->faults, span->write ? KVS_FILE_WRITE : KVS_FILE_READ);
   while (fault.action == KVS_FILE_FAULT_INTERRUPT);
   if (fault.action == KVS_FILE_FAULT_FAIL) {
-    leave(ring, seat, fault.code);
+    end_entry(ring, entry, fault.code);
     return;
   }
-  seat->now = fault.action == KVS_FILE_FAULT_SHORT ? kvs_file_span_shortened(span) : *span;
-  tell_kernel(ring, seat);
+  entry->now = fault.action == KVS_FILE_FAULT_SHORT ? kvs_file_span_shortened(span) : *span;
+  submit_entry(ring, entry);
 }
 
-static void see_completion(struct io_ring *ring, struct ring_seat *seat, int result) {
+static void handle_completion(struct io_ring *ring, struct ring_entry *entry, int result) {
   int code = -result;
   if (result == -EINTR || result == -EAGAIN)
     code = KVS_FILE_MORE;
   else if (result >= 0)
-    code = kvs_file_span_advance(&seat->request->span, (size_t)result, ring->queue->direct);
+    code = kvs_file_span_advance(&entry->request->span, (size_t)result, ring->queue->direct);
   if (code == KVS_FILE_MORE)
-    go_on(ring, seat);
+    continue_entry(ring, entry);
   else
-    leave(ring, seat, code);
+    end_entry(ring, entry, code);
 }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Take requests while there are seats. False: the queue is closed, and nothing is under way. */
+/* Pop requests while there are free entries. False: the queue is closed and nothing is in flight. */
 static bool take_requests(struct io_ring *ring) {
   unsigned next = 0;
-  while (ring->used < ring->nseats) {
+  while (ring->used < ring->nentries) {
     struct kvs_file_request *request = kvs_file_queue_pop(ring->queue, ring->used == 0);
     if (!request) return ring->used > 0;
-    while (ring->seats[next].request) next++;
-    struct ring_seat *seat = &ring->seats[next];
-    request->scratch = seat->scratch;
+    while (ring->entries[next].request) next++;
+    struct ring_entry *entry = &ring->entries[next];
+    request->scratch = entry->scratch;
     if (request->begin(request) != KVS_FILE_GO) continue;
-    seat->request = request;
+    entry->request = request;
     ring->used++;
-    go_on(ring, seat);
-    next = 0; /* it may have ended already */
+    continue_entry(ring, entry);
+    next = 0; /* next may have been freed */
   }
   return true;
 }
 
-/* Before waiting with seats free: a push then ends the wait. */
+/* Called before the thread sleeps with free entries: a push then ends the wait. */
 static void watch_queue(struct io_ring *ring) {
-  if (ring->watching || ring->used == ring->nseats) return;
+  if (ring->watching || ring->used == ring->nentries) return;
   struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
   io_uring_prep_poll_add(sqe, ring->queue->wake, POLLIN);
   io_uring_sqe_set_data(sqe, ring);
@@ -159,7 +160,7 @@ static void *serve(void *arg) {
   while (take_requests(ring)) {
     if (ring->used == 0) continue;
     watch_queue(ring);
-    bool room = ring->used < ring->nseats, more = room && kvs_file_queue_watch(ring->queue);
+    bool room = ring->used < ring->nentries, more = room && kvs_file_queue_watch(ring->queue);
     (void)(more ? io_uring_submit(&ring->uring) : io_uring_submit_and_wait(&ring->uring, 1));
     if (room && !more) kvs_file_queue_unwatch(ring->queue);
     while (io_uring_peek_cqe(&ring->uring, &cqe) == 0) {
@@ -168,9 +169,9 @@ static void *serve(void *arg) {
       io_uring_cqe_seen(&ring->uring, cqe);
       if (whose == ring) {
         ring->watching = false;
-        kvs_file_queue_heard(ring->queue);
+        kvs_file_queue_drain_wake(ring->queue);
       } else {
-        see_completion(ring, whose, result);
+        handle_completion(ring, whose, result);
       }
     }
   }
@@ -181,7 +182,7 @@ static void *serve(void *arg) {
 
 static void register_what_can_be(struct io_ring *ring) {
   const struct kvs_file_queue *queue = ring->queue;
-  const struct iovec buffers[2] = {{ring->seats[0].scratch, ring->nseats * queue->scratch_nbytes},
+  const struct iovec buffers[2] = {{ring->entries[0].scratch, ring->nentries * queue->scratch_nbytes},
                                    {queue->fixed, queue->fixed_nbytes}};
   const size_t most = (size_t)1 << FIXED_NBYTES_LOG2;
   int none[FILES];
@@ -191,24 +192,24 @@ static void register_what_can_be(struct io_ring *ring) {
     ring->has_buffers = io_uring_register_buffers(&ring->uring, buffers, 2) == 0;
 }
 
-static int open_ring(struct io_ring *ring, struct kvs_file_queue *queue, unsigned nseats, uint8_t *scratch,
+static int open_ring(struct io_ring *ring, struct kvs_file_queue *queue, unsigned nentries, uint8_t *scratch,
                      struct kvs_error *err) {
   char text[96];
   ring->queue = queue;
-  ring->seats = calloc(nseats, sizeof *ring->seats);
-  if (!ring->seats) return kvs_fail(err, KVS_NOMEM, "no memory for %u requests", nseats);
-  for (unsigned i = 0; i < nseats; i++) ring->seats[i].scratch = scratch + i * queue->scratch_nbytes;
-  int code = io_uring_queue_init(nseats + 1, &ring->uring, 0);
+  ring->entries = calloc(nentries, sizeof *ring->entries);
+  if (!ring->entries) return kvs_fail(err, KVS_NOMEM, "no memory for %u requests", nentries);
+  for (unsigned i = 0; i < nentries; i++) ring->entries[i].scratch = scratch + i * queue->scratch_nbytes;
+  int code = io_uring_queue_init(nentries + 1, &ring->uring, 0);
   if (code) {
-    free(ring->seats);
+    free(ring->entries);
     return kvs_fail(err, KVS_UNSUPPORTED, "the kernel refuses io_uring: %s", kvs_file_error_text(-code, text));
   }
-  ring->nseats = nseats;
+  ring->nentries = nentries;
   register_what_can_be(ring);
   ring->started = kvs_thread_start(&ring->thread, NULL, serve, ring) == 0;
   if (ring->started) return KVS_OK;
   io_uring_queue_exit(&ring->uring);
-  free(ring->seats);
+  free(ring->entries);
   return kvs_fail(err, KVS_NOMEM, "no thread could be started");
 }
 
@@ -216,7 +217,7 @@ static void close_uring(struct kvs_file_worker *worker) {
   for (unsigned i = 0; i < worker->nrings; i++) {
     pthread_join(worker->rings[i].thread, NULL);
     io_uring_queue_exit(&worker->rings[i].uring);
-    free(worker->rings[i].seats);
+    free(worker->rings[i].entries);
   }
   kvs_file_pages_unmap(worker->scratch, worker->scratch_nbytes);
   free(worker);
@@ -224,17 +225,17 @@ static void close_uring(struct kvs_file_worker *worker) {
 
 static int open_uring(struct kvs_file_queue *queue, unsigned depth, struct kvs_file_worker **opened,
                       struct kvs_error *err) {
-  unsigned nrings = depth >= TWO_FROM ? 2 : 1, nseats = (depth + nrings - 1) / nrings;
+  unsigned nrings = depth >= TWO_FROM ? 2 : 1, nentries = (depth + nrings - 1) / nrings;
   struct kvs_file_worker *worker = calloc(1, sizeof *worker);
   if (!worker) return kvs_fail(err, KVS_NOMEM, "no memory for an engine");
-  worker->scratch_nbytes = nrings * nseats * queue->scratch_nbytes;
+  worker->scratch_nbytes = nrings * nentries * queue->scratch_nbytes;
   worker->scratch = kvs_file_pages_map(worker->scratch_nbytes);
   int status = worker->scratch ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for the buffers of an engine");
   for (unsigned i = 0; !status && i < nrings; i++) {
-    uint8_t *scratch = worker->scratch + (size_t)i * nseats * queue->scratch_nbytes;
-    status = open_ring(&worker->rings[i], queue, nseats, scratch, err);
+    uint8_t *scratch = worker->scratch + (size_t)i * nentries * queue->scratch_nbytes;
+    status = open_ring(&worker->rings[i], queue, nentries, scratch, err);
     worker->nrings += !status;
-    if (status && i > 0) status = KVS_OK; /* the other one does all of it */
+    if (status && i > 0) status = KVS_OK; /* one ring is enough */
   }
   if (status) {
     if (worker->scratch) kvs_file_pages_unmap(worker->scratch, worker->scratch_nbytes);

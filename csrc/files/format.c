@@ -1,17 +1,16 @@
-/* Pages of the store: see files/format.h. */
+/* Encoding and decoding of the store's pages. See files/format.h. */
 #include "files/format.h"
 
 #include <string.h>
 
 #include "base/crc32c.h"
 
-/* Fields of all pages: magic at 0, version at 8, checksum at 12. The magics differ, so that no page passes for one of
- * another kind. */
+/* Fields of all pages: magic at 0, version at 8, checksum at 12. Each kind of page has its own magic. */
 enum { VERSION_AT = 8, CRC_AT = 12 };
 static const char store_magic[8] = "KVSSTORE", segment_magic[8] = "KVSSEGMT", block_magic[8] = "KVSBLOCK",
                   check_magic[8] = "KVSCHECK";
 
-/* Of the store's file and of segments. */
+/* Fields of the first page of the store's file and of a segment. */
 enum {
   G_HASH = 16,
   G_BLOCK = 32,
@@ -22,9 +21,9 @@ enum {
   G_TEXT = 64,
   G_LAYOUT = 68
 };
-/* Of blocks. */
+/* Fields of a block's header page. */
 enum { H_HASH = 16, H_SEQUENCE = 32, H_NBYTES = 40, H_DATA_CRC = 48, H_KEY_NBYTES = 52, H_KEY = 56 };
-/* Of checkpoints. */
+/* Fields of a checkpoint page. */
 enum { C_GENERATION = 16, C_SEQUENCE = 24, C_CLEAN = 32 };
 
 static void put(uint8_t *page, size_t at, uint64_t value, size_t nbytes) {
@@ -81,7 +80,8 @@ void kvs_file_geometry_make(const char *layout, uint64_t block_nbytes, uint64_t 
   const uint64_t page = KVS_FILE_PAGE;
   memset(g, 0, sizeof *g);
   strncpy(g->layout, layout, KVS_FILE_LAYOUT_NBYTES);
-  kvs_file_layout_hash(g->layout, block_nbytes, g->layout_hash); /* of the copy: the caller's may change */
+  /* Hash g's copy of the layout: the caller may modify the original. */
+  kvs_file_layout_hash(g->layout, block_nbytes, g->layout_hash);
   g->block_nbytes = block_nbytes;
   g->slot_nbytes = page + (block_nbytes + page - 1) / page * page;
   uint64_t slots = segment_nbytes > page ? (segment_nbytes - page) / g->slot_nbytes : 0;
@@ -104,7 +104,7 @@ void kvs_file_geometry_write(const struct kvs_file_geometry *g, bool of_segment,
   end(page);
 }
 
-/* The sizes follow from each other, and the hash from the text; no product may overflow. */
+/* Check that the sizes match each other and the hash matches the text, without overflow. */
 static bool sizes_agree(const struct kvs_file_geometry *g) {
   uint8_t hash[16];
   const uint64_t page = KVS_FILE_PAGE;

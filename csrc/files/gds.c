@@ -1,8 +1,8 @@
-/* GPUDirect Storage for a store: whether it is used, its staging, and the handles of segments.
+/* GPUDirect Storage (GDS) for a store: the decision to use it, the staging memory, and the file handles of segments.
  *
- * It is used where it was not switched off, libcufile is there and says that it is real for files such as these, or
- * its compatibility mode was asked for; where kernels are loaded, which make the checksums; and where a file of the
- * store can be registered and read. Otherwise blocks go through pinned staging as ever, and the store's gds_note says
+ * GDS is used if all of these hold: it is not switched off; libcufile is present and reports direct transfers for the
+ * store's files, or its compatibility mode was requested; the device runs kernels, which compute the checksums; a file
+ * of the store can be registered and read. Otherwise blocks go through pinned staging, and the store's gds_note says
  * why. */
 #include "files/gds.h"
 
@@ -12,13 +12,13 @@
 #include <string.h>
 #include <unistd.h>
 
-static const uint64_t ALIGNMENT = 64 << 10; /* what the GPU pins at once */
+static const uint64_t ALIGNMENT = 64 << 10; /* granularity of pinned GPU memory */
 
-/* -- whether ------------------------------------------------------------------------------------------------------- */
+/* -- decision ------------------------------------------------------------------------------------------------------ */
 
 bool kvs_file_gds(bool compat, char note[200]) {
   const char *named = kvs_cufile_named();
-  if (!kvs_cufile_there(note)) return false;
+  if (!kvs_cufile_present(note)) return false;
   bool module = kvs_cufile_kernel_module();
   if (named)
     snprintf(note, 200, "%.120s serves, as KVSWAP_CUFILE says; what it can do, a store will see", named);
@@ -38,7 +38,7 @@ static bool refuse(struct kvs_file_store *store, const char *why) {
   return false;
 }
 
-/* What can be known before libcufile is opened. */
+/* The checks that need no open driver. */
 static bool is_wanted(struct kvs_file_store *store) {
   const struct kvs_file_settings *s = &store->settings;
   if (s->gds == KVS_FILE_GDS_OFF) return refuse(store, "not asked for");
@@ -50,13 +50,13 @@ static bool is_wanted(struct kvs_file_store *store) {
   return kvs_cufile_named() || kvs_cufile_kernel_module() || refuse(store, "nvidia-fs is not loaded");
 }
 
-/* The store's own file, opened as segments are. */
+/* Open the store's own file with the flags of a segment. */
 static int open_sample(struct kvs_file_store *store) {
   int fd, flags = (store->settings.readonly ? O_RDONLY : O_RDWR) | (store->direct ? O_DIRECT : 0);
   return kvs_file_openat(&store->faults, store->folder, "store.kvs", flags, &fd) ? -1 : fd;
 }
 
-/* -- files --------------------------------------------------------------------------------------------------------- */
+/* -- file handles -------------------------------------------------------------------------------------------------- */
 
 int kvs_file_gds_register(struct kvs_gds *gds, int fd, struct kvs_file_gds_handle *file, struct kvs_error *err) {
   char path[32], text[96];
@@ -88,14 +88,14 @@ void kvs_file_gds_deregister(struct kvs_gds *gds, struct kvs_file_gds_handle *fi
   memset(file, 0, sizeof *file);
 }
 
-/* -- trying it ----------------------------------------------------------------------------------------------------- */
+/* -- trial read ---------------------------------------------------------------------------------------------------- */
 
-/* The first page, read by libcufile into staging, must be what it is. */
+/* Read the store's first page through libcufile into staging, and compare its contents. */
 static int read_sample(struct kvs_gds *gds, void *handle, int fd, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_store *store = gds->store;
   struct kvs_file_span span = {.fd = fd, .pieces = {{page, sizeof page}}, .npieces = 1};
-  uint8_t *seen = gds->seats[0].page;
+  uint8_t *seen = gds->workers[0].page;
   char text[96];
   int code = kvs_file_move(&store->faults, &span, store->direct);
   if (code) return kvs_file_fail(err, code, "reading store.kvs");
@@ -103,7 +103,7 @@ static int read_sample(struct kvs_gds *gds, void *handle, int fd, struct kvs_err
   if (n != KVS_FILE_PAGE)
     return kvs_fail(err, KVS_UNSUPPORTED, "libcufile read %d bytes of store.kvs instead of %d%s%s", n < 0 ? 0 : (int)n,
                     KVS_FILE_PAGE, n < -1 ? ": " : "", n < -1 ? kvs_cufile_text((int)-n, text) : "");
-  kvs_stream stream = gds->seats[0].streams[1];
+  kvs_stream stream = gds->workers[0].streams[1];
   uint64_t from = (uint64_t)(uintptr_t)gds->staging, to = (uint64_t)(uintptr_t)seen;
   int status = kvs_dev_copy(gds->device, to, from, KVS_FILE_PAGE, stream, err);
   if (!status) status = kvs_file_gds_wait(gds, stream, err);
@@ -120,28 +120,28 @@ static int try_sample(struct kvs_gds *gds, int fd, struct kvs_error *err) {
   return status;
 }
 
-/* -- making it ----------------------------------------------------------------------------------------------------- */
+/* -- setting up ---------------------------------------------------------------------------------------------------- */
 
-static int make_seats(struct kvs_gds *gds, struct kvs_error *err) {
+static int make_workers(struct kvs_gds *gds, struct kvs_error *err) {
   struct kvs_device *device = gds->device;
   unsigned asked = gds->store->settings.depth;
-  unsigned nseats = asked && asked < KVS_FILE_GDS_THREADS ? asked : KVS_FILE_GDS_THREADS;
+  unsigned nworkers = asked && asked < KVS_FILE_GDS_THREADS ? asked : KVS_FILE_GDS_THREADS;
   const uint64_t page = KVS_FILE_PAGE;
-  int status = kvs_engine_alloc(gds->engine, nseats * KVS_FILE_GDS_SEAT + page, true, &gds->pinned, err);
-  if (!status) status = kvs_engine_alloc(gds->engine, nseats * 256, false, &gds->words, err);
-  for (unsigned i = 0; !status && i < nseats; i++, gds->nseats++) {
-    struct kvs_file_gds_seat *seat = &gds->seats[i];
-    *seat = (struct kvs_file_gds_seat){.gds = gds, .word = gds->words + i * 256};
-    seat->page = (uint8_t *)(uintptr_t)((gds->pinned + page - 1) / page * page + i * KVS_FILE_GDS_SEAT);
-    status = kvs_dev_stream_create(device, device->info.priority_high, &seat->streams[1], err);
-    if (!status) status = kvs_dev_stream_create(device, device->info.priority_low, &seat->streams[0], err);
+  int status = kvs_engine_alloc(gds->engine, nworkers * KVS_FILE_GDS_PINNED_NBYTES + page, true, &gds->pinned, err);
+  if (!status) status = kvs_engine_alloc(gds->engine, nworkers * 256, false, &gds->words, err);
+  for (unsigned i = 0; !status && i < nworkers; i++, gds->nworkers++) {
+    struct kvs_file_gds_worker *worker = &gds->workers[i];
+    *worker = (struct kvs_file_gds_worker){.gds = gds, .word = gds->words + i * 256};
+    worker->page = (uint8_t *)(uintptr_t)((gds->pinned + page - 1) / page * page + i * KVS_FILE_GDS_PINNED_NBYTES);
+    status = kvs_dev_stream_create(device, device->info.priority_high, &worker->streams[1], err);
+    if (!status) status = kvs_dev_stream_create(device, device->info.priority_low, &worker->streams[0], err);
   }
   return status;
 }
 
-/* All zeros, since what follows a block in its last page goes to disk. */
+/* Staging starts as zeros, because the padding after a block goes to disk. */
 static int make_staging(struct kvs_gds *gds, size_t nbytes, struct kvs_error *err) {
-  kvs_stream stream = gds->seats[0].streams[1];
+  kvs_stream stream = gds->workers[0].streams[1];
   int status = kvs_engine_alloc(gds->engine, nbytes + ALIGNMENT, false, &gds->memory, err);
   if (status) return status;
   uint64_t begin = (gds->memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -149,22 +149,22 @@ static int make_staging(struct kvs_gds *gds, size_t nbytes, struct kvs_error *er
   gds->staging_nbytes = nbytes;
   status = kvs_dev_fill(gds->device, begin, 0, nbytes / 4, stream, err);
   if (!status) status = kvs_file_gds_wait(gds, stream, err);
-  /* without it libcufile goes by way of buffers of its own */
+  /* unregistered memory works too, through libcufile's own buffers */
   if (!status) gds->registered = gds->cu->buffer_register(gds->staging, nbytes, 0).code == 0;
   return status;
 }
 
 static void destroy(struct kvs_gds *gds) {
   struct kvs_error ignored;
-  bool bound = kvs_dev_bind(gds->device, &ignored) == KVS_OK; /* else the device is lost */
+  bool bound = kvs_dev_bind(gds->device, &ignored) == KVS_OK; /* false: the device is lost */
   for (uint32_t i = 0; i < gds->store->nsegments; i++) kvs_file_gds_deregister(gds, &gds->files[i]);
   if (gds->registered && bound) (void)gds->cu->buffer_deregister(gds->staging);
   if (bound) kvs_dev_unbind(gds->device);
   kvs_cufile_release(!bound);
   for (unsigned i = 0; i < KVS_FILE_GDS_THREADS; i++) {
     for (int k = 0; k < 2; k++)
-      if (gds->seats[i].streams[k]) (void)kvs_dev_stream_destroy(gds->device, gds->seats[i].streams[k], &ignored);
-    if (gds->seats[i].bounce) kvs_engine_free_later(gds->engine, gds->seats[i].bounce);
+      if (gds->workers[i].streams[k]) (void)kvs_dev_stream_destroy(gds->device, gds->workers[i].streams[k], &ignored);
+    if (gds->workers[i].bounce) kvs_engine_free_later(gds->engine, gds->workers[i].bounce);
   }
   if (gds->memory) kvs_engine_free_later(gds->engine, gds->memory);
   if (gds->words) kvs_engine_free_later(gds->engine, gds->words);
@@ -196,12 +196,12 @@ static struct kvs_gds *new_gds(struct kvs_file_store *store, const struct kvs_cu
   return gds;
 }
 
-/* With the device's context bound. `fd`: of a file like the segments. */
+/* Called with the device's context bound. `fd`: a file opened like a segment. */
 static int set_up(struct kvs_gds *gds, int fd, size_t nbytes, struct kvs_error *err) {
-  gds->real = kvs_cufile_is_real(gds->cu, fd, gds->note);
+  gds->real = kvs_cufile_is_direct(gds->cu, fd, gds->note);
   if (!gds->real && gds->store->settings.gds != KVS_FILE_GDS_COMPAT)
     return kvs_fail(err, KVS_UNSUPPORTED, "%s", gds->note);
-  int status = make_seats(gds, err);
+  int status = make_workers(gds, err);
   if (!status) status = make_staging(gds, nbytes, err);
   if (!status) status = try_sample(gds, fd, err);
   return status ? status : kvs_file_gds_start(gds, err);

@@ -1,9 +1,9 @@
-/* Blocks of pools by way of libcufile: between files and staging that lies in device memory, with header and checksum
- * compared there, before a byte goes on to a pool's blocks. For the file tier's own sources.
+/* Pool blocks through libcufile, between files and staging in device memory. Header and checksum are verified before a
+ * block is copied from staging to its pool. For the file tier's own sources.
  *
- * The flow of a block is that of files/mover.c and files/item.c; what differs: the staging is device memory, requests
- * of staged blocks go to a queue and threads of their own (files/gds_worker.c), the header lies in a thread's scratch,
- * and the checksum is made by a kernel. */
+ * A block takes the steps of files/mover.c and files/item.c, with these differences: staging is device memory; requests
+ * of staged blocks go to a separate queue and its threads (files/gds_worker.c); the header is in the thread's scratch;
+ * a kernel computes the checksum. */
 #ifndef KVS_FILE_GDS_H
 #define KVS_FILE_GDS_H
 
@@ -14,24 +14,24 @@
 
 enum {
   KVS_FILE_GDS_THREADS = 8,
-  KVS_FILE_GDS_SEAT = 2 * KVS_FILE_PAGE, /* of pinned memory: a header page, and where checksums arrive */
+  KVS_FILE_GDS_PINNED_NBYTES = 2 * KVS_FILE_PAGE, /* a thread's: a header page, and a page that receives checksums */
 };
 
-/* What a thread has. */
-struct kvs_file_gds_seat {
+/* State of one thread. */
+struct kvs_file_gds_worker {
   struct kvs_gds *gds;
   pthread_t thread;
-  kvs_stream streams[2]; /* of loads [1], of stores [0] */
-  uint8_t *page;         /* pinned: the seat's own KVS_FILE_GDS_SEAT bytes */
-  uint64_t word;         /* device memory: a checksum */
-  uint64_t bounce;       /* pinned room of a slot, for what libcufile does not take; 0: not needed yet */
+  kvs_stream streams[2]; /* [1]: loads, [0]: stores */
+  uint8_t *page;         /* pinned memory, KVS_FILE_GDS_PINNED_NBYTES bytes */
+  uint64_t word;         /* device memory for one checksum */
+  uint64_t bounce;       /* pinned slot for requests that libcufile refuses; 0: not allocated yet */
 };
 
 struct kvs_file_gds_handle {
-  void *handle; /* the library's; NULL: not registered */
+  void *handle; /* libcufile's handle; NULL: not registered */
   int fd;
-  bool refused;      /* the library does not take it */
-  struct stat which; /* the file that it was made of: a reader's place for a segment may become another's */
+  bool refused;      /* libcufile refuses this file */
+  struct stat which; /* identity of the registered file: after a refresh, another file may have this segment's index */
 };
 
 struct kvs_gds {
@@ -39,29 +39,30 @@ struct kvs_gds {
   struct kvs_engine *engine;
   struct kvs_device *device;
   const struct kvs_cufile *cu;
-  bool real;       /* not the library's compatibility mode */
-  char note[160];  /* by what */
-  uint64_t memory; /* what was allocated for staging */
+  bool real;       /* direct transfers; false: libcufile's compatibility mode */
+  char note[160];  /* the driver's version, or why not */
+  uint64_t memory; /* the allocation that holds the staging */
   uint8_t *staging;
   size_t staging_nbytes;
   bool registered;
-  struct kvs_crc_params crc; /* of a block: all but where it lies */
-  uint64_t pinned, words;    /* of all seats */
+  struct kvs_crc_params crc; /* parameters of a block's checksum, except the address */
+  uint64_t pinned, words;    /* for all threads */
   struct kvs_file_queue queue;
-  unsigned nseats, nthreads;
-  struct kvs_file_gds_seat seats[KVS_FILE_GDS_THREADS];
+  unsigned nworkers, nthreads;
+  struct kvs_file_gds_worker workers[KVS_FILE_GDS_THREADS];
 
   pthread_mutex_t lock;
-  struct kvs_file_gds_handle *files; /* guarded by lock: of segments */
+  struct kvs_file_gds_handle *files; /* guarded by lock; one a segment */
 };
 
-/* gds.c: a file for libcufile, by a descriptor of its own: it refuses flags that the store's have (O_NOFOLLOW). */
+/* gds.c: register a file with libcufile. A new descriptor is opened, since libcufile refuses some of the store's open
+ * flags (O_NOFOLLOW). */
 int kvs_file_gds_register(struct kvs_gds *, int fd, struct kvs_file_gds_handle *, struct kvs_error *);
-void kvs_file_gds_deregister(struct kvs_gds *, struct kvs_file_gds_handle *); /* harmless if it is not */
+void kvs_file_gds_deregister(struct kvs_gds *, struct kvs_file_gds_handle *); /* no effect if not registered */
 
 /* gds_worker.c */
-int kvs_file_gds_wait(struct kvs_gds *, kvs_stream, struct kvs_error *); /* until all on it is over */
+int kvs_file_gds_wait(struct kvs_gds *, kvs_stream, struct kvs_error *); /* wait for the stream's work */
 int kvs_file_gds_start(struct kvs_gds *, struct kvs_error *);
-void kvs_file_gds_stop(struct kvs_gds *); /* the queue is empty: ends the threads */
+void kvs_file_gds_stop(struct kvs_gds *); /* joins the threads; the queue is empty */
 
 #endif

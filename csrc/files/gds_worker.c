@@ -1,13 +1,13 @@
-/* The threads that move staged blocks by libcufile, whose calls block. A thread takes a request as those of
- * files/engine_threads.c do: begin, move, end; the last two differ.
+/* Threads that move staged blocks with libcufile, whose calls block. Like the threads of files/engine_threads.c, each
+ * runs begin, move and end for one request at a time. Move and end differ:
  *
- *   load   libcufile reads header and block into staging; the header page is copied to the thread's scratch, where end
- *          looks at it, and asks for the checksum of what lies in staging
- *   store  begin asks for the checksum, and writes the header into scratch; it is copied in front of the block, and
- *          libcufile writes both
+ *   load   libcufile reads header and block into staging. The header page is copied to the thread's scratch. `end`
+ *          checks the header and requests the checksum of the block in staging.
+ *   store  `begin` requests the checksum and writes the header into scratch. The header is copied in front of the
+ *          block, and libcufile writes both.
  *
- * A count that is too small goes on where it stopped, at a page; one that is too large, or stands still, is an error,
- * as is a negative one. A segment, or a request, that libcufile says it does not take goes by way of host memory. */
+ * A short transfer continues at the next page boundary. A negative count, a count of 0 and a count that is too large
+ * are errors. Segments and requests that libcufile refuses go through host memory. */
 #include <errno.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ struct watched {
 static int poll_stream(void *arg, struct kvs_error *err) {
   const struct watched *watched = arg;
   int status = kvs_dev_stream_query(watched->device, watched->stream, err);
-  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* says nothing of the copies, which go on */
+  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* the copies continue */
 }
 
 int kvs_file_gds_wait(struct kvs_gds *gds, kvs_stream stream, struct kvs_error *err) {
@@ -32,34 +32,36 @@ int kvs_file_gds_wait(struct kvs_gds *gds, kvs_stream stream, struct kvs_error *
   return kvs_wait_until(poll_stream, &watched, gds->device->stepped, -1, err);
 }
 
-/* What was queued is over, whatever came of it. */
-static int settle(struct kvs_file_gds_seat *seat, bool load, int status, struct kvs_error *err) {
+/* Wait until the queued copies have ended, even after an error. */
+static int settle(struct kvs_file_gds_worker *worker, bool load, int status, struct kvs_error *err) {
   struct kvs_error ignored;
-  int waited = kvs_file_gds_wait(seat->gds, seat->streams[load], status ? &ignored : err);
+  int waited = kvs_file_gds_wait(worker->gds, worker->streams[load], status ? &ignored : err);
   return status ? status : waited;
 }
 
 static uint64_t address_of(const void *memory) { return (uint64_t)(uintptr_t)memory; }
 
-/* 0, or the code that says so. */
-static int copy(struct kvs_file_gds_seat *seat, bool load, const void *to, const void *from, size_t nbytes) {
+/* Returns 0 or a KVS_FILE_* code. */
+static int copy(struct kvs_file_gds_worker *worker, bool load, const void *to, const void *from, size_t nbytes) {
   struct kvs_error err;
-  int status = kvs_dev_copy(seat->gds->device, address_of(to), address_of(from), nbytes, seat->streams[load], &err);
-  return settle(seat, load, status, &err) ? KVS_FILE_DEVICE : 0;
+  int status = kvs_dev_copy(worker->gds->device, address_of(to), address_of(from), nbytes, worker->streams[load], &err);
+  return settle(worker, load, status, &err) ? KVS_FILE_DEVICE : 0;
 }
 
-static size_t seat_of(const struct kvs_file_item *item) {
+static size_t worker_of(const struct kvs_file_item *item) {
   const struct kvs_gds *gds = item->transfer->store->gds;
-  return (size_t)(address_of(item->request.scratch) - address_of(gds->seats[0].page)) / KVS_FILE_GDS_SEAT;
+  return (size_t)(address_of(item->request.scratch) - address_of(gds->workers[0].page)) / KVS_FILE_GDS_PINNED_NBYTES;
 }
 
-bool kvs_file_gds_has(const struct kvs_file_item *item) { return seat_of(item) < item->transfer->store->gds->nseats; }
+bool kvs_file_gds_has(const struct kvs_file_item *item) {
+  return worker_of(item) < item->transfer->store->gds->nworkers;
+}
 
 int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) {
   struct kvs_gds *gds = item->transfer->store->gds;
-  struct kvs_file_gds_seat *seat = &gds->seats[seat_of(item)];
+  struct kvs_file_gds_worker *worker = &gds->workers[worker_of(item)];
   bool load = item->transfer->kind == KVS_FILE_GET;
-  uint8_t *arrives = seat->page + KVS_FILE_PAGE;
+  uint8_t *arrives = worker->page + KVS_FILE_PAGE;
   struct kvs_crc_params params = gds->crc;
   struct kvs_launch launch = {.kernel = KVS_KERNEL_CRC,
                               .grid = params.bodies + 1,
@@ -68,12 +70,12 @@ int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) 
                               .params_nbytes = sizeof params};
   struct kvs_error err = {0};
   params.data = item->address;
-  params.result = seat->word;
-  kvs_stream stream = seat->streams[load];
-  int status = kvs_dev_fill(gds->device, seat->word, 0, 1, stream, &err);
+  params.result = worker->word;
+  kvs_stream stream = worker->streams[load];
+  int status = kvs_dev_fill(gds->device, worker->word, 0, 1, stream, &err);
   if (!status) status = kvs_dev_launch(gds->device, &launch, stream, &err);
-  if (!status) status = kvs_dev_copy(gds->device, address_of(arrives), seat->word, sizeof *crc, stream, &err);
-  status = settle(seat, load, status, &err);
+  if (!status) status = kvs_dev_copy(gds->device, address_of(arrives), worker->word, sizeof *crc, stream, &err);
+  status = settle(worker, load, status, &err);
   memcpy(crc, arrives, sizeof *crc);
   *code = err.code;
   return status;
@@ -81,7 +83,7 @@ int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) 
 
 /* -- libcufile ----------------------------------------------------------------------------------------------------- */
 
-/* Of the segment that has the slot, and is open as `fd`. NULL: it does not take that segment. */
+/* Handle of the segment that contains `slot` and is open as `fd`. NULL: libcufile refuses that segment. */
 static void *handle_of(struct kvs_gds *gds, uint32_t slot, int fd) {
   struct kvs_file_gds_handle *file = &gds->files[slot / gds->store->geometry.slots];
   struct kvs_error ignored;
@@ -111,7 +113,7 @@ static bool is_refusal(int code) {
   }
 }
 
-/* One call, with what a test has in mind for it: how many bytes it moved, or a negative code. */
+/* One libcufile call, with injected faults. Returns the bytes moved, or a negative code. */
 static ssize_t call(struct kvs_gds *gds, void *handle, bool write, size_t at, size_t nbytes, uint64_t offset) {
   struct kvs_file_fault fault = kvs_file_fault_next(gds->queue.faults, write ? KVS_FILE_WRITE : KVS_FILE_READ);
   if (fault.action == KVS_FILE_FAULT_FAIL) return -fault.code;
@@ -121,11 +123,11 @@ static ssize_t call(struct kvs_gds *gds, void *handle, bool write, size_t at, si
   errno = 0;
   ssize_t n = write ? gds->cu->write(handle, gds->staging, nbytes, (off_t)offset, (off_t)at)
                     : gds->cu->read(handle, gds->staging, nbytes, (off_t)offset, (off_t)at);
-  if (n == -1) return errno ? -errno : -EIO; /* the library's own codes are other numbers */
+  if (n == -1) return errno ? -errno : -EIO; /* -1 means errno; libcufile's own codes are below -5000 */
   return n <= (ssize_t)nbytes ? n : -EOVERFLOW;
 }
 
-/* All of the span: 0, or a code. */
+/* Move the whole span. Returns 0 or a code. */
 static int move_directly(struct kvs_gds *gds, void *handle, const struct kvs_file_span *span) {
   const size_t nbytes = span->pieces[0].iov_len, begin = (size_t)((uint8_t *)span->pieces[0].iov_base - gds->staging);
   for (size_t done = 0; done < nbytes;) {
@@ -139,44 +141,44 @@ static int move_directly(struct kvs_gds *gds, void *handle, const struct kvs_fil
   return 0;
 }
 
-/* -- by way of host memory ----------------------------------------------------------------------------------------- */
+/* -- through host memory ------------------------------------------------------------------------------------------- */
 
-static int move_by_host(struct kvs_file_gds_seat *seat, const struct kvs_file_span *span) {
-  struct kvs_gds *gds = seat->gds;
+static int move_by_host(struct kvs_file_gds_worker *worker, const struct kvs_file_span *span) {
+  struct kvs_gds *gds = worker->gds;
   struct kvs_file_span there = *span;
   const struct iovec *staged = &span->pieces[0];
   struct kvs_error err;
-  if (!seat->bounce && kvs_engine_alloc(gds->engine, staged->iov_len + KVS_FILE_PAGE, true, &seat->bounce, &err))
+  if (!worker->bounce && kvs_engine_alloc(gds->engine, staged->iov_len + KVS_FILE_PAGE, true, &worker->bounce, &err))
     return ENOMEM;
   uint64_t page = KVS_FILE_PAGE;
-  uint8_t *room = (uint8_t *)(uintptr_t)((seat->bounce + page - 1) / page * page);
+  uint8_t *room = (uint8_t *)(uintptr_t)((worker->bounce + page - 1) / page * page);
   there.pieces[0].iov_base = room;
-  int code = span->write ? copy(seat, false, room, staged->iov_base, staged->iov_len) : 0;
+  int code = span->write ? copy(worker, false, room, staged->iov_base, staged->iov_len) : 0;
   if (!code) code = kvs_file_move(gds->queue.faults, &there, gds->queue.direct);
-  if (!code && !span->write) code = copy(seat, true, staged->iov_base, room, staged->iov_len);
+  if (!code && !span->write) code = copy(worker, true, staged->iov_base, room, staged->iov_len);
   return code;
 }
 
-/* -- a request ----------------------------------------------------------------------------------------------------- */
+/* -- one request --------------------------------------------------------------------------------------------------- */
 
-static int move(struct kvs_file_gds_seat *seat, const struct kvs_file_item *item) {
-  struct kvs_gds *gds = seat->gds;
+static int move(struct kvs_file_gds_worker *worker, const struct kvs_file_item *item) {
+  struct kvs_gds *gds = worker->gds;
   struct kvs_file_store *store = gds->store;
   const struct kvs_file_span *span = &item->request.span;
   const size_t nbytes = span->pieces[0].iov_len;
   uint8_t *header = span->pieces[0].iov_base;
-  int code = span->write ? copy(seat, false, header, seat->page, KVS_FILE_PAGE) : 0;
+  int code = span->write ? copy(worker, false, header, worker->page, KVS_FILE_PAGE) : 0;
   if (code) return code;
   void *handle = handle_of(gds, item->slot, span->fd);
   if (handle) code = move_directly(gds, handle, span);
   if (!handle || is_refusal(code)) {
     atomic_fetch_add(&store->gds_by_host, 1);
-    code = move_by_host(seat, span);
+    code = move_by_host(worker, span);
   } else if (!code) {
     if (span->dsync) code = kvs_file_sync(gds->queue.faults, span->fd);
     atomic_fetch_add(&store->gds_nbytes[span->write], nbytes);
   }
-  if (!code && !span->write) code = copy(seat, true, seat->page, header, KVS_FILE_PAGE);
+  if (!code && !span->write) code = copy(worker, true, worker->page, header, KVS_FILE_PAGE);
   return code;
 }
 
@@ -185,16 +187,16 @@ static bool is_staged(const struct kvs_gds *gds, const struct kvs_file_span *spa
 }
 
 static void *serve(void *arg) {
-  struct kvs_file_gds_seat *seat = arg;
-  struct kvs_gds *gds = seat->gds;
+  struct kvs_file_gds_worker *worker = arg;
+  struct kvs_gds *gds = worker->gds;
   struct kvs_file_request *request;
   struct kvs_error err;
-  bool bound = kvs_dev_bind(gds->device, &err) == KVS_OK; /* else the library says that there is no context */
+  bool bound = kvs_dev_bind(gds->device, &err) == KVS_OK; /* libcufile needs a current context */
   while ((request = kvs_file_queue_pop(&gds->queue, true)) != NULL) {
-    request->scratch = seat->page;
+    request->scratch = worker->page;
     if (request->begin(request) != KVS_FILE_GO) continue;
     if (is_staged(gds, &request->span))
-      request->end(request, move(seat, (struct kvs_file_item *)request));
+      request->end(request, move(worker, (struct kvs_file_item *)request));
     else
       request->end(request, kvs_file_move(gds->queue.faults, &request->span, gds->queue.direct));
   }
@@ -207,15 +209,15 @@ void kvs_file_gds_push(struct kvs_file_item *item) {
 }
 
 int kvs_file_gds_start(struct kvs_gds *gds, struct kvs_error *err) {
-  for (; gds->nthreads < gds->nseats; gds->nthreads++) {
-    struct kvs_file_gds_seat *seat = &gds->seats[gds->nthreads];
-    if (kvs_thread_start(&seat->thread, NULL, serve, seat)) break;
+  for (; gds->nthreads < gds->nworkers; gds->nthreads++) {
+    struct kvs_file_gds_worker *worker = &gds->workers[gds->nthreads];
+    if (kvs_thread_start(&worker->thread, NULL, serve, worker)) break;
   }
   if (gds->nthreads == 0) return kvs_fail(err, KVS_NOMEM, "no thread could be started");
-  return KVS_OK; /* fewer than asked for do the work too */
+  return KVS_OK; /* fewer threads than requested are enough */
 }
 
 void kvs_file_gds_stop(struct kvs_gds *gds) {
   kvs_file_queue_close(&gds->queue);
-  for (unsigned i = 0; i < gds->nthreads; i++) pthread_join(gds->seats[i].thread, NULL);
+  for (unsigned i = 0; i < gds->nthreads; i++) pthread_join(gds->workers[i].thread, NULL);
 }

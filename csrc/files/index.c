@@ -1,4 +1,4 @@
-/* A hash table of keys with a list in the order of use through it. */
+/* Hash table of keys; a list through the entries keeps the LRU order. */
 #include "files/index.h"
 
 #include <stdlib.h>
@@ -6,7 +6,7 @@
 
 enum { FIRST_BUCKETS = 256 };
 
-/* Keys are hashes as a rule, but need not be. */
+/* Keys are usually hashes, but any bytes are allowed. */
 static uint64_t hash_of(const uint8_t *key, size_t nbytes) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (size_t i = 0; i < nbytes; i++) hash = (hash ^ key[i]) * 0x100000001b3u;
@@ -44,7 +44,7 @@ struct kvs_file_entry *kvs_file_index_find(const struct kvs_file_index *index, c
   return find(index, hash_of(key, nbytes), key, nbytes);
 }
 
-/* Where there is no memory for more buckets, the chains grow longer. */
+/* If there is no memory for more buckets, the chains grow longer. */
 static void grow(struct kvs_file_index *index) {
   size_t nbuckets = 2 * index->nbuckets;
   struct kvs_file_entry **buckets = calloc(nbuckets, sizeof(struct kvs_file_entry *));
@@ -109,7 +109,7 @@ static void join_order(struct kvs_file_index *index, struct kvs_file_entry *entr
 }
 
 void kvs_file_index_touch(struct kvs_file_index *index, struct kvs_file_entry *entry) {
-  if (!entry->idle) return; /* it joins as the most recently used */
+  if (!entry->idle) return; /* joins as most recently used */
   leave_order(index, entry);
   join_order(index, entry);
 }
@@ -130,19 +130,20 @@ static bool in_use(const struct kvs_file_entry *entry) { return entry->readers |
 
 void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *entry) {
   bool used = in_use(entry), there = entry->slot != KVS_NO_SLOT;
-  bool clean = entry->stale == KVS_NO_SLOT; /* else, without the newer block, the older one would be the newest */
+  /* With an unerased older block on disk, eviction would bring that block back at the next open. */
+  bool clean = entry->stale == KVS_NO_SLOT;
   bool idle = there && !used && !entry->pins && clean;
   if (entry->idle && !idle) leave_order(index, entry);
   if (!entry->idle && idle) join_order(index, entry);
   if (!there && !used && !entry->pins && clean) drop(index, entry);
 }
 
-/* The entry takes the place of the one that was found for its key, if there is one. */
+/* Move the entry to the new index. The entry replaces the scanned one of the same key, if there is one. */
 static void take_place(struct kvs_file_index *found, struct kvs_file_entry *entry) {
   struct kvs_file_entry *twin = find(found, entry->hash, entry->key, entry->key_nbytes);
   entry->slot = twin ? twin->slot : KVS_NO_SLOT;
   entry->sequence = twin ? twin->sequence : 0;
-  if (twin) { /* whose block counts for the entry */
+  if (twin) { /* the scanned block is now the entry's */
     if (twin->idle) leave_order(found, twin);
     drop(found, twin);
   }

@@ -1,16 +1,17 @@
-/* What becomes of one block.
+/* One block of a transfer, from the request for its key to its result. files/item.h draws the states. The functions in
+ * order:
  *
- *   begin_locked     asks for its key: shared for loads, alone for stores and deletes; who comes later waits in order
- *   ready            has its key. Done at once where there is nothing to do; else to the queue; where a gate has to
- *                    open first, or staging is needed, by way of the mover
- *   item_begin       on a thread of the engine: a slot to write to; with pools the mover then brings the bytes, and it
- *                    comes here again; the header, the checksum; where the bytes are
- *   item_end         the same thread: looks at what came of it. A store is published here; what must be erased is the
- *                    item's next request
- *   finish_locked    its result; gives its key on
+ *   begin_locked     asks for the key: shared for loads, exclusive for stores and deletes, in FIFO order
+ *   dispatch_locked  the item has its key. It ends here if there is nothing to do. Otherwise it goes to the mover (to
+ *                    wait for a start dependency or staging) or to the file queue
+ *   item_begin       on an engine thread: takes a slot on disk; stores from pools then go to the mover and come back
+ *                    with their bytes staged. Makes the header and the checksum, and sets the span
+ *   item_end         on the same thread: handles the result. A store is published here. An erase that follows is a
+ *                    further request of the item
+ *   finish_locked    sets the result and releases the key
  *
- * On disk: a block is written with its header in one request. Its checksum tells a torn one. A newer block of the same
- * key has a higher sequence, and once it is published the older one's header is erased. */
+ * Header and block are written in one request, and the checksum detects a torn block. A newer block of the same key has
+ * a higher sequence; after the newer block is published, the older block's header is erased. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -20,7 +21,7 @@
 #include "base/crc32c.h"
 #include "files/store.h"
 
-static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* how much is read again, at most, after a crash */
+static const uint64_t CHECKPOINT_NBYTES = 256ull << 20; /* at most so much is verified again after a crash */
 
 static struct kvs_file_item *item_of(struct kvs_file_request *request) { return (struct kvs_file_item *)request; }
 
@@ -69,7 +70,7 @@ void kvs_file_item_begin_locked(struct kvs_file_item *item) {
   kvs_file_index_settle(&item->transfer->store->index, entry);
 }
 
-/* Its user is through: who waits has it next. The entry may be gone afterwards. */
+/* Release the key and grant it to the next waiters. May free the entry. */
 static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, bool reader) {
   if (reader)
     entry->readers--;
@@ -86,7 +87,7 @@ static void release_locked(struct kvs_file_store *store, struct kvs_file_entry *
   if (store->starved.first) kvs_file_wake_starved_locked(store);
 }
 
-/* -- the end ------------------------------------------------------------------------------------------------------- */
+/* -- completion ---------------------------------------------------------------------------------------------------- */
 
 static void leave_writes_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
@@ -96,7 +97,7 @@ static void leave_writes_locked(struct kvs_file_item *item) {
   item->sequence = 0;
 }
 
-static void give_victim_back_locked(struct kvs_file_item *item) {
+static void release_victim_locked(struct kvs_file_item *item) {
   if (item->victim) release_locked(item->transfer->store, item->victim, false);
   item->victim = NULL;
 }
@@ -107,7 +108,7 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   struct kvs_file_stats *stats = &store->stats;
   if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && !item->written) kvs_file_slot_return_locked(item);
   leave_writes_locked(item);
-  give_victim_back_locked(item);
+  release_victim_locked(item);
   if (item->staging != UINT32_MAX) kvs_file_mover_release(item);
   store->granted--;
   item->ended = true;
@@ -125,9 +126,9 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   if (--transfer->remaining == 0) kvs_file_transfer_ended_locked(transfer);
 }
 
-/* -- ready --------------------------------------------------------------------------------------------------------- */
+/* -- dispatch ------------------------------------------------------------------------------------------------------ */
 
-static void look_at_locked(struct kvs_file_item *item) {
+static void dispatch_locked(struct kvs_file_item *item) {
   struct kvs_file_transfer *transfer = item->transfer;
   struct kvs_file_entry *entry = item->entry;
   bool there = entry->slot != KVS_NO_SLOT;
@@ -149,7 +150,7 @@ static void look_at_locked(struct kvs_file_item *item) {
 
 void kvs_file_run_ready_locked(struct kvs_file_store *store) {
   struct kvs_file_item *item;
-  while ((item = take_first(&store->ready)) != NULL) look_at_locked(item);
+  while ((item = take_first(&store->ready)) != NULL) dispatch_locked(item);
 }
 
 /* -- spans --------------------------------------------------------------------------------------------------------- */
@@ -166,8 +167,8 @@ static void span_of_page(struct kvs_file_item *item, uint32_t slot, uint8_t *pag
 
 static uint8_t *memory_of(const struct kvs_file_item *item) { return (uint8_t *)(uintptr_t)item->address; }
 
-/* Header and block lie behind each other in staging; O_DIRECT wants whole pages, so other memory is read and written in
- * place up to its last whole page, and through scratch where it does not begin at one. */
+/* In staging, the block directly follows its header. Other memory is read and written in place up to its last whole
+ * page. With O_DIRECT, memory that is not page-aligned goes through scratch. */
 static bool in_place(const struct kvs_file_item *item) {
   return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;
 }
@@ -206,7 +207,7 @@ static void join_writes_locked(struct kvs_file_item *item) {
   store->newest_write = item;
 }
 
-/* The checksum is made of the bytes that are written: of the copy, where there is one. */
+/* If the block is copied, the checksum is computed over the copy: the caller may modify the original meanwhile. */
 static void prepare_write(struct kvs_file_item *item) {
   const struct kvs_file_geometry *g = &item->transfer->store->geometry;
   const uint64_t page = KVS_FILE_PAGE, whole = g->block_nbytes / page * page;
@@ -228,7 +229,7 @@ static void prepare_write(struct kvs_file_item *item) {
   span_of_block(item, true);
 }
 
-static enum kvs_file_begun give_up(struct kvs_file_item *item, int status, int code) {
+static enum kvs_file_begun finish_item(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
   kvs_file_item_finish_locked(item, status, code);
@@ -241,7 +242,7 @@ static enum kvs_file_begun begin_write(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   int code, status = KVS_OK;
   if (on_device(item) && item->staging != UINT32_MAX) status = kvs_file_gds_checksum(item, &item->crc, &code);
-  if (status) return give_up(item, status, code);
+  if (status) return finish_item(item, status, code);
   pthread_mutex_lock(&store->lock);
   enum kvs_file_slot_answer answer = kvs_file_slot_take_locked(item, &code);
   bool staging_first = item->transfer->pools && item->staging == UINT32_MAX;
@@ -272,14 +273,14 @@ static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot
 
 /* -- begin --------------------------------------------------------------------------------------------------------- */
 
-/* Whether it may go on. What has begun cannot be cancelled. A block may have left since it was looked for: a refresh
- * finds it no more. */
-static bool set_off(struct kvs_file_item *item) {
+/* Returns whether the item continues. A begun item cannot be cancelled. The block may be missing by now: a refresh can
+ * remove it. */
+static bool may_continue(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
   bool cancelled = item->transfer->cancelled && !item->begun;
   bool stop = cancelled || (reads(item) && item->entry->slot == KVS_NO_SLOT);
-  item->begun = !item->transfer->pools || item->staging != UINT32_MAX; /* else this is only about a slot */
+  item->begun = !item->transfer->pools || item->staging != UINT32_MAX; /* otherwise it only takes a slot */
   if (stop) {
     kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : KVS_MISSING, 0);
     kvs_file_run_ready_locked(store);
@@ -295,10 +296,10 @@ static bool set_off(struct kvs_file_item *item) {
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
   struct kvs_file_item *item = item_of(request);
   if (on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER && !kvs_file_gds_has(item)) {
-    kvs_file_gds_push(item); /* whoever pushed it need not know that it is for other threads */
+    kvs_file_gds_push(item); /* the caller need not know the right queue */
     return KVS_FILE_SKIP;
   }
-  if (!set_off(item)) return KVS_FILE_SKIP;
+  if (!may_continue(item)) return KVS_FILE_SKIP;
   switch (item->phase) {
   case KVS_FILE_SCRUB_STALE:
     return begin_erase(item, item->entry->stale);
@@ -315,20 +316,20 @@ enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
   return KVS_FILE_GO;
 }
 
-/* -- the end of a request ------------------------------------------------------------------------------------------ */
+/* -- completion of a request --------------------------------------------------------------------------------------- */
 
-static void again_locked(struct kvs_file_item *item, enum kvs_file_phase phase) {
+static void requeue_locked(struct kvs_file_item *item, enum kvs_file_phase phase) {
   item->phase = phase;
   kvs_file_queue_push(&item->transfer->store->queue, &item->request);
 }
 
-/* Its header may still be on disk, with a key that is not told: nobody takes the slot before the next open. */
+/* The header may still be on disk under some key: the slot is not used before the next open. */
 static void lose_slot_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
   store->stats.lost_slots++;
   if (entry->stale == KVS_NO_SLOT) entry->stale = slot;
 }
 
-/* What is written is published, and its predecessor erased. */
+/* Publish the written block, and erase the block that it replaces. */
 static void written_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
@@ -337,9 +338,9 @@ static void written_locked(struct kvs_file_item *item) {
   entry->sequence = item->sequence;
   store->unchecked_nbytes += store->geometry.slot_nbytes;
   leave_writes_locked(item);
-  give_victim_back_locked(item);
+  release_victim_locked(item);
   if (item->old != KVS_NO_SLOT)
-    again_locked(item, KVS_FILE_SCRUB_OLD);
+    requeue_locked(item, KVS_FILE_SCRUB_OLD);
   else
     kvs_file_item_finish_locked(item, KVS_OK, 0);
 }
@@ -353,26 +354,26 @@ static void put_ended_locked(struct kvs_file_item *item, int code) {
     if (code)
       kvs_file_item_finish_locked(item, KVS_FILE, code);
     else
-      again_locked(item, KVS_FILE_TRANSFER);
+      requeue_locked(item, KVS_FILE_TRANSFER);
     break;
   case KVS_FILE_TRANSFER:
     item->code = code;
     if (code)
-      again_locked(item, KVS_FILE_SCRUB_OWN);
+      requeue_locked(item, KVS_FILE_SCRUB_OWN);
     else
       written_locked(item);
     break;
-  case KVS_FILE_SCRUB_OLD: /* if that fails the newer block stands all the same */
+  case KVS_FILE_SCRUB_OLD: /* the newer block is valid even if this erase fails */
     if (code)
       lose_slot_locked(store, entry, item->old);
     else
       kvs_file_slot_give_locked(store, item->old);
     kvs_file_item_finish_locked(item, KVS_OK, 0);
     break;
-  case KVS_FILE_SCRUB_OWN: /* of the three keys whose header may be there, one is this, one the victim's */
+  case KVS_FILE_SCRUB_OWN: /* the slot's header may now be of this key or of the victim's */
     if (code) {
       lose_slot_locked(store, entry, item->slot);
-      if (item->sequence < store->whole_below) store->whole_below = item->sequence; /* its header may be whole */
+      if (item->sequence < store->whole_below) store->whole_below = item->sequence; /* this header may be whole */
       if (item->victim) item->victim->stale = item->slot;
     } else {
       kvs_file_slot_give_locked(store, item->slot);
@@ -390,7 +391,7 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
   } else if (item->phase == KVS_FILE_SCRUB_STALE) {
     entry->stale = KVS_NO_SLOT;
     if (entry->slot != KVS_NO_SLOT)
-      again_locked(item, KVS_FILE_TRANSFER);
+      requeue_locked(item, KVS_FILE_TRANSFER);
     else
       kvs_file_item_finish_locked(item, KVS_OK, 0);
   } else {
@@ -402,8 +403,8 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
 
 /* -- loads --------------------------------------------------------------------------------------------------------- */
 
-/* KVS_OK: the bytes are those that were stored under the key. Another block in the slot, whole, is not damage where
- * another process writes. */
+/* KVS_OK: the block and its key match the header. For a reader, another valid block in the slot is not damage: the
+ * writer has replaced the block. */
 static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   const struct kvs_file_store *store = item->transfer->store;
   const struct kvs_file_geometry *g = &store->geometry;
@@ -439,8 +440,8 @@ static int read_ended(struct kvs_file_item *item) {
   return status;
 }
 
-/* What is damaged is not there any more; its slot is not used, since its header may still say that it is. */
-static void forget_locked(struct kvs_file_item *item) {
+/* Remove a damaged block from the index. Its slot is not used, since the header may still be valid at the next open. */
+static void remove_damaged_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
   if (entry->slot != item->slot) return;
@@ -448,7 +449,7 @@ static void forget_locked(struct kvs_file_item *item) {
   if (!store->settings.readonly) lose_slot_locked(store, entry, item->slot);
 }
 
-/* The writer may have been at it, in another process: it is read again, a little later. */
+/* For a reader, the writing process may be writing the block just now: retry the read after a pause. */
 static bool read_again(struct kvs_file_item *item) {
   static const long pauses_ns[] = {1000000, 20000000};
   struct kvs_file_store *store = item->transfer->store;
@@ -467,7 +468,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
     return;
   }
   pthread_mutex_lock(&store->lock);
-  if (status == KVS_DAMAGED || status == KVS_MISSING) forget_locked(item);
+  if (status == KVS_DAMAGED || status == KVS_MISSING) remove_damaged_locked(item);
   kvs_file_item_finish_locked(item, status, code ? code : item->code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
@@ -475,7 +476,7 @@ static void get_ended(struct kvs_file_item *item, int code) {
 
 /* -- checkpoints --------------------------------------------------------------------------------------------------- */
 
-/* All blocks below the oldest that is being written are whole. One that cannot be noted only costs time later. */
+/* All blocks below the oldest write in flight are whole. If the checkpoint fails, the next open only takes longer. */
 static void checkpoint_if_due(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
   bool due = store->unchecked_nbytes >= CHECKPOINT_NBYTES && !store->checkpointing;
@@ -490,7 +491,7 @@ static void checkpoint_if_due(struct kvs_file_store *store) {
   pthread_mutex_unlock(&store->lock);
 }
 
-/* With O_DIRECT there is nothing left to hand over. */
+/* With O_DIRECT nothing is left in the page cache. */
 static int flush(struct kvs_file_item *item, const struct kvs_file_span *whole) {
   const struct kvs_file_store *store = item->transfer->store;
   const unsigned how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
@@ -517,5 +518,5 @@ void kvs_file_item_end(struct kvs_file_request *request, int code) {
     drop_ended_locked(item, code);
   kvs_file_run_ready_locked(store);
   pthread_mutex_unlock(&store->lock);
-  if (written) checkpoint_if_due(store); /* the item may be gone */
+  if (written) checkpoint_if_due(store); /* the item may have been freed */
 }

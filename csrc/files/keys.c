@@ -13,7 +13,7 @@ static int check(const size_t *ends, size_t count, struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* One piece of memory: the ends, and the bytes behind them. */
+/* One allocation: the ends, then the bytes. */
 int kvs_file_keys_copy(const struct kvs_file_keys *theirs, struct kvs_file_keys *own, struct kvs_error *err) {
   const size_t count = theirs->count, room = (count + 1) * sizeof(size_t);
   if (count > UINT32_MAX) return kvs_fail(err, KVS_INVALID, "keys has %zu items: too many", count);

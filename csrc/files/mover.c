@@ -1,12 +1,12 @@
-/* Blocks of pools, through a ring of staging, which is pinned memory, with GPUDirect Storage device memory: the copy
- * engine moves pieces between device and staging while the store's threads read and write others.
+/* Moves pool blocks between device and files through a ring of staging slots. Staging is pinned memory, or device
+ * memory with GPUDirect Storage. Copies between device and staging overlap reads and writes of other blocks.
  *
- * A staging slot is a header page and a block, as on disk. One thread does it all: it waits for gates (what a transfer
- * starts after), gives staging slots to items that have their key, submits copies in batches by kvs_move_blocks() on
- * streams of the store's own, and sees them end. Nobody who has a staging slot waits for a key or a slot on disk, so
- * they all come free; the last one is for loads, which go first.
+ * A staging slot is a header page and a block, as on disk. One thread waits for gates (a transfer's start
+ * dependencies), assigns staging slots to items that hold their key, submits batched copies with kvs_move_blocks() on
+ * the store's own streams, and polls for their completion. An item with a staging slot never waits for a key or for a
+ * slot on disk, so every staging slot becomes free again. The last one is reserved for loads, which go first.
  *
- * Locks: store->lock is never taken under mover->lock. Of the device only its polls are made under it. */
+ * Locks: store->lock is never taken under mover->lock. Under mover->lock the device is only polled. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +20,7 @@ enum { LEAST_SLOTS = 4, MOST_SLOTS = 4096, BATCH = 64 };
 static const uint64_t STAGING_NBYTES = 128ull << 20;
 static const int64_t POLL_NS = 50 * 1000;
 
-/* Copies under way, oldest first. */
+/* Copies in flight, oldest first. */
 struct mover_copy {
   struct mover_copy *next;
   struct kvs_transfer *transfer;
@@ -31,24 +31,24 @@ struct mover_copy {
 struct kvs_file_mover {
   struct kvs_file_store *store;
   struct kvs_engine *engine;
-  kvs_stream streams[2]; /* loads [1], stores [0] */
+  kvs_stream streams[2]; /* [1]: loads, [0]: stores */
   uint64_t staging;      /* slot i at staging + i * slot_nbytes */
   uint32_t nslots;
   pthread_t thread;
 
   pthread_mutex_t pools_lock;
-  struct kvs_pool **pools; /* guarded by pools_lock: staging as pools, one for each of a block's; NULL: not yet */
+  struct kvs_pool **pools; /* guarded by pools_lock: staging as pools, one for each pool of a block; NULL: not opened */
   size_t npools;
 
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  bool closed; /* guarded by lock, as is what follows */
+  bool closed; /* guarded by lock, as are the fields below */
   uint32_t *free;
   uint32_t nfree;
-  struct kvs_file_transfer *first[2], *last[2]; /* with items that wait for staging: of loads [1], of others [0] */
-  struct kvs_file_items arrived;                /* read and checked */
+  struct kvs_file_transfer *first[2], *last[2]; /* transfers with items in `waiting`; [1]: loads, [0]: others */
+  struct kvs_file_items arrived;                /* items read and verified */
 
-  struct mover_copy *copies[2], *last_copy[2]; /* the thread's own */
+  struct mover_copy *copies[2], *last_copy[2]; /* used by the thread only */
 };
 
 static bool is_load(const struct kvs_file_item *item) { return item->transfer->kind == KVS_FILE_GET; }
@@ -66,7 +66,7 @@ static struct kvs_file_item *take_first(struct kvs_file_items *list) {
   return item;
 }
 
-/* -- from the store ------------------------------------------------------------------------------------------------ */
+/* -- calls from the store ------------------------------------------------------------------------------------------ */
 
 void kvs_file_mover_push(struct kvs_file_item *item) {
   struct kvs_file_transfer *transfer = item->transfer;
@@ -100,8 +100,8 @@ void kvs_file_mover_release(struct kvs_file_item *item) {
   pthread_mutex_unlock(&mover->lock);
 }
 
-/* It is staged, or needs no staging: to or from its file. */
-static void push_on(struct kvs_file_item *item) {
+/* Queue the file request: the item is staged, or needs no staging. */
+static void queue_request(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   if (store->gds && item->transfer->pools)
     kvs_file_gds_push(item);
@@ -119,20 +119,21 @@ static void finish(struct kvs_file_item *item, int status, int code) {
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 
-/* Positions in the batch of blocks that were lost: marked in `lost`. */
-static int see_end(struct mover_copy *copy, bool lost[BATCH], int *code) {
+/* Marks in `lost` the positions of the batch whose copy failed. */
+static int copy_result(struct mover_copy *copy, bool lost[BATCH], int *code) {
   uint32_t failed[BATCH];
   struct kvs_error err = {0};
   int status = kvs_transfer_error(copy->transfer, &err);
   size_t n = kvs_transfer_failed(copy->transfer, failed, BATCH);
-  for (size_t i = 0; i < BATCH; i++) lost[i] = status && n == 0; /* it failed and cannot say where */
+  for (size_t i = 0; i < BATCH; i++) lost[i] = status && n == 0; /* failed without a list of blocks */
   for (size_t i = 0; i < n; i++) lost[failed[i]] = true;
   *code = err.code;
   return status;
 }
 
-/* The pools remember that a staging slot lacks what should have come: it will be written again, by the host. */
-static void forget_loss(struct kvs_file_mover *mover, const struct kvs_file_item *item) {
+/* The staging pool remembers the failed copy into this slot. Note a host write, which overwrites the slot, so that the
+ * failure does not travel to the next block. */
+static void clear_staging_failure(struct kvs_file_mover *mover, const struct kvs_file_item *item) {
   int64_t slot = item->staging;
   const struct kvs_ids ids = {&slot, 8, 1};
   struct kvs_error ignored;
@@ -140,38 +141,38 @@ static void forget_loss(struct kvs_file_mover *mover, const struct kvs_file_item
     (void)kvs_note_access(mover->pools[i], &ids, true, 0, 0, mover->streams[0], "the file tier", &ignored);
 }
 
-static void end_copy(struct kvs_file_mover *mover, struct mover_copy *copy) {
+static void finish_copy(struct kvs_file_mover *mover, struct mover_copy *copy) {
   bool lost[BATCH];
-  int code, status = see_end(copy, lost, &code);
+  int code, status = copy_result(copy, lost, &code);
   for (size_t i = 0; i < copy->count; i++) {
     struct kvs_file_item *item = copy->items[i];
     if (lost[i]) {
-      forget_loss(mover, item);
+      clear_staging_failure(mover, item);
       finish(item, status, code);
     } else if (is_load(item)) {
       finish(item, KVS_OK, 0);
     } else {
-      push_on(item);
+      queue_request(item);
     }
   }
   kvs_transfer_unref(copy->transfer);
   free(copy);
 }
 
-/* Those that ended: whether there were any. */
-static bool see_copies(struct kvs_file_mover *mover) {
+/* Handle the copies that have ended; true: there were some. */
+static bool collect_copies(struct kvs_file_mover *mover) {
   bool any = false;
   for (int load = 1; load >= 0; load--)
     for (struct mover_copy *copy; (copy = mover->copies[load]) != NULL && kvs_transfer_done(copy->transfer);
          any = true) {
       mover->copies[load] = copy->next;
       if (!copy->next) mover->last_copy[load] = NULL;
-      end_copy(mover, copy);
+      finish_copy(mover, copy);
     }
   return any;
 }
 
-/* KVS_QUEUE_FULL: later, nothing has changed. Otherwise the items are taken care of. */
+/* KVS_QUEUE_FULL: nothing was submitted, retry later. Otherwise the items are submitted or have failed. */
 static int start_copy(struct kvs_file_mover *mover, struct kvs_file_item *const *items, size_t count) {
   struct kvs_file_transfer *transfer = items[0]->transfer;
   bool load = is_load(items[0]);
@@ -203,8 +204,8 @@ static int start_copy(struct kvs_file_mover *mover, struct kvs_file_item *const 
 
 /* -- one round ----------------------------------------------------------------------------------------------------- */
 
-/* Blocks of one transfer that have arrived: to the device. */
-static bool send_arrived(struct kvs_file_mover *mover) {
+/* Copy the loaded blocks of one transfer to the device. */
+static bool copy_arrived(struct kvs_file_mover *mover) {
   struct kvs_file_item *items[BATCH];
   size_t count = 0;
   pthread_mutex_lock(&mover->lock);
@@ -213,7 +214,7 @@ static bool send_arrived(struct kvs_file_mover *mover) {
   pthread_mutex_unlock(&mover->lock);
   if (count == 0) return false;
   if (start_copy(mover, items, count) == KVS_OK) return true;
-  pthread_mutex_lock(&mover->lock); /* in front again */
+  pthread_mutex_lock(&mover->lock); /* back to the front */
   while (count > 0) {
     struct kvs_file_item *item = items[--count];
     item->next = mover->arrived.first;
@@ -224,7 +225,7 @@ static bool send_arrived(struct kvs_file_mover *mover) {
   return false;
 }
 
-/* Whether the transfer may start; if what it starts after has failed, *status is why its blocks fail. */
+/* Whether the transfer may start. If a start dependency has failed, *status is the error of its blocks. */
 static bool gate_open(struct kvs_file_transfer *transfer, int *status, int *code) {
   struct kvs_error err = {0};
   *status = KVS_OK;
@@ -235,7 +236,8 @@ static bool gate_open(struct kvs_file_transfer *transfer, int *status, int *code
   return true;
 }
 
-/* Up to `most` items of the first transfer of that kind whose gate is open. Transfers without waiting items leave. */
+/* Take up to `most` items of the first transfer of that kind with an open gate. Transfers with no waiting items leave
+ * the list. */
 static size_t take_waiting(struct kvs_file_mover *mover, bool load, size_t most, struct kvs_file_item **items,
                            int *status, int *code) {
   size_t count = 0;
@@ -246,7 +248,7 @@ static size_t take_waiting(struct kvs_file_mover *mover, bool load, size_t most,
     at = &(*at)->next_waiting;
   }
   struct kvs_file_transfer *transfer = *at;
-  if (transfer && (*status || !transfer->pools)) most = BATCH; /* they need no staging */
+  if (transfer && (*status || !transfer->pools)) most = BATCH; /* these items need no staging */
   while (transfer && count < most && transfer->waiting.first) items[count++] = take_first(&transfer->waiting);
   if (transfer && !transfer->waiting.first) {
     *at = transfer->next_waiting;
@@ -284,8 +286,9 @@ static void give_staging(struct kvs_file_mover *mover, struct kvs_file_item *ite
   item->address = mover->staging + item->staging * g->slot_nbytes + KVS_FILE_PAGE;
 }
 
-/* Of items that were taken: those that were cancelled, or whose gate failed, end here. Returns how many are left. */
-static size_t set_off(struct kvs_file_mover *mover, struct kvs_file_item **items, size_t count, int status, int code) {
+/* Finish the items that are cancelled or whose start dependency has failed. Returns the number of items left. */
+static size_t drop_ended(struct kvs_file_mover *mover, struct kvs_file_item **items, size_t count, int status,
+                         int code) {
   struct kvs_file_store *store = mover->store;
   size_t left = 0;
   pthread_mutex_lock(&store->lock);
@@ -294,7 +297,7 @@ static size_t set_off(struct kvs_file_mover *mover, struct kvs_file_item **items
     if (item->transfer->cancelled || status) {
       bool cancelled = item->transfer->cancelled;
       kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : status, cancelled ? 0 : code);
-      continue; /* it may be gone */
+      continue; /* the item may have been freed */
     }
     if (item->transfer->pools) item->begun = true;
     items[left++] = item;
@@ -304,7 +307,7 @@ static size_t set_off(struct kvs_file_mover *mover, struct kvs_file_item **items
   return left;
 }
 
-/* Give waiting items staging, and go on with them: loads to the queue, stores to the copy engine. */
+/* Give waiting items staging slots. Loads go to the file queue, stores to the copy engine. */
 static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
   struct kvs_file_item *items[BATCH];
   int status = KVS_OK, code = 0;
@@ -315,19 +318,19 @@ static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
   size_t count = take_waiting(mover, load, most < batch ? most : batch, items, &status, &code);
   if (count == 0) return false;
   bool staged = items[0]->transfer->pools != NULL;
-  count = set_off(mover, items, count, status, code);
+  count = drop_ended(mover, items, count, status, code);
   for (size_t i = 0; staged && i < count; i++) give_staging(mover, items[i]);
   if (count && staged && !load) {
     if (start_copy(mover, items, count) == KVS_OK) return true;
     put_back(mover, items, count);
     return false;
   }
-  for (size_t i = 0; i < count; i++) push_on(items[i]);
+  for (size_t i = 0; i < count; i++) queue_request(items[i]);
   return true;
 }
 
-/* Until something may have changed. */
-static void rest(struct kvs_file_mover *mover) {
+/* Sleep until something may have changed. */
+static void wait_for_change(struct kvs_file_mover *mover) {
   pthread_mutex_lock(&mover->lock);
   bool poll = mover->copies[0] || mover->copies[1] || mover->first[0] || mover->first[1] || mover->arrived.first;
   if (!mover->closed) (void)kvs_cond_wait(&mover->changed, &mover->lock, kvs_deadline(poll ? POLL_NS : -1));
@@ -337,11 +340,11 @@ static void rest(struct kvs_file_mover *mover) {
 static void *serve(void *arg) {
   struct kvs_file_mover *mover = arg;
   for (bool closed = false; !closed;) {
-    bool any = see_copies(mover);
-    any |= send_arrived(mover);
+    bool any = collect_copies(mover);
+    any |= copy_arrived(mover);
     any |= serve_waiting(mover, true);
     any |= serve_waiting(mover, false);
-    if (!any) rest(mover);
+    if (!any) wait_for_change(mover);
     pthread_mutex_lock(&mover->lock);
     closed = mover->closed;
     pthread_mutex_unlock(&mover->lock);
@@ -379,7 +382,7 @@ static int open_pools_locked(struct kvs_file_mover *mover, const struct kvs_file
   return status;
 }
 
-/* The staging is cut as the first pools that come are; a store's blocks are of one kind. */
+/* The first pools define how staging is divided; all later blocks must match them. */
 static int match_pools(struct kvs_file_mover *mover, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
   int status = KVS_OK;
   pthread_mutex_lock(&mover->pools_lock);
@@ -422,7 +425,7 @@ static int read_slots(struct kvs_file_transfer *transfer, const struct kvs_file_
   size_t count = transfer->nitems;
   struct kvs_pool_layout layout;
   kvs_pool_get_layout(blocks->pools[0], &layout);
-  transfer->slots = malloc((2 * count + 1) * sizeof *transfer->slots); /* and once more, sorted */
+  transfer->slots = malloc((2 * count + 1) * sizeof *transfer->slots); /* one copy for the items, one to be sorted */
   if (!transfer->slots) return kvs_fail(err, KVS_NOMEM, "no memory for %zu slots", count);
   int64_t *sorted = transfer->slots + count;
   for (size_t i = 0; i < count; i++) {
@@ -440,7 +443,7 @@ static int read_slots(struct kvs_file_transfer *transfer, const struct kvs_file_
   return KVS_OK;
 }
 
-/* Whether the pool's blocks can be read and written where they are: host memory, each in one piece. */
+/* Whether the pool's blocks can be read and written in place: host memory, each block contiguous. */
 static bool in_host_memory(struct kvs_file_mover *mover, const struct kvs_pool_layout *layout) {
   struct kvs_region region;
   struct kvs_error ignored;
@@ -449,7 +452,7 @@ static bool in_host_memory(struct kvs_file_mover *mover, const struct kvs_pool_l
   return region.memory == KVS_MEMORY_PINNED || region.memory == KVS_MEMORY_PAGEABLE;
 }
 
-/* `pools` become the transfer's where the blocks go through staging. */
+/* The transfer takes `pools` if its blocks go through staging. */
 static int set_up_own_pools(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
                             struct kvs_pool **pools, struct kvs_error *err) {
   struct kvs_file_mover *mover = transfer->store->mover;
@@ -482,7 +485,7 @@ static int set_up_pools(struct kvs_file_transfer *transfer, const struct kvs_fil
   return status;
 }
 
-/* A transfer of nothing, which ends when all is over that it starts after. */
+/* An empty transfer that ends when all start dependencies have ended. */
 static int set_up_gate(struct kvs_file_transfer *transfer, const struct kvs_file_options *options,
                        struct kvs_error *err) {
   const uint64_t none = 0;
@@ -511,7 +514,7 @@ static void destroy(struct kvs_file_mover *mover) {
   if (mover->store->gds)
     kvs_file_gds_close(mover->store);
   else if (mover->staging)
-    kvs_engine_free_later(mover->engine, mover->staging); /* closing waits for no other work of the device */
+    kvs_engine_free_later(mover->engine, mover->staging); /* closing does not wait for other work of the device */
   pthread_cond_destroy(&mover->changed);
   pthread_mutex_destroy(&mover->lock);
   pthread_mutex_destroy(&mover->pools_lock);

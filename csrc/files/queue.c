@@ -1,4 +1,4 @@
-/* Requests in two lists. A push wakes a thread only where one sleeps. */
+/* Requests in two lists. A push wakes a thread only if one sleeps. */
 #include <errno.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -51,7 +51,7 @@ void kvs_file_queue_unwatch(struct kvs_file_queue *queue) {
   pthread_mutex_unlock(&queue->lock);
 }
 
-void kvs_file_queue_heard(struct kvs_file_queue *queue) {
+void kvs_file_queue_drain_wake(struct kvs_file_queue *queue) {
   eventfd_t count;
   (void)eventfd_read(queue->wake, &count);
 }

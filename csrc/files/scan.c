@@ -1,14 +1,14 @@
-/* The index, made from the headers on disk.
+/* Builds the index from the headers on disk.
  *
- * Several threads read the segments' headers; what they find is put in order by sequence, so that of two blocks with
- * one key the newer stays, and the order of use begins as the order of writing. A block from the last checkpoint on may
- * be torn: its data is read and compared. What is torn or superseded is erased, so that it cannot come back.
+ * Several threads read the headers. The results are sorted by sequence: of two blocks with one key the newer wins, and
+ * the initial LRU order is the order of writing. A block written after the last checkpoint may be torn, so its data is
+ * read and verified. Torn and superseded headers are erased, so that those blocks cannot reappear.
  *
- * What cannot be read is neither: nothing is written there, and for the sake of nothing that is only known from there.
- * A slot whose header cannot be read is out of use until the next open, and may then hold any block: those that are
- * written from now on get sequences beyond all that may be there.
+ * A header or block that cannot be read is left alone: nothing is written there, and no older block is erased in favour
+ * of one that was not verified. A slot with an unreadable header is not used until the next open and may hold any
+ * block; blocks written from now on therefore get sequences above all that the slot may contain.
  *
- * A reader beside a writer erases nothing, and takes a torn block for one that is not there. */
+ * A reader beside a writer erases nothing, and treats a torn block as missing. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,25 +18,25 @@
 #include "files/store.h"
 
 enum { SCANNERS = 8 };
-/* More blocks than are written from one checkpoint to the next. */
-static const uint64_t UNSEEN = 4294967296u;
+/* More than the number of blocks written between two checkpoints. */
+static const uint64_t UNREAD_MARGIN = 4294967296u;
 
 struct found {
   uint64_t sequence;
   uint32_t slot;
   uint16_t key_nbytes;
   bool torn;
-  bool unread;   /* its data should have been compared, and could not be read */
-  size_t key_at; /* in keys */
+  bool unread;   /* the data should have been verified but could not be read */
+  size_t key_at; /* offset in keys */
 };
 
 struct scan {
   struct kvs_file_store *store;
   struct kvs_file_index *index;
-  uint64_t unchecked; /* blocks of this sequence on may be torn */
-  atomic_uint next;   /* segment to be read */
+  uint64_t unchecked; /* blocks from this sequence on may be torn */
+  atomic_uint next;   /* next segment to read */
   pthread_mutex_t lock;
-  struct found *found; /* guarded by lock, as is what follows */
+  struct found *found; /* guarded by lock, as are the fields below */
   size_t count, capacity;
   uint8_t *keys;
   size_t keys_nbytes, keys_capacity;
@@ -44,9 +44,9 @@ struct scan {
   size_t nbad, bad_capacity;
   uint32_t *unread; /* slots whose headers cannot be read */
   size_t nunread, unread_capacity;
-  int code; /* KVS_OK, or why it cannot go on */
+  int code; /* KVS_OK, or why the scan stops */
   uint64_t cut, lost;
-  bool doubtful; /* something is left that may be torn */
+  bool doubtful; /* a block that may be torn is left */
 };
 
 static bool grow(void **array, size_t *capacity, size_t needed, size_t size) {
@@ -97,7 +97,7 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
   const struct kvs_file_geometry *g = &store->geometry;
   struct kvs_file_header header;
   int code = read_at(store, slot, room, KVS_FILE_PAGE);
-  if (code == KVS_FILE_ENDED) return; /* cut off: nothing is there */
+  if (code == KVS_FILE_ENDED) return; /* truncated file: no block here */
   if (code) {
     note_slot(scan, slot, &scan->unread, &scan->nunread, &scan->unread_capacity);
     return;
@@ -143,15 +143,15 @@ static void read_all(struct scan *scan) {
   while (n > 0) pthread_join(threads[--n], NULL);
 }
 
-/* -- what was found ------------------------------------------------------------------------------------------------ */
+/* -- results ------------------------------------------------------------------------------------------------------- */
 
 static int by_sequence(const void *a, const void *b) {
   const struct found *left = a, *right = b;
   if (left->sequence != right->sequence) return left->sequence > right->sequence ? 1 : -1;
-  return (left->slot > right->slot) - (left->slot < right->slot); /* no two are alike, unless one is forged */
+  return (left->slot > right->slot) - (left->slot < right->slot); /* equal sequences: one header is forged */
 }
 
-/* A slot whose header is not wanted: free again once that is gone, else not used. */
+/* Erase an unwanted header. True: the slot is free; false: the slot stays unused. */
 static bool erase(struct scan *scan, uint32_t slot) {
   struct kvs_file_store *store = scan->store;
   if (store->settings.readonly) return false;
@@ -161,7 +161,7 @@ static bool erase(struct scan *scan, uint32_t slot) {
   return false;
 }
 
-/* A slot that still holds an older block of the key: an entry has room for one. */
+/* The slot still holds an older block of the key. An entry has room for one such slot. */
 static int note_stale(struct scan *scan, struct kvs_file_entry *entry, uint32_t slot, struct kvs_error *err) {
   if (entry->stale != KVS_NO_SLOT)
     return kvs_fail(err, KVS_FILE, "%.200s holds several older blocks of one key that cannot be erased: its disk fails",
@@ -170,9 +170,9 @@ static int note_stale(struct scan *scan, struct kvs_file_entry *entry, uint32_t 
   return KVS_OK;
 }
 
-/* The block is the newest of its key so far. The one before goes, where this one is known to be whole. */
-static int put_in(struct scan *scan, const struct found *found, struct kvs_file_entry *entry, uint8_t *taken,
-                  struct kvs_error *err) {
+/* The block is the newest of its key so far. The older block is erased only if this one is known to be whole. */
+static int index_block(struct scan *scan, const struct found *found, struct kvs_file_entry *entry, uint8_t *taken,
+                       struct kvs_error *err) {
   uint32_t before = entry->slot;
   kvs_file_index_set_slot(scan->index, entry, found->slot);
   entry->sequence = found->sequence;
@@ -184,27 +184,27 @@ static int put_in(struct scan *scan, const struct found *found, struct kvs_file_
   return taken[before] && !scan->store->settings.readonly ? note_stale(scan, entry, before, err) : KVS_OK;
 }
 
-static int put_all_in(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
+static int index_blocks(struct scan *scan, uint8_t *taken, struct kvs_error *err) {
   struct kvs_file_store *store = scan->store;
   int status = KVS_OK;
   if (scan->count) qsort(scan->found, scan->count, sizeof *scan->found, by_sequence);
   for (size_t i = 0; !status && i < scan->count; i++) {
     const struct found *found = &scan->found[i];
     if (found->sequence > store->sequence) store->sequence = found->sequence;
-    if (found->torn) { /* where it cannot be erased, the next open finds it torn again */
+    if (found->torn) { /* if it cannot be erased, the next open finds the torn block again */
       scan->cut++;
       taken[found->slot] = !erase(scan, found->slot);
       continue;
     }
     struct kvs_file_entry *entry = kvs_file_index_add(scan->index, scan->keys + found->key_at, found->key_nbytes);
     if (!entry) return kvs_fail(err, KVS_NOMEM, "no memory for the index of %zu blocks", scan->count);
-    status = put_in(scan, found, entry, taken, err);
+    status = index_block(scan, found, entry, taken, err);
     kvs_file_index_settle(scan->index, entry);
   }
   return status;
 }
 
-static int file_away(struct scan *scan, struct kvs_error *err) {
+static int build_index(struct scan *scan, struct kvs_error *err) {
   struct kvs_file_store *store = scan->store;
   uint32_t end = store->nsegments * store->geometry.slots;
   uint8_t *taken = calloc((size_t)end + 1, 1);
@@ -214,10 +214,11 @@ static int file_away(struct scan *scan, struct kvs_error *err) {
   for (size_t i = 0; i < scan->nunread; i++) taken[scan->unread[i]] = 1;
   scan->lost += scan->nunread;
   scan->doubtful |= scan->nunread > 0;
-  int status = put_all_in(scan, taken, err);
+  int status = index_blocks(scan, taken, err);
   bool unseen = !store->settings.readonly && (scan->nunread || store->stats.foreign);
-  if (unseen && store->sequence > KVS_FILE_LAST_SEQUENCE - UNSEEN) store->sequence = KVS_FILE_LAST_SEQUENCE - UNSEEN;
-  if (unseen) store->sequence += UNSEEN;
+  if (unseen && store->sequence > KVS_FILE_LAST_SEQUENCE - UNREAD_MARGIN)
+    store->sequence = KVS_FILE_LAST_SEQUENCE - UNREAD_MARGIN;
+  if (unseen) store->sequence += UNREAD_MARGIN;
   for (uint32_t slot = end; !status && !store->settings.readonly && slot-- > 0;)
     if (!taken[slot]) (void)kvs_file_free_push(store, slot);
   free(taken);
@@ -230,7 +231,7 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
   pthread_mutex_init(&scan.lock, NULL);
   read_all(&scan);
   int status = scan.code ? kvs_fail(err, scan.code, "no memory for the index of %u segments", store->nsegments)
-                         : file_away(&scan, err);
+                         : build_index(&scan, err);
   pthread_mutex_destroy(&scan.lock);
   free(scan.found);
   free(scan.keys);

@@ -1,7 +1,7 @@
-/* The directory: the store's file, which says what it holds and how far it is whole, and the segments.
+/* The store's directory: the store's file, which holds the geometry and the checkpoints, and the segments.
  *
- * A file gets its name when its first page is written: what has a name and a damaged first page was damaged later, and
- * is left alone. The store's file is locked by the process that writes. */
+ * A file gets its name after its first page is written. A named file with a damaged first page was therefore damaged
+ * later, and is left alone. The writing process holds a lock on the store's file. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -16,11 +16,11 @@
 #include "files/store.h"
 
 static const char store_name[] = "store.kvs", new_name[] = "new.tmp";
-enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written in turn */
+enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written alternately */
 enum {
-  LAST_NUMBER = 99999999,    /* a segment's name has eight digits */
-  MOST_SEGMENTS = 1 << 20,   /* of a store: each is an open file */
-  READER_SEGMENTS = 1 << 16, /* that a reader may see */
+  LAST_NUMBER = 99999999,    /* segment names have eight digits */
+  MOST_SEGMENTS = 1 << 20,   /* of a store; each is an open file */
+  READER_SEGMENTS = 1 << 16, /* that a reader opens */
 };
 
 static void segment_name(uint32_t number, char name[32]) { snprintf(name, 32, "segment-%08u.kvs", number); }
@@ -32,7 +32,7 @@ static bool is_segment_name(const char *name, uint32_t *number) {
   return strcmp(name, again) == 0;
 }
 
-/* The store's own file is never O_DIRECT; whole pages are moved all the same. */
+/* The store's own file is never opened with O_DIRECT, but whole pages are moved all the same. */
 static int move_page(struct kvs_file_store *store, int fd, bool write, uint64_t offset, void *page, bool dsync) {
   struct kvs_file_span span = {
       .fd = fd, .write = write, .dsync = dsync, .offset = offset, .pieces = {{page, KVS_FILE_PAGE}}, .npieces = 1};
@@ -44,9 +44,10 @@ int kvs_file_erase(struct kvs_file_store *store, int fd, uint64_t offset) {
   return move_page(store, fd, true, offset, page, store->settings.durability == KVS_FILE_FSYNC);
 }
 
-/* Who else may write here decides what blocks hold: a checksum keeps nobody out. Root may do so anyway. */
-static int refuse_what_others_write(const struct kvs_file_store *store, int fd, const char *name,
-                                    struct kvs_error *err) {
+/* Refuse files that other users may write: a checksum does not protect against deliberate changes. Root always has
+ * access. */
+static int refuse_writable_by_others(const struct kvs_file_store *store, int fd, const char *name,
+                                     struct kvs_error *err) {
   const char *directory = store->settings.directory, *slash = *name ? "/" : "";
   struct stat info;
   if (fstat(fd, &info)) return kvs_file_fail(err, errno, "looking at %.200s%s%s", directory, slash, name);
@@ -65,21 +66,21 @@ static int refuse_what_others_write(const struct kvs_file_store *store, int fd, 
 
 /* -- new files ----------------------------------------------------------------------------------------------------- */
 
-/* Never in the place of a file that is there: EEXIST. */
+/* Link the file to its name; never replaces a file: EEXIST. */
 static int name_new_file(int folder, const char *name) {
   const unsigned no_replace = 1; /* RENAME_NOREPLACE */
   struct stat info;
   if (syscall(SYS_renameat2, folder, new_name, folder, name, no_replace) == 0) return 0;
   if (errno != EINVAL && errno != ENOSYS) return errno;
-  if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0) return EEXIST; /* a file system that does not know it */
+  if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0) return EEXIST; /* no RENAME_NOREPLACE here */
   return renameat(folder, new_name, folder, name) ? errno : 0;
 }
 
-/* A file whose first page is as given, under its name; only then. */
+/* Create a file with the given first page, and name it after the page is written. */
 static int make_file(struct kvs_file_store *store, const char *name, uint64_t nbytes, void *page, int *made) {
   bool safe = store->settings.durability == KVS_FILE_FSYNC;
   int fd, flags = O_RDWR | O_CREAT | O_EXCL | (store->direct ? O_DIRECT : 0);
-  (void)unlinkat(store->folder, new_name, 0); /* of one that was interrupted here */
+  (void)unlinkat(store->folder, new_name, 0); /* left by an interrupted call */
   int code = kvs_file_openat(&store->faults, store->folder, new_name, flags, &fd);
   if (code == EEXIST || code == KVS_FILE_NOT_REGULAR) code = KVS_FILE_IN_THE_WAY;
   if (code) return code;
@@ -99,7 +100,7 @@ static int make_file(struct kvs_file_store *store, const char *name, uint64_t nb
 
 static uint32_t number_after(uint32_t number) { return number < LAST_NUMBER ? number + 1 : 0; }
 
-/* The first number from here on, and past the last one from 0 on, whose name nothing has. */
+/* The first unused segment number from *number on; the search wraps from the last number to 0. */
 static int find_number(const struct kvs_file_store *store, uint32_t *number) {
   struct stat info;
   char name[32];
@@ -122,7 +123,7 @@ int kvs_file_segment_make(struct kvs_file_store *store, uint32_t *number, int *f
   return make_file(store, name, geometry.segment_nbytes, page, fd);
 }
 
-/* The array never moves: threads read it without the lock. A place is used again where a segment was removed. */
+/* The array never moves, because threads read it without the lock. Entries of removed segments are reused. */
 int kvs_file_segment_append(struct kvs_file_store *store, uint32_t number, int fd, bool cut) {
   uint32_t at = store->settings.readonly ? 0 : store->nsegments;
   while (at < store->nsegments && store->segments[at].fd >= 0) at++;
@@ -163,7 +164,7 @@ static bool same_layout(const struct kvs_file_geometry *a, const struct kvs_file
   return a->block_nbytes == b->block_nbytes && strcmp(a->layout, b->layout) == 0;
 }
 
-/* Segments that are there keep their size, whatever is asked for now. */
+/* Existing segments keep their size, whatever size is requested now. */
 static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_geometry there;
@@ -176,7 +177,7 @@ static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
   if (what == KVS_FILE_FOREIGN)
     return kvs_fail(err, KVS_INVALID, "%.200s is a store of another version of kvswap: it is left alone",
                     store->settings.directory);
-  if (what != KVS_FILE_GOOD) return KVS_OK; /* segments say the same; all blocks will be checked */
+  if (what != KVS_FILE_GOOD) return KVS_OK; /* the segments hold the same geometry; all blocks will be verified */
   if (!same_layout(&there, &store->geometry)) return refuse_layout(store, &there, store_name, err);
   store->geometry = there;
   store->geometry_known = true;
@@ -194,7 +195,8 @@ static int read_state(struct kvs_file_store *store, struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* Written in place, and by the writer alone: who opens it without a first page rebuilds it from the segments. */
+/* Written in place, by the writer only. A process that opens the store with a damaged first page rebuilds the page from
+ * the segments. */
 static int write_state(struct kvs_file_store *store, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   kvs_file_geometry_write(&store->geometry, false, page);
@@ -211,7 +213,7 @@ static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_fail(err, KVS_MISSING, "%.200s is no store: there is no %s in it", store->settings.directory,
                     store_name);
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, store_name);
-  int status = refuse_what_others_write(store, store->state, store_name, err);
+  int status = refuse_writable_by_others(store, store->state, store_name, err);
   if (status) return status;
   if (!readonly && flock(store->state, LOCK_EX | LOCK_NB))
     return kvs_fail(err, KVS_BUSY,
@@ -221,7 +223,8 @@ static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
   return read_state(store, err);
 }
 
-/* A fork between the steps must leave the child with no descriptor that is locked, and with none that is another's. */
+/* Ordered for fork() at any step: the child must not keep the locked descriptor, nor close a descriptor number that was
+ * reused. */
 void kvs_file_unlock_directory(struct kvs_file_store *store, bool everywhere) {
   int fd = store->state;
   if (fd < 0) return;
@@ -232,7 +235,7 @@ void kvs_file_unlock_directory(struct kvs_file_store *store, bool everywhere) {
 
 /* -- O_DIRECT ------------------------------------------------------------------------------------------------------ */
 
-/* Tried on the store's own file: some file systems take the flag and refuse the reads. */
+/* Tried on the store's own file: some file systems accept the flag and refuse the reads. */
 static void try_direct(struct kvs_file_store *store) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   char text[96];
@@ -256,7 +259,7 @@ static void try_direct(struct kvs_file_store *store) {
 
 /* -- segments ------------------------------------------------------------------------------------------------------ */
 
-/* One that is too short was cut off by somebody: its end reads as empty, and is made long again. */
+/* A segment that is too short was truncated. It is extended again; the missing part reads as empty. */
 static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_geometry there;
@@ -265,9 +268,9 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
   int fd, flags = (store->settings.readonly ? O_RDONLY : O_RDWR) | (store->direct ? O_DIRECT : 0);
   segment_name(number, name);
   int code = kvs_file_openat(&store->faults, store->folder, name, flags, &fd);
-  if (code == ENOENT && store->settings.readonly) return KVS_OK; /* the writer gave it up */
+  if (code == ENOENT && store->settings.readonly) return KVS_OK; /* removed by the writer meanwhile */
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, name);
-  int status = refuse_what_others_write(store, fd, name, err);
+  int status = refuse_writable_by_others(store, fd, name, err);
   if (status) {
     close(fd);
     return status;
@@ -282,7 +285,7 @@ static int adopt_segment(struct kvs_file_store *store, uint32_t number, struct k
   bool first = store->nsegments == 0 && !store->geometry_known, ours = what == KVS_FILE_GOOD && there.segment == number;
   ours = ours && (first || there.slots == store->geometry.slots);
   bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
-  if (cut && !store->settings.readonly && there.segment_nbytes <= store->settings.capacity) /* as large as it says */
+  if (cut && !store->settings.readonly && there.segment_nbytes <= store->settings.capacity) /* extend */
     (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
   pthread_mutex_lock(&store->lock);
   if (ours && first) {
@@ -310,7 +313,7 @@ static bool is_open(const struct kvs_file_store *store, uint32_t number) {
   return false;
 }
 
-/* Numbers of the segments that are there and not open, ascending; to be freed. */
+/* Numbers of the segments that exist and are not open, ascending; the caller frees the list. */
 static int list_segments(struct kvs_file_store *store, uint32_t **numbers, size_t *count, struct kvs_error *err) {
   size_t capacity = 0;
   uint32_t number;
@@ -355,7 +358,7 @@ void kvs_file_close_removed(struct kvs_file_store *store) {
     struct kvs_file_segment *segment = &store->segments[i];
     if (!segment->removed || segment->fd < 0) continue;
     pthread_mutex_lock(&store->lock);
-    int fd = store->oldest ? -1 : segment->fd; /* transfers that come now know nothing of it */
+    int fd = store->oldest ? -1 : segment->fd; /* unfinished transfers may read there */
     store->nremoved += fd >= 0;
     if (fd >= 0) segment->fd = -1;
     pthread_mutex_unlock(&store->lock);
@@ -383,10 +386,10 @@ static int open_folder(struct kvs_file_store *store, struct kvs_error *err) {
     return kvs_file_fail(err, errno, "making the directory %.200s", path);
   store->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (store->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", path);
-  return refuse_what_others_write(store, store->folder, "", err);
+  return refuse_writable_by_others(store, store->folder, "", err);
 }
 
-/* Of the store's file, else of the first segment that can be read. */
+/* Geometry from the store's file, else from the first readable segment. */
 static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   uint32_t *numbers;
@@ -398,7 +401,7 @@ static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, s
   for (size_t i = 0; !status && !found && i <= count; i++) {
     if (i) segment_name(numbers[i - 1], name);
     if (kvs_file_openat(&store->faults, store->folder, i ? name : store_name, O_RDONLY, &fd)) continue;
-    status = refuse_what_others_write(store, fd, i ? name : store_name, err);
+    status = refuse_writable_by_others(store, fd, i ? name : store_name, err);
     int code = status ? EACCES : move_page(store, fd, false, 0, page, false);
     found = !code && kvs_file_geometry_read(page, i > 0, there) == KVS_FILE_GOOD;
     close(fd);
@@ -441,8 +444,8 @@ static int size_segments(struct kvs_file_store *store, struct kvs_error *err) {
   return store->segments ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for the segments of a store");
 }
 
-/* A budget that has become smaller: the oldest files go. Their blocks were those written first, as a rule. */
-static void give_up_segments(struct kvs_file_store *store) {
+/* The capacity has been reduced: remove the lowest-numbered segments, which usually hold the oldest blocks. */
+static void remove_old_segments(struct kvs_file_store *store) {
   uint32_t surplus = store->nsegments > store->max_segments ? store->nsegments - store->max_segments : 0;
   char name[32];
   for (uint32_t i = 0; i < surplus; i++) {
@@ -462,8 +465,8 @@ int kvs_file_open_directory(struct kvs_file_store *store, struct kvs_error *err)
   if (!status) status = kvs_file_adopt_new(store, err);
   if (status || store->settings.readonly) return status;
   uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
-  if (most < store->max_segments) store->max_segments = (uint32_t)most; /* they may be larger than was thought */
-  give_up_segments(store);
+  if (most < store->max_segments) store->max_segments = (uint32_t)most; /* segments may be larger than requested */
+  remove_old_segments(store);
   return write_state(store, err);
 }
 

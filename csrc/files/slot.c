@@ -1,11 +1,12 @@
-/* Slots for new blocks: free ones, those of a new segment, or that of the block used least recently.
+/* Slots for new blocks. In order of preference: a free slot, a slot of a new segment, the slot of the least recently
+ * used block, the slot of the block that is replaced.
  *
- * Who takes over a block's slot has that block's key to itself until its own is on disk: a newer block of that key
- * cannot be written meanwhile. Otherwise the older one, still on disk, could come back after a crash when the newer one
- * has been deleted.
+ * An item that evicts a block (the victim) holds the victim's key until its own block is on disk, so no newer block of
+ * that key can be written meanwhile. Otherwise, if that newer block were deleted before a crash, the evicted block
+ * could reappear.
  *
- * Who finds no slot starves until somebody else who has a key is through. A starving item holds nothing but its key, so
- * the others do get on. */
+ * An item that finds no slot waits in `starved` until another item with a key ends. A starved item holds only its key,
+ * so the others make progress. */
 #include <errno.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -45,7 +46,7 @@ void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
   kvs_file_wake_starved_locked(store);
 }
 
-/* A new segment's slots, the lowest to be taken first. The lock is given back while it is made. */
+/* Add a segment's slots; the lowest is used first. Releases the lock while the segment is made. */
 static void grow_unlocking(struct kvs_file_store *store) {
   uint32_t number = store->next_number, slots = store->geometry.slots;
   int fd = -1;
@@ -77,7 +78,7 @@ static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *vict
   store->stats.evicted++;
 }
 
-/* The last resort: the newer block goes where the older one is. If that is interrupted, neither is left. */
+/* Last resort: overwrite the older block of the same key. After a crash during the write, neither block is left. */
 static void take_own_locked(struct kvs_file_item *item) {
   item->slot = item->entry->slot;
   item->in_place = true;
@@ -97,8 +98,8 @@ void kvs_file_slot_return_locked(struct kvs_file_item *item) {
   item->slot = KVS_NO_SLOT;
 }
 
-/* All who have a key wait for a slot: those that replace a block go first. */
-static bool help_starved_locked(struct kvs_file_store *store) {
+/* All items with a key wait for a slot: give the items that replace a block their old slot. */
+static bool reuse_own_slots_locked(struct kvs_file_store *store) {
   bool any = false;
   for (struct kvs_file_item *item = store->starved.first; item; item = item->next) {
     if (item->entry->slot == KVS_NO_SLOT) continue;
@@ -110,7 +111,7 @@ static bool help_starved_locked(struct kvs_file_store *store) {
 
 static enum kvs_file_slot_answer starve_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
-  item->begun = false; /* it can still be cancelled */
+  item->begun = false; /* a starved item can be cancelled */
   item->next = NULL;
   *(store->starved.last ? &store->starved.last->next : &store->starved.first) = item;
   store->starved.last = item;
@@ -121,17 +122,17 @@ static enum kvs_file_slot_answer starve_locked(struct kvs_file_item *item) {
 enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, int *code) {
   struct kvs_file_store *store = item->transfer->store;
   *code = 0;
-  if (item->slot != KVS_NO_SLOT) return KVS_FILE_SLOT; /* somebody saw to it */
+  if (item->slot != KVS_NO_SLOT) return KVS_FILE_SLOT; /* given by reuse_own_slots_locked() */
   while (!store->nfree && !store->growing && may_grow(store)) grow_unlocking(store);
   if (store->nfree) {
     item->slot = store->free_slots[--store->nfree];
   } else if (!store->growing && store->index.oldest) {
     evict_locked(item, store->index.oldest);
   } else if (store->growing || store->granted > store->nstarved + 1) {
-    return starve_locked(item); /* somebody else goes on, and wakes it when he is through */
+    return starve_locked(item); /* the end of another item wakes this one */
   } else if (item->entry->slot != KVS_NO_SLOT) {
     take_own_locked(item);
-  } else if (help_starved_locked(store)) {
+  } else if (reuse_own_slots_locked(store)) {
     (void)starve_locked(item);
     kvs_file_wake_starved_locked(store);
     return KVS_FILE_WAIT;

@@ -12,19 +12,20 @@
 enum { DEFAULT_QUEUE = 128, DEFAULT_THREADS = 8, DEFAULT_URING = 32, MOST_DEPTH = 256 };
 static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 * 1000 * 1000;
 
-/* -- all stores of the process ------------------------------------------------------------------------------------- */
+/* -- stores of the process ----------------------------------------------------------------------------------------- */
 
 static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct kvs_file_store *stores; /* guarded by stores_lock: from before they lock their directory to their end */
+static struct kvs_file_store *stores; /* guarded by stores_lock: from before the directory is locked to the end */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-static pthread_cond_t closer_ended; /* made by fork_once */
-static unsigned closers; /* guarded by stores_lock: threads that close a store whose last handle was dropped */
+static pthread_cond_t closer_ended; /* initialised by fork_once */
+static unsigned closers; /* guarded by stores_lock: threads that close a store after its last handle was dropped */
 
 static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
 
 static void after_fork(void) { pthread_mutex_unlock(&stores_lock); }
 
-/* They are the parent's. The lock on a directory lasts as long as anybody has the descriptor that it was made with. */
+/* The listed stores are the parent's. The directory's lock lasts while any process has the descriptor open, so the
+ * child closes its copy. */
 static void after_fork_in_child(void) {
   for (; stores; stores = stores->next_of_all) kvs_file_unlock_directory(stores, false);
   closers = 0;
@@ -65,7 +66,8 @@ static bool ref_unless_dropped(struct kvs_file_store *store) {
   return refs > 0;
 }
 
-/* One that is open, with a reference; each once. Whoever drops the last reference to one closes it himself. */
+/* An open store, with a reference; each store is returned once. The caller that drops the last reference closes the
+ * store. */
 static struct kvs_file_store *next_open(void) {
   pthread_mutex_lock(&stores_lock);
   struct kvs_file_store *store = stores;
@@ -113,7 +115,7 @@ static int check_settings(const struct kvs_file_settings *s, struct kvs_error *e
   return KVS_OK;
 }
 
-/* Some sixteen segments make the budget, so that it is filled to the last tenth; none needs to be small or huge. */
+/* About sixteen segments fill the capacity, so at most a tenth is unused; segments are neither tiny nor huge. */
 static uint64_t segment_size(const struct kvs_file_settings *s) {
   const uint64_t least = 16ull << 20, most = 1ull << 30;
   uint64_t nbytes = s->capacity / 16;
@@ -130,7 +132,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_UNSUPPORTED;
   store->queue.faults = &store->faults;
   store->queue.direct = store->direct;
-  store->queue.files_stay = !s->readonly; /* a reader lets go of what was removed */
+  store->queue.files_stay = !s->readonly; /* a reader closes removed segments */
   store->queue.scratch_nbytes = store->geometry.slot_nbytes + KVS_FILE_PAGE;
   if (s->engine == KVS_FILE_THREADS) {
     snprintf(store->engine_note, sizeof store->engine_note, "not asked for");
@@ -188,7 +190,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   return store;
 }
 
-/* Until the first clean close, or checkpoint, all that is written from now on counts as possibly torn. */
+/* Until the next checkpoint or clean close, all blocks written from now on count as possibly torn. */
 static int note_opened(struct kvs_file_store *store, struct kvs_error *err) {
   if (store->settings.readonly) return KVS_OK;
   int code = kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), false);
@@ -217,7 +219,7 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   return KVS_OK;
 }
 
-/* Whether a thread that closed a store has ended by then. */
+/* Wait for a closing thread to end; false: timeout. */
 static bool await_closer(uint64_t deadline) {
   pthread_mutex_lock(&stores_lock);
   const unsigned before = closers;
@@ -227,7 +229,8 @@ static bool await_closer(uint64_t deadline) {
   return fewer;
 }
 
-/* A directory whose last handle was dropped in this process just now is closed by a thread: that is waited for. */
+/* If the last handle of this directory was just dropped in this process, a thread is closing that store: wait for the
+ * thread. */
 int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store **opened, struct kvs_error *err) {
   const struct kvs_file_settings own = *theirs;
   const uint64_t deadline = kvs_deadline(CLOSE_NS);
@@ -273,7 +276,7 @@ static bool is_stopped_now(struct kvs_file_store *store) {
   return stopped;
 }
 
-/* Whether it came to be so in time. */
+/* Returns whether the condition holds in time. */
 static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struct kvs_file_store *),
                          int64_t timeout_ns) {
   uint64_t deadline = kvs_deadline(timeout_ns);
@@ -284,7 +287,7 @@ static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struc
 static void stop(struct kvs_file_store *store) {
   note_open(store, false);
   kvs_file_queue_close(&store->queue);
-  store->ops->close(store->worker); /* before the staging that the kernel may have registered goes */
+  store->ops->close(store->worker); /* the engine may have registered the staging: close it first */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), true);
   kvs_file_close_directory(store);
@@ -294,7 +297,7 @@ static void stop(struct kvs_file_store *store) {
   pthread_mutex_unlock(&store->lock);
 }
 
-/* What has not begun after timeout_ns is cancelled; what is under way then has patience_ns. */
+/* Requests that have not begun after timeout_ns are cancelled; those in flight get patience_ns more. */
 static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_t patience_ns, struct kvs_error *err) {
   if (store->fork_generation != kvs_fork_generation())
     return kvs_fail(err, KVS_FORKED, "this store was opened before fork(): it is the parent's to close");
@@ -309,7 +312,7 @@ static int close_within(struct kvs_file_store *store, int64_t timeout_ns, int64_
   }
   bool mine = idle && !store->stopping;
   store->stopping |= mine;
-  bool stopped = mine || (idle && await_locked(store, is_stopped, patience_ns)); /* by another thread */
+  bool stopped = mine || (idle && await_locked(store, is_stopped, patience_ns)); /* another thread stops the store */
   pthread_mutex_unlock(&store->lock);
   if (!idle || !stopped)
     return kvs_fail(err, KVS_TIMEOUT, "%.200s: reads or writes do not end; the store stays open and takes no calls",
@@ -328,7 +331,7 @@ void kvs_file_shutdown(int64_t timeout_ns) {
   struct kvs_error err;
   for (struct kvs_file_store *store; (store = next_open()) != NULL;) {
     int64_t left = timeout_ns - (int64_t)(kvs_clock_ns() - start);
-    /* who does not get ready keeps its reference: its threads still use it */
+    /* after a timeout the reference stays: the store's threads still use it */
     if (close_within(store, left > 0 ? left : 0, left > EXIT_NS ? left : EXIT_NS, &err) == KVS_OK)
       kvs_file_unref(store);
   }
@@ -341,11 +344,11 @@ void kvs_file_ref(struct kvs_file_store *store) { atomic_fetch_add(&store->refs,
 static void drop_last(struct kvs_file_store *store) {
   struct kvs_error err;
   int status = kvs_file_close(store, CLOSE_NS, &err);
-  bool last = atomic_fetch_sub(&store->refs, 1) == 1; /* kvs_file_shutdown() may have another one */
-  if (last && (status == KVS_OK || is_stopped_now(store))) free_store(store); /* else its threads still use it */
+  bool last = atomic_fetch_sub(&store->refs, 1) == 1; /* kvs_file_shutdown() may hold another reference */
+  if (last && (status == KVS_OK || is_stopped_now(store))) free_store(store); /* otherwise its threads still use it */
 }
 
-static void *close_apart(void *store) {
+static void *close_on_thread(void *store) {
   drop_last(store);
   pthread_mutex_lock(&stores_lock);
   closers--;
@@ -354,19 +357,19 @@ static void *close_apart(void *store) {
   return NULL;
 }
 
-/* To a thread of its own, with the reference. */
-static bool hand_over(struct kvs_file_store *store) {
+/* Close the store on a new thread, which takes over the reference. */
+static bool start_closer(struct kvs_file_store *store) {
   pthread_t thread;
   pthread_mutex_lock(&stores_lock);
   closers++;
-  bool started = kvs_thread_start(&thread, NULL, close_apart, store) == 0;
+  bool started = kvs_thread_start(&thread, NULL, close_on_thread, store) == 0;
   closers -= !started;
   pthread_mutex_unlock(&stores_lock);
   if (started) pthread_detach(thread);
   return started;
 }
 
-/* Whether closing takes no longer than a page takes to be written. */
+/* True: closing takes no longer than writing one page. */
 static bool closes_at_once(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
   bool at_once = store->stopped || (is_idle(store) && !store->stopping && !store->mover);
@@ -374,19 +377,19 @@ static bool closes_at_once(struct kvs_file_store *store) {
   return at_once && (store->settings.readonly || store->settings.durability != KVS_FILE_FSYNC);
 }
 
-/* Dropping never waits: not for reads and writes, nor for the device that staging belongs to. */
+/* Dropping a reference never waits for reads, writes or the staging's device. */
 void kvs_file_unref(struct kvs_file_store *store) {
   unsigned refs = atomic_load(&store->refs);
   while (refs > 1)
     if (atomic_compare_exchange_weak(&store->refs, &refs, refs - 1)) return;
   if (store->fork_generation != kvs_fork_generation()) return;
-  if (closes_at_once(store) || !hand_over(store)) drop_last(store);
+  if (closes_at_once(store) || !start_closer(store)) drop_last(store);
 }
 
-/* -- asking -------------------------------------------------------------------------------------------------------- */
+/* -- queries ------------------------------------------------------------------------------------------------------- */
 
-/* Beside transfers: an index is made from what is there now, and put in the place of the old one as a whole. */
-static int look_again(struct kvs_file_store *store, struct kvs_error *err) {
+/* Runs beside transfers: a new index is built and replaces the old one as a whole. */
+static int rescan(struct kvs_file_store *store, struct kvs_error *err) {
   struct kvs_file_index found;
   if (!kvs_file_index_init(&found)) return kvs_fail(err, KVS_NOMEM, "no memory for an index");
   int status = kvs_file_adopt_new(store, err);
@@ -409,7 +412,7 @@ int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
   if (!mine)
     status = kvs_fail(err, KVS_UNSUPPORTED, "another thread refreshes this store already");
   else if (store->settings.readonly)
-    status = look_again(store, err);
+    status = rescan(store, err);
   pthread_mutex_lock(&store->lock);
   if (mine) store->refreshing = false;
   kvs_file_leave_locked(store);
@@ -438,8 +441,8 @@ int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stat
 
 void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info) {
   struct kvs_error ignored;
-  bool locked = kvs_file_check_fork(store, &ignored) == KVS_OK; /* in a child the lock may be held for ever */
-  if (locked) pthread_mutex_lock(&store->lock);                 /* what a refresh learns of segments */
+  bool locked = kvs_file_check_fork(store, &ignored) == KVS_OK; /* a forked child could block forever */
+  if (locked) pthread_mutex_lock(&store->lock);                 /* refresh changes the geometry */
   *info = (struct kvs_file_info){
       .engine = store->ops->name,
       .direct = store->direct,

@@ -57,8 +57,7 @@ size_t kvs_file_span_nbytes(const struct kvs_file_span *span) {
 int kvs_file_span_advance(struct kvs_file_span *span, size_t nbytes, bool direct) {
   size_t all = kvs_file_span_nbytes(span);
   if (nbytes >= all) return 0;
-  if (direct)
-    nbytes -= nbytes % KVS_FILE_PAGE; /* it cannot go on in the middle of a page: what was done is done again */
+  if (direct) nbytes -= nbytes % KVS_FILE_PAGE; /* direct I/O continues at a page boundary: redo the partial page */
   if (nbytes == 0) return span->write ? EIO : KVS_FILE_ENDED;
   span->offset += nbytes;
   while (nbytes) {
@@ -116,14 +115,14 @@ int kvs_file_allocate(struct kvs_file_faults *faults, int fd, uint64_t nbytes) {
   }
 }
 
-/* It is looked at before it is opened, and again afterwards: another file may have come in between. */
+/* Checked before open (a pipe would block) and after it (the file may have been replaced in between). */
 static int open_regular(int folder, const char *name, int flags, int *fd) {
   struct stat info;
   if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && !S_ISREG(info.st_mode)) return KVS_FILE_NOT_REGULAR;
   int opened = openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY | O_NONBLOCK, 0600);
   if (opened < 0) return errno;
   int code = fstat(opened, &info) ? errno : S_ISREG(info.st_mode) ? 0 : KVS_FILE_NOT_REGULAR;
-  int now = code ? -1 : fcntl(opened, F_GETFL); /* io_uring would not wait for the disk */
+  int now = code ? -1 : fcntl(opened, F_GETFL); /* O_NONBLOCK would make io_uring fail instead of wait for the disk */
   if (!code && (now < 0 || fcntl(opened, F_SETFL, now & ~O_NONBLOCK))) code = errno;
   if (code)
     close(opened);
@@ -149,7 +148,7 @@ int kvs_file_sync(struct kvs_file_faults *faults, int fd) {
   }
 }
 
-/* -- words --------------------------------------------------------------------------------------------------------- */
+/* -- error text ---------------------------------------------------------------------------------------------------- */
 
 const char *kvs_file_error_text(int code, char text[96]) {
   char words[64];

@@ -1,5 +1,5 @@
-/* The file system as the store sees it: whole reads and writes out of calls that do part of them, are interrupted, or
- * fail; and the faults that tests inject. Errors are errno values; the text for people is made in one place. */
+/* File system calls of the store: complete reads and writes out of calls that may be short, interrupted or failing, and
+ * fault injection for tests. Errors are errno values; kvs_file_error_text() makes the text. */
 #ifndef KVS_FILE_SYS_H
 #define KVS_FILE_SYS_H
 
@@ -11,10 +11,10 @@
 
 #include "kvswap_file.h"
 
-enum {                         /* beyond all of errno, and of libcufile's codes, which are errors here too */
+enum {                         /* above all errno values and libcufile codes, which share this number space */
        KVS_FILE_ENDED = 10000, /* the file is shorter than it should be */
        KVS_FILE_DEVICE,        /* a copy between host and device failed */
-       KVS_FILE_NOT_REGULAR,   /* a link, directory, pipe, socket or device has the file's name */
+       KVS_FILE_NOT_REGULAR,   /* the name belongs to a link, directory, pipe, socket or device */
        KVS_FILE_IN_THE_WAY,    /* new.tmp cannot be replaced */
        KVS_FILE_NUMBERS_END,   /* no sequence number or generation is left */
 };
@@ -23,8 +23,8 @@ enum kvs_file_call { KVS_FILE_READ, KVS_FILE_WRITE, KVS_FILE_ALLOCATE, KVS_FILE_
 enum kvs_file_fault_action {
   KVS_FILE_FAULT_NONE,
   KVS_FILE_FAULT_FAIL,      /* with `code` */
-  KVS_FILE_FAULT_SHORT,     /* READ, WRITE: only part is done */
-  KVS_FILE_FAULT_INTERRUPT, /* EINTR, nothing done */
+  KVS_FILE_FAULT_SHORT,     /* READ, WRITE: only a part is moved */
+  KVS_FILE_FAULT_INTERRUPT, /* EINTR, nothing moved */
   KVS_FILE_FAULT_DELAY,
 };
 struct kvs_file_fault {
@@ -40,43 +40,44 @@ struct kvs_file_faults {
   uint64_t seen[KVS_FILE_CALLS];               /* guarded by lock */
 };
 void kvs_file_faults_set(struct kvs_file_faults *, enum kvs_file_call, const struct kvs_file_fault *);
-/* What shall happen to the next call of that kind; DELAY has been slept already and is NONE. */
+/* The fault for the next call of that kind. DELAY has already slept and returns NONE. */
 struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *, enum kvs_file_call);
 
-/* For tests. NULL: while stores are opened, of those that are from now on. */
+/* For tests. A NULL store: applies to stores opened from now on, while they are being opened. */
 void kvs_file_inject(struct kvs_file_store *, enum kvs_file_call, const struct kvs_file_fault *);
 
-/* One stretch of a file, to or from several pieces of memory. What is left to do is in the struct, so that it can go on
- * after a part. */
+/* One range of a file, to or from several pieces of memory. The struct holds what is left to move, so that a partial
+ * transfer can continue. */
 enum { KVS_FILE_PIECES = 3 };
 struct kvs_file_span {
   int fd;
   bool write;
-  bool dsync; /* on disk before it returns */
+  bool dsync; /* durable on disk when the call returns */
   uint64_t offset;
   struct iovec pieces[KVS_FILE_PIECES];
   unsigned npieces;
 };
-/* After a call moved `nbytes` of it, of which only whole pages count with O_DIRECT (`direct`): KVS_FILE_MORE, or what
- * kvs_file_move() returns. Each call that is followed by another has moved something that counts, so there is an end:
- * a read that gets nowhere has met the end of the file (KVS_FILE_ENDED), a write EIO. */
+/* Account for a call that moved `nbytes`; with O_DIRECT (`direct`) only whole pages count. Returns KVS_FILE_MORE, or
+ * what kvs_file_move() returns. A call without progress ends the loop: a read with KVS_FILE_ENDED (end of file), a
+ * write with EIO. */
 enum { KVS_FILE_MORE = -1 };
 int kvs_file_span_advance(struct kvs_file_span *, size_t nbytes, bool direct);
-struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *); /* about half of it, for tests */
+struct kvs_file_span kvs_file_span_shortened(const struct kvs_file_span *); /* about half of the span, for tests */
 size_t kvs_file_span_nbytes(const struct kvs_file_span *);
 
-/* Until all of it is done: 0, or an errno. */
+/* Move the whole span: 0 or an errno. */
 int kvs_file_move(struct kvs_file_faults *, struct kvs_file_span *, bool direct);
 
-/* Room for a file of that size: 0, or an errno. Where the file system cannot reserve it, the file is made that long. */
+/* Reserve space for a file: 0 or an errno. If the file system cannot reserve space, the file is extended. */
 int kvs_file_allocate(struct kvs_file_faults *, int fd, uint64_t nbytes);
-/* A regular file, made with mode 0600: nothing else is opened, for a pipe would wait and a device could act. */
+/* Open a regular file, created with mode 0600. Other kinds are refused: opening a pipe could block, and opening a
+ * device could have side effects. */
 int kvs_file_openat(struct kvs_file_faults *, int folder, const char *name, int flags, int *fd);
 int kvs_file_sync(struct kvs_file_faults *, int fd);
 
 /* "No space left on device (errno 28)". */
 const char *kvs_file_error_text(int code, char text[96]);
-/* KVS_FILE, with the text. `format` says what was tried. */
+/* Fail with KVS_FILE and the error's text. `format` says what was attempted. */
 int kvs_file_fail(struct kvs_error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4), cold));
 
 #endif

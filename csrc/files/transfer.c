@@ -1,5 +1,5 @@
-/* Transfers of the file tier: making them, and telling what became of them. A transfer ends in exactly one state,
- * written last, under the store's lock; what a reader looks at afterwards never changes. */
+/* Transfers of the file tier: submission, completion and queries. A transfer ends in exactly one state, written last,
+ * under the store's lock. Fields read after the end do not change any more. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -9,7 +9,7 @@
 #include "files/keys.h"
 #include "files/store.h"
 
-enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers of a direction, but for the first */
+enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers a direction; the first transfer is always admitted */
 
 /* -- submitting ---------------------------------------------------------------------------------------------------- */
 
@@ -47,7 +47,7 @@ static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_fi
   }
 }
 
-/* Entries for all keys: all or none. The caller begins the items. */
+/* Find or create the entries of all keys, or none. The caller begins the items. */
 static int find_entries_locked(struct kvs_file_transfer *transfer, const struct kvs_file_keys *keys,
                                struct kvs_error *err) {
   struct kvs_file_index *index = &transfer->store->index;
@@ -56,13 +56,13 @@ static int find_entries_locked(struct kvs_file_transfer *transfer, const struct 
     struct kvs_file_entry *entry = kvs_file_index_add(index, keys->data + begin, keys->ends[i] - begin);
     if (!entry) break;
     transfer->items[i].entry = entry;
-    entry->pins++; /* so that it stays until all are there */
+    entry->pins++; /* keeps the entry until all are found */
   }
   bool all = i == keys->count;
   for (size_t k = 0; k < i; k++) transfer->items[k].entry->pins--;
   for (size_t k = 0; !all && k < i; k++) {
     struct kvs_file_entry *entry = transfer->items[k].entry;
-    bool again = false; /* the same key twice: settle it once */
+    bool again = false; /* settle a repeated key once */
     for (size_t j = 0; j < k && !again; j++) again = transfer->items[j].entry == entry;
     if (!again) kvs_file_index_settle(index, entry);
   }
@@ -150,8 +150,8 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
   return KVS_OK;
 }
 
-/* Of all that the caller's structs point to, each word is read once: keys are copied here, addresses to the items,
- * pools and slots to the transfer. */
+/* Every word behind the caller's pointers is read once: keys are copied, addresses go to the items, pools and slots to
+ * the transfer. */
 static int submit(struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
                   const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
                   struct kvs_file_transfer **submitted, struct kvs_error *err) {
@@ -181,7 +181,7 @@ int kvs_file_delete(struct kvs_file_store *store, const struct kvs_file_keys *ke
   return submit(store, KVS_FILE_DROP, keys, NULL, options, transfer, err);
 }
 
-/* -- keys alone ---------------------------------------------------------------------------------------------------- */
+/* -- calls on keys only -------------------------------------------------------------------------------------------- */
 
 int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *theirs, bool *found,
                       struct kvs_error *err) {
@@ -206,7 +206,7 @@ int kvs_file_touch(struct kvs_file_store *store, const struct kvs_file_keys *the
   if (!status) status = kvs_file_keys_copy(theirs, keys, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
-  for (size_t i = keys->count; i-- > 0;) { /* the first key last of all: of a prefix the end goes before the start */
+  for (size_t i = keys->count; i-- > 0;) { /* first key last: a prefix is evicted from its end */
     size_t begin = i ? keys->ends[i - 1] : 0;
     struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
     if (entry) kvs_file_index_touch(&store->index, entry);
@@ -237,7 +237,7 @@ int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *their
   begin = 0;
   for (size_t i = 0; i < done; begin = keys->ends[i++]) {
     struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[i] - begin);
-    if (!entry) continue; /* the same key twice: it went with the first */
+    if (!entry) continue; /* a repeated key: deleted with the first occurrence */
     if (status) kvs_file_index_pin(index, entry, !pin);
     kvs_file_index_settle(index, entry);
   }
@@ -262,7 +262,7 @@ static size_t add_key(const struct kvs_file_entry *entry, uint8_t *keys, size_t 
   return count + 1;
 }
 
-/* In the order of use; those that are in use or pinned are in no order, and come last. */
+/* LRU order; entries in use or pinned come last, unordered. */
 static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, size_t *ends) {
   size_t count = 0;
   for (const struct kvs_file_entry *entry = index->oldest; entry; entry = entry->newer)
@@ -273,7 +273,7 @@ static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, siz
   return count;
 }
 
-int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
+int kvs_file_items(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
   int status = kvs_file_check_fork(store, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
@@ -287,7 +287,7 @@ int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, s
   return kvs_fail(err, KVS_NOMEM, "no memory for the keys of a store");
 }
 
-/* -- the end ------------------------------------------------------------------------------------------------------- */
+/* -- completion ---------------------------------------------------------------------------------------------------- */
 
 void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
   struct kvs_file_store *store = transfer->store;
@@ -332,7 +332,7 @@ static bool cancel_locked(struct kvs_file_transfer *transfer) {
   return any;
 }
 
-/* They are noticed when their turn comes, which is at once for those that starve. */
+/* Items notice the cancellation when they are next dispatched; starved items are dispatched now. */
 bool kvs_file_transfer_cancel(struct kvs_file_transfer *transfer) {
   struct kvs_file_store *store = transfer->store;
   if (store->fork_generation != kvs_fork_generation()) return false;
@@ -353,7 +353,7 @@ size_t kvs_file_cancel_all(struct kvs_file_store *store) {
   return n;
 }
 
-/* -- asking -------------------------------------------------------------------------------------------------------- */
+/* -- queries ------------------------------------------------------------------------------------------------------- */
 
 void kvs_file_transfer_ref(struct kvs_file_transfer *transfer) {
   kvs_file_ref(transfer->store);
@@ -362,7 +362,7 @@ void kvs_file_transfer_ref(struct kvs_file_transfer *transfer) {
 
 void kvs_file_transfer_unref(struct kvs_file_transfer *transfer) {
   struct kvs_file_store *store = transfer->store;
-  if (store->fork_generation != kvs_fork_generation()) return; /* the child of a fork leaves everything as it is */
+  if (store->fork_generation != kvs_fork_generation()) return; /* the store is the parent's */
   kvs_file_transfer_drop(transfer);
   kvs_file_unref(store);
 }
