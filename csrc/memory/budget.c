@@ -1,9 +1,9 @@
 /* Limits on memory.
  *
- * A process sits in one control group of each hierarchy, and every group above it limits it too: the tightest one
- * counts. In a container the path that /proc/self/cgroup gives may begin above what is mounted; then it is cut from the
- * left until it names a folder. What a group uses includes the page cache, which the kernel drops when it is asked for
- * memory, so that is not counted. */
+ * A process is in one control group of each hierarchy, and all its parent groups limit it too: the tightest limit
+ * applies. In a container the path in /proc/self/cgroup may start above the mounted part of the hierarchy; leading
+ * components are then removed until the path names a folder. A group's usage includes page cache, which the kernel
+ * reclaims on demand, so page cache is subtracted. */
 #include "memory/budget.h"
 
 #include <inttypes.h>
@@ -15,9 +15,9 @@
 
 enum { PATH_NBYTES = 1024, LINE_NBYTES = 1024, CAP_IPC_LOCK_BIT = 14 };
 
-/* -- files of the kernel --------------------------------------------------------------------------------------- */
+/* -- kernel files ---------------------------------------------------------------------------------------------- */
 
-/* The number behind `key` at the beginning of a line; false: there is none. */
+/* The number after `key` at the start of a line; false: not found. */
 static bool read_key(const char *path, const char *key, uint64_t *value) {
   char line[LINE_NBYTES];
   FILE *file = fopen(path, "re");
@@ -29,7 +29,7 @@ static bool read_key(const char *path, const char *key, uint64_t *value) {
   return found;
 }
 
-/* A file that holds one number; "max" and what the kernel writes for no limit are UINT64_MAX. */
+/* Read a file with one number. "max", and the value that stands for no limit, become UINT64_MAX. */
 static bool read_number(const char *path, uint64_t *value) {
   char line[64];
   FILE *file = fopen(path, "re");
@@ -42,7 +42,7 @@ static bool read_number(const char *path, uint64_t *value) {
     return true;
   }
   if (sscanf(line, "%" SCNu64, value) != 1) return false;
-  if (*value >= INT64_MAX / 2) *value = UINT64_MAX; /* version 1 says so: the largest number of whole pages */
+  if (*value >= INT64_MAX / 2) *value = UINT64_MAX; /* version 1 writes this for "no limit" */
   return true;
 }
 
@@ -79,9 +79,9 @@ size_t kvs_budget_list(const char *text, uint64_t *bits, size_t words) {
 
 /* -- control groups -------------------------------------------------------------------------------------------- */
 
-/* What the two versions of control groups call things. */
+/* File and field names of the two versions of control groups. */
 struct group_kind {
-  const char *type; /* of the file system */
+  const char *type; /* file system type */
   bool unified;
   const char *max, *used, *cached;
 };
@@ -91,7 +91,7 @@ static const struct group_kind kinds[] = {
     {"cgroup", false, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"},
 };
 
-/* Whether a list with commas holds a word. */
+/* Whether a comma-separated list contains a word. */
 static bool lists(const char *list, const char *word) {
   size_t length = strlen(word);
   for (const char *at = list; *at;) {
@@ -102,7 +102,7 @@ static bool lists(const char *list, const char *word) {
   return false;
 }
 
-/* Where a hierarchy with the memory controller is mounted, and which part of it. */
+/* The mount point of the hierarchy with the memory controller, and the mounted part. */
 static bool find_mount(const char *root, const struct group_kind *kind, char *part, char *folder) {
   char path[PATH_NBYTES], line[4 * LINE_NBYTES], type[64], options[LINE_NBYTES];
   bool found = false;
@@ -119,7 +119,7 @@ static bool find_mount(const char *root, const struct group_kind *kind, char *pa
   return found;
 }
 
-/* The path of this process's group in that hierarchy. */
+/* This process's group in that hierarchy. */
 static bool find_group(const char *root, const struct group_kind *kind, char *group) {
   char path[PATH_NBYTES], line[2 * LINE_NBYTES];
   bool found = false;
@@ -139,7 +139,7 @@ static bool find_group(const char *root, const struct group_kind *kind, char *gr
   return found;
 }
 
-/* One group: take it if it leaves less than what was found so far. */
+/* Keep the group if it leaves less memory than those seen so far. */
 static void look_at(const char *folder, const struct group_kind *kind, struct kvs_budget *budget) {
   char path[2 * PATH_NBYTES + 64];
   uint64_t max, used, cached = 0;
@@ -177,7 +177,7 @@ static void read_groups(const char *root, const struct group_kind *kind, struct 
   }
 }
 
-/* -- all of it ------------------------------------------------------------------------------------------------- */
+/* -- public functions ------------------------------------------------------------------------------------------ */
 
 static bool may_lock(const char *root) {
   char path[PATH_NBYTES], line[LINE_NBYTES];

@@ -1,5 +1,5 @@
-/* Pinned memory for callers who keep plain addresses. An engine knows what it allocated and registered; what is kept
- * here is which engine that was, since freeing names the address alone. */
+/* Pinned memory for callers that keep plain addresses. The engine knows its allocations and registrations; this table
+ * maps an address to its engine, since freeing names only the address. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,15 +10,15 @@
 
 struct allocation {
   uint64_t ptr;
-  struct kvs_engine *engine; /* a reference */
+  struct kvs_engine *engine; /* with a reference */
   enum kvs_origin origin;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct allocation *pieces; /* guarded by lock, in no order */
+static struct allocation *pieces; /* guarded by lock, unsorted */
 static size_t count, capacity;
 
-/* The child of a fork starts without any: they are its parent's. */
+/* The entries are the parent's: a child of fork() starts with none. */
 static void forked(void) {
   pthread_mutex_init(&lock, NULL);
   pieces = NULL;
@@ -46,7 +46,7 @@ static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin ori
   return status;
 }
 
-/* Take an entry out, so that of two threads that free it one is told. */
+/* Remove an entry, so that of two threads that free the same address one gets an error. */
 static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, struct kvs_error *err) {
   bool found = false;
   pthread_mutex_lock(&lock);
@@ -62,14 +62,14 @@ static int take(uint64_t ptr, enum kvs_origin origin, struct allocation *piece, 
                   ptr, origin == KVS_ORIGIN_REGISTERED ? "host_register()" : "host_alloc()");
 }
 
-/* Back where it was, since it could not be freed. There is room: it was there. */
+/* Put the entry back after a failed free. Needs no memory: the entry had room before. */
 static void put_back(const struct allocation *piece) {
   pthread_mutex_lock(&lock);
   if (count < capacity) pieces[count++] = *piece;
   pthread_mutex_unlock(&lock);
 }
 
-/* In steps, as kvs_engine_free_start(): the address belongs to the piece until the task is left. */
+/* Steps of a free, as kvs_engine_free_start(): the task owns the address until the task ends or is left. */
 struct kvs_host_giving {
   struct allocation piece;
   struct kvs_reclaim *task;
@@ -113,7 +113,7 @@ static int give_back(uint64_t ptr, bool registered, struct kvs_error *err) {
   if (status) return status;
   status = kvs_reclaim_wait(giving->task, PATIENCE_NS, err);
   bool kept = kvs_reclaim_leave(giving->task, registered ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW);
-  bool given = status == KVS_TIMEOUT && !kept && !registered; /* the driver has been told */
+  bool given = status == KVS_TIMEOUT && !kept && !registered; /* already passed to the driver */
   kvs_host_give_end(giving, kept || (registered && status));
   return given ? KVS_OK : status;
 }

@@ -1,4 +1,5 @@
-/* Host pools: geometry, mapping, growing, shrinking and the end. What the threads do is in populate.c. */
+/* Host pools: geometry, mapping, opening and closing. populate.c has the threads, hostpool_resize.c growing and
+ * shrinking. */
 #include "memory/hostpool.h"
 
 #include <errno.h>
@@ -20,12 +21,12 @@ uint64_t kvs_host_pool_most(const struct kvs_host_pool *pool) {
   return pool->asked.max_blocks ? pool->asked.max_blocks : pool->asked.num_blocks;
 }
 
-/* Units of one extent that so many blocks take. */
+/* Units that so many blocks take in one extent. */
 uint64_t kvs_host_pool_units(const struct kvs_host_pool *pool, uint64_t blocks) {
   return pool->extents == 1 && pool->asked.layer_first ? blocks * pool->asked.layers : blocks;
 }
 
-/* Bytes of one extent that so many blocks take, in whole pages. */
+/* Bytes that so many blocks take in one extent, in whole pages. */
 uint64_t kvs_host_pool_used(const struct kvs_host_pool *pool, uint64_t blocks) {
   return kvs_round_up(kvs_host_pool_units(pool, blocks) * pool->unit, kvs_page_nbytes(pool->pages));
 }
@@ -48,7 +49,7 @@ static uint64_t common_divisor(uint64_t a, uint64_t b) {
 }
 
 static int check_geometry(const struct kvs_host_pool_options *o, struct kvs_error *err) {
-  const uint64_t most = UINT64_C(1) << 46; /* bytes that can be addressed, with room to add */
+  const uint64_t most = UINT64_C(1) << 46; /* addressable bytes, with a margin for additions */
   uint64_t all;
   if (o->num_blocks == 0) return kvs_fail(err, KVS_INVALID, "num_blocks is 0: a pool has at least one block");
   if (o->num_blocks > UINT32_MAX || o->max_blocks > UINT32_MAX)
@@ -81,7 +82,7 @@ static int check_node(const struct kvs_host_pool_options *asked, struct kvs_erro
                : kvs_fail(err, KVS_INVALID, "numa is %d: this machine has no such node with memory", asked->node);
 }
 
-/* What depends on the size of pages. */
+/* Sets the fields that depend on the page size. */
 static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
   pool->pages = pages;
   pool->extent_pitch = kvs_host_pool_used(pool, kvs_host_pool_most(pool));
@@ -99,7 +100,7 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   if (!status) status = check_node(&asked, err);
   if (!status) status = kvs_dev_check(engine->device, err);
   if (status) return status;
-  if (kvs_reclaim_pending(engine)) (void)kvs_reclaim_drain(engine, RECLAIM_NS); /* room that is on its way */
+  if (kvs_reclaim_pending(engine)) (void)kvs_reclaim_drain(engine, RECLAIM_NS); /* memory about to be freed */
   struct kvs_host_pool *pool = calloc(1, sizeof *pool);
   if (!pool) return kvs_fail(err, KVS_NOMEM, "no memory for a host pool");
   pool->asked = asked;
@@ -110,7 +111,7 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   pool->node = -1;
   pool->registering = !asked.pageable;
   lay_out(pool, asked.pages);
-  /* Whole units that are whole pages, as many as fit. */
+  /* Chunks of whole units and whole pages, as large as fits. */
   uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT), step = page / common_divisor(pool->unit, page);
   pool->chunk_units = asked.chunk_nbytes / pool->unit / step * step;
   if (pool->chunk_units == 0) pool->chunk_units = step;
@@ -172,7 +173,7 @@ int kvs_host_pool_afford(const struct kvs_host_pool *pool, uint64_t nbytes, stru
   return kvs_budget_check(&budget, nbytes, reserve, err);
 }
 
-/* Pages [from, to) of every extent, given as bytes within it. */
+/* Reserve pages [from, to) of every extent; offsets in bytes. */
 int kvs_host_pool_commit(struct kvs_host_pool *pool, uint64_t from, uint64_t to, struct kvs_error *err) {
   int status = KVS_OK;
   for (uint64_t i = 0; !status && i < pool->extents; i++)
@@ -185,7 +186,7 @@ static int map_as(struct kvs_host_pool *pool, enum kvs_pages pages, struct kvs_e
   uint64_t used = kvs_host_pool_used(pool, pool->num_blocks);
   int status = kvs_pages_huge(pages)
                    ? KVS_OK
-                   : kvs_host_pool_afford(pool, pool->extents * used, err); /* huge pages are set aside */
+                   : kvs_host_pool_afford(pool, pool->extents * used, err); /* huge pages are reserved in advance */
   if (!status) status = kvs_pages_reserve(pool->map_nbytes, kvs_page_nbytes(pages), &pool->map_base, err);
   if (status) return status;
   pool->base = pool->map_base;
@@ -196,7 +197,7 @@ static int map_as(struct kvs_host_pool *pool, enum kvs_pages pages, struct kvs_e
   return status;
 }
 
-/* With the pages that were asked for, or with the next smaller ones that are to be had. */
+/* Map with the requested pages, or with the next smaller available ones. */
 static int map_private(struct kvs_host_pool *pool, struct kvs_error *err) {
   enum kvs_pages pages = pool->asked.pages;
   for (;; pages = pages == KVS_PAGES_1GIB ? KVS_PAGES_2MIB : KVS_PAGES_TRANSPARENT) {
@@ -211,7 +212,7 @@ static int map_private(struct kvs_host_pool *pool, struct kvs_error *err) {
   }
 }
 
-/* Fills *nodes; returns what to call it: a node, -2 interleaved, -1 anywhere. */
+/* Fills *nodes. Returns the node, -2 for interleaved or -1 for any. */
 static int choose_nodes(const struct kvs_host_pool *pool, struct kvs_nodes *nodes) {
   int node = pool->asked.node;
   memset(nodes, 0, sizeof *nodes);
@@ -260,7 +261,7 @@ int kvs_host_pool_start(struct kvs_host_pool *pool, struct kvs_error *err) {
   return status ? status : kvs_crew_hire(pool, err);
 }
 
-/* -- opening, asking, waiting ---------------------------------------------------------------------------------- */
+/* -- opening and queries --------------------------------------------------------------------------------------- */
 
 int kvs_host_pool_open(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
                        struct kvs_host_pool **made, struct kvs_error *err) {
@@ -281,7 +282,7 @@ int kvs_host_pool_open(struct kvs_engine *engine, const struct kvs_host_pool_opt
 
 struct kvs_engine *kvs_host_pool_engine(const struct kvs_host_pool *pool) { return pool->engine; }
 
-/* The child of a fork has none of the memory, and the lock may be held for ever by a thread that it does not have. */
+/* After fork() the child has neither the memory nor the threads, and a thread of the parent may hold the lock. */
 static int check_fork(const struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = kvs_dev_check(pool->engine->device, err);
   return status == KVS_FORKED ? status : KVS_OK;
@@ -372,7 +373,7 @@ void kvs_host_pool_cancel(struct kvs_host_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
 }
 
-/* Of all devices: any of them may copy to and from it, also when its own is lost and runs nothing any more. */
+/* Drain all devices: any device may copy to or from the pool, even if the pool's own device is lost. */
 int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct kvs_error *err) {
   struct kvs_region all = {.base = pool->map_base, .nbytes = pool->map_nbytes};
   uint64_t start = kvs_clock_ns();
@@ -383,9 +384,10 @@ int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, struct k
   return kvs_peer_drain(pool->engine, &all, timeout_ns < 0 ? -1 : left, err);
 }
 
-/* -- the end --------------------------------------------------------------------------------------------------- */
+/* -- closing --------------------------------------------------------------------------------------------------- */
 
-/* Calls that look at a segment's words; those that wait there do so for less than a second at a time, in Python. */
+/* Wait for calls that read the segment's words. Waits in such calls last less than a second each; Python repeats
+ * them. */
 static int await_readers(struct kvs_host_pool *pool, uint64_t deadline, struct kvs_error *err) {
   pthread_mutex_lock(&pool->lock);
   pool->closing = true;
@@ -401,7 +403,7 @@ static int64_t left_ns(uint64_t deadline) {
   return now < deadline ? (int64_t)(deadline - now) : 0;
 }
 
-/* Registrations, then the mapping. KVS_TIMEOUT: some of it is in use after all. */
+/* Unregister, then unmap. KVS_TIMEOUT: part of the memory is still in use. */
 static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadline, struct kvs_error *err) {
   struct kvs_error why, ignored;
   int refused = KVS_OK;
@@ -418,7 +420,7 @@ static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadl
   }
   if (pool->segment) kvs_shared_file_close(pool->segment);
   pool->segment = NULL;
-  if (refused) keep_range = true; /* the driver still knows these addresses: nobody else may have them */
+  if (refused) keep_range = true; /* the driver still has these addresses registered: they must not be reused */
   if (keep_range) (void)kvs_pages_clear(pool->map_base, pool->map_nbytes, &ignored);
   if (!keep_range) kvs_pages_unmap(pool->map_base, pool->map_nbytes);
   if (!keep_range || refused) pool->map_nbytes = 0;
@@ -450,17 +452,18 @@ int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool kee
   return status;
 }
 
-/* KVS_TIMEOUT: something uses it still. KVS_FORKED, KVS_CLOSED: the parent's, or the process ends; left as it is. */
+/* KVS_TIMEOUT: still in use. KVS_FORKED, KVS_CLOSED: left mapped, since the memory is the parent's or the process
+ * ends. */
 static int free_within(struct kvs_host_pool *pool, int64_t timeout_ns, struct kvs_error *err) {
   int status = kvs_host_pool_close(pool, timeout_ns, false, err);
   if (status == KVS_FORKED || status == KVS_CLOSED) return status;
   if (pool->state != KVS_POOL_CLOSED) return kvs_fail(err, KVS_TIMEOUT, "the pool is in use");
-  kvs_pages_unmap(pool->map_base, pool->map_nbytes); /* a range that was kept */
+  kvs_pages_unmap(pool->map_base, pool->map_nbytes); /* the address range may still be mapped */
   kvs_host_pool_delete(pool);
   return KVS_OK;
 }
 
-/* The function of a task, which waits for nothing: the crew stops within a piece, and then it is tried again. */
+/* A reclaim task, which must not block: it stops the crew and is retried until the crew has ended. */
 static int free_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   struct kvs_host_pool *pool = what;
   (void)engine;

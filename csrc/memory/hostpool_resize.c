@@ -1,5 +1,5 @@
-/* Chunks of a host pool, and what changes them: growing and shrinking. Nobody is at work meanwhile, but others may
- * look, so the table changes under the lock. */
+/* The chunks of a host pool, and growing and shrinking. No crew runs during a resize, but other calls read the chunk
+ * table, so the table changes under the lock. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -60,7 +60,7 @@ int kvs_host_chunks_cut(struct kvs_host_pool *pool, uint64_t extent, uint64_t fr
 
 /* -- growing and shrinking ------------------------------------------------------------------------------------- */
 
-/* `whatever`: also a pool that failed or was cancelled, for shrinking makes it whole again. */
+/* `whatever`: accept a failed or cancelled pool too, since shrinking repairs such a pool. */
 static int begin_resize(struct kvs_host_pool *pool, bool whatever, struct kvs_error *err) {
   int status = kvs_dev_check(pool->engine->device, err);
   if (status) return status;
@@ -72,7 +72,7 @@ static int begin_resize(struct kvs_host_pool *pool, bool whatever, struct kvs_er
     status = kvs_fail(err, KVS_INVALID, "another thread is growing, shrinking or closing the pool");
   if (!status) pool->resizing = true;
   pthread_mutex_unlock(&pool->lock);
-  if (!status) kvs_crew_dismiss(pool); /* it is done; from here on nobody else looks at the chunks without the lock */
+  if (!status) kvs_crew_dismiss(pool); /* ended already; only this thread changes the chunks from now on */
   return status;
 }
 
@@ -82,7 +82,7 @@ static void end_resize(struct kvs_host_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
 }
 
-/* Take the registration of those chunks of an extent back that lie above `from`, a number of bytes. */
+/* Unregister the chunks of an extent above `from` (bytes). */
 static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_t from, int64_t timeout_ns,
                             struct kvs_error *err) {
   uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
@@ -93,14 +93,14 @@ static int unregister_above(struct kvs_host_pool *pool, uint64_t extent, uint64_
     if (status) return status;
     pthread_mutex_lock(&pool->lock);
     if (chunk->registered) pool->registered -= chunk->nbytes;
-    chunk->registered = pool->pinned = false; /* until the crew has registered what becomes of it */
+    chunk->registered = pool->pinned = false; /* the crew registers the remaining part again */
     pthread_mutex_unlock(&pool->lock);
   }
   return KVS_OK;
 }
 
-/* The last chunk of each extent, if it ends within a page, is taken out to be made anew with what follows: *from
- * becomes the unit of its beginning. Its contents stay. */
+/* Remove the last chunk of each extent if it ends within a page: it is made again together with the new blocks. *from
+ * becomes the chunk's first unit. The contents stay. */
 static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, int64_t timeout_ns, struct kvs_error *err) {
   uint64_t last = *from * pool->unit - 1;
   int status = KVS_OK;
@@ -117,7 +117,7 @@ static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, int64_t time
   return status;
 }
 
-/* The chunk at the end is made anew with what follows: so it must not be in use. */
+/* The last chunk is unregistered and made again, so copies must not use it. */
 bool kvs_host_pool_grow_waits(const struct kvs_host_pool *pool) {
   uint64_t units = kvs_host_pool_units(pool, pool->num_blocks);
   return units * pool->unit % kvs_page_nbytes(KVS_PAGES_DEFAULT) != 0 && pool->registering;
@@ -155,7 +155,7 @@ int kvs_host_pool_grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t 
   return status;
 }
 
-/* Take out what lies above so many units of an extent; the chunk across the cut is made anew with what it keeps. */
+/* Remove the chunks above so many units of an extent; a chunk across the boundary is replaced by its lower part. */
 static int cut_off(struct kvs_host_pool *pool, uint64_t extent, uint64_t units, struct kvs_error *err) {
   uint64_t base = pool->base + extent * pool->extent_pitch, end = base + kvs_host_pool_used(pool, pool->num_blocks);
   uint64_t keep = base + kvs_round_up(units * pool->unit, kvs_page_nbytes(KVS_PAGES_DEFAULT));
@@ -185,7 +185,7 @@ static int shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeo
   pthread_mutex_unlock(&pool->lock);
   for (uint64_t i = 0; !status && i < pool->extents; i++)
     status = kvs_pages_clear(pool->base + i * pool->extent_pitch + after, before - after, err);
-  return status ? status : kvs_crew_hire(pool, err); /* registers what was cut */
+  return status ? status : kvs_crew_hire(pool, err); /* registers the shortened chunks */
 }
 
 int kvs_host_pool_shrink(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {

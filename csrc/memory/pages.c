@@ -1,4 +1,4 @@
-/* Pages of host memory. The kernel's newer names are written out, since the headers of many systems are older. */
+/* Pages of host memory. Newer kernel constants are defined here, since many systems have older headers. */
 #include "memory/pages.h"
 
 #include <errno.h>
@@ -74,7 +74,7 @@ static int commit_huge(uint64_t base, uint64_t nbytes, enum kvs_pages pages, str
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_HUGETLB | (pages == KVS_PAGES_1GIB ? 30 : 21) << HUGE_SHIFT;
   if (mmap(at(base), nbytes, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) return KVS_OK;
   int code = errno;
-  (void)kvs_pages_clear(base, nbytes, &ignored); /* a mapping that failed may have taken the old one away */
+  (void)kvs_pages_clear(base, nbytes, &ignored); /* a failed mapping may have removed the old one */
   char size[KVS_SIZE_TEXT];
   return kvs_fail(err, KVS_NOMEM,
                   "the system has no %s of free %s pages (%s); vm.nr_hugepages and hugepagesz= make some",
@@ -87,7 +87,7 @@ int kvs_pages_commit(uint64_t base, uint64_t nbytes, enum kvs_pages pages, struc
   if (pages == KVS_PAGES_2MIB || pages == KVS_PAGES_1GIB) status = commit_huge(base, nbytes, pages, err);
   if (status) return status;
   if (pages == KVS_PAGES_TRANSPARENT) (void)madvise(at(base), nbytes, MADV_HUGEPAGE);
-  /* A child of fork() must not make the parent's pages copy-on-write under a GPU that writes to them. */
+  /* Copy-on-write in a child of fork() would detach these pages from the GPU's mapping. */
   (void)madvise(at(base), nbytes, MADV_DONTFORK);
   return KVS_OK;
 }
@@ -139,7 +139,7 @@ void kvs_run_on_node(int node) {
 
 void kvs_pages_touch(uint64_t base, uint64_t nbytes) {
   uint64_t page = kvs_page_nbytes(KVS_PAGES_DEFAULT);
-  /* Atomic, since another process may be writing there; adding nothing keeps what is in it. */
+  /* Atomic, since another process may write there; adding 0 keeps the contents. */
   for (uint64_t i = 0; i < nbytes; i += page)
     (void)__atomic_fetch_add((unsigned char *)at(base + i), 0, __ATOMIC_RELAXED);
 }

@@ -1,8 +1,8 @@
-/* The crew of a host pool: threads that populate its chunks piece by piece, in order of addresses, and register each
- * chunk as soon as its last piece is there, while the others go on with the next.
+/* The crew of a host pool: threads that populate its chunks piece by piece, in address order. Each chunk is registered
+ * when its last piece is populated, while other threads populate the next chunk.
  *
- * Once the driver refuses a chunk, no more are registered; the last of the crew takes back those that were, so that a
- * pool is pinned as a whole or not at all. Its blocks are ready all the same. */
+ * If the driver refuses a chunk, no further chunk is registered, and the last thread unregisters the others: a pool is
+ * pinned completely or not at all. The blocks are usable in both cases. */
 #include <sched.h>
 #include <stdlib.h>
 
@@ -10,7 +10,7 @@
 #include "memory/budget.h"
 #include "memory/hostpool.h"
 
-static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* cut at its multiples, so that huge pages stay whole */
+static const uint64_t PIECE_NBYTES = UINT64_C(32) << 20; /* pieces end at multiples, so that huge pages are not split */
 enum { USEFUL_THREADS = 16 };
 
 struct populate_piece {
@@ -31,7 +31,7 @@ static bool take_piece_locked(struct kvs_host_pool *pool, struct populate_piece 
   return false;
 }
 
-/* All of the chunk is populated. */
+/* Called when the whole chunk is populated. */
 static void finish_locked(struct kvs_host_pool *pool, struct kvs_host_chunk *chunk) {
   if (pool->registering && !pool->refused.status) {
     struct kvs_error err = {0};
@@ -46,7 +46,7 @@ static void finish_locked(struct kvs_host_pool *pool, struct kvs_host_chunk *chu
   pthread_cond_broadcast(&pool->changed);
 }
 
-/* Register no chunk, because one was refused. Without the lock. */
+/* Unregister all chunks after one was refused. Called without the lock. */
 static void roll_back(struct kvs_host_pool *pool) {
   struct kvs_error err;
   struct kvs_budget budget;
@@ -74,7 +74,7 @@ static void roll_back(struct kvs_host_pool *pool) {
     kvs_host_pool_note(pool, "if that is why, raise it: ulimit -l unlimited, or docker run --ulimit memlock=-1");
 }
 
-/* The kernel may have given pages of other nodes than were asked for: look at the first of each chunk. */
+/* The kernel may use other nodes than requested: check the first page of each chunk. */
 static void check_nodes(struct kvs_host_pool *pool) {
   size_t elsewhere = 0;
   for (size_t i = 0; pool->node >= 0 && i < pool->nchunks; i++) {
@@ -86,7 +86,7 @@ static void check_nodes(struct kvs_host_pool *pool) {
                        elsewhere, pool->nchunks, pool->node);
 }
 
-/* The last of the crew leaves. */
+/* Called by the last thread of the crew. */
 static void settle_locked(struct kvs_host_pool *pool) {
   bool all = !pool->failure.status;
   for (size_t i = 0; i < pool->nchunks; i++) all = all && pool->chunks[i].ready;
@@ -133,8 +133,7 @@ static unsigned crew_size(const struct kvs_host_pool *pool) {
   return wanted < pieces ? wanted : (unsigned)pieces;
 }
 
-/* What a crew before took and could not populate is there to be taken again, the whole chunk; and what shrinking had
- * unregistered before it failed. */
+/* Assign again the chunks that an earlier crew did not complete, and those that a failed shrink has unregistered. */
 static void offer_again_locked(struct kvs_host_pool *pool) {
   for (size_t i = 0; i < pool->nchunks; i++) {
     struct kvs_host_chunk *chunk = &pool->chunks[i];
@@ -146,7 +145,7 @@ static void offer_again_locked(struct kvs_host_pool *pool) {
 }
 
 int kvs_crew_hire(struct kvs_host_pool *pool, struct kvs_error *err) {
-  kvs_crew_dismiss(pool); /* those who are done */
+  kvs_crew_dismiss(pool); /* join threads that have ended */
   pthread_mutex_lock(&pool->lock);
   offer_again_locked(pool);
   unsigned size = crew_size(pool);

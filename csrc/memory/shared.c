@@ -1,4 +1,4 @@
-/* Shared pools: host pools over a segment, and the words by which processes tell each other of blocks. */
+/* Shared pools: host pools over a segment, with one word a block that tells other processes the block's state. */
 #include <inttypes.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -11,12 +11,12 @@
 #include "base/owner.h"
 #include "memory/hostpool.h"
 
-/* A word: EMPTY, who is writing the block, or PUBLISHED. */
+/* Values of a word: EMPTY, PUBLISHED, or the name of the process that writes the block. */
 enum { EMPTY = 0, PID_BITS = 22 };
 static const uint32_t PUBLISHED = UINT32_C(1) << 31;
 
-/* A process, as a word: its pid, which has 22 bits, and 9 bits of its time of birth, since pids come back (in a
- * container that is started again, the very same). */
+/* The name of a process: 22 bits of pid and 9 bits of its start time, since pids are reused (a restarted container gets
+ * the same one). */
 static uint32_t name_of(int64_t pid, uint64_t start) {
   return (uint32_t)pid | (uint32_t)(start * UINT64_C(0x9E3779B97F4A7C15) >> 55) << PID_BITS;
 }
@@ -24,7 +24,7 @@ static uint32_t name_of(int64_t pid, uint64_t start) {
 static int64_t pid_of(uint32_t word) { return word & ((UINT32_C(1) << PID_BITS) - 1); }
 
 static uint32_t me(void) {
-  static atomic_uint_fast64_t known; /* pid and word: a fork's child has another */
+  static atomic_uint_fast64_t known; /* pid and name together: a forked child has another pid */
   uint64_t pid = (uint64_t)getpid(), both = atomic_load(&known);
   if (both >> 32 == pid) return (uint32_t)both;
   uint32_t word = name_of((int64_t)pid, kvs_process_start((int64_t)pid));
@@ -38,7 +38,8 @@ int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_option
   struct kvs_host_pool *pool;
   bool replaced = false;
   bool huge = kvs_pages_huge(asked.pages);
-  (void)me(); /* while files can be opened: later, others might take the name for another process's */
+  (void)me(); /* compute the name while files can be opened; with the fallback, other processes could not recognise this
+                 one */
   if (asked.max_blocks) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
   if (huge) asked.pages = KVS_PAGES_TRANSPARENT;
   int status = kvs_host_pool_new(engine, &asked, &pool, err);
@@ -68,7 +69,7 @@ int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_option
 
 /* -- the segment ----------------------------------------------------------------------------------------------- */
 
-/* Keeps the pool from closing until leave(). */
+/* Prevents closing until leave(). */
 static int enter(struct kvs_host_pool *pool, struct kvs_error *err) {
   int status = kvs_dev_check(pool->engine->device, err);
   if (status == KVS_FORKED) return status;
@@ -123,7 +124,7 @@ static int refuse_block(const struct kvs_shared_file *segment, size_t i, int64_t
                   block, segment->num_blocks, segment->num_blocks - 1);
 }
 
-/* The caller's list, which somebody may write to meanwhile: read once. */
+/* A private copy of the caller's list: another thread may modify the original. */
 struct block_list {
   struct kvs_host_pool *pool;
   int64_t *items;
@@ -139,7 +140,7 @@ static void leave_blocks(struct block_list *list) {
   leave(list->pool);
 }
 
-/* enter(), and all blocks are there. */
+/* enter(), then check that all blocks are populated. */
 static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks, struct block_list *list,
                         struct kvs_error *err) {
   int status = enter(pool, err);
@@ -159,9 +160,9 @@ static int enter_blocks(struct kvs_host_pool *pool, const struct kvs_ids *blocks
 
 static bool is_writer(uint32_t word) { return word != EMPTY && word != PUBLISHED; }
 
-/* The block was being written by a process that is gone. Of one whose birth cannot be told, as when no more files can
- * be opened, it is taken to live. */
-static bool is_orphan(uint32_t word) {
+/* The process that was writing the block has ended. If its start time cannot be read (too many open files, for
+ * example), the process counts as alive. */
+static bool writer_ended(uint32_t word) {
   if (!is_writer(word) || word == me()) return false;
   int64_t pid = pid_of(word);
   if (!kvs_process_alive(pid, 0)) return true;
@@ -177,34 +178,34 @@ int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, b
   if (status) return status;
   for (size_t i = 0; i < list.count; i++) {
     uint32_t *word = word_of(&list, i), seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    bool mine_to_try = seen == EMPTY || is_orphan(seen);
+    bool mine_to_try = seen == EMPTY || writer_ended(seen);
     won[i] = mine_to_try && __atomic_compare_exchange_n(word, &seen, me(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   }
   leave_blocks(&list);
   return KVS_OK;
 }
 
-/* Of this process's threads one at a time, or the word that one gives back would be the other's too. */
+/* One thread of a process at a time: all threads use the same name, so a rollback would release another thread's
+ * word. */
 static pthread_mutex_t setting = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-/* A thread that the child of a fork does not have may hold it. */
+/* Another thread may hold the mutex at fork(). */
 static void renew_setting(void) { pthread_mutex_init(&setting, NULL); }
 
 static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_setting); }
 
-/* Make a word ours that has another value, so that nobody claims the block meanwhile. False: another process that lives
- * is writing it. `before` is what it was. */
+/* Claim a word with another value. False: a live process is writing the block. *before: the old value. */
 static bool take_word(uint32_t *word, uint32_t value, uint32_t *before) {
   *before = __atomic_load_n(word, __ATOMIC_ACQUIRE);
   do {
     if (*before == value) return true;
-    if (is_writer(*before) && *before != me() && !is_orphan(*before)) return false;
+    if (is_writer(*before) && *before != me() && !writer_ended(*before)) return false;
   } while (!__atomic_compare_exchange_n(word, before, me(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
   return true;
 }
 
-/* Give all of them that value, unless another process that lives is writing one. None gets it until all are ours. */
+/* Set all words to a value, or none if a live process is writing one of the blocks. All words are claimed first. */
 static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, uint32_t value, struct kvs_error *err) {
   struct block_list list;
   int status = enter_blocks(pool, blocks, &list, err);
@@ -220,7 +221,7 @@ static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, u
                       list.items[taken], pid_of(before[taken]));
     break;
   }
-  for (size_t i = taken; i-- > 0;) { /* backwards: of a block that is named twice, the first time says what it was */
+  for (size_t i = taken; i-- > 0;) { /* backwards: for a block named twice, the first claim has the original value */
     uint32_t *word = word_of(&list, i);
     if (before[i] == value) continue;
     __atomic_store_n(word, status ? before[i] : value, __ATOMIC_RELEASE);
@@ -253,7 +254,7 @@ int kvs_shared_published(struct kvs_host_pool *pool, const struct kvs_ids *block
 
 int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, int64_t timeout_ns,
                     struct kvs_error *err) {
-  const int64_t slice_ns = 50 * 1000 * 1000; /* who writes may die, and nobody wakes us then */
+  const int64_t slice_ns = 50 * 1000 * 1000; /* a writer that dies wakes no waiters, so look again after each slice */
   uint64_t start = kvs_clock_ns();
   struct block_list list;
   int status = enter_blocks(pool, blocks, &list, err);
@@ -263,7 +264,7 @@ int kvs_shared_wait(struct kvs_host_pool *pool, const struct kvs_ids *blocks, in
     int64_t left = timeout_ns < 0 ? slice_ns : timeout_ns - (int64_t)(kvs_clock_ns() - start);
     if (seen == PUBLISHED) {
       i++;
-    } else if (is_orphan(seen)) {
+    } else if (writer_ended(seen)) {
       status = kvs_fail(err, KVS_CLOSED, "process %" PRId64 " died while it wrote block %" PRId64 ": claim() it anew",
                         pid_of(seen), list.items[i]);
     } else if (left <= 0 && seen == EMPTY) {

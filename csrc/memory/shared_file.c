@@ -1,10 +1,10 @@
-/* Segments: files in /dev/shm that processes share memory by.
+/* Segments: files in /dev/shm through which processes share memory.
  *
- * A segment is made without a name, filled in, and then linked to its name, which fails if there is one: so it exists
- * with a whole header or not at all, and of several creators one wins. What its header says never changes. It names its
- * owner by pid and time of birth; one whose owner died is stale. Removing it could hit one that another process has put
- * in its place meanwhile; so whoever removes holds a lock on the file, and looks under it whether the name still leads
- * there. */
+ * A segment is created without a name, filled, and then linked to its name; linking fails if the name exists. So a
+ * segment exists with a complete header or not at all, and of several creators one wins. The header never changes. It
+ * names the owner by pid and start time; a segment whose owner has died is stale. Another process may replace a stale
+ * segment at any time, so a process that removes one locks the file and then checks that the name still refers to
+ * it. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -30,19 +30,19 @@ enum { VERSION = 1, NAME_NBYTES = 100, TRIES = 1000, LOCK_TRIES = 80, PAUSE_NS =
 static const char MAGIC[8] = {'K', 'V', 'S', 'W', 'S', 'H', 'M', '\n'};
 
 struct header {
-  /* The same in every version, so that each finds the dead of all. */
+  /* The same in every version, so that each version can remove stale segments of all others. */
   char magic[8];
   uint32_t version, header_nbytes;
   int64_t owner_pid;
-  uint64_t owner_start; /* as /proc/<pid>/stat has it, 0: unknown */
-  uint64_t pid_space;   /* which pid namespace pids are of */
+  uint64_t owner_start; /* as in /proc/<pid>/stat; 0: unknown */
+  uint64_t pid_space;   /* id of the owner's pid namespace */
   uint64_t generation;
-  /* Of this version. */
+  /* Specific to this version. */
   uint64_t num_blocks, slot_nbytes, layers, layer_first;
   uint64_t words_offset, data_offset, file_nbytes;
 };
 
-/* -- who lives ------------------------------------------------------------------------------------------------- */
+/* -- owners ---------------------------------------------------------------------------------------------------- */
 
 static uint64_t pid_space(void) {
   struct stat stat_of;
@@ -53,9 +53,9 @@ static bool stale(const struct header *header) {
   return header->pid_space == pid_space() && !kvs_process_alive(header->owner_pid, header->owner_start);
 }
 
-/* -- one that is there ----------------------------------------------------------------------------------------- */
+/* -- existing segments ----------------------------------------------------------------------------------------- */
 
-/* Open it and read its header. KVS_RANGE: there is none. */
+/* Open the file and read its header. KVS_RANGE: not found. */
 static int look(const char *path, int *fd, struct stat *stat_of, struct header *header, struct kvs_error *err) {
   *fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
   if (*fd < 0 && errno == ENOENT) return kvs_fail(err, KVS_RANGE, "there is no shared pool at %s", path);
@@ -79,7 +79,7 @@ static int look(const char *path, int *fd, struct stat *stat_of, struct header *
   return status;
 }
 
-/* Whether the name still leads to that file. Under its lock, nobody else takes it away. */
+/* Whether the name still refers to that file. While the file is locked, no other process removes it. */
 static bool still_there(const char *path, const struct stat *file) {
   struct stat named;
   return stat(path, &named) == 0 && named.st_ino == file->st_ino && named.st_dev == file->st_dev;
@@ -93,8 +93,8 @@ static bool lock_file(int fd, int tries) {
   return true;
 }
 
-/* Take a name away from a file; closes it. KVS_NOT_READY: it leads somewhere else by now. KVS_TIMEOUT: somebody holds
- * the lock, and will not let go of it. */
+/* Unlink a name and close the file. KVS_NOT_READY: the name refers to another file. KVS_TIMEOUT: another process holds
+ * the lock. */
 static int remove_name(const char *path, int fd, const struct stat *file, int tries, struct kvs_error *err) {
   int status = KVS_NOT_READY;
   if (!lock_file(fd, tries))
@@ -126,7 +126,7 @@ size_t kvs_shared_clean(char *names, size_t capacity) {
       close(fd);
       continue;
     }
-    if (remove_name(path, fd, &stat_of, 1, &ignored)) continue; /* or somebody else is just removing it */
+    if (remove_name(path, fd, &stat_of, 1, &ignored)) continue; /* another process is removing it */
     count++;
     if (used + n + 2 <= capacity)
       used += (size_t)snprintf(names + used, capacity - used, "%s\n", entry->d_name + strlen(PREFIX));
@@ -135,13 +135,13 @@ size_t kvs_shared_clean(char *names, size_t capacity) {
   return count;
 }
 
-/* -- names that go with the process ---------------------------------------------------------------------------- */
+/* -- segments unlinked at exit --------------------------------------------------------------------------------- */
 
 static pthread_mutex_t owned_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_shared_file *owned; /* guarded by owned_lock */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-/* The child of a fork owns none, and a thread that it does not have may hold the lock. */
+/* A child of fork() owns no segments, and another thread may hold the lock. */
 static void forked(void) {
   pthread_mutex_init(&owned_lock, NULL);
   owned = NULL;
@@ -175,7 +175,7 @@ void kvs_shared_file_unlink(struct kvs_shared_file *segment) {
   if (fd >= 0) (void)remove_name(segment->path, fd, &file, LOCK_TRIES, &ignored);
 }
 
-/* Pools that were never closed: a normal end leaves no more behind than they would have. */
+/* Unlink the segments of pools that were never closed. */
 __attribute__((destructor)) static void unlink_owned(void) {
   for (struct kvs_shared_file *segment = owned; segment; segment = segment->next) kvs_shared_file_unlink(segment);
 }
@@ -186,7 +186,7 @@ void kvs_shared_file_close(struct kvs_shared_file *segment) {
   free(segment);
 }
 
-/* -- making and joining ---------------------------------------------------------------------------------------- */
+/* -- creating and joining -------------------------------------------------------------------------------------- */
 
 static int check_name(const char *name, struct kvs_error *err) {
   const char *allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
@@ -211,7 +211,7 @@ static void fill_header(const struct kvs_host_pool *pool, struct header *header)
   header->file_nbytes = header->data_offset + kvs_host_pool_room(pool);
 }
 
-/* Map a whole file, so that its 2 MiB pages can be whole in memory too. */
+/* Map the whole file, aligned so that its 2 MiB pages can be huge pages in memory. */
 static int map_file(struct kvs_shared_file *segment, int fd, const struct header *header, struct kvs_error *err) {
   uint64_t base;
   int status = kvs_pages_reserve(header->file_nbytes, 0, &base, err);
@@ -239,7 +239,7 @@ static int check_room(const struct kvs_host_pool *pool, uint64_t nbytes, struct 
   int status = kvs_host_pool_afford(pool, nbytes, err);
   if (status || statvfs(FOLDER, &room) != 0) return status;
   uint64_t left = (uint64_t)room.f_bavail * room.f_frsize;
-  if (room.f_blocks == 0 || nbytes <= left) return KVS_OK; /* 0: of any size */
+  if (room.f_blocks == 0 || nbytes <= left) return KVS_OK; /* f_blocks 0: unlimited */
   return kvs_fail(
       err, KVS_NOMEM,
       "%s of shared memory do not fit: %s has %s left. Make it larger (mount -o remount,size=..., docker run "
@@ -247,7 +247,7 @@ static int check_room(const struct kvs_host_pool *pool, uint64_t nbytes, struct 
       kvs_size_text(nbytes, wanted), FOLDER, kvs_size_text(left, there));
 }
 
-/* The file as it will be, without a name. */
+/* Make the complete file, without a name. */
 static int make_file(const struct kvs_host_pool *pool, struct header *header, int *fd, struct kvs_error *err) {
   int status = check_room(pool, header->file_nbytes, err);
   if (status) return status;
@@ -257,7 +257,7 @@ static int make_file(const struct kvs_host_pool *pool, struct header *header, in
     if (getrandom(&header->generation, sizeof header->generation, 0) != (ssize_t)sizeof header->generation)
       header->generation = kvs_clock_ns();
   while ((header->generation >>= 1) == 0);
-  /* What is written before population gets its memory now, since a page that cannot be had later is a SIGBUS. */
+  /* Allocate now what is written before population: a page that is missing later is a SIGBUS. */
   uint64_t now = kvs_pages_can_populate() ? header->data_offset : header->file_nbytes;
   int code = fchmod(*fd, 0600) != 0 || ftruncate(*fd, (off_t)header->file_nbytes) != 0 ? errno : 0;
   if (code == 0) code = posix_fallocate(*fd, 0, (off_t)now);
@@ -267,7 +267,7 @@ static int make_file(const struct kvs_host_pool *pool, struct header *header, in
   return kvs_fail(err, KVS_NOMEM, "no shared memory is to be had in %s: %s", FOLDER, strerror(code));
 }
 
-/* KVS_NOT_READY: there is one already. */
+/* KVS_NOT_READY: the name exists already. */
 static int create(const struct kvs_host_pool *pool, struct kvs_shared_file *segment, struct kvs_error *err) {
   struct header header;
   struct stat stat_of;
@@ -320,7 +320,7 @@ static int check_same(const struct kvs_host_pool *pool, const struct kvs_shared_
   return KVS_OK;
 }
 
-/* KVS_RANGE: there is none. KVS_NOT_READY: there was a stale one, which is gone. */
+/* KVS_RANGE: not found. KVS_NOT_READY: a stale segment was removed, try again. */
 static int join(const struct kvs_host_pool *pool, const struct kvs_shared_options *shared,
                 struct kvs_shared_file *segment, bool *replaced, struct kvs_error *err) {
   struct header header;
@@ -367,7 +367,7 @@ int kvs_shared_file_open(const struct kvs_host_pool *pool, const struct kvs_shar
     if (shared->mode != KVS_SHARED_JOIN) status = create(pool, segment, err);
     if (status != KVS_NOT_READY) break;
     status = join(pool, shared, segment, replaced, err);
-    if (status == KVS_RANGE && shared->mode != KVS_SHARED_JOIN) status = KVS_NOT_READY; /* it went meanwhile */
+    if (status == KVS_RANGE && shared->mode != KVS_SHARED_JOIN) status = KVS_NOT_READY; /* removed meanwhile */
   }
   if (status == KVS_OK) {
     *made = segment;
