@@ -1,4 +1,4 @@
-/* Messages over a Unix socket, none of which is waited for. */
+/* Non-blocking messages over a Unix socket. */
 #include "ipc/exchange.h"
 
 #include <errno.h>
@@ -25,7 +25,7 @@ enum kvs_moved kvs_piece_send(int socket, struct kvs_piece_moved *piece) {
     struct iovec part = {.iov_base = (char *)piece->data + piece->done, .iov_len = piece->nbytes - piece->done};
     char control[CMSG_SPACE(sizeof(int))] = {0};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-    if (piece->fd >= 0 && piece->done == 0) { /* it goes with the first byte */
+    if (piece->fd >= 0 && piece->done == 0) { /* sent with the first byte */
       message.msg_control = control;
       message.msg_controllen = sizeof control;
       struct cmsghdr *header = CMSG_FIRSTHDR(&message);
@@ -41,7 +41,7 @@ enum kvs_moved kvs_piece_send(int socket, struct kvs_piece_moved *piece) {
   return KVS_MOVED;
 }
 
-/* The first descriptor that came along, or -1. More fit into the padding, and would stay open if nobody closed them. */
+/* The first descriptor of a message, or -1. Closes the others: the padding of the control buffer has room for more. */
 static int descriptor_of(struct msghdr *message) {
   int first = -1, one;
   for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header)) {
@@ -57,7 +57,7 @@ static int descriptor_of(struct msghdr *message) {
   return first;
 }
 
-/* Of several descriptors the first is kept. */
+/* Keeps the first of several descriptors. */
 enum kvs_moved kvs_piece_receive(int socket, struct kvs_piece_moved *piece) {
   while (piece->done < piece->nbytes) {
     struct iovec part = {.iov_base = (char *)piece->data + piece->done, .iov_len = piece->nbytes - piece->done};

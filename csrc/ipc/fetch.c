@@ -1,4 +1,4 @@
-/* Who fetches the chunks of an export from the process that serves them (serve.c has the protocol). */
+/* Client that fetches the chunks of an export from the exporting process. serve.c describes the protocol. */
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
@@ -21,7 +21,7 @@ static int refuse(const struct kvs_export *from, const char *what, struct kvs_er
                   what);
 }
 
-/* CONNECT -> REQUEST -> ANSWER -> CHUNKS -> DONE, by kvs_fetch_wait(), one thread at a time. */
+/* Moved by kvs_fetch_wait(), one thread at a time: CONNECT -> REQUEST -> ANSWER -> CHUNKS -> DONE. */
 enum fetching { FETCH_CONNECT, FETCH_REQUEST, FETCH_ANSWER, FETCH_CHUNKS, FETCH_DONE };
 
 struct kvs_fetch {
@@ -29,9 +29,9 @@ struct kvs_fetch {
   int fd;
   enum fetching stage;
   uint64_t deadline;
-  uint64_t index; /* of the chunk that comes next */
+  uint64_t index; /* of the next chunk */
   struct kvs_range *range;
-  struct kvs_piece_moved piece; /* of one of these: */
+  struct kvs_piece_moved piece; /* the message in progress: */
   struct kvs_request request;
   struct kvs_answer answer;
   struct kvs_chunk_message message;
@@ -61,7 +61,7 @@ void kvs_fetch_drop(struct kvs_fetch *fetch) {
   free(fetch);
 }
 
-/* KVS_NOT_READY: others are in line before us. */
+/* KVS_NOT_READY: the server's backlog is full. */
 static int try_connect(struct kvs_fetch *fetch, struct kvs_error *err) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   pid_t pid = 0;
@@ -85,7 +85,7 @@ static void expect_chunk(struct kvs_fetch *fetch) {
 }
 
 static int take_answer(struct kvs_fetch *fetch, struct kvs_error *err) {
-  kvs_piece_close(&fetch->piece); /* none is expected */
+  kvs_piece_close(&fetch->piece); /* unexpected descriptor */
   if (memcmp(fetch->answer.magic, KVS_ANSWER_MAGIC, 8) != 0 || fetch->answer.count != fetch->from.nchunks)
     return kvs_fail(err, KVS_INVALID, "what came from the socket of the export is no answer to it");
   expect_chunk(fetch);
@@ -109,7 +109,7 @@ static int take_chunk(struct kvs_fetch *fetch, struct kvs_error *err) {
   return status;
 }
 
-/* The next step; KVS_NOT_READY if the other process has to go first. */
+/* One step; KVS_NOT_READY: waiting for the server. */
 static int step(struct kvs_fetch *fetch, struct kvs_error *err) {
   if (fetch->stage == FETCH_CONNECT) return try_connect(fetch, err);
   bool sends = fetch->stage == FETCH_REQUEST;

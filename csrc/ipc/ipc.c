@@ -1,8 +1,9 @@
-/* Device memory of one process in another (kvswap_ipc.h).
+/* Device memory of one process mapped in another (kvswap_ipc.h).
  *
- * An allocation is opened once an engine, however many exports lie in it: drivers count openings, and give the same
- * address. So an engine has a list of imports, each with a count; a mapped object is a view of one, or of nothing where
- * the memory is this process's own. While an import is there it is a region of the engine's like what it allocated. */
+ * Drivers count openings of an allocation and return the same address each time. So an engine opens an allocation once
+ * for all exports in it: the engine has a list of imports, each with a count of views. A mapped object is a view of an
+ * import, or refers to this process's own memory. An open import is registered as a region of the engine, like an
+ * allocation. */
 #include "kvswap_ipc.h"
 
 #include <inttypes.h>
@@ -25,10 +26,10 @@ struct kvs_import {
   unsigned views;          /* guarded by engine->share_lock */
   uint64_t base, nbytes;
   enum kvs_export_kind kind;
-  unsigned char key[64]; /* the handle, or the token of chunks */
+  unsigned char key[64]; /* driver handle, or token of the chunks */
 };
 
-/* What is given back when a mapped object closes: by a task, which may outlive the object. */
+/* The part of a mapped object that a close task owns: the task may outlive the object. */
 struct view {
   struct kvs_import *import;
   struct kvs_region region;
@@ -36,14 +37,14 @@ struct view {
 
 struct kvs_mapped {
   struct kvs_engine *engine;
-  struct view *view; /* NULL: it is our own memory, or closed */
+  struct view *view; /* NULL: our own memory, or closed */
   uint64_t ptr;
   bool local, closed;
-  struct kvs_reclaim *closing; /* while it is being closed */
+  struct kvs_reclaim *closing; /* the close task in progress */
   struct kvs_export from;
 };
 
-/* One that is being opened: `fetch` while chunks arrive. */
+/* Opening in progress; `fetch`: its chunks are being fetched. */
 struct kvs_opening {
   struct kvs_mapped *mapped;
   struct kvs_fetch *fetch;
@@ -51,7 +52,7 @@ struct kvs_opening {
 
 /* -- exporting ------------------------------------------------------------------------------------------------- */
 
-/* Who exports: what is the same for memory and events. */
+/* Fill in the fields that exports of memory and events share. */
 static void sign(struct kvs_engine *engine, enum kvs_export_kind kind, const struct kvs_handle *handle,
                  struct kvs_export *made) {
   struct kvs_owner self = kvs_owner_self();
@@ -63,7 +64,7 @@ static void sign(struct kvs_engine *engine, enum kvs_export_kind kind, const str
   memcpy(made->handle, handle, sizeof made->handle);
 }
 
-/* Chunks need somebody who serves them, and one must be of a kind that can be shared: that is found out now. */
+/* Start a server for the chunks. One descriptor is exported now, to fail early if chunks cannot be shared. */
 static int serve_chunks(struct kvs_engine *engine, const struct kvs_chunks *chunks, struct kvs_export *made,
                         struct kvs_server **server, struct kvs_error *err) {
   const struct kvs_handle none = {{0}};
@@ -178,7 +179,7 @@ static void key_of(const struct kvs_export *from, unsigned char key[64]) {
 }
 
 static struct kvs_import *find_import_locked(struct kvs_engine *engine, const struct kvs_export *from) {
-  bool bare = from->pid == 0; /* then allocation_nbytes is only the least that is there */
+  bool bare = from->pid == 0; /* then allocation_nbytes is only a lower bound */
   unsigned char key[64];
   key_of(from, key);
   for (struct kvs_import *import = engine->imports; import; import = import->next)
@@ -195,14 +196,14 @@ static struct kvs_import *find_mapping_locked(struct kvs_engine *engine, const s
 }
 
 static void imports_destroy(struct kvs_engine *engine) {
-  while (engine->imports) { /* what they stand for goes with the device */
+  while (engine->imports) { /* the memory is unmapped with the device */
     struct kvs_import *import = engine->imports;
     engine->imports = import->next;
     free(import);
   }
 }
 
-/* The function of a task, which the import belongs to from then on. */
+/* A reclaim task, which owns the import. */
 static int unmap_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   struct kvs_import *import = what;
   int status = import->kind == KVS_EXPORT_HANDLE ? kvs_dev_memory_close(engine->device, import->base, err)
@@ -211,16 +212,16 @@ static int unmap_now(struct kvs_engine *engine, void *what, struct kvs_error *er
   return status;
 }
 
-/* Takes what is mapped at import->base into the list: *put is the import itself, or the one that was there already. The
- * import that is not in the list afterwards is unmapped later. */
+/* Add the mapping at import->base to the list. *put: this import, or the listed one of the same memory; in that case
+ * this import is unmapped later. */
 static int put_import_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import *import,
                              struct kvs_import **put, struct kvs_error *err) {
   struct kvs_error ignored;
   struct kvs_region region;
-  *put = find_mapping_locked(engine, import); /* the driver knows it by two handles, and counted one more opening */
+  *put = find_mapping_locked(engine, import); /* opened under two handles, so counted twice */
   int status = KVS_OK;
   if (!*put && from->pid == 0 && !kvs_dev_pointer_query(engine->device, import->base, &region, &ignored))
-    import->nbytes = region.nbytes - (import->base - region.base); /* all of it: the next may know of more */
+    import->nbytes = region.nbytes - (import->base - region.base); /* all of it: a later export may cover more */
   if (!*put) status = kvs_memory_add(engine, import->base, import->nbytes, KVS_ORIGIN_IMPORTED, err);
   if (*put || status) {
     kvs_reclaim_later(engine, unmap_now, import);
@@ -245,7 +246,7 @@ static struct kvs_import *import_new(const struct kvs_export *from, struct kvs_e
   return import;
 }
 
-/* By a handle: the driver asks nobody. */
+/* Open a driver handle, which needs no exchange with the exporter. */
 static int open_handle_locked(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_import **opened,
                               struct kvs_error *err) {
   struct kvs_handle handle;
@@ -268,9 +269,9 @@ static int open_chunks_locked(struct kvs_engine *engine, const struct kvs_export
   return status;
 }
 
-/* `range` are the chunks that were fetched (taken over), or NULL: then of chunks only what is open already is found,
- * and else the answer is KVS_NOT_READY. The exchange with the other process needs no lock: of two threads that fetch
- * the same chunks one drops them. */
+/* `range`: fetched chunks (taken over), or NULL. Without a range, chunks are found only if they are open already;
+ * otherwise KVS_NOT_READY. The exchange runs without a lock: if two threads fetch the same chunks, one of them drops
+ * its copy. */
 static int take_import(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_range *range,
                        struct kvs_import **import, struct kvs_error *err) {
   int status = KVS_OK;
@@ -293,7 +294,7 @@ static void unlink_locked(struct kvs_engine *engine, const struct kvs_import *im
   if (*at) *at = import->next;
 }
 
-/* The function of a task: one view less; of the last one the memory goes too. The view belongs to the task. */
+/* A reclaim task, which owns the view: drop the view, and unmap the memory with its last view. */
 static int drop_view_now(struct kvs_engine *engine, void *what, struct kvs_error *err) {
   struct view *view = what;
   struct kvs_import *import = view->import;
@@ -346,11 +347,11 @@ int kvs_open_event(struct kvs_engine *engine, const struct kvs_export *from, uin
   return status == KVS_REFUSED && !kvs_owner_alive(&owner) ? owner_gone(from, err) : status;
 }
 
-/* Our own memory: is it still the allocation that was exported? */
+/* Our own memory: check that the exported allocation still exists. */
 static int check_own(struct kvs_engine *engine, const struct kvs_export *from, struct kvs_error *err) {
   struct kvs_region region;
   int status = kvs_dev_pointer_query(engine->device, from->address, &region, err);
-  bool chunks = from->kind == KVS_EXPORT_CHUNKS; /* of which a region may hold more */
+  bool chunks = from->kind == KVS_EXPORT_CHUNKS; /* a region may hold more chunks than exported */
   bool same = !status && region.buffer_id == from->buffer_id &&
               (chunks || (region.base == from->address - from->offset && region.nbytes == from->allocation_nbytes));
   if (same || (status && status != KVS_INVALID)) return status;
@@ -460,7 +461,7 @@ bool kvs_mapped_alive(const struct kvs_mapped *mapped) {
 
 void kvs_mapped_keep(struct kvs_mapped *mapped) {
   if (!mapped->closing) return;
-  if (!kvs_reclaim_leave(mapped->closing, KVS_LEAVE_WITHDRAW)) { /* it has begun */
+  if (!kvs_reclaim_leave(mapped->closing, KVS_LEAVE_WITHDRAW)) { /* the task runs already */
     mapped->view = NULL;
     mapped->closed = true;
   }
@@ -471,7 +472,7 @@ int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_e
   struct kvs_engine *engine = mapped->engine;
   if (mapped->closed) return kvs_fail(err, KVS_CLOSED, "already closed");
   int status = mapped->view ? kvs_dev_check(engine->device, err) : KVS_OK;
-  if (status == KVS_FORKED || (mapped->view && atomic_load(&engine->closed))) { /* it goes with the process */
+  if (status == KVS_FORKED || (mapped->view && atomic_load(&engine->closed))) { /* unmapped when the process exits */
     mapped->closed = true;
     return status ? status : kvs_fail(err, KVS_CLOSED, "%s was shut down", engine->name);
   }
@@ -480,7 +481,7 @@ int kvs_mapped_close(struct kvs_mapped *mapped, int64_t timeout_ns, struct kvs_e
     if (status) return status;
     status = kvs_reclaim_wait(mapped->closing, timeout_ns, err);
     if (status == KVS_TIMEOUT) return status;
-    bool open = kvs_reclaim_leave(mapped->closing, KVS_LEAVE_WITHDRAW); /* the device could not be waited for */
+    bool open = kvs_reclaim_leave(mapped->closing, KVS_LEAVE_WITHDRAW); /* the device could not be synchronized */
     mapped->closing = NULL;
     if (open) return status;
   }

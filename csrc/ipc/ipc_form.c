@@ -1,5 +1,5 @@
-/* The form in which an export travels: fixed, little-endian, with a sum over all of it. Written and read by one list of
- * fields, so that the two cannot differ. */
+/* The wire format of an export: fixed size, little-endian, with a checksum over the whole record. One list of fields
+ * serves encoding and decoding. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 #define MAGIC "kvswapX1"
 #define VERSION 1u
 
-/* X(field, bytes) of what follows the magic, the version and the length. */
+/* X(field, bytes): the fields after magic, version and length. */
 #define NUMBERS(X)                                                                                                     \
   X(pid)                                                                                                               \
   X(start)                                                                                                             \
@@ -86,7 +86,7 @@ static int check_form(const unsigned char *bytes, size_t nbytes, struct kvs_erro
 
 static bool ends(const char *text, size_t nbytes) { return memchr(text, '\0', nbytes) != NULL; }
 
-/* Whoever wrote it: nothing in it may lead outside of the allocation. */
+/* The record is untrusted: no field may lead outside the allocation. */
 static int check_numbers(const struct kvs_export *made, struct kvs_error *err) {
   bool memory = made->kind == KVS_EXPORT_HANDLE || made->kind == KVS_EXPORT_CHUNKS;
   if (!memory && made->kind != KVS_EXPORT_EVENT)

@@ -1,5 +1,5 @@
-/* Handles that travel without an export round them: what engines write where others look for it (FastDeploy's segments
- * are a driver's handle and nothing else). */
+/* Bare driver handles, as engines put them in shared memory (FastDeploy's segments contain only the driver's
+ * handle). */
 #include <inttypes.h>
 #include <string.h>
 

@@ -1,14 +1,14 @@
-/* Who serves chunks, and who fetches them.
+/* The server of chunks; fetch.c is the client.
  *
- * The socket lies in a folder of the user's own (mode 0700, and its owner is looked at), under a name that tells whose
- * it is: what a killed process left there is removed by the next one that serves. Both sides ask the kernel for the
- * other's user, and the client for the other's process. A request is of fixed size and names a token of 16 random
- * bytes; the answer is a header and, a chunk, a message with one descriptor, which is made as it is sent: neither side
- * ever holds more than one a connection.
+ * The socket is in a folder of the user (mode 0700, owner checked), under a name that contains the server's pid, so
+ * that the next server can remove the folder of a killed process. Both sides ask the kernel for the peer's user, and
+ * the client also for the peer's process. A request has a fixed size and names a token of 16 random bytes. The answer
+ * is a header, then one message a chunk with one descriptor. Descriptors are created when they are sent, so neither
+ * side holds more than one a connection.
  *
- * Neither side ever waits for one piece: what can be moved is moved, and where that was is kept. So the server looks
- * after all its clients at once, a slow one delays itself alone, and a client can look up between two waits. Each side
- * has one limit for the whole exchange, and the server's thread wakes for the end of the server as well. */
+ * All I/O is non-blocking, with the progress kept for each client. One thread serves all clients at once, and a slow
+ * client delays only itself. A client can poll for other events between steps. Each side has one deadline for the whole
+ * exchange; stopping the server wakes its thread. */
 #include "ipc/serve.h"
 
 #include <dirent.h>
@@ -37,7 +37,7 @@ enum { REQUEST_MS = 1000, BACKLOG = 16, CLIENTS = 32, STALE_MOST = 1000 };
 struct kvs_server {
   struct kvs_server *next; /* guarded by servers_lock */
   struct kvs_engine *engine;
-  pid_t pid; /* a forked child's copy of the server serves nobody */
+  pid_t pid; /* a forked child does not serve */
   int listening, wake;
   uint64_t inode; /* of the listening socket */
   pthread_t thread;
@@ -61,7 +61,7 @@ static void renew_servers_lock(void) {
 
 static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_servers_lock); }
 
-/* -- the folder ------------------------------------------------------------------------------------------------ */
+/* -- the socket's folder --------------------------------------------------------------------------------------- */
 
 static int make_folder(char folder[80], struct kvs_error *err) {
   const char *run = getenv("XDG_RUNTIME_DIR");
@@ -77,8 +77,8 @@ static int make_folder(char folder[80], struct kvs_error *err) {
                   folder);
 }
 
-/* A process that is not to be seen from here may live in another pid namespace, of a container with the same /tmp: only
- * a socket at which nobody listens is nobody's. */
+/* True: the server has ended. A process that is not visible may be in another pid namespace, in a container with the
+ * same /tmp; its folder is stale only if connecting to the socket is refused. */
 static bool is_deserted(const char *folder, const char *name) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/%s", folder, name);
@@ -89,7 +89,7 @@ static bool is_deserted(const char *folder, const char *name) {
   return deserted;
 }
 
-/* What processes left that are no more. */
+/* Remove the folders of processes that have ended. */
 static void remove_stale(const char *folder) {
   DIR *listing = opendir(folder);
   struct dirent *entry;
@@ -127,16 +127,16 @@ static bool same_token(const unsigned char *one, const unsigned char *two) {
   return differs == 0;
 }
 
-/* REQUEST -> ANSWER -> CHUNKS, each as soon as the piece before was moved; the server's thread alone has them. */
+/* REQUEST -> ANSWER -> CHUNKS, moved by the server's thread alone when a message is complete. */
 enum stage { STAGE_REQUEST, STAGE_ANSWER, STAGE_CHUNKS };
 
 struct client {
   int fd;
   enum stage stage;
   uint64_t deadline;
-  uint64_t index, at;           /* the next chunk, and where it begins */
-  bool last;                    /* nothing follows what is being sent */
-  struct kvs_piece_moved piece; /* of one of these: */
+  uint64_t index, at;           /* the next chunk, and its offset */
+  bool last;                    /* the message in progress is the last one */
+  struct kvs_piece_moved piece; /* the message in progress: */
   struct kvs_request request;
   struct kvs_answer answer;
   struct kvs_chunk_message message;
@@ -161,7 +161,7 @@ static void begin_chunk(const struct kvs_server *server, struct client *client) 
 static bool begin_answer(const struct kvs_server *server, struct client *client) {
   bool good =
       memcmp(client->request.magic, KVS_REQUEST_MAGIC, 8) == 0 && same_token(client->request.token, server->token);
-  kvs_piece_close(&client->piece); /* none is expected */
+  kvs_piece_close(&client->piece); /* unexpected descriptor */
   if (!good) return false;
   client->answer = (struct kvs_answer){.count = server->chunks.count};
   memcpy(client->answer.magic, KVS_ANSWER_MAGIC, 8);
@@ -172,7 +172,7 @@ static bool begin_answer(const struct kvs_server *server, struct client *client)
   return true;
 }
 
-/* Go on with a client as far as that is possible now. False: it is over. */
+/* Serve a client as far as possible without blocking. False: the client is done. */
 static bool serve(const struct kvs_server *server, struct client *client) {
   for (;;) {
     bool asks = client->stage == STAGE_REQUEST;
@@ -196,14 +196,14 @@ static void client_close(struct client *client) {
   close(client->fd);
 }
 
-/* A program may close all descriptors, and open files of its own under their numbers: those are neither written to nor
- * closed. The other descriptor goes with this one. */
+/* A program may close all descriptors and reuse their numbers: foreign descriptors are neither written to nor closed.
+ * The wake-up descriptor is treated like the socket. */
 static bool still_ours(const struct kvs_server *server) {
   struct stat file;
   return fstat(server->listening, &file) == 0 && S_ISSOCK(file.st_mode) && file.st_ino == server->inode;
 }
 
-/* False: there was none, or this process has too many open files, say, which may pass. */
+/* False: no client is waiting, or the process has too many open files for now. */
 static bool take_client(const struct kvs_server *server, struct client *client) {
   pid_t pid;
   int fd = accept4(server->listening, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -245,7 +245,7 @@ static bool accept_one(const struct kvs_server *server, struct clients *clients)
   return false;
 }
 
-/* All clients at once; where there are too many, the next one waits until one has ended. */
+/* Serves all clients at once; beyond the limit, new clients wait in the backlog. */
 static void *serve_clients(void *arg) {
   struct kvs_server *server = arg;
   struct clients clients = {.count = 0};
@@ -266,7 +266,7 @@ static void *serve_clients(void *arg) {
     bool more = listening->revents & POLLIN;
     if (wake->revents || !still_ours(server)) break;
     serve_ready(server, &clients, polled);
-    if (more && !accept_one(server, &clients)) (void)poll(wake, 1, 50); /* looked at again, but not at once */
+    if (more && !accept_one(server, &clients)) (void)poll(wake, 1, 50); /* accept failed: retry after a pause */
   }
   while (clients.count) {
     client_close(clients.items[--clients.count]);
@@ -345,7 +345,7 @@ int kvs_server_start(struct kvs_engine *engine, const struct kvs_chunks *chunks,
   return KVS_OK;
 }
 
-/* The thread wakes at once, wherever it waits; unless the program closed what it waits for: then it sleeps on. */
+/* Wakes the thread, unless the program closed the descriptor on which it sleeps: then the thread is not joined. */
 static void stop_locked(struct kvs_server *server) {
   const uint64_t one = 1;
   if (server->stopped) return;
@@ -356,7 +356,7 @@ static void stop_locked(struct kvs_server *server) {
 }
 
 void kvs_server_free(struct kvs_server *server) {
-  bool unused = true; /* by a thread */
+  bool unused = true; /* no thread uses the server */
   if (server->pid == getpid()) {
     pthread_mutex_lock(&servers_lock);
     stop_locked(server);
