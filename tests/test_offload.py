@@ -281,7 +281,7 @@ def test_pages_and_rows_without_a_common_measure(library: Library) -> None:
 
 
 def test_too_many_units_for_slots(device: kvswap.Device) -> None:
-    """A million odd rows: each block of a chunk is a sheet by itself. The memory is not touched but where it counts."""
+    """A million odd rows: each block of a chunk is a copy group. Only the blocks moved are touched."""
     if device.kind == "cuda":
         pytest.skip("wants gigabytes of host memory that are never touched")
     pages, factor, chunks = [509, 1021], 3, 1 << 20
@@ -292,7 +292,7 @@ def test_too_many_units_for_slots(device: kvswap.Device) -> None:
     store.transfer_async(1, specs([3, 7, 1, 9], [chunks - 1, 12345], [4], [1]))
     store.drain(PATIENCE)
     (result,) = store.get_finished()
-    assert result.success and sum(store.stats().paths.values()) == 3  # a transfer a sheet
+    assert result.success and sum(store.stats().paths.values()) == 3  # a transfer a copy group
     for tensor, there, page in zip(gpu, cpu, pages, strict=True):
         np.testing.assert_array_equal(there[chunks - 1].reshape(factor, page)[1:], tensor[[3, 7]])
         np.testing.assert_array_equal(there[12345].reshape(factor, page)[:2], tensor[[1, 9]])

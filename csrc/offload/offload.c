@@ -1,4 +1,4 @@
-/* Opening an offloading map: checks, sheets and tables. See offload.h. */
+/* Opening an offload map: validation, copy groups and tables. See offload.h. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,9 +7,9 @@
 #include "core/cover.h"
 #include "offload/offload.h"
 
-static const uint64_t MOST_SLOTS = 1u << 31; /* of the host: they are 32-bit numbers to kernels, and bits to plans */
+static const uint64_t MOST_SLOTS = 1u << 31; /* of the host: kernels take 32-bit slot numbers, and plans a bitmap */
 
-/* -- sheets ---------------------------------------------------------------------------------------------------- */
+/* -- copy groups ----------------------------------------------------------------------------------------------- */
 
 static uint64_t common(uint64_t a, uint64_t b) {
   while (b) {
@@ -20,51 +20,51 @@ static uint64_t common(uint64_t a, uint64_t b) {
   return a;
 }
 
-/* How the host's side of a tensor is counted; `unit`: bytes from slot to slot. */
-static struct kvs_sheet count_slots(const struct kvs_offload *map, const struct kvs_offload_tensor *tensor,
-                                    uint64_t *unit) {
+/* The numbering of a tensor's host slots. *unit: bytes from slot to slot. */
+static struct kvs_copy_group count_slots(const struct kvs_offload *map, const struct kvs_offload_tensor *tensor,
+                                         uint64_t *unit) {
   *unit = map->factor == 1 ? tensor->cpu_stride : common(tensor->cpu_stride, tensor->cpu_pitch);
-  struct kvs_sheet sheet = {.chunk_slots = tensor->cpu_stride / *unit,
-                            .page_slots = map->factor == 1 ? 0 : tensor->cpu_pitch / *unit,
-                            .only = UINT64_MAX};
-  if (sheet.chunk_slots <= MOST_SLOTS / map->chunks) return sheet;
+  struct kvs_copy_group copies = {.chunk_slots = tensor->cpu_stride / *unit,
+                                  .page_slots = map->factor == 1 ? 0 : tensor->cpu_pitch / *unit,
+                                  .only = UINT64_MAX};
+  if (copies.chunk_slots <= MOST_SLOTS / map->chunks) return copies;
   *unit = tensor->cpu_stride;
-  return (struct kvs_sheet){.chunk_slots = 1};
+  return (struct kvs_copy_group){.chunk_slots = 1};
 }
 
-static struct kvs_sheet *find_sheet(struct kvs_offload *map, const struct kvs_sheet *like) {
-  for (size_t i = 0; i < map->nsheets; i++) {
-    struct kvs_sheet *sheet = &map->sheets[i];
-    if (sheet->group == like->group && sheet->chunk_slots == like->chunk_slots &&
-        sheet->page_slots == like->page_slots && sheet->only == like->only && sheet->writers == like->writers &&
-        sheet->writer == like->writer)
-      return sheet;
+static struct kvs_copy_group *find_copy_group(struct kvs_offload *map, const struct kvs_copy_group *like) {
+  for (size_t i = 0; i < map->ncopy_groups; i++) {
+    struct kvs_copy_group *copies = &map->copy_groups[i];
+    if (copies->group == like->group && copies->chunk_slots == like->chunk_slots &&
+        copies->page_slots == like->page_slots && copies->only == like->only && copies->writers == like->writers &&
+        copies->writer == like->writer)
+      return copies;
   }
-  struct kvs_sheet *grown = realloc(map->sheets, (map->nsheets + 1) * sizeof *grown);
+  struct kvs_copy_group *grown = realloc(map->copy_groups, (map->ncopy_groups + 1) * sizeof *grown);
   if (!grown) return NULL;
-  map->sheets = grown;
-  grown[map->nsheets] = *like;
-  return &grown[map->nsheets++];
+  map->copy_groups = grown;
+  grown[map->ncopy_groups] = *like;
+  return &grown[map->ncopy_groups++];
 }
 
-static int push_tensors(struct kvs_sheet *sheet, const struct kvs_tensor *first, const struct kvs_offload_part *part,
-                        struct kvs_error *err) {
-  struct kvs_tensor *grown = realloc(sheet->tensors, (sheet->ntensors + (size_t)part->count) * sizeof *grown);
+static int push_tensors(struct kvs_copy_group *copies, const struct kvs_tensor *first,
+                        const struct kvs_offload_part *part, struct kvs_error *err) {
+  struct kvs_tensor *grown = realloc(copies->tensors, (copies->ntensors + (size_t)part->count) * sizeof *grown);
   if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " fragments", part->count);
-  sheet->tensors = grown;
+  copies->tensors = grown;
   for (uint64_t i = 0; i < part->count; i++) {
     struct kvs_tensor tensor = *first;
     tensor.gpu += i * part->gpu_pitch;
     tensor.cpu += i * part->cpu_pitch;
-    grown[sheet->ntensors++] = tensor;
+    grown[copies->ntensors++] = tensor;
   }
   return KVS_OK;
 }
 
-static int place_part(struct kvs_offload *map, const struct kvs_offload_part *part,
-                      const struct kvs_offload_tensor *tensor, struct kvs_error *err) {
+static int add_part(struct kvs_offload *map, const struct kvs_offload_part *part,
+                    const struct kvs_offload_tensor *tensor, struct kvs_error *err) {
   uint64_t unit;
-  struct kvs_sheet like = count_slots(map, tensor, &unit);
+  struct kvs_copy_group like = count_slots(map, tensor, &unit);
   bool each = like.only != UINT64_MAX;
   int status = KVS_OK;
   like.group = part->group;
@@ -72,8 +72,8 @@ static int place_part(struct kvs_offload *map, const struct kvs_offload_part *pa
   like.writer = part->writer;
   for (uint64_t j = 0; !status && j < (each ? map->factor : 1); j++) {
     if (each) like.only = j;
-    struct kvs_sheet *sheet = find_sheet(map, &like);
-    if (!sheet) return kvs_fail(err, KVS_NOMEM, "no memory to plan offloading");
+    struct kvs_copy_group *copies = find_copy_group(map, &like);
+    if (!copies) return kvs_fail(err, KVS_NOMEM, "no memory to plan offloading");
     struct kvs_tensor first = {.gpu = tensor->gpu + part->gpu_offset,
                                .cpu = tensor->cpu + j * tensor->cpu_pitch + part->cpu_offset,
                                .nbytes = part->nbytes,
@@ -82,18 +82,18 @@ static int place_part(struct kvs_offload *map, const struct kvs_offload_part *pa
                                .gpu_stride = tensor->gpu_stride,
                                .cpu_stride = unit};
     if (!each) first.cpu_blocks += (map->factor - 1) * like.page_slots;
-    status = push_tensors(sheet, &first, part, err);
+    status = push_tensors(copies, &first, part, err);
   }
   return status;
 }
 
-/* -- checks of a layout ---------------------------------------------------------------------------------------- */
+/* -- validation of a layout ------------------------------------------------------------------------------------ */
 
 static int refuse_tensor(size_t i, const char *what, struct kvs_error *err) {
   return kvs_fail(err, KVS_INVALID, "tensor %zu: %s", i, what);
 }
 
-/* From a chunk's first byte to its last, other tensors' between them included. */
+/* Bytes from a chunk's start to its end, including other tensors in between. */
 static uint64_t chunk_span(const struct kvs_offload_layout *layout, const struct kvs_offload_tensor *tensor) {
   return (layout->factor - 1) * tensor->cpu_pitch + tensor->cpu_page;
 }
@@ -121,20 +121,20 @@ static int check_tensor(const struct kvs_offload_layout *layout, size_t i, struc
   return KVS_OK;
 }
 
-/* A tensor's bytes on one side: `width` of every `stride`, and within these `page` of every `pitch`. */
-struct lie {
+/* A tensor's bytes on one side: `width` bytes of each `stride`, and within the width `page` bytes of each `pitch`. */
+struct extent {
   uint64_t begin, end, stride, width, pitch, page;
   size_t tensor;
 };
 
 static int by_begin(const void *a, const void *b) {
-  uint64_t left = ((const struct lie *)a)->begin, right = ((const struct lie *)b)->begin;
+  uint64_t left = ((const struct extent *)a)->begin, right = ((const struct extent *)b)->begin;
   return (left > right) - (left < right);
 }
 
-/* Tensors may lie among each other if they keep to their own part of one common stride; and of one common pitch, if
- * each block of the second lies between two of the first. */
-static bool apart(const struct lie *a, const struct lie *b) {
+/* Tensors may be interleaved if each keeps to its own part of a common stride, or if the two also have a common pitch
+ * and each block of the second is between two blocks of the first. */
+static bool apart(const struct extent *a, const struct extent *b) {
   if (b->begin >= a->end) return true;
   if (a->stride != b->stride) return false;
   uint64_t offset = (b->begin - a->begin) % a->stride;
@@ -142,44 +142,45 @@ static bool apart(const struct lie *a, const struct lie *b) {
   return offset >= a->width || (a->pitch == b->pitch && offset >= a->page && offset + b->page <= a->pitch);
 }
 
-/* The host's side of all tensors. */
-static size_t list_host(const struct kvs_offload_layout *layout, struct lie *lies) {
+/* All tensors on the host. */
+static size_t list_host(const struct kvs_offload_layout *layout, struct extent *extents) {
   for (size_t i = 0; i < layout->ntensors; i++) {
     const struct kvs_offload_tensor *t = &layout->tensors[i];
-    lies[i] = (struct lie){.begin = t->cpu,
-                           .end = t->cpu + cpu_span(layout, t),
-                           .stride = t->cpu_stride,
-                           .width = chunk_span(layout, t),
-                           .pitch = layout->factor > 1 ? t->cpu_pitch : t->cpu_stride,
-                           .page = t->cpu_page,
-                           .tensor = i};
+    extents[i] = (struct extent){.begin = t->cpu,
+                                 .end = t->cpu + cpu_span(layout, t),
+                                 .stride = t->cpu_stride,
+                                 .width = chunk_span(layout, t),
+                                 .pitch = layout->factor > 1 ? t->cpu_pitch : t->cpu_stride,
+                                 .page = t->cpu_page,
+                                 .tensor = i};
   }
   return layout->ntensors;
 }
 
-/* The GPU's side of a group's tensors. Groups may lie over each other: a block is one group's at a time. */
-static size_t list_group(const struct kvs_offload_layout *layout, size_t group, struct lie *lies) {
+/* The tensors of a cache group on the GPU. Different groups may overlap, because a block belongs to one group at a
+ * time. */
+static size_t list_group(const struct kvs_offload_layout *layout, size_t group, struct extent *extents) {
   size_t n = 0;
   for (size_t i = 0; i < layout->nparts; i++) {
     size_t tensor = layout->parts[i].tensor, seen = 0;
     if (layout->parts[i].group != group) continue;
-    while (seen < n && lies[seen].tensor != tensor) seen++;
+    while (seen < n && extents[seen].tensor != tensor) seen++;
     if (seen < n) continue;
     const struct kvs_offload_tensor *t = &layout->tensors[tensor];
-    lies[n] = (struct lie){t->gpu, 0, t->gpu_stride, t->gpu_page, t->gpu_stride, t->gpu_page, tensor};
-    (void)kvs_plan_extent(t->gpu, t->gpu_blocks, t->gpu_stride, t->gpu_page, &lies[n].end);
+    extents[n] = (struct extent){t->gpu, 0, t->gpu_stride, t->gpu_page, t->gpu_stride, t->gpu_page, tensor};
+    (void)kvs_plan_extent(t->gpu, t->gpu_blocks, t->gpu_stride, t->gpu_page, &extents[n].end);
     n++;
   }
   return n;
 }
 
-static int check_apart(struct lie *lies, size_t count, const char *where, struct kvs_error *err) {
-  qsort(lies, count, sizeof *lies, by_begin);
+static int check_apart(struct extent *extents, size_t count, const char *where, struct kvs_error *err) {
+  qsort(extents, count, sizeof *extents, by_begin);
   for (size_t i = 0; i < count; i++)
-    for (size_t k = i + 1; k < count && lies[k].begin < lies[i].end; k++)
-      if (!apart(&lies[i], &lies[k]))
+    for (size_t k = i + 1; k < count && extents[k].begin < extents[i].end; k++)
+      if (!apart(&extents[i], &extents[k]))
         return kvs_fail(err, KVS_INVALID, "tensors %zu and %zu share bytes %s: their blocks cannot be told apart",
-                        lies[i].tensor, lies[k].tensor, where);
+                        extents[i].tensor, extents[k].tensor, where);
   return KVS_OK;
 }
 
@@ -237,54 +238,55 @@ static int check_layout(struct kvs_engine *engine, const struct kvs_offload_layo
   int status = KVS_OK;
   for (size_t i = 0; !status && i < layout->ntensors; i++) status = check_tensor(layout, i, err);
   for (size_t i = 0; !status && i < layout->nparts; i++) status = check_part(layout, i, err);
-  struct lie *lies = status ? NULL : calloc(layout->ntensors, sizeof *lies);
-  if (!status && !lies) status = kvs_fail(err, KVS_NOMEM, "no memory to check %zu tensors", layout->ntensors);
-  if (!status) status = check_apart(lies, list_host(layout, lies), "on the host", err);
+  struct extent *extents = status ? NULL : calloc(layout->ntensors, sizeof *extents);
+  if (!status && !extents) status = kvs_fail(err, KVS_NOMEM, "no memory to check %zu tensors", layout->ntensors);
+  if (!status) status = check_apart(extents, list_host(layout, extents), "on the host", err);
   for (size_t g = 0; !status && g < layout->ngroups; g++)
-    status = check_apart(lies, list_group(layout, g, lies), "on the GPU", err);
-  free(lies);
+    status = check_apart(extents, list_group(layout, g, extents), "on the GPU", err);
+  free(extents);
   return status ? status : check_memory(engine, layout, err);
 }
 
-/* A group must not write a byte twice; its fragments are few, and sorting them by where they lie finds out. */
-static int check_sheet(const struct kvs_sheet *sheet, struct lie *lies, struct kvs_error *err) {
+/* A copy group must not write a byte twice. Its fragments are few: sort them by address and compare neighbours. */
+static int check_copy_group(const struct kvs_copy_group *copies, struct extent *extents, struct kvs_error *err) {
   for (int side = 0; side < 2; side++) {
-    for (size_t i = 0; i < sheet->ntensors; i++) {
-      const struct kvs_tensor *t = &sheet->tensors[i];
+    for (size_t i = 0; i < copies->ntensors; i++) {
+      const struct kvs_tensor *t = &copies->tensors[i];
       uint64_t begin = side ? t->cpu : t->gpu;
-      lies[i] = (struct lie){.begin = begin, .end = begin + t->nbytes, .tensor = i};
+      extents[i] = (struct extent){.begin = begin, .end = begin + t->nbytes, .tensor = i};
     }
-    qsort(lies, sheet->ntensors, sizeof *lies, by_begin);
-    for (size_t i = 1; i < sheet->ntensors; i++)
-      if (lies[i].begin < lies[i - 1].end)
-        return kvs_fail(err, KVS_INVALID, "two parts of group %zu share bytes of a block on the %s", sheet->group,
+    qsort(extents, copies->ntensors, sizeof *extents, by_begin);
+    for (size_t i = 1; i < copies->ntensors; i++)
+      if (extents[i].begin < extents[i - 1].end)
+        return kvs_fail(err, KVS_INVALID, "two parts of group %zu share bytes of a block on the %s", copies->group,
                         side ? "host" : "GPU");
   }
   return KVS_OK;
 }
 
-static int check_sheets(const struct kvs_offload *map, struct kvs_error *err) {
+static int check_copy_groups(const struct kvs_offload *map, struct kvs_error *err) {
   size_t most = 1;
   int status = KVS_OK;
-  for (size_t i = 0; i < map->nsheets; i++)
-    if (map->sheets[i].ntensors > most) most = map->sheets[i].ntensors;
-  struct lie *lies = calloc(most, sizeof *lies);
-  if (!lies) return kvs_fail(err, KVS_NOMEM, "no memory to check %zu fragments", most);
-  for (size_t i = 0; !status && i < map->nsheets; i++) status = check_sheet(&map->sheets[i], lies, err);
-  free(lies);
+  for (size_t i = 0; i < map->ncopy_groups; i++)
+    if (map->copy_groups[i].ntensors > most) most = map->copy_groups[i].ntensors;
+  struct extent *extents = calloc(most, sizeof *extents);
+  if (!extents) return kvs_fail(err, KVS_NOMEM, "no memory to check %zu fragments", most);
+  for (size_t i = 0; !status && i < map->ncopy_groups; i++)
+    status = check_copy_group(&map->copy_groups[i], extents, err);
+  free(extents);
   return status;
 }
 
 /* -- opening and closing --------------------------------------------------------------------------------------- */
 
-/* Of groups that share tensors the first stands for all. */
+/* Groups that share tensors share the entries of the first such group. */
 size_t kvs_offload_failures(const struct kvs_offload *map, size_t group) {
   size_t first = 0;
   while (first < group && !(map->shares[group] && map->shares[first])) first++;
   return first * (size_t)(map->chunks * map->factor);
 }
 
-void kvs_offload_forget(struct kvs_offload *map, size_t place) {
+void kvs_offload_clear_failure(struct kvs_offload *map, size_t place) {
   if (!map->nfailures || !map->failures[place]) return;
   kvs_failure_unref(map->failures[place]);
   map->failures[place] = NULL;
@@ -292,11 +294,11 @@ void kvs_offload_forget(struct kvs_offload *map, size_t place) {
 }
 
 static void map_free(struct kvs_offload *map) {
-  for (size_t place = 0; map->nfailures; place++) kvs_offload_forget(map, place);
-  for (size_t i = 0; i < map->nsheets; i++) free(map->sheets[i].tensors);
+  for (size_t place = 0; map->nfailures; place++) kvs_offload_clear_failure(map, place);
+  for (size_t i = 0; i < map->ncopy_groups; i++) free(map->copy_groups[i].tensors);
   if (map->gpu) kvs_table_free(map->gpu);
   if (map->cpu) kvs_table_free(map->cpu);
-  free(map->sheets);
+  free(map->copy_groups);
   free(map->failures);
   free(map->gpu_blocks);
   free(map->shares);
@@ -308,7 +310,7 @@ static void map_free(struct kvs_offload *map) {
   free(map);
 }
 
-/* A transfer ended, or the map was closed: whoever is last has it alone. */
+/* Drops one reference, of a transfer or of the map. The last reference frees the map. */
 void kvs_offload_drop(void *arg) {
   struct kvs_offload *map = arg;
   if (atomic_fetch_sub(&map->refs, 1) == 1) map_free(map);
@@ -316,7 +318,7 @@ void kvs_offload_drop(void *arg) {
 
 static int find_groups(struct kvs_offload *map, const struct kvs_offload_layout *layout, uint64_t *most,
                        struct kvs_error *err) {
-  uint32_t *first = calloc(layout->ntensors, sizeof *first); /* the first group that a tensor is of, + 1 */
+  uint32_t *first = calloc(layout->ntensors, sizeof *first); /* index of the tensor's first group, + 1 */
   map->gpu_blocks = calloc(map->ngroups, sizeof *map->gpu_blocks);
   map->shares = calloc(map->ngroups, sizeof *map->shares);
   map->group_sizes = calloc(2 * map->ngroups, sizeof *map->group_sizes);
@@ -381,8 +383,8 @@ int kvs_offload_open(struct kvs_engine *engine, const struct kvs_offload_layout 
   map->factor = layout->factor;
   map->ngroups = layout->ngroups;
   for (size_t i = 0; !status && i < layout->nparts; i++)
-    status = place_part(map, &layout->parts[i], &layout->tensors[layout->parts[i].tensor], err);
-  if (!status) status = check_sheets(map, err);
+    status = add_part(map, &layout->parts[i], &layout->tensors[layout->parts[i].tensor], err);
+  if (!status) status = check_copy_groups(map, err);
   if (!status) status = find_groups(map, layout, &gpu_blocks, err);
   if (!status) status = make_tables(map, layout, gpu_blocks, err);
   if (status) {
@@ -402,4 +404,4 @@ void kvs_offload_close(struct kvs_offload *map) {
   kvs_engine_unref(engine);
 }
 
-size_t kvs_offload_most(const struct kvs_offload *map) { return map->nsheets ? map->nsheets : 1; }
+size_t kvs_offload_most(const struct kvs_offload *map) { return map->ncopy_groups ? map->ncopy_groups : 1; }

@@ -1,5 +1,5 @@
-/* Submitting to an offloading map: check a job, expand its chunks to blocks, and submit a transfer a sheet. All of it
- * runs under the engine's hazard_lock, which guards the room that it works in too. */
+/* Submitting to an offload map: validate a job, expand its chunks to blocks, and submit one transfer a copy group. All
+ * of this runs under the engine's hazard_lock, which also guards the map's lists. */
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -9,21 +9,22 @@
 
 /* -- a job ----------------------------------------------------------------------------------------------------- */
 
-/* Where the job's lists are in the map's room, one entry a GPU block. */
+/* The job's lists, in the map's memory, one entry a GPU block. */
 struct job_call {
   struct kvs_offload *map;
   const struct kvs_offload_job *job;
   struct kvs_scratch *scratch;
-  int64_t *gpu, *cpu;         /* block numbers of both sides */
-  int64_t *places;            /* of the host's in map->failures */
-  int64_t *sheet_gpu;         /* those of one sheet */
-  int64_t *sheet_cpu, *slots; /* block numbers and slots of the host */
+  int64_t *gpu, *cpu;         /* block numbers */
+  int64_t *places;            /* index of the host block in map->failures */
+  int64_t *moved_gpu;         /* blocks of one copy group */
+  int64_t *moved_cpu, *slots; /* block numbers, and host slots */
   size_t count;
-  bool fresh;                  /* nothing of it was submitted before this sheet */
-  struct kvs_failure *outcome; /* of all its sheets, for the blocks that it stores; NULL: none needs one */
-  /* Of that sheet: blocks to be moved, and positions among all that were asked for of those that are lost. */
-  size_t nmoved, nlost, nasked, failures; /* failures: where its group's begin */
-  uint64_t dependencies;                  /* that the others depend on */
+  bool fresh;                  /* no part of the job was submitted before this copy group */
+  struct kvs_failure *outcome; /* failure record of all copy groups of a store whose outcome is known only at
+                                  completion; NULL: not needed */
+  /* Of the current copy group: blocks to move, and among all its blocks the positions of those that are lost. */
+  size_t nmoved, nlost, nasked, failures; /* failures: index of the group's first entry */
+  uint64_t dependencies;                  /* dependency mask of the other blocks */
   uint32_t *lost;
   struct kvs_error why_lost;
 };
@@ -42,15 +43,15 @@ static int make_room(struct job_call *call, struct kvs_error *err) {
   call->count = count;
   call->gpu = map->room;
   call->cpu = call->gpu + count;
-  call->sheet_gpu = call->cpu + count;
-  call->sheet_cpu = call->sheet_gpu + count;
-  call->slots = call->sheet_cpu + count;
+  call->moved_gpu = call->cpu + count;
+  call->moved_cpu = call->moved_gpu + count;
+  call->slots = call->moved_cpu + count;
   call->places = call->slots + count;
   call->lost = (uint32_t *)(void *)(call->places + count);
   return KVS_OK;
 }
 
-/* Read once, as all lists: somebody may write to them meanwhile. */
+/* Read once, like all lists: another thread may modify the original. */
 static int take_group_list(const struct kvs_ids *list, const char *name, size_t ngroups, int64_t *copy,
                            struct kvs_error *err) {
   if (list->count != ngroups)
@@ -78,7 +79,7 @@ static int too_short(const char *name, size_t count, size_t group, struct kvs_er
   return kvs_fail(err, KVS_INVALID, "%s has %zu entries, and group %zu needs more", name, count, group);
 }
 
-/* Host blocks of one group, from its chunks: *chunk is the next one, and those that follow the group's. */
+/* The host blocks of one group. *chunk: index of the group's first chunk; on return, of the next group's first. */
 static int expand_group(const struct job_call *call, size_t group, size_t begin, size_t size, size_t *chunk,
                         struct kvs_error *err) {
   const struct kvs_offload *map = call->map;
@@ -120,8 +121,8 @@ static int check_targets(const struct job_call *call, size_t begin, size_t size,
   return status;
 }
 
-/* No destination twice: within a group, and among groups that share tensors. The host's blocks are all groups'. Those
- * that share nothing come first, each with an empty bitmap. */
+/* No destination twice, within a group and among groups that share tensors; on the host all groups share blocks. Groups
+ * that share nothing are checked first, each with an empty bitmap. */
 static int check_all_targets(const struct job_call *call, struct kvs_error *err) {
   const struct kvs_offload *map = call->map;
   bool store = call->job->direction == KVS_D2H;
@@ -170,14 +171,14 @@ static int check(struct job_call *call, struct kvs_error *err) {
   return status;
 }
 
-/* -- one sheet of it ------------------------------------------------------------------------------------------- */
+/* -- one copy group -------------------------------------------------------------------------------------------- */
 
-static bool moves(const struct job_call *call, const struct kvs_sheet *sheet, uint64_t block) {
-  if (sheet->only != UINT64_MAX && block % call->map->factor != sheet->only) return false;
-  return call->job->direction == KVS_H2D || sheet->writers == 1 || block % sheet->writers == sheet->writer;
+static bool writes_block(const struct job_call *call, const struct kvs_copy_group *copies, uint64_t block) {
+  if (copies->only != UINT64_MAX && block % call->map->factor != copies->only) return false;
+  return call->job->direction == KVS_H2D || copies->writers == 1 || block % copies->writers == copies->writer;
 }
 
-/* The first of them that is not to be moved says why. */
+/* The first lost block sets the error. */
 static bool is_lost(struct job_call *call, uint64_t block) {
   const struct kvs_offload *map = call->map;
   bool may_be = call->job->direction == KVS_H2D && map->nfailures;
@@ -194,51 +195,51 @@ static bool is_lost(struct job_call *call, uint64_t block) {
   return true;
 }
 
-/* The blocks of a sheet. */
-static void list_blocks(struct job_call *call, const struct kvs_sheet *sheet) {
+/* Lists the blocks of a copy group. */
+static void list_blocks(struct job_call *call, const struct kvs_copy_group *copies) {
   uint64_t factor = call->map->factor;
   size_t begin = 0, n = 0;
-  for (size_t group = 0; group < sheet->group; group++) begin += (size_t)call->map->group_sizes[group];
-  size_t end = begin + (size_t)call->map->group_sizes[sheet->group];
-  call->failures = kvs_offload_failures(call->map, sheet->group);
+  for (size_t group = 0; group < copies->group; group++) begin += (size_t)call->map->group_sizes[group];
+  size_t end = begin + (size_t)call->map->group_sizes[copies->group];
+  call->failures = kvs_offload_failures(call->map, copies->group);
   call->nlost = call->nasked = 0;
   call->dependencies = 0;
   for (size_t i = begin; i < end; i++) {
     uint64_t block = (uint64_t)call->cpu[i];
-    if (!moves(call, sheet, block)) continue;
+    if (!writes_block(call, copies, block)) continue;
     if (is_lost(call, block)) {
       call->lost[call->nlost - 1] = (uint32_t)call->nasked++;
       continue;
     }
-    call->sheet_gpu[n] = call->gpu[i];
-    call->sheet_cpu[n] = call->cpu[i];
-    call->slots[n++] = (int64_t)(block / factor * sheet->chunk_slots + block % factor * sheet->page_slots);
+    call->moved_gpu[n] = call->gpu[i];
+    call->moved_cpu[n] = call->cpu[i];
+    call->slots[n++] = (int64_t)(block / factor * copies->chunk_slots + block % factor * copies->page_slots);
     call->nasked++;
   }
   call->nmoved = n;
 }
 
-struct sheet_call {
-  struct kvs_cache_call cache; /* first: it is what the planner is given */
+struct copy_group_call {
+  struct kvs_cache_call cache; /* first member: the planner casts it */
   struct job_call *job;
 };
 
 static void set_failure(struct kvs_offload *map, size_t place, struct kvs_failure *failure) {
-  kvs_offload_forget(map, place);
+  kvs_offload_clear_failure(map, place);
   atomic_fetch_add(&failure->refs, 1);
   map->failures[place] = failure;
   map->nfailures++;
 }
 
-/* No block of the job counts as stored. */
+/* Mark all blocks of the job as not stored. */
 static void set_unfinished(const struct job_call *call) {
   for (size_t i = 0; i < call->count; i++) set_failure(call->map, (size_t)call->places[i], call->map->unfinished);
 }
 
-/* A store was queued, or as much of it as the device takes. Until the last of a job was, none of it counts as stored.
- */
-static void remember(const void *arg, const struct kvs_transfer *transfer) {
-  const struct job_call *call = ((const struct sheet_call *)arg)->job;
+/* Called when a store, or the accepted part of it, is queued. The job's blocks count as not stored until all copy
+ * groups are queued. */
+static void record_failures(const void *arg, const struct kvs_transfer *transfer) {
+  const struct job_call *call = ((const struct copy_group_call *)arg)->job;
   struct kvs_offload *map = call->map;
   if (!map->failures || call->job->direction != KVS_D2H) return;
   if (call->fresh) set_unfinished(call);
@@ -247,14 +248,14 @@ static void remember(const void *arg, const struct kvs_transfer *transfer) {
   size_t count = transfer->all_failed ? (size_t)transfer->nblocks : transfer->nfailed;
   for (size_t i = 0; failure && i < count; i++) {
     size_t moved = transfer->all_failed ? i : transfer->failed[i];
-    set_failure(map, call->failures + (size_t)call->sheet_cpu[moved], failure);
+    set_failure(map, call->failures + (size_t)call->moved_cpu[moved], failure);
   }
   if (failure) kvs_failure_unref(failure);
 }
 
-/* All of a store was queued. Where it comes after work of other devices, only its end tells. (What was queued by an
- * earlier call for the same job has told of it in that call's transfers.) */
-static void settle_job(const struct job_call *call) {
+/* Called when all copy groups of a store are queued. If the store waits for other devices, its outcome is known only at
+ * completion. (Copy groups queued by an earlier call for the same job have reported in that call's transfers.) */
+static void finish_store(const struct job_call *call) {
   struct kvs_offload *map = call->map;
   if (!map->nfailures || call->job->direction != KVS_D2H) return;
   for (size_t i = 0; i < call->count; i++) {
@@ -263,37 +264,37 @@ static void settle_job(const struct job_call *call) {
     if (call->outcome && call->outcome->dependencies)
       set_failure(map, place, call->outcome);
     else
-      kvs_offload_forget(map, place);
+      kvs_offload_clear_failure(map, place);
   }
 }
 
-/* Nothing of a store could be queued. Where that is no fault of the arguments it is a job that failed, and what it
- * should have stored is not there. */
-static void lose_job(const struct job_call *call, int status) {
+/* Called when no part of a store could be queued. Unless the arguments were wrong, the job has failed and its blocks
+ * are not stored. */
+static void mark_job_failed(const struct job_call *call, int status) {
   struct kvs_offload *map = call->map;
   enum kvs_exception kind = kvs_status_exception(status);
   bool failed = kind == KVS_EXC_DEVICE || kind == KVS_EXC_QUEUE_FULL || kind == KVS_EXC_BASE;
   if (failed && map->failures && call->job->direction == KVS_D2H) set_unfinished(call);
 }
 
-static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, const struct kvs_options *options,
-                        struct kvs_transfer **transfer, struct kvs_error *err) {
+static int submit_copy_group(struct job_call *call, const struct kvs_copy_group *copies,
+                             const struct kvs_options *options, struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_offload *map = call->map;
   struct kvs_scratch *scratch = call->scratch;
   bool store = call->job->direction == KVS_D2H;
-  struct kvs_ids gpu = {call->sheet_gpu, 8, 0}, cpu = {call->slots, 8, 0};
-  struct sheet_call arg = {.cache = {sheet->tensors, sheet->ntensors, &gpu, &cpu, call->job->direction,
-                                     map->engine->device->info.max_pitch, false},
-                           .job = call};
-  const struct kvs_touch touches[] = {{.table = map->gpu, .write = !store, .slots = call->sheet_gpu},
-                                      {.table = map->cpu, .write = store, .slots = call->sheet_cpu}};
+  struct kvs_ids gpu = {call->moved_gpu, 8, 0}, cpu = {call->slots, 8, 0};
+  struct copy_group_call arg = {.cache = {copies->tensors, copies->ntensors, &gpu, &cpu, call->job->direction,
+                                          map->engine->device->info.max_pitch, false},
+                                .job = call};
+  const struct kvs_touch touches[] = {{.table = map->gpu, .write = !store, .slots = call->moved_gpu},
+                                      {.table = map->cpu, .write = store, .slots = call->moved_cpu}};
   struct kvs_work work = {.scratch = scratch,
                           .direction = call->job->direction,
                           .plan = kvs_cache_plan,
                           .watch = kvs_watch_copies,
-                          .settle = remember,
+                          .settle = record_failures,
                           .call = &arg,
-                          .nlayers = sheet->ntensors,
+                          .nlayers = copies->ntensors,
                           .nslots = call->nmoved,
                           .nblocks = call->nasked,
                           .lost = call->lost,
@@ -305,10 +306,10 @@ static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, co
                           .ntouches = 2,
                           .foreign = &map->foreign};
   gpu.count = cpu.count = work.nslots;
-  work.entries = work.nslots * sheet->ntensors;
-  work.src_slots = store ? call->sheet_gpu : call->slots;
-  work.dst_slots = store ? call->slots : call->sheet_gpu;
-  for (size_t t = 0; t < sheet->ntensors; t++) work.nbytes += sheet->tensors[t].nbytes * work.nblocks;
+  work.entries = work.nslots * copies->ntensors;
+  work.src_slots = store ? call->moved_gpu : call->slots;
+  work.dst_slots = store ? call->slots : call->moved_gpu;
+  for (size_t t = 0; t < copies->ntensors; t++) work.nbytes += copies->tensors[t].nbytes * work.nblocks;
   int status = kvs_cache_prepare(map->engine, &work, &arg.cache, options, err);
   if (!status) status = kvs_submit(map->engine, &work, options, transfer, err);
   return status;
@@ -316,35 +317,35 @@ static int submit_sheet(struct job_call *call, const struct kvs_sheet *sheet, co
 
 /* -- the call -------------------------------------------------------------------------------------------------- */
 
-static int submit_once(struct job_call *call, const struct kvs_sheet *sheet, const struct kvs_options *options,
+static int submit_once(struct job_call *call, const struct kvs_copy_group *copies, const struct kvs_options *options,
                        struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_engine *engine = call->map->engine;
   call->scratch = kvs_scratch_get(engine, err);
   if (!call->scratch) return KVS_NOMEM;
-  atomic_fetch_add(&call->map->refs, 1); /* the transfer's */
-  int status = submit_sheet(call, sheet, options, transfer, err);
+  atomic_fetch_add(&call->map->refs, 1); /* for the transfer */
+  int status = submit_copy_group(call, copies, options, transfer, err);
   if (status) kvs_offload_drop(call->map);
   kvs_scratch_put(engine, call->scratch);
   return status;
 }
 
-/* Sheets from *next on that have something to move; a job that moves nothing is one transfer all the same. */
+/* Submit the copy groups from *next on that have blocks to move. A job without blocks is one empty transfer. */
 static int submit_job(struct job_call *call, const struct kvs_options *options, size_t *next,
                       struct kvs_transfer **transfers, size_t *count, struct kvs_error *err) {
-  static const struct kvs_sheet nothing = {.only = UINT64_MAX};
+  static const struct kvs_copy_group nothing = {.only = UINT64_MAX};
   struct kvs_offload *map = call->map;
   bool any = false;
   int status = KVS_OK;
-  for (size_t i = 0; !status && i < map->nsheets; i++) {
-    list_blocks(call, &map->sheets[i]);
+  for (size_t i = 0; !status && i < map->ncopy_groups; i++) {
+    list_blocks(call, &map->copy_groups[i]);
     call->fresh = !any;
     any |= call->nasked > 0;
     if (i < *next) continue;
-    if (call->nasked) status = submit_once(call, &map->sheets[i], options, &transfers[*count], err);
+    if (call->nasked) status = submit_once(call, &map->copy_groups[i], options, &transfers[*count], err);
     if (call->nasked && !status) ++*count;
     if (!status) *next = i + 1;
   }
-  if (!status && any) settle_job(call);
+  if (!status && any) finish_store(call);
   if (status || any) return status;
   call->fresh = false;
   status = submit_once(call, &nothing, options, &transfers[0], err);
@@ -362,8 +363,8 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   if (status) return status;
   if (job->direction != KVS_D2H && job->direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (store) and 1 is H2D (load)", (int)job->direction);
-  if (*next && *next >= map->nsheets)
-    return kvs_fail(err, KVS_RANGE, "a job of this map has %zu parts, and none is left from %zu on", map->nsheets,
+  if (*next && *next >= map->ncopy_groups)
+    return kvs_fail(err, KVS_RANGE, "a job of this map has %zu parts, and none is left from %zu on", map->ncopy_groups,
                     *next);
   kvs_options_resolve(engine, given, &options);
   options.owner = map;
@@ -375,7 +376,7 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   if (!status) status = check(&call, err);
   if (!status) {
     status = submit_job(&call, &options, next, transfers, count, err);
-    if (status && first == 0 && *count == 0) lose_job(&call, status);
+    if (status && first == 0 && *count == 0) mark_job_failed(&call, status);
   }
   if (call.outcome) kvs_failure_unref(call.outcome);
   pthread_mutex_unlock(&engine->hazard_lock);

@@ -225,16 +225,16 @@ static void test_blocks_of_a_chunk_that_share_bytes(void) {
   rig_close(&rig);
 }
 
-/* Host runs of a sheet's tensors in those blocks: what the copy engine is given where a slot is packed. */
-static uint64_t runs_of_sheet(const struct kvs_sheet *sheet, const uint64_t (*blocks)[2], size_t count) {
+/* Host runs of a copy group's tensors in those blocks, as the copy engine gets them for a packed slot. */
+static uint64_t runs_of_copy_group(const struct kvs_copy_group *copies, const uint64_t (*blocks)[2], size_t count) {
   struct kvs_rows rows = {0};
   struct kvs_packing packing = {0};
   struct kvs_plan_scratch scratch = {0};
   int64_t slots[CHUNKS * MOST];
   uint64_t runs = 0;
-  CHECK(!kvs_rows_reserve(&rows, sheet->ntensors, &err));
-  for (size_t t = 0; t < sheet->ntensors; t++) {
-    const struct kvs_tensor *tensor = &sheet->tensors[t];
+  CHECK(!kvs_rows_reserve(&rows, copies->ntensors, &err));
+  for (size_t t = 0; t < copies->ntensors; t++) {
+    const struct kvs_tensor *tensor = &copies->tensors[t];
     kvs_rows_push(&rows, &(struct kvs_row){.src = tensor->gpu,
                                            .dst = tensor->cpu,
                                            .src_stride = tensor->gpu_stride,
@@ -242,9 +242,9 @@ static uint64_t runs_of_sheet(const struct kvs_sheet *sheet, const uint64_t (*bl
                                            .nbytes = tensor->nbytes});
   }
   for (size_t i = 0; i < count; i++)
-    slots[i] = (int64_t)(blocks[i][0] * sheet->chunk_slots + blocks[i][1] * sheet->page_slots);
+    slots[i] = (int64_t)(blocks[i][0] * copies->chunk_slots + blocks[i][1] * copies->page_slots);
   CHECK(!kvs_pack_rows(&rows, KVS_D2H, 1 << 20, NULL, 0, &packing, &err));
-  CHECK(!kvs_pack_count_runs(&packing, slots, count, sheet->tensors[0].cpu_blocks, &scratch, &runs, &err));
+  CHECK(!kvs_pack_count_runs(&packing, slots, count, copies->tensors[0].cpu_blocks, &scratch, &runs, &err));
   kvs_rows_free(&rows);
   kvs_packing_free(&packing);
   kvs_plan_scratch_free(&scratch);
@@ -271,10 +271,10 @@ static void test_a_chunk_is_one_run(void) {
                                         .factor = 3};
     struct kvs_offload *map;
     CHECK(!kvs_offload_open(rig.engine, &layout, &map, &err), "%s", err.message);
-    for (size_t i = 0; i < map->nsheets; i++)
-      runs += runs_of_sheet(&map->sheets[i], blocks, sizeof blocks / sizeof *blocks);
-    CHECK(together ? map->nsheets == 1 && runs == 3 : map->nsheets == 2 && runs >= 6, "%d sheets, %d runs",
-          (int)map->nsheets, (int)runs);
+    for (size_t i = 0; i < map->ncopy_groups; i++)
+      runs += runs_of_copy_group(&map->copy_groups[i], blocks, sizeof blocks / sizeof *blocks);
+    CHECK(together ? map->ncopy_groups == 1 && runs == 3 : map->ncopy_groups == 2 && runs >= 6,
+          "%d copy groups, %d runs", (int)map->ncopy_groups, (int)runs);
     kvs_offload_close(map);
   }
   rig_close(&rig);
