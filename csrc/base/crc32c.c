@@ -1,8 +1,9 @@
-/* CRC-32C, by instruction where there is one.
+/* CRC-32C, by CPU instruction if available.
  *
- * The instruction takes three cycles and can begin every cycle, so three streams side by side run three times as fast
- * as one. Each works on a third of a stretch; the results are joined by moving a checksum over so many zero bytes,
- * which is linear: one look-up for each byte of it, in tables made once for both lengths of a stretch. */
+ * The instruction has a latency of three cycles and a throughput of one a cycle, so three interleaved streams are three
+ * times as fast as one. Each stream takes a third of the data. Joining the results means appending zero bytes to a
+ * checksum, which is linear: one look-up for each byte of the checksum, in tables computed once for both stream
+ * lengths. */
 #include "base/crc32c.h"
 
 #include <pthread.h>
@@ -10,9 +11,9 @@
 
 #include "kernels/kernels.h"
 
-enum { LONG = 8192, SHORT = 256 }; /* bytes of one of the three streams */
+enum { LONG = 8192, SHORT = 256 }; /* bytes of one stream */
 
-static uint32_t byte_table[8][256]; /* [k][b]: of byte b with k zero bytes after it */
+static uint32_t byte_table[8][256]; /* [k][b]: checksum of byte b followed by k zero bytes */
 static uint32_t over_long[4][256], over_short[4][256];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -50,7 +51,7 @@ uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes) {
   return ~crc;
 }
 
-/* -- by instruction ------------------------------------------------------------------------------------------------ */
+/* -- CPU instruction ----------------------------------------------------------------------------------------------- */
 
 #if defined __x86_64__
 #define TARGET __attribute__((target("sse4.2")))

@@ -5,11 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Continue from `crc`, the result for what came before; 0 at the beginning. By the processor's instruction, three
- * streams at once, where it has one; else by the table. */
+/* Continue from `crc`, the checksum of the preceding data (0 at the start). Uses the CPU instruction if available,
+ * otherwise tables. */
 uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes);
 
-uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes); /* the same, always by table */
+uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes); /* always with tables */
 
 const char *kvs_crc32c_how(void); /* "sse4.2", "armv8" or "table" */
 

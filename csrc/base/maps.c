@@ -1,9 +1,8 @@
-/* Looks an address up in /proc/self/maps: by the query call that Linux 6.11 brought, or by reading the text.
+/* Address look-up in /proc/self/maps: by the PROCMAP_QUERY ioctl of Linux 6.11, or by parsing the text.
  *
- * The descriptor of the fast way is opened once a process and kept. It shows the address space of the process that
- * opened it, so a forked child opens its own. A program may have closed it behind our back (daemons close all
- * descriptors) and its number may by now be another file: then the query fails on it and it is opened anew, but never
- * closed by us. */
+ * The descriptor for the ioctl is opened once a process and kept. It refers to the address space of the process that
+ * opened it, so a forked child opens its own. A program may close all descriptors (daemons do) and reuse the number for
+ * another file. The ioctl then fails; a new descriptor is opened and the old number is not closed. */
 #include "base/maps.h"
 
 #include <errno.h>
@@ -15,7 +14,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-/* The kernel's struct procmap_query, declared here because the headers of many systems are older than the kernel. */
+/* The kernel's struct procmap_query, declared here since many systems have older kernel headers. */
 struct query {
   uint64_t size, flags, address;
   uint64_t start, end, permissions, page_nbytes, file_offset, inode;
@@ -30,10 +29,10 @@ _Static_assert(sizeof(struct query) == 104, "the kernel's layout");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int maps = -1;     /* guarded by lock */
-static pid_t maps_owner;  /* guarded by lock: the process whose memory `maps` shows */
-static bool maps_refused; /* guarded by lock: this kernel does not know the query */
+static pid_t maps_owner;  /* guarded by lock: the process whose memory `maps` describes */
+static bool maps_refused; /* guarded by lock: the kernel does not support the ioctl */
 
-/* A fork while another thread looks something up must not leave the child with a lock that nobody holds any more. */
+/* Another thread may hold the lock at fork(): the child gets a new lock. */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
@@ -48,7 +47,7 @@ static bool open_maps_locked(void) {
   return maps >= 0;
 }
 
-/* 1 found, 0 not mapped, -1 the kernel cannot say. */
+/* 1: found, 0: not mapped, -1: the ioctl failed. */
 static int query_locked(uint64_t address, struct query *query) {
   bool fresh = maps < 0 || maps_owner != getpid();
   if (maps_refused || (fresh && !open_maps_locked())) return -1;
@@ -75,10 +74,10 @@ bool kvs_mapping_parse(uint64_t address, struct kvs_mapping *mapping) {
   while (!found && fgets(line, sizeof line, file)) {
     uint64_t start, end;
     char permissions[5];
-    bool parse = at_start; /* a long path comes in several pieces: only the first is an entry */
+    bool parse = at_start; /* a long path spans several reads: parse only the start of an entry */
     at_start = strchr(line, '\n') != NULL;
     if (!parse || sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s", &start, &end, permissions) != 3) continue;
-    if (start > address) break; /* entries are sorted */
+    if (start > address) break; /* entries are sorted by address */
     if (address >= end) continue;
     *mapping = (struct kvs_mapping){start, end - start, permissions[0] == 'r', permissions[1] == 'w'};
     found = true;

@@ -1,4 +1,4 @@
-/* What of this process's address space is mapped, asked of the kernel: ordinary memory has no other register. */
+/* Mapped ranges of this process's address space, from the kernel. */
 #ifndef KVS_HOST_MAPS_H
 #define KVS_HOST_MAPS_H
 
@@ -10,11 +10,11 @@ struct kvs_mapping {
   bool readable, writable;
 };
 
-/* The mapping that holds `address`; false if none does, or where there is no /proc. Any thread. About a microsecond
- * from Linux 6.11 on; before, the time to read all of /proc/self/maps. */
+/* The mapping that contains `address`; false: not mapped, or no /proc. Any thread. About a microsecond from Linux 6.11
+ * on; before, the time to read all of /proc/self/maps. */
 bool kvs_mapping_find(uint64_t address, struct kvs_mapping *mapping);
 
-/* The same without the fast call, for tests of the way that older kernels go. */
+/* The same by parsing the text only, for tests. */
 bool kvs_mapping_parse(uint64_t address, struct kvs_mapping *mapping);
 
 #endif

@@ -1,8 +1,8 @@
-/* What things of the surface are called. */
+/* Names and version of the public interface. */
 #include "kvswap.h"
 
 #ifndef KVSWAP_VERSION
-#define KVSWAP_VERSION "unknown" /* setup.py knows it */
+#define KVSWAP_VERSION "unknown" /* defined by setup.py */
 #endif
 
 const char *kvs_version(void) { return KVSWAP_VERSION; }

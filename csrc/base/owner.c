@@ -8,8 +8,9 @@
 #include <string.h>
 #include <unistd.h>
 
-/* State and start of a process; false: there is none, or nobody says. The third field of /proc/<pid>/stat is the state,
- * the 22nd the start. The second, the name, is in parentheses and may hold anything, parentheses and spaces too. */
+/* State and start time of a process; false: no such process, or not readable. In /proc/<pid>/stat the 3rd field is the
+ * state and the 22nd the start time. The 2nd field, the name, is in parentheses and may contain spaces and
+ * parentheses. */
 static bool read_stat(int64_t pid, char *state, uint64_t *start) {
   char path[48], text[1024];
   snprintf(path, sizeof path, "/proc/%" PRId64 "/stat", pid);

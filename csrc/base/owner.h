@@ -1,4 +1,4 @@
-/* A process as one tells it from a later one with the same number: by when it started. */
+/* Process identity: pid and start time, since pids are reused. */
 #ifndef KVS_OWNER_H
 #define KVS_OWNER_H
 
@@ -6,14 +6,14 @@
 #include <stdint.h>
 
 struct kvs_owner {
-  int64_t pid;    /* 0: not known, and counted as running */
-  uint64_t start; /* clock ticks from the machine's start; 0: not known */
+  int64_t pid;    /* 0: unknown, counts as alive */
+  uint64_t start; /* clock ticks since boot; 0: unknown */
 };
 
-/* When that process started; 0 where there is none, or it has ended and is only waiting to be reaped. Any thread. */
+/* Start time of a process; 0: no such process, or a zombie. Any thread. */
 uint64_t kvs_process_start(int64_t pid);
-/* Whether it runs, and started then (0: whenever). Where the kernel does not say when one that is there started, it is
- * taken for it. */
+/* Whether the process is alive and has that start time (0: any). If the start time of an existing process cannot be
+ * read, the process counts as the same. */
 bool kvs_process_alive(int64_t pid, uint64_t start);
 
 struct kvs_owner kvs_owner_self(void);

@@ -1,11 +1,11 @@
-/* Threads of kvswap's own. */
+/* Threads of kvswap. */
 #ifndef KVS_THREAD_H
 #define KVS_THREAD_H
 
 #include <pthread.h>
 
-/* Start one: 0, or an errno. It takes no signals, which are for the threads of the program: handlers must not run on
- * ours. name: at most 15 bytes, for those who look at the process; NULL: the program's. */
+/* Start a thread: 0 or an errno. All signals are blocked in it, so that the program's signal handlers run on the
+ * program's threads. name: at most 15 bytes, shown by ps and debuggers; NULL: the program's name. */
 int kvs_thread_start(pthread_t *thread, const char *name, void *(*serve)(void *), void *arg);
 
 #endif

@@ -31,12 +31,11 @@ bool kvs_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, uint64_t deadlin
 
 /* -- polling ------------------------------------------------------------------------------------------------------- */
 
-/* A look costs a microsecond, a sleep tens of them: short waits look without pause, longer ones are late by at most a
- * hundredth of what they took. */
+/* A poll costs a microsecond, a sleep tens of them: short waits spin; longer waits end at most 1 % late. */
 #define SPIN_NS 300000u
 enum { LATE_SHARE = 100, SLEEP_TO_NS = 500000 };
 
-/* As exact as the clock allows; what the thread sleeps elsewhere stays as it is. */
+/* Sleeps with the smallest timer slack, and restores the thread's slack. */
 static void nap(uint64_t ns) {
   int slack = prctl(PR_GET_TIMERSLACK);
   (void)prctl(PR_SET_TIMERSLACK, 1ul);

@@ -1,4 +1,4 @@
-/* The monotonic clock, by which all waits are, and condition variables that know it. */
+/* The monotonic clock, used for all waits, and condition variables on this clock. */
 #ifndef KVS_WAIT_H
 #define KVS_WAIT_H
 
@@ -13,13 +13,13 @@
 uint64_t kvs_clock_ns(void);
 uint64_t kvs_deadline(int64_t timeout_ns); /* that far from now; negative: KVS_NO_DEADLINE */
 
-/* Like pthread_cond_init(), for kvs_cond_wait(): 0, or an errno. */
+/* Like pthread_cond_init(), for use with kvs_cond_wait(): 0 or an errno. */
 int kvs_cond_init(pthread_cond_t *);
-/* With the lock held: false once the clock has reached the deadline; else somebody woke it, or nobody did. */
+/* Call with the lock held. False: the deadline has passed. True: signalled, or a spurious wake-up. */
 bool kvs_cond_wait(pthread_cond_t *, pthread_mutex_t *, uint64_t deadline_ns);
 
-/* Wait until poll(arg) is no longer KVS_NOT_READY, with growing sleeps of at most 500 us; KVS_TIMEOUT after timeout_ns
- * (< 0: never). `stepped`: kvs_device.stepped, no sleeping. */
+/* Poll until poll(arg) is not KVS_NOT_READY, with growing sleeps of at most 500 us. KVS_TIMEOUT after timeout_ns (< 0:
+ * never). `stepped`: kvs_device.stepped, no sleeping. */
 int kvs_wait_until(int (*poll)(void *arg, struct kvs_error *), void *arg, bool stepped, int64_t timeout_ns,
                    struct kvs_error *err);
 

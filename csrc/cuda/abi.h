@@ -1,8 +1,8 @@
-/* The part of the CUDA driver's binary interface that kvswap uses, declared here so that the C compiles with no CUDA
- * toolkit. Names are our own (kvs_cu_*), so that <cuda.h> can be included beside this file: cuda/driver.c does so where
- * it is found and compares every size, offset and value that stands here with it.
+/* The part of the CUDA driver's ABI that kvswap uses, declared here so that the C code compiles without a CUDA toolkit.
+ * Names begin with kvs_cu_, so that <cuda.h> can be included beside this file: cuda/driver.c compares every size,
+ * offset and value with <cuda.h> if it is installed.
  *
- * Structures are those of the versions that the table in cuda/driver.h asks for. */
+ * Structures are those of the entry point versions in cuda/driver.h. */
 #ifndef KVS_CUDA_ABI_H
 #define KVS_CUDA_ABI_H
 
@@ -18,7 +18,7 @@ typedef struct kvs_cu_stream_object *kvs_cu_stream;
 typedef struct kvs_cu_event_object *kvs_cu_event;
 typedef unsigned long long kvs_cu_chunk; /* CUmemGenericAllocationHandle */
 
-/* X(ours, the header's, value) */
+/* X(our name, name in cuda.h, value) */
 #define KVS_CU_VALUES(X)                                                                                               \
   X(KVS_CU_SUCCESS, CUDA_SUCCESS, 0)                                                                                   \
   X(KVS_CU_INVALID_VALUE, CUDA_ERROR_INVALID_VALUE, 1)                                                                 \
@@ -91,9 +91,9 @@ enum kvs_cu_value {
 #undef X
 };
 
-/* Values that a header as old as CUDA 11.3 does not have. */
+/* Values missing from cuda.h of CUDA 11.3. */
 enum kvs_cu_newer_value {
-  KVS_CU_PROC_LEGACY_STREAM = 1, /* handle 0 means the legacy stream, whatever the caller was compiled with */
+  KVS_CU_PROC_LEGACY_STREAM = 1, /* handle 0 is the legacy stream, whatever the caller's compile flags */
   KVS_CU_SOURCE_ORDER_STREAM = 1,
   KVS_CU_CONTAINED = 226,
   KVS_CU_TENSOR_MEMORY_LEAK = 721,
@@ -103,7 +103,7 @@ struct kvs_cu_uuid {
   unsigned char bytes[16];
 };
 
-/* Of memory and of events; passed by value. */
+/* For memory and events; passed by value. */
 struct kvs_cu_ipc_handle {
   char bytes[64];
 };

@@ -1,4 +1,4 @@
-/* Compares cuda/abi.h with the toolkit's header. Included once, by cuda/driver.c, where there is one. */
+/* Compares cuda/abi.h with the toolkit's header. Included by cuda/driver.c only, if the toolkit is installed. */
 #include <cuda.h>
 
 #define X(ours, theirs, value) _Static_assert((int)(ours) == (int)(theirs), #theirs);
@@ -23,7 +23,7 @@ SAME_SIZE(struct kvs_cu_ipc_handle, CUipcMemHandle)
 SAME_SIZE(struct kvs_cu_ipc_handle, CUipcEventHandle)
 SAME_SIZE(struct kvs_cu_copy_2d, CUDA_MEMCPY2D)
 SAME_SIZE(struct kvs_cu_copy_3d, CUDA_MEMCPY3D)
-/* Enumerations travel as int here. */
+/* Enumerations are passed as int. */
 SAME_SIZE(int, CUresult)
 SAME_SIZE(int, CUdevice_attribute)
 SAME_SIZE(int, CUfunction_attribute)

@@ -1,4 +1,4 @@
-/* Compares files/cufile.h with the toolkit's header, where there is one. Nothing is compiled into the program. */
+/* Compares files/cufile.h with the toolkit's header, if installed. Generates no code. */
 #include "files/cufile.h"
 
 #if defined(__has_include)

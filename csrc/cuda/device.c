@@ -1,15 +1,15 @@
 /* A GPU behind device.h, through the driver API alone.
  *
- * Every member follows one form: enter (make the device's primary context current and the thread's capture mode
- * relaxed), one driver call, leave (put both back and turn the code into a status). So any thread may call, whatever is
- * current on it, and a graph capture that runs elsewhere in the process is never invalidated. Errors are not looked
- * for: whatever call reports a fault of earlier work returns KVS_LOST (kvs_cuda_status), and the wrappers of device.c
- * remember it. */
+ * Every function has the same form: enter (make the device's primary context current and relax the thread's capture
+ * mode), one driver call, leave (restore both and translate the code to a status). So any thread may call, whatever
+ * context is current, and a graph capture elsewhere in the process stays valid. There are no extra error checks: the
+ * call that reports a fault of earlier work returns KVS_LOST (kvs_cuda_status), and the wrappers in device.c record
+ * it. */
 #include <stdlib.h>
 
 #include "cuda/device.h"
 
-/* Larger batches have crashed drivers; at this size a call's fixed cost no longer shows. */
+/* Larger batches have crashed drivers; at this size the fixed cost of a call is negligible. */
 enum { BATCH_MAX = 8192 };
 
 int kvs_cuda_enter(struct kvs_cuda_scope *scope, struct kvs_device *device, struct kvs_error *err) {
@@ -21,7 +21,7 @@ int kvs_cuda_enter(struct kvs_cuda_scope *scope, struct kvs_device *device, stru
   if (code != KVS_CU_SUCCESS) return kvs_cuda_result(scope->cu, code, "cuCtxPushCurrent", err);
   code = scope->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
   if (code == KVS_CU_SUCCESS) return KVS_OK;
-  (void)scope->cu->cuCtxPopCurrent(&popped); /* the first failure is the one to tell of */
+  (void)scope->cu->cuCtxPopCurrent(&popped); /* the first error is reported */
   return kvs_cuda_result(scope->cu, code, "cuThreadExchangeStreamCaptureMode", err);
 }
 
@@ -29,7 +29,7 @@ int kvs_cuda_leave(struct kvs_cuda_scope *scope, int code, const char *operation
   kvs_cu_context popped = NULL;
   int restored = scope->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
   int left = scope->cu->cuCtxPopCurrent(&popped);
-  /* The operation's own outcome first: if it was queued, the caller must not take it for refused. */
+  /* The operation's own result has precedence: a queued operation must not be reported as refused. */
   if (code == KVS_CU_SUCCESS && kvs_cuda_status(restored) == KVS_LOST)
     return kvs_cuda_result(scope->cu, restored, "cuThreadExchangeStreamCaptureMode", err);
   if (code == KVS_CU_SUCCESS && kvs_cuda_status(left) == KVS_LOST)
@@ -66,15 +66,15 @@ static int stream_info(struct kvs_device *device, kvs_stream stream, struct kvs_
                        struct kvs_error *err) {
   struct kvs_cuda_scope scope;
   int capture = KVS_CU_CAPTURE_STATUS_NONE;
-  unsigned long long id = stream == 0 ? KVS_STREAM_LEGACY : stream; /* before CUDA 12 the handle is all there is */
+  unsigned long long id = stream == 0 ? KVS_STREAM_LEGACY : stream; /* before CUDA 12 a stream has no id */
   const char *operation = "cuStreamIsCapturing";
   int status = kvs_cuda_enter(&scope, device, err);
   if (status != KVS_OK) return status;
   int code = scope.cu->cuStreamIsCapturing(kvs_cuda_stream(stream), &capture);
-  bool implicit = code == KVS_CU_CAPTURE_IMPLICIT; /* the legacy stream, while a stream that it waits for is captured */
+  bool implicit = code == KVS_CU_CAPTURE_IMPLICIT; /* legacy stream, while a blocking stream is captured */
   if (implicit) code = KVS_CU_SUCCESS;
   bool capturing = implicit || capture != KVS_CU_CAPTURE_STATUS_NONE;
-  if (code == KVS_CU_SUCCESS && !capturing && scope.cu->cuStreamGetId) { /* asking would end the capture */
+  if (code == KVS_CU_SUCCESS && !capturing && scope.cu->cuStreamGetId) { /* cuStreamGetId would invalidate a capture */
     operation = "cuStreamGetId";
     code = scope.cu->cuStreamGetId(kvs_cuda_stream(stream), &id);
   }
@@ -151,12 +151,12 @@ static int copy(struct kvs_device *device, uint64_t dst, uint64_t src, uint64_t 
   return kvs_cuda_leave(&scope, code, "cuMemcpyAsync", err);
 }
 
-/* The lists go to the driver as they are: uint64_t, CUdeviceptr (unsigned long long) and size_t are the same 8 bytes.
- * The driver reads them during the call and writes none, although its prototype has no const. */
+/* The lists are passed to the driver unchanged: uint64_t, CUdeviceptr (unsigned long long) and size_t are the same 8
+ * bytes. The driver only reads them, during the call, although its prototype has no const. */
 static int copy_some(const struct kvs_cuda_driver *cu, const struct kvs_copies *copies, size_t from, size_t count,
                      kvs_stream stream) {
   struct kvs_cu_copy_attributes attributes = {.source_order = KVS_CU_SOURCE_ORDER_STREAM};
-  size_t first = 0, failed = 0; /* the one attribute serves all copies, from the first on */
+  size_t first = 0, failed = 0; /* one attribute applies to all copies from index 0 */
   kvs_cu_deviceptr *dst = (kvs_cu_deviceptr *)(void *)(copies->dst + from);
   kvs_cu_deviceptr *src = (kvs_cu_deviceptr *)(void *)(copies->src + from);
   size_t *nbytes = (size_t *)(void *)(copies->nbytes + from);
@@ -247,8 +247,8 @@ static int wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_s
   return kvs_cuda_leave(&scope, code, "cuStreamWaitValue32", err);
 }
 
-/* Whether stream memory operations work, by doing them: the device attributes say no on drivers where they do. The word
- * stays allocated until close, because freeing device memory waits for the whole device. */
+/* Tests stream memory operations by using them: on some drivers the device attributes deny them although they work. The
+ * word is freed at close, because freeing device memory waits for the whole device. */
 static bool probe_memops(struct kvs_cuda_device *device) {
   const struct kvs_cuda_driver *cu = device->cu;
   kvs_cu_stream stream = NULL;
@@ -263,7 +263,7 @@ static bool probe_memops(struct kvs_cuda_device *device) {
   return cu->cuStreamDestroy(stream) == KVS_CU_SUCCESS && works;
 }
 
-/* Results are dropped on purpose: the device may be lost, and closing goes on to the end in any case. */
+/* Results are ignored: the device may be lost, and closing must go on. */
 static void close_device(struct kvs_device *base) {
   struct kvs_cuda_device *device = (struct kvs_cuda_device *)base;
   struct kvs_cuda_scope scope;
@@ -321,7 +321,7 @@ static const struct kvs_device_ops cuda_ops = {
     .share = &kvs_cuda_share_ops,
 };
 
-/* What has to be asked in the context, and what has to exist before work runs. */
+/* Queries that need the context, and allocations that must precede work. */
 static int prepare(struct kvs_cuda_device *device, struct kvs_error *err) {
   struct kvs_device_info *info = &device->base.info;
   struct kvs_cuda_scope scope;

@@ -1,5 +1,5 @@
-/* The CUDA device behind device.h, for the files of this folder, which share its work: cuda/device.c (queueing,
- * opening, closing), cuda/memory.c, cuda/kernels.c, cuda/info.c. */
+/* The CUDA device behind device.h, shared by the files of this folder: cuda/device.c (queueing, opening, closing),
+ * cuda/memory.c, cuda/kernels.c, cuda/info.c, cuda/range.c, cuda/share.c. */
 #ifndef KVS_CUDA_DEVICE_H
 #define KVS_CUDA_DEVICE_H
 
@@ -14,14 +14,14 @@ struct kvs_cuda_device {
   struct kvs_device base;
   const struct kvs_cuda_driver *cu;
   kvs_cu_device handle;
-  kvs_cu_context context; /* the device's primary context: retained at open, released at close */
+  kvs_cu_context context; /* primary context: retained at open, released at close */
   kvs_cu_module module;   /* NULL: no kernels */
   kvs_cu_function functions[KVS_KERNELS];
-  atomic_uchar peers[KVS_CUDA_PEERS]; /* by ordinal: enum kvs_cuda_peer */
-  kvs_cu_deviceptr scratch;           /* for the probe of the stream memory operations */
+  atomic_uchar peers[KVS_CUDA_PEERS]; /* indexed by ordinal: enum kvs_cuda_peer */
+  kvs_cu_deviceptr scratch;           /* for the test of stream memory operations */
 };
 
-/* What a call changes on its thread and puts back: the current context and the capture mode. */
+/* Thread state that a call changes and restores: the current context and the capture mode. */
 struct kvs_cuda_scope {
   const struct kvs_cuda_driver *cu;
   struct kvs_cuda_device *device;
@@ -30,7 +30,7 @@ struct kvs_cuda_scope {
 
 int kvs_cuda_enter(struct kvs_cuda_scope *scope, struct kvs_device *device, struct kvs_error *err);
 
-/* Puts back what enter changed and returns the status of `code`, which `operation` returned inside the scope. */
+/* Restores the thread state. Returns the status of `code`, the result of `operation` inside the scope. */
 int kvs_cuda_leave(struct kvs_cuda_scope *scope, int code, const char *operation, struct kvs_error *err);
 
 /* Memory: cuda/memory.c */
@@ -42,8 +42,8 @@ int kvs_cuda_host_register(struct kvs_device *, uint64_t ptr, size_t nbytes, str
 int kvs_cuda_host_unregister(struct kvs_device *, uint64_t ptr, struct kvs_error *);
 int kvs_cuda_pointer_query(struct kvs_device *, uint64_t ptr, struct kvs_region *, struct kvs_error *);
 
-/* Everything that the driver says of a pointer in one call, in the caller's current context. `known` is false for
- * memory that CUDA did not allocate and was not given; then the rest is zero. */
+/* All pointer attributes, by one call in the current context. `known` is false for memory that CUDA neither allocated
+ * nor registered; the rest is then zero. */
 struct kvs_cuda_pointer {
   bool known, managed;
   int memory;  /* KVS_CU_MEMORY_HOST or _DEVICE */
@@ -52,7 +52,7 @@ struct kvs_cuda_pointer {
 };
 int kvs_cuda_pointer_attributes(const struct kvs_cuda_driver *cu, uint64_t ptr, struct kvs_cuda_pointer *pointer);
 
-/* With other processes: cuda/share.c */
+/* Sharing with other processes: cuda/share.c */
 extern const struct kvs_share_ops kvs_cuda_share_ops;
 
 /* Chunks: cuda/range.c */
@@ -64,13 +64,13 @@ int kvs_cuda_chunk_unmap(struct kvs_device *, uint64_t at, uint64_t nbytes, stru
 int kvs_cuda_chunk_query(struct kvs_device *, uint64_t address, uint64_t *base, uint64_t *nbytes, struct kvs_error *);
 int kvs_cuda_chunk_share(struct kvs_device *, uint64_t address, int *fd, struct kvs_error *);
 
-/* Kernels: cuda/kernels.c. Loading never fails the device: info.kernels and info.kernels_note say what came of it.
- * Inside a scope. */
+/* Kernels: cuda/kernels.c. A load failure does not fail the device: info.kernels and info.kernels_note have the result.
+ * Call inside a scope. */
 void kvs_cuda_kernels_load(struct kvs_cuda_device *);
 void kvs_cuda_kernels_unload(struct kvs_cuda_device *);
 int kvs_cuda_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
 
-/* What needs no context: cuda/info.c. Checks the ordinal (KVS_RANGE). */
+/* Functions that need no context: cuda/info.c. Checks the ordinal (KVS_RANGE). */
 int kvs_cuda_device_get(const struct kvs_cuda_driver *cu, int ordinal, kvs_cu_device *handle, struct kvs_error *err);
 
 static inline kvs_cu_stream kvs_cuda_stream(kvs_stream stream) { return (kvs_cu_stream)(uintptr_t)stream; }

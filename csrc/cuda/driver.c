@@ -1,9 +1,9 @@
-/* Finds the driver and fills its table.
+/* Loads the driver and fills its table.
  *
- * The order: dlopen of the library that the driver installs (libcuda.so.1, not the toolkit's link libcuda.so); dlsym of
- * cuGetProcAddress_v2, or on drivers before CUDA 12 of cuGetProcAddress, which takes one argument less; then every
- * entry by name and version. A caller of the table never sees an entry of another prototype: asking a driver for more
- * than its own version is an error there, so such entries are left NULL without asking. */
+ * Order: dlopen of libcuda.so.1, which the driver installs (libcuda.so is the toolkit's link); dlsym of
+ * cuGetProcAddress_v2, or before CUDA 12 of cuGetProcAddress, which has one argument less; then every entry by name and
+ * version. Requesting an entry newer than the driver's version is an error, so such entries stay NULL and no entry has
+ * another prototype than declared. */
 #include "cuda/driver.h"
 
 #include <dlfcn.h>
@@ -17,10 +17,10 @@ typedef int (*find_v11)(const char *symbol, void **entry, int version, uint64_t 
 
 struct finder {
   find_v12 v12;
-  find_v11 v11; /* used where v12 is NULL */
+  find_v11 v11; /* used if v12 is NULL */
 };
 
-/* ISO C has no cast from an object pointer to a function pointer; POSIX promises that the bytes are the same. */
+/* ISO C does not allow casting an object pointer to a function pointer; POSIX guarantees the same representation. */
 static void set_entry(void *member, void *entry) { memcpy(member, &entry, sizeof entry); }
 
 static void *find_entry(const struct finder *finder, const char *symbol, int version) {
@@ -90,7 +90,7 @@ int kvs_cuda_driver_load(const char *library, struct kvs_cuda_driver *driver, st
 static struct {
   pthread_once_t once;
   struct kvs_cuda_driver driver;
-  struct kvs_error error; /* status KVS_OK: the driver is there */
+  struct kvs_error error; /* KVS_OK: the driver is loaded */
 } process = {.once = PTHREAD_ONCE_INIT};
 
 static void load_once(void) {
@@ -98,8 +98,8 @@ static void load_once(void) {
   int code = process.driver.cuInit(0);
   if (code != KVS_CU_SUCCESS) {
     kvs_cuda_result(&process.driver, code, "cuInit", &process.error);
-    process.error.status =
-        KVS_UNSUPPORTED; /* "no device", "versions do not match": there is no CUDA here, none was lost */
+    process.error.status = KVS_UNSUPPORTED; /* "no device" and "version mismatch" mean that CUDA is unavailable, not
+                                               that a device was lost */
   }
 }
 
@@ -118,7 +118,7 @@ int kvs_cuda_status(int code) {
     return KVS_NOT_READY;
   case KVS_CU_OUT_OF_MEMORY:
     return KVS_NOMEM;
-  /* The driver documents of these that the context or the process can only be ended. */
+  /* For these codes the driver's documentation requires ending the context or the process. */
   case KVS_CU_DEINITIALIZED:
   case KVS_CU_ECC_UNCORRECTABLE:
   case KVS_CU_NVLINK_UNCORRECTABLE:
@@ -136,7 +136,7 @@ int kvs_cuda_status(int code) {
   case KVS_CU_TENSOR_MEMORY_LEAK:
   case KVS_CU_MPS_CLIENT_TERMINATED:
   case KVS_CU_EXTERNAL_DEVICE:
-  /* It documents nothing of this one; whatever it was, no later result can be trusted. */
+  /* Not documented; no later result can be trusted. */
   case KVS_CU_UNKNOWN:
     return KVS_LOST;
   default:
@@ -146,7 +146,7 @@ int kvs_cuda_status(int code) {
 
 int kvs_cuda_result(const struct kvs_cuda_driver *driver, int code, const char *operation, struct kvs_error *err) {
   if (code == KVS_CU_SUCCESS) return KVS_OK;
-  if (code == KVS_CU_NOT_READY) { /* the answer of every poll: no formatting */
+  if (code == KVS_CU_NOT_READY) { /* result of every poll: skip formatting */
     *err = (struct kvs_error){.status = KVS_NOT_READY, .code = code, .operation = operation};
     return KVS_NOT_READY;
   }

@@ -1,14 +1,13 @@
-/* The CUDA driver as one table of entry points, found at run time: nothing links libcuda. */
+/* The CUDA driver as one table of entry points, loaded at run time: nothing links libcuda. */
 #ifndef KVS_CUDA_DRIVER_H
 #define KVS_CUDA_DRIVER_H
 
 #include "cuda/abi.h"
 #include "status.h"
 
-/* X(need, member, symbol, version, arguments): every entry returns the driver's code. `version` is that of the
- * prototype compiled here, which cuGetProcAddress is asked for: a newer driver then gives what this code expects,
- * whatever the newest prototype is. An entry whose version is above the driver's is not asked for at all. OPTIONAL ones
- * may be NULL. */
+/* X(need, member, symbol, version, arguments): all entries return the driver's code. `version` is the version of the
+ * prototype declared here and is passed to cuGetProcAddress, so that a newer driver returns the matching entry. Entries
+ * newer than the driver are not requested. OPTIONAL entries may be NULL. */
 #define KVS_CUDA_ENTRIES(X)                                                                                            \
   X(REQUIRED, cuInit, "cuInit", 2000, (unsigned flags))                                                                \
   X(REQUIRED, cuGetErrorName, "cuGetErrorName", 6000, (int code, const char **name))                                   \
@@ -112,26 +111,26 @@
     (size_t *nbytes, const struct kvs_cu_chunk_kind *kind, int option))
 
 struct kvs_cuda_driver {
-  void *library; /* from dlopen; never closed: the driver has threads of its own */
+  void *library; /* from dlopen; never closed, because the driver runs threads */
   int version;   /* 13000 for CUDA 13.0 */
 #define X(need, member, symbol, since, arguments) int(*member) arguments;
   KVS_CUDA_ENTRIES(X)
 #undef X
 };
 
-/* Fill the table from a library. KVS_UNSUPPORTED says what is missing. Calls nothing but cuDriverGetVersion and
- * cuGetProcAddress: the driver is not initialised. On failure the library is closed again. */
+/* Fill the table from a library. KVS_UNSUPPORTED: the error names what is missing. Calls only cuDriverGetVersion and
+ * cuGetProcAddress; does not initialise the driver. On failure the library is closed. */
 int kvs_cuda_driver_load(const char *library, struct kvs_cuda_driver *driver, struct kvs_error *err);
 
-/* The table of libcuda.so.1, initialised; loaded by the first call of the process, which decides for all later ones.
- * NULL with the reason where there is no driver or no GPU. Any thread. */
+/* The table of libcuda.so.1, initialised. The first call in the process loads it, and its result is final. NULL: no
+ * driver or no GPU, see *err. Any thread. */
 const struct kvs_cuda_driver *kvs_cuda_driver_get(struct kvs_error *err);
 
-/* What a code of the driver means: KVS_OK, KVS_NOT_READY, KVS_NOMEM, KVS_CAPTURING, KVS_LOST where the driver will
- * return it from now on, else KVS_REFUSED. */
+/* The status for a driver's code: KVS_OK, KVS_NOT_READY, KVS_NOMEM, KVS_CAPTURING, KVS_LOST for sticky errors,
+ * otherwise KVS_REFUSED. */
 int kvs_cuda_status(int code);
 
-/* The status of `code`, with *err filled unless it is KVS_OK. */
+/* The status of `code`; fills *err unless it is KVS_OK. */
 int kvs_cuda_result(const struct kvs_cuda_driver *driver, int code, const char *operation, struct kvs_error *err);
 
 #endif

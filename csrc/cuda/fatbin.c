@@ -1,10 +1,10 @@
-/* Embeds the fatbin that the build names in KVSWAP_FATBIN (a path, quoted), with the assembler's .incbin: no generated
- * source, no array of numbers to compile. A program that compiles csrc/ by itself need not define it. */
+/* Embeds the fatbin named by KVSWAP_FATBIN (a quoted path) with the assembler's .incbin, which needs no generated
+ * source. Programs that compile csrc/ themselves need not define the macro. */
 #include "cuda/fatbin.h"
 
 #ifdef KVSWAP_FATBIN
 
-/* 64 bytes: the driver reads the image as 8-byte fields. */
+/* 64-byte aligned: the driver reads 8-byte fields of the image. */
 __asm__(".pushsection .rodata.kvs_fatbin, \"a\", %progbits\n"
         ".balign 64\n"
         ".globl kvs_fatbin\n"
@@ -13,7 +13,7 @@ __asm__(".pushsection .rodata.kvs_fatbin, \"a\", %progbits\n"
         "kvs_fatbin:\n"
         ".incbin \"" KVSWAP_FATBIN "\"\n"
         "kvs_fatbin_end:\n"
-        ".byte 0\n" /* so that the size of the object is never 0 */
+        ".byte 0\n" /* the object's size must not be 0 */
         ".size kvs_fatbin, . - kvs_fatbin\n"
         ".balign 8\n"
         ".globl kvs_fatbin_nbytes\n"

@@ -1,4 +1,4 @@
-/* The compiled kernels, embedded in the library. A build without nvcc embeds none: nbytes is 0 and archs is "". */
+/* The compiled kernels, embedded in the library. Without nvcc at build time, nbytes is 0 and archs is "". */
 #ifndef KVS_CUDA_FATBIN_H
 #define KVS_CUDA_FATBIN_H
 

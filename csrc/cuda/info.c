@@ -1,5 +1,4 @@
-/* What can be known of the CUDA devices without a context, which would cost hundreds of MiB on each: none is made here.
- */
+/* Properties of CUDA devices without creating a context, which would cost hundreds of MiB on each device. */
 #include <ctype.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,7 +8,7 @@
 int kvs_cuda_count(int *count, struct kvs_error *err) {
   *count = 0;
   const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
-  if (!cu) return KVS_OK; /* the reason stays in *err */
+  if (!cu) return KVS_OK; /* *err has the reason */
   return kvs_cuda_result(cu, cu->cuDeviceGetCount(count), "cuDeviceGetCount", err);
 }
 
@@ -73,7 +72,7 @@ int kvs_cuda_info(int ordinal, struct kvs_device_info *info, struct kvs_error *e
   if (status == KVS_OK) status = kvs_cuda_result(cu, cu->cuDeviceTotalMem(&memory, handle), "cuDeviceTotalMem", err);
   if (status == KVS_OK) status = read_attributes(cu, handle, info, err);
   if (status != KVS_OK) return status;
-  for (char *c = info->pci; *c; c++) *c = (char)tolower((unsigned char)*c); /* as the kernel writes it */
+  for (char *c = info->pci; *c; c++) *c = (char)tolower((unsigned char)*c); /* sysfs uses lower case */
   memcpy(info->uuid, uuid.bytes, sizeof info->uuid);
   info->memory = memory;
   info->driver = cu->version;
@@ -83,8 +82,8 @@ int kvs_cuda_info(int ordinal, struct kvs_device_info *info, struct kvs_error *e
   return KVS_OK;
 }
 
-/* Makes the primary context of some device current, if one is alive; *held is that device. A context that dies between
- * the look and the retain is made anew and released again at once. */
+/* Makes some live primary context current; *held is its device. If the context ends between the check and the retain,
+ * it is created and released again. */
 static bool borrow_context(const struct kvs_cuda_driver *cu, kvs_cu_device *held) {
   int count = 0;
   if (cu->cuDeviceGetCount(&count) != KVS_CU_SUCCESS) return false;
@@ -140,7 +139,7 @@ int kvs_cuda_current(int *ordinal, struct kvs_error *err) {
   if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuCtxGetDevice", err);
   code = cu->cuDeviceGetCount(&count);
   if (code != KVS_CU_SUCCESS) return kvs_cuda_result(cu, code, "cuDeviceGetCount", err);
-  for (int i = 0; i < count; i++) /* a handle is not promised to be an ordinal */
+  for (int i = 0; i < count; i++) /* a device handle need not equal the ordinal */
     if (cu->cuDeviceGet(&other, i) == KVS_CU_SUCCESS && other == device) *ordinal = i;
   return KVS_OK;
 }

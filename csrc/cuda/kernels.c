@@ -1,13 +1,13 @@
 /* Loads the embedded kernels and launches them.
  *
- * Everything is loaded at open. A driver that loads lazily would otherwise load a kernel at its first launch, which
- * waits for the whole device: beside a kernel that waits for the launch to come, for ever. */
+ * All kernels are loaded at open. With lazy loading, the first launch of a kernel waits for the whole device: a
+ * deadlock if a running kernel waits for that launch. */
 #include <stdio.h>
 
 #include "cuda/device.h"
 #include "cuda/fatbin.h"
 
-enum { SHARED_BY_DEFAULT = 48 * 1024 }; /* dynamic shared memory that a kernel may have without asking */
+enum { SHARED_BY_DEFAULT = 48 * 1024 }; /* dynamic shared memory available without opting in */
 
 static const struct {
   const char *symbol;
@@ -54,7 +54,7 @@ void kvs_cuda_kernels_load(struct kvs_cuda_device *device) {
 }
 
 void kvs_cuda_kernels_unload(struct kvs_cuda_device *device) {
-  if (device->module) (void)device->cu->cuModuleUnload(device->module); /* nothing is left to do if it fails */
+  if (device->module) (void)device->cu->cuModuleUnload(device->module); /* a failure has no consequence */
   device->module = NULL;
 }
 
@@ -62,12 +62,12 @@ int kvs_cuda_launch(struct kvs_device *base, const struct kvs_launch *launch, kv
                     struct kvs_error *err) {
   struct kvs_cuda_device *device = (struct kvs_cuda_device *)base;
   struct kvs_cuda_scope scope;
-  void *params[] = {(void *)(uintptr_t)launch->params}; /* the driver copies from it */
+  void *params[] = {(void *)(uintptr_t)launch->params}; /* the driver copies the parameters */
   const char *operation = "cuLaunchKernel";
   int code = KVS_CU_SUCCESS;
   if (!device->module)
     return kvs_fail(err, KVS_UNSUPPORTED, "kernels are not available on this device: %s", base->info.kernels_note);
-  bool whole_warps = launch->kernel == KVS_KERNEL_DELAY || launch->threads % 32 == 0; /* the others shuffle */
+  bool whole_warps = launch->kernel == KVS_KERNEL_DELAY || launch->threads % 32 == 0; /* the others use shuffles */
   if (launch->params_nbytes != kernels[launch->kernel].params_nbytes || !whole_warps)
     return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, operation,
                            "%s: %zu bytes of parameters, %u threads", kernels[launch->kernel].symbol,

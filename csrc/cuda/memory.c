@@ -1,5 +1,5 @@
 /* Memory of the CUDA device. Pinned memory is allocated and registered portable and mapped: every GPU of the process
- * may copy it, and kernels may reach it by its device address. */
+ * may copy it, and kernels can access its device alias. */
 #include <string.h>
 
 #include "base/maps.h"
@@ -22,7 +22,7 @@ int kvs_cuda_free(struct kvs_device *device, uint64_t ptr, struct kvs_error *err
   return kvs_cuda_leave(&scope, scope.cu->cuMemFree(ptr), "cuMemFree", err);
 }
 
-/* The driver answers 0 bytes with success and no memory; here that is refused, as for device memory. */
+/* For 0 bytes the driver returns success and no memory; refused here, as for device memory. */
 int kvs_cuda_host_alloc(struct kvs_device *device, size_t nbytes, uint64_t *ptr, struct kvs_error *err) {
   struct kvs_cuda_scope scope;
   void *made = NULL;
@@ -58,8 +58,8 @@ int kvs_cuda_host_unregister(struct kvs_device *device, uint64_t ptr, struct kvs
   return kvs_cuda_leave(&scope, scope.cu->cuMemHostUnregister(kvs_cuda_pointer_of(ptr)), "cuMemHostUnregister", err);
 }
 
-/* The driver writes values of 1, 4 and 8 bytes; each is given 8 that are zero, so the low half reads right in every
- * case (CUDA runs on little-endian machines alone). */
+/* The driver writes values of 1, 4 and 8 bytes into zeroed 8-byte fields, so on little-endian machines the field has
+ * the right value in every case. */
 int kvs_cuda_pointer_attributes(const struct kvs_cuda_driver *cu, uint64_t ptr, struct kvs_cuda_pointer *pointer) {
   enum { MEMORY, ORDINAL, MANAGED, BASE, NBYTES, DEVICE_POINTER, BUFFER_ID, COUNT };
   int attributes[COUNT] = {
@@ -105,13 +105,13 @@ int kvs_cuda_pointer_query(struct kvs_device *device, uint64_t ptr, struct kvs_r
   int status = kvs_cuda_enter(&scope, device, err);
   if (status != KVS_OK) return status;
   int code = kvs_cuda_pointer_attributes(scope.cu, ptr, &pointer);
-  /* Some drivers answer so for an address that they never saw, others with success and zeros. */
+  /* For unknown addresses some drivers return this code, others success and zeros. */
   if (code == KVS_CU_INVALID_VALUE) code = KVS_CU_SUCCESS;
   status = kvs_cuda_leave(&scope, code, "cuPointerGetAttributes", err);
   if (status != KVS_OK) return status;
   if (!pointer.known) return pageable_region(ptr, region, err);
 
-  /* The range is in host addresses or, where the two differ, in device addresses: the one that holds its pointer. */
+  /* The range is in host or in device addresses, if the two differ: use the one that contains its pointer. */
   uint64_t base = pointer.base, distance = pointer.device_pointer - pointer.base;
   if (ptr - base >= pointer.nbytes) base = ptr - distance;
   if (ptr - base >= pointer.nbytes)

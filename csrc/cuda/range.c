@@ -1,5 +1,4 @@
-/* Ranges of chunks on a GPU: share.h's members over the driver's virtual memory management, which is there from
- * CUDA 10.2 on and needs no more than the entries that driver has. */
+/* Ranges of chunks on a GPU: share.h over the driver's virtual memory management (CUDA 10.2 and newer). */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
@@ -12,7 +11,7 @@ static struct kvs_cu_chunk_kind kind_of(const struct kvs_device *device) {
                                     .location = {KVS_CU_LOCATION_DEVICE, device->ordinal}};
 }
 
-/* All of these entries came with one version of the driver, cuMemRetainAllocationHandle (11.0) last. */
+/* All these entries arrived by one driver version; the last one is cuMemRetainAllocationHandle (11.0). */
 static int enter(struct kvs_cuda_scope *scope, struct kvs_device *device, struct kvs_error *err) {
   const struct kvs_cuda_driver *cu = ((struct kvs_cuda_device *)device)->cu;
   if (!cu->cuMemRetainAllocationHandle || !cu->cuMemRelease || !cu->cuMemAddressReserve || !cu->cuMemAddressFree ||
@@ -51,7 +50,7 @@ int kvs_cuda_range_free(struct kvs_device *device, uint64_t ptr, uint64_t nbytes
   return kvs_cuda_leave(&scope, scope.cu->cuMemAddressFree(ptr, nbytes), "cuMemAddressFree", err);
 }
 
-/* Once it is mapped the mapping alone holds the chunk. */
+/* The mapping keeps the chunk alive after its handle is released. */
 static int map_chunk(struct kvs_cuda_scope *scope, kvs_cu_chunk chunk, uint64_t at, uint64_t nbytes,
                      const char **operation) {
   const struct kvs_cu_access access = {.location = {KVS_CU_LOCATION_DEVICE, scope->device->base.ordinal},
@@ -87,7 +86,7 @@ int kvs_cuda_chunk_unmap(struct kvs_device *device, uint64_t at, uint64_t nbytes
   return kvs_cuda_leave(&scope, scope.cu->cuMemUnmap(at, nbytes), "cuMemUnmap", err);
 }
 
-/* The driver knows a chunk by its handle alone, which it gives for mapped memory and for no other. */
+/* The driver identifies a chunk by its handle only, and returns handles for mapped memory only. */
 int kvs_cuda_chunk_query(struct kvs_device *device, uint64_t address, uint64_t *base, uint64_t *nbytes,
                          struct kvs_error *err) {
   int attributes[] = {KVS_CU_POINTER_MAPPING_BASE, KVS_CU_POINTER_MAPPING_NBYTES};

@@ -1,4 +1,4 @@
-/* What a GPU shares with other processes: share.h filled in, by the driver's handles of allocations ("legacy" IPC). */
+/* share.h on a GPU: sharing with other processes by the driver's IPC handles of allocations ("legacy" IPC). */
 #include <string.h>
 
 #include "cuda/device.h"
@@ -21,8 +21,8 @@ static int memory_share(struct kvs_device *device, uint64_t ptr, struct kvs_hand
   return status;
 }
 
-/* The size that the driver maps must hold what the handle is said to stand for; it may be more, for small allocations
- * share one of the driver's. */
+/* The mapped size must be at least the exported size; it may be larger, since small allocations share one driver
+ * allocation. */
 static int check_size(const struct kvs_cuda_driver *cu, kvs_cu_deviceptr ptr, uint64_t nbytes, struct kvs_error *err) {
   struct kvs_cuda_pointer pointer;
   int code = kvs_cuda_pointer_attributes(cu, ptr, &pointer);
@@ -62,7 +62,7 @@ static int memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_erro
   struct kvs_cuda_scope scope;
   int status = kvs_cuda_enter(&scope, device, err);
   if (status != KVS_OK) return status;
-  int code = scope.cu->cuCtxSynchronize(); /* nobody documents that closing waits */
+  int code = scope.cu->cuCtxSynchronize(); /* the driver does not document that closing waits */
   if (code != KVS_CU_SUCCESS) return kvs_cuda_leave(&scope, code, "cuCtxSynchronize", err);
   code = scope.cu->cuIpcCloseMemHandle ? scope.cu->cuIpcCloseMemHandle(ptr) : KVS_CU_INVALID_VALUE;
   return kvs_cuda_leave(&scope, code, "cuIpcCloseMemHandle", err);
@@ -110,7 +110,7 @@ static int event_open(struct kvs_device *device, const struct kvs_handle *handle
 
 /* -- other GPUs ------------------------------------------------------------------------------------------------ */
 
-/* Inside a scope. Peer access is for the life of both contexts, so the other one is retained and never given back. */
+/* Call inside a scope. Peer access lasts as long as both contexts, so the other context stays retained. */
 static enum kvs_cuda_peer enable_peer(struct kvs_cuda_device *device, int ordinal) {
   const struct kvs_cuda_driver *cu = device->cu;
   kvs_cu_device handle;
@@ -124,8 +124,8 @@ static enum kvs_cuda_peer enable_peer(struct kvs_cuda_device *device, int ordina
   return code == KVS_CU_SUCCESS || code == KVS_CU_PEER_ALREADY_ENABLED ? KVS_CUDA_PEER_DIRECT : KVS_CUDA_PEER_STAGED;
 }
 
-/* Enabling says nothing of memory that was mapped by pieces (torch's expandable segments): whoever mapped it decides
- * which devices reach it. */
+/* Peer access does not cover memory mapped by cuMemMap (torch's expandable segments): its owner sets the access rights
+ * of each device. */
 static bool mapped_for(const struct kvs_cuda_device *device, uint64_t ptr) {
   const struct kvs_cuda_driver *cu = device->cu;
   const struct kvs_cu_location here = {KVS_CU_LOCATION_DEVICE, device->base.ordinal};
@@ -146,7 +146,7 @@ static int peer(struct kvs_device *base, const struct kvs_region *region, bool *
   int status = kvs_cuda_enter(&scope, base, err);
   if (status != KVS_OK) return status;
   enum kvs_cuda_peer known = atomic_load(&device->peers[ordinal]);
-  if (known == KVS_CUDA_PEER_UNKNOWN) { /* two threads at once find the same */
+  if (known == KVS_CUDA_PEER_UNKNOWN) { /* concurrent threads compute the same value */
     known = enable_peer(device, ordinal);
     atomic_store(&device->peers[ordinal], (unsigned char)known);
   }

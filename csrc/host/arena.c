@@ -1,9 +1,10 @@
-/* One file without a name (memfd) a host device, made when it is first needed and without a size to speak of: its holes
- * take no memory. An allocation is a stretch of it that is used once, and becomes a hole again when it is freed.
+/* One anonymous file (memfd) a host device, made on first use and sparse: its holes take no memory. An allocation is a
+ * range of the file that is used once and becomes a hole when it is freed.
  *
- * Before each allocation's pages lies one that holds, once it is shared, what a handle says of it. A handle names the
- * process, its descriptor and the place; who opens it goes through /proc/<pid>/fd, where the kernel lets in only those
- * who might also trace the process, and compares the two: a freed allocation has a hole there. */
+ * The page before an allocation's pages is its tag: once the allocation is shared, the tag has the same contents as its
+ * handle. A handle names the process, its descriptor and the offset. A process opens a handle through /proc/<pid>/fd,
+ * which the kernel permits only to processes that may trace the owner, and compares the tag with the handle; a freed
+ * allocation has a hole instead of the tag. */
 #include "host/arena.h"
 
 #include <errno.h>
@@ -21,14 +22,14 @@
 #define MAGIC "kvsarena"
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
 
-/* What a handle holds, and what stands in the page before an allocation that is shared. */
+/* The contents of a handle, and of the tag of a shared allocation. */
 struct file_place {
   char magic[8];
   int64_t pid;
-  uint64_t start; /* of that process */
+  uint64_t start; /* start time of that process */
   int64_t fd;
   uint64_t inode;
-  uint64_t offset; /* of the first page that counts */
+  uint64_t offset; /* offset of the first data page */
   uint64_t nbytes;
   uint64_t id;
 };
@@ -47,7 +48,7 @@ int kvs_host_arena_init(struct kvs_host_arena *arena, struct kvs_error *err) {
   return pthread_mutex_init(&arena->lock, NULL) ? kvs_fail(err, KVS_NOMEM, "cannot make a lock") : KVS_OK;
 }
 
-/* A program may close all descriptors, and then open files of its own: those are not ours to write to, nor to close. */
+/* A program may close all descriptors and reuse their numbers: such a file must be neither written nor closed. */
 static bool is_ours_locked(const struct kvs_host_arena *arena) {
   struct stat file;
   return arena->fd >= 0 && fstat(arena->fd, &file) == 0 && file.st_ino == arena->inode && file.st_nlink == 0;
@@ -60,7 +61,7 @@ void kvs_host_arena_destroy(struct kvs_host_arena *arena) {
 
 /* -- mapping --------------------------------------------------------------------------------------------------- */
 
-/* A limit on the size of files would end the process with a signal, long before there is that much memory. */
+/* Under a file size limit, extending the file would end the process with SIGXFSZ. */
 static bool limited(void) {
   struct rlimit limit;
   return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
@@ -71,7 +72,7 @@ static bool make_file_locked(struct kvs_host_arena *arena) {
   if (is_ours_locked(arena)) return true;
   if (arena->refused) return false;
   arena->fd = limited() ? -1 : memfd_create("kvswap", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  /* No process that has it can cut it off: touching what is mapped of it then would be a SIGBUS. */
+  /* Seal the file against shrinking: access to a mapped page beyond the end is a SIGBUS. */
   arena->refused =
       arena->fd < 0 || fcntl(arena->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0 || fstat(arena->fd, &file) != 0;
   if (arena->refused) return false;
@@ -80,7 +81,7 @@ static bool make_file_locked(struct kvs_host_arena *arena) {
   return true;
 }
 
-/* Room for nbytes and the page before them: a descriptor to map them from, or -1. */
+/* Reserve nbytes and the page before them: a descriptor to map, or -1. */
 static int take_room(struct kvs_host_arena *arena, size_t nbytes, uint64_t *offset) {
   size_t page = page_nbytes();
   int fd = -1;
@@ -155,7 +156,8 @@ int kvs_host_arena_share(struct kvs_host_arena *arena, uint64_t offset, uint64_t
   return KVS_OK;
 }
 
-/* A descriptor of the file that a handle names, if it is still that file and ours; else -1 and why. */
+/* Open the file that a handle names, after checking that it is the same file and belongs to this user; otherwise -1 and
+ * the reason. */
 static int open_file(const struct file_place *place, const char **why) {
   struct kvs_owner owner = {place->pid, place->start};
   struct stat file;
@@ -174,7 +176,7 @@ static int open_file(const struct file_place *place, const char **why) {
   return -1;
 }
 
-/* Whether these bytes are there and stay there. */
+/* Whether the file contains these bytes and is sealed against shrinking. */
 static bool is_sealed(int fd, uint64_t offset, uint64_t nbytes) {
   struct stat file;
   int seals = fcntl(fd, F_GET_SEALS);

@@ -1,9 +1,9 @@
-/* Copies of blocks, past the cache where that pays.
+/* Copies of blocks, with non-temporal stores where they are faster.
  *
- * memcpy writes past the cache only when one call is larger than the cache, because it cannot know what follows. A swap
- * knows: thousands of blocks of a few KiB, together much larger, none read again soon. Ordinary stores would first read
- * every destination line (half as much traffic again) and push everything else out of the cache. Sanitised builds use
- * memcpy, which the sanitisers see. */
+ * memcpy uses non-temporal stores only if one call is larger than the cache. A swap is thousands of blocks of a few
+ * KiB, together much larger than the cache and not read again soon. Ordinary stores would first read every destination
+ * line (50 % more traffic) and evict everything else from the cache. Sanitized builds use memcpy, which sanitizers
+ * intercept. */
 #include "host/copy.h"
 
 #include <string.h>
@@ -17,7 +17,7 @@
 
 #if STREAMING
 #define LINE 64u
-#define LEAST_STREAMED 1024u /* below, alignment costs more than the stores save */
+#define LEAST_STREAMED 1024u /* below this size, alignment costs more than non-temporal stores save */
 
 __attribute__((target("avx2"))) static void stream_lines(char *dst, const char *src, size_t nlines) {
   for (size_t i = 0; i < nlines; i++, dst += LINE, src += LINE) {

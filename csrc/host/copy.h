@@ -1,4 +1,4 @@
-/* Copying memory of this process at the speed of its memory. */
+/* Memory copies within the process at memory bandwidth. */
 #ifndef KVS_HOST_COPY_H
 #define KVS_HOST_COPY_H
 
@@ -6,11 +6,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Work that moves at least so much in all is copied past the cache. */
+/* Jobs that move at least this much in total use non-temporal stores. */
 #define KVS_HOST_STREAMING_NBYTES ((uint64_t)4 << 20)
 
-/* Copy ranges that do not overlap. `streaming`: write past the cache, which is faster when the whole job is larger than
- * it; then kvs_host_copy_fence() has to follow before another thread is told. */
+/* Copy between ranges that do not overlap. `streaming`: use non-temporal stores, which are faster if the whole job is
+ * larger than the cache; call kvs_host_copy_fence() before signalling another thread. */
 void kvs_host_copy(uint64_t dst, uint64_t src, uint64_t nbytes, bool streaming);
 void kvs_host_copy_fence(void);
 

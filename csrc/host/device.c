@@ -1,14 +1,13 @@
-/* The host device: memory and threads of this process that behave as a GPU does.
+/* The host device: memory and threads of this process that behave like a GPU.
  *
- * It is the default where no GPU is, and the oracle of the tests. Here is its table, and what a driver would refuse
- * when work is queued; nothing is queued of a call that is refused. Below it: host/memory.c (what memory there is),
- * host/queue.c (streams and events), host/run.c (who runs the work), host/kernel.c and kernels/twins.c (kernels).
+ * The host device is the default on machines without a GPU, and the reference in tests. This file has its function
+ * table and the checks that a driver makes at enqueue; nothing of a refused call is queued. Below: host/memory.c
+ * (memory), host/queue.c (streams and events), host/run.c (execution), host/kernel.c and kernels/twins.c (kernels).
  *
- * The refusals follow the driver where it was seen to refuse: one copy across the end of an allocation or registration,
- * rows of one rectangle in several, a pitch above the limit, a batch on the legacy stream (CUDA_ERROR_INVALID_VALUE on
- * driver 580), work on a stream that is captured. What a GPU would only notice when it runs, a kernel that touches
- * memory that is not there, loses the device with code 700. It is stricter than a GPU in one thing: a copy from or to
- * memory that is not mapped is refused rather than left to crash. */
+ * Refused as by the driver: one copy across the end of an allocation or registration, rows of one rectangle in several
+ * allocations, a pitch above the limit, a batch on the legacy stream (CUDA_ERROR_INVALID_VALUE on driver 580), work on
+ * a capturing stream. A kernel that accesses unmapped memory loses the device with code 700 when it runs, as on a GPU.
+ * Stricter than a GPU: a copy from or to unmapped memory is refused. */
 #include "host/device.h"
 
 #include <inttypes.h>
@@ -39,8 +38,8 @@ static int host_alloc_pinned(struct kvs_device *device, size_t nbytes, uint64_t 
   return kvs_host_memory_alloc(&host_of(device)->memory, KVS_MEMORY_PINNED, nbytes, ptr, err);
 }
 
-/* Freeing waits for the device, as a driver's free does. On a lost one it fails: a worker may still hold a slice, and
- * close, which joins the workers, unmaps everything. */
+/* Freeing waits for the device, as a driver's free does. On a lost device it fails: a worker may still run a slice.
+ * Closing joins the workers and then unmaps everything. */
 static int host_free_device(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
   int status = kvs_host_synchronize(queue_of(device), "free", err);
   return status ? status : kvs_host_memory_free(&host_of(device)->memory, KVS_MEMORY_DEVICE, ptr, err);
@@ -138,11 +137,11 @@ static int check_copy(struct kvs_host_view *view, const struct kvs_piece *piece,
   return status ? status : check_side(view, KVS_HOST_WRITE, piece->dst, piece->nbytes, seams, operation, err);
 }
 
-/* Queue the copies [from, to) of a list as one operation without order in it. */
+/* Queue the copies [from, to) of a list as one operation; their order is undefined. */
 static int queue_copies(struct kvs_device *device, const struct kvs_copies *copies, size_t from, size_t to, bool seams,
                         kvs_stream stream, const char *operation, struct kvs_error *err) {
   struct kvs_host_view view = {.memory = &host_of(device)->memory};
-  /* The list itself has as many bytes: no overflow. */
+  /* cannot overflow: the list itself has as many bytes */
   struct kvs_host_op *op = kvs_host_op_new(KVS_HOST_COPY, 0, (to - from) * sizeof(struct kvs_piece), err);
   uint64_t total = 0;
   int status = KVS_OK;
@@ -181,7 +180,7 @@ static int host_copy_direct(struct kvs_device *device, const struct kvs_copies *
   return queue_copies(device, copies, 0, copies->count, false, stream, "copy_direct", err);
 }
 
-/* How many bytes one side of a rectangle spans, gaps included; false if it is not one. */
+/* The bytes that one side of a rectangle spans, including gaps; false: invalid pitches. */
 static bool rect_span(const struct kvs_rect *rect, uint64_t pitch, uint64_t slice_rows, uint64_t *nbytes) {
   uint64_t rows = rect->height - 1, below;
   *nbytes = rect->width;
@@ -343,7 +342,7 @@ static void describe(struct kvs_device_info *info, unsigned workers, int cores, 
   info->memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
   info->max_pitch = MAX_PITCH;
   info->sms = (int)workers;
-  info->shared_nbytes = 227 << 10; /* as an H200's */
+  info->shared_nbytes = 227 << 10; /* value of an H200 */
   info->copy_engines = 2;
   info->numa_node = -1;
   info->priority_low = KVS_HOST_PRIORITY_LOW;

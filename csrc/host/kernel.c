@@ -1,5 +1,5 @@
-/* Looks at everything that a kernel will touch, in the order in which the kernel finds it: its tables first, then what
- * they point at. Addresses are worked out by the twins' own functions, so what is looked at is what will be used. */
+/* Checks every address that a kernel will access, in the order of access: first its tables, then the memory they point
+ * at. Addresses come from the twins' own functions, so the checked addresses are the used ones. */
 #include "host/kernel.h"
 
 #include <string.h>
@@ -25,7 +25,7 @@ static bool can(struct kvs_host_view *view, enum kvs_host_use use, uint64_t addr
   return !kvs_host_view_refuse(view, use, address, nbytes, false);
 }
 
-/* Entries [first, first + count) of a table. */
+/* Check entries [first, first + count) of a table. */
 static bool can_read_entries(struct kvs_host_view *view, uint64_t table, uint64_t first, uint64_t count,
                              size_t entry_nbytes) {
   uint64_t at, nbytes;
@@ -62,7 +62,7 @@ static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_param
     if (!can_copy(view, &piece)) return false;
     total += piece.nbytes;
   }
-  /* A CTA keeps its pace on its share; shares are taken as equal. */
+  /* The pace is a CTA's; assumes equal shares of the work. */
   double mib = (double)total / (double)op->what.kernel.grid / (1 << 20);
   double pace_ns = mib * (double)params->ns_per_mib;
   op->pace_ns = pace_ns < PACE_LIMIT_NS ? (uint64_t)pace_ns : (uint64_t)PACE_LIMIT_NS;

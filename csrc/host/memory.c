@@ -1,13 +1,13 @@
 /* Memory of a host device.
  *
- * An allocation is a mapping of its own with a page behind it that nothing may touch: a copy past the end is found, and
- * so is a use after free, because the pages are gone. Fresh memory begins with 0xCD bytes, as on a GPU it begins with
- * whatever was there; only the first 64 KiB, so that a large allocation stays as cheap as its mapping.
+ * Each allocation is a mapping followed by a guard page, so that a copy past the end faults, and so does a use after
+ * free. New memory starts with 0xCD bytes, since GPU memory is not zeroed either; only the first 64 KiB are filled, to
+ * keep large allocations cheap.
  *
- * Two sets describe it. `known` holds what a pointer query answers, allocated or registered, to the byte. `owned` holds
- * the pages behind allocations with their guard: it tells an allocation from a registration, and the slack behind one
- * from ordinary memory. All other memory of the process is looked up in the kernel's list of mappings, and cut so that
- * it does not reach into what is known. */
+ * Two sets of regions describe the memory. `known` answers pointer queries, to the byte: allocations and registrations.
+ * `owned` has the pages of allocations including the guard: it tells an allocation from a registration, and the padding
+ * behind an allocation from ordinary memory. Other memory of the process is looked up in the kernel's list of mappings
+ * and clipped at known regions. */
 #include "host/memory.h"
 
 #include <inttypes.h>
@@ -38,9 +38,9 @@ static void unmap(struct kvs_host_memory *memory, const struct kvs_region *pages
   kvs_host_arena_unmap(&memory->arena, (void *)(uintptr_t)pages->base, (size_t)pages->nbytes - page, pages->alias);
 }
 
-/* -- the devices of the process -------------------------------------------------------------------------------- */
+/* -- the process's devices ------------------------------------------------------------------------------------- */
 
-static pthread_rwlock_t list_lock = PTHREAD_RWLOCK_INITIALIZER; /* before any memory's own */
+static pthread_rwlock_t list_lock = PTHREAD_RWLOCK_INITIALIZER; /* lock order: before the lock of any memory */
 static struct kvs_host_memory *list;                            /* guarded by list_lock */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
@@ -48,7 +48,7 @@ static void before_fork(void) { pthread_rwlock_wrlock(&list_lock); }
 
 static void after_fork(void) { pthread_rwlock_unlock(&list_lock); }
 
-/* The parent's devices are not the child's, and some thread may have held their locks. */
+/* Devices of the parent are not available in the child, and another thread may hold their locks. */
 static void after_fork_in_child(void) {
   list = NULL;
   pthread_rwlock_init(&list_lock, NULL);
@@ -74,7 +74,7 @@ static void unlist(struct kvs_host_memory *memory) {
   pthread_rwlock_unlock(&list_lock);
 }
 
-/* What another device allocated or registered. */
+/* Look up memory of other devices. */
 static bool query_others(const struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region) {
   bool found = false;
   if (!memory->listed) return false;
@@ -110,8 +110,7 @@ void kvs_host_memory_destroy(struct kvs_host_memory *memory) {
 
 static const char *alloc_name(enum kvs_memory kind) { return kind == KVS_MEMORY_DEVICE ? "alloc" : "host_alloc"; }
 
-/* Of `nbytes` the last page is the guard. Only device memory is for others: fresh pages of a process's own are cheaper.
- */
+/* The last page of `nbytes` is the guard. Only device memory comes from the arena, since private pages are cheaper. */
 static void *map_pages(struct kvs_host_memory *memory, enum kvs_memory kind, size_t nbytes, size_t page,
                        uint64_t *offset) {
   if (kind == KVS_MEMORY_DEVICE) return kvs_host_arena_map(&memory->arena, nbytes - page, offset);
@@ -123,7 +122,7 @@ static void *map_pages(struct kvs_host_memory *memory, enum kvs_memory kind, siz
   return pages;
 }
 
-/* Enter an allocation in both sets, or in none. */
+/* Add an allocation to both sets, or to neither. */
 static int add_locked(struct kvs_host_memory *memory, const struct kvs_region *region, const struct kvs_region *pages,
                       struct kvs_error *err) {
   int status = kvs_regions_add(&memory->owned, pages, err);
@@ -216,13 +215,13 @@ int kvs_host_memory_open(struct kvs_host_memory *memory, const struct kvs_handle
     return kvs_fail_driver(err, KVS_REFUSED, KVS_DRIVER_INVALID_VALUE, "memory_open",
                            "the allocation has %" PRIu64 " bytes, not %" PRIu64, there, nbytes);
   }
-  nbytes = there; /* as a driver maps all of it, whatever part is known to the caller */
+  nbytes = there; /* a driver maps the whole allocation */
   uint64_t base = (uint64_t)(uintptr_t)pages;
   struct kvs_region region = {.base = base, .nbytes = nbytes, .alias = base, .memory = KVS_MEMORY_DEVICE, .seam = true};
   struct kvs_region all = {.base = base, .nbytes = (nbytes + page - 1) / page * page + page, .alias = KVS_HOST_PRIVATE};
   region.device = memory->ordinal;
   region.writable = true;
-  all.origin = KVS_ORIGIN_IMPORTED; /* freeing it is not ours, and its pages are no hole when we unmap them */
+  all.origin = KVS_ORIGIN_IMPORTED; /* an imported mapping cannot be freed, and unmapping it must not punch a hole */
   pthread_rwlock_wrlock(&memory->lock);
   region.buffer_id = memory->next_buffer_id++;
   status = add_locked(memory, &region, &all, err);
@@ -252,7 +251,7 @@ int kvs_host_memory_close(struct kvs_host_memory *memory, uint64_t ptr, struct k
 
 static bool query_ordinary_locked(const struct kvs_host_memory *memory, uint64_t ptr, struct kvs_region *region) {
   struct kvs_mapping mapping;
-  if (kvs_regions_find(&memory->owned, ptr)) return false; /* the slack behind an allocation, or its guard */
+  if (kvs_regions_find(&memory->owned, ptr)) return false; /* padding or guard of an allocation */
   if (!kvs_mapping_find(ptr, &mapping) || !mapping.readable) return false;
   uint64_t start = mapping.base, end = mapping.base + mapping.nbytes;
   const struct kvs_regions *sets[] = {&memory->known, &memory->owned};
@@ -287,7 +286,7 @@ int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct k
   const struct kvs_region *known = kvs_regions_find(&memory->known, ptr);
   if (known) *region = *known;
   pthread_rwlock_unlock(&memory->lock);
-  bool found = known || query_others(memory, ptr, region); /* never holding two memories' locks */
+  bool found = known || query_others(memory, ptr, region); /* never holds the locks of two memories */
   if (!found) {
     pthread_rwlock_rdlock(&memory->lock);
     found = query_ordinary_locked(memory, ptr, region);
@@ -298,7 +297,7 @@ int kvs_host_memory_query(struct kvs_host_memory *memory, uint64_t ptr, struct k
 
 /* -- registration ---------------------------------------------------------------------------------------------- */
 
-/* Register [ptr, ptr + nbytes): 0, or the driver's code. */
+/* Register [ptr, ptr + nbytes): 0 or the driver's error code. */
 static int register_locked(struct kvs_host_memory *memory, uint64_t ptr, size_t nbytes, struct kvs_error *err) {
   struct kvs_region pinned = {.base = ptr, .nbytes = nbytes, .alias = ptr, .memory = KVS_MEMORY_PINNED, .device = -1};
   struct kvs_region part;
@@ -306,7 +305,7 @@ static int register_locked(struct kvs_host_memory *memory, uint64_t ptr, size_t 
   pinned.writable = true;
   for (uint64_t at = ptr; at < ptr + nbytes; at = part.base + part.nbytes) {
     if (!query_locked(memory, at, &part)) return KVS_DRIVER_INVALID_VALUE;
-    if (part.memory != KVS_MEMORY_ORDINARY) /* the driver has another code for what it allocated itself */
+    if (part.memory != KVS_MEMORY_ORDINARY) /* the driver uses another code for its own allocations */
       return kvs_regions_find(&memory->owned, at) ? KVS_DRIVER_INVALID_VALUE : KVS_DRIVER_ALREADY_REGISTERED;
     pinned.writable = pinned.writable && part.writable;
   }
@@ -353,7 +352,7 @@ static const struct kvs_region *view_region(struct kvs_host_view *view, enum kvs
     last->nbytes = 0;
     return NULL;
   }
-  /* An overlap means that mappings changed meanwhile: forget the old ones. Remembering is only for speed. */
+  /* Overlapping regions mean that mappings have changed: drop the cached regions, which only save look-ups. */
   if (kvs_regions_add(&view->met, last, &ignored)) kvs_regions_clear(&view->met);
   return last;
 }

@@ -1,4 +1,4 @@
-/* What a host device is made of: for host/device.c, and host/share.c, which fills in share.h. */
+/* Parts of a host device, for host/device.c and for host/share.c, which implements share.h. */
 #ifndef KVS_HOST_PARTS_H
 #define KVS_HOST_PARTS_H
 
@@ -16,8 +16,7 @@ static inline struct host_device *host_of(struct kvs_device *device) { return (s
 
 extern const struct kvs_share_ops kvs_host_share_ops;
 
-/* The same for all processes that see this ordinal, until the machine restarts; a deterministic device is the only one
- * of its seed. */
+/* Equal for all processes that see this ordinal, until reboot. A deterministic device has a UUID of its own seed. */
 void kvs_host_uuid(unsigned char uuid[16], int ordinal, uint64_t seed);
 
 #endif

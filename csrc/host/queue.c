@@ -1,12 +1,11 @@
-/* Streams, events and queues of a host device: what its callers do.
+/* Streams, events and queues of a host device: the callers' side.
  *
- * One lock guards all of it. Handles are small numbers that are used again as soon as they are free, as a driver's are:
- * streams are even and events odd, so that one in the place of the other is refused. Streams are non-blocking; the
- * legacy stream (0 and 1) and the per-thread streams (2) are ordinary ones that exist by themselves.
+ * One lock guards everything. Handles are small numbers that are reused immediately, as a driver's are. Streams are
+ * even and events odd, so that a mix-up is refused. Streams are non-blocking; the legacy stream (0 and 1) and the
+ * per-thread streams (2) are ordinary streams that always exist.
  *
- * A stream is a FIFO, and active while it holds anything. The operation at its head is runnable, or is a condition that
- * is not yet met; conditions never occupy a worker (host/run.c). An event is a pointer to the mark of its latest
- * recording. */
+ * A stream is a FIFO, active while not empty. The operation at its head is runnable, or is a condition that is not met
+ * yet; conditions never occupy a worker (host/run.c). An event points to the mark of its latest recording. */
 #include "host/queue.h"
 
 #include <inttypes.h>
@@ -17,7 +16,7 @@
 
 static atomic_uint_fast64_t last_stream_id;
 static atomic_uint_fast64_t last_thread_id;
-static _Thread_local uint64_t thread_id; /* unlike pthread_self(), never used again */
+static _Thread_local uint64_t thread_id; /* unlike pthread_self(), never reused */
 
 static struct kvs_host_stream *stream_new(int priority) {
   struct kvs_host_stream *stream = calloc(1, sizeof *stream);
@@ -77,7 +76,7 @@ void kvs_host_queue_destroy(struct kvs_host_queue *queue) {
 
 /* -- tables ---------------------------------------------------------------------------------------------------- */
 
-/* Put `item` into the first free place of a table of pointers, growing it; false without memory. */
+/* Put `item` into the first free entry of a pointer table, which may grow; false: no memory. */
 static bool table_put(void ***table, size_t *count, void *item, size_t *index) {
   size_t at = 0;
   while (at < *count && (*table)[at]) at++;
@@ -170,13 +169,13 @@ struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, siz
 void kvs_host_op_free_locked(struct kvs_host_op *op) {
   bool record = op->kind == KVS_HOST_RECORD;
   struct kvs_host_mark *mark = record || op->kind == KVS_HOST_WAIT_EVENT ? op->what.mark : NULL;
-  if (record && !atomic_exchange(&mark->done, true) && mark->words) /* dropped with a lost device: let others go on */
+  if (record && !atomic_exchange(&mark->done, true) && mark->words) /* dropped on a lost device: release the waiters */
     kvs_host_words_end(mark->words, mark->number);
   mark_unref(mark);
   free(op);
 }
 
-/* The oldest operation that has not ended stands at the head of some stream. */
+/* The oldest unfinished operation is at the head of some stream. */
 static uint64_t oldest_locked(const struct kvs_host_queue *queue) {
   uint64_t oldest = UINT64_MAX;
   for (const struct kvs_host_stream *stream = queue->first; stream; stream = stream->after)
@@ -232,7 +231,7 @@ void kvs_host_drop_locked(struct kvs_host_queue *queue) {
   wake_waiters_locked(queue);
 }
 
-/* May something be queued on `handle` now? Finds the stream and starts what will run the work. */
+/* Whether work may be queued on `handle` now. Finds the stream, and starts the workers if needed. */
 static int admit_locked(struct kvs_host_queue *queue, kvs_stream handle, const char *operation,
                         struct kvs_host_stream **stream, struct kvs_error *err) {
   int status = check_lost(queue, operation, err);
@@ -253,7 +252,7 @@ static void push_locked(struct kvs_host_queue *queue, struct kvs_host_stream *st
     activate_locked(queue, stream);
   }
   stream->tail = op;
-  /* Time does not jump here: the caller goes on queueing. */
+  /* virtual time does not jump here: the caller goes on queueing */
   if (queue->deterministic)
     kvs_host_steps_locked(queue, (int64_t)kvs_host_random_locked(queue, 3), false);
   else if (queue->idle && stream->head == op)
@@ -304,7 +303,7 @@ int kvs_host_stream_destroy(struct kvs_host_queue *queue, kvs_stream handle, str
   return status;
 }
 
-/* Deterministic: let a few steps run, as time passes between two looks at a GPU. True if nothing more can run. */
+/* Deterministic: run a few steps, as a GPU would between two polls. True: nothing is runnable. */
 static bool pass_time_locked(struct kvs_host_queue *queue) {
   if (!queue->deterministic) return false;
   int64_t steps = 1 + (int64_t)kvs_host_random_locked(queue, 4);
@@ -357,7 +356,7 @@ int kvs_host_stream_capture(struct kvs_host_queue *queue, kvs_stream handle, boo
 int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, struct kvs_error *err) {
   int status = KVS_OK;
   pthread_mutex_lock(&queue->lock);
-  uint64_t target = queue->next_seq; /* what is queued from now on, by others, is not waited for */
+  uint64_t target = queue->next_seq; /* operations queued from now on are not waited for */
   while (!status && !(status = check_lost(queue, operation, err)) && oldest_locked(queue) < target) {
     if (queue->deterministic) {
       if (!kvs_host_steps_locked(queue, 1, true) && !(status = check_lost(queue, operation, err)))
@@ -426,7 +425,7 @@ int kvs_host_event_destroy(struct kvs_host_queue *queue, kvs_event handle, struc
   return status;
 }
 
-/* An operation about a mark; takes over nothing, adds a reference of its own. */
+/* An operation on a mark; adds a reference. */
 static struct kvs_host_op *mark_op(enum kvs_host_kind kind, struct kvs_host_mark *mark, struct kvs_error *err) {
   struct kvs_host_op *op = kvs_host_op_new(kind, 1, 0, err);
   if (!op) return NULL;
@@ -435,7 +434,7 @@ static struct kvs_host_op *mark_op(enum kvs_host_kind kind, struct kvs_host_mark
   return op;
 }
 
-/* The number of a recording that other processes see; 0: there is no place for it. */
+/* Number of a recording that other processes see; 0: all entries are in use. */
 static int number_locked(const struct kvs_host_event *event, struct kvs_host_mark *mark, struct kvs_error *err) {
   if (!event->words) return KVS_OK;
   mark->number = kvs_host_words_begin(event->words);
@@ -452,7 +451,7 @@ static int record_locked(struct kvs_host_queue *queue, struct kvs_host_event *ev
   if (!mark) return refuse_nomem("event_record", err);
   struct kvs_host_op *op = mark_op(KVS_HOST_RECORD, mark, err);
   int status = op ? number_locked(event, mark, err) : KVS_NOMEM;
-  if (status) { /* nothing of it may be seen elsewhere */
+  if (status) { /* a failed recording must not be visible to other processes */
     free(op);
     free(mark);
     return status;
@@ -476,8 +475,8 @@ int kvs_host_event_record(struct kvs_host_queue *queue, kvs_event handle, kvs_st
   return status;
 }
 
-/* What the event's latest recording is by now, a reference: NULL if there is none, or it was reached. Of an event that
- * processes share it may be another one's. */
+/* The event's latest recording, with a reference; NULL: none, or completed. A shared event's latest recording may be
+ * another process's. */
 static int latest_locked(const struct kvs_host_event *event, struct kvs_host_mark **mark, struct kvs_error *err) {
   uint64_t number = event->words ? kvs_host_words_latest(event->words) : 0;
   *mark = NULL;
@@ -497,7 +496,7 @@ static int latest_locked(const struct kvs_host_event *event, struct kvs_host_mar
   return KVS_OK;
 }
 
-/* Takes the mark over. */
+/* Takes over the reference to the mark. */
 static int wait_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream, struct kvs_host_mark *mark,
                        bool foreign, struct kvs_error *err) {
   struct kvs_host_op *op = mark_op(KVS_HOST_WAIT_EVENT, mark, err);
@@ -527,7 +526,7 @@ int kvs_host_stream_wait_foreign(struct kvs_host_queue *queue, kvs_stream stream
   struct kvs_host_event *event;
   struct kvs_host_stream *stream;
   struct kvs_host_mark *mark = NULL;
-  pthread_mutex_lock(&other->lock); /* one lock after the other, for two devices may wait for each other */
+  pthread_mutex_lock(&other->lock); /* never two locks at once: two devices may wait for each other */
   int status = check_lost(other, "stream_wait", err);
   if (!status) status = find_event_locked(other, handle, "stream_wait", &event, err);
   if (!status) status = latest_locked(event, &mark, err);

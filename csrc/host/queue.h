@@ -1,5 +1,5 @@
-/* Streams, events and the work queued on a host device, and who runs it. host/queue.c holds what callers do, host/run.c
- * what runs: workers, or steps inside calls on a deterministic device. */
+/* Streams, events and queued work of a host device, and its execution. host/queue.c has the functions for callers;
+ * host/run.c executes, with workers, or with steps inside calls on a deterministic device. */
 #ifndef KVS_HOST_QUEUE_H
 #define KVS_HOST_QUEUE_H
 
@@ -16,12 +16,12 @@
 #define KVS_HOST_NEVER UINT64_MAX
 
 enum kvs_host_kind {
-  /* Work: done in slices, outside the lock, by several workers at once. */
+  /* Work: executed in slices, without the lock, by several workers at once. */
   KVS_HOST_COPY,
   KVS_HOST_RECT,
   KVS_HOST_FILL,
   KVS_HOST_KERNEL,
-  /* Instants: done under the lock once they are ready. */
+  /* Instants: executed under the lock when they are ready. */
   KVS_HOST_DELAY,
   KVS_HOST_RECORD,
   KVS_HOST_WAIT_EVENT,
@@ -29,22 +29,22 @@ enum kvs_host_kind {
   KVS_HOST_WAIT32,
 };
 
-/* One recording of an event. Waits hold the mark and not the event, so recording the event again does not move them,
- * and an event may be destroyed at any time. It may be of another device or process, and then nobody tells when it is
- * reached: who waits for it looks again and again. */
+/* One recording of an event. Waits hold the mark instead of the event, so recording the event again does not affect
+ * them, and the event may be destroyed. A mark of another device or process sends no signal on completion: waiters poll
+ * it. */
 struct kvs_host_mark {
-  atomic_uint refs; /* of all devices that wait for it */
+  atomic_uint refs; /* including those of other devices that wait for it */
   atomic_bool done;
-  uint64_t ns;                  /* when it was reached; written before `done` */
-  struct kvs_host_words *words; /* of an event that processes share, else NULL; constant */
-  uint64_t number;              /* of the recording there */
+  uint64_t ns;                  /* completion time; written before `done` */
+  struct kvs_host_words *words; /* constant; NULL: the event is not shared */
+  uint64_t number;              /* number of the recording in `words` */
 };
 
-/* One queued operation. What it is, is constant once queued; its progress is guarded by the queue's lock. */
+/* One queued operation. Its description is constant once queued; its progress is guarded by the queue's lock. */
 struct kvs_host_op {
   struct kvs_host_op *next;
   enum kvs_host_kind kind;
-  uint64_t seq; /* position among all operations of the device */
+  uint64_t seq; /* position among the device's operations */
   union {
     struct kvs_rect rect;
     struct {
@@ -54,7 +54,7 @@ struct kvs_host_op {
     struct {
       enum kvs_kernel id;
       unsigned grid, threads;
-      const void *params; /* behind the operation */
+      const void *params; /* stored behind the operation */
     } kernel;
     struct {
       uint64_t ptr;
@@ -63,63 +63,63 @@ struct kvs_host_op {
     uint64_t delay_ns;
     struct kvs_host_mark *mark;
   } what;
-  bool streaming; /* large: write past the cache */
+  bool streaming; /* large: use non-temporal stores */
 
-  bool prepared;             /* KERNEL: its addresses were checked */
-  bool foreign;              /* WAIT_EVENT: nobody tells this queue when it is reached */
+  bool prepared;             /* KERNEL: addresses are checked */
+  bool foreign;              /* WAIT_EVENT: no signal on completion, poll */
   bool started;              /* DELAY: `until` is set */
-  uint64_t until;            /* DELAY: when it ends; WAIT_EVENT: when to look whether its owner lives */
-  uint64_t pace_ns;          /* KERNEL: it lasts at least so long */
-  uint64_t begun_ns;         /* KERNEL: since when */
-  uint64_t units, unit;      /* copies, rows or CTAs: how many, and the first that nobody has taken */
-  uint64_t offset;           /* bytes of `unit` that are taken already */
-  unsigned running;          /* slices in the hands of workers */
-  struct kvs_piece pieces[]; /* COPY: `units` of them. KERNEL: its parameters lie here */
+  uint64_t until;            /* DELAY: end time; WAIT_EVENT: next check that the owner is alive */
+  uint64_t pace_ns;          /* KERNEL: minimum duration */
+  uint64_t begun_ns;         /* KERNEL: start time */
+  uint64_t units, unit;      /* number of copies, rows or CTAs; the first not assigned yet */
+  uint64_t offset;           /* bytes of `unit` assigned already */
+  unsigned running;          /* slices being run by workers */
+  struct kvs_piece pieces[]; /* COPY: `units` pieces. KERNEL: the parameters */
 };
 
 struct kvs_host_stream {
   kvs_stream handle;
   uint64_t id;
   int priority;
-  uint64_t thread; /* a per-thread stream: whose; else 0 */
+  uint64_t thread; /* per-thread stream: its thread; otherwise 0 */
   bool capturing;
-  bool destroyed;                         /* its handle is gone; freed when it runs dry */
+  bool destroyed;                         /* the handle is invalid; freed when the stream is empty */
   struct kvs_host_op *head, *tail;        /* FIFO */
-  struct kvs_host_stream *before, *after; /* among the active ones */
+  struct kvs_host_stream *before, *after; /* list of active streams */
 };
 
 struct kvs_host_event {
   bool timing;
-  struct kvs_host_mark *mark;   /* the latest recording, or NULL */
-  struct kvs_host_words *words; /* all of its recordings, where processes share it, else NULL */
+  struct kvs_host_mark *mark;   /* latest recording, or NULL */
+  struct kvs_host_words *words; /* all recordings of a shared event; NULL: not shared */
 };
 
-/* All guarded by `lock`, but what stands under "constant". */
+/* Guarded by `lock`, except the fields under "constant". */
 struct kvs_host_queue {
   pthread_mutex_t lock;
-  pthread_cond_t work; /* something may be runnable */
-  pthread_cond_t done; /* everything before `awaited` ended, or the device is lost */
+  pthread_cond_t work; /* signalled when work may be runnable */
+  pthread_cond_t done; /* everything before `awaited` has ended, or the device is lost */
 
   struct kvs_host_stream legacy;
-  struct kvs_host_stream **streams; /* by handle; NULL: free */
+  struct kvs_host_stream **streams; /* indexed by handle; NULL: free */
   size_t nstreams;
   struct kvs_host_stream **threads; /* per-thread streams */
   size_t nthreads;
-  struct kvs_host_event **events; /* by handle; NULL: free */
+  struct kvs_host_event **events; /* indexed by handle; NULL: free */
   size_t nevents;
-  struct kvs_host_stream *first, *last; /* streams with work, in the order in which they get their turns */
+  struct kvs_host_stream *first, *last; /* active streams, in scheduling order */
   uint64_t next_seq;
-  uint64_t awaited; /* kvs_host_synchronize waits for all before this `seq` (the least of them), or KVS_HOST_NEVER */
+  uint64_t awaited; /* the smallest `seq` that kvs_host_synchronize() waits for, or KVS_HOST_NEVER */
 
   pthread_t workers[KVS_HOST_WORKERS_MAX];
-  unsigned nworkers; /* started */
-  unsigned idle;     /* workers that wait */
-  uint64_t alarm;    /* when the earliest of them wakes by itself, or KVS_HOST_NEVER */
+  unsigned nworkers; /* number started */
+  unsigned idle;     /* workers that sleep */
+  uint64_t alarm;    /* earliest wake-up time of a sleeping worker, or KVS_HOST_NEVER */
   bool stopping;
 
-  uint64_t random; /* deterministic: state of the generator */
-  uint64_t trace;  /* deterministic: hash of what ran */
-  uint64_t clock;  /* deterministic: virtual nanoseconds */
+  uint64_t random; /* deterministic: random state */
+  uint64_t trace;  /* deterministic: hash of what has run */
+  uint64_t clock;  /* deterministic: virtual time in ns */
 
   /* constant */
   bool deterministic;
@@ -130,11 +130,11 @@ struct kvs_host_queue {
 
 int kvs_host_queue_init(struct kvs_host_queue *queue, unsigned max_workers, uint64_t seed,
                         struct kvs_host_memory *memory, atomic_int *lost, struct kvs_error *err);
-void kvs_host_queue_destroy(struct kvs_host_queue *queue); /* drops what is queued */
+void kvs_host_queue_destroy(struct kvs_host_queue *queue); /* drops queued work */
 
-/* An operation of `units` units, with `behind` bytes for its pieces or parameters; NULL with *err filled. */
+/* An operation of `units` units, with `behind` bytes for pieces or parameters; NULL: see *err. */
 struct kvs_host_op *kvs_host_op_new(enum kvs_host_kind kind, uint64_t units, size_t behind, struct kvs_error *err);
-/* Queue it. Takes the operation over, also on failure. `operation` is the member's name, for errors. */
+/* Queue the operation and take it over, also on failure. `operation` is the device function's name, for errors. */
 int kvs_host_enqueue(struct kvs_host_queue *queue, struct kvs_host_op *op, kvs_stream handle, const char *operation,
                      struct kvs_error *err);
 
@@ -145,15 +145,15 @@ int kvs_host_stream_info(struct kvs_host_queue *queue, kvs_stream handle, struct
                          struct kvs_error *err);
 int kvs_host_stream_capture(struct kvs_host_queue *queue, kvs_stream handle, bool begin, struct kvs_error *err);
 int kvs_host_stream_wait(struct kvs_host_queue *queue, kvs_stream handle, kvs_event event, struct kvs_error *err);
-/* For an event of another host device's queue. */
+/* For an event of another host device. */
 int kvs_host_stream_wait_foreign(struct kvs_host_queue *queue, kvs_stream handle, struct kvs_host_queue *other,
                                  kvs_event event, struct kvs_error *err);
 int kvs_host_synchronize(struct kvs_host_queue *queue, const char *operation, struct kvs_error *err);
 int kvs_host_event_create(struct kvs_host_queue *queue, bool timing, kvs_event *event, struct kvs_error *err);
-/* Takes the words over, also on failure. */
+/* Takes over the reference to the words, also on failure. */
 int kvs_host_event_adopt(struct kvs_host_queue *queue, struct kvs_host_words *words, kvs_event *event,
                          struct kvs_error *err);
-/* The words of an event, a reference; NULL with *err filled where there are none. */
+/* The words of an event, with a reference; NULL: the event is not shared, see *err. */
 struct kvs_host_words *kvs_host_event_words(struct kvs_host_queue *queue, kvs_event event, struct kvs_error *err);
 int kvs_host_event_destroy(struct kvs_host_queue *queue, kvs_event event, struct kvs_error *err);
 int kvs_host_event_record(struct kvs_host_queue *queue, kvs_event event, kvs_stream handle, struct kvs_error *err);
@@ -161,14 +161,14 @@ int kvs_host_event_query(struct kvs_host_queue *queue, kvs_event event, struct k
 int kvs_host_event_elapsed(struct kvs_host_queue *queue, kvs_event from, kvs_event to, uint64_t *ns,
                            struct kvs_error *err);
 
-/* Between host/queue.c and host/run.c. */
+/* Shared by host/queue.c and host/run.c. */
 int kvs_host_workers_start_locked(struct kvs_host_queue *queue, struct kvs_error *err);
 void kvs_host_workers_stop(struct kvs_host_queue *queue);
-/* How many of so many steps could be run. `jump`: where only time is left to pass, it passes. */
+/* Runs up to `steps` steps; returns how many. `jump`: if only delays are left, advance the virtual time. */
 int64_t kvs_host_steps_locked(struct kvs_host_queue *queue, int64_t steps, bool jump);
 uint64_t kvs_host_random_locked(struct kvs_host_queue *queue, uint64_t below);
 void kvs_host_op_free_locked(struct kvs_host_op *op);
-void kvs_host_stream_pop_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream); /* ends the head */
-void kvs_host_drop_locked(struct kvs_host_queue *queue); /* a lost device: forget all that nobody is running */
+void kvs_host_stream_pop_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream); /* removes the head */
+void kvs_host_drop_locked(struct kvs_host_queue *queue); /* device lost: drop all operations that are not running */
 
 #endif

@@ -1,5 +1,5 @@
-/* Ranges of chunks on a host device: addresses that nothing may touch, into which files without a name (memfd) are
- * mapped. A range is device memory to the byte from its beginning; it is of use once all of it is mapped. */
+/* Ranges of chunks on a host device: reserved address ranges into which anonymous files (memfd) are mapped. A range is
+ * device memory from its first byte, and usable when completely mapped. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -12,7 +12,7 @@
 
 #define GRANULARITY ((uint64_t)65536)
 
-/* The program may have closed it, and opened a file of its own under the number. */
+/* The program may have closed the descriptor and reused its number. */
 static bool is_ours(const struct kvs_region *chunk) {
   struct stat file;
   return fstat(chunk->device, &file) == 0 && file.st_ino == chunk->buffer_id && file.st_nlink == 0;
@@ -42,7 +42,7 @@ int kvs_host_range_reserve(struct kvs_host_memory *memory, uint64_t nbytes, uint
   struct kvs_region owned = {.base = base, .nbytes = nbytes + page, .alias = KVS_HOST_PRIVATE};
   known.device = memory->ordinal;
   known.writable = true;
-  owned.origin = KVS_ORIGIN_REGISTERED; /* neither free() nor memory_close() is for it */
+  owned.origin = KVS_ORIGIN_REGISTERED; /* such memory cannot be freed by free() or memory_close() */
   pthread_rwlock_wrlock(&memory->lock);
   known.buffer_id = memory->next_buffer_id++;
   int status = kvs_regions_add(&memory->owned, &owned, err);
@@ -75,8 +75,8 @@ int kvs_host_range_free(struct kvs_host_memory *memory, uint64_t ptr, uint64_t n
   return found ? KVS_OK : refuse("range_free", "is no range, or chunks are mapped in it", ptr, err);
 }
 
-/* A descriptor of our own, of a file of that size: another process's, or a new one. -1 and why. No process can cut it
- * off: touching what is mapped of it then would be a SIGBUS. */
+/* A new descriptor for a file of that size: a duplicate of `given`, or a new file; -1 and the reason. The file is
+ * sealed against shrinking: access to a mapped page beyond the end is a SIGBUS. */
 static int file_for(int given, uint64_t nbytes, uint64_t *inode, const char **why) {
   struct stat file;
   int fd = given < 0 ? memfd_create("kvswap-chunk", MFD_CLOEXEC | MFD_ALLOW_SEALING) : fcntl(given, F_DUPFD_CLOEXEC, 0);
@@ -154,7 +154,7 @@ int kvs_host_chunk_share(struct kvs_host_memory *memory, uint64_t address, int *
              : refuse("chunk_share", "is in no chunk, or its file was closed, or there are too many", address, err);
 }
 
-/* The ranges themselves are unmapped with all else. */
+/* The ranges are unmapped with the other memory. */
 void kvs_host_chunks_destroy(struct kvs_host_memory *memory) {
   for (size_t i = 0; i < memory->chunks.count; i++) close_ours(&memory->chunks.items[i]);
   kvs_regions_clear(&memory->chunks);

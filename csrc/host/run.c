@@ -1,16 +1,16 @@
-/* Who runs the work of a host device.
+/* Execution of a host device's work.
  *
- * Threaded: up to four workers. One picks the stream of highest priority whose head is runnable, among equals the one
- * that waited longest, takes a slice of about a MiB of it, and runs the slice without the lock; several workers may
- * hold slices of one operation, for there is no order within it. An operation ends when all its slices have.
+ * Threaded: up to four workers. A worker picks the stream of the highest priority with a runnable head (the longest
+ * waiting among equals), takes a slice of about a MiB and runs the slice without the lock. Several workers may run
+ * slices of one operation, since there is no order within it. An operation ends with its last slice.
  *
- * Waking is a chain: who makes something runnable signals one worker, and a worker that goes off to run while more
- * could be run, or while a time has to be kept, signals the next. A worker that finished looks again by itself. Of the
- * idle workers one sleeps until the earliest time that matters: the end of a delay, or the next look at a 32-bit word.
+ * Wake-ups are chained: a thread that makes something runnable signals one worker; a worker signals the next one before
+ * it runs a slice, if more is runnable or a timeout is pending. A worker that has finished looks for work itself. One
+ * idle worker sleeps only until the next timeout: the end of a delay, or the next poll of a 32-bit word.
  *
- * Deterministic: no threads. A step picks by the seed, mostly in order of priority (to a GPU it is a hint too), and
- * runs one copy of a batch or one other operation whole, under the lock. Time is virtual: a microsecond a step; where
- * only time is left to pass, it jumps to the end of the first delay. */
+ * Deterministic: no threads. A step picks an operation by the seed, mostly by priority (for a GPU a hint as well), and
+ * runs one copy of a batch or one other operation completely, under the lock. Time is virtual: a microsecond a step. If
+ * only delays are left, the time advances to the end of the first delay. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,13 +23,13 @@
 #include "kernels/twins.h"
 
 #define SLICE_NBYTES ((uint64_t)1 << 20)
-#define SLICE_UNITS 1024u             /* bounds how long taking a slice of tiny copies holds the lock */
-#define POLL_NS ((uint64_t)100000)    /* from look to look at a word that a stream waits for */
-#define OWNER_NS ((uint64_t)20000000) /* from look to look whether whoever would write it still lives */
+#define SLICE_UNITS 1024u             /* limits the time under the lock while taking a slice of small copies */
+#define POLL_NS ((uint64_t)100000)    /* polling interval of a word that a stream waits for */
+#define OWNER_NS ((uint64_t)20000000) /* interval of the check that the word's writer is alive */
 #define STEP_NS 1000u
 
-/* A part of an operation: units [first, first + units); of the first one the bytes before `offset` are not in it, and
- * of the last one those from `end` on. */
+/* A part of an operation: units [first, first + units), without the first `offset` bytes of the first unit, and up to
+ * byte `end` of the last. */
 struct slice {
   uint64_t first, units, offset, end;
 };
@@ -47,7 +47,7 @@ static void trace_locked(struct kvs_host_queue *queue, uint64_t what) {
   queue->trace = kvs_pattern_word(queue->trace ^ what, 1);
 }
 
-/* -- the bytes ------------------------------------------------------------------------------------------------- */
+/* -- execution ------------------------------------------------------------------------------------------------- */
 
 static uint64_t unit_nbytes(const struct kvs_host_op *op, uint64_t unit) {
   switch (op->kind) {
@@ -63,7 +63,7 @@ static uint64_t unit_nbytes(const struct kvs_host_op *op, uint64_t unit) {
 }
 
 static void fill_words(uint64_t dst, uint32_t word, uint64_t nwords) {
-  uint32_t *words = (uint32_t *)(uintptr_t)dst; /* aligned: refused otherwise */
+  uint32_t *words = (uint32_t *)(uintptr_t)dst; /* aligned: checked at enqueue */
   for (uint64_t i = 0; i < nwords; i++) words[i] = word;
 }
 
@@ -85,11 +85,11 @@ static void run_bytes(const struct kvs_host_op *op, uint64_t unit, uint64_t from
   if (nbytes) kvs_host_copy(dst + from, src + from, nbytes, op->streaming);
 }
 
-/* Take the next slice of an operation that has some left. */
+/* Take the next slice of an operation that has unassigned units. */
 static struct slice take_locked(struct kvs_host_op *op) {
   struct slice slice = {.first = op->unit, .offset = op->offset};
   uint64_t nbytes = 0;
-  if (op->kind == KVS_HOST_KERNEL) { /* CTAs: their work is not known, so hand out fewer towards the end */
+  if (op->kind == KVS_HOST_KERNEL) { /* the cost of CTAs is unknown: smaller slices towards the end */
     slice.units = 1 + (op->units - op->unit) / 16;
     op->unit += slice.units;
     return slice;
@@ -117,7 +117,7 @@ static void run_slice(const struct kvs_host_op *op, struct slice slice) {
   if (op->streaming) kvs_host_copy_fence();
 }
 
-/* -- what is runnable ------------------------------------------------------------------------------------------ */
+/* -- scheduling ------------------------------------------------------------------------------------------------ */
 
 static bool flag_reached(const struct kvs_host_op *op) {
   uint32_t word = __atomic_load_n((const uint32_t *)(uintptr_t)op->what.flag.ptr, __ATOMIC_ACQUIRE);
@@ -132,7 +132,7 @@ static bool delay_over_locked(struct kvs_host_op *op, uint64_t now) {
   return now >= op->until;
 }
 
-/* Of a recording that another process may have queued, or not live to reach. */
+/* Whether a recording of another process has completed or its process has ended. */
 static bool shared_reached(struct kvs_host_op *op, uint64_t now) {
   const struct kvs_host_mark *mark = op->what.mark;
   if (kvs_host_words_ended(mark->words, mark->number)) return true;
@@ -141,7 +141,7 @@ static bool shared_reached(struct kvs_host_op *op, uint64_t now) {
   return kvs_host_words_abandoned(mark->words, mark->number);
 }
 
-/* Can the head of a stream go on? If that depends on time, *wake becomes no later than the time to look again. */
+/* Whether the head of a stream can run. If that depends on time, *wake is lowered to the time of the next check. */
 static bool ready_locked(struct kvs_host_queue *queue, struct kvs_host_op *op, uint64_t now, uint64_t *wake) {
   uint64_t again;
   switch (op->kind) {
@@ -172,7 +172,7 @@ static bool ready_locked(struct kvs_host_queue *queue, struct kvs_host_op *op, u
   return false;
 }
 
-/* The stream whose turn it is, or NULL. *more: there is another one. */
+/* The stream to run next, or NULL. *more: another one is runnable. */
 static struct kvs_host_stream *pick_locked(struct kvs_host_queue *queue, uint64_t now, uint64_t *wake, bool *more) {
   bool ranked = !queue->deterministic || kvs_host_random_locked(queue, 4) != 0;
   struct kvs_host_stream *best = NULL;
@@ -182,14 +182,14 @@ static struct kvs_host_stream *pick_locked(struct kvs_host_queue *queue, uint64_
     ready++;
     if (best && ranked && stream->priority > best->priority) continue;
     equals = best && ranked && stream->priority < best->priority ? 1 : equals + 1;
-    /* Threaded: the first of the best. Deterministic: each of them with the same chance. */
+    /* Threaded: the first of the best. Deterministic: a random one of the best. */
     if (equals == 1 || (queue->deterministic && kvs_host_random_locked(queue, equals) == 0)) best = stream;
   }
   *more = ready > 1;
   return best;
 }
 
-/* -- ends ------------------------------------------------------------------------------------------------------ */
+/* -- completion ------------------------------------------------------------------------------------------------ */
 
 static void lose_locked(struct kvs_host_queue *queue, int code) {
   int none = 0;
@@ -208,7 +208,7 @@ static void run_instant_locked(struct kvs_host_queue *queue, struct kvs_host_str
   kvs_host_stream_pop_locked(queue, stream);
 }
 
-/* The last slice of the head has been run. A paced kernel lasts on as a delay. */
+/* The last slice of the head has run. A paced kernel continues as a delay. */
 static void finish_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
   struct kvs_host_op *op = stream->head;
   if (op->kind == KVS_HOST_KERNEL && op->pace_ns && !atomic_load(queue->lost)) {
@@ -224,7 +224,7 @@ static bool is_instant(const struct kvs_host_op *op) { return op->kind >= KVS_HO
 
 /* -- threaded -------------------------------------------------------------------------------------------------- */
 
-/* Run a part of the head of a stream; the lock is given up meanwhile. */
+/* Run a slice of a stream's head; releases the lock meanwhile. */
 static void run_part_locked(struct kvs_host_queue *queue, struct kvs_host_stream *stream) {
   struct kvs_host_op *op = stream->head;
   bool prepare = op->kind == KVS_HOST_KERNEL && !op->prepared, good = true;
@@ -234,7 +234,7 @@ static void run_part_locked(struct kvs_host_queue *queue, struct kvs_host_stream
   else
     slice = take_locked(op);
   op->running++;
-  if (queue->idle && op->unit < op->units) pthread_cond_signal(&queue->work); /* the next slice is for another */
+  if (queue->idle && op->unit < op->units) pthread_cond_signal(&queue->work); /* another takes the next slice */
   pthread_mutex_unlock(&queue->lock);
   if (prepare)
     good = kvs_host_kernel_prepare(queue->memory, op);
@@ -244,7 +244,7 @@ static void run_part_locked(struct kvs_host_queue *queue, struct kvs_host_stream
   op->running--;
   if (prepare) op->prepared = true;
   if (!good) lose_locked(queue, KVS_DRIVER_ILLEGAL_ADDRESS);
-  if (atomic_load(queue->lost)) op->unit = op->units; /* the rest is dropped */
+  if (atomic_load(queue->lost)) op->unit = op->units; /* drop the remaining slices */
   if (op->unit == op->units && !op->running) finish_locked(queue, stream);
 }
 
@@ -313,7 +313,7 @@ void kvs_host_workers_stop(struct kvs_host_queue *queue) {
 
 /* -- deterministic --------------------------------------------------------------------------------------------- */
 
-/* Run one copy of a batch, chosen among those left. */
+/* Run one randomly chosen copy of a batch. */
 static void step_copy_locked(struct kvs_host_queue *queue, struct kvs_host_op *op) {
   uint64_t chosen = op->unit + kvs_host_random_locked(queue, op->units - op->unit);
   struct kvs_piece piece = op->pieces[chosen];
@@ -324,20 +324,20 @@ static void step_copy_locked(struct kvs_host_queue *queue, struct kvs_host_op *o
   trace_locked(queue, chosen);
 }
 
-/* Run the head of a stream: all of it, CTAs and rows in an order turned by the seed. */
+/* Run a stream's head completely; the order of CTAs and rows depends on the seed. */
 static void step_whole_locked(struct kvs_host_queue *queue, struct kvs_host_op *op) {
-  uint64_t turn = kvs_host_random_locked(queue, op->units);
+  uint64_t rotation = kvs_host_random_locked(queue, op->units);
   op->begun_ns = queue->clock;
   if (op->kind == KVS_HOST_KERNEL && !kvs_host_kernel_prepare(queue->memory, op)) {
     lose_locked(queue, KVS_DRIVER_ILLEGAL_ADDRESS);
     return;
   }
   for (uint64_t i = 0; i < op->units; i++) {
-    uint64_t unit = (turn + i) % op->units;
+    uint64_t unit = (rotation + i) % op->units;
     run_slice(op, (struct slice){.first = unit, .units = 1, .end = unit_nbytes(op, unit)});
   }
   op->unit = op->units;
-  trace_locked(queue, turn);
+  trace_locked(queue, rotation);
 }
 
 static bool step_locked(struct kvs_host_queue *queue, bool jump) {

@@ -1,4 +1,4 @@
-/* What a host device shares with other processes: share.h filled in. */
+/* Implementation of share.h for host devices: sharing with other processes. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
@@ -6,7 +6,7 @@
 
 #include "host/parts.h"
 
-/* -- who it is ------------------------------------------------------------------------------------------------- */
+/* -- identity -------------------------------------------------------------------------------------------------- */
 
 static void read_boot_id(unsigned char id[16]) {
   char text[64];
@@ -42,7 +42,7 @@ static int memory_open(struct kvs_device *device, const struct kvs_handle *handl
   return kvs_host_memory_open(&host_of(device)->memory, handle, nbytes, ptr, err);
 }
 
-/* Unlike a GPU, a worker would fault on memory that goes: so this waits, as freeing does. */
+/* Unlike a GPU, a worker would fault on unmapped memory: closing waits for the device, like freeing. */
 static int memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_error *err) {
   int status = kvs_host_synchronize(&host_of(device)->queue, "memory_close", err);
   return status ? status : kvs_host_memory_close(&host_of(device)->memory, ptr, err);
@@ -50,7 +50,7 @@ static int memory_close(struct kvs_device *device, uint64_t ptr, struct kvs_erro
 
 /* -- events ---------------------------------------------------------------------------------------------------- */
 
-/* Steps of a deterministic device happen inside calls on it alone: it cannot wait for another process. */
+/* A deterministic device runs only inside calls on it, so it cannot wait for another process. */
 static int event_create_shared(struct kvs_device *device, kvs_event *event, struct kvs_error *err) {
   struct kvs_host_words *words;
   if (device->stepped) return kvs_fail(err, KVS_UNSUPPORTED, "a deterministic device shares no events");

@@ -1,7 +1,7 @@
-/* A page that holds a counter of recordings and places for the latest 64 of them. Recording n is reached when its
- * place, n % 64, holds n or more. Recordings of several streams and processes are reached in any order, and nobody who
- * waits for one may be let go by another: so a place is given away only when its recording was reached. Each also says
- * whose it is, so that a process that dies does not hold up others for ever. */
+/* A page with a counter of recordings and entries for the latest 64. Recording n has completed when entry n % 64 holds
+ * n or more. Recordings of several streams and processes complete in any order, and one must not complete another's
+ * waiters: an entry is reused only after its recording has completed. Each entry also names its process, so that a dead
+ * process does not block others forever. */
 #include "host/words.h"
 
 #include <inttypes.h>
@@ -18,7 +18,7 @@ struct page {
   atomic_uint_fast64_t latest;
   struct {
     atomic_uint_fast64_t reached;
-    atomic_uint_fast64_t recorder; /* low half of the number, process */
+    atomic_uint_fast64_t recorder; /* low half of the number, and the process */
   } places[PLACES];
 };
 _Static_assert(sizeof(struct page) <= PAGE_NBYTES && sizeof(uint_fast64_t) == 8, "it fits, the same in all processes");
@@ -26,9 +26,9 @@ _Static_assert(sizeof(struct page) <= PAGE_NBYTES && sizeof(uint_fast64_t) == 8,
 struct kvs_host_words {
   atomic_uint refs;
   struct page *page;
-  bool opened; /* another process's */
+  bool opened; /* opened from another process */
   uint64_t offset;
-  struct kvs_host_arena arena; /* of this event alone: it goes when all have let go of it */
+  struct kvs_host_arena arena; /* of this event only; freed with the last reference */
 };
 
 static struct page *page_of(const struct kvs_host_words *words) { return words->page; }
@@ -87,7 +87,7 @@ struct kvs_host_words *kvs_host_words_ref(struct kvs_host_words *words) {
 
 void kvs_host_words_unref(struct kvs_host_words *words) {
   if (!words || atomic_fetch_sub(&words->refs, 1) != 1) return;
-  if (words->page) kvs_host_arena_close(words->page, PAGE_NBYTES); /* no hole: others may still look at it */
+  if (words->page) kvs_host_arena_close(words->page, PAGE_NBYTES); /* leaves no hole: others may read it */
   if (!words->opened) kvs_host_arena_destroy(&words->arena);
   free(words);
 }

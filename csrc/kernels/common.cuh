@@ -1,9 +1,8 @@
-/* What the kernels share: the clock, and loads that see memory as it is.
+/* Shared by the kernels: the clock, and coherent loads.
  *
- * Nothing is read through the non-coherent path (ld.global.nc, __ldg): memory that a kernel reads may have been written
- * by a copy engine, another kernel or the CPU right before, and may be host memory. Loads do not allocate in L1: each
- * byte is read once. They are volatile assembly, so that a group of loads stays ahead of the group of stores that
- * follows it. */
+ * No load uses the non-coherent path (ld.global.nc, __ldg): a copy engine, another kernel or the CPU may have written
+ * the memory just before, and it may be host memory. Loads do not allocate in L1, since each byte is read once. They
+ * are volatile assembly, so that a group of loads stays before the following group of stores. */
 #ifndef KVS_COMMON_CUH
 #define KVS_COMMON_CUH
 
@@ -34,7 +33,7 @@ static __device__ __forceinline__ void word_store(uint4 *to, const uint4 *word) 
                : "memory");
 }
 
-/* Narrower words: a volatile access is a relaxed one that bypasses L1. */
+/* Narrower words: a volatile access is a relaxed access that bypasses L1. */
 template <typename Word> static __device__ __forceinline__ void word_load(Word *word, const Word *from) {
   *word = *(const volatile Word *)from;
 }

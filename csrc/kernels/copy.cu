@@ -1,22 +1,21 @@
 /* Scattered copies by words: any size, any alignment, any GPU.
  *
- * CTA c takes units c, c + grid, c + 2 grid, ... Their bodies are cut into tiles of WORDS_IN_FLIGHT words a lane (4
- * KiB where words are 16 bytes), and the tiles, numbered through all pieces of the CTA, go to its warps in turn. So
- * small pieces are copied side by side, one a warp, large ones by all warps together, and no warp ever waits for
- * another: there is no barrier and no shared memory. A warp has a whole tile of loads in flight before it stores: 16
- * CTAs of 16 warps keep 1 MiB on the way, where the link to the host needs 256 KiB.
+ * CTA c takes units c, c + grid, c + 2 grid, ... A unit's body is divided into tiles of WORDS_IN_FLIGHT words a lane (4
+ * KiB with 16-byte words). The tiles are numbered through all pieces of the CTA, and assigned to its warps round-robin.
+ * So small pieces are copied in parallel, one a warp, and large ones by all warps together. No warp waits for another:
+ * there is no barrier and no shared memory. A warp issues all loads of a tile before it stores: 16 CTAs of 16 warps
+ * keep 1 MiB in flight, and the link to the host needs 256 KiB.
  *
- * Descriptors are read 32 at a time, one by each lane, and handed round by shuffles: their latency is paid once for 32
- * pieces.
+ * Descriptors are read 32 at a time, one by each lane, and exchanged by shuffles: 32 pieces share one load latency.
  *
- * The pace is a schedule that every warp works out for itself: the tile that begins n bytes into the CTA's work starts
- * no sooner than n bytes' time after the beginning. A CTA that fell behind (a busy link) may catch up CATCH_UP_NS, not
- * more: a burst at full speed is what pacing is there to prevent.
+ * Each warp computes its pace alone: the tile at byte n of the CTA's work starts no sooner than n bytes' time after the
+ * start. A CTA that is late (a busy link) may catch up by CATCH_UP_NS at most, since pacing must prevent bursts at full
+ * speed.
  *
  * Launch with a multiple of 32 threads, at most 512, and any grid. Pieces must not overlap. */
 #include "units.cuh"
 
-/* The tiles `turn`, `turn` + warps, ... of one piece. Returns this warp's turn in the next piece. */
+/* Copies tiles `turn`, `turn` + warps, ... of one piece. Returns the warp's first tile in the next piece. */
 template <typename Word>
 static __device__ __forceinline__ uint64_t copy_piece(const struct kvs_piece &piece, const struct kvs_cut &cut,
                                                       uint64_t turn, struct pace *pace) {
@@ -35,10 +34,10 @@ static __device__ __forceinline__ uint64_t copy_piece(const struct kvs_piece &pi
   return turn - tiles;
 }
 
-/* What a lane holds of its descriptor, and hands to its warp. The cut is made once, by the lane that read the piece. */
+/* A lane's descriptor, to be shuffled to the warp. The lane that reads the piece also computes the cut. */
 struct held {
   uint64_t dst, src, nbytes, words;
-  uint32_t rest; /* head, tail and width, a byte each */
+  uint32_t rest; /* head, tail and width, one byte each */
 };
 
 static __device__ __forceinline__ struct held hold_piece(const struct kvs_piece &piece) {

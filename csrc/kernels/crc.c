@@ -1,4 +1,4 @@
-/* CRC-32C of the kernel: its constants, and its twin. */
+/* CRC-32C in a kernel: the constants, and the C twin. */
 #include "kernels/twins.h"
 
 #include <endian.h>
@@ -22,7 +22,7 @@ void kvs_crc_plan(struct kvs_crc_params *params, uint64_t nbytes) {
   uint64_t rows = nbytes / KVS_CRC_ROW, each = (rows + KVS_CRC_CTAS - 1) / KVS_CRC_CTAS;
   memset(params, 0, sizeof *params);
   params->nbytes = nbytes;
-  params->rows = (uint32_t)(each < 8 ? 8 : each); /* fewer are not worth a table */
+  params->rows = (uint32_t)(each < 8 ? 8 : each); /* fewer rows do not pay for the table */
   params->bodies = (uint32_t)((rows + params->rows - 1) / params->rows);
   params->row = kvs_crc_power(KVS_CRC_ROW);
   params->start = ~kvs_crc_times(kvs_crc_power(nbytes), ~0u);

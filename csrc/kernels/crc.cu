@@ -1,12 +1,12 @@
-/* CRC-32C of one stretch of memory: see crc.h. Launch with KVS_CRC_THREADS threads and params.bodies + 1 CTAs.
+/* CRC-32C of one memory range: see crc.h. Launch with KVS_CRC_THREADS threads and params.bodies + 1 CTAs.
  *
- * A CTA first makes its table, what one row makes of each byte of a sum: 4 KiB of shared memory. GROUP rows are on
- * their way at once, since a load of device memory lasts as long as the look-ups of many rows. */
+ * Each CTA first computes its table, the factor of one row times each byte of a sum: 4 KiB of shared memory. GROUP rows
+ * are loaded at once, since a load from device memory takes as long as the look-ups of many rows. */
 #include "common.cuh"
 
 enum { GROUP = 4 };
 
-/* The xor of all threads' sums, in thread 0. All threads call it, once. */
+/* The xor of all threads' sums, in thread 0. All threads of the CTA must call it, once. */
 static __device__ __forceinline__ uint32_t crc_gather(uint32_t sum) {
   __shared__ uint32_t warps[KVS_CRC_THREADS / KVS_WARP];
   for (unsigned apart = KVS_WARP / 2; apart != 0; apart /= 2) sum ^= __shfl_xor_sync(KVS_ALL_LANES, sum, (int)apart);

@@ -1,4 +1,4 @@
-/* Keeps a stream busy for a time: sleeping, so that it takes nothing from the kernels beside it. */
+/* Keeps a stream busy for a time. Sleeps, so that other kernels keep their resources. */
 #include "common.cuh"
 
 #define DELAY_MAX_NS 10000000000ull

@@ -1,4 +1,4 @@
-/* Everything that goes into the fatbin, as one translation unit: one compilation for each architecture. */
+/* All kernels as one translation unit: one compilation for each architecture. */
 #include "copy.cu"
 #include "crc.cu"
 #include "delay.cu"

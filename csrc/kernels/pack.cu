@@ -1,8 +1,8 @@
-/* Scattered copies within device memory, at the GPU's full width: what packs a slot of a burst, or unpacks it.
+/* Scattered copies within device memory on the whole GPU: packs or unpacks a burst slot.
  *
- * A unit a warp: warps that lie side by side copy units that do, and none waits for another. There is no pace: the
- * kernel is there for some tens of microseconds, and what it costs a model is the time that it takes. So an SM has as
- * many warps as it holds, with few loads in flight each.
+ * One unit a warp: adjacent warps copy adjacent units, and no warp waits for another. There is no pace: the kernel runs
+ * for some tens of microseconds, and its cost to a concurrent model is its duration. So an SM runs as many warps as
+ * fit, with few loads in flight each.
  *
  * Launch with a multiple of 32 threads, at most 512, and any grid. Pieces must not overlap; fewer than 2^32. */
 #include "units.cuh"

@@ -1,15 +1,15 @@
-/* Writes or checks the test pattern. One CTA takes a whole item, so any block size is spread over many lanes.
+/* Writes or checks the test pattern. One CTA handles a whole item, so that any block size uses many lanes.
  *
- * What is wrong is counted in registers and added to the result once a warp, at the end and only if there was
- * something: the result may lie in host memory. The atomic operations have device scope: the CPU reads the result after
- * the kernel, so they need to be atomic among this GPU's threads alone, which CUDA grants on pinned memory too. */
+ * Errors are counted in registers and added to the result once a warp, at the end and only if there are any: the result
+ * may be in host memory. The atomics have device scope. The CPU reads the result after the kernel, so they need only be
+ * atomic among this GPU's threads, which CUDA guarantees for pinned memory too. */
 #include "common.cuh"
 
 struct findings {
   uint64_t wrong, first;
 };
 
-/* The bytes [0, nbytes) of `found` against `wanted`, at byte `offset` of item `item`. */
+/* Compare bytes [0, nbytes) of `found` with `wanted`, at byte `offset` of item `item`. */
 static __device__ __forceinline__ void compare(struct findings *findings, uint64_t found, uint64_t wanted,
                                                uint64_t item, uint64_t offset) {
   uint64_t apart = found ^ wanted;
@@ -19,7 +19,7 @@ static __device__ __forceinline__ void compare(struct findings *findings, uint64
   for (; apart != 0; apart >>= 8) findings->wrong += (apart & 0xffu) != 0;
 }
 
-/* Bytes [from, nbytes) of an item, one at a time: the end of an item, or all of one that is not aligned to 8. */
+/* Bytes [from, nbytes) of an item, one at a time: the end of an item, or all of an item that is not 8-byte aligned. */
 static __device__ void pattern_bytes(const struct kvs_pattern_item &item, uint64_t index, uint64_t from, bool check,
                                      struct findings *findings) {
   for (uint64_t i = from + threadIdx.x; i < item.nbytes; i += blockDim.x) {

@@ -1,9 +1,9 @@
-/* Scattered copies by bulk copies through shared memory: few warps keep much on the way, and an SM is hardly touched.
+/* Scattered copies by bulk copies through shared memory: a few warps keep many bytes in flight and use little of an SM.
  *
- * Units are dealt to the warps of all CTAs in turn, and each warp drives a ring of its own (ring.cuh); no warp waits
- * for another. Descriptors are worked out 32 at a time, one by each lane.
+ * Units are assigned round-robin to the warps of all CTAs. Each warp drives its own ring (ring.cuh), and no warp waits
+ * for another. Descriptors are computed 32 at a time, one by each lane.
  *
- * Launch with at most 8 warps, and RING_STAGES * chunk bytes of dynamic shared memory each. */
+ * Launch with at most 8 warps, and RING_STAGES * chunk bytes of dynamic shared memory a warp. */
 #include "ring.cuh"
 
 extern "C" __global__ void __launch_bounds__(RING_WARPS *KVS_WARP, 1)

@@ -1,9 +1,9 @@
 /* A warp's ring of stages in shared memory, driven by one lane: bulk copies in, bulk copies out.
  *
- * Loads run RING_LEAD stages ahead; the other stages are being stored from. Each stage has an mbarrier that counts the
- * bytes of its load. The unit has a fixed cost an operation, so a piece goes in as few as the stages' size allows.
+ * Loads run RING_LEAD stages ahead; the other stages are being stored. Each stage has an mbarrier that counts the bytes
+ * of its load. Each bulk operation has a fixed cost, so a piece uses as few operations as the stage size permits.
  *
- * From sm_90 on; a piece that is not aligned to 16 bytes in address and size is copied by words. */
+ * From sm_90 on. Pieces whose addresses or size are not multiples of 16 bytes are copied by words. */
 #ifndef KVS_RING_CUH
 #define KVS_RING_CUH
 
@@ -11,7 +11,7 @@
 
 #define RING_STAGES ((unsigned)KVS_RING_STAGES)
 #define RING_LEAD 4u
-#define RING_WARPS 8u /* most, a CTA */
+#define RING_WARPS 8u /* maximum a CTA */
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define RING_BULK 1
@@ -27,9 +27,9 @@ struct ring_stage {
 
 struct ring {
   struct ring_stage *stages;
-  uint32_t buffer; /* in the shared window */
+  uint32_t buffer; /* address in the shared window */
   uint32_t chunk;
-  uint32_t loaded, stored; /* operations so far; they may wrap */
+  uint32_t loaded, stored; /* numbers of operations; may wrap around */
 };
 
 #if RING_BULK
@@ -70,7 +70,7 @@ static __device__ __forceinline__ void ring_store_oldest(struct ring *ring) {
 
 static __device__ __forceinline__ void ring_push(struct ring *ring, uint64_t dst, uint64_t src, uint32_t nbytes) {
   if (ring->loaded - ring->stored == RING_LEAD) ring_store_oldest(ring);
-  /* The stage to load into was stored from RING_STAGES operations ago: that one must have been read. */
+  /* The next stage was stored RING_STAGES operations ago: wait until that store has read the stage. */
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(RING_STAGES - RING_LEAD) : "memory");
   const unsigned stage = ring->loaded % RING_STAGES;
   const uint32_t barrier = shared_address(&ring->stages[stage].barrier);
@@ -84,7 +84,7 @@ static __device__ __forceinline__ void ring_push(struct ring *ring, uint64_t dst
   ring->loaded++;
 }
 
-/* All that was pushed has arrived. */
+/* Waits until all stores are complete. */
 static __device__ __forceinline__ void ring_drain(struct ring *ring, unsigned lane) {
   if (lane == 0) {
     while (ring->loaded != ring->stored) ring_store_oldest(ring);
@@ -93,7 +93,7 @@ static __device__ __forceinline__ void ring_drain(struct ring *ring, unsigned la
   __syncwarp();
 }
 
-/* By all lanes of the warp together. The first operation goes to the end of a line of `line_of`. */
+/* Called by all lanes of the warp. The first operation ends at a line boundary of `line_of`. */
 static __device__ __forceinline__ void ring_copy(struct ring *ring, const struct kvs_piece &piece, uint64_t line_of,
                                                  unsigned lane) {
   if ((piece.dst | piece.src | piece.nbytes) & 15u) {
@@ -121,7 +121,7 @@ static __device__ __forceinline__ void ring_copy(struct ring *, const struct kvs
 }
 #endif
 
-/* The ring of the calling warp, in the CTA's dynamic shared memory: warps * RING_STAGES * chunk bytes. */
+/* The calling warp's ring, in the CTA's dynamic shared memory: warps * RING_STAGES * chunk bytes. */
 static __device__ __forceinline__ struct ring ring_of_warp(unsigned char *memory, struct ring_stage *stages,
                                                            uint32_t chunk) {
   const unsigned warp = threadIdx.x / KVS_WARP;

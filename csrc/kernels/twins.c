@@ -1,8 +1,8 @@
 /* C twins of the kernels.
  *
- * Work is dealt as on the device: CTA c of g takes units c, c + g, c + 2g, ... A piece is cut by kvs_cut_piece as in
- * the CUDA code, so that a mistake in the cut shows up where there is no GPU. Words are moved with memcpy of constant
- * size: the compiler makes one load and one store of it, and nothing is said about the type of the bytes. */
+ * Work is assigned as on the device: CTA c of g takes units c, c + g, c + 2g, ... Pieces are divided by kvs_cut_piece
+ * as in the CUDA code, so that errors in that function are found without a GPU. Words are moved by memcpy of constant
+ * size, which compiles to one load and one store and does not break aliasing rules. */
 #include "twins.h"
 
 #include <endian.h>
@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <string.h>
 
-/* Tables are read by bytes: nothing is said about how they are aligned. */
+/* memcpy, since tables may be unaligned. */
 static void read_entry(uint64_t table, uint64_t index, void *entry, size_t nbytes) {
   memcpy(entry, (const char *)(uintptr_t)table + index * nbytes, nbytes);
 }
@@ -83,7 +83,7 @@ static void write_item(const struct kvs_pattern_item *item) {
   memcpy(bytes + 8 * words, &word, (size_t)(item->nbytes % 8));
 }
 
-/* Count the bytes that differ among `n` bytes of one word; *first, if none yet, becomes the offset of the least. */
+/* Count the differing bytes among `n` bytes of one word. *first: set to the offset of the first one, if not set yet. */
 static uint64_t count_wrong(const unsigned char *bytes, uint64_t word, uint64_t n, uint64_t offset, uint64_t *first) {
   uint64_t wrong = 0;
   for (uint64_t i = 0; i < n; i++) {
@@ -94,7 +94,7 @@ static uint64_t count_wrong(const unsigned char *bytes, uint64_t word, uint64_t 
   return wrong;
 }
 
-/* Words are compared by sixteens without a branch on each: a right block costs little more than reading it. */
+/* Compares sixteen words without branches: checking a correct block costs little more than reading it. */
 static uint64_t check_item(const struct kvs_pattern_item *item, uint64_t *first) {
   enum { GROUP = 16 };
   const unsigned char *bytes = (const unsigned char *)(uintptr_t)item->ptr;

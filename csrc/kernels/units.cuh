@@ -1,4 +1,4 @@
-/* What a warp copies: the pieces of a list or of a grid, and how it copies one by words. */
+/* The units of copying kernels: pieces of a list or a grid, and copying a piece by words with one warp. */
 #ifndef KVS_UNITS_CUH
 #define KVS_UNITS_CUH
 
@@ -35,7 +35,7 @@ static __device__ __forceinline__ struct kvs_pair pair_at(uint64_t pairs, uint64
   return pair;
 }
 
-/* Unit `index` of a copying kernel. Index: 32 bits where they do, since dividing by 64 takes several times as long. */
+/* Unit `index` of a copying kernel. Index is 32-bit if possible, since 64-bit division takes several times as long. */
 template <typename Index>
 static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy_params &params, Index index) {
   const struct kvs_units &units = params.units;
@@ -46,7 +46,7 @@ static __device__ __forceinline__ struct kvs_piece unit_at(const struct kvs_copy
   return kvs_grid_piece(&units, params.by_src, &row, &pair, block, part);
 }
 
-/* The piece that lane `from` of the warp holds. */
+/* The piece held by lane `from` of the warp. */
 static __device__ __forceinline__ struct kvs_piece piece_of_lane(const struct kvs_piece &held, unsigned from) {
   struct kvs_piece piece;
   piece.dst = __shfl_sync(KVS_ALL_LANES, held.dst, (int)from);
@@ -59,7 +59,7 @@ static __device__ __forceinline__ struct kvs_piece piece_of_lane(const struct kv
 
 #define WORDS_IN_FLIGHT 8u
 
-/* N words a lane, all loaded before the first is stored; dst and src are this lane's first. */
+/* N words a lane, all loaded before the first store; dst and src are this lane's first words. */
 template <unsigned N, typename Word> static __device__ __forceinline__ void copy_words(Word *dst, const Word *src) {
   Word held[N];
 #pragma unroll
@@ -68,7 +68,7 @@ template <unsigned N, typename Word> static __device__ __forceinline__ void copy
   for (unsigned i = 0; i < N; i++) word_store(dst + i * KVS_WARP, &held[i]);
 }
 
-/* One tile of `count` words: whole ones at once, the last of a piece by halves and then single words. */
+/* A tile of `count` words: full tiles at once, the last one of a piece by halves and then single words. */
 template <typename Word>
 static __device__ __forceinline__ void copy_tile(Word *dst, const Word *src, unsigned count, unsigned lane) {
   if (count == WORDS_IN_FLIGHT * KVS_WARP) {
@@ -85,7 +85,7 @@ static __device__ __forceinline__ void copy_tile(Word *dst, const Word *src, uns
   for (unsigned at = lane; at < count; at += KVS_WARP, dst += KVS_WARP, src += KVS_WARP) copy_words<1>(dst, src);
 }
 
-/* The fewer than 16 bytes before and after the words: lanes 0 to 15 take the head, the others the tail. */
+/* The fewer than 16 bytes before and after the words: lanes 0 to 15 copy the head, the others the tail. */
 static __device__ __forceinline__ void copy_ends(const struct kvs_piece &piece, const struct kvs_cut &cut,
                                                  unsigned lane) {
   uint64_t at = lane < 16u ? lane : piece.nbytes - cut.tail + (lane - 16u);
@@ -108,7 +108,7 @@ static __device__ __forceinline__ void warp_copy_words(const struct kvs_piece &p
   }
 }
 
-/* A whole piece by one warp: any size, any alignment. */
+/* Copies a piece with one warp: any size, any alignment. */
 static __device__ __noinline__ void warp_copy(const struct kvs_piece &piece, unsigned lane) {
   const struct kvs_cut cut = kvs_cut_piece(piece.dst, piece.src, piece.nbytes);
   copy_ends(piece, cut, lane);
@@ -135,10 +135,10 @@ static __device__ __noinline__ void warp_copy(const struct kvs_piece &piece, uns
 /* -- pace ------------------------------------------------------------------------------------------------------ */
 
 #define CATCH_UP_NS 20000u
-#define PACE_MAX_NS_PER_MIB 1000000000u /* keeps the product below 64 bits up to 2^43 bytes */
+#define PACE_MAX_NS_PER_MIB 1000000000u /* keeps the product below 64 bits for up to 2^43 bytes */
 
-/* A schedule: what begins n bytes into the work starts no sooner than n bytes' time after the beginning. Who fell
- * behind (a busy link) may catch up CATCH_UP_NS, not more: a burst at full speed is what pacing is there to prevent. */
+/* A schedule: work at byte n starts no sooner than n bytes' time after the start. A late CTA (a busy link) may catch up
+ * by CATCH_UP_NS at most, since pacing must prevent bursts at full speed. */
 struct pace {
   uint64_t ns_per_mib; /* 0: unpaced */
   uint64_t start;

@@ -1,16 +1,16 @@
-/* Files of costs. A line is a key and its numbers; key_at() has the whole list, for reading and writing alike:
+/* Files of costs. A line is a key and its numbers; key_at() lists the keys, for reading and writing:
  *
  *   kvswap calibration 3                  the first line
- *   machine ...                           the second, for people
+ *   machine ...                           the second line, for people
  *   link_gbps_d2h 55.4                    members of struct kvs_tuning, if known
  *   kernel_normal_d2h 4 46 45.1
- *   d2h.burst.start 50000                 a path's costs: all of them or none
+ *   d2h.burst.start 50000                 a path's costs: all or none
  *   d2h.burst.each 21 33.5 ...
  *   d2h.burst.run 2600 ...
- *   d2h.strided.extra 2000                where the path has one
- *   end                                   the last line: a file that was cut off lacks it
+ *   d2h.strided.extra 2000                if the path has an extra cost
+ *   end                                   the last line: missing from a truncated file
  *
- * Numbers are digits with at most three more after a point, parsed here: no locale, no nan, no infinity, no sign. */
+ * Numbers are digits with at most three decimals, parsed here: no locale, nan, infinity or sign. */
 #include "plan/calibration.h"
 
 #include <errno.h>
@@ -24,14 +24,14 @@
 #include <unistd.h>
 
 static const char first_line[] = "kvswap calibration 3", last_line[] = "end";
-static const char first_words[] = "kvswap calibration "; /* of any version */
+static const char first_words[] = "kvswap calibration "; /* common to all versions */
 static const char *const directions[2] = {"d2h", "h2d"}, *const parts[] = {"start", "extra", "each", "run"};
 enum { START, EXTRA, EACH, RUN, PARTS };
 enum { KEYS = KVS_TUNINGS + 2 * KVS_PATHS * PARTS, MOST_BYTES = 32 << 10, MOST_LINE = 400, MOST_PATH = 4096 };
 
 /* -- tuning ---------------------------------------------------------------------------------------------------- */
 
-enum { LINKS = 2 }; /* the first tunings */
+enum { LINKS = 2 }; /* the first two tunings */
 
 const char *const kvs_tuning_names[KVS_TUNINGS] = {"link_gbps_d2h",   "link_gbps_h2d",         "kernel_normal_d2h",
                                                    "kernel_high_d2h", "kernel_background_d2h", "kernel_normal_h2d",
@@ -73,13 +73,13 @@ bool kvs_tuning_set(struct kvs_tuning *tuning, int i, const double *numbers) {
 
 struct key {
   char name[40];
-  int tuning;                 /* its number, or -1 */
-  struct kvs_path_cost *cost; /* else of this path, */
-  int part;                   /* that part of it */
-  int count;                  /* so many numbers; 0: there is no such key */
+  int tuning;                 /* index of a tuning, or -1 */
+  struct kvs_path_cost *cost; /* otherwise the costs of a path, */
+  int part;                   /* and the part of them */
+  int count;                  /* number of values; 0: no such key */
 };
 
-/* How many numbers a part of a path's costs has. */
+/* Number of values of a part of a path's costs. */
 static int count_of(enum kvs_path path, int part) {
   switch (path == KVS_PATH_AUTO ? PARTS : part) {
   case START:
@@ -129,7 +129,7 @@ static double *numbers_of(const struct key *key) {
 
 struct reader {
   const char *path;
-  char *next, *end; /* what was not read yet */
+  char *next, *end; /* unread text */
   unsigned line;
   struct kvs_costs costs;
   bool seen[KEYS];
@@ -146,7 +146,7 @@ static int complain(const struct reader *r, const char *format, ...) {
   return kvs_fail(r->err, KVS_INVALID, "%s, line %u: %s; `kvswap calibrate` makes it anew", r->path, r->line, text);
 }
 
-/* The next line without its end; printable, so that messages may quote it. */
+/* Reads the next line without its newline; printable only, since messages quote it. */
 static int read_line(struct reader *r, char **line) {
   char *end = memchr(r->next, '\n', (size_t)(r->end - r->next));
   r->line++;
@@ -163,7 +163,7 @@ static int read_line(struct reader *r, char **line) {
 static bool read_number(const char *word, double *number) {
   const char *at = word;
   uint64_t thousandths = 0;
-  int after = -1; /* digits after the point */
+  int after = -1; /* decimals */
   for (; *at; at++) {
     if (*at == '.' && after < 0 && at > word) {
       after = 0;
@@ -184,7 +184,7 @@ static int read_numbers(struct reader *r, const struct key *key, char *words) {
   double numbers[KVS_COST_SIZES];
   char text[80];
   int count = 0;
-  snprintf(text, sizeof text, "%s", words + strspn(words, " ")); /* before it is taken apart */
+  snprintf(text, sizeof text, "%s", words + strspn(words, " ")); /* for messages: the line is modified below */
   for (char *rest, *word = strtok_r(words, " ", &rest); word; word = strtok_r(NULL, " ", &rest), count++) {
     if (count == key->count) return complain(r, "more than %d number%s", count, count == 1 ? "" : "s");
     if (!read_number(word, &numbers[count])) return complain(r, "'%.40s' is no number", word);
@@ -272,7 +272,7 @@ int kvs_costs_read(const char *path, struct kvs_costs *costs, struct kvs_error *
   char text[MOST_BYTES + 1];
   struct reader r = {.path = path, .next = text, .err = err};
   size_t nbytes;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY); /* a pipe must not hold us up */
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY); /* O_NONBLOCK: opening a pipe must not block */
   if (fd < 0)
     return kvs_fail(err, errno == ENOENT || errno == ENOTDIR ? KVS_RANGE : KVS_INVALID, "%s: %s", path,
                     strerror(errno));
@@ -298,7 +298,7 @@ static void write_number(FILE *file, double number) {
 }
 
 static void write_keys(FILE *file, const struct kvs_costs *costs) {
-  struct kvs_costs copy = *costs; /* key_at() leads to what may be written */
+  struct kvs_costs copy = *costs; /* key_at() needs pointers to non-const */
   for (int i = 0; i < KEYS; i++) {
     struct key key = key_at(&copy, i);
     double tuned[KVS_TUNING_NUMBERS];
@@ -350,7 +350,7 @@ int kvs_costs_write(const char *path, const struct kvs_costs *costs, const char 
     fprintf(file, "%s\nmachine %s\n", first_line, machine);
     write_keys(file, costs);
     fprintf(file, "%s\n", last_line);
-    bool failed = ferror(file); /* not && with the next: it must be closed */
+    bool failed = ferror(file); /* no short-circuit: the file must be closed */
     failed |= fclose(file) != 0;
     if (!failed && rename(beside, path) == 0) return KVS_OK;
     status = kvs_fail(err, KVS_INVALID, "%s: %s", path, strerror(errno));
@@ -359,7 +359,7 @@ int kvs_costs_write(const char *path, const struct kvs_costs *costs, const char 
   return status;
 }
 
-/* -- names ----------------------------------------------------------------------------------------------------- */
+/* -- file names ------------------------------------------------------------------------------------------------ */
 
 static bool fits(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '-';
@@ -373,7 +373,7 @@ void kvs_costs_what(const struct kvs_device_info *info, char what[KVS_COSTS_WHAT
     if (fits(*at))
       *to++ = *at;
     else if (to > what && to[-1] != '-')
-      *to++ = '-'; /* one for any number of others */
+      *to++ = '-'; /* replaces any number of other characters */
   }
   *to = '\0';
 }
@@ -386,7 +386,7 @@ int kvs_costs_path(const char *what, char *path, size_t capacity, struct kvs_err
   if (*what == '\0') return kvs_fail(err, KVS_INVALID, "a calibration has a name");
   if (file && *file)
     length = snprintf(path, capacity, "%s", file);
-  else if (cache && *cache == '/') /* a relative one does not count, says its specification */
+  else if (cache && *cache == '/') /* the XDG specification ignores relative paths */
     length = snprintf(path, capacity, "%s/kvswap/calibration-%s.txt", cache, what);
   else if (home && *home == '/')
     length = snprintf(path, capacity, "%s/.cache/kvswap/calibration-%s.txt", home, what);

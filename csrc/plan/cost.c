@@ -1,9 +1,9 @@
-/* A path's cost is its start and what it consists of; see cost.h for the parts of each. */
+/* A path's cost is its start cost plus the cost of its parts; see cost.h. */
 #include "plan/cost.h"
 
 #include <math.h>
 
-/* Of one copy among `count` that have `nbytes` together. */
+/* Cost of one of `count` copies with `nbytes` in total, at their mean size. */
 static double at_mean(const double *costs, uint64_t nbytes, uint64_t count) {
   double size = (double)nbytes / (double)count, from = KVS_COST_LEAST;
   int i = 0;
@@ -13,12 +13,12 @@ static double at_mean(const double *costs, uint64_t nbytes, uint64_t count) {
   return costs[i] * size / from;
 }
 
-/* All of them. */
+/* Cost of all of them. */
 static double of_all(const double *costs, uint64_t nbytes, uint64_t count) {
   return count ? (double)count * at_mean(costs, nbytes, count) : 0;
 }
 
-/* Some of them, `other_count` with `other_nbytes`, cost otherwise. */
+/* `other_count` of the copies, with `other_nbytes`, have the other cost. */
 static double of_both(const struct kvs_path_cost *cost, uint64_t nbytes, uint64_t count, uint64_t other_nbytes,
                       uint64_t other_count) {
   return of_all(cost->each, nbytes - other_nbytes, count - other_count) + of_all(cost->run, other_nbytes, other_count);
@@ -65,7 +65,7 @@ double kvs_cost_ns(const struct kvs_costs *costs, const struct kvs_shape *shape,
   case KVS_PATH_BURST:
     return burst(cost, shape);
   default:
-    return dma(cost, shape); /* DIRECT too, which has no extra */
+    return dma(cost, shape); /* DIRECT too: its extra is 0 */
   }
 }
 
@@ -83,10 +83,10 @@ struct kvs_kernel_tuning kvs_kernel_tuning_of(const struct kvs_tuning *tuning, e
   return known->ctas ? *known : kvs_costs_default()->tuning.kernel[from][of];
 }
 
-/* -- what is a cost -------------------------------------------------------------------------------------------- */
+/* -- validation ------------------------------------------------------------------------------------------------ */
 
 static int check(const char *what, double value, double most, struct kvs_error *err) {
-  if (value >= 0 && value <= most) return KVS_OK; /* no nan is */
+  if (value >= 0 && value <= most) return KVS_OK; /* false for nan */
   return kvs_fail(err, KVS_INVALID, "%s is %g; it is a number from 0 to %g", what, value, most);
 }
 

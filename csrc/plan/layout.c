@@ -1,5 +1,5 @@
-/* Layouts: see layout.h. A block's bytes are counted along its rows, whatever lies between them in memory; runs are
- * found by walking a part once, row by row, and joining what goes on at the same distance. */
+/* Layouts: see layout.h. Bytes of a block are numbered along its rows, whatever lies between the rows in memory. Runs
+ * are found by walking a part once, row by row, and joining rows at equal distances. */
 #include "plan/layout.h"
 
 #include <inttypes.h>
@@ -7,7 +7,7 @@
 
 static uint64_t row_nbytes(const struct kvs_pool_layout *layout) { return layout->block_nbytes / layout->rows; }
 
-/* From a block's first byte to one past its last. */
+/* Bytes from a block's first byte to one past its last. */
 static uint64_t span_of(const struct kvs_pool_layout *layout) {
   return (layout->rows - 1) * layout->pitch + row_nbytes(layout);
 }
@@ -16,8 +16,8 @@ uint64_t kvs_layout_extent(const struct kvs_pool_layout *layout) {
   return (layout->num_blocks - 1) * layout->stride + span_of(layout);
 }
 
-/* Rows of a block may lie within the block (pitch first) or the blocks within a row (stride first); in either case the
- * smaller step must hold what is stepped over. */
+/* Rows may be inside blocks (pitch < stride) or blocks inside rows (stride < pitch); in both cases the smaller step
+ * must be at least the size of what it steps over. */
 static bool apart(const struct kvs_pool_layout *layout) {
   uint64_t row = row_nbytes(layout), n = layout->num_blocks, extent;
   if (layout->rows == 1) return n == 1 || layout->stride >= row;
@@ -53,7 +53,7 @@ int kvs_layout_check(struct kvs_pool_layout *layout, struct kvs_error *err) {
                     "%" PRIu64 " blocks of %" PRIu64 " rows, %" PRIu64 " bytes from block to block and %" PRIu64
                     " from row to row, go beyond the address space",
                     layout->num_blocks, layout->rows, layout->stride, layout->pitch);
-  if (layout->num_blocks == 1 && layout->stride < span_of(layout)) layout->stride = span_of(layout); /* so rows nest */
+  if (layout->num_blocks == 1 && layout->stride < span_of(layout)) layout->stride = span_of(layout); /* nested rows */
   if (!apart(layout))
     return kvs_fail(err, KVS_INVALID,
                     "blocks overlap: rows of %" PRIu64 " bytes, stride %" PRIu64 " from block to block, pitch %" PRIu64
@@ -62,7 +62,8 @@ int kvs_layout_check(struct kvs_pool_layout *layout, struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* Two sets of windows [base + i * step, + width), the same step: do they meet? A window may go over the step's end. */
+/* Whether two sets of windows [base + i * step, + width) with the same step intersect. A window may extend beyond its
+ * step. */
 static bool windows_meet(uint64_t a, uint64_t a_width, uint64_t b, uint64_t b_width, uint64_t step) {
   uint64_t ahead = (b - a) % step, behind = (step - ahead) % step;
   if (a > b) {
@@ -110,18 +111,18 @@ int kvs_layout_check_part(const struct kvs_part *part, size_t index, const struc
 
 /* -- runs ------------------------------------------------------------------------------------------------------ */
 
-/* A byte of a block, counted within the block, as its distance from the block's beginning in memory. */
+/* Offset in memory of a block's byte, from the block's start. */
 static uint64_t place_of(const struct kvs_pool_layout *layout, uint64_t byte) {
   uint64_t row = row_nbytes(layout);
   return byte / row * layout->pitch + byte % row;
 }
 
 static uint64_t left_in_row(const struct kvs_pool_layout *layout, uint64_t byte) {
-  if (layout->rows == 1 || layout->pitch == row_nbytes(layout)) return UINT64_MAX; /* the rows follow each other */
+  if (layout->rows == 1 || layout->pitch == row_nbytes(layout)) return UINT64_MAX; /* contiguous rows */
   return row_nbytes(layout) - byte % row_nbytes(layout);
 }
 
-/* One row more of the last run, if it goes on that way. */
+/* Extend the last run by a row if the row continues it. */
 static bool extend(struct kvs_run *run, uint64_t src, uint64_t dst, uint64_t nbytes) {
   uint64_t src_next = run->src + (run->rows - 1) * run->src_pitch,
            dst_next = run->dst + (run->rows - 1) * run->dst_pitch;
@@ -174,7 +175,7 @@ int kvs_layout_runs(const struct kvs_part *part, const struct kvs_pool_layout *s
 
 bool kvs_layout_locate(const struct kvs_pool_layout *layout, uint64_t offset, uint64_t *block, uint64_t *byte,
                        uint64_t *follow) {
-  bool together = layout->rows == 1 || layout->stride > layout->pitch; /* the rows of a block */
+  bool together = layout->rows == 1 || layout->stride > layout->pitch; /* one block's rows are adjacent */
   uint64_t outer = together ? layout->stride : layout->pitch, inner = together ? layout->pitch : layout->stride;
   uint64_t nouter = together ? layout->num_blocks : layout->rows, ninner = together ? layout->rows : layout->num_blocks;
   uint64_t row = row_nbytes(layout), rest = offset % outer, i = offset / outer, j = rest / inner;

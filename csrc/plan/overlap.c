@@ -1,9 +1,9 @@
-/* Do destinations overlap each other or a source? Two questions of different cost, both of plan.h:
+/* Do destinations overlap each other or a source? Two checks of different cost, both declared in plan.h:
  *
- * kvs_plan_check_tensors looks at whole tensors: their extents are sorted, and where some touch, layouts that
- * interleave by one common stride (K beside V, all layers of a block adjacent) are proved apart by their offsets within
- * the stride. kvs_plan_check_disjoint sorts every destination: for raw pointer lists and whatever the first could not
- * prove. */
+ * kvs_plan_check_tensors compares whole tensors. It sorts their extents; if some intersect, layouts that interleave
+ * with one common stride (K beside V, all layers of a block adjacent) are proved disjoint by their offsets within the
+ * stride. kvs_plan_check_disjoint sorts all destinations: for raw pointer lists, and if the first check is
+ * inconclusive. */
 #include "plan/plan.h"
 
 #include <inttypes.h>
@@ -36,7 +36,7 @@ static bool ascending(const struct kvs_span *spans, size_t count) {
 
 enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };
 
-/* Least-digit radix sort by `begin` over the bits in which the values differ. `room` holds as many again. */
+/* LSD radix sort by `begin`, over the bits in which the values differ. `room` has the same size as spans. */
 static struct kvs_span *sort_spans(struct kvs_span *spans, struct kvs_span *room, size_t count) {
   uint64_t low = UINT64_MAX, differ = 0;
   if (ascending(spans, count)) return spans;
@@ -62,7 +62,7 @@ static struct kvs_span *sort_spans(struct kvs_span *spans, struct kvs_span *room
 
 /* -- whole tensors --------------------------------------------------------------------------------------------- */
 
-/* Spans of one cluster (each touches another): true if all interleave within one stride. `room` holds count. */
+/* A cluster is a set of intersecting spans: true if they all interleave within one stride. `room` holds count spans. */
 static bool interleaved(const struct kvs_span *spans, size_t count, const struct kvs_tensor *tensors,
                         struct kvs_span *room) {
   uint64_t stride = spans[0].stride, base = spans[0].begin;
@@ -112,7 +112,7 @@ static int check_tensor(const struct kvs_tensor *tensor, size_t t, uint64_t ends
   return KVS_OK;
 }
 
-/* *fresh: they are not the ones that were found right before. */
+/* *fresh: the tensors differ from those of the last check. */
 static int take_tensors(const struct kvs_tensor *tensors, size_t ntensors, struct kvs_checked_tensors *checked,
                         bool *fresh, struct kvs_error *err) {
   *fresh = !checked->right || ntensors != checked->count ||
@@ -138,7 +138,7 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
   int status = take_tensors(tensors, ntensors, checked, &fresh, err);
   *disjoint = checked->disjoint;
   if (status || !fresh) return status;
-  status = grow_spans(scratch, 6 * ntensors, err); /* the spans, as many to sort them, as many for offsets */
+  status = grow_spans(scratch, 6 * ntensors, err); /* the spans, buffers to sort them, and their offsets */
   if (status) return status;
   struct kvs_span *spans = scratch->spans;
   size_t count = 0;
@@ -168,7 +168,7 @@ int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, en
 
 enum { ENTRY_TEXT = 48 };
 
-/* "entry 3", "block 3", or "block 3 of tensor 1" where the copies come tensor by tensor. */
+/* "entry 3", "block 3", or "block 3 of tensor 1" if the copies are listed by tensor. */
 static const char *entry_text(const struct kvs_copies *copies, size_t i, const struct kvs_plan_naming *naming,
                               char text[ENTRY_TEXT]) {
   int n = snprintf(text, ENTRY_TEXT, "%s %" PRIu32, naming->entry, copies->block[i]);
@@ -188,7 +188,7 @@ static int refuse_two(const struct kvs_copies *copies, uint32_t a, uint32_t b, c
       entry_text(copies, second, naming, other), copies->dst[second], copies->dst[second] + copies->nbytes[second]);
 }
 
-/* The span with begin <= address that is nearest to it, or NULL. */
+/* The last span with begin <= address, or NULL. */
 static const struct kvs_span *below(const struct kvs_span *spans, size_t count, uint64_t address) {
   size_t low = 0, high = count;
   while (low < high) {
@@ -234,21 +234,21 @@ struct kvs_plan_bounds kvs_plan_find_bounds(const struct kvs_copies *copies) {
   return b;
 }
 
-enum { BITS_A_BLOCK = 64 }; /* how sparse destinations may lie before sorting is cheaper than clearing the bits */
+enum { BITS_A_BLOCK = 64 }; /* above this many bits a destination, sorting is cheaper than clearing the bitmap */
 
-/* nbytes / unit where that is exact; else, or where it is beyond 2^50, a number that does not give nbytes back. A
- * division takes several times as long. */
+/* nbytes / unit if exact; otherwise, or above 2^50, a number whose product is not nbytes. Avoids the slower
+ * division. */
 static uint64_t units_in(uint64_t nbytes, double inverse) {
   double units = (double)(int64_t)nbytes * inverse + 0.5;
   return units < (double)(1ll << 50) ? (uint64_t)(int64_t)units : 0;
 }
 
-/* Blocks of one size on its multiples, which is what pools are: a bit a block proves them apart without sorting. False
- * proves nothing. */
+/* Blocks of one size at multiples of that size, as in pools: a bitmap proves them disjoint without sorting. False is
+ * inconclusive. */
 static bool apart_on_a_grid(const struct kvs_copies *copies, const struct kvs_plan_bounds *b,
                             struct kvs_plan_scratch *scratch) {
   uint64_t unit = b->smallest, bits = (b->dst_high - b->dst_low) / unit + 1;
-  bool apart = b->src_high <= b->dst_low || b->dst_high <= b->src_low; /* sources from destinations */
+  bool apart = b->src_high <= b->dst_low || b->dst_high <= b->src_low; /* sources are disjoint from destinations */
   double inverse = 1.0 / (double)unit;
   struct kvs_error ignored;
   if (!apart || b->dst_high - b->dst_low > INT64_MAX || bits / BITS_A_BLOCK > b->total / unit) return false;

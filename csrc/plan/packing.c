@@ -1,19 +1,19 @@
-/* Cutting into bursts: see packing.h. What costs per block is a key, a pair and, where the host's side does not go on,
- * a copy. */
+/* Dividing a transfer into bursts: see packing.h. Costs per block: a sort key, a pair and, where the host side is not
+ * contiguous, a copy. */
 #include "plan/packing.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* A transfer of so many bytes or fewer is one burst: a second one would cost more than it hides. */
+/* Transfers up to this size are one burst: a second burst would cost more than its overlap saves. */
 static const uint64_t ONE_BURST_NBYTES = 12 << 20;
-/* One of at most a slot is two, of which the first to be gathered or the last to be scattered is small: nothing else
- * hides the kernel. */
+/* A larger transfer that fits into one slot is two bursts. The first one gathered, or the last one scattered, is small,
+ * since nothing overlaps its kernel. */
 enum { SMALL_SHARE = 8 };
 
-/* -- room ------------------------------------------------------------------------------------------------------ */
+/* -- buffers --------------------------------------------------------------------------------------------------- */
 
-/* Contents are kept. */
+/* Keeps the contents. */
 static int grow(void *pointer, size_t *capacity, size_t wanted, size_t size, struct kvs_error *err) {
   void **at = pointer;
   if (wanted <= *capacity) return KVS_OK;
@@ -76,7 +76,7 @@ static int cut_rows(struct kvs_rows *rows, uint64_t most, struct kvs_error *err)
   if (total == count) return KVS_OK;
   int status = kvs_rows_reserve(rows, total, err);
   if (status) return status;
-  for (size_t i = count, at = total; i-- > 0;) { /* from the end, so that nothing is overwritten unread */
+  for (size_t i = count, at = total; i-- > 0;) { /* backwards, since the parts overwrite their sources */
     struct kvs_row row = rows->items[i];
     uint64_t parts = (row.nbytes - 1) / most + 1;
     for (uint64_t part = parts; part-- > 0;) {
@@ -170,7 +170,7 @@ static uint32_t key_of(const struct kvs_pair *pair, enum kvs_direction direction
 
 enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };
 
-/* Least-digit radix sort by the host's slot, over the bits in which slots differ. */
+/* LSD radix sort by the host slot, over the bits in which slots differ. */
 void kvs_pack_sort(struct kvs_packing *packing, enum kvs_direction direction) {
   size_t count = packing->npairs;
   uint32_t differ = 0;
@@ -197,7 +197,7 @@ void kvs_pack_sort(struct kvs_packing *packing, enum kvs_direction direction) {
   }
 }
 
-/* -- cutting --------------------------------------------------------------------------------------------------- */
+/* -- division into bursts -------------------------------------------------------------------------------------- */
 
 bool kvs_is_one_burst(uint64_t nbytes, uint64_t slot_nbytes) {
   return nbytes <= ONE_BURST_NBYTES && nbytes <= slot_nbytes;
@@ -207,12 +207,12 @@ static uint64_t small_of(uint64_t nbytes, uint64_t slot_nbytes, bool part) {
   return part || nbytes > slot_nbytes || kvs_is_one_burst(nbytes, slot_nbytes) ? 0 : nbytes / SMALL_SHARE;
 }
 
-/* How many bytes the next burst should have. */
+/* Bytes of the next burst. */
 static uint64_t room_of(const struct kvs_cutter *cutter) {
   uint64_t slot = cutter->slot_nbytes, small = cutter->small, left = cutter->left;
   if (small == 0) return slot;
   if (cutter->direction == KVS_D2H) return left == cutter->nbytes ? small : slot;
-  return left >= 2 * small ? left - small : slot; /* what rounding to whole blocks left over joins the small one */
+  return left >= 2 * small ? left - small : slot; /* avoid a tiny burst before the small one */
 }
 
 static struct kvs_burst taken(struct kvs_cutter *cutter, struct kvs_burst burst) {
@@ -236,10 +236,10 @@ bool kvs_cut_next(struct kvs_cutter *cutter, const struct kvs_packing *packing, 
   if (cutter->left == 0) return false;
   const struct kvs_group *group = &packing->groups[cutter->group];
   uint64_t room = room_of(cutter), left = group->nbytes * (packing->npairs - cutter->at);
-  if (cutter->at > 0 || left > room) { /* some pairs of this group */
+  if (cutter->at > 0 || left > room) { /* only some pairs of this group fit */
     uint64_t rest = packing->npairs - cutter->at, pairs = room / group->nbytes;
-    if (pairs == 0) pairs = 1; /* a block may be larger than a small burst, never than a slot */
-    if (room == cutter->slot_nbytes) pairs = (rest - 1) / ((rest - 1) / pairs + 1) + 1; /* as many in each */
+    if (pairs == 0) pairs = 1; /* a block can be larger than a small burst, but not than a slot */
+    if (room == cutter->slot_nbytes) pairs = (rest - 1) / ((rest - 1) / pairs + 1) + 1; /* equal bursts */
     if (pairs > rest) pairs = rest;
     *burst = taken(cutter, (struct kvs_burst){group->first, group->count, cutter->at, pairs, pairs * group->nbytes});
     cutter->at += pairs;
@@ -287,8 +287,8 @@ uint64_t kvs_longest_row(const struct kvs_rows *rows, size_t first, size_t count
   return longest;
 }
 
-/* The kernel counts its units in 32 bits, and steps beyond the last. One part a row is always few enough: a unit then
- * stands for a byte of the slot at least. */
+/* The kernel numbers its units with 32 bits, including a step beyond the end. One part a row is always few enough,
+ * since a unit then has at least one byte in the slot. */
 uint64_t kvs_burst_parts(const struct kvs_rows *rows, const struct kvs_burst *burst, uint32_t *piece) {
   const uint64_t most = (uint64_t)1 << 31, lines = burst->nrows * burst->count;
   uint64_t longest = kvs_longest_row(rows, burst->first_row, burst->nrows), parts;
@@ -298,7 +298,7 @@ uint64_t kvs_burst_parts(const struct kvs_rows *rows, const struct kvs_burst *bu
 
 /* -- copies of a burst ----------------------------------------------------------------------------------------- */
 
-/* The slot's next bytes are those at `host`: there is room for one copy more. */
+/* Append the slot's next bytes, at `host`; there is room for one more copy. */
 static void add_bytes(struct kvs_copies *copies, enum kvs_direction direction, uint64_t slot, uint64_t host,
                       uint64_t nbytes) {
   size_t last = copies->count - 1;
@@ -309,7 +309,7 @@ static void add_bytes(struct kvs_copies *copies, enum kvs_direction direction, u
     kvs_copies_push(copies, direction == KVS_D2H ? host : slot, direction == KVS_D2H ? slot : host, nbytes, 0);
 }
 
-/* Blocks that follow each other on the host are one run where nothing lies between them. */
+/* Adjacent blocks on the host form one run if there is no gap between them. */
 static uint64_t add_group(struct kvs_packing *packing, const struct kvs_group *group, const struct kvs_burst *burst,
                           enum kvs_direction direction, uint64_t slot) {
   const struct kvs_pair *pairs = packing->pairs;

@@ -1,6 +1,5 @@
-/* Planning: ids to copies. See plan.h. What costs per block is kept to a range check, a bit and four stores; overlaps
- * of whole tensors are decided on their extents, so that only unusual layouts and raw pointer lists pay for sorting
- * (overlap.c). */
+/* Planning: ids to copies. See plan.h. The cost per block is a range check, a bit and four stores. Overlaps are decided
+ * on the extents of whole tensors; only unusual layouts and raw pointer lists need sorting (overlap.c). */
 #include "plan/plan.h"
 
 #include <inttypes.h>
@@ -89,10 +88,11 @@ static uint64_t fewest_blocks(const struct kvs_tensor *tensors, size_t ntensors,
   return fewest;
 }
 
-/* Whether all ids are in [0, blocks). By sign bits, without a branch, the compiler takes several at a time. */
+/* Whether all ids are in [0, blocks). Uses sign bits instead of branches, so that the compiler can vectorise the
+ * loop. */
 static bool all_below(const struct kvs_ids *ids, uint64_t blocks) {
-  uint64_t last = blocks - 1, outside = 0;                 /* of no blocks: -1, and every id is outside */
-  if (ids->width != 8 || blocks > INT64_MAX) return false; /* not known */
+  uint64_t last = blocks - 1, outside = 0;                 /* 0 blocks: `last` is -1, and every id is out of range */
+  if (ids->width != 8 || blocks > INT64_MAX) return false; /* no fast check */
   for (size_t i = 0; i < ids->count; i++) {
     uint64_t id = (uint64_t)((const int64_t *)ids->data)[i];
     outside |= id | (last - id);
@@ -152,7 +152,7 @@ static int name_shared(const struct kvs_ids *src_ids, const struct kvs_ids *dst_
                   at, there, id);
 }
 
-/* No id twice, and none that is in `others` (NULL: none are). */
+/* No id occurs twice or is in `others` (may be NULL). */
 static int check_duplicates(const struct kvs_ids *ids, const char *name, uint64_t blocks, const struct kvs_ids *others,
                             struct kvs_plan_scratch *scratch, struct kvs_error *err) {
   size_t words = (size_t)((blocks + 63) / 64), i = 0, twice = ids->count, shared = 0;
@@ -266,7 +266,7 @@ int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nby
     return kvs_fail(err, KVS_INVALID, "%zu copies in one call; the limit is %u", count, UINT32_MAX);
   int status = kvs_copies_reserve(copies, copies->count + count, err);
   struct kvs_plan_bounds all = {.src_low = UINT64_MAX, .dst_low = UINT64_MAX, .smallest = UINT64_MAX};
-  uint64_t src_next = 0, dst_next = 0, run = 0; /* where the last copy ends, and its bytes */
+  uint64_t src_next = 0, dst_next = 0, run = 0; /* end of the last copy, and its bytes */
   size_t from = copies->count;
   for (size_t i = 0; !status && i < count; i++) {
     uint64_t size = nbytes[one_size ? 0 : i], s = src[i], d = dst[i], s_end = s + size, d_end = d + size;
@@ -295,7 +295,7 @@ int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nby
 
 /* -- seams and pieces ------------------------------------------------------------------------------------------ */
 
-/* Bytes from `address` that one copy may move: to the end of its region where that is a seam. */
+/* Bytes from `address` that one copy may move: up to the end of its region if the region has a seam. */
 static uint64_t until_seam(const struct kvs_regions *regions, const struct kvs_region **last, uint64_t address,
                            uint64_t nbytes) {
   const struct kvs_region *region = *last;
@@ -304,14 +304,14 @@ static uint64_t until_seam(const struct kvs_regions *regions, const struct kvs_r
   uint64_t left = region->nbytes - (address - region->base);
   if (nbytes <= left) return nbytes;
   if (region->seam) return left;
-  /* An unseamed region may be followed by one with a seam: never copy into it from outside. */
+  /* A region without a seam may be followed by one with a seam; a copy must not cross into that one. */
   const struct kvs_region *next = kvs_regions_find(regions, region->base + region->nbytes);
   return next && next->seam ? left : left + until_seam(regions, &next, address + left, nbytes - left);
 }
 
 struct seams {
   const struct kvs_regions *regions;
-  const struct kvs_region *src, *dst; /* where the last copy lay */
+  const struct kvs_region *src, *dst; /* regions of the last copy */
 };
 
 static uint64_t first_part(struct seams *seams, uint64_t dst, uint64_t src, uint64_t nbytes) {
@@ -320,7 +320,7 @@ static uint64_t first_part(struct seams *seams, uint64_t dst, uint64_t src, uint
   return dst_part < part ? dst_part : part;
 }
 
-/* In how many parts a copy must go. */
+/* Number of parts into which a copy must be split. */
 static size_t parts_of(struct seams *seams, uint64_t dst, uint64_t src, uint64_t nbytes) {
   size_t parts = 0;
   for (uint64_t part; nbytes; dst += part, src += part, nbytes -= part, parts++)
@@ -335,7 +335,7 @@ int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regi
   if (total == count) return KVS_OK;
   int status = kvs_copies_reserve(copies, total, err);
   if (status) return status;
-  for (size_t i = count, at = total; i-- > from;) { /* from the end, so that nothing is overwritten unread */
+  for (size_t i = count, at = total; i-- > from;) { /* backwards, since the parts overwrite their sources */
     uint64_t dst = copies->dst[i], src = copies->src[i], nbytes = copies->nbytes[i];
     uint32_t block = copies->block[i];
     at -= parts_of(&seams, dst, src, nbytes);
@@ -361,8 +361,8 @@ static uint64_t alias_of(const struct kvs_regions *regions, const struct kvs_reg
 size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
                        struct kvs_piece *pieces) {
   const struct kvs_region *src_last = NULL, *dst_last = NULL;
-  bool aliased =
-      regions && kvs_regions_aliased(regions); /* unusual: on 64-bit Linux pinned memory is where the device sees it */
+  /* Rare: on 64-bit Linux, pinned memory has equal device and host addresses. */
+  bool aliased = regions && kvs_regions_aliased(regions);
   size_t count = 0;
   for (size_t i = 0; i < copies->count; i++) {
     uint64_t dst = copies->dst[i], src = copies->src[i], left = copies->nbytes[i];

@@ -1,20 +1,18 @@
-/* From what the caller named to a checked, merged list of copies. Pure functions over arrays: no device, no clock, no
- * lock. Whether memory is known and of the right kind is the engine's to ask (memory.c); here are the ids, sizes and
- * overlaps. */
+/* From ids and pointers to a validated, merged list of copies. Pure functions over arrays: no device, no clock, no
+ * lock. These functions check ids, sizes and overlaps; the engine checks the kind of memory (core/cover.c). */
 #ifndef KVS_PLAN_H
 #define KVS_PLAN_H
 
 #include "device/device.h"
 #include "kvswap.h"
 
-/* Working memory that is kept from plan to plan, so that the steady state allocates nothing. Zero-initialised is empty.
- */
+/* Working memory reused from plan to plan, so that the steady state does not allocate. Zero-initialised is empty. */
 struct kvs_plan_scratch {
   uint64_t *bitmap; /* all zero between plans */
   size_t bitmap_words;
-  struct kvs_span *spans; /* sorting room */
+  struct kvs_span *spans; /* buffer for sorting */
   size_t spans_capacity;
-  /* By direction, the tensors that were checked last, as they were then: an engine's are the same from call to call. */
+  /* The tensors of the last check in each direction: an engine's tensors usually do not change between calls. */
   struct kvs_checked_tensors {
     struct kvs_tensor *items;
     size_t count, capacity;
@@ -22,28 +20,28 @@ struct kvs_plan_scratch {
   } checked[2];
 };
 
-/* Copies that are rows at a pitch, and the block of each. */
+/* 2-D copies, and the block of each. */
 struct kvs_rects {
   struct kvs_rect *items;
   uint32_t *block;
   size_t count, capacity;
-  uint64_t rows; /* of all */
+  uint64_t rows; /* in all copies */
 };
 
 static inline int64_t kvs_id_at(const struct kvs_ids *ids, size_t i) {
   return ids->width == 4 ? ((const int32_t *)ids->data)[i] : ((const int64_t *)ids->data)[i];
 }
-/* All of them, as 8 bytes each. */
+/* Copies all ids, widened to 8 bytes. */
 void kvs_ids_copy(const struct kvs_ids *ids, int64_t *copy);
 
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch);
-/* Room for that many words of bits, all zero. */
+/* Get a zeroed bitmap of that many words. */
 int kvs_plan_grow_bitmap(struct kvs_plan_scratch *scratch, size_t words, struct kvs_error *err);
 int kvs_copies_reserve(struct kvs_copies *copies, size_t capacity, struct kvs_error *err);
 void kvs_copies_free(struct kvs_copies *copies);
 int kvs_rects_reserve(struct kvs_rects *rects, size_t capacity, struct kvs_error *err);
 void kvs_rects_free(struct kvs_rects *rects);
-/* Append; there is room. */
+/* Append; capacity must be sufficient. */
 static inline void kvs_copies_push(struct kvs_copies *copies, uint64_t dst, uint64_t src, uint64_t nbytes,
                                    uint32_t block) {
   size_t n = copies->count++;
@@ -53,69 +51,69 @@ static inline void kvs_copies_push(struct kvs_copies *copies, uint64_t dst, uint
   copies->block[n] = block;
 }
 
-/* One past the last byte of `blocks` blocks of a side; KVS_INVALID where that wraps around. */
+/* One past the last byte of `blocks` blocks of a side; KVS_INVALID if the address overflows. */
 int kvs_plan_extent(uint64_t base, uint64_t blocks, uint64_t stride, uint64_t nbytes, uint64_t *end);
 
 static inline uint64_t kvs_stride_of(uint64_t stride, uint64_t nbytes) { return stride ? stride : nbytes; }
 
-/* Copy the tensors to scratch->checked[direction], and check sizes and strides of the copies. Strides of 0 are taken as
- * nbytes by all functions here. *disjoint says whether the extents alone prove that destinations overlap neither each
- * other nor a source; if not, kvs_plan_check_disjoint decides on the planned copies. */
+/* Copy the tensors to scratch->checked[direction], and check the sizes and strides of the copies. A stride of 0 means
+ * nbytes, in all functions here. *disjoint: the extents alone prove that destinations overlap neither each other nor a
+ * source; if false, kvs_plan_check_disjoint decides on the planned copies. */
 int kvs_plan_check_tensors(const struct kvs_tensor *tensors, size_t ntensors, enum kvs_direction direction,
                            struct kvs_plan_scratch *scratch, bool *disjoint, struct kvs_error *err);
 
-/* Check both id lists (equal lengths, ranges in every tensor, no destination twice). */
+/* Check both id lists: equal lengths, in range for every tensor, no destination twice. */
 int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
                        const struct kvs_ids *cpu_ids, enum kvs_direction direction, struct kvs_plan_scratch *scratch,
                        struct kvs_error *err);
 
-/* One list of a move between slots, and the smallest pool of that side. */
+/* One list of slot ids, and the number of slots of the smallest pool on that side. */
 struct kvs_plan_slots {
   struct kvs_ids ids;
   uint64_t blocks;
   const char *pool; /* for messages: "pool 'kv'" */
 };
 
-/* Check both (equal lengths, ranges, no destination twice; `shared`: no slot on both sides). */
+/* Check both lists: equal lengths, in range, no destination twice; `shared`: no slot on both sides. */
 int kvs_plan_check_slots(const struct kvs_plan_slots *src, const struct kvs_plan_slots *dst, bool shared,
                          struct kvs_plan_scratch *scratch, struct kvs_error *err);
 
-/* Append the copies of checked ids, tensor by tensor; `merge`: blocks that continue on both sides become one copy. */
+/* Append the copies of checked ids, tensor by tensor. `merge`: blocks contiguous on both sides become one copy. */
 int kvs_plan_cache(const struct kvs_tensor *tensors, size_t ntensors, const struct kvs_ids *gpu_ids,
                    const struct kvs_ids *cpu_ids, enum kvs_direction direction, bool merge, struct kvs_copies *copies,
                    struct kvs_error *err);
 
-/* Where copies lie: nothing is read or written outside of [low, high). Of no copies: all 0 but smallest. */
+/* Address ranges of copies: all accesses are in [low, high). Without copies, all fields but `smallest` are 0. */
 struct kvs_plan_bounds {
   uint64_t src_low, src_high, dst_low, dst_high;
-  uint64_t smallest, total; /* bytes: of the smallest copy, of all */
+  uint64_t smallest, total; /* bytes of the smallest copy, and of all */
 };
 
-/* The same for raw lists: checks that no size is 0 and no range wraps around. *bounds: of those that were appended. */
+/* The same for raw lists: checks that no size is 0 and no range overflows. *bounds: of the appended copies. */
 int kvs_plan_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *nbytes, bool one_size, size_t count,
                    bool merge, struct kvs_copies *copies, struct kvs_plan_bounds *bounds, struct kvs_error *err);
 
-/* How messages name a copy: "entry 3", or "block 3 of tensor 1" where the copies come tensor by tensor, `per_tensor`
+/* How messages name a copy: "entry 3", or "block 3 of tensor 1" if the copies are listed by tensor, `per_tensor`
  * each. */
 struct kvs_plan_naming {
   const char *entry;
-  size_t per_tensor; /* 0: there are no tensors, or runs were merged */
+  size_t per_tensor; /* 0: no tensors, or runs were merged */
 };
 
 struct kvs_plan_bounds kvs_plan_find_bounds(const struct kvs_copies *copies);
 
-/* Destinations must overlap neither each other nor any source. */
+/* Check that no destination overlaps another destination or a source. */
 int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_plan_bounds *bounds,
                             const struct kvs_plan_naming *naming, struct kvs_plan_scratch *scratch,
                             struct kvs_error *err);
 
-/* Cut every copy of [from, copies->count) that crosses the end of a region with a seam, on either side. The parts of a
- * copy take its place, in order. */
+/* Split every copy of [from, copies->count) that crosses the end of a region with a seam, on either side. The parts
+ * replace the copy, in order. */
 int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err);
 
-/* Cut copies into pieces of at most `piece` bytes for the kernel path, addresses as the device sees them (regions'
- * aliases; NULL: the same). Returns how many; there is room for kvs_plan_most_pieces(), where `nbytes` is the copies'
- * sum. */
+/* Divide copies into pieces of at most `piece` bytes for the kernel path, with device addresses (aliases of regions;
+ * NULL: addresses are equal). Returns the number of pieces; the caller has room for kvs_plan_most_pieces(), where
+ * `nbytes` is the sum of the copies. */
 size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece);
 size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const struct kvs_regions *regions,
                        struct kvs_piece *pieces);

@@ -1,12 +1,11 @@
-/* Stacks of tensors: see stride.h. Sorted by where they lie on the GPU, neighbours go together as long as both sides
- * step by the same distances: the layers of a cache in one slab, beside a host pool that is layer-first or block-first.
- */
+/* Stacks of tensors: see stride.h. Tensors are sorted by GPU address; neighbours form a stack while both sides have
+ * constant distances, as the layers of a cache in one slab have, with a layer-first or block-first host pool. */
 #include "plan/stride.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_SLICES = 4096 }; /* tried when a pitch is cut into slices of one row */
+enum { MOST_SLICES = 4096 }; /* limit of the search for a pitch of slices with one row */
 
 struct kvs_base {
   uint64_t gpu;
@@ -39,7 +38,7 @@ static int by_base(const void *a, const void *b) {
   return (left > right) - (left < right);
 }
 
-/* Mostly they come in order. */
+/* Insertion sort: the tensors usually come in order. */
 static void sort_bases(struct kvs_base *bases, size_t count) {
   for (size_t i = 1; i < count; i++)
     if (bases[i].gpu < bases[i - 1].gpu) {
@@ -53,7 +52,7 @@ static bool same_shape(const struct kvs_tensor *a, const struct kvs_tensor *b) {
          kvs_stride_of(a->cpu_stride, a->nbytes) == kvs_stride_of(b->cpu_stride, b->nbytes);
 }
 
-/* Whether the region that `base` lies in reaches to the end of a tensor that begins at `at`. */
+/* Whether the region of `base` contains the whole tensor at `at`. */
 static bool reaches(const struct kvs_regions *regions, uint64_t base, uint64_t at, uint64_t blocks, uint64_t stride,
                     uint64_t nbytes) {
   const struct kvs_region *region = kvs_regions_find(regions, base);
@@ -61,7 +60,7 @@ static bool reaches(const struct kvs_regions *regions, uint64_t base, uint64_t a
   return region && !kvs_plan_extent(at, blocks, stride, nbytes, &end) && end - region->base <= region->nbytes;
 }
 
-/* Whether `next` lies where the stack that begins with `first` goes on. */
+/* Whether `next` continues the stack that begins with `first`. */
 static bool goes_on(const struct kvs_stack *stack, const struct kvs_tensor *first, const struct kvs_tensor *last,
                     const struct kvs_tensor *next, const struct kvs_regions *regions) {
   uint64_t gpu_pitch = next->gpu - last->gpu, cpu_pitch = next->cpu - last->cpu, nbytes = first->nbytes;
@@ -71,7 +70,7 @@ static bool goes_on(const struct kvs_stack *stack, const struct kvs_tensor *firs
          reaches(regions, first->cpu, next->cpu, next->cpu_blocks, next->cpu_stride, nbytes);
 }
 
-/* There are more regions than tensors, so hardly two that share one on both sides: it is not worth sorting them. */
+/* With more regions than tensors, two tensors rarely share a region on both sides: skip the sort. */
 static int each_alone(size_t ntensors, struct kvs_stacks *stacks) {
   for (size_t t = 0; t < ntensors; t++) {
     stacks->order[t] = (uint32_t)t;
@@ -105,9 +104,9 @@ int kvs_stacks_find(const struct kvs_tensor *tensors, size_t ntensors, const str
   return KVS_OK;
 }
 
-/* -- copies of rows -------------------------------------------------------------------------------------------- */
+/* -- 2-D copies ------------------------------------------------------------------------------------------------ */
 
-/* pitch = part * slices, with a part that the driver takes. */
+/* pitch = part * slices, with a `part` that the driver accepts. */
 static bool cut_pitch(uint64_t pitch, uint64_t width, uint64_t most, uint64_t *part, uint64_t *slices) {
   for (*slices = 1; *slices <= MOST_SLICES; ++*slices) {
     *part = pitch / *slices;
