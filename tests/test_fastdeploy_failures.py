@@ -130,7 +130,7 @@ def test_swaps_that_go_on_after_their_rank_was_given_up(model: Model) -> None:
         assert "silent for 1.5 s" in client.result(slow, PATIENCE).reason
         manager.signal(1, signal.SIGCONT)
         until(lambda: client.status()["ranks"][1]["here"], "the rank")
-        waits = "rank 1 is not ready: ends 1 swaps of tasks that were reported failed"
+        waits = "rank 1 is not ready: ending 1 swaps of tasks that were reported failed"
         end = time.monotonic() + 2
         while time.monotonic() < end:
             with pytest.raises(NotReady, match="rank 1"):

@@ -1,4 +1,4 @@
-"""kvswap's ops in the place of FastDeploy's, in a FastDeploy that runs."""
+"""Replaces FastDeploy's cache ops by kvswap's in a process that has FastDeploy loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["Installed", "install"]
 
 _log = logging.getLogger("kvswap")
 
-# Newer FastDeploys gather the ops in the first; the second is where they are made, and older ones import from there.
+# Newer releases of FastDeploy import the ops from the first module. The second defines them; older releases import
+# from there.
 _MODULES = ("fastdeploy.cache_manager.ops", "fastdeploy.model_executor.ops.gpu")
 
 _OPS: dict[str, Any] = {
@@ -38,7 +39,7 @@ _lock = threading.Lock()
 
 
 class Installed:
-    """What install() did. names: "module.name" of all that was rebound. remove() undoes it; so does leaving `with`."""
+    """The names that install() has rebound, as "module.name". remove() restores them, and so does leaving `with`."""
 
     def __init__(self) -> None:
         self._before: list[tuple[ModuleType, str, Any]] = []  # guarded by _lock
@@ -53,8 +54,8 @@ class Installed:
         setattr(module, name, new or _OPS[name])
 
     def remove(self) -> None:
-        """Give FastDeploy its own ops back. What was allocated or opened by ours must be given back before. Harmless if
-        done."""
+        """Restore FastDeploy's ops. Free or close before this what kvswap's ops have allocated or opened. A second call
+        does nothing. Any thread may call."""
         with _lock:
             while self._before:
                 module, name, own = self._before.pop()
@@ -70,7 +71,7 @@ class Installed:
 
 
 def _import(name: str) -> ModuleType | None:
-    """None: this FastDeploy has no such module. What fails within one that it has is raised."""
+    """Import a module; None if this FastDeploy has no such module. An error inside an existing module is raised."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -80,7 +81,7 @@ def _import(name: str) -> ModuleType | None:
 
 
 def _users(name: str, own: Any) -> list[ModuleType]:
-    """FastDeploy's modules that have imported the op by its name."""
+    """FastDeploy's modules that have bound this op to this name."""
     return [
         module
         for path, module in list(sys.modules.items())
@@ -89,7 +90,7 @@ def _users(name: str, own: Any) -> list[ModuleType]:
 
 
 def _watch_paddle(own: Any) -> Any:
-    """paddle.set_device, which says what it was set to: see note_gpu()."""
+    """Wrap paddle.set_device: the wrapper passes each device name to ops.note_gpu()."""
 
     @functools.wraps(own)
     def set_device(*args: Any, **options: Any) -> Any:
@@ -101,13 +102,13 @@ def _watch_paddle(own: Any) -> Any:
 
 
 def install() -> Installed:
-    """Rebind FastDeploy's cache ops to kvswap's, wherever its modules have them; every other name stays as it is.
+    """Rebind FastDeploy's cache ops to kvswap's in every FastDeploy module that holds them. Other names stay unchanged.
 
-    Call it in each process whose ops are to be ours, once FastDeploy can be imported: before its cache manager is, or
-    later. All ops change together, as memory from one side's cuda_host_alloc() is not for the other's cuda_host_free().
-    paddle.set_device goes on as it was, but is listened to.
+    Call install() in each process whose ops kvswap is to replace, before or after FastDeploy's cache manager is
+    imported. All ops change together: memory from one side's cuda_host_alloc() must not reach the other side's
+    cuda_host_free(). paddle.set_device is wrapped, works as before, and tells kvswap which GPU it sets.
 
-    kvswap.Error: there is no FastDeploy to be imported, or it has none of the ops. Any thread may call.
+    kvswap.Error: FastDeploy cannot be imported, or has none of the ops. Any thread may call.
     """
     found = [module for module in map(_import, _MODULES) if module is not None]
     if not found:

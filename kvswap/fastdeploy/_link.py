@@ -1,4 +1,4 @@
-"""The connection of a client to the manager's rank 0: a thread that owns the socket; calls come and go as futures."""
+"""A client's connection to rank 0 of the manager. One thread owns the socket; calls and answers are futures."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = ["Asked", "Future", "Link", "ManagerError", "NotReady", "error_of"]
 _log = logging.getLogger("kvswap.manager")
 
 _POLL_MS = 50
-_CLOSE = 5.0  # seconds: far more than the thread takes
-_AT_ONCE = 200  # messages taken before those that wait are sent
+_CLOSE = 5.0  # seconds: limit for joining the thread
+_AT_ONCE = 200  # messages received before the next attempt to send
 _MOST_UNCOLLECTED = 65536
-_LAST_WORDS = 0.3  # seconds that messages of a connection that has ended may take
+_LAST_WORDS = 0.3  # seconds: how long messages are still received after the connection has ended
 Future: TypeAlias = "concurrent.futures.Future[Any]"
 _links: weakref.WeakSet[Link] = weakref.WeakSet()  # closed at exit
 
 
 class ManagerError(_C.Error):
-    """The manager said no, or has died. code: "refused", "not_ready", "malformed", "busy", "timeout", "failed",
-    "died", "closed"."""
+    """The manager refused a request, or has died. code: "refused", "not_ready", "malformed", "busy", "timeout",
+    "failed", "died", "closed"."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class ManagerError(_C.Error):
 
 
 class NotReady(ManagerError):
-    """The manager takes no tasks now: a rank is missing, the caches are cleared, it is draining or stopping."""
+    """The manager takes no tasks now: a rank is missing, the caches are cleared, or the manager drains or stops."""
 
 
 def error_of(answer: Answer) -> Exception:
@@ -63,7 +63,7 @@ def _new_future() -> Future:
 
 @dataclass(eq=False)
 class _Sent:
-    """A task that was sent, and its Result to come."""
+    """A task that was sent. future: its Result."""
 
     task: Task
     future: Future
@@ -71,37 +71,37 @@ class _Sent:
 
 @dataclass(eq=False)
 class Asked:
-    """A request. future: its Answer, or ManagerError where none will come."""
+    """A request. future: its Answer, or ManagerError if no answer can arrive."""
 
     number: int
     future: Future
-    data: bytes | None  # None: it was sent
-    sent: _Sent | None  # of a Submit
-    left: bool = False  # whoever asked waits no longer
+    data: bytes | None  # None once sent
+    sent: _Sent | None  # the task of a Submit
+    left: bool = False  # the caller has stopped waiting
 
 
 class Link:
-    """The connection: a thread that owns the socket. Calls come and go as futures, which are set under the lock: so
-    what a caller who gives up is told, and what becomes of its task, are one decision."""
+    """The connection. Its thread owns the socket. Futures are set under the lock, so that a caller's timeout and the
+    outcome of its task cannot contradict each other."""
 
     def __init__(self, directory: Path) -> None:
         places.check_directory(directory)
         self._path = places.socket_path(directory)
         self._lock = threading.Lock()
-        self._requests: dict[int, Asked] = {}  # not answered; guarded by _lock, and so is what follows
+        self._requests: dict[int, Asked] = {}  # unanswered; guarded by _lock, as all fields below
         self._outgoing: deque[Asked] = deque()
-        self._tasks: dict[str, _Sent] = {}  # not ended, or not collected
-        self._ended: deque[_Sent] = deque()  # not collected, in the order in which they ended
-        self._getters: deque[Future] = deque()  # each is given a _Sent that has ended
-        self._known_losses: dict[int, int] = {}  # GPU blocks whose loss the caller was told of, with its number
-        self._untold_losses: dict[int, str] = {}  # that were lost with rank 0 and it was not told of, with the task
+        self._tasks: dict[str, _Sent] = {}  # unended or uncollected
+        self._ended: deque[_Sent] = deque()  # uncollected, in the order in which they ended
+        self._getters: deque[Future] = deque()  # each receives one ended _Sent
+        self._known_losses: dict[int, int] = {}  # GPU block -> number of the loss that a collected result has reported
+        self._untold_losses: dict[int, str] = {}  # GPU block -> task; lost with rank 0, not yet reported to the caller
         self._closed = False
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._pid = 0  # of rank 0, as the kernel says; the thread's alone, and so is what follows
+        self._pid = 0  # of rank 0, as the kernel reports it; used by the thread alone, as all fields below
         self._warned = 0.0
-        self._dying: float | None = None  # the connection has ended: until when what was said before may still arrive
+        self._dying: float | None = None  # after the connection ended: until when messages are still received
         self._thread = threading.Thread(target=self._run, name="kvswap-client", daemon=True)
         self._thread.start()
         _links.add(self)
@@ -109,7 +109,8 @@ class Link:
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def _own(self) -> threading.Lock:
-        """The lock. Not in a child of fork(), where a thread that is not there may hold it."""
+        """The lock. Raises in the child of a fork(): the parent's thread may have held the lock, and the child has no
+        such thread."""
         if os.getpid() != self._owner:
             raise _C.Error("this client was made before fork(): make one in this process")
         return self._lock
@@ -156,8 +157,9 @@ class Link:
                 raise ManagerError("refused", f"gpu_block_ids[{i}] is {block}: {why}: ask for its result first")
 
     def give_up(self, asked: Asked) -> bool:
-        """The caller waits no longer. True: it was not sent yet, and never will be. False: look at the future once
-        more; if it is not done it never will be, and a task that is taken all the same ends with a Result."""
+        """The caller stops waiting. True: the request was not sent and will not be. False: check the future once more.
+        If the future is not done then, it stays so; if rank 0 takes the task all the same, the task ends with a
+        Result."""
         with self._own():
             if asked.future.done():
                 return False
@@ -171,7 +173,7 @@ class Link:
             return unsent
 
     def holds(self, task_id: str) -> bool:
-        """Whether it was taken, or may have been, and its Result is not collected."""
+        """Whether the task was taken, or may have been, and its Result is uncollected."""
         with self._own():
             return task_id in self._tasks
 
@@ -182,7 +184,7 @@ class Link:
             return self._tasks[task_id].future
 
     def collect(self, result: Result) -> None:
-        """The caller has it: it knows from now on which blocks are lost."""
+        """The caller has received this result, and so has been told which blocks are lost."""
         with self._own():
             for block, number in result.lost.items():  # numbers rise
                 self._known_losses[block] = max(number, self._known_losses.get(block, 0))
@@ -194,7 +196,7 @@ class Link:
                 self._discard_locked(sent)
 
     def next_ended(self) -> Future:
-        """The next task that ended and whose Result nobody has collected."""
+        """A future of the next ended task with an uncollected Result."""
         future = _new_future()
         with self._own():
             if self._ended:
@@ -206,13 +208,13 @@ class Link:
         return future
 
     def leave_getters(self, future: Future) -> Result | None:
-        """It waits no longer. A Result that came just now is given back."""
+        """Stop waiting for this future. Returns a Result that has arrived meanwhile."""
         with self._own(), contextlib.suppress(ValueError):
             self._getters.remove(future)
         return future.result().future.result() if future.done() else None
 
     def give_back(self, future: Future) -> None:
-        """It waits no longer. A Result that came just now goes to the next one who asks."""
+        """Stop waiting for this future. A Result that has arrived meanwhile goes to the next caller."""
         if self.leave_getters(future) is None:
             return
         sent = future.result()
@@ -229,7 +231,8 @@ class Link:
             return sum(not sent.future.done() for sent in self._tasks.values())
 
     def stop(self) -> None:
-        """For the collector, which may run on any thread, under any lock: the thread sees it at its next poll."""
+        """Called by the garbage collector, on any thread and under any lock: sets a flag that the thread reads at its
+        next poll."""
         if os.getpid() == self._owner:
             self._closed = True
 
@@ -246,7 +249,7 @@ class Link:
     # -- tasks --------------------------------------------------------------------------------------------------------
 
     def _discard_locked(self, sent: _Sent | None) -> None:
-        """It was not taken, or is collected."""
+        """Forget a task that was refused, or whose result was collected."""
         if sent is None:
             return
         if self._tasks.get(sent.task.transfer_task_id) is sent:
@@ -266,7 +269,7 @@ class Link:
     def _run(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a manager that is not there
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
@@ -294,7 +297,7 @@ class Link:
             socket.send(messages.encode(Bye()), zmq.NOBLOCK)
 
     def _loop_once(self, socket: zmq.Socket[bytes], ends: zmq.Socket[bytes], poller: zmq.Poller) -> None:
-        while ends.poll(0):  # before anything is sent: that goes to whoever is there now
+        while ends.poll(0):  # before sending: a message sent now may reach a new rank 0
             ends.recv_multipart(zmq.NOBLOCK)
             self._dying = time.monotonic() + _LAST_WORDS
         unsent = self._dying is None and self._send(socket)
@@ -306,13 +309,13 @@ class Link:
             self._bury()
 
     def _bury(self) -> None:
-        """The connection has ended, and all that was said on it has been read: no answers will come."""
+        """The connection has ended and all its messages were read: fail what is unanswered."""
         who = f"rank 0 (process {self._pid})" if self._pid else "rank 0"
         self._pid, self._dying = 0, None
         self._fail_all("died", f"{who}, which hands out the tasks, died or ended the connection")
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
-        """Whether something is left that cannot be sent now."""
+        """Send queued requests. True: some are left that cannot be sent now."""
         while True:
             with self._lock:
                 if not self._outgoing:
@@ -327,7 +330,8 @@ class Link:
                 self._outgoing.popleft()
 
     def _take(self, socket: zmq.Socket[bytes]) -> None:
-        """What is there, but not without end: calls must be sent also while messages come faster than they are read."""
+        """Receive messages, a bounded number at once: requests must be sent even if messages arrive faster than they
+        are read."""
         for _ in range(_AT_ONCE):
             try:
                 frame = socket.recv(zmq.NOBLOCK, copy=False)
@@ -335,7 +339,7 @@ class Link:
                 return
             peer = places.Peer(frame)
             if not peer.ours:
-                self._warn("a message of %s is not looked at", peer)
+                self._warn("ignored a message of %s", peer)
                 continue
             if self._dying is not None:
                 self._dying = time.monotonic() + _LAST_WORDS
@@ -353,7 +357,7 @@ class Link:
                 self._say_bye(socket)
 
     def _warn(self, text: str, what: object) -> None:
-        """Once a second: there may be many."""
+        """Log at most once a second."""
         if time.monotonic() - self._warned > 1.0:
             self._warned = time.monotonic()
             _log.warning(text, what)
@@ -375,8 +379,8 @@ class Link:
                 self._end_locked(sent, result)
 
     def _fail_all(self, code: str, why: str, *, unsent: bool = False) -> None:
-        """What was asked is answered with an error, and what was taken ends as failed; a task of which it is not known
-        whether it was taken, the one way or the other. unsent: also what waits for whoever takes it."""
+        """Answer every request with an error, and end every taken task as failed. A task with an unknown answer gets
+        one of the two. unsent: also fail requests that were not sent yet."""
         with self._lock:
             for asked in [asked for asked in self._requests.values() if unsent or asked.data is None]:
                 del self._requests[asked.number]
@@ -391,11 +395,11 @@ class Link:
                     if sent.task.event_type == Kind.SWAP2GPU:
                         self._untold_losses.update(dict.fromkeys(sent.task.gpu_block_ids, sent.task.transfer_task_id))
                     self._end_locked(sent, _failed(sent.task, why))
-            self._known_losses.clear()  # the numbers were that rank 0's
+            self._known_losses.clear()  # the numbers came from the rank 0 that died
             self._refuse_unsent_locked()
 
     def _refuse_unsent_locked(self) -> None:
-        """Those that read what was lost just now."""
+        """Refuse unsent tasks that read blocks lost just now."""
         for asked in list(self._outgoing):
             if asked.sent is None or asked.sent.task.event_type != Kind.SWAP2CPU:
                 continue

@@ -1,4 +1,4 @@
-"""What the ops need to know of a tensor and its streams, whoever made it. Nothing is imported that is not loaded."""
+"""Geometry and stream of a tensor of any framework. Uses a framework only if the process has imported it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Blocks", "blocks_of", "framework_gpu", "itemsize", "order_of"]
 
 
 class Blocks(NamedTuple):
-    """A cache as blocks: `num` of them, one behind the other, `nbytes` each."""
+    """A cache as `num` contiguous blocks of `nbytes` bytes each."""
 
     num: int
     nbytes: int
@@ -26,7 +26,7 @@ def _described(tensor: Any) -> dict[str, Any]:
 
 def _shape(tensor: Any, name: str) -> tuple[int, ...]:
     shape = getattr(tensor, "shape", None)
-    if isinstance(shape, tuple):  # torch's and NumPy's, of ints: hundreds of caches are looked at in every call
+    if isinstance(shape, tuple):  # torch's and NumPy's, of ints: the fast way, since a call checks hundreds of caches
         return shape
     if shape is None:
         shape = _described(tensor).get("shape")
@@ -36,7 +36,7 @@ def _shape(tensor: Any, name: str) -> tuple[int, ...]:
 
 
 def itemsize(tensor: Any, name: str) -> int:
-    """Bytes of an element. TypeError: the tensor does not say."""
+    """Bytes of an element. TypeError: the tensor has neither an item size nor an array interface."""
     method = getattr(tensor, "element_size", None)  # torch, paddle
     if callable(method):
         return int(method())
@@ -50,14 +50,14 @@ def itemsize(tensor: Any, name: str) -> int:
 
 
 def _check_contiguous(tensor: Any, shape: tuple[int, ...], name: str) -> None:
-    """Of a strided tensor, block i is not where it is looked for."""
+    """Block i is addressed as base + i * nbytes, which is wrong for a strided tensor."""
     method = getattr(tensor, "is_contiguous", None)
     if callable(method):
         contiguous = bool(method())
     elif (flags := getattr(tensor, "flags", None)) is not None:
         contiguous = bool(flags["C_CONTIGUOUS"] if hasattr(flags, "__getitem__") else flags.c_contiguous)
     else:
-        contiguous = True  # the swap reads it by its protocols, which say so if it is not
+        contiguous = True  # unknown here: the swap checks the strides that the array protocol gives
     if not contiguous:
         raise ValueError(f"{name} is not contiguous (shape {list(shape)}): its blocks do not lie one behind the other")
 
@@ -65,7 +65,7 @@ def _check_contiguous(tensor: Any, shape: tuple[int, ...], name: str) -> None:
 def blocks_of(tensor: Any, name: str) -> Blocks:
     """The blocks of a cache [num_blocks, kv_heads, block_size, head_dim], or of scales [num_blocks, heads, block_size].
 
-    TypeError: no tensor. ValueError: not 3-D or 4-D, not contiguous.
+    TypeError: not a tensor. ValueError: not 3-D or 4-D, or not contiguous.
     """
     shape = _shape(tensor, name)
     if len(shape) not in (3, 4):
@@ -82,7 +82,7 @@ def blocks_of(tensor: Any, name: str) -> Blocks:
 
 
 def _cupy_stream() -> int:
-    """CuPy's current stream in this thread, 0 where none is set (or CuPy is not in use)."""
+    """CuPy's current stream in this thread; 0 if none is set or CuPy is not imported."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return 0
@@ -98,7 +98,7 @@ def _paddle_stream(paddle: Any, tensor: Any) -> Any:
 
 
 def stream_of(tensor: Any) -> Any:
-    """The stream that the tensor's framework queues its kernels on, or None where there is no such thing."""
+    """The current stream of the tensor's framework, or None if the framework has none."""
     framework = type(tensor).__module__.partition(".")[0]
     module = sys.modules.get(framework)
     if framework == "torch" and module is not None and tensor.is_cuda:
@@ -109,7 +109,7 @@ def stream_of(tensor: Any) -> Any:
 
 
 def framework_gpu(tensor: Any) -> int | None:
-    """The number of the tensor's GPU, or of the one that paddle was set to, where there is such a thing."""
+    """The number of the tensor's GPU, else of paddle's current GPU, else None."""
     framework = type(tensor).__module__.partition(".")[0]
     if framework == "torch" and tensor.is_cuda:
         return int(tensor.device.index)
@@ -122,11 +122,11 @@ def framework_gpu(tensor: Any) -> int | None:
 
 
 def order_of(tensor: Any, stream: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The stream that a swap behaves as if enqueued on, and what else it starts after.
+    """The stream that a swap behaves as if enqueued on, and further streams that it starts after.
 
-    The stream that is given, else CuPy's current one where one is set, else the tensor's. On a stream that is not the
-    tensor's, a swap also starts after the kernels that the tensor's holds so far: they write what it reads, or read
-    what it overwrites.
+    The stream is the given one, else CuPy's current stream if one is set, else the tensor's. On a stream other than
+    the tensor's, a swap also starts after the kernels queued on the tensor's stream so far: they may write the swap's
+    source or read its destination.
     """
     own = stream_of(tensor)
     if stream is not None:

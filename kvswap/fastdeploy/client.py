@@ -1,4 +1,4 @@
-"""The engine's side of the cache transfer manager.
+"""The engine's client of the cache transfer manager.
 
     with Client(port=9923) as client:
         client.attach()                                     # unless the managers created the caches
@@ -7,8 +7,8 @@
         if not result.ok:
             print(f"rank {result.rank}: {result.reason}")
 
-AsyncClient is the same for asyncio. Every call has a time limit, in seconds; TimeoutError says that it is over. A task
-that was taken ends with exactly one Result, also when the manager dies. Any thread may call.
+AsyncClient is the same for asyncio. Every call has a time limit in seconds and raises TimeoutError at its end. A task
+that the manager has taken ends with exactly one Result, even if the manager dies. Any thread may call.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def _make_task(
 
 
 class _Calls:
-    """What both clients have in common."""
+    """Common part of both clients."""
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, port: int = 9923, data_parallel_id: int = 0
     ) -> None:
         self.directory = Path(directory) if directory else places.default_directory(port, data_parallel_id)
         self._link = Link(self.directory)
-        self._finalizer = weakref.finalize(self, self._link.stop)  # which waits for nothing
+        self._finalizer = weakref.finalize(self, self._link.stop)  # stop() does not wait
 
     def _body(self, asked: Asked, timeout: float) -> Any:
-        """Of the answer that came, or the error that it is, or that none came."""
-        unsent = self._link.give_up(asked)  # no more than that if it came
+        """The answer's body. Raises the answer's error, or TimeoutError if there is no answer."""
+        unsent = self._link.give_up(asked)  # has no effect if the answer has arrived
         if not asked.future.done():
             if unsent:
                 raise TimeoutError(f"{self.directory}: nobody took the message in {timeout:g} s: does rank 0 run?")
@@ -101,17 +101,17 @@ class _Calls:
         return result
 
     def holds(self, task_id: str) -> bool:
-        """Whether that task was taken, or may have been, and its result is not collected."""
+        """Whether that task was taken, or may have been, and its result is uncollected."""
         return self._link.holds(task_id)
 
     @property
     def under_way(self) -> int:
-        """Tasks that were sent and have not ended."""
+        """Number of tasks that were sent and have not ended."""
         return self._link.under_way
 
 
 def _ready(status: dict[str, Any]) -> str:
-    """What is missing until tasks are taken; empty: nothing."""
+    """Why the manager takes no tasks; empty if it takes them."""
     return "" if status["ready"] else str(status["why_not"])
 
 
@@ -123,20 +123,20 @@ def _started(status: dict[str, Any]) -> str:
 
 
 _READY_EVERY = 0.05
-_LATER = 5.0  # the manager's own limit comes first, so that its answer says what is missing
+_LATER = 5.0  # seconds beyond the manager's own limit, so that the manager's answer arrives and says what is missing
 
 
 def _wait(future: Future, timeout: float) -> None:
-    """Until it is done, or the time is over."""
+    """Wait until the future is done or the time is over."""
     with contextlib.suppress(concurrent.futures.TimeoutError):
         future.exception(timeout)
 
 
 class Client(_Calls):
-    """See the module. directory: of the socket, where the manager was started with --socket_dir; else it is found by
-    the port and data-parallel id that both were given.
+    """See the module. directory: the socket's folder, if the manager was started with --socket_dir; None: the folder
+    that port and data-parallel id name.
 
-    kvswap.Error: the folder is not there, or is another user's.
+    kvswap.Error: the folder is missing, or belongs to another user.
     """
 
     def _answer(self, asked: Asked, timeout: float) -> Any:
@@ -158,28 +158,31 @@ class Client(_Calls):
         events: Sequence[bytes | None] | None = None,
         timeout: float = 10.0,
     ) -> str:
-        """Have blocks swapped on all ranks; returns the task's id once it is taken. It ends with a Result.
+        """Swap blocks on all ranks. Returns the task's id once the manager has taken the task, which then ends with a
+        Result.
 
-        kind: SWAP2CPU or SWAP2GPU. gpu_block_ids, cpu_block_ids: pairs. task_id: None makes one. node_ids: handed back.
+        kind: SWAP2CPU or SWAP2GPU. gpu_block_ids, cpu_block_ids: ints, as many in both; item i of both is one pair.
+        task_id: None generates one. node_ids: returned in the Result.
         events: for each rank an event from kvswap.memory.export_event(), recorded after the kernels that write or read
-          those blocks; None: they are over, the engine has synchronised.
+          those blocks; None: the engine has synchronised with those kernels.
 
-        kvswap.QueueFull: too many are under way. NotReady: not now. ManagerError: the task is wrong, or (code "died")
-        rank 0 died before it answered: the blocks may have been written or not, and there is no result. TimeoutError:
-        no answer; where it was sent, it may still be taken, and has a result then.
+        kvswap.QueueFull: too many tasks are under way. NotReady: the manager takes no tasks now. ManagerError: the task
+        is wrong, or (code "died") rank 0 died before it answered: then the blocks may have been written, and there is
+        no result. TimeoutError: no answer; the manager may still take the task if it was sent, and then there is a
+        result.
         """
         task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
         self._answer(self._link.submit(task), timeout)
         return task.transfer_task_id
 
     def result(self, task_id: str, timeout: float = 60.0) -> Result:
-        """How that task ended. TimeoutError: it has not."""
+        """Wait for that task's Result. TimeoutError: the task has not ended."""
         future = self._link.result_of(task_id)
         _wait(future, timeout)
         return self._ended(task_id, future, timeout)
 
     def next_result(self, timeout: float = 60.0) -> Result:
-        """The next task that ended, in the order in which they did. TimeoutError: none has.
+        """The Result of the next task that ends, in the order of their ends. TimeoutError: none has ended.
 
         A result is handed out once: wait for a task by this or by result(), not by both.
         """
@@ -192,12 +195,12 @@ class Client(_Calls):
         return self._next(future, timeout)
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
-        """State, ranks, tasks: what `kvswap manager status` prints."""
+        """State, ranks and tasks, as `kvswap manager status` prints them."""
         body: dict[str, Any] = self._answer(self._link.ask(GetStatus), timeout)
         return body
 
     def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Return the status once tasks are taken. TimeoutError says what is missing."""
+        """Wait until the manager takes tasks; returns the status. TimeoutError says what is missing."""
         return self._wait_until(_ready, timeout)
 
     def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
@@ -215,48 +218,51 @@ class Client(_Calls):
             time.sleep(_READY_EVERY)
 
     def wait_started(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Return the status once all ranks are there and wait for attach(), or are ready. TimeoutError, as above."""
+        """Wait until every rank is ready or waits for attach(); returns the status. TimeoutError says what is
+        missing."""
         return self._wait_until(_started, timeout)
 
     def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
-        """The caches are there on the engine's side: all ranks open them, and take tasks from then on.
+        """Tell all ranks to open the engine's caches. They take tasks from then on.
 
-        handles: for each rank, by the caches' names, what kvswap.memory.export() gave for them, as bytes; None: they
-          were exported by set_data_ipc() under FastDeploy's names.
+        handles: for each rank a dict from a cache's name to the bytes of kvswap.memory.export(); None: the engine has
+          exported the caches by set_data_ipc() under FastDeploy's names.
 
-        Where the managers created the caches it says that the engine has opened those that are there now.
+        If the managers created the caches, attach() says that the engine has opened the present ones.
         """
         self._operate(Attach, timeout, None if handles is None else list(handles))
 
     def clear(self, timeout: float = 60.0) -> None:
-        """Let tasks end, take no more, and have all ranks free their caches or close the engine's. Harmless if done.
+        """Refuse new tasks, let tasks under way end, and make all ranks free their caches or close the engine's. Does
+        nothing if they are cleared already.
 
-        ManagerError, TimeoutError: which rank failed, and why; the same call goes on from there.
+        ManagerError, TimeoutError: name the rank that failed and why; calling clear() again continues.
         """
         self._operate(Clear, timeout)
 
     def restore(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
-        """After clear(): allocate again, and create or attach to the caches, as with attach()."""
+        """Undo clear(): all ranks allocate host memory again, and create the caches or open the engine's. handles: as
+        in attach()."""
         self._operate(Restore, timeout, None if handles is None else list(handles))
 
     def drain(self, timeout: float = 60.0, *, undo: bool = False) -> None:
-        """Take no more tasks, and return when none is under way. undo: take tasks again."""
+        """Refuse new tasks, and return when none is under way. undo: take tasks again."""
         self._operate(Drain, timeout, undo)
 
     def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
         self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
 
     def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
-        """For each rank the "generation" and "handles" (for kvswap.memory.open()) of the caches that it created.
+        """For each rank a dict: the "generation" of the caches that it created, and "handles" for kvswap.memory.open().
 
-        Who asks is taken to open them: tasks are taken from then on. A rank that is started again has created others,
-        and no task is taken until they were asked for, or attach() said that they were opened.
+        The managers assume that the caller opens the caches, and take tasks from then on. A restarted rank has created
+        new caches: the manager takes no task until handles() or attach() is called again.
         """
         body: list[dict[str, Any]] = self._answer(self._link.ask(GetHandles), timeout)
         return body
 
     def close(self) -> None:
-        """Results of tasks that are under way go nowhere. Harmless if done."""
+        """End the connection; results of tasks under way are lost. A second call does nothing."""
         self._link.close()
 
     def __enter__(self) -> Client:
@@ -272,7 +278,7 @@ class AsyncClient(_Calls):
     """Client for asyncio: the same methods, arguments and errors. Use it in one event loop."""
 
     async def _wait(self, future: Future, timeout: float) -> None:
-        """Without cancelling it: others may wait for it, and it can be waited for again."""
+        """Wait without cancelling the future: other callers may wait for it too, and a caller may wait again."""
         await asyncio.wait({asyncio.wrap_future(future)}, timeout=timeout)
 
     async def _answer(self, asked: Asked, timeout: float) -> Any:

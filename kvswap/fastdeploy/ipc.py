@@ -1,11 +1,12 @@
-"""FastDeploy's segments: a cache of one process in others, by a name in /dev/shm.
+"""FastDeploy's segments: files in /dev/shm by which one process shares a cache with others under a name.
 
-A segment is what FastDeploy's own ops write and read: 8 bytes that nobody uses, and the 64 bytes of the driver's handle
-of an allocation. It carries neither size nor offset, nor whose it is. So a tensor that begins within its allocation
-cannot travel like that: set_data_ipc() refuses it, where FastDeploy's own hands out the allocation's beginning, another
-tensor's bytes. kvswap.memory.export() has no such limit.
+The format is that of FastDeploy's ops (custom_ops/gpu_ops/set_data_ipc.cu, share_external_data.cu, get_data_ptr_ipc.cu
+and unset_data_ipc.cu, releases 2.0 to 2.6): 8 unused bytes, then the driver's 64-byte IPC handle of an allocation. It
+has no size, offset or owner. A tensor inside an allocation cannot be shared by it: FastDeploy's set_data_ipc() shares
+the start of the allocation, which are another tensor's bytes, and kvswap's refuses. kvswap.memory.export() has no such
+limit.
 
-What kvswap writes is for this user alone (0600), and what it opens must be this user's.
+kvswap creates segments with mode 0600 and opens only segments of the same user.
 """
 
 from __future__ import annotations
@@ -51,33 +52,34 @@ _SEGMENT = struct.Struct("=Q64s")
 _INTERFACES = ("__cuda_array_interface__", "__array_interface__")
 
 _lock = threading.Lock()
-_written: dict[str, tuple[bytes, int]] = {}  # guarded by _lock: this process's own segments: handle, address
-_shared: dict[int, list[Opened]] = {}  # guarded by _lock: what share_external_data() opened, by address
+_written: dict[str, tuple[bytes, int]] = {}  # guarded by _lock; this process's segments by name: handle, address
+_shared: dict[int, list[Opened]] = {}  # guarded by _lock; what share_external_data() opened, by address
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 class Opened:
-    """Memory of another process (or our own): ptr is where it is here. close() once it is not needed."""
+    """Opened memory of another process, or of this one. ptr: its address in this process. close() releases it."""
 
     def __init__(self, ptr: int, nbytes: int, mapped: _C.Mapped | None, device: _C.Device) -> None:
         self.ptr, self.nbytes, self.device = ptr, nbytes, device
-        self._mapped = mapped  # None: it is this process's own memory
+        self._mapped = mapped  # None: memory of this process
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Wait for the copies that use it, and close it. Harmless if done. TimeoutError: they still run; it is open."""
+        """Wait for the copies that use the memory, then close it. A second call does nothing. TimeoutError: copies
+        still run, and the memory stays open."""
         if self._mapped is not None and not self._mapped.closed:
             self._mapped.close(timeout)
 
 
 def export_bytes(device: _C.Device, ptr: int, nbytes: int, generation: int) -> bytes:
-    """A handle as kvswap.memory has it: with offset, size, owner and generation."""
+    """A handle of kvswap.memory, with offset, size, owner and generation."""
     return memory.export(ptr, device=device, nbytes=nbytes, generation=generation).to_bytes()
 
 
 def open_bytes(handle: bytes, device: _C.Device, nbytes: int) -> Opened:
-    """What export_bytes() gave, in another process. ValueError: it is of another size."""
+    """Open what export_bytes() of another process returned. ValueError: its size differs."""
     mapped = memory.open(handle, device=device)
     if mapped.nbytes != nbytes:
         found = mapped.nbytes
@@ -87,13 +89,13 @@ def open_bytes(handle: bytes, device: _C.Device, nbytes: int) -> Opened:
 
 
 def open_event(exported: bytes, device: _C.Device) -> _C.Event:
-    """An event of another process."""
+    """Open an event of another process."""
     event: _C.Event = memory.open_event(exported, device=device)
     return event
 
 
 def zero(allocated: _C.Memory) -> None:
-    """Fill new memory with zeros, and wait for that."""
+    """Fill new memory with zeros and wait until that is done."""
     words = allocated.nbytes // 4
     stream = _C.Stream(allocated.device)
     if words:
@@ -118,9 +120,9 @@ def _path(name: Any) -> Path:
 
 
 def write_segment(name: str, device: _Device, source: Any, nbytes: int | None = None) -> None:
-    """Let other processes open this memory under a name; one that is there already is replaced.
+    """Write a segment by which other processes can open this memory. An existing segment of that name is replaced.
 
-    ValueError: the memory begins within its allocation, or is no device memory.
+    ValueError: the memory does not begin at the start of its allocation, or is not device memory.
     """
     path = _path(name)
     exported = memory.export(source, device=device, nbytes=nbytes)
@@ -136,7 +138,7 @@ def write_segment(name: str, device: _Device, source: Any, nbytes: int | None = 
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(_SEGMENT.pack(0, handle))
-        os.replace(new, path)  # never seen half written
+        os.replace(new, path)  # atomic: a reader never sees a partly written segment
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -179,8 +181,8 @@ def _read_segment(name: str) -> bytes:
 
 
 def open_segment(name: str, device: _C.Device, nbytes: int) -> Opened:
-    """The memory behind a segment, at least so many bytes. kvswap.Error: there is none; DeviceError: it does not open,
-    because its owner has freed it, or is gone."""
+    """Open the memory behind a segment; at least nbytes bytes. kvswap.Error: there is no such segment. DeviceError: the
+    driver cannot open the memory, because its owner has freed it or has ended."""
     handle = _read_segment(name)
     with _lock:
         own = _written.get(_path(name).name)
@@ -191,7 +193,7 @@ def open_segment(name: str, device: _C.Device, nbytes: int) -> Opened:
 
 
 def unlink_segment(name: str) -> None:
-    """Take the name away; who has the memory open keeps it. Harmless if done."""
+    """Remove the name. Processes that have the memory open keep it. Does nothing if the name is gone."""
     path = _path(name)
     with _lock:
         _written.pop(path.name, None)
@@ -202,8 +204,8 @@ def unlink_segment(name: str) -> None:
 
 
 class SharedTensor:
-    """A cache of another process, for the swap ops and for whoever reads array interfaces; what share_external_data()
-    returns where it knows no framework to make a tensor with."""
+    """A cache of another process, with the array interfaces, as the swap ops take it. share_external_data() returns it
+    if it knows no framework to make a tensor with."""
 
     def __init__(self, opened: Opened, shape: tuple[int, ...], size: int, dtype: Any) -> None:
         self._opened, self.shape, self._itemsize, self.dtype = opened, shape, size, dtype
@@ -228,7 +230,8 @@ class SharedTensor:
         return {"data": (self._opened.ptr, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def __getattr__(self, name: str) -> Any:
-        """Either array interface, as bytes: by where the memory is."""
+        """__cuda_array_interface__ for memory of a GPU, __array_interface__ for memory of a host device; elements are
+        bytes."""
         if name in _INTERFACES and name == _INTERFACES[self._opened.device.kind == "host"]:
             return self._interface()
         raise AttributeError(f"{type(self).__name__} has no {name}")
@@ -240,7 +243,7 @@ class SharedTensor:
 
 
 def _as_framework(shared: SharedTensor, like: Any) -> Any:
-    """A tensor of the same kind as `like`, which reads and writes the shared bytes."""
+    """A tensor of the framework of `like` over the shared memory, without a copy."""
     framework = type(like).__module__.partition(".")[0]
     module = sys.modules.get(framework)
     if module is None or framework not in ("torch", "paddle"):
@@ -261,11 +264,12 @@ def _as_framework(shared: SharedTensor, like: Any) -> Any:
 
 
 def set_data_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> None:
-    """Let other processes of this user share a cache under a name.
+    """Share a cache under a name with other processes of this user. FastDeploy's op of this name.
 
-    tensor: at the beginning of its allocation; it must stay allocated. device: whose memory it is, needed on host
+    tensor: must begin at the start of its allocation and stay allocated. device: the tensor's device, needed on host
       devices only.
-    ValueError: a tensor within an allocation, which a segment cannot express, or no device memory. Any thread may call.
+    ValueError: the tensor begins inside an allocation, which a segment cannot express, or is not device memory. Any
+    thread may call.
     """
     if device is None and not isinstance(tensor, _C.Memory):
         device = current_device(None, tensor)
@@ -273,13 +277,14 @@ def set_data_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> None:
 
 
 def share_external_data(tensor: Any, shm_name: str, shape: Sequence[int], *, device: _Device = None) -> Any:
-    """Open a cache that another process has named by set_data_ipc().
+    """Open a cache that another process has shared by set_data_ipc(). FastDeploy's op of this name.
 
-    tensor: says by its type what is made (torch's or paddle's tensor on a GPU, torch's on a host device; else a
-      SharedTensor) and of which elements. shape: of the cache. device: where; None: the current GPU, or host:0.
+    tensor: its type selects the type of the result (a torch or paddle tensor on a GPU, a torch tensor on a host device,
+      else a SharedTensor), and its dtype the elements. shape: the cache's, in elements. device: None: the current GPU,
+      or host:0.
 
-    Closed by unset_data_ipc(). kvswap.Error: there is no such segment, or it is somebody else's. DeviceError: it does
-    not open. Any thread may call.
+    unset_data_ipc() closes it. kvswap.Error: there is no such segment, or it belongs to another user. DeviceError: the
+    driver cannot open it. Any thread may call.
     """
     extents = tuple(int(extent) for extent in shape)
     size = itemsize(tensor, "tensor")
@@ -298,8 +303,11 @@ def share_external_data(tensor: Any, shm_name: str, shape: Sequence[int], *, dev
 
 
 def get_data_ptr_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> Any:
-    """The address in this process of what another one has named: one int64, in a tensor of `tensor`'s framework on the
-    CPU, else in a NumPy array. It stays open until the process ends, or unset_data_ipc() closes it."""
+    """Open a cache that another process has shared, and return its address in this process. FastDeploy's op of this
+    name.
+
+    Returns one int64: in a CPU tensor of `tensor`'s framework, else in a NumPy array of shape (1,). The memory stays
+    open until unset_data_ipc() or the end of the process. Errors: as share_external_data(). Any thread may call."""
     opened = open_segment(shm_name, current_device(device, tensor), 1)
     with _lock:
         _shared.setdefault(opened.ptr, []).append(opened)
@@ -314,11 +322,13 @@ def get_data_ptr_ipc(tensor: Any, shm_name: str, *, device: _Device = None) -> A
 
 
 def unset_data_ipc(tensor: Any, shm_name: str, close_ipc: bool, unlink_shm: bool) -> None:
-    """End sharing. close_ipc: close what share_external_data() opened, once the copies that use it have ended: the
-    tensor must not be used any more. unlink_shm: take the name away.
+    """End sharing. FastDeploy's op of this name.
 
-    ValueError: close_ipc of a tensor that share_external_data() did not make, or that is closed. TimeoutError: copies
-    still run. Any thread may call.
+    close_ipc: close what share_external_data() opened, after the copies that use it have ended; the tensor must not be
+      used afterwards. unlink_shm: remove the name.
+
+    ValueError: close_ipc of a tensor that share_external_data() did not return, or that is closed. TimeoutError: copies
+    still run after 60 s. Any thread may call.
     """
     path = _path(shm_name)
     if close_ipc:

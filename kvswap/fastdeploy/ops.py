@@ -1,19 +1,23 @@
 """FastDeploy's swap ops, with its names and positional arguments.
 
-All of them copy blocks between caches on a GPU and host memory: block swap_block_ids_gpu[i] of every cache <-> block
-swap_block_ids_cpu[i] of its host memory. What they share:
+FastDeploy (releases 2.0 to 2.6) defines them in custom_ops/gpu_ops/: swap_cache.cu, swap_cache_batch.cu,
+swap_cache_layout.cu and swap_cache_optimized.cu.
+
+Each op copies blocks between caches on a GPU and host memory: block swap_block_ids_gpu[i] of every cache <-> block
+swap_block_ids_cpu[i] of the cache's host memory. Common arguments:
 
 cache: any tensor that kvswap takes (paddle's, torch's, NumPy's, ...), contiguous, of any element type: shape
   [num_blocks, kv_heads, block_size, head_dim], or [num_blocks, kv_heads, block_size] for scales. Host memory is an
-  address: of cuda_host_alloc(), or of anything the device can reach.
-swap_block_ids_gpu, swap_block_ids_cpu: as many ints on both sides, in their ranges, each target once. Messages call
-  them gpu_block_ids and cpu_block_ids.
-rank: which device: cuda:rank, or host:rank where there is no GPU. mode: 0 copies from the GPU to the host, 1 back.
-stream: what the swap behaves as if enqueued on; None: CuPy's current stream where one is set (then it also starts after
-  the tensor's), else the tensor's. device: a kvswap Device or its name, in place of `rank`'s.
+  address, of cuda_host_alloc() or of any memory that the device can reach.
+swap_block_ids_gpu, swap_block_ids_cpu: sequences of ints or integer arrays, of the same length; no target block twice.
+  Error messages call them gpu_block_ids and cpu_block_ids.
+rank: selects the device: cuda:rank, or host:rank if there is no GPU. mode: 0 copies from the GPU to the host (D2H), 1
+  from the host to the GPU (H2D).
+stream: the swap behaves as if enqueued on this stream. None: CuPy's current stream if one is set (the swap then also
+  starts after the tensor's stream), else the tensor's stream. device: a kvswap Device or its name, instead of rank's.
 
-Everything is checked before anything moves: IndexError for an id, ValueError and TypeError for the rest. The ops that
-are not async return when the bytes are there, or raise why not. Any thread may call.
+All arguments are checked before any byte moves: IndexError for an id, ValueError and TypeError for the rest. Ops that
+are not async return when the copy is done, or raise its error. Any thread may call.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def _index(value: Any, name: str, least: int = 0) -> int:
 
 
 def _check_mode(mode: Any) -> int:
-    """FastDeploy's own ops take whatever is not 0 for H2D: a wrong mode overwrites the cache."""
+    """0 or 1. FastDeploy's ops take every mode but 0 as H2D, so that a wrong mode overwrites the cache."""
     if isinstance(mode, bool) or mode not in (0, 1):
         raise ValueError(f"mode is {mode!r}: must be 0 (GPU to host) or 1 (host to GPU)")
     return int(mode)
@@ -74,11 +78,11 @@ def _kind() -> str:
     return "cuda" if _C._cuda_count()[0] > 0 else "host"
 
 
-_last: _C.Device | None = None  # what an op used last in this process
+_last: _C.Device | None = None  # the device that the last op of this process used
 
 
 def device_of(rank: Any, device: _Device = None) -> _C.Device:
-    """The device that is named, else the one that `rank` stands for: opened once, then remembered."""
+    """The given device, else the one that `rank` selects; opened once and cached."""
     global _last
     if not isinstance(device, _C.Device):
         device = _device_named(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
@@ -90,8 +94,8 @@ _noted: int | None = None  # the GPU that paddle was set to last
 
 
 def note_gpu(name: Any) -> None:
-    """What paddle was set to. It forgets its GPU when it is set to the CPU, as FastDeploy's managers do before they
-    allocate host memory: another GPU would be opened for that."""
+    """Remember the GPU that paddle.set_device() sets. FastDeploy's managers set paddle to the CPU before they allocate
+    host memory; without this record kvswap would open another GPU for the allocation."""
     global _noted
     kind, _, number = str(name).partition(":")
     if kind == "gpu" and number.isdigit():
@@ -99,9 +103,9 @@ def note_gpu(name: Any) -> None:
 
 
 def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
-    """For ops that are told no rank: the device that is named, else the tensor's GPU, else the one that the tensor's
-    framework (or paddle, where it is loaded) has set, or had set before the CPU, else what an op used last, else the
-    current GPU or host:0. A GPU is what stands for its number here, as for `rank`."""
+    """The device of an op without a rank. The first of: the given device; the tensor's GPU; the GPU that the tensor's
+    framework (or paddle, if imported) has set, or had set before the CPU; the device of the last op; the current GPU;
+    host:0. GPU number N selects a device as `rank` N does."""
     global _last
     if device is None:
         number = framework_gpu(tensor)
@@ -114,7 +118,7 @@ def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
 
 
 def _check_ids(gpu_ids: _Ids, cpu_ids: _Ids) -> int:
-    """How many there are, of an array or a sequence."""
+    """The number of pairs. TypeError: not a sequence. ValueError: the lengths differ."""
     for ids, name in ((gpu_ids, "swap_block_ids_gpu"), (cpu_ids, "swap_block_ids_cpu")):
         if isinstance(ids, str | bytes) or not hasattr(ids, "__len__"):
             raise TypeError(f"{name} must be a sequence of ints, not {type(ids).__name__}")
@@ -127,7 +131,7 @@ def _check_ids(gpu_ids: _Ids, cpu_ids: _Ids) -> int:
 
 
 def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
-    """The caches and their host memory. Layers without values (None, 0), as MLA's caches have, are left out."""
+    """The caches and their host addresses, without the pairs (None, 0): MLA's layers have no value cache."""
     if isinstance(tensors, str) or not isinstance(tensors, Sequence):
         raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(tensors).__name__}")
     if len(tensors) != len(ptrs):
@@ -191,7 +195,7 @@ def _swap(
     most, device = _index(cpu_blocks, "max_block_num_cpu"), device_of(rank, on)
     kept, addresses = _pairs(tensors, ptrs)
     blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
-    if not kept or not count:  # with no ids there is nothing to check them against
+    if not kept or not count:  # without ids there is nothing to check
         kept, blocks, addresses, gpu_ids, cpu_ids = [], [], [], (), ()
     return _submit(kept, blocks, addresses, most, gpu_ids, cpu_ids, direction, device, stream)
 
@@ -211,7 +215,8 @@ def swap_cache_all_layers_async(
     stream: Any = None,
     device: _Device = None,
 ) -> _C.Transfer:
-    """As swap_cache_all_layers(), but returns the Transfer at once: wait for it, or for its `event`, or on a stream."""
+    """As swap_cache_all_layers(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
+    stream."""
     return _swap(
         cache_gpu_tensors,
         cache_cpu_ptrs,
@@ -237,12 +242,12 @@ def swap_cache_all_layers(
     stream: Any = None,
     device: _Device = None,
 ) -> None:
-    """Copy the same blocks of every cache; returns when the bytes are there.
+    """Copy the same blocks of every cache; returns when the copy is done. FastDeploy's swap_cache_batch.cu.
 
     cache_gpu_tensors: a list of caches, each with its own number of blocks and block size. An empty list does nothing
-      (a model without values). cache_cpu_ptrs: as many addresses, of max_block_num_cpu blocks each.
+      (a model without value caches). cache_cpu_ptrs: one address for each cache, of max_block_num_cpu blocks.
 
-    The rest as the module says (help(kvswap.fastdeploy.ops)).
+    Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
     _swap(
         cache_gpu_tensors,
@@ -272,10 +277,11 @@ def swap_cache_per_layer_async(
     stream: Any = None,
     device: _Device = None,
 ) -> _C.Transfer:
-    """As swap_cache_per_layer(), but returns the Transfer at once: wait for it, or for its `event`, or on a stream.
+    """As swap_cache_per_layer(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
+    stream.
 
-    An event that is recorded on CuPy's current stream (or on the tensor's, where CuPy has none) after the call is
-    reached when the bytes are there.
+    An event recorded after the call on CuPy's current stream (on the tensor's, if CuPy has none) completes after the
+    copy.
     """
     direction = _check_mode(mode)
     count = _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
@@ -307,11 +313,11 @@ def swap_cache_per_layer(
     stream: Any = None,
     device: _Device = None,
 ) -> None:
-    """Copy blocks of one cache; returns when the bytes are there.
+    """Copy blocks of one cache; returns when the copy is done. FastDeploy's swap_cache.cu and swap_cache_optimized.cu.
 
     cache_gpu: the cache. cache_cpu_ptr: the address of max_block_num_cpu blocks.
 
-    The rest as the module says (help(kvswap.fastdeploy.ops)).
+    Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
     swap_cache_per_layer_async(
         cache_gpu,
@@ -326,14 +332,14 @@ def swap_cache_per_layer(
     ).wait()
 
 
-swap_cache = swap_cache_per_layer  # as it was called first
+swap_cache = swap_cache_per_layer  # the older name
 
 
 # -- layer-first to block-first ---------------------------------------------------------------------------------------
 
 
 def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
-    if not tensors:  # a model without values has no shape for them either
+    if not tensors:  # a model without value caches has no shape for them either
         return []
     shape = [_index(extent, f"cache_shape[{i}]", 1) for i, extent in enumerate(cache_shape)]
     if len(shape) not in (3, 4):
@@ -361,7 +367,8 @@ def swap_cache_layout_async(
     stream: Any = None,
     device: _Device = None,
 ) -> _C.Transfer:
-    """As swap_cache_layout(), but returns the Transfer at once: wait for it, or for its `event`, or on a stream."""
+    """As swap_cache_layout(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
+    stream."""
     direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
     on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
     if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
@@ -369,7 +376,7 @@ def swap_cache_layout_async(
     tensors = list(cache_gpu_tensors) if count else []
     blocks = _layout_blocks(tensors, cache_shape)
     offsets = list(itertools.accumulate((block.nbytes for block in blocks), initial=0))
-    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # an object's number has no limit but its memory's
+    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
     return _submit(
         tensors,
         blocks,
@@ -396,13 +403,13 @@ def swap_cache_layout(
     stream: Any = None,
     device: _Device = None,
 ) -> None:
-    """Copy blocks between layer-first caches and block-first host objects, in one transfer; returns when they are
-    there.
+    """Copy blocks between layer-first caches and block-first host objects, in one transfer; returns when the copy is
+    done. FastDeploy's swap_cache_layout.cu.
 
-    cache_gpu_tensors: the layers, all alike, as cache_shape says. cache_cpu_ptrs: one address: object j of the host
-      holds a block of every layer, [num_layers, kv_heads, block_size, head_dim], at cache_cpu_ptrs + j * its bytes.
+    cache_gpu_tensors: the layers, all of shape cache_shape. cache_cpu_ptrs: one address. Host object j holds one block
+      of every layer, [num_layers, kv_heads, block_size, head_dim], at cache_cpu_ptrs + j * (bytes of an object).
 
-    The rest as the module says (help(kvswap.fastdeploy.ops)).
+    Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
     swap_cache_layout_async(
         cache_gpu_tensors,
@@ -419,21 +426,21 @@ def swap_cache_layout(
 
 # -- host memory ------------------------------------------------------------------------------------------------------
 
-_FLAGS = 0x01 | 0x02 | 0x04  # portable, mapped (this memory always is), write-combined (as fast without: no matter)
+_FLAGS = 0x01 | 0x02 | 0x04  # portable, mapped (this memory always is both), write-combined (ignored)
 
 _host_lock = threading.Lock()
-_host: dict[int, _C.Memory] = {}  # guarded by _host_lock: what cuda_host_alloc() gave out, by address
+_host: dict[int, _C.Memory] = {}  # guarded by _host_lock; allocations of cuda_host_alloc(), by address
 
 
 def cuda_host_alloc(nbytes: int, flags: int = 0, *, device: _Device = None) -> int:
-    """Pinned host memory; returns its address.
+    """Allocate pinned host memory; returns its address. FastDeploy's custom_ops/gpu_ops/cpp_extensions.cc.
 
-    flags: those of cudaHostAlloc, 0 to 7. The memory is portable and mapped in any case; write-combined is not heeded,
-      as it would make the CPU's reads slow and no copy faster.
-    device: whose driver allocates; None: the current GPU, host:0 where there is none. Every device can copy it, so it
-      matters only in that a device is opened.
+    nbytes: at least 1. flags: those of cudaHostAlloc, 0 to 7. The memory is always portable and mapped. The flag
+      write-combined is ignored: it makes reads by the CPU slow and no copy faster.
+    device: the device to allocate through, which is opened for it; None: as current_device() chooses. Every device can
+      copy the memory.
 
-    ValueError: a wrong size or flag. MemoryError, DeviceError: there is none to be had. Any thread may call.
+    ValueError: a wrong size or flag. MemoryError, DeviceError: the allocation failed. Any thread may call.
     """
     size, bits = _index(nbytes, "nbytes", 1), _index(flags, "flags")
     if bits & ~_FLAGS:
@@ -445,10 +452,10 @@ def cuda_host_alloc(nbytes: int, flags: int = 0, *, device: _Device = None) -> i
 
 
 def cuda_host_free(ptr: int) -> None:
-    """Free what cuda_host_alloc() returned, once the transfers that use it have ended.
+    """Free what cuda_host_alloc() returned, after the transfers that use it have ended.
 
-    ValueError: not an address from there, or freed already. TimeoutError: transfers still use it after 60 s; nothing is
-    freed. Any thread may call.
+    ValueError: not an address of cuda_host_alloc(), or freed already. TimeoutError: transfers still use the memory
+    after 60 s, and it stays allocated. Any thread may call.
     """
     address = _index(ptr, "ptr")
     with _host_lock:

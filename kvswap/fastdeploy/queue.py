@@ -1,10 +1,11 @@
-"""A client with the method names of FastDeploy's EngineCacheQueue, so that an engine changes an import.
+"""A client with the method names of FastDeploy's EngineCacheQueue, so that an engine changes only an import.
 
     from kvswap.fastdeploy.queue import EngineCacheQueue        # there: fastdeploy.inter_communicator
 
-It talks to `kvswap manager`, not to FastDeploy's queue: the two do not understand each other. What differs: no pickle,
-no port (the address's port only names the manager), a full queue raises kvswap.QueueFull, and a task that failed raises
-TaskFailed where FastDeploy would have called it done.
+FastDeploy's class is in fastdeploy/inter_communicator/engine_cache_queue.py (releases 2.0 to 2.6). This one connects to
+`kvswap manager` and is not wire-compatible with FastDeploy's queue. It uses no pickle and opens no port (the address's
+port only names the manager). A full queue raises kvswap.QueueFull. A failed task raises TaskFailed; FastDeploy reports
+it as done.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ __all__ = ["EngineCacheQueue", "TaskFailed"]
 
 
 class TaskFailed(_C.Error):
-    """A task that get_transfer_done_signal() cannot call done.
+    """A task failed. Raised by get_transfer_done_signal().
 
-    item: the task as it was put. rank: the first rank that failed, or None. The blocks that it should have written are
-    not to be used.
+    item: the task as it was put. rank: the first rank that failed, or None. Do not use the blocks that the task was to
+    write.
     """
 
     def __init__(self, item: tuple[Any, ...], result: Result) -> None:
@@ -33,7 +34,7 @@ class TaskFailed(_C.Error):
 
 
 class EngineCacheQueue:
-    """See the module. Positional arguments as there; of the address the port counts, of the rest the data-parallel id.
+    """See the module. Positional arguments as FastDeploy's; only the address's port and the data-parallel id are used.
 
     Any thread may call.
     """
@@ -53,29 +54,30 @@ class EngineCacheQueue:
         self.address, self.is_server = address, is_server
         self._timeout = timeout
         directory = places.default_directory(address[1], local_data_parallel_id)
-        places.prepare_directory(directory)  # as there, the engine makes the queue before it starts the managers
+        places.prepare_directory(directory)  # the engine creates the queue before it starts the managers
         self._client = Client(directory)
         self._lock = threading.Lock()
-        self._items: dict[str, tuple[Any, ...]] = {}  # guarded by _lock: as they were put
+        self._items: dict[str, tuple[Any, ...]] = {}  # guarded by _lock; tasks as they were put
 
     @property
     def client(self) -> Client:
-        """For what EngineCacheQueue has no name for: attach(), clear(), restore(), status()."""
+        """The client, for calls that EngineCacheQueue lacks: attach(), clear(), restore(), status()."""
         return self._client
 
     def get_server_port(self) -> int:
-        """The port that names the manager. There it is one that is listened on."""
+        """The port that names the manager. FastDeploy's queue listens on it, kvswap does not."""
         return self.address[1]
 
     def put_transfer_task(self, item: Sequence[Any]) -> None:
-        """Have blocks swapped.
+        """Swap blocks.
 
-        item: (swap_node_ids, gpu_block_ids, cpu_block_ids, event_type, transfer_task_id), or as newer FastDeploys have
-          it (event_type, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids). event_type: a CacheStatus, or
-          its number.
+        item: (swap_node_ids, gpu_block_ids, cpu_block_ids, event_type, transfer_task_id), or the order of newer
+          FastDeploys: (event_type, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids). event_type: a
+          CacheStatus, or its number.
 
-        kvswap.QueueFull: too many are under way. NotReady, ManagerError: not now, or wrong. TimeoutError: no answer; if
-        it was sent it may still be taken, and get_transfer_done_signal() tells how it ended.
+        kvswap.QueueFull: too many tasks are under way. NotReady: the manager takes no tasks now. ManagerError: the task
+        is wrong. TimeoutError: no answer; the manager may still take the task if it was sent, and
+        get_transfer_done_signal() then reports its end.
         """
         parts = tuple(item)
         newer = bool(parts) and not isinstance(parts[0], Sequence)
@@ -119,13 +121,13 @@ class EngineCacheQueue:
         return self._client.under_way == 0
 
     def get_transfer_task(self) -> Any:
-        """Of the managers' side: kvswap's have their own way."""
+        """FastDeploy's manager calls this; `kvswap manager` does not. Raises kvswap.Error."""
         raise _C.Error(
             "get_transfer_task() is what FastDeploy's manager calls; `kvswap manager` takes its tasks itself"
         )
 
     def put_transfer_done_signal(self, item: Any) -> None:
-        """Of the managers' side: kvswap's have their own way."""
+        """FastDeploy's manager calls this; `kvswap manager` does not. Raises kvswap.Error."""
         raise _C.Error("put_transfer_done_signal() is what FastDeploy's manager calls; `kvswap manager` reports itself")
 
     def close(self) -> None:
@@ -134,6 +136,6 @@ class EngineCacheQueue:
 
 
 def _item_of(result: Result) -> tuple[Any, ...]:
-    """Of a task that another one than put_transfer_task() sent."""
+    """The item of a task that was not sent by put_transfer_task()."""
     nodes, gpu_ids, cpu_ids = result.swap_node_ids, result.gpu_block_ids, result.cpu_block_ids
     return (nodes, gpu_ids, cpu_ids, result.event_type, result.transfer_task_id)

@@ -1,7 +1,8 @@
-"""The cache transfer manager: a process for each rank, beside the engine, that swaps its cache blocks.
+"""The cache transfer manager: for each rank a process beside the engine that swaps the engine's cache blocks.
 
     kvswap manager run --rank 0 --mp_num 1 --device_id 0 ... --create_cache_tensor
 
-kvswap.fastdeploy.client has the engine's side. Both need pyzmq and msgspec: pip install 'kvswap[manager]'.
-docs/fastdeploy.md has all of it.
+It takes the place of FastDeploy's fastdeploy/cache_manager/cache_transfer_manager.py (releases 2.0 to 2.6).
+kvswap.fastdeploy.client is the engine's client. Both need pyzmq and msgspec: pip install 'kvswap[manager]'.
+See docs/fastdeploy.md.
 """

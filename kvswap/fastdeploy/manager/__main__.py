@@ -1,4 +1,5 @@
-"""python -m kvswap.fastdeploy.manager OPTIONS: as `kvswap manager run OPTIONS`, in the place of FastDeploy's script."""
+"""python -m kvswap.fastdeploy.manager OPTIONS: the same as `kvswap manager run OPTIONS`, to replace FastDeploy's
+script."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line: FastDeploy's two generations of it, checked, and what is kvswap's own."""
+"""The command line: the options of FastDeploy's older and newer managers, and kvswap's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank is started with."""
+    """The checked options of a rank."""
 
     layout: Layout
     ranks: int
@@ -79,7 +79,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """Which manager is meant: for all commands."""
+    """Add the options that select a manager, for all commands."""
     group = parser.add_argument_group("which manager")
     group.add_argument(
         "--cache_queue_port",
@@ -109,16 +109,16 @@ def place_of(args: argparse.Namespace) -> Path:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """The options of `run`."""
+    """Add the options of `run`."""
     add_place(parser)
     _add_model(parser.add_argument_group("the model's caches, by FastDeploy's options"))
-    _add_refused(parser.add_argument_group("FastDeploy's options that name what is not served, or mean nothing here"))
+    _add_refused(parser.add_argument_group("FastDeploy's options that are refused or ignored"))
     _add_own(parser.add_argument_group("kvswap's own"))
 
 
 def _add_model(group: Any) -> None:
     count = _at_least(1)
-    group.add_argument("--rank", type=_at_least(0), default=0, help="of this process, from 0; rank 0 hands out tasks")
+    group.add_argument("--rank", type=_at_least(0), default=0, help="rank, from 0; rank 0 distributes tasks")
     group.add_argument("--mp_num", type=count, default=1, help="ranks of the model (tensor parallel)")
     group.add_argument("--device_id", type=_at_least(0), default=0, help="the GPU of this rank")
     group.add_argument("--num_layers", type=count, default=1, help="layers of the model")
@@ -130,24 +130,24 @@ def _add_model(group: Any) -> None:
         help="num_blocks,kv_heads,block_size,head_dim of the key caches (newer FastDeploy)",
     )
     group.add_argument(
-        "--value_cache_shape", type=_shape, default=(), metavar="B,H,T,D", help="of the value caches; empty: keys only"
+        "--value_cache_shape", type=_shape, default=(), metavar="B,H,T,D", help="for the value caches; empty: keys only"
     )
     group.add_argument("--num_gpu_blocks", type=count, default=1, help="blocks on the GPU (older FastDeploy)")
-    group.add_argument("--kv_num_head", type=count, default=1, help="heads of keys and values (older)")
-    group.add_argument("--block_size", type=count, default=64, help="tokens of a block (older)")
+    group.add_argument("--kv_num_head", type=count, default=1, help="number of key and value heads (older)")
+    group.add_argument("--block_size", type=count, default=64, help="tokens in a block (older)")
     group.add_argument("--head_dim", type=count, default=1, help="size of a head (older)")
     group.add_argument(
         "--bytes_per_layer_per_block",
         type=count,
         default=None,
-        help="of keys, or of values: checked against the shape (older)",
+        help="bytes of a block of keys, or of values; checked against the shape (older)",
     )
     group.add_argument("--num_cpu_blocks", type=_at_least(0), default=4, help="blocks in host memory; 0: none")
     group.add_argument(
         "--cache_dtype",
         default="bfloat16",
         choices=sorted(ITEM_NBYTES),
-        help="of the caches; block_wise_fp8: bytes with scales beside them",
+        help="element type of the caches; block_wise_fp8: bytes, with scale tensors beside them",
     )
     group.add_argument(
         "--default_dtype",
@@ -160,12 +160,12 @@ def _add_model(group: Any) -> None:
         type=_json_object,
         default={},
         metavar="JSON",
-        help="num_extra_cache_layer and num_gpu_block_expand_ratio of it count",
+        help="JSON; num_extra_cache_layer and num_gpu_block_expand_ratio are used",
     )
     group.add_argument(
         "--create_cache_tensor",
         action="store_true",
-        help="create the GPU caches and export them; without: attach to the engine's",
+        help="create the GPU caches and export them; default: attach to the engine's",
     )
 
 
@@ -179,7 +179,7 @@ def _add_refused(group: Any) -> None:
         type=_json_object,
         default={},
         metavar="JSON",
-        help="only with enable_routing_replay off: experts' choices are not moved",
+        help="accepted only with enable_routing_replay off: routing data is not moved",
     )
     for name in (
         "rdma_port",
@@ -191,16 +191,16 @@ def _add_refused(group: Any) -> None:
         "write_policy",
         "model_path",
     ):
-        group.add_argument(f"--{name}", default=None, help="taken, means nothing here")
+        group.add_argument(f"--{name}", default=None, help="accepted and ignored")
 
 
 def _add_own(group: Any) -> None:
-    group.add_argument("--device", default=None, metavar="NAME", help="cuda:N or host:N in place of --device_id's")
+    group.add_argument("--device", default=None, metavar="NAME", help="cuda:N or host:N, instead of --device_id")
     group.add_argument(
         "--slab",
         action="store_true",
         help="with --create_cache_tensor: one allocation for all layers, which the copy engine moves "
-        "faster; FastDeploy's segments cannot express that, so kvswap's client must attach",
+        "faster; FastDeploy's segments cannot express offsets, so kvswap's client must attach",
     )
     group.add_argument(
         "--mps", action="store_true", help="the engine and this process share the GPU by MPS: kernels may be used"
@@ -214,13 +214,13 @@ def _add_own(group: Any) -> None:
         "--queue_limit",
         type=_at_least(1),
         default=1024,
-        help="tasks under way of all clients, and of one client with the results that it has not read; beyond it the "
-        "answer is that the queue is full",
+        help="limit of tasks under way of all clients, and of one client's tasks and unread results; beyond it "
+        "QueueFull is raised",
     )
     for name, default, what in (
-        ("rank_timeout", 5.0, "a rank that is silent for so long counts as dead"),
+        ("rank_timeout", 5.0, "a rank without a message for this long counts as dead"),
         ("task_timeout", 60.0, "a task that takes longer is reported failed"),
-        ("step_timeout", 300.0, "limit of each rank's part of clearing, restoring, attaching"),
+        ("step_timeout", 300.0, "limit of each rank's step when clearing, restoring or attaching"),
         ("stop_timeout", 30.0, "how long tasks under way may take after SIGTERM"),
     ):
         group.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=f"{what} ({default:g})")
@@ -231,12 +231,12 @@ def _add_own(group: Any) -> None:
         metavar="PORT",
         help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)",
     )
-    group.add_argument("--log_format", choices=("text", "json"), default="text", help="of the log, one line a task")
+    group.add_argument("--log_format", choices=("text", "json"), default="text", help="log format; one line a task")
     group.add_argument(
         "--log_level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="of the log (info); debug tells why a step failed",
+        help="level of the log (info); debug adds why a step failed",
     )
 
 
@@ -287,7 +287,8 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What the options say. ValueError: they do not fit together, or ask for what is not served."""
+    """Settings from the options. ValueError: the options contradict each other, or ask for a feature that is
+    refused."""
     _refuse(args)
     if args.mp_num > MOST_RANKS or args.rank >= args.mp_num:
         raise ValueError(
@@ -316,6 +317,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def disable_kernels() -> None:
-    """Before the device is opened: kernels of another process take whole time slices from the model's."""
+    """Restrict this process to the copy engine. Call before opening the device. Without MPS the GPU gives kernels of
+    this process time slices of their own, in which the model's kernels stop."""
     named = [name for name in os.environ.get("KVSWAP_DISABLE", "").split(",") if name]
     os.environ["KVSWAP_DISABLE"] = ",".join(dict.fromkeys([*named, "kernel", "burst"]))

@@ -1,8 +1,8 @@
-"""A rank's caches on both sides, and the swaps between them.
+"""A rank's caches in GPU and host memory, and the swaps between them.
 
-The GPU side is created here or attached to; the host side is one piece of pinned memory whose blocks hold all
-layers, one behind the other. Both are kvswap.Pools, so that two swaps of the same blocks run in the order in which they
-were submitted, and a swap that reads what a failed one should have written fails too.
+The GPU caches are created here or opened from the engine. The host memory is one pinned allocation, block-first: a
+host block holds all layers contiguously. Both are kvswap.Pools: two swaps of the same blocks run in the order of
+submission, and a swap fails that reads a block which a failed swap was to write.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["GpuSide", "HostSide", "attach", "create", "submit"]
 
 
 class _Owned(Protocol):
-    """Memory of a cache: an allocation of ours, or a mapping of the engine's."""
+    """Memory of a cache: an allocation of this process, or a mapping of the engine's allocation."""
 
     @property
     def ptr(self) -> int: ...
 
 
 class GpuSide:
-    """The caches on the GPU, for one generation of them. close() frees what was created, or closes what was opened."""
+    """One generation of the caches on the GPU. close() frees the created caches, or closes the opened ones."""
 
     def __init__(self, device: _C.Device, caches: Sequence[Cache], owned: Sequence[_Owned], generation: int) -> None:
         self.generation = generation
@@ -39,11 +39,11 @@ class GpuSide:
         self.pools = _pools(device, caches, [memory.ptr for memory in owned], "gpu")
 
     def on_close(self, closer: Callable[[], None]) -> None:
-        """Called in close(), the last one first."""
+        """Register a function that close() calls; the last registered one runs first."""
         self._closers.append(closer)
 
     def close(self) -> None:
-        """Once; what fails stays, so that it can be called again."""
+        """Free or close everything. What fails is kept, and a second call tries it again."""
         self.pools = []
         self.handles = {}
         while self._closers:
@@ -59,7 +59,7 @@ def _pools(
     stride: int | None = None,
     count: int = 0,
 ) -> list[_C.Pool]:
-    """One a cache; those with as many blocks share what is known of their slots."""
+    """One pool for each cache. Pools with the same number of blocks share their hazard table (group=)."""
     first: dict[int, _C.Pool] = {}
     pools = []
     for cache, ptr in zip(caches, ptrs, strict=True):
@@ -74,7 +74,7 @@ def _pools(
 
 
 class _Part:
-    """A cache within a slab."""
+    """A cache inside a slab."""
 
     def __init__(self, slab: _C.Memory, ptr: int) -> None:
         self.slab, self.ptr = slab, ptr
@@ -84,9 +84,9 @@ _ALIGN = 512
 
 
 def create(device: _C.Device, layout: Layout, slab: bool, after: int) -> GpuSide:
-    """New caches, zeroed and exported, with a generation above `after`.
+    """Create zeroed, exported caches with a generation above `after`.
 
-    slab: one allocation for all of them. Else each has its own, and FastDeploy's segment by its name beside the handle.
+    slab: one allocation for all caches. Else each cache has its own allocation, a handle, and a FastDeploy segment.
     """
     caches = layout.caches()
     generation = max(after + 1, time.time_ns())
@@ -117,9 +117,9 @@ def create(device: _C.Device, layout: Layout, slab: bool, after: int) -> GpuSide
 
 
 def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSide:
-    """The engine's caches: by kvswap's handles, or None by FastDeploy's segments.
+    """Open the engine's caches. handles: kvswap's; None: FastDeploy's segments.
 
-    kvswap.Error, ValueError: one is missing, is not there any more, or is of another size.
+    kvswap.Error, ValueError: a cache is missing, was freed, or has another size.
     """
     caches = layout.caches()
     if handles is not None and (missing := [cache.name for cache in caches if cache.name not in handles]):
@@ -143,8 +143,8 @@ def attach(device: _C.Device, layout: Layout, handles: Handles | None) -> GpuSid
 
 
 def _check_apart(caches: Sequence[Cache], opened: Sequence[ipc.Opened]) -> None:
-    """FastDeploy's own set_data_ipc() hands out the beginning of the allocation that a tensor lies in, so that tensors
-    within one allocation all look like its beginning."""
+    """Refuse two caches at one address. FastDeploy's set_data_ipc() shares the start of a tensor's allocation, so that
+    all tensors of one allocation open at the same address."""
     last, cache = opened[-1], caches[len(opened) - 1]
     for other, known in zip(caches, opened[:-1], strict=False):
         if last.ptr < known.ptr + known.nbytes and known.ptr < last.ptr + last.nbytes:
@@ -155,8 +155,8 @@ def _check_apart(caches: Sequence[Cache], opened: Sequence[ipc.Opened]) -> None:
 
 
 class HostSide:
-    """The host blocks, and which of them hold anything. A block is what was swapped out to it since the memory is
-    there: a swap back of any other block would deliver bytes that nobody wrote."""
+    """The host blocks, and a flag for each: written since the memory was allocated. A swap to the GPU of an unwritten
+    block is refused, since its bytes mean nothing."""
 
     def __init__(self, device: _C.Device, layout: Layout) -> None:
         self._layout = layout
@@ -173,11 +173,11 @@ class HostSide:
         return _pools(self._device, caches, ptrs, "host", stride, count)
 
     def forget(self, ids: Sequence[int]) -> None:
-        """These should have been written, and were not: what they hold is somebody else's."""
+        """Mark blocks as unwritten: a swap to the host failed before it was queued, and they hold older data."""
         self.written[np.asarray(ids, np.int64)] = False
 
     def close(self) -> None:
-        """Free the memory, once the swaps that use it have ended; again if that failed."""
+        """Free the memory after the swaps that use it have ended. May be called again if it raised."""
         self.pools = []
         if self._memory is not None:
             self._memory.close()
@@ -187,10 +187,10 @@ class HostSide:
 def submit(
     gpu: GpuSide, host: HostSide, kind: Kind, gpu_ids: list[int], cpu_ids: list[int], after: Sequence[Any]
 ) -> _C.Transfer:
-    """Queue a swap. ValueError: a host block that would be read holds nothing; kvswap.QueueFull: later.
+    """Queue a swap. ValueError: the swap would read an unwritten host block. kvswap.QueueFull: try again later.
 
-    When it fails on the device, the pools know which of their blocks hold nothing; while nothing is queued nobody but
-    the caller knows: HostSide.forget().
+    If the swap fails on the device, the pools record the lost blocks. If this call raises, nothing was queued, and the
+    caller records them by HostSide.forget().
     """
     here, there = np.asarray(gpu_ids, np.int64), np.asarray(cpu_ids, np.int64)
     if kind == Kind.SWAP2CPU:

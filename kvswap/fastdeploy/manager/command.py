@@ -17,7 +17,7 @@ __all__ = ["add_commands"]
 
 
 def add_commands(commands: Any) -> None:
-    """To the kvswap command's own."""
+    """Add `manager` to the commands of kvswap."""
     parser = commands.add_parser(
         "manager",
         help="swap an engine's cache blocks from a process beside it, as FastDeploy's cache transfer manager does",
@@ -29,12 +29,12 @@ def add_commands(commands: Any) -> None:
     status = own.add_parser("status", help="state, ranks and tasks of a running manager")
     arguments.add_place(status)
     status.add_argument("--json", action="store_true", help="write JSON")
-    status.add_argument("--timeout", type=float, default=5.0, metavar="S", help="for an answer (5)")
+    status.add_argument("--timeout", type=float, default=5.0, metavar="S", help="time limit for an answer (5)")
     status.set_defaults(run=_status)
     drain = own.add_parser("drain", help="take no more tasks, and return when none is under way")
     arguments.add_place(drain)
     drain.add_argument("--undo", action="store_true", help="take tasks again")
-    drain.add_argument("--timeout", type=float, default=60.0, metavar="S", help="until it is given up (60)")
+    drain.add_argument("--timeout", type=float, default=60.0, metavar="S", help="time limit (60)")
     drain.set_defaults(run=_drain)
 
 

@@ -1,9 +1,32 @@
-"""Rank 0's other part: it takes tasks from clients, hands each to all ranks, and says how it ended.
+"""Rank 0's coordinator: takes tasks from clients, sends each to all ranks, and reports its result.
 
-A task is done when all ranks have done it. One that a rank fails, or that a dead rank had, is reported failed with that
-rank and its reason, once, as soon as the others have ended theirs or died. Nothing waits for a rank without a limit.
-Failure travels: a task that reads what a failed one should have written is not done (writes.py).
-One thread calls it, the process's loop. It knows no sockets: `to_client` and `to_rank` carry its messages.
+A task is done when all ranks have done their part. If a rank fails or dies, the task is reported failed once, with that
+rank and its reason, as soon as the other ranks have ended their parts or died. Every wait for a rank has a time limit.
+A task that reads a block which a failed task was to write fails too (writes.py).
+
+States of a task on rank 0. No lock: only the thread of the process's loop calls the Coordinator.
+
+                    Submit
+                      | _submit()
+         refused <----+  _refusal(): Answer with a code, no Result
+                      | _take()
+                      +---- it reads a block known as lost --------+
+                      v                                            |
+       on ranks: in _pending, .waiting names the ranks             |
+                      | done() or lost() for each rank,            |
+                      |   both through _part_ended()               |
+                      v                                            |
+       on others: .waiting empty, but a task that writes           |
+                  one of its blocks is in _pending                 |
+                      | _report() of the last such task            |
+                      v                                            v
+       ended: _report_one() sends the Result, done or failed; out of _pending
+
+_look() (after --task_timeout) and abandon() (the manager stops) move a task from any state to ended, as failed. A rank
+that still works on such a task holds its number in _Rank.overdue until the rank reports Done or is lost. worker.py
+draws a rank's part of a task.
+
+The Coordinator uses no sockets: `to_client` and `to_rank` send its messages.
 """
 
 from __future__ import annotations
@@ -51,22 +74,22 @@ _log = logging.getLogger("kvswap.manager")
 _LOOK_EVERY = 0.05  # seconds
 MOST_CLIENTS = 256
 _MOST_ASKED = 16  # requests of one client that wait for the same operation
-_AWAY = 1.0  # seconds without a look: this process was stopped, and says nothing of the others
+_AWAY = 1.0  # seconds between two looks: this process itself was stopped, so no rank counts as silent
 
 
 def _own_tasks(queue_limit: int) -> int:
-    """How many tasks each client may have under way whatever the others have."""
+    """How many tasks a client may have under way however many other clients have."""
     return max(1, queue_limit // MOST_CLIENTS)
 
 
 def most_tasks(queue_limit: int) -> int:
-    """How many tasks may be under way at most: those of the queue, and each client's own."""
+    """Upper bound of tasks under way: the queue's limit plus each client's reserved tasks."""
     return queue_limit + MOST_CLIENTS * _own_tasks(queue_limit)
 
 
 @dataclass
 class _Rank:
-    """What is known of a rank."""
+    """What rank 0 knows of a rank."""
 
     number: int
     here: bool = False
@@ -78,14 +101,15 @@ class _Rank:
     handles: Handles | None = None
     leaving: bool = False
     seen: float = 0.0
-    orphans: int = 0  # swaps of tasks that it was given up with, and that it may still be at
-    tasks: set[int] = field(default_factory=set)  # that it has been given and has not ended
-    overdue: set[int] = field(default_factory=set)  # that were reported failed while it still works on them
+    orphans: int = 0  # abandoned swaps: their tasks were reported failed, but they may still run
+    tasks: set[int] = field(default_factory=set)  # sent to the rank and unended
+    overdue: set[int] = field(default_factory=set)  # reported failed while the rank still works on them
 
 
 @dataclass
 class _Pending:
-    """A task that is under way. reads: blocks that it reads, with their last writes that had not ended well."""
+    """A task under way. reads: the blocks that it reads and whose last write was under way or had failed when the task
+    was taken."""
 
     number: int
     client: bytes
@@ -94,25 +118,25 @@ class _Pending:
     write: Write
     reads: dict[int, Write]
     waiting: set[int] = field(default_factory=set)
-    failed: tuple[int, str] | None = None  # the first one
+    failed: tuple[int, str] | None = None  # rank and reason of the first failure
     nbytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass
 class _Operation:
-    """Clearing, restoring, attaching or draining: one at a time."""
+    """Clearing, restoring, attaching or draining. At most one runs."""
 
     what: str
     deadline: float
     handles: list[Handles] | None
     asked: list[tuple[bytes, int]]  # client, request
     number: int = 0
-    waiting: set[int] | None = None  # ranks that have not ended their step; None: tasks are still under way
+    waiting: set[int] | None = None  # ranks whose step has not ended; None: still waiting for tasks to end
 
 
 class Coordinator:
-    """See the module. `to_client` returns whether the client could take the message now."""
+    """See the module. `to_client` returns whether the message could be sent now."""
 
     def __init__(
         self,
@@ -129,15 +153,15 @@ class Coordinator:
         self.state = state
         self.ranks = [_Rank(i) for i in range(settings.ranks)]
         self._pending: dict[int, _Pending] = {}
-        self._of_client: Counter[bytes] = Counter()  # of those, by client
+        self._of_client: Counter[bytes] = Counter()  # tasks under way, by client
         self._ids: set[str] = set()
-        self._writes = {kind: Writes() for kind in Kind}  # by the tasks that write on that side
-        self._next = time.time_ns()  # of tasks and steps: no number of an earlier process
+        self._writes = {kind: Writes() for kind in Kind}  # SWAP2CPU writes host blocks, SWAP2GPU writes GPU blocks
+        self._next = time.time_ns()  # numbers tasks and steps; larger than any number of an earlier process
         self._operation: _Operation | None = None
         self._reason = ""  # why the last operation failed
         self._attached: list[Handles] | None = None
         self._attached_once = False
-        self._opened: dict[int, int] = {}  # by rank, the generation of created caches that the engine has opened
+        self._opened: dict[int, int] = {}  # rank -> generation of its created caches that the engine has opened
         self._draining = False
         self.stopping = False
         self._ended: Counter[str] = Counter()
@@ -146,7 +170,7 @@ class Coordinator:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def hello(self, rank: int, pid: int) -> None:
-        """A rank is there, perhaps again: what it had in hand has failed."""
+        """A rank has connected. If it was connected before, its part of every task has failed."""
         before = self.ranks[rank]
         same = before.pid == pid
         if before.here:
@@ -158,12 +182,13 @@ class Coordinator:
         _log.info("rank=%d pid=%d is here", rank, pid)
 
     def _all_opened(self) -> None:
-        """The engine has opened the caches that are there, and takes them as they are."""
-        self._writes[Kind.SWAP2GPU].forgive()
+        """The engine has opened the present caches, with whatever bytes they hold."""
+        self._writes[Kind.SWAP2GPU].clear_failures()
         self._opened = {rank.number: rank.generation for rank in self.ranks}
 
     def _unopened(self) -> str:
-        """Which rank has created caches that the engine has not opened: it may still use those of a rank that died."""
+        """Name a rank whose created caches the engine has not opened; empty if there is none. The engine may still use
+        the caches of that rank's dead predecessor."""
         for rank in self.ranks if self._settings.create else ():
             if self._opened.get(rank.number) != rank.generation:
                 return (
@@ -183,14 +208,14 @@ class Coordinator:
             self._give_again(rank)
 
     def _give_again(self, rank: _Rank) -> None:
-        """A rank that was started again gets the caches that the others have."""
+        """Send a restarted rank the handles of the caches that the other ranks use."""
         rank.phase = "attaching"
         handles = self._attached[rank.number] if self._attached else None
         self._to_rank(rank.number, Step(self._number(), "attach", handles))
 
     def lost(self, number: int, why: str, *, gone: bool = True) -> None:
-        """A rank is dead, or given up. Its part of every task has failed. gone: the process has ended, so that nothing
-        is written any more."""
+        """A rank is dead or silent: its part of every task has failed. gone: the process has ended, so that it writes
+        nothing any more."""
         rank = self.ranks[number]
         if gone:
             rank.orphans = 0
@@ -212,7 +237,7 @@ class Coordinator:
         self.ranks[number].leaving = True
 
     def _not_ready(self) -> str:
-        """Why no task can be taken; empty if it can."""
+        """Why no task can be taken; empty if tasks are taken."""
         if self.stopping:
             return "the manager is stopping"
         if self._draining:
@@ -235,7 +260,7 @@ class Coordinator:
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def ask(self, client: bytes, message: FromClient) -> None:
-        """A client's request: it is answered, now or when it has ended."""
+        """A client's request. The answer is sent now, or when the operation ends."""
         if isinstance(message, Submit):
             self._submit(client, message)
         elif isinstance(message, GetStatus):
@@ -249,7 +274,7 @@ class Coordinator:
         self._outbox.deliver(client, Answer(request, code, message, body))
 
     def flush(self) -> None:
-        """Send what clients could not take before."""
+        """Send the messages that could not be sent before."""
         self._outbox.flush()
 
     @property
@@ -277,7 +302,7 @@ class Coordinator:
         return "ok", ""
 
     def _full(self, client: bytes) -> str:
-        """Why this client's task has no room; empty: it has. Results that a client does not read count as its own."""
+        """Why the queue has no room for a task of this client; empty if it has. A client's unread results count."""
         limit, own, unread = self._settings.queue_limit, self._of_client[client], self._outbox.results_of(client)
         if unread and own + unread >= limit:
             return (
@@ -293,7 +318,7 @@ class Coordinator:
         gpu_ids, cpu_ids = task.gpu_block_ids, task.cpu_block_ids
         if task.event_type == Kind.SWAP2CPU:
             targets, reads = cpu_ids, self._writes[Kind.SWAP2GPU].before(gpu_ids)
-            # Who was told that a block is lost and sends it all the same has written it since, by kernels of its own.
+            # A client that knows of a lost block and still sends it has recomputed it with its own kernels.
             reads = {block: write for block, write in reads.items() if write.number not in known}
         else:
             targets, reads = gpu_ids, self._writes[Kind.SWAP2CPU].before(cpu_ids)
@@ -315,7 +340,7 @@ class Coordinator:
             self._to_rank(rank.number, Do(number, task))
 
     def _wrong(self, task: Task) -> str:
-        """What is wrong with a task; empty if nothing is. The ranks look at the rest."""
+        """What is wrong with a task; empty if nothing is. The ranks check the rest."""
         if task.event_type not in set(Kind):
             served = ", ".join(f"{kind.value} ({kind.name})" for kind in Kind)
             return f"event_type is {task.event_type}: tasks are of type {served}"
@@ -352,7 +377,7 @@ class Coordinator:
         rank.overdue.discard(done.number)
         pending = self._pending.get(done.number)
         if pending is None:
-            return  # reported already, as too slow
+            return  # already reported as too slow
         pending.nbytes += done.nbytes
         pending.seconds = max(pending.seconds, done.seconds)
         self._part_ended(done.rank, done.number, "" if done.ok else done.reason)
@@ -368,15 +393,15 @@ class Coordinator:
             self._report(pending)
 
     def _has_ended(self, pending: _Pending) -> bool:
-        """On all ranks; and so have those that it reads from, for how they did is part of how it did."""
+        """Whether all ranks have ended their parts, and every task has ended that writes one of its source blocks."""
         return not pending.waiting and not any(write.number in self._pending for write in pending.reads.values())
 
     def _lost(self, pending: _Pending) -> dict[int, Write]:
-        """Of the blocks that it reads, those that do not hold what they should."""
+        """The source blocks of the task whose last write failed."""
         return {block: write for block, write in pending.reads.items() if write.failed is not None}
 
     def _report(self, pending: _Pending) -> None:
-        """It, and those that only waited for how it did."""
+        """Report this task, and then the tasks that waited only for its outcome."""
         numbers = deque([pending.number])
         while numbers:
             each = self._pending.get(numbers.popleft())
@@ -386,7 +411,7 @@ class Coordinator:
                 each.write.readers.clear()
 
     def _report_one(self, pending: _Pending) -> None:
-        """Exactly once: it is under way no more."""
+        """Report a task, exactly once: it leaves _pending."""
         del self._pending[pending.number]
         task = pending.task
         self._ids.discard(task.transfer_task_id)
@@ -434,7 +459,7 @@ class Coordinator:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """What time brings: ranks that are silent, tasks and operations that take too long."""
+        """Handle silent ranks, and tasks and operations that take too long."""
         now = time.monotonic()
         if now - self._looked > _LOOK_EVERY:
             if now - self._looked > _AWAY:
@@ -456,7 +481,7 @@ class Coordinator:
         late = [p for p in self._pending.values() if now - p.begun > self._settings.task_timeout]
         for pending in late:
             if pending.number not in self._pending:
-                continue  # reported with the one that it reads from
+                continue  # reported together with a task whose block it reads
             slow = sorted(pending.waiting)
             for i in slow:
                 self.ranks[i].overdue.add(pending.number)
@@ -468,7 +493,8 @@ class Coordinator:
                 )
             self._report(pending)
 
-    # -- clearing and the like ----------------------------------------------------------------------------------------
+    # -- operations: clear, restore, attach, drain
+    # ----------------------------------------------------------------------------------------
 
     def _operate(self, client: bytes, message: Drain | Attach | Clear | Restore) -> None:
         if isinstance(message, Drain) and message.undo:
@@ -525,7 +551,7 @@ class Coordinator:
             self._keep_state(state)
 
     def _go_on(self, now: float) -> None:
-        """The operation's next step, if it can be taken."""
+        """Take the operation's next step, if no task is under way."""
         operation = self._operation
         if operation is None:
             return
@@ -548,7 +574,7 @@ class Coordinator:
 
     def _begin_steps(self, operation: _Operation) -> None:
         missing = [rank for rank in self.ranks if not rank.here]
-        if missing:  # wait for it to be started again, as long as the time lasts
+        if missing:  # wait for the rank to be restarted, until the operation's deadline
             return
         operation.number = self._number()
         operation.waiting = {rank.number for rank in self.ranks}
@@ -570,7 +596,8 @@ class Coordinator:
             self._end_operation("ok", "")
 
     def _end_operation(self, code: str, message: str) -> None:
-        """The state moves on only when all ranks did it; else the same request goes on from here."""
+        """Answer the operation's clients. The state changes only if all ranks succeeded; otherwise repeating the
+        request continues."""
         operation, self._operation = self._operation, None
         assert operation is not None
         if code == "ok":
@@ -583,7 +610,7 @@ class Coordinator:
                     rank.handles = None
             else:
                 if operation.what == "restore":
-                    self._all_opened()  # nobody takes them for the old ones
+                    self._all_opened()  # the engine has just asked for these caches
                     self._set_state(State.NORMAL)
                 if operation.what in ("restore", "attach") and not self._settings.create:
                     self._attached, self._attached_once = operation.handles, True
@@ -608,7 +635,7 @@ class Coordinator:
         body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
         self._answer(client, request, "ok", "", body)
 
-    # -- what there is to see -----------------------------------------------------------------------------------------
+    # -- status -----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         now = time.monotonic()
@@ -643,7 +670,7 @@ class Coordinator:
         }
 
     def abandon(self, why: str) -> None:
-        """Report what is still under way as failed: the manager ends."""
+        """Report all tasks under way as failed: the manager ends."""
         for pending in list(self._pending.values()):
             if pending.number not in self._pending:
                 continue
@@ -652,13 +679,13 @@ class Coordinator:
             self._report(pending)
 
     def gone(self, client: bytes) -> None:
-        """A client has ended: nobody reads what is kept for it."""
+        """A client has ended: drop its messages."""
         self._writes[Kind.SWAP2GPU].gone(client)
         self._outbox.gone(client)
 
 
 def _blame(task: Task, lost: dict[int, Write]) -> tuple[tuple[int, str], tuple[int, str]]:
-    """How a task failed that read what is lost, and with which failure that began: twice a rank and a reason."""
+    """For a task that read a lost block: its failure, and the failure that it began with; each a rank and a reason."""
     block, write = next(iter(lost.items()))
     assert write.failed is not None
     rank, began = write.failed
@@ -670,7 +697,7 @@ def _blame(task: Task, lost: dict[int, Write]) -> tuple[tuple[int, str], tuple[i
 
 
 def _gpu_losses(pending: _Pending, lost: dict[int, Write]) -> dict[int, int]:
-    """As in Result: by the number that a client gives to say that it knows."""
+    """Result.lost: GPU block -> number by which a client later says that it knows of the loss."""
     if pending.task.event_type == Kind.SWAP2GPU:
         return dict.fromkeys(pending.task.gpu_block_ids, pending.number)
     return {block: write.number for block, write in lost.items()}

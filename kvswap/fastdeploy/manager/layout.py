@@ -1,4 +1,4 @@
-"""What caches a rank has: their names, shapes and sizes, in FastDeploy's order."""
+"""Names, shapes and sizes of a rank's caches, in FastDeploy's order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ITEM_NBYTES = {"uint8": 1, "block_wise_fp8": 1, "float16": 2, "bfloat16": 2, "fl
 
 @dataclass(frozen=True)
 class Cache:
-    """One tensor. name: of its segment, as FastDeploy calls it. dtype: of its elements, by name."""
+    """One tensor. name: the name of its segment in FastDeploy. dtype: name of the element type."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Layout:
 
     key_shape, value_shape: [num_blocks, kv_heads, block_size, head_dim]; value_shape empty: keys only.
     cache_dtype "block_wise_fp8": bytes, and scales of scale_dtype beside each cache, which move with it.
-    num_extra_layers: layers behind num_layers (of a draft model), with extra_blocks blocks each.
+    num_extra_layers: layers of a draft model, after the num_layers of the model, with extra_blocks blocks each.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def num_gpu_blocks(self) -> int:
-        """Block ids are below this: all layers have so many."""
+        """The limit of GPU block ids: every layer has at least this many blocks."""
         return min(self.key_shape[0], self.extra_blocks) if self.num_extra_layers else self.key_shape[0]
 
     def caches(self) -> list[Cache]:
@@ -76,11 +76,11 @@ class Layout:
 
     @property
     def slot_nbytes(self) -> int:
-        """Of one block in all layers: a slot of the host's."""
+        """Bytes of one block in all layers, which is the size of a host slot."""
         return sum(cache.block_nbytes for cache in self.caches())
 
     def describe(self) -> str:
-        """What all ranks of a model have in common."""
+        """The layout as text; equal on all ranks of a model."""
         value = "x".join(map(str, self.value_shape)) or "none"
         return (
             f"{self.num_layers}+{self.num_extra_layers} layers, keys {'x'.join(map(str, self.key_shape))}, values "

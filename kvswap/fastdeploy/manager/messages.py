@@ -1,7 +1,7 @@
-"""What is said over the manager's socket: msgpack of these types, nothing else.
+"""The messages on the manager's socket: these types, encoded as msgpack.
 
-A client asks and gets an Answer by the number of its request; a Result comes for every task that was taken, once. The
-ranks other than 0 connect to rank 0 in the same way. A message that is none of these is answered with code "malformed".
+A client sends requests; each gets an Answer with the request's number. Every taken task gets one Result. The other
+ranks connect to rank 0 in the same way. Any other message is answered with code "malformed".
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ MAX_MESSAGE_NBYTES = 8 << 20
 
 
 class Kind(IntEnum):
-    """What a task moves: FastDeploy's CacheStatus."""
+    """The direction of a task: FastDeploy's CacheStatus (fastdeploy/cache_manager/cache_data.py, releases 2.0 to
+    2.6)."""
 
     SWAP2CPU = 1
     SWAP2GPU = 2
 
 
 class State(IntEnum):
-    """Where the caches are: FastDeploy's KVCacheStatus."""
+    """The state of the caches: FastDeploy's KVCacheStatus."""
 
     NORMAL = 0
     UPDATING = 1
@@ -36,20 +37,20 @@ Request = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 10)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Handle = Annotated[bytes, msgspec.Meta(max_length=4096)]
-Handles: TypeAlias = dict[Text, Handle]  # of caches, by their names
+Handles: TypeAlias = dict[Text, Handle]  # by the caches' names
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """All of them."""
+    """Base of all messages."""
 
 
 class Task(msgspec.Struct, forbid_unknown_fields=True):
     """Copy GPU block gpu_block_ids[i] <-> host block cpu_block_ids[i], in all layers.
 
-    transfer_task_id: the client's own name for it, of no other task that is under way. event_type: a Kind.
-    swap_node_ids: the engine's, handed back as they are.
+    transfer_task_id: the client's name for the task; unique among tasks under way. event_type: a Kind.
+    swap_node_ids: the engine's, returned unchanged.
     events: for each rank an exported event, recorded on the engine's stream after the kernels that the copy must wait
-      for, or None; None for all: the engine promises that those kernels are over.
+      for, or None. None instead of the list: the engine has synchronised with those kernels.
     """
 
     transfer_task_id: Text
@@ -64,7 +65,8 @@ class Task(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Submit(Message):
-    """known: of Result.lost, the numbers that the caller was told of before it sent this, of blocks that it names."""
+    """known: for the task's blocks, the numbers from Result.lost that the client had received before it sent the
+    task."""
 
     request: Request
     task: Task
@@ -76,7 +78,7 @@ class GetStatus(Message):
 
 
 class Drain(Message):
-    """Take no more tasks, and answer when those under way have ended. undo: take tasks again."""
+    """Refuse new tasks, and answer when the tasks under way have ended. undo: take tasks again."""
 
     request: Request
     timeout: Seconds
@@ -84,7 +86,7 @@ class Drain(Message):
 
 
 class Attach(Message):
-    """The engine's caches are there: handles of each rank, or None for FastDeploy's segments by their names."""
+    """Open the engine's caches: by the handles of each rank, or None: by FastDeploy's segments."""
 
     request: Request
     timeout: Seconds
@@ -103,20 +105,21 @@ class Restore(Message):
 
 
 class GetHandles(Message):
-    """Of the caches that the managers created."""
+    """Ask for the handles of the caches that the managers created."""
 
     request: Request
 
 
 class Bye(Message):
-    """The client ends, so that results of its tasks go nowhere, or has read Closing."""
+    """The client ends and reads no more results, or it has received Closing."""
 
 
 # -- to clients -------------------------------------------------------------------------------------------------------
 
 
 class Answer(Message):
-    """code: "ok", or why not: "full", "not_ready", "refused", "malformed", "busy", "timeout", "failed"."""
+    """code: "ok", or the reason of refusal: "full", "not_ready", "refused", "malformed", "busy", "timeout",
+    "failed"."""
 
     request: Request
     code: str
@@ -125,10 +128,10 @@ class Answer(Message):
 
 
 class Result(Message):
-    """How a task ended, on all ranks. rank, reason: the first rank that failed, and why.
+    """The outcome of a task on all ranks. rank, reason: the first rank that failed, and why.
 
-    lost: of a task that failed, the GPU blocks that do not hold what they should: those that it should have written, or
-      those that it should have read; with a number of the failure that it comes from.
+    lost: the lost GPU blocks of a failed task, with the number of the failure: those that a SWAP2GPU was to write, or
+      those that a SWAP2CPU was to read.
     """
 
     transfer_task_id: str
@@ -145,15 +148,15 @@ class Result(Message):
 
 
 class Closing(Message):
-    """Rank 0 ends: this is the last that it says. It waits a little for Bye, because what is not read when a connection
-    ends is lost."""
+    """Rank 0 ends; its last message. Rank 0 waits a bounded time for Bye, because unread messages are lost with the
+    connection."""
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """A rank comes. shape: what all ranks of a model have in common, in words."""
+    """A rank connects. shape: its layout as text, which must equal that of rank 0."""
 
     rank: Rank
     shape: str
@@ -164,26 +167,26 @@ class Welcome(Message):
 
 
 class Refuse(Message):
-    """Rank 0 does not want this rank: it ends."""
+    """Rank 0 refuses this rank, which then ends."""
 
     message: str
 
 
 class Beat(Message):
-    """A rank is alive. ready: it takes tasks. phase: what it does, in a word or two. busy: tasks that it has; orphans:
-    of those, how many were given up."""
+    """A rank is alive. ready: it takes tasks. phase: what it does now, as text. busy: its tasks. orphans: how many of
+    these are abandoned, that is reported failed while they still run."""
 
     rank: Rank
     ready: bool
     phase: str
     busy: int
     generation: int
-    handles: Handles | None = None  # of caches that it created, when they are new
+    handles: Handles | None = None  # of the caches that the rank created; sent once
     orphans: int = 0
 
 
 class Unknown(Message):
-    """Rank 0 was started again, and asks for Hello."""
+    """Rank 0 was restarted and asks for Hello."""
 
 
 class Do(Message):
@@ -216,7 +219,7 @@ class StepDone(Message):
 
 
 class Leave(Message):
-    """A rank wants to end; rank 0 sends it no more tasks, and Left when it has none."""
+    """A rank wants to end. Rank 0 sends no more tasks, and sends Left when the rank has none."""
 
     rank: Rank
 

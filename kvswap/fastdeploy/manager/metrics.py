@@ -1,4 +1,4 @@
-"""Prometheus metrics, where a port is asked for and prometheus_client is installed; else nothing is counted."""
+"""Prometheus metrics, served if a port is given. Needs prometheus_client. Without a port nothing is counted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 
 
 class Metrics:
-    """Of one rank. Rank 0's are of the whole manager."""
+    """Metrics of one rank. Rank 0 counts for the whole manager."""
 
     def __init__(self, port: int | None) -> None:
-        """kvswap.Error: a port was given, but prometheus_client is not installed or the port is taken."""
+        """kvswap.Error: a port was given, but prometheus_client is missing or the port is in use."""
         self._server: Any = None
         self._on = port is not None
         if port is None:
@@ -30,16 +30,16 @@ class Metrics:
         self._bytes = prometheus.Counter(name + "bytes", "Bytes moved, on all ranks", ["type"], registry=registry)
         self._time = prometheus.Histogram(
             name + "seconds",
-            "Of a task, by phase: on the slowest rank, and in all",
+            "Seconds of a task, by phase: on the slowest rank, and in all",
             ["type", "phase"],
             registry=registry,
             buckets=_SECONDS,
         )
-        self._speed = prometheus.Gauge(name + "gbps", "Of the last task, on all ranks", ["type"], registry=registry)
+        self._speed = prometheus.Gauge(name + "gbps", "GB/s of the last task, all ranks", ["type"], registry=registry)
         self._depth = prometheus.Gauge(name + "queue_depth", "Tasks under way", registry=registry)
-        self._refused = prometheus.Counter(name + "refused", "Tasks that were wrong", registry=registry)
-        self._malformed = prometheus.Counter(name + "malformed", "Messages that were none", registry=registry)
-        self._strangers = prometheus.Counter(name + "strangers", "Messages of other users", registry=registry)
+        self._refused = prometheus.Counter(name + "refused", "Tasks refused as wrong", registry=registry)
+        self._malformed = prometheus.Counter(name + "malformed", "Malformed messages", registry=registry)
+        self._strangers = prometheus.Counter(name + "strangers", "Ignored messages from other users", registry=registry)
         self._lost = prometheus.Counter(name + "ranks_lost", "Ranks that died", ["rank"], registry=registry)
         try:
             self._server = prometheus.start_http_server(port, addr="127.0.0.1", registry=registry)[0]
@@ -47,7 +47,7 @@ class Metrics:
             raise _C.Error(f"--metrics_port: cannot listen on 127.0.0.1:{port}: {error}") from None
 
     def task_ended(self, kind: str, ok: bool, nbytes: int, seconds: float, copying: float) -> None:
-        """seconds: from its coming to its end; copying: what the slowest rank took of it."""
+        """seconds: from the task's arrival to its end. copying: seconds on the slowest rank."""
         if not self._on:
             return
         self._tasks.labels(kind, "done" if ok else "failed").inc()
@@ -69,7 +69,7 @@ class Metrics:
         if self._on:
             self._malformed.inc()
 
-    def stranger(self) -> None:
+    def foreign_uid(self) -> None:
         if self._on:
             self._strangers.inc()
 

@@ -1,7 +1,7 @@
-"""Messages to clients: each client's in order, and those that it cannot take yet are kept.
+"""Messages to clients, in order for each client. Messages that cannot be sent yet are queued.
 
-Results are kept in any case, for who submits no more has lost none; a client that asks thousands of times and takes
-nothing gets no more answers. A client that does not read costs the others nothing: one attempt a flush.
+Results are always queued; their number is bounded by the tasks of the client. Answers are dropped beyond a limit, for a
+client that sends requests and reads nothing. A client that does not read costs one attempt a flush.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ __all__ = ["Outbox"]
 
 _log = logging.getLogger("kvswap.manager")
 
-_MOST_KEPT = 4096  # messages for one client; beyond them results alone
+_MOST_KEPT = 4096  # messages for one client; beyond this only results are queued
 
 
 class Outbox:
-    """`send` returns whether the client could take the message now."""
+    """`send` returns whether the message could be sent now."""
 
     def __init__(self, send: Callable[[bytes, ToClient], bool]) -> None:
         self._send = send
-        self._kept: dict[bytes, deque[ToClient]] = {}  # by client; none is empty
-        self._results: Counter[bytes] = Counter()  # of those, by client
+        self._kept: dict[bytes, deque[ToClient]] = {}  # by client; no deque is empty
+        self._results: Counter[bytes] = Counter()  # queued results, by client
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def results_of(self, client: bytes) -> int:
-        """How many results it has not taken."""
+        """Number of unsent results for this client."""
         return self._results[client]
 
     def deliver(self, client: bytes, message: ToClient) -> None:
-        """Now, or behind what is kept for the client."""
+        """Send a message now, or append it to the client's queue."""
         kept = self._kept.get(client)
         if kept is None and self._send(client, message):
             return
@@ -48,10 +48,10 @@ class Outbox:
         self._count += 1
 
     def flush(self) -> None:
-        """Send what is kept. A client that does not read holds up its own messages only."""
+        """Send queued messages. A client that does not read delays only its own."""
         for client in list(self._kept):
             while (kept := self._kept.get(client)) and self._send(client, kept[0]):
-                if self._kept.get(client) is kept:  # else sending found that it is gone
+                if self._kept.get(client) is kept:  # else send() has found that the client is gone
                     self._drop_first(client, kept)
 
     def _drop_first(self, client: bytes, kept: deque[ToClient]) -> None:
@@ -62,7 +62,7 @@ class Outbox:
             del self._kept[client], self._results[client]
 
     def gone(self, client: bytes) -> None:
-        """Nobody reads what is kept for it."""
+        """The client has ended: drop its messages."""
         kept = self._kept.pop(client, None)
         del self._results[client]
         if kept:

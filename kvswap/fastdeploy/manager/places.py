@@ -1,4 +1,4 @@
-"""Where the manager's socket and locks are, and who may use them: one folder of mode 0700 for each manager."""
+"""The manager's folder (mode 0700) with its socket and locks, and the checks of its owner and of message senders."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 from kvswap import _C
 from kvswap._regular import open_regular
 
-_MOST_PATH_NBYTES = 107  # of a Unix socket's address
+_MOST_PATH_NBYTES = 107  # limit of a Unix socket's path
 
 
 def default_directory(port: int, data_parallel_id: int = 0) -> Path:
-    """The folder of the manager that serves an engine's cache queue port, and of its clients."""
+    """The folder that the manager of this cache queue port and its clients use."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime, "kvswap") if runtime else Path(f"/tmp/kvswap-{os.getuid()}")
     return base / f"manager-{port}.{data_parallel_id}"
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make it, for this user alone. kvswap.Error: it is there and somebody else's, or open to others."""
+    """Create the folder with mode 0700. kvswap.Error: it exists and belongs to another user, or other users may enter
+    it."""
     for folder in (directory.parent, directory):
         if folder == directory or not folder.exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -30,7 +31,7 @@ def prepare_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """kvswap.Error: it is not there, not this user's, or others can enter it, or put another in its place."""
+    """kvswap.Error: the folder is missing or belongs to another user, or other users may enter or replace it."""
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
@@ -38,9 +39,9 @@ def check_directory(directory: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise _C.Error(f"{directory} is no folder")
     if found.st_uid != os.getuid():
-        raise _C.Error(f"{directory} belongs to user {found.st_uid}, not to {os.getuid()}: it is not to be trusted")
+        raise _C.Error(f"{directory} belongs to user {found.st_uid}, not to {os.getuid()}: it is not trusted")
     if found.st_mode & 0o077:
-        raise _C.Error(f"{directory} has mode {found.st_mode & 0o777:o}: it must be 700, so that nobody else gets in")
+        raise _C.Error(f"{directory} has mode {found.st_mode & 0o777:o}: it must be 700, for this user alone")
     above = os.stat(directory.parent)
     shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
     if above.st_uid not in (os.getuid(), 0) or shared:
@@ -58,7 +59,8 @@ def socket_path(directory: Path) -> Path:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file of the manager's folder. FileNotFoundError; kvswap.Error: something else has its name."""
+    """Open a file of the manager's folder; returns the descriptor. FileNotFoundError. kvswap.Error: not a regular file
+    of this user."""
     try:
         return open_regular(path, flags)
     except FileNotFoundError:
@@ -68,7 +70,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 class Lock:
-    """Held by a rank as long as it lives: the kernel gives it up with the process, however that ends."""
+    """A lock that a rank holds while it runs. The kernel releases it with the process, also after kill -9."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._fd = open_own(directory / f"rank{rank}.lock", os.O_RDWR | os.O_CREAT)
@@ -86,7 +88,7 @@ class Lock:
 
 
 class Peer:
-    """Who sent a message: what the kernel says of the other end of the socket."""
+    """The sender of a message: uid and pid, as the kernel reports them for the socket."""
 
     __slots__ = ("pid", "uid")
 
@@ -96,7 +98,7 @@ class Peer:
             parts = str(frame.get("Peer-Address")).split(":")
             self.uid, self.pid = int(parts[-3]), int(parts[-1])
         except (LookupError, ValueError, TypeError, OSError):
-            pass  # a libzmq that does not tell: -1 is nobody's, so the message is not taken
+            pass  # this libzmq does not report the uid: -1 is no user, so the message is ignored
 
     @property
     def ours(self) -> bool:
@@ -104,7 +106,7 @@ class Peer:
 
     @property
     def unseen(self) -> str:
-        """Why it cannot be watched; empty if it can. Whose end is not noticed is not waited for."""
+        """Why the process cannot be watched; empty if it can. A process whose end cannot be seen is refused."""
         if self.pid > 0:
             return ""
         return (
@@ -116,7 +118,7 @@ class Peer:
 
 
 def watch_process(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended, perhaps at once; None where the kernel cannot tell."""
+    """A pidfd, readable once the process has ended; None if the kernel offers none."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:

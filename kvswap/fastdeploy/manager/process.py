@@ -1,7 +1,7 @@
-"""The loops: of rank 0, which serves clients and the other ranks, and of those.
+"""The processes' loops: Rank0 serves the clients and the other ranks, RankN obeys rank 0.
 
-A loop takes the messages that are there, lets the worker submit and report, and sleeps until something comes: a
-message, the end of a swap, or of a process that talks to it; at most a twentieth of a second. Signals set a flag.
+A loop receives messages, lets the worker submit and report, and then sleeps until a message arrives, a swap ends or a
+connected process ends; at most 50 ms. Signal handlers only set a flag.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ __all__ = ["run"]
 _log = logging.getLogger("kvswap.manager")
 
 _BEAT_EVERY = 0.5
-_FULL_MS = 5  # until messages that could not be sent are tried again
-_AT_ONCE = 200  # messages taken before the worker gets its turn
-_KEPT_MESSAGES = 4096  # in a socket's queues, beside tasks
-_SILENT = 3.0  # seconds in which clients take nothing: a manager that ends waits no longer for them
-_LAST_WORDS = 1.0  # seconds in which clients may read what rank 0 said before it ends
+_FULL_MS = 5  # until unsent messages are tried again
+_AT_ONCE = 200  # messages received before the worker runs
+_KEPT_MESSAGES = 4096  # room in a socket's queues, beside tasks
+_SILENT = 3.0  # seconds without a delivered message after which an ending manager stops waiting for clients
+_LAST_WORDS = 1.0  # seconds that clients have to read rank 0's last messages
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
 class Stop:
-    """Whether SIGTERM or SIGINT came."""
+    """A flag that SIGTERM and SIGINT set."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -73,7 +73,7 @@ class Stop:
 def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_NBYTES)
-    room = _KEPT_MESSAGES + most_tasks(settings.queue_limit)  # for all of them: a rank that is busy is not lost
+    room = _KEPT_MESSAGES + most_tasks(settings.queue_limit)  # room for all tasks: a busy rank must not count as lost
     socket.setsockopt(zmq.SNDHWM, room)
     socket.setsockopt(zmq.RCVHWM, room)
     socket.setsockopt(zmq.LINGER, 2000)
@@ -81,14 +81,14 @@ def _socket(context: zmq.Context[Any], kind: int, settings: Settings) -> zmq.Soc
 
 
 def _beat(worker: Worker, settings: Settings) -> Beat:
-    """How this rank is, without its handles."""
+    """This rank's Beat, without handles."""
     return Beat(
         settings.layout.rank, worker.ready, worker.phase, worker.busy, worker.generation, orphans=worker.orphans
     )
 
 
 def _request_in(frame: zmq.Frame) -> int:
-    """The number of a malformed request, so that whoever waits for its answer is told; 0 if there is none."""
+    """The request number in a malformed message, so that its caller can be answered; 0 if there is none."""
     try:
         found = msgspec.msgpack.decode(frame.buffer)
         number = found.get("request", 0) if isinstance(found, dict) else 0
@@ -98,7 +98,7 @@ def _request_in(frame: zmq.Frame) -> int:
 
 
 class _Connection:
-    """Another process that talks to rank 0: a client, or a rank."""
+    """A process connected to rank 0: a client or another rank."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.watch, self.rank = pid, places.watch_process(pid), -1
@@ -110,7 +110,7 @@ class _Connection:
 
 
 class Rank0:
-    """The rank that clients and the other ranks talk to."""
+    """Rank 0: serves the clients and the other ranks."""
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._settings, self._stop = settings, stop
@@ -118,7 +118,7 @@ class Rank0:
         self._state_file = settings.directory / "state"
         state = _read_state(self._state_file)
         self._path = places.socket_path(settings.directory)
-        self._path.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is not there
+        self._path.unlink(missing_ok=True)  # left by a killed process: this process holds the lock
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, settings)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -126,8 +126,8 @@ class Rank0:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._connections: dict[bytes, _Connection] = {}
-        self._warned = 0.0  # of strangers
-        self._undelivered, self._moved = -1, 0.0  # while it ends: messages that are left, and since when so many
+        self._warned = 0.0  # time of the last warning about a foreign uid
+        self._undelivered, self._moved = -1, 0.0  # while ending: number of undelivered messages, and since when
         self._coordinator = Coordinator(
             settings, state, self._to_client, self._to_rank, self._keep_state, self._metrics
         )
@@ -137,7 +137,7 @@ class Rank0:
         self._worker.start(state)
 
     def _keep_state(self, state: State) -> None:
-        """So that after kill -9 it is not taken for granted that the engine's caches are there."""
+        """Save the state, so that a restart after kill -9 does not assume that the engine's caches are open."""
         new = self._state_file.with_suffix(".new")
         new.unlink(missing_ok=True)
         fd = places.open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -148,7 +148,7 @@ class Rank0:
     # -- messages out -------------------------------------------------------------------------------------------------
 
     def _send(self, client: bytes, message: Any) -> bool:
-        """False: not now. What is for somebody who has gone is dropped."""
+        """Send a message. False: it cannot be sent now. A message to an ended process is dropped."""
         try:
             self._socket.send_multipart([client, messages.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -182,7 +182,7 @@ class Rank0:
         if isinstance(message, Done):
             self._coordinator.done(message)
         else:
-            self._tell()  # first that it is ready
+            self._tell()  # first the Beat, which says that this rank is ready
             self._coordinator.step_done(message)
 
     # -- messages in --------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Rank0:
                 return
             peer = places.Peer(frames[-1])
             if not peer.ours:
-                self._stranger(peer)
+                self._foreign_uid(peer)
                 continue
             name = frames[0].bytes
             if peer.unseen:
@@ -213,11 +213,11 @@ class Rank0:
                 continue
             self._handle(name, peer.pid, message)
 
-    def _stranger(self, peer: places.Peer) -> None:
-        self._metrics.stranger()
-        if time.monotonic() - self._warned > 1.0:  # it may send many
+    def _foreign_uid(self, peer: places.Peer) -> None:
+        self._metrics.foreign_uid()
+        if time.monotonic() - self._warned > 1.0:  # at most once a second
             self._warned = time.monotonic()
-            _log.warning("a message of %s is not looked at", peer)
+            _log.warning("ignored a message of %s", peer)
 
     def _handle(self, name: bytes, pid: int, message: Any) -> None:
         connection = self._connections.get(name)
@@ -234,7 +234,7 @@ class Rank0:
             self._coordinator.ask(name, message)
 
     def _admit(self, name: bytes, pid: int) -> _Connection | None:
-        """None: there are too many, also when those that have gone without a word are forgotten."""
+        """Register a connection. None: there are too many, even without those whose process has ended."""
         most = MOST_CLIENTS + self._settings.ranks
         if len(self._connections) >= most:
             for known in list(self._connections):
@@ -273,7 +273,7 @@ class Rank0:
             self._coordinator.leave(message.rank)
 
     def _forget(self, name: bytes) -> None:
-        """A process has gone."""
+        """A process has ended: drop its connection."""
         connection = self._drop(name)
         if connection is not None and connection.rank >= 0:
             self._coordinator.lost(connection.rank, f"(process {connection.pid}) died")
@@ -310,7 +310,7 @@ class Rank0:
             self._close()
 
     def _unfinished(self, deadline: float) -> bool:
-        """Tasks are waited for until the deadline; messages only while clients still take some."""
+        """Whether to keep waiting: for tasks until the deadline, for messages while clients still receive some."""
         now, undelivered = time.monotonic(), self._coordinator.undelivered
         if undelivered != self._undelivered:
             self._undelivered, self._moved = undelivered, now
@@ -320,13 +320,13 @@ class Rank0:
     def _wait(self, sleep_ms: int) -> None:
         ready = self._poller.poll(min(sleep_ms, _FULL_MS) if self._coordinator.undelivered else sleep_ms)
         gone = {fd for fd, _ in ready if isinstance(fd, int)}
-        self._take()  # first what it said before it ended
+        self._take()  # first the messages that an ended process had sent
         for name, connection in list(self._connections.items()):
             if connection.watch in gone:
                 self._forget(name)
 
     def _part(self) -> None:
-        """Until the clients have read what was said to them, or the time is over."""
+        """Wait until the clients have read their messages, or the time is over."""
         self._coordinator.stopping = True
         self._poller.unregister(self._worker.wake_fd)
         until = time.monotonic() + _LAST_WORDS
@@ -345,7 +345,7 @@ class Rank0:
             self._part()
         for name in list(self._connections):
             self._drop(name)
-        with contextlib.suppress(Exception):  # the process ends: the driver frees what is left
+        with contextlib.suppress(Exception):  # the process ends, and the driver frees what is left
             self._worker.close(self._settings.stop_timeout)
         self._socket.close()
         self._context.term()
@@ -355,24 +355,24 @@ class Rank0:
 
 
 class RankN:
-    """Any other rank: it does what rank 0 says."""
+    """Any rank but 0: obeys rank 0."""
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._settings, self._stop = settings, stop
         self._metrics = Metrics(settings.metrics_port)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = _socket(self._context, zmq.DEALER, settings)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a rank 0 that is not there
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{places.socket_path(settings.directory)}")
         self._worker = Worker(settings, self._report)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._worker.wake_fd, zmq.POLLIN)
-        self._reports: deque[Done | StepDone] = deque()  # that could not be sent yet: no more than it was given to do
+        self._reports: deque[Done | StepDone] = deque()  # unsent reports; at most one for each task and step received
         self._welcome = self._started = self._left = False
         self._looped = time.monotonic()
-        self._told = 0  # generation of the handles that rank 0 has
+        self._told = 0  # generation of the handles that were sent to rank 0
         self._refused = ""
         self._rank0: _Connection | None = None
 
@@ -385,17 +385,17 @@ class RankN:
 
     def _report(self, message: Done | StepDone) -> None:
         if isinstance(message, StepDone):
-            self._tell()  # first that it is ready
+            self._tell()  # first the Beat, which says that this rank is ready
         self._reports.append(message)
         self._send_reports()
 
     def _send_reports(self) -> None:
-        """All that rank 0 takes now, in order."""
+        """Send reports in order, until one cannot be sent now."""
         while self._reports and self._send(self._reports[0]):
             self._reports.popleft()
 
     def _tell(self) -> None:
-        """That it is alive; and new handles, once."""
+        """Send a Beat, with the handles if they are new."""
         beat = _beat(self._worker, self._settings)
         if self._told != beat.generation:
             beat.handles = self._worker.handles
@@ -410,7 +410,7 @@ class RankN:
                 return
             peer = places.Peer(frame)
             if not peer.ours:
-                self._metrics.stranger()
+                self._metrics.foreign_uid()
                 continue
             if peer.unseen:
                 self._refused = peer.unseen
@@ -431,7 +431,7 @@ class RankN:
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Do | Step) and not self._welcome:
-            if isinstance(message, Do):  # from before rank 0 gave this rank up: it has been reported failed
+            if isinstance(message, Do):  # sent before rank 0 lost this rank: rank 0 has reported the task failed
                 self._worker.refuse(message.task)
         elif isinstance(message, Do):
             self._worker.take(message.number, message.task)
@@ -450,14 +450,14 @@ class RankN:
             self._refused = message.message
 
     def _start_over(self, why: str) -> None:
-        """What was not begun never will be: rank 0, or whoever asked it, counts those tasks as failed."""
+        """Drop unsubmitted tasks and connect anew: rank 0 or its clients count those tasks as failed."""
         if self._welcome:
             _log.warning("%s: %d tasks that were not begun are dropped", why, self._worker.give_up())
             self._reports.clear()
             self._welcome = False
 
     def _look_around(self) -> None:
-        """Was this process stopped for so long, or has rank 0 died?"""
+        """Detect that this process was stopped for long, or that rank 0 has died."""
         now = time.monotonic()
         if now - self._looped > self._settings.rank_timeout / 2:
             self._start_over(f"this rank was away for {now - self._looped:.1f} s")
@@ -494,7 +494,7 @@ class RankN:
             self._close()
 
     def _unfinished(self, deadline: float) -> bool:
-        """It ends when rank 0 has nothing more for it, or is not there."""
+        """Whether to keep waiting: until rank 0 sends Left or is not connected."""
         if time.monotonic() > deadline:
             return False
         if not self._welcome:
@@ -524,7 +524,7 @@ def _read_state(path: Path) -> State:
 
 
 def run(settings: Settings) -> int:
-    """Run a rank until SIGTERM; the exit status. kvswap.Error: it cannot run."""
+    """Run a rank until SIGTERM; returns the exit status. kvswap.Error: the rank cannot start."""
     os.umask(0o077)
     places.prepare_directory(settings.directory)
     lock = places.Lock(settings.directory, settings.layout.rank)

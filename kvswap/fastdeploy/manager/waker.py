@@ -1,4 +1,4 @@
-"""What wakes a rank's loop, which sleeps in poll(): a descriptor, and a thread a direction that waits for transfers."""
+"""Wakes a rank's loop from poll(): a descriptor, and for each direction a thread that waits for transfers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLICE = 1.0  # seconds of one wait
 
 
 class Waker:
-    """A descriptor that is readable from wake() on, until clear(). Any thread may call wake()."""
+    """A descriptor that is readable after wake() until clear(). Any thread may call wake()."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -32,17 +32,17 @@ class Waker:
 
 
 class Watcher:
-    """Wakes the loop when the transfer that it was given last has ended. It sleeps while it has none."""
+    """A thread that wakes the loop when the transfer last given to watch() has ended."""
 
     def __init__(self, waker: Waker, name: str) -> None:
         self._waker = waker
         self._given: queue.SimpleQueue[_C.Transfer | None] = queue.SimpleQueue()
-        self._watched: _C.Transfer | None = None  # the loop's: what was given last
+        self._watched: _C.Transfer | None = None  # used by the loop alone: the transfer given last
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def watch(self, transfer: _C.Transfer) -> None:
-        """Harmless if it is watched already."""
+        """Watch a transfer. Does nothing if it is watched already."""
         if transfer is not self._watched:
             self._watched = transfer
             self._given.put(transfer)
@@ -55,11 +55,11 @@ class Watcher:
                 except TimeoutError:
                     continue
                 except _C.Error:
-                    break  # the loop, which looks by itself now and then, finds out
+                    break  # the loop also polls, and finds the error
             self._waker.wake()
 
     def close(self, timeout: float) -> bool:
-        """Whether it has ended, so that nobody wakes any more."""
+        """Stop the thread. True: it has ended and calls wake() no more."""
         self._watched = None
         self._given.put(None)
         self._thread.join(timeout)

@@ -1,8 +1,21 @@
-"""The part of every rank: its caches, the swaps that are under way, and the steps of clearing and restoring.
+"""The worker of a rank: its caches, its swaps under way, and the steps of clearing and restoring.
 
-One thread calls it, the process's loop; what takes long (allocating, freeing, opening) is a step, which runs beside it,
-one at a time, while no swap is submitted. Tasks are submitted in the order in which they came, as many as the lanes of
-the device hold; they end when they end. Whatever ends, a swap or a step, wakes the loop.
+Only the process's loop calls the Worker. Slow work (allocating, freeing, opening) is a step, which runs on a thread of
+its own; at most one runs, and no swap is submitted meanwhile. Tasks are submitted in the order of arrival, up to the
+limit of the device's lanes. The end of a swap or a step wakes the loop.
+
+States of a task on a rank. No lock: only the thread of the process's loop moves tasks.
+
+        Do from rank 0
+          | take()
+          v
+        waiting, in _waiting --- give_up(): dropped, no report
+          | pump() -> _submit() ---- an error: _fail() reports Done, failed
+          v
+        running, in _running --- give_up(): abandoned (.orphan), still writes
+          | pump() -> _finish_ended(), once the transfer has ended
+          v
+        ended: _finish() reports Done; of an abandoned task it reports nothing
 """
 
 from __future__ import annotations
@@ -30,9 +43,9 @@ __all__ = ["Worker"]
 
 _log = logging.getLogger("kvswap.manager")
 
-_MOST_UNDER_WAY = 96  # in one direction: a lane of the device holds 128
+_MOST_UNDER_WAY = 96  # swaps in one direction; a lane of the device holds 128
 _MOST_EVENTS = 64
-_MOST_SUBMITTING = 0.1  # seconds, until the loop says again that it is alive: drivers take long over many copies
+_MOST_SUBMITTING = 0.1  # seconds of submitting before the loop sends the next Beat: a driver takes long for many copies
 _IDLE_MS, _RETRY_MS = 50, 1  # how long the loop may sleep
 
 
@@ -43,11 +56,11 @@ class _Running:
     task: Task
     transfer: _C.Transfer
     begun: float
-    orphan: bool = False  # it was given up: nobody waits for it, but it writes its blocks until it ends
+    orphan: bool = False  # abandoned: reported failed, but still writing its blocks
 
 
 class _StepThread(threading.Thread):
-    """A step, and how it ended."""
+    """A running step and its outcome."""
 
     def __init__(self, step: Step, run: Callable[[Step], None], waker: Waker) -> None:
         super().__init__(name=f"kvswap-{step.what}", daemon=True)
@@ -59,7 +72,7 @@ class _StepThread(threading.Thread):
     def run(self) -> None:
         try:
             self._run(self.step)
-        except Exception as error:  # whatever it is, the other ranks are told
+        except Exception as error:  # reported to rank 0
             self.reason = f"{type(error).__name__}: {error}"
             _log.debug("step %s failed", self.step.what, exc_info=error)
         self.over = True
@@ -67,7 +80,7 @@ class _StepThread(threading.Thread):
 
 
 class Worker:
-    """What a rank does. `report` is given what rank 0 is to hear."""
+    """See the module. `report` sends a message to rank 0."""
 
     def __init__(self, settings: Settings, report: Callable[[Done | StepDone], None]) -> None:
         self._settings, self._report = settings, report
@@ -80,13 +93,13 @@ class Worker:
         self._running: dict[Kind, deque[_Running]] = {kind: deque() for kind in Kind}
         self._events: OrderedDict[bytes, _C.Event] = OrderedDict()
         self._step: _StepThread | None = None
-        self._next_step: Step | None = None  # that came while another one ran
+        self._next_step: Step | None = None  # arrived while another step ran
         self._waker = Waker()
         self._watchers = {kind: Watcher(self._waker, f"kvswap-{kind.name}") for kind in Kind}
         self._phase = "starting"
-        self.failed = ""  # why it could not start
+        self.failed = ""  # why the rank could not start
 
-    # -- how it is ----------------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -95,7 +108,7 @@ class Worker:
     @property
     def phase(self) -> str:
         if self.orphans and self._step is None:
-            return f"ends {self.orphans} swaps of tasks that were reported failed"
+            return f"ending {self.orphans} swaps of tasks that were reported failed"
         return self._phase
 
     @property
@@ -112,12 +125,12 @@ class Worker:
 
     @property
     def orphans(self) -> int:
-        """Swaps under way whose tasks were given up."""
+        """Number of abandoned swaps: running, but reported failed."""
         return sum(running.orphan for lane in self._running.values() for running in lane)
 
     @property
     def wake_fd(self) -> int:
-        """Readable when pump() has something to do."""
+        """A descriptor, readable when pump() has work."""
         return self._waker.fd
 
     @property
@@ -126,18 +139,18 @@ class Worker:
 
     @property
     def handles(self) -> Handles | None:
-        """Of the caches that it created."""
+        """Handles of the caches that this rank created; None if it created none."""
         gpu = self._gpu
         return None if gpu is None or not self._settings.create or self._step is not None else gpu.handles
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def start(self, state: State) -> None:
-        """Open the device, and allocate if the caches are meant to be there."""
+        """Open the device; in state NORMAL also allocate."""
         self._begin(Step(number=-1, what="start" if state == State.NORMAL else "open"))
 
     def begin(self, step: Step) -> None:
-        """Begin a step of rank 0's, now or when the one that runs has ended: rank 0 may have given that up."""
+        """Begin a step, now or after the running one, which rank 0 may have timed out."""
         if self._step is not None:
             self._next_step = step
         else:
@@ -157,7 +170,7 @@ class Worker:
             self._allocate(self._device, step)
 
     def _allocate(self, device: _C.Device, step: Step) -> None:
-        """What is missing. After a failure it goes on from where that was."""
+        """Allocate what is missing, so that a repeated step continues after a failure."""
         if self._host is None and self._has_host:
             self._host = caches.HostSide(device, self._layout)
         if self._gpu is None and self._settings.create:
@@ -175,11 +188,12 @@ class Worker:
         self._generation = max(self._generation + 1, self._gpu.generation)
 
     def _clear(self, device: _C.Device) -> None:
-        """Once, however often it is called. Nothing is freed that a copy still uses."""
+        """Free the caches, once. Waits for the copies that use them."""
         device.synchronize(self._settings.step_timeout)
         self._events.clear()
         if self._host is not None:
-            self._host.written[:] = False  # kept or not: the keys and values are of weights that are no more
+            # Kept memory counts as unwritten: its keys and values belong to the old weights.
+            self._host.written[:] = False
             if not self._settings.keep_swap_space:
                 self._host.close()
                 self._host = None
@@ -213,14 +227,14 @@ class Worker:
         self._waiting.append((number, task, time.monotonic()))
 
     def refuse(self, task: Task) -> None:
-        """It is not done here, so its host blocks hold nothing."""
+        """A task is not done on this rank: mark its host blocks as unwritten."""
         host = self._host
         if host is not None and task.event_type == Kind.SWAP2CPU:
             host.forget(task.cpu_block_ids)
 
     def give_up(self) -> int:
-        """Tasks that are not submitted yet will not be; how many. Nobody waits for the others, but none is taken before
-        they have ended."""
+        """Drop the waiting tasks and abandon the running ones; returns the number dropped. The rank is not ready before
+        the abandoned swaps have ended."""
         dropped = len(self._waiting)
         for _, task, _ in self._waiting:
             self.refuse(task)
@@ -231,7 +245,7 @@ class Worker:
         return dropped
 
     def pump(self) -> int:
-        """Submit what can be, report what has ended; returns how many milliseconds the loop may sleep at most."""
+        """Submit waiting tasks and report ended ones; returns the longest sleep of the loop in milliseconds."""
         self._waker.clear()
         self._end_step()
         self._finish_ended()
@@ -249,7 +263,7 @@ class Worker:
         return _RETRY_MS if held_up and self._step is None and not any(self._running.values()) else _IDLE_MS
 
     def _finish_ended(self) -> None:
-        """In the order in which they came: one that another reads from ends first."""
+        """Report ended swaps in the order of arrival: a swap comes before those that read its blocks."""
         ended: list[list[_Running]] = []
         for lane in self._running.values():
             ended.append([])
@@ -259,7 +273,8 @@ class Worker:
             self._finish(running)
 
     def _submit(self, number: int, task: Task, came: float) -> bool:
-        """False: not now. In order, because what a task reads another one in front of it may write."""
+        """Submit one task. False: not now. Tasks are submitted in order, since a task may read what an earlier one
+        writes."""
         kind = Kind(task.event_type)
         if not self._has_caches:
             if self._step is None:
@@ -275,7 +290,7 @@ class Worker:
             )
         except _C.QueueFull:
             return False
-        except Exception as error:  # whatever it is, it is this task's
+        except Exception as error:  # any error fails this task alone
             self._fail(number, task, f"{type(error).__name__}: {error}", came)
             return True
         self._running[kind].append(_Running(number, kind, task, transfer, came))
@@ -295,7 +310,7 @@ class Worker:
         return [event]
 
     def _fail(self, number: int, task: Task, reason: str, came: float) -> None:
-        """Nothing of it is queued."""
+        """Report a task of which nothing was queued as failed."""
         self.refuse(task)
         self._report(Done(self._layout.rank, number, False, reason, 0, time.monotonic() - came))
 
@@ -303,7 +318,7 @@ class Worker:
         error = running.transfer.error
         seconds = time.monotonic() - running.begun
         if error is not None and running.kind == Kind.SWAP2GPU:
-            self._forgive(running.task.gpu_block_ids)
+            self._clear_failures(running.task.gpu_block_ids)
         if running.orphan:
             _log.info("a swap of a task that was reported failed has ended after %.3f s: %s", seconds, error or "ok")
         elif error is None:
@@ -311,16 +326,16 @@ class Worker:
         else:
             self._report(Done(self._layout.rank, running.number, False, f"{type(error).__name__}: {error}", 0, seconds))
 
-    def _forgive(self, gpu_ids: list[int]) -> None:
-        """These blocks do not hold what they should: who may read them until they do is for rank 0 to say, which knows
-        when the engine has written them."""
+    def _clear_failures(self, gpu_ids: list[int]) -> None:
+        """Clear the failure record of GPU blocks in the pools. Rank 0 keeps the record instead: the engine's kernels
+        rewrite these blocks, and only rank 0 learns of that."""
         gpu = self._gpu
-        with contextlib.suppress(_C.Error):  # a device that is lost fails everything
+        with contextlib.suppress(_C.Error):  # on a lost device every swap fails anyway
             for pool in gpu.pools if gpu is not None else ():
                 _C.note_access(0, pool, np.asarray(gpu_ids, np.int64), True)
 
     def close(self, timeout: float) -> None:
-        """Give everything back: at the end, when nothing is under way."""
+        """Free everything. Call when no task is under way."""
         if self._step is not None:
             self._step.join(timeout)
             self._next_step = None

@@ -1,8 +1,8 @@
-"""What rank 0 knows of the blocks of one side: which task wrote each last, and whether that is under way or failed.
+"""Rank 0's record of the blocks of one side (GPU or host): the task that wrote each last, if it is under way or failed.
 
-A task reads what the last one before it wrote. If that one fails, on whatever rank and for whatever reason, the block
-does not hold what it should, and whoever reads it fails too. Only tasks that were taken count; who is asked, and in
-which order ranks end their parts, does not.
+A task reads what the last task before it wrote. If that task fails, on any rank and for any reason, the block is lost,
+and every task that reads it fails too. The order is that in which rank 0 took the tasks, whatever the order in which
+the ranks end their parts.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["Write", "Writes"]
 
 @dataclass(eq=False)
 class Write:
-    """Of one task. number: the task's. client: who sent it; empty: is gone."""
+    """The write of one task. number: the task's. client: its sender; empty once the client has ended."""
 
     number: int
     client: bytes
     task_id: str
     blocks: list[int]
-    readers: list[int] = field(default_factory=list)  # tasks that were taken since, and read what it writes
-    failed: tuple[int, str] | None = None  # the rank that failed, and which task's failure it began with
+    readers: list[int] = field(default_factory=list)  # later tasks that read one of these blocks
+    failed: tuple[int, str] | None = None  # the rank that failed, and the task's failure that it began with
 
 
 class Writes:
-    """Of one side. Blocks whose last write has ended well, or that nobody has written, take no room."""
+    """The last writes of one side. Blocks with a successful last write, or none, take no room."""
 
     def __init__(self) -> None:
         self._last: dict[int, Write] = {}
 
     def before(self, blocks: Iterable[int]) -> dict[int, Write]:
-        """Of these blocks, those whose last write is under way or has failed."""
+        """The last writes of these blocks that are under way or have failed."""
         last = self._last
         return {block: last[block] for block in blocks if block in last}
 
@@ -47,15 +47,15 @@ class Writes:
                     del self._last[block]
 
     def forget(self) -> None:
-        """Other memory is in the place of all blocks."""
+        """The memory of all blocks was replaced: drop all records."""
         self._last.clear()
 
     def gone(self, client: bytes) -> None:
-        """Nobody is left who could be told."""
+        """A client has ended: clear_failures() may drop its failed writes."""
         for write in self._last.values():
             if write.client == client:
                 write.client = b""
 
-    def forgive(self) -> None:
-        """An engine begins: it does not ask for what others failed to write who are gone."""
+    def clear_failures(self) -> None:
+        """An engine opens the caches: drop the failed writes of clients that have ended."""
         self._last = {block: write for block, write in self._last.items() if write.client or write.failed is None}
