@@ -1,6 +1,6 @@
-/* Where a tensor lies. Tried in this order: an int, a NumPy array, data_ptr(), DLPack, the array interfaces, the buffer
- * protocol, __index__. An integer type comes before everything else because a NumPy integer offers an array interface
- * too, whose address is that of the number; __index__ comes last because every torch tensor has one. */
+/* The address of a tensor, by the first that applies: an int, a NumPy array, data_ptr(), DLPack, the array interfaces,
+ * the buffer protocol, __index__. Integer types come first: a NumPy integer has an array interface too, with the
+ * address of the number itself. __index__ comes last: every torch tensor has one. */
 #include "bind.h"
 
 #include <string.h>
@@ -11,8 +11,8 @@ int kvs_py_hold(PyObject **hold, PyObject *object) {
   return PyList_Append(*hold, object);
 }
 
-/* object.method() without a bound method, which takes half the time. 1, or 0 where it has no such method or something
- * else went wrong that the slow way has to tell. */
+/* Call object.method() without creating a bound method, which halves the time. 1, or 0 if there is no such method or it
+ * raised AttributeError or TypeError: the caller's slow way then raises. */
 static int call_method(PyObject *object, PyObject *method, PyObject **value) {
   PyObject *const arguments[] = {object};
   *value = PyObject_VectorcallMethod(method, arguments, 1, NULL);
@@ -22,8 +22,7 @@ static int call_method(PyObject *object, PyObject *method, PyObject **value) {
   return 0;
 }
 
-/* object.name() as a number. 1, or 0 where there is no such attribute; a property (torch's nbytes) need not be called.
- * */
+/* object.name() or object.name as a number: 1, or 0 if there is no such attribute. */
 static int number_of(PyObject *object, PyObject *attribute, const char *name, Py_ssize_t index, uint64_t *number) {
   PyObject *value;
   int has = kvs_py_attribute(object, attribute, &value);
@@ -54,7 +53,7 @@ static int size_of_tensor(struct kvs_py_state *state, PyObject *object, const ch
   return 0;
 }
 
-/* 1 too where it cannot say. */
+/* 1: contiguous or unknown. */
 static int is_contiguous(struct kvs_py_state *state, PyObject *object) {
   PyObject *value, *method;
   int has = call_method(object, state->s_is_contiguous, &value);
@@ -92,7 +91,7 @@ static int from_data_ptr(struct kvs_py_state *state, PyObject *object, const cha
 static int from_buffer(PyObject *object, const char *name, Py_ssize_t index, PyObject **keep,
                        struct kvs_py_address *address) {
   if (!PyObject_CheckBuffer(object)) return 0;
-  PyObject *memory = PyMemoryView_FromObject(object); /* holds the export as long as it lives */
+  PyObject *memory = PyMemoryView_FromObject(object); /* holds the buffer export */
   if (memory == NULL) return -1;
   const Py_buffer *buffer = PyMemoryView_GET_BUFFER(memory);
   if (!PyBuffer_IsContiguous(buffer, 'C')) {
@@ -146,7 +145,7 @@ int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char
                          Py_TYPE(object)->tp_name);
 }
 
-/* Pointers and limits share one array, the limits in its second half. */
+/* Pointers and limits are the two halves of one array. */
 static int pointers_from_tuple(struct kvs_py_state *state, PyObject *items, const char *name, bool write,
                                PyObject **hold, struct kvs_py_list *list) {
   size_t count = (size_t)PyTuple_GET_SIZE(items);

@@ -63,7 +63,7 @@ int kvs_py_complain(PyObject *exception, const char *name, Py_ssize_t index, con
   return -1;
 }
 
-/* An int as Python has it, from whatever counts as one. bool is an int to Python and a mistake here. */
+/* A Python int from any object with __index__. bool is refused: it is a mistake here. */
 static PyObject *exact_int(PyObject *value, const char *name, Py_ssize_t index) {
   if (PyLong_CheckExact(value)) return Py_NewRef(value);
   PyObject *number = PyBool_Check(value) || !PyIndex_Check(value) ? NULL : PyNumber_Index(value);
@@ -76,7 +76,7 @@ static PyObject *exact_int(PyObject *value, const char *name, Py_ssize_t index) 
   return NULL;
 }
 
-/* OverflowError says nothing of the argument. */
+/* Replaces OverflowError, which does not name the argument. */
 static int out_of_range(PyObject *number, const char *name, Py_ssize_t index, const char *range) {
   if (!PyErr_ExceptionMatches(PyExc_OverflowError)) return -1;
   PyErr_Clear();
@@ -95,7 +95,7 @@ int kvs_py_int64(PyObject *value, const char *name, Py_ssize_t index, int64_t *n
 int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t *number) {
   PyObject *exact = exact_int(value, name, index);
   if (exact == NULL) return -1;
-  *number = PyLong_AsUnsignedLongLong(exact); /* of a negative number too: OverflowError */
+  *number = PyLong_AsUnsignedLongLong(exact); /* OverflowError for a negative number too */
   int rc = *number == UINT64_MAX && PyErr_Occurred() ? out_of_range(exact, name, index, "0 to 2**64 - 1") : 0;
   Py_DECREF(exact);
   return rc;

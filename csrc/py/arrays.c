@@ -1,5 +1,5 @@
-/* NumPy: the only file that uses its C API. Ids, pointers and sizes become C arrays; where an array has the right type
- * and is contiguous it is read in place. */
+/* NumPy: the only file that uses its C API. Converts ids, pointers and sizes to C arrays. A contiguous array of the
+ * right type is read in place. */
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include "bind.h"
@@ -44,7 +44,8 @@ PyObject *kvs_py_rows_view(PyObject *base, uint64_t ptr, uint64_t rows, uint64_t
     Py_DECREF(base);
     return NULL;
   }
-  if (PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) Py_CLEAR(array); /* it takes the reference either way */
+  if (PyArray_SetBaseObject((PyArrayObject *)array, base) < 0)
+    Py_CLEAR(array); /* steals the reference, also on failure */
   return array;
 }
 
@@ -63,9 +64,9 @@ int kvs_py_array_address(PyObject *object, const char *name, Py_ssize_t index, s
   return 0;
 }
 
-/* An ndarray from an array or from what offers itself as one (a CPU tensor of ids): 1, or 0 where it does not. A list
- * is not asked: its elements may be tensors. A tensor must not be walked as a sequence either, for its elements have
- * addresses. */
+/* An ndarray from an array or from an object with an array protocol (a CPU tensor of ids): 1, or 0 if it has none. A
+ * list is not converted: its elements may be tensors. A tensor must not be read as a sequence either: its elements
+ * would count as tensors, with addresses. */
 static int as_array(struct kvs_py_state *state, PyObject *object, PyArrayObject **array) {
   *array = NULL;
   if (PyArray_Check(object)) {
@@ -96,7 +97,7 @@ static int check_array(PyArrayObject *array, const char *name, const char *wante
   return 0;
 }
 
-/* The array itself where it is contiguous, aligned and in native byte order, else a copy; takes the reference. */
+/* The array itself if it is contiguous, aligned and in native byte order, else a copy. Steals the reference. */
 static PyArrayObject *in_order(PyArrayObject *array, int type) {
   PyArray_Descr *descr = PyArray_DescrFromType(type);
   PyArrayObject *ready = descr == NULL ? NULL : (PyArrayObject *)PyArray_FromArray(array, descr, NPY_ARRAY_IN_ARRAY);
@@ -112,7 +113,7 @@ static bool is_unsigned(PyArrayObject *array, npy_intp width) {
   return PyArray_DESCR(array)->kind == 'u' && PyArray_ITEMSIZE(array) == width;
 }
 
-/* A tuple of a sequence: a list could change while we read it. */
+/* A tuple of a sequence: a list could change while it is read. */
 static PyObject *as_tuple(PyObject *object, const char *name, const char *wanted) {
   PyObject *items = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
   if (items != NULL) return items;

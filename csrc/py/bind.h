@@ -2,7 +2,7 @@
  *
  * Conventions. A function that returns int gives 0, or -1 with a Python exception set, unless it says otherwise. The
  * GIL is released round exactly one call of the core, with no Python in between; on a free-threaded build nothing here
- * counts on the GIL: what can be raced for is atomic. All types are final, so that the type of an object leads to the
+ * relies on the GIL: shared fields are atomic. All types are final, so that the type of an object leads to the
  * module's state. */
 #ifndef KVS_PY_BIND_H
 #define KVS_PY_BIND_H
@@ -15,7 +15,7 @@
 
 #include "../core/engine.h"
 
-/* module.c: one row of its table a PyObject pointer. */
+/* module.c: its table has one row for each PyObject pointer. */
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
@@ -24,16 +24,16 @@ struct kvs_py_state {
   PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array,
       *s_array_method;
   PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
-  PyObject *compute_streams;       /* {device name: what set_compute_stream() was given}, of others' stream objects */
+  PyObject *compute_streams;       /* {device name: foreign stream object given to set_compute_stream()} */
   PyObject *dlpack_version;        /* the newest DLPack that dlpack.c reads, a tuple */
-  PyObject *hooks;                 /* {"race": what is called when new races were found} */
-  atomic_uint_fast64_t races_told; /* kvs_racecheck_found() when that was last called */
-  atomic_bool exit_hooked;         /* _shutdown stands in atexit */
-  atomic_bool host_said;           /* that there is no GPU has been logged */
-  atomic_bool costs_said;          /* that a calibration cannot be used, likewise */
+  PyObject *hooks;                 /* {"race": callable for newly found races} */
+  atomic_uint_fast64_t races_told; /* kvs_racecheck_found() at the last call of that hook */
+  atomic_bool exit_hooked;         /* _shutdown is registered with atexit */
+  atomic_bool host_said;           /* "no GPU" has been logged */
+  atomic_bool costs_said;          /* "calibration unusable" has been logged */
   atomic_bool burst_said;
 };
-struct kvs_py_state *kvs_py_state_of(PyObject *self); /* of an instance of one of our types */
+struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of one of this module's types */
 
 /* errors.c: the one place where a struct kvs_error becomes an exception. */
 PyObject *kvs_py_exception(struct kvs_py_state *state, const struct kvs_error *err); /* a new instance */
@@ -41,7 +41,7 @@ PyObject *kvs_py_raise(struct kvs_py_state *state, const struct kvs_error *err);
 PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, const void *row);
 extern const char kvs_py_error_row[], kvs_py_queue_full_row[], kvs_py_device_error_row[];
 
-/* args.c: arguments. `index` is the position in a list for messages, -1 where there is none. */
+/* args.c: arguments. index: position in a list, for messages; -1: not in a list. */
 struct kvs_py_args {
   const char *function;
   const char *const *names;
@@ -60,26 +60,25 @@ extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 static inline bool kvs_py_given(PyObject *value) { return value != NULL && value != Py_None; }
 
-/* wait.c: wait in slices, so that Ctrl-C works. wait() is called without the GIL and answers KVS_TIMEOUT to be called
- * on. */
+/* wait.c: wait in slices, so that Ctrl-C works. wait() runs without the GIL and returns KVS_TIMEOUT to be called again.
+ */
 enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
-/* kvs_engine_collect() without the GIL, for it takes locks of lanes; destructors of the owners take it back. */
+/* kvs_engine_collect() without the GIL, because it takes locks of lanes. Owners' destructors acquire the GIL. */
 void kvs_py_collect(struct kvs_engine *engine);
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
-/* Wait for a task that gives memory back, and leave it. KVS_PY_KEPT: an exception is set and nothing was given back;
- * KVS_PY_GIVEN: done, with an exception if it failed or was interrupted (PyErr_Occurred). */
+/* Wait for a task that frees memory, then release the task. KVS_PY_KEPT: an exception is set, nothing was freed.
+ * KVS_PY_GIVEN: freed, with an exception set if the task failed or was interrupted (PyErr_Occurred). */
 enum kvs_py_given_back { KVS_PY_GIVEN, KVS_PY_KEPT };
 enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
                                         int64_t timeout_ns);
 /* timeout=60: NULL, a number of seconds or None; -1 with an exception. */
 int kvs_py_patience(PyObject *value, int64_t *timeout_ns);
-/* The engine's memory (`kind`), waiting for what is being given back where there is none: 0, or -1 with an exception.
- */
+/* Allocate from the engine; if memory is short, wait for frees under way. 0, or -1 with an exception. */
 int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
                  uint64_t *ptr);
 
-/* What query() and synchronize(timeout=None) of streams and events share. `poll` answers KVS_OK or KVS_NOT_READY. */
+/* query() and synchronize(timeout=None) of streams and events. poll() returns KVS_OK or KVS_NOT_READY. */
 typedef int (*kvs_py_poll_function)(void *object, struct kvs_error *err);
 struct kvs_py_waiting {
   kvs_py_poll_function poll;
@@ -91,13 +90,13 @@ PyObject *kvs_py_query(struct kvs_py_state *state, kvs_py_poll_function poll, vo
 PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_waiting *waiting, PyObject *const *args,
                              Py_ssize_t nargs, PyObject *kwnames);
 
-/* arrays.c: NumPy. What `keep` owns lives until it is dropped. */
+/* arrays.c: NumPy. `keep` owns the data. */
 struct kvs_py_list {
   const uint64_t *data;
-  const uint64_t *limits; /* of pointers: bytes known to be there, UINT64_MAX where unknown; NULL: nothing known */
+  const uint64_t *limits; /* of pointers: known bytes at each, UINT64_MAX: unknown; NULL: all unknown */
   size_t count;
-  bool one;           /* of numbers: data[0] serves all */
-  uint64_t single[2]; /* room for a list of one */
+  bool one;           /* of numbers: data[0] holds for all items */
+  uint64_t single[2]; /* storage for a list of one */
   PyObject *keep;
 };
 int kvs_py_arrays_init(void);
@@ -108,11 +107,11 @@ bool kvs_py_is_array(PyObject *object);
 bool kvs_py_is_scalar(PyObject *object); /* np.generic */
 int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep);
 int kvs_py_numbers(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
-/* An integer array of shape (n, 6), a row a struct kvs_part; *parts is to be freed with PyMem_Free. */
+/* An integer array of shape (n, 6), one struct kvs_part a row. Free *parts with PyMem_Free. */
 int kvs_py_parts(PyObject *object, const char *name, struct kvs_part **parts, size_t *count);
-/* Words of 8 bytes from an int64 or uint64 array: 1, or 0 where `object` is no array nor converts to one. */
+/* 8-byte words from an int64 or uint64 array: 1, or 0 if `object` is no array and converts to none. */
 int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list);
-/* A writable uint8 array of shape (rows, row_nbytes) over memory that `base` keeps; takes the reference to it. */
+/* A writable uint8 array of shape (rows, row_nbytes) over memory that `base` owns. Steals the reference to base. */
 PyObject *kvs_py_rows_view(PyObject *base, uint64_t ptr, uint64_t rows, uint64_t row_nbytes, uint64_t stride);
 
 /* address.c: tensors. */
@@ -121,17 +120,18 @@ struct kvs_py_address {
   uint64_t nbytes; /* UINT64_MAX: unknown */
   bool readonly;
 };
-/* What must live until the transfer ends is appended to the list *hold, made on demand; hold NULL: a number is expected
- * to outlive the call by the caller's care. `write`: it is a destination. */
+/* An object that must live until the transfer ends is appended to the list *hold, created on demand. hold NULL: the
+ * caller keeps the memory valid. write: the address is a destination. */
 int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, bool write,
                         PyObject **hold, struct kvs_py_address *address);
 int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
-int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
-                  struct kvs_py_address *address); /* dlpack.c; 1, or 0 where it speaks no DLPack that we read */
-/* The same in C, of many objects of one type: 1 with what data_ptr() and its like would say, or 0 where these have to
- * be asked. Zero-initialised: of no type yet. */
+int kvs_py_dlpack(
+    struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
+    struct kvs_py_address *address); /* dlpack.c; 1, or 0 if the object has no DLPack of a readable version */
+/* The same through DLPack's C exchange table, for many objects of one type: 1 with the address, or 0 if data_ptr() must
+ * be called. Zero-initialised: no type looked up yet. */
 struct kvs_py_exchange {
   PyTypeObject *type; /* borrowed */
   const struct dl_exchange *table;
@@ -142,7 +142,7 @@ int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *n
                      struct kvs_py_address *address); /* interface.c; array interfaces; 1 or 0 */
 int kvs_py_array_address(PyObject *array, const char *name, Py_ssize_t index, struct kvs_py_address *address);
 
-/* handle.c: streams, and what a transfer starts after. engine: what they must belong to where they know. */
+/* handle.c: streams, and what a transfer starts after. engine: if an object knows its device, it must be this one. */
 int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
                          uint64_t *handle);
 struct kvs_py_after {
@@ -153,30 +153,32 @@ struct kvs_py_after {
 };
 int kvs_py_read_after(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine,
                       struct kvs_py_after *after);
-/* One thing for each of `layers` layers, or None. */
+/* One item, or None, for each of `layers` layers. */
 int kvs_py_after_layers(struct kvs_py_state *state, PyObject *object, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_after *after);
-/* One thing alone: 1, or 0 where the object is none. */
+/* A single item: 1, or 0 if the object is no item. */
 int kvs_py_after_one(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_engine *engine,
                      struct kvs_after *item);
 void kvs_py_after_clear(struct kvs_py_after *after);
 
 /* races.c: the race checker. */
-void kvs_py_tell_races(struct kvs_py_state *state); /* call the hook if new ones were found; keeps a raised exception */
-/* Who calls, for its reports: "engine.py:12 in step"; NULL while no checker runs. */
+void kvs_py_tell_races(
+    struct kvs_py_state *state); /* call the hook if there are new races; preserves the current exception */
+/* The calling Python line for race reports: "engine.py:12 in step"; NULL while no checker runs. */
 const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
 /* device.c. Engines are new references. */
-int kvs_py_hook_exit(struct kvs_py_state *state); /* drain at exit: before anything that outlives a call is opened */
+int kvs_py_hook_exit(
+    struct kvs_py_state *state); /* drain at exit; call before opening anything that outlives the call */
 struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* Device, name or None */
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
 struct kvs_engine *kvs_py_device_engine(PyObject *device);                                           /* borrowed */
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */
-PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* makes its own */
+PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* takes a new reference */
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
-PyObject *kvs_py_device_info(PyObject *device, void *unused);      /* its getter, */
-PyObject *kvs_py_device_stats(PyObject *device, PyObject *unused); /* and its method */
-/* In Python's logging, under kvswap. `format` has one %s. */
+PyObject *kvs_py_device_info(PyObject *device, void *unused);      /* getter */
+PyObject *kvs_py_device_stats(PyObject *device, PyObject *unused); /* method */
+/* Log through Python's logging, under kvswap. `format` has one %s. */
 int kvs_py_say(const char *level, const char *format, const char *text);
 
 /* memory.c, stream.c, event.c, transfer.c, pool.c */
@@ -192,8 +194,9 @@ struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                  
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
-bool kvs_py_pool_readonly(PyObject *pool);         /* it cannot be a destination */
-/* A Pool over memory that `hold` keeps; takes the references to both, also on failure. name: a str, None or NULL. */
+bool kvs_py_pool_readonly(PyObject *pool);         /* true: it cannot be a destination */
+/* A Pool over memory that `hold` owns. Steals the references to engine and hold, also on failure. name: a str, None or
+ * NULL. */
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
                            PyObject *name, PyObject *hold);
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);

@@ -1,7 +1,7 @@
 /* Costs and their files, for kvswap.calibrate and for tests. A dict of costs is {"d2h": {path: {"start": ns, "extra":
  * ns, "each": [ns, ...], "run": [ns, ...]}}, "h2d": ..., "tuning": {"link_gbps_...": number, "kernel_...":
- * (CTAs, pace, GB/s)}}; paths and tuning that are not known are not in it. Where a path uses no extra it is 0, where it
- * uses no run that list is empty. */
+ * (CTAs, pace, GB/s)}}; unknown paths and tunings are left out. extra is 0 for a path without extra costs, run is
+ * empty for a path without run costs. */
 #include "../plan/calibration.h"
 #include "bind.h"
 
@@ -24,7 +24,7 @@ static PyObject *numbers_from(const double *numbers, int count) {
   return list;
 }
 
-/* Takes the reference to value, which may be NULL. */
+/* Steals the reference to value, which may be NULL. */
 static int put(PyObject *dict, const char *name, PyObject *value) {
   int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
   Py_XDECREF(value);
@@ -290,14 +290,14 @@ static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize
 }
 
 PyDoc_STRVAR(read_doc, "_costs_read($module, path, /)\n--\n\n"
-                       "The costs in a calibration's file; of None, the built-in ones. IndexError: there is no file.");
+                       "The costs in a calibration file; None: the built-in ones. IndexError: there is no such file.");
 PyDoc_STRVAR(write_doc, "_costs_write($module, /, path, costs, machine)\n--\n\n"
-                        "Store costs in a new file, mode 0600, that takes the old one's place.");
-PyDoc_STRVAR(what_doc, "_costs_what($module, device, /)\n--\n\nWhat the calibration of a device is called.");
+                        "Write costs to a new file, mode 0600, which replaces the old one.");
+PyDoc_STRVAR(what_doc, "_costs_what($module, device, /)\n--\n\nThe name of a device's calibration.");
 PyDoc_STRVAR(use_doc, "_costs_use($module, /, device, costs)\n--\n\n"
-                      "Predict with these costs on a device, None: the built-in ones; while nobody submits to it.");
+                      "Use these costs on a device; None: the built-in ones. No other thread may submit meanwhile.");
 PyDoc_STRVAR(path_doc, "_costs_path($module, what, /)\n--\n\n"
-                       "Where the calibration that is called so lies. IndexError: nowhere.");
+                       "The file of the calibration of this name. IndexError: no folder is known for it.");
 PyDoc_STRVAR(predict_doc,
              "_costs_predict($module, /, costs, path, direction, nbytes, *, copies=0, rects=0, rect_rows=0,\n"
              "               rect_nbytes=0, apart_rows=0, apart_nbytes=0, rest_copies=0, pieces=0, skew_pieces=0,\n"

@@ -1,4 +1,4 @@
-/* kvswap.Device, and the ways to one: by object, by name, by pointer, by default. */
+/* kvswap.Device, and how a device is found: by object, by name, by pointer, by default. */
 #include "options.h"
 
 #include <stdio.h>
@@ -13,7 +13,7 @@ struct kvs_engine *kvs_py_device_engine(PyObject *device) { return ((struct devi
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-/* Drain at exit. Registered when the first device or store is opened: an import must not leave traces. */
+/* Drain at exit. Registered when the first device or store is opened, because an import must have no effects. */
 int kvs_py_hook_exit(struct kvs_py_state *state) {
   if (atomic_exchange(&state->exit_hooked, true)) return 0;
   PyObject *module = PyType_GetModule((PyTypeObject *)state->device_type);
@@ -37,14 +37,14 @@ int kvs_py_say(const char *level, const char *format, const char *text) {
   return done == NULL ? -1 : 0;
 }
 
-/* Said once: work that was meant for a GPU would otherwise be slow without a word. */
+/* Log once that there is no GPU: work meant for a GPU is slow on the host device. */
 static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
   if (atomic_exchange(&state->host_said, true)) return 0;
   return kvs_py_say("info", "using host:0, which is memory and threads: %s",
                     why->message[0] != '\0' ? why->message : "no CUDA device");
 }
 
-/* Said once: somebody calibrated this machine, and it is of no use. */
+/* Log once that this machine's calibration cannot be used. */
 static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine) {
   const char *note = kvs_engine_costs_note(engine), *refused = "built in, since ";
   if (strncmp(note, refused, strlen(refused)) != 0 || atomic_exchange(&state->costs_said, true)) return 0;
@@ -52,7 +52,7 @@ static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine
                     note + strlen(refused));
 }
 
-/* Said once: a GPU is slower, or harder on the model beside it, than it could be, and nobody asked for that. */
+/* Log once that path 'burst' is off or short of memory without having been asked for. */
 static int say_burst(struct kvs_py_state *state, struct kvs_engine *engine) {
   const char *wanted = "KVSWAP_DISABLE";
   char note[KVS_BURST_NOTE];
@@ -90,7 +90,7 @@ static struct kvs_engine *open_cuda(struct kvs_py_state *state, int ordinal) {
 
 static int cuda_count(struct kvs_error *err) {
   int count = 0;
-  Py_BEGIN_ALLOW_THREADS /* the first call of a process loads the driver */
+  Py_BEGIN_ALLOW_THREADS /* the first call in a process loads the driver */
   if (kvs_cuda_count(&count, err) != KVS_OK) count = -1;
   Py_END_ALLOW_THREADS
   return count;
@@ -108,7 +108,7 @@ static struct kvs_engine *open_default(struct kvs_py_state *state) {
   struct kvs_error why = {0};
   int count = cuda_count(&why);
   if (count > 0) return open_current(state);
-  if (count < 0) return kvs_py_raise(state, &why), NULL; /* a GPU that does not answer is not the same as none */
+  if (count < 0) return kvs_py_raise(state, &why), NULL; /* a GPU that fails to open is an error, not "no GPU" */
   return say_host(state, &why) < 0 ? NULL : open_engine(state, "host:0");
 }
 
@@ -228,8 +228,8 @@ static PyObject *device_lost(PyObject *self, void *unused) {
 
 /* -- methods ------------------------------------------------------------------------------------------------------- */
 
-/* Others destroy their streams with the object; our own are kept by the engine, which its streams keep alive in turn.
- */
+/* Keep a foreign stream object alive: dropping it may destroy the stream. The engine keeps kvswap's own streams, and
+ * its streams keep the engine. */
 static int keep_compute_stream(struct kvs_py_state *state, struct kvs_engine *engine, PyObject *stream) {
   bool ours = (PyObject *)Py_TYPE(stream) == state->stream_type;
   return PyDict_SetItemString(state->compute_streams, kvs_engine_name(engine), ours ? Py_None : stream);
@@ -252,7 +252,7 @@ static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
 static PyObject *device_set_defaults(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"path", "priority", "max_ctas", "pace_gbps"};
   static const struct kvs_py_args spec = {"set_defaults", names, 0, 0, 4};
-  PyObject *common[KVS_PY_COMMON] = {NULL}; /* the stream and what comes before it are for each call to say */
+  PyObject *common[KVS_PY_COMMON] = {NULL}; /* stream= and after= are set by each call */
   struct kvs_py_options options = {.common = common};
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, common + 2) < 0 || kvs_py_options_check(&options) < 0) return NULL;
   const struct kvs_options *core = &options.core;
@@ -366,7 +366,7 @@ struct slots {
 
 static int wait_slots(void *arg, int64_t timeout_ns, struct kvs_error *err) {
   const struct slots *slots = arg;
-  unsigned count = slots->count < UINT32_MAX ? (unsigned)slots->count : UINT32_MAX; /* too many either way */
+  unsigned count = slots->count < UINT32_MAX ? (unsigned)slots->count : UINT32_MAX; /* out of range, also when cut */
   return kvs_engine_set_slots(slots->engine, slots->nbytes, count, timeout_ns, err);
 }
 
@@ -388,29 +388,29 @@ static PyObject *device_set_slots(PyObject *self, PyObject *const *args, Py_ssiz
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
+PyDoc_STRVAR(set_compute_stream_doc,
+             "set_compute_stream($self, stream, /)\n--\n\n"
+             "Set the compute stream, on which the model runs. Transfers without stream= start after its work.\n\n"
+             "Default: the legacy default stream. Applies to transfers submitted later. Any thread may call.");
 PyDoc_STRVAR(
-    set_compute_stream_doc,
-    "set_compute_stream($self, stream, /)\n--\n\n"
-    "Name the stream that transfers without stream= start after: the one on which the model runs.\n\n"
-    "Until one is set, that is the legacy default stream. Concerns transfers submitted later. Any thread may call.");
-PyDoc_STRVAR(set_defaults_doc,
-             "set_defaults($self, /, *, path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
-             "What transfers take that leave these open (path='auto', None): values as kvswap.swap_blocks_batch takes "
-             "them.\n"
-             "All four are set: what is left out here goes back to what suits. At first they come from KVSWAP_PATH, "
-             "KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. Concerns "
-             "transfers\n"
-             "submitted later. Any thread may call.");
+    set_defaults_doc,
+    "set_defaults($self, /, *, path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
+    "Set the defaults of transfers that leave these open (path='auto', None). Values as for kvswap.swap_blocks_batch"
+    "them.\n"
+    "All four are set: what is left out here goes back to what suits. At first they come from KVSWAP_PATH, "
+    "KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. Concerns "
+    "transfers\n"
+    "submitted later. Any thread may call.");
 PyDoc_STRVAR(
     synchronize_doc,
     "synchronize($self, /, timeout=None)\n--\n\n"
-    "Wait until everything queued on the device, by anybody, has ended.\n\n"
-    "timeout: seconds, None for no limit; TimeoutError leaves all running. Ctrl-C works. Any thread may call.");
+    "Wait until all work queued on the device has ended, that of other libraries too.\n\n"
+    "timeout: seconds, None for no limit; after TimeoutError the work goes on. Ctrl-C works. Any thread may call.");
 PyDoc_STRVAR(
     set_slots_doc,
     "set_slots($self, /, slot_nbytes, count=3, *, timeout=10.0)\n--\n\n"
-    "Change the GPU memory that path 'burst' works in: a direction has `count` (2 to 8) slots of slot_nbytes bytes\n"
-    "(a multiple of 128 KiB, at most 1 GiB) and two of half as much. 0 gives the memory back; path 'burst' is off "
+    "Set the GPU memory of path 'burst': each direction has `count` (2 to 8) slots of slot_nbytes bytes\n"
+    "(a multiple of 128 KiB, at most 1 GiB) and two of half as much. 0 frees the memory; path 'burst' is off "
     "then.\n\n"
     "Waits until the device's transfers have ended: TimeoutError after `timeout` seconds (None: no limit), and "
     "nothing\n"
@@ -418,47 +418,48 @@ PyDoc_STRVAR(
     "all\n"
     "that is queued there has run, `timeout` or not. ValueError: sizes beyond these.\n"
     "DeviceError: there is not so much memory; path 'burst' is off then. Ctrl-C works. Any thread may call.");
-PyDoc_STRVAR(
-    alloc_doc,
-    "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
-    "Memory of the device, or with host=True pinned memory of the host: nbytes bytes, not initialised.\n\n"
-    "chunks=True: device memory that is mapped in chunks, as torch's expandable segments are: other processes\n"
-    "are given it chunk by chunk (kvswap.memory.export).\n\n"
-    "Raises MemoryError or DeviceError where there is not as much. Any thread may call.");
-PyDoc_STRVAR(
-    register_doc,
-    "register($self, /, ptr, nbytes=None)\n--\n\n"
-    "Pin host memory of the caller, so that the GPU can reach it at full speed.\n\n"
-    "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not overlap, and a\n"
-    "copy is never merged across the end of one. The caller keeps the memory mapped until unregister(ptr).");
+PyDoc_STRVAR(alloc_doc,
+             "alloc($self, /, nbytes, *, host=False, chunks=False)\n--\n\n"
+             "Allocate nbytes bytes of device memory, or with host=True of pinned host memory; not initialised.\n\n"
+             "chunks=True: device memory mapped in chunks, as torch's expandable segments are; kvswap.memory.export() "
+             "shares it\n"
+             "chunk by chunk.\n\n"
+             "MemoryError, DeviceError: the memory is not available. Any thread may call.");
+PyDoc_STRVAR(register_doc,
+             "register($self, /, ptr, nbytes=None)\n--\n\n"
+             "Pin host memory of the caller: copies of pinned memory reach the link's speed.\n\n"
+             "ptr: an address, then nbytes is needed, or a tensor, then nbytes may be left out. Ranges must not "
+             "overlap, and no\n"
+             "copy is merged across the end of a range. The caller keeps the memory mapped until unregister(ptr).");
 PyDoc_STRVAR(
     unregister_doc,
     "unregister($self, /, ptr, timeout=60.0)\n--\n\n"
-    "Undo register(ptr). First waits for the transfers that may use it and for what else runs on the device.\n\n"
-    "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C it can be called again, and until it\n"
-    "returns the memory must stay mapped. ValueError if nothing is registered there.");
-PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\n"
-                        "Counters since the device was opened, a dict: submitted, done, failed, cancelled (transfers), "
-                        "bytes_d2h, bytes_h2d,\n"
-                        "bytes_other (of transfers done), copies (issued), merged (blocks that rode in another block's "
-                        "copy), refused_full, second_attempts (transfers that were done another way after the\n"
-                        "first was refused or given up),\n"
-                        "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
-                        "a write, a write after\n"
-                        "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "
-                        "staging_nbytes.\n\n"
-                        "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'seconds': on the "
-                        "device, a float}}}, by\n"
-                        "direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any. Any "
-                        "thread may call.");
+    "Undo register(ptr), after waiting for the transfers that may use the memory and all other work of the device.\n\n"
+    "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C call it again. The memory must stay mapped\n"
+    "until it returns. ValueError: nothing is registered at ptr.");
+PyDoc_STRVAR(stats_doc,
+             "stats($self, /)\n--\n\n"
+             "Dict of counters since the device was opened: submitted, done, failed, cancelled (transfers), "
+             "bytes_d2h, bytes_h2d,\n"
+             "bytes_other (of transfers done), copies (issued), merged (blocks copied together with a neighbouring "
+             "block), refused_full, second_attempts (transfers that took another path after the\n"
+             "first one was refused or failed),\n"
+             "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
+             "a write, a write after\n"
+             "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "
+             "staging_nbytes.\n\n"
+             "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'seconds': on the "
+             "device, a float}}}, by\n"
+             "direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any. Any "
+             "thread may call.");
 PyDoc_STRVAR(
     device_doc,
     "Device(name=None)\n--\n\n"
     "A device: 'cuda', 'cuda:1', 'host', 'host:0'. None: the current GPU, or host:0 where there is none.\n\n"
-    "A host device is memory and threads of this process that behave as a GPU does. The same name is the same device:\n"
-    "such objects are equal. The first use of a GPU in a process opens its primary context (about 600 MB of its "
+    "A host device is memory and threads of this process that behave as a GPU does. Objects of the same name are the\n"
+    "same device, and equal. The first use of a GPU in a process opens its primary context (about 600 MB of its "
     "memory).\n"
-    "Any thread may use it. Raises ValueError for a name that is none, kvswap.Error for a device that is not there.");
+    "Any thread may use it. ValueError: not a device name. kvswap.Error: there is no such device.");
 
 static PyMethodDef methods[] = {
     {"set_compute_stream", device_set_compute_stream, METH_O, set_compute_stream_doc},
@@ -480,10 +481,10 @@ static PyGetSetDef getset[] = {
      "cc_major,\n"
      "cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, "
      "kernels_note,\n"
-     "burst ('on', or why path burst is not there or has less memory than wanted), slots_nbytes (GPU memory that it\n"
-     "takes), costs (where the figures are from that path 'auto' goes by).",
+     "burst ('on', or why path 'burst' is off or has less memory than wanted), slots_nbytes (GPU memory that it\n"
+     "uses), costs (source of the costs by which path 'auto' predicts).",
      NULL},
-    {"lost", device_lost, NULL, "bool: an asynchronous fault has made the device useless; every transfer on it fails.",
+    {"lost", device_lost, NULL, "bool: the device is lost after an asynchronous fault; every transfer on it fails.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -1,4 +1,4 @@
-/* What a Device tells of itself: its info and its counters. */
+/* Device.info and Device.stats(). */
 #include "bind.h"
 
 static PyObject *uuid_text(const unsigned char *uuid) {
@@ -23,7 +23,7 @@ PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
                        "kernels_note", info->kernels_note);
 }
 
-/* dict[name] = value, which may be NULL with an exception set; takes the reference. */
+/* dict[name] = value. value may be NULL with an exception set. Steals the reference. */
 static int set_item(PyObject *dict, const char *name, PyObject *value) {
   int rc = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
   Py_XDECREF(value);
@@ -57,7 +57,7 @@ static PyObject *path_stats(const struct kvs_path_stats *paths) {
   return dict;
 }
 
-/* {"d2h": {"dma": {"transfers": 1, ...}}, ...}, without rows that hold nothing. */
+/* {"d2h": {"dma": {"transfers": 1, ...}}, ...}, without empty rows. */
 static PyObject *all_path_stats(const struct kvs_stats *stats) {
   static const char *const directions[] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
   PyObject *dict = PyDict_New();

@@ -20,14 +20,14 @@ struct dl_tensor {
   uint64_t byte_offset;
 };
 
-/* What a type offers in C, since DLPack 1.2: the beginning of its table. */
+/* The beginning of DLPack's C exchange table of a type (DLPack 1.2). */
 struct dl_exchange {
   struct {
     uint32_t major, minor;
   } version;
   const struct dl_exchange *older;
   void *allocate, *export, *import;
-  int (*read)(void *object, struct dl_tensor *tensor); /* without the caller owning anything; NULL: not offered */
+  int (*read)(void *object, struct dl_tensor *tensor); /* gives no ownership; NULL: not offered */
 };
 
 struct dl_managed {
@@ -50,7 +50,7 @@ static bool known_device(long type) {
   return type == DL_CPU || type == DL_CUDA || type == DL_CUDA_HOST || type == DL_CUDA_MANAGED;
 }
 
-/* 1 with the type, 0 where the object does not say or is on a device that is not ours to read. */
+/* 1 with the device type; 0 if the object does not give one, or one that kvswap does not read. */
 static int device_type(struct kvs_py_state *state, PyObject *object, long *type) {
   PyObject *method, *first = NULL;
   int has = kvs_py_attribute(object, state->s_dlpack_device, &method);
@@ -67,8 +67,8 @@ static int device_type(struct kvs_py_state *state, PyObject *object, long *type)
   return known_device(*type) ? 1 : 0;
 }
 
-/* object.__dlpack__(). For GPU memory stream=-1: the producer need order nothing, which is what stream= and after= are
- * for. An older producer knows no max_version. */
+/* object.__dlpack__(). For GPU memory stream=-1: the producer orders nothing, since stream= and after= do. Producers of
+ * DLPack 0 take no max_version. */
 static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long type) {
   bool gpu = type == DL_CUDA || type == DL_CUDA_MANAGED;
   PyObject *names =
@@ -129,8 +129,8 @@ static int read_capsule(PyObject *capsule, const char *name, Py_ssize_t index, s
   return 1;
 }
 
-/* What a producer refuses (a read-only array in the old protocol, a type that DLPack has not) another protocol may
- * serve. */
+/* The producer refused (a read-only array in the old protocol, an element type that DLPack lacks): another protocol may
+ * work. */
 static int refused(void) {
   static PyObject **const passing[] = {&PyExc_BufferError, &PyExc_TypeError, &PyExc_ValueError, &PyExc_RuntimeError,
                                        &PyExc_AttributeError};
@@ -169,8 +169,8 @@ static PyObject *type_attribute(PyTypeObject *type, PyObject *name) {
   return value;
 }
 
-/* The function of a type that has its own, and data_ptr(), for which it stands. A subclass may mean something else by
- * data_ptr(), and is asked. */
+/* The exchange table of a type that defines the table and data_ptr() itself. A subclass may override data_ptr(), so
+ * that an inherited table is not used. */
 static const struct dl_exchange *find_exchange(struct kvs_py_state *state, PyTypeObject *type) {
   PyObject *capsule = type_attribute(type, state->s_exchange);
   if (capsule == NULL) return NULL;
@@ -195,7 +195,7 @@ int kvs_py_exchange_read(struct kvs_py_state *state, struct kvs_py_exchange *exc
   }
   if (exchange->table == NULL) return 0;
   if (exchange->table->read(object, &tensor) != 0) {
-    PyErr_Clear(); /* data_ptr() tells what there is to tell */
+    PyErr_Clear(); /* the call of data_ptr() raises the error */
     return 0;
   }
   if (tensor.data == NULL || !known_device(tensor.device.type) || !contiguous(&tensor)) return 0;

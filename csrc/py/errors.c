@@ -1,4 +1,4 @@
-/* Exceptions: the three of kvswap, and the one function that turns the core's error into one. */
+/* kvswap's three exceptions, and the one function that turns the core's error into an exception. */
 #include "bind.h"
 
 #include <string.h>
@@ -11,11 +11,11 @@ PyDoc_STRVAR(error_doc,
              "Base of kvswap's own errors. Wrong arguments are ValueError, IndexError or TypeError instead, a passed\n"
              "time limit is TimeoutError and exhausted memory MemoryError.");
 PyDoc_STRVAR(queue_full_doc,
-             "The lane holds as many unfinished transfers as it may. Nothing of the refused call was queued: "
-             "wait for\nan earlier transfer and call again.");
+             "The lane holds its maximum of unfinished transfers. Nothing of the refused call was queued: wait for\n"
+             "an earlier transfer and call again.");
 PyDoc_STRVAR(device_error_doc,
              "A call of the device's driver failed.\n\n"
-             "code: the driver's number (CUresult; a host device uses the same numbers), 0 where it gave none.\n"
+             "code: the driver's number (CUresult; a host device uses the same numbers), 0 if there is none.\n"
              "operation: name of the call that failed, or None.");
 
 PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, const void *row) {

@@ -1,4 +1,4 @@
-/* kvswap.Event: an event of its own, or the one that marks a transfer's end, which then keeps the transfer. */
+/* kvswap.Event: an event that the object owns, or a transfer's completion event, which then holds the transfer. */
 #include "../device/share.h"
 #include "bind.h"
 
@@ -6,7 +6,7 @@ struct event_object {
   PyObject_HEAD
   struct kvs_engine *engine;
   kvs_event handle;
-  struct kvs_transfer *transfer; /* owner of the event, or NULL: the object owns it */
+  struct kvs_transfer *transfer; /* owner of the event; NULL: the object owns it */
 };
 
 static struct event_object *as_event(PyObject *self) { return (struct event_object *)self; }
@@ -16,7 +16,7 @@ struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle) {
   return as_event(event)->engine;
 }
 
-/* Takes the engine's reference. */
+/* Steals the reference to engine. */
 static struct event_object *event_alloc(PyTypeObject *type, struct kvs_engine *engine) {
   struct event_object *self = (struct event_object *)type->tp_alloc(type, 0);
   if (self == NULL)
@@ -81,7 +81,7 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
 
 static void event_dealloc(PyObject *object) {
   struct event_object *self = as_event(object);
-  struct kvs_error ignored = {0}; /* nobody is there to be told, and a lost device keeps nothing */
+  struct kvs_error ignored = {0}; /* a destructor cannot raise */
   if (self->transfer != NULL)
     kvs_transfer_unref(self->transfer);
   else if (self->handle != 0)
@@ -186,21 +186,21 @@ static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
 PyDoc_STRVAR(event_doc,
              "Event(device=None, *, timing=True, interprocess=False)\n--\n\n"
              "A mark in the work of a stream of a device (Device, name, or None: as Device(None)).\n\n"
-             "One that was never recorded counts as reached. timing=False: elapsed_time() is refused, the rest is\n"
+             "An event that was never recorded counts as reached. timing=False: no elapsed_time(), all else is\n"
              "cheaper. interprocess=True: kvswap.memory.export_event() can share it with other processes; it has no "
              "timing.\n"
              "Any thread may use it.");
 PyDoc_STRVAR(record_doc,
              "record($self, stream, /)\n--\n\n"
-             "Mark the work queued on the stream so far. Recording again moves the mark, but not for what waits on\n"
-             "the earlier one. ValueError for a transfer's event.");
-PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether it has been reached. Never blocks.");
+             "Mark the work queued on the stream so far. Recording again moves the mark, but not for earlier waits.\n"
+             "ValueError: a transfer's event.");
+PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether the event has been reached. Never blocks.");
 PyDoc_STRVAR(
     synchronize_doc,
     "synchronize($self, /, timeout=None)\n--\n\n"
-    "Wait until it is reached.\n\n"
-    "timeout: seconds, None for no limit; TimeoutError otherwise. Ctrl-C works. A transfer's event orders and proves\n"
-    "nothing: look at Transfer.error. Any thread may call.");
+    "Wait until the event is reached.\n\n"
+    "timeout: seconds, None for no limit; TimeoutError. Ctrl-C works. A transfer's event gives order only: check\n"
+    "Transfer.error before using the bytes. Any thread may call.");
 PyDoc_STRVAR(elapsed_time_doc,
              "elapsed_time($self, other, /)\n--\n\n"
              "Seconds from this event to the other, a float. Both must have been reached and be of one device.\n\n"
@@ -221,7 +221,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     {"handle", event_handle, NULL, "int: the driver's handle.", NULL},
-    {"device", event_device, NULL, "Device: whose event it is.", NULL},
+    {"device", event_device, NULL, "Device: the event's device.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

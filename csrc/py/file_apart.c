@@ -1,5 +1,5 @@
-/* Calls that read or write the disk, which may take long or never end: made by a thread of their own, so that Ctrl-C
- * ends the wait for them. The thread goes on by itself then, and lets go of what it was given. */
+/* Runs a call that reads or writes the disk on a thread of its own, so that Ctrl-C ends the wait: the call may take
+ * long or never end. After Ctrl-C the thread goes on and discards its argument at its end. */
 #include "files.h"
 
 #include <pthread.h>
@@ -13,7 +13,7 @@ struct apart_call {
   void *arg;
   pthread_mutex_t lock;
   pthread_cond_t ended;
-  bool done, left; /* guarded by lock: the thread has ended; the caller waits no longer */
+  bool done, left; /* guarded by lock: work() has returned; the caller has stopped waiting */
   int rc;
   struct kvs_error err;
 };
@@ -56,7 +56,7 @@ static bool wait_slice(struct apart_call *apart) {
   return done;
 }
 
-/* Whether the thread has it all now; false: it has ended meanwhile. */
+/* Stop waiting. True: the thread owns `apart` from now on. False: work() has returned meanwhile. */
 static bool leave(struct apart_call *apart) {
   pthread_mutex_lock(&apart->lock);
   bool left = apart->left = !apart->done;
@@ -79,7 +79,7 @@ int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_erro
   int rc = 0;
   Py_BEGIN_ALLOW_THREADS
   started = start(apart);
-  if (!started) serve(apart); /* no thread is left: this one does it */
+  if (!started) serve(apart); /* no thread could be started: run in this one */
   Py_END_ALLOW_THREADS
   while (!done && rc == 0) {
     Py_BEGIN_ALLOW_THREADS

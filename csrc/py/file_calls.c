@@ -1,4 +1,4 @@
-/* FileStore.store(), load() and delete(): what they take, and how they are submitted. */
+/* FileStore.store(), load() and delete(): arguments and submission. */
 #include "files.h"
 
 enum { KEYS, BLOCKS, IDS, AFTER, REPLACE, ARGUMENTS };
@@ -13,8 +13,8 @@ struct file_call {
   struct kvs_py_list pointers;
   struct kvs_py_after after;
   struct kvs_pool **pools;
-  uint64_t *addresses; /* made of a tensor and ids */
-  PyObject *hold;      /* a list of what must live until the transfer ended */
+  uint64_t *addresses; /* computed from a tensor and ids */
+  PyObject *hold;      /* list of objects that must live until the transfer ends */
   PyObject *keep_ids;
   struct kvs_file_options options;
   struct kvs_file_transfer *transfer;
@@ -30,9 +30,9 @@ static void clear(struct file_call *call) {
   Py_XDECREF(call->hold);
 }
 
-/* Runs inside kvs_file_collect(), which is not always called under the GIL. */
+/* Runs inside kvs_file_collect(), with or without the GIL. */
 static void release_owner(void *owner) {
-  if (!Py_IsInitialized()) return; /* a store that is closed behind the interpreter's end */
+  if (!Py_IsInitialized()) return; /* a store closed after the interpreter's end */
   PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF((PyObject *)owner);
   PyGILState_Release(gil);
@@ -59,7 +59,7 @@ static int add_pool(struct file_call *call, PyObject *pool, Py_ssize_t index) {
   return kvs_py_hold(&call->hold, pool);
 }
 
-/* A Pool, or a sequence that begins with one: 1, or 0 where it is something else. */
+/* A Pool, or a sequence that begins with one: 1, else 0. */
 static int read_pools(struct file_call *call, PyObject *object) {
   bool one = is_pool(call, object);
   bool sequence = PyList_Check(object) || PyTuple_Check(object);
@@ -82,12 +82,12 @@ static int read_pools(struct file_call *call, PyObject *object) {
   return rc;
 }
 
-/* Loaded once: another thread may write to the array behind a check. */
+/* Read once: another thread may change the array after the check. */
 static int64_t read_id(const struct kvs_ids *ids, size_t i) {
   return ids->width == 4 ? ((const volatile int32_t *)ids->data)[i] : ((const volatile int64_t *)ids->data)[i];
 }
 
-/* Blocks of one tensor, block i at its address + i * block_nbytes. */
+/* Blocks of one tensor: block i is at its address + i * block_nbytes. */
 static int read_rows(struct file_call *call, PyObject *object) {
   struct kvs_py_address address;
   const struct kvs_ids *ids = &call->blocks.ids;
@@ -161,7 +161,7 @@ static PyObject *submit(struct file_call *call, enum what what) {
     rc = kvs_file_delete(call->store, &call->keys.core, &call->options, &call->transfer, &err);
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) return kvs_py_raise(call->state, &err);
-  call->hold = NULL; /* the transfer's now */
+  call->hold = NULL; /* the transfer owns it now */
   return kvs_py_file_transfer_new(call->state, call->transfer);
 }
 
@@ -203,27 +203,27 @@ PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
   "blocks, ids: a Pool of the store's device, or several whose slots make one block, in this order, with the slots\n"  \
   "  in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without\n"    \
   "  ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory\n"   \
-  "  behind plain addresses must stay mapped so long.\n"                                                               \
+  "  behind plain addresses must stay mapped as long.\n"                                                               \
   "after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the\n"       \
   "  device's compute stream in any case. A Transfer that failed raises its error.\n"
 #define ERRORS_DOC                                                                                                     \
   "\nAll or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished\n"   \
-  "transfers. What fails afterwards is told block by block (FileTransfer.failed_blocks, reasons). Any thread may "     \
+  "transfers. Later failures are reported block by block (FileTransfer.failed_blocks, reasons). Any thread may "       \
   "call."
 
 const char kvs_py_file_store_doc[] =
     "store($self, /, keys, blocks, ids=None, *, after=(), replace=True)\n--\n\n"
     "Store blocks under keys; returns the FileTransfer at once. The bytes must not change until it "
     "ended.\n\n" BLOCKS_DOC
-    "replace: False: a key that is there is left as it is, and counts as stored: where equal keys mean equal bytes.\n"
-    "\nWhere the store is full, the blocks used least recently make room; where none can, the block "
+    "replace: False: an existing key is left unchanged and counts as stored, for keys that determine the bytes.\n"
+    "\nIf the store is full, the least recently used blocks are evicted; if none can be, the block "
     "fails.\n" ERRORS_DOC;
 const char kvs_py_file_load_doc[] =
     "load($self, /, keys, blocks, ids=None, *, after=())\n--\n\n"
-    "Load the blocks of these keys; returns the FileTransfer at once. A block that is not there, or is not what was\n"
-    "stored, is among the failed blocks, and what its memory then holds is undefined.\n\n" BLOCKS_DOC ERRORS_DOC;
+    "Load the blocks of these keys; returns the FileTransfer at once. A missing or damaged block is among the failed\n"
+    "blocks, and its memory is then undefined.\n\n" BLOCKS_DOC ERRORS_DOC;
 const char kvs_py_file_delete_doc[] =
     "delete($self, keys, /)\n--\n\n"
-    "Delete blocks, also pinned ones; returns the FileTransfer at once. A key that is not there counts as deleted.\n"
-    "A deleted block does not come back, also after a crash.\n\n"
+    "Delete blocks, also pinned ones; returns the FileTransfer at once. A missing key counts as deleted.\n"
+    "A deleted block does not come back, not even after a crash.\n\n"
     "keys: as in store(). QueueFull: too many unfinished transfers. Any thread may call.";

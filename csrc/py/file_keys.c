@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Rows of an array of bytes are keys of one length, read in place: by the core, once. */
+/* The rows of a 2-D byte array are keys of one length. The core reads them in place, once. */
 static int from_rows(PyObject *object, struct kvs_py_keys *keys) {
   if (PyObject_GetBuffer(object, &keys->view, PyBUF_ND | PyBUF_C_CONTIGUOUS) < 0) return -1;
   const Py_buffer *view = &keys->view;
@@ -24,7 +24,7 @@ static int from_rows(PyObject *object, struct kvs_py_keys *keys) {
   return 0;
 }
 
-/* "block_7_pool_0": as TensorRT-LLM names the file of a block. */
+/* "block_7_pool_0": TensorRT-LLM's name of a block's file (kvCacheTransferManager.cpp). */
 static int pair_text(PyObject *pair, Py_ssize_t index, char text[64]) {
   uint64_t id, pool;
   if (kvs_py_uint64(PyTuple_GET_ITEM(pair, 0), "keys", index, &id) < 0) return -1;
@@ -32,7 +32,7 @@ static int pair_text(PyObject *pair, Py_ssize_t index, char text[64]) {
   return snprintf(text, 64, "block_%llu_pool_%llu", (unsigned long long)id, (unsigned long long)pool);
 }
 
-/* The bytes of one key; `text` is room for a pair's. */
+/* The bytes of one key; `text` is storage for a pair's key. */
 static Py_ssize_t bytes_of(PyObject *key, Py_ssize_t index, char text[64], const char **bytes) {
   if (PyBytes_Check(key)) {
     *bytes = PyBytes_AS_STRING(key);

@@ -1,4 +1,4 @@
-/* kvswap.files.FileTransfer: the handle of one list of blocks on its way to or from files. It keeps its store. */
+/* kvswap.files.FileTransfer: the handle of a list of blocks being stored, loaded or deleted. It holds its store. */
 #include "files.h"
 
 struct file_transfer_object {
@@ -24,7 +24,7 @@ PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_t
 static void transfer_dealloc(PyObject *self) {
   struct kvs_file_transfer *transfer = core(self);
   kvs_py_object_free(self);
-  Py_BEGIN_ALLOW_THREADS /* the last handle closes the store, and waits for nothing */
+  Py_BEGIN_ALLOW_THREADS /* dropping the last handle closes the store without waiting */
   kvs_file_transfer_unref(transfer);
   Py_END_ALLOW_THREADS
 }
@@ -52,7 +52,7 @@ static PyObject *wait_as(const struct kvs_py_args *spec, PyObject *self, PyObjec
   if (kvs_py_args_parse(spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
   int rc = kvs_py_wait(kvs_py_state_of(self), wait_transfer, core(self), timeout_ns, "the transfer");
-  PyErr_Fetch(&type, &error, &traceback); /* letting go runs other people's destructors */
+  PyErr_Fetch(&type, &error, &traceback); /* dropping references runs foreign destructors */
   collect(core(self));
   PyErr_Restore(type, error, traceback);
   if (rc < 0) return NULL;
@@ -141,11 +141,11 @@ static PyObject *transfer_error(PyObject *self, void *unused) {
   return kvs_py_exception(kvs_py_state_of(self), &err);
 }
 
-/* Positions of the failed blocks, to be freed; NULL with an exception, or where there are none. */
+/* Positions of the failed blocks; the caller frees them. NULL: none, or an exception is set. */
 static uint32_t *failed_positions(PyObject *self, size_t *count) {
   struct kvs_file_transfer *transfer = core(self);
   poll(transfer);
-  *count = kvs_file_transfer_failed(transfer, NULL, 0); /* fixed once it ended */
+  *count = kvs_file_transfer_failed(transfer, NULL, 0); /* constant after the end */
   uint32_t *positions = *count == 0 ? NULL : PyMem_Calloc(*count, sizeof *positions);
   if (*count != 0 && positions == NULL) PyErr_NoMemory();
   if (positions != NULL) kvs_file_transfer_failed(transfer, positions, *count);
@@ -189,20 +189,20 @@ static PyObject *transfer_reasons(PyObject *self, void *unused) {
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(transfer_doc,
-             "Blocks on their way to or from files. It goes on if the object is dropped, and holds the tensors that it "
-             "was given\nuntil it ended. It ends in exactly one state: done, failed or cancelled. Any thread may use "
-             "it.");
-PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether it ended, however: look at error. Never blocks.");
 PyDoc_STRVAR(
-    wait_doc,
-    "wait($self, /, timeout=None)\n--\n\n"
-    "Wait until it ended; raise the error of its first failed block if there is one.\n\n"
-    "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works, and leaves it running too.");
+    transfer_doc,
+    "A transfer of blocks to or from files. It continues if the object is dropped, and holds its tensors until\n"
+    "its end. It ends in exactly one state: done, failed or cancelled. Any thread may use "
+    "it.");
+PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether the transfer has ended, well or not: check error. Never blocks.");
+PyDoc_STRVAR(wait_doc, "wait($self, /, timeout=None)\n--\n\n"
+                       "Wait for the end; raise the error of the first failed block, if any.\n\n"
+                       "timeout: seconds, None for no limit. TimeoutError and Ctrl-C leave the transfer running.");
 PyDoc_STRVAR(result_doc, "result($self, /, timeout=None)\n--\n\nThe same as wait().");
-PyDoc_STRVAR(cancel_doc, "cancel($self, /)\n--\n\n"
-                         "Leave the blocks that have not begun as they are; whether there were any. It then ends as\n"
-                         "cancelled, with these among its failed blocks.");
+PyDoc_STRVAR(cancel_doc,
+             "cancel($self, /)\n--\n\n"
+             "Skip the blocks that have not begun; returns whether there were any. The transfer then ends as\n"
+             "cancelled, with these blocks among its failed blocks.");
 
 static PyMethodDef methods[] = {
     {"done", transfer_done, METH_NOARGS, done_doc},
@@ -218,9 +218,9 @@ static PyGetSetDef getset[] = {
     {"nbytes", transfer_nbytes, NULL, "int: bytes of all its blocks; of a delete 0.", NULL},
     {"num_blocks", transfer_num_blocks, NULL, "int: blocks.", NULL},
     {"num_kept", transfer_num_kept, NULL,
-     "int: stored blocks that were there and were left as they are (replace=False); 0 while it runs.", NULL},
+     "int: existing blocks that a store left unchanged (replace=False); 0 while it runs.", NULL},
     {"elapsed", transfer_elapsed, NULL, "float: seconds from the call to its end; None while it runs.", NULL},
-    {"error", transfer_error, NULL, "Exception: of its first failed block; None while it runs and where there is none.",
+    {"error", transfer_error, NULL, "Exception: of its first failed block; None while it runs and if none failed.",
      NULL},
     {"failed_blocks", transfer_failed_blocks, NULL,
      "int64 array: positions, in the lists that were passed, of the blocks that failed, ascending; empty while it "

@@ -55,7 +55,7 @@ static int read_choice(PyObject *value, const char *name, const char *const *cho
   return *choice < 0 ? -1 : 0;
 }
 
-/* A Layout: what has text and block_nbytes. *keep owns the text. */
+/* A Layout: any object with text and block_nbytes. *keep owns the text. */
 static int read_layout(PyObject *layout, struct kvs_file_settings *settings, PyObject **keep) {
   PyObject *nbytes = PyObject_GetAttrString(layout, "block_nbytes");
   int rc = nbytes == NULL ? -1 : kvs_py_uint64(nbytes, "layout.block_nbytes", -1, &settings->block_nbytes);
@@ -90,9 +90,9 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
   return 0;
 }
 
-/* What a thread needs that opens a store. */
+/* Arguments of the thread that opens a store. */
 struct store_opening {
-  struct kvs_file_settings settings; /* with copies of its texts, and a reference to its device */
+  struct kvs_file_settings settings; /* owns copies of the texts and a reference to the device */
   struct kvs_file_store *store;
 };
 
@@ -158,7 +158,7 @@ static PyObject *store_create(PyTypeObject *type, PyObject *args, PyObject *kwar
   if (read_layout(v[LAYOUT], &settings, &text) == 0 && read_settings(v, &settings) == 0 &&
       (!kvs_py_given(v[DEVICE]) || (settings.device = kvs_py_engine_from(state, v[DEVICE])) != NULL))
     store = open_store(type, state, &settings);
-  if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store has its own */
+  if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store holds its own reference */
   Py_XDECREF(text);
   Py_DECREF(path);
   return store;
@@ -168,12 +168,12 @@ static void store_dealloc(PyObject *self) {
   struct kvs_file_store *store = kvs_py_file_core(self);
   kvs_py_object_free(self);
   if (store == NULL) return;
-  Py_BEGIN_ALLOW_THREADS /* the last handle closes it, without waiting */
+  Py_BEGIN_ALLOW_THREADS /* dropping the last handle closes the store without waiting */
   kvs_file_unref(store);
   Py_END_ALLOW_THREADS
 }
 
-/* What a thread needs that uses a store, which it keeps. */
+/* Arguments of a thread that uses a store, and holds it. */
 struct using {
   struct kvs_file_store *store;
   int64_t timeout_ns;
@@ -307,7 +307,7 @@ static PyObject *store_refresh(PyObject *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-/* -- telling ------------------------------------------------------------------------------------------------------- */
+/* -- info and counters --------------------------------------------------------------------------------------------- */
 
 static PyObject *store_stats(PyObject *self, PyObject *unused) {
   (void)unused;
@@ -455,18 +455,19 @@ static PyObject *gds_close(PyObject *module, PyObject *unused) {
   return PyBool_FromLong(closed);
 }
 
-PyDoc_STRVAR(gds_doc, "_file_gds($module, compat, /)\n--\n\n"
-                      "(Whether a store would use GPUDirect Storage, or with compat libcufile's own way; by what, or "
-                      "why not), as far as can be known without opening libcufile's driver.");
+PyDoc_STRVAR(gds_doc,
+             "_file_gds($module, compat, /)\n--\n\n"
+             "(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by "
+             "what, or why not), as far as is known without opening libcufile's driver.");
 PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
                             "For tests: close libcufile's driver, so that the next store looks for the library again. "
-                            "False: a store still has it.");
+                            "False: a store still uses it.");
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
 PyDoc_STRVAR(set_fault_at_open_doc,
              "_file_set_fault($module, call, action, nth, every, code, delay, /)\n--\n\n"
-             "For kvswap.testing: what happens to the nth such call, and each `every` more, while a store is opened.");
+             "For kvswap.testing: inject a fault into the nth such call, and each `every` later, while a store opens.");
 
 PyMethodDef kvs_py_file_methods[] = {
     {"_file_gds", gds, METH_O, gds_doc},
@@ -491,50 +492,51 @@ PyDoc_STRVAR(
     store_doc,
     "FileStore(directory, layout, *, capacity=None, device=None, durability='none', engine='auto', depth=None, "
     "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False, gds='auto')\n--\n\n"
-    "Blocks by key in the files of a directory, which is made where it is not there (mode 0700).\n\n"
-    "layout: a Layout. A directory of another layout is refused by name (ValueError) and left alone.\n"
-    "capacity: bytes that the files may take; beyond it the blocks used least recently are evicted.\n"
+    "Blocks by key in the files of a directory, which is created if missing (mode 0700).\n\n"
+    "layout: a Layout. A directory of another layout is refused (ValueError) and left unchanged.\n"
+    "capacity: limit of the files' bytes; beyond it the least recently used blocks are evicted.\n"
     "device: of the Pools whose blocks are stored and loaded: a Device or its name. None: host memory only.\n"
-    "durability: when a block counts as stored: 'none': when the kernel has it (it survives this process); 'flush':\n"
-    "  when the disk has been given it; 'fsync': when the disk says that it survives a power failure.\n"
-    "engine: 'threads', 'io_uring', or 'auto': io_uring where build and kernel have it. depth: reads and writes at\n"
-    "  once, 1 to 256. buffered: through the page cache, even where O_DIRECT would do. `info` says what it became.\n"
-    "queue: unfinished transfers, of loads and of the rest each, before QueueFull; None: 128.\n"
-    "segment_nbytes: of a file, for a new store. staging_nbytes: memory between pools and files; None: 128 MiB.\n"
+    "durability: when a block counts as stored: 'none': the kernel has it (it survives this process); 'flush': it was\n"
+    "  handed to the disk; 'fsync': the disk reports that it survives a power failure.\n"
+    "engine: 'threads', 'io_uring', or 'auto': io_uring if build and kernel have it. depth: concurrent reads\n"
+    "  and writes, 1 to 256. buffered: use the page cache even if O_DIRECT is possible. `info` says what is used.\n"
+    "queue: limit of unfinished loads, and of other unfinished transfers, before QueueFull; None: 128.\n"
+    "segment_nbytes: bytes of a file, for a new store. staging_nbytes: memory between pools and files; None: 128 MiB.\n"
     "gds: of pools on a GPU, GPUDirect Storage, with staging on the GPU: 'auto': where the driver says that it is "
     "real;\n"
     "  'compat': else libcufile's compatibility mode, which goes through host memory by itself; 'off'. Where it "
     "cannot\n"
     "  be used staging is pinned host memory; info['gds'] and info['gds_note'] say what is used and why.\n"
-    "readonly: read what another process writes; refresh() looks again. One process writes.\n"
+    "readonly: read a store that another process writes; refresh() finds its new blocks. One process writes.\n"
     "\n"
-    "Calls on one key take effect in the order in which they were made; between keys there is none, and loads go\n"
-    "first. Error: the directory cannot be used. Any thread may use it.");
+    "Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.\n"
+    "Error: the directory cannot be used. Any thread may use it.");
 PyDoc_STRVAR(
     close_doc,
     "close($self, /, timeout=60.0)\n--\n\n"
-    "Take no more calls, let the transfers end (what has not begun after so many seconds, None: no limit, is\n"
-    "cancelled; what is under way then has a minute), and close the files. Done twice is harmless. Ctrl-C ends\n"
-    "the wait, and the closing goes on. Dropping the last handle closes it too, and never waits.");
+    "Refuse new calls, let the transfers end, and close the files. After `timeout` seconds (None: no limit) unbegun\n"
+    "blocks are cancelled, and those under way have another minute. A second call does nothing. Ctrl-C ends\n"
+    "the wait, and the closing goes on. Dropping the last handle closes the store too, and never waits.");
 PyDoc_STRVAR(enter_doc, "__enter__($self, /)\n--\n\nThe store itself.");
 PyDoc_STRVAR(exit_doc, "__exit__($self, /, *args)\n--\n\nclose().");
-PyDoc_STRVAR(contains_doc, "contains($self, keys, /)\n--\n\n"
-                           "Whether each key's block is there now: a list of bool. It may be evicted before it is "
-                           "loaded, unless it is pinned.");
+PyDoc_STRVAR(contains_doc,
+             "contains($self, keys, /)\n--\n\n"
+             "Whether each key's block exists now: a list of bool. An unpinned block may be evicted before "
+             "it is loaded.");
 PyDoc_STRVAR(pin_doc, "pin($self, keys, /)\n--\n\n"
-                      "Keep these blocks from being evicted until unpin(); pins count. All or none: Error names one "
-                      "that is not there.");
-PyDoc_STRVAR(unpin_doc, "unpin($self, keys, /)\n--\n\nTake one pin from each. ValueError: one is not pinned.");
-PyDoc_STRVAR(touch_doc, "touch($self, keys, /)\n--\n\nThese blocks count as used now, the first one last of all; those "
-                        "that are not there are passed over.");
-PyDoc_STRVAR(keys_doc,
-             "keys($self, /)\n--\n\nThe keys of all blocks that are there, as bytes, those unused longest first.");
-PyDoc_STRVAR(refresh_doc, "refresh($self, /)\n--\n\n"
-                          "Of a reader: see what the writer has stored since; transfers may run meanwhile. Any thread\n"
-                          "may call, one at a time: Error while another does.");
-PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounts, by name (docs/files.md says what each is): dict of int.");
+                      "Keep these blocks from eviction until unpin(); pins are counted. All or none: Error names a "
+                      "missing one.");
+PyDoc_STRVAR(unpin_doc, "unpin($self, keys, /)\n--\n\nRemove one pin of each block. ValueError: one is not pinned.");
+PyDoc_STRVAR(touch_doc, "touch($self, keys, /)\n--\n\nMark these blocks as used now, the first one as the most recent; "
+                        "missing ones are skipped.");
+PyDoc_STRVAR(keys_doc, "keys($self, /)\n--\n\nThe keys of all blocks, as bytes, least recently used first.");
+PyDoc_STRVAR(refresh_doc,
+             "refresh($self, /)\n--\n\n"
+             "Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any\n"
+             "thread may call; Error while another thread is in refresh().");
+PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounters: dict of int; docs/files.md explains each.");
 PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
-                            "For kvswap.testing: what happens to the nth such call, and each `every` more.");
+                            "For kvswap.testing: inject a fault into the nth such call, and each `every` later.");
 
 static PyMethodDef methods[] = {
     {"store", KVS_PY_FASTCALL(kvs_py_file_store), METH_FASTCALL | METH_KEYWORDS, kvs_py_file_store_doc},
@@ -556,7 +558,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     {"info", store_info, NULL,
-     "dict: engine, direct (O_DIRECT), gds, each with why not, checksum, sizes in bytes, depth.", NULL},
+     "dict: engine, direct (O_DIRECT), gds, each with the reason if off, checksum, sizes in bytes, depth.", NULL},
     {"block_nbytes", store_block_nbytes, NULL, "int: bytes of a block.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

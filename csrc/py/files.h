@@ -1,4 +1,4 @@
-/* What the bindings of the file tier share: files.c (the store), file_calls.c (its calls) and file_transfer.c. */
+/* Shared by the bindings of the file tier: files.c (the store), file_calls.c (its calls) and file_transfer.c. */
 #ifndef KVS_PY_FILES_H
 #define KVS_PY_FILES_H
 
@@ -6,18 +6,19 @@
 
 #include "../kvswap_file.h"
 
-struct kvs_file_store *kvs_py_file_core(PyObject *store); /* borrowed; NULL: it was not opened */
-PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_transfer *transfer); /* takes it */
+struct kvs_file_store *kvs_py_file_core(PyObject *store); /* borrowed; NULL: not open */
+PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state,
+                                   struct kvs_file_transfer *transfer); /* steals the reference */
 
-/* work(arg) by a thread of its own; Ctrl-C ends the wait, not the thread. 0: it is done, and arg is the caller's. -1:
- * an exception is set, and arg is discarded, or will be. `work` and `discard` run without the GIL. */
+/* Run work(arg) on a new thread. Ctrl-C ends the wait, not the thread. 0: done, the caller owns arg. -1: an exception
+ * is set, and arg is discarded now or when the thread ends. `work` and `discard` run without the GIL. */
 int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *arg, struct kvs_error *err), void (*discard)(void *arg),
                  void *arg);
 
 /* Keys from a sequence of bytes or of (block id, pool), or from a 2-D array of bytes. */
 struct kvs_py_keys {
   struct kvs_file_keys core;
-  Py_buffer view; /* obj NULL: none */
+  Py_buffer view; /* obj NULL: no view */
   uint8_t *data;  /* own copies, or NULL */
   size_t *ends;
 };

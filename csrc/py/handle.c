@@ -2,10 +2,10 @@
 #include "../device/share.h"
 #include "bind.h"
 
-/* What messages say of an argument. */
+/* An argument's name and position, for messages. */
 struct argument {
   const char *name;
-  Py_ssize_t index; /* -1: it is no list */
+  Py_ssize_t index; /* -1: not a list */
 };
 
 static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, struct argument place) {
@@ -14,7 +14,7 @@ static int same_engine(struct kvs_engine *have, struct kvs_engine *wanted, struc
                          kvs_engine_name(wanted));
 }
 
-/* An attribute as a handle: 1, or 0 where the object has none. */
+/* An attribute as a handle: 1, or 0 if the object has no such attribute. */
 static int handle_attribute(PyObject *object, PyObject *attribute, struct argument place, uint64_t *handle) {
   PyObject *value;
   int has = kvs_py_attribute(object, attribute, &value);
@@ -54,7 +54,7 @@ static int from_protocol(struct kvs_py_state *state, PyObject *object, struct ar
   return rc;
 }
 
-/* torch says which GPU its stream is of. */
+/* A torch stream has the number of its GPU. */
 static int check_index(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine) {
   PyObject *value;
   if (engine == NULL || kvs_engine_device(engine)->info.driver == 0) return 0;
@@ -69,7 +69,7 @@ static int check_index(struct kvs_py_state *state, PyObject *object, struct argu
                          kvs_engine_name(engine));
 }
 
-/* 1, or 0 where the object is no stream. */
+/* 1, or 0 if the object is no stream. */
 static int find_stream(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine,
                        uint64_t *handle) {
   if ((PyObject *)Py_TYPE(object) == state->stream_type)
@@ -80,7 +80,7 @@ static int find_stream(struct kvs_py_state *state, PyObject *object, struct argu
   PyObject *type = (PyObject *)Py_TYPE(object);
   if (type == state->memory_type || type == state->pool_type || type == state->host_pool_type ||
       type == state->shared_pool_type)
-    return 0; /* their ptr is no stream's */
+    return 0; /* arrays have a ptr too, which is no stream */
   int has = handle_attribute(object, state->s_cuda_stream, place, handle);
   if (has == 0) has = from_protocol(state, object, place, handle);
   if (has == 0) has = handle_attribute(object, state->s_ptr, place, handle);
@@ -99,7 +99,7 @@ int kvs_py_stream_handle(struct kvs_py_state *state, PyObject *object, const cha
       Py_TYPE(object)->tp_name);
 }
 
-/* One thing to start after: 1, or 0 where the object is none (it may be a list of them). */
+/* One item to start after: 1, or 0 if the object is none (it may be a list of items). */
 static int find_item(struct kvs_py_state *state, PyObject *object, struct argument place, struct kvs_engine *engine,
                      struct kvs_after *item) {
   *item = (struct kvs_after){.kind = KVS_AFTER_STREAM};
@@ -126,7 +126,7 @@ int kvs_py_after_one(struct kvs_py_state *state, PyObject *object, const char *n
   return find_item(state, object, (struct argument){name, -1}, engine, item);
 }
 
-/* The items of the tuple after->keep; `none`: None is one too. */
+/* Fill the items from the tuple after->keep. none: None is a valid item. */
 static int fill_items(struct kvs_py_state *state, struct kvs_engine *engine, const char *name, bool none,
                       struct kvs_py_after *after) {
   size_t count = (size_t)PyTuple_GET_SIZE(after->keep);

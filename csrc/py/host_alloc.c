@@ -69,7 +69,7 @@ static PyObject *give_back(PyObject *module, PyObject *const *args, Py_ssize_t n
   Py_END_ALLOW_THREADS
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   bool kept = kvs_py_give_back(state, kvs_host_giving_task(giving), registered, timeout_ns) == KVS_PY_KEPT;
-  /* A registration that could not be taken back, or not yet: the caller may try again. */
+  /* The registration still exists: the caller may try again. */
   kvs_host_give_end(giving, kept || (registered && PyErr_Occurred() != NULL));
   return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
@@ -84,24 +84,22 @@ static PyObject *host_unregister(PyObject *module, PyObject *const *args, Py_ssi
 
 PyDoc_STRVAR(host_alloc_doc,
              "host_alloc($module, /, nbytes, *, device=None)\n--\n\n"
-             "Pinned host memory for callers who keep a plain address; returns it. Freed by host_free() alone.\n\n"
+             "Allocate pinned host memory; returns its address. Only host_free() frees it.\n\n"
              "device: Device, its name, or None: as Device(None); every GPU of the process can copy it. MemoryError.");
-PyDoc_STRVAR(
-    host_free_doc,
-    "host_free($module, /, ptr, *, timeout=60.0)\n--\n\n"
-    "Free what host_alloc() returned. First waits for the transfers that may use it and for what else runs on\n"
-    "the device; timeout: seconds, None for no limit. After TimeoutError or Ctrl-C nothing was freed.\n"
-    "ValueError: it is none, or was freed already.");
+PyDoc_STRVAR(host_free_doc,
+             "host_free($module, /, ptr, *, timeout=60.0)\n--\n\n"
+             "Free memory of host_alloc(), after waiting for the transfers that may use it and all other work of the\n"
+             "device. timeout: seconds, None for no limit. After TimeoutError or Ctrl-C nothing was freed.\n"
+             "ValueError: not an address of host_alloc(), or freed already.");
 PyDoc_STRVAR(host_register_doc,
              "host_register($module, /, ptr, nbytes, *, device=None)\n--\n\n"
              "Pin the caller's host memory: an address, or a tensor, and its bytes. It must stay mapped until\n"
              "host_unregister(). Copies are split at its ends, so pieces of one pool can be registered one by one.\n\n"
-             "ValueError: it overlaps what is registered or allocated. kvswap.DeviceError: the driver refuses.");
-PyDoc_STRVAR(
-    host_unregister_doc,
-    "host_unregister($module, /, ptr, *, timeout=60.0)\n--\n\n"
-    "Take host_register() back. First waits, as host_free() does; after TimeoutError or Ctrl-C it can be called\n"
-    "again. ValueError: nothing was registered there, or no longer is.");
+             "ValueError: it overlaps a registration or an allocation. kvswap.DeviceError: the driver refuses.");
+PyDoc_STRVAR(host_unregister_doc,
+             "host_unregister($module, /, ptr, *, timeout=60.0)\n--\n\n"
+             "Undo host_register(). Waits as host_free() does; after TimeoutError or Ctrl-C call it again.\n"
+             "ValueError: nothing is registered there.");
 PyMethodDef kvs_py_host_methods[] = {
     {"host_alloc", KVS_PY_FASTCALL(host_alloc), METH_FASTCALL | METH_KEYWORDS, host_alloc_doc},
     {"host_free", KVS_PY_FASTCALL(host_free), METH_FASTCALL | METH_KEYWORDS, host_free_doc},

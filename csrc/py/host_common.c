@@ -1,4 +1,4 @@
-/* What kvswap.memory.HostPool and SharedPool have in common: arguments, waiting, views, attributes, the end. */
+/* Shared by kvswap.memory.HostPool and SharedPool: arguments, waiting, views, attributes, closing. */
 #include "host_pool.h"
 
 #include <limits.h>
@@ -35,7 +35,7 @@ static int read_numa(PyObject *value, struct kvs_host_pool_options *options) {
 
 static int read_flag(PyObject *value, int otherwise) { return value == NULL ? otherwise : PyObject_IsTrue(value); }
 
-/* A number from 1 on; NULL and None leave it as it is. */
+/* A number of at least 1; NULL and None leave *number unchanged. */
 static int read_count(PyObject *value, const char *name, uint64_t most, uint64_t *number) {
   if (!kvs_py_given(value)) return 0;
   if (kvs_py_uint64(value, name, -1, number) < 0) return -1;
@@ -97,7 +97,7 @@ PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const
   return NULL;
 }
 
-/* -- is it there? -------------------------------------------------------------------------------------------------- */
+/* -- open or closed ------------------------------------------------------------------------------------------------ */
 
 static PyObject *raise_closed(PyObject *self) {
   struct kvs_error err = {0};
@@ -107,7 +107,7 @@ static PyObject *raise_closed(PyObject *self) {
   return kvs_py_raise(kvs_py_state_of(self), &err);
 }
 
-/* As it is, closed or not. */
+/* Info of an open or closed pool. */
 static int any_info(PyObject *self, struct kvs_host_pool_info *info) {
   struct kvs_error err = {0};
   if (kvs_host_pool_get_info(as_pool(self)->pool, info, &err) == KVS_OK) return 0;
@@ -202,7 +202,7 @@ PyObject *kvs_py_host_cancel(PyObject *self, PyObject *unused) {
 
 /* -- views --------------------------------------------------------------------------------------------------------- */
 
-/* The bytes of all blocks, if nothing lies between them; else a row a layer. view->internal holds shape and strides. */
+/* A view of all blocks' bytes if they are contiguous, else one row a layer. view->internal holds shape and strides. */
 static int fill_view(PyObject *self, const struct kvs_host_pool_info *info, Py_buffer *view, int flags) {
   if (info->extent == info->nbytes)
     return PyBuffer_FillInfo(view, self, (void *)(uintptr_t)info->ptr, (Py_ssize_t)info->nbytes, 0, flags);
@@ -255,7 +255,7 @@ void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view) {
 static PyObject *layer_view(PyObject *self, PyObject *index) {
   struct kvs_host_pool_info info;
   uint64_t layer;
-  PyObject *memory = PyMemoryView_FromObject(self); /* counted: the pool stays open as long as there is an array */
+  PyObject *memory = PyMemoryView_FromObject(self); /* counted in `uses`: the pool stays open while the array lives */
   if (memory == NULL || kvs_py_host_pool_info(self, &info) < 0 || kvs_py_uint64(index, "layer", -1, &layer) < 0) {
     Py_XDECREF(memory);
     return NULL;
@@ -350,13 +350,12 @@ static int drain_slice(void *pool, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_host_pool_drain(pool, timeout_ns, err);
 }
 
-/* A device that cannot be waited for holds nothing up. */
+/* A device that cannot be waited for (a lost one) runs no copies: ignore its error. */
 static int sync_slice(void *sync, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_sync_wait(sync, timeout_ns, err) == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
 }
 
-/* Taking registrations back waits for the device: here that is done in slices, so that the core has nothing to wait
- * for. */
+/* Unregistering waits for the device. Wait here first, in slices, so that the core's wait returns at once. */
 static int wait_for_device(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns) {
   struct kvs_error ignored;
   struct kvs_sync *sync;
@@ -370,7 +369,7 @@ static int wait_for_device(struct kvs_py_state *state, struct kvs_engine *engine
   return rc;
 }
 
-/* Wait for transfers and for the device, and have those that held the pool's views drop them. */
+/* Wait for transfers and for the device; ended transfers drop the pool's views. */
 int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns) {
   struct kvs_py_state *state = kvs_py_state_of(self);
   struct kvs_host_pool *pool = as_pool(self)->pool;
@@ -382,7 +381,7 @@ int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns) {
   return 0;
 }
 
-/* Nobody exports it from now on. `wanted`: what `uses` becomes. */
+/* Refuse new exports: set `uses` from 0 to `wanted`. */
 int kvs_py_host_pool_take(PyObject *self, long wanted) {
   long none = 0;
   if (atomic_compare_exchange_strong(&as_pool(self)->uses, &none, wanted)) return 0;
@@ -428,7 +427,7 @@ static int close_pool(PyObject *self, int64_t timeout_ns, bool forced) {
   if (info.state == KVS_POOL_CLOSED || (uses < 0 && uses != SHRINKING)) return 0;
   if (kvs_py_host_pool_drain(self, timeout_ns) < 0) return -1;
   int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
-  if (timeout_ns >= 0 && left < SECOND_NS) left = SECOND_NS; /* there is next to nothing left to wait for */
+  if (timeout_ns >= 0 && left < SECOND_NS) left = SECOND_NS; /* the waits above leave little to wait for */
   if (timeout_ns < 0) left = -1;
   if (forced && force(self)) return close_core(self, left, true);
   return kvs_py_host_pool_take(self, CLOSED) < 0 ? -1 : close_core(self, left, false);
@@ -453,7 +452,7 @@ PyObject *kvs_py_host_enter(PyObject *self, PyObject *unused) {
 
 PyObject *kvs_py_host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   if (close_pool(self, CLOSE_SECONDS * SECOND_NS, false) < 0) {
-    /* Views that the traceback of an error holds must not hide it: the pool goes with them. */
+    /* A traceback may hold views. BufferError must not hide the original error; the pool is freed with the views. */
     if (nargs < 1 || args[0] == Py_None || !PyErr_ExceptionMatches(PyExc_BufferError)) return NULL;
     PyErr_Clear();
   }
@@ -564,35 +563,37 @@ PyObject *kvs_py_host_notices(PyObject *self, void *unused) {
 const char kvs_py_host_wait_doc[] =
     "wait($self, /, timeout=None)\n--\n\n"
     "Wait until all blocks are ready; calls progress= meanwhile, in this thread.\n\n"
-    "timeout: seconds; TimeoutError, and it goes on. MemoryError: there is no memory for "
-    "it.\nkvswap.Error: it was cancelled. Any thread may wait.";
+    "timeout: seconds; after TimeoutError populating goes on. MemoryError: memory is short. kvswap.Error: it\n"
+    "was cancelled. Any thread may wait.";
 const char kvs_py_host_ready_doc[] = "ready($self, block, /)\n--\n\n"
-                                     "Whether that block can be used: it is populated and, if it is to be, registered. "
+                                     "Whether that block can be used: populated and, with register=True, registered. "
                                      "Never blocks.";
 const char kvs_py_host_cancel_doc[] = "cancel($self, /)\n--\n\n"
-                                      "Populate no more. Blocks that are ready stay so; close() gives all back.";
+                                      "Stop populating. Ready blocks stay ready; close() frees all memory.";
 const char kvs_py_host_layer_doc[] =
     "layer($self, /, layer)\n--\n\n"
-    "One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows where\n"
-    "the layout is block-first. While it lives the pool can neither close nor shrink.";
+    "One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows if\n"
+    "the layout is block-first. While the array lives the pool can neither close nor shrink.";
 const char kvs_py_host_torch_doc[] =
     "torch($self, /, layer, dtype=None, shape=None)\n--\n\n"
-    "One layer as a torch tensor on the CPU: layer(i) seen as dtype (None: uint8) and as (num_blocks, *shape).\n"
-    "While it lives the pool can neither close nor shrink.";
+    "One layer as a torch tensor on the CPU: layer(i) as dtype (None: uint8) and shape (num_blocks, *shape).\n"
+    "While the tensor lives the pool can neither close nor shrink.";
 const char kvs_py_host_layer_ptrs_doc[] =
     "layer_ptrs($self, /)\n--\n\n"
     "Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride.";
 const char kvs_py_host_pool_doc[] =
     "pool($self, /, *, name=None, device=None)\n--\n\n"
-    "A kvswap.Pool of its blocks, for move_blocks(): on its device, or on another one. While that lives the pool can\n"
-    "neither close nor shrink. One at a time on a device, since pools must not share bytes.";
+    "A kvswap.Pool of the blocks, for move_blocks(), on this pool's device or another one. While the kvswap.Pool "
+    "lives\n"
+    "this pool can neither close nor shrink. At most one on a device, since pools must not share bytes.";
 const char kvs_py_host_close_doc[] =
     "close($self, /, timeout=60, *, force=False)\n--\n\n"
-    "Give its memory back, once the transfers that may use it ended. Closing twice is no error.\n\n"
-    "timeout: seconds to wait for them, None: no limit; TimeoutError, and the pool is as before.\n"
-    "force: close although views of it are alive, which is a BufferError otherwise. They read zeros from then on, and\n"
-    "  their addresses are not used again before they are gone.\n"
+    "Free the memory, after waiting for the transfers that may use it. A second call does nothing.\n\n"
+    "timeout: seconds to wait, None: no limit; after TimeoutError the pool is unchanged.\n"
+    "force: close although views are alive, which otherwise is a BufferError. The views then read zeros, and their\n"
+    "  addresses are not reused before the views are gone.\n"
     "kvswap.Error in the child of a fork.";
 const char kvs_py_host_enter_doc[] = "__enter__($self, /)\n--\n\nThe pool itself.";
-const char kvs_py_host_exit_doc[] = "__exit__($self, /, *error)\n--\n\nclose(). After an error, views that are alive "
-                                    "do not hide it: the pool then goes with the last of them.";
+const char kvs_py_host_exit_doc[] =
+    "__exit__($self, /, *error)\n--\n\nclose(). If the block raised, live views cause no "
+    "BufferError: the pool is freed with the last of them.";

@@ -45,7 +45,7 @@ static int read_size(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
 typedef int (*resize_function)(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns,
                                struct kvs_error *err);
 
-/* The core waits for transfers and the device again: with both drained here, in slices, it has nothing to wait for. */
+/* The core waits for transfers and the device again. Both were drained here in slices, so that wait is short. */
 static const int64_t AT_MOST_NS = 1000000000;
 
 static int resize(PyObject *self, resize_function function, uint64_t num_blocks) {
@@ -105,38 +105,39 @@ PyDoc_STRVAR(
     "HostPool(num_blocks, slot_nbytes, *, max_blocks=None, device=None, layers=1, layout='block-first', "
     "pages='default', numa='auto', chunk_nbytes=1073741824, threads=None, register=True, reserve=None, progress=None, "
     "wait=True)\n--\n\n"
-    "Blocks of host memory, populated by several threads and registered with a device: pinned memory that comes up\n"
-    "fast. It takes the bytes that are asked for, rounded up to a page.\n\n"
-    "num_blocks, slot_nbytes: how many (up to 2**32 - 1), and the bytes of a slot: one block, of all layers.\n"
-    "layers, layout: 'block-first' keeps all layers of a block together: long runs for the copy paths, one object a\n"
-    "  block for files. 'layer-first': all blocks of a layer together, as engines hold them.\n"
-    "max_blocks: how far grow() may go; takes addresses, no memory. None: num_blocks.\n"
+    "Blocks of pinned host memory, populated by several threads and registered with a device. Uses exactly the\n"
+    "requested bytes, rounded up to a page.\n\n"
+    "num_blocks, slot_nbytes: number of blocks (up to 2**32 - 1), and bytes of a slot: one block, all layers.\n"
+    "layers, layout: 'block-first': all layers of a block together, which gives long runs for the copy paths and one\n"
+    "  object a block for files. 'layer-first': all blocks of a layer together, as engines hold them.\n"
+    "max_blocks: limit of grow(); reserves addresses, no memory. None: num_blocks.\n"
     "device: Device, its name, or None: as Device(None).\n"
-    "pages: 'default'; 'transparent': huge pages where the kernel can; '2MiB', '1GiB': of those that the system set\n"
-    "  aside. What is not to be had becomes the next smaller kind, with a notice.\n"
-    "numa: 'auto': the device's node; a node; 'interleave': over all; None: as the system does.\n"
-    "chunk_nbytes: registrations are of about so many bytes, of whole blocks: copies never cross from one to the next\n"
-    "  within a block. threads: that populate, 1 to 64.\n"
+    "pages: 'default'; 'transparent': huge pages if the kernel has them; '2MiB', '1GiB': reserved huge pages of the\n"
+    "  system. An unavailable kind becomes the next smaller one, with a notice.\n"
+    "numa: 'auto': the device's node; a node's number; 'interleave': all nodes; None: the system's default.\n"
+    "chunk_nbytes: approximate bytes of a registration, a whole number of blocks: no block crosses from one "
+    "registration\n"
+    "  to the next. threads: number of populating threads, 1 to 64.\n"
     "register: False: pageable memory. A chunk that the driver refuses makes the pool pageable, with a notice.\n"
-    "reserve: bytes of the machine's memory that must stay free, None: a share; negative: so many bytes more than are\n"
-    "  free now will come, as on virtual machines whose memory grows.\n"
-    "progress: called as progress(done_nbytes, total_nbytes) by whoever waits; what it raises is raised there, and\n"
-    "  ends the constructor with nothing left behind.\n"
+    "reserve: bytes of the machine's memory that must stay free, None: a share; negative: assume that so many bytes\n"
+    "  more than now will be free, as on virtual machines whose memory grows.\n"
+    "progress: called as progress(done_nbytes, total_nbytes) in the thread that waits. An exception of progress is\n"
+    "  raised there; in the constructor it also frees the pool.\n"
     "wait: False: return at once; ready() says which blocks can be used.\n\n"
-    "It has the buffer protocol (all blocks' bytes; a row a layer where layers have room to grow) and is taken\n"
-    "wherever kvswap takes a tensor. A child made by fork() does not have the memory.\n\n"
-    "MemoryError: limits of the machine or of a control group, found before anything is allocated; ValueError.\n"
+    "The pool has the buffer protocol (all blocks' bytes; one row a layer if layers have room to grow) and is "
+    "accepted\n"
+    "as a tensor by all of kvswap. The child of a fork() does not have the memory.\n\n"
+    "MemoryError: a limit of the machine or of a control group, checked before any allocation. ValueError.\n"
     "Any thread may use it.");
 PyDoc_STRVAR(
     grow_doc,
     "grow($self, /, num_blocks, timeout=60)\n--\n\n"
-    "Make it so many blocks, at most max_blocks, and wait until they are ready. Addresses and contents stay.\n\n"
-    "timeout: seconds to wait for transfers that use the last block, where the new ones share a page with it.");
-PyDoc_STRVAR(
-    shrink_doc,
-    "shrink($self, /, num_blocks, timeout=60)\n--\n\n"
-    "Give the memory of the last blocks back, so that so many remain. Addresses and contents of those stay.\n\n"
-    "timeout: seconds to wait for transfers that use the pool. BufferError while views of it are alive.");
+    "Grow to num_blocks blocks, at most max_blocks, and wait until they are ready. Addresses and contents stay.\n\n"
+    "timeout: seconds to wait for transfers that use the last block, if the new blocks share a page with it.");
+PyDoc_STRVAR(shrink_doc,
+             "shrink($self, /, num_blocks, timeout=60)\n--\n\n"
+             "Free the last blocks, so that num_blocks remain. Their addresses and contents stay.\n\n"
+             "timeout: seconds to wait for transfers that use the pool. BufferError while views of it are alive.");
 
 static PyMethodDef methods[] = {
     KVS_PY_HOST_METHODS,
@@ -147,7 +148,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     KVS_PY_HOST_GETSET,
-    KVS_PY_HOST_NUMBER("max_blocks", KVS_PY_HOST_MAX_BLOCKS, "int: how far it can grow."),
+    KVS_PY_HOST_NUMBER("max_blocks", KVS_PY_HOST_MAX_BLOCKS, "int: limit of grow()."),
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,18 +1,26 @@
-/* What HostPool and SharedPool have in common: the object, its arguments, and all methods but the constructor. */
+/* Shared by HostPool and SharedPool: the object, its arguments, and all methods but the constructor. */
 #ifndef KVS_PY_HOST_POOL_H
 #define KVS_PY_HOST_POOL_H
 
 #include "bind.h"
 
-/* `uses` counts exported buffers. Taking it from 0 to CLOSED is what gives the memory up, so that closing and a new
- * export cannot both succeed; closing in spite of exports takes it far below 0. While it shrinks it is SHRINKING. */
+/* States of a pool's object, in the atomic `uses`. Each move is one atomic operation, so that a close and a new export
+ * cannot both succeed.
+ *
+ *   n >= 0: open, n exported buffers
+ *     | kvs_py_host_pool_take(), only from 0          | close(force=True)
+ *     v                                               v
+ *   SHRINKING or CLOSED                             far below 0: closed, buffers still exported
+ *     | the shrink has ended, or the close failed     | the close failed
+ *     +---> 0                                         +---> n
+ */
 enum { KVS_PY_HOST_CLOSED = -1, KVS_PY_HOST_SHRINKING = -2 };
 struct kvs_py_host_pool {
   PyObject_HEAD
   struct kvs_host_pool *pool;
   atomic_long uses;
-  PyObject *progress; /* called while somebody waits for it to be populated; NULL: nothing */
-  atomic_size_t told; /* characters of its notices that were logged */
+  PyObject *progress; /* called by a thread that waits for the population; NULL: none */
+  atomic_size_t told; /* number of characters of the notices that were logged */
 };
 
 /* The arguments that both constructors take, in this order. */
@@ -35,12 +43,13 @@ enum {
 
 int kvs_py_host_options(PyObject *num_blocks, PyObject *slot_nbytes, PyObject *const *common,
                         struct kvs_host_pool_options *options);
-/* An object without its pool, and the engine that is asked for. */
+/* A new object without its pool; *engine: the requested engine. */
 struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine);
-/* Its pool was opened, or was not: wait if that is wanted. Takes the reference to self; NULL with an exception. */
+/* Finish the constructor after opening the pool gave rc: raise, or wait if asked for. Steals the reference to self;
+ * NULL with an exception. */
 PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const *common, int rc,
                                   const struct kvs_error *err);
-int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info); /* kvswap.Error once it is closed */
+int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info); /* kvswap.Error if closed */
 
 void kvs_py_host_pool_dealloc(PyObject *self);
 int kvs_py_host_pool_traverse(PyObject *self, visitproc visit, void *arg);
@@ -71,24 +80,25 @@ PyObject *kvs_py_host_device(PyObject *self, void *unused);
 PyObject *kvs_py_host_notices(PyObject *self, void *unused);
 #define KVS_PY_HOST_NUMBER(name, field, doc) {name, kvs_py_host_number, NULL, doc, (void *)(field)}
 #define KVS_PY_HOST_GETSET                                                                                             \
-  KVS_PY_HOST_NUMBER("ptr", KVS_PY_HOST_PTR, "int: address of the first block; kvswap.Error once it is closed."),      \
+  KVS_PY_HOST_NUMBER("ptr", KVS_PY_HOST_PTR, "int: address of the first block. kvswap.Error if the pool is closed."),  \
       KVS_PY_HOST_NUMBER("nbytes", KVS_PY_HOST_NBYTES, "int: bytes of all blocks, num_blocks * slot_nbytes."),         \
       KVS_PY_HOST_NUMBER("mapped_nbytes", KVS_PY_HOST_MAPPED,                                                          \
-                         "int: bytes of memory that it takes: nbytes, rounded up to pages."),                          \
+                         "int: bytes of memory used: nbytes, rounded up to pages."),                                   \
       KVS_PY_HOST_NUMBER("num_blocks", KVS_PY_HOST_NUM_BLOCKS, "int: blocks 0 to num_blocks - 1."),                    \
       KVS_PY_HOST_NUMBER("slot_nbytes", KVS_PY_HOST_SLOT_NBYTES, "int: bytes of a slot: one block, of all layers."),   \
       KVS_PY_HOST_NUMBER("layers", KVS_PY_HOST_LAYER_COUNT, "int: layers of a block."),                                \
       KVS_PY_HOST_NUMBER("layer_nbytes", KVS_PY_HOST_LAYER_NBYTES, "int: bytes of a block in one layer."),             \
       KVS_PY_HOST_NUMBER("layer_stride", KVS_PY_HOST_LAYER_STRIDE,                                                     \
                          "int: bytes from block to block within a layer: cpu_stride of the swap calls."),              \
-      KVS_PY_HOST_NUMBER("chunks", KVS_PY_HOST_CHUNKS, "int: parts that are registered one by one."),                  \
+      KVS_PY_HOST_NUMBER("chunks", KVS_PY_HOST_CHUNKS, "int: number of registrations with the driver."),               \
       {"layout", kvs_py_host_layout, NULL, "str: 'block-first' or 'layer-first'.", NULL},                              \
-      {"pages", kvs_py_host_pages, NULL, "str: its kind of pages: 'default', 'transparent', '2MiB', '1GiB'.", NULL},   \
+      {"pages", kvs_py_host_pages, NULL, "str: kind of pages: 'default', 'transparent', '2MiB', '1GiB'.", NULL},       \
       {"state", kvs_py_host_state, NULL, "str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'.", NULL},      \
-      {"pinned", kvs_py_host_pinned, NULL, "bool: all of it is registered with the device.", NULL},                    \
-      {"numa_node", kvs_py_host_numa_node, NULL, "int, 'interleave' or None: where its pages were asked for.", NULL},  \
-      {"device", kvs_py_host_device, NULL, "Device: what it is registered with.", NULL}, {                             \
-    "notices", kvs_py_host_notices, NULL, "tuple of str: what was done otherwise than asked; logged too.", NULL        \
+      {"pinned", kvs_py_host_pinned, NULL, "bool: the whole pool is registered with the device.", NULL},               \
+      {"numa_node", kvs_py_host_numa_node, NULL, "int, 'interleave' or None: requested NUMA node of the pages.",       \
+       NULL},                                                                                                          \
+      {"device", kvs_py_host_device, NULL, "Device: the pool is registered with it.", NULL}, {                         \
+    "notices", kvs_py_host_notices, NULL, "tuple of str: what differs from the request; logged too.", NULL             \
   }
 
 /* Methods, each with its docstring. */
@@ -117,12 +127,12 @@ extern const char kvs_py_host_wait_doc[], kvs_py_host_layer_doc[], kvs_py_host_t
     "__exit__", KVS_PY_FASTCALL(kvs_py_host_exit), METH_FASTCALL, kvs_py_host_exit_doc                                 \
   }
 
-/* Until it is populated, telling its progress; Ctrl-C works. */
+/* Wait until the pool is populated, calling progress=. Ctrl-C works. */
 int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns);
-int kvs_py_host_pool_tell(struct kvs_py_host_pool *self); /* log the notices that are new */
-/* Wait for the transfers that use it, and have those that held views drop them. */
+int kvs_py_host_pool_tell(struct kvs_py_host_pool *self); /* log new notices */
+/* Wait for the transfers that use the pool, and make ended ones drop their views. */
 int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns);
-/* Nobody exports it from now on, if nobody does: `uses` becomes `wanted`. BufferError; kvswap.Error if it is closed. */
+/* Set `uses` from 0 to `wanted`, which refuses new exports. BufferError: exports exist. kvswap.Error: closed. */
 int kvs_py_host_pool_take(PyObject *self, long wanted);
 
 #endif

@@ -40,7 +40,7 @@ static int read_shape(PyObject *interface, const char *name, Py_ssize_t index, u
   return 0;
 }
 
-/* 1, or 0 where `data` is absent or an object with a buffer: then the buffer protocol is asked. */
+/* 1, or 0 if `data` is absent or an object with a buffer: then the caller tries the buffer protocol. */
 static int read_interface(PyObject *interface, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
   PyObject *data = PyDict_GetItemString(interface, "data");
   if (data == NULL || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) return 0;
@@ -70,7 +70,7 @@ int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *n
     if (has == 0) continue;
     has = read_copy(interface, name, index, address);
     if (has == 1)
-      *keep = interface; /* the dictionary may be what holds the memory */
+      *keep = interface; /* the dictionary may own the memory */
     else
       Py_DECREF(interface);
     if (has != 0) return has;

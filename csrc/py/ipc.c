@@ -68,7 +68,7 @@ static int take_address(struct kvs_py_state *state, PyObject *source, PyObject *
                          (unsigned long long)made->nbytes, (unsigned long long)address.nbytes);
 }
 
-/* Whose memory it is: of our own objects that is known. */
+/* The memory's device; kvswap's own objects know theirs. */
 static struct kvs_engine *engine_of(struct kvs_py_state *state, PyObject *source, PyObject *device,
                                     const struct kvs_export *made) {
   PyObject *type = (PyObject *)Py_TYPE(source);
@@ -82,7 +82,7 @@ static struct kvs_engine *engine_of(struct kvs_py_state *state, PyObject *source
   return kvs_py_given(device) ? kvs_py_engine_from(state, device) : kvs_py_engine_of(state, &made->address, 1);
 }
 
-/* Who serves the chunks of an export goes with a capsule. */
+/* Name of the capsule that owns the server of an export's chunks. */
 static const char SERVER[] = "kvswap.server";
 
 static void drop_server(PyObject *capsule) {
@@ -137,7 +137,7 @@ static PyObject *ipc_stop(PyObject *module, PyObject *capsule) {
   struct kvs_server *server = PyCapsule_GetPointer(capsule, SERVER);
   if (server == NULL || PyCapsule_SetDestructor(capsule, NULL) < 0) return NULL;
   if (PyCapsule_SetName(capsule, "stopped") < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS /* its thread is waited for */
+  Py_BEGIN_ALLOW_THREADS /* waits for the server's thread */
   kvs_server_free(server);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
@@ -225,7 +225,7 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   else if (kvs_py_wait(state, open_slice, &open, -1, "opening") == 0) /* the exchange has its own limit */
     result = kvs_py_mapped_new(state, open.mapped, engine);
   if (open.opening != NULL) kvs_opening_drop(open.opening);
-  kvs_engine_unref(engine); /* the mapping has its own */
+  kvs_engine_unref(engine); /* the mapping holds its own reference */
   return result;
 }
 
@@ -272,16 +272,19 @@ static PyObject *ipc_open_event(PyObject *module, PyObject *const *args, Py_ssiz
 }
 
 PyDoc_STRVAR(ipc_export_event_doc, "_ipc_export_event($module, event, /)\n--\n\nAn interprocess event as bytes.");
-PyDoc_STRVAR(ipc_open_event_doc, "_ipc_open_event($module, /, data, *, device=None)\n--\n\nThe Event of such bytes.");
-PyDoc_STRVAR(ipc_export_doc,
-             "_ipc_export($module, /, source, *, device=None, nbytes=None, dtype='', shape=(), generation=0)\n--\n\n"
-             "Device memory (a tensor, Memory, Pool or address) as the bytes of struct kvs_export, and what serves its "
-             "chunks or None.");
-PyDoc_STRVAR(ipc_stop_doc, "_ipc_stop($module, server, /)\n--\n\nServe no more. Once.");
-PyDoc_STRVAR(ipc_read_doc,
-             "_ipc_read($module, data, /)\n--\n\nWhat such bytes say, a dict. ValueError: they say nothing.");
-PyDoc_STRVAR(ipc_open_doc,
-             "_ipc_open($module, /, data, *, device=None, generation=None)\n--\n\nA Mapped of such bytes.");
+PyDoc_STRVAR(ipc_open_event_doc, "_ipc_open_event($module, /, data, *, device=None)\n--\n\nOpen an exported event.");
+PyDoc_STRVAR(
+    ipc_export_doc,
+    "_ipc_export($module, /, source, *, device=None, nbytes=None, dtype='', shape=(), generation=0)\n--\n\n"
+    "Device memory (a tensor, Memory, Pool or address) as the bytes of struct kvs_export, and the server of its "
+    "chunks or None.");
+PyDoc_STRVAR(ipc_stop_doc, "_ipc_stop($module, server, /)\n--\n\nStop serving. Call once.");
+PyDoc_STRVAR(
+    ipc_read_doc,
+    "_ipc_read($module, data, /)\n--\n\nThe fields of an export's bytes, as a dict. ValueError: not an export.");
+PyDoc_STRVAR(
+    ipc_open_doc,
+    "_ipc_open($module, /, data, *, device=None, generation=None)\n--\n\nOpen an export's bytes; returns a Mapped.");
 
 PyMethodDef kvs_py_ipc_methods[] = {
     {"_ipc_export", KVS_PY_FASTCALL(ipc_export), METH_FASTCALL | METH_KEYWORDS, ipc_export_doc},

@@ -1,4 +1,4 @@
-/* The underscored functions behind kvswap.fastdeploy's segments: the handle within an export, and an export of one. */
+/* Private functions for kvswap.fastdeploy's segments: the driver's handle in an export, and an export from a handle. */
 #include "bind.h"
 
 #include <string.h>
@@ -52,9 +52,9 @@ static PyObject *ipc_of_handle(PyObject *module, PyObject *const *args, Py_ssize
 }
 
 PyDoc_STRVAR(ipc_handle_doc,
-             "_ipc_handle($module, data, /)\n--\n\nThe 64 bytes of the handle in an export: of its whole allocation.");
+             "_ipc_handle($module, data, /)\n--\n\nThe driver's 64-byte handle in an export, of the whole allocation.");
 PyDoc_STRVAR(ipc_of_handle_doc, "_ipc_of_handle($module, /, handle, device, nbytes)\n--\n\n"
-                                "An export of somebody else's handle, whose allocation has at least so many bytes.");
+                                "An export from a foreign handle, whose allocation has at least nbytes bytes.");
 
 PyMethodDef kvs_py_ipc_handle_methods[] = {
     {"_ipc_handle", ipc_handle, METH_O, ipc_handle_doc},

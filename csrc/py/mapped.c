@@ -1,5 +1,5 @@
-/* kvswap.memory.Mapped: what kvswap.memory.open() gives. `uses` counts exported buffers, as in memory.c; taking it from
- * 0 to CLOSED is what closes. */
+/* kvswap.memory.Mapped, the result of kvswap.memory.open(). `uses` counts exported buffers, as in memory.c. Closing
+ * sets it from 0 to CLOSED. */
 #include "bind.h"
 
 #include <string.h>
@@ -9,7 +9,7 @@ enum { CLOSED = -1 };
 struct mapped_object {
   PyObject_HEAD
   struct kvs_mapped *mapped;
-  struct kvs_engine *engine; /* borrowed of `mapped` */
+  struct kvs_engine *engine; /* borrowed from `mapped` */
   bool reachable;            /* by the CPU */
   atomic_long uses;
 };
@@ -60,11 +60,11 @@ static PyObject *close_within(PyObject *self, int64_t timeout_ns) {
   if (kvs_py_wait(kvs_py_state_of(self), close_slice, as_mapped(self)->mapped, timeout_ns,
                   "the work that may use this memory") < 0) {
     bool failed = kvs_mapped_closed(as_mapped(self)->mapped);
-    if (!failed) kvs_mapped_keep(as_mapped(self)->mapped); /* what is queued from now on counts the next time */
+    if (!failed) kvs_mapped_keep(as_mapped(self)->mapped); /* the next close() also waits for work queued from now on */
     if (!kvs_mapped_closed(as_mapped(self)->mapped)) atomic_store(&as_mapped(self)->uses, 0);
     if (failed || atomic_load(&as_mapped(self)->uses) != CLOSED || !PyErr_ExceptionMatches(PyExc_TimeoutError))
       return NULL;
-    PyErr_Clear(); /* the driver is at it */
+    PyErr_Clear(); /* the driver is already unmapping */
   }
   kvs_py_collect(as_mapped(self)->engine);
   Py_RETURN_NONE;
@@ -130,7 +130,7 @@ static PyObject *mapped_data_ptr(PyObject *self, PyObject *unused) {
   return mapped_ptr(self, NULL);
 }
 
-/* Which of the two interfaces there is depends on who can read the memory; the other one must not seem to exist. */
+/* Memory that the CPU reads has __array_interface__, GPU memory has the CUDA one; the other must not exist. */
 static PyObject *mapped_interface(PyObject *self, void *reachable) {
   if (as_mapped(self)->reachable != (reachable != NULL)) {
     PyErr_Format(PyExc_AttributeError, "this is %s memory", as_mapped(self)->reachable ? "host" : "GPU");
@@ -230,25 +230,26 @@ static PyObject *mapped_repr(PyObject *self) {
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(mapped_doc,
-             "Device memory of another process, from kvswap.memory.open(); closed with its last reference or with its\n"
-             "with block. It is taken wherever kvswap takes a tensor, and has the protocols that kvswap.Memory has.\n\n"
-             "The bytes are the owner's: it may write them at any time, and must not free them as long as they are\n"
-             "used here. Any thread may use it.");
+PyDoc_STRVAR(
+    mapped_doc,
+    "Device memory of another process, from kvswap.memory.open(). Closed by close(), its with block or its last\n"
+    "reference. Accepted as a tensor by all of kvswap; has the protocols of kvswap.Memory.\n\n"
+    "The owner may write the bytes at any time, and must not free them while this process uses them. Any\n"
+    "thread may use it.");
 PyDoc_STRVAR(close_doc,
              "close($self, /, timeout=60.0)\n--\n\n"
-             "Unmap the memory, once all work that is queued on the device has ended. Pools made of it cannot be used\n"
-             "any more. Again: nothing happens.\n\n"
-             "timeout: seconds, None for no limit; TimeoutError leaves it open. BufferError while arrays made from it\n"
-             "are alive. Ctrl-C works.");
+             "Unmap the memory after all work queued on the device has ended. Pools of this memory become unusable. A\n"
+             "second call does nothing.\n\n"
+             "timeout: seconds, None for no limit; TimeoutError leaves the memory open. BufferError: arrays of it are\n"
+             "alive. Ctrl-C works.");
 PyDoc_STRVAR(alive_doc, "alive($self, /)\n--\n\n"
-                        "Whether the process that owns the memory still runs. What it held when it ended may not be "
-                        "what it was meant to.");
+                        "Whether the process that owns the memory still runs. After its end the bytes may be "
+                        "incomplete.");
 PyDoc_STRVAR(pool_doc, "pool($self, /, *, name=None)\n--\n\n"
                        "The kvswap.Pool that was exported, as a pool of this process.\n\n"
                        "Transfers of the two processes are not ordered with each other: use events (export_event).\n"
-                       "ValueError: no pool was exported. kvswap.Error: its owner has ended, or it is closed.");
-PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address, as torch's tensors say it. The same as ptr.");
+                       "ValueError: no pool was exported. kvswap.Error: the owner has ended, or this is closed.");
+PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address; the same as ptr. For torch's protocol.");
 PyDoc_STRVAR(enter_doc, "__enter__($self, /)\n--\n\nThe object itself.");
 PyDoc_STRVAR(exit_doc, "__exit__($self, type, value, traceback, /)\n--\n\nclose().");
 
@@ -263,15 +264,15 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"ptr", mapped_ptr, NULL, "int: the address in this process; kvswap.Error once it is closed.", NULL},
-    {"nbytes", mapped_number, NULL, "int: its size.", (void *)(uintptr_t)NBYTES},
+    {"ptr", mapped_ptr, NULL, "int: the address in this process. kvswap.Error if closed.", NULL},
+    {"nbytes", mapped_number, NULL, "int: bytes of the memory.", (void *)(uintptr_t)NBYTES},
     {"shape", mapped_shape, NULL, "tuple of int: as it was exported, elements.", NULL},
-    {"dtype", mapped_dtype, NULL, "str: as it was exported ('bfloat16'); empty where nobody said.", NULL},
+    {"dtype", mapped_dtype, NULL, "str: as it was exported ('bfloat16'); empty if unknown.", NULL},
     {"generation", mapped_number, NULL, "int: as it was exported.", (void *)(uintptr_t)GENERATION},
     {"owner", mapped_number, NULL, "int: the process that owns it.", (void *)(uintptr_t)OWNER},
-    {"local", mapped_local, NULL, "bool: that is this process, and ptr is the plain address.", NULL},
+    {"local", mapped_local, NULL, "bool: this process is the owner, and ptr is the plain address.", NULL},
     {"closed", mapped_is_closed, NULL, "bool: closed.", NULL},
-    {"device", mapped_device, NULL, "Device: whose memory it is.", NULL},
+    {"device", mapped_device, NULL, "Device: the memory's device.", NULL},
     {"__cuda_array_interface__", mapped_interface, NULL, "dict: bytes of a GPU, version 3. AttributeError otherwise.",
      NULL},
     {"__array_interface__", mapped_interface, NULL, "dict: bytes that the CPU reads. AttributeError otherwise.",

@@ -1,5 +1,5 @@
-/* kvswap.Memory: what Device.alloc gives. `uses` counts exported buffers; taking it from 0 to FREED is what gives the
- * memory up, so that a free and a new export cannot both succeed. */
+/* kvswap.Memory, the result of Device.alloc(). `uses` counts exported buffers. Freeing sets it from 0 to FREED by
+ * compare-exchange, so that a free and a new export cannot both succeed. */
 #include "bind.h"
 
 enum { FREED = -1 };
@@ -81,7 +81,7 @@ static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t
   Py_RETURN_NONE;
 }
 
-/* Objects are dropped anywhere, by the collector too, on any thread: nothing is waited for. */
+/* Objects may be dropped on any thread, by the garbage collector too: do not wait. */
 static void memory_dealloc(PyObject *object) {
   struct memory_object *self = as_memory(object);
   if (reserve_free(self)) kvs_engine_free_later(self->engine, self->ptr);
@@ -149,7 +149,7 @@ static PyObject *memory_host(PyObject *object, void *unused) {
   return PyBool_FromLong(as_memory(object)->host);
 }
 
-/* Which of the two interfaces there is depends on who can read the memory; the other one must not seem to exist. */
+/* Memory that the CPU reads has __array_interface__, GPU memory has the CUDA one; the other must not exist. */
 static PyObject *memory_interface(PyObject *object, void *reachable) {
   struct memory_object *self = as_memory(object);
   if (self->reachable != (reachable != NULL)) {
@@ -162,21 +162,21 @@ static PyObject *memory_interface(PyObject *object, void *reachable) {
                        "data", ptr, Py_False, "strides", Py_None, "version", 3);
 }
 
-PyDoc_STRVAR(memory_doc,
-             "Memory from Device.alloc(). Dropping its last reference waits for nothing: the memory is freed once the "
-             "work that\n"
-             "is queued on the device by then has ended.\n\n"
-             "It has the buffer protocol (writable bytes) and __array_interface__ where the CPU can read it, and\n"
-             "__cuda_array_interface__ where it is memory of a GPU; it is taken wherever kvswap takes a tensor.");
+PyDoc_STRVAR(
+    memory_doc,
+    "Memory from Device.alloc(). Dropping the last reference does not wait: the memory is freed once the work that "
+    "work that\n"
+    "is queued on the device by then has ended.\n\n"
+    "It has the buffer protocol (writable bytes) and __array_interface__ if the CPU can read it,\n"
+    "__cuda_array_interface__ if it is GPU memory. Accepted as a tensor by all of kvswap.");
 PyDoc_STRVAR(
     free_doc,
     "free($self, /, timeout=60.0)\n--\n\n"
-    "Free it now: first waits for the transfers that may use it and for what else runs on the device.\n\n"
-    "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and it can be called again;\n"
-    "but if the driver is at it already, it is freed. BufferError while arrays made from it are alive; kvswap.Error "
-    "if\n"
-    "it is freed already. Any thread may call.");
-PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address, as torch's tensors say it. The same as ptr.");
+    "Free the memory, after waiting for the transfers that may use it and all other work of the device.\n\n"
+    "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C nothing was freed, and free() may be called\n"
+    "again, unless the driver is already freeing. BufferError: arrays of it are alive. kvswap.Error: it\n"
+    "is freed already. Any thread may call.");
+PyDoc_STRVAR(data_ptr_doc, "data_ptr($self, /)\n--\n\nThe address; the same as ptr. For torch's protocol.");
 
 static PyMethodDef methods[] = {
     {"data_ptr", memory_data_ptr, METH_NOARGS, data_ptr_doc},
@@ -185,9 +185,9 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"ptr", memory_ptr, NULL, "int: the address; kvswap.Error once it is freed.", NULL},
-    {"nbytes", memory_nbytes, NULL, "int: its size.", NULL},
-    {"device", memory_device, NULL, "Device: what it was allocated from.", NULL},
+    {"ptr", memory_ptr, NULL, "int: the address. kvswap.Error if freed.", NULL},
+    {"nbytes", memory_nbytes, NULL, "int: bytes of the memory.", NULL},
+    {"device", memory_device, NULL, "Device: the device that allocated it.", NULL},
     {"host", memory_host, NULL, "bool: pinned host memory.", NULL},
     {"__cuda_array_interface__", memory_interface, NULL, "dict: bytes of a GPU, version 3. AttributeError otherwise.",
      NULL},

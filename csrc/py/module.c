@@ -1,5 +1,5 @@
-/* The module. Its state is pointers that one table names: a row makes a pointer when the module is executed, and the
- * same row serves traverse and clear. Types are added to the module under their names. */
+/* The module. Its state is pointers, listed in one table: a row creates its pointer when the module is executed, and
+ * serves traverse and clear. Types are added to the module under their names. */
 #include "bind.h"
 
 #include <stddef.h>
@@ -12,7 +12,7 @@ struct row {
 
 static PyObject *make_type(PyObject *module, struct kvs_py_state *state, const void *what) {
   (void)state;
-  /* the function writes nothing; it is older than const */
+  /* the function does not write; its prototype lacks const */
   return PyType_FromModuleAndSpec(module, (PyType_Spec *)(uintptr_t)what, NULL);
 }
 
@@ -79,7 +79,7 @@ static PyObject **slot_of(PyObject *module, const struct row *row) {
 }
 
 struct kvs_py_state *kvs_py_state_of(PyObject *self) {
-  return PyType_GetModuleState(Py_TYPE(self)); /* our types are final: the object's type is the one we made */
+  return PyType_GetModuleState(Py_TYPE(self)); /* the types are final, so this is the type that the module created */
 }
 
 static int module_exec(PyObject *module) {

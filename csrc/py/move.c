@@ -1,4 +1,4 @@
-/* kvswap.move_blocks(). What it costs in Python does not depend on the number of blocks beyond reading the lists. */
+/* kvswap.move_blocks(). Its cost in Python does not grow with the number of blocks, except for reading the lists. */
 #include "options.h"
 
 #include <string.h>
@@ -40,7 +40,7 @@ static bool is_pool(const struct move_args *call, PyObject *object) {
 /* A tuple of a sequence: a list could change while we read it. */
 static PyObject *read_side(const struct move_args *call, PyObject *object, const char *name) {
   if (is_pool(call, object)) return Py_NewRef(object);
-  /* an array is what the swap functions take: its items would be counted before they are looked at */
+  /* an array is an argument of the swap functions: refuse it before making a tuple of its items */
   bool other = PyUnicode_Check(object) || PyObject_CheckBuffer(object);
   PyObject *pools = other ? NULL : PySequence_Tuple(object);
   if (pools != NULL) return pools;
@@ -104,7 +104,7 @@ static int read_lists(struct move_args *call, PyObject *const *values) {
   return 0;
 }
 
-/* As far as after_layers is concerned: whether the parts' layers ascend without gaps is for the core to check. */
+/* The number of layers, for after_layers. The core checks that the parts' layers ascend without gaps. */
 static size_t layers_of(const struct kvs_move *move) {
   if (move->parts == NULL) return move->npairs;
   return move->nparts == 0 ? 0 : (size_t)move->parts[move->nparts - 1].layer + 1;
@@ -139,20 +139,22 @@ PyDoc_STRVAR(
     "stream=None, after=(), path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
     "Copy slot src_ids[i] of each source Pool to slot dst_ids[i] of its destination Pool; returns the Transfer.\n"
     "\n"
-    "It starts after those transfers between pools, on whatever lanes, that write what it reads, and that read or\n"
-    "write what it writes; work of anybody else's is ordered by streams alone. A block whose source slot holds what\n"
-    "a failed transfer should have written fails too, and so does its destination, until a whole block is written\n"
-    "there or note_access() tells of a write.\n"
+    "The transfer starts after the transfers between pools, on any lane, that write its source slots, and that read\n"
+    "or write its destination slots; streams alone order it with other work. A block fails if its source slot was to\n"
+    "be written by a failed transfer. Its destination slot then counts as failed too, until a whole block is written\n"
+    "to it or note_access() records a write.\n"
     "\n"
-    "src, dst: a Pool, or as many Pools each, pair by pair, all of one device: GPU to host, host to GPU, or within\n"
+    "src, dst: a Pool each, or sequences of as many Pools, which form pairs, all of one device: GPU to host, host to "
+    "GPU, or within\n"
     "  one of them.\n"
-    "src_ids, dst_ids: int32 or int64 arrays (n,), or sequences of ints, of one length. Each destination slot once,\n"
+    "src_ids, dst_ids: int32 or int64 arrays (n,), or sequences of ints, of one length. No destination slot twice,\n"
     "  and no slot both read and written.\n"
-    "parts: None: whole blocks, pair i being layer i. Else integers, shape (p, 6): what is moved of each block of a\n"
-    "  pair, by columns pair, layer, offset, rows, row_nbytes, row_pitch: so many rows of so many bytes, so far\n"
-    "  apart, the first at offset, counted in the block's own bytes, 0 to block_nbytes, in the order of its rows.\n"
-    "  Layers begin at 0 and rise by 1; the parts of a pair ascend in the block and do not overlap.\n" KVS_PY_LAYER_DOC
-        KVS_PY_ORDER_DOC KVS_PY_PATH_DOC "\nThe pools are held until the transfer ended.\n" KVS_PY_CHECKED_DOC);
+    "parts: None: whole blocks, pair i being layer i. Else an integer array, shape (p, 6): the parts of each\n"
+    "  block to move. Columns: pair, layer, offset, rows, row_nbytes, row_pitch: `rows` rows of row_nbytes bytes,\n"
+    "  row_pitch bytes apart, the first at offset. Offsets count the block's own bytes, 0 to block_nbytes, row by "
+    "row.\n"
+    "  Layers count from 0 without gaps; the parts of a pair ascend in the block and do not overlap.\n" KVS_PY_LAYER_DOC
+        KVS_PY_ORDER_DOC KVS_PY_PATH_DOC "\nThe pools are held until the transfer ends.\n" KVS_PY_CHECKED_DOC);
 
 PyMethodDef kvs_py_move_methods[] = {
     {"move_blocks", KVS_PY_FASTCALL(move_blocks), METH_FASTCALL | METH_KEYWORDS, move_blocks_doc},

@@ -1,4 +1,4 @@
-/* kvswap.note_access() and note_order(): what kvswap cannot see of others' work. */
+/* kvswap.note_access() and note_order(): accesses and order of work that kvswap does not submit. */
 #include "bind.h"
 
 enum { STREAM, POOL, SLOTS, WRITE, OFFSET, NBYTES, ACCESS };
@@ -56,7 +56,7 @@ static PyObject *note_access(PyObject *module, PyObject *const *args, Py_ssize_t
 
 enum { BEFORE, AFTER, DEVICE, ORDER };
 
-/* Of one of our own objects; borrowed, or NULL. */
+/* The engine of one of kvswap's objects; borrowed, or NULL. */
 static struct kvs_engine *engine_of_object(struct kvs_py_state *state, PyObject *object) {
   PyObject *type = (PyObject *)Py_TYPE(object);
   uint64_t unused;
@@ -66,7 +66,7 @@ static struct kvs_engine *engine_of_object(struct kvs_py_state *state, PyObject 
   return NULL;
 }
 
-/* What was named, else what `after` is of, for that is where the order takes effect, else what `before` is of. */
+/* The given device, else that of `after`, where the order takes effect, else that of `before`. */
 static struct kvs_engine *find_engine(struct kvs_py_state *state, PyObject *const *values) {
   struct kvs_engine *engine = NULL;
   if (!kvs_py_given(values[DEVICE])) {
@@ -122,10 +122,10 @@ static PyObject *note_order(PyObject *module, PyObject *const *args, Py_ssize_t 
 PyDoc_STRVAR(
     note_access_doc,
     "note_access($module, /, stream, pool, slots, write, *, offset=0, nbytes=None)\n--\n\n"
-    "Tell that work of somebody else's, queued on the stream now, reads or writes these slots of a Pool.\n"
+    "Record that work which kvswap did not submit, now queued on the stream, reads or writes slots of a Pool.\n"
     "\n"
-    "A write of whole blocks ends what a failed transfer left in them: move_blocks() reads them again. Apart from\n"
-    "that it is for the race checker alone, and cheap where that is off. It moves and orders nothing.\n"
+    "A write of whole blocks clears the failure record of their slots: move_blocks() reads them again. Otherwise the\n"
+    "call serves the race checker only, and is cheap while that is off. It moves and orders nothing.\n"
     "\n"
     "stream: an int handle, or a torch, cupy or kvswap stream, of the pool's device. slots: an int32 or int64 array\n"
     "  (n,), or a sequence of ints. write: whether it writes. offset, nbytes: which bytes of each block, counted in\n"
@@ -136,12 +136,12 @@ PyDoc_STRVAR(
 PyDoc_STRVAR(
     note_order_doc,
     "note_order($module, /, before, after, *, device=None)\n--\n\n"
-    "Tell the race checker of an order that was made without kvswap's help. It orders nothing itself.\n"
+    "Tell the race checker of an order that was made without kvswap. The call itself orders nothing.\n"
     "\n"
-    "before: an Event, a Transfer or a stream: all that was queued up to it comes first. after: a stream: what is\n"
-    "  queued on it from now on comes later; None: the host waited, so what it queues from now on comes later.\n"
-    "device: Device or its name, whose streams they are; needed only where before is an int handle and after is no\n"
-    "  kvswap Stream. Cheap where the checker is off. Any thread may call.");
+    "before: an Event, a Transfer or a stream: all work queued up to it comes first. after: a stream: work\n"
+    "  queued on it from now on comes later; None: the host has waited, so all work that it queues now comes later.\n"
+    "device: Device or its name, of these streams; needed only if before is an int handle and after is no\n"
+    "  kvswap Stream. Cheap while the checker is off. Any thread may call.");
 
 PyMethodDef kvs_py_note_methods[] = {
     {"note_access", KVS_PY_FASTCALL(note_access), METH_FASTCALL | METH_KEYWORDS, note_access_doc},

@@ -1,5 +1,4 @@
-/* kvswap._C.OffloadMap: what kvswap.offload submits to. It holds the tensors that it was made of, and so do its
- * transfers. */
+/* kvswap._C.OffloadMap, to which kvswap.offload submits jobs. The map and its transfers hold its tensors. */
 #include "options.h"
 
 #include <string.h>
@@ -164,7 +163,7 @@ static int read_job(struct kvs_py_state *state, PyObject *const *values, struct 
   return compute < 0 ? -1 : 0;
 }
 
-/* The transfers; those that could not be made Python objects go on, and nobody knows of them. */
+/* The transfers as Python objects. A transfer whose object cannot be created goes on without a handle. */
 static PyObject *make_transfers(struct kvs_py_state *state, struct offload_args *call) {
   PyObject *tuple = PyTuple_New((Py_ssize_t)call->count);
   for (size_t i = 0; i < call->count; ++i) {
@@ -218,20 +217,21 @@ PyDoc_STRVAR(
     map_doc,
     "OffloadMap(device, tensors, parts, num_groups, num_chunks, blocks_per_chunk, *, hold=None, "
     "remember_failures=True)\n--\n\n"
-    "Which bytes of a cache's blocks lie where on the GPU and on the host: for kvswap.offload.\n\n"
+    "The places of a cache's blocks on the GPU and on the host, for kvswap.offload.\n\n"
     "tensors: rows of 8 integers, flat: gpu, gpu_blocks, gpu_stride, gpu_page, cpu, cpu_stride, cpu_page, cpu_pitch.\n"
     "  Block j of chunk c is the cpu_page bytes at cpu + c * cpu_stride + j * cpu_pitch.\n"
     "parts: rows of 10: group, tensor, gpu_offset, cpu_offset, nbytes, count, gpu_pitch, cpu_pitch, writers, writer.\n"
-    "hold: lives until the map is gone and its transfers have ended.\n"
-    "remember_failures: a load of what a failed store should have written fails too, until it is stored again.\n\n"
-    "ValueError: a layout that does not fit, or memory that is not known. Any thread may use it.");
+    "hold: an object kept until the map is gone and its transfers have ended.\n"
+    "remember_failures: a load of a chunk that a failed store was to write fails too, until it is stored again.\n\n"
+    "ValueError: a layout that does not fit, or unknown memory. Any thread may use it.");
 
 PyDoc_STRVAR(
     submit_doc,
     "submit($self, /, gpu_blocks, chunks, group_sizes, block_indices, direction, *, stream=None, after=(), "
     "path='auto', priority=None, max_ctas=None, pace_gbps=None, first=0, after_compute=False)\n--\n\n"
-    "Queue a job: (transfers, next, error). error None: all of it. Else the transfers go on, and the same call with\n"
-    "first=next submits what is missing. Where nothing was queued, the error is raised.\n\n"
+    "Queue a job: (transfers, next, error). error None: all was queued. Else the transfers go on, and the same call "
+    "with\n"
+    "first=next submits the rest. If nothing was queued, the error is raised.\n\n"
     "gpu_blocks, chunks, group_sizes, block_indices: int32 or int64 arrays or sequences. direction: 0 stores, 1 "
     "loads.\n"
     "after_compute: with a stream too, start after the device's compute stream.\n" KVS_PY_ORDER_DOC KVS_PY_PATH_DOC

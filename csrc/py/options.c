@@ -1,4 +1,4 @@
-/* What all submitting functions take beside what they move, and how they submit. */
+/* The options common to all submitting functions, and the submission itself. */
 #include "options.h"
 
 #include <math.h>
@@ -6,8 +6,7 @@
 enum common { STREAM, AFTER, PATH, PRIORITY, MAX_CTAS, PACE_GBPS };
 enum layered { LAYER_EVENTS, AFTER_LAYERS };
 
-/* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's end call too, and those not always under the
- * GIL. */
+/* Runs inside kvs_engine_collect(), which kvs_shutdown() and an engine's destruction call too, with or without GIL. */
 
 void kvs_py_release_owner(void *owner) {
   PyGILState_STATE gil = PyGILState_Ensure();
@@ -108,7 +107,7 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
     kvs_py_raise(state, &err);
     return -1;
   }
-  options->hold = NULL; /* the engine's now */
+  options->hold = NULL; /* the engine owns it now */
   kvs_py_tell_races(state);
   return 0;
 }

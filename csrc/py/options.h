@@ -1,5 +1,5 @@
-/* What the submitting functions share (options.c). In their tables of names stand KVS_PY_COMMON_NAMES, and
- * KVS_PY_LAYER_NAMES where they go layer by layer. */
+/* Options common to the submitting functions (options.c). Their tables of names contain KVS_PY_COMMON_NAMES, and
+ * KVS_PY_LAYER_NAMES if they copy layer by layer. */
 #ifndef KVS_PY_OPTIONS_H
 #define KVS_PY_OPTIONS_H
 
@@ -10,37 +10,37 @@
 enum { KVS_PY_COMMON = 6, KVS_PY_LAYERED = 2 };
 struct kvs_py_options {
   PyObject *const *common;  /* the values of those names */
-  PyObject *const *layered; /* likewise, or NULL */
-  PyObject *hold;           /* what must live until the transfer ends, or NULL */
+  PyObject *const *layered; /* the values of KVS_PY_LAYER_NAMES, or NULL */
+  PyObject *hold;           /* list of objects that must live until the transfer ends, or NULL */
   struct kvs_options core;
   struct kvs_py_after after, after_layers;
   char where[160];
 };
-int kvs_py_options_check(struct kvs_py_options *options); /* what can be said without a device */
+int kvs_py_options_check(struct kvs_py_options *options); /* the checks that need no device */
 int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_options *options);
 void kvs_py_options_clear(struct kvs_py_options *options);
-void kvs_py_release_owner(void *owner); /* a release() that drops a reference to a Python object, with the GIL */
-/* Call `submit`, which uses options->core, without the GIL; then what was held is the transfer's. */
+void kvs_py_release_owner(void *owner); /* a release() callback: acquires the GIL and drops a reference */
+/* Call `submit`, which uses options->core, without the GIL. The transfer then owns options->hold. */
 int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_options *options,
                   int (*submit)(void *call, struct kvs_error *err), void *call);
 
 /* Docs. */
 #define KVS_PY_ORDER_DOC                                                                                               \
-  "stream: behave as if enqueued on it: after all work on it so far, and work on it later waits. An int handle\n"      \
-  "  (0, 1 and 2 as CUDA means them), a torch, cupy or kvswap stream. None: after the device's compute stream,\n"      \
-  "  and nobody waits.\n"                                                                                              \
+  "stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle\n"        \
+  "  (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,\n"     \
+  "  and no stream waits.\n"                                                                                           \
   "after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its\n"    \
   "  error.\n"
 #define KVS_PY_PATH_DOC                                                                                                \
   "path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).\n"         \
   "priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9\n"   \
-  "  bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else what\n"    \
-  "  suits: in the background fewer CTAs, paced, so that a model beside them hardly slows down.\n"
+  "  bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the\n"     \
+  "  calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.\n"
 #define KVS_PY_LAYER_DOC                                                                                               \
-  "layer_events: True: each layer can be waited for by itself, by Transfer.make_wait_layer() and layer_done().\n"      \
+  "layer_events: True: each layer can be waited for alone, by Transfer.make_wait_layer() and layer_done().\n"          \
   "after_layers: None, or a sequence with one entry a layer: an Event, a Transfer or a stream that the layer's\n"      \
-  "  copies start after, over and above the rest; or None. Layers are copied in order.\n"
+  "  copies also start after; or None. Layers are copied in order.\n"
 #define KVS_PY_CHECKED_DOC                                                                                             \
   "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing\n"     \
   "moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."

@@ -7,7 +7,7 @@ struct pattern_object {
   struct kvs_pattern_job *job;
 };
 
-/* Takes the job, not the engine's reference. */
+/* Takes ownership of the job; takes a new reference to the engine. */
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job) {
   PyTypeObject *type = (PyTypeObject *)state->pattern_type;
   struct pattern_object *self = (struct pattern_object *)type->tp_alloc(type, 0);
@@ -23,7 +23,7 @@ PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engi
 
 static void pattern_dealloc(PyObject *object) {
   struct pattern_object *self = (struct pattern_object *)object;
-  Py_BEGIN_ALLOW_THREADS /* it asks the device */
+  Py_BEGIN_ALLOW_THREADS /* queries the device */
   kvs_pattern_free(self->job);
   Py_END_ALLOW_THREADS
   kvs_engine_unref(self->engine);
@@ -131,11 +131,12 @@ static PyObject *pattern_word(PyObject *module, PyObject *const *args, Py_ssize_
   return PyLong_FromUnsignedLongLong(kvs_pattern_word(key, index));
 }
 
-PyDoc_STRVAR(job_doc, "A pattern being written or checked on a stream. Dropping it waits for it, for 60 s at most.");
-PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether it ended. Never blocks.");
-PyDoc_STRVAR(result_doc, "result($self, /, timeout=None)\n--\n\n"
-                         "Wait, then (wrong bytes, item of the first, its offset in the item); (0, None, None) where "
-                         "all is right or written.");
+PyDoc_STRVAR(job_doc, "A pattern being written or checked on a stream. Dropping it waits for the job, at most 60 s.");
+PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether the job has ended. Never blocks.");
+PyDoc_STRVAR(result_doc,
+             "result($self, /, timeout=None)\n--\n\n"
+             "Wait; returns (wrong bytes, item of the first, its offset in the item), or (0, None, None) if "
+             "all bytes are right or written.");
 PyDoc_STRVAR(
     pattern_doc,
     "_pattern($module, /, device, check, ptrs, nbytes, keys, stream)\n--\n\n"

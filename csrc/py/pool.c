@@ -1,5 +1,5 @@
-/* kvswap.Pool: blocks in memory whose slots are tracked. It holds the tensor that it was made of and the pool that it
- * is grouped with; transfers between pools hold the pools. */
+/* kvswap.Pool: blocks in memory, with a hazard table of their slots. A Pool holds its tensor and the pool of its group.
+ * Transfers between pools hold the pools. */
 #include "bind.h"
 
 #include <string.h>
@@ -7,7 +7,7 @@
 struct pool_object {
   PyObject_HEAD
   struct kvs_pool *pool;
-  PyObject *hold;  /* the tensor and what exports it, a list; NULL behind a plain address */
+  PyObject *hold;  /* list: the tensor and its exporter; NULL for a plain address */
   PyObject *group; /* a Pool, or NULL */
   bool readonly;
 };
@@ -54,7 +54,7 @@ static int read_group(struct kvs_py_state *state, PyObject *value, struct kvs_po
   return 0;
 }
 
-/* Bytes from the first block's first to the last block's last, UINT64_MAX where that is too many to count. */
+/* Bytes from the first byte of the first block to the last byte of the last block; UINT64_MAX on overflow. */
 static uint64_t extent_of(const struct kvs_pool_layout *layout) {
   uint64_t row = layout->block_nbytes / layout->rows, rows = 0, blocks = 0, all;
   if (__builtin_mul_overflow(layout->rows - 1, layout->pitch != 0 ? layout->pitch : row, &rows) ||
@@ -64,7 +64,7 @@ static uint64_t extent_of(const struct kvs_pool_layout *layout) {
   return all;
 }
 
-/* A tensor whose size is known must hold all the blocks that it is said to have. */
+/* A tensor of known size must be large enough for all its blocks. */
 static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
   if (limit == UINT64_MAX || layout->num_blocks == 0) return 0;
   uint64_t row = layout->block_nbytes / layout->rows, needed = extent_of(layout);
@@ -90,7 +90,7 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   return 0;
 }
 
-/* `engine`: a reference to take, or NULL with an exception set. */
+/* Steals the reference to engine, which is NULL if an exception is set. */
 static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, struct pool_object *self,
                      const struct kvs_pool_layout *layout) {
   struct kvs_error err = {0};
@@ -143,7 +143,7 @@ PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine
   return NULL;
 }
 
-/* -- letting it go ------------------------------------------------------------------------------------------------- */
+/* -- destruction --------------------------------------------------------------------------------------------------- */
 
 static int pool_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
@@ -216,18 +216,19 @@ static PyObject *pool_name(PyObject *self, void *unused) {
 PyDoc_STRVAR(
     pool_doc,
     "Pool(device, ptr, num_blocks, block_nbytes, *, stride=None, rows=1, pitch=0, group=None, name=None)\n--\n\n"
-    "Blocks in memory whose slots are tracked, so that move_blocks() orders transfers between pools by itself.\n\n"
-    "device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which is held as long as the\n"
-    "  pool lives; behind a plain address the caller keeps the memory. Of the device or of the host.\n"
-    "num_blocks, block_nbytes: how many blocks (up to 2**32 - 1), and the bytes of each, of all its rows together.\n"
+    "Blocks in memory. kvswap records the accesses to each slot, so that move_blocks() orders transfers between "
+    "pools.\n\n"
+    "device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which the pool holds; the\n"
+    "  caller keeps the memory of a plain address valid. Device or host memory.\n"
+    "num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together.\n"
     "stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride.\n"
-    "rows, pitch: a block is so many equal rows, so many bytes apart (to be named if there are several): the layers of "
+    "rows, pitch: a block is `rows` equal rows, `pitch` bytes apart (required if rows > 1): the layers of "
     "a "
     "layer-first cache,\n"
     "  or K and V in separate halves.\n"
-    "group: another Pool of as many blocks: a slot of both belongs to one block, they are moved together and tracked\n"
-    "  as one. name: for messages, 1 to 31 bytes; None: 'pool N'.\n\n"
-    "Pools of one device must not share bytes. ValueError: a layout that does not fit, or memory that is not known.\n"
+    "group: another Pool of as many blocks: slot i of both is one block, ordered as one. name: for messages, 1 to 31\n"
+    "  bytes; None: 'pool N'.\n\n"
+    "Pools of one device must not share bytes. ValueError: a layout that does not fit, or unknown memory.\n"
     "Any thread may use it.");
 
 static PyGetSetDef getset[] = {
@@ -238,7 +239,7 @@ static PyGetSetDef getset[] = {
     {"stride", pool_number, NULL, "int: bytes from block to block.", (void *)(uintptr_t)STRIDE},
     {"rows", pool_number, NULL, "int: rows of a block.", (void *)(uintptr_t)ROWS},
     {"pitch", pool_number, NULL, "int: bytes from row to row.", (void *)(uintptr_t)PITCH},
-    {"group", pool_group, NULL, "Pool: the one that it was grouped with, or None.", NULL},
+    {"group", pool_group, NULL, "Pool: the one given as group=, or None.", NULL},
     {"name", pool_name, NULL, "str: for messages.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -1,14 +1,14 @@
-/* The race checker as Python sees it: who calls, a hook for what was found, and the underscored functions that
- * kvswap.testing is made of. */
+/* The race checker in Python: the calling line, a hook for found races, and the private functions behind
+ * kvswap.testing. */
 #include "bind.h"
 
 #include <frameobject.h>
 #include <stdio.h>
 #include <string.h>
 
-/* -- who calls ----------------------------------------------------------------------------------------------------- */
+/* -- the calling line ---------------------------------------------------------------------------------------------- */
 
-/* "/.../kvswap/": code from there is not who calls. A new reference to a str. */
+/* "/.../kvswap/": frames of this folder are skipped. A new reference to a str. */
 static PyObject *package_folder(struct kvs_py_state *state) {
   PyObject *module = PyType_GetModule((PyTypeObject *)state->pool_type);
   PyObject *file = module == NULL ? NULL : PyModule_GetFilenameObject(module);
@@ -64,13 +64,13 @@ const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity
   PyObject *folder = package_folder(state);
   int rc = folder == NULL ? -1 : find_caller(folder, text, capacity);
   Py_XDECREF(folder);
-  if (rc < 0) PyErr_Clear(); /* a report that does not say who is worth more than none */
+  if (rc < 0) PyErr_Clear(); /* report without the line */
   return text;
 }
 
 /* -- the hook ------------------------------------------------------------------------------------------------------ */
 
-/* Two threads may both call it for the same races, or one for none: whoever takes them gets each once. */
+/* Two threads may both call the hook for the same races: taking them gives each race once. */
 void kvs_py_tell_races(struct kvs_py_state *state) {
   PyObject *type, *value, *traceback;
   if (!kvs_racecheck_active()) return;
@@ -82,7 +82,7 @@ void kvs_py_tell_races(struct kvs_py_state *state) {
   if (hook == NULL)
     PyErr_Clear(); /* none was ever set */
   else if (done == NULL && hook != Py_None)
-    PyErr_WriteUnraisable(hook); /* what was submitted is not to be lost for it */
+    PyErr_WriteUnraisable(hook); /* the submission has succeeded: do not raise from it */
   Py_XDECREF(done);
   Py_XDECREF(hook);
   PyErr_Restore(type, value, traceback);
@@ -104,9 +104,9 @@ static PyObject *set_race_hook(PyObject *module, PyObject *hook) {
   return NULL;
 }
 
-/* -- taking what was found ----------------------------------------------------------------------------------------- */
+/* -- taking found races -------------------------------------------------------------------------------------------- */
 
-/* A text that was cut to its buffer may end inside a character. */
+/* A text that was cut at its buffer's end may end inside a character. */
 static PyObject *text_of(const char *text) { return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"); }
 
 static PyObject *party_of(const struct kvs_race_party *party) {
@@ -161,13 +161,13 @@ PyDoc_STRVAR(set_race_hook_doc,
              "_set_race_hook($module, hook, /)\n--\n\n"
              "hook() is called after a call that submits, notes or waits while new races have been found; None: "
              "nothing is.\n"
-             "Returns the one before.");
+             "Returns the previous hook.");
 PyDoc_STRVAR(racecheck_start_doc, "_racecheck_start($module, /)\n--\n\nStart the checker. Starts and stops nest.");
 PyDoc_STRVAR(racecheck_stop_doc, "_racecheck_stop($module, /)\n--\n\nUndo one start.");
 PyDoc_STRVAR(racecheck_found_doc, "_racecheck_found($module, /)\n--\n\nHow many races since the first start.");
 PyDoc_STRVAR(racecheck_take_doc,
              "_racecheck_take($module, /)\n--\n\n"
-             "The races that nobody took yet, at most 1000, oldest first: (pool, slot, first, second), a party being\n"
+             "The races not taken yet, at most 1000, oldest first: (pool, slot, first, second), each access being\n"
              "(write, transfer, lane, sequence, what, stream, where).");
 
 PyMethodDef kvs_py_race_methods[] = {

@@ -1,5 +1,5 @@
-/* kvswap._C._seam: the members of csrc/device/device.h by name, for the conformance suite. One table row a member; all
- * take numbers, but for the two lists of copies, whose three lists come first. */
+/* kvswap._C._seam: the members of csrc/device/device.h by name, for the conformance suite. One table row for each
+ * member. All take numbers, except copy_batch and copy_direct, which take three lists first. */
 #include "../device/share.h"
 #include "bind.h"
 
@@ -8,11 +8,11 @@
 enum { SEAM_ARGS = 10 };
 enum answer { NOTHING, NUMBER, READY, STREAM_INFO, REGION };
 
-/* What a member is given and gives. */
+/* Arguments and results of a member. */
 struct seam_call {
   struct kvs_device *device;
   uint64_t a[SEAM_ARGS];
-  struct kvs_copies copies; /* memory of `lists` */
+  struct kvs_copies copies; /* points into `lists` */
   struct kvs_py_list lists[3];
   uint64_t number;
   struct kvs_stream_info stream;
@@ -125,11 +125,11 @@ static int read_copies(struct kvs_py_state *state, PyObject *const *args, struct
       return kvs_py_complain(PyExc_ValueError, names[i], -1, "is not as long as dsts");
   }
   size_t count = c->lists[0].count;
-  *block = kvs_py_uint64_array(count, &words); /* twice the room that the indices need */
+  *block = kvs_py_uint64_array(count, &words); /* twice the size that the indices need */
   if (*block == NULL) return -1;
   uint32_t *indices = (uint32_t *)(void *)words;
   for (size_t i = 0; i < count; ++i) indices[i] = (uint32_t)i;
-  /* the seam takes pointers to what it does not write */
+  /* the seam's pointers are not const, but it does not write through them */
   c->copies = (struct kvs_copies){.dst = (uint64_t *)(uintptr_t)c->lists[0].data,
                                   .src = (uint64_t *)(uintptr_t)c->lists[1].data,
                                   .nbytes = (uint64_t *)(uintptr_t)c->lists[2].data,

@@ -101,7 +101,7 @@ static PyObject *shared_publish(PyObject *self, PyObject *blocks) { return chang
 
 static PyObject *shared_retract(PyObject *self, PyObject *blocks) { return change(self, blocks, kvs_shared_retract); }
 
-/* In slices, so that Ctrl-C works; the last one's error names the block that is not there. */
+/* Wait in slices, so that Ctrl-C works. The last slice's error names the missing block. */
 static int wait_published(PyObject *self, const struct kvs_ids *ids, int64_t timeout_ns) {
   int64_t start = (int64_t)kvs_clock_ns();
   for (;;) {
@@ -180,7 +180,7 @@ static PyObject *shared_pool_repr(PyObject *self) {
                               kvs_engine_name(kvs_host_pool_engine(core_of(self))), info.owner ? "owned" : "joined");
 }
 
-/* -- of the module ------------------------------------------------------------------------------------------------- */
+/* -- module functions ---------------------------------------------------------------------------------------------- */
 
 static PyObject *shared_clean(PyObject *module, PyObject *unused) {
   char text[8192];
@@ -197,8 +197,8 @@ static PyObject *shared_clean(PyObject *module, PyObject *unused) {
 PyDoc_STRVAR(
     clean_doc,
     "clean($module, /)\n--\n\n"
-    "Remove shared pools of this user whose owners died without closing them; returns their names. Creating a\n"
-    "shared pool does so too. Processes that have joined one keep it.");
+    "Remove shared pools of this user whose owners ended without closing them; returns their names. Creating a\n"
+    "shared pool does this too. Processes that have joined such a pool keep its memory.");
 
 PyMethodDef kvs_py_shared_methods[] = {
     {"clean", shared_clean, METH_NOARGS, clean_doc},
@@ -214,37 +214,40 @@ PyDoc_STRVAR(
     "reserve=None, progress=None, wait=True)\n--\n\n"
     "A host pool that several processes of one user map: the ranks of a model, or one copy of what all of them "
     "need.\n\n"
-    "name: 1 to 100 letters, digits, '.', '_' and '-': it lies at /dev/shm/kvswap.<name>, for this user alone.\n"
-    "create: True: make it; what an owner that died left there is replaced. False: join what is there; num_blocks,\n"
-    "  slot_nbytes, layers and layout must be the same. None: join, or make it.\n"
-    "generation: with create=False, join only the segment that has it, as its owner told.\n"
+    "name: 1 to 100 letters, digits, '.', '_' and '-'. The file is /dev/shm/kvswap.<name>, mode 0600.\n"
+    "create: True: create the pool, replacing one of a dead owner. False: join an existing pool; num_blocks,\n"
+    "  slot_nbytes, layers and layout must be equal. None: join, or create if there is none.\n"
+    "generation: with create=False: join only the segment of this generation.\n"
     "Everything else as for HostPool; pages '2MiB' and '1GiB' become 'transparent', with a notice.\n\n"
-    "Who makes it owns it: its name goes when the owner closes it or ends; who has joined keeps the memory. Each\n"
-    "process registers it with its own device. A process that is killed leaves its name behind until the next "
+    "The creating process is the owner. The name is removed when the owner closes the pool or ends; joined processes\n"
+    "keep the memory. Each process registers it with its own device. A killed owner leaves the name until the next "
     "start.\n\n"
     "Each block has a word that all processes see. One process writes a block, many read it: claim(), write,\n"
     "publish(); readers wait_ready(). Publish after the transfer that writes the block has ended.\n\n"
-    "ValueError: it exists (create=True), does not, or is another one. kvswap.Error: it belongs to another user or\n"
+    "ValueError: the pool exists (create=True), does not exist, or differs. kvswap.Error: it belongs to another user "
+    "or\n"
     "another pid namespace. MemoryError: no room in /dev/shm, or as for HostPool. Any thread may use it.");
 PyDoc_STRVAR(claim_doc,
              "claim($self, blocks, /)\n--\n\n"
-             "Which of these blocks are this process's to write from now on: those that are empty, and those "
-             "whose writer\ndied. blocks: ids; returns a bool array, one a block. Never blocks.");
-PyDoc_STRVAR(publish_doc, "publish($self, blocks, /)\n--\n\n"
-                          "Say that these blocks are written, and wake who waits for them. ValueError: another process "
-                          "is writing one,\nand none is published.");
+             "Claim empty blocks, and blocks of a dead writer, for writing by this process. blocks: ids. Returns a\n"
+             "bool array: which of them were claimed. Never blocks.");
+PyDoc_STRVAR(publish_doc,
+             "publish($self, blocks, /)\n--\n\n"
+             "Mark blocks as written and wake waiting processes. ValueError: another process is writing one of\n"
+             "them; then none is published.");
 PyDoc_STRVAR(retract_doc,
              "retract($self, blocks, /)\n--\n\n"
-             "Make these blocks empty, to be written anew. That nobody reads them any more is the caller's "
-             "care. ValueError: another\nprocess is writing one.");
+             "Mark blocks as empty, to be written again. The caller must make sure that no process still reads\n"
+             "them. ValueError: another process is writing one of them.");
 PyDoc_STRVAR(published_doc,
              "published($self, blocks, /)\n--\n\nWhich of these blocks are published: a bool array. Never blocks.");
 PyDoc_STRVAR(wait_ready_doc, "wait_ready($self, /, blocks, timeout=None)\n--\n\n"
                              "Wait until all of these blocks are published.\n\n"
-                             "timeout: seconds; TimeoutError. kvswap.Error: the process that was writing one died.");
-PyDoc_STRVAR(unlink_doc, "unlink($self, /)\n--\n\n"
-                         "Take its name away: nobody joins any more, who has it keeps it. For its owner. Twice is no "
-                         "error.");
+                             "timeout: seconds; TimeoutError. kvswap.Error: the writing process of a block has ended.");
+PyDoc_STRVAR(unlink_doc,
+             "unlink($self, /)\n--\n\n"
+             "Remove the name: no more processes can join, joined ones keep the memory. For the owner. Twice is no "
+             "error.");
 
 static PyMethodDef methods[] = {
     KVS_PY_HOST_METHODS,
@@ -259,12 +262,12 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     KVS_PY_HOST_GETSET,
-    {"path", get_shared, NULL, "str: its file.", (void *)PATH},
-    {"generation", get_shared, NULL, "int: tells it from others of the same name, before and after.",
+    {"path", get_shared, NULL, "str: path of the file.", (void *)PATH},
+    {"generation", get_shared, NULL, "int: differs from that of every other pool of this name.",
      (void *)SHOWN_GENERATION},
-    {"owner", get_shared, NULL, "bool: this process made it.", (void *)OWNER},
-    {"owner_pid", get_shared, NULL, "int: the process that made it.", (void *)OWNER_PID},
-    {"owner_alive", get_shared, NULL, "bool: that process lives.", (void *)OWNER_ALIVE},
+    {"owner", get_shared, NULL, "bool: this process created the pool.", (void *)OWNER},
+    {"owner_pid", get_shared, NULL, "int: the process that created the pool.", (void *)OWNER_PID},
+    {"owner_alive", get_shared, NULL, "bool: the owner still runs.", (void *)OWNER_ALIVE},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

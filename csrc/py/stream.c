@@ -1,4 +1,4 @@
-/* kvswap.Stream: a stream of its own, non-blocking. */
+/* kvswap.Stream: a non-blocking stream that the object owns. */
 #include "bind.h"
 
 struct stream_object {
@@ -14,7 +14,7 @@ struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle) {
   return as_stream(stream)->engine;
 }
 
-/* The device's numbers: "normal" is what a stream has that nobody asked a priority for. */
+/* The device's number for a priority; "normal" is the driver's default priority. */
 static int priority_number(const struct kvs_device_info *info, int named) {
   enum kvs_priority priority = (enum kvs_priority)(KVS_PRIORITY_NORMAL + named);
   if (priority == KVS_PRIORITY_HIGH) return info->priority_high;
@@ -50,7 +50,7 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
 
 static void stream_dealloc(PyObject *object) {
   struct stream_object *self = as_stream(object);
-  struct kvs_error ignored = {0}; /* nobody is there to be told, and a lost device keeps nothing */
+  struct kvs_error ignored = {0}; /* a destructor cannot raise */
   if (self->handle != 0 && !kvs_engine_keep_stream(self->engine, self->handle))
     kvs_dev_stream_destroy(kvs_engine_device(self->engine), self->handle, &ignored);
   if (self->engine != NULL) kvs_engine_unref(self->engine);
@@ -96,15 +96,16 @@ static PyObject *stream_protocol(PyObject *object, PyObject *unused) {
 PyDoc_STRVAR(
     stream_doc,
     "Stream(device=None, *, priority='normal')\n--\n\n"
-    "A new stream of a device (Device, name, or None: as Device(None)), in no order with the legacy default stream.\n\n"
+    "A new stream of a device (Device, name, or None: as Device(None)), not ordered with the legacy default stream.\n\n"
     "Work on one stream runs in order, work on two in no order until an event joins them. priority: 'high', 'normal' "
     "or\n"
     "'background'. Queued work finishes when the object is dropped. Any thread may use it.");
-PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether all work queued on it has ended. Never blocks.");
-PyDoc_STRVAR(synchronize_doc,
-             "synchronize($self, /, timeout=None)\n--\n\n"
-             "Wait until all work queued on it has ended.\n\n"
-             "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works. Any thread may call.");
+PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether all work queued on the stream has ended. Never blocks.");
+PyDoc_STRVAR(
+    synchronize_doc,
+    "synchronize($self, /, timeout=None)\n--\n\n"
+    "Wait until all work queued on the stream has ended.\n\n"
+    "timeout: seconds, None for no limit; after TimeoutError the work goes on. Ctrl-C works. Any thread may call.");
 PyDoc_STRVAR(protocol_doc,
              "__cuda_stream__($self, /)\n--\n\n(0, handle): the protocol by which libraries share streams.");
 
@@ -117,7 +118,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     {"handle", stream_handle, NULL, "int: the driver's handle.", NULL},
-    {"device", stream_device, NULL, "Device: whose stream it is.", NULL},
+    {"device", stream_device, NULL, "Device: the stream's device.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,5 +1,5 @@
 /* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared;
- * what differs between the functions is in their struct swap_kind. */
+ * each function's differences are in its struct swap_kind. */
 #include "options.h"
 
 #include <stdio.h>
@@ -19,7 +19,7 @@ enum cache {
   CPU_STRIDE,
   CACHE
 };
-enum { COMMON = KVS_PY_COMMON + 1 }; /* behind those: the shared options, then device */
+enum { COMMON = KVS_PY_COMMON + 1 }; /* the common options, then device */
 enum { PER_TENSOR = 5 }; /* numbers that may differ between tensors: block_nbytes, the two counts, the two strides */
 
 #define COMMON_NAMES KVS_PY_COMMON_NAMES, "device"
@@ -48,7 +48,7 @@ struct swap_call {
 
 struct swap_kind {
   struct kvs_py_args args;
-  int common; /* where the common arguments begin */
+  int common; /* index of the first common argument */
   bool many, sync, layered;
   int (*read)(struct swap_call *call, const struct swap_kind *kind);
   int (*submit)(void *call, struct kvs_error *err);
@@ -67,7 +67,7 @@ static void swap_clear(struct swap_call *call) {
 
 /* -- lists of pointers --------------------------------------------------------------------------------------------- */
 
-/* Sizes that tensors' own are held against must still be the same when the core reads them. */
+/* Copy sizes that were checked against tensors: they must not change before the core reads them. */
 static int keep_sizes(struct kvs_py_list *sizes) {
   uint64_t *copy;
   PyObject *array = kvs_py_uint64_array(sizes->count, &copy);
@@ -159,7 +159,7 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
     PyObject *value = call->values[places[i]];
     const char *name = kind->args.names[places[i]];
     if (places[i] >= GPU_STRIDE && !kvs_py_given(value)) {
-      list->one = true; /* 0: as far as a block is long */
+      list->one = true; /* 0: block_nbytes */
       list->data = list->single;
       continue;
     }
@@ -177,8 +177,8 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
 
 static uint64_t number_at(const struct kvs_py_list *list, size_t i) { return list->data[list->one ? 0 : i]; }
 
-/* Without a stride the blocks follow each other, so a tensor of another size is a mistake: often the elements of a
- * block are counted for its bytes. */
+/* Without a stride blocks are contiguous, so that a tensor of another size is a mistake. Often block_nbytes was given
+ * in elements. */
 static int refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
                        uint64_t needed) {
   char hint[120] = "name a stride if other bytes lie between or behind them";
@@ -192,7 +192,7 @@ static int refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint6
                          (unsigned long long)needed, hint);
 }
 
-/* A tensor whose size is known must hold all the blocks that it is said to have and, without a stride, nothing else. */
+/* A tensor of known size must be large enough for all its blocks and, without a stride, exactly as large. */
 static int check_cover(const struct kvs_py_list *ptrs, size_t i, const char *name, bool many, uint64_t blocks,
                        uint64_t stride, uint64_t nbytes) {
   uint64_t limit = ptrs->limits == NULL ? UINT64_MAX : ptrs->limits[i];
@@ -258,7 +258,7 @@ static int submit_cache(void *arg, struct kvs_error *err) {
 
 /* -- the call ------------------------------------------------------------------------------------------------------ */
 
-/* The device that was named, else that of the pointers: the GPU's of a cache; of a batch, either side's. */
+/* The given device, else the device of the pointers: of a cache the GPU side's, of a batch either side's. */
 static struct kvs_engine *find_engine(struct swap_call *call, PyObject *device, bool batch) {
   if (kvs_py_given(device) || call->ptrs[0].count == 0) return kvs_py_engine_from(call->state, device);
   const uint64_t first[2] = {call->ptrs[0].data[0], call->ptrs[1].data[0]};
@@ -313,20 +313,20 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
   "cpu_block_ids, direction, *, gpu_stride=None, cpu_stride=None, " COMMON_SIGNATURE
 #define COMMON_DOC                                                                                                     \
   KVS_PY_ORDER_DOC                                                                                                     \
-  "device: Device, its name, or None: the pointers' GPU, host:0 where there is none.\n" KVS_PY_PATH_DOC
+  "device: Device, its name, or None: the pointers' GPU, else host:0.\n" KVS_PY_PATH_DOC
 #define TAIL_DOC                                                                                                       \
-  "\nTensors are held until the transfer ended; behind a plain address the caller keeps the memory until "             \
+  "\nTensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until "            \
   "done().\n" KVS_PY_CHECKED_DOC
 #define CACHE_DOC                                                                                                      \
   "Block i of a tensor lies at its pointer + i * stride bytes (stride None: block_nbytes) and is block_nbytes long.\n" \
-  "A tensor without a stride has exactly its number of blocks * block_nbytes bytes.\n"                                 \
+  "A tensor without a stride must have exactly (number of blocks) * block_nbytes bytes.\n"                             \
   "gpu_block_ids, cpu_block_ids: int32 or int64 arrays (n,), or sequences of ints, of one length.\n"                   \
   "direction: 0 or Direction.D2H, 1 or Direction.H2D.\n"
 
 PyDoc_STRVAR(
     swap_blocks_batch_doc,
     "swap_blocks_batch($module, /, src_ptrs, dst_ptrs, sizes, *, " COMMON_SIGNATURE SIGNATURE_END
-    "Copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], in no order among them; returns the Transfer at once.\n\n"
+    "Copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], in any order; returns the Transfer at once.\n\n"
     "src_ptrs, dst_ptrs: int64 or uint64 arrays (n,), or sequences of addresses and tensors. sizes: bytes, an array "
     "or\n"
     "  sequence (n,), or one int for all.\n" COMMON_DOC TAIL_DOC);
@@ -339,7 +339,7 @@ PyDoc_STRVAR(
 #define LAYERS_HEAD SIGNATURE_END "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor"
 #define AT_ONCE "; returns the Transfer at once.\n\n"
 #define WHEN_DONE                                                                                                      \
-  "; returns None when the bytes have\narrived, or raises why not. Ctrl-C works, and lets the transfer go on.\n\n"
+  "; returns None when the copy is\ndone, or raises its error. Ctrl-C works, and the transfer then goes on.\n\n"
 
 PyDoc_STRVAR(swap_cache_per_layer_doc,
              "swap_cache_per_layer" CACHE_SIGNATURE("") LAYER_HEAD WHEN_DONE LAYER_DOC TAIL_DOC);
@@ -347,10 +347,11 @@ PyDoc_STRVAR(swap_cache_per_layer_async_doc,
              "swap_cache_per_layer_async" CACHE_SIGNATURE("") LAYER_HEAD AT_ONCE LAYER_DOC TAIL_DOC);
 PyDoc_STRVAR(swap_cache_all_layers_doc,
              "swap_cache_all_layers" CACHE_SIGNATURE("s") LAYERS_HEAD WHEN_DONE LAYERS_DOC TAIL_DOC);
-PyDoc_STRVAR(swap_cache_all_layers_async_doc,
-             "swap_cache_all_layers_async" CACHE_SIGNATURE(
-                 "s") ", layer_events=False, after_layers=None" LAYERS_HEAD AT_ONCE LAYERS_DOC
-                      "Layer by layer, a tensor of the lists a layer, in their order:\n" KVS_PY_LAYER_DOC TAIL_DOC);
+PyDoc_STRVAR(
+    swap_cache_all_layers_async_doc,
+    "swap_cache_all_layers_async" CACHE_SIGNATURE(
+        "s") ", layer_events=False, after_layers=None" LAYERS_HEAD AT_ONCE LAYERS_DOC
+             "A layer is one tensor of the lists; layers are copied in this order:\n" KVS_PY_LAYER_DOC TAIL_DOC);
 
 #define ROW(name) {#name, KVS_PY_FASTCALL(name), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_swap_methods[] = {

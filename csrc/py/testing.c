@@ -1,5 +1,5 @@
-/* The underscored functions: faults, deterministic devices and what is known of the machine without opening a device.
- * For kvswap's own modules and tests. */
+/* Private functions for kvswap's modules and tests: faults, deterministic devices, and facts of the machine that need
+ * no open device. */
 #include "bind.h"
 
 #include "../kvswap_file.h"
@@ -148,8 +148,7 @@ static int read_fault(PyObject *const *values, struct kvs_fault *fault) {
   return 0;
 }
 
-/* A fault of the engine's, not of its device: between transfers of pools the waits for a kind of hazard are left out.
- */
+/* A fault of the engine, not of its device: transfers between pools omit the waits for one kind of hazard. */
 static PyObject *skip_hazard(struct kvs_py_state *state, PyObject *const *values) {
   static const char *const actions[] = {"none", "skip"}, *const hazards[] = {"raw", "war", "waw"};
   struct kvs_error err = {0};
@@ -255,22 +254,22 @@ static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
   if (timeout_ns < 0) return kvs_py_complain(PyExc_ValueError, "timeout", -1, "must be finite"), NULL;
   Py_BEGIN_ALLOW_THREADS
-  kvs_file_shutdown(timeout_ns); /* first: stores use devices */
+  kvs_file_shutdown(timeout_ns); /* before the devices, which the stores use */
   kvs_shutdown(timeout_ns);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(delay_doc,
-             "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for so long, at most 10 s.");
+             "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for `seconds`, at most 10.");
 PyDoc_STRVAR(
     deterministic_device_doc,
     "_deterministic_device($module, /, seed)\n--\n\n"
     "A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides.");
 PyDoc_STRVAR(host_step_doc, "_host_step($module, /, device, steps)\n--\n\n"
-                            "Run up to so many steps of a deterministic device's queued work; how many were run.");
+                            "Run up to `steps` steps of a deterministic device's queued work; returns the number run.");
 PyDoc_STRVAR(host_trace_doc, "_host_trace($module, device, /)\n--\n\n"
-                             "A number that is a function of all that ran on a host device so far, and in what order.");
+                             "A hash of all work that ran on a host device so far, and of its order.");
 PyDoc_STRVAR(host_capture_doc, "_host_capture($module, /, device, stream, begin)\n--\n\n"
                                "Begin or end a modelled graph capture on a host device's stream.");
 PyDoc_STRVAR(host_peer_doc, "_host_peer($module, /, device, ordinal, reached)\n--\n\n"
@@ -283,14 +282,16 @@ PyDoc_STRVAR(set_fault_doc,
              "kind 'hazard', action 'skip', operation 'raw', 'war' or 'waw': the waits between transfers of pools for "
              "such a hazard\n"
              "are left out.");
-PyDoc_STRVAR(set_lane_depth_doc, "_set_lane_depth($module, /, device, depth)\n--\n\n"
-                                 "How many unfinished transfers a lane holds, 1 to 65536. Concerns lanes made later.");
+PyDoc_STRVAR(set_lane_depth_doc,
+             "_set_lane_depth($module, /, device, depth)\n--\n\n"
+             "Set the limit of unfinished transfers of a lane, 1 to 65536. Applies to lanes created later.");
 PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
 PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
 PyDoc_STRVAR(fatbin_doc,
              "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
-PyDoc_STRVAR(shutdown_doc, "_shutdown($module, /, timeout)\n--\n\n"
-                           "Drain every open device for so many seconds in all. Afterwards nothing can be submitted.");
+PyDoc_STRVAR(shutdown_doc,
+             "_shutdown($module, /, timeout)\n--\n\n"
+             "Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted.");
 
 #define ROW(function, name) {"_" #name, KVS_PY_FASTCALL(function), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_testing_methods[] = {

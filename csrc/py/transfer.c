@@ -1,6 +1,5 @@
-/* kvswap.Transfer: the handle of one submitted list of copies. It keeps its engine too, for a deterministic device that
- * nobody else holds. What has ended is noticed by done() and its like, which then let go of the tensors that were held
- * for it. */
+/* kvswap.Transfer: the handle of one submitted list of copies. It holds its engine too: a deterministic device may have
+ * no other reference. done() and similar calls notice the end of transfers and then drop the tensors held for them. */
 #include "bind.h"
 
 #include <stdlib.h>
@@ -32,7 +31,7 @@ static void transfer_dealloc(PyObject *self) {
   kvs_engine_unref(engine);
 }
 
-/* Whether it ended; then its owners are let go. */
+/* Whether the transfer has ended; if so, drops what was held for it. */
 static bool poll(struct kvs_transfer *transfer) {
   bool ended;
   Py_BEGIN_ALLOW_THREADS /* the lane's lock may be held by a long submission */
@@ -53,7 +52,7 @@ int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transf
     return 0;
   }
   PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback); /* letting go runs other people's destructors */
+  PyErr_Fetch(&type, &value, &traceback); /* dropping references runs foreign destructors */
   kvs_py_collect(kvs_transfer_engine(transfer));
   PyErr_Restore(type, value, traceback);
   return rc;
@@ -140,7 +139,7 @@ static PyObject *transfer_layer_done(PyObject *self, PyObject *value) {
   rc = kvs_transfer_layer_done(transfer, layer, &err);
   Py_END_ALLOW_THREADS
   if (rc == KVS_NOT_READY) Py_RETURN_FALSE;
-  kvs_py_collect(kvs_transfer_engine(transfer)); /* it may have been the last one */
+  kvs_py_collect(kvs_transfer_engine(transfer)); /* it may have been the last reference */
   return rc == KVS_OK ? Py_NewRef(Py_True) : kvs_py_raise(kvs_py_state_of(self), &err);
 }
 
@@ -222,7 +221,7 @@ static PyObject *transfer_failed_blocks(PyObject *self, void *unused) {
   struct kvs_transfer *transfer = kvs_py_transfer_core(self);
   int64_t *data;
   poll(transfer);
-  size_t count = kvs_transfer_failed(transfer, NULL, 0); /* fixed once it ended */
+  size_t count = kvs_transfer_failed(transfer, NULL, 0); /* constant after the end */
   uint32_t *positions = count == 0 ? NULL : PyMem_Calloc(count, sizeof *positions);
   if (count != 0 && positions == NULL) return PyErr_NoMemory();
   kvs_transfer_failed(transfer, positions, count);
@@ -234,32 +233,31 @@ static PyObject *transfer_failed_blocks(PyObject *self, void *unused) {
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(transfer_doc, "A submitted transfer. It goes on if the object is dropped, and holds the tensors that it "
-                           "was given until it ended.\n\n"
-                           "It ends in exactly one state: done, failed or cancelled. Any thread may use it.");
-PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether it ended, however: look at error. Never blocks.");
-PyDoc_STRVAR(
-    wait_doc,
-    "wait($self, /, timeout=None)\n--\n\n"
-    "Wait until it ended; raise its error if it failed or was cancelled.\n\n"
-    "timeout: seconds, None for no limit; TimeoutError leaves it running. Ctrl-C works, and leaves it running too.");
+PyDoc_STRVAR(transfer_doc,
+             "A submitted transfer. It continues if the object is dropped, and holds its tensors until its end.\n\n"
+             "It ends in exactly one state: done, failed or cancelled. Any thread may use it.");
+PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether the transfer has ended, well or not: check error. Never blocks.");
+PyDoc_STRVAR(wait_doc, "wait($self, /, timeout=None)\n--\n\n"
+                       "Wait for the end; raise the error if the transfer failed or was cancelled.\n\n"
+                       "timeout: seconds, None for no limit. TimeoutError and Ctrl-C leave the transfer running.");
 PyDoc_STRVAR(result_doc, "result($self, /, timeout=None)\n--\n\nThe same as wait().");
 PyDoc_STRVAR(
     cancel_doc,
     "cancel($self, /)\n--\n\n"
-    "Whether this stopped it. Work that is issued to a device cannot be recalled: between GPU and host, False.");
+    "Returns whether this call stopped the transfer. Work issued to a device cannot be recalled: always False here.");
 PyDoc_STRVAR(
     make_wait_doc,
     "make_wait($self, stream, /)\n--\n\n"
     "Work queued on the stream later waits for the transfer, and for all earlier ones of its lane. Does not block.\n\n"
-    "It orders and proves nothing: it raises if the failure is known already; before trusting the bytes look at "
+    "It gives order only, and raises if a failure is known already. Before using the bytes check "
     "error.");
-PyDoc_STRVAR(make_wait_layer_doc,
-             "make_wait_layer($self, /, layer, stream)\n--\n\n"
-             "Work queued on the stream later waits for layers 0 to `layer`. Does not block, and proves as little as\n"
-             "make_wait(): it raises if the failure is known already.\n"
-             "\n"
-             "ValueError: the transfer was submitted without layer_events. IndexError: it has no such layer.");
+PyDoc_STRVAR(
+    make_wait_layer_doc,
+    "make_wait_layer($self, /, layer, stream)\n--\n\n"
+    "Work queued on the stream later waits for layers 0 to `layer`. Does not block. As make_wait() it gives order\n"
+    "only, and raises if a failure is known already.\n"
+    "\n"
+    "ValueError: the transfer was submitted without layer_events. IndexError: it has no such layer.");
 PyDoc_STRVAR(layer_done_doc,
              "layer_done($self, layer, /)\n--\n\n"
              "Whether layers 0 to `layer` have arrived. Raises the transfer's error if it failed. Never blocks.\n\n"
@@ -277,8 +275,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"event", transfer_event, NULL, "Event: reached when it ends, failed or not. Keeps the transfer.", NULL},
-    {"device", transfer_device, NULL, "Device: where it runs.", NULL},
+    {"event", transfer_event, NULL, "Event: reached at the end, failed or not. Holds the transfer.", NULL},
+    {"device", transfer_device, NULL, "Device: the transfer runs on it.", NULL},
     {"nbytes", transfer_number, NULL, "int: bytes of all its blocks.", (void *)(uintptr_t)NBYTES},
     {"num_blocks", transfer_number, NULL, "int: pairs of blocks (each in every tensor).",
      (void *)(uintptr_t)NUM_BLOCKS},
@@ -288,12 +286,12 @@ static PyGetSetDef getset[] = {
      (void *)(uintptr_t)NUMBER},
     {"lane", transfer_number, NULL, "int: number of its lane. A lane's transfers run and complete in order.",
      (void *)(uintptr_t)LANE},
-    {"sequence", transfer_number, NULL, "int: its place in its lane, from 1.", (void *)(uintptr_t)SEQUENCE},
-    {"elapsed", transfer_elapsed, NULL,
-     "float: seconds it took on the device, 0.0 where that cannot say; None while it runs.", NULL},
+    {"sequence", transfer_number, NULL, "int: position in the lane, from 1.", (void *)(uintptr_t)SEQUENCE},
+    {"elapsed", transfer_elapsed, NULL, "float: seconds on the device, 0.0 if not measured; None while it runs.", NULL},
     {"path", transfer_path, NULL, "str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'.", NULL},
     {"state", transfer_state, NULL, "str: 'running', 'done', 'failed' or 'cancelled'.", NULL},
-    {"error", transfer_error, NULL, "Exception: why it did not succeed; None while it runs and when it did.", NULL},
+    {"error", transfer_error, NULL, "Exception: why the transfer failed; None while it runs and if it succeeded.",
+     NULL},
     {"failed_blocks", transfer_failed_blocks, NULL,
      "int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where "
      "the\n"

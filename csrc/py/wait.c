@@ -1,4 +1,4 @@
-/* Waiting: the core waits without the GIL in slices; between them Python looks for signals, so that Ctrl-C works. */
+/* Waiting: the core waits without the GIL in slices. Between slices Python checks for signals, so that Ctrl-C works. */
 #include "bind.h"
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)
@@ -13,7 +13,7 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
                 const char *what) {
   int64_t start = timeout_ns < 0 ? 0 : (int64_t)kvs_clock_ns();
   int64_t left = timeout_ns;
-  kvs_py_tell_races(state); /* those that another thread's calls found */
+  kvs_py_tell_races(state); /* also the races that other threads' calls found */
   for (;;) {
     struct kvs_error err = {0};
     int64_t slice = left >= 0 && left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS;
@@ -61,7 +61,7 @@ PyObject *kvs_py_synchronize(struct kvs_py_state *state, const struct kvs_py_wai
   Py_RETURN_NONE;
 }
 
-/* -- giving memory back -------------------------------------------------------------------------------------------- */
+/* -- freeing memory ------------------------------------------------------------------------------------------------ */
 
 int kvs_py_patience(PyObject *value, int64_t *timeout_ns) {
   *timeout_ns = PATIENCE_NS;
@@ -81,7 +81,7 @@ enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_r
   Py_END_ALLOW_THREADS
   if (rc == 0) return KVS_PY_GIVEN;
   if (withdrawn) return KVS_PY_KEPT;
-  /* The driver has been told to free it, and will. */
+  /* The free was submitted to the driver and will complete. */
   if (!registration && PyErr_ExceptionMatches(PyExc_TimeoutError)) PyErr_Clear();
   return KVS_PY_GIVEN;
 }

@@ -56,7 +56,7 @@ _written: dict[str, tuple[bytes, int]] = {}  # guarded by _lock; this process's 
 _shared: dict[int, list[Opened]] = {}  # guarded by _lock; what share_external_data() opened, by address
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Opened:

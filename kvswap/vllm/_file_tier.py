@@ -95,7 +95,7 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be 
         self._store, self._readonly = _open(folder, layout, capacity, options)
         _log.info("file tier %s: %s, %s", folder, self._store, self._store.info)
 
-    # -- what vLLM asks ------------------------------------------------------------------------------------------------
+    # -- what vLLM asks -----------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, from memory."""

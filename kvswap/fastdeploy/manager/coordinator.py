@@ -635,7 +635,7 @@ class Coordinator:
         body = [{"generation": rank.generation, "handles": rank.handles} for rank in self.ranks]
         self._answer(client, request, "ok", "", body)
 
-    # -- status -----------------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         now = time.monotonic()
