@@ -1,4 +1,4 @@
-"""Blocks of a transfer manager in files: its modes "posix" and "gds"."""
+"""The transfer manager's modes "posix" and "gds": blocks in files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WAIT = 60.0  # seconds
 
 
 class ManagerFiles:
-    """The stores of a manager, one a directory, opened when they are first named, and what is under way there.
+    """The stores of a manager, one for each directory, opened at first use, and their running transfers.
 
-    A block is the bytes of all pools, under the key block_{id}. Where a directory holds block_{id}_pool_{i}.bin files
-    and not the key, a load takes the block from them.
+    A block is the bytes of all pools, under the key block_{id}. If a directory has block_{id}_pool_{i}.bin files
+    (TensorRT-LLM's) and not the key, a load reads the block from them.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class ManagerFiles:
         self._device, self._pool_nbytes = device, list(pool_nbytes)
         self._layout = Layout(sum(pool_nbytes), use="KVCacheTransferManager", **shape)
         self._options = {"capacity": _CAPACITY, **options}
-        self._gds = {"posix": "off", "gds": self._options.pop("gds", "auto")}  # what a mode asks of a store
+        self._gds = {"posix": "off", "gds": self._options.pop("gds", "auto")}  # FileStore's gds= for each mode
         self._lock = threading.Lock()
-        self._stores: dict[str, tuple[FileStore, str]] = {}  # guarded by _lock: with the mode that it was opened for
-        self._under_way: list[tuple[FileTransfer, frozenset[int]]] = []  # guarded by _lock: with their primary blocks
+        self._stores: dict[str, tuple[FileStore, str]] = {}  # guarded by _lock; store and the mode of its opening
+        self._under_way: list[tuple[FileTransfer, frozenset[int]]] = []  # guarded by _lock; with their primary blocks
 
     def store_of(self, directory: str | None, mode: str) -> FileStore:
-        """Of one directory there is one store: it is opened anew when the mode changes, after what is under way."""
+        """The directory's store. If the mode changes, the store is reopened after its transfers have ended."""
         if not directory:
             raise ValueError("directory is needed: modes 'posix' and 'gds' keep blocks in files there")
         path = os.path.abspath(directory)
@@ -44,7 +44,7 @@ class ManagerFiles:
             store, opened_for = self._stores.get(path, (None, ""))
             if store is not None and opened_for == mode:
                 return store
-            if mode == "gds":  # before the other mode's store is given up
+            if mode == "gds":  # before closing the other mode's store
                 self._check_gds(*_C._file_gds(self._gds[mode] == "compat"))
             if store is not None:
                 store.close(_WAIT)
@@ -71,7 +71,7 @@ class ManagerFiles:
         return self._began(store.load(_keys(ids), pools, slots, after=after), slots)
 
     def _take_in(self, store: FileStore, directory: str, ids: Any) -> None:
-        """Blocks that only others' files hold. They are stored first: the load that follows comes after."""
+        """Store blocks that only TensorRT-LLM's files hold; the following load reads them after that."""
         keys = _keys(ids)
         for key, number, there in zip(keys, ids, store.contains(keys), strict=True):
             block = None if there else read_block_files(directory, int(number), self._pool_nbytes)
@@ -85,7 +85,7 @@ class ManagerFiles:
         return transfer
 
     def wait_for(self, slots: Any | None, timeout: float | None = _WAIT) -> None:
-        """Until no transfer to or from files uses these primary blocks (None: any). Their failures are their own."""
+        """Wait until no file transfer uses these primary blocks (None: any). Ignores the transfers' failures."""
         with self._lock:
             self._under_way = [pair for pair in self._under_way if not pair[0].done()]
             wanted = list(self._under_way)
@@ -101,7 +101,7 @@ class ManagerFiles:
             except TimeoutError:
                 raise
             except _C.Error:
-                pass  # told by the transfer
+                pass  # the transfer reports it
 
     def close(self, timeout: float | None) -> None:
         with self._lock:

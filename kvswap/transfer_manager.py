@@ -3,18 +3,18 @@
     pool = KVCacheBlockPool(gpu_tensor, host_tensor, 4096, 16384, num_layers=32, kv_factor=2, num_kv_heads=8,
                             tokens_per_block=32, size_per_head=128, dtype="fp16")
     manager = KVCacheTransferManager([pool], device="cuda:0")
-    # every step, as there:
-    manager.sync_with_compute(model_stream)    # there: syncWithBufferManager()
+    # in every step, as in TensorRT-LLM:
+    manager.sync_with_compute(model_stream)    # TensorRT-LLM: syncWithBufferManager()
     manager.offload(3, 17)                     # primary block 3 -> secondary block 17
     manager.onboard([17, 18], [4, 5])          # secondary blocks 17, 18 -> primary blocks 4, 5: one transfer
-    manager.sync_transfers(model_stream)       # there: syncTransfers()
-    # the model's kernels go on model_stream behind that
+    manager.sync_transfers(model_stream)       # TensorRT-LLM: syncTransfers()
+    # then queue the model's kernels on model_stream
 
-Names and behaviour follow TensorRT-LLM's cpp/tensorrt_llm/batch_manager/kvCacheTransferManager.h, in Python's
-spelling. What differs: the pools are given once, to the constructor; a batch of blocks is one call; each call returns a
-Transfer that can be waited for, layer by layer if wanted, and that tells of failures; a copy waits for exactly those
-earlier copies that it must (a pool remembers every slot's last write and its readers since), and no synchronisation
-makes the manager forget one.
+Names and behaviour follow TensorRT-LLM's cpp/include/tensorrt_llm/batch_manager/kvCacheTransferManager.h and
+cpp/tensorrt_llm/batch_manager/kvCacheTransferManager.cpp, in Python's spelling. Differences: the pools are given once,
+to the constructor; a batch of blocks is one call; each call returns a Transfer, which can be waited for, also layer by
+layer, and reports failures; a copy waits for exactly the earlier copies that it conflicts with (a pool records every
+slot's last write and its reads since), and no synchronisation call drops these records.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 TransferMode: TypeAlias = Literal["dram", "posix", "gds"]
-"""How blocks travel: between memories ("dram"), to and from files ("posix"), or so by GPUDirect Storage ("gds")."""
+"""Transfer modes: between memories ("dram"), to and from files ("posix"), to and from files by GPUDirect Storage
+("gds")."""
 
 _BITS = {
     **dict.fromkeys(("fp32", "float32", "int32"), 32),
@@ -61,7 +62,7 @@ _Ids: TypeAlias = NDArray[Any] | Sequence[Any]
 
 
 class Block(NamedTuple):
-    """A block and the memory that it is in: is_primary says GPU memory, else it is host memory."""
+    """A block and its memory: is_primary True: GPU memory; False: host memory."""
 
     index: int  # type: ignore[assignment]  # slot in the pools of that memory, from 0; hides tuple.index()
     is_primary: bool = True
@@ -75,7 +76,7 @@ def _index(value: Any, name: str) -> int:
 
 
 def _bits_of(dtype: Any) -> int:
-    """Bits an element of a name, a number of bits, or anything with an itemsize (NumPy, torch, TensorRT)."""
+    """Bits of an element, from a name, a number of bits, or an object with an itemsize (NumPy, torch, TensorRT)."""
     if isinstance(dtype, str):
         name = dtype.lower().removeprefix("torch.")
         if name not in _BITS:
@@ -95,23 +96,23 @@ def _bits_of(dtype: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class KVCacheBlockPool:
-    """The blocks of some layers, in both memories.
+    """The blocks of a set of layers, in both memories. TensorRT-LLM's KVCacheBlockPool (kvCacheManager.h).
 
     A block is laid out as [num_layers][kv_factor][num_kv_heads][tokens_per_block][size_per_head] elements, as in
     TensorRT-LLM; block i of a memory lies at its address + i * stride bytes.
 
     primary, secondary: address or tensor of the GPU's and of the host's blocks (pinned, or registered with the device).
-      A tensor is held as long as the manager. secondary None goes with num_secondary_blocks 0: no host memory.
-    num_primary_blocks, num_secondary_blocks: how many; the same in all pools of a manager, as a block is one slot of
-      each.
+      The pool holds a tensor. secondary None goes with num_secondary_blocks 0: no host memory.
+    num_primary_blocks, num_secondary_blocks: number of blocks; equal in all pools of a manager, because a block is one
+      slot of each pool.
     num_layers, kv_factor (2: keys and values; 1: one latent, as MLA has), num_kv_heads, tokens_per_block,
       size_per_head: the shape, in elements.
     dtype: of an element: a name ("fp16", "bf16", "fp8", "fp32", "int8", "fp4", "int4", ...), a number of bits, or a
       NumPy, torch or TensorRT dtype (its itemsize counts).
-    block_nbytes: bytes of a block; None: as the shape has it. What is beyond the shape is padding at the block's end,
-      and is moved with whole blocks.
+    block_nbytes: bytes of a block; None: the shape's. Bytes beyond the shape are padding at the block's end, and are
+      moved with whole blocks.
     primary_stride, secondary_stride: bytes from block to block; None: block_nbytes.
-    contains_block_scales: the elements are scales of another pool's elements, whose order interleaves tokens.
+    contains_block_scales: the elements are scales of another pool's elements; their order interleaves tokens.
     """
 
     primary: Any = field(repr=False)
@@ -157,13 +158,13 @@ class KVCacheBlockPool:
         return _bits_of(self.dtype)
 
     def _shape(self) -> list[int | bool]:
-        """What tells blocks of one kind from another."""
+        """The fields that define the layout of a block."""
         numbers = [self.num_layers, self.kv_factor, self.num_kv_heads, self.tokens_per_block, self.size_per_head]
         return [*numbers, self.bits, self.nbytes(), self.contains_block_scales]
 
     @property
     def can_cut(self) -> bool:
-        """Whether some tokens of a block can be copied alone. Not of 4-bit types and block scales: those go whole."""
+        """Whether the first tokens of a block can be copied alone. False for 4-bit types and block scales."""
         return self.bits % 8 == 0 and not self.contains_block_scales
 
     @property
@@ -173,18 +174,18 @@ class KVCacheBlockPool:
         return elements * self.bits // 8
 
     def nbytes(self, num_tokens: int = 0) -> int:
-        """Bytes of a block that a copy of so many tokens moves; 0 and less, or all of them: the whole block."""
+        """Bytes of a block that a copy of num_tokens tokens moves. num_tokens <= 0, or all tokens: the whole block."""
         if not self.cuts(num_tokens):
             assert self.block_nbytes is not None
             return self.block_nbytes
         return self.num_layers * self.layer_nbytes // self.tokens_per_block * num_tokens
 
     def cuts(self, num_tokens: int) -> bool:
-        """Whether a copy of so many tokens moves less than a whole block."""
+        """Whether a copy of num_tokens tokens moves less than a whole block."""
         return self.can_cut and 0 < num_tokens < self.tokens_per_block
 
     def _part(self, pair: int, num_tokens: int, layer: int | None) -> tuple[int, int, int, int, int, int]:
-        """A row of move_blocks' parts: the tokens of one layer, or of all layers at once."""
+        """A row of move_blocks(parts=): the tokens of one layer; layer None: of all layers."""
         layers = self.num_layers if layer is None else 1
         begin = 0 if layer is None else layer * self.layer_nbytes
         if self.cuts(num_tokens):
@@ -198,9 +199,9 @@ class KVCacheBlockPool:
 
 
 def _make_parts(pools: Sequence[KVCacheBlockPool], num_tokens: int, layered: bool) -> _Parts | None:
-    """What of each block is moved: shape (parts, 6), or None for whole blocks.
+    """move_blocks(parts=), shape (parts, 6), or None for whole blocks.
 
-    Layered, in the order of the layers: layer l of every pool that has one, then layer l + 1.
+    layered: in the order of the layers: layer l of every pool that has one, then layer l + 1.
     """
     if layered:
         layers = range(max(pool.num_layers for pool in pools))
@@ -220,7 +221,7 @@ def _make_parts(pools: Sequence[KVCacheBlockPool], num_tokens: int, layered: boo
 
 
 def _locate(blocks: Any, is_primary: bool, name: str) -> tuple[_Ids, bool]:
-    """The slots of a batch, and whether they are in primary memory. Plain numbers are in the memory given."""
+    """The slots of a batch, and whether they are in primary memory. Plain numbers are in the given memory."""
     if isinstance(blocks, Block):
         return [blocks.index], bool(blocks.is_primary)
     if isinstance(blocks, int):
@@ -252,7 +253,7 @@ def _check_mode(mode: str) -> None:
 
 @dataclass
 class KvCacheTransferStats:
-    """What was submitted, however it ended: blocks (one of all pools counts once) and their bytes.
+    """Counts of submitted blocks and their bytes, whatever the outcome. A block of all pools counts once.
 
     onboard: secondary to primary memory. offload: primary to secondary. intra_device_copy: within primary memory.
     """
@@ -266,11 +267,11 @@ class KvCacheTransferStats:
 
 
 class _Call(NamedTuple):
-    """What is different between offload() and onboard()."""
+    """The differences between offload() and onboard()."""
 
     source: str  # name of the argument
     target: str
-    source_primary: bool  # where plain numbers are
+    source_primary: bool  # the memory of plain numbers
     target_primary: bool
     opposite: str
 
@@ -280,32 +281,31 @@ _ONBOARD = _Call("offloaded_block", "block", False, True, "offload")
 
 
 class KVCacheTransferManager:
-    """Moves blocks between primary (GPU) and secondary (host) memory, beside the model and in the right order.
+    """Moves blocks between primary (GPU) and secondary (host) memory, ordered with the model and with each other.
 
-    pools: KVCacheBlockPools; a block is the same slot of each. device: Device, its name, or None: the current GPU, or
-      host:0 where there is none. path, priority, max_ctas, pace_gbps: as kvswap.move_blocks takes them, for every copy.
-    file_options: of kvswap.files.FileStore for modes "posix" and "gds": capacity (default 64 GiB), durability, engine,
-      gds (in mode "gds"), ...
+    pools: KVCacheBlockPools; a block is the same slot of each. device: Device, its name, or None: the current GPU,
+      else host:0. path, priority, max_ctas, pace_gbps: as kvswap.move_blocks takes them, for every copy.
+    file_options: arguments of kvswap.files.FileStore for modes "posix" and "gds": capacity (default 64 GiB),
+      durability, engine, gds (in mode "gds"), ...
 
-    Order. Offloads are one lane, onboards another: each behaves as work on a stream of its own, in the order of
-    submission; copies of the two lanes run side by side, and loads are given the better priority. Whatever lane they
-    are in, a copy waits for the last write to each block that it reads, and for the last write and all reads since of
-    each block that it writes; for nothing else. The model's kernels are on other streams:
+    Order. Offloads are one lane, onboards another. A lane behaves as a stream of its own, in the order of submission.
+    Copies of the two lanes run side by side, and onboards have the higher priority. A copy of either lane waits for
+    the last write to each block that it reads, and for the last write to and all reads since of each block that it
+    writes; for nothing else. The model's kernels are on other streams:
 
-    - sync_with_compute(stream) before the first copy of a step: copies submitted from then on start after all that
-      the stream has queued. Call it again whenever kernels were queued that write a block that a copy is to read, or
-      use one that a copy is to write.
-    - sync_transfers(stream) after the last: what the stream queues from then on starts after all copies so far.
+    - sync_with_compute(stream) before the first copy of a step: copies submitted from then on start after all work
+      that the stream has queued. Call it again after queueing kernels that write a block which a copy will read, or
+      that use a block which a copy will write.
+    - sync_transfers(stream) after the last copy: later work of the stream starts after all copies so far.
 
-    Each is right by itself, may be called at any time, any number of times, on any number of streams.
+    Each is independent of the other and may be called at any time, any number of times, on any number of streams.
 
-    Failures. What the device refuses fails the Transfer, not the call: wait() and make_wait() raise it, and once it has
-    ended `.error` holds it and `.failed_blocks` the positions in the batch. sync_transfers() orders and proves nothing:
-    look at `.error` before the bytes are trusted. A block that is copied from a lost one is lost as well, until it is
-    written whole or kvswap.note_access() tells of a write.
+    Failures. A copy that the device refuses fails the Transfer, not the call: wait() and make_wait() raise its error.
+    After the end `.error` holds the error and `.failed_blocks` the positions in the batch. sync_transfers() gives
+    order only: check `.error` before using the bytes. A block copied from a lost block is lost too, until it is
+    written whole or kvswap.note_access() records a write.
 
-    Threads: any thread may call anything. Two copies between the same blocks that two threads submit are ordered as
-    they were submitted.
+    Threads: any thread may call any method. Copies of the same blocks from two threads run in the order of submission.
 
     Limits: a lane holds 128 unfinished transfers (kvswap.QueueFull beyond): submit batches, not blocks one by one.
     """
@@ -331,7 +331,7 @@ class KVCacheTransferManager:
         }
         primary = self._open(True)
         self._sides = (self._open(False), primary)  # by is_primary
-        # They carry waits only: the copies run on lanes' streams, where loads have the better priority already.
+        # These streams carry waits only. Copies run on the lanes' streams, where onboards have the higher priority.
         self._offload_stream = _C.Stream(self._device)
         self._onboard_stream = _C.Stream(self._device)
         self._most_tokens = max(pool.tokens_per_block for pool in self._pools)
@@ -348,7 +348,7 @@ class KVCacheTransferManager:
         self._closed = False
 
     def _open(self, primary: bool) -> tuple[_C.Pool, ...]:
-        """One kvswap.Pool a pool, which share slot numbers; none where there are no secondary blocks."""
+        """One kvswap.Pool for each pool, grouped; none for secondary memory without blocks."""
         opened: list[_C.Pool] = []
         for i, pool in enumerate(self._pools):
             ptr, blocks, stride = pool.secondary, pool.num_secondary_blocks, pool.secondary_stride
@@ -372,11 +372,11 @@ class KVCacheTransferManager:
 
         return parts
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> _C.Device:
-        """The device that everything runs on."""
+        """The device of the copies."""
         return self._device
 
     @property
@@ -386,22 +386,22 @@ class KVCacheTransferManager:
 
     @property
     def secondary_pools(self) -> tuple[_C.Pool, ...]:
-        """The host side of each pool; empty where there are no secondary blocks."""
+        """The host side of each pool; empty without secondary blocks."""
         return self._sides[False]
 
     @property
     def offload_stream(self) -> _C.Stream:
-        """What is queued on it so far is waited for by later offloads, and comes after earlier ones."""
+        """The stream of offloads: its work so far runs after earlier offloads and before later ones."""
         return self._offload_stream
 
     @property
     def onboard_stream(self) -> _C.Stream:
-        """What is queued on it so far is waited for by later onboards, and comes after earlier ones."""
+        """The stream of onboards: its work so far runs after earlier onboards and before later ones."""
         return self._onboard_stream
 
     @property
     def num_layers(self) -> int:
-        """How many layers a transfer with layer_events has: of the pool that has most."""
+        """Number of layers of a transfer with layer_events: the largest of the pools'."""
         return max(pool.num_layers for pool in self._pools)
 
     # -- copies -------------------------------------------------------------------------------------------------------
@@ -446,26 +446,26 @@ class KVCacheTransferManager:
     ) -> _C.Transfer | FileTransfer:
         """Copy blocks from primary to secondary memory; returns the Transfer at once.
 
-        block, offload_block: where from and where to: an int, a Block, or an array or sequence of them, as many on both
-          sides; a batch is one transfer. An int is primary in `block` and secondary in `offload_block`; a Block says so
-          itself, so offload(3, Block(5, True)) copies within primary memory. Each target once, none a source as well.
-        num_tokens_to_copy: only the first so many tokens of each block; 0 and less, or a block's tokens and more: all.
-          Pools whose blocks cannot be cut (KVCacheBlockPool.can_cut) are copied whole.
-        mode, directory: "posix": to a file in the directory (kvswap.files; made where it is not there) instead of
-          secondary memory. offload_block then is the number that the blocks have there, from 0 on, and names no memory;
-          onboard() finds them by it. Whole blocks are copied; layer_events and after_layers are not for files; a
-          FileTransfer is returned, which has the same methods but those about streams. What the manager copies
-          afterwards from or to these primary blocks waits for it here, and so does sync_transfers(). "gds": the same
-          files by GPUDirect Storage; kvswap.Error says why where the driver does not say that it is real, unless
-          file_options has gds="compat": then libcufile's compatibility mode will do. A directory's store is opened
-          anew, after what is under way there, when the mode changes.
-        layer_events: layers arrive in order, and each can be waited for (Transfer.make_wait_layer, layer_done). Layers
-          count from 0 within each pool; layer l of the transfer is layer l of every pool that has one.
-        after: Event, Transfer or stream to start after, or an iterable of them. after_layers: one a layer: what the
-          copies of that layer start after as well.
+        block, offload_block: source and destination: an int, a Block, or an array or sequence of them, as many on both
+          sides; a batch is one transfer. An int is primary in `block` and secondary in `offload_block`; a Block names
+          its memory, so offload(3, Block(5, True)) copies within primary memory. No destination twice, and none is
+          also a source.
+        num_tokens_to_copy: copy only the first num_tokens_to_copy tokens of each block; 0 or less, or all tokens: whole
+          blocks. Pools whose blocks cannot be cut (KVCacheBlockPool.can_cut) are copied whole.
+        mode, directory: "posix": to a file in the directory (kvswap.files; created if missing) instead of secondary
+          memory. offload_block is then the blocks' number in the files, 0 or more; onboard() finds them by it. Whole
+          blocks are copied; layer_events and after_layers are refused; returns a FileTransfer, which has the same
+          methods except those for streams. Later copies from or to these primary blocks wait for it on the host, and
+          so does sync_transfers(). "gds": the same files by GPUDirect Storage. kvswap.Error gives the reason if the
+          driver does not report true GPUDirect, unless file_options has gds="compat", which allows libcufile's
+          compatibility mode. If the mode changes, the directory's store is reopened after its transfers have ended.
+        layer_events: layers are copied in order, and each can be waited for (Transfer.make_wait_layer, layer_done).
+          Layers count from 0 within each pool; layer l of the transfer is layer l of every pool that has one.
+        after: Event, Transfer or stream to start after, or an iterable of them. after_layers: for each layer an item
+          that its copies also start after.
 
-        Ordered as the class says. ValueError, IndexError, TypeError: wrong arguments; QueueFull; DeviceError: nothing
-        moved. What fails after that is the Transfer's error. Any thread may call.
+        Order: see the class. ValueError, IndexError, TypeError: wrong arguments; QueueFull; DeviceError: nothing
+        moved. A later failure is the Transfer's error. Any thread may call.
         """
         _check_mode(mode)
         if mode != "dram":
@@ -514,8 +514,7 @@ class KVCacheTransferManager:
         """Copy blocks from secondary to primary memory; returns the Transfer at once.
 
         An int is secondary in `offloaded_block` and primary in `block`; onboard(Block(3), 5, 20) copies the first 20
-        tokens of primary block 3 to primary block 5 (partial reuse of a block that stays where it is). Everything else
-        as offload().
+        tokens of primary block 3 to primary block 5 (partial reuse). Everything else as offload().
         """
         _check_mode(mode)
         if mode != "dram":
@@ -603,10 +602,10 @@ class KVCacheTransferManager:
     # -- order --------------------------------------------------------------------------------------------------------
 
     def sync_with_compute(self, stream: Any) -> None:
-        """Copies submitted from now on start after all that `stream` has queued so far (there:
-        syncWithBufferManager).
+        """Make later copies start after all work that `stream` has queued so far. TensorRT-LLM:
+        syncWithBufferManager().
 
-        stream: int handle, or a torch, cupy or kvswap stream. Nothing waits on the host. Any thread may call.
+        stream: int handle, or a torch, cupy or kvswap stream. Does not block. Any thread may call.
         """
         with self._lock:
             self._event.record(stream)
@@ -614,11 +613,10 @@ class KVCacheTransferManager:
             self._event.wait(self._onboard_stream)
 
     def sync_transfers(self, stream: Any) -> None:
-        """What `stream` queues from now on starts after all copies submitted so far (there: syncTransfers).
+        """Make later work of `stream` start after all copies submitted so far. TensorRT-LLM: syncTransfers().
 
-        It orders and proves nothing: a Transfer's `.error` says whether its bytes can be trusted. Nothing waits on the
-        host but for copies to and from files: those are waited for here, at most a minute (TimeoutError). Any thread
-        may call.
+        Gives order only: check a Transfer's `.error` before using the bytes. Does not block, except for copies to and
+        from files: the call waits for those, at most 60 s (TimeoutError). Any thread may call.
         """
         self._files.wait_for(None)
         with self._lock:
@@ -626,25 +624,25 @@ class KVCacheTransferManager:
                 self._event.record(lane)
                 self._event.wait(stream)
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- counts and closing
+    # -----------------------------------------------------------------------------------------------------
 
     def get_and_reset_transfer_stats(self) -> KvCacheTransferStats:
-        """What was submitted since the last call, or since the beginning."""
+        """Counts since the last call, or since the beginning."""
         with self._lock:
             stats, self._stats = self._stats, KvCacheTransferStats()
         return stats
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Take no more copies, and wait until those submitted have ended, however: at most `timeout` seconds, None for
-        no limit.
+        """Refuse new copies and wait for the end of the submitted ones, at most `timeout` seconds, None: no limit.
 
-        TimeoutError leaves them running, and close() may be called again; DeviceError says that the device is lost.
-        Closing twice is harmless. The memory may be freed afterwards, once the model is through with it.
+        After TimeoutError they go on, and close() may be called again. DeviceError: the device is lost. A second call
+        does nothing. Afterwards the memory may be freed, as soon as the model does not use it.
         """
         self._closed = True
         end = None if timeout is None else time.monotonic() + timeout
         self._files.wait_for(None, timeout)
-        self._offload_stream.synchronize(timeout)  # which comes after all offloads
+        self._offload_stream.synchronize(timeout)  # its work comes after all offloads
         self._onboard_stream.synchronize(None if end is None else max(0.0, end - time.monotonic()))
         self._files.close(timeout)
 
@@ -676,13 +674,13 @@ def _check_pools(pools: Iterable[KVCacheBlockPool]) -> tuple[KVCacheBlockPool, .
 
 
 def _several(after: Any) -> list[Any]:
-    """What `after` names, one or many."""
+    """The items of `after`, as a list."""
     if isinstance(after, Iterable) and not isinstance(after, str):
         return list(after)
     return [] if after is None else [after]
 
 
 def _reworded(error: Exception, call: _Call) -> Exception:
-    """The same error in the words of the method that was called."""
+    """The same error with the argument names of the called method."""
     text = str(error).replace("src_ids", call.source).replace("dst_ids", call.target)
     return error if text == str(error) else type(error)(text)

@@ -1,23 +1,22 @@
-"""TensorRT-LLM's copy functions of KV cache pages (kv_cache_manager_v2), carried out by kvswap.
+"""TensorRT-LLM's copy functions for KV cache pages (kv_cache_manager_v2), implemented by kvswap.
 
     import kvswap.trtllm as engine
     engine.batched_copy(engine.CacheTier.HOST_MEM, engine.CacheTier.GPU_MEM, page_nbytes, tasks, stream)
 
-Names and arguments follow tensorrt_llm/runtime/kv_cache_manager_v2 (_copy_engine.py, _common.py) and the native
-functions beneath it (copy_device_to_host and its like). Every function behaves as if enqueued on `stream`: the copies
-start after all work on it so far, work on it later waits for them, and the call returns at once.
+Names and arguments follow TensorRT-LLM's tensorrt_llm/runtime/kv_cache_manager_v2 (_copy_engine.py, _common.py) and the
+native functions below it (copy_device_to_host and similar). Every function behaves as if enqueued on `stream`: the
+copies start after all its work so far, its later work waits for them, and the call returns at once.
 
     tasks      a sequence of (dst, src) pairs of addresses, of CopyTask or of any object with .dst and .src, or an array
-               (n, 2) of int64 or uint64: dst in column 0, src in column 1. An empty one: nothing happens.
-    num_bytes  of every task; any number of bytes
+               (n, 2) of int64 or uint64: dst in column 0, src in column 1. Empty: does nothing.
+    num_bytes  bytes of every task; any number
     stream     int handle, or a torch, cupy or kvswap stream
-    device     kvswap.Device, its name, or None: the stream's where it is a kvswap, torch or cupy stream, else the
-               current GPU, or host:0 where there is none
+    device     kvswap.Device, its name, or None: the stream's if it is a kvswap, torch or cupy stream, else the
+               current GPU, else host:0
 
-The addresses stay mapped, and their bytes untouched but for work on `stream`, until `stream` is through with the
-copies. What the device refuses while the copies are queued is an error of the call; what fails later makes the device
-report errors from then on, as it does for any work on a stream. Files (CacheTier.DISK) are not there yet. Any thread
-may call.
+The caller keeps the addresses mapped, and accesses their bytes only by work on `stream`, until `stream` has executed
+the copies. A copy that the device refuses when queued is an error of the call. A later failure is sticky: the device
+reports errors from then on. Files (CacheTier.DISK) are not supported. Any thread may call.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _Addresses: TypeAlias = NDArray[np.uint64]
 
 
 class CacheTier(IntEnum):
-    """Where pages are."""
+    """The memory that holds a page."""
 
     GPU_MEM = 0
     HOST_MEM = 1
@@ -61,7 +60,7 @@ _MEMORIES = {CacheTier.GPU_MEM: ("pinned host", "pageable host"), CacheTier.HOST
 
 
 class CopyTask(NamedTuple):
-    """One page: its address at the destination and at the source."""
+    """One page: its destination and source addresses."""
 
     dst: int
     src: int
@@ -80,10 +79,10 @@ def batched_copy(
 ) -> None:
     """Copy num_bytes from each task's src to its dst, from one tier to the other, as if enqueued on `stream`.
 
-    disk_backend, gds_thread_count: taken for compatibility; they concern files.
+    disk_backend, gds_thread_count: checked and ignored; they apply to files.
 
-    kvswap.Error: a tier is DISK. ValueError, TypeError: wrong arguments, among them addresses of another tier than
-    named; QueueFull; DeviceError. Then nothing moved, unless the device refused some of the copies only.
+    kvswap.Error: a tier is DISK. ValueError, TypeError: wrong arguments, also addresses of another tier than
+    named; QueueFull; DeviceError. After an error nothing has moved, unless the device refused only some of the copies.
     """
     dst, src = CacheTier(dst_cache_tier), CacheTier(src_cache_tier)
     if disk_backend not in _DISK_BACKENDS:
@@ -98,8 +97,8 @@ def batched_copy(
 def copy_device_to_host(tasks: Tasks, num_bytes: int, stream: Any, *, device: _C.Device | str | None = None) -> int:
     """Copy each task's num_bytes from GPU to host memory, as if enqueued on `stream`; returns a CUresult.
 
-    0, or the code of the driver's call that failed, as the native function does. What no driver's call refused is
-    raised: ValueError, TypeError, QueueFull, kvswap.Error.
+    Returns 0 or the code of the failed driver call, as TensorRT-LLM's native function does. Other errors are raised:
+    ValueError, TypeError, QueueFull, kvswap.Error.
     """
     return _result(CacheTier.HOST_MEM, CacheTier.GPU_MEM, tasks, num_bytes, stream, device)
 
@@ -125,7 +124,7 @@ def _result(
     try:
         _copy(dst, src, tasks, num_bytes, stream, device)
     except _C.DeviceError as error:
-        if error.code == 0:  # no driver's call: kvswap's own word on the device
+        if error.code == 0:  # not a driver call: kvswap's own error
             raise
         return error.code
     return 0
@@ -138,7 +137,7 @@ def _copy(
     if not dst_ptrs.size:
         return
     on = _device_of(stream) if device is None else device if isinstance(device, _C.Device) else _C.Device(device)
-    _check_tier(on, "dst", int(dst_ptrs[0]), dst)  # the first: that all go the same way is checked beneath
+    _check_tier(on, "dst", int(dst_ptrs[0]), dst)  # the first address; the core checks that all have one direction
     _check_tier(on, "src", int(src_ptrs[0]), src)
     try:
         transfer = _C.swap_blocks_batch(src_ptrs, dst_ptrs, num_bytes, stream=stream, device=on)
@@ -146,7 +145,7 @@ def _copy(
         text = re.sub(r"\b(dst|src)_ptrs\[(\d+)\]", r"tasks[\2].\1", str(error)).replace("sizes", "num_bytes")
         text = re.sub(r"\bentry (\d+)", r"tasks[\1]", text)
         raise type(error)(text) from None
-    transfer.make_wait(stream)  # which it has already: but this raises what was refused
+    transfer.make_wait(stream)  # ordered already; this call raises refused copies
 
 
 def _device_of(stream: Any) -> _C.Device:
@@ -157,7 +156,7 @@ def _device_of(stream: Any) -> _C.Device:
 
 
 def _check_tier(device: _C.Device, name: str, address: int, tier: CacheTier) -> None:
-    """Refuse memory that is surely another's; what is not mapped at all is told beneath."""
+    """Refuse memory that is known to be of another tier. The core refuses unmapped addresses."""
     try:
         memory = _C._seam(device, "pointer_query", address)["memory"]
     except (ValueError, _C.DeviceError):
@@ -167,7 +166,7 @@ def _check_tier(device: _C.Device, name: str, address: int, tier: CacheTier) -> 
 
 
 def _addresses(tasks: Tasks) -> tuple[_Addresses, _Addresses]:
-    """All dst and all src."""
+    """The dst and the src addresses of all tasks."""
     if isinstance(tasks, np.ndarray):
         if tasks.ndim != 2 or tasks.shape[1] != 2 or tasks.dtype not in (np.int64, np.uint64):
             raise ValueError(
@@ -198,7 +197,7 @@ def _gather(items: Sequence[Any]) -> tuple[_Addresses, _Addresses]:
 
 
 def _complain(items: Sequence[Any]) -> None:
-    """Name the task that is no task."""
+    """Raise an error that names the malformed task."""
     for i, task in enumerate(items):
         if not isinstance(task, tuple) and not (hasattr(task, "dst") and hasattr(task, "src")):
             raise TypeError(f"tasks[{i}] must be a pair (dst, src) or have .dst and .src, not {type(task).__name__}")

@@ -1,4 +1,4 @@
-"""KV-cache blocks between GPU and host memory as vLLM offloads them: jobs, submitted and collected.
+"""Offloading of KV-cache blocks between GPU and host memory with vLLM's classes: jobs are submitted and collected.
 
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page_size_bytes), ...], [[CanonicalKVCacheRef(0, page)]])
     handlers = CpuGpuOffloadingHandlers(caches, block_size_factor=4, num_cpu_blocks=1000)
@@ -7,8 +7,9 @@
     for result in handlers.gpu_to_cpu_handler.get_finished():                   # never blocks
         result.job_id, result.success, result.error
 
-Names and shapes are those of vLLM (vllm/v1/kv_offload), which need not be installed: `kvswap.vllm` is what a vLLM
-loads. Tensors are torch's, of a GPU or of the CPU, NumPy's, or anything that speaks DLPack or an array interface.
+Names and shapes are vLLM's (vllm/v1/kv_offload: spec.py and worker/cpu_gpu.py, later base.py and cpu/gpu_worker.py;
+releases 0.24 to 0.33). vLLM need not be installed; vLLM itself loads `kvswap.vllm`. Tensors are torch's on a GPU or the
+CPU, NumPy arrays, or objects with DLPack or an array interface.
 """
 
 from kvswap.offload._handlers import CpuGpuOffloadingHandlers, OffloadingWorker

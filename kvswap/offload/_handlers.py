@@ -1,4 +1,4 @@
-"""Both directions of a cache: the host's memory for it, and a queue a direction."""
+"""Both directions of a cache: its host memory, and a queue for each direction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvswap.offload._specs import CanonicalKVCaches, TransferResult
 
 
 def _canonical_page(kv_caches: CanonicalKVCaches, tensor: int) -> int:
-    """Bytes that a block of this tensor has on the host, by its mappings."""
+    """Bytes of a block of this tensor on the host, from its mappings."""
     refs = [ref for group in kv_caches.group_data_refs for ref in group if ref.tensor_idx == tensor]
     pages = [ref.mapping.canonical_page_size_bytes for ref in refs if ref.mapping is not None]
     if not pages or len(pages) < len(refs):
@@ -23,7 +23,7 @@ def _canonical_page(kv_caches: CanonicalKVCaches, tensor: int) -> int:
 
 
 def _view_of(region: Any, nbytes: int, canonical: bool) -> Any:
-    """Chunks of the next tensor in a shared region, by the name that its release of vLLM has for it."""
+    """The next tensor's chunks in a shared region. The method's name depends on vLLM's release."""
     names = ("create_next_canonical_view",) if canonical else ("create_next_worker_view", "create_next_view")
     for name in names:
         if hasattr(region, name):
@@ -32,7 +32,7 @@ def _view_of(region: Any, nbytes: int, canonical: bool) -> Any:
 
 
 class _Region:
-    """A shared region, pinned if nobody did."""
+    """A shared region, registered here if vLLM has not pinned it."""
 
     def __init__(self, region: Any, device: _C.Device) -> None:
         self._region, self._device = region, device
@@ -50,7 +50,7 @@ class _Region:
     def cleanup(self) -> None:
         try:
             self.unpin()
-        finally:  # a device that is lost unregisters nothing, and the region would outlive the process
+        finally:  # also if unregistering fails on a lost device: else the region would outlive the process
             self._region.cleanup()
 
 
@@ -65,9 +65,9 @@ def make_handlers(
     device: _C.Device | str | None = None,
     **options: Any,
 ) -> list[SingleDirectionOffloadingHandler]:
-    """A handler a direction (True: to the host), over memory that is allocated here or taken from the region.
+    """A handler for each direction (True: to the host), over memory allocated here or views of the region.
 
-    Until it returns the region is the caller's: where it raises, nothing that it registered stays so.
+    If it raises, the caller still owns the region, and registrations are undone.
     """
     if not kv_caches.tensors:
         raise ValueError("kv_caches has no tensors")
@@ -105,18 +105,17 @@ def make_handlers(
 
 
 class CpuGpuOffloadingHandlers:
-    """Both directions of a cache: .gpu_to_cpu_handler and .cpu_to_gpu_handler.
+    """Both directions of a cache: .gpu_to_cpu_handler and .cpu_to_gpu_handler. vLLM's class of this name (to 0.24).
 
-    kv_caches: CanonicalKVCaches; its tensors are seen as (blocks, page_size_bytes) and held.
-    block_size_factor: GPU blocks a CPU block holds. num_cpu_blocks: how many CPU blocks there are to be.
-    mmap_region: None: memory is allocated, pinned where there is a GPU, all tensors of a block together (see below).
-      Else vLLM's shared region: views of it are taken, it is registered if it was not, and cleaned up when both
-      handlers were shut down.
-    options: as SingleDirectionOffloadingHandler takes them.
+    kv_caches: CanonicalKVCaches; its tensors are held and viewed as (blocks, page_size_bytes).
+    block_size_factor: GPU blocks in a CPU block (a chunk). num_cpu_blocks: number of chunks.
+    mmap_region: None: host memory is allocated, pinned if there is a GPU. Else vLLM's shared region: the CPU tensors
+      are views of it; it is registered if it was not, and cleaned up after both handlers are shut down.
+    options: as for SingleDirectionOffloadingHandler.
 
-    What is allocated is one piece of memory, all tensors of a block together and a chunk's blocks one behind the other:
-    a block is one long run, wherever its chunk lies. The CPU tensors are views of it, (chunks, page_size_bytes), or
-    (chunks, block_size_factor, page_size_bytes) where the factor is above 1.
+    The allocated memory is block-first: all tensors of a block together, and a chunk's blocks contiguous, so that a
+    block is one long run. The CPU tensors are views of it, (chunks, page_size_bytes), or
+    (chunks, block_size_factor, page_size_bytes) if the factor is above 1.
     """
 
     def __init__(
@@ -133,11 +132,11 @@ class CpuGpuOffloadingHandlers:
 
 
 class OffloadingWorker:
-    """All transfers of a cache, as newer releases of vLLM ask for them: stores, loads, and loads that must not queue
-    behind other loads.
+    """All transfers of a cache: stores, loads, and expedited loads, which do not queue behind other loads. The worker
+    of vLLM 0.25 and later.
 
-    kv_caches, mmap_region, options: as CpuGpuOffloadingHandlers. blocks_per_chunk, num_cpu_chunks: GPU blocks a chunk,
-    and chunks on the host. canonical_layout: the references' mappings say where a page lies on the host.
+    kv_caches, mmap_region, options: as CpuGpuOffloadingHandlers. blocks_per_chunk: GPU blocks in a chunk.
+    num_cpu_chunks: chunks on the host. canonical_layout: the references' mappings give a page's place on the host.
     """
 
     def __init__(
@@ -166,11 +165,11 @@ class OffloadingWorker:
         return self._store_handler, self._load_handler, self._expedited_load_handler
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """GPU blocks to chunks of the host; as SingleDirectionOffloadingHandler.transfer_async."""
+        """GPU blocks to host chunks; as SingleDirectionOffloadingHandler.transfer_async."""
         return self._store_handler.transfer_async(job_id, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Chunks of the host to GPU blocks. expedited: in a queue of its own."""
+        """Host chunks to GPU blocks. expedited: use a separate queue."""
         handler = self._expedited_load_handler if expedited else self._load_handler
         return handler.transfer_async(job_id, src_spec, dst_spec)
 
@@ -179,23 +178,24 @@ class OffloadingWorker:
         return [result for handler in self.handlers for result in handler.get_finished()]
 
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> None:
-        """Until these have ended, however; as SingleDirectionOffloadingHandler.wait."""
+        """Wait until these jobs have ended; as SingleDirectionOffloadingHandler.wait."""
         wanted, deadline = set(job_ids), Deadline(timeout)
         for handler in self.handlers:
             handler.wait(wanted, deadline.left())
 
     def drain(self, timeout: float | None = None) -> None:
-        """Until all have ended; they are still to be collected."""
+        """Wait until all jobs have ended. They remain to be collected."""
         deadline = Deadline(timeout)
         for handler in self.handlers:
             handler.drain(deadline.left())
 
     def stats(self) -> dict[str, HandlerStats]:
-        """Of each queue."""
+        """The stats of each queue."""
         return dict(zip(("store", "load", "expedited_load"), (h.stats() for h in self.handlers), strict=True))
 
     def shutdown(self, timeout: float | None = 60.0) -> None:
-        """Drain all queues and let go of the memory; idempotent. The first error is raised once all were tried."""
+        """Drain all queues and release the memory. A second call does nothing. Tries all queues, then raises the first
+        error."""
         first: BaseException | None = None
         deadline = Deadline(timeout)
         for handler in self.handlers:

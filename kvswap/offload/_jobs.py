@@ -1,4 +1,4 @@
-"""One direction of offloading: a queue of jobs. What runs per block is in kvswap._C.OffloadMap."""
+"""One direction of offloading: a queue of jobs. kvswap._C.OffloadMap does the work for each block."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from kvswap.offload._specs import TransferResult
 
 _logger = logging.getLogger("kvswap.offload")
 
-_SLICE = 10.0  # seconds: how often a wait that goes on says so
-_SHORTEST = 1e-9  # seconds: of a job that takes the device no time that it could measure
+_SLICE = 10.0  # seconds between two log lines of a wait
+_SHORTEST = 1e-9  # seconds: reported for a job too short to be measured
 
 
 @dataclass(eq=False)
 class Job:
-    """A job that was submitted and not yet collected."""
+    """A submitted job that is not collected."""
 
     job_id: int
     transfers: list[_C.Transfer]
     num_bytes: int
     submitted: float  # time.monotonic()
-    error: BaseException | None = None  # of what could not be queued
-    next_part: int = 0  # where OffloadMap.submit() has to go on
+    error: BaseException | None = None  # of a part that could not be queued
+    next_part: int = 0  # OffloadMap.submit(first=) of the next call
 
     def ended(self) -> bool:
-        """Whether all of it has, however. Never blocks."""
+        """Whether all its transfers have ended, well or not. Never blocks."""
         return all(transfer.done() for transfer in reversed(self.transfers))
 
     def why_failed(self) -> BaseException | None:
-        """None where all of it is done; of a job that has ended."""
+        """The error of an ended job; None if it succeeded."""
         errors = (transfer.error for transfer in self.transfers)
         return self.error or next((error for error in errors if error is not None), None)
 
     def seconds(self) -> float:
-        """The device's time."""
+        """Seconds on the device."""
         return max(_SHORTEST, sum(transfer.elapsed or 0.0 for transfer in self.transfers))
 
 
 @dataclass
 class HandlerStats:
-    """What a handler's jobs came to.
+    """Counters of a handler.
 
-    jobs, failed, bytes, device_seconds: of collected jobs; bytes of those that succeeded. queued_seconds: from
-    submission until they were seen to have ended, less the device's time. paths: transfers by the path they took.
-    stalls: how often submitting had to wait since the queue was full. second_attempts: of the device, by anybody: what
-    one path gave up and another did.
+    jobs, failed, bytes, device_seconds: of collected jobs; bytes of successful ones. queued_seconds: from submission
+    until the end was seen, minus the device's time. paths: number of transfers by path. stalls: how often submitting
+    waited because the queue was full. second_attempts: transfers of the whole device that one path failed and another
+    path completed.
     """
 
     jobs: int = 0
@@ -68,7 +68,7 @@ class HandlerStats:
 
 
 class Deadline:
-    """One time limit for several waits; None: none."""
+    """One time limit for several waits; None: no limit."""
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
@@ -79,7 +79,7 @@ class Deadline:
 
 
 def _wait(transfer: _C.Transfer, deadline: Deadline, what: str) -> None:
-    """Until it ended, however. Says every ten seconds that it goes on; TimeoutError."""
+    """Wait for the end of a transfer, well or not. Logs every ten seconds. TimeoutError."""
     begin = time.monotonic()
     while True:
         left = deadline.left()
@@ -93,38 +93,38 @@ def _wait(transfer: _C.Transfer, deadline: Deadline, what: str) -> None:
             _logger.warning("%s has not ended after %.0f s", what, waited)
         except Exception:
             if not transfer.done():
-                raise  # in the child of a fork it never ends
-            return  # its result tells
+                raise  # in the child of a fork() the transfer never ends
+            return  # the job's result reports the error
 
 
 class SingleDirectionOffloadingHandler:
-    """Moves blocks one way, in the order of submission; vLLM's class of this name, on kvswap.
+    """Moves blocks in one direction, in the order of submission. vLLM's class of this name.
 
-    gpu_tensors, cpu_tensors: as many, first dimension blocks, of bytes that lie together: (num_gpu_blocks, page) and
-      (num_cpu_blocks, page * block_size_factor), or (num_cpu_blocks, block_size_factor, page). Rows may have padding
-      or other tensors' bytes between them, and in the last form blocks too. They are held until shutdown().
-    block_size_factor (blocks_per_chunk): how many GPU blocks a CPU block (a chunk) holds.
+    gpu_tensors, cpu_tensors: as many, of contiguous bytes, blocks first: (num_gpu_blocks, page) and
+      (num_cpu_blocks, page * block_size_factor), or (num_cpu_blocks, block_size_factor, page). Rows, and in the last
+      shape blocks too, may have other bytes between them. They are held until shutdown().
+    block_size_factor (blocks_per_chunk): GPU blocks in a CPU block (a chunk).
     kv_cache_groups_data_refs (layer_refs_per_group): a list of CanonicalKVCacheRef for each group of layers.
     gpu_to_cpu: True stores, False loads.
-    mmap_region: None, or what the CPU tensors lie in: its cleanup() is called when the last handler of these tensors
-      was shut down.
-    canonical_layout: each reference has a mapping, which says where the page's fragments lie on the host.
-    device: Device, its name, or None: the GPU tensors' (host:0 where they lie in the process's memory).
-    compute_stream: a callable that gives the stream on which the model runs, asked at each job; None: torch's current
-      stream where the tensors are torch's, else the device's (Device.set_compute_stream).
-    wait_timeout: seconds after which wait() gives up where it is called without a limit; None: never.
-    remember_failures: a load of what a failed store should have written fails, until it is stored again. Turn it off
-      where others write to the CPU tensors as well.
-    path, priority, max_ctas, pace_gbps: as kvswap.swap_blocks_batch takes them.
+    mmap_region: None, or the region of the CPU tensors: its cleanup() is called when the last handler of these
+      tensors is shut down.
+    canonical_layout: each reference has a mapping, which gives the places of the page's fragments on the host.
+    device: Device, its name, or None: the GPU tensors' device (host:0 if they are in the process's memory).
+    compute_stream: a callable that returns the model's stream, called for each job; None: torch's current stream for
+      torch tensors, else the device's (Device.set_compute_stream).
+    wait_timeout: seconds, the limit of a wait() without a timeout; None: no limit.
+    remember_failures: a load of a chunk that a failed store was to write fails, until it is stored again. Turn it off
+      if other writers use the CPU tensors too.
+    path, priority, max_ctas, pace_gbps: as for kvswap.swap_blocks_batch.
 
-    Order. A job starts after all that the compute stream holds when it is submitted, after the jobs of its handler that
-    were submitted before, and after those transfers of any handler of the same tensors that touch the same blocks. When
-    transfer_async() returns, all of it is queued on the device. Several handlers of one direction are several queues.
+    Order. A job starts after all work on the compute stream at its submission, after the earlier jobs of its handler,
+    and after transfers of any handler of the same tensors on the same blocks. When transfer_async() returns, the whole
+    job is queued on the device. Several handlers of one direction are several queues.
 
-    Failures. Wrong arguments are ValueError, IndexError or TypeError, and nothing is queued. What the device refuses is
-    a TransferResult with success=False and the reason in `error`, in the job's place.
+    Failures. Wrong arguments are ValueError, IndexError or TypeError, and nothing is queued. A device failure is a
+    TransferResult with success=False and the reason in `error`, in the job's place.
 
-    Threads: any thread may call anything; jobs of one handler are queued one at a time.
+    Threads: any thread may call any method; jobs of one handler are queued one at a time.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class SingleDirectionOffloadingHandler:
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
     ) -> None:
-        del host_memory_is_pinned  # found out by itself
+        del host_memory_is_pinned  # kvswap asks the driver
         factor = block_size_factor if block_size_factor is not None else blocks_per_chunk
         refs = kv_cache_groups_data_refs if kv_cache_groups_data_refs is not None else layer_refs_per_group
         if factor is None or refs is None:
@@ -183,7 +183,7 @@ class SingleDirectionOffloadingHandler:
             "max_ctas": max_ctas,
             "pace_gbps": pace_gbps,
         }
-        self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only: this queue's name
+        self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only; its id names this queue's lane
         self._what = "store" if gpu_to_cpu else "load"
         self._range = ranges(self._device.kind)
         self._submitting = threading.Lock()
@@ -191,27 +191,27 @@ class SingleDirectionOffloadingHandler:
         self._transfers: deque[Job] = deque()  # guarded by _lock
         self._stats = HandlerStats()  # guarded by _lock
         self._closed = False
-        # Last: the map counts its users, and one that was never made would not give it back.
+        # Last: the map counts its users, and a handler whose constructor failed would not release it.
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
         self._map: _C.OffloadMap | None = shared.map
 
     @property
     def device(self) -> _C.Device:
-        """Where its jobs run."""
+        """The device of the jobs."""
         return self._device
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None) -> bool:
-        """Queue a job; True once all of it is on the device, or it is known to have failed and get_finished() says so.
+        """Queue a job. True: the whole job is queued, or it has failed and get_finished() reports that.
 
-        job_id: told back by get_finished(); unique among jobs that were not collected.
-        spec: (source, destination), or the source, followed by the destination: GPULoadStoreSpec and CPULoadStoreSpec,
-          in the order of this handler's direction.
+        job_id: returned by get_finished(); unique among uncollected jobs.
+        spec: (source, destination), or the source, followed by dst_spec: GPULoadStoreSpec and CPULoadStoreSpec, in the
+          order of this handler's direction.
 
-        ValueError, IndexError, TypeError: wrong lists or ids, which are named; nothing was queued. Where more jobs are
-        unfinished than the queue holds (128 transfers), it waits for the oldest.
+        ValueError, IndexError, TypeError: wrong lists or ids; the message names them, and nothing was queued. If the
+        queue is full (128 unfinished transfers), the call waits for the oldest.
         """
         source, target = spec if dst_spec is None else (spec, dst_spec)
         gpu, cpu = (source, target) if self.gpu_to_cpu else (target, source)
@@ -232,7 +232,7 @@ class SingleDirectionOffloadingHandler:
             except Exception as broken:
                 if not job.transfers:
                     raise
-                job.error = broken  # a part of it runs: it is a job, and ends as one that failed
+                job.error = broken  # a part of the job runs: the job ends as failed
             except BaseException as broken:
                 job.error = broken
                 if job.transfers:
@@ -249,7 +249,7 @@ class SingleDirectionOffloadingHandler:
             self._transfers.append(job)
 
     def _submit(self, target: _C.OffloadMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
-        """False: the queue is full, and the job has to go on later."""
+        """Submit the rest of a job. False: the queue is full, and the job continues later."""
         compute = self._compute()
         try:
             transfers, job.next_part, error = target.submit(
@@ -273,7 +273,7 @@ class SingleDirectionOffloadingHandler:
         return True
 
     def _make_room(self, job: Job) -> None:
-        """Wait for the oldest transfer of this queue; or, where it has none, for others to leave room. TimeoutError."""
+        """Wait for the oldest transfer of this queue; if there is none, for room in the device. TimeoutError."""
         with self._lock:
             self._stats.stalls += 1
             waiting = [transfer for older in self._transfers for transfer in older.transfers]
@@ -288,7 +288,7 @@ class SingleDirectionOffloadingHandler:
     # -- collecting ---------------------------------------------------------------------------------------------------
 
     def get_finished(self) -> list[TransferResult]:
-        """The jobs that have ended since the last call, in order, each once. Never blocks."""
+        """The jobs that have ended since the last call, in order of submission, each once. Never blocks."""
         ended: list[Job] = []
         with self._lock:
             while self._transfers and self._transfers[0].ended():
@@ -309,16 +309,17 @@ class SingleDirectionOffloadingHandler:
         return TransferResult(job.job_id, error is None, job.num_bytes, seconds, self.transfer_type, error)
 
     def wait(self, job_ids: Iterable[int], timeout: float | None = None) -> None:
-        """Until these jobs have ended, however; get_finished() tells how. Jobs that are not known are not waited for.
+        """Wait until these jobs have ended; get_finished() then returns their results. Unknown jobs are ignored.
 
-        timeout: seconds for all of them, None: wait_timeout. TimeoutError names the job that goes on. Every ten seconds
-        the log says that it waits; Ctrl-C works.
+        timeout: seconds for all jobs, None: wait_timeout. TimeoutError names the running job. A line is logged every
+        ten seconds; Ctrl-C works.
         """
         wanted = set(job_ids)
         self._wait_for(lambda job: job.job_id in wanted, self._deadline(timeout))
 
     def drain(self, timeout: float | None = None) -> None:
-        """Until all jobs have ended, before memory is taken away (sleep mode); as wait(). They are still collected."""
+        """Wait until all jobs have ended, before memory is freed (sleep mode); as wait(). The jobs remain to be
+        collected."""
         self._wait_for(lambda _: True, self._deadline(timeout))
 
     def _deadline(self, timeout: float | None) -> Deadline:
@@ -332,7 +333,7 @@ class SingleDirectionOffloadingHandler:
                 _wait(transfer, deadline, f"job {job.job_id} ({self.transfer_type[0]} to {self.transfer_type[1]})")
 
     def stats(self) -> HandlerStats:
-        """A copy of what it has done so far."""
+        """A copy of the counters."""
         second_attempts = int(self._device.stats()["second_attempts"]) - self._second_attempts
         with self._lock:
             return replace(
@@ -342,13 +343,13 @@ class SingleDirectionOffloadingHandler:
                 second_attempts=second_attempts,
             )
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = 60.0) -> None:
-        """Take no more jobs, wait for those submitted, and let go of the tensors; again and again if wanted.
+        """Refuse new jobs, wait for the submitted ones, and release the tensors. A second call does nothing.
 
-        timeout: seconds, None: wait_timeout. TimeoutError leaves everything as it is but for new jobs, and shutdown()
-        may be called again. Jobs that were not collected are forgotten, and logged if they failed.
+        timeout: seconds, None: wait_timeout. After TimeoutError the jobs go on, and shutdown() may be called again.
+        Uncollected jobs are dropped, and logged if they failed.
         """
         deadline = self._deadline(timeout)
         self._closed = True
@@ -357,7 +358,7 @@ class SingleDirectionOffloadingHandler:
             raise TimeoutError(f"a job is still being submitted after {deadline.timeout:g} s")
         try:
             self._wait_for(lambda _: True, deadline)
-            SingleDirectionOffloadingHandler.get_finished(self)  # which a class may have made raise
+            SingleDirectionOffloadingHandler.get_finished(self)  # a subclass's may raise
             shared, self._shared, self._map, self._stream = self._shared, None, None, None
             self.src_tensors, self.dst_tensors = [], []
         finally:
@@ -367,7 +368,7 @@ class SingleDirectionOffloadingHandler:
 
 
 def _current_stream(tensor: Any, device: _C.Device) -> Callable[[], Any]:
-    """Who says on which stream the model runs; None: the device's compute stream."""
+    """A callable that returns the model's stream; None: the device's compute stream."""
     if not is_torch(tensor) or device.kind != "cuda":
         return lambda: None
     import torch
