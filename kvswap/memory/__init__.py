@@ -1,5 +1,5 @@
-"""Host memory: pools that come up fast, pools that processes share, and pinned memory by plain addresses; and device
-memory that several processes use: what one exports, another opens.
+"""Host memory: pools, pools shared by processes, and pinned memory by address. Device memory shared by processes: one
+process exports it, others open it.
 
     pool = HostPool(num_blocks, slot_nbytes, layers=32)
     data = export(tensor).to_bytes()       # in the process that owns the memory

@@ -1,4 +1,4 @@
-"""Memory of a device in other processes than the one that allocated it. See docs/ipc.md."""
+"""Sharing of device memory with other processes. See docs/ipc.md."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Export", "export", "export_event", "open", "open_event"]
 
 
 class Export:
-    """Memory of a device, as other processes can be told of it. From export(), or from_bytes() in another process.
+    """An exported range of device memory. From export(), or from_bytes() in another process.
 
     device, uuid: where the memory lies; the name is the owner's. owner: its process. nbytes: the size of the memory,
     which begins at byte `offset` of an allocation of allocation_nbytes bytes. dtype, shape, generation: as they were
-    given to export(). As long as an Export from export() lives, it holds what was exported.
+    given to export(). An Export from export() holds the exported object.
     """
 
     def __init__(self, data: bytes, source: Any = None, server: object | None = None) -> None:
@@ -27,20 +27,20 @@ class Export:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
-        """What to_bytes() made. ValueError: the bytes are none, of another version, or damaged."""
+        """An Export from the bytes of to_bytes(). ValueError: not an export, another version, or damaged."""
         return cls(data)
 
     def close(self) -> None:
-        """Let go of what was exported, and serve it no more: memory in chunks cannot be opened any more.
+        """Release the exported object and stop serving: memory in chunks cannot be opened any more.
 
-        What others have open stays so. Also done when the object goes. Again: nothing happens. Waits for nobody."""
+        Open mappings stay valid. Dropping the object does the same. A second call does nothing. Does not wait."""
         server, self._server, self._source = self._server, None, None
         if server is not None:
             _C._ipc_stop(server)
 
     def to_bytes(self) -> bytes:
-        """512 bytes that another process of this machine can open; docs/ipc.md says what stands in them. They are as
-        good as the memory itself to whoever may open it, which is the same user alone."""
+        """512 bytes that another process of this user and machine can open; docs/ipc.md describes them. A process of
+        this user that has the bytes can read and write the memory."""
         return self._data
 
     @property
@@ -50,7 +50,7 @@ class Export:
 
     @property
     def uuid(self) -> bytes:
-        """16 bytes: which device that is, whatever it is called."""
+        """16 bytes: the device's UUID, which does not depend on its name."""
         return self._fields["uuid"]
 
     @property
@@ -60,7 +60,7 @@ class Export:
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory."""
+        """Bytes of the memory."""
         return self._fields["nbytes"]
 
     @property
@@ -70,17 +70,17 @@ class Export:
 
     @property
     def allocation_nbytes(self) -> int:
-        """Size of the allocation, which is what another process maps."""
+        """Bytes of the allocation, which another process maps as a whole."""
         return self._fields["allocation_nbytes"]
 
     @property
     def dtype(self) -> str:
-        """Name of the type of the elements; empty where it is not known."""
+        """Name of the element type; empty if unknown."""
         return self._fields["dtype"]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In elements; empty where it is not known."""
+        """Shape in elements; empty if unknown."""
         return self._fields["shape"]
 
     @property
@@ -103,19 +103,18 @@ def export(
 ) -> Export:
     """Let other processes of this user on this machine open memory of a device.
 
-    source: a tensor on a GPU (all of it contiguous), a kvswap.Memory or Pool, or an address, then nbytes is needed. Of
-      a pool its layout travels too. It may lie anywhere in what its allocator got from the driver: other processes
-      find the same bytes.
-    device: whose memory it is, where source does not say so (needed for host devices, unless source is kvswap's own).
-    dtype, shape: to be told to whoever opens it; None: the tensor's own, where it has such.
-    generation: a number of the caller's, 0 to 2**64 - 1, that whoever opens it may insist on: count it up when what
-      the memory holds, or where it lies, changes its meaning.
+    source: a tensor on a GPU (all of it contiguous), a kvswap.Memory or Pool, or an address with nbytes. A pool is
+      exported with its layout. The memory may begin anywhere in its allocation: other processes find the same bytes.
+    device: the memory's device, if source does not have it (needed on host devices, unless source is kvswap's).
+    dtype, shape: passed to the opening process; None: the tensor's, if it has them.
+    generation: a number of the caller, 0 to 2**64 - 1, which open() can require. Increase it when the memory's
+      contents or address change their meaning.
 
-    The memory must stay allocated as long as others have it open; nothing holds it there but its owner. Memory that is
-    mapped in chunks (torch's expandable segments, Device.alloc(chunks=True)) can be opened as long as the Export lives:
-    a thread of this process gives out the chunks. Other memory can be opened as long as it is there.
+    The memory must stay allocated while other processes have it open; only the owner holds it. Memory mapped in chunks
+    (torch's expandable segments, Device.alloc(chunks=True)) can be opened while the Export lives: a thread of this
+    process serves the chunks. Other memory can be opened while it is allocated.
 
-    Returns at once, waits for no work. Any thread may call. ValueError: not memory of the device; DeviceError: the
+    Does not wait for queued work. Any thread may call. ValueError: not memory of the device; DeviceError: the
     driver cannot share it.
     """
     if dtype is None:
@@ -127,16 +126,16 @@ def export(
 
 
 def open(export: Export | bytes, *, device: _C.Device | str | None = None, generation: int | None = None) -> _C.Mapped:
-    """Open memory that another process exported; in the process that exported it, the plain memory.
+    """Open memory that another process exported; in the exporting process this gives the plain address.
 
-    export: an Export, or its bytes. device: where to open it; None: the device with its UUID, which may have another
-    name here. generation: the one that it must have; None: any.
+    export: an Export, or its bytes. device: where to open it; None: the device of this UUID, whose name
+    may differ here. generation: the required generation; None: any.
 
-    The allocation is mapped once, however many exports of it are opened. Work of the two processes is in no order until
-    it is made, by events (export_event) or by telling each other. Any thread may call.
+    Several exports of one allocation share one mapping. Only events (export_event) or messages order the work of the
+    two processes. Any thread may call.
 
-    ValueError: no export, of another device, another generation or size, or freed since; kvswap.Error: its owner has
-    ended; DeviceError: the driver refuses, or it belongs to another user.
+    ValueError: not an export; another device, generation or size; or freed. kvswap.Error: the owner has ended.
+    DeviceError: the driver refuses, or the memory belongs to another user.
     """
     return _C._ipc_open(
         export.to_bytes() if isinstance(export, Export) else export, device=device, generation=generation
@@ -155,9 +154,9 @@ def export_event(event: _C.Event) -> bytes:
 def open_event(data: bytes, *, device: _C.Device | str | None = None) -> _C.Event:
     """An event of another process, which both may record, query and wait for.
 
-    What waits for it, waits for the latest recording, whoever queued it, at the time of the call: so tell the other
-    side when it is queued. A recording whose process ends before it is reached holds nobody up: ask Mapped.alive()
-    before trusting the bytes that it should have announced. Of a host device at most 64 recordings can be unfinished.
+    A wait refers to the latest recording of either process at the time of the call, so send a message after recording.
+    A recording of a process that ends counts as reached: check Mapped.alive() before using the bytes that it marks. On a
+    host device at most 64 recordings can be unfinished.
 
     device: None: the device with its UUID. ValueError: no event, of another device, or this process's own;
     kvswap.Error: its owner has ended.

@@ -1,4 +1,4 @@
-"""From tensors and references to what kvswap._C.OffloadMap is made of. Nothing here runs per job."""
+"""Computes the arguments of kvswap._C.OffloadMap from tensors and references. Runs once a handler, not per job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUDA_KINDS = (2, 13)  # a GPU's, and managed
 
 
 class Blocks(NamedTuple):
-    """A tensor seen as blocks: block i is the `page` bytes at ptr + i * stride."""
+    """A tensor as blocks: block i is the `page` bytes at ptr + i * stride."""
 
     ptr: int
     blocks: int
@@ -33,7 +33,7 @@ def is_torch(tensor: Any) -> bool:
 
 
 def device_of(tensor: Any) -> str:
-    """Where a tensor lies: "cuda:N"; memory of the process is host:0's."""
+    """The device name of a tensor: "cuda:N", or "host:0" for memory of the process."""
     if is_torch(tensor):
         return f"cuda:{tensor.device.index or 0}" if tensor.device.type == "cuda" else "host:0"
     if hasattr(tensor, "__dlpack_device__"):
@@ -79,7 +79,7 @@ def _together(shape: Sequence[int], strides: Sequence[int], nbytes: int, name: s
 
 
 def blocks_of(tensor: Any, name: str) -> Blocks:
-    """A tensor whose first dimension is its blocks; what follows must lie together."""
+    """The blocks of a tensor: the first dimension; the other dimensions must be contiguous."""
     ptr, shape, strides, size = _geometry(tensor, name)
     if len(shape) < 2:
         raise ValueError(f"{name} has shape {shape}: its first dimension is blocks, the others are their bytes")
@@ -90,7 +90,7 @@ def blocks_of(tensor: Any, name: str) -> Blocks:
 
 
 class Chunks(NamedTuple):
-    """A tensor seen as chunks of blocks: block j of chunk c is the `page` bytes at ptr + c * stride + j * pitch."""
+    """A tensor as chunks of blocks: block j of chunk c is the `page` bytes at ptr + c * stride + j * pitch."""
 
     ptr: int
     chunks: int
@@ -131,7 +131,7 @@ def in_pages(tensor: Any, page: int, name: str) -> Any:
 
 
 class Layout(NamedTuple):
-    """What a map is made of, and what it is told apart by."""
+    """The arguments of an OffloadMap, and its key."""
 
     device: str
     tensors: NDArray[np.uint64]
@@ -175,7 +175,7 @@ def make_layout(
     canonical: bool,
     remember_failures: bool,
 ) -> Layout:
-    """Check what an engine hands over, and write it down in numbers."""
+    """Check an engine's tensors and references, and compute the Layout."""
     if len(gpu_tensors) != len(cpu_tensors) or not gpu_tensors:
         raise ValueError(
             f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least"
@@ -193,7 +193,7 @@ def make_layout(
                 "bytes each"
             )
         rows.append((gpu.ptr, gpu.blocks, gpu.stride, gpu.page, cpu.ptr, cpu.stride, cpu.page, cpu.pitch))
-    parts: dict[tuple[int, ...], None] = {}  # a layer that shares another's blocks is moved with it
+    parts: dict[tuple[int, ...], None] = {}  # deduplicated: layers that share blocks are moved once
     for group, refs in enumerate(groups):
         for ref in refs:
             if not 0 <= ref.tensor_idx < len(gpus):
@@ -211,7 +211,7 @@ def make_layout(
 
 
 class SharedMap:
-    """An OffloadMap that all handlers of the same blocks share, so that it keeps their transfers in order."""
+    """An OffloadMap shared by all handlers of the same blocks, which orders their transfers."""
 
     def __init__(self, layout: Layout, device: _C.Device, hold: object) -> None:
         self.key = layout.key()
@@ -227,7 +227,7 @@ class SharedMap:
             remember_failures=layout.remember_failures,
         )
         self.users = 0  # guarded by _maps_lock
-        self.regions: list[Any] = []  # to be cleaned up when the last user has let go
+        self.regions: list[Any] = []  # cleaned up after the last user has released the map
 
 
 _maps: weakref.WeakValueDictionary[tuple[Any, ...], SharedMap] = weakref.WeakValueDictionary()
@@ -235,7 +235,7 @@ _maps_lock = threading.Lock()
 
 
 def take_map(layout: Layout, device: _C.Device, hold: object, region: Any) -> SharedMap:
-    """The map of these blocks: another handler's, or a new one. give_map() gives it back."""
+    """The map of these blocks: an existing one, or a new one. give_map() releases it."""
     with _maps_lock:
         found = _maps.get(layout.key())
         if found is None:
@@ -247,7 +247,8 @@ def take_map(layout: Layout, device: _C.Device, hold: object, region: Any) -> Sh
 
 
 def give_map(shared: SharedMap) -> None:
-    """The handler's transfers have ended. The last one lets go of the tensors, and then of the regions they lie in."""
+    """Release the map after a handler's transfers have ended. The last user releases the tensors, then their
+    regions."""
     with _maps_lock:
         shared.users -= 1
         if shared.users:
@@ -256,6 +257,6 @@ def give_map(shared: SharedMap) -> None:
         regions, shared.regions = shared.regions, []
     del shared.map
     shared.device.stats()  # collects what its transfers held
-    with ExitStack() as stack:  # all of them, whatever one raises
+    with ExitStack() as stack:  # clean up all, even if one raises
         for region in reversed(regions):
             stack.callback(region.cleanup)

@@ -1,5 +1,5 @@
-"""The words that an engine and the offloading handlers speak: vLLM's own, for where it is not installed. Whatever has
-the same attributes does as well."""
+"""The argument types of the offloading handlers: vLLM's classes (vllm/v1/kv_offload, releases 0.24 to 0.33), for use
+without vLLM. Objects with the same attributes work too."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Blocks of the GPU's cache, group after group.
 
-    group_sizes: how many are of each group, their sum is len(block_ids). block_indices: a group, the number within its
-    request of the first of them: it says which block of a chunk it is. One of each a group.
+    group_sizes: number of blocks of each group; their sum is len(block_ids). block_indices: for each group the index of
+      its first block within the request, which gives the block's place in a chunk.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Chunks of the host's cache, each of block_size_factor blocks of the GPU's."""
+    """Chunks of the host cache, each of block_size_factor GPU blocks."""
 
     @staticmethod
     def medium() -> str:
@@ -95,8 +95,8 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class CanonicalPageMapping:
-    """How a page of this worker's lies in one that several share. Of num_writers workers with the same bytes, each
-    stores the pages whose number leaves its writer_index."""
+    """The place of this worker's page in a page that several workers share. Of num_writers workers with the same bytes,
+    each stores the pages with (page number) % num_writers == writer_index."""
 
     canonical_page_size_bytes: int
     local_page_size_bytes: int
@@ -106,13 +106,13 @@ class CanonicalPageMapping:
     parallelism_agnostic: bool
 
     def is_writer(self, block_id: int) -> bool:
-        """Whether this worker stores that page of the host's."""
+        """Whether this worker stores that host page."""
         return block_id % self.num_writers == self.writer_index
 
 
 @dataclass
 class CanonicalKVCacheRef:
-    """What a layer has of a tensor: the first page_size_bytes bytes of each block, or what the mapping says."""
+    """A layer's part of a tensor: the first page_size_bytes bytes of each block, or the mapping's fragments."""
 
     tensor_idx: int
     page_size_bytes: int
@@ -121,7 +121,7 @@ class CanonicalKVCacheRef:
 
 @dataclass
 class CanonicalKVCaches:
-    """The tensors of a cache, and for each group of layers what it has of them."""
+    """The tensors of a cache, and the references of each group of layers."""
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
@@ -129,9 +129,9 @@ class CanonicalKVCaches:
 
 @dataclass
 class TransferResult:
-    """How a job ended. transfer_size: bytes. transfer_time: seconds of the device's own time, positive.
+    """The outcome of a job. transfer_size: bytes. transfer_time: seconds on the device, positive.
 
-    transfer_type: ("GPU", "CPU") or ("CPU", "GPU"). error: what went wrong, where success is False.
+    transfer_type: ("GPU", "CPU") or ("CPU", "GPU"). error: the reason if success is False.
     """
 
     job_id: int

@@ -1,15 +1,15 @@
-"""vLLM's offloading connector, told the truth about transfers that failed.
+"""vLLM's offloading connector (vllm/distributed/kv_transfer/kv_connector/v1/offloading_connector.py) with failures.
 
-The stock connector asserts that every job succeeded. Between it and its worker stands _Watch, which tells it of a
-failed job only that it is over, and the rest to KVSwapConnector:
+vLLM's connector asserts that every job succeeded. _Watch, between the connector and its worker, reports a failed job to
+the connector as ended, and the failure to KVSwapConnector:
 
-- a store: the scheduler's side calls complete_store(success=False), so that its keys are dropped. On the host its
-  blocks are poisoned already (kvswap.offload), should anybody load them after all.
-- a load: its GPU blocks are reported by get_block_ids_with_load_errors(), and vLLM recomputes or ends the request as
-  kv_load_failure_policy says. A model with several groups has block ids that name no request: there the request is
-  reported, by releases that know how (KVConnectorTransferResults); others cannot recompute, and the engine is told so.
-- a load beside which its request was computed already (sync_load_budget_bytes, 0.33): the step wrote nonsense, and its
-  stores are on their way. All stores since that load are dropped.
+- a store: the scheduler's side calls complete_store(success=False), so that its keys are dropped. kvswap.offload has
+  recorded the failure of its host blocks, so that a later load of them fails.
+- a load: get_block_ids_with_load_errors() reports its GPU blocks, and vLLM recomputes or ends the request, by
+  kv_load_failure_policy. In a model with several groups block ids do not identify a request: there the request is
+  reported, in releases that support it (KVConnectorTransferResults); others cannot recompute, and an error is raised.
+- a load whose request was computed in the same step (sync_load_budget_bytes, 0.33): the step has computed from wrong
+  bytes, and its stores may be under way. All stores since that load are dropped.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _logger = logging.getLogger("kvswap.vllm")
 
 @dataclass
 class KVSwapWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler: vLLM's, and which jobs are stores that failed, or loads that failed beside the
-    computing of their requests, and why."""
+    """vLLM's metadata from a worker to the scheduler, plus the failed stores, and the failed loads whose requests were
+    computed in the same step; each with its reason."""
 
     failed_stores: dict[int, str] = field(default_factory=dict)
     failed_sync_loads: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> KVSwapWorkerMetadata:
-        """Of this worker and another: what failed anywhere has failed."""
+        """Merge the metadata of two workers: a failure on one worker is a failure."""
         stores = {**self.failed_stores, **getattr(other, "failed_stores", {})}
         loads = {**self.failed_sync_loads, **getattr(other, "failed_sync_loads", {})}
         return _with_failures(super().aggregate(other), stores, loads)
@@ -61,18 +61,18 @@ class _Failure:
 
 
 def _gpu_blocks(spec: Any) -> list[int] | None:
-    """Of a load's destination; the host's blocks come without group_sizes."""
+    """The GPU blocks of a load's destination; None for a host spec, which has no group_sizes."""
     return [int(block) for block in spec.block_ids] if hasattr(spec, "group_sizes") else None
 
 
 class _Watch:
-    """A vLLM worker whose failed jobs end like others, and are written down."""
+    """Wraps a vLLM worker: failed jobs end as successful ones, and their failures are recorded."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._loads: dict[int, list[int]] = {}  # job -> GPU blocks
         self._refused: list[_Failure] = []  # jobs that could not be submitted
-        self.failures: list[_Failure] = []  # to be told of
+        self.failures: list[_Failure] = []  # not reported yet
         for handler in _handlers_of(worker):
             handler.strict = False
 
@@ -83,7 +83,7 @@ class _Watch:
         blocks, error = _gpu_blocks(target), "the worker refused it"
         try:
             accepted = submit(job_id, *args, **kwargs)
-        except Exception as refused:  # whatever it is, the job is over and the engine goes on
+        except Exception as refused:  # any error: the job ends as failed and the engine goes on
             accepted, error = False, str(refused)
         if not accepted:
             self._refused.append(_Failure(job_id, error, blocks))
@@ -104,7 +104,7 @@ class _Watch:
         return self._submit(job_id, dst_spec, self._worker.submit_load, src_spec, dst_spec, **options)
 
     def get_finished(self) -> list[Any]:
-        """All that have ended; those that failed without size and time, so that nobody counts them."""
+        """All ended jobs; failed ones without size and time, so that metrics do not count them."""
         refused, self._refused = self._refused, []
         ended: list[Any] = []
         for result in self._worker.get_finished():
@@ -116,13 +116,13 @@ class _Watch:
         for failure in refused:
             what = "store" if failure.gpu_blocks is None else "load"
             _logger.error("offloading job %d (%s) failed: %s", failure.job_id, what, failure.error)
-            ended.append(TransferResult(failure.job_id, True))  # it is over, which is all that this connector asks
+            ended.append(TransferResult(failure.job_id, True))  # ended; the failure is reported separately
         self.failures += refused
         return ended
 
 
 def _handlers_of(worker: Any) -> list[VLLMHandler]:
-    """Ours, wherever a release keeps them."""
+    """kvswap's handlers of a worker; their place depends on vLLM's release."""
     kept: list[Any] = [*getattr(worker, "handlers", ()), *vars(worker).values()]
     return [handler for handler in kept if isinstance(handler, VLLMHandler)]
 
@@ -140,8 +140,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._watch: _Watch | None = None
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._failed_stores: dict[int, str] = {}  # worker: to be told of; scheduler: of jobs that are not complete
-        self._failed_sync_loads: dict[int, str] = {}  # worker: to be told of
+        self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
+        self._failed_sync_loads: dict[int, str] = {}  # worker: not reported yet
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
@@ -165,7 +165,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._attach()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """As vLLM's; what failed is kept for those who ask next."""
+        """As vLLM's; records failures for the following calls."""
         requests = dict(self.connector_worker._load_jobs)
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         failures, self._watch.failures = self._watch.failures, []  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         request = requests.get(failure.job_id)
         if self._groups == 1:
             self._invalid_blocks.update(failure.gpu_blocks or ())
-            if request is None and failure.job_id in requests:  # so vLLM notes that it runs already
+            if request is None and failure.job_id in requests:  # None: vLLM's mark of a request that runs already
                 self._failed_sync_loads[failure.job_id] = failure.error
         elif request is not None and hasattr(OffloadingConnector, "get_transfer_results"):
             self._failed_requests.add(request)
@@ -198,7 +198,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """GPU blocks that hold nothing, of loads that failed since the last call."""
+        """GPU blocks of loads that failed since the last call."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
@@ -214,7 +214,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """As vLLM's; stores that failed on any worker are dropped once all workers have told of them."""
+        """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta, jobs = connector_output.kv_connector_worker_meta, self.connector_scheduler._jobs
         self._failed_stores.update(getattr(meta, "failed_stores", {}))
         for load, why in getattr(meta, "failed_sync_loads", {}).items():

@@ -1,4 +1,4 @@
-"""A secondary tier for vLLM's tiered KV offloading: blocks that leave host memory go to kvswap's file tier.
+"""A secondary tier for vLLM's tiered KV offloading: blocks evicted from host memory are stored by kvswap.files.
 
     vllm serve MODEL --kv-transfer-config '{
       "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -7,11 +7,10 @@
         "secondary_tiers": [{"type": "FileTier", "module_path": "kvswap.vllm",
                              "directory": "/mnt/nvme/kv", "capacity": 536870912000}]}}'
 
-Made for vLLM 0.33, where a tier is named by its module; in 0.27 SecondaryTierFactory.register_tier("FileTier",
-"kvswap.vllm", "FileTier") names it first. It runs in the scheduler's process and never blocks
-it: looking a block up is looking into memory, transfers run on the store's threads. A block that cannot be loaded, or
-is not what was stored, is told to vLLM as a key that failed; a store that the disk cannot keep up with is dropped and
-told as such.
+For vLLM 0.33, which names a tier by its module; in 0.27 call SecondaryTierFactory.register_tier("FileTier",
+"kvswap.vllm", "FileTier") first. The interface is vllm/v1/kv_offload/tiering/base.py. The tier runs in the scheduler's
+process and never blocks it: a lookup reads memory only, transfers run on the store's threads. A block that cannot be
+loaded, or is damaged, is reported to vLLM as a failed key. A store beyond the disk's speed is dropped and reported so.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _DRAIN_SECONDS = 600.0
 
 @dataclass
 class _Job:
-    """A transfer of vLLM's that has been submitted."""
+    """A submitted transfer of vLLM."""
 
     transfer: FileTransfer | None  # None: it was refused
     keys: list[bytes]
@@ -54,13 +53,13 @@ class _Job:
     begin: float
 
 
-class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be there when types are checked
+class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missing when types are checked
     """vLLM's SecondaryTierManager over a kvswap.files.FileStore.
 
-    directory: where stores are kept, each layout of blocks (model, dtype, ranks) in a folder of its own. A folder that
-      another engine of this machine writes is read: its blocks are found, and nothing is stored.
-    capacity: bytes of a store's files; the blocks used least recently make way.
-    durability, engine, depth, queue: as kvswap.files.FileStore has them.
+    directory: parent of the stores; each layout of blocks (model, dtype, ranks) has its own folder. A folder that
+      another engine of this machine writes is opened for reading only.
+    capacity: limit of the bytes of a store's files; beyond it the least recently used blocks are evicted.
+    durability, engine, depth, queue: as for kvswap.files.FileStore.
     """
 
     if _MEDIUM is not None:
@@ -95,18 +94,19 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be 
         self._store, self._readonly = _open(folder, layout, capacity, options)
         _log.info("file tier %s: %s, %s", folder, self._store, self._store.info)
 
-    # -- what vLLM asks -----------------------------------------------------------------------------------------------
+    # -- vLLM's interface
+    # -----------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, from memory."""
         return LookupResult.HIT if self._store.contains([bytes(key)])[0] else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """From the host tier; blocks that are there already are left as they are."""
+        """Store blocks of the host tier; existing blocks are left unchanged."""
         self._submit(job_metadata, load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """To the host tier."""
+        """Load blocks into the host tier."""
         self._submit(job_metadata, load=True)
 
     def _submit(self, job: Any, *, load: bool) -> None:
@@ -124,7 +124,7 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be 
         self._jobs[job.job_id] = _Job(transfer, keys, load, time.monotonic())
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Those that ended since the last call, with the keys of a load that did arrive."""
+        """The jobs that ended since the last call; of a load with the keys that arrived."""
         ended = [number for number, job in self._jobs.items() if job.transfer is None or job.transfer.done()]
         return [self._result(number, self._jobs.pop(number)) for number in ended]
 
@@ -143,15 +143,15 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be 
         return JobResult(**{name: value for name, value in told.items() if name in _RESULT_FIELDS})
 
     def on_new_request(self, req_context: Any) -> Any:
-        """No wishes."""
+        """Does nothing."""
         return RequestOffloadingContext()
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Used in a faster tier: used here too."""
+        """Blocks used in a faster tier count as used here too."""
         self._store.touch([bytes(key) for key in keys])
 
     def drain_jobs(self) -> None:
-        """Until every submitted job has ended; their results stay to be fetched."""
+        """Wait until every submitted job has ended. The results remain to be fetched."""
         end = time.monotonic() + _DRAIN_SECONDS
         for job in self._jobs.values():
             if job.transfer is not None:
@@ -163,7 +163,7 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM need not be 
                     pass  # told by get_finished_jobs()
 
     def shutdown(self) -> None:
-        """Close the store; its blocks are found again by the next engine of the same layout."""
+        """Close the store. The next engine of the same layout finds its blocks."""
         self._store.close()
 
 
@@ -172,7 +172,7 @@ def _takes_detector() -> bool:
 
 
 def _open(folder: Path, layout: Layout, capacity: int, options: dict[str, Any]) -> tuple[FileStore, bool]:
-    """The store, and whether it can only be read."""
+    """The store, and whether it is read-only."""
     try:
         return FileStore(folder, layout, capacity=capacity, **options), False
     except _C.Error as error:
@@ -183,7 +183,8 @@ def _open(folder: Path, layout: Layout, capacity: int, options: dict[str, Any]) 
 
 
 def layout_of(offloading_spec: Any, block_nbytes: int) -> Layout:
-    """What vLLM's own file tier tells blocks apart by: model, dtype, groups of layers, ranks, blocks a file."""
+    """The fields by which vLLM's own file tier distinguishes blocks: model, dtype, layer groups, ranks, blocks a
+    file."""
     taken = inspect.signature(FileMapper.from_offloading_spec).parameters
     blocks = getattr(offloading_spec, "blocks_per_chunk", None) or getattr(offloading_spec, "block_size_factor", 1)
     name = "blocks_per_file" if "blocks_per_file" in taken else "gpu_blocks_per_file"

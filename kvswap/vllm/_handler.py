@@ -1,4 +1,4 @@
-"""kvswap.offload's handler as vLLM drives it: options from its configuration, what is logged, what a failure does."""
+"""kvswap.offload's handler under vLLM: options from vLLM's configuration, logging, failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG_EVERY = 60.0  # seconds
 
 
 def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What kv_connector_extra_config says of kvswap; ValueError where it says what nobody knows."""
+    """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
     known = {"kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"}
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:
@@ -49,15 +49,16 @@ def _is_number(value: Any, kind: Any) -> bool:
 class VLLMHandler(SingleDirectionOffloadingHandler):
     """One direction under a vLLM worker.
 
-    strict: a failed job raises from get_finished() and names itself, since vLLM's own connector would take any result
-    for a success or end with a bare assertion. KVSwapConnector turns it off and reads the results.
+    strict: get_finished() raises for a failed job and names the job, since vLLM's own connector counts every result as
+      a
+    success or ends with an assertion. KVSwapConnector turns strict off and reads the results.
     """
 
     strict = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept: list[TransferResult] = []  # that were collected when another job's failure was raised
+        self._kept: list[TransferResult] = []  # results collected in a call that raised another job's failure
         self._logged = time.monotonic()
         self._logged_jobs = 0
         path = self._options["path"]
@@ -85,11 +86,11 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
         ) from failed.error
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """As the base class; as long as any wait, which kvswap_wait_timeout_s says."""
+        """As the base class; the default limit is kvswap_wait_timeout_s."""
         super().shutdown(timeout)
 
     def _log(self) -> None:
-        """What happened in the last minute or more, if anything did."""
+        """Log the counts of the last minute or more, if there were jobs."""
         stats = self.stats()
         self._logged = time.monotonic()
         if stats.jobs == self._logged_jobs:

@@ -1,7 +1,7 @@
-"""Host memory of vLLM's worker, block-first: what replaces the one tensor a layer that it allocates itself.
+"""Block-first host memory for vLLM's worker, instead of the worker's own tensor for each layer.
 
-A worker that is given a shared region takes its tensors from there, and has its own allocated tensor by tensor, else.
-It is given a region here that is no more than a slab of kvswap's.
+A worker with a shared region takes its tensors from the region; otherwise it allocates them one by one. Here it gets a
+region that is one of kvswap's slabs. vLLM: vllm/v1/kv_offload/cpu/shared_offload_region.py and cpu/gpu_worker.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAKEN = {"self", "kv_caches", *_FACTORS, *_CHUNKS, "mmap_region", "canonical_la
 
 
 class SlabRegion:
-    """A slab, with as much of vLLM's SharedOffloadRegion as its worker uses."""
+    """A slab with the methods of vLLM's SharedOffloadRegion that the worker uses."""
 
     def __init__(self, slab: Slab, torch: bool) -> None:
         self.is_pinned = slab.memory.pinned
@@ -39,18 +39,18 @@ class SlabRegion:
     create_next_worker_view = create_next_view  # 0.33's name
 
     def cleanup(self) -> None:
-        """The handlers have ended. The memory goes with the last tensor."""
+        """Called after the handlers have ended. The memory is freed with the last tensor."""
         self._views = iter(())
         self.rows = list
 
 
 def worker_class(gpu_worker: Any) -> Any:
-    """What allocates in this release; None: it is not known."""
+    """The class that allocates host memory in this release; None: unknown."""
     return next((getattr(gpu_worker, name) for name in _CLASSES if hasattr(gpu_worker, name)), None)
 
 
 def why_not(worker: Any) -> str | None:
-    """Why vLLM's own allocation has to stay; None: it need not."""
+    """Why vLLM's own allocation must stay; None: it can be replaced."""
     if worker is None:
         return f"its gpu_worker has none of {', '.join(_CLASSES)}"
     taken = inspect.signature(worker.__init__).parameters
@@ -63,7 +63,7 @@ def why_not(worker: Any) -> str | None:
 
 
 def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
-    """None where the worker has a region, or nothing to allocate."""
+    """A region for the worker; None if the worker has one, or allocates nothing."""
     caches = arguments["kv_caches"]
     factor = next(arguments[name] for name in _FACTORS if name in arguments)
     chunks = next(arguments[name] for name in _CHUNKS if name in arguments)
@@ -89,7 +89,7 @@ def _slab_for(arguments: dict[str, Any]) -> SlabRegion | None:
 
 
 def allocating(init: Callable[..., None], made: Callable[[SlabRegion], None]) -> Callable[..., None]:
-    """A worker's __init__ that allocates block-first. made: is told of the region that the worker was given."""
+    """Wrap a worker's __init__ to allocate block-first. made: called with the worker's new region."""
     signature = inspect.signature(init)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

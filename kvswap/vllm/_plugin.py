@@ -1,4 +1,4 @@
-"""The smallest step: vLLM's own handlers stay, and the copies that they submit are kvswap's."""
+"""Replaces only the copy function of vLLM's own handlers (vllm/_custom_ops.py, swap_blocks_batch)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     """vLLM's function of this name: copy sizes[i] bytes from src_ptrs[i] to dst_ptrs[i], on torch's current stream.
 
     src_ptrs, dst_ptrs, sizes: torch CPU tensors of int64 (or uint64), one entry a copy; they may be overwritten when it
-    returns. is_src_access_order_any: not looked at, sources are read in the stream's order. What is wrong raises and
-    names the entry, and nothing has moved; what the driver refuses raises as well, whatever the stream still does.
+    returns. is_src_access_order_any: ignored, sources are read in the stream's order. A wrong argument raises and
+    names the entry, and nothing has moved. A copy that the driver refuses raises too; others may still run.
     """
     import torch
 
@@ -27,7 +27,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         return
     stream = torch.cuda.current_stream() if torch.cuda.is_available() else 0
     transfer = _C.swap_blocks_batch(src_ptrs.numpy(), dst_ptrs.numpy(), sizes.numpy(), stream=stream)
-    transfer.make_wait(stream)  # which it waits for anyhow: what was refused is known by now, and raises here
+    transfer.make_wait(stream)  # ordered already; this call raises refused copies
 
 
 def register() -> None:

@@ -1,10 +1,10 @@
-"""vLLM's offloading specs with kvswap's transfers: everything but the two directions' handlers, and where the host's
-tensors lie, stays vLLM's.
+"""vLLM's offloading specs with kvswap's transfers: kvswap replaces the handlers of both directions and the
+host allocation; everything else stays vLLM's (vllm/v1/kv_offload/cpu/spec.py and tiering/).
 
-vLLM's own code builds its handlers; while it does, the class that it builds is ours. To 0.24 that happens in
-create_handlers(), from 0.25 on in create_worker(). Where its class takes what is not known here, it stays. A worker
-without a shared region is given memory that is block-first, see _memory.py; one with a region has its rows as they are.
-The region is pinned as a whole, as releases before 0.33 do.
+While vLLM builds its handlers, the handler class is replaced by kvswap's: to 0.24 in create_handlers(), from 0.25 on in
+create_worker(). If vLLM's class has unknown arguments, vLLM's class stays. A worker without a shared region gets
+block-first memory, see _memory.py; a region's rows are used unchanged. The region is pinned as a whole, as releases
+before 0.33 do.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _building = threading.Lock()
 
 
 def why_not() -> str | None:
-    """Why vLLM's own handlers have to stay; None: they need not."""
+    """Why vLLM's own handlers must stay; None: they can be replaced."""
     theirs = getattr(gpu_worker, _CLASS, None)
     if not isinstance(theirs, type):
         return f"its gpu_worker has no {_CLASS}"
@@ -58,13 +58,13 @@ def why_not() -> str | None:
 
 
 def _whole(pin: Callable[[Any], None]) -> Callable[..., None]:
-    """vLLM's pin_mmap_region, of the whole region. One registration a slot of each chunk would leave gaps that are not
-    pinned between them, and kvswap looks at what a tensor spans: all would go by the copy engine, after many look-ups.
+    """vLLM's pin_mmap_region, for the whole region. One registration for each slot would leave unpinned gaps inside the
+    range of a tensor, and kvswap would use the copy engine for all blocks, after many look-ups.
     """
 
     def pin_whole(region: Any, worker_slot_only: bool = False) -> None:
         del worker_slot_only
-        if not isinstance(region, SlabRegion):  # which was allocated pinned
+        if not isinstance(region, SlabRegion):  # a slab is pinned when allocated
             pin(region)
 
     return pin_whole
@@ -88,7 +88,7 @@ def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> 
     regions: list[SlabRegion] = []
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        """Ours; or theirs for all of this worker, if the first cannot be made."""
+        """kvswap's handler; or vLLM's for the whole worker, if the first cannot be created."""
         try:
             if not made or isinstance(made[0], VLLMHandler):
                 made.append(VLLMHandler(*args, **kwargs, **options, remember_failures=remember_failures))
