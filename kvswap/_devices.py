@@ -1,4 +1,4 @@
-"""What there is to swap on. Not called `devices`: a submodule of that name would hide ``kvswap.devices()``."""
+"""The devices of this machine. Not called `devices`: a submodule of that name would hide ``kvswap.devices()``."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from kvswap import _C
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device, as far as it can be known without opening it.
+    """Facts of one device that are known without opening it.
 
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.

@@ -1,4 +1,4 @@
-"""kvswap files check|stat|gc DIR: what people want to know of a store's directory, and how it is tidied up."""
+"""kvswap files check|stat|gc DIR: inspects and cleans a store's directory."""
 
 from __future__ import annotations
 

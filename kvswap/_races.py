@@ -1,4 +1,4 @@
-"""Races as text, and in the log where KVSWAP_RACECHECK asks for it.
+"""Races as text, and in the log with KVSWAP_RACECHECK=1.
 
 A race is what kvswap._C._racecheck_take() gives: (pool, slot, first, second), a party being (write, transfer, lane,
 sequence, what, stream, where).
@@ -23,7 +23,7 @@ def describe_party(party: Party | tuple[Any, ...]) -> str:
 
 
 def describe(race: Race | tuple[Any, ...]) -> str:
-    """One line that names the block and both parties."""
+    """One line that names the block and both accesses."""
     pool, slot, first, second = race
     if not pool:  # how the core says it
         return "the race checker has run out of memory: races may go unnoticed"
@@ -35,7 +35,7 @@ _logged: set[tuple[str, ...]] = set()
 
 
 def log_races() -> None:
-    """Take the races that nobody took yet, and log them as errors: for _C._set_race_hook().
+    """Take the new races and log them as errors: for _C._set_race_hook().
 
     A pair of lines that race again and again is logged once.
     """

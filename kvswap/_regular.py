@@ -1,4 +1,4 @@
-"""Opening a file by a name under which something else may stand: a pipe would wait, a device could act."""
+"""Opens regular files only: opening a pipe could block, and opening a device could have effects."""
 
 from __future__ import annotations
 

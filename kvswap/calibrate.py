@@ -86,7 +86,7 @@ class Point:
 
 @dataclass
 class Result:
-    """What was found. seconds: of each point that was measured. skipped: points that there was no time for.
+    """The results. seconds: of each measured point. skipped: points for which the time was too short.
     unavailable: paths that the device lacks, and why."""
 
     device: str
@@ -449,7 +449,7 @@ def _runs(kernel: _C._KernelTuning) -> str:
 
 
 def summary(result: Result) -> str:
-    """All that was found, and what was not."""
+    """All results, and what is missing."""
     lines = [f"{result.device} ({result.product})", table(result.costs)]
     lines += [f"{path:<8} not available: {why}" for path, why in result.unavailable.items()]
     measured = f"{len(result.seconds)} transfers timed"

@@ -1,4 +1,4 @@
-"""The file tier: blocks that leave memory for files, and come back exactly or are reported lost.
+"""The file tier: stores blocks in files. A loaded block has exactly the stored bytes, or is reported as lost.
 
     layout = Layout(2 << 20, model="llama-3-70b", dtype="bf16", tokens=16, tp_rank=0, tp_size=8)
     with FileStore("/mnt/nvme/kv", layout, capacity=500 << 30, device="cuda:0") as store:
@@ -30,7 +30,7 @@ _MOST_TEXT = 3072
 
 
 class Layout:
-    """What the blocks of a store are. Two stores hold the same kind of blocks if, and only if, their layouts are equal.
+    """The layout of a store's blocks. Two stores hold the same kind of blocks if, and only if, their layouts are equal.
 
     block_nbytes: bytes of a block, from 1 on. fields: whatever tells blocks of one kind from another: model, dtype,
     tokens a block, layers, heads, tensor-parallel rank and size; strings, numbers, booleans, None, or lists and dicts
@@ -120,7 +120,7 @@ def read_block_files(
 
 
 def _read_exactly(path: Path, nbytes: int) -> NDArray[np.uint8]:
-    """No more than that is read, however large the file is, or becomes meanwhile."""
+    """Reads at most nbytes bytes, even if the file grows meanwhile."""
     with open(open_regular(path, follow=True), "rb") as file:
         there = os.fstat(file.fileno()).st_size
         if there == nbytes:

@@ -1,4 +1,4 @@
-"""What kvswap info tells: versions, the build, the devices, and which paths work on each or why not.
+"""The report of kvswap info: versions, the build, the devices, and which paths work on each or why not.
 
 By default no device is opened, so no CUDA context is made: whether the driver takes the kernels is then not known yet.
 """
@@ -21,7 +21,7 @@ from kvswap.replay.units import format_size
 
 @dataclass(frozen=True)
 class Opened:
-    """What is known of a device once it is open, or why it does not open."""
+    """Facts of an opened device, or why it does not open."""
 
     info: dict[str, Any]
     error: str | None = None
@@ -65,7 +65,7 @@ class Report:
 
 
 def collect(*, open_devices: bool = False) -> Report:
-    """Look around; opens devices only if asked to."""
+    """Collect the report; opens devices only if asked to."""
     count, note = _C._cuda_count()
     found = devices()
     return Report(
@@ -82,7 +82,7 @@ def collect(*, open_devices: bool = False) -> Report:
 
 
 def _files() -> dict[str, str]:
-    """A store in a folder that is gone again: whether the kernel lets io_uring be used is known by trying."""
+    """Open a store in a temporary folder: only a try shows whether the kernel allows io_uring."""
     try:
         with tempfile.TemporaryDirectory() as folder, FileStore(folder, Layout(1), capacity=1 << 20, depth=1) as store:
             info = store.info

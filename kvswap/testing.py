@@ -1,4 +1,5 @@
-"""For tests: faults, host devices that run step by step in an order that a seed decides, delays, the race checker.
+"""For tests: faults, deterministic host devices (work runs step by step, in an order given by a seed), delays, the race
+checker.
 
     device = kvswap.testing.deterministic_device(seed=7)
     with kvswap.testing.fault(device, "copy", "skip", every=10_000):
@@ -81,12 +82,12 @@ def deterministic_device(seed: int) -> _C.Device:
 
 
 def step(device: _C.Device, steps: int = 1) -> int:
-    """Run up to so many steps of a deterministic device's queued work; returns how many there were to run."""
+    """Run up to `steps` steps of a deterministic device's queued work; returns the number run."""
     return _C._host_step(device, steps)
 
 
 def trace(device: _C.Device) -> int:
-    """A number that stands for all that ran on a host device so far, and in what order."""
+    """A hash of all work that ran on a host device so far, and of its order."""
     return _C._host_trace(device)
 
 
@@ -260,7 +261,7 @@ _hook: Callable[[], object] | None = None  # guarded by _checkers_lock: set asid
 
 
 class RaceChecker:
-    """What race_checker() gives: the races found so far."""
+    """The result of race_checker(): the races found so far."""
 
     def __init__(self) -> None:
         self._races: list[Race] = []  # guarded by _checkers_lock
@@ -286,7 +287,7 @@ def _open(checker: RaceChecker) -> None:
             _hand_out()
         else:
             _hook = _C._set_race_hook(None)
-            (_hook or _C._racecheck_take)()  # what was found before is the log's, or nobody's
+            (_hook or _C._racecheck_take)()  # earlier races belong to the log, or are dropped
         _C._racecheck_start()
         _checkers.append(checker)
 

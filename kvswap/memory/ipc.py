@@ -155,8 +155,8 @@ def open_event(data: bytes, *, device: _C.Device | str | None = None) -> _C.Even
     """An event of another process, which both may record, query and wait for.
 
     A wait refers to the latest recording of either process at the time of the call, so send a message after recording.
-    A recording of a process that ends counts as reached: check Mapped.alive() before using the bytes that it marks. On a
-    host device at most 64 recordings can be unfinished.
+    A recording of a process that ends counts as reached: check Mapped.alive() before using the bytes. On a host device
+    at most 64 recordings can be unfinished.
 
     device: None: the device with its UUID. ValueError: no event, of another device, or this process's own;
     kvswap.Error: its owner has ended.
