@@ -1008,6 +1008,12 @@ def test_who_does_not_know_the_token_gets_nothing(device: kvswap.Device, other: 
     assert other.do(f"memory.open({hex_of(export)}).close()") is None  # the server goes on
 
 
+def test_every_byte_of_a_token_is_random(device: kvswap.Device, chunked: Buffer) -> None:
+    exports = [memory.export(chunked.memory) for _ in range(40)]
+    tokens = [export.to_bytes()[FIELDS["token"] :][:16] for export in exports]
+    assert all(len({token[i] for token in tokens}) > 10 for i in range(16))
+
+
 def socket_of(export: memory.Export) -> str:
     return export.to_bytes()[FIELDS["socket"] :][:108].split(b"\0")[0].decode()
 
