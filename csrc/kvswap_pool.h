@@ -42,7 +42,7 @@ struct kvs_move {
 };
 
 /* One access of a race. Unknown texts are empty. */
-struct kvs_race_party {
+struct kvs_race_accessor {
   bool write;
   uint64_t transfer; /* number of the transfer, as Transfer.number; 0: from kvs_note_access */
   uint64_t lane;     /* number of its lane */
@@ -54,7 +54,7 @@ struct kvs_race_party {
 struct kvs_race {
   char pool[32];
   uint64_t slot;
-  struct kvs_race_party first, second; /* in the order in which they were queued */
+  struct kvs_race_accessor first, second; /* in the order in which they were queued */
 };
 
 /* Pools: memory whose slots are tracked, so transfers between pools are ordered automatically, on any lanes. A transfer

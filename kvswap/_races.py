@@ -1,6 +1,6 @@
 """Races as text, and in the log with KVSWAP_RACECHECK=1.
 
-A race is what kvswap._C._racecheck_take() gives: (pool, slot, first, second), a party being (write, transfer, lane,
+A race is what kvswap._C._racecheck_take() gives: (pool, slot, first, second), a accessor being (write, transfer, lane,
 sequence, what, stream, where).
 """
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from kvswap import _C
 
-Party = tuple[bool, int, int, int, str, str, str]
-Race = tuple[str, int, Party, Party]
+Accessor = tuple[bool, int, int, int, str, str, str]
+Race = tuple[str, int, Accessor, Accessor]
 
 
-def describe_party(party: Party | tuple[Any, ...]) -> str:
+def describe_accessor(accessor: Accessor | tuple[Any, ...]) -> str:
     """'D2H by dma (transfer 12, lane 3 #4, cuda:0 stream 0x55, engine.py:12 in step) reads'."""
-    write, transfer, lane, sequence, what, stream, where = party
+    write, transfer, lane, sequence, what, stream, where = accessor
     known = [f"transfer {transfer}", f"lane {lane} #{sequence}"] if transfer else []
     known += [text for text in (stream, where) if text]
     details = f" ({', '.join(known)})" if known else ""
@@ -27,8 +27,8 @@ def describe(race: Race | tuple[Any, ...]) -> str:
     pool, slot, first, second = race
     if not pool:  # how the core says it
         return "the race checker has run out of memory: races may go unnoticed"
-    parties = f"{describe_party(first)}, and {describe_party(second)}"
-    return f"race on slot {slot} of pool {pool!r}: {parties}, with no order between them"
+    accessors = f"{describe_accessor(first)}, and {describe_accessor(second)}"
+    return f"race on slot {slot} of pool {pool!r}: {accessors}, with no order between them"
 
 
 _logged: set[tuple[str, ...]] = set()

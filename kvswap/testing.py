@@ -224,7 +224,7 @@ class RaceParty:
     where: str
 
     def __str__(self) -> str:
-        return _races.describe_party(astuple(self))
+        return _races.describe_accessor(astuple(self))
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ class World:
         self.given[rank] = []
         self.beat(rank)
 
-    def beat(self, rank: int, ready: bool = True, orphans: int = 0) -> None:
-        self.coordinator.beat(Beat(rank, ready, "ready", orphans, 1, orphans=orphans))
+    def beat(self, rank: int, ready: bool = True, abandoned: int = 0) -> None:
+        self.coordinator.beat(Beat(rank, ready, "ready", abandoned, 1, abandoned=abandoned))
 
     def submit(
         self,
@@ -542,14 +542,14 @@ def test_no_task_is_taken_while_orphans_write() -> None:
     world.submit("a")
     world.later(2, alive=False)
     for rank in (1, 2):
-        assert not world.coordinator.ranks[rank].here and world.coordinator.ranks[rank].orphans == 1
+        assert not world.coordinator.ranks[rank].here and world.coordinator.ranks[rank].abandoned == 1
     world.coordinator.ask(b"c", Drain(90, 60.0))
     world.end(0)
     world.later(0.5)
     assert len(world.results()) == 1 and not _answers(world, 90)  # they may still write
     for rank in (1, 2):
         world.coordinator.hello(rank, 100 + rank)
-        world.beat(rank, ready=False, orphans=1)
+        world.beat(rank, ready=False, abandoned=1)
     world.later(0.5)
     assert not _answers(world, 90) and "may still be at 1 swaps" in world.coordinator._held_up(
         world.coordinator._operation
@@ -569,6 +569,6 @@ def test_a_rank_that_was_away_is_not_taken_for_another() -> None:
     world.submit("a")
     world.end(0), world.end(2)
     world.coordinator.hello(1, 101)
-    assert "(process 101) was away" in world.last().reason and world.coordinator.ranks[1].orphans == 1
+    assert "(process 101) was away" in world.last().reason and world.coordinator.ranks[1].abandoned == 1
     world.coordinator.hello(1, 102)
-    assert world.coordinator.ranks[1].orphans == 0
+    assert world.coordinator.ranks[1].abandoned == 0

@@ -137,7 +137,7 @@ def test_swaps_that_go_on_after_their_rank_was_given_up(model: Model) -> None:
                 client.swap(SWAP2CPU, [4], [9])
             time.sleep(0.05)
         status = client.status()
-        assert status["why_not"] == waits and status["ranks"][1]["orphans"] == 1
+        assert status["why_not"] == waits and status["ranks"][1]["abandoned"] == 1
         with pytest.raises(kvswap.Error, match="rank 1 may still be at 1 swaps"):
             client.drain(0.3)
         gate.open()

@@ -918,7 +918,7 @@ def test_races_as_text() -> None:
         "race on slot 5 of pool 'primary 0': D2H by dma (transfer 12, lane 3 #4, cuda:0 stream 0x55, "
         "engine.py:12 in step) writes, and access (cuda:0 stream 0x7) reads, with no order between them"
     )
-    assert _races.describe_party((False, 0, 0, 0, "", "", "")) == "an access reads"
+    assert _races.describe_accessor((False, 0, 0, 0, "", "", "")) == "an access reads"
     assert "out of memory" in _races.describe(("", 0, PARTY, PARTY))
 
 

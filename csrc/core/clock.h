@@ -69,7 +69,7 @@ struct kvs_accessor {
   unsigned refs;
   uint64_t serial;
   uint64_t reported[2]; /* serials of the last reading and the last writing accessor that raced with this one */
-  struct kvs_race_party info;
+  struct kvs_race_accessor info;
 };
 
 /* An access of one call to one pool, shared by all slots that the call touches. */

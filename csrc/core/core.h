@@ -185,9 +185,9 @@ struct kvs_engine {
 
 /* watch.c, for the race checker. An accessor on a stream (`where` may be NULL); report the pool blocks under plain
  * copies. */
-struct kvs_race_party kvs_watch_accessor(const struct kvs_engine *, kvs_stream, const char *where);
+struct kvs_race_accessor kvs_watch_accessor(const struct kvs_engine *, kvs_stream, const char *where);
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
-                      const struct kvs_rects *, const struct kvs_race_party *);
+                      const struct kvs_rects *, const struct kvs_race_accessor *);
 
 /* move.c */
 void kvs_move_scratch_free(struct kvs_move_scratch *);

@@ -492,9 +492,9 @@ static void settle(const void *arg, const struct kvs_transfer *transfer) {
 /* -- the race checker ------------------------------------------------------------------------------------------ */
 
 static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
-                       bool write, const struct kvs_race_party *accessor) {
+                       bool write, const struct kvs_race_accessor *accessor) {
   const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
-  struct kvs_race_party side = *accessor;
+  struct kvs_race_accessor side = *accessor;
   side.write = write;
   kvs_racecheck_access(&(struct kvs_race_access){.device = call->engine->device,
                                                  .stream = transfer->lane->stream,
@@ -511,7 +511,7 @@ static void watch_side(const struct move_call *call, const struct kvs_transfer *
 
 static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
                        const struct kvs_copies *copies, const struct kvs_rects *rects,
-                       const struct kvs_race_party *accessor) {
+                       const struct kvs_race_accessor *accessor) {
   const struct move_call *call = arg;
   (void)copies, (void)rects; /* parts name blocks directly */
   for (size_t i = 0; i < call->nparts; i++) {

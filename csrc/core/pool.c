@@ -241,7 +241,7 @@ int kvs_note_access(struct kvs_pool *pool, const struct kvs_ids *ids, bool write
   status = read_slots(pool, ids, slots, err);
   if (!status && write && nbytes == block) clear_failures(pool, slots, ids->count);
   if (!status && kvs_racecheck_on()) {
-    struct kvs_race_party accessor = kvs_watch_accessor(pool->engine, stream, where);
+    struct kvs_race_accessor accessor = kvs_watch_accessor(pool->engine, stream, where);
     accessor.write = write;
     snprintf(accessor.what, sizeof accessor.what, "access");
     kvs_racecheck_access(&(struct kvs_race_access){.device = pool->engine->device,

@@ -41,7 +41,7 @@ struct kvs_race_access {
   size_t count;
   bool write;
   uint64_t begin, end;
-  const struct kvs_race_party *accessor;
+  const struct kvs_race_accessor *accessor;
 };
 
 /* Note the access and record its races. Call it when all waits of the work are queued but the work is not. Never fails:

@@ -94,7 +94,7 @@ static void watch(struct kvs_submission *s, size_t layer, size_t end) {
   static const char *const names[] = {[KVS_D2H] = "D2H", [KVS_H2D] = "H2D", [KVS_OTHER_DIRECTION] = "copy"};
   const struct kvs_transfer *transfer = s->transfer;
   if (!kvs_racecheck_on()) return;
-  struct kvs_race_party accessor = kvs_watch_accessor(s->engine, s->lane->stream, s->options->where);
+  struct kvs_race_accessor accessor = kvs_watch_accessor(s->engine, s->lane->stream, s->options->where);
   accessor.transfer = transfer->ticket;
   accessor.lane = s->lane->number;
   accessor.sequence = transfer->sequence;

@@ -8,8 +8,8 @@
 #include "core/racecheck.h"
 #include "plan/layout.h"
 
-struct kvs_race_party kvs_watch_accessor(const struct kvs_engine *engine, kvs_stream stream, const char *where) {
-  struct kvs_race_party accessor = {.write = false};
+struct kvs_race_accessor kvs_watch_accessor(const struct kvs_engine *engine, kvs_stream stream, const char *where) {
+  struct kvs_race_accessor accessor = {.write = false};
   snprintf(accessor.stream, sizeof accessor.stream, "%s stream 0x%" PRIx64, engine->name, stream);
   if (where) snprintf(accessor.where, sizeof accessor.where, "%s", where);
   return accessor;
@@ -94,11 +94,11 @@ static void look_at_all(struct pool_lookup *look, const struct target *target, b
 
 void kvs_watch_copies(const void *unused, const struct kvs_transfer *transfer, size_t layer,
                       const struct kvs_copies *copies, const struct kvs_rects *rects,
-                      const struct kvs_race_party *accessor) {
+                      const struct kvs_race_accessor *accessor) {
   (void)unused, (void)layer;
   size_t count;
   struct target *targets = list_pools(transfer->engine, &count);
-  struct kvs_race_party side = *accessor;
+  struct kvs_race_accessor side = *accessor;
   struct pool_lookup look = {
       .access = {.device = transfer->engine->device, .stream = transfer->lane->stream, .accessor = &side}};
   for (int write = 0; write < 2; write++) {

@@ -75,7 +75,7 @@ struct kvs_work {
   /* Note the accesses of one layer, or of all (SIZE_MAX), to the race checker; the lists are the copies and rects of
    * that layer. */
   void (*watch)(const void *call, const struct kvs_transfer *, size_t layer, const struct kvs_copies *,
-                const struct kvs_rects *, const struct kvs_race_party *);
+                const struct kvs_rects *, const struct kvs_race_accessor *);
   const void *call;
   size_t nlayers; /* possible layers */
   const int64_t *src_slots, *dst_slots;

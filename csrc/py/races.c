@@ -109,15 +109,15 @@ static PyObject *set_race_hook(PyObject *module, PyObject *hook) {
 /* A text that was cut at its buffer's end may end inside a character. */
 static PyObject *text_of(const char *text) { return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"); }
 
-static PyObject *party_of(const struct kvs_race_party *party) {
-  return Py_BuildValue("(NKKKNNN)", PyBool_FromLong(party->write), (unsigned long long)party->transfer,
-                       (unsigned long long)party->lane, (unsigned long long)party->sequence, text_of(party->what),
-                       text_of(party->stream), text_of(party->where));
+static PyObject *accessor_of(const struct kvs_race_accessor *accessor) {
+  return Py_BuildValue("(NKKKNNN)", PyBool_FromLong(accessor->write), (unsigned long long)accessor->transfer,
+                       (unsigned long long)accessor->lane, (unsigned long long)accessor->sequence,
+                       text_of(accessor->what), text_of(accessor->stream), text_of(accessor->where));
 }
 
 static int append_race(PyObject *list, const struct kvs_race *race) {
-  PyObject *made = Py_BuildValue("(NKNN)", text_of(race->pool), (unsigned long long)race->slot, party_of(&race->first),
-                                 party_of(&race->second));
+  PyObject *made = Py_BuildValue("(NKNN)", text_of(race->pool), (unsigned long long)race->slot,
+                                 accessor_of(&race->first), accessor_of(&race->second));
   int rc = made == NULL ? -1 : PyList_Append(list, made);
   Py_XDECREF(made);
   return rc;

@@ -179,7 +179,7 @@ class _Copies:
 
     def __init__(self, lab: Lab, job: Job) -> None:
         self._job, self._device = job, lab.device
-        self._after = _C.Stream(lab.device)  # marks the ends, and holds up nobody
+        self._after = _C.Stream(lab.device)  # marks the ends, and holds up no other stream
         self._in_flight: deque[tuple[Pending, _C.Event]] = deque()
         self._origin = _C.Event(lab.device)
         self._spans: list[tuple[float, float]] = []

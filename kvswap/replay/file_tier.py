@@ -44,7 +44,7 @@ class FileTier:
             raise
 
     def store(self, hashes: Words, host_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
-        """From host memory. A full queue is waited for by whoever waits for these transfers: few are under way."""
+        """From host memory. A wait for these transfers also waits for a full queue: few are under way."""
         return [
             store.store(_keys(hashes), group.host_addresses(host_slots)[0], after=after, replace=False)
             for store, group, _ in self._stores

@@ -231,7 +231,7 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
 
 
 def _contradicting(trace: Trace, block_tokens: int) -> int:
-    """Requests whose hash_ids cannot be one a block of so many tokens. Where ids were left out, nobody can say."""
+    """Requests whose hash_ids cannot be one a block of so many tokens. Without ids this cannot be known."""
     if trace.repeated:
         return 0
     return int(np.count_nonzero(np.diff(trace.offsets) != -(-trace.input_tokens // block_tokens)))

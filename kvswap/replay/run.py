@@ -136,7 +136,7 @@ class Replay:
         self._stores = _Lane(self.report.stores, self._forget, settings.wait_limit)
         self._flights: deque[_Flight] = deque()
         self._scrubs: deque[_Scrub] = deque()
-        # The last move that reads or fills a slot, by number; one that ended is in no table and holds up nobody.
+        # The last move that reads or fills a slot, by number; one that ended is in no table and holds up no move.
         self._gpu_read_by = np.full(settings.sizes.gpu_blocks, -1, np.int64)
         self._host_read_by = np.full(settings.sizes.host_blocks, -1, np.int64)
         self._host_filled_by = np.full(settings.sizes.host_blocks, -1, np.int64)

@@ -55,14 +55,14 @@ static int query(kvs_event event) {
 
 /* -- accesses, one by one ---------------------------------------------------------------------------------------- */
 
-static struct kvs_race_party who_is(const char *where) {
-  struct kvs_race_party who = {.what = "access", .stream = "somewhere"};
+static struct kvs_race_accessor who_is(const char *where) {
+  struct kvs_race_accessor who = {.what = "access", .stream = "somewhere"};
   snprintf(who.where, sizeof who.where, "%s", where);
   return who;
 }
 
 static void touch_window(int stream, const char *where, bool write, uint64_t begin, uint64_t end) {
-  struct kvs_race_party who = who_is(where);
+  struct kvs_race_accessor who = who_is(where);
   int64_t slot = 7;
   kvs_racecheck_access(&(struct kvs_race_access){.device = device,
                                                  .stream = streams[stream],
@@ -83,7 +83,7 @@ static void reads(int stream, const char *where) { touch_window(stream, where, f
 
 /* A transfer: lane, sequence and number are one to three digits each in `number`, as 12034 is 34 of lane 12. */
 static void transfer_on(int stream, uint64_t pool, int64_t slot, bool write, uint64_t number) {
-  struct kvs_race_party who = who_is("transfer");
+  struct kvs_race_accessor who = who_is("transfer");
   who.transfer = number;
   who.lane = number / 1000;
   who.sequence = number % 1000;
@@ -139,8 +139,9 @@ static void test_report(void) {
   struct kvs_race race;
   fresh();
   uint64_t found = kvs_racecheck_found();
-  struct kvs_race_party first = {.transfer = 5, .lane = 2, .sequence = 3, .what = "D2H by dma", .where = "a.py:1"};
-  struct kvs_race_party second = {.write = true, .what = "access", .stream = "host:0 stream 0x12", .where = "b.py:2"};
+  struct kvs_race_accessor first = {.transfer = 5, .lane = 2, .sequence = 3, .what = "D2H by dma", .where = "a.py:1"};
+  struct kvs_race_accessor second = {
+      .write = true, .what = "access", .stream = "host:0 stream 0x12", .where = "b.py:2"};
   int64_t ids[] = {9, 4, 1900}, others[] = {1900, 3, 4};
   struct kvs_race_access access = {.device = device,
                                    .stream = streams[0],
@@ -505,7 +506,7 @@ static void test_layers(void) {
 
   /* Whoever follows a transfer comes after all its layers, whatever bytes they share; after its event, the first's. */
   for (int follow = 0; follow < 2; follow++) {
-    struct kvs_race_party who = who_is("layers");
+    struct kvs_race_accessor who = who_is("layers");
     who.transfer = 1001, who.lane = 1, who.sequence = 1;
     int64_t slot = 7;
     struct kvs_race_access access = {.device = device,
@@ -770,7 +771,7 @@ static void test_limit(void) {
 }
 
 static void test_no_memory(void) {
-  struct kvs_race_party who = who_is("too large");
+  struct kvs_race_accessor who = who_is("too large");
   struct kvs_race race[2];
   int64_t slot = 1;
   struct kvs_race_access access = {.device = device,
@@ -996,7 +997,7 @@ static void random_access(struct visited *visit) {
 
 static void tell(const struct visited *visit, uint64_t stream) {
   static const char *const names[POOLS] = {"zero", "one"};
-  struct kvs_race_party who = {.transfer = visit->note ? 0 : visit->number, .what = "random"};
+  struct kvs_race_accessor who = {.transfer = visit->note ? 0 : visit->number, .what = "random"};
   int64_t ids[FEW_SLOTS];
   size_t count = 0;
   snprintf(who.where, sizeof who.where, "%" PRIu64, visit->number);

@@ -101,7 +101,7 @@ class _Rank:
     handles: Handles | None = None
     leaving: bool = False
     seen: float = 0.0
-    orphans: int = 0  # abandoned swaps: their tasks were reported failed, but they may still run
+    abandoned: int = 0  # abandoned swaps: their tasks were reported failed, but they may still run
     tasks: set[int] = field(default_factory=set)  # sent to the rank and unended
     overdue: set[int] = field(default_factory=set)  # reported failed while the rank still works on them
 
@@ -177,8 +177,8 @@ class Coordinator:
             self.lost(
                 rank, f"(process {pid}) was away" if same else f"was started again as process {pid}", gone=not same
             )
-        orphans = self.ranks[rank].orphans if same else 0
-        self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting", orphans=orphans)
+        abandoned = self.ranks[rank].abandoned if same else 0
+        self.ranks[rank] = _Rank(rank, True, pid, seen=time.monotonic(), phase="starting", abandoned=abandoned)
         _log.info("rank=%d pid=%d is here", rank, pid)
 
     def _all_opened(self) -> None:
@@ -201,7 +201,7 @@ class Coordinator:
         rank = self.ranks[beat.rank]
         rank.seen = time.monotonic()
         rank.ready, rank.phase, rank.busy = beat.ready, beat.phase, beat.busy
-        rank.generation, rank.orphans = beat.generation, beat.orphans
+        rank.generation, rank.abandoned = beat.generation, beat.abandoned
         if beat.handles is not None:
             rank.handles = beat.handles
         if rank.phase == "waits for attach()" and self._attached_once and self._operation is None:
@@ -218,7 +218,7 @@ class Coordinator:
         nothing any more."""
         rank = self.ranks[number]
         if gone:
-            rank.orphans = 0
+            rank.abandoned = 0
         if not rank.here:
             return
         _log.warning("rank=%d pid=%d is lost: %s", number, rank.pid, why)
@@ -226,7 +226,7 @@ class Coordinator:
         tasks = rank.tasks
         self.ranks[number] = _Rank(number, pid=rank.pid, phase=f"lost: {why}"[:500])
         if not gone:
-            self.ranks[number].orphans = rank.orphans + len(tasks)
+            self.ranks[number].abandoned = rank.abandoned + len(tasks)
         for task in sorted(tasks):
             self._part_ended(number, task, f"rank {number} {why}")
         operation = self._operation
@@ -557,7 +557,7 @@ class Coordinator:
             return
         if now > operation.deadline:
             self._end_operation("timeout", f"{operation.what} did not end in time: {self._held_up(operation)}")
-        elif operation.waiting is None and not self._pending and not any(r.tasks or r.orphans for r in self.ranks):
+        elif operation.waiting is None and not self._pending and not any(r.tasks or r.abandoned for r in self.ranks):
             if operation.what == "drain":
                 self._end_operation("ok", "")
             else:
@@ -567,8 +567,8 @@ class Coordinator:
         if operation.waiting is None:
             missing = [f"rank {rank.number} is not there ({rank.phase})" for rank in self.ranks if not rank.here]
             busy = [f"rank {rank.number} has {len(rank.tasks)} tasks under way" for rank in self.ranks if rank.tasks]
-            late = [f"rank {rank.number} may still be at {rank.orphans} swaps of tasks that were reported failed"
-                    for rank in self.ranks if rank.orphans]  # fmt: skip
+            late = [f"rank {rank.number} may still be at {rank.abandoned} swaps of tasks that were reported failed"
+                    for rank in self.ranks if rank.abandoned]  # fmt: skip
             return "; ".join(missing + busy + late)
         return "; ".join(f"rank {i} is {self.ranks[i].phase}" for i in sorted(operation.waiting))
 
@@ -661,7 +661,7 @@ class Coordinator:
                     "phase": rank.phase,
                     "tasks": len(rank.tasks),
                     "overdue": len(rank.overdue),
-                    "orphans": rank.orphans,
+                    "abandoned": rank.abandoned,
                     "generation": rank.generation,
                     "silent": round(now - rank.seen, 3) if rank.here and rank.number else 0.0,
                 }

@@ -173,7 +173,7 @@ class Refuse(Message):
 
 
 class Beat(Message):
-    """A rank is alive. ready: it takes tasks. phase: what it does now, as text. busy: its tasks. orphans: how many of
+    """A rank is alive. ready: it takes tasks. phase: what it does now, as text. busy: its tasks. abandoned: how many of
     these are abandoned, that is reported failed while they still run."""
 
     rank: Rank
@@ -182,7 +182,7 @@ class Beat(Message):
     busy: int
     generation: int
     handles: Handles | None = None  # of the caches that the rank created; sent once
-    orphans: int = 0
+    abandoned: int = 0
 
 
 class Unknown(Message):

@@ -39,7 +39,9 @@ class Metrics:
         self._depth = prometheus.Gauge(name + "queue_depth", "Tasks under way", registry=registry)
         self._refused = prometheus.Counter(name + "refused", "Tasks refused as wrong", registry=registry)
         self._malformed = prometheus.Counter(name + "malformed", "Malformed messages", registry=registry)
-        self._strangers = prometheus.Counter(name + "strangers", "Ignored messages from other users", registry=registry)
+        self._foreign_uid = prometheus.Counter(
+            name + "foreign_uid", "Ignored messages from other users", registry=registry
+        )
         self._lost = prometheus.Counter(name + "ranks_lost", "Ranks that died", ["rank"], registry=registry)
         try:
             self._server = prometheus.start_http_server(port, addr="127.0.0.1", registry=registry)[0]
@@ -71,7 +73,7 @@ class Metrics:
 
     def foreign_uid(self) -> None:
         if self._on:
-            self._strangers.inc()
+            self._foreign_uid.inc()
 
     def rank_lost(self, rank: int) -> None:
         if self._on:

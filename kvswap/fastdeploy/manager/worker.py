@@ -12,7 +12,7 @@ States of a task on a rank. No lock: only the thread of the process's loop moves
         waiting, in _waiting --- give_up(): dropped, no report
           | pump() -> _submit() ---- an error: _fail() reports Done, failed
           v
-        running, in _running --- give_up(): abandoned (.orphan), still writes
+        running, in _running --- give_up(): abandoned (.abandoned), still writes
           | pump() -> _finish_ended(), once the transfer has ended
           v
         ended: _finish() reports Done; of an abandoned task it reports nothing
@@ -56,7 +56,7 @@ class _Running:
     task: Task
     transfer: _C.Transfer
     begun: float
-    orphan: bool = False  # abandoned: reported failed, but still writing its blocks
+    abandoned: bool = False  # abandoned: reported failed, but still writing its blocks
 
 
 class _StepThread(threading.Thread):
@@ -103,12 +103,12 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        return self._has_caches and self.orphans == 0
+        return self._has_caches and self.abandoned == 0
 
     @property
     def phase(self) -> str:
-        if self.orphans and self._step is None:
-            return f"ending {self.orphans} swaps of tasks that were reported failed"
+        if self.abandoned and self._step is None:
+            return f"ending {self.abandoned} swaps of tasks that were reported failed"
         return self._phase
 
     @property
@@ -124,9 +124,9 @@ class Worker:
         return len(self._waiting) + sum(len(lane) for lane in self._running.values())
 
     @property
-    def orphans(self) -> int:
+    def abandoned(self) -> int:
         """Number of abandoned swaps: running, but reported failed."""
-        return sum(running.orphan for lane in self._running.values() for running in lane)
+        return sum(running.abandoned for lane in self._running.values() for running in lane)
 
     @property
     def wake_fd(self) -> int:
@@ -241,7 +241,7 @@ class Worker:
         self._waiting.clear()
         for lane in self._running.values():
             for running in lane:
-                running.orphan = True
+                running.abandoned = True
         return dropped
 
     def pump(self) -> int:
@@ -319,7 +319,7 @@ class Worker:
         seconds = time.monotonic() - running.begun
         if error is not None and running.kind == Kind.SWAP2GPU:
             self._clear_failures(running.task.gpu_block_ids)
-        if running.orphan:
+        if running.abandoned:
             _log.info("a swap of a task that was reported failed has ended after %.3f s: %s", seconds, error or "ok")
         elif error is None:
             self._report(Done(self._layout.rank, running.number, True, "", running.transfer.nbytes, seconds))
