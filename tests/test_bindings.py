@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -1249,3 +1250,12 @@ def test_calls_that_lack_an_argument(device: kvswap.Device) -> None:
 def test_names_that_are_no_devices(name: str) -> None:
     with pytest.raises(ValueError, match="is not known"):
         kvswap.Device(name)
+
+
+def test_data_ptr_may_be_of_the_object_itself() -> None:
+    """A number or a function that no class has, as adapters make them."""
+    gpu, cpu = cache(1), cache(2)
+    for value in (gpu.ctypes.data, lambda: gpu.ctypes.data):
+        cpu[3] = 0
+        swap(types.SimpleNamespace(data_ptr=value), cpu, [1], [3]).wait(LIMIT)
+        assert (cpu[3] == gpu[1]).all()
