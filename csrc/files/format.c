@@ -7,8 +7,8 @@
 
 /* Fields of all pages: magic at 0, version at 8, checksum at 12. Each kind of page has its own magic. */
 enum { VERSION_AT = 8, CRC_AT = 12 };
-static const char store_magic[8] = "KVSSTORE", segment_magic[8] = "KVSSEGMT", block_magic[8] = "KVSBLOCK",
-                  check_magic[8] = "KVSCHECK";
+static const char store_magic[] = "KVSSTORE", segment_magic[] = "KVSSEGMT", block_magic[] = "KVSBLOCK",
+                  check_magic[] = "KVSCHECK";
 
 /* Fields of the first page of the store's file and of a segment. */
 enum {
