@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import signal
 import subprocess
@@ -70,12 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"kvswap {kvswap.__version__} from {Path(kvswap.__file__).parent}, device {config.getoption('--device')}"
-
-
-def pytest_collection_finish() -> None:
-    """What was made so far stays. Tests that collect garbage, hundreds of times, need not go through it."""
-    gc.collect()
-    gc.freeze()
 
 
 def take_ctrl_c() -> None:
