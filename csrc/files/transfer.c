@@ -273,7 +273,7 @@ static size_t list_locked(const struct kvs_file_index *index, uint8_t *keys, siz
   return count;
 }
 
-int kvs_file_items(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
+int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *err) {
   int status = kvs_file_check_fork(store, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
