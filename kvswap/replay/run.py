@@ -355,8 +355,8 @@ class Replay:
         tokens = int(self._trace.input_tokens[admission.request])
         report.tokens_total += tokens
         report.tokens_saved += min(tokens, admission.leading * self._settings.geometry.block_tokens)
-        moment = time.monotonic() - self._start
-        report.history.append((moment, admission.gpu_hits, admission.host_hits, admission.file_hits, admission.misses))
+        at = time.monotonic() - self._start
+        report.history.append((at, admission.gpu_hits, admission.host_hits, admission.file_hits, admission.misses))
 
     def _final_sweep(self) -> None:
         """Check every block that any tier holds, in place."""
