@@ -86,9 +86,11 @@ bool kvs_mapping_parse(uint64_t address, struct kvs_mapping *mapping) {
   return found;
 }
 
+void kvs_mapping_watch_fork(void) { pthread_once(&fork_once, watch_fork); }
+
 bool kvs_mapping_find(uint64_t address, struct kvs_mapping *mapping) {
   struct query query;
-  pthread_once(&fork_once, watch_fork);
+  kvs_mapping_watch_fork();
   pthread_mutex_lock(&lock);
   int answer = query_locked(address, &query);
   pthread_mutex_unlock(&lock);

@@ -54,7 +54,10 @@ static void after_fork_in_child(void) {
   pthread_rwlock_init(&list_lock, NULL);
 }
 
-static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork_in_child); }
+static void watch_fork(void) {
+  kvs_mapping_watch_fork();
+  pthread_atfork(before_fork, after_fork, after_fork_in_child);
+}
 
 void kvs_host_memory_list(struct kvs_host_memory *memory) {
   pthread_once(&fork_once, watch_fork);

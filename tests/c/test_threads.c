@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -25,6 +26,7 @@ static struct {
   pthread_mutex_t lock;
   struct kvs_transfer *last[THREADS]; /* guarded by lock: of each thread, for others to wait for */
   uint64_t end_ns;
+  pid_t pid;
 } all;
 
 /* What one thread has for itself: caches on both sides, with what must be in them. */
@@ -334,6 +336,14 @@ static void deterministic(struct user *user) {
   kvs_engine_unref(engine);
 }
 
+/* What the core holds over a fork is taken in the order in which it is taken elsewhere. */
+static void split(struct user *user) {
+  int status = 1;
+  pid_t child = below(user, 8) ? 0 : fork();
+  if (getpid() != all.pid) _exit(0);
+  if (child > 0 && (waitpid(child, &status, 0) != child || status)) user->wrong++;
+}
+
 /* -- host pools ---------------------------------------------------------------------------------------------------- */
 
 static void host_pools(struct user *user) {
@@ -512,9 +522,9 @@ static void offload(struct user *user) {
 
 /* -- the threads --------------------------------------------------------------------------------------------------- */
 
-static void (*const deeds[])(struct user *) = {swap,      swap,          swap,  move,     move,       note,
-                                               open_pool, look,          look,  allocate, pattern,    files,
-                                               files,     deterministic, words, exports,  host_pools, offload};
+static void (*const deeds[])(struct user *) = {swap,  swap,    swap,       move,    move,  note,  open_pool,
+                                               look,  look,    allocate,   pattern, files, files, deterministic,
+                                               words, exports, host_pools, offload, split};
 enum { DEEDS = sizeof deeds / sizeof *deeds };
 
 static void *use(void *arg) {
@@ -614,6 +624,7 @@ int main(int argc, char **argv) {
   uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 0) : 1, calls = 0;
   CHECK(mkdtemp(folder) != NULL);
   pthread_mutex_init(&all.lock, NULL);
+  all.pid = getpid();
   all_open(folder);
   for (unsigned i = 0; i < THREADS; i++) user_open(&users[i], i, seed);
   all.end_ns = kvs_clock_ns() + (uint64_t)(seconds * 1e9);
