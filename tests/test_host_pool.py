@@ -1001,3 +1001,32 @@ def test_random_bytes_survive_neighbours(device: kvswap.Device) -> None:
     assert (np.asarray(second) == two).all()
     gc.collect()
     second.close()
+
+
+def test_a_close_waits_for_a_thread_that_releases_the_views(device: kvswap.Device) -> None:
+    """A transfer holds views until some thread releases them. While another thread is at that, a close waits for it."""
+    released, go = threading.Event(), threading.Event()
+
+    class Slow(np.ndarray[Any, Any]):
+        armed = False
+
+        def __del__(self) -> None:
+            if self.armed:
+                released.set()
+                go.wait(PATIENCE)
+
+    pool = HostPool(8, 4096, device=device)
+    other = np.zeros((8, 4096), np.uint8).view(Slow)
+    transfer = kvswap.swap_blocks_batch([pool.layer(0)], [other], 4096, device=device)  # the last one is released first
+    other.armed = True
+    del other
+    collector = threading.Thread(target=transfer.wait, args=[PATIENCE])
+    collector.start()
+    try:
+        assert released.wait(PATIENCE)
+        with pytest.raises(TimeoutError, match="release"):
+            pool.close(timeout=0.2)
+    finally:
+        go.set()
+    pool.close(timeout=PATIENCE)
+    collector.join(PATIENCE)

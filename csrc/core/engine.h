@@ -67,6 +67,12 @@ struct kvs_reclaim *kvs_host_giving_task(const struct kvs_host_giving *giving);
 void kvs_host_give_end(struct kvs_host_giving *giving, bool kept);
 int kvs_host_adopt(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
+/* Around every release of callers' objects. A caller whose object is not free yet may have to wait for the thread that
+ * is releasing it: kvs_release_wait() returns once no other thread releases anything; KVS_TIMEOUT. */
+void kvs_release_begin(void);
+void kvs_release_end(void);
+KVS_API int kvs_release_wait(int64_t timeout_ns, struct kvs_error *err);
+
 /* Free without waiting, for destructors: the memory is freed when the device's work has ended. */
 KVS_API void kvs_engine_free_later(struct kvs_engine *engine, uint64_t ptr);
 

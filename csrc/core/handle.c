@@ -22,6 +22,7 @@ void kvs_engine_collect(struct kvs_engine *engine) {
   if (kvs_dev_forked(engine->device)) return;
   kvs_engine_reap(engine);
   if (!atomic_load(&engine->has_garbage)) return;
+  kvs_release_begin(); /* before it takes them off the list, where others look for them */
   pthread_mutex_lock(&engine->cache_lock);
   garbage = engine->garbage;
   engine->garbage = NULL;
@@ -33,6 +34,7 @@ void kvs_engine_collect(struct kvs_engine *engine) {
     kvs_transfer_drop(garbage);
     garbage = next;
   }
+  kvs_release_end();
 }
 
 /* -- asking ---------------------------------------------------------------------------------------------------- */

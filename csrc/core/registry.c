@@ -24,6 +24,31 @@ void kvs_engine_unref(struct kvs_engine *engine) {
   if (atomic_fetch_sub(&engine->refs, 1) == 1) engine->destroy(engine);
 }
 
+/* -- releasing callers' objects ------------------------------------------------------------------------------------ */
+
+static atomic_uint releasing;            /* threads, of the process; a release may release others */
+static _Thread_local unsigned own_depth; /* of these, this thread's */
+
+void kvs_release_begin(void) {
+  own_depth++;
+  atomic_fetch_add(&releasing, 1);
+}
+
+void kvs_release_end(void) {
+  atomic_fetch_sub(&releasing, 1);
+  own_depth--;
+}
+
+static int poll_released(void *unused, struct kvs_error *err) {
+  (void)unused;
+  if (atomic_load(&releasing) <= own_depth) return KVS_OK;
+  return kvs_fail(err, KVS_NOT_READY, "another thread releases objects");
+}
+
+int kvs_release_wait(int64_t timeout_ns, struct kvs_error *err) {
+  return kvs_wait_until(poll_released, NULL, false, timeout_ns, err);
+}
+
 /* -- the end of the process ------------------------------------------------------------------------------------ */
 
 static void (*_Atomic stop_first)(void);

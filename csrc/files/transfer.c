@@ -312,6 +312,7 @@ void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
 
 void kvs_file_collect(struct kvs_file_store *store) {
   if (store->fork_generation != kvs_fork_generation()) return;
+  kvs_release_begin();
   pthread_mutex_lock(&store->lock);
   struct kvs_file_transfer *garbage = store->garbage;
   store->garbage = NULL;
@@ -322,6 +323,7 @@ void kvs_file_collect(struct kvs_file_store *store) {
     kvs_file_transfer_drop(garbage);
     garbage = next;
   }
+  kvs_release_end();
 }
 
 static bool cancel_locked(struct kvs_file_transfer *transfer) {
