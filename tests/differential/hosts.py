@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -219,7 +218,7 @@ def host_pool(world: World) -> None:
         if rng.random() < 0.3:
             pool.close(PATIENCE, force=True)
         else:
-            close(world, pool)
+            pool.close(PATIENCE)
     check(pool.state == "closed", "a closed pool")
 
 
@@ -341,20 +340,7 @@ def shared_pool(world: World) -> None:
     finally:
         for pool in (other, own):
             if pool is not None:
-                close(world, pool)
-
-
-def close(world: World, pool: Any) -> None:
-    """Where other threads use the device, one of them may be just letting go of what an ended transfer held."""
-    end = time.monotonic() + (0.0 if world.alone else 5.0)
-    while True:
-        try:
-            pool.close(PATIENCE)
-            return
-        except BufferError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(0.001)
+                pool.close(PATIENCE)
 
 
 EXPORT = (
