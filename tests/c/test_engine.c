@@ -582,27 +582,34 @@ static int get_table(struct kvs_engine *engine, uint64_t number, struct kvs_tabl
   return kvs_table_get(engine, &rows, engine->tables.upload, table, &address, &err);
 }
 
+/* As a transfer that has ended does: what it uploaded has arrived. */
+static void put_table(struct kvs_engine *engine, struct kvs_table_of_rows *table) {
+  struct kvs_error err;
+  CHECK(!kvs_engine_synchronize(engine, -1, &err));
+  kvs_table_put(engine, table);
+}
+
 /* A table gives way to another once each transfer that uses it has ended. */
 static void test_tables_in_use(void) {
   struct kvs_engine *engine = open_engine(0);
   struct kvs_table_of_rows *tables[KVS_TABLES], *again, *other;
   for (uint64_t i = 0; i < 3 * KVS_TABLES; i++) {
     CHECK(get_table(engine, i, &other) == KVS_OK, "table %d", (int)i);
-    kvs_table_put(engine, other);
+    put_table(engine, other);
   }
   for (uint64_t i = 0; i < KVS_TABLES; i++)
     CHECK(get_table(engine, 1000 + i, &tables[i]) == KVS_OK, "table %d", (int)i);
   CHECK(get_table(engine, 1003, &again) == KVS_OK && again == tables[3], "it is there");
   CHECK(get_table(engine, 2000, &other) == KVS_NOT_READY, "all are in use");
-  kvs_table_put(engine, again);
+  put_table(engine, again);
   CHECK(get_table(engine, 2000, &other) == KVS_NOT_READY, "another transfer uses it");
-  kvs_table_put(engine, tables[3]);
+  put_table(engine, tables[3]);
   CHECK(get_table(engine, 2000, &other) == KVS_OK && other == tables[3], "it is free");
-  kvs_table_put(engine, other);
+  put_table(engine, other);
   CHECK(get_table(engine, 1002, &again) == KVS_OK && again == tables[2], "the others stay");
-  kvs_table_put(engine, again);
+  put_table(engine, again);
   for (int i = 0; i < KVS_TABLES; i++)
-    if (i != 3) kvs_table_put(engine, tables[i]);
+    if (i != 3) put_table(engine, tables[i]);
   kvs_engine_unref(engine);
 }
 

@@ -315,7 +315,7 @@ static void pattern(struct user *user) {
     enum kvs_pattern_mode mode = check ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE;
     if (!EXPECT(kvs_pattern_submit(user->engine, mode, &item, 1, user->stream, &job, &err))) break;
     (void)kvs_pattern_done(job);
-    if (EXPECT(kvs_pattern_result(job, PATIENCE, &result, &err)) && result.wrong) user->wrong++;
+    if (EXPECT(kvs_pattern_wait(job, PATIENCE, &result, &err)) && result.wrong) user->wrong++;
     kvs_pattern_free(job);
   }
   free(memory);

@@ -135,7 +135,6 @@ def run(
         while rounds is None or number < first + rounds:
             if (late() and number > first) or (operations is not None and totals.operations >= operations):
                 break
-            faulthandler.dump_traceback_later(10 * PATIENCE, exit=True)
             try:
                 one_round(device, seed, number, totals, Path(folder), late)
             except Failed as failed:
@@ -143,7 +142,6 @@ def run(
                     raise
                 print(failed, flush=True)
                 totals.events[DIFFERENT] += 1
-            faulthandler.cancel_dump_traceback_later()
             tick(totals)
             number += 1
     return totals
@@ -181,12 +179,19 @@ def main(argv: list[str] | None = None) -> int:
     options: dict[str, Any] = {"seconds": seconds, "operations": args.operations}
     if args.round is not None:
         options |= {"first": args.round, "rounds": 1}
+
+    def tick(totals: Totals) -> None:
+        faulthandler.dump_traceback_later(10 * PATIENCE, exit=True)  # of the next round
+        if samples:
+            samples.tick(totals)
+
     try:
-        tick = samples.tick if samples else lambda totals: None
+        faulthandler.dump_traceback_later(10 * PATIENCE, exit=True)
         totals = run(device, seed, **options, tick=tick, go_on=args.soak)
     except Failed as failed:
         print(failed, flush=True)
         return 1
+    faulthandler.cancel_dump_traceback_later()
     print(describe(totals, seed, time.monotonic() - begin))
     if samples is not None:
         text, flat = samples.verdict()
