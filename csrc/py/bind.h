@@ -66,6 +66,8 @@ enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
 /* kvs_engine_collect() without the GIL, because it takes locks of lanes. Owners' destructors acquire the GIL. */
 void kvs_py_collect(struct kvs_engine *engine);
+/* The same, and wait for threads that have taken ended transfers and not yet released their objects. -1: raised. */
+int kvs_py_wait_collected(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns);
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns, const char *what);
 /* Wait for a task that frees memory, then release the task. KVS_PY_KEPT: an exception is set, nothing was freed.
  * KVS_PY_GIVEN: freed, with an exception set if the task failed or was interrupted (PyErr_Occurred). */

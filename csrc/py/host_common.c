@@ -350,11 +350,6 @@ static int drain_slice(void *pool, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_host_pool_drain(pool, timeout_ns, err);
 }
 
-static int release_slice(void *unused, int64_t timeout_ns, struct kvs_error *err) {
-  (void)unused;
-  return kvs_release_wait(timeout_ns, err);
-}
-
 /* A device that cannot be waited for (a lost one) runs no copies: ignore its error. */
 static int sync_slice(void *sync, int64_t timeout_ns, struct kvs_error *err) {
   return kvs_sync_wait(sync, timeout_ns, err) == KVS_TIMEOUT ? KVS_TIMEOUT : KVS_OK;
@@ -382,10 +377,8 @@ int kvs_py_host_pool_drain(PyObject *self, int64_t timeout_ns) {
   if (kvs_py_wait(state, drain_slice, pool, timeout_ns, "the transfers that use the pool") < 0) return -1;
   int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
   if (wait_for_device(state, kvs_host_pool_engine(pool), timeout_ns < 0 ? -1 : left < 0 ? 0 : left) < 0) return -1;
-  kvs_py_collect(kvs_host_pool_engine(pool));
-  /* Another thread may have taken the transfers that hold views, and not yet released them. */
   left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
-  return kvs_py_wait(state, release_slice, NULL, timeout_ns < 0 ? -1 : left < 0 ? 0 : left, "another thread's release");
+  return kvs_py_wait_collected(state, kvs_host_pool_engine(pool), timeout_ns < 0 ? -1 : left < 0 ? 0 : left);
 }
 
 /* Refuse new exports: set `uses` from 0 to `wanted`. */

@@ -33,6 +33,16 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
   }
 }
 
+static int release_slice(void *unused, int64_t timeout_ns, struct kvs_error *err) {
+  (void)unused;
+  return kvs_release_wait(timeout_ns, err);
+}
+
+int kvs_py_wait_collected(struct kvs_py_state *state, struct kvs_engine *engine, int64_t timeout_ns) {
+  kvs_py_collect(engine);
+  return kvs_py_wait(state, release_slice, NULL, timeout_ns, "another thread's release");
+}
+
 PyObject *kvs_py_query(struct kvs_py_state *state, kvs_py_poll_function poll, void *object) {
   struct kvs_error err = {0};
   int rc;
