@@ -54,6 +54,7 @@ WAITS = {
     "wait.c:kvs_py_give_back": ["Memory.free"],
     "wait.c:kvs_py_synchronize": ["Stream.synchronize", "Event.synchronize"],
     "wait.c:kvs_py_wait": ["Transfer.wait"],
+    "wait.c:kvs_py_wait_collected": ["HostPool.close", "HostPool.shrink"],
 }
 
 QUEUES = "queues work, or asks the driver, and returns"
