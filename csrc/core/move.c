@@ -389,7 +389,7 @@ static int find_shape(const struct move_call *call, struct kvs_work *work, const
 static struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot, const struct kvs_pool **pool,
                                       uint64_t *dependencies) {
   for (size_t i = 0; i < call->move->npairs; i++) {
-    struct kvs_failure *failure = kvs_pool_failure(call->move->src[i], src_slot);
+    struct kvs_failure *failure = kvs_failures_get(&call->move->src[i]->failures, (uint64_t)src_slot);
     *pool = call->move->src[i];
     if (kvs_failure_verdict(failure) == KVS_SLOT_LOST) return failure;
     if (failure) *dependencies |= failure->dependencies;
@@ -405,8 +405,8 @@ static bool writes_whole(const struct move_call *call, size_t pair) {
 static void depend_on_the_rest(const struct move_call *call, struct kvs_work *work) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
-    for (size_t b = 0; dst->nfailures && !writes_whole(call, i) && b < call->all; b++) {
-      const struct kvs_failure *failure = kvs_pool_failure(dst, call->all_dst[b]);
+    for (size_t b = 0; dst->failures.count && !writes_whole(call, i) && b < call->all; b++) {
+      const struct kvs_failure *failure = kvs_failures_get(&dst->failures, (uint64_t)call->all_dst[b]);
       if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
     }
   }
@@ -418,7 +418,7 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   uint32_t *kept = call->room->positions, *lost = kept + call->all; /* kept grows from the front, lost from the back */
   const struct kvs_pool *pool;
   size_t n = 0, failures = 0;
-  for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->nfailures;
+  for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->failures.count;
   if (!failures) return;
   for (size_t i = 0; i < call->all; i++) {
     const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool, &work->dependencies);
@@ -453,15 +453,15 @@ static void pass_on(const struct move_call *call, size_t position, struct kvs_fa
   struct kvs_failure *first = failure_of(call, call->all_src[position], &pool, &dependencies);
   if (first) failure = first;
   for (size_t i = 0; i < call->move->npairs; i++)
-    kvs_pool_set_failure(call->move->dst[i], call->all_dst[position], failure);
+    kvs_failures_set(&call->move->dst[i]->failures, (uint64_t)call->all_dst[position], failure);
 }
 
 /* A block that is written whole is right again. */
 static void clear_failures(const struct move_call *call) {
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
-    for (size_t b = 0; dst->nfailures && writes_whole(call, i) && b < call->all; b++)
-      kvs_pool_set_failure(dst, call->all_dst[b], NULL);
+    for (size_t b = 0; dst->failures.count && writes_whole(call, i) && b < call->all; b++)
+      kvs_failures_set(&dst->failures, (uint64_t)call->all_dst[b], NULL);
   }
 }
 
@@ -469,8 +469,9 @@ static void clear_failures(const struct move_call *call) {
 static void leave_open(const struct move_call *call, struct kvs_failure *outcome) {
   for (size_t i = 0; i < call->move->npairs; i++)
     for (size_t b = 0; b < call->all; b++)
-      if (kvs_failure_verdict(kvs_pool_failure(call->move->dst[i], call->all_dst[b])) != KVS_SLOT_LOST)
-        kvs_pool_set_failure(call->move->dst[i], call->all_dst[b], outcome);
+      if (kvs_failure_verdict(kvs_failures_get(&call->move->dst[i]->failures, (uint64_t)call->all_dst[b])) !=
+          KVS_SLOT_LOST)
+        kvs_failures_set(&call->move->dst[i]->failures, (uint64_t)call->all_dst[b], outcome);
 }
 
 static void settle(const void *arg, const struct kvs_transfer *transfer) {

@@ -13,23 +13,6 @@
 
 static atomic_uint_fast64_t pool_numbers;
 
-/* -- failures -------------------------------------------------------------------------------------------------- */
-
-struct kvs_failure *kvs_pool_failure(struct kvs_pool *pool, int64_t slot) {
-  if (!pool->nfailures || !pool->failures[slot]) return NULL;
-  if (kvs_failure_verdict(pool->failures[slot]) == KVS_SLOT_WELL) kvs_pool_set_failure(pool, slot, NULL);
-  return pool->failures[slot];
-}
-
-void kvs_pool_set_failure(struct kvs_pool *pool, int64_t slot, struct kvs_failure *failure) {
-  struct kvs_failure *before = pool->failures[slot];
-  if (failure) atomic_fetch_add(&failure->refs, 1);
-  pool->failures[slot] = failure;
-  if (failure && !before) pool->nfailures++;
-  if (!failure && before) pool->nfailures--;
-  if (before) kvs_failure_unref(before);
-}
-
 /* -- tables ---------------------------------------------------------------------------------------------------- */
 
 void kvs_table_free(struct kvs_table *table) {
@@ -136,9 +119,7 @@ int kvs_table_inherit(struct kvs_engine *engine, struct kvs_table *table, uint64
 }
 
 static void pool_free(struct kvs_pool *pool) {
-  for (uint64_t slot = 0; pool->nfailures && slot < pool->layout.num_blocks; slot++)
-    kvs_pool_set_failure(pool, (int64_t)slot, NULL);
-  free(pool->failures);
+  kvs_failures_close(&pool->failures);
   free(pool);
 }
 
@@ -157,9 +138,7 @@ int kvs_pool_open(struct kvs_engine *engine, const struct kvs_pool_layout *asked
   pool->layout = layout;
   pool->number = atomic_fetch_add(&pool_numbers, 1) + 1;
   name_pool(pool, layout.name);
-  pool->failures = calloc(layout.num_blocks, sizeof(struct kvs_failure *));
-  if (!pool->failures)
-    status = kvs_fail(err, KVS_NOMEM, "no memory to track a pool of %" PRIu64 " blocks", layout.num_blocks);
+  status = kvs_failures_open(&pool->failures, layout.num_blocks, err);
   if (!status && !layout.group) status = kvs_table_new(layout.num_blocks, &pool->table, err);
   if (!status && layout.group) pool->table = layout.group->table;
   pthread_mutex_lock(&engine->hazard_lock);
@@ -222,7 +201,8 @@ static int read_slots(const struct kvs_pool *pool, const struct kvs_ids *ids, in
 
 static void clear_failures(struct kvs_pool *pool, const int64_t *slots, size_t count) {
   pthread_mutex_lock(&pool->engine->hazard_lock);
-  for (size_t i = 0; pool->nfailures && i < count; i++) kvs_pool_set_failure(pool, slots[i], NULL);
+  for (size_t i = 0; pool->failures.count && i < count; i++)
+    kvs_failures_set(&pool->failures, (uint64_t)slots[i], NULL);
   pthread_mutex_unlock(&pool->engine->hazard_lock);
 }
 

@@ -26,8 +26,21 @@ struct kvs_failure *kvs_failure_new(const struct kvs_error *, uint64_t transfer)
 struct kvs_failure *kvs_failure_open(uint64_t transfer); /* outcome unknown until the end; NULL: no memory */
 void kvs_failure_unref(struct kvs_failure *);
 enum kvs_verdict kvs_failure_verdict(const struct kvs_failure *); /* of the slots that hold the record; NULL: well */
-void kvs_failure_end(struct kvs_failure *,
-                     const struct kvs_error *); /* one transfer of the record has ended; any thread */
+/* One transfer of the record has ended; any thread. */
+void kvs_failure_end(struct kvs_failure *, const struct kvs_error *);
+
+/* Whether the bytes of each slot of a table are right: the one place that says so. Zero-initialised: none is tracked.
+ * Guarded by hazard_lock. */
+struct kvs_failures {
+  struct kvs_failure **items; /* for each slot: NULL, or its failure record */
+  uint64_t slots;
+  size_t count; /* slots that have one */
+};
+int kvs_failures_open(struct kvs_failures *, uint64_t slots, struct kvs_error *);
+void kvs_failures_close(struct kvs_failures *);
+struct kvs_failure *kvs_failures_get(struct kvs_failures *, uint64_t slot); /* NULL: the bytes are right */
+/* Set the record of a slot and take a reference; NULL: the bytes are right. */
+void kvs_failures_set(struct kvs_failures *, uint64_t slot, struct kvs_failure *);
 
 /* Hazards of the slots of one pool, or of a group of pools that share slots. Guarded by engine->hazard_lock. */
 struct kvs_table {
@@ -51,8 +64,7 @@ struct kvs_pool {
   uint64_t number;               /* unique in the process */
   char name[32];
   /* Guarded by engine->hazard_lock. */
-  struct kvs_failure **failures; /* for each slot: NULL, or its failure record */
-  size_t nfailures;
+  struct kvs_failures failures;
   uint64_t mark;                                                /* number of the last call that writes the pool */
   struct kvs_engine *foreign_engines[KVS_POOL_FOREIGN_ENGINES]; /* other engines whose transfers have used the pool */
   unsigned nforeign_engines;
@@ -70,9 +82,6 @@ void kvs_pools_close_locked(struct kvs_engine *, const struct kvs_region *);
 int kvs_pool_check_open(const struct kvs_pool *, struct kvs_error *);
 
 /* All under the engine's hazard_lock. */
-struct kvs_failure *kvs_pool_failure(struct kvs_pool *, int64_t slot); /* NULL: the bytes are right */
-/* Set the failure record of a slot and take a reference; NULL: the bytes are right. */
-void kvs_pool_set_failure(struct kvs_pool *, int64_t slot, struct kvs_failure *);
 /* A table of untouched slots. */
 int kvs_table_new(uint64_t slots, struct kvs_table **, struct kvs_error *);
 void kvs_table_free(struct kvs_table *);

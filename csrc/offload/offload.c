@@ -286,20 +286,12 @@ size_t kvs_offload_failures(const struct kvs_offload *map, size_t group) {
   return first * (size_t)(map->chunks * map->factor);
 }
 
-void kvs_offload_clear_failure(struct kvs_offload *map, size_t place) {
-  if (!map->nfailures || !map->failures[place]) return;
-  kvs_failure_unref(map->failures[place]);
-  map->failures[place] = NULL;
-  map->nfailures--;
-}
-
 static void map_free(struct kvs_offload *map) {
-  for (size_t place = 0; map->nfailures; place++) kvs_offload_clear_failure(map, place);
+  kvs_failures_close(&map->failures);
   for (size_t i = 0; i < map->ncopy_groups; i++) free(map->copy_groups[i].tensors);
   if (map->gpu) kvs_table_free(map->gpu);
   if (map->cpu) kvs_table_free(map->cpu);
   free(map->copy_groups);
-  free(map->failures);
   free(map->gpu_blocks);
   free(map->shares);
   free(map->room);
@@ -350,9 +342,10 @@ static int make_tables(struct kvs_offload *map, const struct kvs_offload_layout 
   if (!status && layout->remember_failures) {
     struct kvs_error unfinished;
     kvs_fail(&unfinished, KVS_REFUSED, "its store was not queued in whole");
-    map->failures = calloc(blocks, map->ngroups * sizeof(struct kvs_failure *));
-    map->unfinished = kvs_failure_new(&unfinished, 0);
-    if (!map->failures || !map->unfinished)
+    uint64_t all;
+    if (__builtin_mul_overflow(blocks, map->ngroups, &all)) all = UINT64_MAX;
+    status = kvs_failures_open(&map->failures, all, err);
+    if (!status && !(map->unfinished = kvs_failure_new(&unfinished, 0)))
       status = kvs_fail(err, KVS_NOMEM, "no memory to track %" PRIu64 " blocks", blocks);
   }
   pthread_mutex_lock(&map->engine->hazard_lock);

@@ -34,10 +34,9 @@ struct kvs_offload {
   size_t ngroups;
   struct kvs_copy_group *copy_groups;
   size_t ncopy_groups;
-  /* Indexed by group and host block, from kvs_offload_failures(group) on; NULL: no failures recorded. Guarded by
+  /* Indexed by group and host block, from kvs_offload_failures(group) on; no items: none is recorded. Guarded by
    * engine->hazard_lock. */
-  struct kvs_failure **failures;
-  size_t nfailures;
+  struct kvs_failures failures;
   void *owner;
   void (*release)(void *);
   struct kvs_failure *unfinished;  /* failure of blocks whose store is not queued completely */
@@ -51,6 +50,5 @@ struct kvs_offload {
 /* offload.c */
 void kvs_offload_drop(void *map);                                         /* one reference */
 size_t kvs_offload_failures(const struct kvs_offload *map, size_t group); /* the group's first index in map->failures */
-void kvs_offload_clear_failure(struct kvs_offload *map, size_t place);    /* clears one entry */
 
 #endif

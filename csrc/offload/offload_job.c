@@ -180,9 +180,9 @@ static bool writes_block(const struct job_call *call, const struct kvs_copy_grou
 
 /* The first lost block sets the error. */
 static bool is_lost(struct job_call *call, uint64_t block) {
-  const struct kvs_offload *map = call->map;
-  bool may_be = call->job->direction == KVS_H2D && map->nfailures;
-  const struct kvs_failure *failure = may_be ? map->failures[call->failures + block] : NULL;
+  struct kvs_offload *map = call->map;
+  const struct kvs_failure *failure =
+      call->job->direction == KVS_H2D ? kvs_failures_get(&map->failures, call->failures + block) : NULL;
   enum kvs_verdict verdict = kvs_failure_verdict(failure);
   if (verdict == KVS_SLOT_OPEN) call->dependencies |= failure->dependencies;
   if (verdict != KVS_SLOT_LOST) return false;
@@ -224,16 +224,10 @@ struct copy_group_call {
   struct job_call *job;
 };
 
-static void set_failure(struct kvs_offload *map, size_t place, struct kvs_failure *failure) {
-  kvs_offload_clear_failure(map, place);
-  atomic_fetch_add(&failure->refs, 1);
-  map->failures[place] = failure;
-  map->nfailures++;
-}
-
 /* Mark all blocks of the job as not stored. */
 static void set_unfinished(const struct job_call *call) {
-  for (size_t i = 0; i < call->count; i++) set_failure(call->map, (size_t)call->places[i], call->map->unfinished);
+  for (size_t i = 0; i < call->count; i++)
+    kvs_failures_set(&call->map->failures, (uint64_t)call->places[i], call->map->unfinished);
 }
 
 /* Called when a store, or the accepted part of it, is queued. The job's blocks count as not stored until all copy
@@ -241,14 +235,14 @@ static void set_unfinished(const struct job_call *call) {
 static void record_failures(const void *arg, const struct kvs_transfer *transfer) {
   const struct job_call *call = ((const struct copy_group_call *)arg)->job;
   struct kvs_offload *map = call->map;
-  if (!map->failures || call->job->direction != KVS_D2H) return;
+  if (!map->failures.items || call->job->direction != KVS_D2H) return;
   if (call->fresh) set_unfinished(call);
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   size_t count = transfer->all_failed ? (size_t)transfer->nblocks : transfer->nfailed;
   for (size_t i = 0; failure && i < count; i++) {
     size_t moved = transfer->all_failed ? i : transfer->failed[i];
-    set_failure(map, call->failures + (size_t)call->moved_cpu[moved], failure);
+    kvs_failures_set(&map->failures, call->failures + (uint64_t)call->moved_cpu[moved], failure);
   }
   if (failure) kvs_failure_unref(failure);
 }
@@ -257,14 +251,11 @@ static void record_failures(const void *arg, const struct kvs_transfer *transfer
  * completion. (Copy groups queued by an earlier call for the same job have reported in that call's transfers.) */
 static void finish_store(const struct job_call *call) {
   struct kvs_offload *map = call->map;
-  if (!map->nfailures || call->job->direction != KVS_D2H) return;
+  if (!map->failures.count || call->job->direction != KVS_D2H) return;
   for (size_t i = 0; i < call->count; i++) {
-    size_t place = (size_t)call->places[i];
-    if (map->failures[place] != map->unfinished) continue;
-    if (call->outcome && call->outcome->dependencies)
-      set_failure(map, place, call->outcome);
-    else
-      kvs_offload_clear_failure(map, place);
+    uint64_t place = (uint64_t)call->places[i];
+    if (map->failures.items[place] != map->unfinished) continue;
+    kvs_failures_set(&map->failures, place, call->outcome && call->outcome->dependencies ? call->outcome : NULL);
   }
 }
 
@@ -274,7 +265,7 @@ static void mark_job_failed(const struct job_call *call, int status) {
   struct kvs_offload *map = call->map;
   enum kvs_exception kind = kvs_status_exception(status);
   bool failed = kind == KVS_EXC_DEVICE || kind == KVS_EXC_QUEUE_FULL || kind == KVS_EXC_BASE;
-  if (failed && map->failures && call->job->direction == KVS_D2H) set_unfinished(call);
+  if (failed && map->failures.items && call->job->direction == KVS_D2H) set_unfinished(call);
 }
 
 static int submit_copy_group(struct job_call *call, const struct kvs_copy_group *copies,
