@@ -111,10 +111,10 @@ struct kvs_stats {
   uint64_t copies, merged;                     /* copies issued; blocks merged into another block's copy */
   uint64_t unfinished, lanes;                  /* now */
   uint64_t refused_full;                       /* submissions refused with KVS_QUEUE_FULL */
-  uint64_t second_attempts;                 /* transfers whose first path was refused and that another path completed */
-  uint64_t staging_nbytes;                  /* memory held for descriptors */
-  uint64_t waits_raw, waits_war, waits_waw; /* waits for hazards; one wait may count for several kinds */
-  struct kvs_path_stats paths[3][KVS_PATHS]; /* by direction and path */
+  uint64_t second_attempts;                    /* transfers given to the copy engine after their path was refused */
+  uint64_t staging_nbytes;                     /* memory held for descriptors */
+  uint64_t waits_raw, waits_war, waits_waw;    /* waits for hazards; one wait may count for several kinds */
+  struct kvs_path_stats paths[3][KVS_PATHS];   /* by direction and path */
 };
 
 /* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening

@@ -26,7 +26,7 @@ struct kvs_file_transfer; /* one submitted list of blocks; reference-counted */
 
 enum kvs_file_durability {
   KVS_FILE_NONE,  /* a block is stored once the kernel has it: it survives the end of this process */
-  KVS_FILE_FLUSH, /* ... once it is written to the disk */
+  KVS_FILE_FLUSH, /* ... once it is handed to the disk */
   KVS_FILE_FSYNC, /* ... once the disk reports that it survives a power failure */
 };
 enum kvs_file_gds_mode {

@@ -39,7 +39,7 @@ struct kvs_host_pool_options {
 enum kvs_host_pool_state {
   KVS_POOL_POPULATING,
   KVS_POOL_READY,
-  KVS_POOL_FAILED,    /* out of memory: close the pool */
+  KVS_POOL_FAILED,    /* out of memory: shrink the pool or close it */
   KVS_POOL_CANCELLED, /* blocks that were ready can be used */
   KVS_POOL_CLOSED,
 };

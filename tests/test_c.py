@@ -48,19 +48,19 @@ Build = Callable[[str, str], Path]
 
 
 def compile_with(arguments: list[str]) -> None:
-    run = subprocess.run([CC, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run([*CC.split(), *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"{CC} {' '.join(arguments)}\n{run.stderr}"
 
 
 def lacks(kind: str, folder: Path) -> str | None:
     """Why this compiler cannot build such programs, or None."""
-    if shutil.which(CC) is None:
+    if shutil.which(CC.split()[0]) is None:
         return f"no C compiler ({CC})"
     source = folder / "empty.c"
     source.write_text("int main(void) { return 0; }\n")
     flags = [flag for flag in KINDS[kind] if flag.startswith("-fsanitize")]
     run = subprocess.run(
-        [CC, *flags, str(source), "-o", str(folder / "empty")], capture_output=True, text=True, check=False
+        [*CC.split(), *flags, str(source), "-o", str(folder / "empty")], capture_output=True, text=True, check=False
     )
     return None if run.returncode == 0 else f"{CC} has no {kind} sanitizer here"
 
@@ -164,7 +164,7 @@ def test_the_c_surface_alone(core: Callable[[str], Path], tmp_path: Path) -> Non
         "  puts(dst);\n  return 0;\n}\n"
     )
     for language in ("c", "c++"):
-        compiler = [CC] if language == "c" else ["c++", "-x", "c++"]
+        compiler = CC.split() if language == "c" else ["c++", "-x", "c++"]
         if shutil.which(compiler[0]) is None:
             continue
         program, more = tmp_path / f"surface-{len(compiler)}", [] if language == "c" else ["-x", "none"]

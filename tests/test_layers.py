@@ -85,8 +85,10 @@ def calls_between(objects: dict[str, Path]) -> Graph:
 
 def rank(name: str) -> tuple[int, int]:
     folder = name.rpartition("/")[0]
-    row = next(i for i, names in enumerate(FOLDERS) if folder in names)
-    inner = next(i for i, names in enumerate(CORE) if Path(name).stem in names) if folder == "core" else 0
+    row = next((i for i, names in enumerate(FOLDERS) if folder in names), None)
+    assert row is not None, f"{name}: its folder needs a row in FOLDERS"
+    inner = next((i for i, names in enumerate(CORE) if Path(name).stem in names), None) if folder == "core" else 0
+    assert inner is not None, f"{name}: it needs a row in CORE"
     return row, inner
 
 

@@ -24,7 +24,7 @@ KERNELS = [path for path in SOURCES if path.parent.name == "kernels"]
 CORE = [path for path in SOURCES if path not in BINDINGS + KERNELS]
 PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 
-# From the top down: a file includes headers of its own row or of rows below. device/device.h is the seam.
+# From the bottom up: a header includes those of its own row or of rows before it. device/device.h is the seam.
 ROWS = [
     {"cuda/fatbin.h"},  # data: anybody may look at it
     {"status.h"},

@@ -1,9 +1,9 @@
 /* The structs behind kvswap.h: engine, lane, transfer, pool. For the core's own files only.
  *
  * Locks, in the order in which they are taken together:
- *   0. engine->hazard_lock  from the check of a pool transfer until the hazard tables hold it (two engines:
- * core/peer.h) engine->share_lock   the list of imports slots->lock          one
- * transfer at a time is queued through a set of slots; trylock only
+ *   0. engine->hazard_lock  a pool transfer, from its check until the tables hold it (two engines: core/peer.h)
+ *      engine->share_lock   the list of imports; never together with hazard_lock
+ *      slots->lock          one transfer at a time is queued through a set of slots; trylock only
  *   1. engine->stream_locks one submitter at a time for each stream of the caller
  *   2. lane->submit         one submitter at a time for each lane; held while a transfer is queued on the device
  *   3. engine->lock         the list of lanes
@@ -35,7 +35,8 @@ enum {
 };
 
 struct kvs_transfer {
-  atomic_uint refs;    /* of the memory: 1 for all handles together, 1 while queued, 1 until the owner is released */
+  atomic_uint refs;    /* of the memory: 1 for all handles together, 1 while queued, 1 while in engine->garbage, 1 a
+                          kvs_lane_pin() */
   atomic_uint handles; /* public references: each keeps the engine open */
   struct kvs_engine *engine;
   struct kvs_lane *lane;

@@ -16,7 +16,8 @@
  *
  * Out of its sight: an engine's own kernels, events and synchronisations that do not go through kvswap (use
  * kvs_note_access, kvs_note_order), the legacy stream's implicit order with blocking streams, memory outside pools. All
- * host threads share one clock: a race between two threads that only their locks order is not found. */
+ * host threads share one clock: what one has seen to end counts as seen by all, so a race that only a missing lock
+ * between threads makes is not found. */
 #ifndef KVS_RACECHECK_H
 #define KVS_RACECHECK_H
 

@@ -7,8 +7,9 @@
  *
  * NEW and RESERVED have no lock of their own: only the submitter has the transfer, and it holds lane->submit from
  * RESERVED to QUEUED. `state` is KVS_STATE_RUNNING until the end. The end is under lane->lock: kvs_lane_reap() when
- * `end` is reached, kvs_engine_lose() when the device is lost. FAILED if blocks were refused while queued, or a device
- * in the dependency mask, or its own, was lost. Nothing moves a transfer out of DONE or FAILED. */
+ * `end` is reached, kvs_engine_lose() when the device is lost. FAILED if blocks were refused while queued, a source
+ * block was lost, a wait or record was refused, or a device in the dependency mask, or its own, was lost. Nothing moves
+ * a transfer out of DONE or FAILED. */
 #ifndef KVS_TRANSFER_H
 #define KVS_TRANSFER_H
 

@@ -14,15 +14,15 @@
  *   state     held in                              guarded by    leaves by
  *   WAITING   its entry's list: the key is in use  store->lock   release_locked, in FIFO order
  *   READY     store->ready: it holds the key       store->lock   dispatch_locked
- *   STAGING   transfer->waiting                    mover->lock   serve_waiting; stores are copied to staging first
+ *   STAGING   transfer->waiting; stores: a copy    mover->lock   serve_waiting; stores: finish_copy
  *   QUEUED    store->queue or the GDS queue        queue->lock   an engine thread
  *   RUNNING   no list: an engine thread has it     -             item_end; further requests queue it again
  *   STARVED   store->starved                       store->lock   wake_starved_locked
  *   ARRIVED   mover->arrived, then a copy          mover->lock   finish_copy
  *   ENDED     no list; may be freed                store->lock   -
  *
- * An item whose key is free starts READY. Every state but WAITING and STARVED can end early: cancelled, failed, or
- * nothing to do. All moves to ENDED are made by kvs_file_item_finish_locked(). */
+ * An item whose key is free starts READY. Every state but WAITING, QUEUED and STARVED can end early: cancelled, failed,
+ * or nothing to do. All moves to ENDED are made by kvs_file_item_finish_locked(). */
 #ifndef KVS_FILE_ITEM_H
 #define KVS_FILE_ITEM_H
 

@@ -1,7 +1,7 @@
 /* The server of chunks; fetch.c is the client.
  *
  * The socket is in a folder of the user (mode 0700, owner checked), under a name that contains the server's pid, so
- * that the next server can remove the folder of a killed process. Both sides ask the kernel for the peer's user, and
+ * that the next server can remove the socket of a killed process. Both sides ask the kernel for the peer's user, and
  * the client also for the peer's process. A request has a fixed size and names a token of 16 random bytes. The answer
  * is a header, then one message a chunk with one descriptor. Descriptors are created when they are sent, so neither
  * side holds more than one a connection.
@@ -78,7 +78,7 @@ static int make_folder(char folder[80], struct kvs_error *err) {
 }
 
 /* True: the server has ended. A process that is not visible may be in another pid namespace, in a container with the
- * same /tmp; its folder is stale only if connecting to the socket is refused. */
+ * same /tmp; its socket is stale only if connecting to it is refused. */
 static bool is_deserted(const char *folder, const char *name) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/%s", folder, name);
@@ -89,7 +89,7 @@ static bool is_deserted(const char *folder, const char *name) {
   return deserted;
 }
 
-/* Remove the folders of processes that have ended. */
+/* Remove the sockets of processes that have ended. */
 static void remove_stale(const char *folder) {
   DIR *listing = opendir(folder);
   struct dirent *entry;

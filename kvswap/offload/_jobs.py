@@ -52,8 +52,8 @@ class HandlerStats:
 
     jobs, failed, bytes, device_seconds: of collected jobs; bytes of successful ones. queued_seconds: from submission
     until the end was seen, minus the device's time. paths: number of transfers by path. stalls: how often submitting
-    waited because the queue was full. second_attempts: transfers of the whole device that one path failed and another
-    path completed.
+    waited because the queue was full. second_attempts: transfers of the whole device that were given to another path
+    after the first was refused.
     """
 
     jobs: int = 0
