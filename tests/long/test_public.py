@@ -459,6 +459,8 @@ def test_every_public_call_from_many_threads(
     device: kvswap.Device, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed, slots = int(request.config.getoption("--long-seed")), device.info["slots_nbytes"] // 8
+    if device.kind == "host":  # one that no other test uses: what a refused call leaves registered stays there
+        device = kvswap.Device("host:30")
     world = World(device, tmp_path)
     threads = [threading.Thread(target=work, args=(world, Mine(world, i, seed))) for i in range(THREADS)]
     for thread in threads:
@@ -469,7 +471,7 @@ def test_every_public_call_from_many_threads(
         thread.join(2 * PATIENCE)
         assert not thread.is_alive()
     world.close()
-    device.set_compute_stream(0)  # for the tests that come next, what the threads have set goes
+    device.set_compute_stream(0)  # what the threads have set goes
     device.set_defaults(priority="normal")
     device.set_slots(slots, timeout=PATIENCE)
     assert world.wrong == [], "\n".join(world.wrong[:3])
