@@ -1,5 +1,5 @@
-/* What gcc's -fsanitize-coverage=trace-pc calls in each basic block: marks the place in a file that the test process and
- * all that it starts share. */
+/* What gcc's -fsanitize-coverage=trace-pc calls in each basic block: marks the place in a file that the test process
+ * and all that it starts share. */
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
