@@ -1,6 +1,6 @@
 /* Mapped ranges of this process's address space, from the kernel. */
-#ifndef KVS_HOST_MAPS_H
-#define KVS_HOST_MAPS_H
+#ifndef KVS_MAPS_H
+#define KVS_MAPS_H
 
 #include <stdbool.h>
 #include <stdint.h>
