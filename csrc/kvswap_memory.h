@@ -91,7 +91,7 @@ KVS_API int kvs_host_pool_drain(struct kvs_host_pool *pool, int64_t timeout_ns, 
  * addresses stay reserved, and read as zeros, until kvs_host_pool_free(). */
 KVS_API int kvs_host_pool_close(struct kvs_host_pool *pool, int64_t timeout_ns, bool keep_range, struct kvs_error *err);
 /* Whether growing waits for the transfers that use the pool. */
-KVS_API bool kvs_host_pool_grow_waits(const struct kvs_host_pool *pool);
+KVS_API bool kvs_host_pool_grow_waits(struct kvs_host_pool *pool);
 /* Close the pool if it is open, and free the object. If the memory is still used after timeout_ns, it is freed later.
  * In a forked child: free the object only. */
 KVS_API void kvs_host_pool_free(struct kvs_host_pool *pool, int64_t timeout_ns);

@@ -118,9 +118,12 @@ static int reopen_tails(struct kvs_host_pool *pool, uint64_t *from, int64_t time
 }
 
 /* The last chunk is unregistered and made again, so copies must not use it. */
-bool kvs_host_pool_grow_waits(const struct kvs_host_pool *pool) {
+bool kvs_host_pool_grow_waits(struct kvs_host_pool *pool) {
+  pthread_mutex_lock(&pool->lock);
   uint64_t units = kvs_host_pool_units(pool, pool->num_blocks);
-  return units * pool->unit % kvs_page_nbytes(KVS_PAGES_DEFAULT) != 0 && pool->registering;
+  bool waits = units * pool->unit % kvs_page_nbytes(KVS_PAGES_DEFAULT) != 0 && pool->registering;
+  pthread_mutex_unlock(&pool->lock);
+  return waits;
 }
 
 static int grow(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err) {

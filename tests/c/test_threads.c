@@ -460,7 +460,7 @@ static void ask_files(struct user *user, const struct kvs_file_keys *keys) {
   if (EXPECT(kvs_file_pin(all.store, keys, true, &err), KVS_MISSING))
     EXPECT(kvs_file_pin(all.store, keys, false, &err), KVS_INVALID, KVS_MISSING); /* deleted meanwhile */
   EXPECT(kvs_file_get_stats(all.store, &stats, &err));
-  EXPECT(kvs_file_refresh(all.store, &err));
+  EXPECT(kvs_file_refresh(all.store, &err), KVS_UNSUPPORTED); /* another thread refreshes */
   kvs_file_get_info(all.store, &info);
   kvs_file_collect(all.store);
   if (EXPECT(kvs_file_list(all.store, &list, &ends, &count, &err))) free(list), free(ends);
