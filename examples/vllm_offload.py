@@ -29,11 +29,7 @@ def main() -> None:
         kv_connector_module_path="kvswap.vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "cpu_bytes_to_use": int(args.cpu_gib * 2**30),
-            "spec_name": "KVSwapOffloadingSpec",
-            "spec_module_path": "kvswap.vllm",
-        },
+        kv_connector_extra_config={"cpu_bytes_to_use": int(args.cpu_gib * 2**30)},
     )
     llm = LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, kv_transfer_config=transfer)
     prompt = "Sum up this text. " + " ".join(f"Sentence {i} says nothing new." for i in range(args.words // 5))

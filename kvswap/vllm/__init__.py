@@ -3,14 +3,13 @@
     vllm serve MODEL --kv-transfer-config '{
       "kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute",
-      "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368,
-                                    "spec_name": "KVSwapOffloadingSpec", "spec_module_path": "kvswap.vllm"}}'
+      "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368}}'
 
 - KVSwapOffloadingSpec: vLLM's CPUOffloadingSpec, whose transfers kvswap does. KVSwapTieringOffloadingSpec: the same of
   its TieringOffloadingSpec. Under vLLM's own connector ("kv_connector": "OffloadingConnector") a transfer that fails
   raises, and the engine ends.
-- KVSwapConnector: vLLM's OffloadingConnector, which survives it: a failed store is as if it had not been, a failed load
-  is recomputed.
+- KVSwapConnector: vLLM's OffloadingConnector with these specs, which survives it: a failed store is as if it had not
+  been, a failed load is recomputed.
 - FileTier: a secondary tier for vLLM's tiering, over kvswap.files.
 - register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch() and nothing
   else.

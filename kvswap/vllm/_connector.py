@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 import kvswap
 from kvswap.offload import TransferResult
-from kvswap.vllm._handler import VLLMHandler
+from kvswap.vllm._handler import VLLMHandler, falls_back
 
 _logger = logging.getLogger("kvswap.vllm")
 
@@ -127,14 +127,36 @@ def _handlers_of(worker: Any) -> list[VLLMHandler]:
     return [handler for handler in kept if isinstance(handler, VLLMHandler)]
 
 
+_SPECS = {  # vLLM's specs, which its factory takes by name, whatever module the configuration names
+    "CPUOffloadingSpec": "KVSwapOffloadingSpec",
+    "TieringOffloadingSpec": "KVSwapTieringOffloadingSpec",
+}
+
+
+def _choose_spec(extra_config: dict[str, Any]) -> None:
+    """Put kvswap's spec in the place of vLLM's; specs of others stay."""
+    asked = extra_config.get("spec_name", "CPUOffloadingSpec")
+    if asked in _SPECS:
+        extra_config.update(spec_name=_SPECS[asked], spec_module_path="kvswap.vllm")
+    elif asked in _SPECS.values():
+        extra_config.setdefault("spec_module_path", "kvswap.vllm")
+
+
 class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's OffloadingConnector, which goes on when a transfer fails.
+    """vLLM's OffloadingConnector with kvswap's transfers, which goes on when a transfer fails.
 
     Configured as vLLM's own, with "kv_connector": "KVSwapConnector" and "kv_connector_module_path": "kvswap.vllm". With
     "kv_load_failure_policy": "recompute" a request whose load failed is computed instead; vLLM's default ends it.
+
+    In the place of vLLM's specs (spec_name; CPUOffloadingSpec by default) it takes kvswap's. kvswap.Error when the KV
+    caches are registered: the transfers are not kvswap's; with "kvswap_fallback": true in kv_connector_extra_config
+    that is a warning, and vLLM's own transfers stay.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._fallback = falls_back(extra_config)
+        _choose_spec(extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
         self._watch: _Watch | None = None
@@ -151,8 +173,25 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def _attach(self) -> None:
         worker = self.connector_worker.worker
-        if not isinstance(worker, _Watch):
-            self._watch = self.connector_worker.worker = _Watch(worker)
+        if isinstance(worker, _Watch):
+            return
+        if not _handlers_of(worker):
+            self._refuse(worker)
+        self._watch = self.connector_worker.worker = _Watch(worker)
+
+    def _refuse(self, worker: Any) -> None:
+        spec, theirs = type(self.connector_worker.spec).__name__, type(worker).__name__
+        text = (
+            f"KVSwapConnector has {spec}, whose {theirs} does not move blocks by kvswap (vLLM {vllm.__version__}, "
+            f"kvswap {kvswap.__version__}); where that is kvswap's own spec, a warning of kvswap.vllm above says why"
+        )
+        if self._fallback:
+            _logger.warning("%s. vLLM's own transfers stay, as kvswap_fallback says", text)
+            return
+        raise kvswap.Error(
+            f'{text}. In kv_connector_extra_config leave out "spec_name" and "spec_module_path", or set them to '
+            '"KVSwapOffloadingSpec" and "kvswap.vllm"; or set "kvswap_fallback": true to go on without kvswap'
+        )
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """As vLLM's."""

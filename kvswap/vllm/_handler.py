@@ -22,7 +22,10 @@ _LOG_EVERY = 60.0  # seconds
 
 def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
-    known = {"kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"}
+    known = {
+        *("kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"),
+        "kvswap_fallback",
+    }
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:
         raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; of kvswap's there are {sorted(known)}")
@@ -40,6 +43,14 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     if limit is not None and not (_is_number(limit, (int, float)) and 0 <= limit <= threading.TIMEOUT_MAX):
         raise ValueError(f"kvswap_wait_timeout_s is {limit!r}; it is a number of seconds, or null for no limit")
     return {"path": path, "priority": priority, "max_ctas": ctas, "pace_gbps": pace, "wait_timeout": limit}
+
+
+def falls_back(extra_config: Mapping[str, Any]) -> bool:
+    """kvswap_fallback: whether the engine goes on with vLLM's own transfers where kvswap's cannot be used."""
+    value = extra_config.get("kvswap_fallback", False)
+    if not isinstance(value, bool):
+        raise ValueError(f"kvswap_fallback is {value!r}; it is true or false")
+    return value
 
 
 def _is_number(value: Any, kind: Any) -> bool:

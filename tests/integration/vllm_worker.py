@@ -87,12 +87,12 @@ def model_folder(folder: Path, layers: int) -> str:
 def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> VllmConfig:
     extra = {
         "cpu_bytes_to_use": 64 << 20,
-        "spec_name": options.spec,
-        "spec_module_path": "kvswap.vllm",
         "block_size": TOKENS * options.blocks_per_chunk,
         "kvswap_wait_timeout_s": 60,
         "offload_prompt_only": False,
     }
+    if options.stock or options.spec != "KVSwapOffloadingSpec":  # KVSwapConnector takes that one by itself
+        extra |= {"spec_name": options.spec, "spec_module_path": "kvswap.vllm"}
     if options.sync_loads:
         extra["sync_load_budget_bytes"] = 1 << 30
     if options.mla and options.ranks > 1:
