@@ -176,7 +176,7 @@ class SingleDirectionOffloadingHandler:
         self._second_attempts = int(self._device.stats()["second_attempts"])
         sides = list(gpu_tensors), list(cpu_tensors)
         self.src_tensors, self.dst_tensors = sides if gpu_to_cpu else sides[::-1]
-        self._compute = compute_stream or _current_stream(gpu_tensors[0], self._device)
+        self._compute = compute_stream or current_stream_of(gpu_tensors[0], self._device)
         self._options: dict[str, Any] = {
             "path": path,
             "priority": priority,
@@ -367,7 +367,7 @@ class SingleDirectionOffloadingHandler:
             give_map(shared)
 
 
-def _current_stream(tensor: Any, device: _C.Device) -> Callable[[], Any]:
+def current_stream_of(tensor: Any, device: _C.Device) -> Callable[[], Any]:
     """A callable that returns the model's stream; None: the device's compute stream."""
     if not is_torch(tensor) or device.kind != "cuda":
         return lambda: None

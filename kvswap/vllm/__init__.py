@@ -11,8 +11,8 @@
 - KVSwapConnector: vLLM's OffloadingConnector with these specs, which survives it: a failed store is as if it had not
   been, a failed load is recomputed.
 - FileTier: a secondary tier for vLLM's tiering, over kvswap.files.
-- register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch() and nothing
-  else.
+- register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch(), with
+  KVSWAP_VLLM_SIMPLE_OFFLOAD=1 the copies of vLLM's SimpleCPUOffloadConnector, and else nothing.
 
 Importing this imports no vLLM; its names do, when they are asked for.
 """

@@ -1,7 +1,11 @@
-"""Replaces only the copy function of vLLM's own handlers (vllm/_custom_ops.py, swap_blocks_batch)."""
+"""What vLLM's plugin hook replaces, each by a switch in the environment: the copy function of vLLM's own handlers
+(vllm/_custom_ops.py, swap_blocks_batch), and the copies of its SimpleCPUOffloadConnector (_simple.py)."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import logging
 import os
 from typing import Any
@@ -11,6 +15,7 @@ from kvswap import _C
 _logger = logging.getLogger("kvswap.vllm")
 
 SWITCH = "KVSWAP_VLLM_SWAP_BLOCKS"
+SIMPLE_SWITCH = "KVSWAP_VLLM_SIMPLE_OFFLOAD"
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
@@ -30,10 +35,14 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     transfer.make_wait(stream)  # ordered already; this call raises refused copies
 
 
-def register() -> None:
-    """vLLM's plugin hook (group vllm.general_plugins). Does nothing unless KVSWAP_VLLM_SWAP_BLOCKS=1."""
-    if os.environ.get(SWITCH, "0") in ("", "0"):
-        return
+def _is_on(switch: str) -> bool:
+    value = os.environ.get(switch, "0")
+    if value not in ("", "0", "1"):
+        _logger.warning("%s is %r; it is 0 or 1. Nothing is replaced", switch, value)
+    return value == "1"
+
+
+def _replace_swap_blocks() -> None:
     from vllm import _custom_ops
 
     if not hasattr(_custom_ops, "swap_blocks_batch"):
@@ -41,3 +50,57 @@ def register() -> None:
         return
     _custom_ops.swap_blocks_batch = swap_blocks_batch
     _logger.info("vLLM's swap_blocks_batch is kvswap's now")
+
+
+def _why_not_simple(worker: Any) -> str | None:
+    """Why the copies of this worker module cannot be replaced; None: they can."""
+    from kvswap.vllm._simple import CopyBackend
+
+    theirs = getattr(worker, "DmaCopyBackend", None)
+    if theirs is None or not hasattr(getattr(worker, "SimpleCPUOffloadWorker", None), "bind_connector_metadata"):
+        return "it has no DmaCopyBackend, or no SimpleCPUOffloadWorker.bind_connector_metadata"
+    for name in ("init", "launch_copy", "shutdown"):
+        wanted = list(inspect.signature(getattr(CopyBackend, name)).parameters)
+        found = list(inspect.signature(getattr(theirs, name, lambda: None)).parameters)
+        if found != wanted:
+            return f"its DmaCopyBackend.{name} takes {found[1:]}, not {wanted[1:]}"
+    return None
+
+
+def _replace_simple_copies() -> None:
+    from kvswap.vllm._simple import CopyBackend
+
+    try:
+        worker: Any = importlib.import_module("vllm.v1.simple_kv_offload.worker")
+        reason = _why_not_simple(worker)
+    except ImportError as error:
+        reason = str(error)
+    if reason is not None:
+        _logger.warning("%s is set, but this vLLM is not known: %s. Nothing is replaced", SIMPLE_SWITCH, reason)
+        return
+    if worker.DmaCopyBackend is CopyBackend:
+        return
+    bind = worker.SimpleCPUOffloadWorker.bind_connector_metadata
+
+    @functools.wraps(bind)
+    def bind_before_step(self: Any, metadata: Any) -> None:
+        """vLLM calls it before it queues the model's step."""
+        if getattr(metadata, "load_cpu_blocks", None) and isinstance(self._backend, CopyBackend):
+            self._backend.before_step()
+        bind(self, metadata)
+
+    worker.DmaCopyBackend = CopyBackend
+    worker.SimpleCPUOffloadWorker.bind_connector_metadata = bind_before_step
+    _logger.info("the copies of vLLM's SimpleCPUOffloadConnector are kvswap's now")
+
+
+def register() -> None:
+    """vLLM's plugin hook (group vllm.general_plugins).
+
+    KVSWAP_VLLM_SWAP_BLOCKS=1: vLLM's swap_blocks_batch() is kvswap's. KVSWAP_VLLM_SIMPLE_OFFLOAD=1: the copies of
+    vLLM's SimpleCPUOffloadConnector are kvswap's. Otherwise it does nothing.
+    """
+    if _is_on(SWITCH):
+        _replace_swap_blocks()
+    if _is_on(SIMPLE_SWITCH):
+        _replace_simple_copies()

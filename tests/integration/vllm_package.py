@@ -50,12 +50,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hybrid", action="store_true", help="two groups: full attention, and a sliding window")
     parser.add_argument("--mla", action="store_true", help="a latent a token, in place of K and V")
     parser.add_argument("--stock", action="store_true", help="vLLM's own connector: a fault must raise")
+    parser.add_argument("--simple", action="store_true", help="vLLM's SimpleCPUOffloadConnector: a fault must raise")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
     parser.add_argument("--sleep", action="store_true", help="sleep and wake up instead of faults")
     parser.add_argument("--sync-loads", action="store_true", help="requests run in the step that loads their blocks")
     options = parser.parse_args()
     if options.ranks > 1 and "Tiering" not in options.spec:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
+    if options.simple:
+        options.blocks_per_chunk = 1
     if options.sleep and options.device != "cpu":
         parser.error("--sleep has memory of its own to take away: --device cpu")
     return options
@@ -96,7 +99,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm_worker import TOKENS, Workers, expected, groups_of, made, make_cache, make_config, places
+from vllm_worker import TOKENS, Workers, connector_of, expected, groups_of, made, make_cache, make_config, places
 
 import kvswap
 from kvswap import testing
@@ -187,8 +190,10 @@ class Engine:
         """Until all requests are finished and all transfers told of."""
         end = time.monotonic() + limit
         scheduler = self.scheduler
-        jobs = scheduler.connector.connector_scheduler._jobs
-        while scheduler.requests or scheduler.finished_req_ids or jobs:
+        connector = scheduler.connector
+        jobs = (lambda: connector.scheduler_manager.has_pending_stores()) if OPTIONS.simple else None
+        jobs = jobs or (lambda: connector.connector_scheduler._jobs)
+        while scheduler.requests or scheduler.finished_req_ids or jobs():
             assert time.monotonic() < end, "the engine does not come to an end"
             self.step()
             time.sleep(0.001)
@@ -269,7 +274,7 @@ def scenario(engine: Engine) -> None:
     elif OPTIONS.ranks > 1:
         shared_region(engine, first)
         faults_of_a_rank(engine)
-    elif OPTIONS.stock:
+    elif OPTIONS.stock or OPTIONS.simple:
         stock_faults(engine, device)
     elif OPTIONS.hybrid:
         hybrid_faults(engine, device)
@@ -503,10 +508,26 @@ def stock_faults(engine: Engine, device: kvswap.Device) -> None:
             engine.add(prompt(5, 8))
             engine.run()
     except kvswap.Error as error:
-        assert "job" in str(error)
+        assert ("the engine has to end" if OPTIONS.simple else "job") in str(error)
         say(f"under vLLM's own connector it raises: {str(error)[:150]}...")
         return
     raise AssertionError("a failed transfer went unnoticed under vLLM's own connector")
+
+
+def dropped_copy(engine: Engine, device: kvswap.Device) -> None:
+    """A new engine, which ends with it."""
+    tokens = prompt(8, 8)
+    engine.add(tokens)
+    engine.run()
+    engine.forget_gpu()
+    try:
+        with testing.fault(device, "copy", "skip"):
+            engine.add(tokens)
+            engine.run()
+    except AssertionError as error:
+        say(f"a copy that was left out in silence is found: {error}")
+        return
+    raise AssertionError("a copy was left out, and this test did not notice")
 
 
 def main() -> int:
@@ -519,23 +540,26 @@ def main() -> int:
     )
     print("two groups, " if OPTIONS.hybrid else "MLA, " if OPTIONS.mla else "", end="")
     print(f"{OPTIONS.ranks} ranks, " if OPTIONS.ranks > 1 else "", end="")
-    print("OffloadingConnector" if OPTIONS.stock else "KVSwapConnector", flush=True)
+    print(connector_of(OPTIONS)["kv_connector"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder))
         first = engine.workers.call("stats")[0]
         assert first["handlers"], "vLLM's own handlers are in use"
         say(f"{first['handlers']} handlers of kvswap's on {first['device']}" + ", a rank" * (OPTIONS.ranks > 1))
-        assert first["runs"] == 1, f"a chunk is {first['runs']} runs on the host"
-        say(f"a chunk of all layers, {first['tensors']} tensors, is one run on the host")
+        if not OPTIONS.simple:  # which allocates a tensor a layer
+            assert first["runs"] == 1, f"a chunk is {first['runs']} runs on the host"
+            say(f"a chunk of all layers, {first['tensors']} tensors, is one run on the host")
         scenario(engine)
         ends = engine.workers.call("stats")
         paths = sorted({path for stats in ends for path in stats["paths"]})
-        if not OPTIONS.stock:
+        if not (OPTIONS.stock or OPTIONS.simple):
             engine.workers.call("shutdown")
         engine.workers.close()
         engine.scheduler.shutdown()
         assert not engine.region.exists(), "the region was left behind"
         jobs, checked = (sum(stats[key] for stats in ends) for key in ("jobs", "checked"))
+        if OPTIONS.simple:
+            dropped_copy(Engine(Path(folder)), kvswap.Device(first["device"]))
         say(f"{jobs} jobs by {paths}, {checked} blocks of layers checked: all right")
     return 0
 

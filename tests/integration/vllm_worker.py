@@ -15,6 +15,7 @@ import dataclasses
 import json
 import mmap
 import multiprocessing
+import os
 import traceback
 from collections.abc import Iterator
 from itertools import pairwise
@@ -49,6 +50,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvswap
+import kvswap.vllm
 from kvswap import testing
 from kvswap.vllm._handler import VLLMHandler
 
@@ -84,6 +86,36 @@ def model_folder(folder: Path, layers: int) -> str:
     return str(folder)
 
 
+def connector_of(options: argparse.Namespace) -> dict[str, str]:
+    """Of the configuration."""
+    if options.stock or options.simple:
+        return {"kv_connector": "OffloadingConnector" if options.stock else "SimpleCPUOffloadConnector"}
+    return {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
+
+
+class NoStream:
+    """A stream or an event of torch where there is no GPU."""
+
+    def __init__(self, priority: int = 0) -> None:
+        del priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+    def record(self, stream: Any) -> None:
+        pass
+
+
+def copies_by_plugin(on_gpu: bool) -> None:
+    """KVSWAP_VLLM_SIMPLE_OFFLOAD=1 in the environment, as vLLM's plugin hook finds it."""
+    os.environ["KVSWAP_VLLM_SIMPLE_OFFLOAD"] = "1"
+    kvswap.vllm.register()
+    if not on_gpu:
+        torch.cuda.Stream = torch.Event = NoStream
+        torch.cuda.current_stream = NoStream
+
+
 def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank: int) -> VllmConfig:
     extra = {
         "cpu_bytes_to_use": 64 << 20,
@@ -97,9 +129,10 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra["sync_load_budget_bytes"] = 1 << 30
     if options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
-    connector = {"kv_connector": "KVSwapConnector", "kv_connector_module_path": "kvswap.vllm"}
+    if options.simple:
+        extra = {"cpu_bytes_to_use": 64 << 20}
     transfer = KVTransferConfig(
-        **({"kv_connector": "OffloadingConnector"} if options.stock else connector),
+        **connector_of(options),
         kv_role="kv_both",
         kv_connector_extra_config=extra,
         kv_load_failure_policy="recompute",
@@ -142,6 +175,11 @@ def groups_of(options: argparse.Namespace) -> list[list[str]]:
     return [[f"model.layers.{groups * i + g}.self_attn.attn" for i in range(options.layers)] for g in range(groups)]
 
 
+def placed() -> bool:
+    """Whether a release says where in an allocation each layer lies."""
+    return any(f.name == "layers" for f in dataclasses.fields(KVCacheTensor))
+
+
 def make_cache(options: argparse.Namespace) -> KVCacheConfig:
     shape = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float16}
     specs = [FullAttentionSpec(**shape)]
@@ -151,7 +189,7 @@ def make_cache(options: argparse.Namespace) -> KVCacheConfig:
         specs.append(SlidingWindowSpec(**shape, sliding_window=4 * TOKENS))
     groups, blocks = groups_of(options), options.gpu_blocks
     assert specs[0].page_size_bytes == PAGE
-    if any(f.name == "layers" for f in dataclasses.fields(KVCacheTensor)):
+    if placed():
         strides = {"layer_stride": PAGE * blocks, "block_stride": PAGE}
         size = PAGE * blocks * options.layers
         tensors = [KVCacheTensor(size=size, layers=names, **strides) for names in groups]
@@ -216,6 +254,8 @@ class Worker:
             torch.cuda.set_device(rank)
         config = make_config(options, folder, engine_id, rank)
         cache = make_cache(options)
+        if options.simple:
+            copies_by_plugin(where != "cpu")
         config.cache_config.num_gpu_blocks = cache.num_blocks
         # (blocks, K and V, tokens, heads, head size) a layer, or (blocks, tokens, latent); groups lie over each other,
         # a block is one group's
@@ -223,6 +263,8 @@ class Worker:
         slab = self.memory.tensor.view(torch.float16)
         block = (TOKENS, LATENT) if options.mla else (2, TOKENS, HEADS, HEAD_SIZE)
         slab = slab.view(options.layers, cache.num_blocks, *block)
+        if options.simple and not placed():  # it takes what shares a storage for one tensor
+            slab = [layer.clone() for layer in slab]
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
         with set_current_vllm_config(config):
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
@@ -287,6 +329,8 @@ class Worker:
     def handlers(self) -> list[VLLMHandler]:
         from kvswap.vllm import _connector
 
+        if self.options.simple:
+            return list(self.connector.worker_handler._backend.handlers)
         worker = self.connector.connector_worker.worker
         return _connector._handlers_of(getattr(worker, "_worker", worker))
 
