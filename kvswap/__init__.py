@@ -70,22 +70,10 @@ class Direction(IntEnum):
     H2D = 1
 
 
-def _log_to_stderr(level: str) -> None:
-    """KVSWAP_LOG=info and the like, for programs that do not set up logging themselves."""
-    import logging
-
-    names = ("debug", "info", "warning", "error", "critical")
-    if level.lower() not in names:
-        raise ValueError(f"KVSWAP_LOG is {level!r}; it is one of {', '.join(names)}")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    logger = logging.getLogger("kvswap")
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
-
-
 if os.environ.get("KVSWAP_LOG"):
-    _log_to_stderr(os.environ["KVSWAP_LOG"])
+    from kvswap._log import to_stderr
+
+    to_stderr(os.environ["KVSWAP_LOG"])
 
 
 def _log_races() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -11,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvswap import _C
+from kvswap._log import logger
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
 from kvswap.offload._nvtx import ranges
 from kvswap.offload._specs import TransferResult
 
-_logger = logging.getLogger("kvswap.offload")
+_logger = logger("kvswap.offload")
 
 _SLICE = 10.0  # seconds between two log lines of a wait
 _SHORTEST = 1e-9  # seconds: reported for a job too short to be measured

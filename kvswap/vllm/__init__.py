@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvswap._log import into
 from kvswap.vllm._plugin import register
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ __all__ = ["FileTier", "KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTiering
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__:  # vLLM uses kvswap
+        into("vllm")
     if name == "KVSwapConnector":
         from kvswap.vllm import _connector
 

@@ -14,7 +14,6 @@ the connector as ended, and the failure to KVSwapConnector:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -25,10 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 import kvswap
+from kvswap._log import logger
 from kvswap.offload import TransferResult
 from kvswap.vllm._handler import VLLMHandler, falls_back
 
-_logger = logging.getLogger("kvswap.vllm")
+_logger = logger("kvswap.vllm")
 
 
 @dataclass
@@ -86,6 +86,8 @@ class _Watch:
         except Exception as refused:  # any error: the job ends as failed and the engine goes on
             accepted, error = False, str(refused)
         if not accepted:
+            what = "store" if blocks is None else "load"
+            _logger.error("offloading job %d (%s) could not be submitted: %s", job_id, what, error)
             self._refused.append(_Failure(job_id, error, blocks))
         elif blocks is not None:
             self._loads[job_id] = blocks
@@ -113,9 +115,7 @@ class _Watch:
                 ended.append(result)
             else:
                 refused.append(_Failure(result.job_id, str(getattr(result, "error", None)), blocks))
-        for failure in refused:
-            what = "store" if failure.gpu_blocks is None else "load"
-            _logger.error("offloading job %d (%s) failed: %s", failure.job_id, what, failure.error)
+        for failure in refused:  # the handler, or _submit(), has logged it
             ended.append(TransferResult(failure.job_id, True))  # ended; the failure is reported separately
         self.failures += refused
         return ended

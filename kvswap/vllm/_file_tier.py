@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
@@ -32,12 +31,13 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvswap import _C
+from kvswap._log import logger
 from kvswap.files import FileStore, FileTransfer, Layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_log = logging.getLogger("kvswap.vllm")
+_log = logger("kvswap.vllm")
 _RESULT_FIELDS = {field.name for field in fields(JobResult)}
 _MEDIUM = getattr(offload_base, "Medium", None)
 _DRAIN_SECONDS = 600.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -10,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvswap import _C
+from kvswap._log import logger
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 
-_logger = logging.getLogger("kvswap.vllm")
+_logger = logger("kvswap.vllm")
 
 _PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
 _PRIORITIES = ("normal", "high", "background")

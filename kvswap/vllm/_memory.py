@@ -7,15 +7,15 @@ region that is one of kvswap's slabs. vLLM: vllm/v1/kv_offload/cpu/shared_offloa
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from kvswap import _C
+from kvswap._log import logger
 from kvswap.offload._layout import device_of, is_torch
 from kvswap.offload._slab import Slab
 
-_logger = logging.getLogger("kvswap.vllm")
+_logger = logger("kvswap.vllm")
 
 _CLASSES = ("CPUOffloadingWorker", "CpuGpuOffloadingHandlers")  # from 0.25 on, and before
 _FACTORS = ("blocks_per_chunk", "block_size_factor")

@@ -6,13 +6,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 import os
 from typing import Any
 
 from kvswap import _C
+from kvswap._log import into, logger
 
-_logger = logging.getLogger("kvswap.vllm")
+_logger = logger("kvswap.vllm")
 
 SWITCH = "KVSWAP_VLLM_SWAP_BLOCKS"
 SIMPLE_SWITCH = "KVSWAP_VLLM_SIMPLE_OFFLOAD"
@@ -100,6 +100,8 @@ def register() -> None:
     KVSWAP_VLLM_SWAP_BLOCKS=1: vLLM's swap_blocks_batch() is kvswap's. KVSWAP_VLLM_SIMPLE_OFFLOAD=1: the copies of
     vLLM's SimpleCPUOffloadConnector are kvswap's. Otherwise it does nothing.
     """
+    if any(os.environ.get(switch) for switch in (SWITCH, SIMPLE_SWITCH)):
+        into("vllm")
     if _is_on(SWITCH):
         _replace_swap_blocks()
     if _is_on(SIMPLE_SWITCH):

@@ -10,7 +10,6 @@ before 0.33 do.
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +20,13 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 import kvswap
+from kvswap._log import logger
 from kvswap.offload._layout import device_of
 from kvswap.vllm._handler import VLLMHandler, options_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
 
-_logger = logging.getLogger("kvswap.vllm")
+_logger = logger("kvswap.vllm")
 
 _TAKEN = {
     "self",
