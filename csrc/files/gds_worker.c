@@ -53,10 +53,6 @@ static size_t worker_of(const struct kvs_file_item *item) {
   return (size_t)(address_of(item->request.scratch) - address_of(gds->workers[0].page)) / KVS_FILE_GDS_PINNED_NBYTES;
 }
 
-bool kvs_file_gds_has(const struct kvs_file_item *item) {
-  return worker_of(item) < item->transfer->store->gds->nworkers;
-}
-
 int kvs_file_gds_checksum(struct kvs_file_item *item, uint32_t *crc, int *code) {
   struct kvs_gds *gds = item->transfer->store->gds;
   struct kvs_file_gds_worker *worker = &gds->workers[worker_of(item)];

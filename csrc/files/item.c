@@ -106,12 +106,13 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   struct kvs_file_transfer *transfer = item->transfer;
   struct kvs_file_store *store = transfer->store;
   struct kvs_file_stats *stats = &store->stats;
-  if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && !item->written) kvs_file_slot_return_locked(item);
+  if (transfer->kind == KVS_FILE_PUT && item->slot != KVS_NO_SLOT && item->progress < KVS_FILE_WRITTEN)
+    kvs_file_slot_return_locked(item);
   leave_writes_locked(item);
   release_victim_locked(item);
   if (item->staging != UINT32_MAX) kvs_file_mover_release(item);
   store->granted--;
-  item->ended = true;
+  item->progress = KVS_FILE_OVER;
   item->status = status;
   item->code = code;
   if (status == KVS_OK && item->kept)
@@ -124,6 +125,18 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
   transfer->nkept += item->kept;
   release_locked(store, item->entry, reads(item));
   if (--transfer->remaining == 0) kvs_file_transfer_ended_locked(transfer);
+}
+
+/* -- the file queues ----------------------------------------------------------------------------------------------- */
+
+/* Its bytes are staged in device memory, for GPUDirect Storage. */
+static bool on_device(const struct kvs_file_item *item) { return item->transfer->pools && item->transfer->store->gds; }
+
+void kvs_file_item_queue(struct kvs_file_item *item) {
+  if (on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER)
+    kvs_file_gds_push(item);
+  else
+    kvs_file_queue_push(&item->transfer->store->queue, &item->request);
 }
 
 /* -- dispatch ------------------------------------------------------------------------------------------------------ */
@@ -144,7 +157,7 @@ static void dispatch_locked(struct kvs_file_item *item) {
   } else if (transfer->gate && !(transfer->pools && transfer->kind == KVS_FILE_PUT)) {
     kvs_file_mover_push(item);
   } else {
-    kvs_file_queue_push(&transfer->store->queue, &item->request);
+    kvs_file_item_queue(item);
   }
 }
 
@@ -173,8 +186,6 @@ static bool in_place(const struct kvs_file_item *item) {
   return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;
 }
 
-static bool on_device(const struct kvs_file_item *item) { return item->transfer->pools && item->transfer->store->gds; }
-
 static uint8_t *header_of(const struct kvs_file_item *item) {
   return item->transfer->pools && !on_device(item) ? memory_of(item) - KVS_FILE_PAGE : item->request.scratch;
 }
@@ -199,7 +210,7 @@ static void span_of_block(struct kvs_file_item *item, bool write) {
 
 static void join_writes_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
-  item->written = true;
+  item->progress = KVS_FILE_WRITTEN;
   item->sequence = ++store->sequence;
   item->later = NULL;
   item->earlier = store->newest_write;
@@ -278,9 +289,10 @@ static enum kvs_file_begun begin_erase(struct kvs_file_item *item, uint32_t slot
 static bool may_continue(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
-  bool cancelled = item->transfer->cancelled && !item->begun;
+  bool cancelled = item->transfer->cancelled && item->progress == KVS_FILE_PENDING;
   bool stop = cancelled || (reads(item) && item->entry->slot == KVS_NO_SLOT);
-  item->begun = !item->transfer->pools || item->staging != UINT32_MAX; /* otherwise it only takes a slot */
+  bool moves = !item->transfer->pools || item->staging != UINT32_MAX; /* otherwise it only takes a slot */
+  if (moves && item->progress == KVS_FILE_PENDING) item->progress = KVS_FILE_BEGUN;
   if (stop) {
     kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : KVS_MISSING, 0);
     kvs_file_run_ready_locked(store);
@@ -295,10 +307,6 @@ static bool may_continue(struct kvs_file_item *item) {
 
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
   struct kvs_file_item *item = item_of(request);
-  if (on_device(item) && item->staging != UINT32_MAX && item->phase == KVS_FILE_TRANSFER && !kvs_file_gds_has(item)) {
-    kvs_file_gds_push(item); /* the caller need not know the right queue */
-    return KVS_FILE_SKIP;
-  }
   if (!may_continue(item)) return KVS_FILE_SKIP;
   switch (item->phase) {
   case KVS_FILE_SCRUB_STALE:
@@ -320,7 +328,7 @@ enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *request) {
 
 static void requeue_locked(struct kvs_file_item *item, enum kvs_file_phase phase) {
   item->phase = phase;
-  kvs_file_queue_push(&item->transfer->store->queue, &item->request);
+  kvs_file_item_queue(item);
 }
 
 /* The header may still be on disk under some key: the slot is not used before the next open. */
@@ -455,7 +463,7 @@ static bool read_again(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   if (!store->settings.readonly || item->tries == sizeof pauses_ns / sizeof *pauses_ns) return false;
   nanosleep(&(struct timespec){.tv_nsec = pauses_ns[item->tries++]}, NULL);
-  kvs_file_queue_push(&store->queue, &item->request);
+  kvs_file_item_queue(item);
   return true;
 }
 

@@ -21,8 +21,9 @@
  *   ARRIVED   mover->arrived, then a copy          mover->lock   finish_copy
  *   ENDED     no list; may be freed                store->lock   -
  *
- * An item whose key is free starts READY. Every state but WAITING, QUEUED and STARVED can end early: cancelled, failed,
- * or nothing to do. All moves to ENDED are made by kvs_file_item_finish_locked(). */
+ * `progress` says what cancelling and failing mean in these states. An item whose key is free starts READY. Every state
+ * but WAITING, QUEUED and STARVED can end early: cancelled, failed, or nothing to do. All moves to ENDED are made by
+ * kvs_file_item_finish_locked(). */
 #ifndef KVS_FILE_ITEM_H
 #define KVS_FILE_ITEM_H
 
@@ -44,6 +45,14 @@ enum kvs_file_phase {
   KVS_FILE_SCRUB_OWN,   /* the write failed: erase what it may have written */
 };
 
+/* How far an item has come; guarded by store->lock, as `kept` is. */
+enum kvs_file_progress {
+  KVS_FILE_PENDING, /* can be cancelled; a starved item comes back to it */
+  KVS_FILE_BEGUN,   /* its bytes move, or are about to */
+  KVS_FILE_WRITTEN, /* a write was started: the slot's former contents are lost */
+  KVS_FILE_OVER,
+};
+
 /* One block of a transfer. */
 struct kvs_file_item {
   struct kvs_file_request request;       /* first member: the item is cast to and from its request */
@@ -58,10 +67,9 @@ struct kvs_file_item {
   uint32_t crc;       /* stores staged in device memory: the block's checksum */
   enum kvs_file_phase phase;
   uint8_t tries; /* failed reads of a reader, which retries */
-  bool begun;    /* guarded by store->lock: cannot be cancelled any more */
-  bool kept, ended;
+  enum kvs_file_progress progress;
+  bool kept;        /* a store that left the existing block */
   bool in_place;    /* `slot` is the slot of the block that is replaced */
-  bool written;     /* a write was started: the slot's former contents are lost */
   int status, code; /* the result; code: an errno or KVS_FILE_* code */
 };
 
@@ -98,6 +106,7 @@ void kvs_file_item_begin_locked(
     struct kvs_file_item *); /* ask for the key; the item becomes ready when it holds the key */
 void kvs_file_run_ready_locked(struct kvs_file_store *); /* dispatch all ready items */
 void kvs_file_item_finish_locked(struct kvs_file_item *, int status, int code);
+void kvs_file_item_queue(struct kvs_file_item *); /* its next request, for the threads that can serve it */
 enum kvs_file_begun kvs_file_item_begin(struct kvs_file_request *);
 void kvs_file_item_end(struct kvs_file_request *, int code);
 

@@ -100,15 +100,6 @@ void kvs_file_mover_release(struct kvs_file_item *item) {
   pthread_mutex_unlock(&mover->lock);
 }
 
-/* Queue the file request: the item is staged, or needs no staging. */
-static void queue_request(struct kvs_file_item *item) {
-  struct kvs_file_store *store = item->transfer->store;
-  if (store->gds && item->transfer->pools)
-    kvs_file_gds_push(item);
-  else
-    kvs_file_queue_push(&store->queue, &item->request);
-}
-
 static void finish(struct kvs_file_item *item, int status, int code) {
   struct kvs_file_store *store = item->transfer->store;
   pthread_mutex_lock(&store->lock);
@@ -152,7 +143,7 @@ static void finish_copy(struct kvs_file_mover *mover, struct mover_copy *copy) {
     } else if (is_load(item)) {
       finish(item, KVS_OK, 0);
     } else {
-      queue_request(item);
+      kvs_file_item_queue(item);
     }
   }
   kvs_transfer_unref(copy->transfer);
@@ -299,7 +290,7 @@ static size_t drop_ended(struct kvs_file_mover *mover, struct kvs_file_item **it
       kvs_file_item_finish_locked(item, cancelled ? KVS_CANCELLED : status, cancelled ? 0 : code);
       continue; /* the item may have been freed */
     }
-    if (item->transfer->pools) item->begun = true;
+    if (item->transfer->pools) item->progress = KVS_FILE_BEGUN;
     items[left++] = item;
   }
   kvs_file_run_ready_locked(store);
@@ -325,7 +316,7 @@ static bool serve_waiting(struct kvs_file_mover *mover, bool load) {
     put_back(mover, items, count);
     return false;
   }
-  for (size_t i = 0; i < count; i++) queue_request(items[i]);
+  for (size_t i = 0; i < count; i++) kvs_file_item_queue(items[i]);
   return true;
 }
 

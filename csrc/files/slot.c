@@ -111,7 +111,7 @@ static bool reuse_own_slots_locked(struct kvs_file_store *store) {
 
 static enum kvs_file_slot_answer starve_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
-  item->begun = false; /* a starved item can be cancelled */
+  item->progress = KVS_FILE_PENDING;
   item->next = NULL;
   *(store->starved.last ? &store->starved.last->next : &store->starved.first) = item;
   store->starved.last = item;

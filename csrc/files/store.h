@@ -120,9 +120,8 @@ void kvs_file_mover_release(struct kvs_file_item *); /* under store->lock: free 
 /* Allocate staging in device memory and set store->gds. False: store->gds_note says why staging must be pinned
  * memory. */
 bool kvs_file_gds_open(struct kvs_file_store *, size_t staging_nbytes, uint64_t *staging);
-void kvs_file_gds_close(struct kvs_file_store *);    /* no item is in flight any more; frees the staging */
-void kvs_file_gds_push(struct kvs_file_item *);      /* queue a staged item's request for the GDS threads */
-bool kvs_file_gds_has(const struct kvs_file_item *); /* the request belongs to the GDS threads */
+void kvs_file_gds_close(struct kvs_file_store *); /* no item is in flight any more; frees the staging */
+void kvs_file_gds_push(struct kvs_file_item *);   /* queue a staged item's request for the GDS threads */
 /* Checksum of the block in the item's staging; called by the thread that serves the request. On failure *code is the
  * driver's code. */
 int kvs_file_gds_checksum(struct kvs_file_item *, uint32_t *crc, int *code);

@@ -328,8 +328,7 @@ void kvs_file_collect(struct kvs_file_store *store) {
 
 static bool cancel_locked(struct kvs_file_transfer *transfer) {
   bool any = false;
-  for (size_t i = 0; i < transfer->nitems; i++)
-    any |= !transfer->items[i].begun && transfer->items[i].status == KVS_OK && !transfer->items[i].ended;
+  for (size_t i = 0; i < transfer->nitems; i++) any |= transfer->items[i].progress == KVS_FILE_PENDING;
   transfer->cancelled |= any;
   return any;
 }
