@@ -93,7 +93,7 @@ setup(
     package_dir={"kvswap.include": "csrc"},
     package_data={
         "kvswap": ["_C.pyi", "py.typed", "data/*.jsonl*"],
-        "kvswap.include": ["kvswap*.h", "status.h"],
+        "kvswap.include": ["kvswap*.h"],
     },
     include_package_data=False,
     ext_modules=[

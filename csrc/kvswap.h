@@ -3,7 +3,8 @@
  * Threads: every function may be called from any thread at any time, unless it says otherwise. No function takes the
  * GIL.
  *
- * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (status.h), which is never NULL.
+ * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (kvswap_status.h), which is
+ * never NULL.
  *
  * Units: addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
  *
@@ -16,13 +17,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "status.h"
+#include "kvswap_status.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-#define KVS_API __attribute__((visibility("default")))
 
 struct kvs_engine;   /* an open device with its lanes; reference-counted */
 struct kvs_transfer; /* one submitted list of copies; reference-counted */
@@ -42,8 +41,9 @@ enum kvs_priority { KVS_PRIORITY_DEFAULT, KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
 /* A start dependency of a transfer. */
+enum kvs_after_kind { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER, KVS_AFTER_NONE };
 struct kvs_after {
-  enum { KVS_AFTER_STREAM, KVS_AFTER_EVENT, KVS_AFTER_TRANSFER, KVS_AFTER_NONE } kind;
+  enum kvs_after_kind kind;
   uint64_t handle;               /* STREAM, EVENT: the driver's handle */
   struct kvs_engine *engine;     /* EVENT: the event's device, of the same kind; NULL: the transfer's device */
   struct kvs_transfer *transfer; /* TRANSFER: on any device of this process; borrowed for the call */

@@ -1182,7 +1182,7 @@ def test_directions() -> None:
 
 
 def test_headers_are_found() -> None:
-    for name in ("kvswap.h", "kvswap_pool.h", "kvswap_offload.h", "status.h"):
+    for name in ("kvswap.h", "kvswap_pool.h", "kvswap_offload.h", "kvswap_status.h"):
         assert os.path.isfile(os.path.join(kvswap.get_include(), name))
 
 

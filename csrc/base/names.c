@@ -9,5 +9,5 @@ const char *kvs_version(void) { return KVSWAP_VERSION; }
 
 const char *kvs_path_name(enum kvs_path path) {
   static const char *const list[] = {"auto", "dma", "strided", "burst", "kernel", "direct"};
-  return list[path];
+  return (unsigned)path < KVS_PATHS ? list[path] : "unknown";
 }

@@ -446,7 +446,7 @@ void kvs_sync_drop(struct kvs_sync *sync) {
 }
 
 int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err) {
-  struct kvs_sync *sync;
+  struct kvs_sync *sync = NULL;
   int status = kvs_sync_start(engine, &sync, err);
   if (status) return status;
   status = kvs_sync_wait(sync, timeout_ns, err);

@@ -3,6 +3,7 @@
 
 #include "base/thread.h"
 #include "files/engine.h"
+#include "status.h"
 
 struct kvs_file_worker {
   struct kvs_file_queue *queue;

@@ -5,6 +5,7 @@
  * completions. */
 #include "base/thread.h"
 #include "files/engine.h"
+#include "status.h"
 
 #ifndef KVSWAP_URING
 

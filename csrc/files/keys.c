@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "status.h"
+
 static int check(const size_t *ends, size_t count, struct kvs_error *err) {
   size_t begin = 0;
   for (size_t i = 0; i < count; begin = ends[i++])

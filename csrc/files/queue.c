@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "files/engine.h"
+#include "status.h"
 
 void kvs_file_queue_destroy(struct kvs_file_queue *queue) {
   if (queue->wake >= 0) close(queue->wake);

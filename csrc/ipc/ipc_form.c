@@ -5,6 +5,7 @@
 
 #include "base/crc32c.h"
 #include "kvswap.h"
+#include "status.h"
 
 #define MAGIC "kvswapX1"
 #define VERSION 1u

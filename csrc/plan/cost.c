@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include "status.h"
+
 /* Cost of one of `count` copies with `nbytes` in total, at their mean size. */
 static double at_mean(const double *costs, uint64_t nbytes, uint64_t count) {
   double size = (double)nbytes / (double)count, from = KVS_COST_LEAST;

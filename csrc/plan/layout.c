@@ -5,6 +5,8 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "status.h"
+
 static uint64_t row_nbytes(const struct kvs_pool_layout *layout) { return layout->block_nbytes / layout->rows; }
 
 /* Bytes from a block's first byte to one past its last. */
