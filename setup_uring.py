@@ -13,8 +13,9 @@ int probe(void) {
   return io_uring_queue_init(1, &ring, 0) + io_uring_register_files_update(&ring, 0, &fd, 1);
 }
 """
-# The archive first: it leaves nothing to be installed where the wheel goes. Not every one can be put into a library.
-WAYS = (["-l:liburing.a"], ["-luring"])
+# The archive first: it leaves nothing to be installed where the wheel goes, and its symbols stay inside. Not every
+# archive can be put into a library.
+WAYS = (["-l:liburing.a", "-Wl,--exclude-libs,liburing.a"], ["-luring"])
 
 
 def try_to_link(compiler, folder, link):

@@ -196,3 +196,16 @@ def test_nothing_links_the_driver() -> None:
     dynamic = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
     assert not [name for name in needed if re.search(r"cuda|nv", name)], needed
+
+
+def test_the_extension_exports_the_public_functions_alone() -> None:
+    """Not the core's own, and none of a library that is linked into it."""
+    from kvswap import _C
+
+    if shutil.which("nm") is None:
+        pytest.skip("no nm")
+    table = subprocess.run(["nm", "-D", "--defined-only", str(_C.__file__)], capture_output=True, text=True, check=True)
+    exported = {line.split()[2] for line in table.stdout.splitlines()}
+    headers = "".join(path.read_text() for path in (ROOT / "csrc").glob("kvswap*.h"))
+    declared = set(re.findall(r"^KVS_API[^;(]*?(kvs_\w+)\(", headers, re.MULTILINE))
+    assert exported == declared | {"PyInit__C"}
