@@ -22,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
 import setup_cuda
 import setup_uring
+import setup_version
 
 CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
 NVCC = os.environ.get("KVSWAP_NVCC", "")
@@ -87,6 +88,7 @@ flags += ["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-g1"]
 flags += ["-Werror"] if WERROR else []
 sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
 
+setup_version.write_header()
 setup(
     license="Apache-2.0",
     packages=[*find_packages(include=["kvswap", "kvswap.*"]), "kvswap.include"],

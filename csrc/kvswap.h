@@ -8,8 +8,7 @@
  *
  * Units: addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
  *
- * A process that has imported the Python package finds these symbols in kvswap/_C*.so. A program without Python
- * compiles the files in csrc and csrc/kernels with -std=c11 -D_GNU_SOURCE -Icsrc -pthread -ldl. */
+ * docs/c.md: how to build and link libkvswap, what an extension of Python does, and what may change in a release. */
 #ifndef KVSWAP_H
 #define KVSWAP_H
 
@@ -18,6 +17,14 @@
 #include <stdint.h>
 
 #include "kvswap_status.h"
+#ifdef __has_include
+#if __has_include("kvswap_version.h")
+#include "kvswap_version.h" /* KVSWAP_VERSION_MAJOR, _MINOR, _PATCH; written when the library is built or installed */
+#endif
+#endif
+
+/* The number in the library's soname. It rises when a compiled program would no longer run (docs/c.md). */
+#define KVSWAP_ABI_VERSION 0
 
 #ifdef __cplusplus
 extern "C" {
@@ -194,7 +201,7 @@ KVS_API int kvs_transfer_error(struct kvs_transfer *transfer, struct kvs_error *
 KVS_API size_t kvs_transfer_failed(struct kvs_transfer *transfer, uint32_t *positions, size_t capacity);
 
 KVS_API const char *kvs_path_name(enum kvs_path path);
-KVS_API const char *kvs_version(void);
+KVS_API const char *kvs_version(void); /* of the library that runs: "1.2.3"; the macros are of its headers */
 
 #ifdef __cplusplus
 }
