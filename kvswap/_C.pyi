@@ -26,6 +26,7 @@ _FileLayout: TypeAlias = Any  # kvswap.files.Layout
 _Race: TypeAlias = tuple[str, int, _RaceParty, _RaceParty]  # pool, slot, first, second
 
 __version__: Final[str]
+_API: Final[object]  # a capsule: kvswap_capi.h
 
 class Error(Exception): ...
 class QueueFull(Error): ...

@@ -20,10 +20,11 @@ from kvswap import _C, testing
 CSRC = ROOT / "csrc"
 WRITTEN = CSRC / "kvswap_version.h"  # by a build, from pyproject.toml
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh") and path != WRITTEN)
-BINDINGS = [path for path in SOURCES if path.parent.name == "py"]
+CAPI = CSRC / "kvswap_capi.h"  # the surface for extensions of Python
+BINDINGS = [path for path in SOURCES if path.parent.name == "py" or path == CAPI]
 KERNELS = [path for path in SOURCES if path.parent.name == "kernels"]
 CORE = [path for path in SOURCES if path not in BINDINGS + KERNELS]
-SURFACE = {path.name for path in CSRC.glob("kvswap*.h")} - {WRITTEN.name}
+SURFACE = {path.name for path in CSRC.glob("kvswap*.h")} - {WRITTEN.name, CAPI.name}
 PYTHON = sorted(path for path in (ROOT / "kvswap").rglob("*.py"))
 
 # From the bottom up: a header includes those of its own row or of rows before it. device/device.h is the seam.
@@ -161,6 +162,7 @@ def test_the_bindings_use_the_surface() -> None:
         "core/engine.h",
         "kvswap.h",
         "kvswap_file.h",
+        "kvswap_capi.h",
         "py/bind.h",
         "py/files.h",
         "py/host_pool.h",
@@ -203,7 +205,9 @@ def test_length_of_c_functions(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py", ROOT / "setup_uring.py"], ids=lambda path: path.name
+    "path",
+    [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py", ROOT / "setup_uring.py", ROOT / "setup_version.py"],
+    ids=lambda path: path.name,
 )
 def test_length_of_python_functions(path: Path) -> None:
     tree = ast.parse(path.read_text())
@@ -232,13 +236,13 @@ FORBIDDEN = [
 ]
 TEXTS = [
     path
-    for folder in ("csrc", "kvswap", "tests", "benchmarks", "docs", ".ci")
+    for folder in ("csrc", "kvswap", "tests", "benchmarks", "docs", "examples", "cmake", ".ci")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.is_file() and path.suffix in (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md", ".toml", ".sh", "")
 ]
 TEXTS += [
     path
-    for name in ("README.md", "setup.py", "setup_cuda.py", "setup_uring.py", "pyproject.toml")
+    for name in ("README.md", "setup.py", "setup_cuda.py", "setup_uring.py", "setup_version.py", "pyproject.toml")
     if (path := ROOT / name).exists()
 ]
 
@@ -332,7 +336,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_the_header_is_shipped() -> None:
     folder = Path(kvswap.get_include())
-    for name in SURFACE:
+    for name in SURFACE | {CAPI.name}:
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name

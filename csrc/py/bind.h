@@ -205,6 +205,8 @@ PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engi
 PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mapped, struct kvs_engine *engine);
 void kvs_py_object_free(PyObject *self);
 
+int kvs_py_capi_add(PyObject *module); /* capi.c: adds the capsule _API */
+
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
     kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec, kvs_py_mapped_spec,
     kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;

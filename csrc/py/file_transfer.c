@@ -6,7 +6,11 @@ struct file_transfer_object {
   struct kvs_file_transfer *transfer;
 };
 
-static struct kvs_file_transfer *core(PyObject *self) { return ((struct file_transfer_object *)self)->transfer; }
+struct kvs_file_transfer *kvs_py_file_transfer_core(PyObject *transfer) {
+  return ((struct file_transfer_object *)transfer)->transfer;
+}
+
+static struct kvs_file_transfer *core(PyObject *self) { return kvs_py_file_transfer_core(self); }
 
 PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_transfer *transfer) {
   PyTypeObject *type = (PyTypeObject *)state->file_transfer_type;

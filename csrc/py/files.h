@@ -10,6 +10,8 @@ struct kvs_file_store *kvs_py_file_core(PyObject *store); /* borrowed; NULL: not
 PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state,
                                    struct kvs_file_transfer *transfer); /* steals the reference */
 
+struct kvs_file_transfer *kvs_py_file_transfer_core(PyObject *transfer); /* borrowed */
+
 /* Run work(arg) on a new thread. Ctrl-C ends the wait, not the thread. 0: done, the caller owns arg. -1: an exception
  * is set, and arg is discarded now or when the thread ends. `work` and `discard` run without the GIL. */
 int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *arg, struct kvs_error *err), void (*discard)(void *arg),

@@ -97,6 +97,7 @@ static int module_exec(PyObject *module) {
   }
   for (size_t i = 0; i < sizeof methods / sizeof *methods; ++i)
     if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
+  if (kvs_py_capi_add(module) < 0) return -1;
   return PyModule_AddStringConstant(module, "__version__", kvs_version());
 }
 
