@@ -1,9 +1,11 @@
-"""Finds an nvcc and compiles the kernels into one fatbin. Used by setup.py, which lists the environment variables."""
+"""Finds an nvcc and compiles the kernels into one fatbin. Used by setup.py, which lists the environment variables, and
+as a program by CMakeLists.txt and Makefile."""
 
 import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -74,3 +76,22 @@ def compile_fatbin(nvcc, target, flags=()):
         print(run(*command, "-o", str(target), SOURCE), end="")
         stamp.write_text(text)
     return " ".join([*(f"sm_{arch}" for arch in sass), f"compute_{sass[0]}"])
+
+
+def main(words):
+    """For CMake and make, from the root of the sources. `find` prints the path of nvcc, or why there is none to stderr.
+    `build FOLDER` writes kvswap.fatbin there, and fatbin.flags: what the C compiler needs to embed it."""
+    nvcc, why = find_nvcc(os.environ.get("KVSWAP_NVCC", ""))
+    if not nvcc:
+        raise SystemExit(why)
+    if words == ["find"]:
+        print(nvcc)
+    else:
+        target = Path(words[1], "kvswap.fatbin").absolute()
+        archs = compile_fatbin(nvcc, target)
+        flags = f'-DKVSWAP_FATBIN="\\"{target}\\"" -DKVSWAP_FATBIN_ARCHS="\\"{archs}\\""\n'
+        Path(words[1], "fatbin.flags").write_text(flags)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
