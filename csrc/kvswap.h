@@ -3,8 +3,9 @@
  * Threads: every function may be called from any thread at any time, unless it says otherwise. No function takes the
  * GIL.
  *
- * Errors: functions return KVS_OK (0) or a negative enum kvs_status and then fill *err (kvswap_status.h), which is
- * never NULL.
+ * Errors: functions return KVS_OK (0) or a negative status and then fill *err (kvswap_status.h), which is never NULL.
+ *
+ * `reserved`: room for members of later versions. Set structs to zero before filling them in: other words are refused.
  *
  * Units: addresses are plain numbers (device or host); sizes and strides are bytes; times are nanoseconds.
  *
@@ -44,6 +45,7 @@ enum kvs_path {
   KVS_PATH_DIRECT,
   KVS_PATHS
 };
+enum { KVS_PATHS_MOST = 16 };
 enum kvs_priority { KVS_PRIORITY_DEFAULT, KVS_PRIORITY_NORMAL, KVS_PRIORITY_HIGH, KVS_PRIORITY_BACKGROUND };
 enum kvs_state { KVS_STATE_RUNNING, KVS_STATE_DONE, KVS_STATE_FAILED, KVS_STATE_CANCELLED };
 
@@ -76,6 +78,7 @@ struct kvs_options {
   void *owner;             /* kept until the transfer has ended; then kvs_engine_collect() calls release(owner) */
   void (*release)(void *); /* if the submitting call fails, the caller keeps the owner */
   const char *where; /* where the call comes from, for the race checker's reports: "engine.py:123 in step"; copied */
+  uint64_t reserved[8];
 };
 
 /* Block ids: `count` signed integers of `width` 4 or 8 bytes. */
@@ -105,6 +108,7 @@ struct kvs_transfer_info {
   uint64_t elapsed_ns; /* on the device, once it ended; 0 before and where the device cannot say */
   size_t num_failed;
   size_t num_layers; /* layers that can be waited for; 0 without layer_events */
+  uint64_t reserved[8];
 };
 
 struct kvs_path_stats {
@@ -113,15 +117,16 @@ struct kvs_path_stats {
 };
 
 struct kvs_stats {
-  uint64_t submitted, done, failed, cancelled; /* transfers */
-  uint64_t bytes_d2h, bytes_h2d, bytes_other;  /* of transfers done */
-  uint64_t copies, merged;                     /* copies issued; blocks merged into another block's copy */
-  uint64_t unfinished, lanes;                  /* now */
-  uint64_t refused_full;                       /* submissions refused with KVS_QUEUE_FULL */
-  uint64_t second_attempts;                    /* transfers given to the copy engine after their path was refused */
-  uint64_t staging_nbytes;                     /* memory held for descriptors */
-  uint64_t waits_raw, waits_war, waits_waw;    /* waits for hazards; one wait may count for several kinds */
-  struct kvs_path_stats paths[3][KVS_PATHS];   /* by direction and path */
+  uint64_t submitted, done, failed, cancelled;    /* transfers */
+  uint64_t bytes_d2h, bytes_h2d, bytes_other;     /* of transfers done */
+  uint64_t copies, merged;                        /* copies issued; blocks merged into another block's copy */
+  uint64_t unfinished, lanes;                     /* now */
+  uint64_t refused_full;                          /* submissions refused with KVS_QUEUE_FULL */
+  uint64_t second_attempts;                       /* transfers given to the copy engine after their path was refused */
+  uint64_t staging_nbytes;                        /* memory held for descriptors */
+  uint64_t waits_raw, waits_war, waits_waw;       /* waits for hazards; one wait may count for several kinds */
+  struct kvs_path_stats paths[3][KVS_PATHS_MOST]; /* by direction and path */
+  uint64_t reserved[16];
 };
 
 /* "cuda:N" or "host:N". The same name gives the same engine until the process ends; each open adds a reference. Opening
@@ -143,6 +148,7 @@ struct kvs_defaults {
   enum kvs_priority priority;
   unsigned max_ctas;
   double pace_gbps;
+  uint64_t reserved[8];
 };
 KVS_API void kvs_engine_set_defaults(struct kvs_engine *engine, const struct kvs_defaults *defaults);
 KVS_API void kvs_engine_get_defaults(struct kvs_engine *engine, struct kvs_defaults *defaults);

@@ -52,6 +52,7 @@ struct kvs_file_settings {
   bool readonly;  /* read only: while another process writes the store, or on a read-only file system */
   struct kvs_engine *device; /* device of the pools to store from and load into; NULL: addresses of host memory only */
   uint64_t staging_nbytes; /* pinned memory (with GDS, device memory) between pools and files; 0: chosen by the store */
+  uint64_t reserved[8];
 };
 
 /* Make or open a store. KVS_INVALID: the directory has another layout (the message names both) and is unchanged.
@@ -89,6 +90,7 @@ struct kvs_file_options {
   size_t nafter;
   void *owner; /* as in kvs_options; released by kvs_file_collect() */
   void (*release)(void *);
+  uint64_t reserved[8];
 };
 
 /* Each word of the arrays is read once, during the call, and then checked: another thread may write to them. All blocks
@@ -137,6 +139,7 @@ struct kvs_file_transfer_info {
   uint64_t num_kept;   /* stores: existing blocks that were kept; loads, deletes: 0 */
   uint64_t elapsed_ns; /* from the call to the end; 0 while it runs */
   size_t num_failed;
+  uint64_t reserved[8];
 };
 KVS_API void kvs_file_transfer_get_info(struct kvs_file_transfer *, struct kvs_file_transfer_info *);
 
@@ -153,6 +156,7 @@ struct kvs_file_stats {
   uint64_t refused_full;
   uint64_t gds_read_nbytes, gds_written_nbytes; /* by libcufile, headers included */
   uint64_t gds_by_host;                         /* blocks that libcufile refused: copied through host memory */
+  uint64_t reserved[16];
 };
 KVS_API int kvs_file_get_stats(struct kvs_file_store *, struct kvs_file_stats *, struct kvs_error *);
 
@@ -167,6 +171,7 @@ struct kvs_file_info {
   bool readonly;
   uint64_t block_nbytes, slot_nbytes, segment_nbytes, capacity;
   unsigned depth;
+  uint64_t reserved[8];
 };
 KVS_API void kvs_file_get_info(struct kvs_file_store *, struct kvs_file_info *);
 

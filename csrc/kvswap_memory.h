@@ -34,6 +34,7 @@ struct kvs_host_pool_options {
   bool pageable;         /* do not register */
   bool has_reserve;      /* use `reserve`; else a share of the machine's memory stays free */
   int64_t reserve;       /* bytes to leave free; negative: assume that many more than are free now */
+  uint64_t reserved[8];
 };
 
 enum kvs_host_pool_state {
@@ -60,6 +61,7 @@ struct kvs_host_pool_info {
   int node;                           /* requested NUMA node; -1: anywhere, -2: interleaved */
   uint64_t done_nbytes, total_nbytes; /* progress; registering counts as much as populating */
   unsigned chunks;                    /* registrations */
+  uint64_t reserved[8];
 };
 
 /* Reserve and place the memory, and start threads that populate and register it. KVS_NOMEM: there is not that much
@@ -117,6 +119,7 @@ struct kvs_shared_options {
   const char *name; /* letters, digits, '.', '_' and '-'; 1 to 100 */
   enum kvs_shared_mode mode;
   uint64_t generation; /* JOIN: the required generation; 0: any */
+  uint64_t reserved[8];
 };
 struct kvs_shared_info {
   char path[128];
@@ -124,6 +127,7 @@ struct kvs_shared_info {
   int64_t owner_pid;
   bool owner;       /* this process is the owner */
   bool owner_alive; /* false: no other process can join any more */
+  uint64_t reserved[8];
 };
 
 /* Pages 2MIB and 1GIB become TRANSPARENT; max_blocks must be 0. A segment whose owner died is replaced; creating one

@@ -38,6 +38,7 @@ struct kvs_offload_layout {
   bool remember_failures;
   void *owner; /* kept until the map is closed and its transfers have ended; then release(owner), under no lock */
   void (*release)(void *);
+  uint64_t reserved[8];
 };
 
 /* Groups follow each other in gpu_blocks: group g has group_sizes[g] blocks, which are blocks block_indices[g], + 1,
@@ -46,6 +47,7 @@ struct kvs_offload_layout {
 struct kvs_offload_job {
   struct kvs_ids gpu_blocks, chunks, group_sizes, block_indices;
   enum kvs_direction direction;
+  uint64_t reserved[8];
 };
 
 /* Holds a reference to the engine. The memory must be known and mapped as long as the map is used. */

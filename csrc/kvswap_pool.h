@@ -21,6 +21,7 @@ struct kvs_pool_layout {
    * table (for example, layers that are allocated one by one). NULL: a table of its own. */
   struct kvs_pool *group;
   const char *name; /* for messages, at most 31 bytes; NULL: "pool N" */
+  uint64_t reserved[8];
 };
 
 /* A part of each block to move: `rows` rows of row_nbytes bytes, row_pitch apart, the first at `offset`. Offsets count

@@ -30,6 +30,17 @@ int kvs_fail_driver(struct kvs_error *err, int status, int code, const char *ope
   return status;
 }
 
+int kvs_check_reserved(const uint64_t *words, size_t count, const char *name, struct kvs_error *err) {
+  for (size_t i = 0; i < count; i++)
+    if (words[i])
+      return kvs_fail(
+          err, KVS_INVALID,
+          "reserved[%zu] of struct %s is not 0: set the struct to zero before filling it in, or use a kvswap "
+          "as new as the program",
+          i, name);
+  return KVS_OK;
+}
+
 const char *kvs_status_name(int status) {
   switch (status) {
 #define X(name, value, exception, description)                                                                         \

@@ -3,6 +3,7 @@
 #ifndef KVS_STATUS_H
 #define KVS_STATUS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "kvswap_status.h"
@@ -26,6 +27,11 @@ int kvs_fail(struct kvs_error *err, int status, const char *format, ...) __attri
 /* The same for a failed driver call; `message` may be empty: then the code and the operation are named. */
 int kvs_fail_driver(struct kvs_error *err, int status, int code, const char *operation, const char *format, ...)
     __attribute__((format(printf, 5, 6), cold));
+
+/* KVS_INVALID if one of the reserved words of a public struct is not 0. */
+int kvs_check_reserved(const uint64_t *words, size_t count, const char *name, struct kvs_error *err);
+#define KVS_CHECK_RESERVED(object, name, err)                                                                          \
+  kvs_check_reserved((object)->reserved, sizeof(object)->reserved / 8, name, err)
 
 enum kvs_exception kvs_status_exception(int status);
 

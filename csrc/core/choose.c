@@ -201,8 +201,11 @@ static int pick(struct kvs_submission *s, enum kvs_path *path) {
   return *path == KVS_PATH_AUTO ? fastest(s, path) : KVS_OK;
 }
 
-void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options) {
+int kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *given, struct kvs_options *options,
+                        struct kvs_error *err) {
   struct kvs_defaults defaults;
+  int status = given ? KVS_CHECK_RESERVED(given, "kvs_options", err) : KVS_OK;
+  if (status) return status;
   kvs_engine_get_defaults(engine, &defaults);
   *options = given ? *given : (struct kvs_options){.path = KVS_PATH_AUTO};
   if (options->path == KVS_PATH_AUTO) options->path = defaults.path;
@@ -210,6 +213,11 @@ void kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *gi
   if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = KVS_PRIORITY_NORMAL;
   if (options->max_ctas == 0) options->max_ctas = defaults.max_ctas;
   if (options->pace_gbps <= 0) options->pace_gbps = defaults.pace_gbps;
+  if ((unsigned)options->path >= KVS_PATHS)
+    return kvs_fail(err, KVS_INVALID, "path is %d; this kvswap has 0 to %d", (int)options->path, KVS_PATHS - 1);
+  if ((unsigned)options->priority > KVS_PRIORITY_BACKGROUND)
+    return kvs_fail(err, KVS_INVALID, "priority is %d; it is 0 to %d", (int)options->priority, KVS_PRIORITY_BACKGROUND);
+  return KVS_OK;
 }
 
 bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {

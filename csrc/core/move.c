@@ -576,12 +576,12 @@ static int move_locked(struct move_call *call, struct kvs_scratch *scratch, cons
 int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given, struct kvs_transfer **transfer,
                     struct kvs_error *err) {
   struct kvs_engine *other;
+  struct kvs_options options;
   int status = check_pools(move, &other, err);
   if (!status) status = kvs_open_for_work(move->src[0]->engine, err);
   if (!status && other) status = kvs_open_for_work(other, err);
+  if (!status) status = kvs_options_resolve(move->src[0]->engine, given, &options, err);
   if (status) return status;
-  struct kvs_options options;
-  kvs_options_resolve(move->src[0]->engine, given, &options);
   struct move_call call = {
       .move = move, .engine = move->src[0]->engine, .other = other, .layered = kvs_wants_layers(&options)};
   struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);

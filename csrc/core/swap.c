@@ -205,8 +205,8 @@ int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, 
   struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
   struct kvs_options options;
   int status = kvs_open_for_work(engine, err);
+  if (!status) status = kvs_options_resolve(engine, given, &options, err);
   if (status) return status;
-  kvs_options_resolve(engine, given, &options);
   struct kvs_cache_call call = {
       tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(&options)};
   if (direction != KVS_D2H && direction != KVS_H2D)
@@ -363,8 +363,8 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   struct kvs_plan_bounds bounds;
   struct kvs_options options;
   int status = kvs_open_for_work(engine, err);
+  if (!status) status = kvs_options_resolve(engine, given, &options, err);
   if (status) return status;
-  kvs_options_resolve(engine, given, &options);
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;
   struct kvs_work work = {.scratch = scratch,

@@ -116,7 +116,7 @@ const char *kvs_direction_text(enum kvs_direction); /* "device to host" */
 
 /* submit.c */
 /* Fill in the engine's defaults where the caller's options (NULL: none) leave a choice. Once for each call. */
-void kvs_options_resolve(struct kvs_engine *, const struct kvs_options *given, struct kvs_options *);
+int kvs_options_resolve(struct kvs_engine *, const struct kvs_options *given, struct kvs_options *, struct kvs_error *);
 /* Whether a call that moves `entries` blocks of all tensors may use rects; and rows with pairs of slots. */
 bool kvs_may_stride(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);
 bool kvs_wants_rows(const struct kvs_engine *, const struct kvs_options *, uint64_t entries);

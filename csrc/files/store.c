@@ -234,7 +234,8 @@ static bool await_closer(uint64_t deadline) {
 int kvs_file_open(const struct kvs_file_settings *theirs, struct kvs_file_store **opened, struct kvs_error *err) {
   const struct kvs_file_settings own = *theirs;
   const uint64_t deadline = kvs_deadline(CLOSE_NS);
-  int status = check_settings(&own, err);
+  int status = KVS_CHECK_RESERVED(&own, "kvs_file_settings", err);
+  if (!status) status = check_settings(&own, err);
   if (!status) status = open_store(&own, opened, err);
   while (status == KVS_BUSY && await_closer(deadline)) status = open_store(&own, opened, err);
   return status;

@@ -129,7 +129,8 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
                       const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
                       struct kvs_file_transfer **submitted, struct kvs_error *err) {
   struct kvs_file_transfer *transfer = NULL;
-  int status = check_call(store, kind, keys, blocks, err);
+  int status = options ? KVS_CHECK_RESERVED(options, "kvs_file_options", err) : KVS_OK;
+  if (!status) status = check_call(store, kind, keys, blocks, err);
   if (!status) status = kvs_file_enter(store, err);
   if (status) return status;
   status = make_transfer(store, kind, keys, blocks, options, &transfer, err);

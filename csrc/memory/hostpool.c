@@ -96,7 +96,8 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
   struct kvs_host_pool_options asked = *options;
   if (asked.layers == 0) asked.layers = 1;
   if (asked.chunk_nbytes == 0) asked.chunk_nbytes = UINT64_C(1) << 30;
-  int status = check_geometry(&asked, err);
+  int status = KVS_CHECK_RESERVED(&asked, "kvs_host_pool_options", err);
+  if (!status) status = check_geometry(&asked, err);
   if (!status) status = check_node(&asked, err);
   if (!status) status = kvs_dev_check(engine->device, err);
   if (status) return status;

@@ -40,9 +40,11 @@ int kvs_shared_open(struct kvs_engine *engine, const struct kvs_host_pool_option
   bool huge = kvs_pages_huge(asked.pages);
   (void)me(); /* compute the name while files can be opened; with the fallback, other processes could not recognise this
                  one */
+  int status = KVS_CHECK_RESERVED(shared, "kvs_shared_options", err);
+  if (status) return status;
   if (asked.max_blocks) return kvs_fail(err, KVS_UNSUPPORTED, "a shared pool keeps the size that it was made with");
   if (huge) asked.pages = KVS_PAGES_TRANSPARENT;
-  int status = kvs_host_pool_new(engine, &asked, &pool, err);
+  status = kvs_host_pool_new(engine, &asked, &pool, err);
   if (status) return status;
   status = kvs_shared_file_open(pool, shared, &pool->segment, &replaced, err);
   if (status) {

@@ -366,6 +366,7 @@ int kvs_offload_open(struct kvs_engine *engine, const struct kvs_offload_layout 
                      struct kvs_error *err) {
   uint64_t gpu_blocks = 0;
   int status = kvs_dev_check(engine->device, err);
+  if (!status) status = KVS_CHECK_RESERVED(layout, "kvs_offload_layout", err);
   if (!status) status = check_layout(engine, layout, err);
   if (status) return status;
   struct kvs_offload *map = calloc(1, sizeof *map);

@@ -351,13 +351,14 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   size_t first = *next;
   *count = 0;
   int status = kvs_open_for_work(engine, err);
+  if (!status) status = KVS_CHECK_RESERVED(job, "kvs_offload_job", err);
+  if (!status) status = kvs_options_resolve(engine, given, &options, err);
   if (status) return status;
   if (job->direction != KVS_D2H && job->direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (store) and 1 is H2D (load)", (int)job->direction);
   if (*next && *next >= map->ncopy_groups)
     return kvs_fail(err, KVS_RANGE, "a job of this map has %zu parts, and none is left from %zu on", map->ncopy_groups,
                     *next);
-  kvs_options_resolve(engine, given, &options);
   options.owner = map;
   options.release = kvs_offload_drop;
   struct job_call call = {.map = map, .job = job};

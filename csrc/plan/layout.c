@@ -39,6 +39,8 @@ static bool wraps(const struct kvs_pool_layout *layout) {
 }
 
 int kvs_layout_check(struct kvs_pool_layout *layout, struct kvs_error *err) {
+  int status = KVS_CHECK_RESERVED(layout, "kvs_pool_layout", err);
+  if (status) return status;
   if (layout->ptr == 0) return kvs_fail(err, KVS_INVALID, "ptr is 0 (a null pointer)");
   if (layout->num_blocks == 0 || layout->num_blocks > UINT32_MAX)
     return kvs_fail(err, KVS_INVALID, "num_blocks is %" PRIu64 "; it is 1 to %u", layout->num_blocks, UINT32_MAX);

@@ -256,7 +256,8 @@ static PyObject *device_set_defaults(PyObject *self, PyObject *const *args, Py_s
   struct kvs_py_options options = {.common = common};
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, common + 2) < 0 || kvs_py_options_check(&options) < 0) return NULL;
   const struct kvs_options *core = &options.core;
-  struct kvs_defaults defaults = {core->path, core->priority, core->max_ctas, core->pace_gbps};
+  struct kvs_defaults defaults = {
+      .path = core->path, .priority = core->priority, .max_ctas = core->max_ctas, .pace_gbps = core->pace_gbps};
   kvs_engine_set_defaults(kvs_py_device_engine(self), &defaults);
   Py_RETURN_NONE;
 }
