@@ -130,6 +130,8 @@ static const struct kvswap_capi *kvswap_api __attribute__((unused)) = NULL;
 /* 0, or -1 with an ImportError: kvswap is not installed, or not the one that this extension was built for. */
 static inline int import_kvswap(void) {
   const struct kvswap_capi *api = (const struct kvswap_capi *)PyCapsule_Import("kvswap._C._API", 0);
+  if (api == NULL && PyErr_ExceptionMatches(PyExc_AttributeError))
+    PyErr_SetString(PyExc_ImportError, "this kvswap has no table of C functions for extensions: install a newer one");
   if (api == NULL) return -1;
   if (api->abi_version != KVSWAP_ABI_VERSION) {
     PyErr_Format(PyExc_ImportError,

@@ -21,6 +21,7 @@ import pytest
 from conftest import PATIENCE, ROOT, Gate
 
 import kvswap
+from kvswap import _C
 
 CC = shlex.split(os.environ.get("CC") or "cc")
 SOURCE = ROOT / "examples" / "extension" / "mirror.c"
@@ -131,6 +132,12 @@ def test_an_extension_for_another_kvswap_is_refused(tmp_path: Path, old: str, ne
     assert count == 1
     with pytest.raises(ImportError, match=message):
         load(build(tmp_path, str(headers)))
+
+
+def test_a_kvswap_without_a_table(mirror: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_C, "_API")
+    with pytest.raises(ImportError, match="no table of C functions"):
+        load(Path(mirror.__file__))
 
 
 @pytest.mark.slow
