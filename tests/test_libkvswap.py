@@ -60,9 +60,9 @@ def build_with_make(folder: Path, prefix: Path) -> None:
 
 def build_with_cmake(folder: Path, prefix: Path) -> None:
     options = ["-DKVSWAP_CUDA=off", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_INSTALL_LIBDIR=lib", *cmake_compiler()]
-    succeed(["cmake", "-S", str(ROOT), "-B", str(folder), f"-DCMAKE_INSTALL_PREFIX={prefix}", *options])
+    succeed(["cmake", "-S", str(ROOT), "-B", str(folder), *options])
     succeed(["cmake", "--build", str(folder), "-j2"])
-    succeed(["cmake", "--install", str(folder)])
+    succeed(["cmake", "--install", str(folder), "--prefix", str(prefix)])
 
 
 @pytest.fixture(scope="session")
