@@ -312,3 +312,34 @@ def test_without_liburing(tool: str, tmp_path: Path) -> None:
             assert done.returncode != 0 and "there is no liburing" in re.sub(r"\s+", " ", done.stderr), done.stderr
         else:
             assert done.returncode == 0 and "io_uring: off, files" in done.stdout, done.stderr
+
+
+NVCC = r"""#!/bin/sh
+case "$*" in
+*--list-gpu-code*) printf 'sm_75\nsm_80\nsm_90\n' ;;
+*" -o "*) while [ "$1" != -o ]; do shift; done; printf 'not really a fatbin' >"$2" ;;
+esac
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", BUILDS)
+def test_kernels_are_embedded(tool: str, tmp_path: Path) -> None:
+    """By an nvcc that only pretends: architectures that it does not know are left out, and its output is embedded."""
+    need(tool, "make", "python3", CC[0])
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    folder = tmp_path / "build"
+    if tool == "make":
+        settings = [f"KVSWAP_NVCC={nvcc}", "KVSWAP_CUDA=require", "KVSWAP_URING=off", f"CC={shlex.join(CC)}"]
+        succeed(["make", f"BUILD={folder}", *settings, f"{folder}/objects/cuda/fatbin.o"])
+    else:
+        settings = [f"-DKVSWAP_NVCC={nvcc}", "-DKVSWAP_CUDA=require", "-DKVSWAP_URING=off", *cmake_compiler()]
+        succeed(["cmake", "-G", "Unix Makefiles", "-S", str(ROOT), "-B", str(folder), *settings])
+        rules = "CMakeFiles/kvswap_objects.dir"
+        succeed(["make", "-f", f"{rules}/build.make", f"{rules}/csrc/cuda/fatbin.c.o"], folder)
+    found = list(folder.rglob("fatbin*.o"))
+    assert len(found) == 1
+    data = found[0].read_bytes()
+    assert b"not really a fatbin" in data and b"sm_80 sm_90" in data and b"sm_120" not in data
