@@ -98,7 +98,13 @@ static PyMethodDef methods[] = {
      "wait_all(transfers, timeout, /)\n--\n\nWait for all of them; timeout: seconds for each."},
     {NULL, NULL, 0, NULL},
 };
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)mirror_exec}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, (void *)mirror_exec},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* kvswap's calls take no GIL, and nothing here relies on it */
+#endif
+    {0, NULL},
+};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "mirror", .m_methods = methods,
                                         .m_slots = slots};
 
