@@ -88,7 +88,7 @@ if os.environ.get("KVSWAP_RACECHECK", "0") not in ("", "0"):
 
 
 def get_include() -> str:
-    """The folder that holds kvswap.h, for programs in C."""
+    """The folder of the C headers: kvswap.h, and kvswap_capi.h for extensions of Python."""
     package = os.path.dirname(os.path.abspath(__file__))
     installed = os.path.join(package, "include")
     return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "csrc")
