@@ -1,4 +1,8 @@
-"""An extension that uses kvswap in C: `pip install --no-build-isolation .`, with kvswap installed. It links nothing."""
+"""An extension that uses kvswap in C. It links nothing.
+
+pip install .                                                      where kvswap comes from an index
+pip install 'setuptools>=77' && pip install --no-build-isolation .     with the kvswap that is installed
+"""
 
 from setuptools import Extension, setup
 
