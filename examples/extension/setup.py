@@ -1,7 +1,5 @@
-"""An extension that uses kvswap in C. It links nothing.
-
-pip install .                                                      where kvswap comes from an index
-pip install 'setuptools>=77' && pip install --no-build-isolation .     with the kvswap that is installed
+"""An extension that uses kvswap in C. It links nothing. With the kvswap that is installed:
+pip install 'setuptools>=77' && pip install --no-build-isolation .
 """
 
 from setuptools import Extension, setup
