@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvswap.replay import geometry, pattern, settings
 from kvswap.replay.errors import UsageError
 from kvswap.replay.tiers import Admission, Tiers
-from kvswap.replay.units import format_size, parse_size
+from kvswap.replay.units import format_size, parse_size, says_otherwise
 
 
 class Model:
@@ -220,7 +220,16 @@ def test_sizes_that_cannot_be() -> None:
         ("8 gib", 8 << 30),
         ("8g", 8 << 30),
         ("8GB", 8 * 10**9),
+        ("64KiB", 65536),
+        ("64Ki", 65536),
+        ("64kib", 65536),
+        ("64k", 65536),
+        ("64kB", 64000),
+        ("64KB", 64000),
         ("1.5k", 1536),
+        ("1.5GiB", 3 << 29),
+        ("0.1GB", 10**8),
+        ("9007199254740993", 2**53 + 1),
         ("7B", 7),
     ],
 )
@@ -228,10 +237,26 @@ def test_sizes_in_words(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "8 XiB", "0x10", "1,5g", "inf"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "8 XiB", "0x10", "1,5g", "inf", "7i", "7iB", "\u0663k"])
 def test_words_that_are_no_sizes(text: str) -> None:
     with pytest.raises(UsageError, match="not a size"):
         parse_size(text)
+
+
+def test_a_small_b_is_refused_with_what_it_may_mean() -> None:
+    """dd and numfmt refuse 64kb, docker reads 65,536 bytes."""
+    for text in ("64kb", "64Kb"):
+        with pytest.raises(UsageError, match=r"write 64KiB, which is 65,536 bytes, or 64KB, which is 64,000 bytes"):
+            parse_size(text)
+    with pytest.raises(UsageError, match=r"write 512, or 512B"):
+        parse_size("512b")
+    with pytest.raises(UsageError, match="not a whole number of bytes"):
+        parse_size("1.5")
+
+
+def test_powers_of_1000_are_said() -> None:
+    assert says_otherwise("64KB", 64000) == "64KB is 64,000 bytes; 64KiB would be 65,536"
+    assert [says_otherwise(text, parse_size(text)) for text in ("64KiB", "64k", "64Ki", "7B", "7")] == [""] * 5
 
 
 @pytest.mark.parametrize(
