@@ -12,12 +12,11 @@ docs/calibration.md says what the numbers mean and how they are stored.
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -96,6 +95,18 @@ class Result:
     skipped: int = 0
     unavailable: dict[Path, str] = field(default_factory=dict)
     bytes_verified: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "device_name": self.product,
+            "costs": self.costs,
+            "unavailable": self.unavailable,
+            "transfers_timed": len(self.seconds),
+            "interpolated": self.skipped,
+            "bytes_verified": self.bytes_verified,
+            "wrong_bytes": 0,  # the first one ends the command
+        }
 
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -379,67 +390,43 @@ def _rounded(numbers: Sequence[float]) -> list[float]:
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-class Reporter:
-    """Shows how far it is: a bar of tqdm's where there is one and a terminal, else a line a second."""
-
-    _INTERVAL = 1.0
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next = time.monotonic() + self._INTERVAL
-        self._bar = _tqdm_bar(stream) if stream.isatty() else None
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        if self._bar is not None:
-            self._bar.total = total
-            self._bar.n = done
-            self._bar.set_description_str(what)
-        elif time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._INTERVAL
-            print(f"kvswap: {done} of {total}: {what}", file=self._stream, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _tqdm_bar(stream: TextIO) -> Any:
-    try:
-        tqdm = importlib.import_module("tqdm")
-    except ImportError:
-        return None
-    return tqdm.tqdm(file=stream, leave=False, bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} {elapsed}")
-
-
 _RUNS = {"strided": "(apart)", "burst": "(runs)", "kernel": "(skewed)"}  # what `run` is of
 
 
 def table(costs: _C._Costs) -> str:
-    """GB/s by size, one column a path and direction: size over the cost of one more."""
-    columns: list[tuple[str, str, float, Sequence[float]]] = []
-    for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
-        for path, cost in of_direction.items():
-            columns.append((direction, path, cost["start"], cost["each"]))
-            if path in _RUNS:
-                columns.append((direction, _RUNS[path], cost["start"], cost["run"]))
-    lines = ["".join([f"{'':>9}", *(f"{direction:>9}" for direction, *_ in columns)])]
-    lines.append("".join([f"{'GB/s':>9}", *(f"{path:>9}" for _, path, *_ in columns)]))
-    for i, size in enumerate(SIZES):
-        rates = (f"{size / each[i]:9.2f}" if each[i] else f"{'-':>9}" for *_, each in columns)
-        lines.append("".join([f"{format_size(size):>9}", *rates]))
-    lines.append("".join([f"{'start us':>9}", *(f"{start / 1e3:9.1f}" for *_, start, _ in columns)]))
+    """A table a direction, at most 80 columns wide: GB/s by size and path, as the size over the cost of one more."""
+    lines = [*_rates("D2H", costs["d2h"]), "", *_rates("H2D", costs["h2d"]), ""]
     tuning = costs["tuning"]
     lines.append(
-        f"link     {tuning.get('link_gbps_d2h', 0.0):.1f} GB/s d2h, {tuning.get('link_gbps_h2d', 0.0):.1f} GB/s h2d"
+        f"link       D2H {tuning.get('link_gbps_d2h', 0.0):.1f} GB/s, H2D {tuning.get('link_gbps_h2d', 0.0):.1f} GB/s"
     )
+    if any(name.startswith("kernel_") for name in tuning):
+        lines.append("path kernel at each priority (and the GB/s that it reached)")
     for name, kernels in (
         ("normal", (tuning.get("kernel_normal_d2h"), tuning.get("kernel_normal_h2d"))),
         ("high", (tuning.get("kernel_high_d2h"), tuning.get("kernel_high_h2d"))),
         ("background", (tuning.get("kernel_background_d2h"), tuning.get("kernel_background_h2d"))),
     ):
-        both = [f"{_runs(kernel)} {d}" for kernel, d in zip(kernels, DIRECTIONS, strict=True) if kernel]
-        lines += [f"kernel   {name:<11}{', '.join(both)}"] if both else []
+        both = [f"{d.upper()} {_runs(kernel)}" for kernel, d in zip(kernels, DIRECTIONS, strict=True) if kernel]
+        lines += [f"{name:<11}{', '.join(both)}"] if both else []
     return "\n".join(lines)
+
+
+def _rates(direction: str, paths: Mapping[str, _C._PathCost]) -> list[str]:
+    columns: list[tuple[str, float, Sequence[float]]] = []
+    for path, cost in paths.items():
+        columns.append((path, cost["start"], cost["each"]))
+        if path in _RUNS:
+            columns.append((_RUNS[path], cost["start"], cost["run"]))
+
+    def line(name: str, cells: Iterable[str]) -> str:
+        return f"{name:>8}" + "".join(f"{cell:>9}" for cell in cells)
+
+    lines = [f"{direction}, GB/s", line("a block", (name for name, *_ in columns))]
+    for i, size in enumerate(SIZES):
+        rates = (f"{size / each[i]:.2f}" if each[i] else "-" for *_, each in columns)
+        lines.append(line(format_size(size), rates))
+    return [*lines, line("start us", (f"{start / 1e3:.1f}" for _, start, _ in columns))]
 
 
 def _runs(kernel: _C._KernelTuning) -> str:

@@ -5,7 +5,6 @@ By default no device is opened, so no CUDA context is made: whether the driver t
 
 from __future__ import annotations
 
-import json
 import platform
 import tempfile
 from dataclasses import asdict, dataclass
@@ -41,8 +40,8 @@ class Report:
     opened: dict[str, Opened]  # by name
     files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" (by what) or why not
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, default=_plain)
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def to_text(self) -> str:
         lines = [f"kvswap {self.kvswap}, Python {self.python}, NumPy {self.numpy}, {self.system}", self._build_line()]
@@ -134,8 +133,3 @@ def _opened(opened: Opened | None) -> list[str]:
         if info["costs"].startswith("built in")
         else f"         auto goes by the figures of {info['costs']}",
     ]
-
-
-def _plain(value: object) -> object:
-    """UUIDs come as bytes."""
-    return value.hex() if isinstance(value, bytes) else str(value)

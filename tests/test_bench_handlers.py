@@ -57,7 +57,7 @@ def test_no_gain_is_said() -> None:
 
 def test_by_the_command(device: kvswap.Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "handlers.json"
-    assert cli.main(["bench", "--handlers", "--quick", "--device", device.name, "--json", str(out)]) == 0
+    assert cli.main(["bench", "--handlers", "--quick", "--device", device.name, f"--json={out}"]) == 0
     assert "0 wrong bytes" in capsys.readouterr().out
     assert {row["cache"] for row in json.loads(out.read_text())["rows"]} == {c.key for c in handlers.CACHES[:3]}
     assert cli.main(["bench", "--handlers", "--method", "dma", "--device", device.name]) == 2

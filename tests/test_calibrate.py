@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
+import json
 import math
 import os
 import stat
@@ -21,9 +21,11 @@ from conftest import ROOT, run_python
 import kvswap
 from kvswap import _C, _rig, calibrate, cli, testing
 from kvswap.calibrate import DIRECTIONS, PATHS, SIZES, Point, Shape
+from kvswap.commands import calibrate as command
 
 Output = pytest.CaptureFixture[str]
 MOVED = 64 << 20  # as on a GPU
+REFUSE = command.refuse_host_device
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("KVSWAP_CALIBRATION", *calibrate._UNWANTED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(command, "refuse_host_device", lambda device: None)  # as the tests run where there is no GPU
     return tmp_path / "cache"
 
 
@@ -56,6 +59,29 @@ def all_points() -> list[Point]:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_device_is_refused(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do, before anything is measured; --show measures nothing."""
+    monkeypatch.setattr(command, "refuse_host_device", REFUSE)
+    monkeypatch.setattr(calibrate, "calibrate", None)
+    assert cli.main(["calibrate", "--device", "host:0"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "host:0 is a host device" in err and "--device cuda:N" in err
+    assert cli.main(["calibrate", "--device", "host:0", "--show"]) == 0
+
+
+def test_json(cache: Path, tmp_path: Path, device_name: str, capsys: Output) -> None:
+    file = tmp_path / "costs.txt"
+    assert cli.main(["calibrate", "--device", device_name, "--seconds", "0.01", "--output", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["command"], found["file"], found["wrong_bytes"]) == ("calibrate", str(file), 0)
+    assert found["costs"]["d2h"]["dma"] == _C._costs_read(file)["d2h"]["dma"] and found["bytes_verified"] > 0
+    assert f"stored in {file}" in err
+    assert cli.main(["calibrate", "--device", device_name, "--show", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["file"] is None and shown["costs"]["h2d"].keys() == _C._costs_read(None)["h2d"].keys()
 
 
 def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) -> None:
@@ -88,7 +114,7 @@ def test_show(device_name: str, capsys: Output) -> None:
     assert cli.main(["calibrate", "--device", device_name, "--show"]) == 0
     out = capsys.readouterr().out
     assert calibrate.table(_C._costs_read(None)) in out
-    assert f"built in, for there is no {stored(device_name)}" in out
+    assert f"built in, since there is no {stored(device_name)}" in out
     costs = _C._costs_read(None)
     costs["d2h"]["dma"]["start"] = 123456.0
     _C._costs_write(stored(device_name), costs, "a machine")
@@ -164,8 +190,7 @@ def test_wrong_usage(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     assert cli.main(["calibrate", "--device", "host:0"]) == 2
     assert "set HOME, XDG_CACHE_HOME or KVSWAP_CALIBRATION" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["calibrate", "--seconds", "0"])
+    assert cli.main(["calibrate", "--seconds", "0"]) == 2
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -419,8 +444,8 @@ def test_how_the_kernel_runs_is_told() -> None:
     costs = _C._costs_read(None)
     costs["tuning"] |= gentle(Paced("cuda", 1), 50, 40)
     lines = calibrate.table(costs).splitlines()
-    assert "kernel   normal     1 CTA at 38.5 GB/s (38.5) d2h, 1 CTA unpaced h2d" in lines
-    assert "kernel   high       8 CTAs unpaced d2h, 8 CTAs unpaced h2d" in lines
+    assert "normal     D2H 1 CTA at 38.5 GB/s (38.5), H2D 1 CTA unpaced" in lines
+    assert "high       D2H 8 CTAs unpaced, H2D 8 CTAs unpaced" in lines
 
 
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:
@@ -463,43 +488,12 @@ def test_a_path_that_lacks_what_it_needs_is_unknown() -> None:
         assert found["d2h"].keys() == found["h2d"].keys() == set(PATHS) - {path}
 
 
-def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    class Bar:
-        def __init__(self, **options: object) -> None:
-            self.shown: list[tuple[int, int, str]] = []
-            self.closed = False
-            bars.append(self)
-
-        def set_description_str(self, what: str) -> None:
-            self.shown.append((self.n, self.total, what))
-
-        def close(self) -> None:
-            self.closed = True
-
-    bars: list[Bar] = []
-    monkeypatch.setitem(sys.modules, "tqdm", type("tqdm", (), {"tqdm": Bar}))
-    reporter = calibrate.Reporter(Terminal())
-    reporter(3, 7, "a path")
-    reporter.close()
-    assert bars[0].shown == [(3, 7, "a path")] and bars[0].closed
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # there is none
-    assert calibrate.Reporter(Terminal())._bar is None
-
-
-def test_progress_is_a_line_a_second_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(calibrate.time, "monotonic", lambda: now)
-    stream = io.StringIO()
-    reporter = calibrate.Reporter(stream)
-    for i in range(40):
-        now = 100.0 + i / 10
-        reporter(i, 40, "a path")
-    reporter.close()
-    assert stream.getvalue().splitlines() == [f"kvswap: {i} of 40: a path" for i in (10, 20, 30)]
+def test_tables_fit_a_terminal_of_80_columns() -> None:
+    costs = _C._costs_read(None)
+    assert {"direct", "kernel", "burst"} <= costs["d2h"].keys()
+    lines = calibrate.table(costs).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.endswith("GB/s") and "link" not in line] == ["D2H, GB/s", "H2D, GB/s"]
 
 
 # -- dicts and files --------------------------------------------------------------------------------------------------

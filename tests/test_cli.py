@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import textwrap
+import types
 from pathlib import Path
 
 import pytest
 
 from kvswap import _C, cli
+from kvswap.commands import bench as bench_command
+from kvswap.commands import info as info_command
+from kvswap.commands import replay as replay_command
+from kvswap.replay.check import WrongBytes
+from kvswap.replay.errors import UsageError
 from kvswap.replay.progress import Progress, progress_line
 from kvswap.replay.run import Replay
 
@@ -75,7 +83,7 @@ def test_replay(trace: Path, device_name: str, capsys: Output) -> None:
 def test_replay_of_gzip_to_json(trace: Path, device_name: str, tmp_path: Path, capsys: Output) -> None:
     packed, result = tmp_path / "t.bin", tmp_path / "out.json"
     packed.write_bytes(gzip.compress(trace.read_bytes()))
-    args = ["replay", str(packed), "--device", device_name, *SMALL, "--json", str(result), "--model", "gpt-oss-120b"]
+    args = ["replay", str(packed), "--device", device_name, *SMALL, f"--json={result}", "--model", "gpt-oss-120b"]
     assert cli.main(args) == 0
     found = json.loads(result.read_text())
     assert found.keys() >= KEYS
@@ -90,7 +98,7 @@ def test_replay_of_gzip_to_json(trace: Path, device_name: str, tmp_path: Path, c
 
 
 def test_json_to_the_standard_output(trace: Path, device_name: str, capsys: Output) -> None:
-    assert cli.main(["replay", str(trace), "--device", device_name, *SMALL, "--requests", "7", "--json", "-"]) == 0
+    assert cli.main(["replay", str(trace), "--device", device_name, *SMALL, "--requests", "7", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["requests"] == 7
     assert "wrong bytes" in err
@@ -102,12 +110,12 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
     def no_device(name: str | None) -> None:
         raise AssertionError("a device was opened")
 
-    monkeypatch.setattr(cli, "open_device", no_device)
+    monkeypatch.setattr(replay_command, "open_device", no_device)
     lines = trace.read_text().splitlines()
     lines[16] = lines[16].replace("[", "[-1, ")
     trace.write_text("\n".join(lines))
     result = tmp_path / "out.json"
-    assert cli.main(["replay", str(trace), "--requests", "3", "--json", str(result)]) == 2
+    assert cli.main(["replay", str(trace), "--requests", "3", f"--json={result}"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("kvswap: trace.jsonl:17: 'hash_ids[0]'")
@@ -118,7 +126,6 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
     ("options", "complaint"),
     [
         (["--bytes-per-block", "4KiB"], "--allow-tiny"),
-        (["--bytes-per-block", "lots"], "not a size"),
         (["--bytes-per-block", "1TiB"], "is more than"),
         (["--model", "gpt-2"], "no geometry is called 'gpt-2'"),
         (["--layers", "3"], "needs --layers, --kv-heads and --head-dim"),
@@ -127,7 +134,8 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
         (["--gpu-bytes", "1KiB"], "at least one block"),
         (["--host-bytes", "900TiB"], "the host tier needs"),
         (["--device", "tpu:0"], "tpu:0"),
-        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
+        (["--json=/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
+        (["--json=/"], "--json /: it is a directory"),
         (["--fault", "copy:skip"], "KIND:ACTION:EVERY"),
         (["--fault", "copy:eat:5"], "KIND:ACTION:EVERY"),
         (["--fault", "copy:skip:0"], "KIND:ACTION:EVERY"),
@@ -142,14 +150,36 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--in-flight", "0"], ["--requests", "x"], ["--seconds", "nan"], ["--gpu-bytes", "8 XB"], ["--path", "usb"], []],
+    ("arguments", "complaint"),
+    [
+        (["replay", "t", "--in-flight", "0"], "--in-flight: not a whole number above 0: '0'"),
+        (["replay", "t", "--requests", "x"], "--requests: not a whole number"),
+        (["replay", "t", "--seconds", "nan"], "--seconds: not a number of seconds"),
+        (["replay", "t", "--gpu-bytes", "8 XB"], "--gpu-bytes: not a size: '8 XB'"),
+        (["replay", "t", "--bytes-per-block", "lots"], "--bytes-per-block: not a size: 'lots'"),
+        (["replay", "t", "--bytes-per-block", "64kb"], "write 64KiB, which is 65,536 bytes, or 64KB"),
+        (["replay", "t", "--path", "usb"], "unknown --path usb: there are auto, dma,"),
+        (["replay", "t", "--path", "brust"], "unknown --path brust: did you mean burst?"),
+        (["replay"], "TRACE"),
+        ([], "COMMAND"),
+        (["repaly", "t"], "unknown command repaly: did you mean replay?"),
+        (["xyzzy"], "unknown command xyzzy: there are info, demo, replay"),
+        (["bench", "--methd", "auto"], "unknown option --methd: did you mean --method?"),
+        (["bench", "--regert=3"], "unknown option --regert=3: did you mean --regret?"),
+        (["files", "stats", "d"], "unknown command stats: did you mean stat?"),
+        (["info", "host:0"], "unknown argument host:0"),
+        (["demo", "--json", "x.json"], "unknown argument x.json: a file is named as --json=x.json"),
+    ],
 )
-def test_wrong_usage_that_the_parser_sees(capsys: Output, options: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["replay", "t", *options] if options else [])
-    assert caught.value.code == 2
-    assert "usage: kvswap" in capsys.readouterr().err
+def test_wrong_usage_that_the_parser_sees(capsys: Output, arguments: list[str], complaint: str) -> None:
+    """One line that says what was wrong, and one that says where to look."""
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == "" and first.startswith("kvswap: ") and complaint in first
+    words = [*arguments[:1], "stat"] if arguments[:1] == ["files"] else arguments[:1]
+    command = " ".join(["kvswap", *words]) if "command" not in first and arguments else "kvswap"
+    assert second == f"Try '{'kvswap files' if arguments[:1] == ['files'] else command} --help'."
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Output) -> None:
@@ -160,7 +190,7 @@ def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Output) -> None:
 
 def test_a_skipped_copy_ends_with_status_1(trace: Path, device_name: str, tmp_path: Path, capsys: Output) -> None:
     result = tmp_path / "out.json"
-    args = ["--device", device_name, *SMALL, "--fault", "copy:skip:900", "--json", str(result)]
+    args = ["--device", device_name, *SMALL, "--fault", "copy:skip:900", f"--json={result}"]
     assert cli.main(["replay", str(trace), *args]) == 1
     out, err = capsys.readouterr()
     for part in ("WRONG BYTES: block ", ", layer ", ", offset ", " slot "):
@@ -194,10 +224,29 @@ def test_an_interrupt_ends_with_status_130(
 def test_a_plot_needs_matplotlib_before_anything_runs(
     trace: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(Replay, "run", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(replay_command, "open_device", None)
     assert cli.main(["replay", str(trace), "--device", "host:0", "--plot", "x.png"]) == 2
     assert "pip install 'kvswap[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "--quick"]])
+def test_a_plot_that_could_not_be_written_is_refused_before_anything_runs(
+    command: list[str], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", types.ModuleType("figure"))
+    for module in (replay_command, bench_command):
+        monkeypatch.setattr(module, "open_device", None)
+    (tmp_path / "d.png").mkdir()
+    for name, complaint in (
+        ("x.doc", "writes .png, .svg, .pdf"),
+        (str(tmp_path / "d.png"), "it is a directory"),
+        (str(tmp_path / "none" / "x.png"), "No such file or directory"),
+        ("/proc/x.png", "--plot /proc/x.png: "),
+    ):
+        assert cli.main([*command, "--plot", name]) == 2
+        assert complaint in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["d.png"]
 
 
 def test_a_plot(trace: Path, device_name: str, tmp_path: Path, capsys: Output) -> None:
@@ -262,3 +311,117 @@ def test_as_a_program(trace: Path) -> None:
     assert done.returncode == 0
     assert b"replay of standard input: 40 requests" in done.stdout
     assert done.stderr == b""
+
+
+# -- exit statuses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (UsageError("it cannot be so"), 2, "it cannot be so"),
+        (WrongBytes("WRONG BYTES: here", wrong_bytes=1, block=0, layer=0, offset=0), 1, "WRONG BYTES: here"),
+        (_C.Error("the device is lost"), 3, "the device is lost"),
+        (OSError(28, "No space left on device"), 3, "No space left on device"),
+        (PermissionError(13, "Permission denied", "/a/file"), 3, "/a/file: Permission denied"),
+        (FileNotFoundError(2, "No such file or directory", "f"), 3, "f: No such file or directory"),
+        (TimeoutError("no answer within 5 s"), 3, "no answer within 5 s"),
+        (TimeoutError(), 3, "the time limit is over"),
+        (MemoryError(), 3, "out of memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_failure_has_its_status_and_one_line(
+    error: BaseException, status: int, told: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(info_command, "for_person", fail)
+    assert cli.main(["info"]) == status
+    assert capsys.readouterr().err == f"kvswap: {told}\n"
+
+
+def test_a_defect_is_told_with_its_traceback(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its status is not the one of wrong bytes, which is Python's own."""
+    monkeypatch.setattr(info_command, "for_person", None)
+    assert cli.main(["info"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "TypeError" in err and err.endswith("report it with the lines above\n")
+
+
+def run_command(*arguments: str, **options: object) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "kvswap", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, timeout=120, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info"], ["demo", "--device", "host:0", "--requests", "2"]], ids=" ".join
+)
+def test_output_that_cannot_be_written(arguments: list[str]) -> None:
+    """A full file system is a failure; a reader that has gone ends the command without a word."""
+    with open("/dev/full", "wb") as full:
+        done = run_command(*arguments, stdout=full)
+    assert (done.returncode, done.stderr) == (3, b"kvswap: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = run_command(*arguments, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_interrupt_by_its_signal() -> None:
+    script = """
+        import sys
+        from kvswap import cli
+        from kvswap.replay import trace
+
+        def open_trace(path, open_trace=trace._open):
+            print("reading", flush=True)
+            return open_trace(path)
+
+        trace._open = open_trace
+        sys.exit(cli.main(["replay", "-"]))
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "kvswap: interrupted\n")
+
+
+def test_version_and_help(capsys: Output) -> None:
+    for option in ("-V", "--version"):
+        assert cli.main([option]) == 0
+        assert capsys.readouterr().out == f"kvswap {_C.__version__}\n"
+    assert cli.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {status} " in told for status in (0, 1, 2, 3, 70, 130, 141))
+
+
+def test_a_device_that_is_not_there(capsys: Output) -> None:
+    assert cli.main(["demo", "--device", "gpu0"]) == 2
+    assert "devices are called cuda:0" in capsys.readouterr().err
+    assert cli.main(["demo", "--device", "cuda:99"]) in (2, 3)  # 3: there is no driver
+    assert capsys.readouterr().err.startswith("kvswap: ")
+
+
+def test_a_file_tier_that_cannot_be_made(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "file").touch()
+    tiers = ["--file-tier", str(tmp_path / "file"), "--file-blocks", "8"]
+    assert cli.main(["demo", "--device", "host:0", "--requests", "2", *tiers]) == 3
+    assert capsys.readouterr().err == f"kvswap: {tmp_path / 'file'}: File exists\n"
+
+
+def test_powers_of_1000_are_said_on_stderr(capsys: Output) -> None:
+    assert cli.main(["demo", "--device", "host:0", "--requests", "2", "--gpu-bytes", "64MB", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["gpu_blocks"] == 64_000_000 // (512 << 10)
+    assert err.startswith("kvswap: 64MB is 64,000,000 bytes; 64MiB would be 67,108,864\n")

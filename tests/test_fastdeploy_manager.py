@@ -891,7 +891,7 @@ def test_status_and_drain_on_the_command_line(shared: Manager, client: Client) -
     assert "NORMAL, ready" in text and "rank 1" in text and "float16" in text
     found = json.loads(kvswap_manager("status", "--json"))
     assert found["ready"] and len(found["ranks"]) == 2
-    kvswap_manager("drain", "--timeout", "20")
+    assert json.loads(kvswap_manager("drain", "--timeout", "20", "--json"))["draining"]
     assert client.status()["draining"]
     kvswap_manager("drain", "--undo")
     assert client.status()["ready"]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
-from kvswap import _files_command, cli, testing
+from kvswap import cli, testing
+from kvswap.commands import files as command
 from kvswap.files import FileStore, Layout
 
 NBYTES, SLOT = 5000, 12288
@@ -76,7 +78,7 @@ def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         store.delete(gone).wait(PATIENCE)
     assert cli.main(["files", "gc", str(folder)]) == 0
     told = capsys.readouterr().out
-    assert "erased 1 blocks that were damaged, removed 2 files" in told
+    assert "erased 1 damaged blocks, removed 2 files" in told
     assert not last.exists() and not (folder / "new.tmp").exists()
     assert set(file_reader.read_store(folder)) == set(segments) - set(gone) - {bad}
     assert cli.main(["files", "check", str(folder)]) == 0
@@ -89,7 +91,7 @@ def test_gc_leaves_alone_what_cannot_be_read(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither blocks that cannot be loaded now, nor files whose headers cannot be looked at."""
-    open_store, pread, last = _files_command._open, os.pread, sorted(folder.glob("segment-*"))[-1]
+    open_store, pread, last = command._open, os.pread, sorted(folder.glob("segment-*"))[-1]
     segments = {key: block.path for key, block in file_reader.read_store(folder).items()}
     damage(folder, b"key-5")
     with FileStore(folder, LAYOUT, capacity=8 * SEGMENT) as store:
@@ -109,7 +111,7 @@ def test_gc_leaves_alone_what_cannot_be_read(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return pread(fd, nbytes, at)
 
-    monkeypatch.setattr(_files_command, "_open", failing)
+    monkeypatch.setattr(command, "_open", failing)
     monkeypatch.setattr(os, "pread", refuse)
     assert cli.main(["files", "gc", str(folder)]) == 0
     assert last.exists()
@@ -120,5 +122,35 @@ def test_what_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for what in ("check", "stat", "gc"):
         assert cli.main(["files", what, str(tmp_path)]) == 3
         assert "is no store" in capsys.readouterr().err
-        assert cli.main(["files", what, str(tmp_path / "none")]) == 3
+        assert cli.main(["files", what, str(tmp_path / "none")]) == 2
+        assert f"{tmp_path / 'none'}: there is no such directory" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(what: str, status: int = 0) -> dict[str, object]:
+        assert cli.main(["files", what, "--json", str(folder)]) == status
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        (store,) = found.pop("stores")
+        assert (found["command"], store.pop("directory")) == (f"files {what}", str(folder)) and err != ""
+        return store
+
+    told = run("stat")
+    assert (told["blocks"], told["slots"], told["block_nbytes"]) == (20, 24, NBYTES)
+    assert run("check")["right"] == 20
+    damage(folder, b"key-3")
+    told = run("check", status=1)
+    assert told["right"] == 19 and list(told["damaged"]) == ["key-3"]
+    assert run("gc")["erased"] == 1
+    assert run("check")["right"] == 19
+
+
+def test_a_directory_of_several_stores(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FileStore(tmp_path / "t", LAYOUT, capacity=8 * SEGMENT, segment_nbytes=SEGMENT):
+        pass
+    assert cli.main(["files", "stat", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert told.index(str(folder)) < told.index("20 of 24") < told.index(str(tmp_path / "t")) < told.index("0 of 0")
+    damage(folder, b"key-3")
+    assert cli.main(["files", "check", str(tmp_path)]) == 1

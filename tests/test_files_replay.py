@@ -89,15 +89,33 @@ def replay(folder: Path, *more: str) -> int:
 
 @pytest.mark.slow
 def test_blocks_go_to_files_and_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay(tmp_path, "--json", str(tmp_path / "out.json")) == 0
+    assert replay(tmp_path, f"--json={tmp_path / 'out.json'}") == 0
     told = json.loads((tmp_path / "out.json").read_text())
     tier = told["file_tier"]
     assert tier["hits"] > 50 and tier["bytes_stored"] > 0 and tier["bytes_loaded"] > 0 and tier["verified_at_end"] > 50
     assert told["wrong_bytes"] == 0 and told["ended"] == "complete"
     assert "hits in the file tier" in capsys.readouterr().out
+    assert cli.main(["files", "stat", "--json", str(tmp_path / "tier")]) == 0
+    (store,) = json.loads(capsys.readouterr().out)["stores"]
+    assert store["blocks"] == tier["verified_at_end"] and store["block_nbytes"] == told["bytes_per_block"]
     held = [file_reader.read_geometry(path.read_bytes()[:4096], b"KVSSTORE") for path in tmp_path.rglob("store.kvs")]
     assert [json.loads(geometry.layout)["use"] for geometry in held] == ["kvswap replay"]
     assert replay(tmp_path) == 0  # once more, in the same folder
+
+
+@pytest.mark.slow
+def test_a_model_of_two_groups_makes_two_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    requests = [{"timestamp": i, "input_length": 2048, "output_length": 1, "hash_ids": [4 * i + j for j in range(4)]}
+                for i in range(12)]  # fmt: skip
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    tiers = ["--gpu-blocks", "8", "--host-blocks", "8", "--file-tier", str(tmp_path / "tier"), "--file-blocks", "20"]
+    assert cli.main(["replay", str(trace), "--model", "gpt-oss-120b", "--device", "host:0", *tiers]) == 0
+    assert cli.main(["files", "check", "--json", str(tmp_path / "tier")]) == 0
+    out = capsys.readouterr().out
+    stores = json.loads(out[out.index("\n{") :])["stores"]
+    assert [Path(store["directory"]).name for store in stores] == ["full", "sliding"]
+    assert [store["right"] for store in stores] == [20, 20]
 
 
 @pytest.mark.slow

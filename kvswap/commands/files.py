@@ -1,4 +1,7 @@
-"""kvswap files check|stat|gc DIR: inspects and cleans a store's directory."""
+"""`kvswap files check|stat|gc DIR`: inspects and cleans the directory of a file tier.
+
+A directory is a store, or has stores in it: a replay of a model with several groups of layers makes one a group.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,70 @@ import argparse
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvswap._regular import open_regular
+from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
+
+from .output import Output, document, for_person
+from .parser import EXIT_OK, EXIT_WRONG_BYTES, Commands, Parser, add_json
 
 if TYPE_CHECKING:
     from kvswap.files import FileStore, Layout
 
+Found: TypeAlias = "dict[str, Any]"
+
 _BATCH_NBYTES = 64 << 20  # read at once by check and gc
 _WAIT = 600.0
 _PAGE = 4096
-_AS_IT_IS = 1 << 62  # a capacity that gives up nothing
+_KEEP_ALL = 1 << 62  # a capacity at which no block is given up
+_HANG = 17
+_HELP = {
+    "check": "read every block and compare its checksum, also while a writer runs",
+    "stat": "layout, blocks, files, and what is damaged",
+    "gc": "erase damaged blocks, and remove files without blocks",
+}
 
 
-def add_files(commands: Any) -> None:
-    """The command's arguments."""
-    parser = commands.add_parser("files", help="check, describe or tidy up a directory of the file tier")
-    parser.add_argument(
-        "what",
-        choices=("check", "stat", "gc"),
-        help="check: read every block and compare its checksum "
-        "(beside a writer too); stat: what there is; gc: erase what is damaged and remove files that hold nothing",
-    )
-    parser.add_argument("directory", metavar="DIR", type=Path)
-    parser.set_defaults(run=_run)
+def add(commands: Commands[Parser]) -> None:
+    parser = commands.add_parser("files", help="check, describe or clean the directory of a file tier")
+    own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, what in _HELP.items():
+        one = own.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        one.add_argument("directory", metavar="DIR", type=Path, help="the directory, or one that holds several stores")
+        add_json(one)
+        one.set_defaults(run=_run, what=name)
+
+
+_Action: TypeAlias = Callable[[Path, Output], Found]
 
 
 def _run(args: argparse.Namespace) -> int:
-    what = {"check": _check, "stat": _stat, "gc": _gc}
-    return what[args.what](args.directory)
+    """Each store of the directory in turn."""
+    actions: dict[str, _Action] = {"check": _check, "stat": _stat, "gc": _gc}
+    show, found = for_person(args), []
+    with document(args, f"files {args.what}") as out:
+        directories = stores(args.directory)
+        for directory in directories:
+            if len(directories) > 1:
+                show(f"{directory}", style="bold")
+            found.append({"directory": str(directory), **actions[args.what](directory, show)})
+        out.write({"stores": found})
+    return EXIT_WRONG_BYTES if any(store.get("damaged") for store in found) and args.what == "check" else EXIT_OK
+
+
+def stores(directory: Path) -> list[Path]:
+    """The directory if it is a store or has none in it, and the stores in it."""
+    if not directory.is_dir():
+        raise UsageError(f"{directory}: there is no such directory")
+    with contextlib.suppress(OSError):  # opening the store raises it with a better message
+        inside = sorted(path.parent for path in directory.glob("*/store.kvs"))
+        if inside:
+            return [directory, *inside] if (directory / "store.kvs").exists() else inside
+    return [directory]
 
 
 def _layout(directory: Path) -> Layout:
@@ -58,32 +93,40 @@ def _layout(directory: Path) -> Layout:
 def _open(directory: Path, *, readonly: bool) -> Iterator[FileStore]:
     from kvswap.files import FileStore
 
-    with FileStore(directory, _layout(directory), capacity=_AS_IT_IS, readonly=readonly) as store:
+    with FileStore(directory, _layout(directory), capacity=_KEEP_ALL, readonly=readonly) as store:
         yield store
 
 
-def _stat(directory: Path) -> int:
+def _stat(directory: Path, show: Output) -> Found:
     with _open(directory, readonly=True) as store:
-        stats, info = store.stats(), store.info
-    rows = [
-        ("layout", _layout(directory).text),
+        stats, info, layout = store.stats(), store.info, _layout(directory)
+    slots, blocks, segments = stats["slots"], stats["blocks"], stats["segments"]
+    rows = (
+        ("layout", layout.text),
         ("a block", format_size(info["block_nbytes"])),
-        (
-            "blocks",
-            f"{stats['blocks']:,} of {stats['slots']:,} slots, {format_size(stats['blocks'] * info['block_nbytes'])}",
-        ),
-        (
-            "segments",
-            f"{stats['segments']:,} of {format_size(info['segment_nbytes'])}, {format_size(stats['file_nbytes'])}",
-        ),
+        ("blocks", f"{blocks:,} of {slots:,} slots, {format_size(blocks * info['block_nbytes'])}"),
+        ("segments", f"{segments:,} of {format_size(info['segment_nbytes'])}, {format_size(stats['file_nbytes'])}"),
         ("torn or damaged", f"{stats['cut']:,} headers or blocks since the last checkpoint"),
         ("unreadable", f"{stats['foreign']:,} segment files, {stats['lost_slots']:,} slots"),
-        ("O_DIRECT", "yes" if info["direct"] else f"no: {info['direct_note']}"),
+        ("O_DIRECT", "on" if info["direct"] else f"off: {info['direct_note']}"),
         ("engine", info["engine"] + (f" ({info['engine_note']})" if info["engine_note"] else "")),
-    ]
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-    return 0
+    )
+    for name, value in rows:
+        show(f"{name:<{_HANG - 2}}  {value}", hang=_HANG)
+    return {
+        "layout": layout.text,
+        "block_nbytes": info["block_nbytes"],
+        "blocks": blocks,
+        "slots": slots,
+        "segments": segments,
+        "segment_nbytes": info["segment_nbytes"],
+        "file_nbytes": stats["file_nbytes"],
+        "torn": stats["cut"],
+        "unreadable_segments": stats["foreign"],
+        "unreadable_slots": stats["lost_slots"],
+        "direct": bool(info["direct"]),
+        "engine": info["engine"],
+    }
 
 
 def _read_all(store: FileStore) -> tuple[int, dict[bytes, Exception]]:
@@ -106,46 +149,53 @@ def _read_all(store: FileStore) -> tuple[int, dict[bytes, Exception]]:
     return len(keys) - len(bad), bad
 
 
-def _check(directory: Path) -> int:
-    """Exit status 1: a block is damaged. What the writer gave up meanwhile is no damage."""
+def _check(directory: Path, show: Output) -> Found:
+    """Blocks that the writer gives up meanwhile are not damaged."""
     with _open(directory, readonly=True) as store:
         stats = store.stats()
         good, bad = _read_all(store)
-    damaged = {key: reason for key, reason in bad.items() if "is not in the store" not in str(reason)}
-    for key, reason in damaged.items():
-        print(f"{_name(key)}: {reason}")
-    print(
-        f"{good:,} blocks are right, {len(damaged):,} damaged; {stats['cut']:,} torn or damaged headers or blocks that "
-        f"are not served; {stats['foreign']:,} segment files and {stats['lost_slots']:,} slots cannot be read"
-    )
-    return 1 if damaged else 0
+    damaged = {_name(key): str(reason) for key, reason in bad.items() if "is not in the store" not in str(reason)}
+    for name, reason in damaged.items():
+        show(f"{name}: {reason}")
+    show(f"{good:,} blocks are right, {len(damaged):,} damaged")
+    if stats["cut"]:
+        show(f"{stats['cut']:,} torn or damaged headers or blocks, which no load returns")
+    if stats["foreign"] or stats["lost_slots"]:
+        show(f"{stats['foreign']:,} segment files and {stats['lost_slots']:,} slots cannot be read")
+    return {
+        "right": good,
+        "damaged": damaged,
+        "torn": stats["cut"],
+        "unreadable_segments": stats["foreign"],
+        "unreadable_slots": stats["lost_slots"],
+    }
 
 
-def _gc(directory: Path) -> int:
-    _layout(directory)  # which says so if it is no store
+def _gc(directory: Path, show: Output) -> Found:
+    _layout(directory)  # raises if it is no store
     before = _nbytes(directory)
-    with _open(directory, readonly=False) as store:  # which erases what is torn or superseded
+    with _open(directory, readonly=False) as store:  # which erases torn and superseded blocks
         cut = store.stats()["cut"]
         _, bad = _read_all(store)
-        bad = {key: reason for key, reason in bad.items() if "is damaged" in str(reason)}  # not: cannot be read now
+        bad = {key: reason for key, reason in bad.items() if "is damaged" in str(reason)}  # others may be read later
         if bad:
             store.delete(list(bad)).wait(_WAIT)
     removed = _remove_empty(directory)
-    print(
-        f"erased {cut + len(bad):,} blocks that were damaged, removed {removed:,} files that held nothing: "
-        f"{format_size(before - _nbytes(directory))} less"
+    freed = before - _nbytes(directory)
+    show(
+        f"erased {cut + len(bad):,} damaged blocks, removed {removed:,} files without blocks: {format_size(freed)} less"
     )
-    return 0
+    return {"erased": cut + len(bad), "removed_files": removed, "freed_nbytes": freed}
 
 
 def _remove_empty(directory: Path) -> int:
-    """Segments without a block, and what a crash left; under the writer's lock. What cannot be read is left alone."""
+    """Removes segments without a block, and what a crash left, under the writer's lock. Unreadable files stay."""
     slot = _PAGE + -(-_layout(directory).block_nbytes // _PAGE) * _PAGE
     removed = 0
     with open(open_regular(directory / "store.kvs"), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a writer came in between: they are its now
+        except BlockingIOError:  # a writer has opened the store meanwhile, and its files stay
             return 0
         for path in [*directory.glob("segment-*.kvs"), *directory.glob("new.tmp")]:
             if path.name != "new.tmp" and _holds_anything(path, slot):
@@ -157,7 +207,7 @@ def _remove_empty(directory: Path) -> int:
 
 
 def _holds_anything(path: Path, slot: int) -> bool:
-    """Whether any slot's header page begins with something, or may."""
+    """Whether any slot has a header, or the file cannot be read."""
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
             if file.read(8) != b"KVSSEGMT":
@@ -171,7 +221,7 @@ def _holds_anything(path: Path, slot: int) -> bool:
 def _nbytes(directory: Path) -> int:
     total = 0
     for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a writer gave it up
+        with contextlib.suppress(FileNotFoundError):  # a writer removed it
             total += path.lstat().st_size
     return total
 

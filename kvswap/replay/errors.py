@@ -1,4 +1,9 @@
-"""What a person did wrong, as opposed to what a device did: ends a command with exit status 2."""
+"""Wrong usage, as opposed to a device's failure: the command ends with exit status 2."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -7,3 +12,18 @@ class UsageError(ValueError):
 
 class TraceError(UsageError):
     """A line of a trace is malformed; the message begins with file and line number."""
+
+
+def check_writable(option: str, name: str) -> None:
+    """UsageError unless a file of that name can be written. Makes and changes no file."""
+    path = Path(name)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a directory; name a file")
+        if path.exists():
+            with path.open("ab"):
+                return
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise UsageError(f"{option} {name}: {error.strerror or error}") from None

@@ -1,7 +1,7 @@
 """The third tier: blocks that leave host memory go to files, and come back to the GPU. One store a group of layers.
 
-The tier's book-keeping (tiers.py) decides which blocks are here; the stores have room for more, so that none leaves
-without being told to, and a block that is not there when it should be is an error.
+The tier's book-keeping (tiers.py) decides which blocks are here. The stores have room for more blocks, so that a store
+evicts none; a block that is not there is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .settings import Settings
 from .tiers import Slots
 
 _PAGE = 4096
-_SPARE = 1.25  # more slots than blocks: for those that are being written
+_SPARE = 1.25  # more slots than blocks: room for blocks that are being written
 _SEGMENT_NBYTES = 64 << 20
 
 
@@ -31,7 +31,7 @@ class FileTier:
         self._stores: list[tuple[FileStore, GroupMemory, list[_C.Pool]]] = []
         try:
             for group in memory.groups:
-                store = _open(group, device, settings)
+                store = _open(group, device, settings, alone=len(memory.groups) == 1)
                 pools: list[_C.Pool] = []
                 self._stores.append((store, group, pools))
                 for tensor in group.gpu:
@@ -44,7 +44,7 @@ class FileTier:
             raise
 
     def store(self, hashes: Words, host_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
-        """From host memory. A wait for these transfers also waits for a full queue: few are under way."""
+        """Store from host memory. Few transfers are unfinished, so that the queue is never full."""
         return [
             store.store(_keys(hashes), group.host_addresses(host_slots)[0], after=after, replace=False)
             for store, group, _ in self._stores
@@ -65,15 +65,18 @@ class FileTier:
         return f"{info['engine']}, {how}"
 
     def close(self) -> None:
-        """Give the pools up too: the memory under them is freed next."""
+        """Drops the pools too: their memory is freed next."""
         for store, _, _ in self._stores:
             store.close()
         self._stores.clear()
 
 
-def _open(group: GroupMemory, device: _C.Device, settings: Settings) -> FileStore:
+def _open(group: GroupMemory, device: _C.Device, settings: Settings, *, alone: bool) -> FileStore:
+    """The group's store: in the directory itself if it is the only one, so that `kvswap files` finds it there."""
     assert settings.file_tier is not None
     folder = Path(settings.file_tier)
+    if not alone:
+        folder /= group.group.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     nbytes = group.group.block_nbytes
     slot = _PAGE + -(-nbytes // _PAGE) * _PAGE
@@ -81,9 +84,7 @@ def _open(group: GroupMemory, device: _C.Device, settings: Settings) -> FileStor
     slots = int(settings.sizes.file_blocks * _SPARE) + 64
     layout = Layout(nbytes, use="kvswap replay", group=group.group.name, seed=settings.seed)
     capacity = (-(-slots // ((segment - _PAGE) // slot)) + 1) * segment
-    return FileStore(
-        folder / (group.group.name or "blocks"), layout, capacity=capacity, segment_nbytes=segment, device=device
-    )
+    return FileStore(folder, layout, capacity=capacity, segment_nbytes=segment, device=device)
 
 
 def _keys(hashes: Words) -> Any:

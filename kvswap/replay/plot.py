@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .errors import UsageError
+from .errors import UsageError, check_writable
 from .report import Moves, Report
 
 _LABELS = ("GPU tier", "host tier", "file tier", "computed")
@@ -18,11 +17,14 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def require(path: str | Path) -> None:
-    """Refuse before anything runs what could not be drawn afterwards."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'kvswap[plot]'")
+    """UsageError where a plot could not be drawn after the run: matplotlib, the format, the folder."""
     if Path(path).suffix.lower() not in _FORMATS:
         raise UsageError(f"--plot writes {', '.join(_FORMATS)}; {str(path)!r} is none of them")
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib ({error}): pip install 'kvswap[plot]'") from None
+    check_writable("--plot", str(path))
 
 
 def draw(report: Report, path: str | Path) -> None:

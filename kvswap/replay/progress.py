@@ -1,33 +1,47 @@
-"""One line on a terminal that shows how far a replay is; nothing in a pipe."""
+"""One line on a terminal that shows how far the work is; nothing in a pipe."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from .report import Report
 from .units import format_size
+
+if TYPE_CHECKING:
+    from .report import Report
 
 _INTERVAL = 0.1
 _BAR = 24
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """A terminal whose cursor can be moved: not a pipe, nor a terminal that calls itself dumb."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
 class Progress:
-    """Call update() as often as you like; it draws ten times a second at most."""
+    """The line. Each call may draw it; it is drawn ten times a second at most."""
 
     def __init__(self, stream: TextIO, *, enabled: bool | None = None) -> None:
         self._stream = stream
-        self._enabled = stream.isatty() if enabled is None else enabled
+        self._enabled = is_terminal(stream) if enabled is None else enabled
         self._next = 0.0
         self._drawn = False
 
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Any work: so many of so many steps are done, and the next is called `what`."""
+        if self._due():
+            self._draw(f"[{_bar(done, total)}] {done:,}/{total:,}  {what}")
+
     def update(self, report: Report, total: int) -> None:
+        """A replay."""
         if self._due():
             self._draw(progress_line(report, total))
 
     def memory(self, done: int, total: int) -> None:
-        """How far host memory is, in bytes: progress= of a host pool."""
+        """Bytes of host memory that are ready: progress= of a host pool."""
         if self._due():
             self._draw(f"[{_bar(done, total)}] {format_size(done)} of {format_size(total)} of host memory")
 

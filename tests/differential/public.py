@@ -20,6 +20,7 @@ MODULES_LEFT_OUT = {
     "bench": "measures; it has a table of its own of what it verified",
     "calibrate": "measures, and writes one file: test_calibrate.py",
     "cli": "the command line over the rest: test_cli.py",
+    "commands": "its subcommands: test_cli.py",
     "info": "describes the machine: test_cli.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
     "vllm": "needs vLLM: tests/integration runs it; its handler is kvswap.offload's",

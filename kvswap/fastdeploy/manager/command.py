@@ -10,13 +10,15 @@ import time
 from typing import Any
 
 from kvswap import _C
+from kvswap.commands.output import document, for_person
+from kvswap.commands.parser import add_json
 from kvswap.fastdeploy.manager import arguments
 from kvswap.replay.errors import UsageError
 
-__all__ = ["add_commands"]
+__all__ = ["add"]
 
 
-def add_commands(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add `manager` to the commands of kvswap."""
     parser = commands.add_parser(
         "manager",
@@ -28,13 +30,14 @@ def add_commands(commands: Any) -> None:
     run.set_defaults(run=_run)
     status = own.add_parser("status", help="state, ranks and tasks of a running manager")
     arguments.add_place(status)
-    status.add_argument("--json", action="store_true", help="write JSON")
+    add_json(status)
     status.add_argument("--timeout", type=float, default=5.0, metavar="S", help="time limit for an answer (5)")
     status.set_defaults(run=_status)
     drain = own.add_parser("drain", help="take no more tasks, and return when none is under way")
     arguments.add_place(drain)
     drain.add_argument("--undo", action="store_true", help="take tasks again")
     drain.add_argument("--timeout", type=float, default=60.0, metavar="S", help="time limit (60)")
+    add_json(drain)
     drain.set_defaults(run=_drain)
 
 
@@ -92,9 +95,11 @@ def _status(args: argparse.Namespace) -> int:
     _need_packages()
     from kvswap.fastdeploy.client import Client
 
-    with Client(arguments.place_of(args)) as client:
-        found = client.status(args.timeout)
-    print(json.dumps(found, indent=2) if args.json else _as_text(found))
+    with document(args, "manager status") as out:
+        with Client(arguments.place_of(args)) as client:
+            found = client.status(args.timeout)
+        for_person(args).text(_as_text(found), hang=10)
+        out.write(found)
     return 0
 
 
@@ -120,11 +125,12 @@ def _drain(args: argparse.Namespace) -> int:
     _need_packages()
     from kvswap.fastdeploy.client import Client
 
-    begun = time.monotonic()
-    with Client(arguments.place_of(args)) as client:
-        client.drain(args.timeout, undo=args.undo)
-    done = (
-        "takes tasks again" if args.undo else f"drained in {time.monotonic() - begun:.1f} s; --undo takes tasks again"
-    )
-    print(done, file=sys.stderr)
+    with document(args, "manager drain") as out:
+        begin = time.monotonic()
+        with Client(arguments.place_of(args)) as client:
+            client.drain(args.timeout, undo=args.undo)
+        seconds = time.monotonic() - begin
+        done = "takes tasks again" if args.undo else f"drained in {seconds:.1f} s; --undo takes tasks again"
+        print(done, file=sys.stderr)
+        out.write({"draining": not args.undo, "seconds": seconds})
     return 0

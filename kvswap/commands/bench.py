@@ -1,0 +1,170 @@
+"""`kvswap bench`: the table of all paths, copies beside a load, path auto against the others, and vLLM's job queue."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvswap.replay.errors import UsageError
+
+from .output import document, for_person
+from .parser import (
+    EXIT_OK,
+    Commands,
+    Parser,
+    add_device,
+    add_json,
+    add_names,
+    add_plot,
+    count,
+    duration,
+    open_device,
+    positive,
+    some_size,
+)
+
+if TYPE_CHECKING:
+    from kvswap import _C
+    from kvswap.bench import handlers, table
+    from kvswap.bench.plot import Result
+
+# Options that only some of the measurements have.
+_OPTIONS = {
+    "the table": ("repeats", "shape", "size", "direction"),
+    "--load": ("pairs", "seconds", "shape", "size", "direction"),
+    "--regret": ("draws", "seed"),
+    "--handlers": ("repeats", "pairs", "seconds", "direction"),
+}
+
+
+def add(commands: Commands[Parser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast blocks move, and what that costs; every byte is verified",
+        description="Measures kvswap's paths, and what others do by hand, on the shapes of a model's cache; beside a "
+        "load with --load; path auto against all others with --regret.",
+    )
+    from kvswap.bench.loads import KINDS
+    from kvswap.bench.methods import METHODS
+    from kvswap.bench.shapes import FAMILIES, LAYOUTS
+
+    add_device(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--load", choices=KINDS, help="run this beside the copies; measure its slow-down and their speed")
+    what.add_argument(
+        "--regret", action="store_true", help="draw shapes at random; measure how far auto is from the best"
+    )
+    what.add_argument(
+        "--handlers", action="store_true", help="vLLM's job queue: kvswap's beside vLLM's ways, on models' caches"
+    )
+    what.add_argument("--list", action="store_true", help="list the cases of the table and end")
+    parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and repeats: whether it works")
+    parser.add_argument(
+        "--bytes",
+        type=some_size,
+        metavar="SIZE",
+        help="bytes a case (1GiB on a GPU; with --load and --regret 256MiB; less on a host device)",
+    )
+    parser.add_argument("--repeats", type=positive, metavar="N", help="the median of so many runs (default 3)")
+    add_names(parser, "--shape", FAMILIES | LAYOUTS, "this shape (--load: default all from 64x32k on)")
+    parser.add_argument(
+        "--size", type=some_size, action="append", metavar="SIZE", help="only blocks of this size; may be given again"
+    )
+    add_names(parser, "--direction", {"D2H": None, "H2D": None}, "this direction")
+    add_names(parser, "--method", METHODS, "this method")
+    parser.add_argument(
+        "--pairs", type=positive, metavar="N", help="--load: windows with and without copies (default 6)"
+    )
+    parser.add_argument("--seconds", type=duration, metavar="S", help="--load: length of a window (default 0.2)")
+    parser.add_argument("--draws", type=positive, metavar="N", help="--regret: number of shapes (default 200)")
+    parser.add_argument("--seed", type=count, metavar="N", help="--regret: of the shapes (default: another every time)")
+    add_json(parser)
+    add_plot(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check(args)
+    with document(args, "bench") as out:
+        show = for_person(args)
+        if args.list:
+            cases = _list(args)
+            for key, description in cases.items():
+                show(f"{key}: {description}", hang=4)
+            out.write({"what": "list", "cases": cases})
+            return EXIT_OK
+        result = _measurement(args, open_device(args.device))(show)
+        out.write(result.to_dict())
+    if args.plot is not None:
+        from kvswap.bench import plot
+
+        plot.draw(result, args.plot)
+    return EXIT_OK
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what does not go together before a device is opened, and long before a plot is drawn."""
+    what = "--load" if args.load else "--regret" if args.regret else "--handlers" if args.handlers else "the table"
+    for option in sorted({option for options in _OPTIONS.values() for option in options}):
+        if getattr(args, option) is not None and option not in _OPTIONS[what]:
+            owners = " and ".join(owner for owner, options in _OPTIONS.items() if option in options)
+            raise UsageError(f"--{option} is for {owners}, not for {what}")
+    if args.handlers and (args.method or args.bytes or args.plot):
+        raise UsageError("--handlers has methods and sizes of its own, and no plot")
+    if args.plot is not None:
+        from kvswap.replay import plot
+
+        plot.require(args.plot)
+
+
+def _measurement(args: argparse.Namespace, device: _C.Device) -> Callable[[Callable[[str], None]], Result]:
+    from kvswap.bench import beside, handlers, regret, table
+
+    if args.handlers:
+        return partial(handlers.run, _handlers_plan(args, device))
+    common = {"quick": args.quick, "nbytes": args.bytes, "methods": args.method}
+    if args.load:
+        where = {"families": args.shape, "sizes": args.size, "directions": args.direction}
+        load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, **where, **common)
+        return partial(beside.run, load)
+    if args.regret:
+        seed = secrets.randbits(32) if args.seed is None else args.seed
+        return partial(regret.run, regret.plan(device, seed, draws=args.draws, **common))
+    return partial(table.run, _table_plan(args, device))
+
+
+def _handlers_plan(args: argparse.Namespace, device: _C.Device) -> handlers.Plan:
+    from kvswap.bench import handlers
+
+    return handlers.plan(
+        device,
+        quick=args.quick,
+        repeats=args.repeats,
+        pairs=args.pairs,
+        seconds=args.seconds,
+        directions=args.direction,
+    )
+
+
+def _table_plan(args: argparse.Namespace, device: _C.Device) -> table.Plan:
+    from kvswap.bench import table
+
+    return table.plan(
+        device,
+        quick=args.quick,
+        nbytes=args.bytes,
+        repeats=args.repeats,
+        families=args.shape,
+        sizes=args.size,
+        directions=args.direction,
+        methods=args.method,
+    )
+
+
+def _list(args: argparse.Namespace) -> dict[str, str]:
+    from kvswap.bench import table
+
+    return {case.key: case.description for case in table.cases(_table_plan(args, open_device(args.device)))}

@@ -1,0 +1,39 @@
+"""`kvswap completion SHELL`: the script that completes the command's arguments in a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from kvswap.replay.errors import UsageError
+
+from .parser import EXIT_OK, Commands, Parser
+
+_INSTALL = """\
+to install it:
+  bash  kvswap completion bash > ~/.local/share/bash-completion/completions/kvswap
+  zsh   kvswap completion zsh > ~/.zfunc/_kvswap   (a folder of $fpath)
+  fish  kvswap completion fish > ~/.config/fish/completions/kvswap.fish"""
+
+
+def add(commands: Commands[Parser]) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help="print the script that completes kvswap's arguments in a shell",
+        description="Prints a script for the shell (needs shtab: pip install 'kvswap[cli]').",
+        epilog=_INSTALL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from kvswap.cli import build_parser
+
+    try:
+        shtab = importlib.import_module("shtab")
+    except ImportError:
+        raise UsageError("kvswap completion needs shtab: pip install 'kvswap[cli]'") from None
+    print(shtab.complete(build_parser(), args.shell))
+    return EXIT_OK
