@@ -1,8 +1,13 @@
-"""Pictures of the results. Needs matplotlib, which is an optional extra: ask kvswap.replay.plot.require() first."""
+"""Plots of the results. Needs matplotlib, an optional extra: kvswap.replay.plot.require() checks before a run.
+
+Path auto is drawn last, so in front, and thick. Where a result has many methods, all those by hand become one line: the
+fastest of them at each size.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,14 +17,32 @@ from kvswap.replay.units import format_size
 
 from . import beside, handlers, regret, table
 from .methods import METHODS
-from .shapes import LAYOUTS
+from .shapes import FAMILIES, LAYOUTS
 
 Result: TypeAlias = table.Result | beside.Result | regret.Result | handlers.Result
-_MARKERS = "osv^D<>pXP*hd8"
+
+_MOST_LINES = 6
+_WAYS = {"D2H": "GPU to host (D2H)", "H2D": "host to GPU (H2D)", "both": "both directions at once"}
+_PATHS = ("dma", "strided", "burst", "kernel", "direct")
+_BY_HAND = "fastest by hand"
+_BARE = "one bare copy"
+_COLOURS = {
+    "auto": "#c1272d",
+    "dma": "#4c78a8",
+    "strided": "#72b7b2",
+    "burst": "#54a24b",
+    "kernel": "#b279a2",
+    "direct": "#9d755d",
+    "high": "#f58518",
+    "background": "#eeca3b",
+    _BY_HAND: "#6b6b6b",
+}
+_OTHER_COLOURS = ("#6b6b6b", "#9c9c9c", "#3f3f3f", "#bab0ac", "#7f7f7f", "#565656", "#a9a9a9")
+_MARKERS = "os^Dvp<>XPh*"
 
 
 def draw(result: Result, path: str | Path) -> None:
-    """Bandwidth over block size, slow-down against bandwidth, or how far auto is from the best."""
+    """GB/s by block size, the slow-down of a load, or auto beside the best path."""
     figure_type = importlib.import_module("matplotlib.figure").Figure
     if isinstance(result, table.Result):
         figure = _table(figure_type, result)
@@ -32,74 +55,132 @@ def draw(result: Result, path: str | Path) -> None:
     figure.savefig(path)
 
 
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def lines_of(rows: Sequence[table.Row], *, few: bool) -> dict[str, dict[int, float]]:
+    """GB/s by method and block size, auto last. few: the paths, and the fastest of the methods by hand."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.figures is not None:
+            found.setdefault(row.method, {})[row.block_nbytes] = row.figures.device_gbps or row.figures.gbps
+    if few:
+        kept = {name: line for name, line in found.items() if name in _PATHS}
+        by_hand: dict[int, float] = {}
+        for name, line in found.items():
+            if name not in (*_PATHS, "auto", "high", "background"):
+                for size, gbps in line.items():
+                    by_hand[size] = max(gbps, by_hand.get(size, 0.0))
+        kept |= {_BY_HAND: by_hand} if by_hand else {}
+        found = kept | ({"auto": found["auto"]} if "auto" in found else {})
+    if "auto" in found:
+        found["auto"] = found.pop("auto")
+    return found
+
+
 def _table(figure_type: Any, result: table.Result) -> Any:
-    """A picture a family and direction, a line a method."""
-    pictures = list(dict.fromkeys((row.family, row.direction) for row in result.rows))
-    lines = -(-len(pictures) // 2)
-    figure = figure_type(figsize=(13, 4 * lines), layout="constrained")
-    grid = figure.subplots(lines, 2, squeeze=False).reshape(-1)
-    for axes, (family, way) in zip(grid, pictures, strict=False):
-        rows = [row for row in result.rows if (row.family, row.direction) == (family, way)]
-        for method in dict.fromkeys(row.method for row in rows):
-            line = [(row.block_nbytes, row.figures) for row in rows if row.method == method and row.figures]
-            if line:
-                speeds = [figures.device_gbps or figures.gbps for _, figures in line]
-                axes.plot([nbytes for nbytes, _ in line], speeds, label=method, **_style(method))
-        axes.axhline(result.ceilings_gbps[way], color="grey", linestyle="--", label="one bare copy")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
-        axes.set(xlabel="bytes a block", ylabel="GB/s on the device", title=f"{family}, {way}", ylim=(0, None))
-        axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    for axes in grid[len(pictures) :]:
+    """A plot a family and direction: lines over the block sizes, or bars where there is one size."""
+    plots = list(dict.fromkeys((row.family, row.direction) for row in result.rows))
+    height = -(-len(plots) // 2)
+    figure = figure_type(figsize=(12, 3.6 * height + 0.8), layout="constrained")
+    grid = figure.subplots(height, 2, squeeze=False).reshape(-1)
+    handles: dict[str, Any] = {}
+    few = len({row.method for row in result.rows if row.figures is not None}) > _MOST_LINES
+    for axes, (family, way) in zip(grid, plots, strict=False):
+        lines = lines_of([row for row in result.rows if (row.family, row.direction) == (family, way)], few=few)
+        description = (FAMILIES | LAYOUTS)[family].description
+        axes.set_title(f"{family}, {_WAYS[way]}", loc="left", fontsize="medium", fontweight="bold", pad=18)
+        axes.text(0, 1.02, description, transform=axes.transAxes, fontsize="x-small", color="#555555")
+        ceiling = result.ceilings_gbps[way]
+        if len({size for line in lines.values() for size in line}) > 1:
+            for method, line in lines.items():
+                (handles[method],) = axes.plot(list(line), list(line.values()), label=method, **_style(method))
+            handles[_BARE] = axes.axhline(ceiling, color="black", linestyle="--", linewidth=1, label=_BARE)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
+            axes.set(xlabel="size of a block", ylabel="GB/s on the device", ylim=(0, None))
+        else:
+            values = [next(iter(line.values())) for line in lines.values()]
+            axes.barh(list(lines), values, color=[_style(method)["color"] for method in lines])
+            handles[_BARE] = axes.axvline(ceiling, color="black", linestyle="--", linewidth=1, label=_BARE)
+            sizes = {size for line in lines.values() for size in line}
+            axes.set(xlabel=f"GB/s on the device, blocks of {', '.join(map(format_size, sizes))}", xlim=(0, None))
+    for axes in grid[len(plots) :]:
         axes.set_visible(False)
-    figure.suptitle(f"{result.device_name}: {format_size(result.bytes_per_case)} a case")
-    return figure
-
-
-def _beside(figure_type: Any, result: beside.Result) -> Any:
-    """A picture a direction; each method a mark for every block size, with the median's interval."""
-    ways = list(dict.fromkeys(row.direction for row in result.rows))
-    figure = figure_type(figsize=(6.5 * len(ways), 5), layout="constrained")
-    for axes, way in zip(figure.subplots(1, len(ways), squeeze=False)[0], ways, strict=True):
-        rows = [row for row in result.rows if row.direction == way and row.slowdown is not None]
-        for method in dict.fromkeys(row.method for row in rows):
-            marks = [row for row in rows if row.method == method]
-            middle = np.array([row.slowdown for row in marks])
-            ends = np.array([row.slowdown_interval for row in marks]).T
-            speeds = [row.gbps for row in marks]
-            axes.errorbar(
-                speeds, middle, np.abs(ends - middle), linestyle="", capsize=3, label=method, **_style(method)
-            )
-            for row in marks:
-                name = row.layout if row.layout in LAYOUTS else format_size(row.block_nbytes)
-                offset = {"xytext": (5, 5), "textcoords": "offset points"}
-                axes.annotate(name, (row.gbps, row.slowdown), fontsize="x-small", **offset)
-        axes.axvline(result.ceilings_gbps[way], color="grey", linestyle="--", label="one bare copy, alone")
-        axes.axhline(1.0, color="grey", linestyle=":")
-        axes.set_yscale("log")
-        axes.set(xlabel="GB/s of the copies while the load ran", ylabel="slow-down of the load", title=way)
-        axes.legend(fontsize="x-small")
-    figure.suptitle(f"{result.device_name}, beside {result.load_is}", wrap=True)
-    return figure
-
-
-def _regret(figure_type: Any, result: regret.Result) -> Any:
-    """The shapes from the worst to the best."""
-    figure = figure_type(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    share = np.arange(1, len(result.rows) + 1) / len(result.rows)
-    axes.plot(share, sorted(row.ratio for row in result.rows), label="auto")
-    axes.plot(share, sorted(row.choice for row in result.rows), label="the path that it took")
-    axes.axhline(regret.GOAL_NEAR, color="grey", linestyle="--")
-    axes.axvline(1 - regret.GOAL_SHARE, color="grey", linestyle="--")
-    axes.set(xlabel="share of the shapes", ylabel="of the best path's speed", ylim=(0, 1.05))
-    axes.set_title(f"{result.device_name}: {result.draws} shapes, seed {result.seed}")
-    axes.legend(loc="lower right")
+    order = sorted(handles, key=lambda name: (name != "auto", name in (_BARE, _BY_HAND)))
+    figure.legend([handles[name] for name in order], order, loc="outside lower center", ncols=len(order))
+    figure.suptitle(f"Copying speed on {result.device_name}, {format_size(result.bytes_per_case)} a case")
     return figure
 
 
 def _style(method: str) -> dict[str, Any]:
-    """The same for a method in all pictures, and no two alike."""
-    number = list(METHODS).index(method) if method in METHODS else len(METHODS)
-    colors = importlib.import_module("matplotlib").colormaps["tab20"].colors
-    return {"color": colors[number % len(colors)], "marker": _MARKERS[number % len(_MARKERS)]}
+    """One colour and marker a method, in every plot."""
+    names = list(_COLOURS)
+    others = [name for name in METHODS if name not in names]
+    number = names.index(method) if method in names else len(names) + (others.index(method) if method in others else 0)
+    colour = _COLOURS.get(method) or _OTHER_COLOURS[number % len(_OTHER_COLOURS)]
+    style: dict[str, Any] = {"color": colour, "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+    if method == "auto":
+        return style | {"linewidth": 3, "markersize": 7, "zorder": 5}
+    return style | {"linewidth": 1.2, "linestyle": ":" if method == _BY_HAND else "-"}
+
+
+# -- beside a load ----------------------------------------------------------------------------------------------------
+
+
+def _beside(figure_type: Any, result: beside.Result) -> Any:
+    """For each direction the load's slow-down above, with the median's interval, and the copies' speed below."""
+    ways = list(dict.fromkeys(row.direction for row in result.rows))
+    figure = figure_type(figsize=(6.5 * len(ways), 7), layout="constrained")
+    grid = figure.subplots(2, len(ways), squeeze=False, sharex="col")
+    handles: dict[str, Any] = {}
+    for (slow, fast), way in zip(grid.T, ways, strict=True):
+        rows = [row for row in result.rows if row.direction == way and row.slowdown is not None]
+        copy = next(row for row in rows if not row.layout)
+        rows = [row for row in rows if row.layout]
+        names = list(dict.fromkeys(_layout(row) for row in rows))
+        methods = list(dict.fromkeys(row.method for row in rows))
+        for number, method in enumerate(methods):
+            marks = [row for row in rows if row.method == method]
+            width = 0.8 / len(methods)
+            at = np.array([names.index(_layout(row)) for row in marks]) + (number - (len(methods) - 1) / 2) * width
+            middle = np.array([row.slowdown for row in marks], np.float64)
+            ends = np.array([row.slowdown_interval for row in marks], np.float64).reshape(-1, 2).T
+            colour = _style(method)["color"]
+            slow.errorbar(at, middle, np.abs(ends - middle), linestyle="", capsize=3, color=colour, marker="o")
+            handles[method] = fast.bar(at, [row.gbps for row in marks], width, color=colour)
+        for axes, value in ((slow, copy.slowdown), (fast, copy.gbps)):
+            handles[_BARE] = axes.axhline(value, color="black", linestyle="--", linewidth=1)
+        slow.axhline(1.0, color="black", linewidth=0.6)
+        slow.set_title(_WAYS[way], loc="left", fontsize="medium", fontweight="bold")
+        slow.set(ylabel="time of the load, 1: no copies")
+        fast.set(ylabel="GB/s of the copies beside the load")
+        fast.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    order = sorted(handles, key=lambda name: (name != "auto", name == _BARE))
+    figure.legend([handles[name] for name in order], order, loc="outside lower center", ncols=len(order))
+    figure.suptitle(f"Copies beside a load on {result.device_name}\n{result.load_is}", fontsize="medium")
+    return figure
+
+
+def _layout(row: beside.Row) -> str:
+    return row.layout if row.layout in LAYOUTS else f"{row.layout}, {format_size(row.block_nbytes)}"
+
+
+# -- regret -----------------------------------------------------------------------------------------------------------
+
+
+def _regret(figure_type: Any, result: regret.Result) -> Any:
+    """The shapes from the worst to the best."""
+    figure = figure_type(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    share = 100 * np.arange(1, len(result.rows) + 1) / len(result.rows)
+    chosen, auto = (100 * np.sort([getattr(row, name) for row in result.rows]) for name in ("choice", "ratio"))
+    axes.plot(share, chosen, color=_COLOURS["dma"], linewidth=1.2, label="the path that auto took, asked for by name")
+    axes.plot(share, auto, color=_COLOURS["auto"], linewidth=3, zorder=5, label="auto")
+    goal = f"goal: {regret.GOAL_NEAR:.0%} of the best in {regret.GOAL_SHARE:.0%} of the shapes"
+    axes.axhline(100 * regret.GOAL_NEAR, color="black", linestyle="--", linewidth=1, label=goal)
+    axes.axvline(100 * (1 - regret.GOAL_SHARE), color="black", linestyle="--", linewidth=1)
+    axes.set(xlabel="shapes, from the worst on (%)", ylabel="speed, of the best path's (%)", ylim=(0, 105))
+    axes.set_title(f"auto on {result.device_name}: {result.draws} shapes, seed {result.seed}", fontsize="medium")
+    axes.legend(loc="lower right", fontsize="small")
+    return figure

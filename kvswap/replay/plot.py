@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .errors import UsageError, check_writable
 from .report import Moves, Report
+from .units import format_size
 
-_LABELS = ("GPU tier", "host tier", "file tier", "computed")
-_COLOURS = ("#2a7f62", "#8cc084", "#e0b050", "#d9d9d9")
+# From the bottom of the plot to its top.
+_FOUND = (("GPU tier", "#2a7f62"), ("host tier", "#8cc084"), ("file tier", "#e0b050"), ("computed", "#d9d9d9"))
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -28,27 +28,37 @@ def require(path: str | Path) -> None:
 
 
 def draw(report: Report, path: str | Path) -> None:
-    """Hits a tier over the requests, and how long loads and stores took."""
+    """Where blocks were found over the requests, and how long loads and stores took."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.5), layout="constrained")
-    tiers, times = figure.subplots(1, 2)
+    found, times = figure.subplots(1, 2)
     history = np.array(report.history or [(0.0, 0, 0, 0, 0)], np.float64)
-    requests = np.arange(1, len(history) + 1)
-    tiers.stackplot(requests, *np.cumsum(history[:, 1:], axis=0).T, labels=_LABELS, colors=_COLOURS)
-    tiers.set(xlabel="requests", ylabel="blocks so far", title="Where blocks were found")
-    tiers.legend(loc="upper left")
-    _times(times, "loads (H2D)", report.loads)
-    _times(times, "stores (D2H)", report.stores)
-    times.set(xlabel="milliseconds", ylabel="share of transfers", title="How long transfers took")
+    layers = [(column, *look) for column, look in zip(np.cumsum(history[:, 1:], axis=0).T, _FOUND, strict=True)]
+    layers = [layer for layer in layers if layer[0].any()]  # a tier without a hit has no area and no label
+    if layers:
+        columns, labels, colours = zip(*layers, strict=True)
+        found.stackplot(np.arange(1, len(history) + 1), *columns, labels=labels, colors=colours)
+        found.legend(loc="upper left", reverse=True)
+    found.set(xlabel="requests", ylabel="blocks, summed up", title="Where blocks were found")
+    for label, moves in _times(report):
+        milliseconds = np.sort(moves.seconds) * 1e3
+        times.plot(milliseconds, 100 * np.arange(1, len(milliseconds) + 1) / len(milliseconds), label=label)
+    times.set(xlabel="time of a transfer (ms)", ylabel="transfers that took no longer (%)")
+    times.set_title("How long transfers took")
     if times.lines:
         times.set_xscale("log")
+        times.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         times.legend(loc="lower right")
-    figure.suptitle(
-        f"{report.trace} on {report.device_name}: {report.geometry}, {report.bytes_per_block:,} bytes a block"
-    )
+    block = format_size(report.bytes_per_block)
+    figure.suptitle(f"{report.trace} on {report.device_name}: {report.geometry}, {block} a block")
     figure.savefig(path)
 
 
-def _times(axes: Any, label: str, moves: Moves) -> None:
-    if moves.seconds:
-        milliseconds = np.sort(moves.seconds) * 1e3
-        axes.plot(milliseconds, np.arange(1, len(milliseconds) + 1) / len(milliseconds), label=label)
+def _times(report: Report) -> list[tuple[str, Moves]]:
+    """Those of which there are times."""
+    every = [
+        ("host to GPU (H2D)", report.loads),
+        ("GPU to host (D2H)", report.stores),
+        ("files to GPU", report.file_loads),
+        ("host to files", report.file_stores),
+    ]
+    return [(label, moves) for label, moves in every if moves.seconds]
