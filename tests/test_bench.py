@@ -527,7 +527,7 @@ def test_a_load_that_cannot_run_is_told(device: kvswap.Device, monkeypatch: pyte
     ],
 )
 def test_plots(device_name: str, tmp_path: Path, capsys: Output, options: list[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: .ci/run has a step with it")
     picture = tmp_path / "x.png"
     assert cli.main([*QUICK, "--device", device_name, *options, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -250,7 +250,7 @@ def test_a_plot_that_could_not_be_written_is_refused_before_anything_runs(
 
 
 def test_a_plot(trace: Path, device_name: str, tmp_path: Path, capsys: Output) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: .ci/run has a step with it")
     picture = tmp_path / "x.png"
     assert cli.main(["replay", str(trace), "--device", device_name, *SMALL, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

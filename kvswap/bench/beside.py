@@ -26,7 +26,7 @@ from kvswap.replay.units import format_size
 from .loads import Load, load_for
 from .measure import Job, Lab, opened, refusals
 from .methods import METHODS, NotMeasured, Pending
-from .report import Document, Table, document
+from .report import Cell, Document, Rows, Table, document
 from .shapes import FAMILIES, LAYOUTS, WAIT_LIMIT, Family, Shape, host_nbytes
 from .table import DIRECTIONS, check_room, layouts
 
@@ -394,8 +394,10 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
             copy, *others = _Turns(lab, load, plan, direction, thread).rows()
             rows = [replace(copy, gbps_alone=result.ceilings_gbps[direction]), *others]
             result.rows += rows
-            for line in (_spread(rows[0]), _ROW.header(), *map(_line, rows)):
-                show(line)
+            show(_spread(rows[0]))
+            lines = Rows(_ROW, show)
+            for row in rows:
+                _add(lines, row)
         result.bytes_verified = lab.bytes_verified
     show(f"{format_size(result.bytes_verified)} verified, 0 wrong bytes")
     return result
@@ -421,13 +423,15 @@ _ROW = Table(
     ("of copy", ">7.2f"),
     ("alone", ">7.2f"),
     ("took", "<8"),
+    lead=3,
 )
 
 
-def _line(row: Row) -> str:
-    begin = [row.layout, str(Shape(row.tensors, row.block_nbytes, row.blocks)), row.direction, row.method]
+def _add(rows: Rows, row: Row) -> None:
+    shape = str(Shape(row.tensors, row.block_nbytes, row.blocks))
+    cells: list[Cell] = [row.layout, shape, row.direction, row.method]
     if row.slowdown_interval is None:
-        return _ROW.line(begin, row.note)
+        rows.add(cells, row.note)
+        return
     interval = "{:.3f}-{:.3f}".format(*row.slowdown_interval)
-    figures = [row.slowdown, interval, row.above_copy, row.gbps, row.of_copy, row.gbps_alone, row.path]
-    return _ROW.line([*begin, *figures]).rstrip()
+    rows.add([*cells, row.slowdown, interval, row.above_copy, row.gbps, row.of_copy, row.gbps_alone, row.path])

@@ -27,7 +27,7 @@ from .beside import _run_both, _run_load
 from .loads import Load, load_for
 from .measure import Figures, Job, Lab, opened, refusals
 from .methods import ByHand, NotMeasured, Pending, Submit
-from .report import Document, Table, document
+from .report import Cell, Document, Rows, Table, document
 from .shapes import SPREAD, WAIT_LIMIT, Ids, Words
 
 _SEED = 1
@@ -329,7 +329,7 @@ class Result(Document):
     rows: list[Row] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"what": "handlers", **asdict(self)}
 
 
 def _beside(lab: Lab, load: Load, plan: Plan, job: Job) -> tuple[float, float]:
@@ -383,12 +383,12 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
         show("one bare copy, GB/s: " + ", ".join(f"{way} {gbps:.1f}" for way, gbps in result.ceilings_gbps.items()))
         if load is not None:
             show(f"slow-down of {load.name}, median of {plan.pairs} windows of {plan.seconds:g} s, at GB/s meanwhile")
-        show(_ROW.header())
+        lines = Rows(_ROW, show)
         for cache in plan.caches:
             rows = []
             for row in _rows(lab, load, plan, cache):
                 rows.append(row)
-                show(_line(cache, row))
+                _add(lines, cache, row)
             result.rows += rows
             for line in _gains(rows):
                 show(line)
@@ -409,16 +409,18 @@ _ROW = Table(
     ("path", "<8"),
     ("slow-down", ">9.3f"),
     ("at", ">6.1f"),
+    lead=3,
 )
 
 
-def _line(cache: Cache, row: Row) -> str:
-    begin: list[str | float | None] = [cache.key, cache.shape, row.direction, row.method]
+def _add(rows: Rows, cache: Cache, row: Row) -> None:
+    cells: list[Cell] = [cache.key, cache.shape, row.direction, row.method]
     if row.figures is None:
-        return _ROW.line(begin, row.note)
+        rows.add(cells, row.note)
+        return
     figures = row.figures
-    numbers = [figures.gbps, figures.device_gbps, figures.blocked_ms, figures.cpu_ms, figures.path or "-"]
-    return _ROW.line([*begin, *numbers, row.slowdown, row.beside_gbps])
+    cells += [figures.gbps, figures.device_gbps, figures.blocked_ms, figures.cpu_ms, figures.path or "-"]
+    rows.add([*cells, row.slowdown, row.beside_gbps])
 
 
 def _gains(rows: list[Row]) -> Iterator[str]:

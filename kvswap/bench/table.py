@@ -19,7 +19,7 @@ from kvswap.replay.units import format_size
 
 from .measure import BOTH, Figures, Lab, opened, refusals
 from .methods import METHODS, NotMeasured, paths
-from .report import Document, Table, document
+from .report import Cell, Document, Rows, Table, document
 from .shapes import FAMILIES, LAYOUTS, Family, Shape, gpu_nbytes, host_nbytes
 
 SIZES = tuple(1024 * kib for kib in (4, 8, 16, 64))
@@ -281,19 +281,19 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
         result.ceilings_gbps = {
             way: found.device_gbps or found.gbps for way, found in result.bare_copies[plan.nbytes].items()
         }
-        group = ""
+        group, rows = "", None
         for case in cases(plan):
             row = case.run(lab, result)
             if isinstance(row, Row):
                 result.rows.append(row)
             else:
                 result.small_rows.append(row)
-            if case.key.partition("/")[0] != group:
+            if rows is None or case.key.partition("/")[0] != group:
                 group = case.key.partition("/")[0]
                 show("")
                 show((FAMILIES | LAYOUTS)[group].description if group in FAMILIES | LAYOUTS else _SMALL_TITLE)
-                show((_ROW if isinstance(row, Row) else _SMALL_ROW).header())
-            show(_line(row))
+                rows = Rows(_ROW if isinstance(row, Row) else _SMALL_ROW, show)
+            _add(rows, row)
         result.bytes_verified = lab.bytes_verified
     if any(row.figures and not row.figures.queued for row in result.rows):
         show("* the call outlasted the spin in front of it: the device waited for the caller too")
@@ -306,30 +306,34 @@ _ROW = Table(
     ("shape", "<22"),
     ("dir", "<5"),
     ("method", "<11"),
-    ("device GB/s", ">11.2f"),
+    ("device GB/s", ">11.2f", "device", ">7.2f"),
     ("share", ">6.2f"),
-    ("end to end", ">10.2f"),
+    ("end to end", ">10.2f", "whole", ">7.2f"),
     ("share", ">6.2f"),
-    ("blocked ms", ">11.3f"),
-    ("CPU ms", ">9.3f"),
+    ("blocked ms", ">11.3f", "call ms", ">8.3f"),
+    ("CPU ms", ">9.3f", "CPU ms", ">8.3f"),
+    lead=2,
 )
 _SMALL_ROW = Table(
     ("shape", "<22"), ("dir", "<5"), ("method", "<11"), ("p50 us", ">8.1f"), ("p99 us", ">8.1f"), ("x bare", ">7.2f")
 )
 
 
-def _line(row: Row | SmallRow) -> str:
+def _add(rows: Rows, row: Row | SmallRow) -> None:
+    cells: list[Cell]
     if isinstance(row, SmallRow):
         cells = [row.shape, row.direction, row.method]
         if row.p50_us is None:
-            return _SMALL_ROW.line(cells, row.note)
-        return _SMALL_ROW.line([*cells, row.p50_us, row.p99_us, row.times_bare]) + _took(row.method, row.path)
-    begin = [str(Shape(row.tensors, row.block_nbytes, row.blocks)), row.direction, row.method]
-    figures = row.figures
+            rows.add(cells, row.note)
+        else:
+            rows.add([*cells, row.p50_us, row.p99_us, row.times_bare], after=_took(row.method, row.path))
+        return
+    cells, figures = [str(Shape(row.tensors, row.block_nbytes, row.blocks)), row.direction, row.method], row.figures
     if figures is None:
-        return _ROW.line(begin, row.note)
-    numbers = [figures.device_gbps, row.share, figures.gbps, row.whole_share, figures.blocked_ms, figures.cpu_ms]
-    return _ROW.line([*begin, *numbers]) + ("" if figures.queued else " *") + _took(row.method, figures.path)
+        rows.add(cells, row.note)
+        return
+    cells += [figures.device_gbps, row.share, figures.gbps, row.whole_share, figures.blocked_ms, figures.cpu_ms]
+    rows.add(cells, after=("" if figures.queued else " *") + _took(row.method, figures.path))
 
 
 def _took(method: str, path: str) -> str:

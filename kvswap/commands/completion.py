@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from kvswap.replay.errors import UsageError
 
@@ -35,5 +37,17 @@ def _run(args: argparse.Namespace) -> int:
         shtab = importlib.import_module("shtab")
     except ImportError:
         raise UsageError("kvswap completion needs shtab: pip install 'kvswap[cli]'") from None
-    print(shtab.complete(build_parser(), args.shell))
+    parser = build_parser()
+    _mark_files(parser, {"TRACE": shtab.FILE, "FILE": shtab.FILE, "DIR": shtab.DIRECTORY})
+    print(shtab.complete(parser, args.shell))
     return EXIT_OK
+
+
+def _mark_files(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None:
+    """Tells shtab which arguments are names of files."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for own in action.choices.values():
+                _mark_files(own, kinds)
+        elif action.metavar in kinds:
+            action.complete = kinds[str(action.metavar)]  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
         directories = stores(args.directory)
         for directory in directories:
             if len(directories) > 1:
-                show(f"{directory}", style="bold")
+                show.header(str(directory))
             found.append({"directory": str(directory), **actions[args.what](directory, show)})
         out.write({"stores": found})
     return EXIT_WRONG_BYTES if any(store.get("damaged") for store in found) and args.what == "check" else EXIT_OK

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -20,13 +21,12 @@ from kvswap.replay.errors import check_writable
 from kvswap.replay.progress import is_terminal
 
 _LEAST_WIDTH = 40  # narrower lines are for the terminal to wrap
-# Highlighted by rich; a group's name is its style.
-_STYLES = {"good": "green", "bad": "bold red", "note": "yellow", "number": "cyan"}
+# What rich highlights; a group's name is a key of _STYLES.
+_STYLES = {"good": "green", "bad": "bold red", "note": "yellow"}
 _PATTERNS = (
     r"(?P<good>\b0 wrong bytes\b|\bon\b(?=$|:)|\bmet\b)",
     r"(?P<bad>WRONG BYTES|\bdoes not open\b|\b[1-9][0-9,]* (?:wrong bytes|damaged)\b)",
-    r"(?P<note>\boff(?=:)|\bnot measured\b|\bSCALED\b|\bTRUNCATED\b|\bNO GAIN\b|\bmissed\b|\bnote\b)",
-    r"(?<![\w.:/-])(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)(?![\w:/.-])",
+    r"(?P<note>\boff(?=:)|\bnot measured\b|\bSCALED\b|\bTRUNCATED\b|\bNO GAIN\b|\bmissed\b)",
 )
 
 
@@ -41,20 +41,32 @@ class Output:
         self.width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else None
         self._console = _console(stream) if is_terminal(stream) else None
 
-    def __call__(self, line: str = "", *, hang: int = 0, style: str | None = None) -> None:
-        """One line. hang: columns by which its continuations on a terminal are indented."""
-        if self.width is not None and len(line) > self.width:
-            line = textwrap.fill(
-                line, self.width, subsequent_indent=" " * hang, drop_whitespace=True, break_on_hyphens=False
-            )
-        if self._console is None:
-            print(line, file=self._stream, flush=True)
-        else:
-            self._console.print(_styled(line, style), soft_wrap=True)
+    def __call__(self, line: str = "", *, hang: int = 0) -> None:
+        """One line. hang: where its value begins after a name, and its continuations on a terminal."""
+        self._write(line, hang, "bold" if line[:hang].strip() and line[hang - 1 : hang] == " " else "", hang)
+
+    def header(self, line: str) -> None:
+        self._write(line, 0, "bold", len(line))
 
     def text(self, lines: str, *, hang: int = 0) -> None:
         for line in lines.split("\n"):
             self(line, hang=hang)
+
+    def _write(self, line: str, hang: int, style: str, styled: int) -> None:
+        """style: of the first `styled` columns."""
+        if self.width is not None and len(line) > self.width:
+            line = textwrap.fill(line, self.width, subsequent_indent=" " * hang, break_on_hyphens=False)
+        if self._console is None:
+            print(line, file=self._stream, flush=True)
+            return
+        text = importlib.import_module("rich.text").Text(line)
+        for pattern in _PATTERNS:
+            for match in re.finditer(pattern, line):
+                text.stylize(_STYLES[str(match.lastgroup)], *match.span())
+        if style:
+            text.stylize(style, 0, styled)
+        self._console.print(text, soft_wrap=True)
+        self._stream.flush()
 
 
 def _console(stream: TextIO) -> Any:
@@ -63,16 +75,6 @@ def _console(stream: TextIO) -> Any:
         return importlib.import_module("rich.console").Console(file=stream, highlight=False, markup=False)
     except ImportError:
         return None
-
-
-def _styled(line: str, style: str | None) -> Any:
-    text = importlib.import_module("rich.text").Text(line, style or "")
-    if style is None:
-        for pattern in reversed(_PATTERNS):  # the first one wins
-            text.highlight_regex(pattern, style_prefix="kvswap.")
-        for span in list(text.spans):
-            text.spans[text.spans.index(span)] = span._replace(style=_STYLES[str(span.style).partition(".")[2]])
-    return text
 
 
 def for_person(args: Any) -> Output:

@@ -1,0 +1,260 @@
+"""What the command writes on a terminal, in a pipe and as JSON; the narrow tables; the scripts of completion."""
+
+# mypy: disable-error-code="no-untyped-def,import-untyped"
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvswap import cli
+from kvswap.bench import regret, table
+from kvswap.bench.report import Rows, Table
+from kvswap.commands.output import Output, document
+from kvswap.replay.errors import UsageError, check_writable
+from kvswap.replay.progress import Progress
+
+LINE = "CUDA     no devices: there is no CUDA driver here: libcuda.so.1: cannot open shared object file"
+WITHOUT = "is not installed: .ci/run has a step with it"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an installation without rich, in a terminal of 60 columns."""
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_wrapped_on_a_terminal_alone() -> None:
+    pipe, terminal = io.StringIO(), Terminal()
+    Output(pipe)(LINE, hang=9)
+    Output(terminal)(LINE, hang=9)
+    assert pipe.getvalue() == f"{LINE}\n"
+    first, second = terminal.getvalue().splitlines()
+    assert (
+        len(first) <= 60
+        and second.startswith(" " * 9 + "l")
+        and re.sub(r"\s+", " ", first + second) in [re.sub(r"\s+", " ", LINE)]
+    )
+
+
+def test_rich_colours_and_changes_no_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rich.console")
+    pytest.importorskip("rich", reason=f"rich {WITHOUT}")
+    text = "path dma     on\nWRONG BYTES: here\nstrided  not measured: why\n4 MiB verified, 0 wrong bytes\n" + LINE
+    written = {}
+    for name, no_color in (("colour", ""), ("none", "1")):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        terminal = Terminal()
+        Output(terminal).text(text, hang=9)
+        written[name] = terminal.getvalue()
+    plain = [re.sub("\x1b\\[[0-9;]*m", "", drawn) for drawn in written.values()]
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    without = Terminal()
+    Output(without).text(text, hang=9)
+    assert plain == [without.getvalue()] * 2
+    assert "\x1b[1;31mWRONG BYTES" in written["colour"] and "31m" not in written["none"]
+    monkeypatch.delitem(sys.modules, "rich.console")
+    for stream, term in ((io.StringIO(), "xterm"), (Terminal(), "dumb")):
+        monkeypatch.setenv("TERM", term)
+        Output(stream).text(text, hang=9)
+        assert "\x1b" not in stream.getvalue()
+
+
+def test_progress_is_not_drawn_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for term, drawn in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", term)
+        terminal = Terminal()
+        progress = Progress(terminal)
+        progress(3, 12, "x" * 100)
+        progress.clear()
+        assert bool(terminal.getvalue()) == drawn
+        if drawn:
+            line = terminal.getvalue().split("\x1b")[0]
+            assert line.startswith("\r[######") and "] 3/12  xxx" in line and len(line) == 60
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+TABLE = Table(
+    ("shape", "<30"), ("dir", "<4"), ("method", "<10"), ("GB/s on the device", ">18.2f", "GB/s", ">6.1f"), lead=2
+)
+
+
+def test_a_table_that_is_too_wide_is_narrow() -> None:
+    wide, narrow = io.StringIO(), Terminal()
+    for stream in (wide, narrow):
+        rows = Rows(TABLE, Output(stream))
+        rows.add(["80 x 4 KiB", "D2H", "auto", 12.345], after="  took dma")
+        rows.add(["80 x 4 KiB", "D2H", "burst"], "no such thing")
+        rows.add(["80 x 4 KiB", "H2D", "auto", None])
+    assert wide.getvalue().splitlines()[1:] == [
+        f"{'80 x 4 KiB':<30} D2H  auto       {'12.35':>18}  took dma",
+        f"{'80 x 4 KiB':<30} D2H  burst       not measured: no such thing",
+        f"{'80 x 4 KiB':<30} H2D  auto       {'-':>18}",
+    ]
+    assert narrow.getvalue().splitlines() == [
+        "method       GB/s",
+        "80 x 4 KiB  D2H",
+        "auto         12.3  took dma",
+        "burst       not measured: no such thing",
+        "80 x 4 KiB  H2D",
+        "auto            -",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--load", "stream", "--seconds", "0.05", "--pairs", "1"], ["--handlers"]], ids=str
+)
+def test_the_tables_of_bench_fit_80_columns(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    only = [] if "--handlers" in options else ["--method", "auto", "--shape", "64x32k", "--bytes", "4MiB"]
+    assert cli.main(["bench", "--quick", "--device", "host:0", *options, *only]) == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    method = next(number for number, line in enumerate(lines) if line.startswith("method"))
+    assert any(line.startswith(("auto ", "kvswap ")) for line in lines[method:])
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    for name in ("-", str(file)):
+        with document(Namespace(json=name), "files stat") as out:
+            out.write({"a": 1, "key": b"\x01\xff", "path": Path("x")})
+    text = capsys.readouterr().out
+    assert text == file.read_text()
+    assert json.loads(text).items() >= {"command": "files stat", "a": 1, "key": "01ff", "path": "x"}.items()
+    with document(Namespace(json=None), "info") as out:
+        out.write({"a": 1})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_without_a_document_is_not_left(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("old")
+    for path in (new, old):
+        with pytest.raises(RuntimeError), document(Namespace(json=str(path)), "info"):
+            raise RuntimeError
+    assert not new.exists() and old.read_text() == "old"
+
+
+def test_what_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    for name in ("new", "old"):
+        check_writable("--plot", str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+    for wrong in (tmp_path, tmp_path / "none" / "x", tmp_path / "old" / "x"):
+        with pytest.raises(UsageError, match=f"--plot {wrong}: "):
+            check_writable("--plot", str(wrong))
+
+
+# -- plots ------------------------------------------------------------------------------------------------------------
+
+
+def row(method: str, size: int, gbps: float | None) -> table.Row:
+    figures = None if gbps is None else SimpleNamespace(device_gbps=gbps, gbps=0.0)
+    return table.Row("k", "run", 1, size, 1, "D2H", method, size, figures)  # type: ignore[arg-type]
+
+
+def test_a_plot_has_few_lines_and_auto_in_front() -> None:
+    from kvswap.bench.plot import lines_of
+
+    methods = ("auto", "dma", "strided", "burst", "kernel", "high", "loop", "batch", "numpy")
+    cases = [(number, method, size) for number, method in enumerate(methods) for size in (1024, 2048)]
+    rows = [row(method, size, number + size / 1024) for number, method, size in cases]
+    rows += [row("torch", 1024, None), row("warp", 2048, 99.0)]
+    lines = lines_of(rows, few=True)
+    assert list(lines) == ["dma", "strided", "burst", "kernel", "fastest by hand", "auto"]
+    assert lines["fastest by hand"] == {1024: 9.0, 2048: 99.0} and lines["auto"] == {1024: 1.0, 2048: 2.0}
+    assert list(lines_of(rows, few=False))[-1] == "auto" and "torch" not in lines_of(rows, few=False)
+
+
+def test_no_label_without_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every axis and figure of the plots."""
+    figure_type = pytest.importorskip("matplotlib.figure", reason=f"matplotlib {WITHOUT}").Figure
+    figures = []
+    monkeypatch.setattr(figure_type, "savefig", lambda figure, path: figures.append(figure))
+    from kvswap.bench import plot
+    from kvswap.replay import plot as replay_plot
+    from kvswap.replay.report import Moves, Report
+
+    rows = [row(method, size, 1.0) for method in ("auto", "dma") for size in (1024, 2048)] + [row("warp", 1024, None)]
+    plot.draw(table.Result("0", "host:0", "h", 0, ceilings_gbps={"D2H": 2.0}, rows=rows), "x.png")
+    (legend,) = figures[-1].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["auto", "dma", "one bare copy"]
+    lines = {line.get_label(): line for line in figures[-1].axes[0].lines}
+    assert lines["auto"].get_zorder() > lines["dma"].get_zorder()
+    report = Report("t", "host:0", "h", "g", 1024, 1024, 4, 4, 1, 0, "auto", 3)
+    report.history = [(0.1, 1, 0, 0, 2), (0.2, 1, 0, 0, 1)]
+    report.loads = Moves(seconds=[0.1, 0.2])
+    replay_plot.draw(report, "x.png")
+    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figures[-1].axes]
+    assert labels == [["computed", "GPU tier"], ["host to GPU (H2D)"]]
+    result = regret.Result("0", "host:0", "h", 0, draws=2, rows=[SimpleNamespace(ratio=r, choice=r) for r in (0.9, 1)])
+    plot.draw(result, "x.png")
+    assert figures[-1].axes[0].lines[1].get_label() == "auto"
+
+
+# -- completion -------------------------------------------------------------------------------------------------------
+
+
+def test_completion_needs_its_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install 'kvswap[cli]'" in capsys.readouterr().err
+    assert cli.main(["completion", "tcsh"]) == 2
+    assert "unknown SHELL tcsh" in capsys.readouterr().err
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("shtab", reason=f"shtab {WITHOUT}")
+    for shell in ("zsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        assert "calibrate" in capsys.readouterr().out
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "trace.jsonl").touch()
+    script = """
+        source ./script
+        try() {
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+            _shtab_kvswap kvswap "${@: -1}"
+            echo "${COMPREPLY[@]}"
+        }
+        try kvswap de; try kvswap bench --me; try kvswap bench --method st; try kvswap files st; try kvswap replay tr
+    """
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["demo", "--method", "strided", "stat", "trace.jsonl"], done.stderr
+
+
+def test_every_module_of_the_table_adds_itself() -> None:
+    parser = cli.build_parser()
+    (commands,) = parser._subparsers._group_actions  # type: ignore[union-attr]
+    for module in cli.COMMANDS:
+        assert callable(importlib.import_module(module).add)
+    assert {"info", "demo", "replay", "bench", "calibrate", "files", "manager", "completion"} <= set(commands.choices)
