@@ -22,6 +22,7 @@ from kvswap.commands.parser import (
     EXIT_USAGE,
     EXIT_WRONG_BYTES,
     Parser,
+    complain,
 )
 from kvswap.replay.errors import UsageError
 
@@ -37,10 +38,13 @@ COMMANDS = (
 )
 _EPILOG = """\
 exit status:
-  0    done                       70   a defect of kvswap (with a traceback)
-  1    wrong or damaged bytes     130  interrupted
-  2    wrong usage or input       141  the reader of the output has gone
-  3    a device, file, manager, time limit or memory failed"""
+  0    done
+  1    wrong or damaged bytes
+  2    wrong usage or input
+  3    a device, file, manager, memory or time limit failed
+  70   a defect of kvswap, with a traceback
+  130  interrupted
+  141  the reader of the output has gone"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +109,7 @@ def _drop_output() -> None:
 
 def _fail(status: int, message: str) -> int:
     with contextlib.suppress(OSError):  # the status says it too
-        print(f"kvswap: {message}", file=sys.stderr)
+        complain(message)
     return status
 
 

@@ -154,3 +154,7 @@ def test_a_directory_of_several_stores(folder: Path, tmp_path: Path, capsys: pyt
     assert told.index(str(folder)) < told.index("20 of 24") < told.index(str(tmp_path / "t")) < told.index("0 of 0")
     damage(folder, b"key-3")
     assert cli.main(["files", "check", str(tmp_path)]) == 1
+    capsys.readouterr()
+    assert cli.main(["files", "gc", str(tmp_path)]) == 2  # which erases: one at a time
+    assert f"name one of {folder}, {tmp_path / 't'}" in capsys.readouterr().err
+    assert len(file_reader.read_store(folder)) == 20

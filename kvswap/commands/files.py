@@ -37,12 +37,15 @@ _HELP = {
 }
 
 
+_DIR_HELP = ("a store's directory, or one that has stores in it", "a store's directory")
+
+
 def add(commands: Commands[Parser]) -> None:
     parser = commands.add_parser("files", help="check, describe or clean the directory of a file tier")
     own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, what in _HELP.items():
         one = own.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        one.add_argument("directory", metavar="DIR", type=Path, help="the directory, or one that holds several stores")
+        one.add_argument("directory", metavar="DIR", type=Path, help=_DIR_HELP[name == "gc"])
         add_json(one)
         one.set_defaults(run=_run, what=name)
 
@@ -56,6 +59,11 @@ def _run(args: argparse.Namespace) -> int:
     show, found = for_person(args), []
     with document(args, f"files {args.what}") as out:
         directories = stores(args.directory)
+        if args.what == "gc" and directories != [args.directory]:
+            if args.directory not in directories:
+                names = ", ".join(map(str, directories))
+                raise UsageError(f"gc takes one store, and {args.directory} has stores in it: name one of {names}")
+            directories = [args.directory]
         for directory in directories:
             if len(directories) > 1:
                 show.header(str(directory))

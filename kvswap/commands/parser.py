@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import parse_size, says_otherwise
 
+from .output import Output
+
 if TYPE_CHECKING:
     from kvswap import _C
 
@@ -30,6 +32,7 @@ __all__ = [
     "add_json",
     "add_names",
     "add_plot",
+    "complain",
     "count",
     "duration",
     "open_device",
@@ -53,11 +56,17 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
+def complain(message: str) -> None:
+    """One line on stderr."""
+    Output(sys.stderr)(f"kvswap: {message}", hang=8)
+
+
 class Parser(argparse.ArgumentParser):
     """Says in one line what was wrong, and suggests what may have been meant."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"kvswap: {message}\nTry '{self.prog} --help'.\n")
+        complain(message)
+        self.exit(EXIT_USAGE, f"Try '{self.prog} --help'.\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -110,7 +119,7 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
     note = says_otherwise(text, nbytes)
     if note:
-        print(f"kvswap: {note}", file=sys.stderr)
+        complain(note)
     return nbytes
 
 

@@ -23,6 +23,7 @@ from .parser import (
     add_device,
     add_json,
     add_plot,
+    complain,
     count,
     duration,
     open_device,
@@ -241,7 +242,7 @@ def _run(args: argparse.Namespace, trace: Trace, device: _C.Device, settings: Se
     if report.ended == "interrupted":
         status, failure = EXIT_INTERRUPTED, "interrupted: the figures are of what was done until then"
     if failure:
-        print(f"kvswap: {failure}", file=sys.stderr)
+        complain(failure)
     show.text(report.to_text(), hang=_HANG)
     out.write(report.to_dict())
     if args.plot is not None:
