@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,11 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 
 from kvswap import cli
 from kvswap.bench import regret, table
 from kvswap.bench.report import Rows, Table
+from kvswap.commands import parser
 from kvswap.commands.output import Output, document
+from kvswap.files import FileStore, Layout
 from kvswap.replay.errors import UsageError, check_writable
 from kvswap.replay.progress import Progress
 
@@ -173,6 +177,56 @@ def test_what_can_be_written(tmp_path: Path) -> None:
             check_writable("--plot", str(wrong))
 
 
+SMALL_BENCH = ["bench", "--quick", "--bytes", "1MiB", "--device", "host:0"]
+BESIDE = ["--load", "stream", "--seconds", "0.05", "--pairs", "1", "--shape", "64x32k", "--method", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments"),
+    [
+        ("`info`", ["info"]),
+        (
+            "`replay`, `demo`",
+            ["demo", "--device", "host:0", "--requests", "3", "--file-tier", "D", "--file-blocks", "9"],
+        ),
+        ("`bench`", [*SMALL_BENCH, "--shape", "run", "--method", "auto"]),
+        ("`bench`", [*SMALL_BENCH, *BESIDE]),
+        ("`bench`", [*SMALL_BENCH, "--regret", "--draws", "2"]),
+        ("`bench`", ["bench", "--quick", "--device", "host:0", "--handlers"]),
+        ("`bench`", [*SMALL_BENCH, "--list"]),
+        ("`calibrate`", ["calibrate", "--device", "host:0", "--show"]),
+        ("`files`", ["files", "stat", "D"]),
+        ("`files`", ["files", "check", "D"]),
+        ("`files`", ["files", "gc", "D"]),
+    ],
+    ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else "",
+)
+def test_the_fields_of_a_document_are_documented(
+    row: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FileStore("D", Layout(512), capacity=1 << 20):
+        pass
+    if arguments[0] == "demo":
+        shutil.rmtree("D")
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found)[:2] == ["command", "kvswap"] and found["command"] == " ".join(
+        arguments[: 2 if arguments[0] == "files" else 1]
+    )
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    (documented,) = re.findall(rf"^\| {row} \| (.*) \|$", page, re.MULTILINE)
+    names = [*found, *(name for store in found["stores"] for name in store)] if row == "`files`" else [*found]
+    assert [name for name in names[2:] if f"`{name}`" not in documented] == []
+
+
+def test_the_exit_statuses_are_documented() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documented = {int(status) for status in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    statuses = {value for name, value in vars(parser).items() if name.startswith("EXIT_")}
+    assert documented == statuses == {int(status) for status in re.findall(r"^  (\d+) ", cli._EPILOG, re.MULTILINE)}
+
+
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 
@@ -253,8 +307,8 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 
 def test_every_module_of_the_table_adds_itself() -> None:
-    parser = cli.build_parser()
-    (commands,) = parser._subparsers._group_actions  # type: ignore[union-attr]
+    built = cli.build_parser()
+    (commands,) = built._subparsers._group_actions  # type: ignore[union-attr]
     for module in cli.COMMANDS:
         assert callable(importlib.import_module(module).add)
     assert {"info", "demo", "replay", "bench", "calibrate", "files", "manager", "completion"} <= set(commands.choices)
