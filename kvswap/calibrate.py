@@ -1,11 +1,11 @@
-"""kvswap calibrate: what a transfer takes on this machine, by path, direction and size.
+"""kvswap calibrate: what a transfer costs on this machine, by path, direction and size.
 
 Each path is measured by moving many blocks of one size between scattered places, by the public call with the path
-forced, from the call until the bytes are there. Before each transfer its destination is poisoned, after it every byte
-is checked, and only then does its time count. What a transfer takes at all (`start`), what one more block takes
-(`each`, and `run` of another kind of block) and what comes on top (`extra`) are told apart by transfers of one block,
-of some and of many: see solve(). Sizes are taken coarsely first, so that a budget that runs out costs sizes, which are
-then interpolated, and no path. How path kernel runs beside a model is not measured: it takes shares of the link's rate.
+forced, from the call until the bytes are there. Before each transfer its destination is poisoned; after it every byte
+is checked, and only then does its time count. The costs of a transfer (`start`), of one more block (`each`, and `run`
+of another kind of block) and of the first blocks (`extra`) follow from transfers of one block, of some and of many: see
+solve(). Few sizes are measured first, then those between them: if the time is too short, sizes are interpolated, and no
+path is left out. How path kernel runs beside a model is not measured: its paces are fixed shares of the link's rate.
 
 docs/calibration.md says what the numbers mean and how they are stored.
 """
@@ -57,13 +57,13 @@ _GENTLE: tuple[tuple[_GentleName, Direction, int, float], ...] = (
     ("kernel_background_d2h", "d2h", 2, 0.5),
     ("kernel_background_h2d", "h2d", 2, 0.5),
 )
-# What is set for one run must not be stored for all.
+# Variables that are set for one run must not influence what is stored for all.
 _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAUNCH_BLOCKING")
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured, and what it tells: the cost of size number `index`."""
+    """One measurement, and what follows from it: the cost of size number `index`."""
 
     path: Path
     direction: Direction
@@ -73,7 +73,7 @@ class Point:
 
     @property
     def level(self) -> int:
-        """0 is measured whatever the budget; the larger, the later."""
+        """0 is always measured; a larger level is measured later."""
         if self.kind in ("start", "extra") or self.index in (0, len(SIZES) - 1):
             return 0
         return next(level for level, step in enumerate((8, 4, 2, 1)) if self.index % step == 0)
@@ -113,14 +113,14 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 
 
 def check_environment() -> None:
-    """Raises UsageError where a variable would falsify what is measured."""
+    """UsageError for a variable that would change what is measured."""
     for name in _UNWANTED:
         if os.environ.get(name, "") not in ("", "0"):
             raise UsageError(f"{name} is set, and what is measured with it would be stored for runs without: unset it")
 
 
 def check_writable(path: str) -> None:
-    """Raises UsageError where a calibration could not be stored, before time is spent on it. Makes its folder."""
+    """UsageError if a calibration could not be stored there. Makes the folder."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -131,7 +131,7 @@ def check_writable(path: str) -> None:
 
 
 def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda done, total, what: None) -> Result:
-    """Measure until the deadline (of time.monotonic), or a little beyond if that is too short for what must be known.
+    """Measure until the deadline (of time.monotonic), or a little longer if some path has no costs by then.
 
     WrongBytes: a transfer delivered one wrong byte.
     """
@@ -157,7 +157,7 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
 
 
 def points(path: Path, direction: Direction, moved: int) -> list[Point]:
-    """All of one path: transfers of `moved` bytes at most."""
+    """All measurements of one path: transfers of at most `moved` bytes."""
 
     def start(tensors: int) -> Point:
         return Point(path, direction, "start", 0, Shape(tensors, SIZES[0], 1))
@@ -212,7 +212,7 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
         return tuning
     best = [max(reached) for reached in zip(*gbps.values(), strict=True)]
     shares = {ctas: min(np.divide(reached, best)) for ctas, reached in gbps.items()}
-    # Not fewer than eight: what the caller does hides what they are good for.
+    # Not fewer than eight: the caller's work hides their advantage.
     high = max(fewest(shares, _ENOUGH * max(shares.values())), max(ctas for ctas in gbps if ctas <= _LEAST_CTAS))
     rig.kernel_ctas = high
     tuning["kernel_high_d2h"] = tuning["kernel_high_h2d"] = (high, 0.0, 0.0)  # which its costs are of
@@ -220,7 +220,7 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
 
 
 def _measure_gentle(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
-    """What path kernel has at the priorities `normal` and `background`, and what it reaches so alone."""
+    """CTAs and pace of path kernel at the priorities `normal` and `background`, and the GB/s that it reaches alone."""
     high = rig.kernel_ctas
     if high is None:
         return
@@ -238,19 +238,19 @@ def _measure_gentle(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
 
 
 def moved(most: int, gbps: float) -> int:
-    """Bytes a transfer, a power of two: a slow link must not spend the whole budget on a few."""
+    """Bytes of a transfer, a power of two: on a slow link few long transfers must not take the whole time."""
     while most > _LEAST_MOVED and most > gbps * 1e9 * _MOVED_SECONDS:
         most //= 2
     return most
 
 
 def fewest(reached: dict[int, float], enough: float) -> int:
-    """The smallest number of CTAs that reaches so much; 0: none does."""
+    """The smallest number of CTAs that reaches `enough`; 0: none does."""
     return min((ctas for ctas, value in reached.items() if value >= enough), default=0)
 
 
 def _measure_points(rig: Rig, result: Result, deadline: float, progress: Progress) -> None:
-    """Level by level; from the second on only what still fits, by the longest that one took so far."""
+    """Level by level. After the first level a point is skipped if the longest measurement so far would not fit."""
     plan = [point for path in PATHS for direction in DIRECTIONS for point in points(path, direction, rig.moved)]
     plan.sort(key=lambda point: point.level)  # which keeps the rest of the order
     longest = 0.0
@@ -262,7 +262,7 @@ def _measure_points(rig: Rig, result: Result, deadline: float, progress: Progres
             result.skipped += 1
             continue
         progress(done, len(plan), str(point))
-        single = point.kind in ("start", "extra")  # numbers on which much depends, of little transfers
+        single = point.kind in ("start", "extra")  # numbers on which much depends, of small transfers
         repeats = _START_REPEATS if single else _REPEATS if begin < deadline else _LEAST_REPEATS
         try:
             result.seconds[point] = rig.measure(point.path, point.direction, point.shape, repeats)
@@ -278,7 +278,7 @@ def _measure_points(rig: Rig, result: Result, deadline: float, progress: Progres
 
 
 def solve(seconds: dict[Point, float]) -> _C._Costs:
-    """Costs of the paths that were measured, such that csrc/plan/cost.c predicts it; none is negative."""
+    """Costs from which csrc/plan/cost.c predicts the measured times; none is negative."""
     costs: _C._Costs = {"d2h": {}, "h2d": {}, "tuning": {}}
     for direction, of_direction in (("d2h", costs["d2h"]), ("h2d", costs["h2d"])):
         for path in PATHS:
@@ -292,8 +292,8 @@ def solve(seconds: dict[Point, float]) -> _C._Costs:
 
 
 def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
-    """Each number follows from the others, so in turns, which settle at once: a start is little beside a transfer of
-    many blocks, and many blocks are little in a start."""
+    """Each number is computed from the others, in turns. They converge at once: the start is a small part of a transfer
+    of many blocks, and blocks are a small part of a transfer of one."""
     nanoseconds: _Measured = {"start": {}, "extra": {}, "each": {}, "run": {}}
     for point, took in seconds.items():
         nanoseconds[point.kind][point.index] = (point.shape, took * 1e9)
@@ -310,7 +310,7 @@ def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
 
 
 def _solve_rows(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
-    """start + extra + rows, which are of one of two kinds."""
+    """The time is start + extra + rows, of one of two kinds."""
 
     def rows(kind: Kind) -> list[float]:
         known = {
@@ -328,8 +328,8 @@ def _solve_rows(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._P
 
 
 def _solve_burst(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
-    """start + the longer of rows and runs + a share of the shorter. Where rows take longer than runs, no more is found
-    of these than that they are no slower, and the other way round; no noise of the ones ends up in the others."""
+    """The time is start + the longer of rows and runs + a share of the shorter. From rows that take longer than runs,
+    only a bound of the runs follows, and the other way round; so noise of one is not part of the other."""
     each = {
         i: max(0.0, ns - _burst_once(cost, shape) - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
         for i, (shape, ns) in nanoseconds["each"].items()
@@ -370,13 +370,13 @@ def _alone(shape: Shape) -> float:
 
 
 def at(costs: Sequence[float], size: int) -> float:
-    """The cost of one of that size, as csrc/plan/cost.c has it: linear between two sizes; below as the least, above in
-    proportion."""
+    """The cost of one copy of that size, as csrc/plan/cost.c has it: linear between two sizes, constant below the
+    smallest, in proportion above the largest."""
     return float(np.interp(size, SIZES, costs)) if size <= SIZES[-1] else costs[-1] * size / SIZES[-1]
 
 
 def fill(known: dict[int, float]) -> list[float]:
-    """All sizes from some, likewise."""
+    """Costs of all sizes from those of some, by the same rule."""
     indices = sorted(known)
     last = indices[-1]
     found = np.interp(SIZES, [SIZES[i] for i in indices], [known[i] for i in indices])
@@ -436,7 +436,7 @@ def _runs(kernel: _C._KernelTuning) -> str:
 
 
 def summary(result: Result) -> str:
-    """All results, and what is missing."""
+    """The text of a result."""
     lines = [f"{result.device} ({result.product})", table(result.costs)]
     lines += [f"{path:<8} not available: {why}" for path, why in result.unavailable.items()]
     measured = f"{len(result.seconds)} transfers timed"

@@ -385,6 +385,26 @@ def test_beside_a_load_each_layout_at_each_priority(device: kvswap.Device) -> No
     assert "decode step" in result.load_is or "stand-in for step" in result.load_is
 
 
+def test_long_measurements_show_how_far_they_are(device: kvswap.Device) -> None:
+    class Seen:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def __call__(self, done: int, total: int, what: str) -> None:
+            self.calls.append((done, total))
+
+        def clear(self) -> None:
+            self.calls.append("clear")
+
+    seen = Seen()
+    regret.run(regret.plan(device, 1, draws=2, nbytes=64 << 10), lambda _: None, seen)
+    assert seen.calls == [(1, 2), (2, 2), "clear"]
+    seen = Seen()
+    plan = beside.plan(device, "stream", pairs=2, seconds=0.02, nbytes=4 << 20, families=["64x32k"], methods=["dma"])
+    beside.run(plan, lambda _: None, seen)
+    assert seen.calls == [(1, 4), (2, 4), (3, 4), (4, 4), "clear"] * 2
+
+
 def test_copies_take_turns(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that becomes slower all the time does so to the bare copy and to every method alike."""
     turns: list[str] = []

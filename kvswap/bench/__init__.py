@@ -1,6 +1,6 @@
-"""kvswap bench: how fast blocks move, by which way, at what cost to the caller and to a model beside; bytes verified.
+"""kvswap bench measures how fast blocks move, and what that costs the caller and a model beside. Bytes are verified.
 
-``shapes`` says what is moved and ``methods`` how: kvswap's paths, and what others do by hand. ``measure`` times one
-method, ``beside`` times a load that runs beside one, ``regret`` looks at what path ``auto`` picks, ``table`` puts the
-cases together. Each gives rows; ``report`` shows them and ``plot`` draws them.
+``shapes`` has what is moved, and ``methods`` how: kvswap's paths, and copies by hand. ``measure`` times one method.
+``table`` has the cases of the table, ``beside`` times a load that runs beside copies, ``regret`` compares path ``auto``
+with the best path, ``handlers`` compares job queues. Each makes rows; ``report`` writes them and ``plot`` draws them.
 """

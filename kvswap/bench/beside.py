@@ -1,11 +1,12 @@
-"""What copies cost a load that runs beside them: windows without copies, with, without, with, ..., without.
+"""What copies cost a load that runs beside them, in windows of time without and with copies, in turns.
 
-A pair's slow-down is the time of a piece of load in a window with copies, over its mean in the windows before and after
-it. Copies run without pause, three in flight, from before such a window begins until after it ended, and only bytes
-moved within it count. Their last copy is checked; all of a window carry the same bytes.
+A pair is a window with copies and the two windows without copies around it. The slow-down of a pair is the time of a
+piece of the load in the window with copies, over the mean time in the other two. Copies run without pause, three in
+flight, from before the window begins until after it ends; only bytes that moved within it count. All copies of a window
+carry the same bytes, and the last copy is checked.
 
-The methods of a layout take turns, and a bare copy takes its turn among them: so does what disturbs the machine. The
-reference of a direction is the bare copy's median over all of its windows in the run.
+The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
+The reference of a direction is the bare copy's median over all of its windows in the run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from kvswap import _C, Direction
 from kvswap.replay.errors import UsageError
+from kvswap.replay.progress import Progress
 from kvswap.replay.units import format_size
 
 from .loads import Load, load_for
@@ -33,7 +35,7 @@ from .table import DIRECTIONS, check_room, layouts
 SIZES = (16 << 10, 64 << 10)
 _NBYTES = {"cuda": 256 << 20, "host": 16 << 20}
 _METHODS = ("auto", "background", "high")  # the priorities
-_ONE_COPY = "one copy"  # a bare one of all bytes: the reference
+_ONE_COPY = "one copy"  # a bare copy of all bytes: the reference
 _IN_FLIGHT = 3  # one moves, one waits, one is being submitted
 _ALONE_SECONDS = 0.1
 _SEED = 1
@@ -55,7 +57,7 @@ class Plan:
 
     @property
     def about_seconds(self) -> float:
-        """That a direction takes at least: its windows."""
+        """The least time of a direction: its windows."""
         return len(self.layouts) * (1 + 2 * self.pairs * (1 + len(self.methods))) * self.seconds
 
 
@@ -72,10 +74,10 @@ def plan(
     directions: Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
 ) -> Plan:
-    """Fill in what suits the device. UsageError: there is not as much memory.
+    """Fill in the device's defaults. UsageError: there is not enough memory.
 
-    All layouts, methods and directions are meant to take three minutes on an H200. 6 pairs are the fewest whose
-    interval has 95 % confidence.
+    All layouts, methods and directions together take about three minutes on an H200. With fewer than 6 pairs the
+    interval of the median has less than 95 % confidence.
     """
     both = [key for key in families or () if key in FAMILIES and FAMILIES[key].both]
     if both:
@@ -98,7 +100,7 @@ def plan(
 
 
 def _shapes(plan: Plan, family: Family, size: int) -> tuple[Shape, Shape]:
-    """A layout, and the bare copy that takes its turn beside it."""
+    """A layout, and the bare copy that it is compared with."""
     (shape,) = family.of(size, plan.nbytes)
     return shape, Shape(1, plan.nbytes)
 
@@ -117,9 +119,9 @@ class Row:
     slowdown_interval: tuple[float, float] | None = None  # of that median, 95 %
     above_copy: float | None = None  # slow-down less the bare copy's
     gbps: float | None = None  # of the copies while the load ran, median of the pairs
-    of_copy: float | None = None  # of the bare copy's GB/s while the load ran
+    of_copy: float | None = None  # share of the bare copy's GB/s while the load ran
     gbps_alone: float | None = None
-    path: str = ""  # taken while the load ran; several: by how often
+    path: str = ""  # the paths taken while the load ran, the most frequent first
     slowdowns: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     note: str = ""
@@ -158,7 +160,7 @@ class _Window:
 
 
 def _run_load(device: _C.Device, load: Load, seconds: float) -> _Window:
-    """Keep the load running for so long, and wait for its end."""
+    """Run the load for `seconds`, and wait for its end."""
     begin, end = _C.Event(device), _C.Event(device)
     marks = [_C.Event(device, timing=False) for _ in range(load.ahead)]
     begin.record(load.stream)
@@ -214,7 +216,7 @@ class _Copies:
 
 
 def copies_within(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """How many copies ran between two times; of one that was under way at either, its share."""
+    """How many copies ran between two times. A copy across either of them counts by its share."""
     return sum(
         max(0.0, min(ended, end) - max(started, begin)) / (ended - started)
         for started, ended in spans
@@ -238,7 +240,7 @@ def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPool
     future = thread.submit(_run_load, lab.device, load, seconds)
     try:
         copies.run_while(lambda: not future.done())
-    finally:  # a refused copy ends the window, not the measurement: the next must not run beside this one's load
+    finally:  # after a refused copy too: the next window must not run beside this load
         window = future.result()
     copies.drain()
     lab.check(job)
@@ -250,7 +252,7 @@ def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPool
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies, with 95 % confidence, whatever the distribution; all values where there are few."""
+    """The interval that holds the median with 95 % confidence, for any distribution; of few values, all of them."""
     ordered, n = sorted(values), len(values)
     outside, rank = 0.0, 0  # chance that the median lies below the value of that rank, or above its mirror
     while rank < n // 2:
@@ -264,7 +266,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass
 class _Samples:
-    """Of a method on a layout, or of all windows of the bare copy in a direction."""
+    """Samples of a method on a layout, or of the bare copy in all windows of a direction."""
 
     slowdowns: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -288,26 +290,37 @@ class _Samples:
 
 
 def compared(row: Row, copy: Row) -> Row:
-    """With what it cost and moved beside the bare copy, where both were measured."""
+    """The row with its figures relative to the bare copy's, where both were measured."""
     if row.slowdown is None or row.gbps is None or copy.slowdown is None:
         return row
-    share = row.gbps / copy.gbps if copy.gbps else None  # none, where in most windows no bare copy ended
+    share = row.gbps / copy.gbps if copy.gbps else None  # None if no bare copy ended in most windows
     return replace(row, above_copy=row.slowdown - copy.slowdown, of_copy=share)
 
 
 class _Turns:
     """Measures all layouts in one direction."""
 
-    def __init__(self, lab: Lab, load: Load, plan: Plan, direction: str, thread: ThreadPoolExecutor) -> None:
-        self._lab, self._load, self._plan, self._thread = lab, load, plan, thread
+    def __init__(
+        self,
+        lab: Lab,
+        load: Load,
+        plan: Plan,
+        direction: str,
+        thread: ThreadPoolExecutor,
+        progress: Progress | None = None,
+    ) -> None:
+        self._lab, self._load, self._plan, self._thread, self._progress = lab, load, plan, thread, progress
+        self._windows = 0  # with copies, that ended
         self._direction = direction
         self._bare = _Samples()
 
     def rows(self) -> list[Row]:
-        """The bare copy's first. Its median is known when the last layout was measured."""
+        """The bare copy's row first: its median is known after the last layout."""
         plan, rows = self._plan, []
         for family, size in plan.layouts:
             rows += self._layout(family.key, _shapes(plan, family, size))
+        if self._progress is not None:
+            self._progress.clear()
         copy = self._bare.fill(Row("", _ONE_COPY, self._direction, 1, plan.nbytes, 1))
         return [replace(copy, above_copy=0.0, of_copy=1.0), *(compared(row, copy) for row in rows)]
 
@@ -335,7 +348,7 @@ class _Turns:
         return [row if row.note else samples[method].fill(row) for method, row in rows.items()]
 
     def _pairs(self, jobs: dict[str, Job], samples: dict[str, _Samples]) -> dict[str, str]:
-        """In rounds. Gives why methods were left out after all: what goes alone may be refused with three in flight."""
+        """Measures in rounds. Returns the methods that were refused with several copies in flight, and why."""
         left_out: dict[str, str] = {}
         before = self._alone()
         for _ in range(self._plan.pairs):
@@ -347,13 +360,21 @@ class _Turns:
                     if method == _ONE_COPY:
                         raise
                     left_out[method] = str(why)
-                    self._lab.device.synchronize(WAIT_LIMIT)  # of what had been submitted
+                    self._lab.device.synchronize(WAIT_LIMIT)  # for the copies that were submitted
                     before = self._alone()
                     continue
                 after = self._alone()
+                self._show_progress(method)
                 samples[method].add(beside.piece_seconds / statistics.mean((before, after)), beside)
                 before = after
         return left_out
+
+    def _show_progress(self, method: str) -> None:
+        plan = self._plan
+        self._windows += 1
+        if self._progress is not None:
+            total = len(plan.layouts) * plan.pairs * (1 + len(plan.methods))
+            self._progress(self._windows, total, f"windows of {plan.seconds:g} s, {self._direction} {method}")
 
     def _alone(self) -> float:
         return _run_load(self._lab.device, self._load, self._plan.seconds).piece_seconds
@@ -367,7 +388,7 @@ def _load_of(plan: Plan) -> Load:
         raise UsageError(f"--load {plan.load} cannot run here: {why}") from None
 
 
-def run(plan: Plan, show: Callable[[str], None]) -> Result:
+def run(plan: Plan, show: Callable[[str], None], progress: Progress | None = None) -> Result:
     """Measure all methods beside the load, a direction at a time. Raises WrongBytes for one wrong byte."""
     result = Result(
         **document(plan.device),
@@ -387,11 +408,11 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
         for method in plan.methods:
             show(f"{method}: {METHODS[method].description}")
         show(f"{plan.pairs} pairs of {plan.seconds:g} s without and with copies, in turns; medians")
-        show("the interval holds that of the slow-down with 95 % confidence, from 6 pairs on")
+        show("the interval holds the median slow-down with 95 % confidence, from 6 pairs on")
         for direction in plan.directions:
             show("")
             show(f"{direction}, more than {plan.about_seconds:.0f} s:")
-            copy, *others = _Turns(lab, load, plan, direction, thread).rows()
+            copy, *others = _Turns(lab, load, plan, direction, thread, progress).rows()
             rows = [replace(copy, gbps_alone=result.ceilings_gbps[direction]), *others]
             result.rows += rows
             show(_spread(rows[0]))

@@ -1,7 +1,7 @@
-"""`kvswap bench --handlers`: vLLM's job queue on kvswap beside the ways in which vLLM does it, on caches of models.
+"""`kvswap bench --handlers`: vLLM's job queue on kvswap and in vLLM's own ways, on caches of models.
 
-A job is what vLLM's connector submits: scattered GPU blocks and scattered chunks of the host. Both sides do all that a
-submission takes within the measured call: from ids to addresses, and to work on a stream.
+A job is what vLLM's connector submits: scattered GPU blocks and scattered chunks of the host. For every method the
+measured call contains the whole submission: from ids to addresses, and to work on a stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .shapes import SPREAD, WAIT_LIMIT, Ids, Words
 
 _SEED = 1
 _TRITON_BELOW = 28 << 10  # bytes of a page: vLLM's own limit
-_GAIN = 1.02  # less is none
+_GAIN = 1.02  # a smaller ratio counts as no gain
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def plan(
     seconds: float | None = None,
     directions: list[str] | None = None,
 ) -> Plan:
-    """Fill in what suits the device; a host device gets an eighth of the blocks."""
+    """Fill in the device's defaults; a host device has an eighth of the blocks."""
     least = 8 if device.kind == "cuda" and not quick else 64
     share = 1 if device.kind == "cuda" and not quick else 8
     caches = tuple(replace(cache, blocks=max(least, cache.blocks // share)) for cache in CACHES)
@@ -111,7 +111,7 @@ def plan(
 
 
 class _Raw(NamedTuple):
-    """Memory of ours as a tensor of bytes."""
+    """kvswap's memory as a tensor of bytes."""
 
     ptr: int
     blocks: int
@@ -157,7 +157,7 @@ class _Place:
             memory.free()
 
     def addresses(self) -> tuple[Words, Words]:
-        """Of every page on both sides, by NumPy, as vLLM works them out in each call."""
+        """Addresses of every page on both sides, by NumPy, as vLLM computes them in each call."""
         cache, gpus, hosts = self.cache, [], []
         blocks: Ids = self.gpu_spec.block_ids.astype(np.uint64)
         ids, subs = self.cpu_spec.block_ids.astype(np.uint64), np.arange(cache.factor, dtype=np.uint64)
@@ -177,7 +177,7 @@ class _Place:
         return self._ends if direction == Direction.D2H else self._ends[::-1]
 
     def pattern(self, check: bool, direction: Direction, stream: _C.Stream) -> None:
-        """Write new bytes to the source; or look at every byte of the destination."""
+        """Write new bytes to the source, or check every byte of the destination."""
         self._round += not check
         keys = self._keys + np.uint64(self._round)
         job = _C._pattern(self.device, check, self.ends(direction)[check], self._sizes, keys, stream)
@@ -195,7 +195,7 @@ class _Place:
 
 
 class _Handled:
-    """A job of a handler, as what was queued."""
+    """A handler's job as pending work."""
 
     def __init__(self, handler: SingleDirectionOffloadingHandler, job: OffloadJob) -> None:
         self._handler, self._job = handler, job
@@ -252,7 +252,7 @@ def _batch(place: _Place, direction: Direction, compute: _C.Stream) -> Submit:
 
 @dataclass(frozen=True)
 class _Pages:
-    """What the Triton kernel's launcher asks of a place."""
+    """What the Triton kernel's launcher needs of a place."""
 
     device: _C.Device
     shape: Any
@@ -266,7 +266,7 @@ class _PagesShape:
 
 
 def _triton(place: _Place, direction: Direction, compute: _C.Stream) -> Submit:
-    """The pointers by NumPy, and vLLM's kind of kernel over them: what it does for loads of small pages."""
+    """Pointers by NumPy, and a kernel like vLLM's over them, which vLLM takes for loads of small pages."""
     if direction != Direction.H2D or place.cache.page >= _TRITON_BELOW:
         raise NotMeasured("vLLM takes its kernel for loads of pages below 28 KiB")
     shape = _PagesShape(len(place.ends(direction)[0]), place.cache.page)
@@ -309,7 +309,7 @@ class _HandlerJob(Job):
 
 @dataclass(frozen=True)
 class Row:
-    """A method on a cache. slowdown: of the decode-shaped product beside it, at beside_gbps."""
+    """A method on a cache. slowdown: of the decode-shaped product beside the copies, which ran at beside_gbps."""
 
     cache: str
     direction: str
@@ -424,7 +424,7 @@ def _add(rows: Rows, cache: Cache, row: Row) -> None:
 
 
 def _gains(rows: list[Row]) -> Iterator[str]:
-    """Against the better of vLLM's ways; where there is nothing to be had, that is said."""
+    """kvswap's GB/s over the faster of vLLM's ways, and whether that is a gain."""
     for direction in sorted({row.direction for row in rows}):
         reached = {row.method: row.figures.gbps for row in rows if row.direction == direction and row.figures}
         ours, theirs = reached.pop("kvswap", None), max(reached.values(), default=None)

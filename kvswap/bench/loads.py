@@ -1,8 +1,8 @@
-"""What a model does to a GPU: a decode step, a large matrix product, one of a decode step, a stream through memory.
+"""Loads of a GPU as a model makes them: a decode step, matrix products, and a stream through memory.
 
-With torch they are what their names say. Without it kvswap's copy kernel stands in: every SM copies within GPU memory,
-in launches about as long as the kernels that they stand for, and the load's name says so. On a host device NumPy works
-on the same processors that copy.
+With torch, a load is what its name says. Without torch, kvswap's copy kernel replaces it: every SM copies within GPU
+memory, in launches about as long as the replaced kernels, and the load's name says so. On a host device NumPy computes
+on the processors that also copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kind:
 
 
 KINDS = {
-    # The stand-in's launches: as many bytes as one of the step's five large kernels a layer moves.
+    # A launch of the stand-in moves as many bytes as one of the five large kernels of a layer.
     "step": Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL),
     "matmul": Kind("8192^3 bf16 product", (8192, 8192, 8192), (512, 512, 512), 3 << 30),
     "decode": Kind("64x4096 by 4096x14336 bf16 product", (64, 4096, 14336), (16, 1024, 3584), 64 << 20),
@@ -49,8 +49,8 @@ KINDS = {
 class Load(ABC):
     """Work that comes in equal pieces of about 10 ms, or of a decode step each.
 
-    stream: where they are queued. ahead: how many may be queued before the first has ended, so that a caller that is
-    held up elsewhere does not let the stream run dry; a window is longer by as much.
+    stream: where pieces are queued. ahead: how many pieces may be queued before the first has ended, so that the stream
+    does not run dry while the caller is delayed; a window is longer by as many pieces.
     """
 
     ahead = 1
@@ -76,7 +76,7 @@ def load_for(device: _C.Device, key: str) -> Load:
 
 
 class _TorchLoad(Load):
-    """A CUDA graph of as many products as make up a piece, or of one decode step: one launch, whatever is in it."""
+    """A CUDA graph of the products of a piece, or of one decode step: always one launch."""
 
     ahead = 5
     _STEPS_AHEAD = 12  # about as long on an H200
@@ -120,7 +120,7 @@ class _StandIn(Load):
 
     ahead = 2  # of plain launches a driver's queue holds few
     _ENTRY = 32 << 10
-    _BUFFER = 256 << 20  # beyond any cache; longer launches go over it several times
+    _BUFFER = 256 << 20  # larger than any cache; a long launch copies it several times
 
     def __init__(self, device: _C.Device, key: str, kind: Kind, why: str) -> None:
         stream, entries = _C.Stream(device), kind.stand_in_nbytes // 2 // self._ENTRY  # read and written
@@ -142,7 +142,7 @@ class _StandIn(Load):
 
 
 class _NumpyLoad(Load):
-    """Works in the caller's thread; its stream stays empty and only gives the time."""
+    """Computes in the caller's thread; the stream stays empty and only gives the time."""
 
     def __init__(self, device: _C.Device, kind: Kind) -> None:
         rng = np.random.default_rng(1)
@@ -171,7 +171,7 @@ class _NumpyLoad(Load):
 
 
 def _repeats(work: Callable[[], object], wait: Callable[[], object]) -> int:
-    """How often work() makes up a piece."""
+    """How many calls of work() make up a piece."""
     work()
     wait()
     begin = time.perf_counter()

@@ -1,9 +1,9 @@
 """Times one method on one shape.
 
-Every repeat copies twice, with new bytes each time, which are looked at before the time counts. Once on an idle device,
-as a caller meets it: from the call until the bytes are there, and until the call returned. Once behind a kernel that
-does nothing but last longer than the call, so that all is queued when the first byte moves: that gives the device's own
-time, and the CPU time of the process for submitting and waiting.
+Every repeat copies twice, with new bytes each time. Every byte is checked before a time counts. The first copy runs on
+an idle device, which gives the time from the call until the bytes are there and the time in the call. The second copy
+is queued behind a kernel that only lasts longer than the call, so that all work is queued before the first byte moves.
+This gives the device's own time, and the CPU time of the process for submitting and waiting.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Figures:
     gbps: float  # from the call until the bytes are there, the device being idle before
     device_gbps: float | None  # in the device's own time; None where that is not known
     blocked_ms: float  # in the call, on an idle device
-    cpu_ms: float  # of all threads of the process, from the call until it knows that the bytes are there
+    cpu_ms: float  # of all threads of the process, from the call until the end is known
     path: str  # taken by kvswap
     repeats: int
-    queued: bool  # all of it before the first byte moved; else the device's time holds some of the caller's
+    queued: bool  # before the first byte moved; else the device's time includes some of the caller's
 
 
 class Job:
@@ -62,7 +62,7 @@ class Job:
             place.check(direction, self._stream, f"{self._what} {direction.name} {place.shape}")
 
     def path(self, pending: Sequence[Pending]) -> str:
-        """The path taken. One that was asked for may be replaced by another, which is not what was asked about."""
+        """The path taken. NotMeasured if kvswap took another path than the one asked for."""
         for one in pending:
             if self._path and one.path != self._path:
                 raise NotMeasured(f"path {one.path} was taken")
@@ -70,7 +70,7 @@ class Job:
 
 
 class Lab:
-    """A device, the stream that work starts behind, and host memory, which shapes share one after another."""
+    """A device, the stream after which work starts, and host memory, which shapes use one after another."""
 
     def __init__(self, device: _C.Device, seed: int) -> None:
         self.device, self.stream = device, _C.Stream(device)
@@ -94,17 +94,17 @@ class Lab:
         self._places, self._shapes = [], ()
 
     def reserve(self, nbytes: int) -> int:
-        """Host memory of at least so many bytes; its address. Drops the places that lie in it if it must grow."""
+        """The address of at least nbytes of host memory. If the memory must grow, the places in it are dropped."""
         if self._host is None or self._host.nbytes < nbytes:
             self._leave()
             if self._host is not None:
                 self._host.free()
-            self._host = None  # before the next is asked for, which may fail
+            self._host = None  # before the next allocation, which may fail
             self._host = self.device.alloc(nbytes, host=True)
         return self._host.ptr
 
     def places(self, shapes: tuple[Shape, ...]) -> list[Place]:
-        """Those shapes in memory; as they are if they are what was asked for last."""
+        """The shapes in memory. The same shapes as in the last call are kept as they are."""
         if shapes != self._shapes:
             at = self.reserve(host_nbytes(shapes))
             self._leave()
@@ -121,7 +121,7 @@ class Lab:
     # -- one copy of a job, verified ----------------------------------------------------------------------------------
 
     def warm_up(self, job: Job) -> tuple[float, str]:
-        """What is made once is made. Seconds in the call, and the path taken."""
+        """One verified copy, which makes all that is made once. Returns seconds in the call, and the path taken."""
         job.fill()
         begin = time.perf_counter()
         pending = job.submit()
@@ -169,14 +169,14 @@ class Lab:
             one.wait(WAIT_LIMIT)
 
     def check(self, job: Job) -> None:
-        """Every byte that it wrote last; raises WrongBytes."""
+        """Check every byte that the job's last copy wrote; raises WrongBytes."""
         job.check()
         self.bytes_verified += job.nbytes
 
     # -- medians ------------------------------------------------------------------------------------------------------
 
     def figures(self, job: Job, repeats: int, seconds: float) -> Figures:
-        """Medians of so many repeats, or of fewer (at least one) once they took so many seconds."""
+        """Medians over the repeats. No repeat but the first begins after so many seconds."""
         called, path = self.warm_up(job)
         begin = time.perf_counter()
         walls: list[tuple[float, float]] = []
@@ -196,12 +196,12 @@ class Lab:
         )
 
     def ceilings(self, nbytes: int, repeats: int) -> dict[str, float]:
-        """GB/s of one bare copy of so many bytes: each way, and both ways at once, half of them each."""
+        """GB/s of one bare copy of nbytes: in each direction, and in both at once with half of the bytes each."""
         found = self.bare_copies(nbytes, repeats)
         return {direction: figures.device_gbps or figures.gbps for direction, figures in found.items()}
 
     def bare_copies(self, nbytes: int, repeats: int) -> dict[str, Figures]:
-        """The same, with the whole call."""
+        """All figures of these bare copies."""
         found = {}
         for ways in _CEILINGS:
             direction = ways[0] if len(ways) == 1 else BOTH
@@ -221,7 +221,7 @@ def opened(device: _C.Device, seed: int) -> Iterator[Lab]:
 
 @contextmanager
 def refusals(device: _C.Device) -> Iterator[None]:
-    """What a device or a method does not do becomes NotMeasured; wrong bytes and a lost device stay what they are."""
+    """A refusal becomes NotMeasured. WrongBytes and the errors of a lost device are raised as they are."""
     try:
         yield
     except WrongBytes:

@@ -1,8 +1,7 @@
-"""How blocks are moved: kvswap's paths, and what others do by hand. All of them from the same memory to the same.
+"""How blocks are moved: kvswap's paths, and copies by hand, all between the same places in memory.
 
-The others queue their work through kvswap's view of the driver (``_C._seam``, one call of the driver each), so that
-what differs is the method, not who calls; a call costs them about a microsecond of Python that a C caller would not
-pay.
+Methods by hand call the driver through ``_C._seam``, one call of the driver at a time, so that only the method differs.
+A call costs about a microsecond of Python, which a caller in C does not pay.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ Submit: TypeAlias = Callable[[], Pending]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to move blocks. bind: makes what one shape in one direction needs, and gives what queues the work."""
+    """A way to move blocks. bind: prepares one shape in one direction; returns the function that queues the work."""
 
     key: str
     description: str
     bind: Callable[[Place, Direction, _C.Stream], Submit]
-    path: str = ""  # the path that must have been taken, else something else was measured
+    path: str = ""  # the path that kvswap must take, if any
 
 
 # -- kvswap -----------------------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def _pointers(place: Place, direction: Direction, _: _C.Stream) -> Submit:
 
 
 class ByHand:
-    """Queues work on a stream, of its own or given, after what `compute` holds, between two events that time it."""
+    """Queues work on a stream, its own or a given one, after the work of `compute`, between two events that time it."""
 
     _KEPT = 4  # pairs of events: more than are in flight at a time
 
@@ -152,7 +151,7 @@ def _numpy(place: Place, direction: Direction, compute: _C.Stream) -> Submit:
 
 
 class Pieces:
-    """A list of copies for kvswap's copy kernel, as the device sees them, which reads it from device memory."""
+    """A list of copies in device memory, with addresses of the device, for kvswap's copy kernel."""
 
     def __init__(self, device: _C.Device, src: Words, dst: Words, sizes: Words) -> None:
         if not device.info["kernels"]:

@@ -1,8 +1,8 @@
-"""How far path ``auto`` is from the best: shapes drawn at random, each moved by every path, end to end.
+"""How far path ``auto`` is from the best path: shapes drawn at random, each moved by every path, end to end; medians.
 
-Paths take turns, so that what disturbs the machine disturbs all of them alike; medians. What ``auto`` itself reached is
-told apart from what the path that it took reached when it was asked for: the first is what a caller gets, the second is
-free of the noise between two measurements of one thing.
+Paths are measured in turns, so that a disturbance of the machine affects all of them. There are two figures: the speed
+of ``auto`` itself, which a caller gets, and the speed of the path that ``auto`` took, asked for by name, which is free
+of the noise between two measurements of the same path.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvswap import _C
+from kvswap.replay.progress import Progress
 from kvswap.replay.units import format_size
 
 from .measure import Lab, opened, refusals
@@ -53,7 +54,7 @@ class Draw:
 
 
 def draw(rng: np.random.Generator, most_nbytes: int) -> Draw:
-    """A shape whose logarithms are even: as many of 4 to 8 KiB a block as of 512 KiB to 1 MiB."""
+    """A shape with sizes drawn evenly on a logarithmic scale: 4 to 8 KiB a block as often as 512 KiB to 1 MiB."""
     size = min(_even_log(rng, _SMALLEST, _LARGEST) // 16 * 16, most_nbytes)
     total = _even_log(rng, max(size, _LEAST_NBYTES), most_nbytes)
     copies = min(_MOST_COPIES, total // size)
@@ -89,7 +90,7 @@ def plan(
     nbytes: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> Plan:
-    """Fill in what suits the device. UsageError: there is not as much memory."""
+    """Fill in the device's defaults. UsageError: there is not enough memory."""
     most = max(_LEAST_NBYTES, nbytes or _NBYTES[device.kind] >> (3 if quick else 0))
     rng = np.random.default_rng(seed)
     drawn = tuple(draw(rng, most) for _ in range(draws or (10 if quick else 200)))
@@ -99,13 +100,13 @@ def plan(
 
 @dataclass(frozen=True)
 class Row:
-    """A shape, and what moved it how fast."""
+    """A shape, and the speed of each method."""
 
     draw: Draw
     took: str  # by auto
-    gbps: dict[str, float]  # by method, those that could
-    ratio: float  # what auto reached, of the best
-    choice: float  # what the path that it took reached, of the best
+    gbps: dict[str, float]  # by method; methods that were refused are not in it
+    ratio: float  # speed of auto, as a share of the best
+    choice: float  # speed of the path that auto took, asked for by name, as a share of the best
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Result(Document):
 
 
 def _measure(lab: Lab, plan: Plan, drawn: Draw, order: random.Random) -> Row:
-    """In rounds, each in an order of its own: a transfer right after one like it finds everything warm."""
+    """In rounds, each in another order: a transfer that follows a similar one finds caches warm."""
     jobs = {"auto": lab.job(METHODS["auto"], (drawn.shape,), drawn.direction)}
     _, took = lab.warm_up(jobs["auto"])
     for method in plan.methods:
@@ -148,7 +149,7 @@ def _measure(lab: Lab, plan: Plan, drawn: Draw, order: random.Random) -> Row:
     return Row(drawn, took, gbps, gbps["auto"] / best, gbps.get(took, gbps["auto"]) / best)
 
 
-def run(plan: Plan, show: Callable[[str], None]) -> Result:
+def run(plan: Plan, show: Callable[[str], None], progress: Progress | None = None) -> Result:
     """Measure all shapes, then show both figures and the worst. Raises WrongBytes for one wrong byte."""
     result = Result(**document(plan.device), seed=plan.seed, draws=len(plan.draws))
     show(f"{result.title()}: {result.draws} shapes of at most {format_size(plan.most_nbytes)}, seed {plan.seed}")
@@ -157,9 +158,11 @@ def run(plan: Plan, show: Callable[[str], None]) -> Result:
         lab.reserve(max(host_nbytes([drawn.shape]) for drawn in plan.draws))
         for drawn in plan.draws:
             result.rows.append(_measure(lab, plan, drawn, order))
-            if len(result.rows) % 50 == 0:
-                show(f"{len(result.rows)} of {result.draws}")
+            if progress is not None:
+                progress(len(result.rows), result.draws, f"shapes, {format_size(lab.bytes_verified)} verified")
         result.bytes_verified = lab.bytes_verified
+    if progress is not None:
+        progress.clear()
     for name in ("ratio", "choice"):
         values = [getattr(row, name) for row in result.rows]
         prefix = "" if name == "ratio" else "choice_"

@@ -1,4 +1,4 @@
-"""What is moved: shapes of blocks, and such a shape laid out in memory, with bytes that can be told from all others."""
+"""What is moved: shapes of blocks, and a shape laid out in memory, with other bytes in every block and repeat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shape:
 
     slab: the tensors lie at equal distances in one GPU allocation, else each in its own. block_first: all tensors of a
     block are neighbours on the host, else all blocks of a tensor. gpu_run, host_run: ids come in runs of so many
-    neighbours, the runs in random order; 1 scatters every block, 0 puts all into one run.
+    neighbours, the runs in random order; 1: every block is scattered, 0: all blocks are one run.
     """
 
     tensors: int
@@ -45,7 +45,7 @@ class Shape:
         return self.copies * self.block_nbytes
 
     def slots(self, run: int) -> int:
-        """Of one side: SPREAD times as many as blocks, in whole runs."""
+        """Slots of one side: SPREAD times as many as blocks, in whole runs."""
         run = run or self.blocks
         return SPREAD * -(-self.blocks // run) * run
 
@@ -53,7 +53,7 @@ class Shape:
         return self.slots(run) * self.tensors * self.block_nbytes
 
     def filling(self, nbytes: int) -> Shape:
-        """The same with as many blocks as make up so many bytes."""
+        """The shape with as many blocks as make up nbytes."""
         return replace(self, blocks=max(1, nbytes // (self.tensors * self.block_nbytes)))
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """Shapes that differ in the size of their blocks alone, or a layout of one size."""
+    """Shapes that differ only in the size of their blocks, or a layout of one size."""
 
     key: str
     description: str
@@ -74,14 +74,14 @@ class Family:
     most_blocks: int | None = None
 
     def of(self, block_nbytes: int, nbytes: int) -> tuple[Shape, ...]:
-        """One shape a transfer."""
+        """The shapes of one case, one a transfer."""
         shape = replace(self.shape, block_nbytes=block_nbytes).filling(nbytes // 2 if self.both else nbytes)
         if self.most_blocks is not None:
             shape = replace(shape, blocks=min(shape.blocks, self.most_blocks))
         return (shape,) * (2 if self.both else 1)
 
     def sizes(self, wanted: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-        """Those that are measured; none where it has one size and others are wanted."""
+        """The sizes to measure; none if the family has one size and only others are wanted."""
         if self.size is None:
             return tuple(wanted or default)
         return (self.size,) if not wanted or self.size in wanted else ()
@@ -137,7 +137,7 @@ def _layout(key: str, description: str, shape: Shape) -> Family:
     return Family(key, description, shape, size=shape.block_nbytes)
 
 
-# Of caches of models, each of one size. Scattered: in any order of slots, as a free list leaves them.
+# Caches of models, each of one size. Scattered: slots in any order, as a free list leaves them.
 LAYOUTS = {
     family.key: family
     for family in (
@@ -156,7 +156,7 @@ LAYOUTS = {
 
 
 class Place:
-    """A shape in memory: GPU memory of its own, and a part of the host's that it is given."""
+    """A shape in memory: GPU memory of its own, and host memory from host_ptr on."""
 
     def __init__(self, device: _C.Device, shape: Shape, host_ptr: int, rng: np.random.Generator) -> None:
         self.device, self.shape, self.host_ptr = device, shape, host_ptr
@@ -184,14 +184,14 @@ class Place:
             memory.free()
 
     def addresses(self) -> tuple[Words, Words]:
-        """Of every block of every tensor, GPU and host."""
+        """Addresses of every block of every tensor, on the GPU and on the host."""
         return (
             _addresses(self.gpu_ptrs, self.gpu_ids, self.shape.block_nbytes),
             _addresses(self.host_ptrs, self.host_ids, self.host_stride),
         )
 
     def ends(self, direction: Direction) -> tuple[Words, Words]:
-        """Where every copy comes from and goes to."""
+        """Source and destination of every copy."""
         return (self._gpu, self._host) if direction == Direction.D2H else (self._host, self._gpu)
 
     @property
@@ -204,12 +204,12 @@ class Place:
         return self.shape.block_first and bool((np.diff(self.host_ids) == 1).all())
 
     def fill(self, direction: Direction, stream: _C.Stream) -> None:
-        """Write bytes to the source that no block held before: what an earlier copy left is wrong now."""
+        """Write new bytes to the source, so that bytes of an earlier copy are wrong."""
         self._round += 1
         self._pattern(False, self.ends(direction)[0], stream)
 
     def check(self, direction: Direction, stream: _C.Stream, what: str) -> None:
-        """Look at every byte of every destination; raises WrongBytes."""
+        """Check every byte of every destination; raises WrongBytes."""
         wrong, item, offset = self._pattern(True, self.ends(direction)[1], stream)
         if wrong:
             tensor, block = divmod(item or 0, self.shape.blocks)
@@ -219,7 +219,7 @@ class Place:
             raise WrongBytes(message, wrong_bytes=wrong, block=block, layer=tensor, offset=offset or 0)
 
     def _pattern(self, check: bool, ptrs: Words, stream: _C.Stream) -> tuple[int, int | None, int | None]:
-        """Waits for its end, so that the device is idle when a measurement begins."""
+        """Waits for the end of the job, so that the device is idle when a measurement begins."""
         keys = self._keys + np.uint64(self._round)
         return _C._pattern(self.device, check, ptrs, self._sizes, keys, stream).result(WAIT_LIMIT)
 
@@ -237,7 +237,7 @@ def _addresses(bases: Words, ids: Ids, stride: int) -> Words:
 
 
 def host_nbytes(shapes: Sequence[Shape]) -> int:
-    """Of the host's memory, for shapes that are laid out at once."""
+    """Bytes of host memory for shapes that are laid out at once."""
     return sum(shape.side_nbytes(shape.host_run) for shape in shapes)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, and of what one step decodes: `batch` requests that have `context` tokens each."""
+    """Sizes of the model, and of one step, which decodes `batch` requests of `context` tokens each."""
 
     layers: int
     batch: int
@@ -53,12 +53,12 @@ class Layer:
 @dataclass(frozen=True)
 class Model:
     size: Size
-    x: Any  # what enters the first layer: [batch, hidden]
+    x: Any  # input of the first layer: [batch, hidden]
     layers: tuple[Layer, ...]
 
 
 def model(size: Size, normal: Callable[[tuple[int, ...], float], Any]) -> Model:
-    """normal(shape, scale) gives random numbers. The weights are scaled so that values stay of one order."""
+    """normal(shape, scale) returns random numbers. Weights are scaled so that values keep their order of magnitude."""
     queries, cached = size.heads * size.head, 2 * size.kv_heads * size.head
     cache = (size.batch, size.kv_heads, size.context, size.head)
 
@@ -80,11 +80,11 @@ def model(size: Size, normal: Callable[[tuple[int, ...], float], Any]) -> Model:
 
 
 def by_torch(torch: Any, model: Model) -> Any:
-    """The output of the last layer. Nothing in it waits for the GPU, so it can be captured as a CUDA graph."""
+    """The output of the last layer. No call waits for the GPU, so the step can be captured as a CUDA graph."""
     functional, size, x = torch.nn.functional, model.size, model.x
     for layer in model.layers:
         projected = functional.rms_norm(x, (size.hidden,)) @ layer.qkv
-        # The query heads of a group stand where a prompt's tokens would: each looks at all of the group's cache.
+        # The query heads of a group take the place of a prompt's tokens: each attends to the group's whole cache.
         queries = projected[:, : size.heads * size.head].unflatten(1, (size.kv_heads, size.group, size.head))
         seen = functional.scaled_dot_product_attention(queries, layer.keys, layer.values)
         x = x + seen.flatten(1) @ layer.out
@@ -94,7 +94,7 @@ def by_torch(torch: Any, model: Model) -> Any:
 
 
 def by_numpy(model: Model) -> Any:
-    """The same."""
+    """The same with NumPy."""
     size, x = model.size, model.x
     for layer in model.layers:
         projected = _rms_norm(x) @ layer.qkv

@@ -26,7 +26,7 @@ SIZES = tuple(1024 * kib for kib in (4, 8, 16, 64))
 DIRECTIONS = ("D2H", "H2D")
 _NBYTES = {"cuda": 1 << 30, "host": 32 << 20}
 _QUICK_NBYTES = {"cuda": 128 << 20, "host": 4 << 20}
-_CELL_SECONDS = 0.4  # a case is repeated no more once it took so long
+_CELL_SECONDS = 0.4  # no repeat of a case begins after so long
 _HIGH = ("high",)  # besides paths, whose priority is normal
 _PICKED = ("auto", "background", "high")  # methods whose path kvswap picks
 _SMALL = {  # one block; then 1, 8 and 64 blocks of all layers: 2, 10 and 34 MB
@@ -35,7 +35,7 @@ _SMALL = {  # one block; then 1, 8 and 64 blocks of all layers: 2, 10 and 34 MB
 }
 _SMALL_METHODS = ("auto", "high", "dma", "burst", "kernel")
 _SMALL_REPEATS, _SMALL_FEWEST = 200, 20
-_NEAR = 0.9  # of the bytes of a case: about as many
+_NEAR = 0.9  # of the bytes of a case: compared with a bare copy of all of them
 _SEED = 1  # of ids and bytes: the same shapes every time
 
 
@@ -62,7 +62,7 @@ def plan(
     directions: Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
 ) -> Plan:
-    """Fill in what suits the device. UsageError: there is not as much memory."""
+    """Fill in the device's defaults. UsageError: there is not enough memory."""
     default = [key for key, family in FAMILIES.items() if not (family.both and directions)]
     made = Plan(
         device,
@@ -77,7 +77,7 @@ def plan(
 
 
 def layouts(keys: Sequence[str], sizes: Sequence[int] | None, default: Sequence[int]) -> tuple[tuple[Family, int], ...]:
-    """Families of these names in the sizes that are wanted, or else in those of the default."""
+    """Families of these names in the given sizes, or else in the default ones."""
     families = [(FAMILIES | LAYOUTS)[key] for key in keys]
     made = tuple((family, size) for family in families for size in family.sizes(sizes, default))
     if not made:
@@ -86,7 +86,7 @@ def layouts(keys: Sequence[str], sizes: Sequence[int] | None, default: Sequence[
 
 
 def check_room(device: _C.Device, layouts: Sequence[Sequence[Shape]]) -> None:
-    """Each of them must fit, a side at a time and, on a host device, both together. One that is refused is named."""
+    """UsageError names a layout that does not fit: each side on a GPU, both together on a host device."""
     there = room(device)
     for shapes in layouts:
         gpu, host = gpu_nbytes(shapes), host_nbytes(shapes)
@@ -126,7 +126,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SmallRow:
-    """A small transfer, from the call until it is known to be there."""
+    """A small transfer, from the call until its end is known."""
 
     key: str
     shape: str
@@ -200,7 +200,7 @@ def _case(plan: Plan, family: Family, shapes: tuple[Shape, ...], direction: str,
 
 
 def _bare_nbytes(plan: Plan, nbytes: int) -> int:
-    """Of the bare copy that such a case is compared with."""
+    """Bytes of the bare copy that such a case is compared with."""
     return plan.nbytes if nbytes >= _NEAR * plan.nbytes else nbytes
 
 
@@ -229,7 +229,7 @@ def _method_seconds(lab: Lab, method: str, shape: Shape, direction: Direction) -
 
 
 def _bare_seconds(lab: Lab, _: str, shape: Shape, direction: Direction) -> tuple[list[float], str]:
-    """The least that a driver needs: no look at anything, one event."""
+    """The least that a driver needs: one copy and one event."""
     device, stream = lab.device, lab.stream
     (place,) = lab.places((Shape(1, shape.nbytes),))
     src, dst = (int(ends[0]) for ends in place.ends(direction))
@@ -251,7 +251,7 @@ def _bare_seconds(lab: Lab, _: str, shape: Shape, direction: Direction) -> tuple
 
 
 def _repeated(once: Callable[[], float]) -> list[float]:
-    """Fewer where they would take long, with what is checked in between."""
+    """Times of the repeats; fewer repeats where they and their checks take long."""
     took, begin = [once()], time.perf_counter()
     while len(took) < _SMALL_REPEATS and (len(took) < _SMALL_FEWEST or time.perf_counter() - begin < _CELL_SECONDS):
         took.append(once())
@@ -264,7 +264,7 @@ def _repeated(once: Callable[[], float]) -> list[float]:
 def run(plan: Plan, show: Callable[[str], None]) -> Result:
     """Measure all cases, showing each as it ends. Raises WrongBytes for one wrong byte.
 
-    A share is of the one bare copy of as many bytes, on the device and of the whole call.
+    Shares are of one bare copy of as many bytes: on the device, and of the whole call.
     """
     result = Result(**document(plan.device), bytes_per_case=plan.nbytes, repeats=plan.repeats)
     show(f"{result.title()}: about {format_size(plan.nbytes)} a case, {plan.repeats} repeats")

@@ -20,7 +20,7 @@ _WORD = 8
 
 
 def torch_for(device: _C.Device) -> Any:
-    """torch, where it serves this device; else NotMeasured says why not."""
+    """torch, if it supports this device; else NotMeasured says why not."""
     if device.kind != "cuda":
         raise NotMeasured("torch has no such device")
     if importlib.util.find_spec("torch") is None:
@@ -49,12 +49,12 @@ def _words(place: Place) -> int:
 
 
 def by_hand(place: Place, direction: Direction, compute: _C.Stream) -> Submit:
-    """Gather in GPU memory by indexing, then one copy; or one copy, then scatter. The host's side must be one run."""
+    """D2H: gather by indexing, then one copy. H2D: one copy, then scatter. The host's side must be one run."""
     torch, words = torch_for(place.device), _words(place)
     if not place.host_is_one_run:
         raise NotMeasured("the host's side is not one run")
     shape, cuda = place.shape, torch.device("cuda", ordinal(place.device))
-    stream = torch.cuda.Stream(device=cuda)  # torch's own: its allocators look at a stream after we are done with it
+    stream = torch.cuda.Stream(device=cuda)  # torch's own: its allocators use the stream after the job ends
     queue_on = ByHand(place.device, compute, stream)
     tensors = [torch.as_tensor(_Raw(int(ptr), (place.gpu_slots, words)), device=cuda) for ptr in place.gpu_ptrs]
     ids = torch.from_numpy(place.gpu_ids).to(cuda)
@@ -99,7 +99,7 @@ def by_triton(place: Place, direction: Direction, compute: _C.Stream) -> Submit:
 
     try:
         launch(0)  # compiles
-    except Exception as error:  # Triton has many, and none of them is ours
+    except Exception as error:  # Triton raises errors of many types
         raise NotMeasured(f"triton does not compile here: {type(error).__name__}") from error
     torch.cuda.synchronize(cuda)
     return lambda: queue_on.submit(lambda _: launch(count))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvswap.replay.errors import UsageError
+from kvswap.replay.progress import Progress
 
 from .output import document, for_person
 from .parser import (
@@ -43,46 +45,44 @@ _OPTIONS = {
 def add(commands: Commands[Parser]) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure how fast blocks move, and what that costs; every byte is verified",
-        description="Measures kvswap's paths, and what others do by hand, on the shapes of a model's cache; beside a "
-        "load with --load; path auto against all others with --regret.",
+        help="measure how fast blocks move, and what that costs",
+        description="Measures kvswap's paths, and copies by hand, on shapes of a KV cache, every byte verified.",
     )
     from kvswap.bench.loads import KINDS
     from kvswap.bench.methods import METHODS
     from kvswap.bench.shapes import FAMILIES, LAYOUTS
 
-    add_device(parser)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--load", choices=KINDS, help="run this beside the copies; measure its slow-down and their speed")
+    what = parser.add_argument_group("what is measured (default: a table of all paths)").add_mutually_exclusive_group()
     what.add_argument(
-        "--regret", action="store_true", help="draw shapes at random; measure how far auto is from the best"
+        "--load", choices=KINDS, metavar="LOAD", help=f"copies beside a load, and its slow-down: {', '.join(KINDS)}"
     )
     what.add_argument(
-        "--handlers", action="store_true", help="vLLM's job queue: kvswap's beside vLLM's ways, on models' caches"
+        "--regret", action="store_true", help="shapes drawn at random: how far auto is from the best path"
     )
-    what.add_argument("--list", action="store_true", help="list the cases of the table and end")
-    parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and repeats: whether it works")
-    parser.add_argument(
+    what.add_argument("--handlers", action="store_true", help="vLLM's job queue, by kvswap and by vLLM's ways")
+    what.add_argument("--list", action="store_true", help="list the cases of the table, and measure nothing")
+    only = parser.add_argument_group("which part of it (each may be given again)")
+    add_names(only, "--shape", FAMILIES | LAYOUTS, "shapes (default with --load: from 64x32k on)")
+    only.add_argument("--size", type=some_size, action="append", metavar="SIZE", help="sizes of a block, such as 16KiB")
+    add_names(only, "--direction", ("D2H", "H2D"), "directions")
+    add_names(only, "--method", METHODS, "methods")
+    much = parser.add_argument_group("how much")
+    add_device(much)
+    much.add_argument("--quick", action="store_true", help="a short run: fewer bytes, sizes and repeats")
+    much.add_argument(
         "--bytes",
         type=some_size,
         metavar="SIZE",
-        help="bytes a case (1GiB on a GPU; with --load and --regret 256MiB; less on a host device)",
+        help="bytes of a case (default 1GiB on a GPU, 256MiB with --load and --regret; less on a host device)",
     )
-    parser.add_argument("--repeats", type=positive, metavar="N", help="the median of so many runs (default 3)")
-    add_names(parser, "--shape", FAMILIES | LAYOUTS, "this shape (--load: default all from 64x32k on)")
-    parser.add_argument(
-        "--size", type=some_size, action="append", metavar="SIZE", help="only blocks of this size; may be given again"
-    )
-    add_names(parser, "--direction", {"D2H": None, "H2D": None}, "this direction")
-    add_names(parser, "--method", METHODS, "this method")
-    parser.add_argument(
-        "--pairs", type=positive, metavar="N", help="--load: windows with and without copies (default 6)"
-    )
-    parser.add_argument("--seconds", type=duration, metavar="S", help="--load: length of a window (default 0.2)")
-    parser.add_argument("--draws", type=positive, metavar="N", help="--regret: number of shapes (default 200)")
-    parser.add_argument("--seed", type=count, metavar="N", help="--regret: of the shapes (default: another every time)")
-    add_json(parser)
-    add_plot(parser)
+    much.add_argument("--repeats", type=positive, metavar="N", help="repeats of a case; the median counts (default 3)")
+    much.add_argument("--pairs", type=positive, metavar="N", help="--load: windows with copies (default 6)")
+    much.add_argument("--seconds", type=duration, metavar="S", help="--load: length of a window (default 0.2)")
+    much.add_argument("--draws", type=positive, metavar="N", help="--regret: number of shapes (default 200)")
+    much.add_argument("--seed", type=count, metavar="N", help="--regret: seed of the shapes (default: a random one)")
+    results = parser.add_argument_group("results")
+    add_json(results)
+    add_plot(results)
     parser.set_defaults(run=_run)
 
 
@@ -96,7 +96,11 @@ def _run(args: argparse.Namespace) -> int:
                 show(f"{key}: {description}", hang=4)
             out.write({"what": "list", "cases": cases})
             return EXIT_OK
-        result = _measurement(args, open_device(args.device))(show)
+        progress = Progress(sys.stderr)
+        try:
+            result = _measurement(args, open_device(args.device), progress)(show)
+        finally:
+            progress.clear()
         out.write(result.to_dict())
     if args.plot is not None:
         from kvswap.bench import plot
@@ -120,7 +124,9 @@ def _check(args: argparse.Namespace) -> None:
         plot.require(args.plot)
 
 
-def _measurement(args: argparse.Namespace, device: _C.Device) -> Callable[[Callable[[str], None]], Result]:
+def _measurement(
+    args: argparse.Namespace, device: _C.Device, progress: Progress
+) -> Callable[[Callable[[str], None]], Result]:
     from kvswap.bench import beside, handlers, regret, table
 
     if args.handlers:
@@ -129,10 +135,10 @@ def _measurement(args: argparse.Namespace, device: _C.Device) -> Callable[[Calla
     if args.load:
         where = {"families": args.shape, "sizes": args.size, "directions": args.direction}
         load = beside.plan(device, args.load, pairs=args.pairs, seconds=args.seconds, **where, **common)
-        return partial(beside.run, load)
+        return partial(beside.run, load, progress=progress)
     if args.regret:
         seed = secrets.randbits(32) if args.seed is None else args.seed
-        return partial(regret.run, regret.plan(device, seed, draws=args.draws, **common))
+        return partial(regret.run, regret.plan(device, seed, draws=args.draws, **common), progress=progress)
     return partial(table.run, _table_plan(args, device))
 
 

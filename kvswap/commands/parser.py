@@ -175,7 +175,7 @@ def add_plot(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_names(parser: argparse.ArgumentParser, option: str, choices: Iterable[str], what: str) -> None:
+def add_names(parser: argparse._ActionsContainer, option: str, choices: Iterable[str], what: str) -> None:
     """An option that may be given several times, each time with one of these names."""
     names = list(choices)
     parser.add_argument(
@@ -183,7 +183,7 @@ def add_names(parser: argparse.ArgumentParser, option: str, choices: Iterable[st
         choices=names,
         action="append",
         metavar="NAME",
-        help=f"only {what}; may be given again: {', '.join(names)}",
+        help=f"only these {what}: {', '.join(names)}",
     )
 
 

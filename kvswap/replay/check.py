@@ -50,7 +50,7 @@ class Check:
 
     job: _C._PatternJob
     blocks: Blocks
-    what: str  # for the message: who checks
+    what: str  # for the message: the checker
 
 
 class Checker:

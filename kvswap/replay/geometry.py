@@ -1,4 +1,4 @@
-"""What one KV-cache block of a model weighs: groups of layers, and bytes a block in each layer.
+"""The size of a KV-cache block of a model: groups of layers, and bytes a block in each layer.
 
 The numbers are those of the published config.json of each model (num_hidden_layers, num_key_value_heads, head_dim;
 kv_lora_rank + qk_rope_head_dim for MLA), with 2-byte elements. Under tensor parallelism a rank holds its share of the
@@ -85,7 +85,7 @@ def names() -> list[str]:
 
 
 def named(name: str, *, block_tokens: int = BLOCK_TOKENS) -> Geometry:
-    """The geometry of a model by name, whatever its capitals."""
+    """The geometry of a model by name, in any case."""
     key = name.lower()
     if key not in names():
         raise UsageError(f"no geometry is called {name!r}; there are {', '.join(names())}")

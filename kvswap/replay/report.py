@@ -14,7 +14,7 @@ from .units import format_size
 
 @dataclass
 class Moves:
-    """Transfers of one direction that ended."""
+    """The transfers of one direction that have ended."""
 
     nbytes: int = 0
     transfers: int = 0
@@ -39,7 +39,7 @@ class Moves:
 
 @dataclass
 class Report:
-    """Grows while the replay runs; whole or partial, it can be shown at any time."""
+    """The counts of a replay, which can be shown at any time, complete or not."""
 
     trace: str
     device: str
@@ -173,7 +173,7 @@ class Report:
             cut = f"{self.truncated_requests:,} requests longer than the GPU tier, by {self.truncated_blocks:,} blocks"
             rows.append(("TRUNCATED", cut))
         if self.not_stored:
-            rows.append(("not stored", f"{self.not_stored:,} blocks: the host tier is smaller than their request"))
+            rows.append(("not stored", f"{self.not_stored:,} blocks of requests that are larger than the host tier"))
         return rows
 
     def _moved_rows(self) -> list[tuple[str, str]]:
@@ -225,13 +225,13 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
     if odd:
         lines.append(
             f"  note      {odd:,} requests name more or fewer blocks than their input_length has of "
-            f"{geometry.block_tokens} tokens: what is said of tokens below is off (--block-tokens?)"
+            f"{geometry.block_tokens} tokens: so the token counts below are wrong (see --block-tokens)"
         )
     return "\n".join(lines)
 
 
 def _contradicting(trace: Trace, block_tokens: int) -> int:
-    """Requests whose hash_ids cannot be one a block of so many tokens. Without ids this cannot be known."""
+    """Requests whose number of hash_ids does not match their tokens. Not known where ids were left out."""
     if trace.repeated:
         return 0
     return int(np.count_nonzero(np.diff(trace.offsets) != -(-trace.input_tokens // block_tokens)))

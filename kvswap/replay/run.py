@@ -7,8 +7,8 @@ A request, once its blocks are admitted (tiers.py):
     scrub:    check and poison host slots given up ..v
     store:                                   ... store computed blocks to the host tier
 
-Loads and stores run on kvswap's own lanes and start after the compute stream as it stands at submission. The orders
-that nothing else gives are made here, and only on the device; the host waits for nothing but the oldest request:
+Loads and stores run on kvswap's own lanes and start after the work that the compute stream holds at submission. The
+other orders are made here, on the device; the host waits for the oldest request only:
 - a GPU slot is poisoned or written again after the store that reads it (compute waits for that store);
 - a load starts after the store that fills its host slot (after=);
 - a host slot is checked and poisoned after the loads that read it and the store that filled it (scrub waits for them),
@@ -16,7 +16,7 @@ that nothing else gives are made here, and only on the device; the host waits fo
 - blocks are checked after their load (compute waits for it);
 - with a file tier, the host waits for a block's store to a file before its host slot is poisoned, and for its load from
   one before the compute stream checks it.
-Where the way that tiers admit requests implies one of them already, it is given all the same.
+An order that the rules of admission already imply is made as well.
 A GPU slot is given up only when the requests that use it have ended. A lane is first in, first out, so the last store
 or load of a slot stands for all of them.
 """
@@ -65,7 +65,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A request under way, with what must end before it does."""
+    """A request under way, and the work that must end before the request ends."""
 
     admission: Admission
     check: Check | None
@@ -75,7 +75,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Scrub:
-    """Host slots that are given up: checked, then poisoned."""
+    """Host slots that blocks leave: checked, then poisoned."""
 
     check: Check
     poison: _C._PatternJob
@@ -136,7 +136,7 @@ class Replay:
         self._stores = _Lane(self.report.stores, self._forget, settings.wait_limit)
         self._flights: deque[_Flight] = deque()
         self._scrubs: deque[_Scrub] = deque()
-        # The last move that reads or fills a slot, by number; one that ended is in no table and holds up no move.
+        # Number of the last move that reads or fills each slot. A move that has ended is no longer in _moves.
         self._gpu_read_by = np.full(settings.sizes.gpu_blocks, -1, np.int64)
         self._host_read_by = np.full(settings.sizes.host_blocks, -1, np.int64)
         self._host_filled_by = np.full(settings.sizes.host_blocks, -1, np.int64)
@@ -176,7 +176,7 @@ class Replay:
         return self.report
 
     def _poison_all(self) -> None:
-        """Fresh memory may be an earlier run's, with the very bytes that a skipped copy should have brought."""
+        """Fresh memory may hold an earlier run's bytes, which would hide a skipped copy."""
         for tier, count in (("gpu", self._tiers.gpu.num_blocks), ("host", self._tiers.host.num_blocks)):
             for part in self._checker.parts(Blocks(tier, np.zeros(count, np.uint64), np.arange(count))):
                 self._checker.poison(tier, part.slots, self._compute).result(self._settings.wait_limit)
@@ -235,7 +235,7 @@ class Replay:
         return move
 
     def _compute_misses(self, admission: Admission, jobs: list[_C._PatternJob]) -> None:
-        """What prefill would do: write the blocks that no tier could give."""
+        """As prefill does: write the blocks that are in no tier."""
         if not admission.misses:
             return
         slots = admission.slots[admission.leading :]
@@ -260,14 +260,14 @@ class Replay:
         self._host_filled_by[admission.store_to] = move.number
 
     def _unstored(self, admission: Admission) -> int:
-        """Computed blocks that the host tier, if there is one, has neither from before nor room for now."""
+        """How many computed blocks the host tier has no room for; 0 without a host tier."""
         if not self._settings.sizes.host_blocks:
             return 0
         computed = admission.hashes[admission.leading :].tolist()
         return sum(block not in self._tiers.host for block in computed)
 
     def _give_up_host(self, admission: Admission) -> None:
-        """A block that was stored and never loaded is checked here, in place: so no store goes unseen."""
+        """Check the blocks in place, then poison their slots. So stores are checked that no load follows."""
         slots = admission.host_given_up.slots
         self._store_to_files(admission)
         self._stream_waits(self._scrub, self._unfinished(self._host_read_by, slots))
@@ -278,7 +278,7 @@ class Replay:
         self.report.poisoned["host"] += len(slots)
 
     def _load_from_files(self, admission: Admission) -> list[FileTransfer]:
-        """They start after the compute stream, which has poisoned the slots."""
+        """The loads start after the compute stream, which poisons the slots."""
         if self._files is None or not len(admission.file_loads):
             return []
         slots = admission.slots[admission.file_loads]
@@ -286,7 +286,7 @@ class Replay:
         return self._files.load(admission.hashes[admission.file_loads], slots, reading)
 
     def _store_to_files(self, admission: Admission) -> None:
-        """What the host tier gives up. The host waits: afterwards the slots are poisoned."""
+        """Store the blocks that leave the host tier. The host waits, since their slots are poisoned next."""
         if self._files is None:
             return
         given_up = admission.host_given_up
@@ -300,13 +300,13 @@ class Replay:
             self._end_files(stores, self.report.file_stores)
 
     def _end_files(self, transfers: list[FileTransfer], moves: Moves) -> None:
-        """Wait for them; raises the error of one that failed."""
+        """Wait for file transfers; raises the error of a failed one."""
         for transfer in transfers:
             transfer.wait(self._settings.wait_limit)
             moves.add(transfer.nbytes, transfer.elapsed)
 
     def _use(self, admission: Admission, load: _Move | None) -> Check | None:
-        """What decode would do: read the blocks that were hits."""
+        """As decode does: read the blocks that were hits."""
         if load is not None:
             self._stream_waits(self._compute, [load])
         if not admission.leading:
@@ -328,7 +328,7 @@ class Replay:
         self._count(flight.admission)
 
     def _end_check(self, check: Check, admission: Admission) -> None:
-        """Wrong bytes are told with the way they took."""
+        """Raises WrongBytes with the tier that the block came from."""
         try:
             self._checker.result(check, self._settings.wait_limit)
         except WrongBytes as error:
@@ -395,7 +395,7 @@ class Replay:
     def _swap(
         self, memory: GroupMemory, direction: int, slots: Slots, host_slots: Slots, after: Sequence[object], lane: _Lane
     ) -> _C.Transfer:
-        """All layers of a group in one call. A full lane empties from its oldest end."""
+        """All layers of a group in one call. On a full lane, wait for the oldest transfer first."""
         while True:
             try:
                 return _C.swap_cache_all_layers_async(
@@ -418,7 +418,7 @@ class Replay:
                 lane.wait_oldest()
 
     def _unfinished(self, table: NDArray[np.int64], slots: Slots) -> list[_Move]:
-        """The moves that still use these slots, as far as is known."""
+        """The moves that use these slots and are not known to have ended."""
         return [self._moves[number] for number in np.unique(table[slots]).tolist() if number in self._moves]
 
     def _stream_waits(self, stream: _C.Stream, moves: Sequence[_Move]) -> None:
@@ -442,7 +442,7 @@ class Replay:
         del self._moves[move.number]
 
     def _close(self) -> None:
-        """Let what is queued end, then free. What cannot be drained is not freed: something may still write to it."""
+        """Wait for queued work, then free memory. If the wait fails, work may still write to it: nothing is freed."""
         try:
             self._device.synchronize(self._settings.wait_limit)
             self._device.set_compute_stream(_LEGACY_STREAM)

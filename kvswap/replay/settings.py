@@ -1,4 +1,4 @@
-"""What a replay is asked to do, and the defaults that depend on the device."""
+"""The settings of a replay, and the defaults that depend on the device."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def room(device: _C.Device) -> Room:
 
 
 def available_host_memory() -> int:
-    """Bytes that programs can still have, as the kernel estimates them; capped by the control group's limit."""
+    """Bytes that programs can still allocate, as the kernel estimates; at most the control group's limit allows."""
     meminfo = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
     fields = dict(line.split(":", 1) for line in meminfo.splitlines())
     available = int(fields["MemAvailable"].split()[0]) << 10

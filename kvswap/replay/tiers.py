@@ -27,7 +27,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class GivenUp:
-    """Blocks that a tier no longer keeps, and the slots they were in."""
+    """Blocks that leave a tier, and their slots."""
 
     hashes: NDArray[np.uint64]
     slots: Slots
@@ -53,7 +53,7 @@ class Tier:
         return np.fromiter((self._slots[block] for block in blocks), np.int64)
 
     def touch(self, blocks: Sequence[int], request: int) -> None:
-        """Make those that are here the most recently used, the first block last of all."""
+        """Make the blocks that are in this tier the most recently used, the first block last."""
         for block in reversed(blocks):
             slot = self._slots.get(block)
             if slot is not None:
@@ -61,7 +61,7 @@ class Tier:
                 self._last_use[slot] = request
 
     def make_room(self, count: int) -> GivenUp:
-        """Give up the oldest blocks until `count` slots are free."""
+        """Evict the oldest blocks until `count` slots are free."""
         oldest = [self._slots.popitem(last=False) for _ in range(count - len(self._free))]
         self._free.extend(slot for _, slot in reversed(oldest))
         slots = np.array([slot for _, slot in oldest], np.int64)
@@ -73,14 +73,14 @@ class Tier:
             self._slots[block] = self._free.pop()
 
     def residents(self) -> tuple[NDArray[np.uint64], Slots]:
-        """Every block that is here, and its slot."""
+        """Every block of the tier, and its slot."""
         blocks = np.fromiter(self._slots.keys(), np.uint64, len(self._slots))
         return blocks, np.fromiter(self._slots.values(), np.int64, len(self._slots))
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What a request found and what has to move for it. Positions index `hashes`."""
+    """The hits of a request, and the moves that it needs. Positions index `hashes`."""
 
     request: int
     hashes: NDArray[np.uint64]  # its blocks, cut to the GPU tier
@@ -119,7 +119,7 @@ class Tiers:
         self._requests = 0
 
     def admit(self, hashes: NDArray[np.uint64]) -> Admission:
-        """Look up a request's blocks (none twice) and make place for them."""
+        """Look up a request's blocks (none twice) and make room for them."""
         request, self._requests = self._requests, self._requests + 1
         blocks: list[int] = hashes[: self.gpu.num_blocks].tolist()
         in_gpu = [block in self.gpu for block in blocks]
@@ -164,7 +164,7 @@ class Tiers:
         )
 
     def _to_file(self, given_up: list[int], request: int) -> tuple[list[int], NDArray[np.uint64]]:
-        """Which of the host tier's blocks go to the file tier, the last ones where not all fit, and what leaves it."""
+        """Which evicted blocks go to the file tier (the last ones if not all fit), and which blocks leave it."""
         lacking = [i for i, block in enumerate(given_up) if block not in self.file]
         stores = lacking[max(0, len(lacking) - self.file.num_blocks) :]
         leaving = self.file.make_room(len(stores)).hashes

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from .errors import TraceError
 
-MAX_LINE_NBYTES = 16 << 20  # half a million block references: nothing real comes near, and memory stays bounded
+MAX_LINE_NBYTES = 16 << 20  # half a million block references: bounds memory, and real lines are far shorter
 _MAX_ID = 2**64 - 1
 _MAX_LENGTH = 2**40  # tokens; sums over any trace stay far inside 64 bits
 
@@ -104,7 +104,7 @@ def read_trace(path: str | Path) -> Trace:
 
 @contextmanager
 def _open(path: str | Path) -> Iterator[IO[bytes]]:
-    """Opens plain or gzip by what the file begins with, whatever it is called."""
+    """Opens a plain or gzip file, told apart by its first bytes."""
     with open(0, "rb", closefd=False) if str(path) == "-" else open(path, "rb") as file:
         if file.peek(2)[:2] != b"\x1f\x8b":
             yield file
@@ -114,7 +114,7 @@ def _open(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers. A line too long is refused, not read."""
+    """The lines that are not blank, with their numbers. A line that is too long is refused before it is read whole."""
     number = 0
     while True:
         number += 1
@@ -193,7 +193,7 @@ def _hashes(record: dict[str, Any], where: str) -> list[int]:
 
 
 def _kind(value: object) -> str:
-    """A JSON value's type in JSON's own words."""
+    """The type of a JSON value, by JSON's names."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), _short(value))
 
