@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -71,7 +72,9 @@ def _run(argv: Sequence[str] | None) -> int:
         args = build_parser().parse_args(argv)
     except SystemExit as end:  # --help, --version, or wrong arguments, of which the parser has told
         return int(end.code or 0)
-    status: int = args.run(args)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+        status: int = args.run(args)
     return status
 
 

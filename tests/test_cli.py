@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -349,6 +350,17 @@ def test_a_defect_is_told_with_its_traceback(capsys: Output, monkeypatch: pytest
     assert cli.main(["info"]) == 70
     err = capsys.readouterr().err
     assert "Traceback" in err and "TypeError" in err and err.endswith("report it with the lines above\n")
+
+
+def test_a_warning_is_one_line(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(_: object) -> None:
+        warnings.simplefilter("always")
+        warnings.warn("slower than it could be", RuntimeWarning, stacklevel=2)
+        raise UsageError("over")
+
+    monkeypatch.setattr(info_command, "for_person", warn)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == "kvswap: warning: slower than it could be\nkvswap: over\n"
 
 
 def run_command(*arguments: str, **options: object) -> subprocess.CompletedProcess[bytes]:
