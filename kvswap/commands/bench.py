@@ -46,6 +46,7 @@ def add(commands: Commands[Parser]) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure how fast blocks move, and what that costs",
+        usage="%(prog)s [options]",
         description="Measures kvswap's paths, and copies by hand, on shapes of a KV cache, every byte verified.",
     )
     from kvswap.bench.loads import KINDS

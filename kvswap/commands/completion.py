@@ -12,10 +12,10 @@ from kvswap.replay.errors import UsageError
 from .parser import EXIT_OK, Commands, Parser
 
 _INSTALL = """\
-to install it:
-  bash  kvswap completion bash > ~/.local/share/bash-completion/completions/kvswap
-  zsh   kvswap completion zsh > ~/.zfunc/_kvswap   (a folder of $fpath)
-  fish  kvswap completion fish > ~/.config/fish/completions/kvswap.fish"""
+where the script goes:
+  bash  ~/.local/share/bash-completion/completions/kvswap
+  zsh   ~/.zfunc/_kvswap (or another folder of $fpath)
+  fish  ~/.config/fish/completions/kvswap.fish"""
 
 
 def add(commands: Commands[Parser]) -> None:

@@ -47,6 +47,7 @@ def add(commands: Commands[Parser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="replay the small trace that ships with kvswap: a first try",
+        usage="%(prog)s [options]",
         description="Replays the trace that ships with kvswap through tiers so small that blocks leave and come back.",
     )
     _add_tiers(demo)
@@ -54,6 +55,7 @@ def add(commands: Commands[Parser]) -> None:
     demo.set_defaults(run=_demo)
     replay = commands.add_parser(
         "replay",
+        usage="%(prog)s [options] TRACE",
         help="replay a serving trace through GPU, host and file tiers, moving and verifying real blocks",
         description="Replays a trace in the Mooncake format (JSON lines, plain or gzip) at full speed.",
     )
@@ -66,7 +68,7 @@ def add(commands: Commands[Parser]) -> None:
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group(
-        "tiers (the least recently used block leaves first; computed blocks are also stored to the host tier)"
+        "tiers", "The least recently used block leaves first. Computed blocks are also stored to the host tier."
     )
     for tier, name in (("gpu", "GPU"), ("host", "host")):
         either = tiers.add_mutually_exclusive_group()
@@ -87,7 +89,9 @@ _SIZE_HELP = {
 def _add_geometry(parser: argparse.ArgumentParser) -> None:
     from kvswap.replay import geometry
 
-    group = parser.add_argument_group("geometry of a block (a model by name, or --layers, --kv-heads and --head-dim)")
+    group = parser.add_argument_group(
+        "geometry of a block", "A model by name, or by --layers, --kv-heads and --head-dim."
+    )
     names = ", ".join(geometry.names())
     group.add_argument("--model", metavar="NAME", help=f"one of {names} (default llama-3.1-8b)")
     group.add_argument("--layers", type=positive, metavar="N", help="layers of the model")
@@ -115,7 +119,9 @@ def _block_size(text: str) -> int | str:
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     add_device(group)
-    group.add_argument("--path", choices=PATHS, metavar="PATH", default="auto", help=f"one of {', '.join(PATHS)}")
+    group.add_argument(
+        "--path", choices=PATHS, metavar="PATH", default="auto", help=f"one of {', '.join(PATHS)} (default auto)"
+    )
     group.add_argument("--in-flight", type=positive, metavar="N", default=8, help="requests at a time (default 8)")
     group.add_argument("--requests", type=positive, metavar="N", help="replay the first N requests")
     group.add_argument("--seconds", type=duration, metavar="S", help="admit no request after S seconds")
