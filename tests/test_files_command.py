@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +153,13 @@ def test_a_directory_of_several_stores(folder: Path, tmp_path: Path, capsys: pyt
     assert cli.main(["files", "stat", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert told.index(str(folder)) < told.index("20 of 24") < told.index(str(tmp_path / "t")) < told.index("0 of 0")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "store.kvs").write_bytes(b"x" * 4096)
+    assert cli.main(["files", "check", "--json", str(tmp_path)]) == 3
+    out, err = capsys.readouterr()
+    found = {Path(store["directory"]).name: store for store in json.loads(out)["stores"]}
+    assert found["s"]["right"] == 20 and "error" in found["bad"] and found["bad"]["error"] in err
+    shutil.rmtree(tmp_path / "bad")
     damage(folder, b"key-3")
     assert cli.main(["files", "check", str(tmp_path)]) == 1
     capsys.readouterr()

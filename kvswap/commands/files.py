@@ -18,7 +18,7 @@ from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
 
 from .output import Output, document, for_person
-from .parser import EXIT_OK, EXIT_WRONG_BYTES, Commands, Parser, add_json
+from .parser import EXIT_DEVICE, EXIT_OK, EXIT_WRONG_BYTES, Commands, Parser, add_json, complain
 
 if TYPE_CHECKING:
     from kvswap.files import FileStore, Layout
@@ -67,9 +67,24 @@ def _run(args: argparse.Namespace) -> int:
         for directory in directories:
             if len(directories) > 1:
                 show.header(str(directory))
-            found.append({"directory": str(directory), **actions[args.what](directory, show)})
+            found.append({"directory": str(directory), **_one(actions[args.what], directory, show, directories)})
         out.write({"stores": found})
-    return EXIT_WRONG_BYTES if any(store.get("damaged") for store in found) and args.what == "check" else EXIT_OK
+    if any(store.get("damaged") for store in found):
+        return EXIT_WRONG_BYTES
+    return EXIT_DEVICE if any("error" in store for store in found) else EXIT_OK
+
+
+def _one(action: _Action, directory: Path, show: Output, directories: list[Path]) -> Found:
+    """Of several stores, one that cannot be read does not hide the others."""
+    from kvswap import _C
+
+    try:
+        return action(directory, show)
+    except (_C.Error, OSError) as error:
+        if len(directories) == 1:
+            raise
+        complain(str(error))
+        return {"error": str(error)}
 
 
 def stores(directory: Path) -> list[Path]:
