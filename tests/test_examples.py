@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,37 @@ def test_the_list_of_examples_has_each_of_them() -> None:
 
 def page(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_transfer_manager_in_c_plus_plus_runs(tmp_path: Path) -> None:
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler: .ci/run has one")
+    parts = re.findall(r"<!-- cpp: \w+ -->\n```cpp\n(.*?)```", page("trtllm"), re.DOTALL)
+    assert len(parts) == 2
+    (tmp_path / "program.cpp").write_text("\n".join(parts), encoding="utf-8")
+    flags = ["-Wall", "-Wextra", "-Werror", "-std=c++17", f"-I{ROOT / 'csrc'}"]
+    run(tmp_path, compiler, *flags, "-c", "program.cpp", "-o", "program.o")
+    sources = [str(path) for path in sorted((ROOT / "csrc").rglob("*.c")) if "py" not in path.parts]
+    run(
+        tmp_path,
+        "gcc",
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-O0",
+        f"-I{ROOT / 'csrc'}",
+        "-r",
+        "-nostdlib",
+        "-o",
+        "kvswap.o",
+        *sources,
+    )
+    run(tmp_path, compiler, "-o", "program", "program.o", "kvswap.o", "-pthread", "-ldl")
+    assert run(tmp_path, "./program") == "block 5 is block 3\n"
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
