@@ -211,19 +211,24 @@ class SharedTensor:
         self._opened, self.shape, self._itemsize, self.dtype = opened, shape, size, dtype
 
     def data_ptr(self) -> int:
+        """The address in this process."""
         return self._opened.ptr
 
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
+        """Bytes of an element."""
         return self._itemsize
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the memory."""
         return self.numel() * self._itemsize
 
     def is_contiguous(self) -> bool:
+        """True: the elements lie one behind the other."""
         return True
 
     def _interface(self) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""The site of the documentation: `sphinx-build -W -c docs . OUT`, with what the extra `docs` installs.
+
+The pages are the Markdown files that a code host shows as well, at their own places: the source folder is the root of
+the repository. What only the site has is added while the pages are read: the navigation, the reference of a module
+where a page says `<!-- api: MODULE -->`, and a file's text where it says `<!-- source: PATH -->`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+import docstrings  # noqa: E402
+
+import kvswap  # noqa: E402
+
+project = "kvswap"
+author = copyright = "the kvswap authors"
+release = version = kvswap.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+
+NAVIGATION = {  # captions; pages, with a shorter title where one serves
+    "Start": [
+        "Python: start/python", "C: start/c", "vLLM: start/vllm", "TensorRT-LLM: start/tensorrt-llm",
+        "FastDeploy: start/fastdeploy", "examples",
+    ],
+    "Understand": ["concepts", "glossary", "architecture", "performance"],
+    "How to": ["howto/path", "howto/pool", "howto/order", "howto/failure", "howto/calibrate", "howto/metrics"],
+    "Guide": [
+        "guide", "paths", "order", "memory", "Sharing between processes: ipc", "files", "metrics", "calibration",
+        "configuration",
+    ],
+    "Engines": ["vllm", "trtllm", "fastdeploy"],
+    "Reference": ["api/index", "C: c"],
+    "Help": ["troubleshooting", "faq"],
+    "Project": ["../CHANGELOG", "packaging", "Trust: security", "../SECURITY", "../CONTRIBUTING"],
+}  # fmt: skip
+
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "docs/*/*.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"]
+exclude_patterns = ["**/.*", ".venv", "build", "dist"]
+myst_heading_anchors = 3  # as a code host makes them
+nitpicky = False
+
+html_theme = "furo"
+html_title = f"kvswap {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = False
+html_extra_path = ["_site"]  # index.html, which leads to the home page
+
+autodoc_member_order = "bysource"
+autodoc_mock_imports = ["vllm"]
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+
+
+def toctree(entries: list[str], caption: str = "") -> str:
+    """A hidden one. A page that is not there (yet) is left out."""
+    lines = ["", "```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), ""]
+    for entry in entries:
+        title, _, name = entry.rpartition(": ")
+        path = (HERE / f"{name}.md").resolve()
+        page = f"/{path.relative_to(ROOT).with_suffix('')}"
+        if path.exists():
+            lines.append(f"{title} <{page}>" if title else page)
+    return "\n".join([*lines, "```", ""])
+
+
+def reference(module: str) -> str:
+    """The entries of a module: its docstring, then each name of its `__all__`."""
+    if importlib.util.find_spec(module) is None:
+        return f"This build has no `{module}`."
+    lines = [f".. automodule:: {module}", "   :no-members:", ""]
+    for name in importlib.import_module(module).__all__:
+        if name.startswith("__"):
+            continue
+        lines += [f".. {directive(module, name)}:: {module}.{name}", *options(module, name), ""]
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def directive(module: str, name: str) -> str:
+    if module == "kvswap.vllm" and name != "register":  # loaded when they are asked for, out of vLLM's classes
+        return "autoclass"
+    thing = getattr(importlib.import_module(module), name)
+    if isinstance(thing, type):
+        return "autoexception" if issubclass(thing, BaseException) else "autoclass"
+    return "autofunction" if callable(thing) and hasattr(thing, "__name__") else "autodata"
+
+
+def options(module: str, name: str) -> list[str]:
+    kind = directive(module, name)
+    if kind == "autoclass" and module != "kvswap.vllm":
+        return ["   :members:"]
+    return ["   :no-value:"] if kind == "autodata" else []
+
+
+def read_source(app: Any, docname: str, source: list[str]) -> None:
+    text = re.sub(r"\[([^]]*)\]\([^)]*/\)", r"\1", source[0])  # links to folders, which only a code host shows
+    text = re.sub(r"^<!-- api: (\S+) -->$", lambda found: reference(found[1]), text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^<!-- source: (\S+) -->$", r"```{literalinclude} \1\n:language: python\n```", text, flags=re.MULTILINE
+    )
+    if docname == root_doc:
+        text += "".join(toctree(entries, caption) for caption, entries in NAVIGATION.items())
+    elif docname == "docs/api/index":
+        text += toctree([f"api/{name}" for name in re.findall(r"\]\((kvswap[\w-]*)\.md\)", text)])
+    source[0] = text
+
+
+def process_docstring(app: Any, what: str, name: str, thing: Any, given: Any, lines: list[str]) -> None:
+    lines[:] = docstrings.attribute_to_rst(lines) if what in ("attribute", "data") else docstrings.to_rst(lines)
+
+
+def skip_member(app: Any, what: str, name: str, thing: Any, skip: bool, given: Any) -> bool | None:
+    """Fields that have no words of their own show the docstring of their value's type: leave those out."""
+    return True if isinstance(thing, int | float | str | tuple | None) else None
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.connect("source-read", read_source)
+    app.connect("autodoc-process-docstring", process_docstring)
+    app.connect("autodoc-skip-member", skip_member)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,197 @@
+"""The site of the docs: the reference has every public name, and the site is built without a warning from these pages.
+
+The first tests need nothing. The site itself is built where Sphinx is: `pip install '.[docs]'`, as .ci/run does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from conftest import ROOT
+
+import kvswap
+
+DOCS = ROOT / "docs"
+# Modules without an underscore that are the command's or the manager's own.
+INNER = (
+    "kvswap.memory.ipc",
+    "kvswap.bench",
+    "kvswap.replay",
+    "kvswap.cli",
+    "kvswap.info",
+    "kvswap.calibrate",
+    "kvswap.fastdeploy.manager",
+)
+FIELDS = ("getset_descriptor", "member_descriptor", "property")
+
+
+def public_modules() -> list[str]:
+    names = ["kvswap"] + [module.name for module in pkgutil.walk_packages(kvswap.__path__, "kvswap.")]
+    return [name for name in names if "._" not in name and not name.startswith(INNER)]
+
+
+def page_of(module: str) -> Path:
+    return DOCS / "api" / f"{module.replace('.', '-')}.md"
+
+
+def loaded(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(f"needs {error.name}: .ci/run has it")
+
+
+def test_each_public_module_has_a_page_and_a_row() -> None:
+    index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+    for module in public_modules():
+        page = page_of(module)
+        assert page.exists(), f"add {page.relative_to(ROOT)}, like those beside it, and its row to docs/api/index.md"
+        assert f"<!-- api: {module} -->" in page.read_text(encoding="utf-8").splitlines()
+        assert f"]({page.name})" in index, f"docs/api/index.md has no row of {module}"
+
+
+@pytest.mark.parametrize("module", public_modules())
+def test_each_public_name_has_a_docstring_of_its_own(module: str) -> None:
+    found = loaded(module)
+    assert found.__doc__ and found.__all__
+    if module == "kvswap.vllm" and importlib.util.find_spec("vllm") is None:
+        assert kvswap_vllm_classes() >= {name for name in found.__all__ if name != "register"}
+        return
+    for name in found.__all__:
+        thing = getattr(found, name)
+        if isinstance(thing, type) or inspect.isroutine(thing):
+            assert (thing.__doc__ or "").strip(), f"{module}.{name}"
+        if isinstance(thing, type):
+            assert [f"{module}.{name}.{member}" for member in undocumented(thing)] == []
+
+
+def kvswap_vllm_classes() -> set[str]:
+    """The documented classes of kvswap.vllm, which are made out of vLLM's: by their source."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "kvswap" / "vllm").glob("_*.py")))
+    return set(re.findall(r'^ *class ([A-Z]\w+)\([^)]*\):[^\n]*\n +"""', text, re.MULTILINE))
+
+
+def undocumented(thing: type) -> Iterator[str]:
+    """Methods and properties without a word. Fields of records are described by the docstring of the class."""
+    for name, member in vars(thing).items():
+        if name.startswith("_"):
+            continue
+        function = inspect.isroutine(member) or isinstance(member, classmethod | staticmethod)
+        record = type(member).__name__ == "member_descriptor" or hasattr(thing, "_fields")
+        if (function or type(member).__name__ in FIELDS) and not record:
+            doc = getattr(thing, name).__doc__ if function else member.__doc__
+            if not (doc or "").strip():
+                yield name
+
+
+def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    script = DOCS / "pictures" / "draw.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=60)
+    drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_bytes() for path in script.parent.glob("*.svg")} and len(drawn) > 4
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for need in ("sphinx", "myst_parser", "furo"):
+        if importlib.util.find_spec(need) is None:
+            pytest.skip(f"needs {need}: pip install '.[docs]', as .ci/run does")
+    out = tmp_path_factory.mktemp("site")
+    path = os.pathsep.join(entry for entry in (str(ROOT), os.environ.get("PYTHONPATH")) if entry)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-W",
+            "--keep-going",
+            "-q",
+            "-d",
+            out / "trees",
+            "-c",
+            DOCS,
+            ROOT,
+            out / "html",
+        ],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Path(out / "html")
+
+
+class Links(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            elif name == "id" and value:
+                self.places.add(value)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_all_of_its_links_lead_somewhere(site: Path) -> None:
+    pages = {path: Links(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    assert len(pages) > 40
+    lost, seen = [], 0
+    for page, found in pages.items():
+        for link in found.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue  # the world outside is not asked
+            seen += 1
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            target = target / "index.html" if target.is_dir() else target
+            place = unquote(parts.fragment)
+            if not target.exists() or (place and target in pages and place not in pages[target].places | {"top"}):
+                lost.append(f"{page.relative_to(site)}: {link}")
+    assert lost == [] and seen > 1000
+    assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_public_name_is_in_the_site(site: Path) -> None:
+    with (site / "objects.inv").open("rb") as file:
+        for _ in range(4):
+            file.readline()
+        names = {line.split(" ")[0] for line in zlib.decompress(file.read()).decode().splitlines()}
+    wanted = {
+        f"{module}.{name}"
+        for module in public_modules()
+        for name in loaded(module).__all__
+        if not name.startswith("__")
+    }
+    assert wanted - names == set() and len(wanted) > 100
+
+
+@pytest.mark.slow
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    home = (site / "docs" / "index.html").read_text(encoding="utf-8")
+    for page in [*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("CHANGELOG", "SECURITY", "CONTRIBUTING"))]:
+        link = os.path.relpath(page.with_suffix(".html"), DOCS)
+        assert page.stem == "index" or f'href="{link}"' in home, (
+            f"docs/conf.py's navigation lacks {page.relative_to(ROOT)}"
+        )
