@@ -64,6 +64,19 @@ def page(name: str) -> str:
 
 
 @pytest.mark.slow
+def test_the_program_to_start_with_in_c_runs(tmp_path: Path) -> None:
+    found = re.search(
+        r"<!-- program -->\n```c\n(.*?)^```\n.*?```sh\n(.*?)^```$", page("start/c"), re.DOTALL | re.MULTILINE
+    )
+    assert found is not None
+    (tmp_path / "program.c").write_text(found[1], encoding="utf-8")
+    for name in ("csrc", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = found[2].replace("-O2", "-O0").replace("find csrc", "find csrc/")
+    assert run(tmp_path, "bash", "-euo", "pipefail", "-c", command) == "2 blocks moved\n"
+
+
+@pytest.mark.slow
 def test_the_transfer_manager_in_c_plus_plus_runs(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
