@@ -123,12 +123,13 @@ def read_source(app: Any, docname: str, source: list[str]) -> None:
 
 
 def process_docstring(app: Any, what: str, name: str, thing: Any, given: Any, lines: list[str]) -> None:
-    lines[:] = docstrings.attribute_to_rst(lines) if what in ("attribute", "data") else docstrings.to_rst(lines)
+    lines[:] = docstrings.attribute_to_rst(lines) if what == "attribute" else docstrings.to_rst(lines)
 
 
 def skip_member(app: Any, what: str, name: str, thing: Any, skip: bool, given: Any) -> bool | None:
-    """Fields that have no words of their own show the docstring of their value's type: leave those out."""
-    return True if isinstance(thing, int | float | str | tuple | None) else None
+    """Leave out fields without words of their own, which would show those of their value's type."""
+    plain = isinstance(thing, int | float | str | tuple | None)
+    return True if plain or (getattr(thing, "__doc__", "") or "").startswith("Alias for field") else None
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-ITEM = re.compile(r"^((?:[a-z_]\w*)(?:(?:, | and )[a-z_]\w*)*(?: \([^()]*\))?): (.*)$")
+ONE = r"[a-z_]\w*(?: \([^()]*\))?"
+ITEM = re.compile(rf"^({ONE}(?:(?:, | and ){ONE})*): (.*)$")
 COLUMNS = re.compile(r"^ {4}([a-z_]\w*) {2,}(\S.*)$")
 CODE = re.compile(r"``?([^`]+)``?")
 NAME = re.compile(
@@ -33,21 +34,25 @@ def inline(text: str) -> str:
     return "".join(parts)
 
 
-def items(lines: list[str]) -> list[tuple[str, list[str]]]:
-    """(name, or "" for a paragraph, or "-" of a list; its lines) in order."""
-    found: list[tuple[str, list[str]]] = []
+def items(lines: list[str]) -> list[tuple[str, str]]:
+    """(name, or "" for a paragraph, or "-" of a list; its words) in order."""
+    whole: list[str] = []
     for line in lines:
+        if line.startswith("  ") and whole:
+            whole[-1] += f" {line.strip()}"
+        else:
+            whole.append(line.strip())
+    found: list[tuple[str, str]] = []
+    for line in whole:
         item = ITEM.match(line)
         if item:
-            found.append((item[1], [item[2]]))
+            found.append((item[1], item[2]))
         elif line.startswith("- "):
-            found.append(("-", [line[2:]]))
-        elif found and (
-            line.startswith("  ") or not found[-1][0] or not found[-1][1][-1].rstrip().endswith((".", ":"))
-        ):
-            found[-1][1].append(line.strip())
+            found.append(("-", line[2:]))
+        elif found and (not found[-1][0] or not found[-1][1].endswith((".", ":"))):
+            found[-1] = found[-1][0], f"{found[-1][1]} {line}"  # the text of an item that goes on without an indent
         else:
-            found.append(("", [line.strip()]))
+            found.append(("", line))
     return found
 
 
@@ -66,11 +71,11 @@ def paragraph(lines: list[str]) -> list[str]:
     out: list[str] = []
     for name, words in items(lines):
         if not name:
-            out += ["", inline(" ".join(words)), ""]
+            out += ["", inline(words), ""]
         elif name == "-":
-            out.append(f"* {inline(' '.join(words))}")
+            out.append(f"* {inline(words)}")
         else:
-            first, *more = NEXT.split(" ".join(words))
+            first, *more = NEXT.split(words)
             out.append(f"* **{name}**: {inline(first)}")
             out += [f"* **{other}**: {inline(text)}" for other, _, text in (item.partition(": ") for item in more)]
     return [*out, ""]

@@ -99,6 +99,23 @@ def undocumented(thing: type) -> Iterator[str]:
                 yield name
 
 
+def test_a_docstring_becomes_a_list_code_and_text_without_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    docstrings = importlib.import_module("docstrings")
+    text = [
+        "Copy *all* of a_ and |b|; see kvswap.Device.", "",
+        "src, dst: pools, in this", "  order. count: how many.", "Free text.",
+        "sizes (bytes): one `int`.", "", "    call(1)", "", "    name  what it", "          means",
+    ]  # fmt: skip
+    lines = [line for line in docstrings.to_rst(text) if line]
+    assert lines == [
+        r"Copy \*all\* of a\_ and \|b\|; see \ ``kvswap.Device``\ .",
+        "* **src, dst**: pools, in this order.", "* **count**: how many.", "Free text.",
+        "* **sizes (bytes)**: one ``int``.", ".. code-block:: python", "   call(1)", "* **name**: what it means",
+    ]  # fmt: skip
+    assert docstrings.attribute_to_rst(["tuple of int: its", "shape."])[0] == "*tuple of int*: its shape."
+
+
 def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
     script = DOCS / "pictures" / "draw.py"
     subprocess.run([sys.executable, script, tmp_path], check=True, timeout=60)
