@@ -86,7 +86,8 @@ def reference(module: str) -> str:
     """The entries of a module: its docstring, then each name of its `__all__`."""
     lines = [f".. automodule:: {module}", "   :no-members:", ""]
     for name in importlib.import_module(module).__all__:
-        if name.startswith("__"):
+        if name == "__version__":  # a str, whose own docstring is str's
+            lines += [f".. py:data:: {module}.{name}", "   :type: str", "", "   The version.", ""]
             continue
         lines += [f".. {directive(module, name)}:: {module}.{name}", *options(module, name), ""]
     return "\n".join(["```{eval-rst}", *lines, "```"])
