@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -99,7 +100,7 @@ def directive(module: str, name: str) -> str:
     thing = getattr(importlib.import_module(module), name)
     if isinstance(thing, type):
         return "autoexception" if issubclass(thing, BaseException) else "autoclass"
-    return "autofunction" if callable(thing) and hasattr(thing, "__name__") else "autodata"
+    return "autofunction" if inspect.isroutine(thing) else "autodata"
 
 
 def options(module: str, name: str) -> list[str]:
