@@ -88,7 +88,7 @@ def reference(module: str) -> str:
     lines = [f".. automodule:: {module}", "   :no-members:", ""]
     for name in importlib.import_module(module).__all__:
         if name == "__version__":  # a str, whose own docstring is str's
-            lines += [f".. py:data:: {module}.{name}", "   :type: str", "", "   The version.", ""]
+            lines += [f".. py:data:: {name}", "   :type: str", "", "   The version.", ""]
             continue
         lines += [f".. {directive(module, name)}:: {module}.{name}", *options(module, name), ""]
     return "\n".join(["```{eval-rst}", *lines, "```"])
