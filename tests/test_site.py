@@ -31,6 +31,7 @@ INNER = (
     "kvswap.memory.ipc",
     "kvswap.bench",
     "kvswap.replay",
+    "kvswap.commands",
     "kvswap.top",
     "kvswap.cli",
     "kvswap.info",
