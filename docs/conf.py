@@ -111,7 +111,8 @@ def options(module: str, name: str) -> list[str]:
 
 
 def read_source(app: Any, docname: str, source: list[str]) -> None:
-    text = re.sub(r"\[([^]]*)\]\([^)]*/\)", r"\1", source[0])  # links to folders, which only a code host shows
+    folder = (ROOT / f"{docname}.md").parent  # a link to a folder is text here: only a code host shows folders
+    text = re.sub(r"\[([^]]*)\]\(([^):#]+)\)", lambda found: found[(folder / found[2]).is_dir()], source[0])
     text = re.sub(r"^<!-- api: (\S+) -->$", lambda found: reference(found[1]), text, flags=re.MULTILINE)
     text = re.sub(
         r"^<!-- source: (\S+) -->$", r"```{literalinclude} \1\n:language: python\n```", text, flags=re.MULTILINE
