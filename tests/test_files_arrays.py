@@ -39,13 +39,17 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
 
 @contextlib.contextmanager
 def changing(array: Any, values: list[Any]) -> Iterator[None]:
-    """Another thread writes these into the array, again and again. NumPy does it without the GIL."""
+    """Another thread writes these into the array, again and again. NumPy does it without the GIL.
+
+    Whole words: np.copyto() is a memcpy, which writes byte by byte where two arrays lie in the same place of a page.
+    """
     stop = threading.Event()
+    written = [np.asarray(value).astype(array.dtype) for value in values]
 
     def write() -> None:
         while not stop.is_set():
-            for value in values:
-                np.copyto(array, value)
+            for value in written:
+                np.add(value, array.dtype.type(0), out=array)
 
     thread = threading.Thread(target=write)
     thread.start()
