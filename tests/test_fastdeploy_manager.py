@@ -413,6 +413,7 @@ def test_a_clear_that_fails_half_way() -> None:
         with pytest.raises(ManagerError, match="clear again first"):
             client.restore()
         manager.kill(1)
+        until(lambda: not client.status()["ranks"][1]["here"], "news of its end")
         with pytest.raises(ManagerError, match="rank 1 is not there"):
             client.clear(0.3)
         manager.start(1)
