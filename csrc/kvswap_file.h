@@ -112,7 +112,7 @@ KVS_API int kvs_file_touch(struct kvs_file_store *, const struct kvs_file_keys *
 /* Keys of all blocks, least recently used first. The caller frees *keys and *ends, which are as in kvs_file_keys. */
 KVS_API int kvs_file_list(struct kvs_file_store *, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *);
 /* Layout and block size of a directory, read from its files; `layout` has room for KVS_FILE_LAYOUT_NBYTES + 1.
- * KVS_MISSING: no store. */
+ * KVS_FILE: no store. */
 KVS_API int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *);
 /* Read the directory again: a reader then sees later stores, also while transfers run. Nothing to do for the writer of
  * the store. KVS_UNSUPPORTED: another thread is refreshing. */

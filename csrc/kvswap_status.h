@@ -31,7 +31,7 @@ extern "C" {
   X(CANCELLED, -14, BASE, "cancelled")                                                                                 \
   X(INTERNAL, -15, BASE, "internal error")                                                                             \
   X(FILE, -16, BASE, "a file operation failed")                                                                        \
-  X(MISSING, -17, BASE, "not there")                                                                                   \
+  X(MISSING, -17, MISSING, "not there")                                                                                \
   X(DAMAGED, -18, BASE, "the bytes are not those that were written")                                                   \
   X(BUSY, -19, BASE, "in use by another process")                                                                      \
   X(NO_ROOM, -20, BASE, "no room")

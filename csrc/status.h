@@ -8,7 +8,8 @@
 
 #include "kvswap_status.h"
 
-/* What a status becomes in Python. BASE is kvswap.Error; DEVICE, QUEUE_FULL derive from it. */
+/* What a status becomes in Python. BASE is kvswap.Error; DEVICE, QUEUE_FULL and MISSING derive from
+ * it. */
 enum kvs_exception {
   KVS_EXC_NONE,
   KVS_EXC_BASE,
@@ -19,6 +20,7 @@ enum kvs_exception {
   KVS_EXC_TIMEOUT,
   KVS_EXC_QUEUE_FULL,
   KVS_EXC_DEVICE,
+  KVS_EXC_MISSING,
 };
 
 /* Fill *err and return `status`, so that callers write `return kvs_fail(err, KVS_INVALID, "...")`. */

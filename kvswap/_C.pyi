@@ -1,28 +1,40 @@
 """Types of the C extension. Docstrings live in the module itself (``help(kvswap)``)."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Final, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-_Path: TypeAlias = Literal["auto", "dma", "strided", "burst", "kernel", "direct"]
-_Priority: TypeAlias = Literal["high", "normal", "background"]
-_StreamLike: TypeAlias = Any  # int handle, or an object with cuda_stream, ptr, __cuda_stream__, or a kvswap Stream
-_Address: TypeAlias = Any  # int, or a tensor: data_ptr(), DLPack, array interfaces, buffer protocol
-_Addresses: TypeAlias = Any  # NumPy int64/uint64 array, or a sequence of _Address
-_Ids: TypeAlias = Any  # NumPy int32/int64 array, or a sequence of ints
-_Sizes: TypeAlias = Any  # one int, or one a tensor
-_After: TypeAlias = Any  # Event, Transfer or a stream; or an iterable of them
-_AfterLayers: TypeAlias = Sequence[_After | None]  # one thing a layer
-_Parts: TypeAlias = Any  # integers, shape (n, 6): pair, layer, offset, rows, row_nbytes, row_pitch
+from kvswap.typing import (
+    Address,
+    Addresses,
+    After,
+    AfterItem,
+    ArrayInterface,
+    Blocks,
+    BufferLike,
+    BuildInfo,
+    CudaInfo,
+    DeviceLike,
+    DeviceStats,
+    DirectionLike,
+    FileInfo,
+    FileStats,
+    Ids,
+    Keys,
+    LayoutLike,
+    OpenedInfo,
+    Path,
+    Priority,
+    Sizes,
+    StreamLike,
+)
+
 # write, transfer, lane, sequence, what, stream, where
 _RaceParty: TypeAlias = tuple[bool, int, int, int, str, str, str]
-_Keys: TypeAlias = Any  # sequence of bytes or of pairs (block id, pool), or a 2-D array of bytes
-_Blocks: TypeAlias = Any  # Pool, sequence of Pools, a tensor, or a sequence or array of addresses
-_FileLayout: TypeAlias = Any  # kvswap.files.Layout
 _Race: TypeAlias = tuple[str, int, _RaceParty, _RaceParty]  # pool, slot, first, second
 
 __version__: Final[str]
@@ -30,6 +42,7 @@ _API: Final[object]  # a capsule: kvswap_capi.h
 
 class Error(Exception): ...
 class QueueFull(Error): ...
+class MissingKey(Error, KeyError): ...
 
 class DeviceError(Error):
     code: int
@@ -37,30 +50,30 @@ class DeviceError(Error):
 
 @final
 class Device:
-    def __new__(cls, name: str | None = None) -> Device: ...
+    def __new__(cls, name: DeviceLike | None = None) -> Device: ...
     @property
     def name(self) -> str: ...
     @property
     def kind(self) -> str: ...
     @property
-    def info(self) -> dict[str, Any]: ...
+    def info(self) -> OpenedInfo: ...
     @property
     def lost(self) -> bool: ...
-    def set_compute_stream(self, stream: _StreamLike, /) -> None: ...
+    def set_compute_stream(self, stream: StreamLike, /) -> None: ...
     def set_defaults(
         self,
         *,
-        path: _Path = "auto",
-        priority: _Priority | None = None,
+        path: Path = "auto",
+        priority: Priority | None = None,
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
     ) -> None: ...
     def set_slots(self, slot_nbytes: int, count: int = 3, *, timeout: float | None = 10.0) -> None: ...
     def synchronize(self, timeout: float | None = None) -> None: ...
     def alloc(self, nbytes: int, *, host: bool = False, chunks: bool = False) -> Memory: ...
-    def register(self, ptr: _Address, nbytes: int | None = None) -> None: ...
-    def unregister(self, ptr: _Address, timeout: float | None = 60.0) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
+    def register(self, ptr: Address, nbytes: int | None = None) -> None: ...
+    def unregister(self, ptr: Address, timeout: float | None = 60.0) -> None: ...
+    def stats(self) -> DeviceStats: ...
 
 @final
 class Memory:
@@ -74,9 +87,9 @@ class Memory:
     @property
     def host(self) -> bool: ...
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __cuda_array_interface__(self) -> ArrayInterface: ...
     @property
-    def __array_interface__(self) -> dict[str, Any]: ...
+    def __array_interface__(self) -> ArrayInterface: ...
     def data_ptr(self) -> int: ...
     def free(self, timeout: float | None = 60.0) -> None: ...
     if sys.version_info >= (3, 12):
@@ -104,9 +117,9 @@ class Mapped:
     @property
     def device(self) -> Device: ...
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __cuda_array_interface__(self) -> ArrayInterface: ...
     @property
-    def __array_interface__(self) -> dict[str, Any]: ...
+    def __array_interface__(self) -> ArrayInterface: ...
     def data_ptr(self) -> int: ...
     def pool(self, *, name: str | None = None) -> Pool: ...
     def close(self, timeout: float | None = 60.0) -> None: ...
@@ -118,7 +131,7 @@ class Mapped:
 
 @final
 class Stream:
-    def __new__(cls, device: Device | str | None = None, *, priority: _Priority = "normal") -> Stream: ...
+    def __new__(cls, device: DeviceLike | None = None, *, priority: Priority = "normal") -> Stream: ...
     @property
     def handle(self) -> int: ...
     @property
@@ -129,18 +142,16 @@ class Stream:
 
 @final
 class Event:
-    def __new__(
-        cls, device: Device | str | None = None, *, timing: bool = True, interprocess: bool = False
-    ) -> Event: ...
+    def __new__(cls, device: DeviceLike | None = None, *, timing: bool = True, interprocess: bool = False) -> Event: ...
     @property
     def handle(self) -> int: ...
     @property
     def device(self) -> Device: ...
-    def record(self, stream: _StreamLike, /) -> None: ...
+    def record(self, stream: StreamLike, /) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self, timeout: float | None = None) -> None: ...
     def elapsed_time(self, other: Event, /) -> float: ...
-    def wait(self, stream: _StreamLike, /) -> None: ...
+    def wait(self, stream: StreamLike, /) -> None: ...
 
 @final
 class Transfer:
@@ -148,8 +159,8 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None: ...
     def result(self, timeout: float | None = None) -> None: ...
     def cancel(self) -> bool: ...
-    def make_wait(self, stream: _StreamLike, /) -> None: ...
-    def make_wait_layer(self, layer: int, stream: _StreamLike) -> None: ...
+    def make_wait(self, stream: StreamLike, /) -> None: ...
+    def make_wait_layer(self, layer: int, stream: StreamLike) -> None: ...
     def layer_done(self, layer: int, /) -> bool: ...
     @property
     def event(self) -> Event: ...
@@ -182,8 +193,8 @@ class Transfer:
 class Pool:
     def __new__(
         cls,
-        device: Device | str | None,
-        ptr: _Address,
+        device: DeviceLike | None,
+        ptr: Address,
         num_blocks: int,
         block_nbytes: int,
         *,
@@ -216,7 +227,7 @@ class Pool:
 class OffloadMap:
     def __new__(
         cls,
-        device: Device | str | None,
+        device: DeviceLike | None,
         tensors: NDArray[Any],
         parts: NDArray[Any],
         num_groups: int,
@@ -228,16 +239,16 @@ class OffloadMap:
     ) -> OffloadMap: ...
     def submit(
         self,
-        gpu_blocks: _Ids,
-        chunks: _Ids,
-        group_sizes: _Ids,
-        block_indices: _Ids,
-        direction: int,
+        gpu_blocks: Ids,
+        chunks: Ids,
+        group_sizes: Ids,
+        block_indices: Ids,
+        direction: DirectionLike,
         *,
-        stream: _StreamLike | None = None,
-        after: _After | Iterable[_After] = (),
-        path: _Path = "auto",
-        priority: _Priority | None = None,
+        stream: StreamLike | None = None,
+        after: After = (),
+        path: Path = "auto",
+        priority: Priority | None = None,
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
         first: int = 0,
@@ -274,10 +285,10 @@ class FileStore:
     def __new__(
         cls,
         directory: str | bytes | PathLike[str] | PathLike[bytes],
-        layout: _FileLayout,
+        layout: LayoutLike,
         *,
         capacity: int | None = None,
-        device: Device | str | None = None,
+        device: DeviceLike | None = None,
         durability: Literal["none", "flush", "fsync"] = "none",
         engine: Literal["auto", "threads", "io_uring"] = "auto",
         depth: int | None = None,
@@ -289,149 +300,147 @@ class FileStore:
         gds: Literal["auto", "compat", "off"] = "auto",
     ) -> FileStore: ...
     @property
-    def info(self) -> dict[str, Any]: ...
+    def info(self) -> FileInfo: ...
     @property
     def block_nbytes(self) -> int: ...
     def store(
         self,
-        keys: _Keys,
-        blocks: _Blocks,
-        ids: _Ids | None = None,
+        keys: Keys,
+        blocks: Blocks,
+        ids: Ids | None = None,
         *,
-        after: _After | Iterable[_After] = (),
+        after: After = (),
         replace: bool = True,
     ) -> FileTransfer: ...
-    def load(
-        self, keys: _Keys, blocks: _Blocks, ids: _Ids | None = None, *, after: _After | Iterable[_After] = ()
-    ) -> FileTransfer: ...
-    def delete(self, keys: _Keys, /) -> FileTransfer: ...
-    def contains(self, keys: _Keys, /) -> list[bool]: ...
-    def pin(self, keys: _Keys, /) -> None: ...
-    def unpin(self, keys: _Keys, /) -> None: ...
-    def touch(self, keys: _Keys, /) -> None: ...
+    def load(self, keys: Keys, blocks: Blocks, ids: Ids | None = None, *, after: After = ()) -> FileTransfer: ...
+    def delete(self, keys: Keys, /) -> FileTransfer: ...
+    def contains(self, keys: Keys, /) -> list[bool]: ...
+    def pin(self, keys: Keys, /) -> None: ...
+    def unpin(self, keys: Keys, /) -> None: ...
+    def touch(self, keys: Keys, /) -> None: ...
     def keys(self) -> list[bytes]: ...
     def refresh(self) -> None: ...
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> FileStats: ...
     def close(self, timeout: float | None = 60.0) -> None: ...
     def __enter__(self) -> FileStore: ...
     def __exit__(self, *args: object) -> None: ...
     def _set_fault(self, call: str, action: str, nth: int, every: int, code: int, delay: float, /) -> None: ...
 
 def swap_blocks_batch(
-    src_ptrs: _Addresses,
-    dst_ptrs: _Addresses,
-    sizes: _Sizes,
+    src_ptrs: Addresses,
+    dst_ptrs: Addresses,
+    sizes: Sizes,
     *,
-    stream: _StreamLike | None = None,
-    after: _After | Iterable[_After] = (),
-    device: Device | str | None = None,
-    path: _Path = "auto",
-    priority: _Priority | None = None,
+    stream: StreamLike | None = None,
+    after: After = (),
+    device: DeviceLike | None = None,
+    path: Path = "auto",
+    priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> Transfer: ...
 def swap_cache_per_layer(
-    gpu_ptr: _Address,
-    cpu_ptr: _Address,
+    gpu_ptr: Address,
+    cpu_ptr: Address,
     block_nbytes: int,
     num_gpu_blocks: int,
     num_cpu_blocks: int,
-    gpu_block_ids: _Ids,
-    cpu_block_ids: _Ids,
-    direction: int,
+    gpu_block_ids: Ids,
+    cpu_block_ids: Ids,
+    direction: DirectionLike,
     *,
     gpu_stride: int | None = None,
     cpu_stride: int | None = None,
-    stream: _StreamLike | None = None,
-    after: _After | Iterable[_After] = (),
-    device: Device | str | None = None,
-    path: _Path = "auto",
-    priority: _Priority | None = None,
+    stream: StreamLike | None = None,
+    after: After = (),
+    device: DeviceLike | None = None,
+    path: Path = "auto",
+    priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> None: ...
 def swap_cache_per_layer_async(
-    gpu_ptr: _Address,
-    cpu_ptr: _Address,
+    gpu_ptr: Address,
+    cpu_ptr: Address,
     block_nbytes: int,
     num_gpu_blocks: int,
     num_cpu_blocks: int,
-    gpu_block_ids: _Ids,
-    cpu_block_ids: _Ids,
-    direction: int,
+    gpu_block_ids: Ids,
+    cpu_block_ids: Ids,
+    direction: DirectionLike,
     *,
     gpu_stride: int | None = None,
     cpu_stride: int | None = None,
-    stream: _StreamLike | None = None,
-    after: _After | Iterable[_After] = (),
-    device: Device | str | None = None,
-    path: _Path = "auto",
-    priority: _Priority | None = None,
+    stream: StreamLike | None = None,
+    after: After = (),
+    device: DeviceLike | None = None,
+    path: Path = "auto",
+    priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> Transfer: ...
 def swap_cache_all_layers(
-    gpu_ptrs: _Addresses,
-    cpu_ptrs: _Addresses,
-    block_nbytes: _Sizes,
-    num_gpu_blocks: _Sizes,
-    num_cpu_blocks: _Sizes,
-    gpu_block_ids: _Ids,
-    cpu_block_ids: _Ids,
-    direction: int,
+    gpu_ptrs: Addresses,
+    cpu_ptrs: Addresses,
+    block_nbytes: Sizes,
+    num_gpu_blocks: Sizes,
+    num_cpu_blocks: Sizes,
+    gpu_block_ids: Ids,
+    cpu_block_ids: Ids,
+    direction: DirectionLike,
     *,
-    gpu_stride: _Sizes | None = None,
-    cpu_stride: _Sizes | None = None,
-    stream: _StreamLike | None = None,
-    after: _After | Iterable[_After] = (),
-    device: Device | str | None = None,
-    path: _Path = "auto",
-    priority: _Priority | None = None,
+    gpu_stride: Sizes | None = None,
+    cpu_stride: Sizes | None = None,
+    stream: StreamLike | None = None,
+    after: After = (),
+    device: DeviceLike | None = None,
+    path: Path = "auto",
+    priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> None: ...
 def swap_cache_all_layers_async(
-    gpu_ptrs: _Addresses,
-    cpu_ptrs: _Addresses,
-    block_nbytes: _Sizes,
-    num_gpu_blocks: _Sizes,
-    num_cpu_blocks: _Sizes,
-    gpu_block_ids: _Ids,
-    cpu_block_ids: _Ids,
-    direction: int,
+    gpu_ptrs: Addresses,
+    cpu_ptrs: Addresses,
+    block_nbytes: Sizes,
+    num_gpu_blocks: Sizes,
+    num_cpu_blocks: Sizes,
+    gpu_block_ids: Ids,
+    cpu_block_ids: Ids,
+    direction: DirectionLike,
     *,
-    gpu_stride: _Sizes | None = None,
-    cpu_stride: _Sizes | None = None,
-    stream: _StreamLike | None = None,
-    after: _After | Iterable[_After] = (),
-    device: Device | str | None = None,
-    path: _Path = "auto",
-    priority: _Priority | None = None,
+    gpu_stride: Sizes | None = None,
+    cpu_stride: Sizes | None = None,
+    stream: StreamLike | None = None,
+    after: After = (),
+    device: DeviceLike | None = None,
+    path: Path = "auto",
+    priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
     layer_events: bool = False,
-    after_layers: _AfterLayers | None = None,
+    after_layers: Sequence[AfterItem | None] | None = None,
 ) -> Transfer: ...
 def move_blocks(
     src: Pool | Sequence[Pool],
     dst: Pool | Sequence[Pool],
-    src_ids: _Ids,
-    dst_ids: _Ids,
+    src_ids: Ids,
+    dst_ids: Ids,
     *,
-    parts: _Parts | None = None,
+    parts: NDArray[np.integer[Any]] | Sequence[Sequence[int]] | None = None,
     layer_events: bool = False,
-    after_layers: _AfterLayers | None = None,
-    stream: _StreamLike | None = None,
-    after: _After | Iterable[_After] = (),
-    path: _Path = "auto",
-    priority: _Priority | None = None,
+    after_layers: Sequence[AfterItem | None] | None = None,
+    stream: StreamLike | None = None,
+    after: After = (),
+    path: Path = "auto",
+    priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
 ) -> Transfer: ...
 def note_access(
-    stream: _StreamLike, pool: Pool, slots: _Ids, write: bool, *, offset: int = 0, nbytes: int | None = None
+    stream: StreamLike, pool: Pool, slots: Ids, write: bool, *, offset: int = 0, nbytes: int | None = None
 ) -> None: ...
-def note_order(before: _After, after: _StreamLike | None, *, device: Device | str | None = None) -> None: ...
+def note_order(before: AfterItem, after: StreamLike | None, *, device: DeviceLike | None = None) -> None: ...
 
 # kvswap.memory
 
@@ -449,7 +458,7 @@ class HostPool:
         slot_nbytes: int,
         *,
         max_blocks: int | None = None,
-        device: Device | str | None = None,
+        device: DeviceLike | None = None,
         layers: int = 1,
         layout: _Layout = "block-first",
         pages: _Pages = "default",
@@ -503,7 +512,7 @@ class HostPool:
     def layer(self, layer: int) -> NDArray[np.uint8]: ...
     def torch(self, layer: int, dtype: Any = None, shape: Sequence[int] | None = None) -> Any: ...
     def layer_ptrs(self) -> NDArray[np.uint64]: ...
-    def pool(self, *, name: str | None = None, device: Device | str | None = None) -> Pool: ...
+    def pool(self, *, name: str | None = None, device: DeviceLike | None = None) -> Pool: ...
     def close(self, timeout: float | None = 60, *, force: bool = False) -> None: ...
     def __enter__(self) -> HostPool: ...
     def __exit__(self, *error: object) -> None: ...
@@ -522,7 +531,7 @@ class SharedPool:
         *,
         create: bool | None = True,
         generation: int | None = None,
-        device: Device | str | None = None,
+        device: DeviceLike | None = None,
         layers: int = 1,
         layout: _Layout = "block-first",
         pages: _Pages = "default",
@@ -579,16 +588,16 @@ class SharedPool:
     def ready(self, block: int, /) -> bool: ...
     def wait(self, timeout: float | None = None) -> None: ...
     def cancel(self) -> None: ...
-    def claim(self, blocks: _Ids, /) -> NDArray[np.bool_]: ...
-    def publish(self, blocks: _Ids, /) -> None: ...
-    def retract(self, blocks: _Ids, /) -> None: ...
-    def published(self, blocks: _Ids, /) -> NDArray[np.bool_]: ...
-    def wait_ready(self, blocks: _Ids, timeout: float | None = None) -> None: ...
+    def claim(self, blocks: Ids, /) -> NDArray[np.bool_]: ...
+    def publish(self, blocks: Ids, /) -> None: ...
+    def retract(self, blocks: Ids, /) -> None: ...
+    def published(self, blocks: Ids, /) -> NDArray[np.bool_]: ...
+    def wait_ready(self, blocks: Ids, timeout: float | None = None) -> None: ...
     def unlink(self) -> None: ...
     def layer(self, layer: int) -> NDArray[np.uint8]: ...
     def torch(self, layer: int, dtype: Any = None, shape: Sequence[int] | None = None) -> Any: ...
     def layer_ptrs(self) -> NDArray[np.uint64]: ...
-    def pool(self, *, name: str | None = None, device: Device | str | None = None) -> Pool: ...
+    def pool(self, *, name: str | None = None, device: DeviceLike | None = None) -> Pool: ...
     def close(self, timeout: float | None = 60, *, force: bool = False) -> None: ...
     def __enter__(self) -> SharedPool: ...
     def __exit__(self, *error: object) -> None: ...
@@ -597,10 +606,10 @@ class SharedPool:
         def __release_buffer__(self, buffer: memoryview, /) -> None: ...
 
 def clean() -> list[str]: ...
-def host_alloc(nbytes: int, *, device: Device | str | None = None) -> int: ...
-def host_free(ptr: _Address, *, timeout: float | None = 60.0) -> None: ...
-def host_register(ptr: _Address, nbytes: int, *, device: Device | str | None = None) -> None: ...
-def host_unregister(ptr: _Address, *, timeout: float | None = 60.0) -> None: ...
+def host_alloc(nbytes: int, *, device: DeviceLike | None = None) -> int: ...
+def host_free(ptr: Address, *, timeout: float | None = 60.0) -> None: ...
+def host_register(ptr: Address, nbytes: int, *, device: DeviceLike | None = None) -> None: ...
+def host_unregister(ptr: Address, *, timeout: float | None = 60.0) -> None: ...
 
 # Underscored: for kvswap's own modules (kvswap.testing, kvswap.replay, kvswap.devices).
 
@@ -619,14 +628,14 @@ def _pattern(
     ptrs: NDArray[np.uint64] | NDArray[np.int64],
     nbytes: NDArray[np.uint64] | NDArray[np.int64],
     keys: NDArray[np.uint64],
-    stream: _StreamLike,
+    stream: StreamLike,
 ) -> _PatternJob: ...
 def _pattern_word(key: int, index: int) -> int: ...
-def _delay(device: Device, seconds: float, stream: _StreamLike) -> None: ...
+def _delay(device: Device, seconds: float, stream: StreamLike) -> None: ...
 def _deterministic_device(seed: int) -> Device: ...
 def _host_step(device: Device, steps: int) -> int: ...
 def _host_trace(device: Device, /) -> int: ...
-def _host_capture(device: Device, stream: _StreamLike, begin: bool) -> None: ...
+def _host_capture(device: Device, stream: StreamLike, begin: bool) -> None: ...
 def _host_peer(device: Device, ordinal: int, reached: bool) -> None: ...
 def _set_fault(
     device: Device,
@@ -646,8 +655,8 @@ def _racecheck_found() -> int: ...
 def _racecheck_take() -> list[_Race]: ...
 def _set_lane_depth(device: Device, depth: int) -> None: ...
 def _cuda_count() -> tuple[int, str]: ...
-def _cuda_info(ordinal: int) -> dict[str, Any]: ...
-def _fatbin() -> dict[str, Any]: ...
+def _cuda_info(ordinal: int) -> CudaInfo: ...
+def _fatbin() -> BuildInfo: ...
 def _shutdown(timeout: float) -> None: ...
 
 class _ExportFields(TypedDict):
@@ -667,21 +676,21 @@ class _ExportFields(TypedDict):
     pitch: int
 
 def _ipc_export(
-    source: _Address | Pool,
+    source: Address | Pool,
     *,
-    device: Device | str | None = None,
+    device: DeviceLike | None = None,
     nbytes: int | None = None,
     dtype: str = "",
     shape: Sequence[int] = (),
     generation: int = 0,
 ) -> tuple[bytes, object | None]: ...
 def _ipc_stop(server: object, /) -> None: ...
-def _ipc_read(data: Any, /) -> _ExportFields: ...
-def _ipc_handle(data: Any, /) -> bytes: ...
-def _ipc_of_handle(handle: Any, device: Device | str, nbytes: int) -> bytes: ...
-def _ipc_open(data: Any, *, device: Device | str | None = None, generation: int | None = None) -> Mapped: ...
+def _ipc_read(data: BufferLike, /) -> _ExportFields: ...
+def _ipc_handle(data: BufferLike, /) -> bytes: ...
+def _ipc_of_handle(handle: BufferLike, device: DeviceLike, nbytes: int) -> bytes: ...
+def _ipc_open(data: BufferLike, *, device: DeviceLike | None = None, generation: int | None = None) -> Mapped: ...
 def _ipc_export_event(event: Event, /) -> bytes: ...
-def _ipc_open_event(data: Any, *, device: Device | str | None = None) -> Event: ...
+def _ipc_open_event(data: BufferLike, *, device: DeviceLike | None = None) -> Event: ...
 
 class _PathCost(TypedDict):
     start: float
@@ -715,7 +724,7 @@ def _costs_use(device: Device, costs: _Costs | None) -> None: ...
 def _costs_path(what: str, /) -> str: ...
 def _costs_predict(
     costs: _Costs | None,
-    path: _Path,
+    path: Path,
     direction: Literal["d2h", "h2d"],
     nbytes: int,
     *,

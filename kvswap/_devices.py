@@ -1,12 +1,21 @@
 """The devices of this machine. Not called `devices`: a submodule of that name would hide ``kvswap.devices()``."""
 
+from __future__ import annotations
+
+import glob
+import logging
 import os
 import platform
 import re
-from dataclasses import dataclass
-from typing import Any
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvswap import _C
+
+if TYPE_CHECKING:
+    from kvswap.typing import CudaInfo
 
 
 @dataclass(frozen=True)
@@ -16,7 +25,7 @@ class DeviceInfo:
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
     GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.
     driver: the CUDA version it is for. paths: "dma", "strided", "burst", "kernel" and "direct", each "on", or
-    why not.
+    why not. missing: what a GPU lacks for full speed, with the cost and the cure.
     """
 
     name: str  # what kvswap.Device takes: "cuda:0", "host:0"
@@ -29,6 +38,7 @@ class DeviceInfo:
     link: str  # "32.0 GT/s PCIe x16", the most that the link can do; empty where it is not known
     driver: str  # the CUDA version that the driver is for, "13.0"; empty on a host device
     paths: dict[str, str]  # "dma", "strided", "burst", "kernel", "direct"
+    missing: list[str] = field(default_factory=list)  # what it lacks for full speed, what that costs, and the cure
 
 
 def devices() -> list[DeviceInfo]:
@@ -52,7 +62,7 @@ def _cuda(ordinal: int) -> DeviceInfo:
         copy_engines=info["copy_engines"],
         pci=info["pci"],
         link=_link(info["pci"]),
-        driver=f"{info['driver'] // 1000}.{info['driver'] % 1000 // 10}",
+        driver=_version(info["driver"]),
         paths={
             "dma": "on",
             "strided": _disabled("strided") or "on",
@@ -60,7 +70,88 @@ def _cuda(ordinal: int) -> DeviceInfo:
             "kernel": _kernel_path(info),
             "direct": "only host devices copy by threads",
         },
+        missing=missing(info, opened=False),
     )
+
+
+# -- what a GPU lacks -------------------------------------------------------------------------------------------------
+
+_WITHOUT_KERNELS = (
+    "paths 'burst' and 'kernel' are off, and 'dma' and 'strided' are left: blocks below 64 KiB in separate tensors "
+    "move at a fifth to a third of the speed (8 KiB on one H200: 10 to 20 GB/s instead of 51 to 55)"
+)
+_BUILD_KERNELS = (
+    "build kvswap where the CUDA toolkit is installed, or with KVSWAP_NVCC=index, which takes nvcc from the package "
+    "index; KVSWAP_CUDA=require makes a build without kernels fail"
+)
+_WITHOUT_BATCHES = (
+    "each copy of paths 'dma' and 'strided' is one call, which takes the caller 2 to 4 us instead of 0.3 (one H200)"
+)
+
+
+def missing(info: CudaInfo, *, opened: bool) -> list[str]:
+    """What this GPU lacks for full speed: of each thing the reason, what is left, what it costs and the cure.
+
+    info: of the open device, or of _C._cuda_info() with opened False. What the user has disabled is not missing.
+    """
+    found = []
+    reason = info["kernels_note"] if opened else _kernel_path(info)
+    if not (info["kernels"] if opened else reason in ("on", _disabled("kernel"))):
+        found.append(f"no kernels ({reason}): {_WITHOUT_KERNELS}. Cure: {_cure(info, reason)}.")
+    if not info["batch"]:
+        found.append(
+            f"no batched copies (its driver is for CUDA {_version(info['driver'])}, they came with 12.8): "
+            f"{_WITHOUT_BATCHES}. Cure: a driver of branch 570 or newer."
+        )
+    return found
+
+
+def _cure(info: CudaInfo, reason: str) -> str:
+    archs = _C._fatbin()["archs"]
+    if not archs:
+        return _BUILD_KERNELS
+    if "NO_BINARY" in reason or reason.startswith("built for"):
+        return f"build kvswap with an nvcc that compiles for sm_{info['cc_major']}{info['cc_minor']}"
+    return (
+        f"update the driver, which is for CUDA {_version(info['driver'])}, or build kvswap with an nvcc of CUDA "
+        f"{_version(info['driver'])} or older"
+    )
+
+
+def warn_missing(name: str, info: CudaInfo) -> None:
+    """Called once a process and GPU, when it is opened: a RuntimeWarning at the first caller outside kvswap."""
+    if found := missing(info, opened=True):
+        warnings.warn(f"{name} has {' It has '.join(found)}", RuntimeWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """warnings.warn()'s stacklevel for the function that calls this one."""
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def log_build() -> None:
+    """Called when an engine's module is imported: once a process, log that there is a GPU and no kernel for it.
+
+    Looks at files alone: loading the driver here would break engines that fork later.
+    """
+    global _build_logged
+    if _build_logged or _C._fatbin()["archs"] or not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg")):
+        return
+    _build_logged = True
+    logging.getLogger("kvswap").warning(
+        "this machine has a GPU, and kvswap was built without nvcc: %s. Cure: %s.", _WITHOUT_KERNELS, _BUILD_KERNELS
+    )
+
+
+_build_logged = False
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _host() -> DeviceInfo:
@@ -89,7 +180,7 @@ def _disabled(path: str) -> str:
     return "KVSWAP_DISABLE names it" if path in names else ""
 
 
-def _kernel_path(info: dict[str, Any]) -> str:
+def _kernel_path(info: CudaInfo) -> str:
     archs = _C._fatbin()["archs"]
     if not archs:
         return "built without nvcc"

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from dataclasses import asdict, dataclass
-from typing import Any
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvswap import _C
-from kvswap._devices import DeviceInfo, devices
+from kvswap._devices import DeviceInfo, devices, missing
 from kvswap.files import FileStore, Layout
 from kvswap.replay.units import format_size
+
+if TYPE_CHECKING:
+    from kvswap.typing import BuildInfo
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Opened:
 
     info: dict[str, Any]
     error: str | None = None
+    missing: list[str] = field(default_factory=list)  # what it lacks for full speed
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Report:
     python: str
     numpy: str
     system: str
-    build: dict[str, Any]
+    build: BuildInfo
     cuda_note: str  # why there are no CUDA devices; empty if there are
     devices: list[DeviceInfo]
     opened: dict[str, Opened]  # by name
@@ -101,7 +106,10 @@ def _gds() -> str:
 
 def _open(name: str) -> Opened:
     try:
-        return Opened(dict(_C.Device(name).info))
+        with warnings.catch_warnings():  # the report says the same
+            warnings.simplefilter("ignore", RuntimeWarning)
+            device = _C.Device(name)
+        return Opened(dict(device.info), missing=missing(device.info, opened=True) if device.kind == "cuda" else [])
     except (_C.Error, ValueError) as error:  # ValueError: of what the environment says
         return Opened({}, str(error))
 
@@ -113,6 +121,7 @@ def _facts(device: DeviceInfo) -> list[str]:
         facts += [device.link] if device.link else []
         facts.append(f"driver for CUDA {device.driver}")
     lines = [f"{device.name:<8} {', '.join(facts)}"]
+    lines += [f"         has {text}" for text in device.missing]
     return lines + [f"         path {path:<7} {_state(state)}" for path, state in device.paths.items()]
 
 
@@ -127,6 +136,7 @@ def _opened(opened: Opened | None) -> list[str]:
         return [f"         does not open: {opened.error}"]
     info = opened.info
     return [
+        *(f"         has {text}" for text in opened.missing),
         f"         opened; kernels {'loaded' if info['kernels'] else 'off'}: {info['kernels_note']}",
         f"         bursts {info['burst']}; they take {format_size(info['slots_nbytes'])} of its memory",
         f"         auto goes by figures that are {info['costs']}"

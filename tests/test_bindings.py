@@ -125,7 +125,7 @@ def test_nothing_to_move_is_a_transfer() -> None:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.bool_, np.uint8, np.int16, np.uint32, np.uint64, object])
+@pytest.mark.parametrize("dtype", [np.float64, np.bool_, np.complex128, object])
 def test_other_dtypes_of_ids_are_refused(dtype: Any) -> None:
     with pytest.raises(TypeError, match=rf"gpu_block_ids must be int32 or int64, not {np.dtype(dtype)}"):
         swap(cache(), cache(), np.zeros(1, dtype), [0])
@@ -133,7 +133,9 @@ def test_other_dtypes_of_ids_are_refused(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint32, np.bool_, np.uint8])
 def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"src_ptrs must be int64 or uint64, not"):
+    with pytest.raises(
+        TypeError, match=r"src_ptrs is one tensor \([a-z0-9]+, shape \(1,\)\): must be a list of tensors"
+    ):
         kvswap.swap_blocks_batch(np.zeros(1, dtype), [0], 4, device="host:0")
 
 
@@ -162,23 +164,24 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         ({"cpu_stride": 512}, ValueError, "cpu_ptr is a tensor of 4096 bytes, but 16 blocks of 256 .* need 7936"),
         ({"cpu_stride": 2**63}, ValueError, "cpu_ptr is a tensor of 4096 bytes"),
         ({"cpu_stride": -256}, ValueError, "cpu_stride is -256"),
-        ({"direction": 2}, ValueError, r"direction is 2: must be 0 \(D2H\) or 1 \(H2D\)"),
+        ({"direction": 2}, ValueError, r'direction is 2: must be 0 \("D2H"'),
         ({"direction": True}, ValueError, "direction is True"),
-        ({"direction": "H2D"}, ValueError, "direction is 'H2D'"),
+        ({"direction": "HD"}, ValueError, "direction is 'HD'"),
         ({"direction": 2**70}, ValueError, "direction is 1180591620717411303424"),
         (
             {"path": "ring"},
             ValueError,
             "path is 'ring': must be one of 'auto', 'dma', 'strided', 'burst', 'kernel', 'direct'",
         ),
-        ({"path": None}, TypeError, "path must be a str, not NoneType"),
+        ({"path": None}, TypeError, "path must be a str, one of .* not NoneType"),
         ({"priority": "low"}, ValueError, "priority is 'low'"),
         ({"max_ctas": 0}, ValueError, "max_ctas is 0"),
         ({"max_ctas": 2**40}, ValueError, "max_ctas"),
         ({"pace_gbps": 0}, ValueError, "pace_gbps is 0"),
         ({"pace_gbps": float("nan")}, ValueError, "pace_gbps is nan"),
         ({"pace_gbps": "fast"}, TypeError, "pace_gbps must be a number, not str"),
-        ({"device": 3}, TypeError, "device must be a Device, a name"),
+        ({"device": 3.0}, TypeError, "device must be a Device, a name"),
+        ({"device": True}, TypeError, "device must be a Device, a name"),
         ({"device": "gpu"}, ValueError, "gpu"),
         ({"stream": "x"}, TypeError, "stream must be a stream"),
         ({"stream": -1}, ValueError, "stream is -1"),
@@ -239,9 +242,9 @@ def test_wrong_lists_of_tensors() -> None:
         call(cpu_stride=[2 * NBYTES, NBYTES])
     with pytest.raises(TypeError, match=r"gpu_ptrs\[1\] must be an address or a tensor"):
         call(gpu=[gpu[0], None])
-    with pytest.raises(TypeError, match="gpu_ptrs must be int64 or uint64, not uint8"):
+    with pytest.raises(TypeError, match="gpu_ptrs is one tensor"):
         call(gpu=gpu[0].reshape(-1))
-    with pytest.raises(TypeError, match="gpu_ptrs must be an int64 or uint64 array or a sequence, not int"):
+    with pytest.raises(TypeError, match=r"gpu_ptrs must be a list of tensors or addresses, .* not int"):
         call(gpu=5)
     with pytest.raises(ValueError, match="sizes has 2 items, but src_ptrs has 1"):
         kvswap.swap_blocks_batch(gpu[:1], cpu[:1], [1, 2], device="host:0")
@@ -524,7 +527,7 @@ def test_tensors_that_lie() -> None:
         def data_ptr(self) -> int:
             raise RuntimeError("no storage")
 
-    with pytest.raises(RuntimeError, match="no storage"):
+    with pytest.raises(ValueError, match=r"without one address .no storage."):
         swap(Raises(), cache())
     for change in ({"data": None}, {"data": (1,)}):
         with pytest.raises(TypeError, match="must be an address or a tensor"):
@@ -890,7 +893,7 @@ def test_devices_by_name() -> None:
     assert device == kvswap.Device(name="host:0") and hash(device) == hash(kvswap.Device("host:0"))
     assert device != kvswap.Device("host:1") and device != object()
     assert device.info["kernels"] is True
-    for name, error in (("", ValueError), ("gpu:0", ValueError), ("cuda:x", ValueError), (3, TypeError)):
+    for name, error in (("", ValueError), ("gpu:0", ValueError), ("cuda:x", ValueError), (3.0, TypeError)):
         with pytest.raises(error):
             kvswap.Device(name)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cannot create"):

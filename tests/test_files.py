@@ -1078,7 +1078,7 @@ def test_pinned_blocks_stay(tmp_path: Path) -> None:
     assert full.failed_blocks.tolist() == [0, 1]
     rig.put(keys[:5], data[11:16])  # in their places
     np.testing.assert_array_equal(rig.get(keys[:5]), data[11:16])
-    with pytest.raises(kvswap.Error, match=r"keys\[1\] is not there: nothing was pinned"):
+    with pytest.raises(kvswap.Error, match=r"keys\[1\] is not in the store: nothing was pinned"):
         rig.store.pin([keys[0], b"nobody"])
     with pytest.raises(ValueError, match=r"keys\[1\] is not pinned: nothing was unpinned"):
         rig.store.unpin([keys[0], keys[20]])
@@ -1433,7 +1433,7 @@ WRONG: dict[str, tuple[Callable[[Rig, Any], Any], type[Exception], str]] = {
     "depth": (lambda r, d: r.open(depth=257), ValueError, "depth is 257: must be 1 to 256"),
     "engine": (lambda r, d: r.open(engine="aio"), ValueError, "engine is 'aio': must be one of"),
     "durability": (lambda r, d: r.open(durability="sync"), ValueError, "durability is 'sync'"),
-    "layout": (lambda r, d: FileStore(r.folder, "m", capacity=1), AttributeError, "block_nbytes"),
+    "layout": (lambda r, d: FileStore(r.folder, "m", capacity=1), TypeError, "layout must be"),
     "layout's fields": (lambda r, d: Layout(1, x=object()), ValueError, "must be what JSON can hold"),
     "layout's size": (lambda r, d: Layout(1, x="x" * 4000), ValueError, "at most 3072"),
     "no bytes": (lambda r, d: Layout(0), ValueError, "block_nbytes is 0"),

@@ -251,6 +251,7 @@ TABLE: Rows = {
     "DeviceInfo": lambda t: [repr(info) for info in kvswap.devices()],
     "Error": lambda t: t.wrong(lambda: t.device.unregister(0x99999)),
     "DeviceError": lambda t: t.failed.error,
+    "MissingKey": lambda t: str(kvswap.MissingKey("missing")),
     "QueueFull": lambda t: str(kvswap.QueueFull("full")),
     "Device": lambda t: (
         kvswap.Device(t.device.name),

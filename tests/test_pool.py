@@ -219,7 +219,7 @@ def test_default_device() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
-        (TypeError, "device must be a Device", {"device": 5}),
+        (TypeError, "device must be a Device", {"device": 5.0}),
         (ValueError, "x:0", {"device": "x:0"}),
         (TypeError, "ptr must be an address or a tensor", {"ptr": None}),
         (ValueError, "ptr is 0", {"ptr": 0}),
@@ -790,7 +790,7 @@ def test_orders_that_are_told(pair: tuple[Tier, Tier], device: kvswap.Device) ->
     with pytest.raises(TypeError, match="after must be a stream"):
         kvswap.note_order(stream, "x")
     with pytest.raises(TypeError, match="device must be a Device"):
-        kvswap.note_order(stream, stream, device=5)
+        kvswap.note_order(stream, stream, device=5.0)
     foreign = kvswap.Device("host:7")
     of = f"is of {device.name}, not of host:7"
     with pytest.raises(ValueError, match=f"before {of}"):

@@ -309,11 +309,23 @@ def test_the_types_say_where_they_are_found() -> None:
     for public in public_types():
         if public.__module__ == "kvswap":
             assert getattr(kvswap, public.__name__) is public
-    for name in ("Device", "Memory", "Stream", "Event", "Transfer", "Pool", "Error", "QueueFull", "DeviceError"):
+    for name in (
+        "Device",
+        "Memory",
+        "Stream",
+        "Event",
+        "Transfer",
+        "Pool",
+        "Error",
+        "QueueFull",
+        "MissingKey",
+        "DeviceError",
+    ):
         assert getattr(kvswap, name).__module__ == "kvswap", name
 
 
 def test_errors_have_one_base() -> None:
+    assert kvswap.MissingKey.__bases__ == (kvswap.Error, KeyError)
     assert issubclass(kvswap.QueueFull, kvswap.Error) and issubclass(kvswap.DeviceError, kvswap.Error)
     assert kvswap.Error.__bases__ == (Exception,)
     assert (kvswap.DeviceError.code, kvswap.DeviceError.operation) == (0, None)

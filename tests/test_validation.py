@@ -83,9 +83,7 @@ def test_an_int_that_is_no_int64(cache: Cache, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize(
-    "wrong", [np.array([0.0, 1.0]), np.array([0, 1], np.uint64), np.array([0, 1], np.int16), np.array([True, False])]
-)
+@pytest.mark.parametrize("wrong", [np.array([0.0, 1.0]), np.array([0, 1], np.complex64), np.array([True, False])])
 def test_ids_of_other_types(cache: Cache, name: str, wrong: Any) -> None:
     refused(cache, TypeError, rf"{name}.*int32 or int64.*{wrong.dtype}", with_ids(cache, name, wrong, 2))
 
@@ -180,7 +178,7 @@ def per_layer(cache: Cache, **changed: Any) -> Callable[[], Any]:
         ({"direction": 2}, ValueError, "direction.* 2.*0.*1"),
         ({"direction": -1}, ValueError, "direction.*-1"),
         ({"direction": True}, ValueError, "direction.*True"),
-        ({"direction": "D2H"}, ValueError, "direction.*D2H"),
+        ({"direction": "D2D"}, ValueError, "direction.*D2D"),
         ({"direction": None}, ValueError, "direction.*None"),
         ({"path": "warp"}, ValueError, "path.*warp.*auto.*dma.*kernel.*direct"),
         ({"path": 1}, TypeError, "path"),
@@ -199,7 +197,7 @@ def per_layer(cache: Cache, **changed: Any) -> Callable[[], Any]:
         ({"after": 3.5}, TypeError, "after.*float"),
         ({"after": [None]}, TypeError, r"after\[0\].*None"),
         ({"after": "x"}, TypeError, "after.*str"),
-        ({"device": 7}, TypeError, "device.*int"),
+        ({"device": 7.5}, TypeError, "device.*float"),
         ({"device": "tpu:0"}, ValueError, "device.*tpu:0.*cuda:0.*host:0"),
         ({"device": "host:x"}, ValueError, "host:x"),
         ({"colour": 1}, TypeError, "colour"),
@@ -323,7 +321,7 @@ def all_layers(cache: Cache, **changed: Any) -> Callable[[], Any]:
         ({"cpu_ptrs": np.array([4096])}, ValueError, "cpu_ptrs has 1 .*gpu_ptrs has 2"),
         ({"cpu_ptrs": np.array([1.0, 2.0])}, TypeError, "cpu_ptrs.*float64"),
         ({"cpu_ptrs": np.array([1, 2], np.int32)}, TypeError, "cpu_ptrs.*int32"),
-        ({"cpu_ptrs": np.array([[1, 2]])}, ValueError, "cpu_ptrs.*one-dimensional"),
+        ({"cpu_ptrs": np.array([[1, 2]])}, TypeError, "cpu_ptrs.*one-dimensional"),
         ({"cpu_ptrs": 5}, TypeError, "cpu_ptrs.*int"),
         ({"cpu_ptrs": "ab"}, TypeError, "cpu_ptrs.*str"),
         ({"cpu_ptrs": [4096, None]}, TypeError, r"cpu_ptrs\[1\].*None"),
@@ -548,7 +546,7 @@ def test_host_memory_where_gpu_memory_belongs(cache: Cache) -> None:
         (lambda d: kvswap.Stream(d, priority="top"), ValueError, "priority.*top"),
         (lambda d: kvswap.Event(d).record(None), TypeError, "stream.*None"),
         (lambda d: kvswap.Event(d).elapsed_time(3), TypeError, "other.*int"),
-        (lambda d: kvswap.Device(3), TypeError, "name.*int"),
+        (lambda d: kvswap.Device(3.0), TypeError, "device.*float"),
         (lambda d: kvswap.Device("host:99999"), ValueError, "host:99999"),
         (lambda d: kvswap.Device(""), ValueError, "device ''"),
         (lambda d: kvswap.Device("cuda:4000"), kvswap.Error, "."),

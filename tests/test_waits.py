@@ -65,8 +65,8 @@ THREAD = "joins a thread, which wakes at once"
 QUICK = {
     "calibration.c:costs_read": FILES,
     "calibration.c:costs_write": FILES,
-    "device.c:open_engine": OPENS,
-    "device.c:cuda_count": OPENS,
+    "open.c:open_engine": OPENS,
+    "open.c:cuda_count": OPENS,
     "device.c:device_set_compute_stream": QUEUES,
     "device.c:device_register": QUEUES,
     "device_facts.c:kvs_py_device_stats": QUEUES,

@@ -215,8 +215,11 @@ static int parse_name(const char *name, bool *cuda, int *ordinal, struct kvs_err
   *cuda = kind == 4 && strncmp(name, "cuda", 4) == 0;
   bool host = kind == 4 && strncmp(name, "host", 4) == 0;
   if ((!*cuda && !host) || (colon && (end == colon + 1 || *end || colon[1] < '0' || colon[1] > '9')) || number > 4095)
-    return kvs_fail(err, KVS_INVALID, "device '%.40s' is not known; devices are called cuda:0, cuda:1, ... and host:0",
-                    name);
+    return kvs_fail(
+        err, KVS_INVALID,
+        "device '%.40s' is not known; devices are called cuda:0, cuda:1, ... (GPUs) and host:0 to host:4095 (this "
+        "machine's memory and threads)",
+        name);
   *ordinal = (int)number;
   return KVS_OK;
 }

@@ -210,8 +210,7 @@ static int open_state(struct kvs_file_store *store, struct kvs_error *err) {
   int flags = readonly ? O_RDONLY : O_RDWR | O_CREAT;
   int code = kvs_file_openat(&store->faults, store->folder, store_name, flags, &store->state);
   if (code == ENOENT && readonly)
-    return kvs_fail(err, KVS_MISSING, "%.200s is no store: there is no %s in it", store->settings.directory,
-                    store_name);
+    return kvs_fail(err, KVS_FILE, "%.200s is no store: there is no %s in it", store->settings.directory, store_name);
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", store->settings.directory, store_name);
   int status = refuse_writable_by_others(store, store->state, store_name, err);
   if (status) return status;
@@ -408,7 +407,7 @@ static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, s
   }
   free(numbers);
   if (found || status) return status;
-  return kvs_fail(err, KVS_MISSING, "%.200s is no store: neither %s nor a segment in it can be read",
+  return kvs_fail(err, KVS_FILE, "%.200s is no store: neither %s nor a segment in it can be read",
                   store->settings.directory, store_name);
 }
 

@@ -228,7 +228,7 @@ int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *their
   for (; !status && done < keys->count; begin = keys->ends[done++]) {
     struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[done] - begin);
     if (pin && (!entry || entry->slot == KVS_NO_SLOT))
-      status = kvs_fail(err, KVS_MISSING, "keys[%zu] is not there: nothing was pinned", done);
+      status = kvs_fail(err, KVS_MISSING, "keys[%zu] is not in the store: nothing was pinned", done);
     else if (!pin && (!entry || !entry->pins))
       status = kvs_fail(err, KVS_INVALID, "keys[%zu] is not pinned: nothing was unpinned", done);
     else

@@ -11,6 +11,41 @@ int kvs_py_hold(PyObject **hold, PyObject *object) {
   return PyList_Append(*hold, object);
 }
 
+int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index) {
+  PyObject *shape = PyObject_GetAttrString(object, "shape");
+  if (shape == NULL) PyErr_Clear();
+  kvs_py_complain(PyExc_ValueError, name, index,
+                  "is not contiguous (shape %S): to use its memory in place pass its address, data_ptr() or "
+                  ".ctypes.data, and a stride; a contiguous copy has other memory, so it serves as a source only",
+                  shape == NULL ? Py_None : shape);
+  Py_XDECREF(shape);
+  return -1;
+}
+
+/* A tensor without memory: on the meta device, or fake. Always -1. */
+static int no_memory(PyObject *object, const char *name, Py_ssize_t index) {
+  PyObject *device = PyObject_GetAttrString(object, "device");
+  if (device == NULL) PyErr_Clear();
+  kvs_py_complain(PyExc_ValueError, name, index,
+                  "is a tensor without memory (%s on device %S, address 0): allocate it on a real device first",
+                  Py_TYPE(object)->tp_name, device == NULL ? Py_None : device);
+  Py_XDECREF(device);
+  return -1;
+}
+
+/* data_ptr() raised: a sparse tensor, say. The message keeps the reason. Always -1. */
+static int no_address(PyObject *object, const char *name, Py_ssize_t index) {
+  PyObject *type, *value, *traceback;
+  if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
+  PyErr_Fetch(&type, &value, &traceback);
+  kvs_py_complain(PyExc_ValueError, name, index, "is a %s without one address (%S): must be a dense tensor",
+                  Py_TYPE(object)->tp_name, value == NULL ? Py_None : value);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
 /* Call object.method() without creating a bound method, which halves the time. 1, or 0 if there is no such method or it
  * raised AttributeError or TypeError: the caller's slow way then raises. */
 static int call_method(PyObject *object, PyObject *method, PyObject **value) {
@@ -79,13 +114,13 @@ static int from_data_ptr(struct kvs_py_state *state, PyObject *object, const cha
   } else if (has == 0) {
     has = number_of(object, state->s_data_ptr, name, index, &address->ptr);
   }
-  if (has <= 0) return has;
+  if (has < 0) return no_address(object, name, index);
+  if (has == 0) return 0;
   int contiguous = is_contiguous(state, object);
   if (contiguous < 0) return -1;
-  if (contiguous == 0)
-    return kvs_py_complain(PyExc_ValueError, name, index,
-                           "is not contiguous; for a strided layout pass its data_ptr()");
-  return size_of_tensor(state, object, name, index, &address->nbytes) < 0 ? -1 : 1;
+  if (contiguous == 0) return kvs_py_not_contiguous(object, name, index);
+  if (size_of_tensor(state, object, name, index, &address->nbytes) < 0) return -1;
+  return address->ptr == 0 && address->nbytes != 0 ? no_memory(object, name, index) : 1;
 }
 
 static int from_buffer(PyObject *object, const char *name, Py_ssize_t index, PyObject **keep,
@@ -95,8 +130,9 @@ static int from_buffer(PyObject *object, const char *name, Py_ssize_t index, PyO
   if (memory == NULL) return -1;
   const Py_buffer *buffer = PyMemoryView_GET_BUFFER(memory);
   if (!PyBuffer_IsContiguous(buffer, 'C')) {
+    kvs_py_not_contiguous(memory, name, index);
     Py_DECREF(memory);
-    return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+    return -1;
   }
   *address = (struct kvs_py_address){(uint64_t)(uintptr_t)buffer->buf, (uint64_t)buffer->len, buffer->readonly != 0};
   *keep = memory;
@@ -140,9 +176,10 @@ int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char
   Py_XDECREF(keep);
   if (has != 0) return rc;
   if (PyIndex_Check(object)) return kvs_py_uint64(object, name, index, &address->ptr);
+  bool list = PyList_Check(object) || PyTuple_Check(object);
   return kvs_py_complain(PyExc_TypeError, name, index,
-                         "must be an address or a tensor (data_ptr(), DLPack, array interface, buffer), not %s",
-                         Py_TYPE(object)->tp_name);
+                         "must be an address or a tensor (data_ptr(), DLPack, array interface, buffer), not %s%s",
+                         Py_TYPE(object)->tp_name, list ? ": this argument takes one, not several" : "");
 }
 
 /* Pointers and limits are the two halves of one array. */
@@ -180,8 +217,9 @@ int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *na
   PyObject *items = PyUnicode_Check(object) || !PySequence_Check(object) ? NULL : PySequence_Tuple(object);
   if (items == NULL && PyErr_Occurred()) return -1;
   if (items == NULL)
-    return kvs_py_complain(PyExc_TypeError, name, -1, "must be an int64 or uint64 array or a sequence, not %s",
-                           Py_TYPE(object)->tp_name);
+    return kvs_py_complain(PyExc_TypeError, name, -1,
+                           "must be a list of tensors or addresses, or an int64 or uint64 array, not %s%s",
+                           Py_TYPE(object)->tp_name, PyIndex_Check(object) ? ": pass [x] for one" : "");
   int rc = pointers_from_tuple(state, items, name, write, hold, list);
   Py_DECREF(items);
   return rc;

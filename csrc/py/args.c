@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <strings.h>
 
 const char *const kvs_py_priority_names[3] = {"normal", "high", "background"};
 
@@ -14,15 +15,34 @@ static int find_name(const struct kvs_py_args *spec, PyObject *key) {
   return -1;
 }
 
+/* An unknown keyword: name the nearest one, else all. Always -1. */
+static int unknown_keyword(const struct kvs_py_args *spec, PyObject *key) {
+  PyObject *names = PyList_New(0), *module = NULL, *close = NULL;
+  for (int i = 0; names != NULL && i < spec->total; ++i) {
+    PyObject *name = PyUnicode_FromString(spec->names[i]);
+    if (name == NULL || PyList_Append(names, name) < 0) Py_CLEAR(names);
+    Py_XDECREF(name);
+  }
+  if (names != NULL) module = PyImport_ImportModule("difflib");
+  if (module != NULL) close = PyObject_CallMethod(module, "get_close_matches", "OOi", key, names, 1);
+  if (close != NULL && PyList_GET_SIZE(close) == 1)
+    PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R: did you mean %R?", spec->function, key,
+                 PyList_GET_ITEM(close, 0));
+  else if (close != NULL)
+    PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R: it takes %R", spec->function, key,
+                 names);
+  Py_XDECREF(close);
+  Py_XDECREF(module);
+  Py_XDECREF(names);
+  return -1;
+}
+
 static int take_keywords(const struct kvs_py_args *spec, PyObject *const *args, PyObject *kwnames, PyObject **values) {
   Py_ssize_t count = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
   for (Py_ssize_t k = 0; k < count; ++k) {
     PyObject *key = PyTuple_GET_ITEM(kwnames, k);
     int at = find_name(spec, key);
-    if (at < 0) {
-      PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R", spec->function, key);
-      return -1;
-    }
+    if (at < 0) return unknown_keyword(spec, key);
     if (values[at] != NULL) {
       PyErr_Format(PyExc_TypeError, "%s() got multiple values for argument %R", spec->function, key);
       return -1;
@@ -72,7 +92,10 @@ static PyObject *exact_int(PyObject *value, const char *name, Py_ssize_t index) 
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
     PyErr_Clear();
   }
-  kvs_py_complain(PyExc_TypeError, name, index, "must be an int, not %s", Py_TYPE(value)->tp_name);
+  bool real = PyFloat_Check(value);
+  kvs_py_complain(PyExc_TypeError, name, index,
+                  real ? "must be an int, not %s (%R): pass int(x), or divide with //" : "must be an int, not %s",
+                  Py_TYPE(value)->tp_name, value);
   return NULL;
 }
 
@@ -102,15 +125,39 @@ int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t 
 }
 
 int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count) {
-  if (!PyUnicode_Check(value))
-    return kvs_py_complain(PyExc_TypeError, name, -1, "must be a str, not %s", Py_TYPE(value)->tp_name);
-  for (int i = 0; i < count; ++i)
+  bool text = PyUnicode_Check(value);
+  for (int i = 0; text && i < count; ++i)
     if (PyUnicode_CompareWithASCIIString(value, choices[i]) == 0) return i;
   char all[120] = "";
   int used = 0;
   for (int i = 0; i < count && used >= 0 && (size_t)used < sizeof all; ++i)
     used += snprintf(all + used, sizeof all - (size_t)used, "%s'%s'", i == 0 ? "" : ", ", choices[i]);
+  if (!text)
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be a str, one of %s, not %s", all, Py_TYPE(value)->tp_name);
   return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be one of %s", value, all);
+}
+
+/* "D2H", in any case. */
+static bool is_word(PyObject *value, const char *word) {
+  const char *text = PyUnicode_Check(value) ? PyUnicode_AsUTF8(value) : NULL;
+  if (text == NULL) PyErr_Clear();
+  return text != NULL && strcasecmp(text, word) == 0;
+}
+
+int kvs_py_direction(PyObject *value, int64_t *direction) {
+  if (!PyBool_Check(value) && PyIndex_Check(value)) {
+    if (kvs_py_int64(value, "direction", -1, direction) == 0) {
+      if (*direction == KVS_D2H || *direction == KVS_H2D) return 0;
+    } else if (!PyErr_ExceptionMatches(PyExc_ValueError)) {
+      return -1;
+    }
+    PyErr_Clear();
+  }
+  bool down = is_word(value, "D2H");
+  *direction = down ? KVS_D2H : KVS_H2D;
+  if (down || is_word(value, "H2D")) return 0;
+  return kvs_py_complain(PyExc_ValueError, "direction", -1,
+                         "is %R: must be 0 (\"D2H\", GPU to host) or 1 (\"H2D\", host to GPU)", value);
 }
 
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {

@@ -55,7 +55,7 @@ bool kvs_py_is_scalar(PyObject *object) { return PyArray_CheckScalar(object) && 
 
 int kvs_py_array_address(PyObject *object, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
   PyArrayObject *array = (PyArrayObject *)object;
-  if (!PyArray_IS_C_CONTIGUOUS(array)) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  if (!PyArray_IS_C_CONTIGUOUS(array)) return kvs_py_not_contiguous(object, name, index);
   if (PyDataType_REFCHK(PyArray_DESCR(array)))
     return kvs_py_complain(PyExc_TypeError, name, index, "holds Python objects: their bytes are not to be moved");
   address->ptr = (uint64_t)(uintptr_t)PyArray_DATA(array);
@@ -90,11 +90,55 @@ static int as_array(struct kvs_py_state *state, PyObject *object, PyArrayObject 
 }
 
 static int check_array(PyArrayObject *array, const char *name, const char *wanted, bool fits) {
+  const char *hint = "";
+  if (PyArray_DESCR(array)->kind == 'b') hint = ": of a mask pass numpy.flatnonzero(mask)";
+  if (PyArray_DESCR(array)->kind == 'f') hint = ": convert it, x.astype(numpy.int64)";
   if (!fits)
-    return kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %S", wanted, (PyObject *)PyArray_DESCR(array));
+    return kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %S%s", wanted, (PyObject *)PyArray_DESCR(array),
+                           hint);
   if (PyArray_NDIM(array) != 1)
-    return kvs_py_complain(PyExc_ValueError, name, -1, "must be one-dimensional, not %d-D", PyArray_NDIM(array));
+    return kvs_py_complain(
+        PyExc_ValueError, name, -1,
+        "must be one-dimensional, not %d-D: pass x.reshape(-1), or of pairs one column each, x[:, 0]",
+        PyArray_NDIM(array));
   return 0;
+}
+
+/* NumPy could not convert the object: a tensor on a GPU, of a type that NumPy lacks, or without memory. 0: another
+ * exception, which stays set. */
+static bool conversion_failed(void) {
+  return PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
+         PyErr_ExceptionMatches(PyExc_RuntimeError);
+}
+
+/* Ids that NumPy cannot read. The exception of the conversion becomes the cause. Always -1. */
+static int refuse_ids(PyObject *object, const char *name) {
+  if (!conversion_failed()) return -1;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  kvs_py_complain(PyExc_TypeError, name, -1,
+                  "is a %s that the host cannot read (%S): pass a copy in host memory, ids.cpu() or a list",
+                  Py_TYPE(object)->tp_name, value == NULL ? Py_None : value);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
+#define POINTERS_WANTED                                                                                                \
+  "must be a list of tensors ([tensor] for one), or a one-dimensional int64 or uint64 array of addresses"
+
+/* One tensor where a list of tensors is wanted. array NULL: NumPy could not convert it. Always -1. */
+static int refuse_tensor(PyObject *object, PyArrayObject *array, const char *name) {
+  if (array == NULL && !conversion_failed()) return -1;
+  PyErr_Clear();
+  PyObject *shape = PyObject_GetAttrString(array == NULL ? object : (PyObject *)array, "shape");
+  if (shape == NULL) PyErr_Clear();
+  PyObject *type = array == NULL ? (PyObject *)Py_TYPE(object) : (PyObject *)PyArray_DESCR(array);
+  kvs_py_complain(PyExc_TypeError, name, -1, "is one tensor (%S, shape %S): " POINTERS_WANTED, type,
+                  shape == NULL ? Py_None : shape);
+  Py_XDECREF(shape);
+  return -1;
 }
 
 /* The array itself if it is contiguous, aligned and in native byte order, else a copy. Steals the reference. */
@@ -115,13 +159,19 @@ static bool is_unsigned(PyArrayObject *array, npy_intp width) {
 
 /* A tuple of a sequence: a list could change while it is read. */
 static PyObject *as_tuple(PyObject *object, const char *name, const char *wanted) {
+  if (PyAnySet_Check(object) || PyDict_Check(object)) {
+    kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %s: pass lists, whose items pair up by position",
+                    wanted, Py_TYPE(object)->tp_name);
+    return NULL;
+  }
   PyObject *items = PyUnicode_Check(object) ? NULL : PySequence_Tuple(object);
   if (items != NULL) return items;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return NULL;
     PyErr_Clear();
   }
-  kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %s", wanted, Py_TYPE(object)->tp_name);
+  kvs_py_complain(PyExc_TypeError, name, -1, "must be %s, not %s%s", wanted, Py_TYPE(object)->tp_name,
+                  PyIndex_Check(object) ? ": pass [x] for one" : "");
   return NULL;
 }
 
@@ -143,30 +193,44 @@ static int ids_from_sequence(PyObject *object, const char *name, struct kvs_ids 
   return 0;
 }
 
+/* uint64 ids are used as int64. */
+static int check_natural_ids(const char *name, const struct kvs_ids *ids) {
+  const uint64_t *data = ids->data;
+  for (size_t i = 0; i < ids->count; ++i) {
+    unsigned long long id = data[i];
+    if (id > INT64_MAX)
+      return kvs_py_complain(PyExc_IndexError, name, (Py_ssize_t)i, "is %llu: a block id is below 2**63", id);
+  }
+  return 0;
+}
+
 int kvs_py_ids(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_ids *ids, PyObject **keep) {
   PyArrayObject *array;
   int is = as_array(state, object, &array);
-  if (is < 0) return -1;
+  if (is < 0) return refuse_ids(object, name);
   if (is == 0) return ids_from_sequence(object, name, ids, keep);
-  bool wide = is_signed(array, 8);
-  if (check_array(array, name, "int32 or int64", wide || is_signed(array, 4)) < 0) {
+  char kind = PyArray_DESCR(array)->kind;
+  if (check_array(array, name, "int32 or int64", kind == 'i' || kind == 'u') < 0) {
     Py_DECREF(array);
     return -1;
   }
-  array = in_order(array, wide ? NPY_INT64 : NPY_INT32);
+  bool narrow = is_signed(array, 4), natural = is_unsigned(array, 8); /* the others are converted to int64 */
+  array = in_order(array, narrow ? NPY_INT32 : natural ? NPY_UINT64 : NPY_INT64);
   if (array == NULL) return -1;
   ids->data = PyArray_DATA(array);
-  ids->width = wide ? 8 : 4;
+  ids->width = narrow ? 4 : 8;
   ids->count = (size_t)PyArray_SIZE(array);
   *keep = (PyObject *)array;
-  return 0;
+  return natural ? check_natural_ids(name, ids) : 0;
 }
 
 int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name, struct kvs_py_list *list) {
   PyArrayObject *array;
   int is = as_array(state, object, &array);
-  if (is <= 0) return is;
-  if (check_array(array, name, "int64 or uint64", is_signed(array, 8) || is_unsigned(array, 8)) < 0) {
+  if (is < 0) return refuse_tensor(object, NULL, name);
+  if (is == 0) return 0;
+  if (PyArray_NDIM(array) != 1 || !(is_signed(array, 8) || is_unsigned(array, 8))) {
+    refuse_tensor(object, array, name);
     Py_DECREF(array);
     return -1;
   }
@@ -174,6 +238,7 @@ int kvs_py_words(struct kvs_py_state *state, PyObject *object, const char *name,
   if (array == NULL) return -1;
   list->data = PyArray_DATA(array);
   list->count = (size_t)PyArray_SIZE(array);
+  list->words = true;
   list->keep = (PyObject *)array;
   return 1;
 }

@@ -17,21 +17,20 @@
 
 /* module.c: its table has one row for each PyObject pointer. */
 struct kvs_py_state {
-  PyObject *error, *queue_full, *device_error;
+  PyObject *error, *queue_full, *device_error, *missing;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
   PyObject *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type, *file_transfer_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array,
       *s_array_method;
-  PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race;
+  PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race, *s_torch;
   PyObject *compute_streams;       /* {device name: foreign stream object given to set_compute_stream()} */
   PyObject *dlpack_version;        /* the newest DLPack that dlpack.c reads, a tuple */
   PyObject *hooks;                 /* {"race": callable for newly found races} */
   atomic_uint_fast64_t races_told; /* kvs_racecheck_found() at the last call of that hook */
   atomic_bool exit_hooked;         /* _shutdown is registered with atexit */
-  atomic_bool host_said;           /* "no GPU" has been logged */
-  atomic_bool costs_said;          /* "calibration unusable" has been logged */
-  atomic_bool burst_said;
+  atomic_bool host_said, costs_said, burst_said; /* logged: no GPU; calibration unusable; path burst off or small */
+  atomic_uint_fast64_t warned;                   /* a bit for each GPU that lacks something, once that has been said */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of one of this module's types */
 
@@ -39,7 +38,7 @@ struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of on
 PyObject *kvs_py_exception(struct kvs_py_state *state, const struct kvs_error *err); /* a new instance */
 PyObject *kvs_py_raise(struct kvs_py_state *state, const struct kvs_error *err);     /* always NULL */
 PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, const void *row);
-extern const char kvs_py_error_row[], kvs_py_queue_full_row[], kvs_py_device_error_row[];
+extern const char kvs_py_error_row[], kvs_py_queue_full_row[], kvs_py_device_error_row[], kvs_py_missing_row[];
 
 /* args.c: arguments. index: position in a list, for messages; -1: not in a list. */
 struct kvs_py_args {
@@ -55,6 +54,7 @@ int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t 
 int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count); /* its index, or -1 */
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns);       /* seconds; NULL or None: -1, no limit */
 int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, or 0 where it has none */
+int kvs_py_direction(PyObject *value, int64_t *direction);                /* KVS_D2H or KVS_H2D */
 int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected);
 extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
@@ -98,6 +98,7 @@ struct kvs_py_list {
   const uint64_t *limits; /* of pointers: known bytes at each, UINT64_MAX: unknown; NULL: all unknown */
   size_t count;
   bool one;           /* of numbers: data[0] holds for all items */
+  bool words;         /* of pointers: read from the items of an integer array */
   uint64_t single[2]; /* storage for a list of one */
   PyObject *keep;
 };
@@ -129,6 +130,7 @@ int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char
 int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
+int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index); /* always -1 */
 int kvs_py_dlpack(
     struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
     struct kvs_py_address *address); /* dlpack.c; 1, or 0 if the object has no DLPack of a readable version */
@@ -169,10 +171,11 @@ void kvs_py_tell_races(
 /* The calling Python line for race reports: "engine.py:12 in step"; NULL while no checker runs. */
 const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
-/* device.c. Engines are new references. */
+/* open.c and device.c. Engines are new references. */
 int kvs_py_hook_exit(
     struct kvs_py_state *state); /* drain at exit; call before opening anything that outlives the call */
-struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* Device, name or None */
+struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state,
+                                      PyObject *device); /* Device, name, number, torch.device or None */
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
 struct kvs_engine *kvs_py_device_engine(PyObject *device);                                           /* borrowed */
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */

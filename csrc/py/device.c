@@ -1,4 +1,4 @@
-/* kvswap.Device, and how a device is found: by object, by name, by pointer, by default. */
+/* kvswap.Device. */
 #include "options.h"
 
 #include <stdio.h>
@@ -10,145 +10,6 @@ struct device_object {
 };
 
 struct kvs_engine *kvs_py_device_engine(PyObject *device) { return ((struct device_object *)device)->engine; }
-
-/* -- opening ------------------------------------------------------------------------------------------------------- */
-
-/* Drain at exit. Registered when the first device or store is opened, because an import must have no effects. */
-int kvs_py_hook_exit(struct kvs_py_state *state) {
-  if (atomic_exchange(&state->exit_hooked, true)) return 0;
-  PyObject *module = PyType_GetModule((PyTypeObject *)state->device_type);
-  PyObject *shutdown = module == NULL ? NULL : PyObject_GetAttrString(module, "_shutdown");
-  PyObject *exit = shutdown == NULL ? NULL : PyImport_ImportModule("atexit");
-  PyObject *done = exit == NULL ? NULL : PyObject_CallMethod(exit, "register", "Od", shutdown, 5.0);
-  Py_XDECREF(exit);
-  Py_XDECREF(shutdown);
-  if (done == NULL) atomic_store(&state->exit_hooked, false);
-  Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
-}
-
-int kvs_py_say(const char *level, const char *format, const char *text) {
-  PyObject *logging = PyImport_ImportModule("logging");
-  PyObject *logger = logging == NULL ? NULL : PyObject_CallMethod(logging, "getLogger", "s", "kvswap");
-  PyObject *done = logger == NULL ? NULL : PyObject_CallMethod(logger, level, "ss", format, text);
-  Py_XDECREF(logging);
-  Py_XDECREF(logger);
-  Py_XDECREF(done);
-  return done == NULL ? -1 : 0;
-}
-
-/* Log once that there is no GPU: work meant for a GPU is slow on the host device. */
-static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
-  if (atomic_exchange(&state->host_said, true)) return 0;
-  return kvs_py_say("info", "using host:0, which is memory and threads: %s",
-                    why->message[0] != '\0' ? why->message : "no CUDA device");
-}
-
-/* Log once that this machine's calibration cannot be used. */
-static int say_costs(struct kvs_py_state *state, const struct kvs_engine *engine) {
-  const char *note = kvs_engine_costs_note(engine), *refused = "built in, since ";
-  if (strncmp(note, refused, strlen(refused)) != 0 || atomic_exchange(&state->costs_said, true)) return 0;
-  return kvs_py_say("warning", "the calibration cannot be used, and path 'auto' goes by built-in figures: %s",
-                    note + strlen(refused));
-}
-
-/* Log once that path 'burst' is off or short of memory without having been asked for. */
-static int say_burst(struct kvs_py_state *state, struct kvs_engine *engine) {
-  const char *wanted = "KVSWAP_DISABLE";
-  char note[KVS_BURST_NOTE];
-  kvs_engine_burst_note(engine, note);
-  bool off = kvs_engine_slots_nbytes(engine) == 0;
-  if (note[0] == '\0' || strncmp(note, wanted, strlen(wanted)) == 0 || atomic_exchange(&state->burst_said, true))
-    return 0;
-  return kvs_py_say("warning",
-                    off ? "path 'burst' is off, other paths are slower or cost a model beside them more: %s"
-                        : "path 'burst' has less memory than it should: %s",
-                    note);
-}
-
-static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {
-  struct kvs_engine *engine = NULL;
-  struct kvs_error err = {0};
-  int rc;
-  if (kvs_py_hook_exit(state) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_open(name, &engine, &err);
-  Py_END_ALLOW_THREADS
-  if (rc == KVS_OK && say_costs(state, engine) == 0 && say_burst(state, engine) == 0) return engine;
-  if (rc == KVS_OK)
-    kvs_engine_unref(engine);
-  else
-    kvs_py_raise(state, &err);
-  return NULL;
-}
-
-static struct kvs_engine *open_cuda(struct kvs_py_state *state, int ordinal) {
-  char name[24];
-  snprintf(name, sizeof name, "cuda:%d", ordinal);
-  return open_engine(state, name);
-}
-
-static int cuda_count(struct kvs_error *err) {
-  int count = 0;
-  Py_BEGIN_ALLOW_THREADS /* the first call in a process loads the driver */
-  if (kvs_cuda_count(&count, err) != KVS_OK) count = -1;
-  Py_END_ALLOW_THREADS
-  return count;
-}
-
-static struct kvs_engine *open_current(struct kvs_py_state *state) {
-  int ordinal = 0;
-  struct kvs_error err = {0};
-  if (kvs_cuda_current(&ordinal, &err) == KVS_OK) return open_cuda(state, ordinal);
-  kvs_py_raise(state, &err);
-  return NULL;
-}
-
-static struct kvs_engine *open_default(struct kvs_py_state *state) {
-  struct kvs_error why = {0};
-  int count = cuda_count(&why);
-  if (count > 0) return open_current(state);
-  if (count < 0) return kvs_py_raise(state, &why), NULL; /* a GPU that fails to open is an error, not "no GPU" */
-  return say_host(state, &why) < 0 ? NULL : open_engine(state, "host:0");
-}
-
-static struct kvs_engine *open_named(struct kvs_py_state *state, PyObject *name) {
-  const char *text = PyUnicode_AsUTF8(name);
-  if (text == NULL) return NULL;
-  if (strcmp(text, "cuda") == 0) return open_current(state);
-  return open_engine(state, text);
-}
-
-struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device) {
-  if (device == NULL || device == Py_None) return open_default(state);
-  if (PyUnicode_Check(device)) return open_named(state, device);
-  if ((PyObject *)Py_TYPE(device) != state->device_type) {
-    kvs_py_complain(PyExc_TypeError, "device", -1, "must be a Device, a name such as \"cuda:0\" or None, not %s",
-                    Py_TYPE(device)->tp_name);
-    return NULL;
-  }
-  struct kvs_engine *engine = kvs_py_device_engine(device);
-  kvs_engine_ref(engine);
-  return engine;
-}
-
-struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count) {
-  struct kvs_error err = {0};
-  if (count == 0 || cuda_count(&err) <= 0) return open_default(state);
-  for (size_t i = 0; i < count; ++i) {
-    int ordinal = 0;
-    int rc = kvs_cuda_pointer_device(ptrs[i], &ordinal, &err);
-    if (rc == KVS_OK) return open_cuda(state, ordinal);
-    if (rc == KVS_INVALID) continue;
-    kvs_py_raise(state, &err);
-    return NULL;
-  }
-  PyErr_Format(
-      PyExc_ValueError,
-      "host memory (%p) was given where GPU memory belongs; to swap on the host device, pass device=\"host:0\"",
-      (void *)(uintptr_t)ptrs[0]);
-  return NULL;
-}
 
 /* -- the type ------------------------------------------------------------------------------------------------------ */
 
@@ -178,10 +39,6 @@ static PyObject *device_create(PyTypeObject *type, PyObject *args, PyObject *kwa
   struct kvs_py_state *state = PyType_GetModuleState(type);
   PyObject *name = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:Device", names, &name)) return NULL;
-  if (name != NULL && name != Py_None && !PyUnicode_Check(name)) {
-    kvs_py_complain(PyExc_TypeError, "name", -1, "must be a str or None, not %s", Py_TYPE(name)->tp_name);
-    return NULL;
-  }
   struct kvs_engine *engine = kvs_py_engine_from(state, name);
   return engine == NULL ? NULL : kvs_py_device_new(state, engine);
 }

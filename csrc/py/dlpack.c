@@ -107,7 +107,8 @@ static uint64_t size_of(const struct dl_tensor *tensor) {
   return nbits / 8 + (nbits % 8 != 0);
 }
 
-static int read_capsule(PyObject *capsule, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
+static int read_capsule(PyObject *object, PyObject *capsule, const char *name, Py_ssize_t index,
+                        struct kvs_py_address *address) {
   const struct dl_tensor *tensor = NULL;
   uint64_t flags = 0;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
@@ -123,7 +124,7 @@ static int read_capsule(PyObject *capsule, const char *name, Py_ssize_t index, s
   if ((flags & DL_FLAG_IS_COPIED) != 0)
     return kvs_py_complain(PyExc_ValueError, name, index,
                            "was copied by its __dlpack__(): its own memory is not reachable");
-  if (!contiguous(tensor)) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  if (!contiguous(tensor)) return kvs_py_not_contiguous(object, name, index);
   *address = (struct kvs_py_address){(uint64_t)(uintptr_t)tensor->data + tensor->byte_offset, size_of(tensor),
                                      (flags & DL_FLAG_READ_ONLY) != 0};
   return 1;
@@ -152,7 +153,7 @@ int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name
   PyObject *made = has == 1 ? call_dlpack(state, method, type) : NULL;
   Py_DECREF(method);
   if (made == NULL) return PyErr_Occurred() ? refused() : 0;
-  has = read_capsule(made, name, index, address);
+  has = read_capsule(object, made, name, index, address);
   if (has == 1)
     *capsule = made;
   else

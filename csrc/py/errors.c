@@ -1,10 +1,11 @@
-/* kvswap's three exceptions, and the one function that turns the core's error into an exception. */
+/* kvswap's exceptions, and the one function that turns the core's error into an exception. */
 #include "bind.h"
 
 #include <string.h>
 
 const char kvs_py_error_row[] = "kvswap.Error";
 const char kvs_py_queue_full_row[] = "kvswap.QueueFull";
+const char kvs_py_missing_row[] = "kvswap.MissingKey";
 const char kvs_py_device_error_row[] = "kvswap.DeviceError";
 
 PyDoc_STRVAR(error_doc,
@@ -13,16 +14,31 @@ PyDoc_STRVAR(error_doc,
 PyDoc_STRVAR(queue_full_doc,
              "The lane holds its maximum of unfinished transfers. Nothing of the refused call was queued: wait for\n"
              "an earlier transfer and call again.");
+PyDoc_STRVAR(missing_doc, "A key is not in the store. A KeyError too, with a plain message.");
 PyDoc_STRVAR(device_error_doc,
              "A call of the device's driver failed.\n\n"
              "code: the driver's number (CUresult; a host device uses the same numbers), 0 if there is none.\n"
              "operation: name of the call that failed, or None.");
+
+/* KeyError's own __str__ would quote the message. */
+static PyObject *make_missing(PyObject *error) {
+  PyObject *bases = PyTuple_Pack(2, error, PyExc_KeyError), *type = NULL;
+  PyObject *text = PyObject_GetAttrString(PyExc_Exception, "__str__");
+  PyObject *members = text == NULL ? NULL : Py_BuildValue("{s:O}", "__str__", text);
+  if (bases != NULL && members != NULL)
+    type = PyErr_NewExceptionWithDoc(kvs_py_missing_row, missing_doc, bases, members);
+  Py_XDECREF(members);
+  Py_XDECREF(text);
+  Py_XDECREF(bases);
+  return type;
+}
 
 PyObject *kvs_py_exception_make(PyObject *module, struct kvs_py_state *state, const void *row) {
   (void)module;
   if (row == kvs_py_error_row) return PyErr_NewExceptionWithDoc(kvs_py_error_row, error_doc, NULL, NULL);
   if (row == kvs_py_queue_full_row)
     return PyErr_NewExceptionWithDoc(kvs_py_queue_full_row, queue_full_doc, state->error, NULL);
+  if (row == kvs_py_missing_row) return make_missing(state->error);
   PyObject *defaults = Py_BuildValue("{s:i,s:O}", "code", 0, "operation", Py_None);
   if (defaults == NULL) return NULL;
   PyObject *type = PyErr_NewExceptionWithDoc(kvs_py_device_error_row, device_error_doc, state->error, defaults);
@@ -46,6 +62,8 @@ static PyObject *exception_type(struct kvs_py_state *state, int status) {
     return state->queue_full;
   case KVS_EXC_DEVICE:
     return state->device_error;
+  case KVS_EXC_MISSING:
+    return state->missing;
   case KVS_EXC_NONE:
   case KVS_EXC_BASE:
     break;

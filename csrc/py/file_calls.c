@@ -110,8 +110,26 @@ static int read_rows(struct file_call *call, PyObject *object) {
   return kvs_py_same_length("ids", ids->count, "keys", call->keys.core.count);
 }
 
+/* Whether `object` is one tensor and no array of addresses: then ids say which of its blocks are meant. */
+static bool is_one_tensor(struct kvs_py_state *state, PyObject *object) {
+  struct kvs_py_list list = {.keep = NULL};
+  int is = kvs_py_words(state, object, "blocks", &list);
+  Py_XDECREF(list.keep);
+  if (is >= 0) return false;
+  bool refused = PyErr_ExceptionMatches(PyExc_TypeError);
+  if (refused) PyErr_Clear();
+  return refused;
+}
+
 static int read_pointers(struct file_call *call, PyObject *object) {
   struct kvs_py_list *list = &call->pointers;
+  bool tensor = is_one_tensor(call->state, object);
+  if (tensor)
+    return kvs_py_complain(PyExc_TypeError, "blocks", -1,
+                           "is one tensor (%s): name its blocks in ids, block i at its address + i * block_nbytes, or "
+                           "pass a list with one tensor a key",
+                           Py_TYPE(object)->tp_name);
+  if (PyErr_Occurred()) return -1;
   if (kvs_py_pointers(call->state, object, "blocks", call->load, &call->hold, list) < 0) return -1;
   if (kvs_py_same_length("blocks", list->count, "keys", call->keys.core.count) < 0) return -1;
   uint64_t nbytes = block_nbytes(call);

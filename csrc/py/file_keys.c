@@ -40,8 +40,11 @@ static Py_ssize_t bytes_of(PyObject *key, Py_ssize_t index, char text[64], const
   }
   *bytes = text;
   if (PyTuple_Check(key) && PyTuple_GET_SIZE(key) == 2) return pair_text(key, index, text);
-  return kvs_py_complain(PyExc_TypeError, "keys", index, "must be bytes or a pair (block id, pool), not %s",
-                         Py_TYPE(key)->tp_name);
+  const char *hint = PyUnicode_Check(key) ? ": encode it, key.encode()"
+                     : PyIndex_Check(key) ? ": pass key.to_bytes(8, 'little'), or a pair"
+                                          : "";
+  return kvs_py_complain(PyExc_TypeError, "keys", index, "must be bytes or a pair (block id, pool), not %s%s",
+                         Py_TYPE(key)->tp_name, hint);
 }
 
 static int from_items(PyObject *items, struct kvs_py_keys *keys) {

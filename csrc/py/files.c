@@ -56,8 +56,17 @@ static int read_choice(PyObject *value, const char *name, const char *const *cho
 }
 
 /* A Layout: any object with text and block_nbytes. *keep owns the text. */
-static int read_layout(PyObject *layout, struct kvs_file_settings *settings, PyObject **keep) {
+static int read_layout(struct kvs_py_state *state, PyObject *layout, struct kvs_file_settings *settings,
+                       PyObject **keep) {
   PyObject *nbytes = PyObject_GetAttrString(layout, "block_nbytes");
+  if (nbytes == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    PyErr_Clear();
+    bool number = PyIndex_Check(layout);
+    return kvs_py_complain(PyExc_TypeError, "layout", -1,
+                           "must be a kvswap.files.Layout, not %s: pass Layout(%S, model=..., dtype=...), whose fields "
+                           "tell this cache's blocks from others'",
+                           Py_TYPE(layout)->tp_name, number ? layout : state->s_nbytes);
+  }
   int rc = nbytes == NULL ? -1 : kvs_py_uint64(nbytes, "layout.block_nbytes", -1, &settings->block_nbytes);
   Py_XDECREF(nbytes);
   if (rc < 0) return -1;
@@ -81,7 +90,8 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
       read_flag(values[BUFFERED], &settings->buffered) < 0 || read_flag(values[READONLY], &settings->readonly) < 0)
     return -1;
   if (!settings->readonly && settings->capacity == 0)
-    return kvs_py_complain(PyExc_TypeError, "capacity", -1, "is needed: bytes that the files may take");
+    return kvs_py_complain(PyExc_TypeError, "capacity", -1,
+                           "is needed: bytes that the files may take, 500 << 30 for 500 GiB");
   settings->durability = (enum kvs_file_durability)durability;
   settings->engine = (enum kvs_file_engine)engine;
   settings->gds = (enum kvs_file_gds_mode)gds;
@@ -155,7 +165,7 @@ static PyObject *store_create(PyTypeObject *type, PyObject *args, PyObject *kwar
     return NULL;
   if (!PyUnicode_FSConverter(v[DIRECTORY], &path)) return NULL;
   settings.directory = PyBytes_AS_STRING(path);
-  if (read_layout(v[LAYOUT], &settings, &text) == 0 && read_settings(v, &settings) == 0 &&
+  if (read_layout(state, v[LAYOUT], &settings, &text) == 0 && read_settings(v, &settings) == 0 &&
       (!kvs_py_given(v[DEVICE]) || (settings.device = kvs_py_engine_from(state, v[DEVICE])) != NULL))
     store = open_store(type, state, &settings);
   if (settings.device != NULL) kvs_engine_unref(settings.device); /* the store holds its own reference */

@@ -17,7 +17,7 @@ static uint64_t element_size(PyObject *interface) {
 }
 
 /* The size of the shape, and whether the strides (if any) are those of a C-contiguous array. */
-static int read_shape(PyObject *interface, const char *name, Py_ssize_t index, uint64_t *nbytes) {
+static int read_shape(PyObject *object, PyObject *interface, const char *name, Py_ssize_t index, uint64_t *nbytes) {
   PyObject *shape = PyDict_GetItemString(interface, "shape");
   PyObject *strides = PyDict_GetItemString(interface, "strides");
   uint64_t width = element_size(interface);
@@ -35,27 +35,29 @@ static int read_shape(PyObject *interface, const char *name, Py_ssize_t index, u
     if (__builtin_mul_overflow(size, extent, &size))
       return kvs_py_complain(PyExc_ValueError, name, index, "has an impossible shape");
   }
-  if (!contiguous && size != 0) return kvs_py_complain(PyExc_ValueError, name, index, "is not contiguous");
+  if (!contiguous && size != 0) return kvs_py_not_contiguous(object, name, index);
   *nbytes = size;
   return 0;
 }
 
 /* 1, or 0 if `data` is absent or an object with a buffer: then the caller tries the buffer protocol. */
-static int read_interface(PyObject *interface, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
+static int read_interface(PyObject *object, PyObject *interface, const char *name, Py_ssize_t index,
+                          struct kvs_py_address *address) {
   PyObject *data = PyDict_GetItemString(interface, "data");
   if (data == NULL || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) return 0;
   if (kvs_py_uint64(PyTuple_GET_ITEM(data, 0), name, index, &address->ptr) < 0) return -1;
   int readonly = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1));
   if (readonly < 0) return -1;
   address->readonly = readonly == 1;
-  return read_shape(interface, name, index, &address->nbytes) < 0 ? -1 : 1;
+  return read_shape(object, interface, name, index, &address->nbytes) < 0 ? -1 : 1;
 }
 
 /* Of a copy, which no other thread changes while we read it. */
-static int read_copy(PyObject *interface, const char *name, Py_ssize_t index, struct kvs_py_address *address) {
+static int read_copy(PyObject *object, PyObject *interface, const char *name, Py_ssize_t index,
+                     struct kvs_py_address *address) {
   if (!PyDict_Check(interface)) return 0;
   PyObject *copy = PyDict_Copy(interface);
-  int has = copy == NULL ? -1 : read_interface(copy, name, index, address);
+  int has = copy == NULL ? -1 : read_interface(object, copy, name, index, address);
   Py_XDECREF(copy);
   return has;
 }
@@ -68,7 +70,7 @@ int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *n
     int has = kvs_py_attribute(object, attributes[i], &interface);
     if (has < 0) return -1;
     if (has == 0) continue;
-    has = read_copy(interface, name, index, address);
+    has = read_copy(object, interface, name, index, address);
     if (has == 1)
       *keep = interface; /* the dictionary may own the memory */
     else

@@ -153,9 +153,8 @@ static int read_job(struct kvs_py_state *state, PyObject *const *values, struct 
   uint64_t next = 0;
   for (int i = GPU_BLOCKS; i <= BLOCK_INDICES; ++i)
     if (kvs_py_ids(state, values[i], names[i], lists[i], &call->keep[i]) < 0) return -1;
-  if (kvs_py_int64(values[DIRECTION], "direction", -1, &direction) < 0) return -1;
-  call->job.direction =
-      direction == KVS_D2H || direction == KVS_H2D ? (enum kvs_direction)direction : KVS_OTHER_DIRECTION;
+  if (kvs_py_direction(values[DIRECTION], &direction) < 0) return -1;
+  call->job.direction = (enum kvs_direction)direction;
   if (values[FIRST] != NULL && kvs_py_uint64(values[FIRST], "first", -1, &next) < 0) return -1;
   call->next = (size_t)next;
   int compute = values[AFTER_COMPUTE] == NULL ? 0 : PyObject_IsTrue(values[AFTER_COMPUTE]);
@@ -232,7 +231,8 @@ PyDoc_STRVAR(
     "Queue a job: (transfers, next, error). error None: all was queued. Else the transfers go on, and the same call "
     "with\n"
     "first=next submits the rest. If nothing was queued, the error is raised.\n\n"
-    "gpu_blocks, chunks, group_sizes, block_indices: int32 or int64 arrays or sequences. direction: 0 stores, 1 "
+    "gpu_blocks, chunks, group_sizes, block_indices: int32 or int64 arrays or sequences. direction: 0 or 'D2H' stores, "
+    "1 or 'H2D' "
     "loads.\n"
     "after_compute: with a stream too, start after the device's compute stream.\n" KVS_PY_ORDER_DOC KVS_PY_PATH_DOC
     "\n" KVS_PY_CHECKED_DOC);

@@ -115,19 +115,6 @@ static int submit_batch(void *arg, struct kvs_error *err) {
 
 /* -- caches: tensors and ids --------------------------------------------------------------------------------------- */
 
-static int read_direction(struct swap_call *call) {
-  PyObject *value = call->values[DIRECTION];
-  if (!PyBool_Check(value) && PyIndex_Check(value)) {
-    if (kvs_py_int64(value, "direction", -1, &call->direction) == 0) {
-      if (call->direction == KVS_D2H || call->direction == KVS_H2D) return 0;
-    } else if (!PyErr_ExceptionMatches(PyExc_ValueError)) {
-      return -1;
-    }
-    PyErr_Clear();
-  }
-  return kvs_py_complain(PyExc_ValueError, "direction", -1, "is %R: must be 0 (D2H) or 1 (H2D)", value);
-}
-
 static int read_tensor(struct swap_call *call, const char *name, PyObject *value, bool write,
                        struct kvs_py_list *list) {
   struct kvs_py_address address;
@@ -181,11 +168,12 @@ static uint64_t number_at(const struct kvs_py_list *list, size_t i) { return lis
  * in elements. */
 static int refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
                        uint64_t needed) {
-  char hint[120] = "name a stride if other bytes lie between or behind them";
+  char hint[160] = "name a stride if other bytes lie between or behind them";
   uint64_t block = blocks != 0 && limit % blocks == 0 ? limit / blocks : 0;
   if (block > nbytes && nbytes != 0 && block % nbytes == 0 && block / nbytes <= 16)
-    snprintf(hint, sizeof hint, "a block of the tensor has %llu bytes: is block_nbytes in elements?",
-             (unsigned long long)block);
+    snprintf(hint, sizeof hint,
+             "a block of the tensor has %llu bytes: is block_nbytes in elements, or the number of blocks not %llu?",
+             (unsigned long long)block, (unsigned long long)(limit / nbytes));
   return kvs_py_complain(PyExc_ValueError, name, index,
                          "is a tensor of %llu bytes, but %llu blocks of %llu bytes without a stride need %llu: %s",
                          (unsigned long long)limit, (unsigned long long)blocks, (unsigned long long)nbytes,
@@ -241,7 +229,9 @@ static int fill_tensors(struct swap_call *call, const struct swap_kind *kind) {
 }
 
 static int read_cache(struct swap_call *call, const struct swap_kind *kind) {
-  if (read_direction(call) < 0 || read_sides(call, kind) < 0 || read_numbers(call, kind) < 0) return -1;
+  if (kvs_py_direction(call->values[DIRECTION], &call->direction) < 0 || read_sides(call, kind) < 0 ||
+      read_numbers(call, kind) < 0)
+    return -1;
   for (int side = 0; side < 2; ++side)
     if (kvs_py_ids(call->state, call->values[GPU_IDS + side], kind->args.names[GPU_IDS + side], &call->ids[side],
                    &call->keep[side]) < 0)
@@ -254,6 +244,30 @@ static int submit_cache(void *arg, struct kvs_error *err) {
   struct swap_call *call = arg;
   return kvs_swap_cache(call->engine, call->tensors, call->ptrs[0].count, &call->ids[0], &call->ids[1],
                         (enum kvs_direction)call->direction, &call->options.core, &call->transfer, err);
+}
+
+/* -- contents taken for addresses ---------------------------------------------------------------------------------- */
+
+/* The items of an integer array are addresses, so that a tensor given by mistake is read as addresses. Where one of
+ * them cannot be an address, add that to the ValueError of the core. */
+static void explain_words(const struct swap_call *call, const struct swap_kind *kind) {
+  const uint64_t lowest = 1 << 16, highest = (uint64_t)1 << 57; /* no process or GPU has memory outside */
+  for (int side = 0; side < 2 && PyErr_ExceptionMatches(PyExc_ValueError); ++side) {
+    const struct kvs_py_list *list = &call->ptrs[side];
+    size_t i = 0;
+    while (list->words && i < list->count && list->data[i] >= lowest && list->data[i] < highest) ++i;
+    if (!list->words || i == list->count) continue;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_Format(PyExc_ValueError,
+                 "%S (%s[%zu] is %lld, which is no address: the items of an integer array are read as addresses; to "
+                 "pass the tensor itself, pass [tensor])",
+                 value == NULL ? Py_None : value, kind->args.names[side], i, (long long)list->data[i]);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return;
+  }
 }
 
 /* -- the call ------------------------------------------------------------------------------------------------------ */
@@ -282,11 +296,14 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
   options->common = common;
   options->layered = kind->layered ? device + 1 : NULL;
   if (kvs_py_args_parse(&kind->args, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0 &&
-      (call.engine = find_engine(&call, *device, kind->common == BATCH)) != NULL &&
-      kvs_py_options_read(call.state, call.engine, call.ptrs[0].count, options) == 0 &&
-      kvs_py_submit(call.state, call.engine, options, kind->submit, &call) == 0)
-    result = finish(&call, kind);
+  if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0) {
+    if ((call.engine = find_engine(&call, *device, kind->common == BATCH)) != NULL &&
+        kvs_py_options_read(call.state, call.engine, call.ptrs[0].count, options) == 0 &&
+        kvs_py_submit(call.state, call.engine, options, kind->submit, &call) == 0)
+      result = finish(&call, kind);
+    else
+      explain_words(&call, kind);
+  }
   swap_clear(&call);
   return result;
 }
@@ -320,8 +337,10 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
 #define CACHE_DOC                                                                                                      \
   "Block i of a tensor lies at its pointer + i * stride bytes (stride None: block_nbytes) and is block_nbytes long.\n" \
   "A tensor without a stride must have exactly (number of blocks) * block_nbytes bytes.\n"                             \
-  "gpu_block_ids, cpu_block_ids: int32 or int64 arrays (n,), or sequences of ints, of one length.\n"                   \
-  "direction: 0 or Direction.D2H, 1 or Direction.H2D.\n"
+  "gpu_block_ids, cpu_block_ids: integer arrays (n,), or sequences of ints, of one length. int32 and int64 arrays "    \
+  "are\n"                                                                                                              \
+  "  read in place.\n"                                                                                                 \
+  "direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.\n"
 
 PyDoc_STRVAR(
     swap_blocks_batch_doc,

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from kvswap import _C, Direction
 
 from .shapes import Place, Words
+
+if TYPE_CHECKING:
+    from kvswap.typing import Path, Priority
 
 
 class NotMeasured(Exception):
@@ -50,7 +53,7 @@ class Method:
 # -- kvswap -----------------------------------------------------------------------------------------------------------
 
 
-def _swap(path: _C._Path, priority: _C._Priority = "normal") -> Callable[[Place, Direction, _C.Stream], Submit]:
+def _swap(path: Path, priority: Priority = "normal") -> Callable[[Place, Direction, _C.Stream], Submit]:
     def bind(place: Place, direction: Direction, _: _C.Stream) -> Submit:
         return lambda: _C.swap_cache_all_layers_async(
             place.gpu_ptrs,

@@ -383,7 +383,9 @@ class Replay:
             self.report.verified_in_files += len(some)
             self._progress(self.report, len(self._trace))
 
-    def _submit(self, direction: int, slots: Slots, host_slots: Slots, after: Sequence[object]) -> _Move:
+    def _submit(
+        self, direction: int, slots: Slots, host_slots: Slots, after: Sequence[_C.Transfer | _C.Stream]
+    ) -> _Move:
         lane = self._loads if direction == _H2D else self._stores
         transfers = [self._swap(memory, direction, slots, host_slots, after, lane) for memory in self._memory.groups]
         move = _Move(self._next_move, transfers)
@@ -393,7 +395,13 @@ class Replay:
         return move
 
     def _swap(
-        self, memory: GroupMemory, direction: int, slots: Slots, host_slots: Slots, after: Sequence[object], lane: _Lane
+        self,
+        memory: GroupMemory,
+        direction: int,
+        slots: Slots,
+        host_slots: Slots,
+        after: Sequence[_C.Transfer | _C.Stream],
+        lane: _Lane,
     ) -> _C.Transfer:
         """All layers of a group in one call. On a full lane, wait for the oldest transfer first."""
         while True:

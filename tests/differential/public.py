@@ -22,6 +22,7 @@ MODULES_LEFT_OUT = {
     "cli": "the command line over the rest: test_cli.py",
     "commands": "its subcommands: test_cli.py",
     "info": "describes the machine: test_cli.py",
+    "typing": "types for annotations: tests/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
     "vllm": "needs vLLM: tests/integration runs it; its handler is kvswap.offload's",
 }
@@ -35,6 +36,7 @@ LEFT_OUT = {
     "memory.Mapped.__array_interface__": "the same",
     "memory.HostPool.torch": "needs torch; layer() is the same view",
     "memory.SharedPool.torch": "needs torch; layer() is the same view",
+    "MissingKey": "raised, not called",
     "testing.Action": "a type",
     "testing.Kind": "a type",
     "testing.parse_action": "a text to a text",

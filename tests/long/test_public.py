@@ -40,6 +40,7 @@ APART = {
     "kvswap.DeviceInfo": "made by devices()",
     "kvswap.Direction": "an enum",
     "kvswap.Error": "raised, not called",
+    "kvswap.MissingKey": "raised, not called",
     "kvswap.QueueFull": "raised, not called",
     "kvswap.Memory": "made by Device.alloc()",
     "kvswap.Transfer": "made by what submits",
