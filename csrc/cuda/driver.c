@@ -50,7 +50,8 @@ static int fill_table(const struct finder *finder, struct kvs_cuda_driver *drive
     void *entry = NULL;
     if (entries[i].version <= driver->version) entry = find_entry(finder, entries[i].symbol, entries[i].version);
     if (!entry && entries[i].required)
-      return kvs_fail(err, KVS_UNSUPPORTED, "the CUDA driver (version %d.%d) has no %s as of CUDA %d.%d: it is too old",
+      return kvs_fail(err, KVS_UNSUPPORTED,
+                      "the CUDA driver (for CUDA %d.%d) has no %s as of CUDA %d.%d: its installation is damaged",
                       driver->version / 1000, driver->version % 1000 / 10, entries[i].symbol, entries[i].version / 1000,
                       entries[i].version % 1000 / 10);
     set_entry((char *)driver + entries[i].offset, entry);
@@ -58,17 +59,33 @@ static int fill_table(const struct finder *finder, struct kvs_cuda_driver *drive
   return KVS_OK;
 }
 
+/* The driver's CUDA version, 0 where it does not say. */
+static int version_of(void *library) {
+  int (*get_version)(int *version) = NULL;
+  int version = 0;
+  set_entry(&get_version, dlsym(library, "cuDriverGetVersion"));
+  return get_version && get_version(&version) == KVS_CU_SUCCESS ? version : 0;
+}
+
+static int too_old(const char *library, int version, struct kvs_error *err) {
+  return kvs_fail(err, KVS_UNSUPPORTED,
+                  "the CUDA driver (%s) is for CUDA %d.%d, and kvswap needs CUDA %d.%d or newer: update the driver to "
+                  "branch " KVS_CUDA_OLDEST_BRANCH " or later",
+                  library, version / 1000, version % 1000 / 10, KVS_CUDA_OLDEST / 1000, KVS_CUDA_OLDEST % 1000 / 10);
+}
+
 static int load_table(const char *library, struct kvs_cuda_driver *driver, struct kvs_error *err) {
   struct finder finder = {NULL, NULL};
-  int (*get_version)(int *version) = NULL;
-  set_entry(&get_version, dlsym(driver->library, "cuDriverGetVersion"));
+  driver->version = version_of(driver->library);
+  if (driver->version == 0)
+    return kvs_fail(err, KVS_UNSUPPORTED, "%s does not tell its version: it is no CUDA driver, or too old", library);
+  if (driver->version < KVS_CUDA_OLDEST) return too_old(library, driver->version, err);
   set_entry(&finder.v12, dlsym(driver->library, "cuGetProcAddress_v2"));
   if (!finder.v12) set_entry(&finder.v11, dlsym(driver->library, "cuGetProcAddress"));
-  if (!get_version || (!finder.v12 && !finder.v11))
-    return kvs_fail(err, KVS_UNSUPPORTED, "%s has no %s: the CUDA driver is older than 11.3", library,
-                    get_version ? "cuGetProcAddress" : "cuDriverGetVersion");
-  int code = get_version(&driver->version);
-  if (code != KVS_CU_SUCCESS) return kvs_fail_driver(err, KVS_UNSUPPORTED, code, "cuDriverGetVersion", "%s", "");
+  if (!finder.v12 && !finder.v11)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "%s is for CUDA %d.%d and lacks cuGetProcAddress: the driver's installation is damaged", library,
+                    driver->version / 1000, driver->version % 1000 / 10);
   return fill_table(&finder, driver, err);
 }
 

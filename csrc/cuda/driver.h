@@ -5,6 +5,10 @@
 #include "cuda/abi.h"
 #include "status.h"
 
+/* The oldest driver that can serve: every REQUIRED entry below is in it. 1000 * major + 10 * minor of its CUDA. */
+#define KVS_CUDA_OLDEST 11040
+#define KVS_CUDA_OLDEST_BRANCH "470"
+
 /* X(need, member, symbol, version, arguments): all entries return the driver's code. `version` is the version of the
  * prototype declared here and is passed to cuGetProcAddress, so that a newer driver returns the matching entry. Entries
  * newer than the driver are not requested. OPTIONAL entries may be NULL. */
