@@ -54,7 +54,9 @@ class Report:
             lines.append(f"CUDA     no devices: {self.cuda_note}")
         lines += [f"files    {name} {_state(state)}" for name, state in self.files.items()]
         for device in self.devices:
-            lines += [*_facts(device), *_opened(self.opened.get(device.name))]
+            opened = self.opened.get(device.name)
+            missing = device.missing if opened is None or opened.error is not None else opened.missing
+            lines += [*_facts(device, missing), *_opened(opened)]
         if not self.opened and not self.cuda_note:
             lines.append("No device was opened; --open shows what the driver makes of the kernels.")
         return "\n".join(lines)
@@ -114,14 +116,14 @@ def _open(name: str) -> Opened:
         return Opened({}, str(error))
 
 
-def _facts(device: DeviceInfo) -> list[str]:
+def _facts(device: DeviceInfo, missing: list[str]) -> list[str]:
     facts = [device.product, format_size(device.memory)]
     if device.kind == "cuda":
         facts += [f"{device.sms} SMs", f"{device.copy_engines} copy engines", f"PCI {device.pci}"]
         facts += [device.link] if device.link else []
         facts.append(f"driver for CUDA {device.driver}")
     lines = [f"{device.name:<8} {', '.join(facts)}"]
-    lines += [f"         has {text}" for text in device.missing]
+    lines += [f"         has {text}" for text in missing]
     return lines + [f"         path {path:<7} {_state(state)}" for path, state in device.paths.items()]
 
 
@@ -136,7 +138,6 @@ def _opened(opened: Opened | None) -> list[str]:
         return [f"         does not open: {opened.error}"]
     info = opened.info
     return [
-        *(f"         has {text}" for text in opened.missing),
         f"         opened; kernels {'loaded' if info['kernels'] else 'off'}: {info['kernels_note']}",
         f"         bursts {info['burst']}; they take {format_size(info['slots_nbytes'])} of its memory",
         f"         auto goes by figures that are {info['costs']}"

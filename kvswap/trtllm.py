@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
+from kvswap._devices import log_build
 
 __all__ = [
     "CacheTier",
@@ -41,6 +42,8 @@ __all__ = [
     "copy_host_to_device",
     "copy_host_to_host",
 ]
+
+log_build()
 
 _DISK_BACKENDS = ("posix", "nixl_gds")
 

@@ -29,8 +29,9 @@ struct kvs_py_state {
   PyObject *hooks;                 /* {"race": callable for newly found races} */
   atomic_uint_fast64_t races_told; /* kvs_racecheck_found() at the last call of that hook */
   atomic_bool exit_hooked;         /* _shutdown is registered with atexit */
-  atomic_bool host_said, costs_said, burst_said; /* logged: no GPU; calibration unusable; path burst off or small */
-  atomic_uint_fast64_t warned;                   /* a bit for each GPU that lacks something, once that has been said */
+  /* logged: no GPU; calibration unusable; path burst off or small; no io_uring */
+  atomic_bool host_said, costs_said, burst_said, engine_said;
+  atomic_uint_fast64_t warned; /* a bit for each GPU that lacks something, once that has been said */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of one of this module's types */
 

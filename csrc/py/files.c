@@ -150,6 +150,7 @@ static PyObject *open_store(PyTypeObject *type, struct kvs_py_state *state, cons
   }
   self->store = opening->store;
   free_opening(opening);
+  if (kvs_py_say_engine(state, settings, self->store) < 0) Py_CLEAR(self);
   return (PyObject *)self;
 }
 

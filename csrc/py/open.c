@@ -1,8 +1,10 @@
-/* How a device is found: by object, by name, by pointer, by default; and what opening one says, once a process. */
-#include "bind.h"
+/* How a device is found: by object, by name, by pointer, by default; and what opening one, or a store, says once a
+ * process. */
+#include "files.h"
 
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 /* Drain at exit. Registered when the first device or store is opened, because an import must have no effects. */
 int kvs_py_hook_exit(struct kvs_py_state *state) {
@@ -28,10 +30,12 @@ int kvs_py_say(const char *level, const char *format, const char *text) {
   return done == NULL ? -1 : 0;
 }
 
-/* Log once that there is no GPU: work meant for a GPU is slow on the host device. */
+/* Log once that there is no GPU: work meant for a GPU is slow on the host device. A warning where there is a GPU, which
+ * a missing, old or damaged driver hides. */
 static int say_host(struct kvs_py_state *state, const struct kvs_error *why) {
   if (atomic_exchange(&state->host_said, true)) return 0;
-  return kvs_py_say("info", "using host:0, which is memory and threads: %s",
+  bool hidden = access("/dev/nvidiactl", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
+  return kvs_py_say(hidden ? "warning" : "info", "using host:0, which is memory and threads: %s",
                     why->message[0] != '\0' ? why->message : "no CUDA device");
 }
 
@@ -49,6 +53,7 @@ static int say_burst(struct kvs_py_state *state, struct kvs_engine *engine) {
   char note[KVS_BURST_NOTE];
   kvs_engine_burst_note(engine, note);
   bool off = kvs_engine_slots_nbytes(engine) == 0;
+  if (!kvs_engine_device(engine)->info.kernels) return 0; /* warn_missing() says that */
   if (note[0] == '\0' || strncmp(note, wanted, strlen(wanted)) == 0 || atomic_exchange(&state->burst_said, true))
     return 0;
   return kvs_py_say("warning",
@@ -71,6 +76,20 @@ static int warn_missing(struct kvs_py_state *state, const struct kvs_engine *eng
   Py_XDECREF(info);
   Py_XDECREF(done);
   return done == NULL ? -1 : 0;
+}
+
+/* Log once that threads do io_uring's work, where that costs: with blocks below 1 MiB. Larger ones are as fast. */
+int kvs_py_say_engine(struct kvs_py_state *state, const struct kvs_file_settings *settings,
+                      struct kvs_file_store *store) {
+  struct kvs_file_info info;
+  kvs_file_get_info(store, &info);
+  if (settings->engine != KVS_FILE_AUTO || strcmp(info.engine, "threads") != 0 || info.block_nbytes >= 1 << 20 ||
+      atomic_exchange(&state->engine_said, true))
+    return 0;
+  return kvs_py_say("warning",
+                    "threads read and write the files, and blocks of 256 KiB load at 0.6 of io_uring's speed in random "
+                    "order: %s. engine='threads' asks for them without this note",
+                    info.engine_note);
 }
 
 static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *name) {

@@ -8,6 +8,7 @@
 The swap ops are in kvswap.fastdeploy.ops, the segments in kvswap.fastdeploy.ipc. docs/fastdeploy.md has all of it.
 """
 
+from kvswap._devices import log_build
 from kvswap.fastdeploy._install import install
 from kvswap.fastdeploy.ipc import get_data_ptr_ipc, set_data_ipc, share_external_data, unset_data_ipc
 from kvswap.fastdeploy.ops import (
@@ -38,3 +39,5 @@ __all__ = [
     "swap_cache_per_layer_async",
     "unset_data_ipc",
 ]
+
+log_build()

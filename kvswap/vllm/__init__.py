@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvswap._devices import log_build
 from kvswap._log import into
 from kvswap.vllm._plugin import register
 
@@ -35,6 +36,7 @@ __all__ = ["FileTier", "KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTiering
 def __getattr__(name: str) -> Any:
     if name in __all__:  # vLLM uses kvswap
         into("vllm")
+        log_build()
     if name == "KVSwapConnector":
         from kvswap.vllm import _connector
 

@@ -98,7 +98,7 @@ static void not_a_driver(void) {
   struct kvs_cuda_driver driver;
   struct kvs_error err;
   CHECK(load_fake("-DFAKE_VERSION=13000 -DFAKE_BARE", &driver, &err) == KVS_UNSUPPORTED);
-  CHECK(strstr(err.message, "cuDriverGetVersion") != NULL);
+  CHECK(strstr(err.message, "does not tell its version") != NULL);
 }
 
 static void newest(void) {
@@ -142,16 +142,39 @@ static void too_old(void) {
   struct kvs_cuda_driver driver;
   struct kvs_error err;
   CHECK(load_fake("-DFAKE_VERSION=11030 -DFAKE_OLD", &driver, &err) == KVS_UNSUPPORTED);
-  CHECK(strstr(err.message, "cuDeviceGetUuid as of CUDA 11.4") != NULL);
-  CHECK(strstr(err.message, "11.3") != NULL);
+  CHECK(strstr(err.message, "is for CUDA 11.3, and kvswap needs CUDA 11.4 or newer: update the driver to branch 470") !=
+        NULL);
   CHECK(driver.library == NULL);
+  CHECK(load_fake("-DFAKE_VERSION=11040 -DFAKE_OLD", &driver, &err) == KVS_OK);
+}
+
+/* The oldest driver is the oldest that has every entry that is needed. */
+static void oldest(void) {
+  int newest_needed = 0;
+#define REQUIRED true
+#define OPTIONAL false
+#define X(need, member, symbol, since, arguments)                                                                      \
+  if (need && since > newest_needed) newest_needed = since;
+  KVS_CUDA_ENTRIES(X)
+#undef X
+#undef REQUIRED
+#undef OPTIONAL
+  CHECK(newest_needed == KVS_CUDA_OLDEST);
+}
+
+static void without_table(void) {
+  struct kvs_cuda_driver driver;
+  struct kvs_error err;
+  CHECK(load_fake("-DFAKE_VERSION=12040 -DFAKE_OLD -DcuGetProcAddress=cuOther", &driver, &err) == KVS_UNSUPPORTED);
+  CHECK(strstr(err.message, "is for CUDA 12.4 and lacks cuGetProcAddress: the driver's installation is damaged") !=
+        NULL);
 }
 
 static void missing_required(void) {
   struct kvs_cuda_driver driver;
   struct kvs_error err;
   CHECK(load_fake("-DFAKE_VERSION=13000 -DFAKE_MISSING='\"cuMemcpy2DAsync\"'", &driver, &err) == KVS_UNSUPPORTED);
-  CHECK(strstr(err.message, "cuMemcpy2DAsync") != NULL);
+  CHECK(strstr(err.message, "(for CUDA 13.0) has no cuMemcpy2DAsync") != NULL);
 }
 
 static void missing_optional(void) {
@@ -203,6 +226,8 @@ int main(void) {
   before_13();
   before_12();
   too_old();
+  oldest();
+  without_table();
   missing_required();
   missing_optional();
   statuses();
