@@ -10,6 +10,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -572,3 +573,25 @@ def test_importing_takes_nothing_optional() -> None:
         """
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("op", ["swap_cache_per_layer", "swap_cache_all_layers", "swap_cache_layout"])
+def test_ops_that_are_not_async_wait_for_room_in_a_full_lane(
+    device: kvswap.Device, make: Callable[..., Layers], op: str
+) -> None:
+    layers, stream = make(SHAPE), kvswap.Stream(device)
+    one = op == "swap_cache_per_layer"
+    tensors = layers.tensors[0] if one else layers.tensors
+    ptrs = layers.ptrs if op == "swap_cache_all_layers" else layers.ptrs[0]
+    shape_or_blocks = list(SHAPE) if op == "swap_cache_layout" else HOST_BLOCKS
+    arguments = (tensors, ptrs, shape_or_blocks, [7], [10], 0, 0)
+    with ThreadPoolExecutor(1) as pool, Gate(device) as gate:
+        gate.hold(stream)
+        with pytest.raises(kvswap.QueueFull):
+            for _ in range(129):
+                per_layer("swap_cache_per_layer_async", layers, [3], [4], 0, stream=stream)
+        future = pool.submit(getattr(fastdeploy, op), *arguments, stream=stream, device=device)
+        assert wait([future], 0.3).not_done  # it neither raises nor returns
+        gate.open()
+        future.result(PATIENCE)
+    layers.check([3, 7], [4, 10], 0)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,24 @@ def test_a_full_lane(cache: Cache) -> None:
             assert all(t.state == "done" for t in held)
     finally:
         testing.set_lane_depth(device, 128)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_call_that_waits_for_its_copy_waits_for_room_too(cache: Cache, many: bool) -> None:
+    device, stream = cache.device, kvswap.Stream(cache.device)
+    function: Any = kvswap.swap_cache_all_layers if many else kvswap.swap_cache_per_layer
+    gpu, cpu = ([cache.gpu.ptr], [cache.cpu.ptr]) if many else (cache.gpu.ptr, cache.cpu.ptr)
+    arguments = (gpu, cpu, cache.nbytes, cache.blocks, cache.blocks, [3], [4], cache.direction)
+    with ThreadPoolExecutor(1) as pool, Gate(device) as gate:
+        gate.hold(stream)
+        with pytest.raises(kvswap.QueueFull):
+            for _ in range(129):
+                cache.swap([1], [2], stream=stream)
+        future = pool.submit(function, *arguments, stream=stream, device=device)
+        assert wait([future], 0.3).not_done  # it neither raises nor returns
+        gate.open()
+        future.result(PATIENCE)
+    cache.check([1, 3], [2, 4])
 
 
 # -- failure ----------------------------------------------------------------------------------------------------------

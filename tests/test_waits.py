@@ -47,6 +47,7 @@ WAITS = {
     "ipc.c:ipc_open": ["memory.open"],
     "mapped.c:close_within": ["Mapped.close"],
     "memory.c:memory_free": ["Memory.free", "Memory.free of the host", "Memory.free of chunks"],
+    "options.c:try_submit": ["swap_cache_per_layer in a full lane"],
     "pattern.c:pattern_result": ["_PatternJob.result"],
     "shared_pool.c:wait_published": ["SharedPool.wait_ready"],
     "transfer.c:kvs_py_transfer_wait": ["Transfer.wait", "Transfer.result", "swap_cache_per_layer"],
@@ -100,7 +101,6 @@ QUICK = {
     "offload.c:open_map": QUEUES,
     "offload.c:map_dealloc": HANDLES,
     "offload.c:submit": QUEUES,
-    "options.c:kvs_py_submit": QUEUES,
     "pattern.c:pattern_dealloc": HANDLES,
     "pattern.c:pattern_done": QUEUES,
     "pattern.c:pattern": QUEUES,
@@ -252,6 +252,15 @@ def call_swap(stuck: Stuck) -> Call:
     return lambda: kvswap.swap_cache_per_layer(
         gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H, stream=stream, device=stuck.device
     )
+
+
+def call_swap_in_a_full_lane(stuck: Stuck) -> Call:
+    gpu, host, stream = stuck.device.alloc(4096), np.zeros(4096, np.uint8), stuck.hold()
+    arguments = (gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H)
+    with pytest.raises(kvswap.QueueFull):
+        for _ in range(129):
+            kvswap.swap_cache_per_layer_async(*arguments, stream=stream, device=stuck.device)
+    return lambda: kvswap.swap_cache_per_layer(*arguments, stream=stream, device=stuck.device)
 
 
 def call_device_synchronize(stuck: Stuck) -> Call:
@@ -428,6 +437,7 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "host_unregister": call_host_unregister,
     "memory.open": call_open,
     "swap_cache_per_layer": call_swap,
+    "swap_cache_per_layer in a full lane": call_swap_in_a_full_lane,
 }
 
 
@@ -442,6 +452,7 @@ NO_TIMEOUT = {
     "host_alloc",
     "memory.open",
     "swap_cache_per_layer",
+    "swap_cache_per_layer in a full lane",
 }  # or none that a caller gives
 CANCELS = {"FileStore.close"}  # after its timeout it waits on, for what is under way
 TOO_LARGE = {"Device.alloc", "host_alloc"}

@@ -32,6 +32,11 @@ const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine);
 /* Unfinished transfers that a lane holds before KVS_QUEUE_FULL; 1 to 65536, default 128. New lanes only. */
 int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct kvs_error *err);
 
+/* For a caller that was refused with KVS_QUEUE_FULL: transfers that have ended so far, read before submitting; and wait
+ * until there are more. KVS_TIMEOUT: none has ended. */
+uint64_t kvs_engine_ended(const struct kvs_engine *engine);
+int kvs_engine_wait_ended(struct kvs_engine *engine, uint64_t ended, int64_t timeout_ns, struct kvs_error *err);
+
 /* Device memory in which bursts are packed: for each direction `count` slots (2 to 8) of slot_nbytes, and a spare set
  * of two half-size slots. 0: free the memory; path burst is off. Waits at most timeout_ns for the transfers that use
  * slots. Allocating and freeing may delay other work on the device. */

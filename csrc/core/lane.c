@@ -395,6 +395,27 @@ int kvs_engine_drain(struct kvs_engine *engine, const struct kvs_region *region,
                   region ? " that use this memory" : "", (double)timeout_ns / 1e9);
 }
 
+uint64_t kvs_engine_ended(const struct kvs_engine *engine) {
+  return atomic_load(&engine->done) + atomic_load(&engine->failed);
+}
+
+struct awaited_end {
+  struct kvs_engine *engine;
+  uint64_t ended;
+};
+
+static int poll_ended(void *arg, struct kvs_error *err) {
+  const struct awaited_end *awaited = arg;
+  (void)err;
+  kvs_engine_reap(awaited->engine);
+  return kvs_engine_ended(awaited->engine) != awaited->ended ? KVS_OK : KVS_NOT_READY;
+}
+
+int kvs_engine_wait_ended(struct kvs_engine *engine, uint64_t ended, int64_t timeout_ns, struct kvs_error *err) {
+  struct awaited_end awaited = {engine, ended};
+  return kvs_wait_until(poll_ended, &awaited, engine->device->stepped, timeout_ns, err);
+}
+
 void kvs_lanes_destroy(struct kvs_engine *engine) {
   while (engine->lanes) {
     struct kvs_lane *lane = engine->lanes;

@@ -8,9 +8,11 @@
 #define KVS_PY_COMMON_NAMES "stream", "after", "path", "priority", "max_ctas", "pace_gbps"
 #define KVS_PY_LAYER_NAMES "layer_events", "after_layers"
 enum { KVS_PY_COMMON = 6, KVS_PY_LAYERED = 2 };
+#define KVS_PY_ROOM_NS (INT64_C(60) * 1000000000)
 struct kvs_py_options {
   PyObject *const *common;  /* the values of those names */
   PyObject *const *layered; /* the values of KVS_PY_LAYER_NAMES, or NULL */
+  bool patient;             /* a full lane is waited for, KVS_PY_ROOM_NS at most */
   PyObject *hold;           /* list of objects that must live until the transfer ends, or NULL */
   struct kvs_options core;
   struct kvs_py_after after, after_layers;

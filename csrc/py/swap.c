@@ -294,6 +294,7 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
   struct swap_call call = {.state = PyModule_GetState(module), .names = kind->args.names, .values = values};
   struct kvs_py_options *options = &call.options;
   options->common = common;
+  options->patient = kind->sync;
   options->layered = kind->layered ? device + 1 : NULL;
   if (kvs_py_args_parse(&kind->args, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0) {
@@ -358,7 +359,8 @@ PyDoc_STRVAR(
 #define LAYERS_HEAD SIGNATURE_END "Copy block gpu_block_ids[i] <-> block cpu_block_ids[i] of every tensor"
 #define AT_ONCE "; returns the Transfer at once.\n\n"
 #define WHEN_DONE                                                                                                      \
-  "; returns None when the copy is\ndone, or raises its error. Ctrl-C works, and the transfer then goes on.\n\n"
+  "; returns None when the copy is\ndone, or raises its error. Ctrl-C works, and the transfer then goes on. In a "     \
+  "full lane it waits for room, at most\n60 s, and then raises QueueFull.\n\n"
 
 PyDoc_STRVAR(swap_cache_per_layer_doc,
              "swap_cache_per_layer" CACHE_SIGNATURE("") LAYER_HEAD WHEN_DONE LAYER_DOC TAIL_DOC);

@@ -17,7 +17,8 @@ stream: the swap behaves as if enqueued on this stream. None: CuPy's current str
   starts after the tensor's stream), else the tensor's stream. device: a kvswap Device or its name, instead of rank's.
 
 All arguments are checked before any byte moves: IndexError for an id, ValueError and TypeError for the rest. Ops that
-are not async return when the copy is done, or raise its error. Any thread may call.
+are not async return when the copy is done, or raise its error, and wait for room in a full lane (60 s at most). Any
+thread may call.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from kvswap import _C
 from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_gpu, order_of
@@ -45,6 +46,8 @@ __all__ = [
     "swap_cache_per_layer_async",
 ]
 
+_T = TypeVar("_T")
+_Swap: TypeAlias = Callable[..., _T]  # the C function: returns the Transfer, or None when it is done
 _Ids: TypeAlias = Any  # a sequence of ints, or an integer array
 _Device: TypeAlias = _C.Device | str | None
 
@@ -152,6 +155,7 @@ def _pairs(tensors: Any, ptrs: Any) -> tuple[list[Any], list[int]]:
 
 
 def _submit(
+    swap: _Swap[_T],
     tensors: list[Any],
     blocks: list[Blocks],
     ptrs: list[int],
@@ -162,9 +166,9 @@ def _submit(
     device: _C.Device,
     stream: Any,
     cpu_stride: int | None = None,
-) -> _C.Transfer:
+) -> _T:
     stream, after = order_of(tensors[0], stream) if tensors else (stream, ())
-    return _C.swap_cache_all_layers_async(
+    return swap(
         tensors,
         ptrs,
         [block.nbytes for block in blocks],
@@ -181,6 +185,7 @@ def _submit(
 
 
 def _swap(
+    swap: _Swap[_T],
     tensors: Any,
     ptrs: Any,
     cpu_blocks: Any,
@@ -190,14 +195,14 @@ def _swap(
     mode: Any,
     stream: Any,
     on: _Device,
-) -> _C.Transfer:
+) -> _T:
     direction, count = _check_mode(mode), _check_ids(gpu_ids, cpu_ids)
     most, device = _index(cpu_blocks, "max_block_num_cpu"), device_of(rank, on)
     kept, addresses = _pairs(tensors, ptrs)
     blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
     if not kept or not count:  # without ids there is nothing to check
         kept, blocks, addresses, gpu_ids, cpu_ids = [], [], [], (), ()
-    return _submit(kept, blocks, addresses, most, gpu_ids, cpu_ids, direction, device, stream)
+    return _submit(swap, kept, blocks, addresses, most, gpu_ids, cpu_ids, direction, device, stream)
 
 
 # -- all layers -------------------------------------------------------------------------------------------------------
@@ -218,6 +223,7 @@ def swap_cache_all_layers_async(
     """As swap_cache_all_layers(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
     stream."""
     return _swap(
+        _C.swap_cache_all_layers_async,
         cache_gpu_tensors,
         cache_cpu_ptrs,
         max_block_num_cpu,
@@ -250,6 +256,7 @@ def swap_cache_all_layers(
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
     _swap(
+        _C.swap_cache_all_layers,
         cache_gpu_tensors,
         cache_cpu_ptrs,
         max_block_num_cpu,
@@ -259,10 +266,41 @@ def swap_cache_all_layers(
         mode,
         stream,
         device,
-    ).wait()
+    )
 
 
 # -- one layer --------------------------------------------------------------------------------------------------------
+
+
+def _swap_one(
+    swap: _Swap[_T],
+    cache_gpu: Any,
+    cache_cpu_ptr: int,
+    max_block_num_cpu: int,
+    swap_block_ids_gpu: _Ids,
+    swap_block_ids_cpu: _Ids,
+    rank: int,
+    mode: int,
+    stream: Any,
+    device: _Device,
+) -> _T:
+    direction = _check_mode(mode)
+    count = _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
+    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
+    blocks, address = blocks_of(cache_gpu, "cache_gpu"), _index(cache_cpu_ptr, "cache_cpu_ptr", 1)
+    tensors = [cache_gpu] if count else []
+    return _submit(
+        swap,
+        tensors,
+        [blocks][: len(tensors)],
+        [address][: len(tensors)],
+        most,
+        swap_block_ids_gpu,
+        swap_block_ids_cpu,
+        direction,
+        on,
+        stream,
+    )
 
 
 def swap_cache_per_layer_async(
@@ -283,21 +321,17 @@ def swap_cache_per_layer_async(
     An event recorded after the call on CuPy's current stream (on the tensor's, if CuPy has none) completes after the
     copy.
     """
-    direction = _check_mode(mode)
-    count = _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
-    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
-    blocks, address = blocks_of(cache_gpu, "cache_gpu"), _index(cache_cpu_ptr, "cache_cpu_ptr", 1)
-    tensors = [cache_gpu] if count else []
-    return _submit(
-        tensors,
-        [blocks][: len(tensors)],
-        [address][: len(tensors)],
-        most,
+    return _swap_one(
+        _C.swap_cache_all_layers_async,
+        cache_gpu,
+        cache_cpu_ptr,
+        max_block_num_cpu,
         swap_block_ids_gpu,
         swap_block_ids_cpu,
-        direction,
-        on,
+        rank,
+        mode,
         stream,
+        device,
     )
 
 
@@ -319,7 +353,8 @@ def swap_cache_per_layer(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    swap_cache_per_layer_async(
+    _swap_one(
+        _C.swap_cache_all_layers,
         cache_gpu,
         cache_cpu_ptr,
         max_block_num_cpu,
@@ -327,9 +362,9 @@ def swap_cache_per_layer(
         swap_block_ids_cpu,
         rank,
         mode,
-        stream=stream,
-        device=device,
-    ).wait()
+        stream,
+        device,
+    )
 
 
 swap_cache = swap_cache_per_layer  # the older name
@@ -355,6 +390,41 @@ def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
     return found
 
 
+def _swap_layout(
+    swap: _Swap[_T],
+    cache_gpu_tensors: Sequence[Any],
+    cache_cpu_ptrs: int,
+    cache_shape: Sequence[int],
+    gpu_block_ids: _Ids,
+    cpu_block_ids: _Ids,
+    rank: int,
+    mode: int,
+    stream: Any,
+    device: _Device,
+) -> _T:
+    direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
+    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
+    if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
+        raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
+    tensors = list(cache_gpu_tensors) if count else []
+    blocks = _layout_blocks(tensors, cache_shape)
+    offsets = list(itertools.accumulate((block.nbytes for block in blocks), initial=0))
+    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
+    return _submit(
+        swap,
+        tensors,
+        blocks,
+        [base + offset for offset in offsets[:-1]],
+        most,
+        gpu_block_ids,
+        cpu_block_ids,
+        direction,
+        on,
+        stream,
+        cpu_stride=offsets[-1] or None,
+    )
+
+
 def swap_cache_layout_async(
     cache_gpu_tensors: Sequence[Any],
     cache_cpu_ptrs: int,
@@ -369,25 +439,17 @@ def swap_cache_layout_async(
 ) -> _C.Transfer:
     """As swap_cache_layout(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
     stream."""
-    direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
-    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
-    if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
-        raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
-    tensors = list(cache_gpu_tensors) if count else []
-    blocks = _layout_blocks(tensors, cache_shape)
-    offsets = list(itertools.accumulate((block.nbytes for block in blocks), initial=0))
-    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
-    return _submit(
-        tensors,
-        blocks,
-        [base + offset for offset in offsets[:-1]],
-        most,
+    return _swap_layout(
+        _C.swap_cache_all_layers_async,
+        cache_gpu_tensors,
+        cache_cpu_ptrs,
+        cache_shape,
         gpu_block_ids,
         cpu_block_ids,
-        direction,
-        on,
+        rank,
+        mode,
         stream,
-        cpu_stride=offsets[-1] or None,
+        device,
     )
 
 
@@ -411,7 +473,8 @@ def swap_cache_layout(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    swap_cache_layout_async(
+    _swap_layout(
+        _C.swap_cache_all_layers,
         cache_gpu_tensors,
         cache_cpu_ptrs,
         cache_shape,
@@ -419,9 +482,9 @@ def swap_cache_layout(
         cpu_block_ids,
         rank,
         mode,
-        stream=stream,
-        device=device,
-    ).wait()
+        stream,
+        device,
+    )
 
 
 # -- host memory ------------------------------------------------------------------------------------------------------
