@@ -8,6 +8,7 @@ short, with what that is. A function that is in neither fails test_every_functio
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
@@ -32,6 +33,7 @@ from kvswap import memory, testing
 from kvswap.files import FileStore, Layout
 
 WAITS = {
+    "await.c:wait_for_first": ["await Transfer"],
     "device.c:device_set_slots": ["Device.set_slots"],
     "device.c:device_synchronize": ["Device.synchronize"],
     "device.c:device_unregister": ["Device.unregister"],
@@ -64,6 +66,7 @@ OPENS = "brings a device, a driver or a folder up"
 HANDLES = "a handle less; what is left to do is handed on (test_dropping_waits_for_nothing)"
 THREAD = "joins a thread, which wakes at once"
 QUICK = {
+    "await.c:drop_items": HANDLES,
     "calibration.c:costs_read": FILES,
     "calibration.c:costs_write": FILES,
     "open.c:open_engine": OPENS,
@@ -254,6 +257,18 @@ def call_swap(stuck: Stuck) -> Call:
     )
 
 
+def call_await(stuck: Stuck) -> Call:
+    gpu, host = stuck.device.alloc(4096), np.zeros(4096, np.uint8)
+    transfer = kvswap.swap_cache_per_layer_async(
+        gpu, host, 4096, 1, 1, [0], [0], 0, stream=stuck.hold(), device=stuck.device
+    )
+
+    async def wait() -> None:
+        await transfer
+
+    return lambda: asyncio.run(wait())
+
+
 def call_swap_in_a_full_lane(stuck: Stuck) -> Call:
     gpu, host, stream = stuck.device.alloc(4096), np.zeros(4096, np.uint8), stuck.hold()
     arguments = (gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H)
@@ -436,6 +451,7 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
     "host_free": call_host_free,
     "host_unregister": call_host_unregister,
     "memory.open": call_open,
+    "await Transfer": call_await,
     "swap_cache_per_layer": call_swap,
     "swap_cache_per_layer in a full lane": call_swap_in_a_full_lane,
 }
@@ -447,6 +463,7 @@ def at_once() -> float:
 
 
 NO_TIMEOUT = {
+    "await Transfer",
     "Device.alloc",
     "FileStore",
     "host_alloc",

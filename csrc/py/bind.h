@@ -135,8 +135,7 @@ int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index);
 int kvs_py_dlpack(
     struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
     struct kvs_py_address *address); /* dlpack.c; 1, or 0 if the object has no DLPack of a readable version */
-/* The same through DLPack's C exchange table, for many objects of one type: 1 with the address, or 0 if data_ptr() must
- * be called. Zero-initialised: no type looked up yet. */
+/* The same through DLPack's C exchange table, for many objects of one type: 1, or 0 if data_ptr() must be called. */
 struct kvs_py_exchange {
   PyTypeObject *type; /* borrowed */
   const struct dl_exchange *table;
@@ -198,6 +197,7 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
 const char *kvs_py_state_name(enum kvs_state state);                                      /* "running" */
 struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
+PyObject *kvs_py_await(PyObject *transfer); /* await.c: __await__() of transfers of both kinds */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
 bool kvs_py_pool_readonly(PyObject *pool);         /* true: it cannot be a destination */
@@ -217,6 +217,6 @@ extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, k
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
     kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[],
-    kvs_py_file_methods[];
+    kvs_py_file_methods[], kvs_py_await_methods[];
 
 #endif

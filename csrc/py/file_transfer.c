@@ -196,8 +196,8 @@ static PyObject *transfer_reasons(PyObject *self, void *unused) {
 PyDoc_STRVAR(
     transfer_doc,
     "A transfer of blocks to or from files. It continues if the object is dropped, and holds its tensors until\n"
-    "its end. It ends in exactly one state: done, failed or cancelled. Any thread may use "
-    "it.");
+    "its end. It ends in exactly one state: done, failed or cancelled. Any thread may use it. In asyncio\n"
+    "`await transfer` is wait() without blocking the loop; a cancelled await leaves the transfer running.");
 PyDoc_STRVAR(done_doc, "done($self, /)\n--\n\nWhether the transfer has ended, well or not: check error. Never blocks.");
 PyDoc_STRVAR(wait_doc, "wait($self, /, timeout=None)\n--\n\n"
                        "Wait for the end; raise the error of the first failed block, if any.\n\n"
@@ -237,6 +237,7 @@ static PyGetSetDef getset[] = {
 static PyType_Slot slots[] = {
     {Py_tp_doc, (void *)transfer_doc},
     {Py_tp_dealloc, transfer_dealloc},
+    {Py_am_await, kvs_py_await},
     {Py_tp_repr, transfer_repr},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
