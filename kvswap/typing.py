@@ -54,13 +54,14 @@ Addresses: TypeAlias = NDArray[np.int64] | NDArray[np.uint64] | Sequence[Address
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-class HasArray(Protocol):
-    """Converts to a NumPy array in host memory: a CPU tensor."""
+class HostTensor(Protocol):
+    """A torch or Paddle tensor of integers in host memory: it converts to a NumPy array."""
 
     def __array__(self) -> NDArray[Any]: ...
+    def numel(self) -> Any: ...
 
 
-Ids: TypeAlias = NDArray[np.integer[Any]] | HasArray | Sequence[SupportsIndex]
+Ids: TypeAlias = NDArray[np.integer[Any]] | HostTensor | Sequence[SupportsIndex]
 Sizes: TypeAlias = SupportsIndex | NDArray[np.integer[Any]] | Sequence[SupportsIndex]  # one, or one a tensor
 DirectionLike: TypeAlias = Literal["D2H", "H2D", "d2h", "h2d"] | SupportsIndex  # 0 and 1; kvswap.Direction
 Path: TypeAlias = Literal["auto", "dma", "strided", "burst", "kernel", "direct"]

@@ -253,12 +253,9 @@ PyDoc_STRVAR(set_compute_stream_doc,
 PyDoc_STRVAR(
     set_defaults_doc,
     "set_defaults($self, /, *, path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
-    "Set the defaults of transfers that leave these open (path='auto', None). Values as for kvswap.swap_blocks_batch"
-    "them.\n"
-    "All four are set: what is left out here goes back to what suits. At first they come from KVSWAP_PATH, "
-    "KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. Concerns "
-    "transfers\n"
-    "submitted later. Any thread may call.");
+    "Set the defaults of transfers that leave these open (path='auto', None), with values as for swap_blocks_batch().\n"
+    "All four are set: what is left out goes back to built-in values. The first ones come from KVSWAP_PATH,\n"
+    "KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. For transfers submitted later. Any thread may call.");
 PyDoc_STRVAR(
     synchronize_doc,
     "synchronize($self, /, timeout=None)\n--\n\n"
@@ -295,21 +292,23 @@ PyDoc_STRVAR(
     "Undo register(ptr), after waiting for the transfers that may use the memory and all other work of the device.\n\n"
     "timeout: seconds, None for no limit; after TimeoutError or Ctrl-C call it again. The memory must stay mapped\n"
     "until it returns. ValueError: nothing is registered at ptr.");
-PyDoc_STRVAR(stats_doc,
-             "stats($self, /)\n--\n\n"
-             "Dict of counters since the device was opened: submitted, done, failed, cancelled (transfers), "
-             "bytes_d2h, bytes_h2d,\n"
-             "bytes_other (of transfers done), copies (issued), merged (blocks copied together with a neighbouring "
-             "block), refused_full, second_attempts (transfers that took another path after the\n"
-             "first one was refused or failed),\n"
-             "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
-             "a write, a write after\n"
-             "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "
-             "staging_nbytes.\n\n"
-             "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'seconds': on the "
-             "device, a float}}}, by\n"
-             "direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any. Any "
-             "thread may call.");
+PyDoc_STRVAR(
+    stats_doc,
+    "stats($self, /)\n--\n\n"
+    "Dict of counters since the device was opened: submitted, done, failed, cancelled (transfers), "
+    "bytes_d2h, bytes_h2d,\n"
+    "bytes_other (of transfers done), copies (issued), merged (blocks copied together with a neighbouring "
+    "block),\n"
+    "refused_full (submissions that a full lane refused), second_attempts (transfers that took another path after\n"
+    "the first one was refused or failed),\n"
+    "waits_raw, waits_war, waits_waw (waits inserted between transfers of pools: for a read after "
+    "a write, a write after\n"
+    "a read, a write after a write; one may serve several), and as of now unfinished, lanes, "
+    "staging_nbytes.\n\n"
+    "paths: {'d2h': {'dma': {'transfers': ..., 'blocks': ..., 'bytes': ..., 'seconds': on the "
+    "device, a float}}}, by\n"
+    "direction ('d2h', 'h2d', 'other') and path, of transfers done, where there were any. Any "
+    "thread may call.");
 PyDoc_STRVAR(
     device_doc,
     "Device(name=None)\n--\n\n"

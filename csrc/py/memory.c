@@ -164,9 +164,8 @@ static PyObject *memory_interface(PyObject *object, void *reachable) {
 
 PyDoc_STRVAR(
     memory_doc,
-    "Memory from Device.alloc(). Dropping the last reference does not wait: the memory is freed once the work that "
-    "work that\n"
-    "is queued on the device by then has ended.\n\n"
+    "Memory from Device.alloc(). Dropping the last reference does not wait: the memory is freed once the work\n"
+    "that is queued on the device by then has ended.\n\n"
     "It has the buffer protocol (writable bytes) and __array_interface__ if the CPU can read it,\n"
     "__cuda_array_interface__ if it is GPU memory. Accepted as a tensor by all of kvswap.");
 PyDoc_STRVAR(

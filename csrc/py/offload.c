@@ -231,9 +231,8 @@ PyDoc_STRVAR(
     "Queue a job: (transfers, next, error). error None: all was queued. Else the transfers go on, and the same call "
     "with\n"
     "first=next submits the rest. If nothing was queued, the error is raised.\n\n"
-    "gpu_blocks, chunks, group_sizes, block_indices: int32 or int64 arrays or sequences. direction: 0 or 'D2H' stores, "
-    "1 or 'H2D' "
-    "loads.\n"
+    "gpu_blocks, chunks, group_sizes, block_indices: integer arrays or sequences.\n"
+    "direction: 0 or 'D2H' stores, 1 or 'H2D' loads.\n"
     "after_compute: with a stream too, start after the device's compute stream.\n" KVS_PY_ORDER_DOC KVS_PY_PATH_DOC
     "\n" KVS_PY_CHECKED_DOC);
 
