@@ -20,6 +20,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
+import setup_compiler
 import setup_cuda
 import setup_uring
 import setup_version
@@ -38,6 +39,7 @@ if URING not in ("auto", "require", "off"):
 
 class Build(build_ext):
     def build_extension(self, ext):
+        setup_compiler.require(self.compiler.compiler_so)
         ext.define_macros.append(("KVSWAP_VERSION", f'"{self.distribution.get_version()}"'))
         if CUDA != "off":
             self.add_kernels(ext)

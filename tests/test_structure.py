@@ -206,7 +206,7 @@ def test_length_of_c_functions(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*PYTHON, ROOT / "setup.py", ROOT / "setup_cuda.py", ROOT / "setup_uring.py", ROOT / "setup_version.py"],
+    [*PYTHON, *(ROOT / f"setup{part}.py" for part in ("", "_compiler", "_cuda", "_uring", "_version"))],
     ids=lambda path: path.name,
 )
 def test_length_of_python_functions(path: Path) -> None:

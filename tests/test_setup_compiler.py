@@ -1,0 +1,66 @@
+"""A build without a compiler or headers says what to install."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+CC = os.environ.get("CC") or "cc"
+
+
+@pytest.fixture
+def setup_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if not (ROOT / "setup_compiler.py").is_file():
+        pytest.skip("only in a source tree")
+    monkeypatch.syspath_prepend(str(ROOT))
+    import setup_compiler
+
+    yield setup_compiler
+    sys.modules.pop("setup_compiler", None)
+
+
+@pytest.fixture
+def compiler() -> list[str]:
+    words = shlex.split(CC)
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"no C compiler ({CC})")
+    return words
+
+
+def test_nothing_is_missing_here(setup_compiler: Any, compiler: list[str]) -> None:
+    assert setup_compiler.what_is_missing(compiler) is None
+    setup_compiler.require(CC)
+
+
+def test_no_compiler(setup_compiler: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        setup_compiler.require(["no-such-cc", "-O2"])
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("kvswap: cannot be built from source without a C compiler: apt-get install gcc ")
+    assert second == "there is no program 'no-such-cc'"
+
+
+def fake(folder: Path, refused: str) -> list[str]:
+    """A compiler that lacks one header."""
+    complain = f'{{ echo "no {refused}" >&2; exit 1; }}'
+    script = f'for f; do case "$f" in *.c) ! grep -q "{refused}" "$f" || {complain};; esac; done'
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    return [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("refused", "what"),
+    [("Python.h", "Python's headers: apt-get install python3"), ("stdlib.h", "the C library's headers")],
+)
+def test_no_headers(setup_compiler: Any, tmp_path: Path, refused: str, what: str) -> None:
+    with pytest.raises(SystemExit, match=rf"cannot be built from source without {what}[^\n]*\nno {refused}"):
+        setup_compiler.require(fake(tmp_path, refused))
