@@ -64,6 +64,7 @@ class DeviceError(Error):
 class Device:
     """A device: 'cuda', 'cuda:1', 'host', 'host:0'. None: the current GPU, or host:0 where there is none.
 
+    A number is that of a GPU. A torch.device is taken too: 'cuda' is then torch's current GPU. 'cpu' is host:0.
     A host device is memory and threads of this process that behave as a GPU does. Objects of the same name are the
     same device, and equal. The first use of a GPU in a process opens its primary context (about 600 MB of its memory).
     Any thread may use it. ValueError: not a device name. kvswap.Error: there is no such device."""
@@ -646,7 +647,7 @@ def swap_blocks_batch(
       and no stream waits.
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
-    device: Device, its name, or None: the pointers' GPU, else host:0.
+    device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
     path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
@@ -691,7 +692,7 @@ def swap_cache_per_layer(
       and no stream waits.
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
-    device: Device, its name, or None: the pointers' GPU, else host:0.
+    device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
     path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
@@ -734,7 +735,7 @@ def swap_cache_per_layer_async(
       and no stream waits.
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
-    device: Device, its name, or None: the pointers' GPU, else host:0.
+    device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
     path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
@@ -780,7 +781,7 @@ def swap_cache_all_layers(
       and no stream waits.
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
-    device: Device, its name, or None: the pointers' GPU, else host:0.
+    device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
     path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
@@ -826,7 +827,7 @@ def swap_cache_all_layers_async(
       and no stream waits.
     after: an Event, Transfer or stream to start after, or an iterable of them. A Transfer that failed raises its
       error.
-    device: Device, its name, or None: the pointers' GPU, else host:0.
+    device: Device, or what Device() takes; None: the pointers' GPU, else host:0.
     path: 'auto', 'dma', 'strided' (copy engines), 'burst' (both), 'kernel' (GPU) or 'direct' (host device).
     priority: 'high', 'normal', 'background'. max_ctas, pace_gbps: bounds of kernels, in CTAs (1 to 1024) and 10^9
       bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from numpy.typing import NDArray
 from kvswap import _C
 from kvswap._manager_files import ManagerFiles
 from kvswap.files import FileTransfer
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 __all__ = [
     "Block",
@@ -314,7 +317,7 @@ class KVCacheTransferManager:
         self,
         pools: Iterable[KVCacheBlockPool],
         *,
-        device: _C.Device | str | None = None,
+        device: DeviceLike | None = None,
         path: str = "auto",
         priority: str = "normal",
         max_ctas: int | None = None,

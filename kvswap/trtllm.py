@@ -25,13 +25,16 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
 from kvswap._devices import log_build
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 __all__ = [
     "CacheTier",
@@ -78,7 +81,7 @@ def batched_copy(
     disk_backend: str = "posix",
     gds_thread_count: int = 8,
     *,
-    device: _C.Device | str | None = None,
+    device: DeviceLike | None = None,
 ) -> None:
     """Copy num_bytes from each task's src to its dst, from one tier to the other, as if enqueued on `stream`.
 
@@ -97,7 +100,7 @@ def batched_copy(
     _copy(dst, src, tasks, num_bytes, stream, device)
 
 
-def copy_device_to_host(tasks: Tasks, num_bytes: int, stream: Any, *, device: _C.Device | str | None = None) -> int:
+def copy_device_to_host(tasks: Tasks, num_bytes: int, stream: Any, *, device: DeviceLike | None = None) -> int:
     """Copy each task's num_bytes from GPU to host memory, as if enqueued on `stream`; returns a CUresult.
 
     Returns 0 or the code of the failed driver call, as TensorRT-LLM's native function does. Other errors are raised:
@@ -106,23 +109,23 @@ def copy_device_to_host(tasks: Tasks, num_bytes: int, stream: Any, *, device: _C
     return _result(CacheTier.HOST_MEM, CacheTier.GPU_MEM, tasks, num_bytes, stream, device)
 
 
-def copy_host_to_device(tasks: Tasks, num_bytes: int, stream: Any, *, device: _C.Device | str | None = None) -> int:
+def copy_host_to_device(tasks: Tasks, num_bytes: int, stream: Any, *, device: DeviceLike | None = None) -> int:
     """Copy each task's num_bytes from host to GPU memory; otherwise as copy_device_to_host()."""
     return _result(CacheTier.GPU_MEM, CacheTier.HOST_MEM, tasks, num_bytes, stream, device)
 
 
-def copy_device_to_device(tasks: Tasks, num_bytes: int, stream: Any, *, device: _C.Device | str | None = None) -> int:
+def copy_device_to_device(tasks: Tasks, num_bytes: int, stream: Any, *, device: DeviceLike | None = None) -> int:
     """Copy each task's num_bytes within GPU memory; otherwise as copy_device_to_host()."""
     return _result(CacheTier.GPU_MEM, CacheTier.GPU_MEM, tasks, num_bytes, stream, device)
 
 
-def copy_host_to_host(tasks: Tasks, num_bytes: int, stream: Any, *, device: _C.Device | str | None = None) -> int:
+def copy_host_to_host(tasks: Tasks, num_bytes: int, stream: Any, *, device: DeviceLike | None = None) -> int:
     """Copy each task's num_bytes within host memory; otherwise as copy_device_to_host()."""
     return _result(CacheTier.HOST_MEM, CacheTier.HOST_MEM, tasks, num_bytes, stream, device)
 
 
 def _result(
-    dst: CacheTier, src: CacheTier, tasks: Tasks, num_bytes: int, stream: Any, device: _C.Device | str | None
+    dst: CacheTier, src: CacheTier, tasks: Tasks, num_bytes: int, stream: Any, device: DeviceLike | None
 ) -> int:
     try:
         _copy(dst, src, tasks, num_bytes, stream, device)
@@ -133,9 +136,7 @@ def _result(
     return 0
 
 
-def _copy(
-    dst: CacheTier, src: CacheTier, tasks: Tasks, num_bytes: int, stream: Any, device: _C.Device | str | None
-) -> None:
+def _copy(dst: CacheTier, src: CacheTier, tasks: Tasks, num_bytes: int, stream: Any, device: DeviceLike | None) -> None:
     dst_ptrs, src_ptrs = _addresses(tasks)
     if not dst_ptrs.size:
         return

@@ -16,6 +16,7 @@ import pytest
 from conftest import PATIENCE
 
 import kvswap
+from kvswap import _C, fastdeploy, offload
 from kvswap.files import FileStore, Layout
 
 BLOCKS, NBYTES = 8, 64
@@ -262,6 +263,24 @@ def test_a_number_is_that_of_a_gpu(cache: Cache, device: Any) -> None:
         kvswap.Device(-1)
     with pytest.raises(ValueError, match=f"device is {1 << 40}: must be the number of a GPU"):
         kvswap.Device(1 << 40)
+
+
+def test_a_number_is_a_gpu_where_python_takes_devices() -> None:
+    """0 is a device, and not "no device"."""
+    array = np.zeros((8, 64), np.uint8)
+    with pytest.raises(kvswap.Error) as named:
+        kvswap.Device("cuda:4094")
+    for call in (
+        lambda device: offload.SingleDirectionOffloadingHandler([array], [array.copy()], 1, [[]], True, device=device),
+        lambda device: fastdeploy.ops.current_device(device),
+        lambda device: fastdeploy.ops.device_of(0, device),
+    ):
+        with pytest.raises(kvswap.Error) as numbered:
+            call(4094)
+        assert str(numbered.value) == str(named.value)
+        if _C._cuda_count()[0] == 0:
+            with pytest.raises(kvswap.Error, match=r"there is no CUDA driver|finds none"):
+                call(0)
 
 
 @pytest.fixture

@@ -313,6 +313,7 @@ PyDoc_STRVAR(
     device_doc,
     "Device(name=None)\n--\n\n"
     "A device: 'cuda', 'cuda:1', 'host', 'host:0'. None: the current GPU, or host:0 where there is none.\n\n"
+    "A number is that of a GPU. A torch.device is taken too: 'cuda' is then torch's current GPU. 'cpu' is host:0.\n"
     "A host device is memory and threads of this process that behave as a GPU does. Objects of the same name are the\n"
     "same device, and equal. The first use of a GPU in a process opens its primary context (about 600 MB of its "
     "memory).\n"

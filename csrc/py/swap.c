@@ -331,7 +331,7 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
   "cpu_block_ids, direction, *, gpu_stride=None, cpu_stride=None, " COMMON_SIGNATURE
 #define COMMON_DOC                                                                                                     \
   KVS_PY_ORDER_DOC                                                                                                     \
-  "device: Device, its name, or None: the pointers' GPU, else host:0.\n" KVS_PY_PATH_DOC
+  "device: Device, or what Device() takes; None: the pointers' GPU, else host:0.\n" KVS_PY_PATH_DOC
 #define TAIL_DOC                                                                                                       \
   "\nTensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until "            \
   "done().\n" KVS_PY_CHECKED_DOC

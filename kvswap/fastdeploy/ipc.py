@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from kvswap import _C, memory
 from kvswap._regular import open_regular
 from kvswap.fastdeploy._tensors import itemsize
 from kvswap.fastdeploy.ops import current_device
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 __all__ = [
     "Opened",
@@ -44,7 +47,7 @@ __all__ = [
     "zero",
 ]
 
-_Device: TypeAlias = _C.Device | str | None
+_Device: TypeAlias = "DeviceLike | None"
 
 _FOLDER = Path("/dev/shm")
 _SEGMENT = struct.Struct("=Q64s")

@@ -29,10 +29,13 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvswap import _C
 from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_gpu, order_of
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 __all__ = [
     "cuda_host_alloc",
@@ -49,7 +52,7 @@ __all__ = [
 _T = TypeVar("_T")
 _Swap: TypeAlias = Callable[..., _T]  # the C function: returns the Transfer, or None when it is done
 _Ids: TypeAlias = Any  # a sequence of ints, or an integer array
-_Device: TypeAlias = _C.Device | str | None
+_Device: TypeAlias = "DeviceLike | None"
 
 
 def _index(value: Any, name: str, least: int = 0) -> int:
@@ -76,6 +79,10 @@ def _device_named(name: str) -> _C.Device:
     return _C.Device(name)
 
 
+def _opened(device: DeviceLike) -> _C.Device:
+    return _device_named(device) if isinstance(device, str) else _C.Device(device)
+
+
 @lru_cache(maxsize=1)
 def _kind() -> str:
     return "cuda" if _C._cuda_count()[0] > 0 else "host"
@@ -88,7 +95,7 @@ def device_of(rank: Any, device: _Device = None) -> _C.Device:
     """The given device, else the one that `rank` selects; opened once and cached."""
     global _last
     if not isinstance(device, _C.Device):
-        device = _device_named(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
+        device = _opened(f"{_kind()}:{_index(rank, 'rank')}" if device is None else device)
     _last = device
     return device
 
@@ -114,8 +121,8 @@ def current_device(device: _Device = None, tensor: Any = None) -> _C.Device:
         number = framework_gpu(tensor)
         number = _noted if number is None else number
         device = None if number is None else f"{_kind()}:{number}"
-    if isinstance(device, str):
-        device = _device_named(device)
+    if device is not None and not isinstance(device, _C.Device):
+        device = _opened(device)
     _last = device or _last or _C.Device(None)
     return _last
 

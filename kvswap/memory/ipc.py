@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvswap import _C
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 __all__ = ["Export", "export", "export_event", "open", "open_event"]
 
@@ -95,7 +98,7 @@ class Export:
 def export(
     source: Any,
     *,
-    device: _C.Device | str | None = None,
+    device: DeviceLike | None = None,
     nbytes: int | None = None,
     dtype: str | None = None,
     shape: Sequence[int] | None = None,
@@ -125,7 +128,7 @@ def export(
     return Export(data, source, server)
 
 
-def open(export: Export | bytes, *, device: _C.Device | str | None = None, generation: int | None = None) -> _C.Mapped:
+def open(export: Export | bytes, *, device: DeviceLike | None = None, generation: int | None = None) -> _C.Mapped:
     """Open memory that another process exported; in the exporting process this gives the plain address.
 
     export: an Export, or its bytes. device: where to open it; None: the device of this UUID, whose name
@@ -151,7 +154,7 @@ def export_event(event: _C.Event) -> bytes:
     return _C._ipc_export_event(event)
 
 
-def open_event(data: bytes, *, device: _C.Device | str | None = None) -> _C.Event:
+def open_event(data: bytes, *, device: DeviceLike | None = None) -> _C.Event:
     """An event of another process, which both may record, query and wait for.
 
     A wait refers to the latest recording of either process at the time of the call, so send a message after recording.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvswap import _C
 from kvswap.offload._jobs import Deadline, HandlerStats, SingleDirectionOffloadingHandler
 from kvswap.offload._layout import device_of, in_pages, is_torch
 from kvswap.offload._slab import Slab
 from kvswap.offload._specs import CanonicalKVCaches, TransferResult
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 
 def _canonical_page(kv_caches: CanonicalKVCaches, tensor: int) -> int:
@@ -62,7 +65,7 @@ def make_handlers(
     directions: Sequence[bool],
     *,
     canonical_layout: bool = False,
-    device: _C.Device | str | None = None,
+    device: DeviceLike | None = None,
     **options: Any,
 ) -> list[SingleDirectionOffloadingHandler]:
     """A handler for each direction (True: to the host), over memory allocated here or views of the region.
@@ -72,7 +75,8 @@ def make_handlers(
     if not kv_caches.tensors:
         raise ValueError("kv_caches has no tensors")
     first = kv_caches.tensors[0].tensor
-    target = device if isinstance(device, _C.Device) else _C.Device(device or device_of(first))
+    device = device_of(first) if device is None else device
+    target = device if isinstance(device, _C.Device) else _C.Device(device)
     with ExitStack() as undo:
         shared = None if mmap_region is None else _Region(mmap_region, target)
         if shared is not None:

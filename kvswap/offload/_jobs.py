@@ -7,13 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
 from kvswap.offload._nvtx import ranges
 from kvswap.offload._specs import TransferResult
+
+if TYPE_CHECKING:
+    from kvswap.typing import DeviceLike
 
 _logger = logger("kvswap.offload")
 
@@ -140,7 +143,7 @@ class SingleDirectionOffloadingHandler:
         layer_refs_per_group: Sequence[Sequence[Any]] | None = None,
         canonical_layout: bool = False,
         host_memory_is_pinned: bool | None = None,
-        device: _C.Device | str | None = None,
+        device: DeviceLike | None = None,
         compute_stream: Callable[[], Any] | None = None,
         wait_timeout: float | None = None,
         remember_failures: bool = True,
@@ -158,7 +161,8 @@ class SingleDirectionOffloadingHandler:
             raise ValueError(f"block_size_factor is {factor}: must be at least 1")
         if not gpu_tensors:
             raise ValueError("gpu_tensors is empty: there must be at least one")
-        self._device = device if isinstance(device, _C.Device) else _C.Device(device or device_of(gpu_tensors[0]))
+        device = device_of(gpu_tensors[0]) if device is None else device
+        self._device = device if isinstance(device, _C.Device) else _C.Device(device)
         layout = make_layout(
             self._device.name,
             gpu_tensors,
