@@ -5,7 +5,6 @@
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <strings.h>
 
 const char *const kvs_py_priority_names[3] = {"normal", "high", "background"};
 
@@ -135,29 +134,6 @@ int kvs_py_choice(PyObject *value, const char *name, const char *const *choices,
   if (!text)
     return kvs_py_complain(PyExc_TypeError, name, -1, "must be a str, one of %s, not %s", all, Py_TYPE(value)->tp_name);
   return kvs_py_complain(PyExc_ValueError, name, -1, "is %R: must be one of %s", value, all);
-}
-
-/* "D2H", in any case. */
-static bool is_word(PyObject *value, const char *word) {
-  const char *text = PyUnicode_Check(value) ? PyUnicode_AsUTF8(value) : NULL;
-  if (text == NULL) PyErr_Clear();
-  return text != NULL && strcasecmp(text, word) == 0;
-}
-
-int kvs_py_direction(PyObject *value, int64_t *direction) {
-  if (!PyBool_Check(value) && PyIndex_Check(value)) {
-    if (kvs_py_int64(value, "direction", -1, direction) == 0) {
-      if (*direction == KVS_D2H || *direction == KVS_H2D) return 0;
-    } else if (!PyErr_ExceptionMatches(PyExc_ValueError)) {
-      return -1;
-    }
-    PyErr_Clear();
-  }
-  bool down = is_word(value, "D2H");
-  *direction = down ? KVS_D2H : KVS_H2D;
-  if (down || is_word(value, "H2D")) return 0;
-  return kvs_py_complain(PyExc_ValueError, "direction", -1,
-                         "is %R: must be 0 (\"D2H\", GPU to host) or 1 (\"H2D\", host to GPU)", value);
 }
 
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns) {

@@ -61,8 +61,7 @@ extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 static inline bool kvs_py_given(PyObject *value) { return value != NULL && value != Py_None; }
 
-/* wait.c: wait in slices, so that Ctrl-C works. wait() runs without the GIL and returns KVS_TIMEOUT to be called again.
- */
+/* wait.c: wait in slices, so that Ctrl-C works. wait() runs without the GIL; KVS_TIMEOUT: call it again. */
 enum { KVS_PY_SLICE_NS = 50 * 1000 * 1000 };
 typedef int (*kvs_py_wait_function)(void *arg, int64_t timeout_ns, struct kvs_error *err);
 /* kvs_engine_collect() without the GIL, because it takes locks of lanes. Owners' destructors acquire the GIL. */
@@ -172,8 +171,8 @@ void kvs_py_tell_races(
 const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
 /* open.c and device.c. Engines are new references. */
-int kvs_py_hook_exit(
-    struct kvs_py_state *state); /* drain at exit; call before opening anything that outlives the call */
+/* Drain at exit. Call before opening anything that outlives the call. */
+int kvs_py_hook_exit(struct kvs_py_state *state);
 struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state,
                                       PyObject *device); /* Device, name, number, torch.device or None */
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
@@ -181,10 +180,9 @@ struct kvs_engine *kvs_py_device_engine(PyObject *device);                      
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */
 PyObject *kvs_py_device_like(struct kvs_py_state *state, struct kvs_engine *engine); /* takes a new reference */
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info);
-PyObject *kvs_py_device_info(PyObject *device, void *unused);      /* getter */
-PyObject *kvs_py_device_stats(PyObject *device, PyObject *unused); /* method */
-/* Log through Python's logging, under kvswap. `format` has one %s. */
-int kvs_py_say(const char *level, const char *format, const char *text);
+PyObject *kvs_py_device_info(PyObject *device, void *unused);            /* getter */
+PyObject *kvs_py_device_stats(PyObject *device, PyObject *unused);       /* method */
+int kvs_py_say(const char *level, const char *format, const char *text); /* log as kvswap; one %s in the format */
 
 /* memory.c, stream.c, event.c, transfer.c, pool.c */
 PyObject *kvs_py_memory_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes,

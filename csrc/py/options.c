@@ -2,6 +2,7 @@
 #include "options.h"
 
 #include <math.h>
+#include <strings.h>
 
 enum common { STREAM, AFTER, PATH, PRIORITY, MAX_CTAS, PACE_GBPS };
 enum layered { LAYER_EVENTS, AFTER_LAYERS };
@@ -12,6 +13,29 @@ void kvs_py_release_owner(void *owner) {
   PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF((PyObject *)owner);
   PyGILState_Release(gil);
+}
+
+/* "D2H", in any case. */
+static bool is_word(PyObject *value, const char *word) {
+  const char *text = PyUnicode_Check(value) ? PyUnicode_AsUTF8(value) : NULL;
+  if (text == NULL) PyErr_Clear();
+  return text != NULL && strcasecmp(text, word) == 0;
+}
+
+int kvs_py_direction(PyObject *value, int64_t *direction) {
+  if (!PyBool_Check(value) && PyIndex_Check(value)) {
+    if (kvs_py_int64(value, "direction", -1, direction) == 0) {
+      if (*direction == KVS_D2H || *direction == KVS_H2D) return 0;
+    } else if (!PyErr_ExceptionMatches(PyExc_ValueError)) {
+      return -1;
+    }
+    PyErr_Clear();
+  }
+  bool down = is_word(value, "D2H");
+  *direction = down ? KVS_D2H : KVS_H2D;
+  if (down || is_word(value, "H2D")) return 0;
+  return kvs_py_complain(PyExc_ValueError, "direction", -1,
+                         "is %R: must be 0 (\"D2H\", GPU to host) or 1 (\"H2D\", host to GPU)", value);
 }
 
 static int read_choices(PyObject *const *common, struct kvs_options *core) {

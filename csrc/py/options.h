@@ -18,7 +18,8 @@ struct kvs_py_options {
   struct kvs_py_after after, after_layers;
   char where[160];
 };
-int kvs_py_options_check(struct kvs_py_options *options); /* the checks that need no device */
+int kvs_py_direction(PyObject *value, int64_t *direction); /* KVS_D2H or KVS_H2D */
+int kvs_py_options_check(struct kvs_py_options *options);  /* the checks that need no device */
 int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_options *options);
 void kvs_py_options_clear(struct kvs_py_options *options);
