@@ -8,6 +8,11 @@
 
 #include "kvswap_status.h"
 
+/* Number of statuses: -status is below this. */
+#define KVS_STATUS_ONE(name, value, exception, description) +1
+enum { KVS_STATUSES = 0 KVS_STATUS_LIST(KVS_STATUS_ONE) };
+#undef KVS_STATUS_ONE
+
 /* What a status becomes in Python. BASE is kvswap.Error; DEVICE, QUEUE_FULL derive from it. */
 enum kvs_exception {
   KVS_EXC_NONE,

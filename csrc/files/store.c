@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "base/thread.h"
+#include "core/metrics.h"
 #include "files/cufile.h"
 #include "files/store.h"
 
@@ -421,10 +422,7 @@ int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
   return status;
 }
 
-int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {
-  int status = kvs_file_check_fork(store, err);
-  if (status) return status;
-  pthread_mutex_lock(&store->lock);
+static void read_stats_locked(const struct kvs_file_store *store, struct kvs_file_stats *stats) {
   *stats = store->stats;
   stats->blocks = store->index.blocks;
   stats->pinned = store->index.pinned;
@@ -436,8 +434,53 @@ int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stat
   stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
   stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
   stats->gds_by_host = atomic_load(&store->gds_by_host);
+}
+
+int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  read_stats_locked(store, stats);
   pthread_mutex_unlock(&store->lock);
   return KVS_OK;
+}
+
+static void read_kind_locked(const struct kvs_file_kind_counters *counters, struct kvs_file_kind_metrics *kind) {
+  kind->duration_ns.sum = kvs_histogram_read(&counters->duration, kind->duration_ns.buckets);
+  kind->nbytes.sum = kvs_histogram_read(&counters->nbytes, kind->nbytes.buckets);
+  kind->failed = counters->failed;
+  kind->cancelled = counters->cancelled;
+  memcpy(kind->failed_blocks, counters->failed_blocks, sizeof kind->failed_blocks);
+}
+
+static void read_metrics(struct kvs_file_store *store, uint64_t now, struct kvs_file_metrics *metrics) {
+  pthread_mutex_lock(&store->lock);
+  const struct kvs_file_transfer *oldest = store->oldest;
+  *metrics = (struct kvs_file_metrics){.block_nbytes = store->geometry.block_nbytes,
+                                       .capacity = store->settings.capacity,
+                                       .unfinished_load_blocks = store->unfinished_blocks[1],
+                                       .unfinished_store_blocks = store->unfinished_blocks[0],
+                                       .oldest_ns = oldest && now > oldest->start_ns ? now - oldest->start_ns : 0};
+  read_stats_locked(store, &metrics->stats);
+  read_kind_locked(&store->kinds[KVS_FILE_PUT], &metrics->stores);
+  read_kind_locked(&store->kinds[KVS_FILE_GET], &metrics->loads);
+  read_kind_locked(&store->kinds[KVS_FILE_DROP], &metrics->deletes);
+  pthread_mutex_unlock(&store->lock);
+  snprintf(metrics->directory, sizeof metrics->directory, "%s", store->settings.directory);
+}
+
+/* The stores are read under stores_lock, without references: dropping the last one would close the store. */
+size_t kvs_file_stores_get_metrics(struct kvs_file_metrics *metrics, size_t capacity) {
+  uint64_t now = kvs_clock_ns();
+  size_t count = 0;
+  pthread_mutex_lock(&stores_lock);
+  for (struct kvs_file_store *store = stores; store; store = store->next_of_all) {
+    if (!store->open) continue;
+    if (count < capacity) read_metrics(store, now, &metrics[count]);
+    count++;
+  }
+  pthread_mutex_unlock(&stores_lock);
+  return count;
 }
 
 void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info) {

@@ -5,6 +5,7 @@
 #ifndef KVS_FILE_STORE_H
 #define KVS_FILE_STORE_H
 
+#include "base/histogram.h"
 #include "core/engine.h"
 #include "files/format.h"
 #include "files/item.h"
@@ -71,6 +72,10 @@ struct kvs_file_store {
   size_t unfinished_blocks[2];
   struct kvs_file_transfer *garbage;
   struct kvs_file_stats stats;
+  struct kvs_file_kind_counters {
+    struct kvs_histogram duration, nbytes; /* of transfers done */
+    uint64_t failed, cancelled, failed_blocks[KVS_STATUSES];
+  } kinds[3]; /* by enum kvs_file_kind */
 };
 
 static inline int kvs_file_slot_fd(const struct kvs_file_store *store, uint32_t slot) {

@@ -213,6 +213,6 @@ extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, k
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
     kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[],
-    kvs_py_file_methods[];
+    kvs_py_file_methods[], kvs_py_metrics_methods[];
 
 #endif
