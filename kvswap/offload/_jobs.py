@@ -11,6 +11,7 @@ from typing import Any
 
 from kvswap import _C
 from kvswap._log import logger
+from kvswap.offload import _counts
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
 from kvswap.offload._nvtx import ranges
 from kvswap.offload._specs import TransferResult
@@ -195,6 +196,7 @@ class SingleDirectionOffloadingHandler:
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
         self._map: _C.OffloadMap | None = shared.map
+        _counts.add_handler(self)
 
     @property
     def device(self) -> _C.Device:
@@ -274,6 +276,7 @@ class SingleDirectionOffloadingHandler:
 
     def _make_room(self, job: Job) -> None:
         """Wait for the oldest transfer of this queue; if there is none, for room in the device. TimeoutError."""
+        _counts.stalled(self)
         with self._lock:
             self._stats.stalls += 1
             waiting = [transfer for older in self._transfers for transfer in older.transfers]
@@ -301,7 +304,9 @@ class SingleDirectionOffloadingHandler:
         stats.failed += error is not None
         stats.bytes += job.num_bytes if error is None else 0
         stats.device_seconds += seconds
-        stats.queued_seconds += max(0.0, time.monotonic() - job.submitted - seconds)
+        duration = time.monotonic() - job.submitted
+        stats.queued_seconds += max(0.0, duration - seconds)
+        _counts.job_ended(self, error is None, job.num_bytes, duration, seconds)
         for transfer in job.transfers:
             stats.paths[transfer.path] = stats.paths.get(transfer.path, 0) + 1
         if error is not None:
