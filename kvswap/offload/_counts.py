@@ -76,7 +76,7 @@ def rows() -> list[dict[str, Any]]:
     """kvswap.metrics.HandlerMetrics of each device and direction."""
     with _lock:
         alive = list(_handlers)
-        found = [
+        found: list[dict[str, Any]] = [
             {
                 "device": device,
                 "direction": direction,
