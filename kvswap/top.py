@@ -149,7 +149,8 @@ def _path_rate(device: str, now: dict[str, Any], old: dict[str, Any] | None, sec
 
 def _file_rate(now: dict[str, Any], old: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
     def speed(key: str) -> float:
-        return float(now[key] - (old[key] if old is not None else 0)) * now["block_bytes"] / seconds / 1e9
+        grown = now[key] - (old[key] if old is not None else 0)
+        return float(grown * now["block_bytes"] / seconds / 1e9)
 
     return {"directory": now["directory"], "store_gbps": speed("stored"), "load_gbps": speed("loaded")}
 

@@ -32,6 +32,7 @@ struct kvs_py_state {
   atomic_bool host_said;           /* "no GPU" has been logged */
   atomic_bool costs_said;          /* "calibration unusable" has been logged */
   atomic_bool burst_said;
+  atomic_bool traced; /* hooks has "trace" */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of one of this module's types */
 
@@ -169,6 +170,9 @@ void kvs_py_tell_races(
 /* The calling Python line for race reports: "engine.py:12 in step"; NULL while no checker runs. */
 const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
+/* trace.c: the hook round a call that submits. begin: NULL: none is set. end takes that reference, returns `result`. */
+PyObject *kvs_py_trace_begin(struct kvs_py_state *state, const char *what);
+PyObject *kvs_py_trace_end(PyObject *end, PyObject *result); /* result NULL: the call raised */
 /* device.c. Engines are new references. */
 int kvs_py_hook_exit(
     struct kvs_py_state *state); /* drain at exit; call before opening anything that outlives the call */
@@ -213,6 +217,6 @@ extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, k
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
     kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[],
-    kvs_py_file_methods[], kvs_py_metrics_methods[];
+    kvs_py_file_methods[], kvs_py_metrics_methods[], kvs_py_trace_methods[];
 
 #endif

@@ -282,13 +282,14 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
   options->common = common;
   options->layered = kind->layered ? device + 1 : NULL;
   if (kvs_py_args_parse(&kind->args, args, nargs, kwnames, values) < 0) return NULL;
+  PyObject *range = kvs_py_trace_begin(call.state, kind->args.function);
   if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0 &&
       (call.engine = find_engine(&call, *device, kind->common == BATCH)) != NULL &&
       kvs_py_options_read(call.state, call.engine, call.ptrs[0].count, options) == 0 &&
       kvs_py_submit(call.state, call.engine, options, kind->submit, &call) == 0)
     result = finish(&call, kind);
   swap_clear(&call);
-  return result;
+  return kvs_py_trace_end(range, result);
 }
 
 #define TOTAL(begin, layered) ((begin) + COMMON + ((layered) ? KVS_PY_LAYERED : 0))

@@ -13,8 +13,8 @@ from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload import _counts
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
-from kvswap.offload._nvtx import ranges
 from kvswap.offload._specs import TransferResult
+from kvswap.tracing import nvtx_range
 
 _logger = logger("kvswap.offload")
 
@@ -186,7 +186,6 @@ class SingleDirectionOffloadingHandler:
         }
         self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only; its id names this queue's lane
         self._what = "store" if gpu_to_cpu else "load"
-        self._range = ranges(self._device.kind)
         self._submitting = threading.Lock()
         self._lock = threading.Lock()
         self._transfers: deque[Job] = deque()  # guarded by _lock
@@ -226,7 +225,7 @@ class SingleDirectionOffloadingHandler:
             job = Job(job_id, [], 0, time.monotonic())
             lists = (gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices)
             try:
-                with self._range(f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
+                with nvtx_range(lambda: f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
                     while not self._submit(self._map, job, lists):
                         self._make_room(job)
             except TimeoutError as late:
