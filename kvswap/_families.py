@@ -77,7 +77,7 @@ def _define_transfers(table: _Table) -> None:
 
 
 def _define_devices(table: _Table) -> None:
-    table.define("counter", "submitted", "Transfers that were queued", "device")
+    table.define("counter", "transfers_submitted", "Transfers that were queued", "device")
     table.define("counter", "copies", "Copies issued", "device")
     table.define("counter", "merged_blocks", "Blocks copied together with a neighbouring block", "device")
     table.define("counter", "queue_full", "Submissions refused since the lane was full", "device")
@@ -150,7 +150,7 @@ def _put_path(table: _Table, device: str, path: PathMetrics) -> None:
 def _put_device(table: _Table, device: DeviceMetrics) -> None:
     name = device["device"]
     row: Any = device
-    for metric, key in (("submitted",) * 2, ("copies",) * 2, ("pools",) * 2, ("pool_blocks",) * 2):
+    for metric, key in (("transfers_submitted", "submitted"), ("copies",) * 2, ("pools",) * 2, ("pool_blocks",) * 2):
         table.put(metric, row[key], name)
     table.put("merged_blocks", device["merged"], name)
     table.put("queue_full", device["refused_full"], name)
