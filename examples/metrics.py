@@ -1,4 +1,4 @@
-"""What kvswap counts: moves some blocks on the host device (on a GPU: python metrics.py cuda:0), then prints the numbers.
+"""What kvswap counts: moves some blocks, then prints the numbers. On a GPU: python metrics.py cuda:0.
 
 With --port 9400 it goes on moving and serves them for Prometheus until Ctrl-C; `kvswap top` shows it as well.
 """

@@ -1,4 +1,4 @@
-"""The table of metrics: names, units, labels, and how each is read from a snapshot. Knows nothing of prometheus_client."""
+"""The table of metrics: names, units, labels, and how each is read from a snapshot. No prometheus_client here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The socket between a process that shows itself and `kvswap top`.
 
-The socket is in the user's folder of kvswap's sockets (mode 0700, owner checked), under a name with the pid and start time
-of its process. Both sides ask the kernel for the other's user. A request is one line of at most 32 bytes; the answer is
-one JSON document, then the connection ends. One thread serves all clients without blocking: each has its own time limit,
-so a slow client delays only itself.
+The socket is in the user's folder of kvswap's sockets (mode 0700, owner checked), under a name with the pid and start
+time of its process. Both sides ask the kernel for the other's user. A request is one line of at most 32 bytes; the
+answer is one JSON document, then the connection ends. One thread serves all clients without blocking: each has its own
+time limit, so a slow client delays only itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import select
 import socket
@@ -24,11 +25,14 @@ from typing import Any
 
 from kvswap import _C
 
+_logger = logging.getLogger("kvswap")
+
 _REQUEST = b"kvswap-metrics 1\n"
 _MOST_REQUEST = 32  # bytes
 _MOST_ANSWER = 16 << 20
 _CLIENTS = 8  # at once; others wait in the backlog
-_CLIENT_SECONDS = 2.0  # for request and answer
+_BACKLOG = 64
+_CLIENT_SECONDS = 5.0  # for request and answer
 _FRESH_SECONDS = 0.05  # an answer is used again for so long: a client cannot keep the process busy
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
@@ -102,6 +106,9 @@ class _Client:
             return True
         except OSError:
             return False
+        except Exception:
+            _logger.exception("kvswap top was not answered")
+            return False
         return len(self.answer) > 0
 
 
@@ -122,7 +129,7 @@ class Server:
                 os.unlink(self.path)  # of an earlier process with this pid and start
             self._listening.bind(self.path)
             os.chmod(self.path, 0o600)
-            self._listening.listen(_CLIENTS)
+            self._listening.listen(_BACKLOG)
             self._listening.setblocking(False)
         except OSError as error:
             self.abandon()
@@ -167,8 +174,9 @@ class Server:
     def _serve(self, ready: dict[int, int]) -> None:
         now, kept = time.monotonic(), []
         for client in self._clients:
-            asked = client.connection.fileno() in ready
-            if now < client.deadline and (not asked or client.serve(self._answer_now)):
+            served = client.connection.fileno() in ready
+            goes_on = client.serve(self._answer_now) if served else True
+            if goes_on and now < client.deadline:
                 kept.append(client)
             else:
                 client.connection.close()
@@ -211,7 +219,7 @@ class Server:
             each.close()
 
 
-# -- the other side -----------------------------------------------------------------------------------------------------
+# -- the other side ---------------------------------------------------------------------------------------------------
 
 
 def remove_stale(folder: Path) -> None:
@@ -251,14 +259,26 @@ def sockets() -> dict[int, Path]:
     return found
 
 
-def ask(path: Path, timeout: float = 2.0) -> Any:
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    """A Unix socket whose backlog is full refuses at once who would not wait for ever."""
+    while True:
+        try:
+            connection.connect(os.fspath(path))
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{path} takes no connection: too many ask it") from None
+            time.sleep(0.01)
+
+
+def ask(path: Path, timeout: float = 10.0) -> Any:
     """The snapshot of the process behind a socket. OSError: it does not answer in time or has ended. kvswap.Error: the
     answer is not as it should be."""
     deadline = time.monotonic() + timeout
     parts, total = [], 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
-        connection.connect(os.fspath(path))
+        _connect(connection, path, deadline)
         uid = peer_of(connection)[1]
         if uid != os.geteuid():
             raise _C.Error(f"{path} belongs to user {uid}: it is not trusted")

@@ -1,4 +1,4 @@
-"""kvswap top: what a running process moves, live. The process shows itself by kvswap.metrics.serve() or KVSWAP_TOP=1."""
+"""kvswap top: what a running process moves, live. It shows itself by kvswap.metrics.serve() or KVSWAP_TOP=1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-# -- processes ----------------------------------------------------------------------------------------------------------
+# -- processes --------------------------------------------------------------------------------------------------------
 
 
 def _processes() -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def _choose(pid: int | None) -> Any:
     return there[alive[0]]
 
 
-# -- rates --------------------------------------------------------------------------------------------------------------
+# -- rates ------------------------------------------------------------------------------------------------------------
 
 
 def rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _file_rate(now: dict[str, Any], old: dict[str, Any] | None, seconds: float) 
     return {"directory": now["directory"], "store_gbps": speed("stored"), "load_gbps": speed("loaded")}
 
 
-# -- the view -----------------------------------------------------------------------------------------------------------
+# -- the view ---------------------------------------------------------------------------------------------------------
 
 
 def _plain(text: str) -> str:
@@ -316,7 +316,7 @@ def _screen(as_json: bool) -> Iterator[Callable[[dict[str, Any], dict[str, Any]]
         yield lambda now, change: plain.show(*view(now, change))
 
 
-# -- the command --------------------------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def _run(args: argparse.Namespace) -> int:

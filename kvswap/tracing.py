@@ -1,7 +1,8 @@
 """NVTX ranges for Nsight, and OpenTelemetry spans. Off, a call of kvswap costs one flag more.
 
-Traced are all calls that submit transfers: swap_blocks_batch, the swap_cache functions, move_blocks, OffloadMap.submit
-(the handlers of kvswap.offload and so vLLM's), FileStore.store, load and delete. A handler's job has a range of its own.
+Traced are all calls that submit transfers: swap_blocks_batch, the swap_cache functions, move_blocks,
+OffloadMap.submit (the handlers of kvswap.offload and so vLLM's), FileStore.store, load and delete. A handler's job has
+a range of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _both(begins: tuple[_Begin, ...]) -> _Begin:
     return begin
 
 
-# -- NVTX ---------------------------------------------------------------------------------------------------------------
+# -- NVTX -------------------------------------------------------------------------------------------------------------
 
 
 def _push_and_pop() -> tuple[Callable[[str], object], Callable[[], object]] | None:
@@ -117,7 +118,7 @@ def nvtx_range(name: Callable[[], str]) -> AbstractContextManager[Any]:
 
 
 def start_from_environment() -> None:
-    """When kvswap is imported: torch may be imported later, so what makes the ranges is looked for at the first call."""
+    """When kvswap is imported. torch may be imported later: what makes the ranges is looked for at the first call."""
 
     def first(what: str) -> _End | None:
         try:
@@ -137,7 +138,7 @@ def wanted_by_environment() -> bool:
     return asked != "0" if asked else bool(os.environ.get("NVTX_INJECTION64_PATH"))
 
 
-# -- OpenTelemetry ------------------------------------------------------------------------------------------------------
+# -- OpenTelemetry ----------------------------------------------------------------------------------------------------
 
 
 class _Pending:

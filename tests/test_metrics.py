@@ -13,6 +13,7 @@ import threading
 import types
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ def bucket_of(value: float, bounds: tuple[float, ...]) -> int:
 
 def test_bounds_rise_and_are_round() -> None:
     assert len(TIMES) == len(SIZES) == 20
-    assert all(low < high for bounds in (TIMES, SIZES) for low, high in zip(bounds, bounds[1:], strict=False))
+    assert all(low < high for bounds in (TIMES, SIZES) for low, high in pairwise(bounds))
     assert TIMES[:4] == (1e-05, 2e-05, 5e-05, 1e-04) and TIMES[-3:] == (5.0, 10.0, 20.0)
-    assert SIZES == tuple(1 << n for n in range(12, 32))
+    assert tuple(1 << n for n in range(12, 32)) == SIZES
 
 
 # -- transfers --------------------------------------------------------------------------------------------------------
