@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 import urllib.request
 from collections.abc import Iterator
@@ -400,6 +401,29 @@ def test_others_open_and_close_meanwhile(own: kvswap.Device, tmp_path: Path) -> 
         assert not thread.is_alive()
     assert wrong == []
     assert sum(count(row["size"]) for row in device_row()["paths"]) - before == sum(moved)
+
+
+@pytest.mark.slow
+def test_a_scrape_does_not_wait_for_a_lane(own: kvswap.Device) -> None:
+    """Another thread holds the lane's lock while the driver answers slowly. Five attempts: that thread may be late."""
+    cache = Cache(own, 8, 512)
+    stream = kvswap.Stream(own)
+    took = []
+    for _ in range(5):
+        with Gate(own) as gate, testing.fault(own, "call", "delay", operation="event_query", delay=3.0):
+            gate.hold(stream)
+            transfer = cache.swap([1], [2], stream=stream)
+            poll = threading.Thread(target=transfer.done)
+            poll.start()
+            threading.Event().wait(0.5)
+            begin = time.monotonic()
+            metrics.snapshot()
+            took.append(time.monotonic() - begin)
+            poll.join(PATIENCE)
+        transfer.wait(PATIENCE)
+        if took[-1] < 1.5:
+            return
+    pytest.fail(f"reading the counters took {took} s")
 
 
 def test_a_store_that_is_scraped_can_be_reopened_at_once(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_file_store *stores; /* guarded by stores_lock: from before the directory is locked to the end */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static pthread_cond_t closer_ended; /* initialised by fork_once */
+static const int64_t READERS_NS = 10ll * 1000 * 1000 * 1000;
 static unsigned closers; /* guarded by stores_lock: threads that close a store after its last handle was dropped */
 
 static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
@@ -47,12 +48,17 @@ static void enter_list(struct kvs_file_store *store) {
   pthread_mutex_unlock(&stores_lock);
 }
 
-static void leave_list(struct kvs_file_store *store) {
+/* False: a reader of its counters does not return, so the store must not be freed. */
+static bool leave_list(struct kvs_file_store *store) {
+  uint64_t deadline = kvs_deadline(READERS_NS);
   pthread_mutex_lock(&stores_lock);
   struct kvs_file_store **at = &stores;
   while (*at && *at != store) at = &(*at)->next_of_all;
   if (*at) *at = store->next_of_all;
+  while (store->readers && kvs_cond_wait(&closer_ended, &stores_lock, deadline)) continue;
+  bool unused = store->readers == 0;
   pthread_mutex_unlock(&stores_lock);
+  return unused;
 }
 
 static void note_open(struct kvs_file_store *store, bool open) {
@@ -152,7 +158,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
 }
 
 static void free_store(struct kvs_file_store *store) {
-  leave_list(store);
+  if (!leave_list(store)) return;
   if (store->settings.device) kvs_engine_unref(store->settings.device);
   kvs_file_index_free(&store->index);
   kvs_file_queue_destroy(&store->queue);
@@ -469,17 +475,25 @@ static void read_metrics(struct kvs_file_store *store, uint64_t now, struct kvs_
   snprintf(metrics->directory, sizeof metrics->directory, "%s", store->settings.directory);
 }
 
-/* The stores are read under stores_lock, without references: dropping the last one would close the store. */
+/* The stores stay in memory meanwhile. A reference would not do: dropping the last one closes the store. No store's
+ * lock is taken under stores_lock: fork() takes that one after locks that are taken under a store's. */
 size_t kvs_file_stores_get_metrics(struct kvs_file_metrics *metrics, size_t capacity) {
-  uint64_t now = kvs_clock_ns();
+  struct kvs_file_store **found = calloc(capacity ? capacity : 1, sizeof(struct kvs_file_store *));
   size_t count = 0;
   pthread_mutex_lock(&stores_lock);
-  for (struct kvs_file_store *store = stores; store; store = store->next_of_all) {
+  for (struct kvs_file_store *store = stores; store && found; store = store->next_of_all) {
     if (!store->open) continue;
-    if (count < capacity) read_metrics(store, now, &metrics[count]);
+    if (count < capacity) (found[count] = store)->readers++;
     count++;
   }
   pthread_mutex_unlock(&stores_lock);
+  size_t held = count < capacity ? count : capacity;
+  for (size_t i = 0; i < held; i++) read_metrics(found[i], kvs_clock_ns(), &metrics[i]);
+  pthread_mutex_lock(&stores_lock);
+  for (size_t i = 0; i < held; i++) found[i]->readers--;
+  if (held) pthread_cond_broadcast(&closer_ended);
+  pthread_mutex_unlock(&stores_lock);
+  free(found);
   return count;
 }
 

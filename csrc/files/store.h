@@ -39,6 +39,7 @@ struct kvs_file_store {
   atomic_uint_fast64_t gds_nbytes[2], gds_by_host; /* see struct kvs_file_stats; [1]: written, [0]: read */
   struct kvs_file_store *next_of_all;              /* guarded by stores_lock of store.c, as is `open` */
   bool open;                                       /* opened, and not being closed */
+  unsigned readers; /* guarded by stores_lock: threads that read its counters, which keep it in memory */
 
   pthread_mutex_t lock;
   pthread_cond_t ended; /* signalled when a transfer ends, a call leaves or the store stops; monotonic clock */
