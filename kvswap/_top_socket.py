@@ -153,6 +153,14 @@ class Server:
         except OSError:
             return False
 
+    def _let_go(self, *sockets: socket.socket) -> None:
+        ours = self._still_ours()
+        for each in sockets:
+            if ours:
+                each.close()
+            else:
+                each.detach()  # also from the end of the object, which would close the number
+
     def _run(self) -> None:
         while self._still_ours():
             polling = select.poll()
@@ -167,8 +175,7 @@ class Server:
             if self._woken.fileno() in ready:
                 break
             self._serve(ready)
-        for client in self._clients:
-            client.connection.close()
+        self._let_go(*(client.connection for client in self._clients))
         self._clients = []
 
     def _serve(self, ready: dict[int, int]) -> None:
@@ -202,15 +209,14 @@ class Server:
     def close(self) -> None:
         """Ends the thread and removes the socket. Twice is harmless."""
         atexit.unregister(self.close)
-        ours = self._still_ours()
-        if ours:
+        if self._still_ours():
             with contextlib.suppress(OSError):
                 self._wake.send(b".")
             if threading.current_thread() is not self._thread:
                 self._thread.join(5.0)
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
-            self.abandon()
+        self._let_go(self._listening, self._wake, self._woken)
 
     def abandon(self) -> None:
         """In the child of a fork: closes its copies of the descriptors. The socket's name stays with the parent."""
