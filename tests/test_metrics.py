@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -127,9 +128,10 @@ def test_the_duration_is_from_the_call_to_the_end(own: kvswap.Device) -> None:
         threading.Event().wait(0.3)
     transfer.wait(PATIENCE)
     after = path_row("d2h", "direct")
-    assert transfer.duration >= 0.3 > 0.1 > transfer.elapsed  # it waited for the gate before it was on the device
+    assert transfer.duration >= 0.3
     assert after["duration"]["sum"] - before["duration"]["sum"] == pytest.approx(transfer.duration, rel=1e-6)
-    assert after["queue"]["sum"] - before["queue"]["sum"] >= 0.2
+    # It waited for the gate before it was on the device.
+    assert after["queue"]["sum"] - before["queue"]["sum"] >= 0.29
     first = bucket_of(0.2, TIMES)
     assert sum(after["duration"]["buckets"][first:]) == sum(before["duration"]["buckets"][first:]) + 1
 
@@ -308,6 +310,8 @@ def test_host_pools_come_and_go(own: kvswap.Device) -> None:
 
 
 def test_memory_and_pools_of_a_device(own: kvswap.Device) -> None:
+    own.stats()  # releases what transfers of other tests held
+    gc.collect()
     before = device_row()
     held, host = own.alloc(1 << 16), own.alloc(1 << 12, host=True)
     array = np.zeros(1 << 20, np.uint8)
@@ -390,7 +394,7 @@ def test_others_open_and_close_meanwhile(own: kvswap.Device, tmp_path: Path) -> 
     for thread in threads:
         thread.start()
     seen = 0
-    for _ in range(300):
+    for _ in range(100):
         total = sum(count(row["size"]) for row in device_row()["paths"])
         assert total >= seen
         seen = total
@@ -693,6 +697,33 @@ def test_the_dashboard_is_as_grafana_wants_it() -> None:
         assert refs and len(set(refs)) == len(refs)
         for target in panel["targets"]:
             assert set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval", "__range"} <= names
+
+
+def lost_in(written: Any, read: Any, place: str = "") -> list[str]:
+    """Where a value was dropped or changed; more may have been added."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        return [
+            lost
+            for key, value in written.items()
+            for lost in ([f"{place}/{key}"] if key not in read else lost_in(value, read[key], f"{place}/{key}"))
+        ]
+    if isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        return [lost for i in range(len(read)) for lost in lost_in(written[i], read[i], f"{place}/{i}")]
+    return [] if written == read else [place]
+
+
+def test_grafanas_own_model_reads_the_dashboard() -> None:
+    """It gives back what it read, but for four fields that it does not know. .ci/run installs it."""
+    pytest.importorskip("grafana_foundation_sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    board = dashboard()
+    again = json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder))
+    unknown = {"/id", "/annotations/list/0/builtIn", *(f"/templating/list/{i}/definition" for i in (1, 2, 3))}
+    assert set(lost_in(board, again)) - unknown == set()
 
 
 def test_the_alerts_name_what_is_exported() -> None:
