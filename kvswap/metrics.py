@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -257,6 +258,7 @@ class Collector:
 # -- kvswap top -------------------------------------------------------------------------------------------------------
 
 _server: _top_socket.Server | None = None
+_serving = threading.Lock()  # while _server changes
 
 
 def serve(rank: int | str | None = None) -> str:
@@ -268,23 +270,26 @@ def serve(rank: int | str | None = None) -> str:
     kvswap.Error: the folder belongs to another user or is open to others, or the socket cannot be made.
     """
     global _server
-    if _server is None or not _server.alive:
-        shown = _rank(rank)
-        _server = _top_socket.Server(lambda: snapshot(shown))
-    return _server.path
+    with _serving:
+        if _server is None or not _server.alive:
+            shown = _rank(rank)
+            _server = _top_socket.Server(lambda: snapshot(shown))
+        return _server.path
 
 
 def close() -> None:
     """Undo serve(): the socket is removed and its thread has ended. Harmless without serve()."""
     global _server
-    server, _server = _server, None
-    if server is not None:
-        server.close()
+    with _serving:  # a new socket has the same name
+        server, _server = _server, None
+        if server is not None:
+            server.close()
 
 
 def _after_fork() -> None:
     """The parent's socket is the parent's to remove. A child serves again only if the environment says so."""
-    global _server
+    global _server, _serving
+    _serving = threading.Lock()
     server, _server = _server, None
     if server is None:
         return

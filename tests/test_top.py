@@ -104,6 +104,25 @@ def test_it_answers_and_ends_without_a_trace(path: str, run_folder: Path) -> Non
     assert metrics.serve() == path and _top_socket.ask(Path(path))["pid"] == os.getpid()
 
 
+def test_many_threads_serve_and_close(run_folder: Path) -> None:
+    begin = threading.Barrier(8)
+
+    def work() -> None:
+        begin.wait(PATIENCE)
+        for _ in range(20):
+            metrics.serve()
+            metrics.close()
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(PATIENCE)
+        assert not worker.is_alive()
+    metrics.close()
+    assert threads() == [] and list((run_folder / f"kvswap-{os.geteuid()}").iterdir()) == []
+
+
 def test_counters_by_the_socket_are_the_processes_own(mover: Process, run_folder: Path) -> None:
     (found,) = _top_socket.sockets().items()
     assert found[0] == mover.pid
