@@ -449,6 +449,37 @@ def test_a_store_that_is_scraped_can_be_reopened_at_once(tmp_path: Path) -> None
         thread.join(PATIENCE)
 
 
+LEAKS = """
+    import gc, sys, tempfile
+    import numpy as np, kvswap
+    from kvswap import _C, files, memory, metrics, testing
+
+    device = kvswap.Device("host:85")
+    a, b, ids = np.zeros(8192, np.uint8), np.zeros(8192, np.uint8), np.arange(2)
+    kvswap.swap_cache_per_layer(a, b, 4096, 2, 2, ids, ids, 0, device=device)
+    store = files.FileStore(tempfile.mkdtemp(), files.Layout(4096), capacity=1 << 20)
+    pool = memory.HostPool(4, 4096, device=device)
+    _C._set_trace_hook(lambda what: lambda result, error: None)
+
+    def use():
+        for _ in range(500):
+            metrics.snapshot(), metrics.bounds()
+            kvswap.swap_cache_per_layer(a, b, 4096, 2, 2, ids, ids, 0, device=device)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    use()
+    before = use()
+    after = use()
+    assert after - before < 250, (before, after)  # a leak of one block a turn is 500
+"""
+
+
+def test_reading_and_tracing_leak_nothing() -> None:
+    run = run_python(LEAKS)
+    assert run.returncode == 0, run.stderr
+
+
 FORK = """
     import json, os, sys, tempfile, warnings
     import numpy as np, kvswap
