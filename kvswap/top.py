@@ -246,11 +246,27 @@ def _pools(now: dict[str, Any]) -> Table:
     return "host pools", ("device", "kind", "state", "blocks", "size", "pinned"), rows
 
 
+def _jobs(now: dict[str, Any]) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (
+            _plain(jobs["device"]),
+            jobs["direction"],
+            f"{sum(jobs['duration']['buckets'])}",
+            f"{jobs['unfinished']}",
+            format_size(jobs["bytes"]),
+            f"{jobs['stalls']}",
+            f"{jobs['failed']}",
+        )
+        for jobs in now["handlers"]
+    ]
+    return "offloading jobs", ("device", "direction", "done", "unfinished", "bytes", "stalls", "failed"), rows
+
+
 def view(now: dict[str, Any], change: dict[str, Any]) -> tuple[str, list[Table]]:
     """A title, and the tables that have rows."""
     rank = f", rank {_plain(now['rank'])}" if now["rank"] else ""
     title = f"process {now['pid']}{rank}: {_plain(now['command'])[:80]}"
-    tables = [_moving(change), _queues(now), _files(now, change), _pools(now)]
+    tables = [_moving(change), _queues(now), _jobs(now), _files(now, change), _pools(now)]
     return title, [table for table in tables if table[2]]
 
 

@@ -966,6 +966,25 @@ def test_a_span_lasts_as_long_as_its_transfer(own: kvswap.Device, tracer: Tracer
     assert span.status == ()
 
 
+def test_spans_of_files_and_of_jobs(tracer: Tracer, tmp_path: Path) -> None:
+    from kvswap import offload
+
+    gpu, cpu = np.zeros((16, 512), np.uint8), np.zeros((16, 512), np.uint8)
+    refs = [[offload.CanonicalKVCacheRef(0, 512)]]
+    store = offload.SingleDirectionOffloadingHandler([gpu], [cpu], 1, refs, True, device=DEVICE)
+    one = offload.GPULoadStoreSpec(np.arange(3), group_sizes=[3], block_indices=[0])
+    store.transfer_async(5, (one, offload.CPULoadStoreSpec(np.arange(3))))
+    store.shutdown(PATIENCE)
+    with files.FileStore(tmp_path, files.Layout(512), capacity=1 << 20) as tier:
+        transfer = tier.store([b"a", b"b"], [gpu[0], gpu[1]])
+        transfer.wait(PATIENCE)
+    tracing.flush()
+    job, stored = tracer.spans
+    assert job.name == "kvswap.OffloadMap.submit" and job.attributes["kvswap.bytes"] == 3 * 512
+    assert stored.name == "kvswap.FileStore.store" and stored.attributes["kvswap.blocks"] == 2
+    assert stored.ended - stored.began == int(transfer.elapsed * 1e9) and job.ended > job.began
+
+
 def test_a_span_of_a_failure(own: kvswap.Device, tracer: Tracer) -> None:
     cache = Cache(own, 64, 4096)
     ids = np.arange(0, 20, 2)

@@ -440,6 +440,10 @@ def numbers(monotonic: float, **path: Any) -> Any:
         "devices": [device],
         "files": [],
         "host_pools": [],
+        "handlers": [
+            {"device": "cuda:0", "direction": "d2h", "unfinished": 3, "bytes": 4 << 30, "stalls": 5, "failed": 6}
+            | {"duration": {"buckets": [70, 7], "sum": 1.0}}
+        ],
     }
 
 
@@ -470,6 +474,7 @@ def test_what_another_program_wrote_moves_no_cursor() -> None:
     title, tables = top.view(now, top.rates(now, now))
     text = top._as_text(title, tables)
     assert "\x1b" not in text and "python?[31m serve?" in text and "2 lo?st" in text
+    assert "cuda:0  d2h        77    3           4 GiB  5       6" in text
     assert "cuda:0 LOST" in text and "1 of 8" in text and "90 s" in text and "rank 1" in text
 
 
