@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import logging
 import os
 import select
 import socket
@@ -24,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from kvswap import _C
+from kvswap._log import logger
 
-_logger = logging.getLogger("kvswap")
+_logger = logger("kvswap.top")
 
 _REQUEST = b"kvswap-metrics 1\n"
 _MOST_REQUEST = 32  # bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 import threading
@@ -21,10 +20,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from kvswap import _C
+from kvswap._log import logger
 
 __all__ = ["flush", "nvtx", "opentelemetry"]
 
-_logger = logging.getLogger("kvswap.tracing")
+_logger = logger("kvswap.tracing")
 
 _End: TypeAlias = Callable[[Any, Any], object]  # result or None, type of the exception or None
 _Begin: TypeAlias = Callable[[str], "_End | None"]

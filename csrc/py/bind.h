@@ -31,8 +31,7 @@ struct kvs_py_state {
   atomic_bool exit_hooked;         /* _shutdown is registered with atexit */
   atomic_bool host_said;           /* "no GPU" has been logged */
   atomic_bool costs_said;          /* "calibration unusable" has been logged */
-  atomic_bool burst_said;
-  atomic_bool traced; /* hooks has "trace" */
+  atomic_bool burst_said, traced;  /* traced: hooks has "trace" */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of one of this module's types */
 
@@ -208,7 +207,6 @@ PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
 PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mapped, struct kvs_engine *engine);
 void kvs_py_object_free(PyObject *self);
-
 int kvs_py_capi_add(PyObject *module); /* capi.c: adds the capsule _API */
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,

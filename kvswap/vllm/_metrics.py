@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from kvswap import _C
+from kvswap._log import logger
 
-_logger = logging.getLogger("kvswap.vllm")
+_logger = logger("kvswap.vllm")
 _server: Any = None
 
 
