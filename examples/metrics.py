@@ -1,4 +1,4 @@
-"""What kvswap counts: moves some blocks, then prints the numbers. On a GPU: python metrics.py cuda:0.
+"""What kvswap counts: moves some blocks, then prints the numbers. On a GPU: --device cuda:0.
 
 With --port 9400 it goes on moving and serves them for Prometheus until Ctrl-C; `kvswap top` shows it as well.
 """
@@ -17,9 +17,13 @@ from kvswap import metrics
 BLOCKS, NBYTES = 256, 64 << 10
 
 
+def moved() -> int:
+    return sum(path["size"]["sum"] for row in metrics.snapshot()["devices"] for path in row["paths"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("device", nargs="?", default="host:0")
+    parser.add_argument("--device", default="host:0")
     parser.add_argument("--port", type=int, help="serve Prometheus on 127.0.0.1 and go on")
     args = parser.parse_args()
     try:
@@ -40,8 +44,10 @@ def main() -> int:
         for direction in kvswap.Direction:
             kvswap.swap_cache_per_layer(gpu, cpu, NBYTES, BLOCKS, BLOCKS, ids, ids, direction, device=device)
 
+    before = moved()
     for turn in range(10):
         move(turn)
+    assert moved() - before == 10 * 2 * 64 * NBYTES  # the counters are exact
 
     # As plain dicts, without prometheus_client:
     for row in metrics.snapshot()["devices"]:
