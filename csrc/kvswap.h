@@ -107,8 +107,8 @@ struct kvs_transfer_info {
   uint64_t num_blocks;
   uint64_t elapsed_ns; /* on the device, once it ended; 0 before and where the device cannot say */
   size_t num_failed;
-  size_t num_layers; /* layers that can be waited for; 0 without layer_events */
-  uint64_t reserved[8];
+  size_t num_layers;                 /* layers that can be waited for; 0 without layer_events */
+  uint64_t duration_ns, reserved[7]; /* duration_ns: from the call until its end was seen; 0 before */
 };
 
 struct kvs_path_stats {

@@ -8,8 +8,12 @@
 
 #include "kvswap_status.h"
 
-/* What a status becomes in Python. BASE is kvswap.Error; DEVICE, QUEUE_FULL and MISSING derive from
- * it. */
+/* Number of statuses: -status is below this. */
+#define KVS_STATUS_ONE(name, value, exception, description) +1
+enum { KVS_STATUSES = 0 KVS_STATUS_LIST(KVS_STATUS_ONE) };
+#undef KVS_STATUS_ONE
+
+/* What a status becomes in Python. BASE is kvswap.Error; DEVICE, QUEUE_FULL and MISSING derive from it. */
 enum kvs_exception {
   KVS_EXC_NONE,
   KVS_EXC_BASE,

@@ -342,6 +342,9 @@ class Transfer:
     def elapsed(self) -> float | None:
         """float: seconds on the device, 0.0 if not measured; None while it runs."""
     @property
+    def duration(self) -> float | None:
+        """float: seconds from the call until a call of kvswap saw the end; None while it runs."""
+    @property
     def path(self) -> str:
         """str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'."""
     @property
@@ -1325,6 +1328,17 @@ def _racecheck_take() -> list[_Race]:
 
 def _set_lane_depth(device: Device, depth: int) -> None:
     """Set the limit of unfinished transfers of a lane, 1 to 65536. Applies to lanes created later."""
+
+def _set_trace_hook(hook: Callable[[str], Callable[[Any, Any], object] | None] | None, /) -> None:
+    """hook(function) is called at the begin of each call that submits; None: nothing is. If it returns a callable, that is called
+    at the end of the call with what the call returns, or None, and with the type of the exception that it raises, or None."""
+
+def _metrics() -> dict[str, Any]:
+    """Counters and histograms of all open devices, file stores and host pools, as dicts: kvswap.metrics has their types.
+    Waits for no transfer. Any thread may call."""
+
+def _metrics_bounds() -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The histograms' upper bounds: (seconds, bytes). One more bucket holds what is above them."""
 
 def _cuda_count() -> tuple[int, str]:
     """(number of GPUs, why there is none). Opens no context."""

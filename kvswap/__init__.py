@@ -89,6 +89,28 @@ if os.environ.get("KVSWAP_RACECHECK", "0") not in ("", "0"):
     _log_races()
 
 
+def _show_to_top() -> None:
+    """KVSWAP_TOP=1: `kvswap top` sees this process."""
+    import logging
+
+    from kvswap import metrics
+
+    try:
+        metrics.serve()
+    except (Error, RuntimeError) as error:
+        logging.getLogger("kvswap").warning("KVSWAP_TOP: %s", error)
+
+
+if os.environ.get("KVSWAP_TOP", "0") not in ("", "0"):
+    _show_to_top()
+
+
+if os.environ.get("KVSWAP_NVTX") or os.environ.get("NVTX_INJECTION64_PATH"):
+    from kvswap import tracing
+
+    tracing.start_from_environment()
+
+
 def get_include() -> str:
     """The folder of the C headers: kvswap.h, and kvswap_capi.h for extensions of Python."""
     package = os.path.dirname(os.path.abspath(__file__))

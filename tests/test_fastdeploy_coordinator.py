@@ -64,7 +64,7 @@ class World:
         self.given: list[list[Any]] = [[] for _ in range(RANKS)]
         self.states: list[State] = []
         self.coordinator = Coordinator(
-            settings, State.NORMAL, self._to_client, self._to_rank, self.states.append, Metrics(None)
+            settings, State.NORMAL, self._to_client, self._to_rank, self.states.append, Metrics(None, 0)
         )
         for rank in range(RANKS):
             self.hello(rank)

@@ -946,9 +946,10 @@ def test_metrics_and_json_logs() -> None:
         assert not client.result(client.swap(SWAP2GPU, [1], [3])).ok
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-        assert 'kvswap_manager_tasks_total{state="done",type="SWAP2CPU"} 1.0' in text
-        assert 'kvswap_manager_tasks_total{state="failed",type="SWAP2GPU"} 1.0' in text
-        assert 'kvswap_manager_bytes_total{type="SWAP2CPU"} 512.0' in text
+        assert 'kvswap_manager_tasks_total{rank="0",state="done",type="SWAP2CPU"} 1.0' in text
+        assert 'kvswap_manager_tasks_total{rank="0",state="failed",type="SWAP2GPU"} 1.0' in text
+        assert 'kvswap_manager_bytes_total{rank="0",type="SWAP2CPU"} 512.0' in text
+        assert 'kvswap_transfer_bytes_total{device="host:0",direction="d2h"' in text  # of the rank's device too
         lines = [json.loads(line) for line in manager.log(0).splitlines()]
         seen = [line for line in lines if line.get("task") == "seen"]
         assert len(seen) == 1 and seen[0]["ok"] and seen[0]["bytes"] == 512 and seen[0]["type"] == "SWAP2CPU"

@@ -31,7 +31,7 @@ CORE = [
     {"engine"},
     {"swap", "move"},
     {"submit", "choose"},
-    {"order", "pool", "memory", "reclaim", "peer", "pattern"},
+    {"order", "pool", "memory", "reclaim", "peer", "pattern", "metrics"},
     {"burst", "slots", "launch", "issue"},
     {"handle", "lane", "transfer"},
     {"buffers", "tables", "cover"},

@@ -332,6 +332,7 @@ TABLE: Rows = {
     "Transfer.num_blocks": lambda t: t.ended.num_blocks,
     "Transfer.sequence": lambda t: t.ended.sequence,
     "Transfer.elapsed": lambda t: (t.ended.elapsed, t.fresh().elapsed),
+    "Transfer.duration": lambda t: (t.ended.duration, t.fresh().duration),
     "Transfer.path": lambda t: t.ended.path,
     "Transfer.state": lambda t: (t.ended.state, t.fresh().state),
     "Transfer.error": lambda t: (t.ended.error, t.failed.error),

@@ -32,7 +32,7 @@ ROWS = [
     {"cuda/fatbin.h"},  # data: anybody may look at it
     {"kvswap_status.h"},
     {"status.h"},
-    {"base/crc32c.h", "base/maps.h", "base/owner.h", "base/thread.h", "base/wait.h"},
+    {"base/crc32c.h", "base/histogram.h", "base/maps.h", "base/owner.h", "base/thread.h", "base/wait.h"},
     SURFACE - {"kvswap_status.h"},  # the surface: plain types and declarations
     {"kernels/crc.h"},
     {"kernels/kernels.h", "kernels/twins.h", "device/region.h"},
@@ -50,6 +50,7 @@ ROWS = [
         "core/range.h",
         "core/buffers.h",
         "core/cover.h",
+        "core/metrics.h",
         "core/registry.h",
         "core/lane.h",
         "core/transfer.h",
@@ -167,12 +168,14 @@ def test_the_bindings_use_the_surface() -> None:
         "py/files.h",
         "py/host_pool.h",
         "py/options.h",
+        "py/trace.h",
     }
     more = {
         "calibration.c": {"plan/calibration.h"},
         "files.c": {"files/sys.h", "files/cufile.h"},
         "testing.c": {"host/device.h", "device/hooks.h", "cuda/fatbin.h"},
     }
+    more["metrics.c"] = {"core/metrics.h"}
     more["file_apart.c"] = {"base/thread.h"}
     more["event.c"] = more["handle.c"] = more["seam.c"] = {"device/share.h"}
     wrong = []

@@ -111,7 +111,10 @@ struct kvs_scratch *kvs_scratch_get(struct kvs_engine *engine, struct kvs_error 
   if (scratch) engine->scratch = scratch->next;
   pthread_mutex_unlock(&engine->cache_lock);
   if (!scratch) scratch = calloc(1, sizeof *scratch);
-  if (!scratch) kvs_fail(err, KVS_NOMEM, "no memory for a plan");
+  if (scratch)
+    scratch->since_ns = kvs_clock_ns();
+  else
+    kvs_fail(err, KVS_NOMEM, "no memory for a plan");
   return scratch;
 }
 

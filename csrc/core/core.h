@@ -18,6 +18,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/histogram.h"
 #include "core/engine.h"
 #include "core/hazard.h"
 #include "core/launch.h"
@@ -68,8 +69,8 @@ struct kvs_transfer {
   struct kvs_race_point *point; /* race checker: the clock at the transfer's end; NULL: none */
   kvs_event *layers;            /* one event a layer, 0: use `end`; constant once submitted */
   size_t nlayers;
-  uint64_t elapsed_ns;
-  atomic_int state; /* enum kvs_state */
+  uint64_t elapsed_ns, since_ns, ended_ns; /* since_ns: of the call; ended_ns: when its end was seen */
+  atomic_int state;                        /* enum kvs_state */
 };
 
 struct kvs_ended_point {
@@ -109,8 +110,10 @@ struct kvs_lane {
   pthread_mutex_t submit;
   pthread_mutex_t lock;
   struct kvs_transfer *head, *tail; /* guarded by lock: unfinished, oldest first */
-  unsigned count, depth;            /* guarded by lock */
-  uint64_t sequence;                /* guarded by submit: of the last transfer */
+  unsigned depth;                   /* guarded by lock */
+  atomic_uint count; /* of unfinished ones; this and the next two are written under lock and read without it */
+  atomic_uint_fast64_t nbytes, oldest_ns; /* of unfinished ones: their bytes; since_ns of the oldest, 0: none */
+  uint64_t sequence;                      /* guarded by submit: of the last transfer */
   uint64_t waited[KVS_LANES]; /* guarded by submit: for each lane, the last sequence that a head of this lane has waited
                                  for */
   atomic_uint_fast64_t ended; /* sequence of the last transfer that ended */
@@ -179,9 +182,11 @@ struct kvs_engine {
   atomic_bool has_garbage, bursts; /* bursts: slots exist, or are being resized to exist; written under note_lock */
   atomic_uint_fast64_t submitted, done, failed, cancelled, refused_full, copies, merged, staging_nbytes;
   atomic_uint_fast64_t second_attempts;
-  struct {
-    atomic_uint_fast64_t transfers, blocks, bytes, device_ns;
-  } paths[3][KVS_PATHS]; /* of transfers done, by direction and path */
+  struct kvs_path_counters {
+    struct kvs_histogram duration, queue, nbytes; /* of transfers done */
+    atomic_uint_fast64_t blocks, device_ns;       /* the same */
+    atomic_uint_fast64_t failed[KVS_STATUSES], failed_blocks;
+  } paths[3][KVS_PATHS]; /* by direction and path */
 };
 
 /* watch.c, for the race checker. An accessor on a stream (`where` may be NULL); report the pool blocks under plain

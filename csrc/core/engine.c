@@ -339,49 +339,6 @@ int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct 
   return KVS_OK;
 }
 
-static void stats_of_paths(struct kvs_engine *engine, struct kvs_stats *stats) {
-  uint64_t *const bytes[] = {&stats->bytes_d2h, &stats->bytes_h2d, &stats->bytes_other};
-  for (int direction = 0; direction < 3; direction++)
-    for (int path = 0; path < KVS_PATHS; path++) {
-      struct kvs_path_stats *row = &stats->paths[direction][path];
-      *row = (struct kvs_path_stats){
-          .transfers = atomic_load(&engine->paths[direction][path].transfers),
-          .blocks = atomic_load(&engine->paths[direction][path].blocks),
-          .bytes = atomic_load(&engine->paths[direction][path].bytes),
-          .device_ns = atomic_load(&engine->paths[direction][path].device_ns),
-      };
-      *bytes[direction] += row->bytes;
-    }
-}
-
-void kvs_engine_stats(struct kvs_engine *engine, struct kvs_stats *stats) {
-  if (!kvs_dev_forked(engine->device)) kvs_engine_reap(engine);
-  *stats = (struct kvs_stats){
-      .submitted = atomic_load(&engine->submitted),
-      .done = atomic_load(&engine->done),
-      .failed = atomic_load(&engine->failed),
-      .cancelled = atomic_load(&engine->cancelled),
-      .second_attempts = atomic_load(&engine->second_attempts),
-      .copies = atomic_load(&engine->copies),
-      .merged = atomic_load(&engine->merged),
-      .refused_full = atomic_load(&engine->refused_full),
-      .staging_nbytes = atomic_load(&engine->staging_nbytes),
-      .waits_raw = atomic_load(&engine->waits[KVS_RAW]),
-      .waits_war = atomic_load(&engine->waits[KVS_WAR]),
-      .waits_waw = atomic_load(&engine->waits[KVS_WAW]),
-  };
-  stats_of_paths(engine, stats);
-  if (kvs_dev_forked(engine->device)) return;
-  pthread_mutex_lock(&engine->lock);
-  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next) {
-    stats->lanes++;
-    pthread_mutex_lock(&lane->lock);
-    stats->unfinished += lane->count;
-    pthread_mutex_unlock(&lane->lock);
-  }
-  pthread_mutex_unlock(&engine->lock);
-}
-
 /* -- synchronising --------------------------------------------------------------------------------------------- */
 
 /* The driver's call has no time limit, so a thread makes it and callers wait for the thread with their own limit. */

@@ -206,6 +206,7 @@ void kvs_transfer_get_info(struct kvs_transfer *transfer, struct kvs_transfer_in
   };
   if (state == KVS_STATE_RUNNING) return;
   info->elapsed_ns = transfer->elapsed_ns;
+  info->duration_ns = transfer->ended_ns - transfer->since_ns;
   info->num_failed = transfer->all_failed ? (size_t)transfer->nblocks : transfer->nfailed;
 }
 

@@ -195,6 +195,13 @@ void kvs_lane_unreserve(struct kvs_lane *lane, struct kvs_transfer *transfer) {
   pthread_mutex_unlock(&lane->lock);
 }
 
+/* The lock makes this thread the only writer: plain stores are enough for readers without the lock. */
+static void count_locked(struct kvs_lane *lane, unsigned count, uint64_t nbytes) {
+  atomic_store_explicit(&lane->count, count, memory_order_relaxed);
+  atomic_store_explicit(&lane->nbytes, nbytes, memory_order_relaxed);
+  atomic_store_explicit(&lane->oldest_ns, lane->head ? lane->head->since_ns : 0, memory_order_relaxed);
+}
+
 void kvs_lane_append(struct kvs_lane *lane, struct kvs_transfer *transfer) {
   atomic_fetch_add(&transfer->refs, 1);
   pthread_mutex_lock(&lane->lock);
@@ -204,7 +211,7 @@ void kvs_lane_append(struct kvs_lane *lane, struct kvs_transfer *transfer) {
   else
     lane->head = transfer;
   lane->tail = transfer;
-  lane->count++;
+  count_locked(lane, lane->count + 1, lane->nbytes + transfer->nbytes);
   pthread_mutex_unlock(&lane->lock);
 }
 
@@ -225,7 +232,7 @@ static struct kvs_transfer *pop_locked(struct kvs_lane *lane) {
   struct kvs_transfer *transfer = lane->head;
   lane->head = transfer->next;
   if (!lane->head) lane->tail = NULL;
-  lane->count--;
+  count_locked(lane, lane->count - 1, lane->nbytes - transfer->nbytes);
   transfer->next = NULL;
   return transfer;
 }
@@ -277,11 +284,25 @@ static void finish_oldest_locked(struct kvs_lane *lane) {
   kvs_transfer_drop(transfer);
 }
 
-int kvs_lane_reap(struct kvs_lane *lane, struct kvs_error *err) {
+static int reap_locked(struct kvs_lane *lane, struct kvs_error *err) {
   int status = KVS_OK;
+  while (lane->head && (status = ended_locked(lane, err)) == KVS_OK) finish_oldest_locked(lane);
+  return status;
+}
+
+int kvs_lane_reap(struct kvs_lane *lane, struct kvs_error *err) {
   bool before = kvs_racecheck_internal(true);
   pthread_mutex_lock(&lane->lock);
-  while (lane->head && (status = ended_locked(lane, err)) == KVS_OK) finish_oldest_locked(lane);
+  int status = reap_locked(lane, err);
+  pthread_mutex_unlock(&lane->lock);
+  kvs_racecheck_internal(before);
+  return status;
+}
+
+int kvs_lane_try_reap(struct kvs_lane *lane, struct kvs_error *err) {
+  if (!lane->count || pthread_mutex_trylock(&lane->lock) != 0) return KVS_OK;
+  bool before = kvs_racecheck_internal(true);
+  int status = reap_locked(lane, err);
   pthread_mutex_unlock(&lane->lock);
   kvs_racecheck_internal(before);
   return status;

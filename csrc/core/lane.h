@@ -20,6 +20,8 @@ void kvs_lane_append(struct kvs_lane *, struct kvs_transfer *);
 int kvs_lane_fork(struct kvs_lane *, kvs_stream from, kvs_stream to, struct kvs_error *);
 int kvs_lane_head(struct kvs_lane *, bool ahead, kvs_stream *head, struct kvs_error *);
 int kvs_lane_reap(struct kvs_lane *, struct kvs_error *);
+/* The same, unless the lane is empty or another thread holds its lock: for readers of counters. */
+int kvs_lane_try_reap(struct kvs_lane *, struct kvs_error *);
 /* The race point of transfer `sequence`, or of a later one that has ended; the caller frees it. NULL: unknown. */
 struct kvs_race_point *kvs_lane_point(struct kvs_lane *, uint64_t sequence);
 /* The last unfinished transfer that may touch [low, high); 0: none. */

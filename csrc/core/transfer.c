@@ -68,12 +68,19 @@ static void discard_owner(struct kvs_transfer *transfer) {
   pthread_mutex_unlock(&engine->cache_lock);
 }
 
-static void count_done(const struct kvs_transfer *transfer) {
-  struct kvs_engine *engine = transfer->engine;
-  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].transfers, 1);
-  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].blocks, transfer->nblocks);
-  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].bytes, transfer->nbytes);
-  atomic_fetch_add(&engine->paths[transfer->direction][transfer->path].device_ns, transfer->elapsed_ns);
+static void count_done(const struct kvs_transfer *transfer, struct kvs_path_counters *counters) {
+  uint64_t duration = transfer->ended_ns - transfer->since_ns, elapsed = transfer->elapsed_ns;
+  atomic_fetch_add_explicit(&counters->blocks, transfer->nblocks, memory_order_relaxed);
+  atomic_fetch_add_explicit(&counters->device_ns, elapsed, memory_order_relaxed);
+  kvs_histogram_add(&counters->duration, kvs_time_bounds, duration);
+  kvs_histogram_add(&counters->queue, kvs_time_bounds, duration > elapsed ? duration - elapsed : 0);
+  kvs_histogram_add(&counters->nbytes, kvs_size_bounds, transfer->nbytes);
+}
+
+static void count_failed(const struct kvs_transfer *transfer, struct kvs_path_counters *counters) {
+  unsigned kind = (unsigned)-transfer->error.status;
+  atomic_fetch_add(&counters->failed[kind < KVS_STATUSES ? kind : -KVS_INTERNAL], 1);
+  atomic_fetch_add(&counters->failed_blocks, transfer->all_failed ? transfer->nblocks : transfer->nfailed);
 }
 
 void kvs_transfer_finish(struct kvs_transfer *transfer) {
@@ -103,6 +110,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
   transfer->table = NULL;
   sort_failed(transfer);
   atomic_fetch_add(failed ? &engine->failed : &engine->done, 1);
-  if (!failed) count_done(transfer);
+  transfer->ended_ns = kvs_clock_ns();
+  (failed ? count_failed : count_done)(transfer, &engine->paths[transfer->direction][transfer->path]);
   atomic_store_explicit(&transfer->state, failed ? KVS_STATE_FAILED : KVS_STATE_DONE, memory_order_release);
 }

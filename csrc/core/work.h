@@ -40,6 +40,7 @@ struct kvs_scratch {
   struct kvs_move_scratch *move;
   struct kvs_stacks stacks;
   struct kvs_plan_scratch plan;
+  uint64_t since_ns; /* time of the call */
   struct kvs_scratch *next;
 };
 

@@ -121,6 +121,7 @@ void kvs_file_item_finish_locked(struct kvs_file_item *item, int status, int cod
     ++*(transfer->kind == KVS_FILE_PUT ? &stats->stored : reads(item) ? &stats->loaded : &stats->deleted);
   else if (status != KVS_CANCELLED)
     ++*(status == KVS_MISSING ? &stats->missed : status == KVS_DAMAGED ? &stats->damaged : &stats->failed);
+  if (status != KVS_OK) store->kinds[transfer->kind].failed_blocks[-status]++;
   transfer->nfailed += status != KVS_OK;
   transfer->nkept += item->kept;
   release_locked(store, item->entry, reads(item));

@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "base/thread.h"
+#include "core/metrics.h"
 #include "files/cufile.h"
 #include "files/store.h"
 
@@ -18,6 +19,7 @@ static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_file_store *stores; /* guarded by stores_lock: from before the directory is locked to the end */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static pthread_cond_t closer_ended; /* initialised by fork_once */
+static const int64_t READERS_NS = 10ll * 1000 * 1000 * 1000;
 static unsigned closers; /* guarded by stores_lock: threads that close a store after its last handle was dropped */
 
 static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
@@ -46,12 +48,17 @@ static void enter_list(struct kvs_file_store *store) {
   pthread_mutex_unlock(&stores_lock);
 }
 
-static void leave_list(struct kvs_file_store *store) {
+/* False: a reader of its counters does not return, so the store must not be freed. */
+static bool leave_list(struct kvs_file_store *store) {
+  uint64_t deadline = kvs_deadline(READERS_NS);
   pthread_mutex_lock(&stores_lock);
   struct kvs_file_store **at = &stores;
   while (*at && *at != store) at = &(*at)->next_of_all;
   if (*at) *at = store->next_of_all;
+  while (store->readers && kvs_cond_wait(&closer_ended, &stores_lock, deadline)) continue;
+  bool unused = store->readers == 0;
   pthread_mutex_unlock(&stores_lock);
+  return unused;
 }
 
 static void note_open(struct kvs_file_store *store, bool open) {
@@ -151,7 +158,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
 }
 
 static void free_store(struct kvs_file_store *store) {
-  leave_list(store);
+  if (!leave_list(store)) return;
   if (store->settings.device) kvs_engine_unref(store->settings.device);
   kvs_file_index_free(&store->index);
   kvs_file_queue_destroy(&store->queue);
@@ -421,10 +428,7 @@ int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
   return status;
 }
 
-int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {
-  int status = kvs_file_check_fork(store, err);
-  if (status) return status;
-  pthread_mutex_lock(&store->lock);
+static void read_stats_locked(const struct kvs_file_store *store, struct kvs_file_stats *stats) {
   *stats = store->stats;
   stats->blocks = store->index.blocks;
   stats->pinned = store->index.pinned;
@@ -436,8 +440,61 @@ int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stat
   stats->gds_read_nbytes = atomic_load(&store->gds_nbytes[0]);
   stats->gds_written_nbytes = atomic_load(&store->gds_nbytes[1]);
   stats->gds_by_host = atomic_load(&store->gds_by_host);
+}
+
+int kvs_file_get_stats(struct kvs_file_store *store, struct kvs_file_stats *stats, struct kvs_error *err) {
+  int status = kvs_file_check_fork(store, err);
+  if (status) return status;
+  pthread_mutex_lock(&store->lock);
+  read_stats_locked(store, stats);
   pthread_mutex_unlock(&store->lock);
   return KVS_OK;
+}
+
+static void read_kind_locked(const struct kvs_file_kind_counters *counters, struct kvs_file_kind_metrics *kind) {
+  kind->duration_ns.sum = kvs_histogram_read(&counters->duration, kind->duration_ns.buckets);
+  kind->nbytes.sum = kvs_histogram_read(&counters->nbytes, kind->nbytes.buckets);
+  kind->failed = counters->failed;
+  kind->cancelled = counters->cancelled;
+  memcpy(kind->failed_blocks, counters->failed_blocks, sizeof kind->failed_blocks);
+}
+
+static void read_metrics(struct kvs_file_store *store, uint64_t now, struct kvs_file_metrics *metrics) {
+  pthread_mutex_lock(&store->lock);
+  const struct kvs_file_transfer *oldest = store->oldest;
+  *metrics = (struct kvs_file_metrics){.block_nbytes = store->geometry.block_nbytes,
+                                       .capacity = store->settings.capacity,
+                                       .unfinished_load_blocks = store->unfinished_blocks[1],
+                                       .unfinished_store_blocks = store->unfinished_blocks[0],
+                                       .oldest_ns = oldest && now > oldest->start_ns ? now - oldest->start_ns : 0};
+  read_stats_locked(store, &metrics->stats);
+  read_kind_locked(&store->kinds[KVS_FILE_PUT], &metrics->stores);
+  read_kind_locked(&store->kinds[KVS_FILE_GET], &metrics->loads);
+  read_kind_locked(&store->kinds[KVS_FILE_DROP], &metrics->deletes);
+  pthread_mutex_unlock(&store->lock);
+  snprintf(metrics->directory, sizeof metrics->directory, "%s", store->settings.directory);
+}
+
+/* The stores stay in memory meanwhile. A reference would not do: dropping the last one closes the store. No store's
+ * lock is taken under stores_lock: fork() takes that one after locks that are taken under a store's. */
+size_t kvs_file_stores_get_metrics(struct kvs_file_metrics *metrics, size_t capacity) {
+  struct kvs_file_store **found = calloc(capacity ? capacity : 1, sizeof(struct kvs_file_store *));
+  size_t count = 0;
+  pthread_mutex_lock(&stores_lock);
+  for (struct kvs_file_store *store = stores; store && found; store = store->next_of_all) {
+    if (!store->open) continue;
+    if (count < capacity) (found[count] = store)->readers++;
+    count++;
+  }
+  pthread_mutex_unlock(&stores_lock);
+  size_t held = count < capacity ? count : capacity;
+  for (size_t i = 0; i < held; i++) read_metrics(found[i], kvs_clock_ns(), &metrics[i]);
+  pthread_mutex_lock(&stores_lock);
+  for (size_t i = 0; i < held; i++) found[i]->readers--;
+  if (held) pthread_cond_broadcast(&closer_ended);
+  pthread_mutex_unlock(&stores_lock);
+  free(found);
+  return count;
 }
 
 void kvs_file_get_info(struct kvs_file_store *store, struct kvs_file_info *info) {

@@ -5,6 +5,7 @@
 #ifndef KVS_FILE_STORE_H
 #define KVS_FILE_STORE_H
 
+#include "base/histogram.h"
 #include "core/engine.h"
 #include "files/format.h"
 #include "files/item.h"
@@ -38,6 +39,7 @@ struct kvs_file_store {
   atomic_uint_fast64_t gds_nbytes[2], gds_by_host; /* see struct kvs_file_stats; [1]: written, [0]: read */
   struct kvs_file_store *next_of_all;              /* guarded by stores_lock of store.c, as is `open` */
   bool open;                                       /* opened, and not being closed */
+  unsigned readers; /* guarded by stores_lock: threads that read its counters, which keep it in memory */
 
   pthread_mutex_t lock;
   pthread_cond_t ended; /* signalled when a transfer ends, a call leaves or the store stops; monotonic clock */
@@ -71,6 +73,10 @@ struct kvs_file_store {
   size_t unfinished_blocks[2];
   struct kvs_file_transfer *garbage;
   struct kvs_file_stats stats;
+  struct kvs_file_kind_counters {
+    struct kvs_histogram duration, nbytes; /* of transfers done */
+    uint64_t failed, cancelled, failed_blocks[KVS_STATUSES];
+  } kinds[3]; /* by enum kvs_file_kind */
 };
 
 static inline int kvs_file_slot_fd(const struct kvs_file_store *store, uint32_t slot) {

@@ -290,6 +290,17 @@ int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, s
 
 /* -- completion ---------------------------------------------------------------------------------------------------- */
 
+static void count_locked(const struct kvs_file_transfer *transfer, enum kvs_state state) {
+  struct kvs_file_store *store = transfer->store;
+  struct kvs_file_kind_counters *counters = &store->kinds[transfer->kind];
+  uint64_t moved = transfer->kind == KVS_FILE_DROP ? 0 : transfer->nitems - transfer->nkept;
+  counters->failed += state == KVS_STATE_FAILED;
+  counters->cancelled += state == KVS_STATE_CANCELLED;
+  if (state != KVS_STATE_DONE) return;
+  kvs_histogram_add(&counters->duration, kvs_time_bounds, transfer->elapsed_ns);
+  kvs_histogram_add(&counters->nbytes, kvs_size_bounds, moved * store->geometry.block_nbytes);
+}
+
 void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
   struct kvs_file_store *store = transfer->store;
   bool load = transfer->kind == KVS_FILE_GET;
@@ -301,6 +312,7 @@ void kvs_file_transfer_ended_locked(struct kvs_file_transfer *transfer) {
   enum kvs_state state = transfer->nfailed ? KVS_STATE_FAILED : KVS_STATE_DONE;
   for (size_t i = 0; transfer->cancelled && state == KVS_STATE_FAILED && i < transfer->nitems; i++)
     if (transfer->items[i].status == KVS_CANCELLED) state = KVS_STATE_CANCELLED;
+  count_locked(transfer, state);
   if (transfer->release) {
     atomic_fetch_add(&transfer->refs, 1);
     transfer->next_garbage = store->garbage;

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "core/lane.h"
+#include "core/metrics.h"
 #include "core/peer.h"
 #include "memory/budget.h"
 
@@ -89,6 +90,64 @@ static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
   pool->map_nbytes = kvs_host_pool_room(pool);
 }
 
+/* -- pools of the process ------------------------------------------------------------------------------------------ */
+
+static pthread_mutex_t pools_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct kvs_host_pool *pools; /* guarded by pools_lock */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void forget_pools(void) { /* the child of a fork has none of them */
+  pthread_mutex_init(&pools_lock, NULL);
+  pools = NULL;
+}
+
+static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_pools); }
+
+/* From the start of its crew to the end. */
+static void enter_list(struct kvs_host_pool *pool) {
+  pthread_once(&fork_once, watch_fork);
+  pthread_mutex_lock(&pools_lock);
+  pool->next = pools;
+  pools = pool;
+  pthread_mutex_unlock(&pools_lock);
+}
+
+static void leave_list(const struct kvs_host_pool *pool) {
+  pthread_mutex_lock(&pools_lock);
+  struct kvs_host_pool **at = &pools;
+  while (*at && *at != pool) at = &(*at)->next;
+  if (*at) *at = pool->next;
+  pthread_mutex_unlock(&pools_lock);
+}
+
+static void read_metrics(struct kvs_host_pool *pool, struct kvs_host_pool_metrics *metrics) {
+  pthread_mutex_lock(&pool->lock);
+  *metrics = (struct kvs_host_pool_metrics){.shared = pool->segment != NULL,
+                                            .pinned = pool->pinned,
+                                            .state = (int)pool->state,
+                                            .num_blocks = pool->num_blocks,
+                                            .nbytes = pool->num_blocks * pool->asked.slot_nbytes,
+                                            .populated_nbytes = pool->populated};
+  pthread_mutex_unlock(&pool->lock);
+  snprintf(metrics->device, sizeof metrics->device, "%s", pool->engine->name);
+}
+
+size_t kvs_host_pools_get_metrics(struct kvs_host_pool_metrics *metrics, size_t capacity) {
+  size_t count = 0;
+  pthread_mutex_lock(&pools_lock);
+  for (struct kvs_host_pool *pool = pools; pool; pool = pool->next) {
+    struct kvs_host_pool_metrics row;
+    read_metrics(pool, &row);
+    if (row.state == KVS_POOL_CLOSED) continue;
+    if (count < capacity) metrics[count] = row;
+    count++;
+  }
+  pthread_mutex_unlock(&pools_lock);
+  return count;
+}
+
+/* -- making and freeing the object --------------------------------------------------------------------------------- */
+
 static const int64_t RECLAIM_NS = 500 * 1000 * 1000;
 
 int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_options *options,
@@ -125,6 +184,7 @@ int kvs_host_pool_new(struct kvs_engine *engine, const struct kvs_host_pool_opti
 }
 
 void kvs_host_pool_delete(struct kvs_host_pool *pool) {
+  leave_list(pool);
   pthread_mutex_destroy(&pool->lock);
   pthread_cond_destroy(&pool->changed);
   free(pool->chunks);
@@ -259,7 +319,9 @@ int kvs_host_pool_start(struct kvs_host_pool *pool, struct kvs_error *err) {
   kvs_host_pool_place(pool, 0, kvs_host_pool_used(pool, pool->num_blocks));
   for (uint64_t i = 0; !status && i < pool->extents; i++)
     status = kvs_host_chunks_cut(pool, i, 0, kvs_host_pool_units(pool, pool->num_blocks), err);
-  return status ? status : kvs_crew_hire(pool, err);
+  if (status) return status;
+  enter_list(pool);
+  return kvs_crew_hire(pool, err);
 }
 
 /* -- opening and queries --------------------------------------------------------------------------------------- */
@@ -420,7 +482,9 @@ static int give_back(struct kvs_host_pool *pool, bool keep_range, uint64_t deadl
     pthread_mutex_unlock(&pool->lock);
   }
   if (pool->segment) kvs_shared_file_close(pool->segment);
+  pthread_mutex_lock(&pool->lock);
   pool->segment = NULL;
+  pthread_mutex_unlock(&pool->lock);
   if (refused) keep_range = true; /* the driver still has these addresses registered: they must not be reused */
   if (keep_range) (void)kvs_pages_clear(pool->map_base, pool->map_nbytes, &ignored);
   if (!keep_range) kvs_pages_unmap(pool->map_base, pool->map_nbytes);

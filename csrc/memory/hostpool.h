@@ -37,6 +37,7 @@ struct kvs_host_chunk {
 struct kvs_shared_file;
 
 struct kvs_host_pool {
+  struct kvs_host_pool *next; /* guarded by pools_lock of hostpool.c */
   struct kvs_engine *engine;
 
   /* Constant after opening. */

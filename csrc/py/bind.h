@@ -29,8 +29,8 @@ struct kvs_py_state {
   PyObject *hooks;                 /* {"race": callable for newly found races} */
   atomic_uint_fast64_t races_told; /* kvs_racecheck_found() at the last call of that hook */
   atomic_bool exit_hooked;         /* _shutdown is registered with atexit */
-  /* logged: no GPU; calibration unusable; path burst off or small; no io_uring */
-  atomic_bool host_said, costs_said, burst_said, engine_said;
+  /* traced: hooks has "trace". logged: no GPU; calibration unusable; path burst off or small; no io_uring */
+  atomic_bool host_said, costs_said, burst_said, engine_said, traced;
   atomic_uint_fast64_t warned; /* a bit for each GPU that lacks something, once that has been said */
 };
 struct kvs_py_state *kvs_py_state_of(PyObject *self); /* self: an instance of one of this module's types */
@@ -206,7 +206,6 @@ PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine
 PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pattern_job *job);
 PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mapped, struct kvs_engine *engine);
 void kvs_py_object_free(PyObject *self);
-
 int kvs_py_capi_add(PyObject *module); /* capi.c: adds the capsule _API */
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
@@ -215,6 +214,6 @@ extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, k
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[], kvs_py_calibration_methods[],
     kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[], kvs_py_ipc_handle_methods[],
-    kvs_py_file_methods[], kvs_py_await_methods[];
+    kvs_py_file_methods[], kvs_py_await_methods[], kvs_py_metrics_methods[], kvs_py_trace_methods[];
 
 #endif

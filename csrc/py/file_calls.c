@@ -1,5 +1,6 @@
 /* FileStore.store(), load() and delete(): arguments and submission. */
 #include "files.h"
+#include "trace.h"
 
 enum { KEYS, BLOCKS, IDS, AFTER, REPLACE, ARGUMENTS };
 static const char *const names[] = {"keys", "blocks", "ids", "after", "replace"};
@@ -188,17 +189,18 @@ static PyObject *move(PyObject *self, PyObject *const *args, Py_ssize_t nargs, P
   struct file_call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self), .load = load};
   PyObject *values[ARGUMENTS], *result = NULL;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  PyObject *range = kvs_py_trace_begin(call.state, load ? "FileStore.load" : "FileStore.store");
   call.options.replace = true;
   if (!load && values[REPLACE] != NULL) {
     int replace = PyObject_IsTrue(values[REPLACE]);
-    if (replace < 0) return NULL;
+    if (replace < 0) return kvs_py_trace_end(range, NULL);
     call.options.replace = replace == 1;
   }
   if (kvs_py_read_keys(values[KEYS], &call.keys) == 0 && read_blocks(&call, values) == 0 &&
       read_after(&call, values[AFTER]) == 0)
     result = submit(&call, load ? LOAD : STORE);
   clear(&call);
-  return result;
+  return kvs_py_trace_end(range, result);
 }
 
 PyObject *kvs_py_file_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -211,9 +213,10 @@ PyObject *kvs_py_file_load(PyObject *self, PyObject *const *args, Py_ssize_t nar
 
 PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
   struct file_call call = {.state = kvs_py_state_of(self), .store = kvs_py_file_core(self)};
+  PyObject *range = kvs_py_trace_begin(call.state, "FileStore.delete");
   PyObject *result = kvs_py_read_keys(keys, &call.keys) == 0 ? submit(&call, DELETE) : NULL;
   clear(&call);
-  return result;
+  return kvs_py_trace_end(range, result);
 }
 
 #define BLOCKS_DOC                                                                                                     \

@@ -1,5 +1,6 @@
 /* kvswap.move_blocks(). Its cost in Python does not grow with the number of blocks, except for reading the lists. */
 #include "options.h"
+#include "trace.h"
 
 #include <string.h>
 
@@ -123,6 +124,7 @@ static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t
   options->common = values + MOVE;
   options->layered = values + MOVE + KVS_PY_COMMON;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  PyObject *range = kvs_py_trace_begin(call.state, spec.function);
   if (kvs_py_options_check(options) == 0 && read_pools(&call, values) == 0 && read_lists(&call, values) == 0) {
     struct kvs_engine *engine = kvs_pool_engine(call.move.src[0]);
     if (kvs_py_options_read(call.state, engine, layers_of(&call.move), options) == 0 &&
@@ -130,7 +132,7 @@ static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t
       result = kvs_py_transfer_new(call.state, call.transfer);
   }
   move_clear(&call);
-  return result;
+  return kvs_py_trace_end(range, result);
 }
 
 PyDoc_STRVAR(

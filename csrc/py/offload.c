@@ -1,5 +1,6 @@
 /* kvswap._C.OffloadMap, to which kvswap.offload submits jobs. The map and its transfers hold its tensors. */
 #include "options.h"
+#include "trace.h"
 
 #include <string.h>
 
@@ -201,13 +202,14 @@ static PyObject *map_submit(PyObject *self, PyObject *const *args, Py_ssize_t na
   struct offload_args call = {.map = as_map(self)->map};
   call.options.common = values + COMMON;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  PyObject *range = kvs_py_trace_begin(state, "OffloadMap.submit");
   if (kvs_py_options_check(&call.options) == 0 && read_job(state, values, &call) == 0 &&
       kvs_py_options_read(state, as_map(self)->engine, 0, &call.options) == 0)
     result = submit(state, as_map(self), &call);
   for (int i = 0; i < 4; ++i) Py_XDECREF(call.keep[i]);
   PyMem_Free(call.transfers);
   kvs_py_options_clear(&call.options);
-  return result;
+  return kvs_py_trace_end(range, result);
 }
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */

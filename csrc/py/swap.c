@@ -1,6 +1,7 @@
 /* The five swap functions. One implementation: a struct swap_call is filled from the arguments, submitted, and cleared;
  * each function's differences are in its struct swap_kind. */
 #include "options.h"
+#include "trace.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -297,6 +298,7 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
   options->patient = kind->sync;
   options->layered = kind->layered ? device + 1 : NULL;
   if (kvs_py_args_parse(&kind->args, args, nargs, kwnames, values) < 0) return NULL;
+  PyObject *range = kvs_py_trace_begin(call.state, kind->args.function);
   if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0) {
     if ((call.engine = find_engine(&call, *device, kind->common == BATCH)) != NULL &&
         kvs_py_options_read(call.state, call.engine, call.ptrs[0].count, options) == 0 &&
@@ -306,7 +308,7 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
       explain_words(&call, kind);
   }
   swap_clear(&call);
-  return result;
+  return kvs_py_trace_end(range, result);
 }
 
 #define TOTAL(begin, layered) ((begin) + COMMON + ((layered) ? KVS_PY_LAYERED : 0))

@@ -196,6 +196,13 @@ static PyObject *transfer_elapsed(PyObject *self, void *unused) {
   return PyFloat_FromDouble((double)info.elapsed_ns * 1e-9);
 }
 
+static PyObject *transfer_duration(PyObject *self, void *unused) {
+  (void)unused;
+  struct kvs_transfer_info info = info_now(self);
+  if (info.state == KVS_STATE_RUNNING) Py_RETURN_NONE;
+  return PyFloat_FromDouble((double)info.duration_ns * 1e-9);
+}
+
 static PyObject *transfer_path(PyObject *self, void *unused) {
   (void)unused;
   struct kvs_transfer_info info = {0};
@@ -290,6 +297,8 @@ static PyGetSetDef getset[] = {
      (void *)(uintptr_t)LANE},
     {"sequence", transfer_number, NULL, "int: position in the lane, from 1.", (void *)(uintptr_t)SEQUENCE},
     {"elapsed", transfer_elapsed, NULL, "float: seconds on the device, 0.0 if not measured; None while it runs.", NULL},
+    {"duration", transfer_duration, NULL,
+     "float: seconds from the call until a call of kvswap saw the end; None while it runs.", NULL},
     {"path", transfer_path, NULL, "str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'.", NULL},
     {"state", transfer_state, NULL, "str: 'running', 'done', 'failed' or 'cancelled'.", NULL},
     {"error", transfer_error, NULL, "Exception: why the transfer failed; None while it runs and if it succeeded.",

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvswap import _C
 from kvswap._log import logger
+from kvswap.offload import _counts
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
-from kvswap.offload._nvtx import ranges
 from kvswap.offload._specs import TransferResult
+from kvswap.tracing import nvtx_range
 
 if TYPE_CHECKING:
     from kvswap.typing import DeviceLike
@@ -189,7 +190,6 @@ class SingleDirectionOffloadingHandler:
         }
         self._stream: _C.Stream | None = _C.Stream(self._device)  # carries waits only; its id names this queue's lane
         self._what = "store" if gpu_to_cpu else "load"
-        self._range = ranges(self._device.kind)
         self._submitting = threading.Lock()
         self._lock = threading.Lock()
         self._transfers: deque[Job] = deque()  # guarded by _lock
@@ -199,6 +199,7 @@ class SingleDirectionOffloadingHandler:
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
         self._map: _C.OffloadMap | None = shared.map
+        _counts.add_handler(self)
 
     @property
     def device(self) -> _C.Device:
@@ -228,7 +229,7 @@ class SingleDirectionOffloadingHandler:
             job = Job(job_id, [], 0, time.monotonic())
             lists = (gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices)
             try:
-                with self._range(f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
+                with nvtx_range(lambda: f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
                     while not self._submit(self._map, job, lists):
                         self._make_room(job)
             except TimeoutError as late:
@@ -278,6 +279,7 @@ class SingleDirectionOffloadingHandler:
 
     def _make_room(self, job: Job) -> None:
         """Wait for the oldest transfer of this queue; if there is none, for room in the device. TimeoutError."""
+        _counts.stalled(self)
         with self._lock:
             self._stats.stalls += 1
             waiting = [transfer for older in self._transfers for transfer in older.transfers]
@@ -305,7 +307,9 @@ class SingleDirectionOffloadingHandler:
         stats.failed += error is not None
         stats.bytes += job.num_bytes if error is None else 0
         stats.device_seconds += seconds
-        stats.queued_seconds += max(0.0, time.monotonic() - job.submitted - seconds)
+        duration = time.monotonic() - job.submitted
+        stats.queued_seconds += max(0.0, duration - seconds)
+        _counts.job_ended(self, error is None, job.num_bytes, duration, seconds)
         for transfer in job.transfers:
             stats.paths[transfer.path] = stats.paths.get(transfer.path, 0) + 1
         if error is not None:

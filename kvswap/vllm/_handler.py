@@ -25,6 +25,7 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     known = {
         *("kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"),
         "kvswap_fallback",
+        "kvswap_metrics_port",
     }
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:

@@ -25,6 +25,7 @@ from kvswap.offload._layout import device_of
 from kvswap.vllm._handler import VLLMHandler, options_of
 from kvswap.vllm._memory import SlabRegion, allocating, worker_class
 from kvswap.vllm._memory import why_not as why_not_block_first
+from kvswap.vllm._metrics import port_of, serve
 
 _logger = logger("kvswap.vllm")
 
@@ -83,7 +84,9 @@ def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> 
         _leave(reason)
         yield
         return
-    options = options_of(extra_config)
+    options, port = options_of(extra_config), port_of(extra_config)
+    if port is not None:
+        serve(port)
     made: list[Any] = []
     regions: list[SlabRegion] = []
 
@@ -135,7 +138,8 @@ class KVSwapTransfers:
     """Mixed into one of vLLM's specs that keep blocks in host memory: kvswap does its transfers.
 
     kv_connector_extra_config, besides vLLM's own: kvswap_path, kvswap_priority, kvswap_max_ctas, kvswap_pace_gbps (as
-    kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit).
+    kvswap.swap_blocks_batch takes them), kvswap_wait_timeout_s (300; None: no limit), kvswap_metrics_port
+    (None; worker N serves Prometheus on 127.0.0.1, this port + N).
     """
 
     remember_failures = True

@@ -278,6 +278,22 @@ static void look(struct user *user) {
            KVS_TIMEOUT);
 }
 
+/* Reads what others count, open and close. */
+static void scrape(struct user *user) {
+  enum { ROWS = 4 };
+  struct kvs_engine_metrics *metrics = malloc(sizeof *metrics);
+  struct kvs_file_metrics *stores = malloc(ROWS * sizeof *stores);
+  struct kvs_host_pool_metrics pools[ROWS];
+  if (metrics && stores) {
+    kvs_engine_get_metrics(all.engines[below(user, DEVICES)], metrics);
+    if (metrics->paths[KVS_D2H][KVS_PATH_DMA].nbytes.sum >> 60) user->wrong++;
+    (void)kvs_file_stores_get_metrics(stores, ROWS);
+    (void)kvs_host_pools_get_metrics(pools, ROWS);
+  }
+  free(stores);
+  free(metrics);
+}
+
 static void allocate(struct user *user) {
   struct kvs_error err = {0};
   uint64_t ptr = 0, nbytes = 1 + below(user, 100000);
@@ -522,9 +538,9 @@ static void offload(struct user *user) {
 
 /* -- the threads --------------------------------------------------------------------------------------------------- */
 
-static void (*const deeds[])(struct user *) = {swap,  swap,    swap,       move,    move,  note,  open_pool,
-                                               look,  look,    allocate,   pattern, files, files, deterministic,
-                                               words, exports, host_pools, offload, split};
+static void (*const deeds[])(struct user *) = {swap,          swap,  swap,    move,       move,    note,  open_pool,
+                                               look,          look,  scrape,  allocate,   pattern, files, files,
+                                               deterministic, words, exports, host_pools, offload, split};
 enum { DEEDS = sizeof deeds / sizeof *deeds };
 
 static void *use(void *arg) {

@@ -365,7 +365,7 @@ def hold_up(world: World) -> None:
     ),
     *(
         f"Transfer.{name}"
-        for name in ("device", "num_layers", "number", "lane", "sequence", "elapsed", "path", "state")
+        for name in ("device", "num_layers", "number", "lane", "sequence", "elapsed", "duration", "path", "state")
     ),
     *(f"Transfer.{name}" for name in ("event", "error", "failed_blocks")),
 )
@@ -381,6 +381,7 @@ def look(world: World) -> None:
         ended = transfer.done()
         check(not ended or transfer.state in ("done", "failed"), f"state {transfer.state}")
         check(not ended or (transfer.elapsed or 0) >= 0, f"elapsed {transfer.elapsed}")
+        check(not ended or (transfer.duration or 0) > 0, f"duration {transfer.duration}")
     elif choice == 1:
         check(transfer.cancel() is False, "cancel() says that it stopped issued work")
     elif choice == 2:

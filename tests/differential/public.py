@@ -22,8 +22,11 @@ MODULES_LEFT_OUT = {
     "cli": "the command line over the rest: test_cli.py",
     "commands": "its subcommands: test_cli.py",
     "info": "describes the machine: test_cli.py",
+    "metrics": "reads counters: test_metrics.py",
     "typing": "types for annotations: tests/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
+    "top": "the live view: test_top.py",
+    "tracing": "ranges round the same calls: test_metrics.py",
     "vllm": "needs vLLM: tests/integration runs it; its handler is kvswap.offload's",
 }
 

@@ -6,78 +6,92 @@ from typing import Any
 
 from kvswap import _C
 
-__all__ = ["Metrics"]
+__all__ = ["DEFINITIONS", "Metrics"]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+# Kind, name without _total, what it is, labels besides rank.
+DEFINITIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("counter", "kvswap_manager_tasks", "Tasks that ended", ("type", "state")),
+    ("counter", "kvswap_manager_bytes", "Bytes moved, on all ranks", ("type",)),
+    (
+        "histogram",
+        "kvswap_manager_task_duration_seconds",
+        "Seconds of a task, by phase: on the slowest rank, and in all",
+        ("type", "phase"),
+    ),
+    ("gauge", "kvswap_manager_queue_tasks", "Tasks under way", ()),
+    ("counter", "kvswap_manager_refused", "Tasks refused as wrong", ()),
+    ("counter", "kvswap_manager_malformed", "Malformed messages", ()),
+    ("counter", "kvswap_manager_foreign_uid", "Ignored messages from other users", ()),
+    ("counter", "kvswap_manager_ranks_lost", "Ranks that died", ("lost_rank",)),
+)
 
 
 class Metrics:
-    """Metrics of one rank. Rank 0 counts for the whole manager."""
+    """Metrics of one rank, with those of kvswap.metrics. Rank 0 counts for the whole manager."""
 
-    def __init__(self, port: int | None) -> None:
+    def __init__(self, port: int | None, rank: int) -> None:
         """kvswap.Error: a port was given, but prometheus_client is missing or the port is in use."""
         self._server: Any = None
         self._on = port is not None
+        self._rank = str(rank)
         if port is None:
             return
         try:
             import prometheus_client as prometheus
         except ImportError:
             raise _C.Error("--metrics_port needs prometheus_client: pip install prometheus_client") from None
+        from kvswap.metrics import Collector
+
         registry = prometheus.CollectorRegistry()
-        name = "kvswap_manager_"
-        self._tasks = prometheus.Counter(name + "tasks", "Tasks that ended", ["type", "state"], registry=registry)
-        self._bytes = prometheus.Counter(name + "bytes", "Bytes moved, on all ranks", ["type"], registry=registry)
-        self._time = prometheus.Histogram(
-            name + "seconds",
-            "Seconds of a task, by phase: on the slowest rank, and in all",
-            ["type", "phase"],
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self._speed = prometheus.Gauge(name + "gbps", "GB/s of the last task, all ranks", ["type"], registry=registry)
-        self._depth = prometheus.Gauge(name + "queue_depth", "Tasks under way", registry=registry)
-        self._refused = prometheus.Counter(name + "refused", "Tasks refused as wrong", registry=registry)
-        self._malformed = prometheus.Counter(name + "malformed", "Malformed messages", registry=registry)
-        self._foreign_uid = prometheus.Counter(
-            name + "foreign_uid", "Ignored messages from other users", registry=registry
-        )
-        self._lost = prometheus.Counter(name + "ranks_lost", "Ranks that died", ["rank"], registry=registry)
+        classes: dict[str, Any] = {"counter": prometheus.Counter, "gauge": prometheus.Gauge}
+        self._metrics: dict[str, Any] = {}
+        for kind, name, what, labels in DEFINITIONS:
+            options: dict[str, Any] = {"registry": registry}
+            if kind == "histogram":
+                made = prometheus.Histogram(name, what, ["rank", *labels], buckets=_SECONDS, **options)
+            else:
+                made = classes[kind](name, what, ["rank", *labels], **options)
+            self._metrics[name.removeprefix("kvswap_manager_")] = made
+        for name in ("queue_tasks", "refused", "malformed", "foreign_uid"):
+            self._of(name)
+        registry.register(Collector(rank))
         try:
             self._server = prometheus.start_http_server(port, addr="127.0.0.1", registry=registry)[0]
         except OSError as error:
             raise _C.Error(f"--metrics_port: cannot listen on 127.0.0.1:{port}: {error}") from None
 
+    def _of(self, name: str, *labels: str) -> Any:
+        return self._metrics[name].labels(self._rank, *labels)
+
     def task_ended(self, kind: str, ok: bool, nbytes: int, seconds: float, copying: float) -> None:
         """seconds: from the task's arrival to its end. copying: seconds on the slowest rank."""
         if not self._on:
             return
-        self._tasks.labels(kind, "done" if ok else "failed").inc()
-        self._bytes.labels(kind).inc(nbytes)
-        self._time.labels(kind, "rank").observe(copying)
-        self._time.labels(kind, "total").observe(seconds)
-        if ok and seconds > 0:
-            self._speed.labels(kind).set(nbytes / seconds / 1e9)
+        self._of("tasks", kind, "done" if ok else "failed").inc()
+        self._of("bytes", kind).inc(nbytes)
+        self._of("task_duration_seconds", kind, "rank").observe(copying)
+        self._of("task_duration_seconds", kind, "total").observe(seconds)
 
     def queue_depth(self, depth: int) -> None:
         if self._on:
-            self._depth.set(depth)
+            self._of("queue_tasks").set(depth)
 
     def refused(self) -> None:
         if self._on:
-            self._refused.inc()
+            self._of("refused").inc()
 
     def malformed(self) -> None:
         if self._on:
-            self._malformed.inc()
+            self._of("malformed").inc()
 
     def foreign_uid(self) -> None:
         if self._on:
-            self._foreign_uid.inc()
+            self._of("foreign_uid").inc()
 
     def rank_lost(self, rank: int) -> None:
         if self._on:
-            self._lost.labels(str(rank)).inc()
+            self._of("ranks_lost", str(rank)).inc()
 
     def close(self) -> None:
         if self._server is not None:

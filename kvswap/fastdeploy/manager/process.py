@@ -114,7 +114,7 @@ class Rank0:
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._settings, self._stop = settings, stop
-        self._metrics = Metrics(settings.metrics_port)
+        self._metrics = Metrics(settings.metrics_port, settings.layout.rank)
         self._state_file = settings.directory / "state"
         state = _read_state(self._state_file)
         self._path = places.socket_path(settings.directory)
@@ -359,7 +359,7 @@ class RankN:
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._settings, self._stop = settings, stop
-        self._metrics = Metrics(settings.metrics_port)
+        self._metrics = Metrics(settings.metrics_port, settings.layout.rank)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = _socket(self._context, zmq.DEALER, settings)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection

@@ -1,0 +1,307 @@
+"""What kvswap does in this process, in numbers.
+
+snapshot() gives them as plain dicts. Collector gives them to prometheus_client. serve() lets `kvswap top` see them.
+
+Reading waits for no transfer. Devices, file stores and host pools may be opened and closed meanwhile by other threads.
+In the child of a fork, only what the child opened is counted. docs/metrics.md lists every metric.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from kvswap import _C, _top_socket
+from kvswap._families import families
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+__all__ = [
+    "Collector",
+    "DeviceMetrics",
+    "FileMetrics",
+    "FileOperation",
+    "HandlerMetrics",
+    "Histogram",
+    "HostPoolMetrics",
+    "LaneMetrics",
+    "PathMetrics",
+    "Snapshot",
+    "bounds",
+    "close",
+    "serve",
+    "snapshot",
+]
+
+
+class Histogram(TypedDict):
+    """buckets[i] counts values up to bound i of bounds(), and above the bound before; the last those above all."""
+
+    buckets: list[int]
+    sum: float
+
+
+class PathMetrics(TypedDict):
+    """Transfers of a device by one path in one direction. Histograms, blocks and device_seconds: of transfers done."""
+
+    direction: str
+    path: str
+    duration: Histogram
+    queue: Histogram
+    size: Histogram
+    blocks: int
+    device_seconds: float
+    failed: dict[str, int]
+    failed_blocks: int
+
+
+class LaneMetrics(TypedDict):
+    """The lanes of one direction and priority, now."""
+
+    direction: str
+    priority: str
+    lanes: int
+    unfinished: int
+    bytes: int
+    fullest: int
+    limit: int
+    oldest_seconds: float
+
+
+class DeviceMetrics(TypedDict):
+    """An open device. Entries that end in _bytes, and pools and pool_blocks: now; the other numbers only rise."""
+
+    device: str
+    lost: bool
+    submitted: int
+    copies: int
+    merged: int
+    refused_full: int
+    second_attempts: int
+    waits_raw: int
+    waits_war: int
+    waits_waw: int
+    staging_bytes: int
+    slots_bytes: int
+    allocated_bytes: int
+    allocated_host_bytes: int
+    registered_bytes: int
+    imported_bytes: int
+    pools: int
+    pool_blocks: int
+    paths: list[PathMetrics]
+    lanes: list[LaneMetrics]
+
+
+class FileOperation(TypedDict):
+    """operation: store, load or delete. Histograms: of transfers done. failed_blocks: by kind."""
+
+    operation: str
+    duration: Histogram
+    size: Histogram
+    failed: int
+    cancelled: int
+    failed_blocks: dict[str, int]
+
+
+class FileMetrics(TypedDict):
+    """An open file store; docs/files.md explains its counts."""
+
+    directory: str
+    block_bytes: int
+    capacity_bytes: int
+    file_bytes: int
+    blocks: int
+    slots: int
+    pinned: int
+    segments: int
+    stored: int
+    kept: int
+    loaded: int
+    deleted: int
+    evicted: int
+    lost_slots: int
+    refused_full: int
+    unfinished_loads: int
+    unfinished_stores: int
+    unfinished_load_blocks: int
+    unfinished_store_blocks: int
+    gds_read_bytes: int
+    gds_written_bytes: int
+    oldest_seconds: float
+    operations: list[FileOperation]
+
+
+class HostPoolMetrics(TypedDict):
+    """A host pool or a shared pool that is not closed."""
+
+    device: str
+    shared: bool
+    pinned: bool
+    state: str
+    blocks: int
+    bytes: int
+    populated_bytes: int
+
+
+class HandlerMetrics(TypedDict):
+    """Jobs of kvswap.offload's handlers of one device and direction, collected ones; handlers, unfinished: now."""
+
+    device: str
+    direction: str
+    handlers: int
+    unfinished: int
+    failed: int
+    bytes: int
+    duration: Histogram
+    device_seconds: float
+    queued_seconds: float
+    stalls: int
+
+
+class Snapshot(TypedDict):
+    """All of it. time: time.time(); monotonic: time.monotonic()."""
+
+    version: str
+    pid: int
+    rank: str
+    time: float
+    monotonic: float
+    command: str
+    devices: list[DeviceMetrics]
+    files: list[FileMetrics]
+    host_pools: list[HostPoolMetrics]
+    handlers: list[HandlerMetrics]
+
+
+def bounds() -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The histograms' upper bounds: of durations in seconds, and of sizes in bytes."""
+    return _C._metrics_bounds()
+
+
+def snapshot(rank: int | str | None = None) -> Snapshot:
+    """The numbers of this process.
+
+    rank: this process among those of its engine; None: RANK or LOCAL_RANK of the environment, else empty.
+    """
+    handlers = sys.modules.get("kvswap.offload._counts")
+    found: Any = {
+        "version": _C.__version__,
+        "pid": os.getpid(),
+        "rank": _rank(rank),
+        "time": time.time(),
+        "monotonic": time.monotonic(),
+        "command": " ".join(sys.orig_argv)[:400],
+        **_C._metrics(),
+        "handlers": handlers.rows() if handlers is not None else [],
+    }
+    result: Snapshot = found
+    return result
+
+
+def _rank(rank: int | str | None) -> str:
+    if rank is None:
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or ""
+    return str(rank)
+
+
+class Collector:
+    """A collector for prometheus_client, whose metrics are read when they are scraped.
+
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(kvswap.metrics.Collector())
+        prometheus_client.start_http_server(9400, addr="127.0.0.1", registry=registry)
+
+    prometheus_client.REGISTRY serves too, where the process exposes that already.
+
+    rank: the value of the label `rank`, as in snapshot(). kvswap.Error: prometheus_client is not installed.
+    """
+
+    def __init__(self, rank: int | str | None = None) -> None:
+        try:
+            from prometheus_client import metrics_core
+        except ImportError:
+            raise _C.Error("kvswap.metrics.Collector needs prometheus_client: pip install 'kvswap[metrics]'") from None
+        self._core: Any = metrics_core
+        self._rank = _rank(rank)
+
+    def collect(self) -> Iterable[Metric]:
+        """The metric families with their samples."""
+        return self._families(snapshot(self._rank))
+
+    def describe(self) -> Iterable[Metric]:
+        """The metric families without samples: the registry asks for the names."""
+        return self._families(None)
+
+    def _families(self, numbers: Snapshot | None) -> Iterable[Metric]:
+        kinds = {
+            "counter": self._core.CounterMetricFamily,
+            "gauge": self._core.GaugeMetricFamily,
+            "histogram": self._core.HistogramMetricFamily,
+        }
+        for family in families(numbers):
+            made = kinds[family.kind](family.name, family.help, labels=family.labels)
+            for labels, value in family.samples.items():
+                if family.kind == "histogram":
+                    made.add_metric(labels, family.cumulative(value), value["sum"])
+                else:
+                    made.add_metric(labels, value)
+            yield made
+
+
+# -- kvswap top -------------------------------------------------------------------------------------------------------
+
+_server: _top_socket.Server | None = None
+_serving = threading.Lock()  # while _server changes
+
+
+def serve(rank: int | str | None = None) -> str:
+    """Let `kvswap top` of this user see this process: returns the path of the socket.
+
+    A thread answers on a Unix socket with mode 0600 in a folder with mode 0700. A second call does nothing. The
+    environment variable KVSWAP_TOP=1 makes this call when kvswap is imported, and again in the child of a fork.
+
+    kvswap.Error: the folder belongs to another user or is open to others, or the socket cannot be made.
+    """
+    global _server
+    with _serving:
+        if _server is None or not _server.alive:
+            shown = _rank(rank)
+            _server = _top_socket.Server(lambda: snapshot(shown))
+        return _server.path
+
+
+def close() -> None:
+    """Undo serve(): the socket is removed and its thread has ended. Harmless without serve()."""
+    global _server
+    with _serving:  # a new socket has the same name
+        server, _server = _server, None
+        if server is not None:
+            server.close()
+
+
+def _after_fork() -> None:
+    """The parent's socket is the parent's to remove. A child serves again only if the environment says so."""
+    global _server, _serving
+    _serving = threading.Lock()
+    server, _server = _server, None
+    if server is None:
+        return
+    server.abandon()
+    if _wanted():
+        with contextlib.suppress(_C.Error, OSError, RuntimeError):
+            serve()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _wanted() -> bool:
+    """Whether KVSWAP_TOP asks for serve()."""
+    return os.environ.get("KVSWAP_TOP", "0") not in ("", "0")

@@ -1,0 +1,50 @@
+"""kvswap.metrics of a vLLM worker, served for Prometheus. vLLM's own endpoint is another process's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from kvswap import _C
+from kvswap._log import logger
+
+_logger = logger("kvswap.vllm")
+_server: Any = None
+
+
+def port_of(extra_config: Mapping[str, Any]) -> int | None:
+    """kvswap_metrics_port of kv_connector_extra_config. ValueError: it is no port."""
+    port = extra_config.get("kvswap_metrics_port")
+    if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535):
+        raise ValueError(f"kvswap_metrics_port is {port!r}; it is a port from 1 to 65535; worker N takes port + N")
+    return port
+
+
+def _rank() -> int:
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return int(distributed.get_rank())
+
+
+def serve(port: int) -> Any:
+    """Serve on 127.0.0.1, port + rank, once for the process. A port in use, or no prometheus_client, is logged."""
+    global _server
+    if _server is not None:
+        return _server
+    from kvswap.metrics import Collector
+
+    rank = _rank()
+    try:
+        collector = Collector(rank)
+        import prometheus_client as prometheus
+
+        registry = prometheus.CollectorRegistry()
+        registry.register(collector)
+        _server = prometheus.start_http_server(port + rank, addr="127.0.0.1", registry=registry)[0]
+    except (OSError, OverflowError, _C.Error) as error:
+        _logger.warning("kvswap_metrics_port: no metrics of rank %d on 127.0.0.1:%d: %s", rank, port + rank, error)
+        return None
+    _logger.info("kvswap's metrics of rank %d are on http://127.0.0.1:%d/metrics", rank, _server.server_port)
+    return _server
