@@ -52,6 +52,7 @@ def main() -> int:
     # As plain dicts, without prometheus_client:
     for row in metrics.snapshot()["devices"]:
         for path in row["paths"]:
+            assert path["size"]["sum"] > 0, path
             count, seconds = sum(path["duration"]["buckets"]), path["duration"]["sum"]
             mean = seconds / count * 1e3
             what = f"{row['device']} {path['direction']} by {path['path']}"
