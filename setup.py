@@ -2,7 +2,7 @@
 
 Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
-  KVSWAP_NVCC      path of nvcc; or `index`: take pinned packages from the package index (setup_cuda.py lists them)
+  KVSWAP_NVCC      path of nvcc; or `index`: NVRTC of pinned packages of the package index (setup_cuda.py lists them)
   KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
   KVSWAP_WERROR=1  warnings of the C compiler are errors
   KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
@@ -109,5 +109,5 @@ setup(
         )
     ],
     cmdclass={"build_ext": Build},
-    setup_requires=setup_cuda.REQUIREMENTS if NVCC == "index" and not setup_cuda.index_nvcc() else [],
+    setup_requires=setup_cuda.REQUIREMENTS if NVCC == "index" and not setup_cuda.index_libraries() else [],
 )
