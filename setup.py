@@ -4,6 +4,7 @@ Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
   KVSWAP_NVCC      path of nvcc; or `index`: NVRTC of pinned packages of the package index (setup_cuda.py lists them)
   KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
+  KVSWAP_TEST_BINDINGS  on (default); off, as in wheels: without what only kvswap.testing and the tests use
   KVSWAP_WERROR=1  warnings of the C compiler are errors
   KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
   KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
@@ -27,6 +28,7 @@ import setup_version
 CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
 NVCC = os.environ.get("KVSWAP_NVCC", "")
 URING = os.environ.get("KVSWAP_URING") or "auto"
+TEST_BINDINGS = os.environ.get("KVSWAP_TEST_BINDINGS") or "on"
 SANITIZE = os.environ.get("KVSWAP_SANITIZE", "")
 DEBUG = os.environ.get("KVSWAP_DEBUG", "") not in ("", "0")
 WERROR = os.environ.get("KVSWAP_WERROR", "") not in ("", "0")
@@ -34,6 +36,8 @@ if CUDA not in ("auto", "require", "off"):
     raise SystemExit(f"KVSWAP_CUDA={CUDA!r}: must be auto, require or off")
 if URING not in ("auto", "require", "off"):
     raise SystemExit(f"KVSWAP_URING={URING!r}: must be auto, require or off")
+if TEST_BINDINGS not in ("on", "off"):
+    raise SystemExit(f"KVSWAP_TEST_BINDINGS={TEST_BINDINGS!r}: must be on or off")
 
 
 class Build(build_ext):
@@ -86,6 +90,7 @@ class Build(build_ext):
 flags = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-fvisibility=hidden", "-pthread"]
 flags += ["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-g1"]
 flags += ["-Werror"] if WERROR else []
+left_out = {"csrc/py/testing.c"} if TEST_BINDINGS == "off" else set()
 sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
 
 setup_version.write_header()
@@ -101,7 +106,8 @@ setup(
     ext_modules=[
         Extension(
             "kvswap._C",
-            sources=sorted(glob("csrc/**/*.c", recursive=True)),
+            sources=sorted(set(glob("csrc/**/*.c", recursive=True)) - left_out),
+            define_macros=[("KVSWAP_NO_TEST_BINDINGS", "1")] if left_out else [],
             depends=["setup.py", "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
             include_dirs=["csrc", numpy.get_include()],
             extra_compile_args=flags + sanitize,

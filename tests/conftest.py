@@ -120,8 +120,9 @@ def session_device(device_name: str) -> kvswap.Device:
 def device(session_device: kvswap.Device) -> Iterator[kvswap.Device]:
     """The device under test. After a test nothing may be queued on it any more and no fault may be left."""
     yield session_device
-    _C._set_fault(session_device, "call", "none")
-    _C._set_fault(session_device, "copy", "none")
+    if hasattr(_C, "_set_fault"):  # a wheel is without
+        _C._set_fault(session_device, "call", "none")
+        _C._set_fault(session_device, "copy", "none")
     session_device.set_compute_stream(0)
     session_device.synchronize(PATIENCE)
 
