@@ -54,17 +54,22 @@ uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes) {
 /* -- CPU instruction ----------------------------------------------------------------------------------------------- */
 
 #if defined __x86_64__
+#ifdef __clang__ /* to which the instruction is a feature of its own; older gcc do not know the name */
+#define TARGET __attribute__((target("sse4.2,crc32")))
+#else
 #define TARGET __attribute__((target("sse4.2")))
+#endif
 #define STEP8(crc, word) ((uint32_t)__builtin_ia32_crc32di((crc), (word)))
 #define STEP1(crc, byte) __builtin_ia32_crc32qi((crc), (byte))
 static int has_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
 static const char *const name = "sse4.2";
-#elif defined __aarch64__ && defined __ARM_FEATURE_CRC32
+#elif defined __aarch64__
 #include <arm_acle.h>
-#define TARGET
+#include <sys/auxv.h>
+#define TARGET __attribute__((target("+crc"))) /* optional in ARMv8.0, which is what wheels are built for */
 #define STEP8(crc, word) __crc32cd((crc), (word))
 #define STEP1(crc, byte) __crc32cb((crc), (byte))
-static int has_instruction(void) { return 1; }
+static int has_instruction(void) { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
 static const char *const name = "armv8";
 #else
 #define NO_INSTRUCTION
