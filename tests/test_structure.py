@@ -32,7 +32,7 @@ ROWS = [
     {"cuda/fatbin.h"},  # data: anybody may look at it
     {"kvswap_status.h"},
     {"status.h"},
-    {"base/crc32c.h", "base/maps.h", "base/owner.h", "base/thread.h", "base/wait.h"},
+    {"base/cpu.h", "base/crc32c.h", "base/maps.h", "base/owner.h", "base/thread.h", "base/wait.h"},
     SURFACE - {"kvswap_status.h"},  # the surface: plain types and declarations
     {"kernels/crc.h"},
     {"kernels/kernels.h", "kernels/twins.h", "device/region.h"},
