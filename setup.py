@@ -12,16 +12,19 @@ Environment, read when building:
 
 import itertools
 import os
+import re
 import sys
 from glob import glob
 from pathlib import Path
 
 import numpy
+import setuptools
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
 import setup_cuda
+import setup_readme
 import setup_uring
 import setup_version
 
@@ -93,9 +96,16 @@ flags += ["-Werror"] if WERROR else []
 left_out = {"csrc/py/testing.c"} if TEST_BINDINGS == "off" else set()
 sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
 
+version = re.search(r'^version = "(.+?)"', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
+license_field = "license_expression" if int(setuptools.__version__.split(".")[0]) >= 77 else "license"
+
 setup_version.write_header()
 setup(
-    license="Apache-2.0",
+    **{license_field: "Apache-2.0"},
+    license_files=["LICENSE", "packaging/licenses/*.txt"],
+    long_description=setup_readme.index_readme("README.md", version),
+    long_description_content_type="text/markdown",
+    project_urls=setup_readme.urls(version),
     packages=[*find_packages(include=["kvswap", "kvswap.*"]), "kvswap.include"],
     package_dir={"kvswap.include": "csrc"},
     package_data={
