@@ -112,6 +112,8 @@ def main():
 
     step("checks")
     run(sys.executable, HERE / "check.py", "--release", *built)
+    for wheel in built:
+        tool("auditwheel", "show", wheel)
     tool("twine", "check", "--strict", *built, sdist)
     run(Path(sys.executable).with_name("check-wheel-contents"), *built)
     run(Path(sys.executable).with_name("pydistcheck"), "--max-allowed-size-compressed=16M", *built, sdist)
