@@ -2,8 +2,9 @@
 
 Environment, read when building:
   KVSWAP_CUDA      auto (default): kernels where nvcc is found and works; require: no build without them; off: none
-  KVSWAP_NVCC      path of nvcc; or `index`: take pinned packages from the package index (setup_cuda.py lists them)
+  KVSWAP_NVCC      path of nvcc; or `index`: NVRTC of pinned packages of the package index (setup_cuda.py lists them)
   KVSWAP_URING     auto (default): io_uring for files where liburing is found; require: no build without it; off: none
+  KVSWAP_TEST_BINDINGS  on (default); off, as in wheels: without what only kvswap.testing and the tests use
   KVSWAP_WERROR=1  warnings of the C compiler are errors
   KVSWAP_SANITIZE  e.g. address,undefined: build with these sanitizers
   KVSWAP_DEBUG=1   unoptimised, with assertions and full debugging information
@@ -11,23 +12,27 @@ Environment, read when building:
 
 import itertools
 import os
+import re
 import sys
 from glob import glob
 from pathlib import Path
 
 import numpy
+import setuptools
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build front end need not have it there
 import setup_compiler
 import setup_cuda
+import setup_readme
 import setup_uring
 import setup_version
 
 CUDA = os.environ.get("KVSWAP_CUDA") or "auto"
 NVCC = os.environ.get("KVSWAP_NVCC", "")
 URING = os.environ.get("KVSWAP_URING") or "auto"
+TEST_BINDINGS = os.environ.get("KVSWAP_TEST_BINDINGS") or "on"
 SANITIZE = os.environ.get("KVSWAP_SANITIZE", "")
 DEBUG = os.environ.get("KVSWAP_DEBUG", "") not in ("", "0")
 WERROR = os.environ.get("KVSWAP_WERROR", "") not in ("", "0")
@@ -35,6 +40,8 @@ if CUDA not in ("auto", "require", "off"):
     raise SystemExit(f"KVSWAP_CUDA={CUDA!r}: must be auto, require or off")
 if URING not in ("auto", "require", "off"):
     raise SystemExit(f"KVSWAP_URING={URING!r}: must be auto, require or off")
+if TEST_BINDINGS not in ("on", "off"):
+    raise SystemExit(f"KVSWAP_TEST_BINDINGS={TEST_BINDINGS!r}: must be on or off")
 
 
 class Build(build_ext):
@@ -88,11 +95,19 @@ class Build(build_ext):
 flags = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-fvisibility=hidden", "-pthread"]
 flags += ["-O0", "-g3", "-UNDEBUG"] if DEBUG else ["-O3", "-g1"]
 flags += ["-Werror"] if WERROR else []
+left_out = {"csrc/py/testing.c"} if TEST_BINDINGS == "off" else set()
 sanitize = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
+
+version = re.search(r'^version = "(.+?)"', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
+license_field = "license_expression" if int(setuptools.__version__.split(".")[0]) >= 77 else "license"
 
 setup_version.write_header()
 setup(
-    license="Apache-2.0",
+    **{license_field: "Apache-2.0"},
+    license_files=["LICENSE", "packaging/licenses/*.txt"],
+    long_description=setup_readme.index_readme("README.md", version),
+    long_description_content_type="text/markdown",
+    project_urls=setup_readme.urls(version),
     packages=[*find_packages(include=["kvswap", "kvswap.*"]), "kvswap.include"],
     package_dir={"kvswap.include": "csrc"},
     package_data={
@@ -103,7 +118,8 @@ setup(
     ext_modules=[
         Extension(
             "kvswap._C",
-            sources=sorted(glob("csrc/**/*.c", recursive=True)),
+            sources=sorted(set(glob("csrc/**/*.c", recursive=True)) - left_out),
+            define_macros=[("KVSWAP_NO_TEST_BINDINGS", "1")] if left_out else [],
             depends=["setup.py", "pyproject.toml", *sorted(glob("csrc/**/*.[ch]", recursive=True))],
             include_dirs=["csrc", numpy.get_include()],
             extra_compile_args=flags + sanitize,
@@ -111,5 +127,5 @@ setup(
         )
     ],
     cmdclass={"build_ext": Build},
-    setup_requires=setup_cuda.REQUIREMENTS if NVCC == "index" and not setup_cuda.index_nvcc() else [],
+    setup_requires=setup_cuda.REQUIREMENTS if NVCC == "index" and not setup_cuda.index_libraries() else [],
 )

@@ -1,5 +1,5 @@
-"""Finds an nvcc and compiles the kernels into one fatbin. Used by setup.py, which lists the environment variables, and
-as a program by CMakeLists.txt and Makefile."""
+"""Compiles the kernels into one fatbin, by nvcc or by NVRTC. setup.py lists the environment variables that choose;
+CMakeLists.txt and Makefile use this as a program."""
 
 import importlib.util
 import os
@@ -9,32 +9,32 @@ import sys
 from glob import glob
 from pathlib import Path
 
-# nvcc and what it needs to compile device code, of one CUDA release (KVSWAP_NVCC=index)
-INDEX = {
-    "nvidia-cuda-nvcc": "13.0.88",
-    "nvidia-nvvm": "13.0.88",
-    "nvidia-cuda-crt": "13.0.88",
-    "nvidia-cuda-runtime": "13.0.96",
-    "nvidia-cuda-cccl": "13.0.85",
-}
-SASS = ("80", "90", "100", "120")  # of these, the ones that nvcc knows; PTX of the first serves all others from 8.0 on
+import setup_nvrtc
+
+# What compiles the wheels' kernels (KVSWAP_NVCC=index): the last release of CUDA 12, for what the one of CUDA 13 makes
+# is refused by drivers of CUDA 12 (docs/packaging.md).
+INDEX = {"nvidia-cuda-nvrtc-cu12": "12.9.86", "nvidia-nvfatbin-cu12": "12.9.82"}
+LIBRARIES = ("cuda_nvrtc/lib/libnvrtc.so.12", "nvfatbin/lib/libnvfatbin.so.12")  # in nvidia/ of site-packages
+# Machine code for each, as far as the compiler knows it; PTX of the first serves all others from 8.0 on.
+SASS = ("80", "86", "89", "90", "100", "103", "120")
 SOURCE = "csrc/kernels/fatbin.cu"
 REQUIREMENTS = [f"{name}=={version}" for name, version in INDEX.items()]
 
 
-def index_nvcc():
-    """nvcc of the packages in INDEX, or None. They unpack to nvidia/cu13 in site-packages."""
+def index_libraries():
+    """Paths of NVRTC and nvFatbin, of the packages in INDEX; None where one is missing."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
-    return next((str(path) for root in roots for path in [Path(root, "cu13/bin/nvcc")] if path.is_file()), None)
+    found = [next((path for root in roots if (path := Path(root, name)).is_file()), None) for name in LIBRARIES]
+    return found if all(found) else None
 
 
 def find_nvcc(choice):
-    """(path, ""), or (None, why there is none). `choice` is KVSWAP_NVCC."""
+    """(path, or "index", ""), or (None, why there is none). `choice` is KVSWAP_NVCC."""
     if choice == "index":
-        path = index_nvcc()
-        why = f"KVSWAP_NVCC=index, but its packages are not installed: pip install {' '.join(REQUIREMENTS)}"
-        return path, "" if path else why
+        if index_libraries():
+            return "index", ""
+        return None, f"KVSWAP_NVCC=index, but its packages are not installed: pip install {' '.join(REQUIREMENTS)}"
     if choice:
         found = shutil.which(choice)
         return found, "" if found else f"KVSWAP_NVCC={choice}: no such program"
@@ -43,11 +43,13 @@ def find_nvcc(choice):
         if path and os.access(path, os.X_OK):
             return path, ""
     why = "no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit (12.0 or newer), "
-    return None, why + "name its nvcc in KVSWAP_NVCC, or set KVSWAP_NVCC=index to take it from the package index"
+    return None, why + "name its nvcc in KVSWAP_NVCC, or set KVSWAP_NVCC=index to compile by pinned packages instead"
 
 
 def include_dirs(nvcc):
     """Where the cuda.h beside this nvcc is: the C code then checks its own declarations against it."""
+    if nvcc == "index":
+        return []
     roots = [Path(nvcc).resolve().parent.parent, os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     found = [Path(root, "include") for root in roots if root and Path(root, "include/cuda.h").is_file()]
     return [str(path) for path in found[:1]]
@@ -62,6 +64,8 @@ def run(*command):
 
 def compile_fatbin(nvcc, target, flags=()):
     """Bring `target` up to date; returns what is in it ("sm_80 sm_90 compute_80"). OSError carries nvcc's output."""
+    if nvcc == "index":
+        return compile_by_index(target)
     known = run(nvcc, "--list-gpu-code").split()
     sass = [arch for arch in SASS if f"sm_{arch}" in known]
     if not sass:
@@ -69,13 +73,30 @@ def compile_fatbin(nvcc, target, flags=()):
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sass]
     codes += [f"-gencode=arch=compute_{sass[0]},code=compute_{sass[0]}"]
     command = [nvcc, "--fatbin", "--no-compress", "-O3", "-std=c++17", "--threads=0", "-Icsrc", *flags, *codes]
-    stamp, text = target.with_suffix(".txt"), " ".join(command)
-    newest = max(os.path.getmtime(path) for path in [nvcc, *glob("csrc/kernels/*.*")])
-    if not (target.exists() and stamp.exists() and stamp.read_text() == text and target.stat().st_mtime > newest):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    if is_stale(target, " ".join(command), nvcc):
         print(run(*command, "-o", str(target), SOURCE), end="")
-        stamp.write_text(text)
+        target.with_suffix(".txt").write_text(" ".join(command))
     return " ".join([*(f"sm_{arch}" for arch in sass), f"compute_{sass[0]}"])
+
+
+def compile_by_index(target):
+    libraries = index_libraries()
+    compiler = setup_nvrtc.Compiler(*libraries)
+    if not INDEX["nvidia-cuda-nvrtc-cu12"].startswith(compiler.version + "."):
+        raise OSError(f"{libraries[0]} is of CUDA {compiler.version}: pip install {' '.join(REQUIREMENTS)}")
+    archs = [*(f"sm_{arch}" for arch in SASS), f"compute_{SASS[0]}"]
+    if is_stale(target, " ".join(archs), *libraries, "setup_nvrtc.py"):
+        target.write_bytes(compiler.fatbin(SOURCE, archs, ["-Icsrc"]))
+        target.with_suffix(".txt").write_text(" ".join(archs))
+    return " ".join(archs)
+
+
+def is_stale(target, text, *tools):
+    """Whether `target` was made otherwise than `text` says, or before its sources. Makes its folder."""
+    stamp = target.with_suffix(".txt")
+    newest = max(os.path.getmtime(path) for path in [*tools, *glob("csrc/kernels/*.*")])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return not (target.exists() and stamp.exists() and stamp.read_text() == text and target.stat().st_mtime > newest)
 
 
 def main(words):

@@ -76,29 +76,43 @@ def parse_action(text: str) -> Action | None:
     return _ACTIONS.get(text)
 
 
+def _binding(name: str, owner: Any = _C) -> Any:
+    """A function of the extension that a build may lack."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise _C.Error(
+            "this build of kvswap lacks its test bindings (KVSWAP_TEST_BINDINGS=off, as in wheels), which faults and "
+            "deterministic devices need: build it from source (pip install --no-binary kvswap kvswap)"
+        )
+    return found
+
+
 def deterministic_device(seed: int) -> _C.Device:
     """A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides."""
-    return _C._deterministic_device(seed)
+    device: _C.Device = _binding("_deterministic_device")(seed)
+    return device
 
 
 def step(device: _C.Device, steps: int = 1) -> int:
     """Run up to `steps` steps of a deterministic device's queued work; returns the number run."""
-    return _C._host_step(device, steps)
+    ran: int = _binding("_host_step")(device, steps)
+    return ran
 
 
 def trace(device: _C.Device) -> int:
     """A hash of all work that ran on a host device so far, and of its order."""
-    return _C._host_trace(device)
+    found: int = _binding("_host_trace")(device)
+    return found
 
 
 @contextmanager
 def capture(device: _C.Device, stream: Any) -> Iterator[None]:
     """Make a host device's stream behave as one that records a graph: work on it is refused, as a driver does."""
-    _C._host_capture(device, stream, True)
+    _binding("_host_capture")(device, stream, True)
     try:
         yield
     finally:
-        _C._host_capture(device, stream, False)
+        _binding("_host_capture")(device, stream, False)
 
 
 @contextmanager
@@ -106,11 +120,11 @@ def peer_access(device: _C.Device, other: _C.Device, reached: bool) -> Iterator[
     """Whether kernels of a host device reach the memory of another, while the block runs; else they always do. Copies
     between the two are made in any case."""
     ordinal = int(other.name.rpartition(":")[2])
-    _C._host_peer(device, ordinal, reached)
+    _binding("_host_peer")(device, ordinal, reached)
     try:
         yield
     finally:
-        _C._host_peer(device, ordinal, True)
+        _binding("_host_peer")(device, ordinal, True)
 
 
 @contextmanager
@@ -150,11 +164,11 @@ def fault(
     if every < 0 or (nth is not None and nth < 1):
         raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     first = (every or 1) if nth is None else nth
-    _C._set_fault(device, kind, action, operation=operation, nth=first, every=every, code=code, delay=delay)
+    _binding("_set_fault")(device, kind, action, operation=operation, nth=first, every=every, code=code, delay=delay)
     try:
         yield
     finally:
-        _C._set_fault(device, kind, "none")
+        _binding("_set_fault")(device, kind, "none")
 
 
 FileCall: TypeAlias = Literal["read", "write", "allocate", "open", "sync"]
@@ -185,7 +199,7 @@ def file_fault(
         raise ValueError(f"nth is {nth} and every is {every}: nth counts from 1, every is 0 or more")
     if action == "interrupt" and every == 1:
         raise ValueError("action 'interrupt' with every=1: the call would never get through")
-    inject = _C._file_set_fault if store is None else store._set_fault
+    inject = _binding("_file_set_fault") if store is None else _binding("_set_fault", store)
     inject(call, action, (every or 1) if nth is None else nth, every, code, delay)
     try:
         yield
@@ -200,7 +214,7 @@ def delay(device: _C.Device, seconds: float, stream: Any) -> None:
 
 def set_lane_depth(device: _C.Device, depth: int) -> None:
     """How many transfers a lane holds unfinished before kvswap.QueueFull, 1 to 65536. For lanes made afterwards."""
-    _C._set_lane_depth(device, depth)
+    _binding("_set_lane_depth")(device, depth)
 
 
 # -- races ------------------------------------------------------------------------------------------------------------

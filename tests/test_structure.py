@@ -32,7 +32,7 @@ ROWS = [
     {"cuda/fatbin.h"},  # data: anybody may look at it
     {"kvswap_status.h"},
     {"status.h"},
-    {"base/crc32c.h", "base/histogram.h", "base/maps.h", "base/owner.h", "base/thread.h", "base/wait.h"},
+    {"base/cpu.h", "base/crc32c.h", "base/histogram.h", "base/maps.h", "base/owner.h", "base/thread.h", "base/wait.h"},
     SURFACE - {"kvswap_status.h"},  # the surface: plain types and declarations
     {"kernels/crc.h"},
     {"kernels/kernels.h", "kernels/twins.h", "device/region.h"},
@@ -173,7 +173,8 @@ def test_the_bindings_use_the_surface() -> None:
     more = {
         "calibration.c": {"plan/calibration.h"},
         "files.c": {"files/sys.h", "files/cufile.h"},
-        "testing.c": {"host/device.h", "device/hooks.h", "cuda/fatbin.h"},
+        "machine.c": {"cuda/fatbin.h"},
+        "testing.c": {"host/device.h", "device/hooks.h"},
     }
     more["metrics.c"] = {"core/metrics.h"}
     more["file_apart.c"] = {"base/thread.h"}
@@ -208,9 +209,7 @@ def test_length_of_c_functions(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [*PYTHON, *(ROOT / f"setup{part}.py" for part in ("", "_compiler", "_cuda", "_uring", "_version"))],
-    ids=lambda path: path.name,
+    "path", [*PYTHON, *sorted(ROOT.glob("setup*.py")), *sorted(ROOT.glob("packaging/*.py"))], ids=lambda path: path.name
 )
 def test_length_of_python_functions(path: Path) -> None:
     tree = ast.parse(path.read_text())
@@ -239,14 +238,14 @@ FORBIDDEN = [
 ]
 TEXTS = [
     path
-    for folder in ("csrc", "kvswap", "tests", "benchmarks", "docs", "examples", "cmake", ".ci")
+    for folder in ("csrc", "kvswap", "tests", "benchmarks", "docs", "examples", "cmake", "packaging", ".ci")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.is_file() and path.suffix in (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md", ".toml", ".sh", "")
 ]
 TEXTS += [
     path
-    for name in ("README.md", "setup.py", "setup_cuda.py", "setup_uring.py", "setup_version.py", "pyproject.toml")
-    if (path := ROOT / name).exists()
+    for pattern in ("README.md", "CHANGELOG.md", "setup*.py", "pyproject.toml")
+    for path in sorted(ROOT.glob(pattern))
 ]
 
 

@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "base/cpu.h"
 #include "kernels/kernels.h"
 
 enum { LONG = 8192, SHORT = 256 }; /* bytes of one stream */
@@ -54,17 +55,19 @@ uint32_t kvs_crc32c_table(uint32_t crc, const void *data, size_t nbytes) {
 /* -- CPU instruction ----------------------------------------------------------------------------------------------- */
 
 #if defined __x86_64__
+#ifdef __clang__ /* to which the instruction is a feature of its own; older gcc do not know the name */
+#define TARGET __attribute__((target("sse4.2,crc32")))
+#else
 #define TARGET __attribute__((target("sse4.2")))
+#endif
 #define STEP8(crc, word) ((uint32_t)__builtin_ia32_crc32di((crc), (word)))
 #define STEP1(crc, byte) __builtin_ia32_crc32qi((crc), (byte))
-static int has_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
 static const char *const name = "sse4.2";
-#elif defined __aarch64__ && defined __ARM_FEATURE_CRC32
+#elif defined __aarch64__
 #include <arm_acle.h>
-#define TARGET
+#define TARGET __attribute__((target("+crc"))) /* optional in ARMv8.0, which is what wheels are built for */
 #define STEP8(crc, word) __crc32cd((crc), (word))
 #define STEP1(crc, byte) __crc32cb((crc), (byte))
-static int has_instruction(void) { return 1; }
 static const char *const name = "armv8";
 #else
 #define NO_INSTRUCTION
@@ -105,11 +108,11 @@ TARGET static uint32_t by_instruction(uint32_t crc, const uint8_t *at, size_t nb
 }
 
 uint32_t kvs_crc32c(uint32_t crc, const void *data, size_t nbytes) {
-  if (!has_instruction()) return kvs_crc32c_table(crc, data, nbytes);
+  if (!kvs_cpu_has_crc32c()) return kvs_crc32c_table(crc, data, nbytes);
   pthread_once(&once, make_tables);
   return by_instruction(crc, data, nbytes);
 }
 
-const char *kvs_crc32c_how(void) { return has_instruction() ? name : "table"; }
+const char *kvs_crc32c_how(void) { return kvs_cpu_has_crc32c() ? name : "table"; }
 
 #endif

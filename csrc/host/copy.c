@@ -8,6 +8,8 @@
 
 #include <string.h>
 
+#include "base/cpu.h"
+
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define STREAMING 1
 #include <immintrin.h>
@@ -42,7 +44,7 @@ void kvs_host_copy(uint64_t dst, uint64_t src, uint64_t nbytes, bool streaming) 
   char *to = (char *)(uintptr_t)dst;
   const char *from = (const char *)(uintptr_t)src;
 #if STREAMING
-  if (streaming && nbytes >= LEAST_STREAMED && __builtin_cpu_supports("avx2")) {
+  if (streaming && nbytes >= LEAST_STREAMED && kvs_cpu_has_avx2()) {
     copy_streaming(to, from, (size_t)nbytes);
     return;
   }

@@ -8,6 +8,14 @@
 #include "units.cuh"
 
 #define PACK_IN_FLIGHT 4u
+#define PACK_THREADS 512
+
+/* CTAs an SM: as many as its threads permit, 2048 or 1536. The compiler ignores a number that is larger. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ / 100 != 9 && __CUDA_ARCH__ / 100 != 10
+#define PACK_CTAS 3
+#else
+#define PACK_CTAS 4
+#endif
 
 template <typename Word>
 static __device__ __forceinline__ void pack_words(const struct kvs_piece &piece, const struct kvs_cut &cut,
@@ -22,7 +30,7 @@ static __device__ __forceinline__ void pack_words(const struct kvs_piece &piece,
   for (; at < words; at += KVS_WARP) copy_words<1>(dst + at, src + at);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 4)
+extern "C" __global__ void __launch_bounds__(PACK_THREADS, PACK_CTAS)
     kvs_kernel_pack(const __grid_constant__ struct kvs_copy_params params) {
   const unsigned lane = threadIdx.x % KVS_WARP, warps = blockDim.x / KVS_WARP;
   const uint32_t count = (uint32_t)params.count;

@@ -384,6 +384,10 @@ static PyObject *store_block_nbytes(PyObject *self, void *unused) {
 
 /* -- faults, for tests --------------------------------------------------------------------------------------------- */
 
+#ifdef KVSWAP_NO_TEST_BINDINGS
+#define TEST_ROW(...) {NULL, NULL, 0, NULL} /* ends the table */
+#else
+#define TEST_ROW(...) {__VA_ARGS__}
 static PyObject *set_fault(struct kvs_file_store *store, PyObject *args) {
   static const char *const calls[] = {"read", "write", "allocate", "open", "sync"};
   static const char *const actions[] = {"none", "fail", "short", "interrupt", "delay"};
@@ -409,6 +413,13 @@ static PyObject *set_fault_at_open(PyObject *module, PyObject *args) {
   (void)module;
   return set_fault(NULL, args);
 }
+
+PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
+                            "For kvswap.testing: inject a fault into the nth such call, and each `every` later.");
+PyDoc_STRVAR(set_fault_at_open_doc,
+             "_file_set_fault($module, call, action, nth, every, code, delay, /)\n--\n\n"
+             "For kvswap.testing: inject a fault into the nth such call, and each `every` later, while a store opens.");
+#endif
 
 /* -- directories --------------------------------------------------------------------------------------------------- */
 
@@ -476,15 +487,11 @@ PyDoc_STRVAR(gds_close_doc, "_file_gds_close($module, /)\n--\n\n"
 PyDoc_STRVAR(peek_doc,
              "_file_peek($module, directory, /)\n--\n\n(text of the layout, block_nbytes) of a store's directory.");
 
-PyDoc_STRVAR(set_fault_at_open_doc,
-             "_file_set_fault($module, call, action, nth, every, code, delay, /)\n--\n\n"
-             "For kvswap.testing: inject a fault into the nth such call, and each `every` later, while a store opens.");
-
 PyMethodDef kvs_py_file_methods[] = {
     {"_file_gds", gds, METH_O, gds_doc},
     {"_file_gds_close", gds_close, METH_NOARGS, gds_close_doc},
     {"_file_peek", peek, METH_O, peek_doc},
-    {"_file_set_fault", set_fault_at_open, METH_VARARGS, set_fault_at_open_doc},
+    TEST_ROW("_file_set_fault", set_fault_at_open, METH_VARARGS, set_fault_at_open_doc),
     {NULL, NULL, 0, NULL},
 };
 
@@ -546,8 +553,6 @@ PyDoc_STRVAR(refresh_doc,
              "Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any\n"
              "thread may call; Error while another thread is in refresh().");
 PyDoc_STRVAR(stats_doc, "stats($self, /)\n--\n\nCounters: dict of int; docs/files.md explains each.");
-PyDoc_STRVAR(set_fault_doc, "_set_fault($self, call, action, nth, every, code, delay, /)\n--\n\n"
-                            "For kvswap.testing: inject a fault into the nth such call, and each `every` later.");
 
 static PyMethodDef methods[] = {
     {"store", KVS_PY_FASTCALL(kvs_py_file_store), METH_FASTCALL | METH_KEYWORDS, kvs_py_file_store_doc},
@@ -563,7 +568,7 @@ static PyMethodDef methods[] = {
     {"close", KVS_PY_FASTCALL(store_close), METH_FASTCALL | METH_KEYWORDS, close_doc},
     {"__enter__", store_enter, METH_NOARGS, enter_doc},
     {"__exit__", store_exit, METH_VARARGS, exit_doc},
-    {"_set_fault", store_set_fault, METH_VARARGS, set_fault_doc},
+    TEST_ROW("_set_fault", store_set_fault, METH_VARARGS, set_fault_doc),
     {NULL, NULL, 0, NULL},
 };
 

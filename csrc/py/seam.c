@@ -27,7 +27,19 @@ struct seam_row {
   int (*call)(struct seam_call *, struct kvs_error *);
 };
 
+/* These the package itself uses, for `kvswap bench` and engines. */
+#define PACKAGE_MEMBERS(X)                                                                                             \
+  X(pointer_query, 1, REGION, false, kvs_dev_pointer_query(c->device, c->a[0], &c->region, err))                       \
+  X(copy, 4, NOTHING, false, kvs_dev_copy(c->device, c->a[0], c->a[1], c->a[2], c->a[3], err))                         \
+  X(fill, 4, NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))               \
+  X(copy_batch, 1, NOTHING, true, kvs_dev_copy_batch(c->device, &c->copies, 0, c->copies.count, c->a[0], err))         \
+  X(launch_copy, 5, NOTHING, false, launch_copy(c, err))
+
+#ifdef KVSWAP_NO_TEST_BINDINGS
+#define MEMBERS(X) PACKAGE_MEMBERS(X)
+#else
 #define MEMBERS(X)                                                                                                     \
+  PACKAGE_MEMBERS(X)                                                                                                   \
   X(check, 0, NOTHING, false, kvs_dev_check(c->device, err))                                                           \
   X(alloc, 1, NUMBER, false, kvs_dev_alloc(c->device, c->a[0], &c->number, err))                                       \
   X(free, 1, NOTHING, false, kvs_dev_free(c->device, c->a[0], err))                                                    \
@@ -35,7 +47,6 @@ struct seam_row {
   X(host_free, 1, NOTHING, false, kvs_dev_host_free(c->device, c->a[0], err))                                          \
   X(host_register, 2, NOTHING, false, kvs_dev_host_register(c->device, c->a[0], c->a[1], err))                         \
   X(host_unregister, 1, NOTHING, false, kvs_dev_host_unregister(c->device, c->a[0], err))                              \
-  X(pointer_query, 1, REGION, false, kvs_dev_pointer_query(c->device, c->a[0], &c->region, err))                       \
   X(stream_create, 1, NUMBER, false, kvs_dev_stream_create(c->device, (int)(int64_t)c->a[0], &c->number, err))         \
   X(stream_destroy, 1, NOTHING, false, kvs_dev_stream_destroy(c->device, c->a[0], err))                                \
   X(stream_query, 1, READY, false, kvs_dev_stream_query(c->device, c->a[0], err))                                      \
@@ -47,12 +58,8 @@ struct seam_row {
   X(event_query, 1, READY, false, kvs_dev_event_query(c->device, c->a[0], err))                                        \
   X(event_elapsed, 2, NUMBER, false, kvs_dev_event_elapsed(c->device, c->a[0], c->a[1], &c->number, err))              \
   X(stream_wait, 2, NOTHING, false, kvs_dev_stream_wait(c->device, c->a[0], c->a[1], err))                             \
-  X(copy, 4, NOTHING, false, kvs_dev_copy(c->device, c->a[0], c->a[1], c->a[2], c->a[3], err))                         \
-  X(copy_batch, 1, NOTHING, true, kvs_dev_copy_batch(c->device, &c->copies, 0, c->copies.count, c->a[0], err))         \
   X(copy_direct, 1, NOTHING, true, kvs_dev_copy_direct(c->device, &c->copies, c->a[0], err))                           \
   X(copy_rect, 10, NOTHING, false, copy_rect(c, err))                                                                  \
-  X(fill, 4, NOTHING, false, kvs_dev_fill(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], c->a[3], err))               \
-  X(launch_copy, 5, NOTHING, false, launch_copy(c, err))                                                               \
   X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
   X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
@@ -72,17 +79,6 @@ static int copy_rect(struct seam_call *c, struct kvs_error *err) {
   return kvs_dev_copy_rect(c->device, &rect, c->a[9], err);
 }
 
-/* (npieces, address of the pieces, grid, threads, stream) */
-static int launch_copy(struct seam_call *c, struct kvs_error *err) {
-  struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
-  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
-                              .grid = (unsigned)c->a[2],
-                              .threads = (unsigned)c->a[3],
-                              .params = &params,
-                              .params_nbytes = sizeof params};
-  return kvs_dev_launch(c->device, &launch, c->a[4], err);
-}
-
 /* (address of the data, its bytes, address of a word that is 0, stream) */
 static int launch_crc(struct seam_call *c, struct kvs_error *err) {
   struct kvs_crc_params params;
@@ -95,6 +91,18 @@ static int launch_crc(struct seam_call *c, struct kvs_error *err) {
                               .params = &params,
                               .params_nbytes = sizeof params};
   return kvs_dev_launch(c->device, &launch, c->a[3], err);
+}
+#endif
+
+/* (npieces, address of the pieces, grid, threads, stream) */
+static int launch_copy(struct seam_call *c, struct kvs_error *err) {
+  struct kvs_copy_params params = {.units = {.pieces = c->a[1]}, .count = c->a[0]};
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_COPY,
+                              .grid = (unsigned)c->a[2],
+                              .threads = (unsigned)c->a[3],
+                              .params = &params,
+                              .params_nbytes = sizeof params};
+  return kvs_dev_launch(c->device, &launch, c->a[4], err);
 }
 
 #define X(name, needed, answer, copies, expression)                                                                    \

@@ -1,42 +1,15 @@
-/* Private functions for kvswap's modules and tests: faults, deterministic devices, and facts of the machine that need
- * no open device. */
+/* What only kvswap.testing and the tests use: faults, deterministic devices. Left out of wheels, with what the macro
+ * KVSWAP_NO_TEST_BINDINGS leaves out of other files. */
 #include "bind.h"
-
-#include "../kvswap_file.h"
 
 #include <string.h>
 
-#include "../cuda/fatbin.h"
 #include "../device/hooks.h"
 #include "../host/device.h"
 
 static PyObject *answer(struct kvs_py_state *state, int rc, const struct kvs_error *err) {
   if (rc != KVS_OK) return kvs_py_raise(state, err);
   Py_RETURN_NONE;
-}
-
-static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"device", "seconds", "stream"};
-  static const struct kvs_py_args spec = {"_delay", names, 3, 3, 3};
-  struct kvs_py_state *state = PyModule_GetState(module);
-  struct kvs_error err = {0};
-  PyObject *values[3];
-  uint64_t stream;
-  int64_t ns;
-  int rc = -1;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_timeout(values[1], "seconds", &ns) < 0) return NULL;
-  if (ns < 0) return kvs_py_complain(PyExc_ValueError, "seconds", -1, "must be given"), NULL;
-  struct kvs_engine *engine = kvs_py_engine_from(state, values[0]);
-  if (engine == NULL) return NULL;
-  int known = kvs_py_stream_handle(state, values[2], "stream", engine, &stream);
-  if (known == 0) {
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_delay(engine, (uint64_t)ns, stream, &err);
-    Py_END_ALLOW_THREADS
-  }
-  kvs_engine_unref(engine);
-  return known < 0 ? NULL : answer(state, rc, &err);
 }
 
 static PyObject *deterministic_device(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -208,60 +181,6 @@ static PyObject *set_lane_depth(PyObject *module, PyObject *const *args, Py_ssiz
   return set_number(PyModule_GetState(module), &spec, args, nargs, kwnames, kvs_engine_set_lane_depth);
 }
 
-/* -- the machine --------------------------------------------------------------------------------------------------- */
-
-static PyObject *cuda_count(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
-  struct kvs_error err = {0};
-  int count = 0;
-  Py_BEGIN_ALLOW_THREADS
-  if (kvs_cuda_count(&count, &err) != KVS_OK) count = 0;
-  Py_END_ALLOW_THREADS
-  return Py_BuildValue("(is)", count, err.message);
-}
-
-static PyObject *cuda_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"ordinal"};
-  static const struct kvs_py_args spec = {"_cuda_info", names, 1, 1, 1};
-  struct kvs_py_state *state = PyModule_GetState(module);
-  struct kvs_device_info info = {0};
-  struct kvs_error err = {0};
-  PyObject *value;
-  uint64_t ordinal;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
-  if (kvs_py_uint64(value, "ordinal", -1, &ordinal) < 0) return NULL;
-  if (ordinal > INT32_MAX)
-    return kvs_py_complain(PyExc_ValueError, "ordinal", -1, "is %R: no such device", value), NULL;
-  int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_cuda_info((int)ordinal, &info, &err);
-  Py_END_ALLOW_THREADS
-  return rc == KVS_OK ? kvs_py_device_info_dict(&info) : kvs_py_raise(state, &err);
-}
-
-static PyObject *fatbin(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
-  return Py_BuildValue("{s:n, s:s}", "nbytes", (Py_ssize_t)kvs_fatbin_nbytes, "archs", kvs_fatbin_archs);
-}
-
-static PyObject *shut_down(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"timeout"};
-  static const struct kvs_py_args spec = {"_shutdown", names, 1, 1, 1};
-  (void)module;
-  PyObject *value;
-  int64_t timeout_ns;
-  if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
-  if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  if (timeout_ns < 0) return kvs_py_complain(PyExc_ValueError, "timeout", -1, "must be finite"), NULL;
-  Py_BEGIN_ALLOW_THREADS
-  kvs_file_shutdown(timeout_ns); /* before the devices, which the stores use */
-  kvs_shutdown(timeout_ns);
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(delay_doc,
-             "_delay($module, /, device, seconds, stream)\n--\n\nKeep the stream busy for `seconds`, at most 10.");
 PyDoc_STRVAR(
     deterministic_device_doc,
     "_deterministic_device($module, /, seed)\n--\n\n"
@@ -285,17 +204,8 @@ PyDoc_STRVAR(set_fault_doc,
 PyDoc_STRVAR(set_lane_depth_doc,
              "_set_lane_depth($module, /, device, depth)\n--\n\n"
              "Set the limit of unfinished transfers of a lane, 1 to 65536. Applies to lanes created later.");
-PyDoc_STRVAR(cuda_count_doc, "_cuda_count($module, /)\n--\n\n(number of GPUs, why there is none). Opens no context.");
-PyDoc_STRVAR(cuda_info_doc, "_cuda_info($module, /, ordinal)\n--\n\nAs Device.info, of a GPU. Opens no context.");
-PyDoc_STRVAR(fatbin_doc,
-             "_fatbin($module, /)\n--\n\nThe kernels in this build: {'nbytes': 0 where none, 'archs': 'sm_80 ...'}.");
-PyDoc_STRVAR(shutdown_doc,
-             "_shutdown($module, /, timeout)\n--\n\n"
-             "Drain every open device, at most `timeout` seconds in all. Afterwards nothing can be submitted.");
-
 #define ROW(function, name) {"_" #name, KVS_PY_FASTCALL(function), METH_FASTCALL | METH_KEYWORDS, name##_doc}
 PyMethodDef kvs_py_testing_methods[] = {
-    ROW(delay, delay),
     ROW(deterministic_device, deterministic_device),
     ROW(host_step, host_step),
     {"_host_trace", host_trace, METH_O, host_trace_doc},
@@ -303,9 +213,5 @@ PyMethodDef kvs_py_testing_methods[] = {
     ROW(host_peer, host_peer),
     ROW(set_fault, set_fault),
     ROW(set_lane_depth, set_lane_depth),
-    {"_cuda_count", cuda_count, METH_NOARGS, cuda_count_doc},
-    ROW(cuda_info, cuda_info),
-    {"_fatbin", fatbin, METH_NOARGS, fatbin_doc},
-    ROW(shut_down, shutdown),
     {NULL, NULL, 0, NULL},
 };

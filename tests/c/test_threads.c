@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "core/engine.h"
+#include "core/metrics.h"
 #include "device/device.h"
 #include "kvswap_file.h"
 
