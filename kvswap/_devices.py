@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import platform
 import re
@@ -142,6 +141,8 @@ def log_build() -> None:
     if _build_logged or _C._fatbin()["archs"] or not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg")):
         return
     _build_logged = True
+    import logging  # not with kvswap: it takes as long as the rest of the import
+
     logging.getLogger("kvswap").warning(
         "this machine has a GPU, and kvswap was built without nvcc: %s. Cure: %s.", _WITHOUT_KERNELS, _BUILD_KERNELS
     )

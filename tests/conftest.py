@@ -184,15 +184,20 @@ def usable(device: kvswap.Device, path: str) -> str:
     return path
 
 
-def run_python(script: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a process of its own, which finds the package that is being tested and these tests' helpers."""
+def elsewhere(**environment: str) -> dict[str, Any]:
+    """Folder and environment of a process that finds the package that is being tested, and these tests' helpers."""
     package = Path(kvswap.__file__).resolve().parent.parent
     before = os.environ.get("PYTHONPATH")
     places = os.pathsep.join([str(package), str(ROOT / "tests"), *([before] if before else [])])
+    # not the root: its kvswap/ may be built otherwise
+    return {"cwd": ROOT / "tests", "env": {**os.environ, "PYTHONPATH": places, **environment}}
+
+
+def run_python(script: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a process of its own, elsewhere()."""
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
-        cwd=ROOT / "tests",  # not the root: its kvswap/ may be built otherwise
-        env={**os.environ, "PYTHONPATH": places, **environment},
+        **elsewhere(**environment),
         capture_output=True,
         text=True,
         timeout=timeout,

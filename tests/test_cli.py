@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from conftest import elsewhere
 
 from kvswap import _C, cli
 from kvswap.commands import bench as bench_command
@@ -365,7 +366,7 @@ def test_a_warning_is_one_line(capsys: Output, monkeypatch: pytest.MonkeyPatch) 
 
 def run_command(*arguments: str, **options: object) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "kvswap", *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, timeout=120, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, stderr=subprocess.PIPE, timeout=120, **elsewhere(), **options)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ def test_an_interrupt_by_its_signal() -> None:
     """
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True, **elsewhere()
     )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "reading\n"

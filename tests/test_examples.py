@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, elsewhere
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"vllm_offload": ["vllm"]}  # an engine and its model: docs/vllm.md says where it was run
@@ -32,11 +31,10 @@ def test_the_example_runs(example: Path, device_name: str, tmp_path: Path) -> No
         pytest.skip("needs a model: run it by hand, as its docstring says")
     for need in NEEDS_ON_A_GPU.get(example.stem, []) if device_name.startswith("cuda") else []:
         pytest.importorskip(need)
-    path = os.pathsep.join(entry for entry in (str(ROOT), os.environ.get("PYTHONPATH")) if entry)
     with subprocess.Popen(
         [sys.executable, "-W", "error", example, "--device", device_name],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "KVSWAP_LOG": ""},
+        env=elsewhere(KVSWAP_LOG="")["env"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

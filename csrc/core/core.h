@@ -135,7 +135,7 @@ struct kvs_engine {
   kvs_stream compute_stream;          /* guarded by lock */
   uint64_t compute_id;                /* guarded by lock: the driver's id of that stream, 0: unknown */
   bool compute_kept;                  /* guarded by lock: the engine destroys this stream */
-  kvs_stream *retired; /* guarded by lock: replaced compute streams to destroy; a submitter may still use one */
+  kvs_stream *retired; /* guarded by lock: streams to destroy; a submission may still use one as compute stream */
   size_t nretired;
   atomic_uint_fast64_t tickets;
   atomic_uint depth; /* lane depth, for new lanes */

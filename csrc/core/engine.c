@@ -131,13 +131,17 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   return status;
 }
 
-/* Destroy retired compute streams once no submission is in progress: one may have read the handle and not waited for it
- * yet. */
+static bool submitting_locked(const struct kvs_engine *engine) {
+  bool any = false;
+  for (const struct kvs_lane *lane = engine->lanes; lane && !any; lane = lane->next) any = lane->users > 0;
+  return any;
+}
+
+/* Destroy retired streams once no submission is in progress: one may have read the compute stream's handle and not
+ * waited for it yet. */
 static void destroy_retired_locked(struct kvs_engine *engine) {
   struct kvs_error ignored;
-  for (struct kvs_lane *lane = engine->lanes; lane; lane = lane->next)
-    if (lane->users) return;
-  while (engine->nretired) (void)kvs_dev_stream_destroy(engine->device, engine->retired[--engine->nretired], &ignored);
+  while (engine->nretired && !submitting_locked(engine)) (void)kvs_dev_stream_destroy(engine->device, engine->retired[--engine->nretired], &ignored);
 }
 
 static void destroy(struct kvs_engine *engine) {
@@ -319,6 +323,11 @@ bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {
   pthread_mutex_lock(&engine->lock);
   bool keep = engine->compute_stream == stream;
   engine->compute_kept |= keep;
+  destroy_retired_locked(engine);
+  if (!keep && submitting_locked(engine)) { /* it may have been the compute stream when a submission read it */
+    retire_locked(engine, stream);
+    keep = true;
+  }
   pthread_mutex_unlock(&engine->lock);
   return keep;
 }

@@ -11,8 +11,8 @@
 /* The device of an engine, for streams, events and tests. Borrowed; lives as long as the engine. */
 struct kvs_device *kvs_engine_device(struct kvs_engine *engine);
 
-/* Call before destroying a stream of the engine. True: it is the compute stream, and the engine destroys it, once
- * another is set or the engine ends. */
+/* Call before destroying a stream of the engine. True: the engine destroys it later: the compute stream once another is
+ * set or the engine ends, any other once no submission is in progress. */
 bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream);
 
 /* The engine that kvs_engine_open() made with this number, from 0; NULL: no more. These engines stay until the process
