@@ -1268,8 +1268,14 @@ def _pattern(
 
     ptrs and nbytes: int64 or uint64 arrays; keys: a uint64 array; all of one length. The caller keeps the memory."""
 
-def _wait_first(transfers: Sequence[Transfer | FileTransfer], news: int) -> list[int]:
-    """Wait until one of the transfers has ended, or the eventfd `news` is written; returns the positions of those
+def _await_news() -> int:
+    """How often _await_tell() was called."""
+
+def _await_tell() -> None:
+    """End the sleep of the thread in _wait_first()."""
+
+def _wait_first(transfers: Sequence[Transfer | FileTransfer], seen: int) -> list[int]:
+    """Wait until one of the transfers has ended, or _await_news() is not `seen`; returns the positions of those
     that have ended."""
 
 def _pattern_word(key: int, index: int) -> int:

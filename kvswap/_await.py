@@ -44,10 +44,9 @@ class _Waker:
     """The thread. It starts with the first await and then sleeps while nothing is awaited."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection under it may end an await that was left behind: discard()
         self._awaited: set[_Awaited] = set()  # guarded by _lock
         self._ended = False  # guarded by _lock
-        self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvswap-await", daemon=True)
         self._thread.start()
 
@@ -56,21 +55,26 @@ class _Waker:
             if self._ended:
                 raise RuntimeError("the thread that waits for transfers has ended: nothing can be awaited")
             self._awaited.add(awaited)
-        os.eventfd_write(self._news, 1)
+        _C._await_tell()
 
     def discard(self, awaited: _Awaited) -> None:
         with self._lock:
             known = awaited in self._awaited
             self._awaited.discard(awaited)
         if known:  # cancelled: the thread lets go of the transfer
-            os.eventfd_write(self._news, 1)
+            _C._await_tell()
 
     def stop(self) -> None:
         """At exit, before the interpreter is taken down."""
         with self._lock:
             self._ended = True
-        os.eventfd_write(self._news, 1)
+        _C._await_tell()
         self._thread.join(5)
+
+    def forget(self) -> None:
+        """In the child of a fork: the thread is not here, and its lock may be held for ever. What is awaited here still
+        keeps this object."""
+        self._lock, self._awaited, self._ended = threading.RLock(), set(), True
 
     def _run(self) -> None:
         try:
@@ -90,8 +94,8 @@ class _Waker:
         with self._lock:
             if self._ended:
                 return False
-            awaited = list(self._awaited)
-        ended = [awaited[i] for i in _C._wait_first([each.transfer for each in awaited], self._news)]
+            seen, awaited = _C._await_news(), list(self._awaited)
+        ended = [awaited[i] for i in _C._wait_first([each.transfer for each in awaited], seen)]
         with self._lock:
             self._awaited.difference_update(ended)
         for each in ended:
@@ -113,11 +117,11 @@ def _get_waker() -> _Waker:
 
 
 def _forget() -> None:
-    """In the child of a fork: the thread is the parent's, and so is its lock as it stands."""
+    """In the child of a fork: the thread is the parent's."""
     global _waker, _lock
     if _waker is not None:
         atexit.unregister(_waker.stop)
-        os.close(_waker._news)
+        _waker.forget()
     _waker, _lock = None, threading.Lock()
 
 

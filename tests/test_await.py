@@ -284,6 +284,45 @@ def test_what_the_parent_submitted_is_refused_in_the_child() -> None:
     check(script)
 
 
+def test_an_await_of_the_parent_ends_quietly_in_the_child() -> None:
+    """Cancelled there, it neither writes anywhere nor waits for a lock that the parent's thread held."""
+    script = """
+    async def fork():
+        task = asyncio.ensure_future(wait(1.0))
+        await asyncio.sleep(0.05)
+        pid = os.fork()
+        if pid:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            await task
+            return
+        names = [os.path.join(folder, str(i)) for i in range(20)]
+        files = [open(name, "wb", buffering=0) for name in names]
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            os._exit(7 if all(os.path.getsize(name) == 0 for name in names) else 8)
+        os._exit(9)
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(fork())
+"""
+    check(script)
+
+
+def test_descriptors_that_a_program_closes_are_no_ones_business() -> None:
+    """As a daemon does when it starts: nothing of an await is among them."""
+    script = """
+    asyncio.run(wait(0.02))
+    os.closerange(3, 256)
+    reader, writer = os.pipe()
+    os.write(writer, b"0123456789abcdef")
+    asyncio.run(wait(0.02))
+    assert os.read(reader, 100) == b"0123456789abcdef"
+"""
+    check(script)
+
+
 @pytest.mark.parametrize("how", ["", "sys.exit(0)", "os._exit(0)"])
 def test_the_process_ends_while_something_is_awaited(how: str) -> None:
     script = f"""

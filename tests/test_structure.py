@@ -177,6 +177,7 @@ def test_the_bindings_use_the_surface() -> None:
         "testing.c": {"host/device.h", "device/hooks.h"},
     }
     more["metrics.c"] = {"core/metrics.h"}
+    more["await.c"] = {"base/wait.h"}
     more["file_apart.c"] = {"base/thread.h"}
     more["event.c"] = more["handle.c"] = more["seam.c"] = {"device/share.h"}
     wrong = []

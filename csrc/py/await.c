@@ -1,14 +1,30 @@
 /* `await transfer`: kvswap/_await.py has the awaiting, and one thread a process, which waits here for all of them.
  *
  * The end of work on a device is found by asking, as wait() does. Between two looks the thread sleeps, for a hundredth
- * of the time that it has waited: 50 us to 1 ms. It sleeps without limit while nothing is awaited. A descriptor ends
- * its sleep when there is something new to wait for. */
+ * of the time that it has waited: 50 us to 1 ms. It sleeps without limit while nothing is awaited, until it is told
+ * that there is something new to wait for. */
+#include "base/wait.h"
 #include "files.h"
 
-#include <errno.h>
-#include <poll.h>
-#include <time.h>
-#include <unistd.h>
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t told;
+static uint64_t news; /* guarded by lock: how often it was told */
+
+static void renew(void) { /* in the child of a fork the thread is not there, and may have held the lock */
+  pthread_mutex_init(&lock, NULL);
+  (void)kvs_cond_init(&told);
+}
+
+static void prepare(void) {
+  (void)kvs_cond_init(&told);
+  pthread_atfork(NULL, NULL, renew);
+}
+
+static void take_lock(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, prepare);
+  pthread_mutex_lock(&lock);
+}
 
 enum { SHORTEST_NS = 50 * 1000, LONGEST_NS = 1000 * 1000, LATE_SHARE = 100 };
 
@@ -18,7 +34,7 @@ struct awaited {
 };
 
 struct waiting {
-  int news; /* an eventfd */
+  uint64_t seen; /* news that the caller knows */
   size_t count, nengines;
   struct awaited *items;       /* references: the interpreter may end meanwhile */
   struct kvs_engine **engines; /* of the transfers, each once; borrowed from them */
@@ -45,18 +61,21 @@ static bool any_ended(const struct waiting *waiting) {
   return ended;
 }
 
+static uint64_t next_look(uint64_t start) {
+  uint64_t now = kvs_clock_ns(), pause = (now - start) / LATE_SHARE;
+  return now + (pause < SHORTEST_NS ? SHORTEST_NS : pause > LONGEST_NS ? LONGEST_NS : pause);
+}
+
 static void wait_first(const struct waiting *waiting) {
-  struct pollfd news = {.fd = waiting->news, .events = POLLIN};
-  uint64_t start = kvs_clock_ns(), number;
-  int ready = 0;
-  while (ready == 0 || (ready < 0 && errno == EINTR)) {
-    if (any_ended(waiting)) return;
-    uint64_t pause = (kvs_clock_ns() - start) / LATE_SHARE;
-    pause = pause < SHORTEST_NS ? SHORTEST_NS : pause > LONGEST_NS ? LONGEST_NS : pause;
-    const struct timespec sleep = {.tv_nsec = (long)pause};
-    ready = ppoll(&news, 1, waiting->count == 0 ? NULL : &sleep, NULL);
+  uint64_t start = kvs_clock_ns();
+  bool over = false;
+  while (!over && !any_ended(waiting)) {
+    uint64_t look = waiting->count ? next_look(start) : KVS_NO_DEADLINE;
+    take_lock();
+    while (news == waiting->seen && kvs_cond_wait(&told, &lock, look)) continue;
+    over = news != waiting->seen;
+    pthread_mutex_unlock(&lock);
   }
-  if (ready > 0 && read(waiting->news, &number, sizeof number) < 0) return; /* nothing more to do */
 }
 
 static void add_engine(struct waiting *waiting, struct kvs_engine *engine) {
@@ -104,18 +123,18 @@ static PyObject *positions(const struct waiting *waiting) {
 }
 
 static PyObject *wait_for_first(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const char *const names[] = {"transfers", "news"};
+  static const char *const names[] = {"transfers", "seen"};
   static const struct kvs_py_args spec = {"_wait_first", names, 2, 2, 2};
   struct kvs_py_state *state = PyModule_GetState(module);
   struct waiting waiting = {.count = 0};
   PyObject *values[2], *found = NULL;
-  int64_t news;
+  int64_t seen;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (kvs_py_int64(values[1], "news", -1, &news) < 0) return NULL;
+  if (kvs_py_int64(values[1], "seen", -1, &seen) < 0) return NULL;
   PyObject *items = PySequence_Tuple(values[0]);
   if (items == NULL) return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(items);
-  waiting.news = (int)news;
+  waiting.seen = (uint64_t)seen;
   waiting.items = PyMem_Calloc((size_t)count + 1, sizeof *waiting.items);
   waiting.engines = PyMem_Calloc((size_t)count + 1, sizeof(struct kvs_engine *));
   int rc = waiting.items == NULL || waiting.engines == NULL ? -1 : 0;
@@ -132,11 +151,32 @@ static PyObject *wait_for_first(PyObject *module, PyObject *const *args, Py_ssiz
   return found;
 }
 
-PyDoc_STRVAR(wait_first_doc, "_wait_first($module, /, transfers, news)\n--\n\n"
-                             "Wait until one of the transfers has ended, or the eventfd `news` is written; returns the "
+PyDoc_STRVAR(wait_first_doc, "_wait_first($module, /, transfers, seen)\n--\n\n"
+                             "Wait until one of the transfers has ended, or _await_news() is not `seen`; returns the "
                              "positions of those\nthat have ended.");
+
+static PyObject *await_news(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+  take_lock();
+  uint64_t now = news;
+  pthread_mutex_unlock(&lock);
+  return PyLong_FromUnsignedLongLong(now);
+}
+
+PyDoc_STRVAR(await_news_doc, "_await_news($module, /)\n--\n\nHow often _await_tell() was called.");
+
+static PyObject *await_tell(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+  take_lock();
+  news++;
+  pthread_cond_signal(&told);
+  pthread_mutex_unlock(&lock);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(await_tell_doc, "_await_tell($module, /)\n--\n\nEnd the sleep of the thread in _wait_first().");
 
 PyMethodDef kvs_py_await_methods[] = {
     {"_wait_first", KVS_PY_FASTCALL(wait_for_first), METH_FASTCALL | METH_KEYWORDS, wait_first_doc},
+    {"_await_news", await_news, METH_NOARGS, await_news_doc},
+    {"_await_tell", await_tell, METH_NOARGS, await_tell_doc},
     {NULL, NULL, 0, NULL},
 };
