@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import select
@@ -34,6 +35,8 @@ _CLIENTS = 8  # at once; others wait in the backlog
 _BACKLOG = 64
 _CLIENT_SECONDS = 5.0  # for request and answer
 _FRESH_SECONDS = 0.05  # an answer is used again for so long: a client cannot keep the process busy
+_PAUSE_SECONDS = 1.0  # where no connection can be accepted
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -101,7 +104,7 @@ class _Client:
                 if self.request != _REQUEST:
                     return True
                 self.answer = memoryview(answer())
-            self.answer = self.answer[self.connection.send(self.answer) :]
+            self.answer = self.answer[self.connection.send(self.answer, socket.MSG_NOSIGNAL) :]
         except BlockingIOError:
             return True
         except OSError:
@@ -121,22 +124,26 @@ class Server:
         self._snapshot = snapshot
         self._answer, self._answered = b"", -1.0
         self.path = str(folder / f"top-{os.getpid()}-{_start_time(os.getpid())}.sock")
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._wake, self._woken = socket.socketpair()
         self._clients: list[_Client] = []
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)  # of an earlier process with this pid and start
-            self._listening.bind(self.path)
-            os.chmod(self.path, 0o600)
-            self._listening.listen(_BACKLOG)
-            self._listening.setblocking(False)
-        except OSError as error:
-            self.abandon()
-            raise _C.Error(f"cannot listen on {self.path}: {error.strerror}") from None
-        self._inodes = self._look()
-        self._thread = threading.Thread(target=self._run, name="kvswap-top", daemon=True)
-        self._thread.start()
+        self._accept_after = 0.0
+        with contextlib.ExitStack() as undo:
+            try:
+                self._listening = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._wake, self._woken = map(undo.enter_context, socket.socketpair())
+                self._inodes = self._look()
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path)  # of an earlier process with this pid and start
+                self._listening.bind(self.path)
+                undo.callback(os.unlink, self.path)
+                os.chmod(self.path, 0o600)
+                self._listening.listen(_BACKLOG)
+                self._listening.setblocking(False)
+                self._thread = threading.Thread(target=self._run, name="kvswap-top", daemon=True)
+                self._thread.start()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread
+                reason = getattr(error, "strerror", None) or error
+                raise _C.Error(f"cannot listen on {self.path}: {reason}") from None
+            undo.pop_all()
         atexit.register(self.close)
 
     @property
@@ -165,12 +172,15 @@ class Server:
         while self._still_ours():
             polling = select.poll()
             polling.register(self._woken, select.POLLIN)
-            if len(self._clients) < _CLIENTS:
+            now = time.monotonic()
+            ends = [client.deadline - now for client in self._clients]
+            if now < self._accept_after:
+                ends.append(self._accept_after - now)
+            elif len(self._clients) < _CLIENTS:
                 polling.register(self._listening, select.POLLIN)
             for client in self._clients:
                 polling.register(client.connection, client.events)
-            now = time.monotonic()
-            wait = min((client.deadline - now for client in self._clients), default=None)
+            wait = min(ends, default=None)
             ready = dict(polling.poll(None if wait is None else max(0.0, wait * 1000)))
             if self._woken.fileno() in ready:
                 break
@@ -192,13 +202,17 @@ class Server:
             self._accept()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # too many open files, or the client has gone
+        try:
             connection, _ = self._listening.accept()
-            connection.setblocking(False)
-            if peer_of(connection)[1] == os.geteuid():
-                self._clients.append(_Client(connection))
-            else:
-                connection.close()
+        except OSError as error:  # or the client has gone
+            if error.errno in _SHORT_OF:  # the connection stays in the backlog, and would be ready again at once
+                self._accept_after = time.monotonic() + _PAUSE_SECONDS
+            return
+        connection.setblocking(False)
+        if peer_of(connection)[1] == os.geteuid():
+            self._clients.append(_Client(connection))
+        else:
+            connection.close()
 
     def _answer_now(self) -> bytes:
         if time.monotonic() - self._answered > _FRESH_SECONDS:
@@ -211,7 +225,7 @@ class Server:
         atexit.unregister(self.close)
         if self._still_ours():
             with contextlib.suppress(OSError):
-                self._wake.send(b".")
+                self._wake.send(b".", socket.MSG_NOSIGNAL)
             if threading.current_thread() is not self._thread:
                 self._thread.join(5.0)
             with contextlib.suppress(OSError):
@@ -221,8 +235,7 @@ class Server:
     def abandon(self) -> None:
         """In the child of a fork: closes its copies of the descriptors. The socket's name stays with the parent."""
         atexit.unregister(self.close)
-        for each in (self._listening, self._wake, self._woken, *(client.connection for client in self._clients)):
-            each.close()
+        self._let_go(self._listening, self._wake, self._woken, *(client.connection for client in self._clients))
 
 
 # -- the other side ---------------------------------------------------------------------------------------------------

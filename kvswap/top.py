@@ -50,6 +50,9 @@ def _seconds(text: str) -> float:
     return value
 
 
+_SNAPSHOT = {"pid", "command", "monotonic", "devices", "files"}
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +64,9 @@ def _processes() -> list[dict[str, Any]]:
     for pid, path in _top_socket.sockets().items():
         if pid != os.getpid():
             with contextlib.suppress(OSError, _C.Error):
-                found.append(_top_socket.ask(path))
+                answer = _top_socket.ask(path)
+                if answer.get("pid") == pid and set(answer) >= _SNAPSHOT:  # another version may answer otherwise
+                    found.append(answer)
     return found
 
 

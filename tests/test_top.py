@@ -151,7 +151,7 @@ def test_a_request_in_pieces_is_answered(path: str) -> None:
 
 def test_silent_clients_delay_only_themselves(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All places but one are taken by clients that say nothing; each is given up after its time."""
-    monkeypatch.setattr(_top_socket, "_CLIENT_SECONDS", 1.0)
+    monkeypatch.setattr(_top_socket, "_CLIENT_SECONDS", 3.0)
     silent = [connect(path) for _ in range(_top_socket._CLIENTS - 1)]
     assert _top_socket.ask(Path(path), PATIENCE)["pid"] == os.getpid()
     more = [connect(path) for _ in range(3)]  # now there is no place: these wait, and so does who asks
