@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import threading
@@ -29,6 +30,7 @@ _logger = logger("kvswap.tracing")
 _End: TypeAlias = Callable[[Any, Any], object]  # result or None, type of the exception or None
 _Begin: TypeAlias = Callable[[str], "_End | None"]
 
+_LOOK_AT = 64  # spans, the oldest, that a traced call looks at
 _MOST_PENDING = 4096  # spans of transfers that have not ended; beyond, the oldest ends unknown
 
 _sinks: dict[str, _Begin] = {}
@@ -43,14 +45,23 @@ def _set(name: str, begin: _Begin | None) -> None:
     _C._set_trace_hook(None if not begins else begins[0] if len(begins) == 1 else _both(begins))
 
 
+def _safely(call: Callable[..., Any], *args: Any) -> Any:
+    """One that raises does not keep the others from their begin and end."""
+    try:
+        return call(*args)
+    except Exception:
+        _logger.exception("a trace of a call was lost")
+        return None
+
+
 def _both(begins: tuple[_Begin, ...]) -> _Begin:
     def begin(what: str) -> _End:
-        ends = [each(what) for each in begins]
+        ends = [_safely(each, what) for each in begins]
 
         def end(result: Any, error: Any) -> None:
             for each in reversed(ends):
                 if each is not None:
-                    each(result, error)
+                    _safely(each, result, error)
 
         return end
 
@@ -177,7 +188,7 @@ class _Spans:
         self._pending: deque[_Pending] = deque()  # guarded by _lock
 
     def begin(self, what: str) -> _End:
-        self.flush()
+        self.flush(_LOOK_AT)
         began_ns = time.time_ns()
         span = self._tracer.start_span(f"kvswap.{what}", start_time=began_ns)
 
@@ -196,14 +207,28 @@ class _Spans:
 
         return end
 
-    def flush(self) -> None:
-        """End the spans of transfers that have ended."""
+    def flush(self, most: int = _MOST_PENDING) -> None:
+        """End the spans of transfers that have ended, among the oldest so many."""
         with self._lock:
-            ended = [each for each in self._pending if all(transfer.done() for transfer in each.transfers)]
-            for each in ended:
+            oldest = list(itertools.islice(self._pending, most))
+        # without the lock: done() lets go of what transfers held, which may run anything
+        ended = [each for each in oldest if all(transfer.done() for transfer in each.transfers)]
+        self._finish(ended)
+
+    def _finish(self, those: list[_Pending]) -> None:
+        for each in those:
+            with self._lock:
+                if each not in self._pending:  # another thread has it
+                    continue
                 self._pending.remove(each)
-        for each in ended:
-            each.finish(self._failed)
+            _safely(each.finish, self._failed)
+
+    def end(self) -> None:
+        """End all spans, those of transfers that run too."""
+        with self._lock:
+            left, self._pending = list(self._pending), deque()
+        for each in left:
+            _safely(each.span.end)
 
 
 _spans: _Spans | None = None
@@ -221,6 +246,8 @@ def opentelemetry(tracer: Any = None, *, on: bool = True) -> None:
     global _spans
     flush()
     if not on:
+        if _spans is not None:
+            _spans.end()
         _spans = None
         _set("opentelemetry", None)
         return
@@ -231,6 +258,8 @@ def opentelemetry(tracer: Any = None, *, on: bool = True) -> None:
     failed = api.StatusCode.ERROR
     _spans = _Spans(tracer or api.get_tracer("kvswap", _C.__version__), failed)
     _set("opentelemetry", _spans.begin)
+    atexit.unregister(flush)
+    atexit.register(flush)  # now: before the provider's shutdown, which was registered when it was made
 
 
 def flush() -> None:
@@ -249,4 +278,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-atexit.register(flush)

@@ -1000,6 +1000,50 @@ def test_a_span_of_a_failure(own: kvswap.Device, tracer: Tracer) -> None:
     assert refused.status == ("error", "IndexError") and refused.ended is not None
 
 
+def test_a_tracer_that_raises_costs_neither_the_range_nor_the_transfer(
+    own: kvswap.Device, nvtx: Nvtx, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str, start_time: int) -> Span:
+        raise RuntimeError("no spans today")
+
+    tracing.nvtx(True)
+    monkeypatch.setattr(tracer, "start_span", fails)
+    Cache(own, 8, 512).swap([1], [2]).wait(PATIENCE)
+    assert nvtx.seen and nvtx.open == []
+
+
+def test_spans_of_running_transfers_end_when_tracing_is_off(own: kvswap.Device, tracer: Tracer) -> None:
+    cache, stream = Cache(own, 8, 512), kvswap.Stream(own)
+    with Gate(own) as gate:
+        gate.hold(stream)
+        transfer = cache.swap([1], [2], stream=stream)
+        tracing.opentelemetry(on=False)
+        assert tracer.spans[0].ended is not None
+    transfer.wait(PATIENCE)
+
+
+def test_ctrl_c_in_a_hook_is_not_lost() -> None:
+    script = """
+    import signal
+    import numpy as np
+    import kvswap
+    from kvswap import _C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where these tests run
+    def hook(what):
+        raise KeyboardInterrupt
+    gpu, cpu = np.ones(512, np.uint8), np.zeros(512, np.uint8)
+    _C._set_trace_hook(hook)
+    try:
+        kvswap.swap_cache_per_layer(gpu, cpu, 512, 1, 1, [0], [0], 0, device="host:0")
+        for _ in range(1000):  # it comes at the next look for signals
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", cpu.all())
+    """
+    done = run_python(script)
+    assert (done.stdout, done.stderr) == ("interrupted True\n", "")
+
+
 def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)

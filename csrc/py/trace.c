@@ -4,12 +4,22 @@
 
 static const char key[] = "trace";
 
+/* The transfer does not fail for what the hook raises. Ctrl-C is not the hook's: it comes again. */
+static void set_aside(PyObject *hook) {
+  if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    PyErr_Clear();
+    PyErr_SetInterrupt();
+  } else {
+    PyErr_WriteUnraisable(hook);
+  }
+}
+
 PyObject *kvs_py_trace_begin(struct kvs_py_state *state, const char *what) {
   if (!atomic_load_explicit(&state->traced, memory_order_relaxed)) return NULL;
   PyObject *name = PyUnicode_FromString(key);
   PyObject *hook = name == NULL ? NULL : PyObject_GetItem(state->hooks, name);
   PyObject *end = hook == NULL || hook == Py_None ? NULL : PyObject_CallFunction(hook, "s", what);
-  if (PyErr_Occurred()) PyErr_WriteUnraisable(hook); /* the transfer does not fail for that */
+  if (PyErr_Occurred()) set_aside(hook);
   Py_XDECREF(name);
   Py_XDECREF(hook);
   if (end == Py_None) Py_CLEAR(end);
@@ -22,7 +32,7 @@ PyObject *kvs_py_trace_end(PyObject *end, PyObject *result) {
   PyErr_Fetch(&type, &value, &traceback);
   PyObject *done =
       PyObject_CallFunctionObjArgs(end, result == NULL ? Py_None : result, type == NULL ? Py_None : type, NULL);
-  if (done == NULL) PyErr_WriteUnraisable(end);
+  if (done == NULL) set_aside(end);
   Py_XDECREF(done);
   Py_DECREF(end);
   PyErr_Restore(type, value, traceback);
