@@ -379,10 +379,12 @@ def test_a_call_that_waits_for_its_copy_waits_for_room_too(cache: Cache, many: b
         with pytest.raises(kvswap.QueueFull):
             for _ in range(129):
                 cache.swap([1], [2], stream=stream)
+        refused = device.stats()["refused_full"]
         future = pool.submit(function, *arguments, stream=stream, device=device)
         assert wait([future], 0.3).not_done  # it neither raises nor returns
         gate.open()
         future.result(PATIENCE)
+    assert device.stats()["refused_full"] == refused  # no caller was refused
     cache.check([1, 3], [2, 4])
 
 

@@ -35,6 +35,7 @@ int kvs_engine_set_lane_depth(struct kvs_engine *engine, uint64_t depth, struct 
 /* For a caller that was refused with KVS_QUEUE_FULL: transfers that have ended so far, read before submitting; and wait
  * until there are more. KVS_TIMEOUT: none has ended. */
 uint64_t kvs_engine_ended(const struct kvs_engine *engine);
+void kvs_engine_uncount_full(struct kvs_engine *engine); /* the caller waits for room: its last refusal is none */
 int kvs_engine_wait_ended(struct kvs_engine *engine, uint64_t ended, int64_t timeout_ns, struct kvs_error *err);
 
 /* Device memory in which bursts are packed: for each direction `count` slots (2 to 8) of slot_nbytes, and a spare set

@@ -416,6 +416,8 @@ int kvs_engine_drain(struct kvs_engine *engine, const struct kvs_region *region,
                   region ? " that use this memory" : "", (double)timeout_ns / 1e9);
 }
 
+void kvs_engine_uncount_full(struct kvs_engine *engine) { atomic_fetch_sub(&engine->refused_full, 1); }
+
 uint64_t kvs_engine_ended(const struct kvs_engine *engine) {
   return atomic_load(&engine->done) + atomic_load(&engine->failed);
 }

@@ -205,7 +205,8 @@ static PyObject *file_row(const struct kvs_file_metrics *metrics) {
   bool made = dict != NULL && kinds != NULL && append(kinds, kind_row("store", &metrics->stores)) == 0 &&
               append(kinds, kind_row("load", &metrics->loads)) == 0 &&
               append(kinds, kind_row("delete", &metrics->deletes)) == 0 &&
-              put(dict, "directory", PyUnicode_DecodeFSDefault(metrics->directory)) == 0 &&
+              put(dict, "directory",
+                  PyUnicode_DecodeUTF8(metrics->directory, (Py_ssize_t)strlen(metrics->directory), "replace")) == 0 &&
               put_counts(dict, rows, sizeof rows / sizeof *rows) == 0 &&
               put(dict, "oldest_seconds", seconds(metrics->oldest_ns)) == 0 &&
               put(dict, "operations", Py_XNewRef(kinds)) == 0;

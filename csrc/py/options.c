@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <strings.h>
+#include <time.h>
 
 enum common { STREAM, AFTER, PATH, PRIORITY, MAX_CTAS, PACE_GBPS };
 enum layered { LAYER_EVENTS, AFTER_LAYERS };
@@ -122,13 +123,18 @@ void kvs_py_options_clear(struct kvs_py_options *options) {
 /* One attempt, and after a refusal a slice of waiting for another transfer's end. */
 static int try_submit(struct kvs_engine *engine, int (*submit)(void *call, struct kvs_error *err), void *call,
                       bool patient, struct kvs_error *err) {
+  static const struct timespec pause = {.tv_nsec =
+                                            1000000}; /* ends in other lanes are no reason to plan again at once */
   struct kvs_error ignored;
   int rc;
   kvs_py_collect(engine);
   Py_BEGIN_ALLOW_THREADS
   uint64_t ended = kvs_engine_ended(engine);
   rc = submit(call, err);
-  if (rc == KVS_QUEUE_FULL && patient) (void)kvs_engine_wait_ended(engine, ended, KVS_PY_SLICE_NS, &ignored);
+  if (rc == KVS_QUEUE_FULL && patient) {
+    (void)kvs_engine_wait_ended(engine, ended, KVS_PY_SLICE_NS, &ignored);
+    nanosleep(&pause, NULL);
+  }
   Py_END_ALLOW_THREADS
   return rc;
 }
@@ -138,8 +144,11 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
   uint64_t deadline = kvs_deadline(options->patient ? KVS_PY_ROOM_NS : 0);
   struct kvs_error err = {0};
   int rc;
-  while ((rc = try_submit(engine, submit, call, options->patient, &err)) == KVS_QUEUE_FULL && kvs_clock_ns() < deadline)
+  while ((rc = try_submit(engine, submit, call, options->patient, &err)) == KVS_QUEUE_FULL &&
+         kvs_clock_ns() < deadline) {
     if (PyErr_CheckSignals() < 0) return -1;
+    kvs_engine_uncount_full(engine);
+  }
   if (rc != KVS_OK) {
     kvs_py_raise(state, &err);
     return -1;
