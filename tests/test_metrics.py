@@ -1038,10 +1038,10 @@ def test_ctrl_c_in_a_hook_is_not_lost() -> None:
         for _ in range(1000):  # it comes at the next look for signals
             pass
     except KeyboardInterrupt:
-        print("interrupted", cpu.all())
+        print("interrupted")
     """
     done = run_python(script)
-    assert (done.stdout, done.stderr) == ("interrupted True\n", "")
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
 def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:

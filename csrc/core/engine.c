@@ -141,7 +141,8 @@ static bool submitting_locked(const struct kvs_engine *engine) {
  * waited for it yet. */
 static void destroy_retired_locked(struct kvs_engine *engine) {
   struct kvs_error ignored;
-  while (engine->nretired && !submitting_locked(engine)) (void)kvs_dev_stream_destroy(engine->device, engine->retired[--engine->nretired], &ignored);
+  while (engine->nretired && !submitting_locked(engine))
+    (void)kvs_dev_stream_destroy(engine->device, engine->retired[--engine->nretired], &ignored);
 }
 
 static void destroy(struct kvs_engine *engine) {
