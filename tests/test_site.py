@@ -21,7 +21,7 @@ from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, elsewhere
 
 import kvswap
 
@@ -136,7 +136,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(need) is None:
             pytest.skip(f"needs {need}: pip install '.[docs]', as .ci/run does")
     out = tmp_path_factory.mktemp("site")
-    path = os.pathsep.join(entry for entry in (str(ROOT), os.environ.get("PYTHONPATH")) if entry)
     done = subprocess.run(
         [
             sys.executable,
@@ -152,7 +151,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ROOT,
             out / "html",
         ],
-        env={**os.environ, "PYTHONPATH": path},
+        **elsewhere(),
         capture_output=True,
         text=True,
         timeout=280,
