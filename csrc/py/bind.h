@@ -55,7 +55,6 @@ int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t 
 int kvs_py_choice(PyObject *value, const char *name, const char *const *choices, int count); /* its index, or -1 */
 int kvs_py_timeout(PyObject *value, const char *name, int64_t *ns);       /* seconds; NULL or None: -1, no limit */
 int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, or 0 where it has none */
-int kvs_py_direction(PyObject *value, int64_t *direction);                /* KVS_D2H or KVS_H2D */
 int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected);
 extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
