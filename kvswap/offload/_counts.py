@@ -23,7 +23,7 @@ class JobCounts:
         self.seconds = 0.0
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection under it may end a job in a destructor
 _counts: dict[tuple[str, str], JobCounts] = {}
 _handlers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -31,7 +31,7 @@ _handlers: weakref.WeakSet[Any] = weakref.WeakSet()
 def _forget() -> None:
     """In the child of a fork: the jobs are the parent's."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _counts.clear()
     _handlers.clear()
 
@@ -89,7 +89,7 @@ def rows() -> list[dict[str, Any]]:
                 "queued_seconds": counts.queued_seconds,
                 "stalls": counts.stalls,
             }
-            for (device, direction), counts in _counts.items()
+            for (device, direction), counts in list(_counts.items())
         ]
     by_key = {(row["device"], row["direction"]): row for row in found}
     for handler in alive:
