@@ -143,8 +143,9 @@ def fault(
 
     kind "copy" counts planned copies: "skip" drops one in silence, "fail" has it refused with `code`. kind "call"
     counts the calls to the device's driver, or only those of `operation` ("copy_batch"): "fail" refuses one with
-    `code`, "lose" loses the device with it, "delay" has it return `delay` seconds late. The nth occurrence is hit (by
-    default the first, or with `every` the every-th), then each `every`-th after it; with every=0 only that one.
+    `code` (2: out of memory), "lose" loses the device with it, "delay" has it return `delay` seconds late. The nth
+    occurrence is hit (by default the first, or with `every` the every-th), then each `every`-th after it; with every=0
+    only that one.
 
     kind "hazard" with "skip" leaves out the waits between transfers of pools that one kind of hazard, `operation`, is
     the reason for: "raw" (reads what an earlier one writes), "war" (writes what an earlier one reads), "waw" (both

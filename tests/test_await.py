@@ -148,7 +148,7 @@ def test_nothing_is_held_after_an_await(cache: Cache, held: tuple[kvswap.Stream,
     class Array(np.ndarray):
         pass
 
-    host = np.zeros(96, np.uint8).view(Array)
+    host = np.asarray(cache.device.alloc(96, host=True)).view(Array)  # pinned: no driver waits before it is copied
     dropped = weakref.ref(host)
 
     async def main(host: Any) -> None:

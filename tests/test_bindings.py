@@ -634,7 +634,7 @@ def test_nothing_leaks(device: kvswap.Device, stream: kvswap.Stream) -> None:
     rounds = 60
     growth: list[int] = []
     objects: list[Any] = [gpu, cpu, ids, event, stream, device, kvswap.Device, kvswap.Transfer, kvswap.Event]
-    for _ in range(4):
+    while len(growth) < 4 or (min(growth) >= rounds / 2 and len(growth) < 12):  # caches of Python fill up meanwhile
         references, blocks = [sys.getrefcount(o) for o in objects], sys.getallocatedblocks()
         for _ in range(rounds):
             work()

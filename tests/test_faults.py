@@ -263,14 +263,14 @@ def test_wrong_faults(device: kvswap.Device) -> None:
 def test_allocation_fails(device: kvswap.Device) -> None:
     for host, operation in ((False, "alloc"), (True, "host_alloc")):
         for member in (operation, "pointer_query"):
-            refusal = testing.fault(device, "call", "fail", operation=member, code=2)
+            refusal = testing.fault(device, "call", "fail", operation=member, code=3)
             with refusal, pytest.raises(kvswap.DeviceError) as caught:
                 device.alloc(64, host=host)
-            assert caught.value.code == 2
+            assert caught.value.code == 3
         device.alloc(64, host=host).free()
     array = np.zeros(4096, np.uint8)
     for member in ("host_register", "pointer_query"):
-        with testing.fault(device, "call", "fail", operation=member, code=2), pytest.raises(kvswap.DeviceError):
+        with testing.fault(device, "call", "fail", operation=member, code=3), pytest.raises(kvswap.DeviceError):
             device.register(array)
         device.register(array)
         device.unregister(array)

@@ -450,7 +450,7 @@ def test_a_reader_of_a_file_that_ends_within_a_page(tmp_path: Path, engine: str,
         with reader() as store:
             assert sum(store.contains(keys)) == 3
     """
-    run = run_python(script, timeout=90)
+    run = run_python(script, timeout=90, KVSWAP_LOG="error")
     assert (run.returncode, run.stderr) == (0, "")
     assert "the file is shorter than it should be" in run.stdout
 
@@ -790,7 +790,7 @@ def test_a_child_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.close(end)
         assert os.waitpid(child, 0)[1] == 0
     """
-    run = run_python(script, timeout=60)
+    run = run_python(script, timeout=60, KVSWAP_LOG="error")
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -1372,7 +1372,7 @@ def test_leaving_the_interpreter(tmp_path: Path) -> None:
         store = FileStore({str(tmp_path / "store")!r}, Layout(5000), capacity=8 << 20)
         transfer = store.store([b"key-%d" % i for i in range(100)], np.ones((100, 5000), np.uint8), range(100))
     """
-    run = run_python(script, timeout=60)
+    run = run_python(script, timeout=60, KVSWAP_LOG="error")
     assert (run.returncode, run.stderr) == (0, "")
     with FileStore(tmp_path / "store", Layout(5000), capacity=8 << 20) as store:
         assert store.stats()["found"] == 100 and store.stats()["cut"] == 0
@@ -1404,7 +1404,7 @@ def test_a_forked_child(tmp_path: Path) -> None:
         store.store(keys, data, range(4)).wait(60)
         store.close()
     """
-    run = run_python(script, timeout=60)
+    run = run_python(script, timeout=60, KVSWAP_LOG="error")
     assert (run.returncode, run.stderr) == (0, "")
 
 

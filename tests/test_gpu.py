@@ -662,7 +662,7 @@ def test_beside_attention(cuda: kvswap.Device, torch: Any, gpu_path: str) -> Non
     torch.cuda.synchronize()
     for turn in range(4):
         gpu_ids, cpu_ids = ids(turn, blocks, blocks)
-        results = [attention() for _ in range(30)]
+        results = [attention() for _ in range(100)]
         busy = torch.cuda.Event()
         busy.record()
         stream = kvswap.Stream(cuda)  # not the model's: nothing of this waits for it

@@ -172,7 +172,7 @@ def test_there_is_no_memory_for_slots(direction: int) -> None:
             cheapest_burst(device)
             sides, work = Sides(device, MIB), four_bursts(direction)
             refused = testing.fault(device, "call", "fail", operation=operation, nth=nth, code=2)
-            with refused, pytest.raises(kvswap.DeviceError, match=f"{operation} failed with code 2"):
+            with refused, pytest.raises(MemoryError, match=f"{operation} failed with code 2"):
                 device.set_slots(TINY, 4)
             assert memory_of(device) == 0 and f"{operation} failed with code 2" in device.info["burst"]
             with pytest.raises(kvswap.Error, match=f"path 'burst' is off: {operation} failed with code 2"):

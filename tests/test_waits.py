@@ -171,6 +171,10 @@ class Stuck:
         gate.hold(stream)
         return stream
 
+    def host(self) -> kvswap.Memory:
+        """4096 bytes, pinned: before a copy of pageable memory a GPU's driver itself waits for what is before it."""
+        return self.device.alloc(4096, host=True)
+
     def transfer(self, host: Any, stream: kvswap.Stream | None = None) -> kvswap.Transfer:
         gpu = self.device.alloc(4096)
         return kvswap.swap_blocks_batch(
@@ -229,40 +233,42 @@ def call_host_unregister(stuck: Stuck) -> Call:
     return lambda timeout=60.0: memory.host_unregister(array, timeout=timeout)
 
 
-def out_of_memory(stuck: Stuck) -> None:
-    """What is being given back may make room: so it is waited for."""
+def out_of_memory(stuck: Stuck, operation: str) -> None:
+    """What is being given back may make room: so it is waited for. (A driver that has no memory waits for the device
+    itself: here it is refused before it is asked.)"""
     held = stuck.device.alloc(4096)
     stuck.hold()
     del held
+    stuck.stack.enter_context(testing.fault(stuck.device, "call", "fail", operation=operation, every=1, code=2))
 
 
 def call_alloc(stuck: Stuck) -> Call:
-    out_of_memory(stuck)
-    return lambda: stuck.device.alloc(1 << 50)
+    out_of_memory(stuck, "alloc")
+    return lambda: stuck.device.alloc(4096)
 
 
 def call_host_alloc(stuck: Stuck) -> Call:
-    out_of_memory(stuck)
-    return lambda: memory.host_alloc(1 << 50, device=stuck.device)
+    out_of_memory(stuck, "host_alloc")
+    return lambda: memory.host_alloc(4096, device=stuck.device)
 
 
 def call_transfer_wait(stuck: Stuck) -> Call:
-    return stuck.transfer(np.zeros(4096, np.uint8)).wait
+    return stuck.transfer(stuck.host()).wait
 
 
 def call_transfer_result(stuck: Stuck) -> Call:
-    return stuck.transfer(np.zeros(4096, np.uint8)).result
+    return stuck.transfer(stuck.host()).result
 
 
 def call_swap(stuck: Stuck) -> Call:
-    gpu, host, stream = stuck.device.alloc(4096), np.zeros(4096, np.uint8), stuck.hold()
+    gpu, host, stream = stuck.device.alloc(4096), stuck.host(), stuck.hold()
     return lambda: kvswap.swap_cache_per_layer(
         gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H, stream=stream, device=stuck.device
     )
 
 
 def call_await(stuck: Stuck) -> Call:
-    gpu, host = stuck.device.alloc(4096), np.zeros(4096, np.uint8)
+    gpu, host = stuck.device.alloc(4096), stuck.host()
     transfer = kvswap.swap_cache_per_layer_async(
         gpu, host, 4096, 1, 1, [0], [0], 0, stream=stuck.hold(), device=stuck.device
     )
@@ -274,7 +280,7 @@ def call_await(stuck: Stuck) -> Call:
 
 
 def call_swap_in_a_full_lane(stuck: Stuck) -> Call:
-    gpu, host, stream = stuck.device.alloc(4096), np.zeros(4096, np.uint8), stuck.hold()
+    gpu, host, stream = stuck.device.alloc(4096), stuck.host(), stuck.hold()
     arguments = (gpu, host, 4096, 1, 1, [0], [0], kvswap.Direction.D2H)
     with pytest.raises(kvswap.QueueFull):
         for _ in range(129):
@@ -476,7 +482,7 @@ NO_TIMEOUT = {
     "swap_cache_per_layer in a full lane",
 }  # or none that a caller gives
 CANCELS = {"FileStore.close"}  # after its timeout it waits on, for what is under way
-TOO_LARGE = {"Device.alloc", "host_alloc"}
+REFUSED = {"Device.alloc", "host_alloc"}
 
 
 @pytest.fixture
@@ -516,7 +522,7 @@ def test_ctrl_c_breaks_it_and_it_can_be_called_again(stuck: Stuck, name: str) ->
     for end in stuck.before:
         end()
     stuck.before.clear()
-    if name in TOO_LARGE:
+    if name in REFUSED:
         with pytest.raises(MemoryError):
             call()
     else:
@@ -648,7 +654,7 @@ DROPS: dict[str, Callable[[Stuck], Any]] = {
     "Device": lambda stuck: kvswap.Device(stuck.name),
 }
 DROPPED_IN_USE: dict[str, Callable[[Stuck], Any]] = {
-    "Transfer": lambda stuck: stuck.transfer(np.zeros(4096, np.uint8)),
+    "Transfer": lambda stuck: stuck.transfer(stuck.host()),
     "_PatternJob": pattern,
     "FileTransfer": lambda stuck: file_put(stuck)[1],
     "Event": lambda stuck: [event := kvswap.Event(stuck.device), event.record(stuck.hold())],
@@ -943,8 +949,7 @@ def test_a_test_that_hangs_ends_with_its_stacks(tmp_path: Path) -> None:
 
 
 def test_a_refused_query_is_no_end(device: kvswap.Device) -> None:
-    host: Bytes = np.zeros(4096, np.uint8)
-    gpu = device.alloc(4096)
+    host, gpu = device.alloc(4096, host=True), device.alloc(4096)
     for nth in (1, 2, 5):
         with Gate(device) as gate:
             gate.hold(stream := kvswap.Stream(device))
@@ -958,8 +963,7 @@ def test_a_refused_query_is_no_end(device: kvswap.Device) -> None:
 
 
 def test_a_synchronous_call_outlasts_a_refused_query(device: kvswap.Device) -> None:
-    host: Bytes = np.zeros((4, 4096), np.uint8)
-    gpu, stream = device.alloc(4 * 4096), kvswap.Stream(device)
+    host, gpu, stream = device.alloc(4 * 4096, host=True), device.alloc(4 * 4096), kvswap.Stream(device)
     testing.delay(device, 0.2, stream)
     with testing.fault(device, "call", "fail", operation="event_query", nth=1):
         start = time.monotonic()
@@ -970,7 +974,7 @@ def test_a_synchronous_call_outlasts_a_refused_query(device: kvswap.Device) -> N
 
 
 def test_a_refused_query_ends_no_pattern_and_no_layer(device: kvswap.Device) -> None:
-    gpu, host = device.alloc(4096), np.zeros(4096, np.uint8)
+    gpu, host = device.alloc(4096), device.alloc(4096, host=True)
     with Gate(device) as gate:
         gate.hold(stream := kvswap.Stream(device))
         job = write_pattern(device, [gpu.ptr], 4096, [1], stream)

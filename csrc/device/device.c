@@ -73,8 +73,10 @@ static int fault_call(struct kvs_device *device, const char *operation, struct k
     fault = *set;
   pthread_mutex_unlock(&faults->lock);
   switch (fault.action) {
-  case KVS_FAULT_FAIL:
-    return kvs_fail_driver(err, KVS_REFUSED, fault.code, operation, "injected fault");
+  case KVS_FAULT_FAIL: {
+    int status = fault.code == KVS_DRIVER_OUT_OF_MEMORY ? KVS_NOMEM : KVS_REFUSED;
+    return kvs_fail_driver(err, status, fault.code, operation, "injected fault");
+  }
   case KVS_FAULT_LOSE:
     return kvs_fail_driver(err, KVS_LOST, fault.code, operation, "injected loss of the device");
   case KVS_FAULT_DELAY: {

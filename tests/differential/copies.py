@@ -128,7 +128,7 @@ def one_layer(arguments: dict[str, Any]) -> dict[str, Any]:
 def swap(world: World) -> None:
     gpu, cpu, work = both_ways(world)
     stream = world.stream()
-    options = world.options(stream)
+    options = world.options(stream, cpu)
     lane = (work.direction, options["priority"]) if stream is None and cpu.side != "peer" else None
     layered = world.rng.random() < 0.2
     arguments = lists(world, work, gpu, cpu)
@@ -154,7 +154,7 @@ def swap(world: World) -> None:
 def swap_and_wait(world: World) -> None:
     gpu, cpu, work = both_ways(world)
     stream = world.stream()
-    options, arguments = world.options(stream), lists(world, work, gpu, cpu)
+    options, arguments = world.options(stream, cpu), lists(world, work, gpu, cpu)
     world.say(f"swap and wait {gpu.name}, {cpu.name}: {brief(work)} {options}")
     after = world.behind(touched(work, gpu, cpu), stream)
     world.open_gates()
@@ -180,7 +180,7 @@ def batch(world: World) -> None:
         gpu, cpu = world.rng.sample(world.areas[2:5], 2)
         work = world.draw(gpu, cpu)
     stream = world.stream()
-    options = world.options(stream)
+    options = world.options(stream, gpu, cpu)
     order = np.arange(len(work.nbytes) * work.count)
     if world.rng.random() < 0.5:
         order = np.array(world.rng.sample(range(order.size), order.size))

@@ -239,8 +239,9 @@ class World:
     def stream(self) -> kvswap.Stream | None:
         return self.rng.choice((None, None, *self.streams))
 
-    def options(self, stream: kvswap.Stream | None) -> dict[str, Any]:
-        options: dict[str, Any] = {"path": self.rng.choice(self.paths)}
+    def options(self, stream: kvswap.Stream | None, *areas: Area) -> dict[str, Any]:
+        pageable = self.device.kind == "cuda" and any(area.side == "plain" for area in areas)
+        options: dict[str, Any] = {"path": self.rng.choice(("auto", "dma") if pageable else self.paths)}
         options["priority"] = self.rng.choice(("normal", "normal", "high", "background"))
         if self.rng.random() < 0.1:
             options |= {"max_ctas": self.rng.choice((1, 3, 64)), "pace_gbps": self.rng.choice((None, 0.5, 40.0))}
