@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,14 @@ class Cache:
         np.testing.assert_array_equal(self.target.get(), self.target_before)
 
 
+def names_of_threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
 class Gate:
     """Holds streams up, until opened, by a word in pinned memory that they wait for: no time is involved."""
 
@@ -344,6 +353,13 @@ class Gate:
         return ctypes.c_uint32.from_address(self.memory.ptr)
 
     def hold(self, stream: Any) -> None:
+        """Not while what was dropped before is being freed: a GPU's driver frees with its locks held, and waits for all
+        that is queued."""
+        if self.device.kind == "cuda":
+            end = time.monotonic() + PATIENCE
+            while "kvswap-reclaim" in names_of_threads():
+                assert time.monotonic() < end, "what was dropped is not freed"
+                time.sleep(0.001)
         handle = stream if isinstance(stream, int) else stream.handle
         seam(self.device, "wait32", self.memory.ptr, 1, handle)
 

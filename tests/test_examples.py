@@ -34,7 +34,7 @@ def test_the_example_runs(example: Path, device_name: str, tmp_path: Path) -> No
     with subprocess.Popen(
         [sys.executable, "-W", "error", example, "--device", device_name],
         cwd=tmp_path,
-        env=elsewhere(KVSWAP_LOG="")["env"],
+        env=elsewhere(KVSWAP_LOG="error")["env"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

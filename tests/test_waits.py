@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, Bytes, Cache, Gate, run_python, seam, write_pattern
+from conftest import PATIENCE, ROOT, Cache, Gate, run_python, seam, write_pattern
 from processes import Failed, Process
 
 import kvswap
