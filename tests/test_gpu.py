@@ -665,7 +665,7 @@ def test_beside_attention(cuda: kvswap.Device, torch: Any, gpu_path: str) -> Non
         results = []
         stream = kvswap.Stream(cuda)  # not the model's: nothing of this waits for it
         for tensors, direction in ((gpu, 0), (back, 1)):
-            results += [attention() for _ in range(50)]
+            results += [attention() for _ in range(200)][::20]
             busy = torch.cuda.Event()
             busy.record()
             transfer = kvswap.swap_cache_all_layers_async(

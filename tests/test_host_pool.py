@@ -372,7 +372,7 @@ def test_what_progress_raises_ends_the_constructor(device: kvswap.Device) -> Non
         testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.06),
         pytest.raises(RuntimeError, match="enough"),
     ):
-        HostPool(1024, MIB, device=device, chunk_nbytes=2 * MIB, progress=stop)
+        HostPool(1024, MIB, device=device, chunk_nbytes=2 * MIB, threads=2, progress=stop)
     gc.collect()
     end = time.monotonic() + PATIENCE
     while mapped() - before >= 512 * MIB:  # it is freed by another thread; those that registered it keep some addresses

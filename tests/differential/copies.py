@@ -481,7 +481,8 @@ def compute_stream(world: World) -> None:
 
 @operation(0.3, "Device.set_defaults", alone=True)
 def defaults(world: World) -> None:
-    path, priority = world.rng.choice(world.paths), world.rng.choice((None, "background"))
+    paths = ("auto", "dma") if world.device.kind == "cuda" else world.paths  # those that reach pageable memory
+    path, priority = world.rng.choice(paths), world.rng.choice((None, "background"))
     world.say(f"defaults {path} {priority}")
     world.device.set_defaults(path=path, priority=priority, max_ctas=world.rng.choice((None, 2)), pace_gbps=None)
 
