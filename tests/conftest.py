@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibration")
 
 import kvswap
-from kvswap import _C
+from kvswap import _C, metrics
 
 Bytes = NDArray[np.uint8]
 
@@ -128,6 +130,25 @@ def pytest_runtest_call() -> Iterator[None]:
 def pytest_fixture_setup() -> Iterator[None]:
     with skip_without_bindings():
         return (yield)
+
+
+def registered() -> dict[str, int]:
+    """Bytes that are registered, of each device of the process that has some."""
+    rows = metrics.snapshot()["devices"]
+    return {row["device"]: row["registered_bytes"] for row in rows if row["registered_bytes"]}
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """After a test no more is registered than before: later tests' arrays may come to lie there, and a registration
+    counts for all devices of the process. What is dropped is unregistered by a thread, soon."""
+    before, end = registered(), None
+    yield
+    while any(now > before.get(name, 0) for name, now in registered().items()):
+        gc.collect()
+        end = end or time.monotonic() + PATIENCE / 6
+        assert time.monotonic() < end, f"the test leaves memory registered: {registered()} bytes, before {before}"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")
