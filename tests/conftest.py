@@ -89,6 +89,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores + cores // 2
 
 
+def pytest_collection_finish() -> None:
+    """What the collected tests are made of stays until the end: no collection in a test need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 STDERR = pytest.StashKey[int]()
 
 
