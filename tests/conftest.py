@@ -39,6 +39,7 @@ Bytes = NDArray[np.uint8]
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
+AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
 
 settings.register_profile(
     "ci",
