@@ -90,7 +90,10 @@ def collect(*, open_devices: bool = False) -> Report:
 def _files() -> dict[str, str]:
     """Open a store in a temporary folder: only a try shows whether the kernel allows io_uring."""
     try:
-        with tempfile.TemporaryDirectory() as folder, FileStore(folder, Layout(1 << 20), capacity=4 << 20, depth=1) as store:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            FileStore(folder, Layout(1 << 20), capacity=4 << 20, depth=1) as store,
+        ):
             info = store.info
     except (OSError, _C.Error) as error:
         return {"io_uring": f"cannot be tried: {error}", "GPUDirect Storage": _gds()}

@@ -143,9 +143,9 @@ def fault(
 
     kind "copy" counts planned copies: "skip" drops one in silence, "fail" has it refused with `code`. kind "call"
     counts the calls to the device's driver, or only those of `operation` ("copy_batch"): "fail" refuses one with
-    `code` (2: out of memory), "lose" loses the device with it, "delay" has it return `delay` seconds late. The nth
-    occurrence is hit (by default the first, or with `every` the every-th), then each `every`-th after it; with every=0
-    only that one.
+    `code` (2: out of memory), "lose" loses the device with it, "delay" has it return `delay` seconds late, or when the
+    block ends. The nth occurrence is hit (by default the first, or with `every` the every-th), then each `every`-th
+    after it; with every=0 only that one.
 
     kind "hazard" with "skip" leaves out the waits between transfers of pools that one kind of hazard, `operation`, is
     the reason for: "raw" (reads what an earlier one writes), "war" (writes what an earlier one reads), "waw" (both
@@ -191,8 +191,8 @@ def file_fault(
     into the calls that open one.
 
     "fail" has the call fail with errno `code`; "short" has a read or write do about half; "interrupt" has it do nothing
-    and say EINTR; "delay" has it begin `delay` seconds late. nth and every count the calls of that kind, as in fault().
-    One fault a kind of call at a time. ValueError: no such fault.
+    and say EINTR; "delay" has it begin `delay` seconds late, of an open store at most until the block ends. nth and
+    every count the calls of that kind, as in fault(). One fault a kind of call at a time. ValueError: no such fault.
     """
     if action == "short" and call not in ("read", "write"):
         raise ValueError(f"action 'short' is for reads and writes, not for {call!r}")

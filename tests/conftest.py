@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import re
 import signal
@@ -31,13 +32,14 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibration")
 
 import kvswap
-from kvswap import _C
+from kvswap import _C, metrics
 
 Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
+AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
 
 settings.register_profile(
     "ci",
@@ -88,6 +90,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores + cores // 2
 
 
+def pytest_collection_finish() -> None:
+    """What the collected tests are made of stays until the end: no collection in a test need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 STDERR = pytest.StashKey[int]()
 
 
@@ -129,6 +137,29 @@ def pytest_runtest_call() -> Iterator[None]:
 def pytest_fixture_setup() -> Iterator[None]:
     with skip_without_bindings():
         return (yield)
+
+
+def registered() -> dict[str, int]:
+    """Bytes that are registered, of each device of the process that has some; without host pools, which live as long as
+    their memory."""
+    found = metrics.snapshot()
+    bytes_of = {row["device"]: row["registered_bytes"] for row in found["devices"]}
+    for pool in found["host_pools"]:
+        bytes_of[pool["device"]] = bytes_of.get(pool["device"], 0) - pool["populated_bytes"]
+    return {name: nbytes for name, nbytes in bytes_of.items() if nbytes > 0}
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """After a test no more is registered than before: later tests' arrays may come to lie there, and a registration
+    counts for all devices of the process. What is dropped is unregistered by a thread, soon."""
+    before, end = registered(), None
+    yield
+    while any(now > before.get(name, 0) for name, now in registered().items()):
+        gc.collect()
+        end = end or time.monotonic() + PATIENCE / 6
+        assert time.monotonic() < end, f"the test leaves memory registered: {registered()} bytes, before {before}"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ at bytes."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -235,6 +236,22 @@ def test_a_wait_that_cannot_poll_says_so(cache: Cache) -> None:
             assert caught.value.code == 9
     transfer.wait(PATIENCE)
     cache.check([1], [2])
+
+
+def test_a_delay_ends_with_its_block(device: kvswap.Device) -> None:
+    event, ended = kvswap.Event(device), threading.Event()
+    event.record(kvswap.Stream(device))
+
+    def ask() -> None:
+        event.synchronize(PATIENCE)
+        ended.set()
+
+    thread = threading.Thread(target=ask)
+    with testing.fault(device, "call", "delay", operation="event_query", every=1, delay=5 * PATIENCE):
+        thread.start()
+        assert not ended.wait(0.2)
+    assert ended.wait(PATIENCE)
+    thread.join(PATIENCE)
 
 
 def test_faults_end_with_their_block(cache: Cache) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import file_reader
 import numpy as np
 import pytest
-from conftest import PATIENCE, run_python
+from conftest import AT_ONCE, PATIENCE, run_python
 from test_files import PAGE, Rig, blocks_of, keys_of
 
 import kvswap
@@ -289,9 +289,9 @@ def test_a_cut_segment_that_says_it_is_huge(rig: Rig) -> None:
     (rig.folder / "store.kvs").unlink()
     forge_geometry(rig.files()[0], 65536, rig.slot, 0)
     begun = time.monotonic()
-    with testing.file_fault(None, "allocate", "delay", nth=1, every=1, delay=5.0):  # none is made
+    with testing.file_fault(None, "allocate", "delay", nth=1, every=1, delay=PATIENCE):  # none is made
         rig.store = rig.open()
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < AT_ONCE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, run_python
+from conftest import AT_ONCE, PATIENCE, run_python
 
 from kvswap import testing
 from kvswap.files import FileStore, FileTransfer, Layout
@@ -36,7 +36,7 @@ import numpy as np
 from kvswap import cli, testing
 from kvswap.files import FileStore, Layout
 
-HANGS = 20.0
+HANGS = 100.0
 signal.signal(signal.SIGINT, signal.default_int_handler)
 what, folder = os.environ["WHAT"], os.environ["FOLDER"]
 block = np.zeros((1, 5000), np.uint8)
@@ -88,9 +88,9 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-threading.Thread(target=interrupt).start()
 with faults:
     try:
+        threading.Thread(target=interrupt).start()
         call()
         print("it did not wait", flush=True)
     except KeyboardInterrupt:
@@ -105,9 +105,9 @@ os._exit(0)
      "result"],
 )  # fmt: skip
 def test_ctrl_c_over_a_disk_that_hangs(tmp_path: Path, what: str) -> None:
-    ran = run_python(ENTRIES, timeout=15, WHAT=what, FOLDER=os.fspath(tmp_path / "s"))
+    ran = run_python(ENTRIES, WHAT=what, FOLDER=os.fspath(tmp_path / "s"))
     assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < 1.0
+    assert float(ran.stdout) < AT_ONCE
 
 
 DROPS = """
@@ -134,14 +134,25 @@ if os.environ["AGAIN"]:
 @pytest.mark.parametrize("device", ["", "host:0"])
 @pytest.mark.parametrize("last", ["store", "transfer"])
 def test_dropping_never_waits(tmp_path: Path, last: str, device: str) -> None:
-    """The last handle of a store with a write under way: the end of the process waits for it, a little."""
-    ran = run_python(
-        DROPS, timeout=20, FOLDER=os.fspath(tmp_path / "s"), LAST=last, DEVICE=device, HANGS="0.8", AGAIN=""
-    )
+    """The last handle of a store with a write under way."""
+    ran = run_python(DROPS, FOLDER=os.fspath(tmp_path / "s"), LAST=last, DEVICE=device, HANGS="100", AGAIN="")
     assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < 0.3
-    with FileStore(tmp_path / "s", Layout(5000), capacity=64 << 20) as store:
-        assert store.contains([b"key"]) == [True]
+    assert float(ran.stdout) < AT_ONCE
+
+
+@pytest.mark.parametrize("device", ["", "host:0"])
+def test_the_end_of_the_process_waits_a_little_for_what_was_dropped(tmp_path: Path, device: str) -> None:
+    """Two seconds; of three attempts, since other work on the machine may take as much."""
+    there = False
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        ran = run_python(DROPS, FOLDER=os.fspath(folder), LAST="store", DEVICE=device, HANGS="0.3", AGAIN="")
+        assert ran.returncode == 0, ran.stderr
+        with FileStore(folder, Layout(5000), capacity=64 << 20) as store:
+            there = there or store.contains([b"key"]) == [True]
+        if there:
+            break
+    assert there
 
 
 @pytest.mark.parametrize("device", ["", "host:0"])
@@ -155,10 +166,10 @@ def test_what_was_dropped_is_opened_again(tmp_path: Path, device: str) -> None:
 def test_a_wait_that_was_left_ends_by_itself(tmp_path: Path) -> None:
     """The close that Ctrl-C left goes on: what was under way is stored, and the directory is free."""
     store = FileStore(tmp_path / "s", Layout(1), capacity=64 << 20, engine="threads")
-    with testing.file_fault(store, "write", "delay", nth=1, every=1, delay=0.3):
+    with testing.file_fault(store, "write", "delay", nth=1, every=1, delay=PATIENCE):
         store.store([b"key"], [bytes(1)])
         with pytest.raises(TimeoutError):
             store.store([b"other"], [bytes(1)]).wait(0.01)
-        store.close(PATIENCE)
+    store.close(PATIENCE)
     with FileStore(tmp_path / "s", Layout(1), capacity=64 << 20) as again:
         assert again.contains([b"key", b"other"]) == [True, True]

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, Buffer, Gate, random_bytes, seam
+from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, Gate, random_bytes, seam
 
 import kvswap
-from kvswap import memory, testing
+from kvswap import _C, memory, testing
 from kvswap.memory import HostPool
 from kvswap.replay.progress import Progress
 
@@ -171,7 +171,7 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     start = time.monotonic()
     with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
         HostPool(factor * total // MIB, MIB, device=device)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < AT_ONCE
     assert resident() - before < MIB and mapped() - mapped_before < KEPT
     assert threading.active_count() == threads
 
@@ -322,7 +322,7 @@ def test_use_begins_before_all_is_populated(device: kvswap.Device) -> None:
     """The second chunk is held up; the first is ready, is swapped to and read back meanwhile."""
     gpu = Buffer(device, 4 * MIB)
     data = gpu.randomise(1)
-    with testing.fault(device, "call", "delay", operation="host_register", nth=2, delay=1.0):
+    with testing.fault(device, "call", "delay", operation="host_register", nth=2, delay=PATIENCE):
         pool = HostPool(16, MIB, device=device, chunk_nbytes=8 * MIB, threads=1, wait=False)
         deadline = time.monotonic() + PATIENCE
         while not pool.ready(0):
@@ -336,7 +336,7 @@ def test_use_begins_before_all_is_populated(device: kvswap.Device) -> None:
         np.testing.assert_array_equal(np.frombuffer(pool, np.uint8).reshape(16, MIB)[[7, 5, 3, 1]].ravel(), data)
         with pytest.raises(kvswap.Error, match="still being populated"):
             pool.grow(17)
-        pool.wait(PATIENCE)
+    pool.wait(PATIENCE)
     assert pool.ready(15) and pool.pinned
     with pytest.raises(IndexError, match="block is 16; the pool has 16 blocks, 0 to 15"):
         pool.ready(16)
@@ -390,13 +390,13 @@ def test_the_driver_takes_its_time_to_give_memory_back(device: kvswap.Device) ->
 
 
 def test_cancel(device: kvswap.Device) -> None:
-    with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.2):
+    with testing.fault(device, "call", "delay", operation="host_register", nth=2, every=1, delay=PATIENCE):
         pool = HostPool(64, MIB, device=device, chunk_nbytes=2 * MIB, threads=1, wait=False)
         while not pool.ready(0):
             time.sleep(0.001)
         pool.cancel()
-        with pytest.raises(kvswap.Error, match="cancelled"):
-            pool.wait(PATIENCE)
+    with pytest.raises(kvswap.Error, match="cancelled"):
+        pool.wait(PATIENCE)
     assert pool.state == "cancelled" and pool.ready(0) and not pool.ready(63) and not pool.pinned
     with pytest.raises(kvswap.Error, match="cancelled"):
         pool.grow(65)
@@ -414,9 +414,9 @@ def test_ctrl_c_works_while_it_is_populated(device_name: str) -> None:
         start = time.monotonic()
         with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.5):
             try:
-                HostPool(64, 1 << 20, device=device, chunk_nbytes=1 << 20, threads=1)
+                HostPool(120, 1 << 20, device=device, chunk_nbytes=1 << 20, threads=1)  # a minute, else
             except KeyboardInterrupt:
-                print("interrupted", time.monotonic() - start < 5)
+                print("interrupted", time.monotonic() - start < 20)
         """,
         device_name,
     )
@@ -579,15 +579,25 @@ def test_growing_that_will_not_register(device: kvswap.Device) -> None:
 
 def test_growing_into_no_memory(device: kvswap.Device) -> None:
     """What was cancelled in the middle of growing is whole again once it is shrunk."""
+
+    def cancel() -> None:
+        end = time.monotonic() + PATIENCE
+        while pool.state != "populating" and time.monotonic() < end:
+            time.sleep(0.001)
+        pool.cancel()
+        _C._set_fault(device, "call", "none")
+
+    thread = threading.Thread(target=cancel)
     with HostPool(4, MIB, device=device, max_blocks=256, chunk_nbytes=MIB) as pool:
         np.asarray(pool)[:] = 9
         gc.collect()
         with (
-            testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.05),
+            testing.fault(device, "call", "delay", operation="host_register", nth=3, every=1, delay=PATIENCE),
             pytest.raises(kvswap.Error, match="cancelled"),
         ):
-            threading.Timer(0.2, pool.cancel).start()
+            thread.start()
             pool.grow(256)
+        thread.join(PATIENCE)
         assert pool.state == "cancelled" and pool.ready(3) and not pool.ready(255) and not pool.pinned
         pool.shrink(4)
         assert pool.state == "ready" and pool.pinned and (np.asarray(pool) == 9).all()
@@ -597,13 +607,13 @@ def test_growing_into_no_memory(device: kvswap.Device) -> None:
 def test_a_smaller_pool_of_what_there_was_no_memory_for(device: kvswap.Device) -> None:
     """A chunk in the middle that could not be populated is populated then."""
     libc, file = ctypes.CDLL(None), os.memfd_create("hole")  # without a size: nothing is to be had behind it
-    with testing.fault(device, "call", "delay", operation="host_register", delay=0.5):
+    with testing.fault(device, "call", "delay", operation="host_register", delay=PATIENCE):
         pool = HostPool(8, MIB, device=device, max_blocks=8, chunk_nbytes=MIB, threads=1, wait=False)
         hole, writable = ctypes.c_void_p(pool.ptr + 3 * MIB), mmap.PROT_READ | mmap.PROT_WRITE
         fixed = 0x10  # MAP_FIXED
         libc.mmap(hole, ctypes.c_size_t(mmap.PAGESIZE), writable, mmap.MAP_SHARED | fixed, file, ctypes.c_long(0))
-        with pytest.raises(MemoryError):
-            pool.wait(PATIENCE)
+    with pytest.raises(MemoryError):
+        pool.wait(PATIENCE)
     assert pool.state == "failed" and not pool.ready(3)
     os.truncate(file, mmap.PAGESIZE)
     pool.shrink(6)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, random_bytes, run_python
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, random_bytes, run_python
 from processes import Failed, Process, no_more_files
 from test_leaks import leaks, sanitized
 
@@ -406,7 +406,7 @@ def test_an_owner_that_is_killed_while_its_memory_is_open(device: kvswap.Device,
         mapped = memory.open(data, device=device)
         assert mapped.alive()
         os.kill(owner.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while mapped.alive() and time.monotonic() < deadline:  # also while it is a zombie
             time.sleep(0.01)
         assert not mapped.alive()
@@ -1031,7 +1031,7 @@ def test_clients_that_misbehave(device: kvswap.Device, other: Process, chunked: 
                 client.send(data)
         start = time.monotonic()
         other.do(f"memory.open({hex_of(export)}).close()")
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < AT_ONCE
     export.close()
     assert count_of("/proc/self/fd") < files
 
@@ -1209,7 +1209,7 @@ def test_a_server_does_not_hold_up_the_exit(device_name: str) -> None:
         """
     )
     assert run.returncode == 0, run
-    assert time.monotonic() - start < 20 and not os.path.exists(run.stdout.strip())
+    assert time.monotonic() - start < PATIENCE and not os.path.exists(run.stdout.strip())
 
 
 def test_a_client_that_is_killed_half_way(device: kvswap.Device, device_name: str, chunked: Buffer) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, Buffer
+from conftest import AT_ONCE, PATIENCE, ROOT, Buffer
 from processes import no_more_files
 
 import kvswap
@@ -216,7 +216,7 @@ def test_more_than_there_is_room_for(device: kvswap.Device, name: str) -> None:
     nbytes = room.f_bavail * room.f_frsize + (1 << 30)
     with pytest.raises(MemoryError, match="do not fit"):
         SharedPool(name, nbytes // MIB, MIB, device=device, reserve=-(1 << 50))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < AT_ONCE
 
 
 def test_words(device: kvswap.Device, name: str) -> None:
@@ -289,8 +289,8 @@ begin = time.monotonic()
 try:
     pool.wait_ready([3], timeout=0.2)
 except TimeoutError:
-    say("late", 0.15 < time.monotonic() - begin < 5)
-pool.wait_ready([3, 4, 5], timeout=30)
+    say("late", 0.15 < time.monotonic() - begin < 20)
+pool.wait_ready([3, 4, 5], timeout=60)
 say("woken", time.monotonic())
 """
     )
@@ -301,7 +301,7 @@ say("woken", time.monotonic())
     told = time.monotonic()
     pool.publish([4])
     word, when = waiter.line().split()
-    assert word == "woken" and float(when) - told < 5
+    assert word == "woken" and float(when) - told < AT_ONCE
     waiter.end()
     pool.close()
 
@@ -750,7 +750,7 @@ def test_somebody_who_is_removing_it_and_does_not_go_on(device: kvswap.Device, n
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match="does not go on"):
             SharedPool(name, 8, 4096, device=device)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < AT_ONCE
     SharedPool(name, 8, 4096, device=device).close()
     pool.close()
 
@@ -907,11 +907,11 @@ def test_threads_that_use_it_while_it_closes(device: kvswap.Device, name: str) -
 def test_population_that_fails(device: kvswap.Device, name: str) -> None:
     """The memory is not to be had after all: an error for who waits, and nothing but closing is left to do."""
     owner = SharedPool(name, 8, MIB, device=device)
-    with testing.fault(device, "call", "delay", operation="host_register", delay=0.5):
+    with testing.fault(device, "call", "delay", operation="host_register", delay=PATIENCE):
         joined = SharedPool(name, 8, MIB, device=device, create=False, chunk_nbytes=MIB, threads=1, wait=False)
         os.truncate(path_of(name), 4 * MIB)  # as if what lies behind could not be had
-        with pytest.raises(MemoryError, match="no memory left for the next"):
-            joined.wait(PATIENCE)
+    with pytest.raises(MemoryError, match="no memory left for the next"):
+        joined.wait(PATIENCE)
     assert joined.state == "failed" and not joined.pinned and not joined.ready(7)
     with pytest.raises(MemoryError):
         joined.wait(PATIENCE)

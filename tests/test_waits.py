@@ -9,6 +9,7 @@ short, with what that is. A function that is in neither fails test_every_functio
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import re
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, Cache, Gate, run_python, seam, write_pattern
+from conftest import AT_ONCE, PATIENCE, ROOT, Cache, Gate, run_python, seam, write_pattern
 from processes import Failed, Process
 
 import kvswap
@@ -336,11 +337,11 @@ def call_pool_grow(stuck: Stuck) -> Call:
 
 
 def call_pool_wait(stuck: Stuck) -> Call:
-    fault = testing.fault(stuck.device, "call", "delay", operation="host_register", every=1, delay=2)
-    with fault:
-        pool = host_pool(stuck, wait=False)
-        time.sleep(0.2)
-    return pool.wait
+    faults = stuck.stack.enter_context(ExitStack())
+    fault = testing.fault(stuck.device, "call", "delay", operation="host_register", every=1, delay=PATIENCE)
+    faults.enter_context(fault)
+    stuck.before.append(faults.close)
+    return host_pool(stuck, wait=False).wait
 
 
 def shared_pool(stuck: Stuck) -> memory.SharedPool:
@@ -364,18 +365,20 @@ def call_wait_ready(stuck: Stuck) -> Call:
 
 def file_put(stuck: Stuck) -> tuple[FileStore, Any]:
     store = FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device)
-    stuck.stack.callback(store.close)
     block = stuck.device.alloc(4096)
     pool = kvswap.Pool(stuck.device, block, 1, 4096)
     return store, store.store([b"k" * 16], pool, [0], after=[stuck.hold()])
 
 
 def call_file_wait(stuck: Stuck) -> Call:
-    return file_put(stuck)[1].wait
+    store, transfer = file_put(stuck)
+    stuck.stack.callback(store.close)
+    return transfer.wait
 
 
 def call_file_close(stuck: Stuck) -> Call:
     store, transfer = file_put(stuck)
+    stuck.stack.callback(store.close)
     stuck.stack.callback(lambda: transfer)
     return store.close
 
@@ -386,15 +389,11 @@ def stop(process: Process) -> None:
 
 
 def call_file_open(stuck: Stuck) -> Call:
-    """Of a directory whose store was dropped, and writes on."""
-    store = FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device)
-    store._set_fault("write", "delay", 1, 1, 0, 1.5)
-    store.store([b"k" * 16], np.zeros((1, 4096), np.uint8), [0])
-    time.sleep(0.2)
-    del store
+    """Of a directory whose store was dropped, and goes on."""
+    file_put(stuck)
 
     def call() -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE
         while True:
             try:
                 FileStore(stuck.folder / "store", Layout(4096), capacity=1 << 20, device=stuck.device).close()
@@ -467,11 +466,6 @@ CALLS: dict[str, Callable[[Stuck], Call]] = {
 }
 
 
-def at_once() -> float:
-    """A second: three where others compute too, and more where many do."""
-    return 3.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)) / 4)
-
-
 NO_TIMEOUT = {
     "await Transfer",
     "Device.alloc",
@@ -517,7 +511,7 @@ def test_ctrl_c_breaks_it_and_it_can_be_called_again(stuck: Stuck, name: str) ->
             time.sleep(0.1)
     finally:
         timer.cancel()
-    assert time.monotonic() - pressed[0] < at_once()
+    assert time.monotonic() - pressed[0] < AT_ONCE
     timer.join()
     for end in stuck.before:
         end()
@@ -535,7 +529,7 @@ def test_its_limit_holds_and_it_can_be_called_again(stuck: Stuck, name: str) -> 
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         call(timeout=0.1)
-    assert 0.09 < time.monotonic() - start < at_once()
+    assert 0.09 < time.monotonic() - start < AT_ONCE
     for end in stuck.before:
         end()
     stuck.before.clear()
@@ -634,7 +628,7 @@ def test_the_collector_drops_memory_at_a_closed_gate(device: kvswap.Device, wher
         else:
             thread.start()
             thread.join(PATIENCE)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < AT_ONCE
         assert is_known(device, ptr), "freed although a transfer was to use it"
     await_freed(device, ptr)
 
@@ -657,6 +651,7 @@ DROPPED_IN_USE: dict[str, Callable[[Stuck], Any]] = {
     "Transfer": lambda stuck: stuck.transfer(stuck.host()),
     "_PatternJob": pattern,
     "FileTransfer": lambda stuck: file_put(stuck)[1],
+    "FileStore": lambda stuck: file_put(stuck)[0],
     "Event": lambda stuck: [event := kvswap.Event(stuck.device), event.record(stuck.hold())],
     "Stream": lambda stuck: stuck.hold(),
 }
@@ -666,14 +661,14 @@ DROPPED_IN_USE: dict[str, Callable[[Stuck], Any]] = {
 def test_dropping_waits_for_nothing(stuck: Stuck, name: str) -> None:
     held = [DROPS[name](stuck)]
     stuck.hold()
-    assert seconds_of(held.clear) < at_once()
+    assert seconds_of(held.clear) < AT_ONCE
     gc.collect()
 
 
 @pytest.mark.parametrize("name", sorted(DROPPED_IN_USE))
 def test_dropping_what_is_in_use_waits_for_nothing(stuck: Stuck, name: str) -> None:
     held = [DROPPED_IN_USE[name](stuck)]
-    assert seconds_of(held.clear) < at_once()
+    assert seconds_of(held.clear) < AT_ONCE
     gc.collect()
 
 
@@ -725,7 +720,7 @@ def test_a_deterministic_device_that_cannot_go_on_is_dropped() -> None:
     del gpu, stream
     held.append(device)
     del device
-    assert seconds_of(held.clear) < at_once()
+    assert seconds_of(held.clear) < AT_ONCE
 
 
 def test_leaving_with_memory_that_waits(device_name: str) -> None:
@@ -768,7 +763,7 @@ def test_a_stopped_process_holds_up_no_free(device: kvswap.Device, device_name: 
             ptr = held[1].ptr
             with pytest.raises(TimeoutError):
                 held[0].free(timeout=0.1)
-            assert seconds_of(held.pop) < at_once()
+            assert seconds_of(held.pop) < AT_ONCE
         finally:
             os.kill(other.pid, signal.SIGCONT)
         other.do("gate.open()")
@@ -788,22 +783,27 @@ def send_slowly(connection: socket.socket, data: bytes, every: float, enough: th
 
 
 def test_slow_clients_delay_themselves_alone(device: kvswap.Device, device_name: str) -> None:
-    with exporter(device_name) as process, ExitStack() as stack:
+    """The server leaves a client after a second: one after the other, six would take six. Of five attempts the best
+    counts, since other work on the machine delays all."""
+    seconds = []
+    with exporter(device_name) as process:
         data = exported(process)
         path, token = data[376:484].rstrip(b"\0").decode(), data[360:376]
-        enough = threading.Event()
-        stack.callback(enough.set)
-        for i in range(6):
-            client = stack.enter_context(socket.socket(socket.AF_UNIX))
-            client.connect(path)
-            if i % 2:  # asks, and never reads
-                client.send(b"kvswapQ1" + token)
-            else:
-                thread = threading.Thread(target=send_slowly, args=(client, b"kvswapQ1" + token, 0.3, enough))
-                thread.start()
-                stack.callback(thread.join)
-        assert seconds_of(lambda: memory.open(data, device=device).close()) < at_once()
-        enough.set()
+        while len(seconds) < 5 and min(seconds, default=9) >= 3:
+            with ExitStack() as stack:
+                enough = threading.Event()
+                for i in range(6):
+                    client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    client.connect(path)
+                    if i % 2:  # asks, and never reads
+                        client.send(b"kvswapQ1" + token)
+                    else:
+                        thread = threading.Thread(target=send_slowly, args=(client, b"kvswapQ1" + token, 0.3, enough))
+                        thread.start()
+                        stack.callback(thread.join)
+                stack.callback(enough.set)
+                seconds.append(seconds_of(lambda: memory.open(data, device=device).close()))
+    assert min(seconds) < 3, seconds
 
 
 def test_a_client_that_says_nothing_is_left_after_a_second(device_name: str) -> None:
@@ -811,10 +811,10 @@ def test_a_client_that_says_nothing_is_left_after_a_second(device_name: str) -> 
         path = exported(process)[376:484].rstrip(b"\0").decode()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
-            client.settimeout(10)
+            client.settimeout(PATIENCE)
             start = time.monotonic()
             client.send(b"kvswapQ1")
-            assert client.recv(1) == b"" and 0.8 < time.monotonic() - start < 5
+            assert client.recv(1) == b"" and 0.8 < time.monotonic() - start < AT_ONCE
 
 
 def test_many_clients_at_once(device: kvswap.Device, device_name: str) -> None:
@@ -825,7 +825,7 @@ def test_many_clients_at_once(device: kvswap.Device, device_name: str) -> None:
         for _ in range(40):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
             client.connect(path)
-        assert seconds_of(lambda: memory.open(data, device=device).close()) < 10
+        assert seconds_of(lambda: memory.open(data, device=device).close()) < AT_ONCE
 
 
 def test_one_that_is_opened_holds_up_no_other(device: kvswap.Device, device_name: str) -> None:
@@ -846,8 +846,8 @@ def test_one_that_is_opened_holds_up_no_other(device: kvswap.Device, device_name
             thread = threading.Thread(target=open_it, args=[other])
             thread.start()
             time.sleep(0.2)
-            assert seconds_of(lambda: mapped.close(timeout=5)) < 4
-            assert seconds_of(lambda: memory.open(data, device=device).close(timeout=5)) < 4
+            mapped.close(timeout=PATIENCE)
+            memory.open(data, device=device).close(timeout=PATIENCE)
             assert thread.is_alive()
         finally:
             os.kill(bad.pid, signal.SIGCONT)
@@ -892,7 +892,7 @@ def test_a_lock_of_a_stopped_process(device_name: str) -> None:
             other.do("import time; start = time.monotonic()")
             with pytest.raises(Failed, match="does not go on"):
                 other.do(f"memory.SharedPool({name!r}, 2, 4096, device=device)")
-            assert other.do("time.monotonic() - start") < at_once()
+            assert other.do("time.monotonic() - start") < AT_ONCE
     finally:
         path.unlink(missing_ok=True)
 
@@ -993,6 +993,26 @@ def test_a_refused_query_ends_no_pattern_and_no_layer(device: kvswap.Device) -> 
 # -- files that are cut off -------------------------------------------------------------------------------------------
 
 
+CUT_ALL_OFF = """
+def cut_all_off():
+    answers = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            held = os.dup(int(fd))  # the thread that serves others closes some of them
+        except OSError:
+            continue
+        try:
+            if "memfd:kvswap" in os.readlink(f"/proc/self/fd/{held}"):
+                os.truncate(held, 0)
+                answers.append("cut off")
+        except OSError as error:
+            answers.append(error.errno)
+        finally:
+            os.close(held)
+    return answers
+"""
+
+
 def test_no_process_can_cut_memory_of_a_host_device_off(device: kvswap.Device, device_name: str) -> None:
     """Whoever has a descriptor of it: touching what is mapped would be a SIGBUS."""
     if device.kind != "host":
@@ -1000,16 +1020,9 @@ def test_no_process_can_cut_memory_of_a_host_device_off(device: kvswap.Device, d
     with exporter(device_name) as process:
         mapped = memory.open(exported(process), device=device)
         process.do("plain = device.alloc(1 << 16); handle = memory.export(plain)")
-        files = process.do(
-            """
-            [os.readlink(f"/proc/self/fd/{fd}") + " " + fd for fd in os.listdir("/proc/self/fd")
-             if os.path.exists(f"/proc/self/fd/{fd}") and "memfd:kvswap" in os.readlink(f"/proc/self/fd/{fd}")]
-            """
-        )
-        assert files
-        for name in files:
-            with pytest.raises(Failed, match="Operation not permitted"):
-                process.do(f"os.truncate({int(name.split()[-1])}, 0)")
+        process.do(CUT_ALL_OFF)
+        answers = process.do("cut_all_off()")
+        assert set(answers) == {errno.EPERM}
         assert np.frombuffer(mapped, np.uint8).sum() >= 0
         mapped.close()
 

@@ -8,7 +8,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#include "base/wait.h"
 
 /* -- fork: a child may not use a device that its parent opened ------------------------------------------------- */
 
@@ -28,8 +29,10 @@ unsigned kvs_fork_generation(void) {
 
 struct kvs_faults {
   pthread_mutex_t lock;
+  pthread_cond_t changed;                  /* signalled when a fault is set or removed */
   struct kvs_fault fault[KVS_FAULT_KINDS]; /* guarded by lock */
   uint64_t seen[KVS_FAULT_KINDS];          /* guarded by lock */
+  uint64_t changes;                        /* guarded by lock */
 };
 
 static struct kvs_faults *faults_of(struct kvs_device *device) {
@@ -44,6 +47,7 @@ int kvs_dev_fault_set(struct kvs_device *device, enum kvs_fault_kind kind, const
     faults = calloc(1, sizeof *faults);
     if (!faults) return kvs_fail(err, KVS_NOMEM, "no memory for the device's faults");
     pthread_mutex_init(&faults->lock, NULL);
+    kvs_cond_init(&faults->changed);
     if (!atomic_compare_exchange_strong(&device->faults, &none, faults)) {
       free(faults);
       faults = none;
@@ -52,6 +56,8 @@ int kvs_dev_fault_set(struct kvs_device *device, enum kvs_fault_kind kind, const
   pthread_mutex_lock(&faults->lock);
   faults->fault[kind] = *fault;
   faults->seen[kind] = 0;
+  faults->changes++;
+  pthread_cond_broadcast(&faults->changed);
   pthread_mutex_unlock(&faults->lock);
   return KVS_OK;
 }
@@ -60,6 +66,11 @@ int kvs_dev_fault_set(struct kvs_device *device, enum kvs_fault_kind kind, const
 static bool hits(const struct kvs_fault *fault, uint64_t seen) {
   if (fault->action == KVS_FAULT_NONE || seen < fault->nth) return false;
   return seen == fault->nth || (fault->every != 0 && (seen - fault->nth) % fault->every == 0);
+}
+
+static void delay_locked(struct kvs_faults *faults, uint64_t delay_ns) {
+  uint64_t deadline = kvs_deadline((int64_t)delay_ns), changes = faults->changes;
+  while (faults->changes == changes && kvs_cond_wait(&faults->changed, &faults->lock, deadline)) continue;
 }
 
 static int fault_call(struct kvs_device *device, const char *operation, struct kvs_error *err) {
@@ -71,6 +82,7 @@ static int fault_call(struct kvs_device *device, const char *operation, struct k
   if (set->action != KVS_FAULT_NONE && (!set->operation[0] || strcmp(set->operation, operation) == 0) &&
       hits(set, ++faults->seen[KVS_FAULT_CALL]))
     fault = *set;
+  if (fault.action == KVS_FAULT_DELAY) delay_locked(faults, fault.delay_ns);
   pthread_mutex_unlock(&faults->lock);
   switch (fault.action) {
   case KVS_FAULT_FAIL: {
@@ -79,11 +91,7 @@ static int fault_call(struct kvs_device *device, const char *operation, struct k
   }
   case KVS_FAULT_LOSE:
     return kvs_fail_driver(err, KVS_LOST, fault.code, operation, "injected loss of the device");
-  case KVS_FAULT_DELAY: {
-    struct timespec pause = {(time_t)(fault.delay_ns / 1000000000u), (long)(fault.delay_ns % 1000000000u)};
-    nanosleep(&pause, NULL);
-    return KVS_OK;
-  }
+  case KVS_FAULT_DELAY:
   case KVS_FAULT_NONE:
   case KVS_FAULT_SKIP:
     break;
@@ -182,6 +190,7 @@ void kvs_dev_watch(const struct kvs_watch *watching) { atomic_store_explicit(&wa
 void kvs_dev_close(struct kvs_device *device) {
   struct kvs_faults *faults = faults_of(device);
   if (device->fork_generation != fork_generation) return; /* the threads and the context belong to the parent */
+  if (faults) pthread_cond_destroy(&faults->changed);
   if (faults) pthread_mutex_destroy(&faults->lock);
   free(faults);
   device->ops->close(device);

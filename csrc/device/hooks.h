@@ -11,7 +11,7 @@ enum kvs_fault_action {
   KVS_FAULT_FAIL,  /* CALL: the driver call is refused with `code`; COPY: that copy is refused with `code` */
   KVS_FAULT_SKIP,  /* COPY: that copy is silently skipped */
   KVS_FAULT_LOSE,  /* CALL: the device is lost with `code` */
-  KVS_FAULT_DELAY, /* CALL: the call returns `delay_ns` later */
+  KVS_FAULT_DELAY, /* CALL: the call returns `delay_ns` later, or when a fault is set or removed */
 };
 struct kvs_fault {
   enum kvs_fault_action action;

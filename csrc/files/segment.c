@@ -414,11 +414,11 @@ static int peek(struct kvs_file_store *store, struct kvs_file_geometry *there, s
 int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *err) {
   struct kvs_file_store store = {.settings = {.directory = directory, .readonly = true}};
   struct kvs_file_geometry there;
-  pthread_mutex_init(&store.faults.lock, NULL);
+  kvs_file_faults_init(&store.faults);
   int status = open_folder(&store, err);
   if (!status) status = peek(&store, &there, err);
   if (store.folder >= 0) close(store.folder);
-  pthread_mutex_destroy(&store.faults.lock);
+  kvs_file_faults_destroy(&store.faults);
   if (status) return status;
   memcpy(layout, there.layout, strlen(there.layout) + 1);
   *block_nbytes = there.block_nbytes;

@@ -162,7 +162,7 @@ static void free_store(struct kvs_file_store *store) {
   if (store->settings.device) kvs_engine_unref(store->settings.device);
   kvs_file_index_free(&store->index);
   kvs_file_queue_destroy(&store->queue);
-  pthread_mutex_destroy(&store->faults.lock);
+  kvs_file_faults_destroy(&store->faults);
   pthread_cond_destroy(&store->ended);
   pthread_mutex_destroy(&store->lock);
   free(store->free_slots);
@@ -190,7 +190,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   store->gds_mode = "off";
   snprintf(store->gds_note, sizeof store->gds_note, "the store has no device");
   pthread_mutex_init(&store->lock, NULL);
-  pthread_mutex_init(&store->faults.lock, NULL);
+  kvs_file_faults_init(&store->faults);
   kvs_cond_init(&store->ended);
   if (settings->device) kvs_engine_ref(settings->device);
   kvs_file_geometry_make(settings->layout, settings->block_nbytes, segment_size(settings), &store->geometry);

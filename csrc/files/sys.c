@@ -7,18 +7,30 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "base/wait.h"
 #include "files/cufile.h"
 #include "files/format.h"
 
 /* -- faults -------------------------------------------------------------------------------------------------------- */
 
+void kvs_file_faults_init(struct kvs_file_faults *faults) {
+  pthread_mutex_init(&faults->lock, NULL);
+  kvs_cond_init(&faults->changed);
+}
+
+void kvs_file_faults_destroy(struct kvs_file_faults *faults) {
+  pthread_cond_destroy(&faults->changed);
+  pthread_mutex_destroy(&faults->lock);
+}
+
 void kvs_file_faults_set(struct kvs_file_faults *faults, enum kvs_file_call call, const struct kvs_file_fault *fault) {
   pthread_mutex_lock(&faults->lock);
   faults->fault[call] = *fault;
   faults->seen[call] = 0;
+  faults->changes++;
+  pthread_cond_broadcast(&faults->changed);
   pthread_mutex_unlock(&faults->lock);
 }
 
@@ -26,16 +38,21 @@ static bool hits(const struct kvs_file_fault *fault, uint64_t seen) {
   return seen == fault->nth || (seen > fault->nth && fault->every && (seen - fault->nth) % fault->every == 0);
 }
 
+static void delay_locked(struct kvs_file_faults *faults, uint64_t delay_ns) {
+  uint64_t deadline = kvs_deadline((int64_t)delay_ns), changes = faults->changes;
+  while (faults->changes == changes && kvs_cond_wait(&faults->changed, &faults->lock, deadline)) continue;
+}
+
 struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *faults, enum kvs_file_call call) {
   struct kvs_file_fault fault = {.action = KVS_FILE_FAULT_NONE};
   pthread_mutex_lock(&faults->lock);
   if (faults->fault[call].action != KVS_FILE_FAULT_NONE && hits(&faults->fault[call], ++faults->seen[call]))
     fault = faults->fault[call];
-  pthread_mutex_unlock(&faults->lock);
   if (fault.action == KVS_FILE_FAULT_DELAY) {
-    nanosleep(&(struct timespec){(time_t)(fault.delay_ns / 1000000000u), (long)(fault.delay_ns % 1000000000u)}, NULL);
+    delay_locked(faults, fault.delay_ns);
     fault.action = KVS_FILE_FAULT_NONE;
   }
+  pthread_mutex_unlock(&faults->lock);
   return fault;
 }
 

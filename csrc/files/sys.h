@@ -25,7 +25,7 @@ enum kvs_file_fault_action {
   KVS_FILE_FAULT_FAIL,      /* with `code` */
   KVS_FILE_FAULT_SHORT,     /* READ, WRITE: only a part is moved */
   KVS_FILE_FAULT_INTERRUPT, /* EINTR, nothing moved */
-  KVS_FILE_FAULT_DELAY,
+  KVS_FILE_FAULT_DELAY,     /* by `delay_ns`, or until a fault is set or removed */
 };
 struct kvs_file_fault {
   enum kvs_file_fault_action action;
@@ -36,9 +36,13 @@ struct kvs_file_fault {
 
 struct kvs_file_faults {
   pthread_mutex_t lock;
+  pthread_cond_t changed;                      /* signalled when a fault is set or removed */
   struct kvs_file_fault fault[KVS_FILE_CALLS]; /* guarded by lock */
   uint64_t seen[KVS_FILE_CALLS];               /* guarded by lock */
+  uint64_t changes;                            /* guarded by lock */
 };
+void kvs_file_faults_init(struct kvs_file_faults *); /* of zeros */
+void kvs_file_faults_destroy(struct kvs_file_faults *);
 void kvs_file_faults_set(struct kvs_file_faults *, enum kvs_file_call, const struct kvs_file_fault *);
 /* The fault for the next call of that kind. DELAY has already slept and returns NONE. */
 struct kvs_file_fault kvs_file_fault_next(struct kvs_file_faults *, enum kvs_file_call);

@@ -135,10 +135,10 @@ def take_away(world: World) -> None:
     """Memory goes while transfers may use it."""
     if extras(world):
         name = world.rng.choice(list(extras(world)))
-        area, gone = extras(world).pop(name)
         world.say(f"take away {name}")
         if world.rng.random() < 0.3:
             world.settle()  # the last look at it
+        area, gone = extras(world).pop(name)
         world.areas.remove(area)
         gone()
 
@@ -149,6 +149,14 @@ def leave(world: World) -> None:
         area, gone = extras(world).pop(name)
         world.areas.remove(area)
         gone()
+
+
+def abandon(world: World) -> None:
+    """All of them, after a difference. What stayed registered would be pinned to every later allocation there."""
+    for _, gone in extras(world).values():
+        with suppress(Exception):
+            gone()
+    extras(world).clear()
 
 
 # -- host pools -------------------------------------------------------------------------------------------------------

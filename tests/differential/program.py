@@ -55,6 +55,7 @@ def play(world: World, name: str, steps: int, stop: Callable[[], bool]) -> None:
         world.close()
     except BaseException:
         world.abandon()
+        hosts.abandon(world)
         raise
 
 

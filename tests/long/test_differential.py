@@ -107,7 +107,7 @@ DEVICES = (kvswap.Device(f"host:{number}") for number in itertools.count(10))
 
 @pytest.fixture
 def own() -> Iterator[kvswap.Device]:
-    """A device that no other test uses: what a round that fails leaves registered or held stays there."""
+    """A device that no other test uses: the faults are its own, and what a round that fails leaves held stays there."""
     level = logging.getLogger("kvswap").level
     yield next(DEVICES)
     logging.getLogger("kvswap").setLevel(level)

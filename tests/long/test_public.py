@@ -460,7 +460,7 @@ def test_every_public_call_from_many_threads(
     device: kvswap.Device, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed, slots = int(request.config.getoption("--long-seed")), device.info["slots_nbytes"] // 8
-    if device.kind == "host":  # one that no other test uses: what a refused call leaves registered stays there
+    if device.kind == "host":  # one that no other test uses: its counters, streams and slots are shared by the threads
         device = kvswap.Device("host:30")
     world = World(device, tmp_path)
     threads = [threading.Thread(target=work, args=(world, Mine(world, i, seed))) for i in range(THREADS)]
