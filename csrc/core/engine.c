@@ -50,13 +50,6 @@ static void load_costs(struct kvs_engine *engine) {
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER; /* guards adding to the registry */
 
-/* Another thread may hold the lock during fork(), for as long as the driver takes to initialise. */
-static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_registry_lock); }
-
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
 static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs_error *err) {
   const struct {
     const char *word;
@@ -244,7 +237,8 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
   int ordinal = 0, status = parse_name(name, &cuda, &ordinal, err);
   if (status) return status;
   snprintf(canonical, sizeof canonical, "%s:%d", cuda ? "cuda" : "host", ordinal);
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &registry_lock};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&registry_lock);
   struct kvs_engine *there = find_locked(canonical);
   if (!there && kvs_engine_at(KVS_MAX_ENGINES - 1))
