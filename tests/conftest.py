@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -31,11 +31,12 @@ os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibrat
 
 import kvswap
 from kvswap import _C
+from kvswap.typing import Path as CopyPath
 
 Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
-PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
+PATHS: tuple[str, ...] = get_args(CopyPath)
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 
 settings.register_profile(
