@@ -19,7 +19,8 @@
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error, *missing;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
-  PyObject *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type, *file_transfer_type;
+  PyObject *any_host_pool_type, *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type,
+      *file_transfer_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
   PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array,
       *s_array_method;
@@ -208,8 +209,8 @@ void kvs_py_object_free(PyObject *self);
 int kvs_py_capi_add(PyObject *module); /* capi.c: adds the capsule _API */
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
-    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec, kvs_py_mapped_spec,
-    kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;
+    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_any_host_pool_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec,
+    kvs_py_mapped_spec, kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_machine_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[],
     kvs_py_calibration_methods[], kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[],

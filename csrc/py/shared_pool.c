@@ -250,7 +250,6 @@ PyDoc_STRVAR(unlink_doc,
              "error.");
 
 static PyMethodDef methods[] = {
-    KVS_PY_HOST_METHODS,
     {"claim", shared_claim, METH_O, claim_doc},
     {"publish", shared_publish, METH_O, publish_doc},
     {"retract", shared_retract, METH_O, retract_doc},
@@ -261,7 +260,6 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    KVS_PY_HOST_GETSET,
     {"path", get_shared, NULL, "str: path of the file.", (void *)PATH},
     {"generation", get_shared, NULL, "int: differs from that of every other pool of this name.",
      (void *)SHOWN_GENERATION},
@@ -274,20 +272,15 @@ static PyGetSetDef getset[] = {
 static PyType_Slot slots[] = {
     {Py_tp_doc, (void *)shared_pool_doc},
     {Py_tp_new, shared_pool_create},
-    {Py_tp_dealloc, kvs_py_host_pool_dealloc},
     {Py_tp_repr, shared_pool_repr},
-    {Py_tp_traverse, kvs_py_host_pool_traverse},
-    {Py_tp_clear, kvs_py_host_pool_clear},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_bf_getbuffer, kvs_py_host_pool_getbuffer},
-    {Py_bf_releasebuffer, kvs_py_host_pool_releasebuffer},
     {0, NULL},
 };
 
 PyType_Spec kvs_py_shared_pool_spec = {
     .name = "kvswap.memory.SharedPool",
     .basicsize = sizeof(struct kvs_py_host_pool),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };
