@@ -132,9 +132,7 @@ static PyObject *wait_for_first(PyObject *module, PyObject *const *args, Py_ssiz
   if (rc < 0) PyErr_NoMemory();
   for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = add_item(state, &waiting, PyTuple_GET_ITEM(items, i));
   if (rc == 0) {
-    Py_BEGIN_ALLOW_THREADS
-    wait_first(&waiting);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(wait_first(&waiting));
     found = positions(&waiting);
   }
   drop_items(&waiting);

@@ -183,9 +183,7 @@ static PyObject *costs_read(PyObject *module, PyObject *object) {
   if (object != Py_None) {
     const char *path = read_path(object, &keep);
     if (path == NULL) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_costs_read(path, &costs, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_costs_read(path, &costs, &err));
     Py_DECREF(keep);
   }
   return rc == KVS_OK ? costs_from(&costs) : kvs_py_raise(PyModule_GetState(module), &err);
@@ -202,9 +200,7 @@ static PyObject *costs_write(PyObject *module, PyObject *const *args, Py_ssize_t
   const char *path = machine == NULL ? NULL : read_path(values[0], &keep);
   if (path == NULL) return NULL;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_costs_write(path, &costs, machine, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_costs_write(path, &costs, machine, &err));
   Py_DECREF(keep);
   if (rc != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
   Py_RETURN_NONE;

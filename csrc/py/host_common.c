@@ -158,9 +158,11 @@ int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
     struct kvs_error err = {0};
     int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
     int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_host_pool_wait(self->pool, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_host_pool_wait(self->pool,
+                                          left < 0                 ? 0
+                                          : left < KVS_PY_SLICE_NS ? left
+                                                                   : KVS_PY_SLICE_NS,
+                                          &err));
     if (call_progress(self) < 0) return -1;
     if (rc == KVS_OK) return kvs_py_host_pool_tell(self);
     if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)
@@ -360,9 +362,7 @@ static int wait_for_device(struct kvs_py_state *state, struct kvs_engine *engine
   struct kvs_error ignored;
   struct kvs_sync *sync;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_sync_start(engine, &sync, &ignored);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_sync_start(engine, &sync, &ignored));
   if (rc != KVS_OK) return 0;
   rc = kvs_py_wait(state, sync_slice, sync, timeout_ns, "the device's work");
   kvs_sync_drop(sync);

@@ -52,9 +52,7 @@ static int resize(PyObject *self, resize_function function, uint64_t num_blocks)
   struct kvs_py_host_pool *object = (struct kvs_py_host_pool *)self;
   struct kvs_error err = {0};
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = function(object->pool, num_blocks, AT_MOST_NS, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = function(object->pool, num_blocks, AT_MOST_NS, &err));
   if (rc == KVS_OK) return 0;
   kvs_py_raise(kvs_py_state_of(self), &err);
   return -1;
