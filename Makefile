@@ -80,7 +80,7 @@ $(BUILD)/objects/%.o: csrc/%.c $(BUILD)/flags
 	$(if $(V),,@echo '  CC $<')
 	$(Q)$(CC) $(flags) $(more) $(CFLAGS) $(CPPFLAGS) -MMD -MP -c $< -o $@
 
-$(BUILD)/objects/base/names.o: more := -DKVSWAP_VERSION='"$(version)"'
+$(BUILD)/objects/base/version.o: more := -DKVSWAP_VERSION='"$(version)"'
 ifneq ($(fatbin),)
 $(BUILD)/objects/cuda/fatbin.o: more := @$(fatbin)
 $(BUILD)/objects/cuda/fatbin.o: $(fatbin)

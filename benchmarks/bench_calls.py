@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 import kvswap
-from kvswap.replay.settings import Path
+from kvswap.typing import Path
 
 TENSORS, NBYTES, SLOTS = 80, 8192, 1024
 SINGLE = 64 << 10

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,12 @@ import kvswap
 from kvswap import _C
 from kvswap.memory import HostPool
 from kvswap.replay.progress import Progress
-from kvswap.replay.settings import Path
 from kvswap.replay.units import format_size, parse_size
+from kvswap.typing import Path
 
 LAYERS, LAYER_NBYTES = 32, 64 << 10
 BLOCK_NBYTES = LAYERS * LAYER_NBYTES
-PATHS: tuple[Path, ...] = ("auto", "dma", "strided", "burst", "kernel", "direct")
+PATHS: tuple[Path, ...] = get_args(Path)
 LIMIT = 120.0  # seconds until a copy counts as lost
 
 

@@ -106,7 +106,9 @@ def directive(module: str, name: str) -> str:
 def options(module: str, name: str) -> list[str]:
     kind = directive(module, name)
     if kind == "autoclass" and module != "kvswap.vllm":
-        return ["   :members:"]
+        base = getattr(importlib.import_module(module), name).__base__
+        own = base.__module__ == "kvswap._C"  # what a base of the extension has is this class's
+        return ["   :members:", *(["   :inherited-members:"] if own else [])]
     return ["   :no-value:"] if kind == "autodata" else []
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self, disjoint_base
 
 from kvswap.typing import (
     Address,
@@ -922,8 +923,92 @@ _Pages: TypeAlias = Literal["default", "transparent", "2MiB", "1GiB"]
 _Numa: TypeAlias = Literal["auto", "interleave"] | int | None
 _Progress: TypeAlias = Callable[[int, int], object]  # done_nbytes, total_nbytes
 
+@disjoint_base
+class _AnyHostPool:
+    """What HostPool and SharedPool have in common."""
+    @property
+    def ptr(self) -> int:
+        """int: address of the first block. kvswap.Error if the pool is closed."""
+    @property
+    def nbytes(self) -> int:
+        """int: bytes of all blocks, num_blocks * slot_nbytes."""
+    @property
+    def mapped_nbytes(self) -> int:
+        """int: bytes of memory used: nbytes, rounded up to pages."""
+    @property
+    def num_blocks(self) -> int:
+        """int: blocks 0 to num_blocks - 1."""
+    @property
+    def slot_nbytes(self) -> int:
+        """int: bytes of a slot: one block, of all layers."""
+    @property
+    def layers(self) -> int:
+        """int: layers of a block."""
+    @property
+    def layer_nbytes(self) -> int:
+        """int: bytes of a block in one layer."""
+    @property
+    def layer_stride(self) -> int:
+        """int: bytes from block to block within a layer: cpu_stride of the swap calls."""
+    @property
+    def chunks(self) -> int:
+        """int: number of registrations with the driver."""
+    @property
+    def layout(self) -> _Layout:
+        """str: 'block-first' or 'layer-first'."""
+    @property
+    def pages(self) -> _Pages:
+        """str: kind of pages: 'default', 'transparent', '2MiB', '1GiB'."""
+    @property
+    def state(self) -> Literal["populating", "ready", "failed", "cancelled", "closed"]:
+        """str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'."""
+    @property
+    def pinned(self) -> bool:
+        """bool: the whole pool is registered with the device."""
+    @property
+    def numa_node(self) -> int | Literal["interleave"] | None:
+        """int, 'interleave' or None: requested NUMA node of the pages."""
+    @property
+    def device(self) -> Device:
+        """Device: the pool is registered with it."""
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """tuple of str: what differs from the request; logged too."""
+    def ready(self, block: int, /) -> bool:
+        """Whether that block can be used: populated and, with register=True, registered. Never blocks."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all blocks are ready; calls progress= meanwhile, in this thread.
+
+        timeout: seconds; after TimeoutError populating goes on. MemoryError: memory is short. kvswap.Error: it
+        was cancelled. Any thread may wait."""
+    def cancel(self) -> None:
+        """Stop populating. Ready blocks stay ready; close() frees all memory."""
+    def layer(self, layer: int) -> NDArray[np.uint8]:
+        """One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows if
+        the layout is block-first. While the array lives the pool can neither close nor shrink."""
+    def torch(self, layer: int, dtype: Any = None, shape: Sequence[int] | None = None) -> Any:
+        """One layer as a torch tensor on the CPU: layer(i) as dtype (None: uint8) and shape (num_blocks, *shape).
+        While the tensor lives the pool can neither close nor shrink."""
+    def layer_ptrs(self) -> NDArray[np.uint64]:
+        """Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride."""
+    def pool(self, *, name: str | None = None, device: DeviceLike | None = None) -> Pool:
+        """A kvswap.Pool of the blocks, for move_blocks(), on this pool's device or another one. While the kvswap.Pool lives
+        this pool can neither close nor shrink. At most one on a device, since pools must not share bytes."""
+    def close(self, timeout: float | None = 60, *, force: bool = False) -> None:
+        """Free the memory, after waiting for the transfers that may use it. A second call does nothing.
+
+        timeout: seconds to wait, None: no limit; after TimeoutError the pool is unchanged.
+        force: close although views are alive, which otherwise is a BufferError. The views then read zeros, and their
+          addresses are not reused before the views are gone.
+        kvswap.Error in the child of a fork."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+        def __release_buffer__(self, buffer: memoryview, /) -> None: ...
+
 @final
-class HostPool:
+class HostPool(_AnyHostPool):
     """Blocks of pinned host memory, populated by several threads and registered with a device. Uses exactly the
     requested bytes, rounded up to a page.
 
@@ -968,65 +1053,8 @@ class HostPool:
         wait: bool = True,
     ) -> HostPool: ...
     @property
-    def ptr(self) -> int:
-        """int: address of the first block. kvswap.Error if the pool is closed."""
-    @property
-    def nbytes(self) -> int:
-        """int: bytes of all blocks, num_blocks * slot_nbytes."""
-    @property
-    def mapped_nbytes(self) -> int:
-        """int: bytes of memory used: nbytes, rounded up to pages."""
-    @property
-    def num_blocks(self) -> int:
-        """int: blocks 0 to num_blocks - 1."""
-    @property
     def max_blocks(self) -> int:
         """int: limit of grow()."""
-    @property
-    def slot_nbytes(self) -> int:
-        """int: bytes of a slot: one block, of all layers."""
-    @property
-    def layers(self) -> int:
-        """int: layers of a block."""
-    @property
-    def layer_nbytes(self) -> int:
-        """int: bytes of a block in one layer."""
-    @property
-    def layer_stride(self) -> int:
-        """int: bytes from block to block within a layer: cpu_stride of the swap calls."""
-    @property
-    def chunks(self) -> int:
-        """int: number of registrations with the driver."""
-    @property
-    def layout(self) -> _Layout:
-        """str: 'block-first' or 'layer-first'."""
-    @property
-    def pages(self) -> _Pages:
-        """str: kind of pages: 'default', 'transparent', '2MiB', '1GiB'."""
-    @property
-    def state(self) -> Literal["populating", "ready", "failed", "cancelled", "closed"]:
-        """str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'."""
-    @property
-    def pinned(self) -> bool:
-        """bool: the whole pool is registered with the device."""
-    @property
-    def numa_node(self) -> int | Literal["interleave"] | None:
-        """int, 'interleave' or None: requested NUMA node of the pages."""
-    @property
-    def device(self) -> Device:
-        """Device: the pool is registered with it."""
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """tuple of str: what differs from the request; logged too."""
-    def ready(self, block: int, /) -> bool:
-        """Whether that block can be used: populated and, with register=True, registered. Never blocks."""
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until all blocks are ready; calls progress= meanwhile, in this thread.
-
-        timeout: seconds; after TimeoutError populating goes on. MemoryError: memory is short. kvswap.Error: it
-        was cancelled. Any thread may wait."""
-    def cancel(self) -> None:
-        """Stop populating. Ready blocks stay ready; close() frees all memory."""
     def grow(self, num_blocks: int, timeout: float | None = 60) -> None:
         """Grow to num_blocks blocks, at most max_blocks, and wait until they are ready. Addresses and contents stay.
 
@@ -1035,32 +1063,9 @@ class HostPool:
         """Free the last blocks, so that num_blocks remain. Their addresses and contents stay.
 
         timeout: seconds to wait for transfers that use the pool. BufferError while views of it are alive."""
-    def layer(self, layer: int) -> NDArray[np.uint8]:
-        """One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows if
-        the layout is block-first. While the array lives the pool can neither close nor shrink."""
-    def torch(self, layer: int, dtype: Any = None, shape: Sequence[int] | None = None) -> Any:
-        """One layer as a torch tensor on the CPU: layer(i) as dtype (None: uint8) and shape (num_blocks, *shape).
-        While the tensor lives the pool can neither close nor shrink."""
-    def layer_ptrs(self) -> NDArray[np.uint64]:
-        """Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride."""
-    def pool(self, *, name: str | None = None, device: DeviceLike | None = None) -> Pool:
-        """A kvswap.Pool of the blocks, for move_blocks(), on this pool's device or another one. While the kvswap.Pool lives
-        this pool can neither close nor shrink. At most one on a device, since pools must not share bytes."""
-    def close(self, timeout: float | None = 60, *, force: bool = False) -> None:
-        """Free the memory, after waiting for the transfers that may use it. A second call does nothing.
-
-        timeout: seconds to wait, None: no limit; after TimeoutError the pool is unchanged.
-        force: close although views are alive, which otherwise is a BufferError. The views then read zeros, and their
-          addresses are not reused before the views are gone.
-        kvswap.Error in the child of a fork."""
-    def __enter__(self) -> HostPool: ...
-    def __exit__(self, *error: object) -> None: ...
-    if sys.version_info >= (3, 12):
-        def __buffer__(self, flags: int, /) -> memoryview: ...
-        def __release_buffer__(self, buffer: memoryview, /) -> None: ...
 
 @final
-class SharedPool:
+class SharedPool(_AnyHostPool):
     """A host pool that several processes of one user map: the ranks of a model, or one copy of what all of them need.
 
     name: 1 to 100 letters, digits, '.', '_' and '-'. The file is /dev/shm/kvswap.<name>, mode 0600.
@@ -1098,18 +1103,6 @@ class SharedPool:
         wait: bool = True,
     ) -> SharedPool: ...
     @property
-    def ptr(self) -> int:
-        """int: address of the first block. kvswap.Error if the pool is closed."""
-    @property
-    def nbytes(self) -> int:
-        """int: bytes of all blocks, num_blocks * slot_nbytes."""
-    @property
-    def mapped_nbytes(self) -> int:
-        """int: bytes of memory used: nbytes, rounded up to pages."""
-    @property
-    def num_blocks(self) -> int:
-        """int: blocks 0 to num_blocks - 1."""
-    @property
     def path(self) -> str:
         """str: path of the file."""
     @property
@@ -1124,51 +1117,6 @@ class SharedPool:
     @property
     def owner_alive(self) -> bool:
         """bool: the owner still runs."""
-    @property
-    def slot_nbytes(self) -> int:
-        """int: bytes of a slot: one block, of all layers."""
-    @property
-    def layers(self) -> int:
-        """int: layers of a block."""
-    @property
-    def layer_nbytes(self) -> int:
-        """int: bytes of a block in one layer."""
-    @property
-    def layer_stride(self) -> int:
-        """int: bytes from block to block within a layer: cpu_stride of the swap calls."""
-    @property
-    def chunks(self) -> int:
-        """int: number of registrations with the driver."""
-    @property
-    def layout(self) -> _Layout:
-        """str: 'block-first' or 'layer-first'."""
-    @property
-    def pages(self) -> _Pages:
-        """str: kind of pages: 'default', 'transparent', '2MiB', '1GiB'."""
-    @property
-    def state(self) -> Literal["populating", "ready", "failed", "cancelled", "closed"]:
-        """str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'."""
-    @property
-    def pinned(self) -> bool:
-        """bool: the whole pool is registered with the device."""
-    @property
-    def numa_node(self) -> int | Literal["interleave"] | None:
-        """int, 'interleave' or None: requested NUMA node of the pages."""
-    @property
-    def device(self) -> Device:
-        """Device: the pool is registered with it."""
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """tuple of str: what differs from the request; logged too."""
-    def ready(self, block: int, /) -> bool:
-        """Whether that block can be used: populated and, with register=True, registered. Never blocks."""
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until all blocks are ready; calls progress= meanwhile, in this thread.
-
-        timeout: seconds; after TimeoutError populating goes on. MemoryError: memory is short. kvswap.Error: it
-        was cancelled. Any thread may wait."""
-    def cancel(self) -> None:
-        """Stop populating. Ready blocks stay ready; close() frees all memory."""
     def claim(self, blocks: Ids, /) -> NDArray[np.bool_]:
         """Claim empty blocks, and blocks of a dead writer, for writing by this process. blocks: ids. Returns a
         bool array: which of them were claimed. Never blocks."""
@@ -1186,29 +1134,6 @@ class SharedPool:
         timeout: seconds; TimeoutError. kvswap.Error: the writing process of a block has ended."""
     def unlink(self) -> None:
         """Remove the name: no more processes can join, joined ones keep the memory. For the owner. Twice is no error."""
-    def layer(self, layer: int) -> NDArray[np.uint8]:
-        """One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows if
-        the layout is block-first. While the array lives the pool can neither close nor shrink."""
-    def torch(self, layer: int, dtype: Any = None, shape: Sequence[int] | None = None) -> Any:
-        """One layer as a torch tensor on the CPU: layer(i) as dtype (None: uint8) and shape (num_blocks, *shape).
-        While the tensor lives the pool can neither close nor shrink."""
-    def layer_ptrs(self) -> NDArray[np.uint64]:
-        """Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride."""
-    def pool(self, *, name: str | None = None, device: DeviceLike | None = None) -> Pool:
-        """A kvswap.Pool of the blocks, for move_blocks(), on this pool's device or another one. While the kvswap.Pool lives
-        this pool can neither close nor shrink. At most one on a device, since pools must not share bytes."""
-    def close(self, timeout: float | None = 60, *, force: bool = False) -> None:
-        """Free the memory, after waiting for the transfers that may use it. A second call does nothing.
-
-        timeout: seconds to wait, None: no limit; after TimeoutError the pool is unchanged.
-        force: close although views are alive, which otherwise is a BufferError. The views then read zeros, and their
-          addresses are not reused before the views are gone.
-        kvswap.Error in the child of a fork."""
-    def __enter__(self) -> SharedPool: ...
-    def __exit__(self, *error: object) -> None: ...
-    if sys.version_info >= (3, 12):
-        def __buffer__(self, flags: int, /) -> memoryview: ...
-        def __release_buffer__(self, buffer: memoryview, /) -> None: ...
 
 def clean() -> list[str]:
     """Remove shared pools of this user whose owners ended without closing them; returns their names. Creating a

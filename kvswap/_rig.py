@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,13 @@ from kvswap import _C
 from kvswap.replay.check import WrongBytes
 from kvswap.replay.pattern import POISON_KEY, mix
 from kvswap.replay.units import format_size
+from kvswap.typing import ForcedPath
 
-Path: TypeAlias = Literal["dma", "strided", "burst", "kernel", "direct"]
 Direction: TypeAlias = Literal["d2h", "h2d"]
 Words: TypeAlias = NDArray[np.uint64]
 
 DIRECTIONS: tuple[Direction, ...] = ("d2h", "h2d")
+PATHS: tuple[ForcedPath, ...] = get_args(ForcedPath)
 UNPACED = 1e4  # GB/s, as a caller asks for it: above any link
 WAIT_LIMIT = 60.0
 
@@ -94,7 +95,7 @@ class Rig:
 
     def measure(
         self,
-        path: Path,
+        path: ForcedPath,
         direction: Direction,
         shape: Shape,
         repeats: int,
@@ -155,7 +156,7 @@ class Job:
         self,
         rig: Rig,
         submit: Callable[[], _C.Transfer],
-        path: Path,
+        path: ForcedPath,
         direction: Direction,
         source: Words,
         target: Words,

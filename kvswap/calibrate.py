@@ -21,9 +21,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kvswap import _C
-from kvswap._rig import DIRECTIONS, WAIT_LIMIT, Direction, Path, Rig, Shape, Unavailable
+from kvswap._rig import DIRECTIONS, PATHS, WAIT_LIMIT, Direction, Rig, Shape, Unavailable
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
+from kvswap.typing import ForcedPath
 
 Kind: TypeAlias = Literal["start", "extra", "each", "run"]
 _Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
@@ -33,7 +34,6 @@ SIZES = tuple(512 << i for i in range(14))
 _BATCH = 128
 _ALONE = 8 << 20
 _SLOT = 16 << 20
-PATHS: tuple[Path, ...] = ("dma", "strided", "burst", "kernel", "direct")
 
 _LEAST_MOVED = 8 << 20  # bytes a transfer where the link is slow: else as many as it moves in
 _MOVED_SECONDS = 2e-3
@@ -65,7 +65,7 @@ _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAU
 class Point:
     """One measurement, and what follows from it: the cost of size number `index`."""
 
-    path: Path
+    path: ForcedPath
     direction: Direction
     kind: Kind
     index: int
@@ -93,7 +93,7 @@ class Result:
     costs: _C._Costs
     seconds: dict[Point, float] = field(default_factory=dict)
     skipped: int = 0
-    unavailable: dict[Path, str] = field(default_factory=dict)
+    unavailable: dict[ForcedPath, str] = field(default_factory=dict)
     bytes_verified: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-def points(path: Path, direction: Direction, moved: int) -> list[Point]:
+def points(path: ForcedPath, direction: Direction, moved: int) -> list[Point]:
     """All measurements of one path: transfers of at most `moved` bytes."""
 
     def start(tensors: int) -> Point:
@@ -291,7 +291,7 @@ def solve(seconds: dict[Point, float]) -> _C._Costs:
     return costs
 
 
-def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
+def _solve_path(path: ForcedPath, seconds: dict[Point, float]) -> _C._PathCost:
     """Each number is computed from the others, in turns. They converge at once: the start is a small part of a transfer
     of many blocks, and blocks are a small part of a transfer of one."""
     nanoseconds: _Measured = {"start": {}, "extra": {}, "each": {}, "run": {}}
@@ -309,7 +309,7 @@ def _solve_path(path: Path, seconds: dict[Point, float]) -> _C._PathCost:
     }
 
 
-def _solve_rows(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
+def _solve_rows(path: ForcedPath, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
     """The time is start + extra + rows, of one of two kinds."""
 
     def rows(kind: Kind) -> list[float]:
@@ -327,7 +327,7 @@ def _solve_rows(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._P
     return {"start": start, "extra": extra, "each": each, "run": run}
 
 
-def _solve_burst(path: Path, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
+def _solve_burst(path: ForcedPath, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
     """The time is start + the longer of rows and runs + a share of the shorter. From rows that take longer than runs,
     only a bound of the runs follows, and the other way round; so noise of one is not part of the other."""
     each = {
@@ -353,7 +353,7 @@ def _burst_once(cost: _C._PathCost, shape: Shape) -> float:
     return cost["start"] + cost["extra"] * min(1.0, shape.nbytes / _SLOT)
 
 
-def _extras(path: Path, shape: Shape) -> int:
+def _extras(path: ForcedPath, shape: Shape) -> int:
     """How often a transfer has the extra cost of its path."""
     if path == "strided":
         return shape.blocks

@@ -64,7 +64,8 @@ class HostTensor(Protocol):
 Ids: TypeAlias = NDArray[np.integer[Any]] | HostTensor | Sequence[SupportsIndex]
 Sizes: TypeAlias = SupportsIndex | NDArray[np.integer[Any]] | Sequence[SupportsIndex]  # one, or one a tensor
 DirectionLike: TypeAlias = Literal["D2H", "H2D", "d2h", "h2d"] | SupportsIndex  # 0 and 1; kvswap.Direction
-Path: TypeAlias = Literal["auto", "dma", "strided", "burst", "kernel", "direct"]
+ForcedPath: TypeAlias = Literal["dma", "strided", "burst", "kernel", "direct"]
+Path: TypeAlias = Literal["auto", ForcedPath]
 Priority: TypeAlias = Literal["high", "normal", "background"]
 
 # -- streams and devices ----------------------------------------------------------------------------------------------

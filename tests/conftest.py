@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -33,11 +33,12 @@ os.environ["KVSWAP_CALIBRATION"] = str(Path(__file__).parent / "no-such-calibrat
 
 import kvswap
 from kvswap import _C, metrics
+from kvswap.typing import Path as CopyPath
 
 Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
-PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
+PATHS: tuple[str, ...] = get_args(CopyPath)
 PATIENCE = 60.0  # seconds until a wait that should end is given up: a hang becomes a failure
 AT_ONCE = 20.0  # seconds: less than what a test holds up takes to go on, and more than a busy machine needs for a call
 

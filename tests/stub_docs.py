@@ -18,6 +18,12 @@ STUB = Path(__file__).resolve().parent.parent / "kvswap" / "_C.pyi"
 Documented = ast.ClassDef | ast.FunctionDef
 
 
+def members_of(thing: type) -> dict[str, Any]:
+    """A class's own, and those of its base in the extension."""
+    own = [base for base in thing.__mro__ if base is thing or base.__module__ == "kvswap._C"]
+    return {name: member for base in reversed(own) for name, member in vars(base).items()}
+
+
 def documented(tree: ast.Module) -> Iterator[tuple[Documented, str]]:
     """Each class, function, method and property of the stub, and the docstring that the C code gives it."""
     yield from _walk(tree.body, _C)

@@ -47,6 +47,7 @@ RINGS = [
 ]
 # Calls through pointers, which symbols do not show: where one may be kept, and what it is for.
 POINTERS = {
+    "base/fork.h": "in_child: a file's own, of a forked child",
     "device/device.h": "a device's functions",
     "device/share.h": "the same, between processes and devices",
     "device/hooks.h": "the race checker listens",

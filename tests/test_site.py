@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT, elsewhere
+from stub_docs import members_of
 
 import kvswap
 
@@ -95,7 +96,7 @@ def kvswap_vllm_classes() -> set[str]:
 
 def undocumented(thing: type) -> Iterator[str]:
     """Methods and properties without a word. Fields of records are described by the docstring of the class."""
-    for name, member in vars(thing).items():
+    for name, member in members_of(thing).items():
         if name.startswith("_"):
             continue
         function = inspect.isroutine(member) or isinstance(member, classmethod | staticmethod)

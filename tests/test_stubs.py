@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -60,6 +60,13 @@ def test_typed_dicts_have_the_keys_of_info_and_stats(tmp_path: Path) -> None:
     with FileStore(tmp_path, Layout(64), capacity=1 << 20) as store:
         assert keys(typing.FileInfo) == store.info.keys()
         assert keys(typing.FileStats) == store.stats().keys()
+
+
+def test_paths_have_the_names_of_the_c_code() -> None:
+    wrong: Any = "none"
+    with pytest.raises(ValueError, match="must be one of ") as error:
+        kvswap.swap_blocks_batch([], [], 8, device="host:79", path=wrong)
+    assert re.findall(r"'(\w+)'", str(error.value).partition("one of ")[2]) == list(get_args(typing.Path))
 
 
 def test_a_users_calls(tmp_path: Path) -> None:

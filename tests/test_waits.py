@@ -140,10 +140,10 @@ def may_wait(path: Path) -> Iterator[str]:
     """The functions of a file that release the GIL, or wait in slices."""
     function = ""
     for line in path.read_text().splitlines():
-        head = re.match(r"^[A-Za-z][^;#]*?(\w+)\([^;]*$", line)
+        head = re.match(r"^[A-Za-z][^;#]*?(\w+)\((?:[^;]*|.*\{ .* \})$", line)
         if head and not line.startswith(("PyDoc", "X(")):
             function = head.group(1)
-        elif "Py_BEGIN_ALLOW_THREADS" in line or "kvs_py_wait(" in line:
+        if any(call in line for call in ("Py_BEGIN_ALLOW_THREADS", "KVS_PY_NO_GIL(", "kvs_py_wait(")):
             yield f"{path.name}:{function}"
 
 

@@ -14,6 +14,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "base/fork.h"
+
 /* The kernel's struct procmap_query, declared here since many systems have older kernel headers. */
 struct query {
   uint64_t size, flags, address;
@@ -31,15 +33,6 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int maps = -1;     /* guarded by lock */
 static pid_t maps_owner;  /* guarded by lock: the process whose memory `maps` describes */
 static bool maps_refused; /* guarded by lock: the kernel does not support the ioctl */
-
-/* Another thread may hold the lock at fork(): the child gets a new lock. */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-
-static void after_fork(void) { pthread_mutex_unlock(&lock); }
-
-static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
 
 static bool open_maps_locked(void) {
   maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
@@ -86,11 +79,10 @@ bool kvs_mapping_parse(uint64_t address, struct kvs_mapping *mapping) {
   return found;
 }
 
-void kvs_mapping_watch_fork(void) { pthread_once(&fork_once, watch_fork); }
-
 bool kvs_mapping_find(uint64_t address, struct kvs_mapping *mapping) {
+  static struct kvs_fork_guard guard = {.lock = &lock};
   struct query query;
-  kvs_mapping_watch_fork();
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&lock);
   int answer = query_locked(address, &query);
   pthread_mutex_unlock(&lock);

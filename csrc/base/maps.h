@@ -14,10 +14,6 @@ struct kvs_mapping {
  * on; before, the time to read all of /proc/self/maps. */
 bool kvs_mapping_find(uint64_t address, struct kvs_mapping *mapping);
 
-/* A fork takes the lock of the look-up. Locks that are held over a look-up must be taken before it, so their own
- * handlers are registered after this call (pthread_atfork: the last registered runs first). */
-void kvs_mapping_watch_fork(void);
-
 /* The same by parsing the text only, for tests. */
 bool kvs_mapping_parse(uint64_t address, struct kvs_mapping *mapping);
 

@@ -50,13 +50,6 @@ static void load_costs(struct kvs_engine *engine) {
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER; /* guards adding to the registry */
 
-/* Another thread may hold the lock during fork(), for as long as the driver takes to initialise. */
-static void renew_registry_lock(void) { pthread_mutex_init(&registry_lock, NULL); }
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_registry_lock); }
-
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
 static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs_error *err) {
   const struct {
     const char *word;
@@ -82,6 +75,16 @@ static void start_racecheck(void) {
   if (wanted && *wanted && strcmp(wanted, "0") != 0) kvs_racecheck_start(); /* never stopped */
 }
 
+static int read_path(const char *wanted, enum kvs_path *path, struct kvs_error *err) {
+  char all[80] = "";
+  for (int i = KVS_PATH_AUTO; i < KVS_PATHS; i++) {
+    *path = (enum kvs_path)i;
+    if (strcmp(wanted, kvs_path_names[i]) == 0) return KVS_OK;
+    snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : "", kvs_path_names[i]);
+  }
+  return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of %s", wanted, all);
+}
+
 static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
@@ -91,14 +94,8 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
   if (status) return status;
   engine->disabled.auto_burst = queues && strcmp(queues, "1") == 0 && strcmp(engine->device->ops->kind, "cuda") == 0;
-  for (int i = KVS_PATH_AUTO; path && *path; i++) {
-    if (i > KVS_PATH_DIRECT)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_PATH is '%s'; it is one of auto, dma, strided, burst, kernel, direct",
-                      path);
-    if (strcmp(path, kvs_path_name((enum kvs_path)i)) != 0) continue;
-    engine->defaults.path = (enum kvs_path)i;
-    break;
-  }
+  if (path && *path) status = read_path(path, &engine->defaults.path, err);
+  if (status) return status;
   if (ctas && *ctas) {
     long n = strtol(ctas, &end, 10);
     if (*end || n < 1 || n > 1024)
@@ -244,7 +241,8 @@ int kvs_engine_open(const char *name, struct kvs_engine **engine, struct kvs_err
   int ordinal = 0, status = parse_name(name, &cuda, &ordinal, err);
   if (status) return status;
   snprintf(canonical, sizeof canonical, "%s:%d", cuda ? "cuda" : "host", ordinal);
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &registry_lock};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&registry_lock);
   struct kvs_engine *there = find_locked(canonical);
   if (!there && kvs_engine_at(KVS_MAX_ENGINES - 1))

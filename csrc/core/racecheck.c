@@ -353,15 +353,9 @@ void kvs_racecheck_forget_device(const struct kvs_device *device) {
 
 /* -- the process's ----------------------------------------------------------------------------------------------- */
 
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-
-static void after_fork(void) { pthread_mutex_unlock(&lock); }
-
-static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
-
 void kvs_racecheck_start(void) {
-  static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &lock, .hold = true};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&lock);
   if (checker.starts++ == 0) {
     checker.session++;

@@ -11,20 +11,6 @@
 
 #include "base/wait.h"
 
-/* -- fork: a child may not use a device that its parent opened ------------------------------------------------- */
-
-static unsigned fork_generation; /* written only in the child of a fork, where one thread exists */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-static void forked(void) { fork_generation++; }
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forked); }
-
-unsigned kvs_fork_generation(void) {
-  pthread_once(&fork_once, watch_fork);
-  return fork_generation;
-}
-
 /* -- faults ---------------------------------------------------------------------------------------------------- */
 
 struct kvs_faults {
@@ -144,7 +130,7 @@ static int refuse_lost(struct kvs_device *device, struct kvs_error *err) {
 }
 
 int kvs_dev_check(struct kvs_device *device, struct kvs_error *err) {
-  if (device->fork_generation != fork_generation)
+  if (kvs_dev_forked(device))
     return kvs_fail(
         err, KVS_FORKED,
         "this device was opened before fork(): a child process cannot use it; open the device in the child, "
@@ -189,7 +175,7 @@ void kvs_dev_watch(const struct kvs_watch *watching) { atomic_store_explicit(&wa
 
 void kvs_dev_close(struct kvs_device *device) {
   struct kvs_faults *faults = faults_of(device);
-  if (device->fork_generation != fork_generation) return; /* the threads and the context belong to the parent */
+  if (kvs_dev_forked(device)) return; /* the threads and the context belong to the parent */
   if (faults) pthread_cond_destroy(&faults->changed);
   if (faults) pthread_mutex_destroy(&faults->lock);
   free(faults);
@@ -328,7 +314,7 @@ int kvs_dev_bind(struct kvs_device *device, struct kvs_error *err) {
 }
 
 void kvs_dev_unbind(struct kvs_device *device) {
-  if (device->ops->unbind && device->fork_generation == fork_generation) device->ops->unbind(device);
+  if (device->ops->unbind && !kvs_dev_forked(device)) device->ops->unbind(device);
 }
 
 int kvs_stream_ask(struct kvs_device *device, kvs_stream stream, const char *what, struct kvs_stream_info *info,

@@ -19,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/fork.h"
 #include "device/region.h"
 #include "kernels/kernels.h"
 #include "status.h"
@@ -149,7 +150,7 @@ struct kvs_device_ops {
 struct kvs_device {
   const struct kvs_device_ops *ops;
   int ordinal;
-  unsigned fork_generation; /* of the process that opened it: kvs_fork_generation() */
+  unsigned fork_generation; /* of the process that opened it: implementations store kvs_fork_generation() */
   bool stepped;             /* work runs only inside calls, so waiters poll without sleeping */
   struct kvs_device_info info;
   atomic_int lost;                     /* the driver's code once the device is lost, else 0 */
@@ -168,8 +169,6 @@ int kvs_cuda_info(int ordinal, struct kvs_device_info *, struct kvs_error *);
 int kvs_cuda_pointer_device(uint64_t ptr, int *ordinal, struct kvs_error *);
 int kvs_cuda_current(int *ordinal, struct kvs_error *); /* the calling thread's current device, else 0 */
 
-/* Generation of this process, which changes in the child of a fork. Implementations store it at open. */
-unsigned kvs_fork_generation(void);
 /* Whether the device is the parent's, in the child of a fork. Its locks may be held forever there. */
 static inline bool kvs_dev_forked(const struct kvs_device *device) {
   return device->fork_generation != kvs_fork_generation();

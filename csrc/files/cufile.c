@@ -109,15 +109,9 @@ static int open_locked(struct kvs_error *err) {
   return KVS_OK;
 }
 
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-/* Another thread may hold the lock at fork(), for as long as the library takes to open. */
-static void renew_lock(void) { pthread_mutex_init(&process.lock, NULL); }
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_lock); }
-
 int kvs_cufile_get(const struct kvs_cufile **table, struct kvs_error *err) {
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &process.lock};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&process.lock);
   int status = process.open ? KVS_OK : open_locked(err);
   if (!status && process.fork_generation != kvs_fork_generation())

@@ -17,31 +17,20 @@ static const int64_t CLOSE_NS = 60ll * 1000 * 1000 * 1000, EXIT_NS = 2ll * 1000 
 
 static pthread_mutex_t stores_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_file_store *stores; /* guarded by stores_lock: from before the directory is locked to the end */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-static pthread_cond_t closer_ended; /* initialised by fork_once */
+static pthread_cond_t closer_ended;
 static const int64_t READERS_NS = 10ll * 1000 * 1000 * 1000;
 static unsigned closers; /* guarded by stores_lock: threads that close a store after its last handle was dropped */
 
-static void before_fork(void) { pthread_mutex_lock(&stores_lock); }
-
-static void after_fork(void) { pthread_mutex_unlock(&stores_lock); }
-
 /* The listed stores are the parent's. The directory's lock lasts while any process has the descriptor open, so the
  * child closes its copy. */
-static void after_fork_in_child(void) {
+static void forked(void) {
   for (; stores; stores = stores->next_of_all) kvs_file_unlock_directory(stores, false);
   closers = 0;
-  kvs_cond_init(&closer_ended);
-  pthread_mutex_unlock(&stores_lock);
-}
-
-static void watch_fork(void) {
-  kvs_cond_init(&closer_ended);
-  pthread_atfork(before_fork, after_fork, after_fork_in_child);
 }
 
 static void enter_list(struct kvs_file_store *store) {
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {&stores_lock, &closer_ended, .hold = true, .in_child = forked};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&stores_lock);
   store->next_of_all = stores;
   stores = store;

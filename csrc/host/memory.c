@@ -42,25 +42,16 @@ static void unmap(struct kvs_host_memory *memory, const struct kvs_region *pages
 
 static pthread_rwlock_t list_lock = PTHREAD_RWLOCK_INITIALIZER; /* lock order: before the lock of any memory */
 static struct kvs_host_memory *list;                            /* guarded by list_lock */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-static void before_fork(void) { pthread_rwlock_wrlock(&list_lock); }
-
-static void after_fork(void) { pthread_rwlock_unlock(&list_lock); }
 
 /* Devices of the parent are not available in the child, and another thread may hold their locks. */
-static void after_fork_in_child(void) {
+static void forked(void) {
   list = NULL;
   pthread_rwlock_init(&list_lock, NULL);
 }
 
-static void watch_fork(void) {
-  kvs_mapping_watch_fork();
-  pthread_atfork(before_fork, after_fork, after_fork_in_child);
-}
-
 void kvs_host_memory_list(struct kvs_host_memory *memory) {
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.in_child = forked};
+  kvs_fork_watch(&guard);
   pthread_rwlock_wrlock(&list_lock);
   memory->listed = true;
   memory->next = list;

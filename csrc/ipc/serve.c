@@ -52,14 +52,7 @@ static pthread_mutex_t servers_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_server *servers; /* guarded by servers_lock */
 static unsigned next_number;       /* guarded by servers_lock */
 
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-static void renew_servers_lock(void) {
-  pthread_mutex_init(&servers_lock, NULL);
-  servers = NULL;
-}
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_servers_lock); }
+static void forked(void) { servers = NULL; }
 
 /* -- the socket's folder --------------------------------------------------------------------------------------- */
 
@@ -312,7 +305,8 @@ static void server_delete(struct kvs_server *server) {
 
 int kvs_server_start(struct kvs_engine *engine, const struct kvs_chunks *chunks, struct kvs_export *made,
                      struct kvs_server **out, struct kvs_error *err) {
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &servers_lock, .in_child = forked};
+  kvs_fork_watch(&guard);
   kvs_before_shutdown(kvs_servers_stop);
   struct kvs_server *server = calloc(1, sizeof *server);
   if (!server) return kvs_fail(err, KVS_NOMEM, "no memory to serve an export");

@@ -20,17 +20,14 @@ static size_t count, capacity;
 
 /* The entries are the parent's: a child of fork() starts with none. */
 static void forked(void) {
-  pthread_mutex_init(&lock, NULL);
   pieces = NULL;
   count = capacity = 0;
 }
 
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forked); }
-
 static int remember(uint64_t ptr, struct kvs_engine *engine, enum kvs_origin origin, struct kvs_error *err) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  static struct kvs_fork_guard guard = {.lock = &lock, .in_child = forked};
   int status = KVS_OK;
-  pthread_once(&once, watch_fork);
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&lock);
   if (count == capacity) {
     size_t more = capacity ? 2 * capacity : 16;

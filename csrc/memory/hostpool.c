@@ -94,18 +94,13 @@ static void lay_out(struct kvs_host_pool *pool, enum kvs_pages pages) {
 
 static pthread_mutex_t pools_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_host_pool *pools; /* guarded by pools_lock */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-static void forget_pools(void) { /* the child of a fork has none of them */
-  pthread_mutex_init(&pools_lock, NULL);
-  pools = NULL;
-}
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_pools); }
+static void forked(void) { pools = NULL; }
 
 /* From the start of its crew to the end. */
 static void enter_list(struct kvs_host_pool *pool) {
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &pools_lock, .in_child = forked};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&pools_lock);
   pool->next = pools;
   pools = pool;

@@ -190,12 +190,6 @@ int kvs_shared_claim(struct kvs_host_pool *pool, const struct kvs_ids *blocks, b
 /* One thread of a process at a time: all threads use the same name, so a rollback would release another thread's
  * word. */
 static pthread_mutex_t setting = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-/* Another thread may hold the mutex at fork(). */
-static void renew_setting(void) { pthread_mutex_init(&setting, NULL); }
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, renew_setting); }
 
 /* Claim a word with another value. False: a live process is writing the block. *before: the old value. */
 static bool take_word(uint32_t *word, uint32_t value, uint32_t *before) {
@@ -213,7 +207,8 @@ static int set_words(struct kvs_host_pool *pool, const struct kvs_ids *blocks, u
   int status = enter_blocks(pool, blocks, &list, err);
   if (status) return status;
   size_t taken = 0;
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &setting};
+  kvs_fork_watch(&guard);
   uint32_t *before = malloc((list.count ? list.count : 1) * sizeof *before);
   if (!before) status = kvs_fail(err, KVS_NOMEM, "no memory for %zu blocks", list.count);
   pthread_mutex_lock(&setting);

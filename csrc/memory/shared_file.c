@@ -139,18 +139,12 @@ size_t kvs_shared_clean(char *names, size_t capacity) {
 
 static pthread_mutex_t owned_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvs_shared_file *owned; /* guarded by owned_lock */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
-/* A child of fork() owns no segments, and another thread may hold the lock. */
-static void forked(void) {
-  pthread_mutex_init(&owned_lock, NULL);
-  owned = NULL;
-}
-
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forked); }
+static void forked(void) { owned = NULL; }
 
 static void own(struct kvs_shared_file *segment) {
-  pthread_once(&fork_once, watch_fork);
+  static struct kvs_fork_guard guard = {.lock = &owned_lock, .in_child = forked};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&owned_lock);
   segment->next = owned;
   owned = segment;

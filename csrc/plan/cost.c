@@ -5,6 +5,10 @@
 
 #include "status.h"
 
+const char *const kvs_path_names[] = {"auto", "dma", "strided", "burst", "kernel", "direct"};
+
+const char *kvs_path_name(enum kvs_path path) { return (unsigned)path < KVS_PATHS ? kvs_path_names[path] : "unknown"; }
+
 /* Cost of one of `count` copies with `nbytes` in total, at their mean size. */
 static double at_mean(const double *costs, uint64_t nbytes, uint64_t count) {
   double size = (double)nbytes / (double)count, from = KVS_COST_LEAST;

@@ -4,6 +4,8 @@
 
 #include "kvswap.h"
 
+extern const char *const kvs_path_names[KVS_PATHS]; /* kvs_path_name()'s */
+
 /* Sizes with known costs: 512 bytes, 1 KiB, ... 4 MiB. Between two sizes the cost is interpolated linearly, which is
  * exact for a fixed cost plus a bandwidth. Below the first size the cost is constant, above the last proportional. */
 enum { KVS_COST_SIZES = 14, KVS_COST_LEAST = 512 };

@@ -3,6 +3,7 @@
  * The end of work on a device is found by asking, as wait() does. Between two looks the thread sleeps, for a hundredth
  * of the time that it has waited: 50 us to 1 ms. It sleeps without limit while nothing is awaited, until it is told
  * that there is something new to wait for. */
+#include "base/fork.h"
 #include "base/wait.h"
 #include "files.h"
 
@@ -10,19 +11,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t told;
 static uint64_t news; /* guarded by lock: how often it was told */
 
-static void renew(void) { /* in the child of a fork the thread is not there, and may have held the lock */
-  pthread_mutex_init(&lock, NULL);
-  (void)kvs_cond_init(&told);
-}
-
-static void prepare(void) {
-  (void)kvs_cond_init(&told);
-  pthread_atfork(NULL, NULL, renew);
-}
-
 static void take_lock(void) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, prepare);
+  static struct kvs_fork_guard guard = {.lock = &lock, .cond = &told};
+  kvs_fork_watch(&guard);
   pthread_mutex_lock(&lock);
 }
 
@@ -141,9 +132,7 @@ static PyObject *wait_for_first(PyObject *module, PyObject *const *args, Py_ssiz
   if (rc < 0) PyErr_NoMemory();
   for (Py_ssize_t i = 0; rc == 0 && i < count; ++i) rc = add_item(state, &waiting, PyTuple_GET_ITEM(items, i));
   if (rc == 0) {
-    Py_BEGIN_ALLOW_THREADS
-    wait_first(&waiting);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(wait_first(&waiting));
     found = positions(&waiting);
   }
   drop_items(&waiting);

@@ -19,11 +19,12 @@
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error, *missing;
   PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
-  PyObject *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type, *file_transfer_type;
+  PyObject *any_host_pool_type, *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type,
+      *file_transfer_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
-  PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array,
-      *s_array_method;
-  PyObject *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race, *s_torch;
+  PyObject *s_dlpack, *s_dlpack_device, *s_exchange, *s_max_version, *s_stream, *s_cuda_array, *s_array;
+  PyObject *s_array_method, *s_cuda_stream, *s_cuda_stream_method, *s_ptr, *s_cuda_event, *s_device_index, *s_race,
+      *s_torch;
   PyObject *compute_streams;       /* {device name: foreign stream object given to set_compute_stream()} */
   PyObject *dlpack_version;        /* the newest DLPack that dlpack.c reads, a tuple */
   PyObject *hooks;                 /* {"race": callable for newly found races} */
@@ -58,6 +59,10 @@ int kvs_py_attribute(PyObject *object, PyObject *name, PyObject **value); /* 1, 
 int kvs_py_same_length(const char *name, size_t count, const char *other, size_t expected);
 extern const char *const kvs_py_priority_names[3];
 #define KVS_PY_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+#define KVS_PY_NO_GIL(...)                                                                                             \
+  Py_BEGIN_ALLOW_THREADS                                                                                               \
+  __VA_ARGS__;                                                                                                         \
+  Py_END_ALLOW_THREADS /* one statement without the GIL */
 static inline bool kvs_py_given(PyObject *value) { return value != NULL && value != Py_None; }
 
 /* wait.c: wait in slices, so that Ctrl-C works. wait() runs without the GIL; KVS_TIMEOUT: call it again. */
@@ -130,9 +135,8 @@ int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *na
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
 int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index); /* always -1 */
-int kvs_py_dlpack(
-    struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
-    struct kvs_py_address *address); /* dlpack.c; 1, or 0 if the object has no DLPack of a readable version */
+int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
+                  struct kvs_py_address *address); /* dlpack.c; 1, or 0: it has no DLPack of a readable version */
 /* The same through DLPack's C exchange table, for many objects of one type: 1, or 0 if data_ptr() must be called. */
 struct kvs_py_exchange {
   PyTypeObject *type; /* borrowed */
@@ -164,16 +168,13 @@ int kvs_py_after_one(struct kvs_py_state *state, PyObject *object, const char *n
 void kvs_py_after_clear(struct kvs_py_after *after);
 
 /* races.c: the race checker. */
-void kvs_py_tell_races(
-    struct kvs_py_state *state); /* call the hook if there are new races; preserves the current exception */
+void kvs_py_tell_races(struct kvs_py_state *state); /* call the hook for new races; keeps the current exception */
 /* The calling Python line for race reports: "engine.py:12 in step"; NULL while no checker runs. */
 const char *kvs_py_where(struct kvs_py_state *state, char *text, size_t capacity);
 
 /* open.c and device.c. Engines are new references. */
-/* Drain at exit. Call before opening anything that outlives the call. */
-int kvs_py_hook_exit(struct kvs_py_state *state);
-struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state,
-                                      PyObject *device); /* Device, name, number, torch.device or None */
+int kvs_py_hook_exit(struct kvs_py_state *state); /* drain at exit: call it before opening what outlives the call */
+struct kvs_engine *kvs_py_engine_from(struct kvs_py_state *state, PyObject *device); /* as device= takes it */
 struct kvs_engine *kvs_py_engine_of(struct kvs_py_state *state, const uint64_t *ptrs, size_t count); /* by pointers */
 struct kvs_engine *kvs_py_device_engine(PyObject *device);                                           /* borrowed */
 PyObject *kvs_py_device_new(struct kvs_py_state *state, struct kvs_engine *engine);  /* takes the reference */
@@ -208,8 +209,8 @@ void kvs_py_object_free(PyObject *self);
 int kvs_py_capi_add(PyObject *module); /* capi.c: adds the capsule _API */
 
 extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
-    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec, kvs_py_mapped_spec,
-    kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;
+    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_any_host_pool_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec,
+    kvs_py_mapped_spec, kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_machine_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[],
     kvs_py_calibration_methods[], kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[],

@@ -122,11 +122,10 @@ static int copy_cost(PyObject *object, enum kvs_path path, struct kvs_path_cost 
 }
 
 static int read_paths(PyObject *dict, struct kvs_path_cost *costs) {
-  static const char *const paths[] = {"dma", "strided", "burst", "kernel", "direct"}; /* without "auto" */
   PyObject *name, *cost;
   Py_ssize_t at = 0;
   while (PyDict_Next(dict, &at, &name, &cost)) {
-    int path = kvs_py_choice(name, "a path of costs", paths, KVS_PATHS - 1);
+    int path = kvs_py_choice(name, "a path of costs", kvs_path_names + 1, KVS_PATHS - 1); /* without "auto" */
     if (path < 0 || copy_cost(cost, (enum kvs_path)(path + 1), &costs[path + 1]) < 0) return -1;
   }
   return 0;
@@ -184,9 +183,7 @@ static PyObject *costs_read(PyObject *module, PyObject *object) {
   if (object != Py_None) {
     const char *path = read_path(object, &keep);
     if (path == NULL) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_costs_read(path, &costs, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_costs_read(path, &costs, &err));
     Py_DECREF(keep);
   }
   return rc == KVS_OK ? costs_from(&costs) : kvs_py_raise(PyModule_GetState(module), &err);
@@ -203,9 +200,7 @@ static PyObject *costs_write(PyObject *module, PyObject *const *args, Py_ssize_t
   const char *path = machine == NULL ? NULL : read_path(values[0], &keep);
   if (path == NULL) return NULL;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_costs_write(path, &costs, machine, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_costs_write(path, &costs, machine, &err));
   Py_DECREF(keep);
   if (rc != KVS_OK) return kvs_py_raise(PyModule_GetState(module), &err);
   Py_RETURN_NONE;
@@ -268,7 +263,6 @@ static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize
   static const char *const names[] = {
       "costs",      "path",         "direction",   "nbytes", "copies",      "rects",       "rect_rows", "rect_nbytes",
       "apart_rows", "apart_nbytes", "rest_copies", "pieces", "skew_pieces", "skew_nbytes", "rows",      "runs"};
-  static const char *const paths[] = {"auto", "dma", "strided", "burst", "kernel", "direct"};
   static const struct kvs_py_args spec = {"_costs_predict", names, 4, 4, PREDICT};
   struct kvs_costs costs = *kvs_costs_default();
   struct kvs_shape shape = {0};
@@ -280,7 +274,7 @@ static PyObject *costs_predict(PyObject *module, PyObject *const *args, Py_ssize
   (void)module;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (values[COSTS] != Py_None && read_costs(values[COSTS], &costs) < 0) return NULL;
-  int path = kvs_py_choice(values[PATH], "path", paths, KVS_PATHS);
+  int path = kvs_py_choice(values[PATH], "path", kvs_path_names, KVS_PATHS);
   int direction = path < 0 ? -1 : kvs_py_choice(values[DIRECTION], "direction", direction_names, 2);
   if (direction < 0) return NULL;
   shape.direction = (enum kvs_direction)direction;

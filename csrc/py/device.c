@@ -99,9 +99,7 @@ static PyObject *device_set_compute_stream(PyObject *self, PyObject *stream) {
   uint64_t handle;
   int rc;
   if (kvs_py_stream_handle(state, stream, "stream", engine, &handle) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_set_compute_stream(engine, handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_engine_set_compute_stream(engine, handle, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   return keep_compute_stream(state, engine, stream) < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -135,9 +133,7 @@ static PyObject *device_synchronize(PyObject *self, PyObject *const *args, Py_ss
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, &value) < 0) return NULL;
   if (kvs_py_timeout(value, "timeout", &timeout_ns) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_sync_start(engine, &sync, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_sync_start(engine, &sync, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   rc = kvs_py_wait(state, wait_sync, sync, timeout_ns, "the device's work");
   kvs_sync_drop(sync);
@@ -187,9 +183,7 @@ static PyObject *device_register(PyObject *self, PyObject *const *args, Py_ssize
     PyErr_SetString(PyExc_ValueError, "nbytes is needed where ptr is a plain address");
     return NULL;
   }
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_register(engine, address.ptr, nbytes, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_engine_register(engine, address.ptr, nbytes, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
 }
@@ -208,9 +202,7 @@ static PyObject *device_unregister(PyObject *self, PyObject *const *args, Py_ssi
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
   if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_unregister_start(engine, address.ptr, &task, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_engine_unregister_start(engine, address.ptr, &task, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   (void)kvs_py_give_back(state, task, true, timeout_ns);
   if (PyErr_Occurred()) return NULL;

@@ -77,9 +77,7 @@ PyObject *kvs_py_device_stats(PyObject *self, PyObject *unused) {
   struct kvs_engine *engine = kvs_py_device_engine(self);
   struct kvs_stats stats = {0};
   kvs_py_collect(engine);
-  Py_BEGIN_ALLOW_THREADS
-  kvs_engine_stats(engine, &stats);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_engine_stats(engine, &stats));
   const struct {
     const char *name;
     uint64_t value;

@@ -41,10 +41,8 @@ static PyObject *event_create(PyTypeObject *type, PyObject *args, PyObject *kwar
   struct kvs_engine *engine = kvs_py_engine_from(state, device);
   struct event_object *self = engine == NULL ? NULL : event_alloc(type, engine);
   if (self == NULL) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = shared ? kvs_dev_event_create_shared(kvs_engine_device(engine), &self->handle, &err)
-              : kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = shared ? kvs_dev_event_create_shared(kvs_engine_device(engine), &self->handle, &err)
+                            : kvs_dev_event_create(kvs_engine_device(engine), timing != 0, &self->handle, &err));
   if (rc == KVS_OK) return (PyObject *)self;
   self->handle = 0;
   Py_DECREF(self);
@@ -71,9 +69,7 @@ PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transf
   kvs_transfer_ref(transfer);
   self->transfer = transfer;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_transfer_event(transfer, &self->handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_transfer_event(transfer, &self->handle, &err));
   if (rc == KVS_OK) return (PyObject *)self;
   Py_DECREF(self);
   return kvs_py_raise(state, &err);
@@ -117,9 +113,7 @@ static PyObject *event_record(PyObject *object, PyObject *stream) {
     return NULL;
   }
   if (kvs_py_stream_handle(state, stream, "stream", self->engine, &handle) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_dev_event_record(kvs_engine_device(self->engine), self->handle, handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_dev_event_record(kvs_engine_device(self->engine), self->handle, handle, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
 }
@@ -177,9 +171,8 @@ static PyObject *event_elapsed_time(PyObject *object, PyObject *other) {
                     kvs_engine_name(self->engine));
     return NULL;
   }
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_dev_event_elapsed(kvs_engine_device(self->engine), self->handle, as_event(other)->handle, &ns, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(
+      rc = kvs_dev_event_elapsed(kvs_engine_device(self->engine), self->handle, as_event(other)->handle, &ns, &err));
   return rc == KVS_OK ? PyFloat_FromDouble((double)ns * 1e-9) : kvs_py_raise(state, &err);
 }
 

@@ -82,9 +82,7 @@ int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_erro
   if (!started) serve(apart); /* no thread could be started: run in this one */
   Py_END_ALLOW_THREADS
   while (!done && rc == 0) {
-    Py_BEGIN_ALLOW_THREADS
-    done = wait_slice(apart);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(done = wait_slice(apart));
     if (!done) rc = PyErr_CheckSignals();
   }
   if (rc < 0 && leave(apart)) return -1;
@@ -95,9 +93,7 @@ int kvs_py_apart(struct kvs_py_state *state, int (*work)(void *, struct kvs_erro
   if (rc < 0) {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
-    Py_BEGIN_ALLOW_THREADS
-    discard(arg);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(discard(arg));
     PyErr_Restore(type, error, traceback);
   }
   free_apart(apart);

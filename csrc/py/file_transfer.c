@@ -16,9 +16,7 @@ PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_t
   PyTypeObject *type = (PyTypeObject *)state->file_transfer_type;
   struct file_transfer_object *self = (struct file_transfer_object *)type->tp_alloc(type, 0);
   if (self == NULL) {
-    Py_BEGIN_ALLOW_THREADS
-    kvs_file_transfer_unref(transfer);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(kvs_file_transfer_unref(transfer));
     return NULL;
   }
   self->transfer = transfer;
@@ -28,15 +26,11 @@ PyObject *kvs_py_file_transfer_new(struct kvs_py_state *state, struct kvs_file_t
 static void transfer_dealloc(PyObject *self) {
   struct kvs_file_transfer *transfer = core(self);
   kvs_py_object_free(self);
-  Py_BEGIN_ALLOW_THREADS /* dropping the last handle closes the store without waiting */
-  kvs_file_transfer_unref(transfer);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_file_transfer_unref(transfer)); /* dropping the last handle closes the store without waiting */
 }
 
 static void collect(struct kvs_file_transfer *transfer) {
-  Py_BEGIN_ALLOW_THREADS
-  kvs_file_collect(kvs_file_transfer_store(transfer));
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_file_collect(kvs_file_transfer_store(transfer)));
 }
 
 static bool poll(struct kvs_file_transfer *transfer) {
@@ -83,9 +77,7 @@ static PyObject *transfer_done(PyObject *self, PyObject *unused) {
 static PyObject *transfer_cancel(PyObject *self, PyObject *unused) {
   (void)unused;
   bool stopped;
-  Py_BEGIN_ALLOW_THREADS
-  stopped = kvs_file_transfer_cancel(core(self));
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(stopped = kvs_file_transfer_cancel(core(self)));
   return PyBool_FromLong(stopped);
 }
 

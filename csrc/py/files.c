@@ -179,9 +179,7 @@ static void store_dealloc(PyObject *self) {
   struct kvs_file_store *store = kvs_py_file_core(self);
   kvs_py_object_free(self);
   if (store == NULL) return;
-  Py_BEGIN_ALLOW_THREADS /* dropping the last handle closes the store without waiting */
-  kvs_file_unref(store);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_file_unref(store)); /* dropping the last handle closes the store without waiting */
 }
 
 /* Arguments of a thread that uses a store, and holds it. */
@@ -202,9 +200,7 @@ static int use_store(PyObject *self, int (*work)(void *, struct kvs_error *), in
   *using = (struct using){kvs_py_file_core(self), timeout_ns};
   kvs_file_ref(using->store);
   if (kvs_py_apart(kvs_py_state_of(self), work, discard_using, using) < 0) return -1;
-  Py_BEGIN_ALLOW_THREADS
-  discard_using(using);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(discard_using(using));
   return 0;
 }
 
@@ -251,9 +247,7 @@ static PyObject *store_contains(PyObject *self, PyObject *object) {
   if (kvs_py_read_keys(object, &keys) == 0 && (found = PyMem_Calloc(keys.core.count + 1, sizeof *found)) == NULL)
     PyErr_NoMemory();
   if (found != NULL) {
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_file_contains(kvs_py_file_core(self), &keys.core, found, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_file_contains(kvs_py_file_core(self), &keys.core, found, &err));
     result = rc != KVS_OK ? kvs_py_raise(kvs_py_state_of(self), &err) : PyList_New((Py_ssize_t)keys.core.count);
     for (size_t i = 0; result != NULL && i < keys.core.count; ++i)
       PyList_SET_ITEM(result, (Py_ssize_t)i, PyBool_FromLong(found[i]));
@@ -295,9 +289,7 @@ static PyObject *store_keys(PyObject *self, PyObject *unused) {
   uint8_t *keys = NULL;
   size_t *ends = NULL, count = 0;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_file_list(kvs_py_file_core(self), &keys, &ends, &count, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_file_list(kvs_py_file_core(self), &keys, &ends, &count, &err));
   if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
   PyObject *list = PyList_New((Py_ssize_t)count);
   for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
@@ -462,18 +454,14 @@ static PyObject *gds(PyObject *module, PyObject *compat) {
   int wanted = PyObject_IsTrue(compat);
   (void)module;
   if (wanted < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  usable = kvs_file_gds(wanted == 1, note);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(usable = kvs_file_gds(wanted == 1, note));
   return Py_BuildValue("(Os)", usable ? Py_True : Py_False, note);
 }
 
 static PyObject *gds_close(PyObject *module, PyObject *unused) {
   bool closed;
   (void)module, (void)unused;
-  Py_BEGIN_ALLOW_THREADS
-  closed = kvs_cufile_close();
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(closed = kvs_cufile_close());
   return PyBool_FromLong(closed);
 }
 

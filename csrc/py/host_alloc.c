@@ -64,9 +64,7 @@ static PyObject *give_back(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_patience(values[1], &timeout_ns) < 0) return NULL;
   if (kvs_py_read_address(state, values[0], "ptr", -1, false, NULL, &address) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_host_give_start(address.ptr, registered, &giving, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_host_give_start(address.ptr, registered, &giving, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   bool kept = kvs_py_give_back(state, kvs_host_giving_task(giving), registered, timeout_ns) == KVS_PY_KEPT;
   /* The registration still exists: the caller may try again. */

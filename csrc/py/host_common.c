@@ -1,4 +1,5 @@
-/* Shared by kvswap.memory.HostPool and SharedPool: arguments, waiting, views, attributes, closing. */
+/* The base of kvswap.memory.HostPool and SharedPool: arguments, waiting, views, closing. host_facts.c has the
+ * attributes. */
 #include "host_pool.h"
 
 #include <limits.h>
@@ -107,8 +108,7 @@ static PyObject *raise_closed(PyObject *self) {
   return kvs_py_raise(kvs_py_state_of(self), &err);
 }
 
-/* Info of an open or closed pool. */
-static int any_info(PyObject *self, struct kvs_host_pool_info *info) {
+int kvs_py_host_any_info(PyObject *self, struct kvs_host_pool_info *info) {
   struct kvs_error err = {0};
   if (kvs_host_pool_get_info(as_pool(self)->pool, info, &err) == KVS_OK) return 0;
   kvs_py_raise(kvs_py_state_of(self), &err);
@@ -116,7 +116,7 @@ static int any_info(PyObject *self, struct kvs_host_pool_info *info) {
 }
 
 int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info) {
-  if (any_info(self, info) < 0) return -1;
+  if (kvs_py_host_any_info(self, info) < 0) return -1;
   long uses = atomic_load(&as_pool(self)->uses);
   if (info->state != KVS_POOL_CLOSED && (uses >= 0 || uses == SHRINKING)) return 0;
   raise_closed(self);
@@ -158,9 +158,11 @@ int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
     struct kvs_error err = {0};
     int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
     int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_host_pool_wait(self->pool, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_host_pool_wait(self->pool,
+                                          left < 0                 ? 0
+                                          : left < KVS_PY_SLICE_NS ? left
+                                                                   : KVS_PY_SLICE_NS,
+                                          &err));
     if (call_progress(self) < 0) return -1;
     if (rc == KVS_OK) return kvs_py_host_pool_tell(self);
     if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)
@@ -173,7 +175,7 @@ int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns) {
   }
 }
 
-PyObject *kvs_py_host_wait(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+static PyObject *host_wait(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout"};
   static const struct kvs_py_args spec = {"wait", names, 0, 1, 1};
   PyObject *value;
@@ -183,7 +185,7 @@ PyObject *kvs_py_host_wait(PyObject *self, PyObject *const *args, Py_ssize_t nar
   return kvs_py_host_pool_wait(as_pool(self), timeout_ns) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *kvs_py_host_ready(PyObject *self, PyObject *block) {
+static PyObject *host_ready(PyObject *self, PyObject *block) {
   struct kvs_error err = {0};
   uint64_t index;
   if (kvs_py_uint64(block, "block", -1, &index) < 0) return NULL;
@@ -192,10 +194,10 @@ PyObject *kvs_py_host_ready(PyObject *self, PyObject *block) {
   return PyBool_FromLong(rc == KVS_OK);
 }
 
-PyObject *kvs_py_host_cancel(PyObject *self, PyObject *unused) {
+static PyObject *host_cancel(PyObject *self, PyObject *unused) {
   struct kvs_host_pool_info info;
   (void)unused;
-  if (any_info(self, &info) < 0) return NULL;
+  if (kvs_py_host_any_info(self, &info) < 0) return NULL;
   kvs_host_pool_cancel(as_pool(self)->pool);
   Py_RETURN_NONE;
 }
@@ -231,7 +233,7 @@ static int fill_view(PyObject *self, const struct kvs_host_pool_info *info, Py_b
   return 0;
 }
 
-int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags) {
+static int host_getbuffer(PyObject *self, Py_buffer *view, int flags) {
   atomic_long *uses = &as_pool(self)->uses;
   struct kvs_host_pool_info info;
   view->obj = NULL;
@@ -247,7 +249,7 @@ int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags) {
   return -1;
 }
 
-void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view) {
+static void host_releasebuffer(PyObject *self, Py_buffer *view) {
   PyMem_Free(view->internal);
   atomic_fetch_sub(&as_pool(self)->uses, 1);
 }
@@ -269,7 +271,7 @@ static PyObject *layer_view(PyObject *self, PyObject *index) {
   return kvs_py_rows_view(memory, info.ptr + layer * info.layer_pitch, info.num_blocks, info.layer_nbytes, info.stride);
 }
 
-PyObject *kvs_py_host_layer(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+static PyObject *host_layer(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"layer"};
   static const struct kvs_py_args spec = {"layer", names, 1, 1, 1};
   PyObject *index;
@@ -290,7 +292,7 @@ static PyObject *whole_shape(PyObject *tensor, PyObject *shape) {
   return whole;
 }
 
-PyObject *kvs_py_host_torch(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+static PyObject *host_torch(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"layer", "dtype", "shape"};
   static const struct kvs_py_args spec = {"torch", names, 1, 3, 3};
   PyObject *values[3];
@@ -313,7 +315,7 @@ PyObject *kvs_py_host_torch(PyObject *self, PyObject *const *args, Py_ssize_t na
   return tensor;
 }
 
-PyObject *kvs_py_host_layer_ptrs(PyObject *self, PyObject *unused) {
+static PyObject *host_layer_ptrs(PyObject *self, PyObject *unused) {
   struct kvs_host_pool_info info;
   uint64_t *data;
   (void)unused;
@@ -323,7 +325,7 @@ PyObject *kvs_py_host_layer_ptrs(PyObject *self, PyObject *unused) {
   return array;
 }
 
-PyObject *kvs_py_host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+static PyObject *host_pool(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"name", "device"};
   static const struct kvs_py_args spec = {"pool", names, 0, 0, 2};
   struct kvs_py_state *state = kvs_py_state_of(self);
@@ -360,9 +362,7 @@ static int wait_for_device(struct kvs_py_state *state, struct kvs_engine *engine
   struct kvs_error ignored;
   struct kvs_sync *sync;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_sync_start(engine, &sync, &ignored);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_sync_start(engine, &sync, &ignored));
   if (rc != KVS_OK) return 0;
   rc = kvs_py_wait(state, sync_slice, sync, timeout_ns, "the device's work");
   kvs_sync_drop(sync);
@@ -422,7 +422,7 @@ static int close_core(PyObject *self, int64_t timeout_ns, bool forced) {
 static int close_pool(PyObject *self, int64_t timeout_ns, bool forced) {
   struct kvs_host_pool_info info;
   int64_t start = (int64_t)kvs_clock_ns();
-  if (any_info(self, &info) < 0) return -1;
+  if (kvs_py_host_any_info(self, &info) < 0) return -1;
   long uses = atomic_load(&as_pool(self)->uses);
   if (info.state == KVS_POOL_CLOSED || (uses < 0 && uses != SHRINKING)) return 0;
   if (kvs_py_host_pool_drain(self, timeout_ns) < 0) return -1;
@@ -433,7 +433,7 @@ static int close_pool(PyObject *self, int64_t timeout_ns, bool forced) {
   return kvs_py_host_pool_take(self, CLOSED) < 0 ? -1 : close_core(self, left, false);
 }
 
-PyObject *kvs_py_host_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+static PyObject *host_close(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"timeout", "force"};
   static const struct kvs_py_args spec = {"close", names, 0, 1, 2};
   PyObject *values[2];
@@ -445,12 +445,12 @@ PyObject *kvs_py_host_close(PyObject *self, PyObject *const *args, Py_ssize_t na
   Py_RETURN_NONE;
 }
 
-PyObject *kvs_py_host_enter(PyObject *self, PyObject *unused) {
+static PyObject *host_enter(PyObject *self, PyObject *unused) {
   (void)unused;
   return Py_NewRef(self);
 }
 
-PyObject *kvs_py_host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   if (close_pool(self, CLOSE_SECONDS * SECOND_NS, false) < 0) {
     /* A traceback may hold views. BufferError must not hide the original error; the pool is freed with the views. */
     if (nargs < 1 || args[0] == Py_None || !PyErr_ExceptionMatches(PyExc_BufferError)) return NULL;
@@ -459,18 +459,18 @@ PyObject *kvs_py_host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nar
   Py_RETURN_NONE;
 }
 
-int kvs_py_host_pool_traverse(PyObject *self, visitproc visit, void *arg) {
+static int host_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(as_pool(self)->progress);
   return 0;
 }
 
-int kvs_py_host_pool_clear(PyObject *self) {
+static int host_clear(PyObject *self) {
   Py_CLEAR(as_pool(self)->progress);
   return 0;
 }
 
-void kvs_py_host_pool_dealloc(PyObject *self) {
+static void host_dealloc(PyObject *self) {
   struct kvs_host_pool *pool = as_pool(self)->pool;
   PyObject *progress = as_pool(self)->progress;
   PyObject_GC_UnTrack(self);
@@ -479,121 +479,80 @@ void kvs_py_host_pool_dealloc(PyObject *self) {
   Py_XDECREF(progress);
 }
 
-/* -- attributes ---------------------------------------------------------------------------------------------------- */
+/* -- docs and slots ------------------------------------------------------------------------------------------------ */
 
-PyObject *kvs_py_host_number(PyObject *self, void *field) {
-  struct kvs_host_pool_info info;
-  uintptr_t which = (uintptr_t)field;
-  if ((which == KVS_PY_HOST_PTR ? kvs_py_host_pool_info(self, &info) : any_info(self, &info)) < 0) return NULL;
-  const uint64_t numbers[] = {[KVS_PY_HOST_NUM_BLOCKS] = info.num_blocks,
-                              [KVS_PY_HOST_SLOT_NBYTES] = info.slot_nbytes,
-                              [KVS_PY_HOST_NBYTES] = info.nbytes,
-                              [KVS_PY_HOST_MAPPED] = info.mapped_nbytes,
-                              [KVS_PY_HOST_MAX_BLOCKS] = info.max_blocks,
-                              [KVS_PY_HOST_LAYER_COUNT] = info.layers,
-                              [KVS_PY_HOST_LAYER_STRIDE] = info.stride,
-                              [KVS_PY_HOST_LAYER_NBYTES] = info.layer_nbytes,
-                              [KVS_PY_HOST_PTR] = info.ptr,
-                              [KVS_PY_HOST_CHUNKS] = info.chunks};
-  return PyLong_FromUnsignedLongLong(numbers[which]);
-}
-
-PyObject *kvs_py_host_layout(PyObject *self, void *unused) {
-  struct kvs_host_pool_info info;
-  (void)unused;
-  return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(info.layer_first ? "layer-first" : "block-first");
-}
-
-PyObject *kvs_py_host_pages(PyObject *self, void *unused) {
-  static const char *const names[] = {[KVS_PAGES_DEFAULT] = "default",
-                                      [KVS_PAGES_TRANSPARENT] = "transparent",
-                                      [KVS_PAGES_2MIB] = "2MiB",
-                                      [KVS_PAGES_1GIB] = "1GiB"};
-  struct kvs_host_pool_info info;
-  (void)unused;
-  return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.pages]);
-}
-
-PyObject *kvs_py_host_state(PyObject *self, void *unused) {
-  static const char *const names[] = {[KVS_POOL_POPULATING] = "populating",
-                                      [KVS_POOL_READY] = "ready",
-                                      [KVS_POOL_FAILED] = "failed",
-                                      [KVS_POOL_CANCELLED] = "cancelled",
-                                      [KVS_POOL_CLOSED] = "closed"};
-  struct kvs_host_pool_info info;
-  (void)unused;
-  return any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.state]);
-}
-
-PyObject *kvs_py_host_pinned(PyObject *self, void *unused) {
-  struct kvs_host_pool_info info;
-  (void)unused;
-  return any_info(self, &info) < 0 ? NULL : PyBool_FromLong(info.pinned && info.state != KVS_POOL_CLOSED);
-}
-
-PyObject *kvs_py_host_numa_node(PyObject *self, void *unused) {
-  struct kvs_host_pool_info info;
-  (void)unused;
-  if (any_info(self, &info) < 0) return NULL;
-  if (info.node == -2) return PyUnicode_FromString("interleave");
-  return info.node < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.node);
-}
-
-PyObject *kvs_py_host_device(PyObject *self, void *unused) {
-  (void)unused;
-  return kvs_py_device_like(kvs_py_state_of(self), kvs_host_pool_engine(as_pool(self)->pool));
-}
-
-PyObject *kvs_py_host_notices(PyObject *self, void *unused) {
-  struct kvs_host_pool_info info;
-  char text[2048];
-  (void)unused;
-  if (any_info(self, &info) < 0) return NULL;
-  kvs_host_pool_notices(as_pool(self)->pool, text, sizeof text);
-  PyObject *whole = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-  PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
-  PyObject *tuple = lines == NULL ? NULL : PyList_AsTuple(lines);
-  Py_XDECREF(whole);
-  Py_XDECREF(lines);
-  return tuple;
-}
-
-/* -- docs ---------------------------------------------------------------------------------------------------------- */
-
-const char kvs_py_host_wait_doc[] =
-    "wait($self, /, timeout=None)\n--\n\n"
-    "Wait until all blocks are ready; calls progress= meanwhile, in this thread.\n\n"
-    "timeout: seconds; after TimeoutError populating goes on. MemoryError: memory is short. kvswap.Error: it\n"
-    "was cancelled. Any thread may wait.";
-const char kvs_py_host_ready_doc[] = "ready($self, block, /)\n--\n\n"
-                                     "Whether that block can be used: populated and, with register=True, registered. "
-                                     "Never blocks.";
-const char kvs_py_host_cancel_doc[] = "cancel($self, /)\n--\n\n"
-                                      "Stop populating. Ready blocks stay ready; close() frees all memory.";
-const char kvs_py_host_layer_doc[] =
+PyDoc_STRVAR(any_doc, "What HostPool and SharedPool have in common.");
+PyDoc_STRVAR(wait_doc,
+             "wait($self, /, timeout=None)\n--\n\n"
+             "Wait until all blocks are ready; calls progress= meanwhile, in this thread.\n\n"
+             "timeout: seconds; after TimeoutError populating goes on. MemoryError: memory is short. kvswap.Error: it\n"
+             "was cancelled. Any thread may wait.");
+PyDoc_STRVAR(ready_doc, "ready($self, block, /)\n--\n\n"
+                        "Whether that block can be used: populated and, with register=True, registered. "
+                        "Never blocks.");
+PyDoc_STRVAR(cancel_doc, "cancel($self, /)\n--\n\n"
+                         "Stop populating. Ready blocks stay ready; close() frees all memory.");
+PyDoc_STRVAR(
+    layer_doc,
     "layer($self, /, layer)\n--\n\n"
     "One layer as a NumPy array of uint8, shape (num_blocks, layer_nbytes): a view, with gaps between its rows if\n"
-    "the layout is block-first. While the array lives the pool can neither close nor shrink.";
-const char kvs_py_host_torch_doc[] =
-    "torch($self, /, layer, dtype=None, shape=None)\n--\n\n"
-    "One layer as a torch tensor on the CPU: layer(i) as dtype (None: uint8) and shape (num_blocks, *shape).\n"
-    "While the tensor lives the pool can neither close nor shrink.";
-const char kvs_py_host_layer_ptrs_doc[] =
+    "the layout is block-first. While the array lives the pool can neither close nor shrink.");
+PyDoc_STRVAR(torch_doc,
+             "torch($self, /, layer, dtype=None, shape=None)\n--\n\n"
+             "One layer as a torch tensor on the CPU: layer(i) as dtype (None: uint8) and shape (num_blocks, *shape).\n"
+             "While the tensor lives the pool can neither close nor shrink.");
+PyDoc_STRVAR(
+    layer_ptrs_doc,
     "layer_ptrs($self, /)\n--\n\n"
-    "Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride.";
-const char kvs_py_host_pool_doc[] =
+    "Address of each layer's part of block 0, NumPy uint64: cpu_ptrs of the swap calls, with cpu_stride=layer_stride.");
+PyDoc_STRVAR(
+    pool_doc,
     "pool($self, /, *, name=None, device=None)\n--\n\n"
     "A kvswap.Pool of the blocks, for move_blocks(), on this pool's device or another one. While the kvswap.Pool "
     "lives\n"
-    "this pool can neither close nor shrink. At most one on a device, since pools must not share bytes.";
-const char kvs_py_host_close_doc[] =
+    "this pool can neither close nor shrink. At most one on a device, since pools must not share bytes.");
+PyDoc_STRVAR(
+    close_doc,
     "close($self, /, timeout=60, *, force=False)\n--\n\n"
     "Free the memory, after waiting for the transfers that may use it. A second call does nothing.\n\n"
     "timeout: seconds to wait, None: no limit; after TimeoutError the pool is unchanged.\n"
     "force: close although views are alive, which otherwise is a BufferError. The views then read zeros, and their\n"
     "  addresses are not reused before the views are gone.\n"
-    "kvswap.Error in the child of a fork.";
-const char kvs_py_host_enter_doc[] = "__enter__($self, /)\n--\n\nThe pool itself.";
-const char kvs_py_host_exit_doc[] =
-    "__exit__($self, /, *error)\n--\n\nclose(). If the block raised, live views cause no "
-    "BufferError: the pool is freed with the last of them.";
+    "kvswap.Error in the child of a fork.");
+PyDoc_STRVAR(enter_doc, "__enter__($self, /)\n--\n\nThe pool itself.");
+PyDoc_STRVAR(exit_doc, "__exit__($self, /, *error)\n--\n\nclose(). If the block raised, live views cause no "
+                       "BufferError: the pool is freed with the last of them.");
+
+static PyMethodDef methods[] = {
+    {"wait", KVS_PY_FASTCALL(host_wait), METH_FASTCALL | METH_KEYWORDS, wait_doc},
+    {"ready", host_ready, METH_O, ready_doc},
+    {"cancel", host_cancel, METH_NOARGS, cancel_doc},
+    {"layer", KVS_PY_FASTCALL(host_layer), METH_FASTCALL | METH_KEYWORDS, layer_doc},
+    {"torch", KVS_PY_FASTCALL(host_torch), METH_FASTCALL | METH_KEYWORDS, torch_doc},
+    {"layer_ptrs", host_layer_ptrs, METH_NOARGS, layer_ptrs_doc},
+    {"pool", KVS_PY_FASTCALL(host_pool), METH_FASTCALL | METH_KEYWORDS, pool_doc},
+    {"close", KVS_PY_FASTCALL(host_close), METH_FASTCALL | METH_KEYWORDS, close_doc},
+    {"__enter__", host_enter, METH_NOARGS, enter_doc},
+    {"__exit__", KVS_PY_FASTCALL(host_exit), METH_FASTCALL, exit_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)any_doc},
+    {Py_tp_dealloc, host_dealloc},
+    {Py_tp_traverse, host_traverse},
+    {Py_tp_clear, host_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, kvs_py_host_getset},
+    {Py_bf_getbuffer, host_getbuffer},
+    {Py_bf_releasebuffer, host_releasebuffer},
+    {0, NULL},
+};
+
+PyType_Spec kvs_py_any_host_pool_spec = {
+    .name = "kvswap._C._AnyHostPool",
+    .basicsize = sizeof(struct kvs_py_host_pool),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = slots,
+};

@@ -52,9 +52,7 @@ static int resize(PyObject *self, resize_function function, uint64_t num_blocks)
   struct kvs_py_host_pool *object = (struct kvs_py_host_pool *)self;
   struct kvs_error err = {0};
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = function(object->pool, num_blocks, AT_MOST_NS, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = function(object->pool, num_blocks, AT_MOST_NS, &err));
   if (rc == KVS_OK) return 0;
   kvs_py_raise(kvs_py_state_of(self), &err);
   return -1;
@@ -83,6 +81,12 @@ static PyObject *host_pool_shrink(PyObject *self, PyObject *const *args, Py_ssiz
   atomic_store(&((struct kvs_py_host_pool *)self)->uses, 0);
   if (rc < 0) return NULL;
   return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *host_pool_max_blocks(PyObject *self, void *unused) {
+  struct kvs_host_pool_info info;
+  (void)unused;
+  return kvs_py_host_any_info(self, &info) < 0 ? NULL : PyLong_FromUnsignedLongLong(info.max_blocks);
 }
 
 static PyObject *host_pool_repr(PyObject *self) {
@@ -140,35 +144,24 @@ PyDoc_STRVAR(shrink_doc,
              "timeout: seconds to wait for transfers that use the pool. BufferError while views of it are alive.");
 
 static PyMethodDef methods[] = {
-    KVS_PY_HOST_METHODS,
     {"grow", KVS_PY_FASTCALL(host_pool_grow), METH_FASTCALL | METH_KEYWORDS, grow_doc},
     {"shrink", KVS_PY_FASTCALL(host_pool_shrink), METH_FASTCALL | METH_KEYWORDS, shrink_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef getset[] = {
-    KVS_PY_HOST_GETSET,
-    KVS_PY_HOST_NUMBER("max_blocks", KVS_PY_HOST_MAX_BLOCKS, "int: limit of grow()."),
+    {"max_blocks", host_pool_max_blocks, NULL, "int: limit of grow().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, (void *)host_pool_doc},
-    {Py_tp_new, host_pool_create},
-    {Py_tp_dealloc, kvs_py_host_pool_dealloc},
-    {Py_tp_repr, host_pool_repr},
-    {Py_tp_traverse, kvs_py_host_pool_traverse},
-    {Py_tp_clear, kvs_py_host_pool_clear},
-    {Py_tp_methods, methods},
-    {Py_tp_getset, getset},
-    {Py_bf_getbuffer, kvs_py_host_pool_getbuffer},
-    {Py_bf_releasebuffer, kvs_py_host_pool_releasebuffer},
-    {0, NULL},
+    {Py_tp_doc, (void *)host_pool_doc}, {Py_tp_new, host_pool_create}, {Py_tp_repr, host_pool_repr},
+    {Py_tp_methods, methods},           {Py_tp_getset, getset},        {0, NULL},
 };
 
 PyType_Spec kvs_py_host_pool_spec = {
     .name = "kvswap.memory.HostPool",
     .basicsize = sizeof(struct kvs_py_host_pool),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };

@@ -1,4 +1,4 @@
-/* Shared by HostPool and SharedPool: the object, its arguments, and all methods but the constructor. */
+/* The base of HostPool and SharedPool: the object, its arguments, and what their own methods call. */
 #ifndef KVS_PY_HOST_POOL_H
 #define KVS_PY_HOST_POOL_H
 
@@ -50,82 +50,8 @@ struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *cons
 PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const *common, int rc,
                                   const struct kvs_error *err);
 int kvs_py_host_pool_info(PyObject *self, struct kvs_host_pool_info *info); /* kvswap.Error if closed */
-
-void kvs_py_host_pool_dealloc(PyObject *self);
-int kvs_py_host_pool_traverse(PyObject *self, visitproc visit, void *arg);
-int kvs_py_host_pool_clear(PyObject *self);
-int kvs_py_host_pool_getbuffer(PyObject *self, Py_buffer *view, int flags);
-void kvs_py_host_pool_releasebuffer(PyObject *self, Py_buffer *view);
-
-/* Attributes, each with its docstring. */
-enum {
-  KVS_PY_HOST_NUM_BLOCKS,
-  KVS_PY_HOST_SLOT_NBYTES,
-  KVS_PY_HOST_NBYTES,
-  KVS_PY_HOST_MAPPED,
-  KVS_PY_HOST_MAX_BLOCKS,
-  KVS_PY_HOST_LAYER_COUNT,
-  KVS_PY_HOST_LAYER_NBYTES,
-  KVS_PY_HOST_LAYER_STRIDE,
-  KVS_PY_HOST_PTR,
-  KVS_PY_HOST_CHUNKS
-};
-PyObject *kvs_py_host_number(PyObject *self, void *field);
-PyObject *kvs_py_host_layout(PyObject *self, void *unused);
-PyObject *kvs_py_host_pages(PyObject *self, void *unused);
-PyObject *kvs_py_host_state(PyObject *self, void *unused);
-PyObject *kvs_py_host_pinned(PyObject *self, void *unused);
-PyObject *kvs_py_host_numa_node(PyObject *self, void *unused);
-PyObject *kvs_py_host_device(PyObject *self, void *unused);
-PyObject *kvs_py_host_notices(PyObject *self, void *unused);
-#define KVS_PY_HOST_NUMBER(name, field, doc) {name, kvs_py_host_number, NULL, doc, (void *)(field)}
-#define KVS_PY_HOST_GETSET                                                                                             \
-  KVS_PY_HOST_NUMBER("ptr", KVS_PY_HOST_PTR, "int: address of the first block. kvswap.Error if the pool is closed."),  \
-      KVS_PY_HOST_NUMBER("nbytes", KVS_PY_HOST_NBYTES, "int: bytes of all blocks, num_blocks * slot_nbytes."),         \
-      KVS_PY_HOST_NUMBER("mapped_nbytes", KVS_PY_HOST_MAPPED,                                                          \
-                         "int: bytes of memory used: nbytes, rounded up to pages."),                                   \
-      KVS_PY_HOST_NUMBER("num_blocks", KVS_PY_HOST_NUM_BLOCKS, "int: blocks 0 to num_blocks - 1."),                    \
-      KVS_PY_HOST_NUMBER("slot_nbytes", KVS_PY_HOST_SLOT_NBYTES, "int: bytes of a slot: one block, of all layers."),   \
-      KVS_PY_HOST_NUMBER("layers", KVS_PY_HOST_LAYER_COUNT, "int: layers of a block."),                                \
-      KVS_PY_HOST_NUMBER("layer_nbytes", KVS_PY_HOST_LAYER_NBYTES, "int: bytes of a block in one layer."),             \
-      KVS_PY_HOST_NUMBER("layer_stride", KVS_PY_HOST_LAYER_STRIDE,                                                     \
-                         "int: bytes from block to block within a layer: cpu_stride of the swap calls."),              \
-      KVS_PY_HOST_NUMBER("chunks", KVS_PY_HOST_CHUNKS, "int: number of registrations with the driver."),               \
-      {"layout", kvs_py_host_layout, NULL, "str: 'block-first' or 'layer-first'.", NULL},                              \
-      {"pages", kvs_py_host_pages, NULL, "str: kind of pages: 'default', 'transparent', '2MiB', '1GiB'.", NULL},       \
-      {"state", kvs_py_host_state, NULL, "str: 'populating', 'ready', 'failed', 'cancelled' or 'closed'.", NULL},      \
-      {"pinned", kvs_py_host_pinned, NULL, "bool: the whole pool is registered with the device.", NULL},               \
-      {"numa_node", kvs_py_host_numa_node, NULL, "int, 'interleave' or None: requested NUMA node of the pages.",       \
-       NULL},                                                                                                          \
-      {"device", kvs_py_host_device, NULL, "Device: the pool is registered with it.", NULL}, {                         \
-    "notices", kvs_py_host_notices, NULL, "tuple of str: what differs from the request; logged too.", NULL             \
-  }
-
-/* Methods, each with its docstring. */
-#define KVS_PY_HOST_METHOD(name) PyObject *kvs_py_host_##name(PyObject *, PyObject *const *, Py_ssize_t, PyObject *)
-KVS_PY_HOST_METHOD(wait);
-KVS_PY_HOST_METHOD(layer);
-KVS_PY_HOST_METHOD(torch);
-KVS_PY_HOST_METHOD(pool);
-KVS_PY_HOST_METHOD(close);
-PyObject *kvs_py_host_ready(PyObject *self, PyObject *block);
-PyObject *kvs_py_host_cancel(PyObject *self, PyObject *unused);
-PyObject *kvs_py_host_layer_ptrs(PyObject *self, PyObject *unused);
-PyObject *kvs_py_host_enter(PyObject *self, PyObject *unused);
-PyObject *kvs_py_host_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
-extern const char kvs_py_host_wait_doc[], kvs_py_host_layer_doc[], kvs_py_host_torch_doc[], kvs_py_host_pool_doc[],
-    kvs_py_host_close_doc[], kvs_py_host_ready_doc[], kvs_py_host_cancel_doc[], kvs_py_host_layer_ptrs_doc[],
-    kvs_py_host_enter_doc[], kvs_py_host_exit_doc[];
-#define KVS_PY_HOST_KEYWORDS(name)                                                                                     \
-  {#name, KVS_PY_FASTCALL(kvs_py_host_##name), METH_FASTCALL | METH_KEYWORDS, kvs_py_host_##name##_doc}
-#define KVS_PY_HOST_METHODS                                                                                            \
-  KVS_PY_HOST_KEYWORDS(wait), KVS_PY_HOST_KEYWORDS(layer), KVS_PY_HOST_KEYWORDS(torch), KVS_PY_HOST_KEYWORDS(pool),    \
-      KVS_PY_HOST_KEYWORDS(close), {"ready", kvs_py_host_ready, METH_O, kvs_py_host_ready_doc},                        \
-      {"cancel", kvs_py_host_cancel, METH_NOARGS, kvs_py_host_cancel_doc},                                             \
-      {"layer_ptrs", kvs_py_host_layer_ptrs, METH_NOARGS, kvs_py_host_layer_ptrs_doc},                                 \
-      {"__enter__", kvs_py_host_enter, METH_NOARGS, kvs_py_host_enter_doc}, {                                          \
-    "__exit__", KVS_PY_FASTCALL(kvs_py_host_exit), METH_FASTCALL, kvs_py_host_exit_doc                                 \
-  }
+int kvs_py_host_any_info(PyObject *self, struct kvs_host_pool_info *info);  /* of an open or closed pool */
+extern PyGetSetDef kvs_py_host_getset[];
 
 /* Wait until the pool is populated, calling progress=. Ctrl-C works. */
 int kvs_py_host_pool_wait(struct kvs_py_host_pool *self, int64_t timeout_ns);

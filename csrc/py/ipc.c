@@ -87,9 +87,7 @@ static const char SERVER[] = "kvswap.server";
 
 static void drop_server(PyObject *capsule) {
   struct kvs_server *server = PyCapsule_GetPointer(capsule, SERVER);
-  Py_BEGIN_ALLOW_THREADS
-  kvs_server_free(server);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_server_free(server));
 }
 
 static PyObject *export_result(const unsigned char *bytes, struct kvs_server *server) {
@@ -123,9 +121,7 @@ static PyObject *ipc_export(PyObject *module, PyObject *const *args, Py_ssize_t 
     return NULL;
   struct kvs_engine *engine = engine_of(state, values[SOURCE], values[DEVICE], &made);
   if (engine == NULL) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_export_make(engine, &made, &server, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_export_make(engine, &made, &server, &err));
   kvs_engine_unref(engine);
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   kvs_export_write(&made, bytes);
@@ -137,9 +133,7 @@ static PyObject *ipc_stop(PyObject *module, PyObject *capsule) {
   struct kvs_server *server = PyCapsule_GetPointer(capsule, SERVER);
   if (server == NULL || PyCapsule_SetDestructor(capsule, NULL) < 0) return NULL;
   if (PyCapsule_SetName(capsule, "stopped") < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS /* waits for the server's thread */
-  kvs_server_free(server);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_server_free(server)); /* waits for the server's thread */
   Py_RETURN_NONE;
 }
 
@@ -183,9 +177,7 @@ static struct kvs_engine *engine_for(struct kvs_py_state *state, PyObject *devic
   struct kvs_error err = {0};
   int rc;
   if (kvs_py_given(device)) return kvs_py_engine_from(state, device);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_export_device(from, &engine, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_export_device(from, &engine, &err));
   return rc == KVS_OK ? engine : (kvs_py_raise(state, &err), NULL);
 }
 
@@ -216,9 +208,7 @@ static PyObject *ipc_open(PyObject *module, PyObject *const *args, Py_ssize_t na
   if (read_export(state, values[DATA], &from) < 0) return NULL;
   struct kvs_engine *engine = engine_for(state, values[DEVICE], &from);
   if (engine == NULL) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_opening_start(engine, &from, wanted ? &generation : NULL, &open.opening, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_opening_start(engine, &from, wanted ? &generation : NULL, &open.opening, &err));
   PyObject *result = NULL;
   if (rc != KVS_OK)
     kvs_py_raise(state, &err);
@@ -242,9 +232,7 @@ static PyObject *ipc_export_event(PyObject *module, PyObject *event) {
     return kvs_py_complain(PyExc_TypeError, "event", -1, "must be a kvswap.Event, not %s", Py_TYPE(event)->tp_name),
            NULL;
   struct kvs_engine *engine = kvs_py_event_engine(event, &handle);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_export_event(engine, handle, &made, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_export_event(engine, handle, &made, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   kvs_export_write(&made, bytes);
   return PyBytes_FromStringAndSize((const char *)bytes, sizeof bytes);
@@ -263,9 +251,7 @@ static PyObject *ipc_open_event(PyObject *module, PyObject *const *args, Py_ssiz
   if (read_export(state, values[0], &from) < 0) return NULL;
   struct kvs_engine *engine = engine_for(state, values[1], &from);
   if (engine == NULL) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_open_event(engine, &from, &handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_open_event(engine, &from, &handle, &err));
   PyObject *event = rc == KVS_OK ? kvs_py_event_new(state, engine, handle) : kvs_py_raise(state, &err);
   kvs_engine_unref(engine);
   return event;

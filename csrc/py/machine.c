@@ -21,9 +21,7 @@ static PyObject *delay(PyObject *module, PyObject *const *args, Py_ssize_t nargs
   if (engine == NULL) return NULL;
   int known = kvs_py_stream_handle(state, values[2], "stream", engine, &stream);
   if (known == 0) {
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_delay(engine, (uint64_t)ns, stream, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_delay(engine, (uint64_t)ns, stream, &err));
   }
   kvs_engine_unref(engine);
   if (known < 0) return NULL;
@@ -54,9 +52,7 @@ static PyObject *cuda_info(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (ordinal > INT32_MAX)
     return kvs_py_complain(PyExc_ValueError, "ordinal", -1, "is %R: no such device", value), NULL;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_cuda_info((int)ordinal, &info, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_cuda_info((int)ordinal, &info, &err));
   return rc == KVS_OK ? kvs_py_device_info_dict(&info) : kvs_py_raise(state, &err);
 }
 

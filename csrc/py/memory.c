@@ -68,9 +68,7 @@ static PyObject *memory_free(PyObject *object, PyObject *const *args, Py_ssize_t
       raise_freed(self);
     return NULL;
   }
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_free_start(self->engine, self->ptr, &task, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_engine_free_start(self->engine, self->ptr, &task, &err));
   if (rc != KVS_OK) {
     if (rc == KVS_NOMEM) atomic_store(&self->uses, 0);
     return kvs_py_raise(state, &err);

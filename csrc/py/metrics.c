@@ -127,9 +127,7 @@ static PyObject *lane_rows(const struct kvs_engine_metrics *metrics) {
 }
 
 static PyObject *device_row(struct kvs_engine *engine, struct kvs_engine_metrics *metrics) {
-  Py_BEGIN_ALLOW_THREADS
-  kvs_engine_get_metrics(engine, metrics);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_engine_get_metrics(engine, metrics));
   const struct row rows[] = {{"submitted", metrics->submitted},
                              {"copies", metrics->copies},
                              {"merged", metrics->merged},

@@ -16,6 +16,10 @@ static PyObject *make_type(PyObject *module, struct kvs_py_state *state, const v
   return PyType_FromModuleAndSpec(module, (PyType_Spec *)(uintptr_t)what, NULL);
 }
 
+static PyObject *make_host_pool(PyObject *module, struct kvs_py_state *state, const void *what) {
+  return PyType_FromModuleAndSpec(module, (PyType_Spec *)(uintptr_t)what, state->any_host_pool_type);
+}
+
 static PyObject *make_name(PyObject *module, struct kvs_py_state *state, const void *what) {
   (void)module, (void)state;
   return PyUnicode_InternFromString(what);
@@ -44,8 +48,9 @@ static const struct row rows[] = {
     ROW(transfer_type, make_type, &kvs_py_transfer_spec),
     ROW(pool_type, make_type, &kvs_py_pool_spec),
     ROW(pattern_type, make_type, &kvs_py_pattern_spec),
-    ROW(host_pool_type, make_type, &kvs_py_host_pool_spec),
-    ROW(shared_pool_type, make_type, &kvs_py_shared_pool_spec),
+    ROW(any_host_pool_type, make_type, &kvs_py_any_host_pool_spec),
+    ROW(host_pool_type, make_host_pool, &kvs_py_host_pool_spec),
+    ROW(shared_pool_type, make_host_pool, &kvs_py_shared_pool_spec),
     ROW(mapped_type, make_type, &kvs_py_mapped_spec),
     ROW(offload_type, make_type, &kvs_py_offload_spec),
     ROW(file_store_type, make_type, &kvs_py_file_store_spec),

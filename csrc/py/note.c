@@ -42,10 +42,8 @@ static PyObject *note_access(PyObject *module, PyObject *const *args, Py_ssize_t
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0 || read_access(state, values, &access) < 0)
     return NULL;
   const char *where = kvs_py_where(state, text, sizeof text);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_note_access(access.pool, &access.slots, access.write, access.offset, access.nbytes, access.stream, where,
-                       &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_note_access(access.pool, &access.slots, access.write, access.offset, access.nbytes,
+                                     access.stream, where, &err));
   Py_DECREF(access.keep);
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   kvs_py_tell_races(state);

@@ -75,9 +75,7 @@ static int open_map(struct kvs_py_state *state, struct map_object *self, struct 
   int rc;
   layout->owner = Py_NewRef(hold);
   layout->release = kvs_py_release_owner;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_offload_open(self->engine, layout, &self->map, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_offload_open(self->engine, layout, &self->map, &err));
   if (rc == KVS_OK) return 0;
   self->map = NULL;
   Py_DECREF(hold);
@@ -180,10 +178,8 @@ static PyObject *submit(struct kvs_py_state *state, struct map_object *self, str
   call->transfers = PyMem_Calloc(kvs_offload_most(call->map), sizeof(struct kvs_transfer *));
   if (call->transfers == NULL) return PyErr_NoMemory();
   kvs_py_collect(self->engine);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_offload_submit(call->map, &call->job, &call->options.core, &call->next, call->transfers, &call->count,
-                          &call->err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_offload_submit(call->map, &call->job, &call->options.core, &call->next, call->transfers,
+                                        &call->count, &call->err));
   if (rc != KVS_OK && call->count == 0) return kvs_py_raise(state, &call->err);
   kvs_py_tell_races(state);
   PyObject *transfers = make_transfers(state, call);

@@ -97,9 +97,7 @@ static struct kvs_engine *open_engine(struct kvs_py_state *state, const char *na
   struct kvs_error err = {0};
   int rc;
   if (kvs_py_hook_exit(state) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_engine_open(name, &engine, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_engine_open(name, &engine, &err));
   if (rc == KVS_OK && say_costs(state, engine) == 0 && say_burst(state, engine) == 0 &&
       warn_missing(state, engine) == 0)
     return engine;

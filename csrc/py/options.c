@@ -41,10 +41,7 @@ int kvs_py_direction(PyObject *value, int64_t *direction) {
 
 static int read_choices(PyObject *const *common, struct kvs_options *core) {
   if (common[PATH] != NULL) {
-    const char *const paths[] = {kvs_path_name(KVS_PATH_AUTO),    kvs_path_name(KVS_PATH_DMA),
-                                 kvs_path_name(KVS_PATH_STRIDED), kvs_path_name(KVS_PATH_BURST),
-                                 kvs_path_name(KVS_PATH_KERNEL),  kvs_path_name(KVS_PATH_DIRECT)};
-    int path = kvs_py_choice(common[PATH], "path", paths, KVS_PATHS);
+    int path = kvs_py_choice(common[PATH], "path", kvs_path_names, KVS_PATHS);
     if (path < 0) return -1;
     core->path = (enum kvs_path)path;
   }

@@ -23,9 +23,7 @@ PyObject *kvs_py_pattern_new(struct kvs_py_state *state, struct kvs_engine *engi
 
 static void pattern_dealloc(PyObject *object) {
   struct pattern_object *self = (struct pattern_object *)object;
-  Py_BEGIN_ALLOW_THREADS /* queries the device */
-  kvs_pattern_free(self->job);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_pattern_free(self->job)); /* queries the device */
   kvs_engine_unref(self->engine);
   kvs_py_object_free(object);
 }
@@ -33,9 +31,7 @@ static void pattern_dealloc(PyObject *object) {
 static PyObject *pattern_done(PyObject *object, PyObject *unused) {
   (void)unused;
   bool done;
-  Py_BEGIN_ALLOW_THREADS
-  done = kvs_pattern_done(((struct pattern_object *)object)->job);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(done = kvs_pattern_done(((struct pattern_object *)object)->job));
   return PyBool_FromLong(done);
 }
 
@@ -108,10 +104,8 @@ static PyObject *pattern(PyObject *module, PyObject *const *args, Py_ssize_t nar
   if (kvs_py_stream_handle(state, values[5], "stream", engine, &stream) == 0 &&
       read_items(state, values + 2, lists, &items) == 0) {
     int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items, lists[0].count, stream,
-                            &job, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_pattern_submit(engine, check == 1 ? KVS_PATTERN_CHECK : KVS_PATTERN_WRITE, items,
+                                          lists[0].count, stream, &job, &err));
     result = rc == KVS_OK ? kvs_py_pattern_new(state, engine, job) : kvs_py_raise(state, &err);
   }
   PyMem_Free(items);

@@ -164,9 +164,7 @@ static void pool_dealloc(PyObject *self) {
   PyObject_GC_UnTrack(self);
   kvs_py_object_free(self);
   if (pool != NULL) {
-    Py_BEGIN_ALLOW_THREADS /* a submission may hold the lock of the pools */
-    kvs_pool_unref(pool);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(kvs_pool_unref(pool)); /* a submission may hold the lock of the pools */
   }
   Py_XDECREF(group);
   Py_XDECREF(hold);

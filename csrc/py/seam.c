@@ -193,9 +193,7 @@ static PyObject *answer_of(const struct seam_call *c, enum answer answer, int rc
 static PyObject *make_call(struct kvs_py_state *state, const struct seam_row *row, struct seam_call *c) {
   struct kvs_error err = {0};
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = row->call(c, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = row->call(c, &err));
   if (rc == KVS_OK || (rc == KVS_NOT_READY && row->answer == READY)) return answer_of(c, row->answer, rc);
   return kvs_py_raise(state, &err);
 }

@@ -66,9 +66,7 @@ static PyObject *change(PyObject *self, PyObject *blocks, change_function functi
   PyObject *keep = NULL;
   if (kvs_py_ids(state, blocks, "blocks", &ids, &keep) < 0) return NULL;
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = function(core_of(self), &ids, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = function(core_of(self), &ids, &err));
   Py_XDECREF(keep);
   return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(state, &err);
 }
@@ -83,9 +81,7 @@ static PyObject *ask(PyObject *self, PyObject *blocks, ask_function function) {
   PyObject *array = kvs_py_bool_array(ids.count, &answers);
   int rc = KVS_OK;
   if (array != NULL) {
-    Py_BEGIN_ALLOW_THREADS
-    rc = function(core_of(self), &ids, answers, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = function(core_of(self), &ids, answers, &err));
   }
   Py_XDECREF(keep);
   if (rc == KVS_OK) return array;
@@ -108,9 +104,11 @@ static int wait_published(PyObject *self, const struct kvs_ids *ids, int64_t tim
     struct kvs_error err = {0};
     int64_t left = timeout_ns < 0 ? KVS_PY_SLICE_NS : timeout_ns - ((int64_t)kvs_clock_ns() - start);
     int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = kvs_shared_wait(core_of(self), ids, left < 0 ? 0 : left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = kvs_shared_wait(core_of(self), ids,
+                                       left < 0                 ? 0
+                                       : left < KVS_PY_SLICE_NS ? left
+                                                                : KVS_PY_SLICE_NS,
+                                       &err));
     if (rc == KVS_OK) return 0;
     if (rc != KVS_TIMEOUT || (timeout_ns >= 0 && left <= KVS_PY_SLICE_NS)) {
       kvs_py_raise(kvs_py_state_of(self), &err);
@@ -143,9 +141,7 @@ static PyObject *shared_unlink(PyObject *self, PyObject *unused) {
   struct kvs_error err = {0};
   int rc;
   (void)unused;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_shared_unlink(core_of(self), &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_shared_unlink(core_of(self), &err));
   return rc == KVS_OK ? Py_NewRef(Py_None) : kvs_py_raise(kvs_py_state_of(self), &err);
 }
 
@@ -185,9 +181,7 @@ static PyObject *shared_pool_repr(PyObject *self) {
 static PyObject *shared_clean(PyObject *module, PyObject *unused) {
   char text[8192];
   (void)module, (void)unused;
-  Py_BEGIN_ALLOW_THREADS
-  kvs_shared_clean(text, sizeof text);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(kvs_shared_clean(text, sizeof text));
   PyObject *whole = PyUnicode_FromString(text);
   PyObject *lines = whole == NULL ? NULL : PyUnicode_Splitlines(whole, 0);
   Py_XDECREF(whole);
@@ -250,7 +244,6 @@ PyDoc_STRVAR(unlink_doc,
              "error.");
 
 static PyMethodDef methods[] = {
-    KVS_PY_HOST_METHODS,
     {"claim", shared_claim, METH_O, claim_doc},
     {"publish", shared_publish, METH_O, publish_doc},
     {"retract", shared_retract, METH_O, retract_doc},
@@ -261,7 +254,6 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    KVS_PY_HOST_GETSET,
     {"path", get_shared, NULL, "str: path of the file.", (void *)PATH},
     {"generation", get_shared, NULL, "int: differs from that of every other pool of this name.",
      (void *)SHOWN_GENERATION},
@@ -274,20 +266,15 @@ static PyGetSetDef getset[] = {
 static PyType_Slot slots[] = {
     {Py_tp_doc, (void *)shared_pool_doc},
     {Py_tp_new, shared_pool_create},
-    {Py_tp_dealloc, kvs_py_host_pool_dealloc},
     {Py_tp_repr, shared_pool_repr},
-    {Py_tp_traverse, kvs_py_host_pool_traverse},
-    {Py_tp_clear, kvs_py_host_pool_clear},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_bf_getbuffer, kvs_py_host_pool_getbuffer},
-    {Py_bf_releasebuffer, kvs_py_host_pool_releasebuffer},
     {0, NULL},
 };
 
 PyType_Spec kvs_py_shared_pool_spec = {
     .name = "kvswap.memory.SharedPool",
     .basicsize = sizeof(struct kvs_py_host_pool),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };

@@ -39,9 +39,7 @@ static PyObject *stream_create(PyTypeObject *type, PyObject *args, PyObject *kwa
   }
   self->engine = engine;
   struct kvs_device *core = kvs_engine_device(engine);
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_dev_stream_create(core, priority_number(&core->info, priority), &self->handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_dev_stream_create(core, priority_number(&core->info, priority), &self->handle, &err));
   if (rc == KVS_OK) return (PyObject *)self;
   self->handle = 0;
   Py_DECREF(self);

@@ -48,9 +48,7 @@ static PyObject *host_step(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   struct kvs_device *core = host_device_of(module, values[0]);
   if (core == NULL || kvs_py_int64(values[1], "steps", -1, &steps) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  steps = kvs_host_step(core, steps);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(steps = kvs_host_step(core, steps));
   if (steps < 0) return kvs_py_complain(PyExc_ValueError, "device", -1, "is not deterministic"), NULL;
   return PyLong_FromLongLong(steps);
 }

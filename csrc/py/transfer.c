@@ -34,9 +34,7 @@ static void transfer_dealloc(PyObject *self) {
 /* Whether the transfer has ended; if so, drops what was held for it. */
 static bool poll(struct kvs_transfer *transfer) {
   bool ended;
-  Py_BEGIN_ALLOW_THREADS /* the lane's lock may be held by a long submission */
-  ended = kvs_transfer_done(transfer);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(ended = kvs_transfer_done(transfer)); /* the lane's lock may be held by a long submission */
   if (ended) kvs_py_collect(kvs_transfer_engine(transfer));
   return ended;
 }
@@ -88,9 +86,7 @@ static PyObject *transfer_done(PyObject *self, PyObject *unused) {
 static PyObject *transfer_cancel(PyObject *self, PyObject *unused) {
   (void)unused;
   bool stopped;
-  Py_BEGIN_ALLOW_THREADS
-  stopped = kvs_transfer_cancel(kvs_py_transfer_core(self));
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(stopped = kvs_transfer_cancel(kvs_py_transfer_core(self)));
   return PyBool_FromLong(stopped);
 }
 
@@ -101,9 +97,7 @@ static PyObject *transfer_make_wait(PyObject *self, PyObject *stream) {
   uint64_t handle;
   int rc;
   if (kvs_py_stream_handle(state, stream, "stream", kvs_transfer_engine(transfer), &handle) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_transfer_make_wait(transfer, handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_transfer_make_wait(transfer, handle, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
 }
@@ -122,9 +116,7 @@ static PyObject *transfer_make_wait_layer(PyObject *self, PyObject *const *args,
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (kvs_py_uint64(values[0], "layer", -1, &layer) < 0) return NULL;
   if (kvs_py_stream_handle(state, values[1], "stream", kvs_transfer_engine(transfer), &handle) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_transfer_make_wait_layer(transfer, layer, handle, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_transfer_make_wait_layer(transfer, layer, handle, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
 }
@@ -135,9 +127,7 @@ static PyObject *transfer_layer_done(PyObject *self, PyObject *value) {
   uint64_t layer;
   int rc;
   if (kvs_py_uint64(value, "layer", -1, &layer) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_transfer_layer_done(transfer, layer, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_transfer_layer_done(transfer, layer, &err));
   if (rc == KVS_NOT_READY) Py_RETURN_FALSE;
   kvs_py_collect(kvs_transfer_engine(transfer)); /* it may have been the last reference */
   return rc == KVS_OK ? Py_NewRef(Py_True) : kvs_py_raise(kvs_py_state_of(self), &err);

@@ -3,11 +3,7 @@
 
 #define PATIENCE_NS (INT64_C(60) * 1000000000)
 
-void kvs_py_collect(struct kvs_engine *engine) {
-  Py_BEGIN_ALLOW_THREADS
-  kvs_engine_collect(engine);
-  Py_END_ALLOW_THREADS
-}
+void kvs_py_collect(struct kvs_engine *engine) { KVS_PY_NO_GIL(kvs_engine_collect(engine)); }
 
 int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg, int64_t timeout_ns,
                 const char *what) {
@@ -18,9 +14,7 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
     struct kvs_error err = {0};
     int64_t slice = left >= 0 && left < KVS_PY_SLICE_NS ? left : KVS_PY_SLICE_NS;
     int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = wait(arg, slice, &err);
-    Py_END_ALLOW_THREADS
+    KVS_PY_NO_GIL(rc = wait(arg, slice, &err));
     if (rc == KVS_OK) return 0;
     if (rc == KVS_TIMEOUT && timeout_ns >= 0) left = timeout_ns - ((int64_t)kvs_clock_ns() - start);
     if (rc == KVS_TIMEOUT && timeout_ns >= 0 && left <= 0)
@@ -46,9 +40,7 @@ int kvs_py_wait_collected(struct kvs_py_state *state, struct kvs_engine *engine,
 PyObject *kvs_py_query(struct kvs_py_state *state, kvs_py_poll_function poll, void *object) {
   struct kvs_error err = {0};
   int rc;
-  Py_BEGIN_ALLOW_THREADS
-  rc = poll(object, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = poll(object, &err));
   if (rc != KVS_OK && rc != KVS_NOT_READY) return kvs_py_raise(state, &err);
   return PyBool_FromLong(rc == KVS_OK);
 }
@@ -86,9 +78,7 @@ enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_r
                                         int64_t timeout_ns) {
   bool withdrawn;
   int rc = kvs_py_wait(state, wait_reclaim, task, timeout_ns, "work that may use this memory");
-  Py_BEGIN_ALLOW_THREADS
-  withdrawn = kvs_reclaim_leave(task, registration ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(withdrawn = kvs_reclaim_leave(task, registration ? KVS_LEAVE_RESULT : KVS_LEAVE_WITHDRAW));
   if (rc == 0) return KVS_PY_GIVEN;
   if (withdrawn) return KVS_PY_KEPT;
   /* The free was submitted to the driver and will complete. */

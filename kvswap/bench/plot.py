@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvswap._rig import PATHS
 from kvswap.replay.units import format_size
 
 from . import beside, handlers, regret, table
@@ -23,7 +24,6 @@ Result: TypeAlias = table.Result | beside.Result | regret.Result | handlers.Resu
 
 _MOST_LINES = 6
 _WAYS = {"D2H": "GPU to host (D2H)", "H2D": "host to GPU (H2D)", "both": "both directions at once"}
-_PATHS = ("dma", "strided", "burst", "kernel", "direct")
 _BY_HAND = "fastest by hand"
 _BARE = "one bare copy"
 _COLOURS = {
@@ -65,10 +65,10 @@ def lines_of(rows: Sequence[table.Row], *, few: bool) -> dict[str, dict[int, flo
         if row.figures is not None:
             found.setdefault(row.method, {})[row.block_nbytes] = row.figures.device_gbps or row.figures.gbps
     if few:
-        kept = {name: line for name, line in found.items() if name in _PATHS}
+        kept = {name: line for name, line in found.items() if name in PATHS}
         by_hand: dict[int, float] = {}
         for name, line in found.items():
-            if name not in (*_PATHS, "auto", "high", "background"):
+            if name not in (*PATHS, "auto", "high", "background"):
                 for size, gbps in line.items():
                     by_hand[size] = max(gbps, by_hand.get(size, 0.0))
         kept |= {_BY_HAND: by_hand} if by_hand else {}

@@ -7,10 +7,11 @@ import difflib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import parse_size, says_otherwise
+from kvswap.typing import Path
 
 from .output import Output
 
@@ -44,7 +45,7 @@ __all__ = [
 
 EXIT_OK, EXIT_WRONG_BYTES, EXIT_USAGE, EXIT_DEVICE = 0, 1, 2, 3
 EXIT_DEFECT, EXIT_INTERRUPTED, EXIT_PIPE = 70, 130, 141
-PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
+PATHS: tuple[str, ...] = get_args(Path)
 
 Commands = argparse._SubParsersAction
 _Number = TypeVar("_Number", int, float)

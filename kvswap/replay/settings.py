@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .geometry import Geometry, scale
@@ -12,8 +12,7 @@ from .units import format_size
 
 if TYPE_CHECKING:
     from kvswap import _C
-
-Path: TypeAlias = Literal["auto", "dma", "strided", "burst", "kernel", "direct"]
+    from kvswap.typing import Path
 
 _DEFAULT_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 64 << 10}
 _DEFAULT_GPU_BLOCKS = {"cuda": 2048, "host": 4096}

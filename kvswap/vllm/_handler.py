@@ -6,15 +6,16 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
+from kvswap.typing import Path
 
 _logger = logger("kvswap.vllm")
 
-_PATHS = ("auto", "dma", "strided", "burst", "kernel", "direct")
+_PATHS = get_args(Path)
 _PRIORITIES = ("normal", "high", "background")
 _WAIT_TIMEOUT = 300.0  # seconds
 _LOG_EVERY = 60.0  # seconds

@@ -9,6 +9,8 @@ import inspect
 import pkgutil
 from typing import Any
 
+from stub_docs import members_of
+
 import kvswap
 from differential import table  # noqa: F401  # fills OPERATIONS
 from differential.frame import OPERATIONS
@@ -70,7 +72,7 @@ def members(name: str, value: Any) -> set[str]:
         return set()
     return {
         f"{name}.{key}"
-        for key, member in vars(value).items()
+        for key, member in members_of(value).items()
         if not key.startswith("_") and (callable(member) or not isinstance(member, (int, str, float, type(None))))
         if not isinstance(member, (list, dict))
     } | {f"{name}.{key}" for key in vars(value) if key in ("__cuda_array_interface__", "__array_interface__")}
