@@ -27,6 +27,7 @@ MODEL = (
     "--num_layers", "2", "--key_cache_shape", ",".join(map(str, SHAPE)),
     "--value_cache_shape", ",".join(map(str, SHAPE)), "--num_cpu_blocks", "32", "--cache_dtype", "float16",
 )  # fmt: skip
+PATIENT = ("--rank_timeout", "60")  # on a busy machine a rank may get no time for seconds
 GPU_BLOCKS, CPU_BLOCKS, BLOCK_NBYTES, TENSORS = SHAPE[0], 32, 2 * 4 * 8 * 2, 4
 
 
@@ -55,7 +56,7 @@ class Manager:
     ) -> None:
         """device: of all ranks; None: host:0, host:1, ..."""
         self.device = device
-        self.ranks, self.options = ranks, (*model, *(("--create_cache_tensor",) if create else ()), *options)
+        self.ranks, self.options = ranks, (*model, *(("--create_cache_tensor",) if create else ()), *PATIENT, *options)
         self._folder = tempfile.TemporaryDirectory(prefix="kvm-")
         self.directory = Path(self._folder.name, "m")
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * ranks
