@@ -38,15 +38,16 @@ static PyObject *host_pages(PyObject *self, void *unused) {
   return kvs_py_host_any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.pages]);
 }
 
+const char *const kvs_py_host_state_names[] = {[KVS_POOL_POPULATING] = "populating",
+                                               [KVS_POOL_READY] = "ready",
+                                               [KVS_POOL_FAILED] = "failed",
+                                               [KVS_POOL_CANCELLED] = "cancelled",
+                                               [KVS_POOL_CLOSED] = "closed"};
+
 static PyObject *host_state(PyObject *self, void *unused) {
-  static const char *const names[] = {[KVS_POOL_POPULATING] = "populating",
-                                      [KVS_POOL_READY] = "ready",
-                                      [KVS_POOL_FAILED] = "failed",
-                                      [KVS_POOL_CANCELLED] = "cancelled",
-                                      [KVS_POOL_CLOSED] = "closed"};
   struct kvs_host_pool_info info;
   (void)unused;
-  return kvs_py_host_any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(names[info.state]);
+  return kvs_py_host_any_info(self, &info) < 0 ? NULL : PyUnicode_FromString(kvs_py_host_state_names[info.state]);
 }
 
 static PyObject *host_pinned(PyObject *self, void *unused) {

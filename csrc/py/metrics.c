@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "../core/metrics.h"
-#include "bind.h"
+#include "host_pool.h"
 
 static const char *const directions[] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
 
@@ -177,7 +177,8 @@ static PyObject *kind_row(const char *what, const struct kvs_file_kind_metrics *
   return dict;
 }
 
-static PyObject *file_row(const struct kvs_file_metrics *metrics) {
+static PyObject *file_row(const void *row) {
+  const struct kvs_file_metrics *metrics = row;
   const struct kvs_file_stats *stats = &metrics->stats;
   const struct row rows[] = {{"block_bytes", metrics->block_nbytes},
                              {"capacity_bytes", metrics->capacity},
@@ -213,59 +214,54 @@ static PyObject *file_row(const struct kvs_file_metrics *metrics) {
   return dict;
 }
 
-enum { MORE = 8 }; /* opened between the two calls */
-
-static PyObject *file_rows(void) {
-  struct kvs_file_metrics *rows;
-  size_t capacity, found;
-  Py_BEGIN_ALLOW_THREADS
-  capacity = kvs_file_stores_get_metrics(NULL, 0) + MORE;
-  rows = calloc(capacity, sizeof *rows);
-  found = rows == NULL ? 0 : kvs_file_stores_get_metrics(rows, capacity);
-  Py_END_ALLOW_THREADS
-  PyObject *list = rows == NULL ? PyErr_NoMemory() : PyList_New(0);
-  for (size_t i = 0; list != NULL && i < found && i < capacity; ++i)
-    if (append(list, file_row(&rows[i])) < 0) Py_CLEAR(list);
-  free(rows);
-  return list;
-}
-
 /* -- host pools ---------------------------------------------------------------------------------------------------- */
 
-static PyObject *host_pool_row(const struct kvs_host_pool_metrics *pool) {
-  static const char *const states[] = {[KVS_POOL_POPULATING] = "populating",
-                                       [KVS_POOL_READY] = "ready",
-                                       [KVS_POOL_FAILED] = "failed",
-                                       [KVS_POOL_CANCELLED] = "cancelled",
-                                       [KVS_POOL_CLOSED] = "closed"};
+static PyObject *host_pool_row(const void *row) {
+  const struct kvs_host_pool_metrics *pool = row;
   return Py_BuildValue("{s:s, s:N, s:N, s:s, s:K, s:K, s:K}", "device", pool->device, "shared",
                        PyBool_FromLong(pool->shared), "pinned", PyBool_FromLong(pool->pinned), "state",
-                       states[pool->state], "blocks", (unsigned long long)pool->num_blocks, "bytes",
+                       kvs_py_host_state_names[pool->state], "blocks", (unsigned long long)pool->num_blocks, "bytes",
                        (unsigned long long)pool->nbytes, "populated_bytes", (unsigned long long)pool->populated_nbytes);
-}
-
-static PyObject *host_pool_rows(void) {
-  struct kvs_host_pool_metrics *rows;
-  size_t capacity, found;
-  Py_BEGIN_ALLOW_THREADS
-  capacity = kvs_host_pools_get_metrics(NULL, 0) + MORE;
-  rows = calloc(capacity, sizeof *rows);
-  found = rows == NULL ? 0 : kvs_host_pools_get_metrics(rows, capacity);
-  Py_END_ALLOW_THREADS
-  PyObject *list = rows == NULL ? PyErr_NoMemory() : PyList_New(0);
-  for (size_t i = 0; list != NULL && i < found && i < capacity; ++i)
-    if (append(list, host_pool_row(&rows[i])) < 0) Py_CLEAR(list);
-  free(rows);
-  return list;
 }
 
 /* -- the functions ------------------------------------------------------------------------------------------------- */
 
+/* What is counted by the process rather than by a device. */
+struct counted {
+  size_t nbytes; /* of a row of C */
+  size_t (*get)(void *rows, size_t capacity);
+  PyObject *(*row)(const void *row);
+};
+
+static size_t get_files(void *rows, size_t capacity) { return kvs_file_stores_get_metrics(rows, capacity); }
+
+static size_t get_host_pools(void *rows, size_t capacity) { return kvs_host_pools_get_metrics(rows, capacity); }
+
+static const struct counted files = {sizeof(struct kvs_file_metrics), get_files, file_row};
+static const struct counted host_pools = {sizeof(struct kvs_host_pool_metrics), get_host_pools, host_pool_row};
+
+enum { MORE = 8 }; /* opened between the two calls */
+
+static PyObject *rows_of(const struct counted *counted) {
+  char *rows;
+  size_t capacity, found;
+  Py_BEGIN_ALLOW_THREADS
+  capacity = counted->get(NULL, 0) + MORE;
+  rows = calloc(capacity, counted->nbytes);
+  found = rows == NULL ? 0 : counted->get(rows, capacity);
+  Py_END_ALLOW_THREADS
+  PyObject *list = rows == NULL ? PyErr_NoMemory() : PyList_New(0);
+  for (size_t i = 0; list != NULL && i < found && i < capacity; ++i)
+    if (append(list, counted->row(rows + i * counted->nbytes)) < 0) Py_CLEAR(list);
+  free(rows);
+  return list;
+}
+
 static PyObject *metrics(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   PyObject *dict = PyDict_New();
-  if (dict != NULL && (put(dict, "devices", device_rows()) < 0 || put(dict, "files", file_rows()) < 0 ||
-                       put(dict, "host_pools", host_pool_rows()) < 0))
+  if (dict != NULL && (put(dict, "devices", device_rows()) < 0 || put(dict, "files", rows_of(&files)) < 0 ||
+                       put(dict, "host_pools", rows_of(&host_pools)) < 0))
     Py_CLEAR(dict);
   return dict;
 }

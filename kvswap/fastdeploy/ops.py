@@ -23,13 +23,14 @@ thread may call.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from kvswap import _C
 from kvswap.fastdeploy._tensors import Blocks, blocks_of, framework_gpu, order_of
@@ -191,70 +192,48 @@ def _submit(
     )
 
 
-def _swap(
+# -- the ops: each returns when the copy is done, and its _async twin returns the Transfer at once ---------------------
+
+_P = ParamSpec("_P")
+_AT_ONCE = """As {}(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
+stream."""
+
+
+def _pair(
+    op: Callable[Concatenate[_Swap[Any], _P], Any],
+) -> tuple[Callable[_P, None], Callable[_P, _C.Transfer]]:
+    """The two ops that are `op` with one or the other of kvswap's functions, which `op` takes first."""
+
+    def done(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        op(_C.swap_cache_all_layers, *args, **kwargs)
+
+    def at_once(*args: _P.args, **kwargs: _P.kwargs) -> _C.Transfer:
+        transfer: _C.Transfer = op(_C.swap_cache_all_layers_async, *args, **kwargs)
+        return transfer
+
+    signature = inspect.signature(op)
+    name, parameters = op.__name__.lstrip("_"), list(signature.parameters.values())[1:]
+    for twin, suffix, returns in ((done, "", "None"), (at_once, "_async", "_C.Transfer")):
+        twin.__name__ = twin.__qualname__ = name + suffix
+        twin.__signature__ = signature.replace(parameters=parameters, return_annotation=returns)  # type: ignore[union-attr]
+    op.__qualname__ = name  # for Python's errors
+    done.__doc__, at_once.__doc__ = op.__doc__, _AT_ONCE.format(name)
+    return done, at_once
+
+
+def _swap_cache_all_layers(
     swap: _Swap[_T],
-    tensors: Any,
-    ptrs: Any,
-    cpu_blocks: Any,
-    gpu_ids: _Ids,
-    cpu_ids: _Ids,
-    rank: Any,
-    mode: Any,
-    stream: Any,
-    on: _Device,
+    cache_gpu_tensors: Sequence[Any],
+    cache_cpu_ptrs: Sequence[int],
+    max_block_num_cpu: int,
+    swap_block_ids_gpu: _Ids,
+    swap_block_ids_cpu: _Ids,
+    rank: int,
+    mode: int,
+    *,
+    stream: Any = None,
+    device: _Device = None,
 ) -> _T:
-    direction, count = _check_mode(mode), _check_ids(gpu_ids, cpu_ids)
-    most, device = _index(cpu_blocks, "max_block_num_cpu"), device_of(rank, on)
-    kept, addresses = _pairs(tensors, ptrs)
-    blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
-    if not kept or not count:  # without ids there is nothing to check
-        kept, blocks, addresses, gpu_ids, cpu_ids = [], [], [], (), ()
-    return _submit(swap, kept, blocks, addresses, most, gpu_ids, cpu_ids, direction, device, stream)
-
-
-# -- all layers -------------------------------------------------------------------------------------------------------
-
-
-def swap_cache_all_layers_async(
-    cache_gpu_tensors: Sequence[Any],
-    cache_cpu_ptrs: Sequence[int],
-    max_block_num_cpu: int,
-    swap_block_ids_gpu: _Ids,
-    swap_block_ids_cpu: _Ids,
-    rank: int,
-    mode: int,
-    *,
-    stream: Any = None,
-    device: _Device = None,
-) -> _C.Transfer:
-    """As swap_cache_all_layers(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
-    stream."""
-    return _swap(
-        _C.swap_cache_all_layers_async,
-        cache_gpu_tensors,
-        cache_cpu_ptrs,
-        max_block_num_cpu,
-        swap_block_ids_gpu,
-        swap_block_ids_cpu,
-        rank,
-        mode,
-        stream,
-        device,
-    )
-
-
-def swap_cache_all_layers(
-    cache_gpu_tensors: Sequence[Any],
-    cache_cpu_ptrs: Sequence[int],
-    max_block_num_cpu: int,
-    swap_block_ids_gpu: _Ids,
-    swap_block_ids_cpu: _Ids,
-    rank: int,
-    mode: int,
-    *,
-    stream: Any = None,
-    device: _Device = None,
-) -> None:
     """Copy the same blocks of every cache; returns when the copy is done. FastDeploy's swap_cache_batch.cu.
 
     cache_gpu_tensors: a list of caches, each with its own number of blocks and block size. An empty list does nothing
@@ -262,24 +241,17 @@ def swap_cache_all_layers(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    _swap(
-        _C.swap_cache_all_layers,
-        cache_gpu_tensors,
-        cache_cpu_ptrs,
-        max_block_num_cpu,
-        swap_block_ids_gpu,
-        swap_block_ids_cpu,
-        rank,
-        mode,
-        stream,
-        device,
-    )
+    direction, count = _check_mode(mode), _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
+    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
+    kept, addresses = _pairs(cache_gpu_tensors, cache_cpu_ptrs)
+    blocks = [blocks_of(tensor, f"cache_gpu_tensors[{i}]") for i, tensor in enumerate(kept)]
+    if not kept or not count:  # without ids there is nothing to check
+        return _submit(swap, [], [], [], most, (), (), direction, on, stream)
+    ids = swap_block_ids_gpu, swap_block_ids_cpu
+    return _submit(swap, kept, blocks, addresses, most, *ids, direction, on, stream)
 
 
-# -- one layer --------------------------------------------------------------------------------------------------------
-
-
-def _swap_one(
+def _swap_cache_per_layer(
     swap: _Swap[_T],
     cache_gpu: Any,
     cache_cpu_ptr: int,
@@ -288,96 +260,24 @@ def _swap_one(
     swap_block_ids_cpu: _Ids,
     rank: int,
     mode: int,
-    stream: Any,
-    device: _Device,
+    *,
+    stream: Any = None,
+    device: _Device = None,
 ) -> _T:
-    direction = _check_mode(mode)
-    count = _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
-    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
-    blocks, address = blocks_of(cache_gpu, "cache_gpu"), _index(cache_cpu_ptr, "cache_cpu_ptr", 1)
-    tensors = [cache_gpu] if count else []
-    return _submit(
-        swap,
-        tensors,
-        [blocks][: len(tensors)],
-        [address][: len(tensors)],
-        most,
-        swap_block_ids_gpu,
-        swap_block_ids_cpu,
-        direction,
-        on,
-        stream,
-    )
-
-
-def swap_cache_per_layer_async(
-    cache_gpu: Any,
-    cache_cpu_ptr: int,
-    max_block_num_cpu: int,
-    swap_block_ids_gpu: _Ids,
-    swap_block_ids_cpu: _Ids,
-    rank: int,
-    mode: int,
-    *,
-    stream: Any = None,
-    device: _Device = None,
-) -> _C.Transfer:
-    """As swap_cache_per_layer(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
-    stream.
-
-    An event recorded after the call on CuPy's current stream (on the tensor's, if CuPy has none) completes after the
-    copy.
-    """
-    return _swap_one(
-        _C.swap_cache_all_layers_async,
-        cache_gpu,
-        cache_cpu_ptr,
-        max_block_num_cpu,
-        swap_block_ids_gpu,
-        swap_block_ids_cpu,
-        rank,
-        mode,
-        stream,
-        device,
-    )
-
-
-def swap_cache_per_layer(
-    cache_gpu: Any,
-    cache_cpu_ptr: int,
-    max_block_num_cpu: int,
-    swap_block_ids_gpu: _Ids,
-    swap_block_ids_cpu: _Ids,
-    rank: int,
-    mode: int,
-    *,
-    stream: Any = None,
-    device: _Device = None,
-) -> None:
     """Copy blocks of one cache; returns when the copy is done. FastDeploy's swap_cache.cu and swap_cache_optimized.cu.
 
-    cache_gpu: the cache. cache_cpu_ptr: the address of max_block_num_cpu blocks.
+    cache_gpu: the cache. cache_cpu_ptr: the address of max_block_num_cpu blocks. An event recorded after the call on
+      CuPy's current stream (on the tensor's, if CuPy has none) completes after the copy.
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    _swap_one(
-        _C.swap_cache_all_layers,
-        cache_gpu,
-        cache_cpu_ptr,
-        max_block_num_cpu,
-        swap_block_ids_gpu,
-        swap_block_ids_cpu,
-        rank,
-        mode,
-        stream,
-        device,
-    )
-
-
-swap_cache = swap_cache_per_layer  # the older name
-
-
-# -- layer-first to block-first ---------------------------------------------------------------------------------------
+    direction, count = _check_mode(mode), _check_ids(swap_block_ids_gpu, swap_block_ids_cpu)
+    most, on = _index(max_block_num_cpu, "max_block_num_cpu"), device_of(rank, device)
+    blocks, address = [blocks_of(cache_gpu, "cache_gpu")], [_index(cache_cpu_ptr, "cache_cpu_ptr", 1)]
+    ids = swap_block_ids_gpu, swap_block_ids_cpu
+    if not count:
+        return _submit(swap, [], [], [], most, *ids, direction, on, stream)
+    return _submit(swap, [cache_gpu], blocks, address, most, *ids, direction, on, stream)
 
 
 def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
@@ -397,7 +297,7 @@ def _layout_blocks(tensors: list[Any], cache_shape: Any) -> list[Blocks]:
     return found
 
 
-def _swap_layout(
+def _swap_cache_layout(
     swap: _Swap[_T],
     cache_gpu_tensors: Sequence[Any],
     cache_cpu_ptrs: int,
@@ -406,72 +306,10 @@ def _swap_layout(
     cpu_block_ids: _Ids,
     rank: int,
     mode: int,
-    stream: Any,
-    device: _Device,
+    *,
+    stream: Any = None,
+    device: _Device = None,
 ) -> _T:
-    direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
-    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
-    if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
-        raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
-    tensors = list(cache_gpu_tensors) if count else []
-    blocks = _layout_blocks(tensors, cache_shape)
-    offsets = list(itertools.accumulate((block.nbytes for block in blocks), initial=0))
-    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
-    return _submit(
-        swap,
-        tensors,
-        blocks,
-        [base + offset for offset in offsets[:-1]],
-        most,
-        gpu_block_ids,
-        cpu_block_ids,
-        direction,
-        on,
-        stream,
-        cpu_stride=offsets[-1] or None,
-    )
-
-
-def swap_cache_layout_async(
-    cache_gpu_tensors: Sequence[Any],
-    cache_cpu_ptrs: int,
-    cache_shape: Sequence[int],
-    gpu_block_ids: _Ids,
-    cpu_block_ids: _Ids,
-    rank: int,
-    mode: int,
-    *,
-    stream: Any = None,
-    device: _Device = None,
-) -> _C.Transfer:
-    """As swap_cache_layout(), but returns the Transfer at once: wait for the Transfer or its `event`, or on a
-    stream."""
-    return _swap_layout(
-        _C.swap_cache_all_layers_async,
-        cache_gpu_tensors,
-        cache_cpu_ptrs,
-        cache_shape,
-        gpu_block_ids,
-        cpu_block_ids,
-        rank,
-        mode,
-        stream,
-        device,
-    )
-
-
-def swap_cache_layout(
-    cache_gpu_tensors: Sequence[Any],
-    cache_cpu_ptrs: int,
-    cache_shape: Sequence[int],
-    gpu_block_ids: _Ids,
-    cpu_block_ids: _Ids,
-    rank: int,
-    mode: int,
-    *,
-    stream: Any = None,
-    device: _Device = None,
-) -> None:
     """Copy blocks between layer-first caches and block-first host objects, in one transfer; returns when the copy is
     done. FastDeploy's swap_cache_layout.cu.
 
@@ -480,18 +318,23 @@ def swap_cache_layout(
 
     Other arguments, order and errors: help(kvswap.fastdeploy.ops).
     """
-    _swap_layout(
-        _C.swap_cache_all_layers,
-        cache_gpu_tensors,
-        cache_cpu_ptrs,
-        cache_shape,
-        gpu_block_ids,
-        cpu_block_ids,
-        rank,
-        mode,
-        stream,
-        device,
-    )
+    direction, count = _check_mode(mode), _check_ids(gpu_block_ids, cpu_block_ids)
+    on, base = device_of(rank, device), _index(cache_cpu_ptrs, "cache_cpu_ptrs", 1)
+    if isinstance(cache_gpu_tensors, str) or not isinstance(cache_gpu_tensors, Sequence):
+        raise TypeError(f"cache_gpu_tensors must be a list of tensors, not {type(cache_gpu_tensors).__name__}")
+    tensors = list(cache_gpu_tensors) if count else []
+    blocks = _layout_blocks(tensors, cache_shape)
+    *offsets, stride = itertools.accumulate((block.nbytes for block in blocks), initial=0)
+    ptrs = [base + offset for offset in offsets]
+    most = 1 + max((int(i) for i in cpu_block_ids), default=-1)  # the op is not told how many host objects there are
+    ids = gpu_block_ids, cpu_block_ids
+    return _submit(swap, tensors, blocks, ptrs, most, *ids, direction, on, stream, cpu_stride=stride or None)
+
+
+swap_cache_all_layers, swap_cache_all_layers_async = _pair(_swap_cache_all_layers)
+swap_cache_per_layer, swap_cache_per_layer_async = _pair(_swap_cache_per_layer)
+swap_cache_layout, swap_cache_layout_async = _pair(_swap_cache_layout)
+swap_cache = swap_cache_per_layer  # the older name
 
 
 # -- host memory ------------------------------------------------------------------------------------------------------
