@@ -1244,6 +1244,34 @@ class _PatternJob:
     def result(self, timeout: float | None = None) -> tuple[int, int | None, int | None]:
         """Wait; returns (wrong bytes, item of the first, its offset in the item), or (0, None, None) if all bytes are right or written."""
 
+def _disk_check(
+    dsts: NDArray[Any], srcs: NDArray[Any], dst_fds: NDArray[Any], src_fds: NDArray[Any], num_bytes: int
+) -> None:
+    """For kvswap.trtllm: check descriptors, offsets and overlaps of tasks.
+
+    dsts, srcs: int64 arrays, an offset in a file, or an address where the descriptor is -1."""
+
+def _disk_queue(
+    dsts: NDArray[Any],
+    srcs: NDArray[Any],
+    dst_fds: NDArray[Any],
+    src_fds: NDArray[Any],
+    num_bytes: int,
+    device: Device,
+    stream: StreamLike,
+    threads: int,
+    clear: bool,
+) -> Any:
+    """For kvswap.trtllm: queue copies between files and host memory on a stream; returns a capsule.
+
+    clear: memory of a failed read becomes zeros."""
+
+def _disk_ended(copy: Any, /) -> bool:
+    """Whether the stream has executed these copies."""
+
+def _disk_failed(copy: Any, /) -> list[tuple[int, Exception]]:
+    """[(position, exception)] of copies that have ended."""
+
 def _file_gds(compat: bool, /) -> tuple[bool, str]:
     """(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by what, or why not), as far as is known without opening libcufile's driver."""
 
