@@ -568,6 +568,7 @@ class FileStore:
         ids: Ids | None = None,
         *,
         after: After = (),
+        parts: Sequence[int] | NDArray[Any] | None = None,
         replace: bool = True,
     ) -> FileTransfer:
         """Store blocks under keys; returns the FileTransfer at once. The bytes must not change until it ended.
@@ -577,6 +578,9 @@ class FileStore:
           in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
           ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory
           behind plain addresses must stay mapped as long.
+        parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory (K
+          and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one tensor
+          a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.
         after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the
           device's compute stream in any case. A Transfer that failed raises its error.
         replace: False: an existing key is left unchanged and counts as stored, for keys that determine the bytes.
@@ -585,7 +589,15 @@ class FileStore:
 
         All or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished
         transfers. Later failures are reported block by block (FileTransfer.failed_blocks, reasons). Any thread may call."""
-    def load(self, keys: Keys, blocks: Blocks, ids: Ids | None = None, *, after: After = ()) -> FileTransfer:
+    def load(
+        self,
+        keys: Keys,
+        blocks: Blocks,
+        ids: Ids | None = None,
+        *,
+        after: After = (),
+        parts: Sequence[int] | NDArray[Any] | None = None,
+    ) -> FileTransfer:
         """Load the blocks of these keys; returns the FileTransfer at once. A missing or damaged block is among the failed
         blocks, and its memory is then undefined.
 
@@ -594,6 +606,9 @@ class FileStore:
           in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
           ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory
           behind plain addresses must stay mapped as long.
+        parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory (K
+          and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one tensor
+          a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.
         after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the
           device's compute stream in any case. A Transfer that failed raises its error.
 
