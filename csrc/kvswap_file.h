@@ -18,6 +18,7 @@ extern "C" {
 enum {
   KVS_FILE_KEY_NBYTES = 512,     /* 1 to this many bytes */
   KVS_FILE_LAYOUT_NBYTES = 3072, /* limit of a layout's text */
+  KVS_FILE_DIRECTORIES = 64,
 };
 #define KVS_FILE_BLOCK_NBYTES ((uint64_t)1 << 40) /* limit of a block */
 
@@ -52,7 +53,11 @@ struct kvs_file_settings {
   bool readonly;  /* read only: while another process writes the store, or on a read-only file system */
   struct kvs_engine *device; /* device of the pools to store from and load into; NULL: addresses of host memory only */
   uint64_t staging_nbytes; /* pinned memory (with GDS, device memory) between pools and files; 0: chosen by the store */
-  uint64_t reserved[8];
+  /* Further directories, on other disks. The blocks are spread over all, and the capacity is that of all. A store is
+   * opened with all its directories or not at all; the layout is then a JSON object. */
+  const char *const *more;
+  size_t nmore;
+  uint64_t reserved[6];
 };
 
 /* Make or open a store. KVS_INVALID: the directory has another layout (the message names both) and is unchanged.

@@ -522,6 +522,8 @@ class FileTransfer:
 class FileStore:
     """Blocks by key in the files of a directory, which is created if missing (mode 0700).
 
+    directory: a path, or a list of paths on several disks, over which the blocks are spread. A store is opened with
+      all its directories or not at all; their order does not count.
     layout: a Layout. A directory of another layout is refused (ValueError) and left unchanged.
     capacity: limit of the files' bytes; beyond it the least recently used blocks are evicted.
     device: of the Pools whose blocks are stored and loaded: a Device or its name. None: host memory only.
@@ -540,7 +542,11 @@ class FileStore:
     Error: the directory cannot be used. Any thread may use it."""
     def __new__(
         cls,
-        directory: str | bytes | PathLike[str] | PathLike[bytes],
+        directory: str
+        | bytes
+        | PathLike[str]
+        | PathLike[bytes]
+        | Sequence[str | bytes | PathLike[str] | PathLike[bytes]],
         layout: LayoutLike,
         *,
         capacity: int | None = None,
