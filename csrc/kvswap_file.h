@@ -18,6 +18,7 @@ extern "C" {
 enum {
   KVS_FILE_KEY_NBYTES = 512,     /* 1 to this many bytes */
   KVS_FILE_LAYOUT_NBYTES = 3072, /* limit of a layout's text */
+  KVS_FILE_DIRECTORIES = 64,
 };
 #define KVS_FILE_BLOCK_NBYTES ((uint64_t)1 << 40) /* limit of a block */
 
@@ -52,7 +53,11 @@ struct kvs_file_settings {
   bool readonly;  /* read only: while another process writes the store, or on a read-only file system */
   struct kvs_engine *device; /* device of the pools to store from and load into; NULL: addresses of host memory only */
   uint64_t staging_nbytes; /* pinned memory (with GDS, device memory) between pools and files; 0: chosen by the store */
-  uint64_t reserved[8];
+  /* Further directories, on other disks. The blocks are spread over all, and the capacity is that of all. A store is
+   * opened with all its directories or not at all; the layout is then a JSON object. */
+  const char *const *more;
+  size_t nmore;
+  uint64_t reserved[6];
 };
 
 /* Make or open a store. KVS_INVALID: the directory has another layout (the message names both) and is unchanged.
@@ -78,7 +83,7 @@ struct kvs_file_keys {
 /* Where the blocks are: at addresses of host memory, or in slots of pools of the store's device. A block in pools is
  * the bytes of all its pools, one after the other. */
 struct kvs_file_blocks {
-  const uint64_t *addresses; /* one a key; NULL: pools */
+  const uint64_t *addresses; /* one a key, or nparts a key (kvs_file_options); NULL: pools */
   struct kvs_pool *const *pools;
   size_t npools;
   struct kvs_ids ids;
@@ -90,8 +95,13 @@ struct kvs_file_options {
   size_t nafter;
   void *owner; /* as in kvs_options; released by kvs_file_collect() */
   void (*release)(void *);
-  uint64_t reserved[8];
+  /* With addresses: a block is gathered from `nparts` ranges of part_nbytes[] bytes, which make block_nbytes in all: K
+   * and V, layers, groups. Key i has addresses [i * nparts, (i + 1) * nparts). 0: one range. The files are the same. */
+  const uint64_t *part_nbytes;
+  size_t nparts;
+  uint64_t reserved[6];
 };
+enum { KVS_FILE_PARTS = 65536 }; /* limit of a block's parts */
 
 /* Each word of the arrays is read once, during the call, and then checked: another thread may write to them. All blocks
  * are queued or none, as in kvswap.h; later failures are reported block by block. Memory must stay mapped, and stored

@@ -523,6 +523,8 @@ class FileTransfer:
 class FileStore:
     """Blocks by key in the files of a directory, which is created if missing (mode 0700).
 
+    directory: a path, or a list of paths on several disks, over which the blocks are spread. A store is opened with
+      all its directories or not at all; their order does not count.
     layout: a Layout. A directory of another layout is refused (ValueError) and left unchanged.
     capacity: limit of the files' bytes; beyond it the least recently used blocks are evicted.
     device: of the Pools whose blocks are stored and loaded: a Device or its name. None: host memory only.
@@ -541,7 +543,11 @@ class FileStore:
     Error: the directory cannot be used. Any thread may use it."""
     def __new__(
         cls,
-        directory: str | bytes | PathLike[str] | PathLike[bytes],
+        directory: str
+        | bytes
+        | PathLike[str]
+        | PathLike[bytes]
+        | Sequence[str | bytes | PathLike[str] | PathLike[bytes]],
         layout: LayoutLike,
         *,
         capacity: int | None = None,
@@ -569,6 +575,7 @@ class FileStore:
         ids: Ids | None = None,
         *,
         after: After = (),
+        parts: Sequence[int] | NDArray[Any] | None = None,
         replace: bool = True,
     ) -> FileTransfer:
         """Store blocks under keys; returns the FileTransfer at once. The bytes must not change until it ended.
@@ -578,6 +585,9 @@ class FileStore:
           in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
           ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory
           behind plain addresses must stay mapped as long.
+        parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory (K
+          and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one tensor
+          a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.
         after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the
           device's compute stream in any case. A Transfer that failed raises its error.
         replace: False: an existing key is left unchanged and counts as stored, for keys that determine the bytes.
@@ -586,7 +596,15 @@ class FileStore:
 
         All or nothing is queued: ValueError, IndexError, TypeError: wrong arguments; QueueFull: too many unfinished
         transfers. Later failures are reported block by block (FileTransfer.failed_blocks, reasons). Any thread may call."""
-    def load(self, keys: Keys, blocks: Blocks, ids: Ids | None = None, *, after: After = ()) -> FileTransfer:
+    def load(
+        self,
+        keys: Keys,
+        blocks: Blocks,
+        ids: Ids | None = None,
+        *,
+        after: After = (),
+        parts: Sequence[int] | NDArray[Any] | None = None,
+    ) -> FileTransfer:
         """Load the blocks of these keys; returns the FileTransfer at once. A missing or damaged block is among the failed
         blocks, and its memory is then undefined.
 
@@ -595,6 +613,9 @@ class FileStore:
           in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
           ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory
           behind plain addresses must stay mapped as long.
+        parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory (K
+          and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one tensor
+          a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.
         after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the
           device's compute stream in any case. A Transfer that failed raises its error.
 
@@ -1168,6 +1189,34 @@ class _PatternJob:
         """Whether the job has ended. Never blocks."""
     def result(self, timeout: float | None = None) -> tuple[int, int | None, int | None]:
         """Wait; returns (wrong bytes, item of the first, its offset in the item), or (0, None, None) if all bytes are right or written."""
+
+def _disk_check(
+    dsts: NDArray[Any], srcs: NDArray[Any], dst_fds: NDArray[Any], src_fds: NDArray[Any], num_bytes: int
+) -> None:
+    """For kvswap.trtllm: check descriptors, offsets and overlaps of tasks.
+
+    dsts, srcs: int64 arrays, an offset in a file, or an address where the descriptor is -1."""
+
+def _disk_queue(
+    dsts: NDArray[Any],
+    srcs: NDArray[Any],
+    dst_fds: NDArray[Any],
+    src_fds: NDArray[Any],
+    num_bytes: int,
+    device: Device,
+    stream: StreamLike,
+    threads: int,
+    clear: bool,
+) -> Any:
+    """For kvswap.trtllm: queue copies between files and host memory on a stream; returns a capsule.
+
+    clear: memory of a failed read becomes zeros."""
+
+def _disk_ended(copy: Any, /) -> bool:
+    """Whether the stream has executed these copies."""
+
+def _disk_failed(copy: Any, /) -> list[tuple[int, Exception]]:
+    """[(position, exception)] of copies that have ended."""
 
 def _file_gds(compat: bool, /) -> tuple[bool, str]:
     """(Whether a store would use GPUDirect Storage, with compat also libcufile's compatibility mode; by what, or why not), as far as is known without opening libcufile's driver."""

@@ -547,6 +547,22 @@ def a_written_word_releases_a_wait(d: kvswap.Device) -> Answer:
     return seam(d, "stream_query", waiting.handle)
 
 
+@case((0, 0, 1, 1))
+def functions_of_the_host_run_in_their_place(d: kvswap.Device) -> Answer:
+    word, stream = d.alloc(64, host=True), kvswap.Stream(d)
+    count = ctypes.c_uint32.from_address(word.ptr)
+    count.value = 0
+    copied = at(d, 4)
+    with Gate(d) as gate:
+        gate.hold(stream)
+        answer = code(d, "call", word.ptr, stream.handle)
+        seam(d, "copy", copied.ptr, word.ptr, 4, stream.handle)
+        before = count.value
+        gate.open()
+        stream.synchronize(PATIENCE)
+    return answer, before, count.value, int(copied.get()[:4].view(np.uint32)[0])
+
+
 @case((1, 1, 1, 0))
 def launches_of_impossible_shapes(d: kvswap.Device) -> Answer:
     table, stream = at(d, 256), kvswap.Stream(d)
@@ -609,6 +625,7 @@ def test_captured_streams_refuse_work(device: kvswap.Device) -> None:
             ("fill", a.ptr, 1, 1),
             ("write32", a.ptr, 1),
             ("wait32", a.ptr, 0),
+            ("call", a.ptr),
             ("stream_query",),
         ):
             with pytest.raises(kvswap.Error, match="captured"):

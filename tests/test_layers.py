@@ -56,6 +56,7 @@ POINTERS = {
     "core/work.h": "plan, watch, settle: what submitting asks of the call that it is for",
     "files/engine.h": "threads or io_uring",
     "files/item.h": "release: the caller's own",
+    "host/queue.h": "a function that a stream calls",
     "offload/offload.h": "release: the caller's own",
 }
 

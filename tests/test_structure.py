@@ -61,7 +61,7 @@ ROWS = [
     {"core/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
-    {"files/engine.h"},
+    {"files/engine.h", "files/disk.h"},
     {"files/item.h"},
     {"files/store.h"},
     {"files/gds.h"},
@@ -172,6 +172,7 @@ def test_the_bindings_use_the_surface() -> None:
     }
     more = {
         "calibration.c": {"plan/calibration.h"},
+        "disk.c": {"files/disk.h"},
         "files.c": {"files/sys.h", "files/cufile.h"},
         "machine.c": {"cuda/fatbin.h"},
         "testing.c": {"host/device.h", "device/hooks.h"},

@@ -76,6 +76,8 @@ QUICK = {
     "device.c:device_set_compute_stream": QUEUES,
     "device.c:device_register": QUEUES,
     "device_facts.c:kvs_py_device_stats": QUEUES,
+    "disk.c:disk_check": QUEUES,
+    "disk.c:queue": QUEUES,
     "event.c:event_create": QUEUES,
     "event.c:kvs_py_event_of_transfer": QUEUES,
     "event.c:event_record": QUEUES,

@@ -247,6 +247,15 @@ static int wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_s
   return kvs_cuda_leave(&scope, code, "cuStreamWaitValue32", err);
 }
 
+static int call(struct kvs_device *device, void (*function)(void *arg), void *arg, kvs_stream stream,
+                struct kvs_error *err) {
+  struct kvs_cuda_scope scope;
+  int status = kvs_cuda_enter(&scope, device, err);
+  if (status != KVS_OK) return status;
+  int code = scope.cu->cuLaunchHostFunc(kvs_cuda_stream(stream), function, arg);
+  return kvs_cuda_leave(&scope, code, "cuLaunchHostFunc", err);
+}
+
 /* Tests stream memory operations by using them: on some drivers the device attributes deny them although they work. The
  * word is freed at close, because freeing device memory waits for the whole device. */
 static bool probe_memops(struct kvs_cuda_device *device) {
@@ -316,6 +325,7 @@ static const struct kvs_device_ops cuda_ops = {
     .launch = kvs_cuda_launch,
     .write32 = write32,
     .wait32 = wait32,
+    .call = call,
     .bind = bind,
     .unbind = unbind,
     .share = &kvs_cuda_share_ops,

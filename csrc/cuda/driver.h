@@ -63,6 +63,8 @@
     (kvs_cu_deviceptr * dst, kvs_cu_deviceptr * src, size_t *nbytes, size_t count,                                     \
      struct kvs_cu_copy_attributes *attributes, size_t *first_of_attribute, size_t nattributes, size_t *failed,        \
      kvs_cu_stream stream))                                                                                            \
+  X(REQUIRED, cuLaunchHostFunc, "cuLaunchHostFunc", 10000,                                                             \
+    (kvs_cu_stream stream, void (*function)(void *arg), void *arg))                                                    \
   X(REQUIRED, cuMemsetD32Async, "cuMemsetD32Async", 3020,                                                              \
     (kvs_cu_deviceptr dst, unsigned word, size_t nwords, kvs_cu_stream stream))                                        \
   X(REQUIRED, cuStreamCreateWithPriority, "cuStreamCreateWithPriority", 5050,                                          \

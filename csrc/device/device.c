@@ -307,6 +307,11 @@ int kvs_dev_wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_
   THROUGH(wait32, ptr, value, stream, err);
 }
 
+int kvs_dev_call(struct kvs_device *device, void (*function)(void *arg), void *arg, kvs_stream stream,
+                 struct kvs_error *err) {
+  THROUGH(call, function, arg, stream, err);
+}
+
 int kvs_dev_bind(struct kvs_device *device, struct kvs_error *err) {
   int status = kvs_dev_enter(device, "bind", err);
   if (!status && device->ops->bind) status = device->ops->bind(device, err);

@@ -137,6 +137,8 @@ struct kvs_device_ops {
   int (*write32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
   int (*wait32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream,
                 struct kvs_error *); /* until (int32)(*ptr - value) >= 0 */
+  /* function(arg) on a thread of the host, which must not call the device. On a lost device it may never be called. */
+  int (*call)(struct kvs_device *, void (*function)(void *arg), void *arg, kvs_stream, struct kvs_error *);
 
   /* (optional: no-op) Make the device's context current for the calling thread until unbind: for libraries that use the
    * current context. */
@@ -204,6 +206,7 @@ int kvs_dev_fill(struct kvs_device *, uint64_t dst, uint32_t word, size_t nwords
 int kvs_dev_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
 int kvs_dev_write32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
 int kvs_dev_wait32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
+int kvs_dev_call(struct kvs_device *, void (*function)(void *arg), void *arg, kvs_stream, struct kvs_error *);
 int kvs_dev_bind(struct kvs_device *, struct kvs_error *);
 void kvs_dev_unbind(struct kvs_device *); /* after a successful bind, on the same thread; also on a lost device */
 

@@ -182,9 +182,24 @@ static void span_of_page(struct kvs_file_item *item, uint32_t slot, uint8_t *pag
 static uint8_t *memory_of(const struct kvs_file_item *item) { return (uint8_t *)(uintptr_t)item->address; }
 
 /* In staging, the block directly follows its header. Other memory is read and written in place up to its last whole
- * page. With O_DIRECT, memory that is not page-aligned goes through scratch. */
+ * page. A block in parts goes through scratch, and so does with O_DIRECT memory that is not page-aligned. */
 static bool in_place(const struct kvs_file_item *item) {
+  if (item->transfer->nparts) return false;
   return !item->transfer->store->direct || item->address % KVS_FILE_PAGE == 0;
+}
+
+/* Copy the block between its place in scratch and the caller's memory. */
+static void copy_block(const struct kvs_file_item *item, uint8_t *scratch, bool to_scratch) {
+  const struct kvs_file_transfer *transfer = item->transfer;
+  const size_t n = transfer->nparts ? transfer->nparts : 1;
+  const uint64_t *parts = transfer->part_nbytes, whole = transfer->store->geometry.block_nbytes;
+  for (size_t i = 0; i < n; i++) {
+    uint64_t nbytes = parts ? parts[i] : whole;
+    uint64_t address = parts ? parts[n + (size_t)(item - transfer->items) * n + i] : item->address;
+    void *memory = (void *)(uintptr_t)address;
+    memcpy(to_scratch ? (void *)scratch : memory, to_scratch ? memory : (void *)scratch, nbytes);
+    scratch += nbytes;
+  }
 }
 
 static uint8_t *header_of(const struct kvs_file_item *item) {
@@ -229,7 +244,7 @@ static void prepare_write(struct kvs_file_item *item) {
   header.key_nbytes = item->entry->key_nbytes;
   memcpy(header.key, item->entry->key, item->entry->key_nbytes);
   if (!item->transfer->pools && !in_place(item)) {
-    memcpy(behind, data, g->block_nbytes);
+    copy_block(item, behind, true);
     memset(behind + g->block_nbytes, 0, g->slot_nbytes - page - g->block_nbytes);
     data = behind;
   } else if (!item->transfer->pools && whole < g->block_nbytes) {
@@ -445,7 +460,7 @@ static int read_ended(struct kvs_file_item *item) {
     return check_block(item, data);
   }
   int status = check_block(item, behind);
-  if (!status) memcpy(data, behind, g->block_nbytes);
+  if (!status) copy_block(item, behind, false);
   return status;
 }
 

@@ -87,6 +87,8 @@ struct kvs_file_transfer {
   struct kvs_pool **pools; /* referenced; NULL: the blocks are host memory */
   size_t npools;
   int64_t *slots;                         /* slot in the pools, one an item */
+  size_t nparts;                          /* 0: the blocks are not in parts */
+  uint64_t *part_nbytes;                  /* nparts; then the parts' addresses, nparts an item */
   struct kvs_transfer *gate;              /* ends when all start dependencies have ended; NULL: none */
   struct kvs_file_items waiting;          /* guarded by the mover's lock: items that hold their key */
   struct kvs_file_transfer *next_waiting; /* guarded by the mover's lock */

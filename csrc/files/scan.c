@@ -33,8 +33,7 @@ struct found {
 struct scan {
   struct kvs_file_store *store;
   struct kvs_file_index *index;
-  uint64_t unchecked; /* blocks from this sequence on may be torn */
-  atomic_uint next;   /* next segment to read */
+  atomic_uint next; /* next segment to read */
   pthread_mutex_t lock;
   struct found *found; /* guarded by lock, as are the fields below */
   size_t count, capacity;
@@ -111,7 +110,7 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
     return;
   }
   struct found found = {.sequence = header.sequence, .slot = slot, .key_nbytes = header.key_nbytes};
-  if (header.sequence >= scan->unchecked || store->segments[slot / g->slots].suspect) {
+  if (header.sequence >= kvs_file_root_of(store, slot)->whole_below || store->segments[slot / g->slots].suspect) {
     code = read_at(store, slot, room, g->slot_nbytes);
     found.unread = code && code != KVS_FILE_ENDED;
     found.torn = !found.unread && (code || kvs_crc32c(0, room + KVS_FILE_PAGE, g->block_nbytes) != header.data_crc);
@@ -226,8 +225,13 @@ static int build_index(struct scan *scan, struct kvs_error *err) {
 }
 
 int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, struct kvs_error *err) {
-  struct scan scan = {
-      .store = store, .index = index, .unchecked = store->sequence + 1, .doubtful = store->unread_segments};
+  struct scan scan = {.store = store, .index = index, .doubtful = store->unread_segments};
+  uint64_t unchecked = UINT64_MAX; /* blocks from this sequence on may be torn */
+  for (unsigned i = 0; i < store->nroots; i++) {
+    struct kvs_file_root *root = &store->roots[i];
+    if (root->whole_below < 1) root->whole_below = 1;
+    if (root->whole_below < unchecked) unchecked = root->whole_below;
+  }
   pthread_mutex_init(&scan.lock, NULL);
   read_all(&scan);
   int status = scan.code ? kvs_fail(err, scan.code, "no memory for the index of %u segments", store->nsegments)
@@ -237,7 +241,9 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
   free(scan.keys);
   free(scan.bad);
   free(scan.unread);
-  store->whole_below = scan.doubtful ? scan.unchecked : UINT64_MAX;
+  store->whole_below = scan.doubtful ? unchecked : UINT64_MAX;
+  for (unsigned i = 0; !status && i < store->nroots; i++)
+    store->roots[i].whole_below = store->sequence + 1; /* a reader's next scan */
   pthread_mutex_lock(&store->lock);
   store->stats.found = index->blocks;
   store->stats.cut += scan.cut;

@@ -16,17 +16,18 @@
 static const uint64_t GROW_AGAIN_NS = 2ull * 1000 * 1000 * 1000;
 
 bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
-  if (store->nfree == store->free_capacity) {
-    size_t capacity = store->free_capacity ? 2 * store->free_capacity : 1024;
-    uint32_t *grown = realloc(store->free_slots, capacity * sizeof *grown);
+  struct kvs_file_root *root = kvs_file_root_of(store, slot);
+  if (root->nfree == root->free_capacity) {
+    size_t capacity = root->free_capacity ? 2 * root->free_capacity : 1024;
+    uint32_t *grown = realloc(root->free_slots, capacity * sizeof *grown);
     if (!grown) {
       store->stats.lost_slots++;
       return false;
     }
-    store->free_slots = grown;
-    store->free_capacity = capacity;
+    root->free_slots = grown;
+    root->free_capacity = capacity;
   }
-  store->free_slots[store->nfree++] = slot;
+  root->free_slots[root->nfree++] = slot;
   return true;
 }
 
@@ -47,25 +48,46 @@ void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
 }
 
 /* Add a segment's slots; the lowest is used first. Releases the lock while the segment is made. */
-static void grow_unlocking(struct kvs_file_store *store) {
-  uint32_t number = store->next_number, slots = store->geometry.slots;
+static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
+  struct kvs_file_root *root = &store->roots[at];
+  uint32_t number = root->next_number, slots = store->geometry.slots;
   int fd = -1;
   store->growing = true;
   pthread_mutex_unlock(&store->lock);
-  int code = kvs_file_segment_make(store, &number, &fd);
+  int code = kvs_file_segment_make(store, at, &number, &fd);
   pthread_mutex_lock(&store->lock);
-  if (!code) code = kvs_file_segment_append(store, number, fd, false);
+  if (!code) code = kvs_file_segment_append(store, at, number, fd, false);
   if (!code)
     for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, (store->nsegments - 1) * slots + i);
   store->growing = false;
-  store->grow_code = code;
-  store->grow_again_ns = code ? kvs_clock_ns() + GROW_AGAIN_NS : 0;
+  root->grow_code = code;
+  root->grow_again_ns = code ? kvs_clock_ns() + GROW_AGAIN_NS : 0;
   kvs_file_wake_starved_locked(store);
 }
 
-static bool may_grow(const struct kvs_file_store *store) {
+static bool may_grow(const struct kvs_file_store *store, const struct kvs_file_root *root) {
   uint64_t files = (uint64_t)store->nsegments + store->stats.foreign;
-  return files < store->max_segments && (!store->grow_code || kvs_clock_ns() >= store->grow_again_ns);
+  return files < store->max_segments && (!root->grow_code || kvs_clock_ns() >= root->grow_again_ns);
+}
+
+/* A free slot, of the directories in turn, so that consecutive blocks go to different disks. While another thread makes
+ * a segment, of any that has one. Releases the lock while this one does. KVS_NO_SLOT: there is none. */
+static uint32_t take_free_unlocking(struct kvs_file_store *store) {
+  const unsigned n = store->nroots, first = store->next_root++ % n;
+  for (unsigned i = 0; i < n; i++) {
+    const unsigned at = (first + i) % n;
+    struct kvs_file_root *root = &store->roots[at];
+    while (!root->nfree && !store->growing && may_grow(store, root)) grow_unlocking(store, at);
+    if (root->nfree) return root->free_slots[--root->nfree];
+  }
+  return KVS_NO_SLOT;
+}
+
+/* Why no directory takes another segment: 0 if the capacity is used up. */
+static int grow_code(const struct kvs_file_store *store) {
+  int code = 0;
+  for (unsigned i = 0; !code && i < store->nroots; i++) code = store->roots[i].grow_code;
+  return code;
 }
 
 static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *victim) {
@@ -123,9 +145,9 @@ enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, 
   struct kvs_file_store *store = item->transfer->store;
   *code = 0;
   if (item->slot != KVS_NO_SLOT) return KVS_FILE_SLOT; /* given by reuse_own_slots_locked() */
-  while (!store->nfree && !store->growing && may_grow(store)) grow_unlocking(store);
-  if (store->nfree) {
-    item->slot = store->free_slots[--store->nfree];
+  const uint32_t slot = take_free_unlocking(store);
+  if (slot != KVS_NO_SLOT) {
+    item->slot = slot;
   } else if (!store->growing && store->index.oldest) {
     evict_locked(item, store->index.oldest);
   } else if (store->growing || store->granted > store->nstarved + 1) {
@@ -137,7 +159,7 @@ enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, 
     kvs_file_wake_starved_locked(store);
     return KVS_FILE_WAIT;
   } else {
-    *code = store->grow_code;
+    *code = grow_code(store);
     return KVS_FILE_NONE_LEFT;
   }
   return KVS_FILE_SLOT;

@@ -24,7 +24,7 @@ static unsigned closers; /* guarded by stores_lock: threads that close a store a
 /* The listed stores are the parent's. The directory's lock lasts while any process has the descriptor open, so the
  * child closes its copy. */
 static void forked(void) {
-  for (; stores; stores = stores->next_of_all) kvs_file_unlock_directory(stores, false);
+  for (; stores; stores = stores->next_of_all) kvs_file_unlock_directories(stores, false);
   closers = 0;
 }
 
@@ -102,6 +102,10 @@ static void end_faults(struct kvs_file_store *store) {
 
 static int check_settings(const struct kvs_file_settings *s, struct kvs_error *err) {
   if (!s->directory[0]) return kvs_fail(err, KVS_INVALID, "directory is empty");
+  if (s->nmore >= KVS_FILE_DIRECTORIES)
+    return kvs_fail(err, KVS_INVALID, "a store has %zu directories: at most %d", s->nmore + 1, KVS_FILE_DIRECTORIES);
+  for (size_t i = 0; i < s->nmore; i++)
+    if (!s->more[i][0]) return kvs_fail(err, KVS_INVALID, "directory %zu is empty", i + 1);
   if (strlen(s->layout) > KVS_FILE_LAYOUT_NBYTES)
     return kvs_fail(err, KVS_INVALID, "the layout's text has %zu bytes: at most %d", strlen(s->layout),
                     KVS_FILE_LAYOUT_NBYTES);
@@ -146,6 +150,26 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   return store->ops->open(&store->queue, store->settings.depth, &store->worker, err);
 }
 
+static void free_roots(struct kvs_file_store *store) {
+  for (unsigned i = 0; i < store->nroots; i++) {
+    free(store->roots[i].path);
+    free(store->roots[i].free_slots);
+  }
+  free(store->roots);
+}
+
+static bool make_roots(struct kvs_file_store *store, const struct kvs_file_settings *settings) {
+  store->nroots = 1 + (unsigned)settings->nmore;
+  store->roots = calloc(store->nroots, sizeof *store->roots);
+  if (!store->roots) store->nroots = 0;
+  for (unsigned i = 0; i < store->nroots; i++) {
+    store->roots[i] = (struct kvs_file_root){.folder = -1, .state = -1};
+    store->roots[i].path = strdup(i ? settings->more[i - 1] : settings->directory);
+    if (!store->roots[i].path) return false;
+  }
+  return store->nroots > 0;
+}
+
 static void free_store(struct kvs_file_store *store) {
   if (!leave_list(store)) return;
   if (store->settings.device) kvs_engine_unref(store->settings.device);
@@ -154,17 +178,16 @@ static void free_store(struct kvs_file_store *store) {
   kvs_file_faults_destroy(&store->faults);
   pthread_cond_destroy(&store->ended);
   pthread_mutex_destroy(&store->lock);
-  free(store->free_slots);
-  free((char *)(uintptr_t)store->settings.directory);
+  free_roots(store);
   free(store);
 }
 
 static struct kvs_file_store *new_store(const struct kvs_file_settings *settings, struct kvs_error *err) {
   struct kvs_file_store *store = calloc(1, sizeof *store);
-  char *directory = store ? strdup(settings->directory) : NULL;
-  if (!directory || !kvs_file_index_init(&store->index) || kvs_file_queue_init(&store->queue, err)) {
+  if (!store || !make_roots(store, settings) || !kvs_file_index_init(&store->index) ||
+      kvs_file_queue_init(&store->queue, err)) {
     if (store) kvs_file_index_free(&store->index);
-    free(directory);
+    if (store) free_roots(store);
     free(store);
     kvs_fail(err, KVS_NOMEM, "no memory for a store");
     return NULL;
@@ -172,10 +195,10 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   atomic_init(&store->refs, 1);
   store->fork_generation = kvs_fork_generation();
   store->settings = *settings;
-  store->settings.directory = directory;
+  store->settings.directory = store->roots[0].path;
+  store->settings.more = NULL;
   store->settings.layout = store->geometry.layout;
   if (!store->settings.queue) store->settings.queue = DEFAULT_QUEUE;
-  store->folder = store->state = -1;
   store->gds_mode = "off";
   snprintf(store->gds_note, sizeof store->gds_note, "the store has no device");
   pthread_mutex_init(&store->lock, NULL);
@@ -198,14 +221,14 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   if (!store) return KVS_NOMEM;
   enter_list(store);
   inject_at_open(store);
-  int status = kvs_file_open_directory(store, err);
+  int status = kvs_file_open_directories(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
   if (!status && settings->device) status = kvs_file_mover_open(store, err);
   if (!status) status = open_engine(store, err);
   if (status) {
     if (store->mover) kvs_file_mover_close(store);
-    kvs_file_close_directory(store);
+    kvs_file_close_directories(store);
     free_store(store);
     return status;
   }
@@ -287,7 +310,7 @@ static void stop(struct kvs_file_store *store) {
   store->ops->close(store->worker); /* the engine may have registered the staging: close it first */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), true);
-  kvs_file_close_directory(store);
+  kvs_file_close_directories(store);
   pthread_mutex_lock(&store->lock);
   store->stopped = true;
   pthread_cond_broadcast(&store->ended);

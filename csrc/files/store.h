@@ -10,9 +10,22 @@
 #include "files/format.h"
 #include "files/item.h"
 
+/* One of the store's directories. Its path and descriptors are constant while the store is open. */
+struct kvs_file_root {
+  char *path;
+  int folder, state;    /* descriptors of the directory and of the store's file; -1: none */
+  uint64_t whole_below; /* at open: the sequence of its checkpoint, below which its blocks are whole */
+  uint32_t *free_slots; /* guarded by store->lock, as are the fields below */
+  size_t nfree, free_capacity;
+  uint32_t next_number;   /* segment number from which the search for a free one begins */
+  int grow_code;          /* error of the last attempt to make a segment */
+  uint64_t grow_again_ns; /* earliest time of the next attempt */
+};
+
 struct kvs_file_segment {
   int fd;          /* -1: removed and closed */
   uint32_t number; /* the number in the file name */
+  unsigned root;   /* its directory */
   bool removed;    /* readers: the file was unlinked, and its contents are no longer part of the store */
   bool suspect;    /* the file was truncated: its blocks' data is verified by the scan */
 };
@@ -23,10 +36,11 @@ struct kvs_gds;
 struct kvs_file_store {
   atomic_uint refs;
   unsigned fork_generation;
-  struct kvs_file_settings settings; /* directory and layout point to the store's own copies */
+  struct kvs_file_settings settings; /* directory and layout point to the store's own copies; `more` is NULL */
   struct kvs_file_geometry geometry;
-  bool geometry_known; /* from the store's file; otherwise taken from the first segment */
-  int folder, state;   /* descriptors of the directory and of the store's file; -1: none */
+  bool geometry_known; /* from a store's file; otherwise taken from the first segment */
+  struct kvs_file_root *roots;
+  unsigned nroots;
   bool direct;
   char direct_note[160], engine_note[160], gds_note[160];
   struct kvs_file_faults faults;
@@ -50,13 +64,9 @@ struct kvs_file_store {
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments;
-  uint32_t next_number; /* segment number from which the search for a free one begins */
-  uint32_t nremoved;    /* segments with fd -1 */
-  uint32_t *free_slots;
-  size_t nfree, free_capacity;
+  uint32_t nremoved;                                 /* segments with fd -1 */
+  unsigned next_root;                                /* takes the next block, if it has room */
   bool growing;                                      /* a thread is making a segment */
-  int grow_code;                                     /* error of the last attempt to make a segment */
-  uint64_t grow_again_ns;                            /* earliest time of the next attempt */
   uint64_t sequence;                                 /* of the last block written */
   struct kvs_file_item *oldest_write, *newest_write; /* stores in flight, by sequence */
   uint64_t unchecked_nbytes;                         /* bytes written since the last checkpoint */
@@ -79,6 +89,9 @@ struct kvs_file_store {
   } kinds[3]; /* by enum kvs_file_kind */
 };
 
+static inline struct kvs_file_root *kvs_file_root_of(const struct kvs_file_store *store, uint32_t slot) {
+  return &store->roots[store->segments[slot / store->geometry.slots].root];
+}
 static inline int kvs_file_slot_fd(const struct kvs_file_store *store, uint32_t slot) {
   return store->segments[slot / store->geometry.slots].fd;
 }
@@ -92,19 +105,36 @@ int kvs_file_check_fork(const struct kvs_file_store *, struct kvs_error *);
 int kvs_file_enter(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_leave_locked(struct kvs_file_store *);
 
-/* files/segment.c: the files of the directory. */
-int kvs_file_open_directory(struct kvs_file_store *,
-                            struct kvs_error *); /* sets folder, state, geometry, direct, segments */
-void kvs_file_close_directory(struct kvs_file_store *);
-/* Close the store's file, which holds the directory's lock. `everywhere`: release the lock even if a forked child still
- * has the descriptor. Safe in a child of fork(). */
-void kvs_file_unlock_directory(struct kvs_file_store *, bool everywhere);
-int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *); /* add new segments, mark unlinked ones */
+/* files/checks.c */
+/* Move a whole page: 0 or an errno. The store's own files are never opened with O_DIRECT. */
+int kvs_file_move_page(struct kvs_file_store *, int fd, bool write, uint64_t offset, void *page, bool dsync);
+/* Refuse files that other users may write. `name`: in the directory; empty: the directory itself. */
+int kvs_file_refuse_writable_by_others(const struct kvs_file_root *, int fd, const char *name, struct kvs_error *);
+bool kvs_file_same_layout(const struct kvs_file_geometry *, const struct kvs_file_geometry *);
+int kvs_file_refuse_layout(const struct kvs_file_store *, const struct kvs_file_root *,
+                           const struct kvs_file_geometry *there, const char *name, struct kvs_error *);
+
+/* files/directory.c: the directories and the store's file in each. */
+int kvs_file_open_directories(struct kvs_file_store *, struct kvs_error *); /* sets roots, geometry, direct, segments */
+void kvs_file_close_directories(struct kvs_file_store *);
+/* Close the store's files, which hold the directories' locks. `everywhere`: release the locks even if a forked child
+ * still has the descriptors. Safe in a child of fork(). */
+void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
+
+/* files/segment.c: the segments in the directories. */
+void kvs_file_segment_name(uint32_t number, char name[32]);
+/* Numbers of the segments of a directory that are not open, ascending; the caller frees the list. */
+int kvs_file_list_segments(struct kvs_file_store *, unsigned root, uint32_t **numbers, size_t *count,
+                           struct kvs_error *);
+int kvs_file_size_segments(struct kvs_file_store *, struct kvs_error *); /* room for the list of segments */
+void kvs_file_remove_old_segments(struct kvs_file_store *);              /* at open, if the capacity was reduced */
+int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *);     /* add new segments, mark unlinked ones */
 void kvs_file_close_removed(struct kvs_file_store *); /* close unlinked segments, unless a transfer may read there */
 /* Make a segment with the first unused number from *number on, without adding it to the list: 0 or an errno. Called
  * without the lock, by one thread at a time. */
-int kvs_file_segment_make(struct kvs_file_store *, uint32_t *number, int *fd);
-int kvs_file_segment_append(struct kvs_file_store *, uint32_t number, int fd, bool cut); /* under lock; 0 or ENOMEM */
+int kvs_file_segment_make(struct kvs_file_store *, unsigned root, uint32_t *number, int *fd);
+/* Under lock; 0 or ENOMEM. */
+int kvs_file_segment_append(struct kvs_file_store *, unsigned root, uint32_t number, int fd, bool cut);
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* zero a header page: 0 or an errno */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *); /* the sequence that a checkpoint may record now */
 int kvs_file_save_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */

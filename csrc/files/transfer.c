@@ -13,8 +13,10 @@ enum { MOST_BLOCKS = 1 << 20 }; /* of unfinished transfers a direction; the firs
 
 /* -- submitting ---------------------------------------------------------------------------------------------------- */
 
-static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks, struct kvs_error *err) {
+static int check_blocks(const struct kvs_file_keys *keys, const struct kvs_file_blocks *blocks,
+                        const struct kvs_file_options *options, struct kvs_error *err) {
   if (!blocks || blocks->addresses) return KVS_OK;
+  if (options && options->nparts) return kvs_fail(err, KVS_INVALID, "blocks in pools have no parts of their own");
   if (!blocks->pools || blocks->npools == 0)
     return kvs_fail(err, KVS_INVALID, "blocks are neither addresses nor in pools");
   if (blocks->ids.count == keys->count) return KVS_OK;
@@ -26,6 +28,7 @@ static void free_transfer(struct kvs_file_transfer *transfer) {
   free(transfer->pools);
   if (transfer->gate) kvs_transfer_unref(transfer->gate);
   free(transfer->slots);
+  free(transfer->part_nbytes);
   free(transfer);
 }
 
@@ -43,8 +46,34 @@ static void set_up_items(struct kvs_file_transfer *transfer, const struct kvs_fi
     item->phase = KVS_FILE_TRANSFER;
     item->slot = item->old = KVS_NO_SLOT;
     item->staging = UINT32_MAX;
-    if (blocks && blocks->addresses) item->address = blocks->addresses[i];
+    if (blocks && blocks->addresses && !transfer->nparts) item->address = blocks->addresses[i];
   }
+}
+
+static int set_up_parts(struct kvs_file_transfer *transfer, const struct kvs_file_blocks *blocks,
+                        const struct kvs_file_options *options, struct kvs_error *err) {
+  const uint64_t nbytes = transfer->store->geometry.block_nbytes;
+  const size_t n = options->nparts;
+  if (n > KVS_FILE_PARTS) return kvs_fail(err, KVS_INVALID, "a block has %zu parts: at most %d", n, KVS_FILE_PARTS);
+  if (transfer->nitems >= SIZE_MAX / sizeof(uint64_t) / n - 1)
+    return kvs_fail(err, KVS_NOMEM, "no memory for %zu blocks of %zu parts", transfer->nitems, n);
+  uint64_t *part = malloc((transfer->nitems + 1) * n * sizeof *part), left = nbytes;
+  if (!part) return kvs_fail(err, KVS_NOMEM, "no memory for %zu blocks of %zu parts", transfer->nitems, n);
+  transfer->part_nbytes = part;
+  transfer->nparts = n;
+  for (size_t i = 0; i < n; i++) {
+    part[i] = options->part_nbytes[i];
+    if (part[i] == 0 || part[i] > left)
+      return kvs_fail(err, KVS_INVALID,
+                      "parts[%zu] is %" PRIu64 " bytes: must be 1 or more, and a block has %" PRIu64 " in all", i,
+                      part[i], nbytes);
+    left -= part[i];
+  }
+  if (left)
+    return kvs_fail(err, KVS_INVALID, "the parts have %" PRIu64 " bytes in all; a block of the store %" PRIu64,
+                    nbytes - left, nbytes);
+  memcpy(part + n, blocks->addresses, transfer->nitems * n * sizeof *part);
+  return KVS_OK;
 }
 
 /* Find or create the entries of all keys, or none. The caller begins the items. */
@@ -112,14 +141,21 @@ static int make_transfer(struct kvs_file_store *store, enum kvs_file_kind kind, 
     transfer->owner = options->owner;
     transfer->release = options->release;
   }
+  bool parts = blocks && blocks->addresses && options && options->nparts;
+  int status = parts ? set_up_parts(transfer, blocks, options, err) : KVS_OK;
+  if (status) {
+    free_transfer(transfer);
+    return status;
+  }
   set_up_items(transfer, blocks);
   *made = transfer;
   return KVS_OK;
 }
 
 static int check_call(const struct kvs_file_store *store, enum kvs_file_kind kind, const struct kvs_file_keys *keys,
-                      const struct kvs_file_blocks *blocks, struct kvs_error *err) {
-  int status = check_blocks(keys, blocks, err);
+                      const struct kvs_file_blocks *blocks, const struct kvs_file_options *options,
+                      struct kvs_error *err) {
+  int status = check_blocks(keys, blocks, options, err);
   if (!status && store->settings.readonly && kind != KVS_FILE_GET)
     status = kvs_fail(err, KVS_UNSUPPORTED, "the store was opened with readonly: nothing can be stored or deleted");
   return status;
@@ -130,7 +166,7 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
                       struct kvs_file_transfer **submitted, struct kvs_error *err) {
   struct kvs_file_transfer *transfer = NULL;
   int status = options ? KVS_CHECK_RESERVED(options, "kvs_file_options", err) : KVS_OK;
-  if (!status) status = check_call(store, kind, keys, blocks, err);
+  if (!status) status = check_call(store, kind, keys, blocks, options, err);
   if (!status) status = kvs_file_enter(store, err);
   if (status) return status;
   status = make_transfer(store, kind, keys, blocks, options, &transfer, err);

@@ -285,6 +285,15 @@ static int host_wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, 
   return queue_flag(device, KVS_HOST_WAIT32, ptr, value, stream, err);
 }
 
+static int host_call(struct kvs_device *device, void (*function)(void *arg), void *arg, kvs_stream stream,
+                     struct kvs_error *err) {
+  struct kvs_host_op *op = kvs_host_op_new(KVS_HOST_CALL, 1, 0, err);
+  if (!op) return KVS_NOMEM;
+  op->what.call.function = function;
+  op->what.call.arg = arg;
+  return kvs_host_enqueue(queue_of(device), op, stream, "call", err);
+}
+
 /* -- open and close -------------------------------------------------------------------------------------------- */
 
 static void host_close(struct kvs_device *device) {
@@ -323,6 +332,7 @@ static const struct kvs_device_ops host_ops = {
     .launch = host_launch,
     .write32 = host_write32,
     .wait32 = host_wait32,
+    .call = host_call,
     .share = &kvs_host_share_ops,
 };
 

@@ -21,6 +21,7 @@ enum kvs_host_kind {
   KVS_HOST_RECT,
   KVS_HOST_FILL,
   KVS_HOST_KERNEL,
+  KVS_HOST_CALL,
   /* Instants: executed under the lock when they are ready. */
   KVS_HOST_DELAY,
   KVS_HOST_RECORD,
@@ -60,6 +61,10 @@ struct kvs_host_op {
       uint64_t ptr;
       uint32_t value;
     } flag;
+    struct {
+      void (*function)(void *arg);
+      void *arg;
+    } call;
     uint64_t delay_ns;
     struct kvs_host_mark *mark;
   } what;

@@ -109,7 +109,9 @@ static struct slice take_locked(struct kvs_host_op *op) {
 static void run_slice(const struct kvs_host_op *op, struct slice slice) {
   for (uint64_t i = 0; i < slice.units; i++) {
     uint64_t unit = slice.first + i, from = i == 0 ? slice.offset : 0;
-    if (op->kind == KVS_HOST_KERNEL)
+    if (op->kind == KVS_HOST_CALL)
+      op->what.call.function(op->what.call.arg);
+    else if (op->kind == KVS_HOST_KERNEL)
       kvs_twin_run(op->what.kernel.id, op->what.kernel.params, (unsigned)unit, op->what.kernel.grid);
     else
       run_bytes(op, unit, from, (i + 1 == slice.units ? slice.end : unit_nbytes(op, unit)) - from);

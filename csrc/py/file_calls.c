@@ -2,8 +2,8 @@
 #include "files.h"
 #include "trace.h"
 
-enum { KEYS, BLOCKS, IDS, AFTER, REPLACE, ARGUMENTS };
-static const char *const names[] = {"keys", "blocks", "ids", "after", "replace"};
+enum { KEYS, BLOCKS, IDS, AFTER, PARTS, REPLACE, ARGUMENTS };
+static const char *const names[] = {"keys", "blocks", "ids", "after", "parts", "replace"};
 
 struct file_call {
   struct kvs_py_state *state;
@@ -15,6 +15,8 @@ struct file_call {
   struct kvs_py_after after;
   struct kvs_pool **pools;
   uint64_t *addresses; /* computed from a tensor and ids */
+  uint64_t *parts;     /* bytes of each part; NULL: a block is one range */
+  size_t nparts;       /* 1 without parts */
   PyObject *hold;      /* list of objects that must live until the transfer ends */
   PyObject *keep_ids;
   struct kvs_file_options options;
@@ -26,6 +28,7 @@ static void clear(struct file_call *call) {
   kvs_py_after_clear(&call->after);
   PyMem_Free(call->pools);
   PyMem_Free(call->addresses);
+  PyMem_Free(call->parts);
   Py_XDECREF(call->pointers.keep);
   Py_XDECREF(call->keep_ids);
   Py_XDECREF(call->hold);
@@ -88,27 +91,70 @@ static int64_t read_id(const struct kvs_ids *ids, size_t i) {
   return ids->width == 4 ? ((const volatile int32_t *)ids->data)[i] : ((const volatile int64_t *)ids->data)[i];
 }
 
-/* Blocks of one tensor: block i is at its address + i * block_nbytes. */
-static int read_rows(struct file_call *call, PyObject *object) {
+/* Rows of one tensor, or of one tensor a part: row i of a tensor is at its address + i * bytes of the part. */
+static int read_row(struct file_call *call, PyObject *tensor, size_t part) {
   struct kvs_py_address address;
   const struct kvs_ids *ids = &call->blocks.ids;
-  uint64_t nbytes = block_nbytes(call);
-  if (kvs_py_read_address(call->state, object, "blocks", -1, call->load, &call->hold, &address) < 0) return -1;
-  call->addresses = PyMem_Calloc(ids->count + 1, sizeof *call->addresses);
-  if (call->addresses == NULL) {
-    PyErr_NoMemory();
-    return -1;
-  }
+  const uint64_t nbytes = call->parts != NULL ? call->parts[part] : block_nbytes(call);
+  Py_ssize_t index = call->parts != NULL ? (Py_ssize_t)part : -1;
+  if (kvs_py_read_address(call->state, tensor, "blocks", index, call->load, &call->hold, &address) < 0) return -1;
   uint64_t most = address.nbytes == UINT64_MAX ? UINT64_MAX / nbytes : address.nbytes / nbytes;
   for (size_t i = 0; i < ids->count; ++i) {
     int64_t id = read_id(ids, i);
     if (id < 0 || (uint64_t)id >= most)
       return kvs_py_complain(PyExc_IndexError, "ids", (Py_ssize_t)i, "is %lld; blocks has %llu blocks of %llu bytes",
                              (long long)id, (unsigned long long)most, (unsigned long long)nbytes);
-    call->addresses[i] = address.ptr + (uint64_t)id * nbytes;
+    call->addresses[i * call->nparts + part] = address.ptr + (uint64_t)id * nbytes;
   }
+  return 0;
+}
+
+static int read_rows(struct file_call *call, PyObject *object) {
+  const struct kvs_ids *ids = &call->blocks.ids;
+  PyObject *tensors = call->parts != NULL ? PySequence_Tuple(object) : PyTuple_Pack(1, object);
+  if (tensors == NULL) return -1;
+  int rc = 0;
+  if ((size_t)PyTuple_GET_SIZE(tensors) != call->nparts)
+    rc =
+        kvs_py_complain(PyExc_ValueError, "blocks", -1, "has %zd tensors; with ids one is needed for each of %zu parts",
+                        PyTuple_GET_SIZE(tensors), call->nparts);
+  call->addresses = rc == 0 ? PyMem_Calloc(ids->count + 1, call->nparts * sizeof *call->addresses) : NULL;
+  if (rc == 0 && call->addresses == NULL) {
+    PyErr_NoMemory();
+    rc = -1;
+  }
+  for (size_t i = 0; rc == 0 && i < call->nparts; ++i) rc = read_row(call, PyTuple_GET_ITEM(tensors, (Py_ssize_t)i), i);
+  Py_DECREF(tensors);
   call->blocks.addresses = call->addresses;
-  return kvs_py_same_length("ids", ids->count, "keys", call->keys.core.count);
+  return rc < 0 ? -1 : kvs_py_same_length("ids", ids->count, "keys", call->keys.core.count);
+}
+
+/* Bytes of each part, as many as there are in the sequence. */
+static int read_parts(struct file_call *call, PyObject *object) {
+  call->nparts = 1;
+  if (!kvs_py_given(object)) return 0;
+  PyObject *items = PySequence_Tuple(object);
+  if (items == NULL) return -1;
+  size_t count = (size_t)PyTuple_GET_SIZE(items);
+  int rc = 0;
+  if (count < 1 || count > KVS_FILE_PARTS)
+    rc = kvs_py_complain(PyExc_ValueError, "parts", -1, "has %zu sizes: must be 1 to %d", count, KVS_FILE_PARTS);
+  call->parts = rc == 0 ? PyMem_Calloc(count, sizeof *call->parts) : NULL;
+  if (rc == 0 && call->parts == NULL) {
+    PyErr_NoMemory();
+    rc = -1;
+  }
+  for (size_t i = 0; rc == 0 && i < count; ++i) {
+    rc = kvs_py_uint64(PyTuple_GET_ITEM(items, (Py_ssize_t)i), "parts", (Py_ssize_t)i, &call->parts[i]);
+    if (rc == 0 && (call->parts[i] < 1 || call->parts[i] > block_nbytes(call)))
+      rc = kvs_py_complain(PyExc_ValueError, "parts", (Py_ssize_t)i, "is %llu: must be 1 to %llu, the bytes of a block",
+                           (unsigned long long)call->parts[i], (unsigned long long)block_nbytes(call));
+  }
+  Py_DECREF(items);
+  call->nparts = rc == 0 ? count : 1;
+  call->options.part_nbytes = call->parts;
+  call->options.nparts = call->parts != NULL ? call->nparts : 0;
+  return rc;
 }
 
 /* Whether `object` is one tensor and no array of addresses: then ids say which of its blocks are meant. */
@@ -132,19 +178,25 @@ static int read_pointers(struct file_call *call, PyObject *object) {
                            Py_TYPE(object)->tp_name);
   if (PyErr_Occurred()) return -1;
   if (kvs_py_pointers(call->state, object, "blocks", call->load, &call->hold, list) < 0) return -1;
-  if (kvs_py_same_length("blocks", list->count, "keys", call->keys.core.count) < 0) return -1;
-  uint64_t nbytes = block_nbytes(call);
-  for (size_t i = 0; list->limits != NULL && i < list->count; ++i)
+  const char *of = call->parts != NULL ? "keys times parts" : "keys";
+  if (kvs_py_same_length("blocks", list->count, of, call->keys.core.count * call->nparts) < 0) return -1;
+  uint64_t whole = block_nbytes(call);
+  for (size_t i = 0; list->limits != NULL && i < list->count; ++i) {
+    uint64_t nbytes = call->parts != NULL ? call->parts[i % call->nparts] : whole;
     if (list->limits[i] < nbytes)
-      return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "has %llu bytes; a block of the store has %llu",
-                             (unsigned long long)list->limits[i], (unsigned long long)nbytes);
+      return kvs_py_complain(PyExc_ValueError, "blocks", (Py_ssize_t)i, "has %llu bytes; %s has %llu",
+                             (unsigned long long)list->limits[i],
+                             call->parts != NULL ? "its part" : "a block of the store", (unsigned long long)nbytes);
+  }
   call->blocks.addresses = list->data;
   return list->keep != NULL ? kvs_py_hold(&call->hold, list->keep) : 0;
 }
 
 static int read_blocks(struct file_call *call, PyObject *const *values) {
-  int pools = read_pools(call, values[BLOCKS]);
+  int pools = read_parts(call, values[PARTS]) < 0 ? -1 : read_pools(call, values[BLOCKS]);
   if (pools < 0) return -1;
+  if (pools && call->parts != NULL)
+    return kvs_py_complain(PyExc_ValueError, "parts", -1, "are of host memory; a pool's blocks have their own");
   if (kvs_py_given(values[IDS]) && kvs_py_ids(call->state, values[IDS], "ids", &call->blocks.ids, &call->keep_ids) < 0)
     return -1;
   if (pools && !kvs_py_given(values[IDS]))
@@ -225,6 +277,11 @@ PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
   "  in ids; or one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without\n"    \
   "  ids, one address or tensor of host memory a key. Tensors and pools are held until the transfer ended; memory\n"   \
   "  behind plain addresses must stay mapped as long.\n"                                                               \
+  "parts: bytes of the parts of a block, which make block_nbytes in all, for blocks in several ranges of host memory " \
+  "(K\n"                                                                                                               \
+  "  and V, layers, groups): blocks then has len(parts) addresses or tensors a key, key by key; or, with ids, one "    \
+  "tensor\n"                                                                                                           \
+  "  a part, and part p of block i is at address p + i * parts[p]. The parts pass through a buffer.\n"                 \
   "after: an Event, Transfer or stream to start after, or an iterable of them; with pools it starts after the\n"       \
   "  device's compute stream in any case. A Transfer that failed raises its error.\n"
 #define ERRORS_DOC                                                                                                     \
@@ -233,14 +290,14 @@ PyObject *kvs_py_file_delete(PyObject *self, PyObject *keys) {
   "call."
 
 const char kvs_py_file_store_doc[] =
-    "store($self, /, keys, blocks, ids=None, *, after=(), replace=True)\n--\n\n"
+    "store($self, /, keys, blocks, ids=None, *, after=(), parts=None, replace=True)\n--\n\n"
     "Store blocks under keys; returns the FileTransfer at once. The bytes must not change until it "
     "ended.\n\n" BLOCKS_DOC
     "replace: False: an existing key is left unchanged and counts as stored, for keys that determine the bytes.\n"
     "\nIf the store is full, the least recently used blocks are evicted; if none can be, the block "
     "fails.\n" ERRORS_DOC;
 const char kvs_py_file_load_doc[] =
-    "load($self, /, keys, blocks, ids=None, *, after=())\n--\n\n"
+    "load($self, /, keys, blocks, ids=None, *, after=(), parts=None)\n--\n\n"
     "Load the blocks of these keys; returns the FileTransfer at once. A missing or damaged block is among the failed\n"
     "blocks, and its memory is then undefined.\n\n" BLOCKS_DOC ERRORS_DOC;
 const char kvs_py_file_delete_doc[] =

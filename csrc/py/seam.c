@@ -63,6 +63,7 @@ struct seam_row {
   X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
   X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
+  X(call, 2, NOTHING, false, call_count(c, err))                                                                       \
   X(chunk_granularity, 0, NUMBER, false, kvs_dev_chunk_granularity(c->device, &c->number, err))
 
 /* (dst, src, dst_pitch, src_pitch, dst_height, src_height, width, height, depth, stream) */
@@ -91,6 +92,13 @@ static int launch_crc(struct seam_call *c, struct kvs_error *err) {
                               .params = &params,
                               .params_nbytes = sizeof params};
   return kvs_dev_launch(c->device, &launch, c->a[3], err);
+}
+
+static void count_up(void *word) { __atomic_add_fetch((uint32_t *)word, 1, __ATOMIC_RELEASE); }
+
+/* (address of a word of the host that is counted up, stream) */
+static int call_count(struct seam_call *c, struct kvs_error *err) {
+  return kvs_dev_call(c->device, count_up, (void *)(uintptr_t)c->a[0], c->a[1], err);
 }
 #endif
 

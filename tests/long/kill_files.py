@@ -2,9 +2,9 @@
 
     python kill_files.py FOLDER SEED POINTS SECONDS
 
-Ends after POINTS or SECONDS, but not before 20 points, however slow the machine is. Prints what it found as JSON; exit
-status 1: something was wrong. This process opens no store itself: who writes and who looks are forked, so that
-thousands of points cost no start of Python.
+An odd SEED spreads the store over two directories. Ends after POINTS or SECONDS, but not before 20 points, however slow
+the machine is. Prints what it found as JSON; exit status 1: something was wrong. This process opens no store itself:
+who writes and who looks are forked, so that thousands of points cost no start of Python.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def version_of(block: Any, number: int) -> int | None:
 
 
 def open_store(folder: str, options: dict[str, Any]) -> FileStore:
+    options = dict(options)
     capacity = SLOTS // 16 * (4096 + 16 * SLOT)
-    return FileStore(folder, Layout(NBYTES), capacity=capacity, segment_nbytes=4096 + 16 * SLOT, **options)
+    folders = [f"{folder}/0", f"{folder}/1"] if options.pop("disks") == 2 else folder
+    return FileStore(folders, Layout(NBYTES), capacity=capacity, segment_nbytes=4096 + 16 * SLOT, **options)
 
 
 def write(folder: str, options: dict[str, Any], seed: int, first: int, log: int) -> None:
@@ -138,11 +140,12 @@ outcomes: dict[tuple[int, int], int] = {}
 
 
 def one_point(
-    folder: str, rng: random.Random, first: int, allowed: dict[int, set[int]], buffered: bool
+    folder: str, rng: random.Random, first: int, allowed: dict[int, set[int]], buffered: bool, disks: int
 ) -> tuple[int, list[str]]:
     options = {
         "engine": rng.choice(("threads", "auto")),
         "durability": rng.choice(("none", "none", "flush", "fsync")),
+        "disks": disks,
         "buffered": buffered,  # always or never: mixing them, the kernel reports EIO for pages it cannot drop
     }
     child, reader = in_a_child(write, folder, options, rng.getrandbits(32), first)
@@ -174,10 +177,11 @@ def one_point(
 
 def main(folder: str, seed: int, points: int, seconds: float) -> int:
     rng, begin = random.Random(seed), time.monotonic()
+    os.makedirs(folder, 0o700, exist_ok=True)
     allowed: dict[int, set[int]] = {number: {0} for number in range(KEYS)}
     version, done, wrong = 1, 0, []
     while done < points and (done < LEAST or time.monotonic() - begin < seconds) and not wrong:
-        version, wrong = one_point(folder, rng, version, allowed, seed % 3 == 0)
+        version, wrong = one_point(folder, rng, version, allowed, seed % 3 == 0, 1 + seed % 2)
         done += 1
     there = sum(next(iter(versions)) > 1 for versions in allowed.values())
     report = {"points": done, "seed": seed, "calls": version, "there": there, "wrong": wrong}

@@ -1,0 +1,323 @@
+/* The directories of a store, and the store's file in each: geometry, checkpoints and the writer's lock.
+ *
+ * Several directories, on several disks, make one store with one index. Each holds whole segments, a checkpoint and a
+ * lock of its own, so that the rules of one directory hold for each. The layout's text in their files has a field more:
+ * a random number of the set, and how many directories it has. Without that, a store opened with some of its
+ * directories would bring blocks back, of which a newer version was stored elsewhere, or which were deleted. */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "files/store.h"
+
+static const char store_name[] = "store.kvs";
+enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written alternately */
+
+/* -- checkpoints --------------------------------------------------------------------------------------------------- */
+
+uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *store) {
+  uint64_t below = store->oldest_write ? store->oldest_write->sequence : store->sequence + 1;
+  return below < store->whole_below ? below : store->whole_below;
+}
+
+/* Where it cannot be written, the older checkpoint stays, and the next open compares more blocks. */
+int kvs_file_save_checkpoint(struct kvs_file_store *store, uint64_t sequence, bool clean) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  if (store->generation >= KVS_FILE_LAST_SEQUENCE) return KVS_FILE_NUMBERS_END;
+  struct kvs_file_checkpoint checkpoint = {++store->generation, sequence, clean};
+  uint64_t at = CHECKPOINTS_AT + (checkpoint.generation & 1) * KVS_FILE_PAGE;
+  int first = 0;
+  for (unsigned i = 0; i < store->nroots; i++) {
+    kvs_file_checkpoint_write(&checkpoint, page);
+    int code =
+        kvs_file_move_page(store, store->roots[i].state, true, at, page, store->settings.durability == KVS_FILE_FSYNC);
+    if (!first) first = code;
+  }
+  return first;
+}
+
+static int read_checkpoints(struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  struct kvs_file_checkpoint checkpoint;
+  uint64_t newest = 0;
+  for (int i = 0; i < 2; i++) {
+    uint64_t at = CHECKPOINTS_AT + (uint64_t)i * KVS_FILE_PAGE;
+    int code = kvs_file_move_page(store, root->state, false, at, page, false);
+    if (code && code != KVS_FILE_ENDED) return kvs_file_fail(err, code, "reading %.200s/%s", root->path, store_name);
+    if (code || kvs_file_checkpoint_read(page, &checkpoint) != KVS_FILE_GOOD) continue;
+    if (checkpoint.generation <= newest) continue;
+    newest = checkpoint.generation;
+    root->whole_below = checkpoint.sequence;
+  }
+  if (newest > store->generation) store->generation = newest;
+  if (root->whole_below > store->sequence + 1) store->sequence = root->whole_below - 1;
+  return KVS_OK;
+}
+
+/* -- geometry ------------------------------------------------------------------------------------------------------ */
+
+/* The first page of the store's file; DAMAGED also where there is none. */
+static int read_first_page(struct kvs_file_store *store, const struct kvs_file_root *root, enum kvs_file_page *what,
+                           struct kvs_file_geometry *there, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  int code = kvs_file_move_page(store, root->state, false, 0, page, false);
+  if (code == KVS_FILE_ENDED) memset(page, 0, sizeof page);
+  if (code && code != KVS_FILE_ENDED) return kvs_file_fail(err, code, "reading %.200s/%s", root->path, store_name);
+  *what = kvs_file_geometry_read(page, false, there);
+  if (*what != KVS_FILE_FOREIGN) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "%.200s is a store of another version of kvswap: it is left alone", root->path);
+}
+
+/* Existing segments keep their size, whatever size is requested now. Without a first page the segments hold the same
+ * geometry, and all blocks will be compared. */
+static int read_state(struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {
+  struct kvs_file_geometry there;
+  enum kvs_file_page what = KVS_FILE_DAMAGED;
+  int status = read_first_page(store, root, &what, &there, err);
+  if (status || what != KVS_FILE_GOOD) return status;
+  if (!kvs_file_same_layout(&there, &store->geometry))
+    return kvs_file_refuse_layout(store, root, &there, store_name, err);
+  if (store->geometry_known && there.slots != store->geometry.slots)
+    return kvs_fail(err, KVS_INVALID, "%.200s has segments of %u blocks, and %.200s of %u: one store has one size",
+                    root->path, there.slots, store->roots[0].path, store->geometry.slots);
+  store->geometry = there;
+  store->geometry_known = true;
+  return read_checkpoints(store, root, err);
+}
+
+/* Written in place, by the writer only. A process that opens the store with a damaged first page rebuilds the page from
+ * the segments. */
+static int write_state(struct kvs_file_store *store, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  for (unsigned i = 0; i < store->nroots; i++) {
+    const struct kvs_file_root *root = &store->roots[i];
+    kvs_file_geometry_write(&store->geometry, false, page);
+    int code = kvs_file_move_page(store, root->state, true, 0, page, store->settings.durability == KVS_FILE_FSYNC);
+    if (code) return kvs_file_fail(err, code, "writing %.200s/%s", root->path, store_name);
+  }
+  return KVS_OK;
+}
+
+/* -- folders and locks --------------------------------------------------------------------------------------------- */
+
+static int open_folder(const struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {
+  if (!store->settings.readonly && mkdir(root->path, 0700) && errno != EEXIST)
+    return kvs_file_fail(err, errno, "making the directory %.200s", root->path);
+  root->folder = open(root->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (root->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", root->path);
+  return kvs_file_refuse_writable_by_others(root, root->folder, "", err);
+}
+
+static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {
+  bool readonly = store->settings.readonly;
+  int flags = readonly ? O_RDONLY : O_RDWR | O_CREAT;
+  int code = kvs_file_openat(&store->faults, root->folder, store_name, flags, &root->state);
+  if (code == ENOENT && readonly)
+    return kvs_fail(err, KVS_FILE, "%.200s is no store: there is no %s in it", root->path, store_name);
+  if (code) return kvs_file_fail(err, code, "opening %.200s/%s", root->path, store_name);
+  int status = kvs_file_refuse_writable_by_others(root, root->state, store_name, err);
+  if (status) return status;
+  if (readonly || flock(root->state, LOCK_EX | LOCK_NB) == 0) return KVS_OK;
+  return kvs_fail(err, KVS_BUSY,
+                  "%.200s is being written by another process, or open twice in this one: a store has one writer; "
+                  "open it with readonly",
+                  root->path);
+}
+
+/* Ordered for fork() at any step: the child must not keep the locked descriptor, nor close a descriptor number that was
+ * reused. */
+void kvs_file_unlock_directories(struct kvs_file_store *store, bool everywhere) {
+  for (unsigned i = 0; i < store->nroots; i++) {
+    int fd = store->roots[i].state;
+    if (fd < 0) continue;
+    if (everywhere && !store->settings.readonly) (void)flock(fd, LOCK_UN);
+    store->roots[i].state = -1;
+    close(fd);
+  }
+}
+
+/* -- sets of directories ------------------------------------------------------------------------------------------- */
+
+enum { SET_NBYTES = 64 }; /* what the field adds to a layout's text */
+static const char set_begin[] = "{\"\":\"";
+
+/* The text of the layout with the field of a set: {"":"0123...cdef/2","model":"m"}. */
+static void set_text(const char *layout, const char *id, unsigned n, char *text) {
+  const char *rest = layout + 1;
+  snprintf(text, KVS_FILE_LAYOUT_NBYTES + SET_NBYTES, "%s%.32s/%u\"%s%s", set_begin, id, n, *rest == '}' ? "" : ",",
+           rest);
+}
+
+/* Whether a text is that layout in a set; then its id, and how many directories it has. */
+static bool is_set_of(const char *text, const char *layout, char id[33], unsigned *n) {
+  char again[KVS_FILE_LAYOUT_NBYTES + SET_NBYTES];
+  if (strncmp(text, set_begin, strlen(set_begin)) != 0) return false;
+  if (sscanf(text + strlen(set_begin), "%32[0-9a-f]/%u", id, n) != 2) return false;
+  set_text(layout, id, *n, again);
+  return strcmp(text, again) == 0;
+}
+
+static int make_id(char id[33], struct kvs_error *err) {
+  uint8_t random[16];
+  if (getrandom(random, sizeof random, 0) != (ssize_t)sizeof random)
+    return kvs_file_fail(err, errno, "making a random number");
+  for (int i = 0; i < 16; i++) snprintf(id + 2 * i, 3, "%02x", random[i]);
+  return KVS_OK;
+}
+
+/* Geometry of a directory, from the store's file, else from the first readable segment; *found false: neither. */
+static int find_geometry(struct kvs_file_store *store, unsigned at, struct kvs_file_geometry *there, bool *found,
+                         size_t *nsegments, struct kvs_error *err) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  const struct kvs_file_root *root = &store->roots[at];
+  uint32_t *numbers;
+  char name[32];
+  int fd, status = kvs_file_list_segments(store, at, &numbers, nsegments, err);
+  if (status) return status;
+  *found = false;
+  for (size_t i = 0; !status && !*found && i <= *nsegments; i++) {
+    if (i) kvs_file_segment_name(numbers[i - 1], name);
+    if (kvs_file_openat(&store->faults, root->folder, i ? name : store_name, O_RDONLY, &fd)) continue;
+    status = kvs_file_refuse_writable_by_others(root, fd, i ? name : store_name, err);
+    int code = status ? EACCES : kvs_file_move_page(store, fd, false, 0, page, false);
+    *found = !code && kvs_file_geometry_read(page, i > 0, there) == KVS_FILE_GOOD;
+    close(fd);
+  }
+  free(numbers);
+  return status;
+}
+
+static int refuse_set(const struct kvs_file_store *store, unsigned root, unsigned n, struct kvs_error *err) {
+  return kvs_fail(err, KVS_INVALID,
+                  "%.200s is one of the %u directories of a store, and %u were named: name all of them, and no others",
+                  store->roots[root].path, n, store->nroots);
+}
+
+/* The number of the directories' set; empty: all are new. With the directories locked. */
+static int find_set(struct kvs_file_store *store, const char *layout, char id[33], struct kvs_error *err) {
+  struct kvs_file_geometry *there = malloc(sizeof *there);
+  unsigned of = 0, empty = UINT32_MAX;
+  size_t all = 0, nsegments;
+  char own[33] = "";
+  bool found;
+  int status = there ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory to open a store");
+  id[0] = 0;
+  for (unsigned i = 0; !status && i < store->nroots; i++) {
+    status = find_geometry(store, i, there, &found, &nsegments, err);
+    if (status) break;
+    all += nsegments;
+    if (!found) empty = i;
+    if (!found) continue;
+    if (!is_set_of(there->layout, layout, own, &of))
+      status = kvs_file_refuse_layout(store, &store->roots[i], there, store_name, err);
+    else if (of != store->nroots || (id[0] && strcmp(id, own) != 0))
+      status = refuse_set(store, i, of, err);
+    memcpy(id, own, sizeof own);
+  }
+  free(there);
+  if (!status && id[0] && empty != UINT32_MAX && all)
+    status =
+        kvs_fail(err, KVS_INVALID,
+                 "%.200s has no store's files, but the other directories have: blocks of it may come back with it; "
+                 "empty all of them to begin anew",
+                 store->roots[empty].path);
+  return status;
+}
+
+/* Give the layout the field of the set. */
+static int join_set(struct kvs_file_store *store, struct kvs_error *err) {
+  char layout[KVS_FILE_LAYOUT_NBYTES + 1], text[KVS_FILE_LAYOUT_NBYTES + SET_NBYTES], id[33];
+  memcpy(layout, store->geometry.layout, sizeof layout);
+  if (layout[0] != '{' || strlen(layout) > KVS_FILE_LAYOUT_NBYTES - SET_NBYTES)
+    return kvs_fail(err, KVS_INVALID, "with several directories the layout must be a JSON object of at most %d bytes",
+                    KVS_FILE_LAYOUT_NBYTES - SET_NBYTES);
+  int status = find_set(store, layout, id, err);
+  if (!status && !id[0] && store->settings.readonly)
+    status = kvs_fail(err, KVS_FILE, "%.200s is no store: no file in it can be read", store->roots[0].path);
+  if (!status && !id[0]) status = make_id(id, err);
+  if (status) return status;
+  set_text(layout, id, store->nroots, text);
+  kvs_file_geometry_make(text, store->geometry.block_nbytes, store->geometry.segment_nbytes, &store->geometry);
+  return KVS_OK;
+}
+
+int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *err) {
+  struct kvs_file_root root = {.path = (char *)(uintptr_t)directory, .folder = -1, .state = -1};
+  struct kvs_file_store store = {.settings = {.directory = directory, .readonly = true}, .roots = &root, .nroots = 1};
+  struct kvs_file_geometry there;
+  bool found = false;
+  size_t nsegments;
+  kvs_file_faults_init(&store.faults);
+  int status = open_folder(&store, &root, err);
+  if (!status) status = find_geometry(&store, 0, &there, &found, &nsegments, err);
+  if (root.folder >= 0) close(root.folder);
+  kvs_file_faults_destroy(&store.faults);
+  if (status) return status;
+  if (!found)
+    return kvs_fail(err, KVS_FILE, "%.200s is no store: neither %s nor a segment in it can be read", directory,
+                    store_name);
+  memcpy(layout, there.layout, strlen(there.layout) + 1);
+  *block_nbytes = there.block_nbytes;
+  return KVS_OK;
+}
+
+/* -- O_DIRECT ------------------------------------------------------------------------------------------------------ */
+
+/* Tried on the store's own files: some file systems accept the flag and refuse the reads. */
+static void try_direct(struct kvs_file_store *store) {
+  _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
+  char text[96];
+  int fd, code = 0;
+  if (store->settings.buffered) {
+    snprintf(store->direct_note, sizeof store->direct_note, "not asked for");
+    return;
+  }
+  for (unsigned i = 0; !code && i < store->nroots; i++) {
+    code = kvs_file_openat(&store->faults, store->roots[i].folder, store_name, O_RDONLY | O_DIRECT, &fd);
+    if (code) break;
+    store->direct = true;
+    code = kvs_file_move_page(store, fd, false, 0, page, false);
+    if (code == KVS_FILE_ENDED) code = 0;
+    close(fd);
+  }
+  store->direct = code == 0;
+  if (code)
+    snprintf(store->direct_note, sizeof store->direct_note, "the file system does not take O_DIRECT: %s",
+             kvs_file_error_text(code, text));
+}
+
+/* -- opening ------------------------------------------------------------------------------------------------------- */
+
+int kvs_file_open_directories(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = KVS_OK;
+  for (unsigned i = 0; !status && i < store->nroots; i++) {
+    status = open_folder(store, &store->roots[i], err);
+    if (!status) status = open_state(store, &store->roots[i], err);
+  }
+  if (!status && store->nroots > 1) status = join_set(store, err);
+  for (unsigned i = 0; !status && i < store->nroots; i++) status = read_state(store, &store->roots[i], err);
+  if (!status) try_direct(store);
+  if (!status) status = kvs_file_size_segments(store, err);
+  if (!status) status = kvs_file_adopt_new(store, err);
+  if (status || store->settings.readonly) return status;
+  uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
+  if (most < store->max_segments) store->max_segments = (uint32_t)most; /* segments may be larger than requested */
+  kvs_file_remove_old_segments(store);
+  return write_state(store, err);
+}
+
+void kvs_file_close_directories(struct kvs_file_store *store) {
+  for (uint32_t i = 0; i < store->nsegments; i++)
+    if (store->segments[i].fd >= 0) close(store->segments[i].fd);
+  free(store->segments);
+  kvs_file_unlock_directories(store, true);
+  for (unsigned i = 0; i < store->nroots; i++)
+    if (store->roots[i].folder >= 0) close(store->roots[i].folder);
+}
