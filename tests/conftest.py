@@ -16,7 +16,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -242,6 +242,15 @@ def seam(device: kvswap.Device, operation: str, *args: Any) -> Any:
     if not hasattr(_C, "_set_fault"):
         pytest.skip(WITHOUT_BINDINGS)
     return _C._seam(device, operation, *args)
+
+
+def comes_down(count: Callable[[], int], most: int) -> bool:
+    """Whether a count of this process's files, say, is at most so much: threads of earlier tests may still end, and a
+    thread has a file open for a moment."""
+    end = time.monotonic() + AT_ONCE
+    while count() > most and time.monotonic() < end:
+        time.sleep(0.01)
+    return count() <= most
 
 
 def random_bytes(seed: int, nbytes: int) -> Bytes:

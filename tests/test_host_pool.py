@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, Gate, random_bytes, seam
+from conftest import AT_ONCE, PATIENCE, ROOT, Buffer, Gate, comes_down, random_bytes, seam
 
 import kvswap
 from kvswap import _C, memory, testing
@@ -172,7 +172,7 @@ def test_more_than_the_machine_has(device: kvswap.Device, factor: int) -> None:
     with pytest.raises(MemoryError, match=r"do not fit.*(reserve=|Raise memory)"):
         HostPool(factor * total // MIB, MIB, device=device)
     assert time.monotonic() - start < AT_ONCE
-    assert resident() - before < MIB and mapped() - mapped_before < KEPT
+    assert resident() - before < 8 * MIB and mapped() - mapped_before < KEPT
     assert threading.active_count() == threads
 
 
@@ -798,11 +798,11 @@ def test_no_leak(device: kvswap.Device) -> None:
     for _ in range(200):
         cycle()
     gc.collect()
-    after = resident(), mapped(), descriptors(), len(os.listdir("/proc/self/task"))
+    after = resident(), mapped()
     room = (40 if SANITIZED else 2) * MIB
     # 200 pools would have 200 MiB, and 200 threads; the one that frees what was dropped, and a driver's, come and go.
-    assert after[0] - before[0] < room and after[1] - before[1] < room + KEPT and after[2] == before[2]
-    assert abs(after[3] - before[3]) <= 8
+    assert after[0] - before[0] < room and after[1] - before[1] < room + KEPT
+    assert comes_down(descriptors, before[2]) and comes_down(lambda: len(os.listdir("/proc/self/task")), before[3] + 8)
 
 
 def test_a_forked_child_is_told(device_name: str) -> None:

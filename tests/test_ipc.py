@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, random_bytes, run_python
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, comes_down, random_bytes, run_python
 from processes import Failed, Process, no_more_files
 from test_leaks import leaks, sanitized
 
@@ -531,6 +531,10 @@ def count_of(folder: str) -> int:
     return len(os.listdir(folder))
 
 
+def open_files() -> int:
+    return count_of("/proc/self/fd")
+
+
 def test_cycles_leak_nothing(device: kvswap.Device, owner: Process) -> None:
     def cycle(data: bytes) -> None:
         with memory.open(data, device=device) as mapped:
@@ -547,10 +551,9 @@ def test_cycles_leak_nothing(device: kvswap.Device, owner: Process) -> None:
     theirs = owner.do(f"len(os.listdir('/proc/{owner.pid}/fd'))")
     for _ in range(cycles(device)):
         cycle(data)
-    after = count_of("/proc/self/fd"), mappings_of_this_process(), kib_of_this_process()
-    assert after[0] <= before[0] and after[1] < before[1] + 20
-    assert after[2] < before[2] + 8 * 1024
-    assert owner.do(f"len(os.listdir('/proc/{owner.pid}/fd'))") == theirs
+    assert comes_down(open_files, before[0]) and mappings_of_this_process() < before[1] + 20
+    assert kib_of_this_process() < before[2] + 8 * 1024
+    assert comes_down(lambda: owner.do(f"len(os.listdir('/proc/{owner.pid}/fd'))"), theirs)
 
 
 def mappings_of_this_process() -> int:
@@ -582,7 +585,7 @@ def test_exporting_and_freeing_leaks_no_memory(device: kvswap.Device) -> None:
     blocks = [os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in arenas()]
     for _ in range(200):
         cycle()
-    assert count_of("/proc/self/fd") == files and shared_kib() <= kib + 64
+    assert comes_down(open_files, files) and shared_kib() <= kib + 64
     assert [os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in arenas()] == blocks
 
 
@@ -909,8 +912,7 @@ def test_events_leak_nothing(device: kvswap.Device, owner: Process) -> None:
     for _ in range(cycles(device)):
         cycle()
     stream.synchronize(PATIENCE)
-    after = count_of("/proc/self/fd"), mappings_of_this_process()
-    assert after[0] <= before[0] and after[1] < before[1] + 20
+    assert comes_down(open_files, before[0]) and mappings_of_this_process() < before[1] + 20
 
 
 # -- memory in chunks -------------------------------------------------------------------------------------------------
@@ -1033,7 +1035,7 @@ def test_clients_that_misbehave(device: kvswap.Device, other: Process, chunked: 
         other.do(f"memory.open({hex_of(export)}).close()")
         assert time.monotonic() - start < AT_ONCE
     export.close()
-    assert count_of("/proc/self/fd") < files
+    assert comes_down(open_files, files - 1)
 
 
 SERVER = """
@@ -1097,7 +1099,7 @@ def test_servers_that_misbehave(device: kvswap.Device, other: Process, tmp_path:
         with pytest.raises((kvswap.Error, ValueError), match=text):
             memory.open(named(real, path), device=device)
         os.unlink(path)
-    assert count_of("/proc/self/fd") <= files[0] and mappings_of_this_process() <= files[1] + 2
+    assert comes_down(open_files, files[0]) and comes_down(mappings_of_this_process, files[1] + 2)
     memory.open(real, device=device).close()
 
 
@@ -1121,7 +1123,7 @@ def test_descriptors_that_clients_send_do_not_stay_open(device: kvswap.Device, c
             socket.send_fds(client, [request], [0] * count)
             client.settimeout(PATIENCE)
             assert client.recv(1) == b""  # it has looked at it
-    assert count_of("/proc/self/fd") <= files + 1  # the last client's, perhaps
+    assert comes_down(open_files, files)
     export.close()
 
 
@@ -1239,9 +1241,9 @@ def test_cycles_of_chunks_leak_nothing(device: kvswap.Device, owner: Process) ->
     theirs = owner.do("len(os.listdir('/proc/self/fd'))")
     for _ in range(cycles(device)):
         cycle()
-    after = count_of("/proc/self/fd"), mappings_of_this_process(), threads_of_this_process()
-    assert after[0] <= before[0] and after[1] < before[1] + 20 and after[2] <= before[2] + 1
-    assert owner.do("len(os.listdir('/proc/self/fd'))") <= theirs
+    assert comes_down(open_files, before[0]) and comes_down(threads_of_this_process, before[2] + 1)
+    assert mappings_of_this_process() < before[1] + 20
+    assert comes_down(lambda: owner.do("len(os.listdir('/proc/self/fd'))"), theirs)
 
 
 def threads_of_this_process() -> int:
@@ -1273,7 +1275,7 @@ def test_chunks_that_are_not_to_be_had(device: kvswap.Device, member: str) -> No
     fault = testing.fault(device, "call", "fail", operation=member, nth=2 if member == "chunk_map" else 1)
     with fault, pytest.raises(kvswap.DeviceError):
         device.alloc(nbytes, chunks=True)
-    assert count_of("/proc/self/fd") <= files
+    assert comes_down(open_files, files)
     with pytest.raises((MemoryError, kvswap.DeviceError)):
         device.alloc(1 << 60, chunks=True)
     with pytest.raises(ValueError, match="not of the host"):

@@ -490,13 +490,11 @@ def measure(device: kvswap.Device) -> dict[str, int]:
 @contextmanager
 def tracing() -> Iterator[None]:
     gc.collect()
-    gc.freeze()  # what was there before is not gone through each time that garbage is collected
     tracemalloc.start(1)
     try:
         yield
     finally:
         tracemalloc.stop()
-        gc.unfreeze()
 
 
 def growth(device: kvswap.Device, action: Callable[[], Any], times: int) -> dict[str, int]:
