@@ -1,7 +1,6 @@
 /* kvswap: moves paged KV-cache blocks between GPU and host memory. The C API, without Python.
  *
- * Threads: every function may be called from any thread at any time, unless it says otherwise. No function takes the
- * GIL.
+ * Threads: any thread may call any function at any time, unless it says otherwise. No function takes the GIL.
  *
  * Errors: functions return KVS_OK (0) or a negative status and then fill *err (kvswap_status.h), which is never NULL.
  *
@@ -66,8 +65,7 @@ struct kvs_options {
   bool after_compute; /* with on_stream: also start after the device's compute stream */
   const struct kvs_after *after;
   size_t nafter;
-  /* Layers are copied in order. kvs_swap_cache: each tensor is a layer; kvs_move_blocks: the parts name their layers.
-   */
+  /* Layers are copied in order. kvs_swap_cache: each tensor is a layer; kvs_move_blocks: parts name their layers. */
   bool layer_events;                    /* each layer can be waited for */
   const struct kvs_after *after_layers; /* one a layer: its copies also start after this */
   size_t nafter_layers;                 /* 0, or the number of layers */
@@ -78,7 +76,8 @@ struct kvs_options {
   void *owner;             /* kept until the transfer has ended; then kvs_engine_collect() calls release(owner) */
   void (*release)(void *); /* if the submitting call fails, the caller keeps the owner */
   const char *where; /* where the call comes from, for the race checker's reports: "engine.py:123 in step"; copied */
-  uint64_t reserved[8];
+  uint64_t since_ns; /* CLOCK_MONOTONIC: of the first attempt, where a refused call is made again; 0: of this call */
+  uint64_t reserved[7];
 };
 
 /* Block ids: `count` signed integers of `width` 4 or 8 bytes. */
@@ -142,7 +141,8 @@ KVS_API int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t st
 /* Wait for all work queued on the device, by any library. timeout_ns < 0: no limit. KVS_TIMEOUT: the work goes on. */
 KVS_API int kvs_engine_synchronize(struct kvs_engine *engine, int64_t timeout_ns, struct kvs_error *err);
 /* Defaults for options that are AUTO, DEFAULT or 0. Zero-initialised: AUTO, NORMAL, and the measured limits. The first
- * ones come from the environment: KVSWAP_PATH, KVSWAP_MAX_CTAS, KVSWAP_PACE_GBPS. */
+ * ones come from the environment: KVSWAP_PATH, KVSWAP_MAX_CTAS, KVSWAP_PACE_GBPS. Setting cannot fail: submissions
+ * refuse what is not known. In the child of a fork(), where every submission is refused, nothing is set. */
 struct kvs_defaults {
   enum kvs_path path;
   enum kvs_priority priority;

@@ -388,6 +388,33 @@ def test_a_call_that_waits_for_its_copy_waits_for_room_too(cache: Cache, many: b
     cache.check([1, 3], [2, 4])
 
 
+def test_a_wait_for_room_is_part_of_the_duration(cache: Cache) -> None:
+    device = cache.device
+    arguments = (cache.gpu.ptr, cache.cpu.ptr, cache.nbytes, cache.blocks, cache.blocks, [3], [4], cache.direction)
+
+    def total() -> float:
+        rows = [row["paths"] for row in _C._metrics()["devices"] if row["device"] == device.name]
+        return sum(path["duration"]["sum"] for path in rows[0])
+
+    def waited(seconds: float) -> float:
+        """What a call that waits so long for room adds to the durations."""
+        stream, before = kvswap.Stream(device), total()
+        with ThreadPoolExecutor(1) as pool, Gate(device) as gate:
+            gate.hold(stream)
+            first = cache.swap([1], [2], stream=stream)
+            future = pool.submit(kvswap.swap_cache_per_layer, *arguments, stream=stream, device=device)
+            assert wait([future], seconds).not_done
+            gate.open()
+            future.result(PATIENCE)
+        return total() - before - first.duration
+
+    testing.set_lane_depth(device, 1)
+    try:
+        assert any(waited(seconds) > seconds / 2 for seconds in (0.5, 2, 8))  # its thread may start late
+    finally:
+        testing.set_lane_depth(device, 128)
+
+
 # -- failure ----------------------------------------------------------------------------------------------------------
 
 

@@ -207,6 +207,8 @@ int kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *giv
   int status = given ? KVS_CHECK_RESERVED(given, "kvs_options", err) : KVS_OK;
   if (status) return status;
   kvs_engine_get_defaults(engine, &defaults);
+  status = KVS_CHECK_RESERVED(&defaults, "kvs_defaults", err);
+  if (status) return status;
   *options = given ? *given : (struct kvs_options){.path = KVS_PATH_AUTO};
   if (options->path == KVS_PATH_AUTO) options->path = defaults.path;
   if (options->priority == KVS_PRIORITY_DEFAULT) options->priority = defaults.priority;

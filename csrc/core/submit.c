@@ -261,7 +261,7 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->nbytes = work->nbytes;
   s.transfer->nblocks = work->nblocks;
   s.transfer->dependencies = work->dependencies;
-  s.transfer->since_ns = work->scratch->since_ns;
+  s.transfer->since_ns = options->since_ns ? options->since_ns : work->scratch->since_ns;
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
   int status = submit(&s);

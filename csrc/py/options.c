@@ -139,6 +139,7 @@ static int try_submit(struct kvs_engine *engine, int (*submit)(void *call, struc
 int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_py_options *options,
                   int (*submit)(void *call, struct kvs_error *err), void *call) {
   uint64_t deadline = kvs_deadline(options->patient ? KVS_PY_ROOM_NS : 0);
+  if (options->patient) options->core.since_ns = kvs_clock_ns();
   struct kvs_error err = {0};
   int rc;
   while ((rc = try_submit(engine, submit, call, options->patient, &err)) == KVS_QUEUE_FULL &&

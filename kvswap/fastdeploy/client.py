@@ -16,14 +16,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import inspect
 import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
 from kvswap.fastdeploy.manager import places
@@ -45,6 +47,9 @@ __all__ = ["SWAP2CPU", "SWAP2GPU", "AsyncClient", "Client", "ManagerError", "Not
 
 SWAP2CPU, SWAP2GPU = Kind.SWAP2CPU, Kind.SWAP2GPU
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 def _make_task(
     kind: int,
@@ -64,8 +69,24 @@ def _make_task(
     )
 
 
+_READY_EVERY = 0.05
+_LATER = 5.0  # seconds beyond the manager's own limit, so that the manager's answer arrives and says what is missing
+
+
+def _ready(status: dict[str, Any]) -> str:
+    """Why the manager takes no tasks; empty if it takes them."""
+    return "" if status["ready"] else str(status["why_not"])
+
+
+def _started(status: dict[str, Any]) -> str:
+    for rank in status["ranks"]:
+        if not rank["here"] or rank["phase"] in ("starting", "allocating", "open"):
+            return f"rank {rank['rank']}: {rank['phase']}"
+    return ""
+
+
 class _Calls:
-    """Common part of both clients."""
+    """What both clients do. Only the waits differ: see _wait() and _sleep()."""
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, port: int = 9923, data_parallel_id: int = 0
@@ -100,6 +121,42 @@ class _Calls:
         self._link.collect(result)
         return result
 
+    async def _wait(self, future: Future, timeout: float) -> None:
+        """Wait until the future is done or the time is over. Other callers may wait for it too."""
+        raise NotImplementedError
+
+    async def _sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    async def _answer(self, asked: Asked, timeout: float) -> Any:
+        try:
+            await self._wait(asked.future, timeout)
+        except BaseException:  # Ctrl-C, or cancelled
+            self._link.give_up(asked)
+            raise
+        return self._body(asked, timeout)
+
+    async def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
+        await self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
+
+    async def _status(self, timeout: float) -> dict[str, Any]:
+        body: dict[str, Any] = await self._answer(self._link.ask(GetStatus), timeout)
+        return body
+
+    async def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                status = await self._status(max(0.1, end - time.monotonic()))
+                why = missing(status)
+            except ManagerError as error:  # it died; it may be started again
+                status, why = {}, str(error)
+            if not why:
+                return status
+            if time.monotonic() > end:
+                raise TimeoutError(f"not ready after {timeout:g} s: {why}")
+            await self._sleep(_READY_EVERY)
+
     def holds(self, task_id: str) -> bool:
         """Whether that task was taken, or may have been, and its result is uncollected."""
         return self._link.holds(task_id)
@@ -110,44 +167,16 @@ class _Calls:
         return self._link.under_way
 
 
-def _ready(status: dict[str, Any]) -> str:
-    """Why the manager takes no tasks; empty if it takes them."""
-    return "" if status["ready"] else str(status["why_not"])
+class AsyncClient(_Calls):
+    """Client for asyncio: the same methods, arguments and errors. Use it in one event loop."""
 
+    async def _wait(self, future: Future, timeout: float) -> None:
+        await asyncio.wait({asyncio.wrap_future(future)}, timeout=timeout)  # does not cancel the future
 
-def _started(status: dict[str, Any]) -> str:
-    for rank in status["ranks"]:
-        if not rank["here"] or rank["phase"] in ("starting", "allocating", "open"):
-            return f"rank {rank['rank']}: {rank['phase']}"
-    return ""
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
-
-_READY_EVERY = 0.05
-_LATER = 5.0  # seconds beyond the manager's own limit, so that the manager's answer arrives and says what is missing
-
-
-def _wait(future: Future, timeout: float) -> None:
-    """Wait until the future is done or the time is over."""
-    with contextlib.suppress(concurrent.futures.TimeoutError):
-        future.exception(timeout)
-
-
-class Client(_Calls):
-    """See the module. directory: the socket's folder, if the manager was started with --socket_dir; None: the folder
-    that port and data-parallel id name.
-
-    kvswap.Error: the folder is missing, or belongs to another user.
-    """
-
-    def _answer(self, asked: Asked, timeout: float) -> Any:
-        try:
-            _wait(asked.future, timeout)
-        except BaseException:  # Ctrl-C
-            self._link.give_up(asked)
-            raise
-        return self._body(asked, timeout)
-
-    def swap(
+    async def swap(
         self,
         kind: int,
         gpu_block_ids: Sequence[int],
@@ -172,57 +201,42 @@ class Client(_Calls):
         result.
         """
         task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
-        self._answer(self._link.submit(task), timeout)
+        await self._answer(self._link.submit(task), timeout)
         return task.transfer_task_id
 
-    def result(self, task_id: str, timeout: float = 60.0) -> Result:
+    async def result(self, task_id: str, timeout: float = 60.0) -> Result:
         """Wait for that task's Result. TimeoutError: the task has not ended."""
         future = self._link.result_of(task_id)
-        _wait(future, timeout)
+        await self._wait(future, timeout)
         return self._ended(task_id, future, timeout)
 
-    def next_result(self, timeout: float = 60.0) -> Result:
+    async def next_result(self, timeout: float = 60.0) -> Result:
         """The Result of the next task that ends, in the order of their ends. TimeoutError: none has ended.
 
         A result is handed out once: wait for a task by this or by result(), not by both.
         """
         future = self._link.next_ended()
         try:
-            _wait(future, timeout)
-        except BaseException:  # Ctrl-C
+            await self._wait(future, timeout)
+        except BaseException:  # Ctrl-C, or cancelled
             self._link.give_back(future)
             raise
         return self._next(future, timeout)
 
-    def status(self, timeout: float = 10.0) -> dict[str, Any]:
+    async def status(self, timeout: float = 10.0) -> dict[str, Any]:
         """State, ranks and tasks, as `kvswap manager status` prints them."""
-        body: dict[str, Any] = self._answer(self._link.ask(GetStatus), timeout)
-        return body
+        return await self._status(timeout)
 
-    def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
+    async def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until the manager takes tasks; returns the status. TimeoutError says what is missing."""
-        return self._wait_until(_ready, timeout)
+        return await self._wait_until(_ready, timeout)
 
-    def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                status = self.status(max(0.1, end - time.monotonic()))
-                why = missing(status)
-            except ManagerError as error:  # it died; it may be started again
-                status, why = {}, str(error)
-            if not why:
-                return status
-            if time.monotonic() > end:
-                raise TimeoutError(f"not ready after {timeout:g} s: {why}")
-            time.sleep(_READY_EVERY)
-
-    def wait_started(self, timeout: float = 60.0) -> dict[str, Any]:
+    async def wait_started(self, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until every rank is ready or waits for attach(); returns the status. TimeoutError says what is
         missing."""
-        return self._wait_until(_started, timeout)
+        return await self._wait_until(_started, timeout)
 
-    def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
+    async def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
         """Tell all ranks to open the engine's caches. They take tasks from then on.
 
         handles: for each rank a dict from a cache's name to the bytes of kvswap.memory.export(); None: the engine has
@@ -230,36 +244,91 @@ class Client(_Calls):
 
         If the managers created the caches, attach() says that the engine has opened the present ones.
         """
-        self._operate(Attach, timeout, None if handles is None else list(handles))
+        await self._operate(Attach, timeout, None if handles is None else list(handles))
 
-    def clear(self, timeout: float = 60.0) -> None:
+    async def clear(self, timeout: float = 60.0) -> None:
         """Refuse new tasks, let tasks under way end, and make all ranks free their caches or close the engine's. Does
         nothing if they are cleared already.
 
         ManagerError, TimeoutError: name the rank that failed and why; calling clear() again continues.
         """
-        self._operate(Clear, timeout)
+        await self._operate(Clear, timeout)
 
-    def restore(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
+    async def restore(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
         """Undo clear(): all ranks allocate host memory again, and create the caches or open the engine's. handles: as
         in attach()."""
-        self._operate(Restore, timeout, None if handles is None else list(handles))
+        await self._operate(Restore, timeout, None if handles is None else list(handles))
 
-    def drain(self, timeout: float = 60.0, *, undo: bool = False) -> None:
+    async def drain(self, timeout: float = 60.0, *, undo: bool = False) -> None:
         """Refuse new tasks, and return when none is under way. undo: take tasks again."""
-        self._operate(Drain, timeout, undo)
+        await self._operate(Drain, timeout, undo)
 
-    def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
-        self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
-
-    def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
+    async def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
         """For each rank a dict: the "generation" of the caches that it created, and "handles" for kvswap.memory.open().
 
         The managers assume that the caller opens the caches, and take tasks from then on. A restarted rank has created
         new caches: the manager takes no task until handles() or attach() is called again.
         """
-        body: list[dict[str, Any]] = self._answer(self._link.ask(GetHandles), timeout)
+        body: list[dict[str, Any]] = await self._answer(self._link.ask(GetHandles), timeout)
         return body
+
+    async def close(self) -> None:
+        """End the connection; results of tasks under way are lost. A second call does nothing."""
+        await asyncio.to_thread(self._link.close)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _blocking(
+    call: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[Any, _P], _T]:
+    """A call of AsyncClient for Client, whose waits block: the coroutine runs to its end without being suspended."""
+
+    def run(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            call(self, *args, **kwargs).send(None)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        raise AssertionError("a wait of Client's did not block")
+
+    functools.update_wrapper(run, call)
+    run.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    del run.__wrapped__  # type: ignore[attr-defined]  # a coroutine function, which run is not
+    return run
+
+
+class Client(_Calls):
+    """See the module. directory: the socket's folder, if the manager was started with --socket_dir; None: the folder
+    that port and data-parallel id name.
+
+    kvswap.Error: the folder is missing, or belongs to another user.
+    """
+
+    async def _wait(self, future: Future, timeout: float) -> None:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            future.exception(timeout)
+
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    swap = _blocking(AsyncClient.swap)
+    result = _blocking(AsyncClient.result)
+    next_result = _blocking(AsyncClient.next_result)
+    status = _blocking(AsyncClient.status)
+    wait_ready = _blocking(AsyncClient.wait_ready)
+    wait_started = _blocking(AsyncClient.wait_started)
+    attach = _blocking(AsyncClient.attach)
+    clear = _blocking(AsyncClient.clear)
+    restore = _blocking(AsyncClient.restore)
+    drain = _blocking(AsyncClient.drain)
+    handles = _blocking(AsyncClient.handles)
 
     def close(self) -> None:
         """End the connection; results of tasks under way are lost. A second call does nothing."""
@@ -272,114 +341,3 @@ class Client(_Calls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class AsyncClient(_Calls):
-    """Client for asyncio: the same methods, arguments and errors. Use it in one event loop."""
-
-    async def _wait(self, future: Future, timeout: float) -> None:
-        """Wait without cancelling the future: other callers may wait for it too, and a caller may wait again."""
-        await asyncio.wait({asyncio.wrap_future(future)}, timeout=timeout)
-
-    async def _answer(self, asked: Asked, timeout: float) -> Any:
-        try:
-            await self._wait(asked.future, timeout)
-        except BaseException:  # cancelled
-            self._link.give_up(asked)
-            raise
-        return self._body(asked, timeout)
-
-    async def swap(
-        self,
-        kind: int,
-        gpu_block_ids: Sequence[int],
-        cpu_block_ids: Sequence[int],
-        *,
-        task_id: str | None = None,
-        node_ids: Sequence[int | str] = (),
-        events: Sequence[bytes | None] | None = None,
-        timeout: float = 10.0,
-    ) -> str:
-        """As Client.swap()."""
-        task = _make_task(kind, gpu_block_ids, cpu_block_ids, task_id, node_ids, events)
-        await self._answer(self._link.submit(task), timeout)
-        return task.transfer_task_id
-
-    async def result(self, task_id: str, timeout: float = 60.0) -> Result:
-        """As Client.result()."""
-        future = self._link.result_of(task_id)
-        await self._wait(future, timeout)
-        return self._ended(task_id, future, timeout)
-
-    async def next_result(self, timeout: float = 60.0) -> Result:
-        """As Client.next_result()."""
-        future = self._link.next_ended()
-        try:
-            await self._wait(future, timeout)
-        except BaseException:  # cancelled
-            self._link.give_back(future)
-            raise
-        return self._next(future, timeout)
-
-    async def status(self, timeout: float = 10.0) -> dict[str, Any]:
-        """As Client.status()."""
-        body: dict[str, Any] = await self._answer(self._link.ask(GetStatus), timeout)
-        return body
-
-    async def wait_ready(self, timeout: float = 60.0) -> dict[str, Any]:
-        """As Client.wait_ready()."""
-        return await self._wait_until(_ready, timeout)
-
-    async def _wait_until(self, missing: Callable[[dict[str, Any]], str], timeout: float) -> dict[str, Any]:
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                status = await self.status(max(0.1, end - time.monotonic()))
-                why = missing(status)
-            except ManagerError as error:
-                status, why = {}, str(error)
-            if not why:
-                return status
-            if time.monotonic() > end:
-                raise TimeoutError(f"not ready after {timeout:g} s: {why}")
-            await asyncio.sleep(_READY_EVERY)
-
-    async def wait_started(self, timeout: float = 60.0) -> dict[str, Any]:
-        """As Client.wait_started()."""
-        return await self._wait_until(_started, timeout)
-
-    async def attach(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
-        """As Client.attach()."""
-        await self._operate(Attach, timeout, None if handles is None else list(handles))
-
-    async def clear(self, timeout: float = 60.0) -> None:
-        """As Client.clear()."""
-        await self._operate(Clear, timeout)
-
-    async def restore(self, handles: Sequence[Handles] | None = None, timeout: float = 60.0) -> None:
-        """As Client.restore()."""
-        await self._operate(Restore, timeout, None if handles is None else list(handles))
-
-    async def drain(self, timeout: float = 60.0, *, undo: bool = False) -> None:
-        """As Client.drain()."""
-        await self._operate(Drain, timeout, undo)
-
-    async def _operate(self, kind: Any, timeout: float, *args: Any) -> None:
-        await self._answer(self._link.ask(kind, timeout, *args), timeout + _LATER)
-
-    async def handles(self, timeout: float = 10.0) -> list[dict[str, Any]]:
-        """As Client.handles()."""
-        body: list[dict[str, Any]] = await self._answer(self._link.ask(GetHandles), timeout)
-        return body
-
-    async def close(self) -> None:
-        """As Client.close()."""
-        await asyncio.to_thread(self._link.close)
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

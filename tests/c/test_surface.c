@@ -36,9 +36,9 @@ static int swap_cache(struct kvs_engine *engine, const struct kvs_options *optio
 static void test_options(struct kvs_engine *engine) {
   struct kvs_options options = {.priority = KVS_PRIORITY_NORMAL};
   CHECK(swap(engine, &options) == KVS_OK, "%s", err.message);
-  options.reserved[7] = 1;
-  REFUSED(swap(engine, &options), "reserved[7] of struct kvs_options");
-  REFUSED(swap_cache(engine, &options), "reserved[7] of struct kvs_options");
+  options.reserved[6] = 1;
+  REFUSED(swap(engine, &options), "reserved[6] of struct kvs_options");
+  REFUSED(swap_cache(engine, &options), "reserved[6] of struct kvs_options");
   options = (struct kvs_options){.path = (enum kvs_path)99};
   REFUSED(swap(engine, &options), "path is 99");
   options = (struct kvs_options){.priority = (enum kvs_priority)9};
@@ -47,6 +47,9 @@ static void test_options(struct kvs_engine *engine) {
   kvs_engine_get_defaults(engine, &before);
   kvs_engine_set_defaults(engine, &defaults);
   REFUSED(swap(engine, NULL), "path is 77");
+  defaults = (struct kvs_defaults){.reserved = {[6] = 1}};
+  kvs_engine_set_defaults(engine, &defaults);
+  REFUSED(swap(engine, NULL), "reserved[6] of struct kvs_defaults");
   kvs_engine_set_defaults(engine, &before);
   CHECK(swap(engine, NULL) == KVS_OK, "%s", err.message);
 }
