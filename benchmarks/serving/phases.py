@@ -237,7 +237,10 @@ class Phases:
             self._decoders += 1
             self.engine.one(prompt(DECODERS, self._decoders, 4 * BLOCK), 8 * BLOCK)
         each = sorted(spans.steps(found))
-        return {"steps": len(each), "connector_us": [round(1e6 * value, 2) for value in each]}
+        return {
+            "steps": len(each), "connector_us": [round(1e6 * value, 2) for value in each],
+            "call_us": {name: round(1e6 * value, 2) for name, value in spans.middles(found).items()},
+        }  # fmt: skip
 
     def profile(self, repeat: int = 0) -> dict[str, Any]:
         """Three prompts that the host has, and again when the GPU has them: milliseconds by call."""

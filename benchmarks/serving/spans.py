@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from serving.engine import Engine
@@ -82,6 +83,14 @@ def total(found: list[tuple[str, float, float]], begin: float, end: float) -> di
         if begin <= at < end:
             made[name] += 1e3 * seconds
     return {name: round(value, 3) for name, value in made.items()}
+
+
+def middles(found: list[tuple[str, float, float]]) -> dict[str, float]:
+    """The median of the seconds in each call, by name."""
+    made: dict[str, list[float]] = defaultdict(list)
+    for name, _, seconds in found:
+        made[name].append(seconds)
+    return {name: median(values) for name, values in made.items()}
 
 
 def steps(found: list[tuple[str, float, float]]) -> list[float]:
