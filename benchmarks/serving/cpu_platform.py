@@ -27,6 +27,7 @@ def install(folder: Path) -> None:
     compiled.cpu_attn_has_isa = lambda *_: False
     compiled.compute_slot_mapping_kernel_impl = _slots
     compiled.silu_and_mul = _silu_and_mul
+    compiled.gelu_tanh_and_mul = _gelu_tanh_and_mul
     ops._supports_onednn = False
     ops.cpu_attn_get_scheduler_metadata = lambda **_: torch.zeros(1)
     ops.cpu_attn_reshape_and_cache = _store
@@ -47,6 +48,13 @@ def _silu_and_mul(out: Any, x: Any) -> None:
 
     gate, up = x.chunk(2, -1)
     out.copy_(functional.silu(gate) * up)
+
+
+def _gelu_tanh_and_mul(out: Any, x: Any) -> None:
+    from torch.nn import functional
+
+    gate, up = x.chunk(2, -1)
+    out.copy_(functional.gelu(gate, approximate="tanh") * up)
 
 
 def _store(key: Any, value: Any, keys: Any, values: Any, slots: Any, isa: Any, **_: Any) -> None:

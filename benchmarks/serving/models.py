@@ -35,6 +35,7 @@ class Model:
     layers: int = 32
     kv_heads: int = 8
     hidden: int = 4096
+    window: int = 1024  # tokens; of groups
 
     @property
     def head(self) -> int:
@@ -70,7 +71,7 @@ class Model:
             made.update(moe_intermediate_size=self.hidden, num_experts_per_tok=None, rope_theta=10000.0)
         elif self.kind == "groups":
             made.update(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", head_dim=self.head)
-            made.update(num_key_value_heads=self.kv_heads, sliding_window=1024, query_pre_attn_scalar=self.head)
+            made.update(num_key_value_heads=self.kv_heads, sliding_window=self.window, query_pre_attn_scalar=self.head)
             made.update(hidden_activation="gelu_pytorch_tanh", rope_theta=500000.0, rope_local_base_freq=10000.0)
             made["layer_types"] = ["sliding_attention", "full_attention"] * (self.layers // 2)
         else:

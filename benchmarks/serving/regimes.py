@@ -34,6 +34,24 @@ class Regime:
     device: str = "cuda"
 
 
+_TOY = Regime(
+    model=Model(layers=2, kv_heads=2, hidden=256),
+    gpu_blocks=96,
+    cpu_gib=0.008,
+    prompts=4,
+    length=200,
+    hits=3,
+    truth=3,
+    resident=2,
+    decoders=3,
+    decode_tokens=24,
+    max_len=512,
+    batched=512,
+    mode="eager",
+    device="cpu",
+    runner="v1",
+)
+
 REGIMES: dict[str, Regime] = {
     "pages64k": Regime(),
     "pages16k": Regime(model=Model(kv_heads=2), cpu_gib=8.0),
@@ -44,12 +62,9 @@ REGIMES: dict[str, Regime] = {
     "one-tensor": Regime(runner="v1"),
     "mla": Regime(model=Model(kind="mla", hidden=2048), cpu_gib=9.0),
     "groups": Regime(model=Model(kind="groups", layers=16), cpu_gib=16.0),
-    "toy": Regime(
-        model=Model(layers=2, kv_heads=2, hidden=256), gpu_blocks=96, cpu_gib=0.008, prompts=4, length=200, hits=3,
-        truth=3, resident=2, decoders=3, decode_tokens=24, max_len=512, batched=512, mode="eager", device="cpu",
-        runner="v1",
-    ),
-}  # fmt: skip
+    "toy": _TOY,
+    "toy-groups": replace(_TOY, model=replace(_TOY.model, kind="groups", window=64)),
+}
 
 
 def regime(name: str, overrides: dict[str, Any]) -> Regime:

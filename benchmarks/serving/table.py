@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from serving.configurations import NAMES
+
 Turns = dict[tuple[int, int], float]  # a figure of each turn: the run, the number of the turn
 Value = Callable[[dict[str, Any]], "float | None"]
 BASE = {"simple-kvswap": "simple"}  # compared to vLLM's own of its kind; the others to native
@@ -101,6 +103,56 @@ def _cell(config: str, row: dict[str, Turns]) -> str:
     return f"{text} ({middle:.2f})" if least == most else f"{text} ({middle:.2f}, {least:.2f}-{most:.2f})"
 
 
+def _order(config: str) -> tuple[int, str]:
+    return [*NAMES].index(config.partition(":")[0]), config
+
+
+def _beside_none(rows: dict[str, dict[str, Turns]]) -> list[str]:
+    """What decoding costs more where there is offloading."""
+    made = []
+    for title in ("ITL decoding alone, mean, ms", "ITL beside stores, mean, ms"):
+        row = rows.get(title, {})
+        for config in sorted(row, key=_order):
+            found = ratio(row[config], row["none"]) if "none" in row and config != "none" else None
+            if found:
+                middle, least, most = found
+                made.append(f"{title[:-10]}, {config}: {middle:.2f} ({least:.2f}-{most:.2f}) times no offloading's")
+    return made
+
+
+def _starts(lines: list[dict[str, Any]], name: str) -> list[str]:
+    made = []
+    for line in lines:
+        if line["regime"] == name and line.get("about", {}).get("register_s"):
+            about = line["about"]
+            made.append(
+                f"start, {line['config']}: {about['start_s']} s, of it {sum(about['register_s']):.1f} s until the host "
+                f"memory for {about['host_blocks']} blocks was there and pinned"
+            )
+    return made
+
+
+def _profiles(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """Where a TTFT goes: medians of a few prompts, one after the other, with all calls timed."""
+    made = []
+    for line in lines:
+        if line["regime"] != name or line.get("phase") != "profile" or not line.get("record"):
+            continue
+        hits = [each for each in line["record"]["hit"] if "loading_ms" in each]
+        if hits:
+            ttft, before, loading, device, after = (
+                f"{median(each[key] for each in hits):.1f}"
+                for key in ("ttft_ms", "to_submission_ms", "loading_ms", "device_ms", "to_token_ms")
+            )
+            parts = (
+                f"a TTFT of {line['config']}, {ttft} ms: {before} to the submission of its load, {loading} until that",
+                f"was seen to have ended ({device} on the device), {after} until its token;",
+                f"{median(each['ttft_ms'] for each in line['record']['floor']):.1f} where the GPU has it",
+            )
+            made.append(" ".join(parts))
+    return made
+
+
 def _truth(lines: list[dict[str, Any]], name: str) -> list[str]:
     made = []
     for line in lines:
@@ -119,7 +171,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
     """One a regime."""
     parts = []
     for name, rows in figures(lines).items():
-        configs = list(dict.fromkeys(config for row in rows.values() for config in row))
+        configs = sorted({config for row in rows.values() for config in row}, key=_order)
         cells = [["", *configs]]
         for title, _, _ in ROWS:
             if title in rows:
@@ -129,7 +181,8 @@ def tables(lines: list[dict[str, Any]]) -> str:
         text += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         pairs = max((len(row[config]) for row in rows.values() for config in row), default=0)
         text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
-        parts.append("\n".join([*text, *_truth(lines, name)]))
+        text += [*_beside_none(rows), *_starts(lines, name), *_profiles(lines, name), *_truth(lines, name)]
+        parts.append("\n".join(text))
     return "\n\n".join(parts)
 
 
