@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvswap
+from kvswap.offload import TransferResult
 from kvswap.vllm._handler import VLLMHandler
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -42,7 +44,15 @@ class OffloadingConnector:
         self.connector_worker = SimpleNamespace(spec=type(self.spec_name, (), {})(), worker=None)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        self.connector_worker.worker = SimpleNamespace(handlers=self.workers[self.spec_name])
+        self.connector_worker._load_jobs = {}
+        self.connector_worker.worker = SimpleNamespace(
+            handlers=self.workers[self.spec_name], get_finished=list, submit_load=lambda *_: True
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        del finished_req_ids
+        ended = [result.job_id for result in self.connector_worker.worker.get_finished()]
+        return set(), {self.connector_worker._load_jobs.pop(job) for job in ended}
 
 
 @dataclass
@@ -128,3 +138,57 @@ def test_a_fallback_is_asked_for(connector: Any, caplog: pytest.LogCaptureFixtur
     assert made.spec_name == "TheirSpec" and "vLLM's own transfers stay" in caplog.text
     with pytest.raises(ValueError, match="kvswap_fallback is 'yes'"):
         connector(kvswap_fallback="yes")
+
+
+class Blocks:
+    """Block numbers that count how often they are read."""
+
+    def __init__(self, *blocks: int) -> None:
+        self.blocks, self.reads = blocks, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += 1
+        return iter(self.blocks)
+
+
+def load(made: Any, job: int, blocks: Any) -> None:
+    """As vLLM submits one."""
+    made.connector_worker._load_jobs[job] = f"request-{job}"
+    made.connector_worker.worker.submit_load(job, "source", SimpleNamespace(block_ids=blocks, group_sizes=[3]))
+
+
+def end(made: Any, *results: TransferResult) -> None:
+    made.connector_worker.worker._worker.get_finished = lambda: list(results)
+
+
+def test_a_load_costs_nothing_a_block_unless_it_fails(connector: Any) -> None:
+    """Submitting and collecting are in an engine's step."""
+    made, blocks = connector(), Blocks(1, 2, 3)
+    load(made, 7, blocks)
+    end(made, TransferResult(7, True, 100, 0.1))
+    assert made.get_finished(set()) == (set(), {"request-7"})
+    assert blocks.reads == 0 and made.get_block_ids_with_load_errors() == set()
+
+
+def test_a_failed_load_reports_its_blocks(connector: Any) -> None:
+    made = connector()
+    load(made, 7, np.array([4, 5, 6], np.int32))
+    load(made, 8, np.array([9], np.int32))
+    end(made)
+    assert made.get_finished(set()) == (set(), set())
+    end(made, TransferResult(8, True, 100, 0.1), TransferResult(7, False, 0, 0.1, error=kvswap.Error("refused")))
+    assert made.get_finished(set()) == (set(), {"request-7", "request-8"})
+    found = made.get_block_ids_with_load_errors()
+    assert found == {4, 5, 6} and {type(block) for block in found} == {int}
+    end(made)
+    assert made.get_finished(set()) == (set(), set())
+    assert made.get_block_ids_with_load_errors() == set()
+
+
+def test_a_load_that_could_not_be_submitted_ends_in_the_next_step(connector: Any) -> None:
+    made = connector()
+    made.connector_worker.worker._worker.submit_load = lambda *_: False
+    load(made, 7, [4])
+    end(made)
+    assert made.get_finished(set()) == (set(), {"request-7"})
+    assert made.get_block_ids_with_load_errors() == {4}

@@ -295,6 +295,8 @@ class SingleDirectionOffloadingHandler:
 
     def get_finished(self) -> list[TransferResult]:
         """The jobs that have ended since the last call, in order of submission, each once. Never blocks."""
+        if not self._transfers:  # as in most steps of an engine; a job that is being submitted has not ended
+            return []
         ended: list[Job] = []
         with self._lock:
             while self._transfers and self._transfers[0].ended():

@@ -57,12 +57,13 @@ def _with_failures(
 class _Failure:
     job_id: int
     error: str
-    gpu_blocks: list[int] | None  # of a load; None: it was a store
+    gpu_blocks: Any  # of a load: its destination's, an array or a list; None: it was a store
 
 
-def _gpu_blocks(spec: Any) -> list[int] | None:
-    """The GPU blocks of a load's destination; None for a host spec, which has no group_sizes."""
-    return [int(block) for block in spec.block_ids] if hasattr(spec, "group_sizes") else None
+def _gpu_blocks(spec: Any) -> Any:
+    """The GPU blocks of a load's destination; None for a host spec, which has no group_sizes. Not read before the load
+    has failed, so that submitting takes no time for each block."""
+    return spec.block_ids if hasattr(spec, "group_sizes") else None
 
 
 class _Watch:
@@ -70,7 +71,7 @@ class _Watch:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._loads: dict[int, list[int]] = {}  # job -> GPU blocks
+        self._loads: dict[int, Any] = {}  # job -> GPU blocks
         self._refused: list[_Failure] = []  # jobs that could not be submitted
         self.failures: list[_Failure] = []  # not reported yet
         for handler in _handlers_of(worker):
@@ -107,9 +108,12 @@ class _Watch:
 
     def get_finished(self) -> list[Any]:
         """All ended jobs; failed ones without size and time, so that metrics do not count them."""
+        results: list[Any] = self._worker.get_finished()
+        if not results and not self._refused:  # as in most steps
+            return results
         refused, self._refused = self._refused, []
         ended: list[Any] = []
-        for result in self._worker.get_finished():
+        for result in results:
             blocks = self._loads.pop(result.job_id, None)
             if result.success:
                 ended.append(result)
@@ -205,9 +209,12 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; records failures for the following calls."""
-        requests = dict(self.connector_worker._load_jobs)
+        watch, loads = self._watch, self.connector_worker._load_jobs
+        requests = dict(loads) if loads else {}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
-        failures, self._watch.failures = self._watch.failures, []  # type: ignore[union-attr]
+        if not watch.failures:  # type: ignore[union-attr]
+            return finished
+        failures, watch.failures = watch.failures, []  # type: ignore[union-attr]
         for failure in failures:
             if failure.gpu_blocks is None:
                 self._failed_stores[failure.job_id] = failure.error
@@ -218,7 +225,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def _note_failed_load(self, failure: _Failure, requests: dict[int, str | None]) -> None:
         request = requests.get(failure.job_id)
         if self._groups == 1:
-            self._invalid_blocks.update(failure.gpu_blocks or ())
+            self._invalid_blocks.update(int(block) for block in failure.gpu_blocks)
             if request is None and failure.job_id in requests:  # None: vLLM's mark of a request that runs already
                 self._failed_sync_loads[failure.job_id] = failure.error
         elif request is not None and hasattr(OffloadingConnector, "get_transfer_results"):
@@ -255,13 +262,15 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta, jobs = connector_output.kv_connector_worker_meta, self.connector_scheduler._jobs
-        self._failed_stores.update(getattr(meta, "failed_stores", {}))
-        for load, why in getattr(meta, "failed_sync_loads", {}).items():
-            computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
-            self._failed_stores.update((job, computed) for job in jobs if job > load)
+        if meta is not None:
+            self._failed_stores.update(getattr(meta, "failed_stores", {}))
+            for load, why in getattr(meta, "failed_sync_loads", {}).items():
+                computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
+                self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
-        jobs = self.connector_scheduler._jobs
-        self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}
+        if self._failed_stores:
+            jobs = self.connector_scheduler._jobs
+            self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}
 
     def _failed_keys(self) -> Iterable[tuple[int, Any]]:
         jobs = self.connector_scheduler._jobs

@@ -86,6 +86,8 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
 
     def get_finished(self) -> list[TransferResult]:
         """As the base class; strict, kvswap.Error for a job that failed."""
+        if not self._transfers and not self._kept:  # as in most steps of an engine
+            return []
         results, self._kept = self._kept + super().get_finished(), []
         if time.monotonic() - self._logged >= _LOG_EVERY:
             self._log()

@@ -1,0 +1,1 @@
+"""kvswap in a serving engine: whole vLLM engines with and without it, side by side. README.md says how to run it."""

@@ -1,0 +1,108 @@
+"""An engine's process: phases are asked for by lines of JSON on stdin, and answered on a descriptor of their own.
+
+python3 -m serving.child CONFIGURATION REGIME OVERRIDES FOLDER DESCRIPTOR
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def _pinning(seconds: list[float]) -> None:
+    """Note how long a connector takes to register the caches: there the host memory is allocated and pinned."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector, simple_cpu_offload_connector
+
+    for owner in (
+        offloading_connector.OffloadingConnector,
+        simple_cpu_offload_connector.SimpleCPUOffloadConnector,
+    ):
+        for name in ("register_kv_caches", "register_cross_layers_kv_cache"):
+            if name in vars(owner):
+                setattr(owner, name, _timed(vars(owner)[name], seconds))
+
+
+def _timed(call: Any, seconds: list[float]) -> Any:
+    def timed(*args: Any, **keywords: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return call(*args, **keywords)
+        finally:
+            seconds.append(time.perf_counter() - begin)
+
+    return timed
+
+
+def _about(engine: Any, imported: float, pinning: list[float]) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
+    caches = engine.caches()
+    return {
+        "vllm": vllm.__version__, "torch": torch.__version__, "import_s": round(imported, 1),
+        "start_s": round(engine.seconds, 1), "register_s": [round(value, 2) for value in pinning],
+        "layers": len(caches), "cache_shape": list(caches[0].shape),
+        "gpu_blocks": engine.core.vllm_config.cache_config.num_gpu_blocks,
+        "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "runner": type(engine.runner).__module__,
+        "groups": len(engine.core.scheduler.kv_cache_config.kv_cache_groups),
+        "worker": type(getattr(engine.transfers, "_worker", engine.transfers)).__name__,
+        "host_blocks": getattr(engine.manager, "_num_blocks", None),
+    }  # fmt: skip
+
+
+def _run(phases: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """A phase's record. One that fails leaves an engine that may serve the next."""
+    begin = time.perf_counter()
+    try:
+        record = getattr(phases, asked.pop("phase"))(**asked)
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": repr(error)[:500]}
+    return {"record": record, "took_s": round(time.perf_counter() - begin, 2)}
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    name, regime_name, overrides, folder, descriptor = sys.argv[1:]
+    faulthandler.enable()
+    answers = os.fdopen(int(descriptor), "w")
+
+    def answer(record: dict[str, Any]) -> None:
+        answers.write(json.dumps(record) + "\n")
+        answers.flush()
+
+    try:
+        from serving.engine import Engine, set_environment
+        from serving.phases import Phases
+        from serving.regimes import regime
+
+        made, begin, pinning = regime(regime_name, json.loads(overrides)), time.perf_counter(), list[float]()
+        set_environment(name, made, Path(folder))
+        _pinning(pinning)
+        imported = time.perf_counter() - begin
+        engine = Engine(name, made, Path(folder))
+        phases = Phases(engine)
+        answer(_about(engine, imported, pinning))
+        for line in sys.stdin:
+            answer(_run(phases, json.loads(line)))
+    except BaseException as error:
+        traceback.print_exc()
+        answer({"error": repr(error)[:500]})
+        status = 1
+    else:
+        status = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the process's memory goes with it, so nothing is tidied up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What is compared: vLLM's configuration and environment for each way to offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serving.regimes import Regime
+
+NAMES = {
+    "none": "no offloading",
+    "native": "vLLM's OffloadingConnector and CPUOffloadingSpec",
+    "native-swap": "the same, its copies by kvswap (KVSWAP_VLLM_SWAP_BLOCKS=1)",
+    "spec": "vLLM's OffloadingConnector, kvswap's spec",
+    "kvswap": "KVSwapConnector with its spec",
+    "simple": "vLLM's SimpleCPUOffloadConnector",
+    "simple-kvswap": "the same, its copies by kvswap (KVSWAP_VLLM_SIMPLE_OFFLOAD=1)",
+}
+
+
+def split(name: str) -> tuple[str, str]:
+    """kvswap:background is configuration kvswap at kvswap_priority background; also a path (kvswap:dma)."""
+    base, _, option = name.partition(":")
+    if base not in NAMES:
+        raise SystemExit(f"no configuration {base!r}; there are {', '.join(NAMES)}")
+    return base, option
+
+
+def takes(name: str, phase: str) -> bool:
+    """Whether a phase says anything about this configuration."""
+    base, _ = split(name)
+    if base == "none":
+        return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
+    return phase != "skipped" or base in ("kvswap", "spec")
+
+
+def environment(name: str) -> dict[str, str]:
+    """The switches of this configuration."""
+    switches = {"native-swap": "KVSWAP_VLLM_SWAP_BLOCKS", "simple-kvswap": "KVSWAP_VLLM_SIMPLE_OFFLOAD"}
+    base, _ = split(name)
+    return {switches[base]: "1"} if base in switches else {}
+
+
+def transfer_config(name: str, regime: Regime) -> dict[str, Any] | None:
+    """vLLM's --kv-transfer-config; None: no connector."""
+    base, option = split(name)
+    if base == "none":
+        return None
+    extra: dict[str, Any] = {"cpu_bytes_to_use": int(regime.cpu_gib * 2**30)}
+    made: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    if base.startswith("simple"):
+        made["kv_connector"] = "SimpleCPUOffloadConnector"
+    elif regime.chunk > 1:
+        extra["blocks_per_chunk"] = regime.chunk
+    if base == "spec":
+        extra.update(spec_name="KVSwapOffloadingSpec", spec_module_path="kvswap.vllm")
+    if base == "kvswap":
+        made.update(kv_connector="KVSwapConnector", kv_connector_module_path="kvswap.vllm")
+        made["kv_load_failure_policy"] = "recompute"
+    if option:
+        kind = "kvswap_priority" if option in ("normal", "high", "background") else "kvswap_path"
+        extra[kind] = option
+    return {**made, "kv_connector_extra_config": extra}

@@ -1,0 +1,74 @@
+"""What is compared under: the model's shape, the caches, and how much of each phase is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from serving.models import Model
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One set of engines. cpu_gib: the host cache of each. chunk: GPU blocks in a host block. runner v1: the cache is
+    one tensor, whose blocks are all layers together. fragmented: host blocks are handed out in random order, as in a
+    server that has run for long."""
+
+    model: Model = field(default_factory=Model)
+    gpu_blocks: int = 2048
+    cpu_gib: float = 31.0
+    chunk: int = 1
+    runner: str = "v2"
+    fragmented: bool = False
+    prompts: int = 48
+    length: int = 4096  # tokens in a prompt
+    hits: int = 12  # prompts taken one at a time
+    truth: int = 8
+    resident: int = 4  # prompts that the GPU keeps while decode beside stores runs
+    decoders: int = 32
+    decode_tokens: int = 128
+    in_flight: int = 2  # requests beside the decoders
+    max_len: int = 8192
+    batched: int = 8192  # tokens in a step
+    mode: str = "graph"
+    device: str = "cuda"
+
+
+_TOY = Regime(
+    model=Model(layers=2, kv_heads=2, hidden=256),
+    gpu_blocks=96,
+    cpu_gib=0.008,
+    prompts=4,
+    length=200,
+    hits=3,
+    truth=3,
+    resident=2,
+    decoders=3,
+    decode_tokens=24,
+    max_len=512,
+    batched=512,
+    mode="eager",
+    device="cpu",
+    runner="v1",
+)
+
+REGIMES: dict[str, Regime] = {
+    "pages64k": Regime(),
+    "pages16k": Regime(model=Model(kv_heads=2), cpu_gib=8.0),
+    "layers8": Regime(model=Model(layers=8), cpu_gib=8.0),
+    "fragmented": Regime(fragmented=True),
+    "fragmented16k": Regime(model=Model(kv_heads=2), cpu_gib=8.0, fragmented=True),
+    "chunk8": Regime(chunk=8),
+    "one-tensor": Regime(runner="v1"),
+    "mla": Regime(model=Model(kind="mla", hidden=2048), cpu_gib=9.0),
+    "groups": Regime(model=Model(kind="groups", layers=16), cpu_gib=16.0),
+    "toy": _TOY,
+    "toy-groups": replace(_TOY, model=replace(_TOY.model, kind="groups", window=64)),
+}
+
+
+def regime(name: str, overrides: dict[str, Any]) -> Regime:
+    """The regime of this name; overrides: fields that are other than its own."""
+    if name not in REGIMES:
+        raise SystemExit(f"no regime {name!r}; there are {', '.join(REGIMES)}")
+    return replace(REGIMES[name], **overrides)

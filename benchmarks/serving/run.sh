@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# On a machine without a network: unpack pack/make.sh's archive, build kvswap from this tree, and compare (python -m serving).
+#   PACK=FOLDER OUT=FOLDER [LIMIT=560] benchmarks/serving/run.sh OPTIONS [-- OPTIONS ...]
+# PACK: with part-00 and SHA256.  OUT: gets serving.jsonl, summary.txt, machine.txt and logs.tar.gz.  LIMIT: seconds for all.
+# -- begins another comparison, which gets the time that is left. What was unpacked and built stays in BASE, under /tmp.
+# PYTHON: python3, with PyTorch and transformers.  KVSWAP_CUDA: as setup.py takes it (require).  SETUP_ONLY=1: no more.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+tree=$(cd "$here/../.." && pwd)
+base=${BASE:-/tmp/kvswap-serving} pack=${PACK:?a folder with part-00 and SHA256} python=${PYTHON:-python3}
+limit=${LIMIT:-560}
+export OUT=${OUT:-$base/results}
+mkdir -p "$base" "$OUT"
+rm -rf "$base/run" && mkdir "$base/run"
+fail() { echo "run.sh: $*" >&2; exit 2; }
+
+unpack() {
+  cmp -s "$pack/SHA256" "$base/unpacked" && return
+  (cd "$pack" && sha256sum --quiet -c SHA256) || fail "$pack/part-00 is not whole"
+  rm -rf "$base/tree" "$base/site" "$base/unpacked"
+  "$python" -c "import sys, tarfile; tarfile.open(sys.argv[1], 'r:xz').extractall(sys.argv[2], filter='tar')" \
+    "$pack/part-00" "$base" || fail "$pack/part-00 was not unpacked"
+  "$python" -m compileall -q -j 0 "$base/tree" "$base/site" > /dev/null 2>&1  # some files are templates
+  cp "$pack/SHA256" "$base/unpacked"
+  echo "unpacked after $SECONDS s"
+}
+
+build() {
+  local copy=$base/source stamp
+  rm -rf "$copy" && mkdir "$copy"
+  (cd "$tree" && cp -r setup*.py pyproject.toml MANIFEST.in README.md LICENSE cmake csrc kvswap "$copy") ||
+    fail "the source is not whole in $tree"
+  find "$copy" \( -name '*.so' -o -name '*.pyc' \) -delete
+  stamp=$(cd "$copy" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
+  [ "$stamp" = "$(cat "$base/built" 2> /dev/null)" ] && return
+  rm -rf "$base/kvswap" "$base/built"
+  export KVSWAP_CUDA=${KVSWAP_CUDA:-require}
+  (cd "$copy" && "$python" -m pip install -q --no-index --no-build-isolation --no-deps --target "$base/kvswap" .) \
+    > "$base/build.log" 2>&1 || { tail -n 20 "$base/build.log"; fail "kvswap was not built"; }
+  echo "$stamp" > "$base/built"
+  echo "kvswap built after $SECONDS s"
+}
+
+build & builder=$!
+unpack
+wait "$builder" || exit 2
+
+# vllm and kvswap come before what the machine has, site/ behind it: of that, only what is missing is taken.
+mkdir -p "$base/first"
+printf 'import sys\n\nsys.path.append("%s")\n' "$base/site" > "$base/first/sitecustomize.py"
+export PYTHONPATH="$base/first:$base/kvswap:$base/tree:$(dirname "$here")" PYTHONUNBUFFERED=1
+export VLLM_CACHE_ROOT="$base/cache" VLLM_CONFIG_ROOT="$base/config" TRITON_CACHE_DIR="$base/triton" HF_HOME="$base/hf"
+export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+(
+  nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader 2> /dev/null
+  grep MemTotal /proc/meminfo
+  cd "$base" || exit
+  "$python" -c "import kvswap, torch; print('kvswap', kvswap.__version__, 'torch', torch.__version__)"
+  "$python" -c "from kvswap.cli import main; main(['info'])"
+) > "$OUT/machine.txt" 2>&1
+head -n 4 "$OUT/machine.txt"
+echo "ready after $SECONDS s"
+[ -n "${SETUP_ONLY:-}" ] && exit 0
+
+status=0 options=()
+compare() {
+  local left=$((limit - SECONDS - 10))
+  [ "$left" -lt 30 ] && { echo "no time left for $*"; status=1; return; }
+  (cd "$base" && timeout -k 5 "$left" "$python" -m serving --out "$OUT" --work "$base/run" --seconds "$((left - 5))" "$@") ||
+    status=$?
+}
+for option in "$@" --; do
+  if [ "$option" = -- ]; then
+    compare "${options[@]}"
+    options=()
+  else
+    options+=("$option")
+  fi
+done
+(cd "$base/run" && tar -czf "$OUT/logs.tar.gz" log-*)
+(cd "$base" && "$python" -m serving.table "$OUT/serving.jsonl" > "$OUT/summary.txt" && cat "$OUT/summary.txt")
+echo "ended with $status after $SECONDS s"
+exit "$status"

@@ -1,0 +1,190 @@
+"""Tables of a run's lines: medians of each configuration, and its ratio to another's with the interval of the pairs.
+
+PYTHONPATH=benchmarks python3 -m serving.table serving.jsonl...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from serving.configurations import NAMES
+
+Turns = dict[tuple[int, int], float]  # a figure of each turn: the run, the number of the turn
+Value = Callable[[dict[str, Any]], "float | None"]
+BASE = {"simple-kvswap": "simple"}  # compared to vLLM's own of its kind; the others to native
+
+
+def _middle(key: str) -> Value:
+    return lambda record: median(record[key]) if record.get(key) else None
+
+
+def _itl(key: str) -> Value:
+    return lambda record: record.get("itl_ms", {}).get(key)
+
+
+def _of(direction: str, value: Callable[[dict[str, Any]], float | None]) -> Value:
+    return lambda record: value(record[direction]) if record.get(direction) else None
+
+
+def _submission(direction: str) -> Value:
+    return _of(direction, lambda made: median(made["submit_ms"]) if made["submit_ms"] else None)
+
+
+def _speed(direction: str) -> Value:
+    return _of(direction, lambda made: made.get("GBps"))
+
+
+def _hit(key: str, cached: str) -> Value:
+    def value(record: dict[str, Any]) -> float | None:
+        found = [took for took, had in zip(record[key], record[cached], strict=True) if had]
+        return median(found) if found else None
+
+    return value
+
+
+ROWS: list[tuple[str, str, Value]] = [
+    ("TTFT computed, ms", "store", _middle("ttft_ms")),
+    ("TTFT, the GPU has it (floor), ms", "hits", _hit("floor_ms", "floor_cached")),
+    ("TTFT, the host has it, ms", "hits", _hit("ttft_ms", "cached")),
+    ("burst, tokens/s", "burst", lambda record: record["tokens_per_s"]),
+    ("ITL decoding alone, mean, ms", "alone", _itl("mean")),
+    ("ITL decoding alone, p99, ms", "alone", _itl("p99")),
+    ("ITL beside loads, mean, ms", "loads", _itl("mean")),
+    ("ITL beside loads, p99, ms", "loads", _itl("p99")),
+    ("requests loaded meanwhile, 1/s", "loads", lambda record: record["streamed"] / record["seconds"]),
+    ("ITL beside stores, mean, ms", "stores", _itl("mean")),
+    ("ITL beside stores, p99, ms", "stores", _itl("p99")),
+    ("requests stored meanwhile, 1/s", "stores", lambda record: record["streamed"] / record["seconds"]),
+    ("submission of a load, ms", "hits", _submission("load")),
+    ("submission of a store, ms", "store", _submission("store")),
+    ("loads on the device, GB/s", "hits", _speed("load")),
+    ("stores on the device, GB/s", "store", _speed("store")),
+    ("connector, a step with nothing to move, us", "idle", _middle("connector_us")),
+]
+
+
+def figures(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Turns]]]:
+    """By regime, row and configuration."""
+    made: dict[str, dict[str, dict[str, Turns]]] = {}
+    for line in lines:
+        record = line.get("record")
+        if not record:
+            continue
+        for title, phase, value in ROWS:
+            if line["phase"] == phase and (figure := value(record)) is not None:
+                rows = made.setdefault(line["regime"], {}).setdefault(title, {})
+                rows.setdefault(line["config"], {})[line.get("run", 0), line["repeat"]] = figure
+    return made
+
+
+def ratio(ours: Turns, theirs: Turns) -> tuple[float, float, float] | None:
+    """The median, least and largest of the pairs' ratios; None: there is no pair."""
+    found = sorted(ours[pair] / theirs[pair] for pair in ours.keys() & theirs.keys() if theirs[pair])
+    return (median(found), found[0], found[-1]) if found else None
+
+
+def _cell(config: str, row: dict[str, Turns]) -> str:
+    if config not in row:
+        return "-"
+    figure = median(row[config].values())
+    text = f"{figure:,.0f}" if figure >= 1e4 else f"{figure:,.4g}"
+    base = BASE.get(config, "native")
+    if base == config or base not in row or config == "none":
+        return text
+    found = ratio(row[config], row[base])
+    if found is None:
+        return text
+    middle, least, most = found
+    return f"{text} ({middle:.2f})" if least == most else f"{text} ({middle:.2f}, {least:.2f}-{most:.2f})"
+
+
+def _order(config: str) -> tuple[int, str]:
+    return [*NAMES].index(config.partition(":")[0]), config
+
+
+def _beside_none(rows: dict[str, dict[str, Turns]]) -> list[str]:
+    """What decoding costs more where there is offloading."""
+    made = []
+    for title in ("ITL decoding alone, mean, ms", "ITL beside stores, mean, ms"):
+        row = rows.get(title, {})
+        for config in sorted(row, key=_order):
+            found = ratio(row[config], row["none"]) if "none" in row and config != "none" else None
+            if found:
+                middle, least, most = found
+                made.append(f"{title[:-10]}, {config}: {middle:.2f} ({least:.2f}-{most:.2f}) times no offloading's")
+    return made
+
+
+def _starts(lines: list[dict[str, Any]], name: str) -> list[str]:
+    made = []
+    for line in lines:
+        if line["regime"] == name and line.get("about", {}).get("register_s"):
+            about = line["about"]
+            made.append(
+                f"start, {line['config']}: {about['start_s']} s, of it {sum(about['register_s']):.1f} s until the host "
+                f"memory for {about['host_blocks']} blocks was there and pinned"
+            )
+    return made
+
+
+def _profiles(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """Where a TTFT goes: medians of a few prompts, one after the other, with all calls timed."""
+    made = []
+    for line in lines:
+        if line["regime"] != name or line.get("phase") != "profile" or not line.get("record"):
+            continue
+        hits = [each for each in line["record"]["hit"] if "loading_ms" in each]
+        if hits:
+            ttft, before, loading, device, after = (
+                f"{median(each[key] for each in hits):.1f}"
+                for key in ("ttft_ms", "to_submission_ms", "loading_ms", "device_ms", "to_token_ms")
+            )
+            parts = (
+                f"a TTFT of {line['config']}, {ttft} ms: {before} to the submission of its load, {loading} until that",
+                f"was seen to have ended ({device} on the device), {after} until its token;",
+                f"{median(each['ttft_ms'] for each in line['record']['floor']):.1f} where the GPU has it",
+            )
+            made.append(" ".join(parts))
+    return made
+
+
+def _truth(lines: list[dict[str, Any]], name: str) -> list[str]:
+    made = []
+    for line in lines:
+        record = line.get("record")
+        if line["regime"] != name or not record or line.get("phase") not in ("truth", "skipped"):
+            continue
+        if line["phase"] == "truth":
+            blocks, differ = sum(record["blocks"]), sum(record["differ"])
+            made.append(f"truth, {line['config']}: {differ} of {blocks} blocks differ, {record['distinct']} distinct")
+        else:
+            made.append(f"a copy left out, {line['config']}: {record['differ']} of {record['blocks']} blocks differ")
+    return made
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    """One a regime."""
+    parts = []
+    for name, rows in figures(lines).items():
+        configs = sorted({config for row in rows.values() for config in row}, key=_order)
+        cells = [["", *configs]]
+        for title, _, _ in ROWS:
+            if title in rows:
+                cells.append([title, *(_cell(config, rows[title]) for config in configs)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        text = [name]
+        text += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        pairs = max((len(row[config]) for row in rows.values() for config in row), default=0)
+        text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
+        text += [*_beside_none(rows), *_starts(lines, name), *_profiles(lines, name), *_truth(lines, name)]
+        parts.append("\n".join(text))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(tables([json.loads(line) for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]))

@@ -1,0 +1,151 @@
+"""benchmarks/serving without an engine: its tables, options and the package that it carries."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks" / "serving").exists(), reason="a source package has no benchmarks"
+)
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def hits(config, repeat, ttft, run=1, cached=4080):
+    record = {"ttft_ms": [ttft], "cached": [cached], "floor_ms": [5.0], "floor_cached": [4080]}
+    return {"run": run, "regime": "r", "config": config, "phase": "hits", "repeat": repeat, "record": record}
+
+
+class TestTable:
+    def rows(self, lines):
+        from serving import table
+
+        return {row.split("  ")[0]: row for row in table.tables(lines).splitlines()}
+
+    def test_ratios_are_of_pairs(self):
+        """Medians are 20 and 10; the pairs' ratios 0.5, 0.25 and 1."""
+        theirs, ours = (20.0, 40.0, 10.0), (10.0, 10.0, 10.0)
+        lines = [hits("native", i, ttft) for i, ttft in enumerate(theirs)]
+        lines += [hits("kvswap", i, ttft) for i, ttft in enumerate(ours)]
+        assert "20" in (row := self.rows(lines)["TTFT, the host has it, ms"])
+        assert "10 (0.50, 0.25-1.00)" in row
+
+    def test_no_pair_across_two_runs(self):
+        lines = [hits("native", 0, 20.0, run=1), hits("kvswap", 0, 10.0, run=2)]
+        assert "(" not in self.rows(lines)["TTFT, the host has it, ms"]
+
+    def test_a_prompt_that_the_host_did_not_have_is_not_a_hit(self):
+        lines = [hits("native", 0, 90.0, cached=0), hits("kvswap", 0, 10.0)]
+        row = self.rows(lines)["TTFT, the host has it, ms"]
+        assert "90" not in row and "10" in row
+
+    def test_blocks_that_differ_are_named(self):
+        record = {"blocks": [100, 100], "differ": [0, 3], "distinct": 100}
+        lines = [hits("native", 0, 1.0)]
+        lines.append({"run": 1, "regime": "r", "config": "native", "phase": "truth", "repeat": 0, "record": record})
+        assert "truth, native: 3 of 200 blocks differ, 100 distinct" in self.rows(lines)
+
+    def test_of_a_file(self, tmp_path, capsys):
+        """Lines without a record, of engines that started or failed, are passed over."""
+        import runpy
+        import sys
+
+        path = tmp_path / "serving.jsonl"
+        lines = [{"run": 1, "regime": "r", "config": "native", "about": {}}, hits("native", 0, 7.5)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sys.argv[1:] = [str(path)]
+        sys.modules.pop("serving.table", None)
+        runpy.run_module("serving.table", run_name="__main__")
+        assert "7.5" in capsys.readouterr().out
+
+
+class TestOptions:
+    def test_values_of_fields(self):
+        from serving.__main__ import overrides_of
+
+        assert overrides_of(["chunk=8", "mode=eager", "fragmented=true"]) == {
+            "chunk": 8, "mode": "eager", "fragmented": True,
+        }  # fmt: skip
+        with pytest.raises(SystemExit, match=r"chunks=8.*chunk"):
+            overrides_of(["chunks=8"])
+
+    def test_configurations_of_vllm(self):
+        from serving.configurations import environment, split, transfer_config
+        from serving.regimes import regime
+
+        made = regime("chunk8", {})
+        assert transfer_config("none", made) is None
+        assert transfer_config("kvswap:background", made)["kv_connector_extra_config"] == {
+            "cpu_bytes_to_use": 31 << 30, "blocks_per_chunk": 8, "kvswap_priority": "background",
+        }  # fmt: skip
+        assert transfer_config("kvswap:dma", made)["kv_connector_extra_config"]["kvswap_path"] == "dma"
+        assert "blocks_per_chunk" not in transfer_config("simple", made)["kv_connector_extra_config"]
+        assert environment("simple-kvswap") == {"KVSWAP_VLLM_SIMPLE_OFFLOAD": "1"}
+        assert environment("native") == {}
+        with pytest.raises(SystemExit, match=r"'nativ'.*native"):
+            split("nativ")
+
+    def test_pages_of_models(self):
+        from serving.regimes import REGIMES
+
+        pages = [REGIMES[name].model.page() for name in ("pages64k", "pages16k", "mla")]
+        assert pages == [65536, 16384, 18432]
+        assert REGIMES["one-tensor"].model.block() == 2 << 20
+
+    def test_the_host_keeps_what_the_phases_load(self):
+        """Prompts, and what decoding and the resident prompts store between two times that they are loaded."""
+        from serving.models import BLOCK
+        from serving.regimes import REGIMES
+
+        for name, made in REGIMES.items():
+            host = int(made.cpu_gib * 2**30) // made.model.block()
+            prompts = (made.prompts + made.resident) * made.length // BLOCK
+            decoded = 3 * made.decoders * (8 + made.decode_tokens // BLOCK)
+            assert prompts + decoded <= host, name
+
+
+class TestPackage:
+    def library(self, images):
+        """An ELF file with one section of one container. images: (kind, arch, bytes)."""
+        body = b""
+        for kind, arch, code in images:
+            header = struct.pack("<HHIQ", kind, 0, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", arch)
+            body += header.ljust(64, b"\0") + code
+        container = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+        names = b"\0.nv_fatbin\0.strings\0"
+        sections = 64 + len(container) + len(names)
+        header = b"\x7fELF" + bytes(36) + struct.pack("<Q", sections) + bytes(10) + struct.pack("<HHH", 64, 3, 2)
+        table = [(0, 0, 0, 0, 0, 0), (1, 1, 0, 0, 64, len(container)), (12, 3, 0, 0, 64 + len(container), len(names))]
+        rows = b"".join(struct.pack("<IIQQQQ", *row).ljust(64, b"\0") for row in table)
+        return header.ljust(64, b"\0") + container + names + rows
+
+    def kept(self, data):
+        from serving.pack import keep_sm90
+
+        made, _ = keep_sm90.keep(data)
+        assert len(made) == len(data)
+        (container,) = keep_sm90.containers(made)
+        return [(image.arch, made[image.at + 64 : image.at + image.size]) for image in container.images]
+
+    def test_images_of_other_cards_go(self):
+        images = [(2, 80, b"a" * 64), (2, 90, b"b" * 128), (1, 90, b"ptx" * 16), (2, 100, b"c" * 64)]
+        assert self.kept(self.library(images)) == [(90, b"b" * 128)]
+
+    def test_a_container_without_one_keeps_the_smallest(self):
+        assert self.kept(self.library([(2, 80, b"a" * 128), (2, 100, b"c" * 64)])) == [(100, b"c" * 64)]
+
+    def test_files_of_the_wheel(self):
+        from serving.pack.take_wheel import taken
+
+        for name in ("vllm/_C_stable_libtorch.abi3.so", "vllm/a.py", "vllm-0.26.0.dist-info/METADATA"):
+            assert taken(name), name
+        for name in ("vllm/_flashmla_C.abi3.so", "vllm/", "vllm-0.26.0.dist-info/RECORD", "vllm/a.cubin"):
+            assert not taken(name), name
