@@ -63,7 +63,8 @@ html_copy_source = html_show_sourcelink = False
 html_extra_path = ["_site"]  # index.html, which leads to the home page
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["vllm"]
+OF_ENGINES = ("kvswap.sglang", "kvswap.vllm")
+autodoc_mock_imports = ["sglang", "vllm"]
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
@@ -95,7 +96,7 @@ def reference(module: str) -> str:
 
 
 def directive(module: str, name: str) -> str:
-    if module == "kvswap.vllm" and name != "register":  # loaded when they are asked for, out of vLLM's classes
+    if module in OF_ENGINES and name != "register":  # loaded when they are asked for, out of the engine's classes
         return "autoclass"
     thing = getattr(importlib.import_module(module), name)
     if isinstance(thing, type):
@@ -105,7 +106,7 @@ def directive(module: str, name: str) -> str:
 
 def options(module: str, name: str) -> list[str]:
     kind = directive(module, name)
-    if kind == "autoclass" and module != "kvswap.vllm":
+    if kind == "autoclass" and module not in OF_ENGINES:
         return ["   :members:"]
     return ["   :no-value:"] if kind == "autodata" else []
 

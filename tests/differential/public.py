@@ -23,6 +23,7 @@ MODULES_LEFT_OUT = {
     "commands": "its subcommands: test_cli.py",
     "info": "describes the machine: test_cli.py",
     "metrics": "reads counters: test_metrics.py",
+    "sglang": "needs SGLang: tests/integration runs it, test_sglang_storage.py a stand-in; it is kvswap.files below",
     "typing": "types for annotations: tests/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
     "top": "the live view: test_top.py",
