@@ -22,6 +22,7 @@ MODULES_LEFT_OUT = {
     "cli": "the command line over the rest: test_cli.py",
     "commands": "its subcommands: test_cli.py",
     "info": "describes the machine: test_cli.py",
+    "lmcache": "needs LMCache: tests/integration runs it, test_lmcache.py without it; it is kvswap.files below",
     "metrics": "reads counters: test_metrics.py",
     "sglang": "needs SGLang: tests/integration runs it, test_sglang_storage.py a stand-in; it is kvswap.files below",
     "typing": "types for annotations: tests/typing_user.py",
