@@ -39,7 +39,7 @@ NAVIGATION = {  # captions; pages, with a shorter title where one serves
         "guide", "paths", "order", "memory", "Sharing between processes: ipc", "files", "metrics", "calibration",
         "configuration",
     ],
-    "Engines": ["vllm", "trtllm", "fastdeploy"],
+    "Engines": ["vllm", "sglang", "lmcache", "trtllm", "fastdeploy"],
     "Reference": ["api/index", "C: c"],
     "Help": ["troubleshooting", "faq"],
     "Project": ["../CHANGELOG", "packaging", "Trust: security", "../SECURITY", "../CONTRIBUTING"],
