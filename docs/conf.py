@@ -39,7 +39,7 @@ NAVIGATION = {  # captions; pages, with a shorter title where one serves
         "guide", "paths", "order", "memory", "Sharing between processes: ipc", "files", "metrics", "calibration",
         "configuration",
     ],
-    "Engines": ["vllm", "trtllm", "fastdeploy"],
+    "Engines": ["vllm", "sglang", "lmcache", "trtllm", "fastdeploy"],
     "Reference": ["api/index", "C: c"],
     "Help": ["troubleshooting", "faq"],
     "Project": ["../CHANGELOG", "packaging", "Trust: security", "../SECURITY", "../CONTRIBUTING"],
@@ -63,7 +63,8 @@ html_copy_source = html_show_sourcelink = False
 html_extra_path = ["_site"]  # index.html, which leads to the home page
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["vllm"]
+OF_ENGINES = ("kvswap.sglang", "kvswap.vllm")
+autodoc_mock_imports = ["sglang", "vllm"]
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
@@ -95,7 +96,7 @@ def reference(module: str) -> str:
 
 
 def directive(module: str, name: str) -> str:
-    if module == "kvswap.vllm" and name != "register":  # loaded when they are asked for, out of vLLM's classes
+    if module in OF_ENGINES and name != "register":  # loaded when they are asked for, out of the engine's classes
         return "autoclass"
     thing = getattr(importlib.import_module(module), name)
     if isinstance(thing, type):
@@ -105,7 +106,7 @@ def directive(module: str, name: str) -> str:
 
 def options(module: str, name: str) -> list[str]:
     kind = directive(module, name)
-    if kind == "autoclass" and module != "kvswap.vllm":
+    if kind == "autoclass" and module not in OF_ENGINES:
         base = getattr(importlib.import_module(module), name).__base__
         own = base.__module__ == "kvswap._C"  # what a base of the extension has is this class's
         return ["   :members:", *(["   :inherited-members:"] if own else [])]

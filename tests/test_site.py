@@ -77,8 +77,9 @@ def described() -> list[str]:
 def test_each_public_name_has_a_docstring_of_its_own(module: str) -> None:
     found = loaded(module)
     assert found.__doc__ and found.__all__
-    if module == "kvswap.vllm" and importlib.util.find_spec("vllm") is None:
-        assert kvswap_vllm_classes() >= {name for name in found.__all__ if name != "register"}
+    engine = module.removeprefix("kvswap.")
+    if engine in ("sglang", "vllm") and importlib.util.find_spec(engine) is None:
+        assert classes_of(engine) >= {name for name in found.__all__ if name != "register"}
         return
     for name in found.__all__:
         thing = getattr(found, name)
@@ -88,9 +89,9 @@ def test_each_public_name_has_a_docstring_of_its_own(module: str) -> None:
             assert [f"{module}.{name}.{member}" for member in undocumented(thing)] == []
 
 
-def kvswap_vllm_classes() -> set[str]:
-    """The documented classes of kvswap.vllm, which are made out of vLLM's: by their source."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "kvswap" / "vllm").glob("_*.py")))
+def classes_of(engine: str) -> set[str]:
+    """The documented classes of kvswap.vllm or kvswap.sglang, which are made out of the engine's: by their source."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "kvswap" / engine).glob("_*.py")))
     return set(re.findall(r'^ *class ([A-Z]\w+)\([^)]*\):[^\n]*\n +"""', text, re.MULTILINE))
 
 

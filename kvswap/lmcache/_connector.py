@@ -1,0 +1,267 @@
+"""The client of LMCache's native_plugin L2 adapter (lmcache/v1/distributed/l2_adapters/native_connector_l2_adapter.py).
+
+Submitting returns a number at once. When that operation has ended, event_fd() becomes readable, and
+drain_completions() tells the number, whether all went well, a message, and one bool a key. One thread waits for the
+transfers; another answers lookups, because a process that only reads may have to look at the files for them.
+
+Objects of one size are one store, in a folder of that number under the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvswap import _C
+from kvswap._devices import log_build
+from kvswap._log import into, logger
+from kvswap._one_writer import OneWriterStore
+from kvswap.files import FileTransfer, Layout
+
+_log = logger("kvswap.lmcache")
+_MOST_KEY = 512
+_Completion = tuple[int, bool, str, list[bool] | None]
+
+
+@dataclass(eq=False)
+class _Operation:
+    """A submitted operation, and what it was cut into: the positions of keys of one size, and their transfer."""
+
+    number: int
+    what: str
+    done: list[bool]
+    parts: list[tuple[list[int], FileTransfer]] = field(default_factory=list)
+    error: str = ""
+
+    def ended(self) -> bool:
+        return all(transfer.done() for _, transfer in self.parts)
+
+
+class FileConnector:
+    """Objects of LMCache by key in the files of a directory.
+
+    directory: created if missing. One process writes it; others that name it read what that one has stored.
+    capacity: limit of the bytes of the files, of each size of objects; beyond it the least recently used are evicted.
+    name: tells apart caches in which the same key may mean other bytes of the same number: dtypes, say.
+    durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        capacity: int,
+        *,
+        name: str = "",
+        durability: str = "none",
+        engine: str = "auto",
+        depth: int | None = None,
+        queue: int | None = None,
+        buffered: bool = False,
+    ) -> None:
+        into("lmcache")
+        log_build()
+        if not isinstance(directory, str) or not directory:
+            raise ValueError('adapter_params needs "directory": the path of kvswap\'s files')
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f'"capacity" of adapter_params is {capacity!r}: must be the bytes of the files, an int')
+        self._directory, self._capacity, self._name = Path(directory), capacity, name
+        options = {"durability": durability, "engine": engine, "depth": depth, "queue": queue, "buffered": buffered}
+        self._options: dict[str, Any] = options
+        self._opening = threading.Lock()
+        self._stores: dict[int, OneWriterStore] = {}  # by bytes of an object; guarded by _opening
+        self._lock = threading.Lock()
+        self._running: list[_Operation] = []  # guarded by _lock, as are the fields below
+        self._completions: deque[_Completion] = deque()
+        self._next = 0
+        self._closed = False
+        self._open_known()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lookups = ThreadPoolExecutor(1, "kvswap-lmcache-lookup")
+        self._waiter = threading.Thread(target=self._wait, name="kvswap-lmcache", daemon=True)
+        self._waiter.start()
+
+    # -- LMCache's interface ------------------------------------------------------------------------------------------
+
+    def event_fd(self) -> int:
+        """Readable while there are completions."""
+        return self._event
+
+    def submit_batch_set(self, keys: Sequence[str], memviews: Sequence[Any]) -> int:
+        """Store objects, unless they are; their bytes must not change until the completion."""
+        return self._submit("store", keys, memviews)
+
+    def submit_batch_get(self, keys: Sequence[str], memviews: Sequence[Any]) -> int:
+        """Load objects into these buffers. What an object that failed leaves in its buffer is undefined."""
+        return self._submit("load", keys, memviews)
+
+    def submit_batch_exists(self, keys: Sequence[str]) -> int:
+        """Look objects up."""
+        operation = self._begin("lookup", len(keys))
+        self._lookups.submit(self._look_up, operation, [_key(key) for key in keys])
+        return operation.number
+
+    def submit_batch_delete(self, keys: Sequence[str]) -> int:
+        """Delete objects; a missing one counts as deleted."""
+        operation = self._begin("delete", len(keys))
+        stored, positions = [_key(key) for key in keys], list(range(len(keys)))
+        for store in self._known():
+            self._start(operation, positions, partial(store.delete, stored))
+        self._run(operation)
+        return operation.number
+
+    def drain_completions(self) -> list[_Completion]:
+        """The completions since the last call: number, whether all went well, a message, and a bool a key."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        with self._lock:
+            found = list(self._completions)
+            self._completions.clear()
+        return found
+
+    def close(self) -> None:
+        """End what is running, and close the files. The next process finds the objects."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._lookups.shutdown()
+        for store in self._known():
+            store.close()
+        _C._await_tell()
+        self._waiter.join(60)
+        if not self._waiter.is_alive():  # it writes to the descriptor
+            os.close(self._event)
+
+    # -- stores -------------------------------------------------------------------------------------------------------
+
+    def _open_known(self) -> None:
+        """The stores that there are."""
+        with suppress(FileNotFoundError):
+            for path in self._directory.iterdir():
+                if path.name.isdecimal():
+                    self._store_of(int(path.name))
+
+    def _store_of(self, nbytes: int) -> OneWriterStore:
+        with self._opening:
+            store = self._stores.get(nbytes)
+            if store is None:
+                layout = Layout(nbytes, engine="lmcache", name=self._name)
+                place = str(self._directory / str(nbytes))
+                store = self._stores[nbytes] = OneWriterStore(place, layout, self._capacity, True, self._options)
+            return store
+
+    def _known(self) -> list[OneWriterStore]:
+        with self._opening:
+            return list(self._stores.values())
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, what: str, keys: Sequence[str], memviews: Sequence[Any]) -> int:
+        if len(keys) != len(memviews):
+            raise ValueError(f"{what}: {len(keys)} keys and {len(memviews)} buffers")
+        operation = self._begin(what, len(keys))
+        sizes: dict[int, list[int]] = {}
+        for i, view in enumerate(memviews):
+            sizes.setdefault(memoryview(view).nbytes, []).append(i)
+        for nbytes, positions in sizes.items():
+            stored, buffers = [_key(keys[i]) for i in positions], [memviews[i] for i in positions]
+            self._start(operation, positions, partial(self._move, what, nbytes, stored, buffers))
+        self._run(operation)
+        return operation.number
+
+    def _move(self, what: str, nbytes: int, keys: list[bytes], buffers: list[Any]) -> FileTransfer | None:
+        if what == "store":
+            return self._store_of(nbytes).store(keys, buffers)
+        known = (self._directory / str(nbytes)).exists()  # by this process or another
+        return self._store_of(nbytes).load(keys, buffers) if known else None
+
+    def _begin(self, what: str, count: int) -> _Operation:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this connector is closed")
+            self._next += 1
+            return _Operation(self._next, what, [what == "delete"] * count)
+
+    def _start(self, operation: _Operation, positions: list[int], begin: Callable[[], FileTransfer | None]) -> None:
+        """Begin the transfer of a part. What cannot begin is told as failed; nothing is raised."""
+        try:
+            transfer = begin()
+        except (_C.Error, OSError, ValueError, TypeError) as error:
+            transfer, operation.error = None, str(error)
+        else:
+            if transfer is None:
+                operation.error = "another process writes the files" if operation.what != "load" else "not stored"
+        if transfer is not None:
+            operation.parts.append((positions, transfer))
+        elif operation.what == "delete":
+            operation.done = [False] * len(operation.done)
+
+    def _run(self, operation: _Operation) -> None:
+        with self._lock:
+            self._running.append(operation)
+        _C._await_tell()
+
+    def _look_up(self, operation: _Operation, keys: list[bytes]) -> None:
+        try:
+            for again in (False, True):
+                if again:  # a size that another process has begun to store
+                    self._open_known()
+                for store in self._known():
+                    missing = [i for i, there in enumerate(operation.done) if not there]
+                    for i, there in zip(missing, store.find([keys[i] for i in missing]), strict=True):
+                        operation.done[i] = there
+                if all(operation.done):
+                    break
+        except Exception as error:  # the lookup is answered in any case
+            operation.done, operation.error = [False] * len(keys), str(error)
+            _log.warning("looking up %d objects: %s", len(keys), error)
+        self._tell(operation, ok=not operation.error)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        while True:
+            with self._lock:
+                seen, running = _C._await_news(), list(self._running)
+                if self._closed and not running:
+                    return
+            ended = [operation for operation in running if operation.ended()]
+            if not ended:
+                transfers = [transfer for each in running for _, transfer in each.parts if not transfer.done()]
+                _C._wait_first(transfers, seen)
+                continue
+            with self._lock:
+                self._running = [operation for operation in self._running if operation not in ended]
+            for operation in ended:
+                self._end(operation)
+
+    def _end(self, operation: _Operation) -> None:
+        for positions, transfer in operation.parts:
+            failed = {int(i) for i in transfer.failed_blocks}
+            for i, position in enumerate(positions):
+                good = i not in failed
+                operation.done[position] = good and (operation.what != "delete" or operation.done[position])
+            if failed:
+                operation.error = str(transfer.error)
+                what = {"store": "storing", "load": "loading", "delete": "deleting"}[operation.what]
+                _log.warning("%s: %d of %d objects failed: %s", what, len(failed), len(positions), operation.error)
+        self._tell(operation, ok=all(operation.done))
+
+    def _tell(self, operation: _Operation, *, ok: bool) -> None:
+        with self._lock:
+            self._completions.append((operation.number, ok, operation.error, list(operation.done)))
+        os.eventfd_write(self._event, 1)
+
+
+def _key(key: str) -> bytes:
+    stored = key.encode()
+    return stored if len(stored) <= _MOST_KEY else b"sha256@" + hashlib.sha256(stored).hexdigest().encode()

@@ -1,0 +1,193 @@
+"""The pages of one of SGLang's host pools, and the files in which they are stored.
+
+A page is some pieces of host memory, as the pool's get_page_buffer_meta() lists them: K and V of all layers in the
+layouts page_first and page_first_direct, one latent of MLA there, K and V of each layer in layer_first. One or two
+pieces of equal size are stored in place, a key each. Of other pages the pieces are copied together first, through at
+most 64 MiB of memory, and a page is one block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvswap import _C
+from kvswap._log import logger
+from kvswap._one_writer import OneWriterStore
+from kvswap.files import FileTransfer, Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_log = logger("kvswap.sglang")
+_LOG_SECONDS = 10.0
+_ALIGNMENT = 4096  # O_DIRECT
+_STAGING_NBYTES = 64 << 20
+_MARK = np.zeros(1, np.uint8)
+_SHAPE = ("layer_num", "start_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "page_size")
+
+
+class Pages:
+    """The pages of the host pool of that name.
+
+    pool: SGLang's. fields: what tells this rank's pages from others', for the store's Layout.
+    """
+
+    def __init__(self, name: str, pool: Any, fields: dict[str, Any]) -> None:
+        import torch
+
+        self.name, self.pool = name, pool
+        page = getattr(pool, "logical_page_size", getattr(pool, "page_size", 1))
+        try:
+            self.sizes = self._pieces(torch.arange(page, dtype=torch.int64), 1)[1]
+        except (NotImplementedError, ValueError) as error:
+            raise ValueError(f"pages of host pool {name} cannot be stored as they are: {error}") from error
+        self.page_nbytes = sum(self.sizes)
+        self.in_place = len(self.sizes) <= 2 and len(set(self.sizes)) == 1
+        shape = {key: value for key in _SHAPE if isinstance(value := getattr(pool, key, None), int)}
+        self.layout = Layout(
+            self.sizes[0] if self.in_place else self.page_nbytes,
+            engine="sglang",
+            pool=name,
+            order=str(getattr(pool, "layout", None)),
+            dtype=str(getattr(pool, "dtype", None)),
+            pieces=self.sizes if len(set(self.sizes)) > 1 else [len(self.sizes), self.sizes[0]],
+            **shape,
+            **fields,
+        )
+        block = -(-self.layout.block_nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+        on_disk = block * (len(self.sizes) if self.in_place else 1)
+        self.disk_nbytes = on_disk * max(1, getattr(pool, "size", page) // page)  # of as many pages as the pool has
+        self.store: OneWriterStore | None = None
+
+    def open(self, directory: str, capacity: int, may_write: bool, options: dict[str, Any]) -> None:
+        """Open the files."""
+        self.store = OneWriterStore(directory, self.layout, capacity, may_write, options)
+
+    # -- the calls, on pages ------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each page is stored, whole."""
+        assert self.store is not None
+        stored = self._keys(keys)
+        each = len(stored) // max(1, len(keys))
+        found = self.store.find(stored)
+        pages = [all(found[i : i + each]) for i in range(0, len(found), each or 1)]
+        self.store.touch([key for i, key in enumerate(stored) if pages[i // each]])
+        return pages
+
+    def load(self, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        """Load pages; returns whether each arrived. Of one that did not, the host memory is undefined."""
+        return self._move(keys, host_indices, load=True)
+
+    def save(self, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        """Store pages, unless they are; returns whether each is stored."""
+        return self._move(keys, host_indices, load=False)
+
+    def clear(self) -> None:
+        """Delete all pages, if this process writes them."""
+        assert self.store is not None
+        keys = self.store.keys()
+        transfer = self.store.delete(keys)
+        if transfer is not None:
+            wait(transfer, "deleting", self.name)
+            if transfer.error is not None:
+                raise transfer.error
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    def _move(self, keys: Sequence[str], host_indices: Any, *, load: bool) -> list[bool]:
+        if not keys:
+            return []
+        addresses, _ = self._pieces(host_indices, len(keys))
+        if self.in_place:
+            return self._run(keys, addresses.reshape(-1), load=load)
+        moved = []
+        for first, staging in self._staged(len(keys)):
+            part = slice(first, first + len(staging))
+            if not load:
+                self._copy(addresses[part], staging, load=False)
+            done = self._run(keys[part], staging, load=load)
+            if load:
+                arrived = np.asarray(done)
+                self._copy(addresses[part][arrived], staging[arrived], load=True)
+            moved += done
+        return moved
+
+    def _run(self, keys: Sequence[str], blocks: NDArray[Any], *, load: bool) -> list[bool]:
+        """blocks: an address of each of _keys(keys)."""
+        assert self.store is not None
+        stored = self._keys(keys)
+        each, what = len(stored) // len(keys), "loading" if load else "storing"
+        try:
+            transfer = (self.store.load if load else self.store.store)(stored, blocks)
+        except _C.QueueFull as error:
+            _log.warning("%s %d pages of %s: %s", what, len(keys), self.name, error)
+            transfer = None
+        if transfer is None:  # full, another process writes, or there is no store yet
+            return [False] * len(keys)
+        wait(transfer, what, self.name)
+        failed = {int(i) // each for i in transfer.failed_blocks}
+        if failed:
+            _log.warning("%s: %d of %d pages of %s failed: %s", what, len(failed), len(keys), self.name, transfer.error)
+        return [i not in failed for i in range(len(keys))]
+
+    def _keys(self, keys: Sequence[str]) -> list[bytes]:
+        if self.in_place and len(self.sizes) == 2:
+            return [key.encode() + part for key in keys for part in (b".k", b".v")]
+        return [key.encode() for key in keys]
+
+    def _pieces(self, host_indices: Any, pages: int) -> tuple[NDArray[np.int64], list[int]]:
+        """Addresses of the pieces, a row a page, and the sizes of a page's pieces."""
+        meta = self.pool.get_page_buffer_meta(host_indices)
+        if meta is None:  # pages without bytes of their own: SGLang's other pools have them, and these are only marks
+            return np.full((pages, 1), _MARK.ctypes.data, np.int64), [1]
+        addresses, sizes = meta
+        each = len(addresses) // pages
+        if len(addresses) != pages * each or len(sizes) != len(addresses) or not each or sizes != sizes[:each] * pages:
+            raise ValueError(
+                f"host pool {self.name}: {len(addresses)} pieces of {sorted(set(sizes))} bytes are not {pages} equal "
+                f"pages; {len(host_indices)} host indices were given"
+            )
+        known = getattr(self, "sizes", None)
+        if known is not None and sizes[:each] != known:
+            raise ValueError(
+                f"host pool {self.name}: pages are pieces of {sizes[:each]} bytes now, and were of {known}"
+            )
+        return np.asarray(addresses, np.int64).reshape(pages, each), list(sizes[:each])
+
+    def _staged(self, pages: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The first page of each part, and the addresses of its blocks in memory that is used again for the next."""
+        nbytes = -(-self.page_nbytes // _ALIGNMENT) * _ALIGNMENT
+        count = min(pages, max(1, _STAGING_NBYTES // nbytes))
+        memory = np.empty(count * nbytes + _ALIGNMENT, np.uint8)
+        begin = -(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+        for first in range(0, pages, count):
+            yield first, begin + nbytes * np.arange(min(count, pages - first), dtype=np.int64)
+
+    def _copy(self, addresses: NDArray[np.int64], staging: NDArray[np.int64], *, load: bool) -> None:
+        """Copy all pieces of these pages from or to their places in the staging memory."""
+        at = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+        pieces, places = addresses.reshape(-1), (staging[:, None] + at).reshape(-1)
+        sizes = np.tile(np.asarray(self.sizes, np.int64), len(staging))
+        source, target = (places, pieces) if load else (pieces, places)
+        if len(sizes):
+            _C.swap_blocks_batch(source, target, sizes, device="host:0").wait()
+
+
+def wait(transfer: FileTransfer, what: str, name: str) -> None:
+    """Until the transfer has ended, whatever it does: SGLang uses its host pages for something else afterwards, so that
+    a transfer cannot be left behind. A disk that does not answer stops SGLang's storage thread, not its scheduler."""
+    begin = time.monotonic()
+    while True:
+        try:
+            transfer.wait(_LOG_SECONDS)
+        except Exception:  # told block by block
+            if not transfer.done():
+                seconds = time.monotonic() - begin
+                _log.warning("%s %d blocks of %s has taken %.0f s so far", what, transfer.num_blocks, name, seconds)
+        if transfer.done():
+            return

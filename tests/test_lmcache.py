@@ -1,0 +1,243 @@
+"""kvswap.lmcache.FileConnector, driven as LMCache drives it: integration/lmcache_package.py has LMCache itself."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, random_bytes, run_python
+from processes import Process
+
+from kvswap import testing
+from kvswap.lmcache import FileConnector
+
+NBYTES = 12_300
+CAPACITY = 32 << 20
+
+
+class Rig:
+    """A connector, objects of a buffer, and who waits for the completions."""
+
+    def __init__(self, folder: Path, *, seed: int = 1, **options: Any) -> None:
+        self.connector = FileConnector(str(folder / "kv"), CAPACITY, **options)
+        self.memory = random_bytes(seed, 16 * NBYTES).reshape(16, NBYTES).copy()
+        self.before = self.memory.copy()
+        self.told: dict[int, tuple[bool, str, list[bool]]] = {}
+
+    def views(self, objects: list[int]) -> list[memoryview]:
+        return [memoryview(self.memory[i]) for i in objects]
+
+    def wait(self, number: int) -> tuple[bool, str, list[bool]]:
+        end = time.monotonic() + PATIENCE
+        while number not in self.told:
+            ready, _, _ = select.select([self.connector.event_fd()], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"operation {number} is not told"
+            for done, ok, error, each in self.connector.drain_completions():
+                assert done not in self.told
+                self.told[done] = (ok, error, each)
+        return self.told[number]
+
+    def store(self, numbers: list[int], objects: list[int]) -> list[bool]:
+        return self.wait(self.connector.submit_batch_set(keys_of(*numbers), self.views(objects)))[2]
+
+    def load(self, numbers: list[int], objects: list[int]) -> list[bool]:
+        return self.wait(self.connector.submit_batch_get(keys_of(*numbers), self.views(objects)))[2]
+
+    def exists(self, *numbers: int) -> list[bool]:
+        ok, _, found = self.wait(self.connector.submit_batch_exists(keys_of(*numbers)))
+        assert ok
+        return found
+
+    def files(self, nbytes: int = NBYTES) -> Any:
+        return self.connector._stores[nbytes]._store
+
+
+def keys_of(*numbers: int) -> list[str]:
+    return [f"org/model@00000001@0@{number:064x}" for number in numbers]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.connector.close()
+
+
+def test_objects_go_down_and_come_up(rig: Rig) -> None:
+    assert rig.exists(1, 2) == [False, False]
+    assert rig.store([1, 2, 3], [5, 0, 15]) == [True] * 3
+    assert rig.exists(1, 9, 3) == [True, False, True]
+    rig.memory[:] = 0xEE
+    assert rig.load([3, 9, 1], [7, 8, 9]) == [True, False, True]
+    np.testing.assert_array_equal(rig.memory[[7, 9]], rig.before[[15, 5]])
+    assert (np.delete(rig.memory, [7, 8, 9], axis=0) == 0xEE).all()
+
+
+def test_ends_are_told_once(rig: Rig) -> None:
+    number = rig.connector.submit_batch_set(keys_of(*range(8)), rig.views(list(range(8))))
+    assert rig.wait(number) == (True, "", [True] * 8)
+    assert rig.connector.drain_completions() == []
+    assert not select.select([rig.connector.event_fd()], [], [], 0)[0]
+
+
+def test_objects_of_several_sizes(rig: Rig, tmp_path: Path) -> None:
+    views = [memoryview(rig.memory[0]), memoryview(rig.memory[1])[:500], memoryview(rig.memory[2])]
+    ok, error, each = rig.wait(rig.connector.submit_batch_set(keys_of(1, 2, 3), views))
+    assert (ok, error, each) == (True, "", [True] * 3)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["12300", "500"]
+    assert rig.exists(1, 2, 3, 4) == [True, True, True, False]
+    to = np.zeros((3, NBYTES), np.uint8)
+    wanted = [memoryview(to[0]), memoryview(to[1])[:500], memoryview(to[2])[:500]]  # of 3 there is none of 500 bytes
+    assert rig.wait(rig.connector.submit_batch_get(keys_of(1, 2, 3), wanted))[2] == [True, True, False]
+    np.testing.assert_array_equal(to[0], rig.before[0])
+    np.testing.assert_array_equal(to[1, :500], rig.before[1, :500])
+    number = rig.connector.submit_batch_get(keys_of(1), [memoryview(to[0])[:77]])
+    assert rig.wait(number)[2] == [False] and not (tmp_path / "kv" / "77").exists()
+
+
+def test_each_object_is_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.store([1, 2, 3], [1, 2, 3])
+    with testing.file_fault(rig.files(), "write", "fail", nth=2, code=errno.EIO):
+        ok, error, each = rig.wait(rig.connector.submit_batch_set(keys_of(11, 12, 13), rig.views([1, 2, 3])))
+    assert not ok and each.count(False) == 1 and "Input/output error" in error
+    assert rig.exists(11, 12, 13) == each
+    with testing.file_fault(rig.files(), "read", "fail", every=1):
+        assert rig.load([1, 2], [8, 9]) == [False, False]
+    assert rig.load([1, 2], [8, 9]) == [True, True]
+    assert "storing: 1 of 3 objects failed" in caplog.text
+
+
+def test_a_damaged_object_is_not_served(rig: Rig, tmp_path: Path) -> None:
+    rig.store([1, 2], [1, 2])
+    (segment,) = (tmp_path / "kv").rglob("segment-*.kvs")
+    content = bytearray(segment.read_bytes())
+    content[content.index(rig.before[2].tobytes()) + 99] ^= 1
+    with segment.open("r+b") as file:
+        file.write(content)
+    assert rig.load([1, 2], [5, 6]) == [True, False]
+    assert rig.exists(1, 2) == [True, False]
+
+
+def test_deleting(rig: Rig) -> None:
+    rig.store([1, 2], [1, 2])
+    assert rig.wait(rig.connector.submit_batch_delete(keys_of(1, 9))) == (True, "", [True, True])
+    assert rig.exists(1, 2) == [False, True]
+    with testing.file_fault(rig.files(), "write", "fail", every=1):
+        ok, error, each = rig.wait(rig.connector.submit_batch_delete(keys_of(2)))
+    assert (ok, each) == (False, [False]) and "Input/output error" in error
+
+
+def test_nothing_to_do_is_told_too(rig: Rig) -> None:
+    for number in (
+        rig.connector.submit_batch_get([], []),
+        rig.connector.submit_batch_set([], []),
+        rig.connector.submit_batch_exists([]),
+        rig.connector.submit_batch_delete([]),
+    ):
+        assert rig.wait(number) == (True, "", [])
+
+
+def test_long_keys(rig: Rig) -> None:
+    keys = ["m" * 600 + str(i) for i in range(3)]
+    rig.wait(rig.connector.submit_batch_set(keys, rig.views([0, 1, 2])))
+    assert rig.wait(rig.connector.submit_batch_exists([*keys, "m" * 600]))[2] == [True] * 3 + [False]
+    rig.wait(rig.connector.submit_batch_get([keys[2]], rig.views([9])))
+    np.testing.assert_array_equal(rig.memory[9], rig.before[2])
+
+
+def test_a_full_queue_is_told_as_failures(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1, queue=2)
+    rig.store([0], [0])
+    with testing.file_fault(rig.files(), "write", "delay", every=1, delay=0.5):
+        numbers = [rig.connector.submit_batch_set(keys_of(i), rig.views([i])) for i in range(1, 6)]
+        told = [rig.wait(number) for number in numbers]
+    assert [ok for ok, _, _ in told[:2]] == [True, True] and not told[-1][0] and told[-1][1]
+    assert rig.exists(1, 5) == [True, False]
+    rig.connector.close()
+
+
+def test_what_was_stored_survives_and_another_name_is_another_cache(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.store([1, 2], [1, 2])
+    rig.connector.close()
+    again = Rig(tmp_path, seed=2)
+    assert again.exists(1, 2, 3) == [True, True, False]
+    assert again.load([2], [0]) == [True]
+    np.testing.assert_array_equal(again.memory[0], rig.before[2])
+    again.connector.close()
+    other = Rig(tmp_path, name="fp8")
+    assert other.exists(1, 2) == [False, False]
+    other.connector.close()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    code = f"from test_lmcache import *\nrig = Rig(Path({str(tmp_path)!r}))"
+    with Process(code) as writer:
+        reader = Rig(tmp_path, seed=2)  # before anything is stored
+        assert reader.exists(1) == [False] and reader.load([1], [1]) == [False]
+        assert writer.do("rig.store([1, 2], [1, 2])") == [True, True]
+        assert reader.exists(1, 2) == [True, True]
+        assert reader.load([1, 2], [1, 2]) == [True, True]
+        np.testing.assert_array_equal(reader.memory[[1, 2]], random_bytes(1, 16 * NBYTES).reshape(16, NBYTES)[[1, 2]])
+        ok, error, each = reader.wait(reader.connector.submit_batch_set(keys_of(3), reader.views([3])))
+        assert (ok, each) == (False, [False]) and "another process" in error
+        assert reader.wait(reader.connector.submit_batch_delete(keys_of(1)))[0] is False
+        writer.kill()
+        assert reader.exists(1, 2) == [True, True] and reader.load([2], [4]) == [True]
+    reader.connector.close()
+
+
+def test_closing_ends_what_is_running(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, engine="threads", depth=1)
+    rig.store([0], [0])
+    descriptor = rig.connector.event_fd()
+    with testing.file_fault(rig.files(), "write", "delay", every=1, delay=0.1):
+        rig.connector.submit_batch_set(keys_of(1, 2, 3), rig.views([1, 2, 3]))
+        rig.connector.close()
+    rig.connector.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    with pytest.raises(RuntimeError, match="closed"):
+        rig.connector.submit_batch_exists(keys_of(1))
+    again = Rig(tmp_path)
+    assert again.exists(1, 2, 3) == [True] * 3
+    again.connector.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [({"directory": ""}, "directory"), ({"capacity": "1 TB"}, "capacity"), ({"capacity": 0}, "capacity")],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        FileConnector(**{"directory": str(tmp_path), "capacity": CAPACITY, **given})
+
+
+def test_wrong_arguments(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="2 keys and 1 buffers"):
+        rig.connector.submit_batch_get(keys_of(1, 2), rig.views([1]))
+    rig.store([1], [1])
+    constant = memoryview(bytes(NBYTES))
+    assert rig.wait(rig.connector.submit_batch_get(keys_of(1), [constant]))[2] == [False]  # nothing may be read into it
+    with caplog.at_level(logging.WARNING):
+        assert rig.wait(rig.connector.submit_batch_set(keys_of(2), [memoryview(b"")]))[2] == [False]
+
+
+def test_importing_it_needs_neither_lmcache_nor_torch() -> None:
+    done: subprocess.CompletedProcess[str] = run_python("""
+        import sys
+        import kvswap.lmcache
+        assert not {"torch", "lmcache"} & set(sys.modules)
+    """)
+    assert done.returncode == 0, done.stderr
