@@ -1320,6 +1320,27 @@ def _metrics() -> dict[str, Any]:
 def _metrics_bounds() -> tuple[tuple[float, ...], tuple[int, ...]]:
     """The histograms' upper bounds: (seconds, bytes). One more bucket holds what is above them."""
 
+def _remote_seal(
+    slots: NDArray[Any], blocks: NDArray[Any], nbytes: int, keys: bytes, generations: NDArray[Any]
+) -> None:
+    """Copy blocks into slots behind headers. slots, blocks: addresses; keys: 16 bytes each, joined."""
+
+def _remote_check(
+    slots: NDArray[Any], blocks: NDArray[Any] | None, nbytes: int, keys: bytes, generations: NDArray[Any] | None
+) -> bytes:
+    """A byte a slot: 0: right, and copied to blocks unless that is None. generations None: any."""
+
+def _remote_renumber(slots: NDArray[Any], generations: NDArray[Any]) -> None:
+    """Give checked slots other generations."""
+
+def _remote_void(slots: NDArray[Any], /) -> None:
+    """No check succeeds on these slots until they are sealed."""
+
+def _remote_addresses(
+    blocks: Any, ids: Ids | None, nbytes: int, count: int, write: bool
+) -> tuple[NDArray[np.uint64], Any]:
+    """(addresses, what keeps them) of the caller's blocks, as FileStore takes them, of host memory."""
+
 def _cuda_count() -> tuple[int, str]:
     """(number of GPUs, why there is none). Opens no context."""
 

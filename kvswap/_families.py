@@ -131,6 +131,10 @@ def _define_rest(table: _Table) -> None:
     table.define("counter", "offload_stalls", "Waits of a submission since the queue was full", by_direction)
     table.define("gauge", "offload_handlers", "Handlers that are not shut down", by_direction)
     table.define("gauge", "offload_queue_jobs", "Jobs that are not collected", by_direction)
+    table.define("counter", "remote_blocks", "Blocks of remote stores by what became of them", "event")
+    table.define("counter", "remote_queue_full", "Calls refused since a remote store's queue was full")
+    table.define("gauge", "remote_queue_transfers", "Unfinished transfers of remote stores")
+    table.define("gauge", "remote_nodes", "Nodes of remote stores: up, down", "state")
     table.define("gauge", "info", "1; the label is kvswap's version", "version")
 
 
@@ -218,6 +222,14 @@ def _put_rest(table: _Table, numbers: Snapshot) -> None:
         table.put("offload_stalls", jobs["stalls"], *labels)
         table.put("offload_handlers", jobs["handlers"], *labels)
         table.put("offload_queue_jobs", jobs["unfinished"], *labels)
+    for remote in numbers["remote"]:
+        row: Any = remote
+        for event in ("stored", "loaded", "deleted", "missed", "changed", "failed"):
+            table.put("remote_blocks", row[event], event)
+        table.put("remote_queue_full", remote["refused_full"])
+        table.put("remote_queue_transfers", remote["unfinished"])
+        for why in remote["nodes"].values():
+            table.put("remote_nodes", 1, "up" if why == "up" else "down")
     table.put("info", 1, numbers["version"])
 
 

@@ -34,6 +34,7 @@ COMMANDS = (
     "kvswap.commands.bench",
     "kvswap.commands.calibrate",
     "kvswap.commands.files",
+    "kvswap.commands.remote",
     "kvswap.top",
     "kvswap.fastdeploy.manager.command",
     "kvswap.commands.completion",

@@ -32,6 +32,7 @@ __all__ = [
     "HostPoolMetrics",
     "LaneMetrics",
     "PathMetrics",
+    "RemoteMetrics",
     "Snapshot",
     "bounds",
     "close",
@@ -165,6 +166,21 @@ class HandlerMetrics(TypedDict):
     stalls: int
 
 
+class RemoteMetrics(TypedDict):
+    """An open remote store. nodes: by name, "up" or why not."""
+
+    block_bytes: int
+    stored: int
+    loaded: int
+    deleted: int
+    missed: int
+    changed: int
+    failed: int
+    refused_full: int
+    unfinished: int
+    nodes: dict[str, str]
+
+
 class Snapshot(TypedDict):
     """All of it. time: time.time(); monotonic: time.monotonic()."""
 
@@ -178,6 +194,7 @@ class Snapshot(TypedDict):
     files: list[FileMetrics]
     host_pools: list[HostPoolMetrics]
     handlers: list[HandlerMetrics]
+    remote: list[RemoteMetrics]
 
 
 def bounds() -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -190,7 +207,7 @@ def snapshot(rank: int | str | None = None) -> Snapshot:
 
     rank: this process among those of its engine; None: RANK or LOCAL_RANK of the environment, else empty.
     """
-    handlers = sys.modules.get("kvswap.offload._counts")
+    handlers, remote = (sys.modules.get(f"kvswap.{name}._counts") for name in ("offload", "remote"))
     found: Any = {
         "version": _C.__version__,
         "pid": os.getpid(),
@@ -200,6 +217,7 @@ def snapshot(rank: int | str | None = None) -> Snapshot:
         "command": " ".join(sys.orig_argv)[:400],
         **_C._metrics(),
         "handlers": handlers.rows() if handlers is not None else [],
+        "remote": remote.rows() if remote is not None else [],
     }
     result: Snapshot = found
     return result

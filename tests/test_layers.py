@@ -17,7 +17,7 @@ CC = os.environ.get("CC") or "cc"
 
 # From the top down. "": status.c, beside the public headers.
 FOLDERS = [
-    {"offload", "files", "memory", "ipc"},
+    {"offload", "files", "memory", "ipc", "remote"},
     {"core"},
     {"plan"},
     {"host", "cuda"},

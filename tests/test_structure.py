@@ -33,6 +33,7 @@ ROWS = [
     {"kvswap_status.h"},
     {"status.h"},
     {f"base/{name}.h" for name in ("cpu", "crc32c", "fork", "histogram", "maps", "owner", "thread", "wait")},
+    {"remote/slot.h"},
     SURFACE - {"kvswap_status.h"},  # the surface: plain types and declarations
     {"kernels/crc.h"},
     {"kernels/kernels.h", "kernels/twins.h", "device/region.h"},
@@ -67,9 +68,11 @@ ROWS = [
     {"files/gds.h"},
 ]
 DEVICES = ("device", "host", "cuda")  # folders below the seam
-PURE = {"core/hazard.c", "core/clock.c", "device/region.c"} | {
-    f"files/{name}.c" for name in ("format", "index", "keys")
-}
+PURE = (
+    {"core/hazard.c", "core/clock.c", "device/region.c"}
+    | {f"files/{name}.c" for name in ("format", "index", "keys")}
+    | {"remote/slot.c"}
+)
 
 
 def is_cuda(path: Path) -> bool:
@@ -177,6 +180,7 @@ def test_the_bindings_use_the_surface() -> None:
         "machine.c": {"cuda/fatbin.h"},
         "testing.c": {"host/device.h", "device/hooks.h"},
     }
+    more["remote.c"] = {"remote/slot.h"}
     more["metrics.c"] = {"core/metrics.h"}
     more["await.c"] = {"base/fork.h", "base/wait.h"}
     more["file_apart.c"] = {"base/thread.h"}

@@ -83,6 +83,7 @@ QUICK = {
     "event.c:event_record": QUEUES,
     "event.c:event_wait": QUEUES,
     "event.c:event_elapsed_time": QUEUES,
+    "remote.c:run": "copies and sums the blocks of a call in memory",
     "file_calls.c:submit": QUEUES,
     "file_transfer.c:kvs_py_file_transfer_new": HANDLES,
     "file_transfer.c:transfer_dealloc": HANDLES,
