@@ -191,6 +191,7 @@ class Counted:
 
 def test_one_rank_writes_what_all_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_one_writer, "_READER_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(_one_writer, "_REFRESH_SHARE", 0.0)  # it looks again at once, however long it took before
     pool, other = HostPool(LATENT), HostPool(LATENT, seed=2)
     reader = storage(tmp_path, other, is_mla_model=True, tp_rank=1, tp_size=2)
     assert reader.batch_exists(keys_of(1)) == 0  # there is no store yet
