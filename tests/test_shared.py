@@ -885,7 +885,7 @@ def test_threads_that_use_it_while_it_closes(device: kvswap.Device, name: str) -
             while True:
                 try:
                     pool.publish(np.flatnonzero(pool.claim(np.arange(64))))
-                    pool.wait_ready(np.arange(64), timeout=1)
+                    pool.wait_ready(np.arange(64), timeout=PATIENCE)
                     assert pool.published([5])[0] and pool.owner
                 except kvswap.Error:
                     return
