@@ -97,8 +97,8 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
         assert found.keys() - {"burst"} == expected - {"burst"}
         for path_name, cost in found.items():
             assert len(cost["each"]) == len(SIZES)
-            # What a busy machine measures in a fifth of a second may leave all to the start.
-            assert max(cost["start"], *cost["each"]) > 0 or path_name == "burst", path_name  # of bytes, not of blocks
+            # What a busy machine measures in a fifth of a second may leave all to any of them.
+            assert max(cost["start"], cost["extra"], *cost["each"], *cost["run"]) > 0 or path_name == "burst", path_name
     tuning = costs["tuning"]
     assert len(tuning) == 8
     assert min(tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) > 0
@@ -132,7 +132,8 @@ def test_output_and_the_variable_say_where(
     output = tmp_path / "new" / "by option.txt"
     assert cli.main(["calibrate", "--device", device_name, "--seconds", "0.01", "--output", str(output)]) == 0
     assert not cache.exists()
-    assert _C._costs_read(tmp_path / "by variable.txt")["d2h"].keys() == _C._costs_read(output)["d2h"].keys()
+    first, second = (_C._costs_read(file)["d2h"].keys() for file in (tmp_path / "by variable.txt", output))
+    assert first - {"burst"} == second - {"burst"} > set()  # path burst may be found to be none in so short a time
     capsys.readouterr()
     assert cli.main(["calibrate", "--show", "--output", str(output)]) == 0
     assert capsys.readouterr().out.endswith(f"{output}\n")
