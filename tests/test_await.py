@@ -288,7 +288,7 @@ def test_an_await_of_the_parent_ends_quietly_in_the_child() -> None:
     """Cancelled there, it neither writes anywhere nor waits for a lock that the parent's thread held."""
     script = """
     async def fork():
-        task = asyncio.ensure_future(wait(1.0))
+        task = asyncio.ensure_future(wait(4.0))
         await asyncio.sleep(0.05)
         pid = os.fork()
         if pid:

@@ -434,11 +434,11 @@ def as_torch(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_behind(gate: Gate, layers: Layers, **options: Any) -> bool:
-    """Whether a swap waits for the gate. If it does it is let go and its bytes are checked."""
+def is_behind(gate: Gate, layers: Layers, seconds: float = 0.3, **options: Any) -> bool:
+    """Whether a swap waits for the gate, for so long. If it does it is let go and its bytes are checked."""
     transfer = per_layer("swap_cache_per_layer_async", layers, GPU_IDS, CPU_IDS, 0, **options)
     try:
-        transfer.wait(0.3)
+        transfer.wait(seconds)
         waited = False
     except TimeoutError:
         waited = True
@@ -490,7 +490,7 @@ def test_the_tensors_stream(
     as_torch(layers.tensors[0])
     with Gate(device) as gate:  # who names a stream has made its order
         gate.hold(own)
-        assert not is_behind(gate, layers, stream=other)
+        assert not is_behind(gate, layers, PATIENCE, stream=other)
 
 
 # -- host memory ------------------------------------------------------------------------------------------------------

@@ -410,10 +410,10 @@ def test_ctrl_c_works_while_it_is_populated(device_name: str) -> None:
         from kvswap import testing
         from kvswap.memory import HostPool
         device = kvswap.Device(sys.argv[1])
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         start = time.monotonic()
         with testing.fault(device, "call", "delay", operation="host_register", every=1, delay=0.5):
             try:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
                 HostPool(120, 1 << 20, device=device, chunk_nbytes=1 << 20, threads=1)  # a minute, else
             except KeyboardInterrupt:
                 print("interrupted", time.monotonic() - start < 20)

@@ -486,7 +486,7 @@ def test_closing_again_waits_for_what_came_meanwhile(device: kvswap.Device, owne
     """No longer than it is told: the memory was in use again after the first time."""
     mapped, stream = memory.open(export_of(owner), device=device), kvswap.Stream(device)
     gates = [Gate(device), Gate(device)]  # kept: freeing the first would wait for the second
-    openers = [threading.Timer(5, gate.open) for gate in gates]
+    openers = [threading.Timer(PATIENCE, gate.open) for gate in gates]
     for gate, opener in zip(gates, openers, strict=True):
         with gate:
             gate.hold(stream)

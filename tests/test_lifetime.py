@@ -233,14 +233,15 @@ def test_nothing_is_submitted_after_the_exit(device_name: str) -> None:
 def test_a_signal_ends_the_process_in_a_wait(device_name: str) -> None:
     script = """
     device = kvswap.Device(NAME)
-    cache, stream = Cache(device, 8, 64), kvswap.Stream(device)
-    testing.delay(device, 1.0, stream)
+    cache, stream, gate = Cache(device, 8, 64), kvswap.Stream(device), Gate(device)
+    gate.hold(stream)
     transfer = cache.swap([1], [2], stream=stream)
-    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         transfer.wait()
     except KeyboardInterrupt:
         print(transfer.state)
+    gate.open()
     transfer.wait(60)
     cache.check([1], [2])
     """

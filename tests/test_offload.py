@@ -540,17 +540,31 @@ def test_many_jobs_from_many_threads(library: Library) -> None:
     cache.close()
 
 
+def open_when_full(cache: Cache, gate: Gate) -> threading.Thread:
+    """Opens the gate when a job waits for room."""
+    stalls = cache.store.stats().stalls
+
+    def wait() -> None:
+        end = time.monotonic() + PATIENCE
+        while cache.store.stats().stalls == stalls and time.monotonic() < end:
+            time.sleep(0.001)
+        gate.open()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
 def test_a_full_queue_is_waited_for(library: Library) -> None:
     """Nothing is refused that vLLM would have taken; the stall is counted."""
     cache, stream = make(library), kvswap.Stream(library.device)
     with Gate(library.device) as gate:
         gate.hold(stream)
-        timer = threading.Timer(0.2, gate.open)
-        timer.start()
+        opener = open_when_full(cache, gate)
         with library.computing_on(stream):
             for job in range(140):
                 cache.store.transfer_async(job, specs([job % 64], [job % 24], [1], [0]))
-        timer.join()
+        opener.join(PATIENCE)
         assert len(cache.finish(cache.store)) == 140
     assert cache.store.stats().stalls > 0
     cache.close()
@@ -563,12 +577,11 @@ def test_a_full_queue_in_the_middle_of_a_job(library: Library) -> None:
     before = cache.bytes()
     with Gate(library.device) as gate:
         gate.hold(stream)
-        timer = threading.Timer(0.2, gate.open)
-        timer.start()
+        opener = open_when_full(cache, gate)
         with library.computing_on(stream):
             for job in range(50):
                 cache.store.transfer_async(job, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
-        timer.join()
+        opener.join(PATIENCE)
         results = cache.finish(cache.store)
     assert [result.success for result in results] == [True] * 50
     assert {result.transfer_size for result in results} == {sum(pages)}
@@ -605,10 +618,9 @@ def test_a_job_of_which_a_part_runs_is_told_of_once(library: Library) -> None:
             for job in range(42):
                 cache.store.transfer_async(job, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
         cache.store._compute = lambda: next(answers)
-        timer = threading.Timer(0.2, gate.open)
-        timer.start()
+        opener = open_when_full(cache, gate)
         assert cache.store.transfer_async(42, specs([1, 2, 3], [4, 5, 6], [1, 1, 1], [0, 0, 0]))
-        timer.join()
+        opener.join(PATIENCE)
         results = cache.finish(cache.store)
     assert [result.job_id for result in results] == list(range(43))
     assert [result.success for result in results] == [True] * 42 + [False]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Gate
 
 from kvswap import _C, testing
 from kvswap.replay import geometry
@@ -196,13 +197,14 @@ def test_an_interrupt_gives_what_was_done(device: _C.Device) -> None:
 
 def test_no_wait_is_without_limit(device: _C.Device) -> None:
     job = Replay(make_trace(60), settings(wait_limit=0.05), device)
+    with Gate(device) as gate:
 
-    def stall(report: Report, total: int) -> None:
-        testing.delay(device, 1.5, job._compute)
-        job._progress = lambda report, total: None
+        def stall(report: Report, total: int) -> None:
+            gate.hold(job._compute)
+            job._progress = lambda report, total: None
 
-    with pytest.raises(TimeoutError):
-        job.run(stall)
+        with pytest.raises(TimeoutError):
+            job.run(stall)
     assert job.report.ended == "failed"
     device.synchronize(60)
     device.set_compute_stream(0)
