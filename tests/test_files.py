@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import stat
@@ -829,8 +830,10 @@ def test_two_readers_and_a_writer(tmp_path: Path) -> None:
         return np.full(rig.nbytes, (number * 31 + version) % 256, np.uint8)
 
     def write() -> None:
-        rng = np.random.default_rng(1)
-        for version in range(1, 400):
+        rng, end = np.random.default_rng(1), time.monotonic() + PATIENCE / 2
+        for version in itertools.count(1):
+            if version >= 400 and (min(served) > 0 or time.monotonic() > end):
+                break
             numbers = rng.choice(40, 4, replace=False)
             keys = [b"%d" % number for number in numbers]
             if version % 5 == 0:

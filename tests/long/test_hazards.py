@@ -341,16 +341,13 @@ def without(kind: str, program: Program) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [*HAZARDS, "sync_with_compute", "sync_transfers"])
 def test_without_one_kind_of_order(kind: str, seeds: Seeds) -> None:
-    """The control: the programs above show a difference soon."""
-    found, runs, begin = 0, 0, time.monotonic()
-    for seed in seeds:
+    """The control: about half of the programs above show a difference. So many whatever time they take, and each finds
+    the same again."""
+    runs, found = 25, 0
+    for seed in range(seeds.first, seeds.first + runs):
         program = Program(deterministic(seed), seed)
         with without(kind, program):
             found += program.run() != ""
-        runs += 1
-        assert found or time.monotonic() - begin < 30, f"no difference in {runs} programs"
-        if runs >= 50:
-            break
     assert found > runs // 10, f"a difference in {found} of {runs} programs only"
 
 

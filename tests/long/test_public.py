@@ -16,6 +16,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -98,6 +99,7 @@ class World:
         self.source = np.zeros(NBYTES, np.uint8)
         self.interface: dict[str, Any] = dict(self.source.__array_interface__)
         self.calls: Counter[str] = Counter()  # under lock
+        self.seen: set[str] = set()  # under lock: of calls that some thread has made
         self.lock, self.wrong = threading.Lock(), []
 
     def close(self) -> None:
@@ -441,6 +443,9 @@ def work(w: World, me: Mine) -> None:
     while not w.stop.is_set():
         function = me.of(calls)
         counted[function.__name__] += 1
+        if counted[function.__name__] == 1:
+            with w.lock:
+                w.seen.add(function.__name__)
         try:
             function(w, me)
         except (kvswap.Error, BufferError, TimeoutError):
@@ -467,6 +472,9 @@ def test_every_public_call_from_many_threads(
     for thread in threads:
         thread.start()
     world.stop.wait(float(request.config.getoption("--long-seconds")))
+    end, every = time.monotonic() + PATIENCE, len({*CALLS.values()}) + 1
+    while len(world.seen) < every and time.monotonic() < end and not world.stop.wait(0.05):
+        continue  # on a busy machine, until each was called
     world.stop.set()
     for thread in threads:
         thread.join(2 * PATIENCE)
