@@ -188,11 +188,9 @@ KVS_API bool kvs_transfer_done(struct kvs_transfer *transfer); /* ended in any s
 KVS_API int kvs_transfer_wait(struct kvs_transfer *transfer, int64_t timeout_ns, struct kvs_error *err);
 /* True: the transfer was stopped. Issued device work cannot be recalled, so false for GPU <-> host transfers. */
 KVS_API bool kvs_transfer_cancel(struct kvs_transfer *transfer);
-/* `stream` waits for the transfer. This only orders: it fails if a failure is already known, but success proves
- * nothing. */
+/* `stream` waits for the transfer. This only orders: it fails if a failure is known, and success proves nothing. */
 KVS_API int kvs_transfer_make_wait(struct kvs_transfer *transfer, uint64_t stream, struct kvs_error *err);
-/* `stream` waits for layers 0 to `layer`. Without layer_events: KVS_INVALID. Otherwise like kvs_transfer_make_wait().
- */
+/* `stream` waits for layers 0 to `layer`, as by kvs_transfer_make_wait(). Without layer_events: KVS_INVALID. */
 KVS_API int kvs_transfer_make_wait_layer(struct kvs_transfer *transfer, size_t layer, uint64_t stream,
                                          struct kvs_error *err);
 /* KVS_OK: layers 0 to `layer` have arrived. KVS_NOT_READY, or the transfer's error if it failed. Never blocks. */

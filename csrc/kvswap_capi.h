@@ -15,7 +15,7 @@
  *   if (status != KVS_OK) return kvswap_api->raise_error(&err);
  *
  * The table has the functions of kvswap.h, kvswap_pool.h and kvswap_file.h on handles, by their names without kvs_.
- * What opens and ends devices and stores is Python's, and so are the race checker and the memory of HostPool,
+ * Opening and closing devices and stores is left to Python, as are the race checker and the memory of HostPool,
  * SharedPool and Mapped, whose address is an attribute. A thread without the GIL may call all of them but those that
  * take or give a PyObject; functions that wait or submit should be called without it. */
 #ifndef KVSWAP_CAPI_H
@@ -105,9 +105,9 @@ struct kvswap_capi {
 
   /* With the GIL. A function that returns NULL or -1 has set an exception. */
 
-  /* Of a kvswap.Device, a device's name, or None, which means Device(None). A new reference. */
+  /* The engine of a kvswap.Device, of a device's name, or of None, as in Device(None): a new reference. */
   struct kvs_engine *(*engine_of)(PyObject *device);
-  /* What the object stands for. Borrowed from the object: take a reference to keep it. */
+  /* The C object of a Python object, borrowed: take a reference to keep it. */
   struct kvs_transfer *(*transfer_of)(PyObject *transfer);
   struct kvs_pool *(*pool_of)(PyObject *pool);
   struct kvs_file_store *(*file_store_of)(PyObject *store);
@@ -117,7 +117,7 @@ struct kvswap_capi {
   /* A new kvswap.Transfer or kvswap.files.FileTransfer. They take the caller's reference, even when they fail. */
   PyObject *(*transfer_object)(struct kvs_transfer *transfer);
   PyObject *(*file_transfer_object)(struct kvs_file_transfer *transfer);
-  /* Raise what a call of Python's kvswap would raise. Always NULL. */
+  /* Set the exception that kvswap's own functions raise for this error. Always NULL. */
   PyObject *(*raise_error)(const struct kvs_error *err);
 
   KVSWAP_CAPI_LIST(KVSWAP_CAPI_MEMBER)

@@ -44,7 +44,7 @@ class _Waker:
     """The thread. It starts with the first await and then sleeps while nothing is awaited."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection under it may end an await that was left behind: discard()
+        self._lock = threading.RLock()  # reentrant: a garbage collection under it may call discard()
         self._awaited: set[_Awaited] = set()  # guarded by _lock
         self._ended = False  # guarded by _lock
         self._thread = threading.Thread(target=self._run, name="kvswap-await", daemon=True)
@@ -61,7 +61,7 @@ class _Waker:
         with self._lock:
             known = awaited in self._awaited
             self._awaited.discard(awaited)
-        if known:  # cancelled: the thread lets go of the transfer
+        if known:  # cancelled: the thread drops the transfer
             _C._await_tell()
 
     def stop(self) -> None:

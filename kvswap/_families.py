@@ -1,4 +1,4 @@
-"""The table of metrics: names, units, labels, and how each is read from a snapshot. No prometheus_client here."""
+"""The table of metrics: names, units, labels, and how each is read from a snapshot. Needs no prometheus_client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Labels: TypeAlias = tuple[str, ...]
 class Family:
     """One metric. samples: by the values of its labels; a histogram's is a kvswap.metrics.Histogram.
 
-    name: without _total, which a counter has besides. Samples with equal labels (two stores on one directory) are added
+    name: without a counter's suffix _total. Samples with equal labels (two stores on one directory) are added
     up; most: the largest counts.
     """
 

@@ -1,4 +1,4 @@
-"""The socket between a process that shows itself and `kvswap top`.
+"""The socket between a process that serves its metrics and `kvswap top`.
 
 The socket is in the user's folder of kvswap's sockets (mode 0700, owner checked), under a name with the pid and start
 time of its process. Both sides ask the kernel for the other's user. A request is one line of at most 32 bytes; the
@@ -34,7 +34,7 @@ _MOST_ANSWER = 16 << 20
 _CLIENTS = 8  # at once; others wait in the backlog
 _BACKLOG = 64
 _CLIENT_SECONDS = 5.0  # for request and answer
-_FRESH_SECONDS = 0.05  # an answer is used again for so long: a client cannot keep the process busy
+_FRESH_SECONDS = 0.05  # an answer is reused for this long: clients cannot keep the process busy
 _PAUSE_SECONDS = 1.0  # where no connection can be accepted
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PEER = struct.Struct("3i")  # pid, uid, gid
@@ -94,7 +94,7 @@ class _Client:
         return select.POLLOUT if len(self.answer) else select.POLLIN
 
     def serve(self, answer: Callable[[], bytes]) -> bool:
-        """Goes as far as possible without blocking. False: the client is done."""
+        """Read and write as much as possible without blocking. False: the connection has ended."""
         try:
             if not len(self.answer):
                 got = self.connection.recv(_MOST_REQUEST - len(self.request))
@@ -154,7 +154,7 @@ class Server:
         return [os.fstat(each.fileno()).st_ino for each in (self._listening, self._woken)]
 
     def _still_ours(self) -> bool:
-        """A program may close all descriptors and reuse their numbers: others' are neither read nor closed."""
+        """Whether the descriptors are still this server's: a program may close all of them and reuse the numbers."""
         try:
             return self._look() == self._inodes
         except OSError:
@@ -166,7 +166,7 @@ class Server:
             if ours:
                 each.close()
             else:
-                each.detach()  # also from the end of the object, which would close the number
+                each.detach()  # so that the end of the object does not close the number
 
     def _run(self) -> None:
         while self._still_ours():
@@ -279,7 +279,7 @@ def sockets() -> dict[int, Path]:
 
 
 def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
-    """A Unix socket whose backlog is full refuses at once who would not wait for ever."""
+    """Connect until the deadline. While the backlog is full, connect() fails at once if it may not block."""
     while True:
         try:
             connection.connect(os.fspath(path))

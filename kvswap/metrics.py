@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Histogram(TypedDict):
-    """buckets[i] counts values up to bound i of bounds(), and above the bound before; the last those above all."""
+    """buckets[i] counts values above bound i - 1 and up to bound i of bounds(); the last one, those above them all."""
 
     buckets: list[int]
     sum: float
@@ -152,7 +152,7 @@ class HostPoolMetrics(TypedDict):
 
 
 class HandlerMetrics(TypedDict):
-    """Jobs of kvswap.offload's handlers of one device and direction, collected ones; handlers, unfinished: now."""
+    """Collected jobs of kvswap.offload's handlers of one device and direction. handlers, unfinished: now."""
 
     device: str
     direction: str

@@ -1,4 +1,4 @@
-"""kvswap top: what a running process moves, live. It shows itself by kvswap.metrics.serve() or KVSWAP_TOP=1."""
+"""kvswap top: live rates of a running process, which has called kvswap.metrics.serve() or has KVSWAP_TOP=1."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _choose(pid: int | None) -> Any:
 
 
 def rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What happened between two snapshots of one process."""
+    """Rates between two snapshots of one process."""
     seconds = max(1e-9, now["monotonic"] - before["monotonic"])
     old = {(device["device"], *_key(path)): path for device in before["devices"] for path in device["paths"]}
     paths = [
@@ -164,7 +164,7 @@ def _file_rate(now: dict[str, Any], old: dict[str, Any] | None, seconds: float) 
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would act on: another program chose this text."""
+    """The text without control characters: it comes from another process."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -288,7 +288,7 @@ def _as_text(title: str, tables: list[Table]) -> str:
 
 
 class _Plain:
-    """Text: below each other where the output is no terminal, else in place of the last view."""
+    """Plain text. On a terminal each view replaces the last one."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._clear = out, "\x1b[H\x1b[2J" if out.isatty() else ""
@@ -298,7 +298,7 @@ class _Plain:
 
 
 class _Rich:
-    """rich's tables, in place."""
+    """Tables of rich. Each view replaces the last one."""
 
     def __init__(self) -> None:
         self._live = importlib.import_module("rich.live").Live(auto_refresh=False)

@@ -1,4 +1,4 @@
-"""NVTX ranges for Nsight, and OpenTelemetry spans. Off, a call of kvswap costs one flag more.
+"""NVTX ranges for Nsight, and OpenTelemetry spans. While both are off, a traced call tests one flag.
 
 Traced are all calls that submit transfers: swap_blocks_batch, the swap_cache functions, move_blocks,
 OffloadMap.submit (the handlers of kvswap.offload and so vLLM's), FileStore.store, load and delete. A handler's job has
@@ -30,8 +30,8 @@ _logger = logger("kvswap.tracing")
 _End: TypeAlias = Callable[[Any, Any], object]  # result or None, type of the exception or None
 _Begin: TypeAlias = Callable[[str], "_End | None"]
 
-_LOOK_AT = 64  # spans, the oldest, that a traced call looks at
-_MOST_PENDING = 4096  # spans of transfers that have not ended; beyond, the oldest ends unknown
+_LOOK_AT = 64  # number of the oldest spans that a traced call checks
+_MOST_PENDING = 4096  # limit of spans whose transfers run; beyond it the oldest span ends without an outcome
 
 _sinks: dict[str, _Begin] = {}
 
@@ -46,7 +46,7 @@ def _set(name: str, begin: _Begin | None) -> None:
 
 
 def _safely(call: Callable[..., Any], *args: Any) -> Any:
-    """One that raises does not keep the others from their begin and end."""
+    """Call one sink. An exception is logged, so that the other sinks are called too."""
     try:
         return call(*args)
     except Exception:
@@ -72,7 +72,7 @@ def _both(begins: tuple[_Begin, ...]) -> _Begin:
 
 
 def _push_and_pop() -> tuple[Callable[[str], object], Callable[[], object]] | None:
-    """torch's where torch runs on a GPU, else the nvtx package's. Imports torch only if the process has."""
+    """Functions of torch if torch uses a GPU, else of the package nvtx. Only the process itself imports torch."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
@@ -111,7 +111,7 @@ _nvtx: _Nvtx | None = None
 def nvtx(on: bool = True) -> None:
     """Put an NVTX range round each call that submits transfers, or stop that.
 
-    Done by itself under Nsight (NVTX_INJECTION64_PATH is set) and with KVSWAP_NVTX=1; not with KVSWAP_NVTX=0.
+    On by default under Nsight (NVTX_INJECTION64_PATH is set) and with KVSWAP_NVTX=1; off with KVSWAP_NVTX=0.
 
     kvswap.Error: neither torch with a GPU nor the package nvtx is there.
     """
@@ -159,7 +159,7 @@ class _Pending:
         self.span, self.began_ns, self.transfers = span, began_ns, transfers
 
     def finish(self, failed: Any) -> None:
-        """Once all transfers have ended. The span ends when the last of them did."""
+        """Call when all transfers have ended. The span ends at the end of the last one."""
         seconds = 0.0
         errors = []
         for transfer in self.transfers:
@@ -208,10 +208,10 @@ class _Spans:
         return end
 
     def flush(self, most: int = _MOST_PENDING) -> None:
-        """End the spans of transfers that have ended, among the oldest so many."""
+        """End the spans of transfers that have ended, among the `most` oldest spans."""
         with self._lock:
             oldest = list(itertools.islice(self._pending, most))
-        # without the lock: done() lets go of what transfers held, which may run anything
+        # without the lock: done() drops objects that transfers held, and their destructors may run any code
         ended = [each for each in oldest if all(transfer.done() for transfer in each.transfers)]
         self._finish(ended)
 

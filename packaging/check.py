@@ -1,4 +1,4 @@
-"""Checks what was built, before anybody installs it.
+"""Checks built wheels and sdists before they are published.
 
     python packaging/check.py [--release] FILE...
 

@@ -120,8 +120,8 @@ def build_liburing(archive, folder, cc):
 
 
 def build_wheel(sdist, python, suffix, arch, cc, folder):
-    """A wheel, by the interpreter of a build environment; its path. One folder for all interpreters: with the
-    same paths ccache knows again what does not include Python."""
+    """Build a wheel with the interpreter of a build environment; its path. All interpreters use one folder: with
+    equal paths ccache reuses the objects that do not include Python.h."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with tarfile.open(sdist) as tar:

@@ -1,4 +1,4 @@
-"""The subcommands of kvswap, a module each: ``add`` gives the parser its arguments, the function that it names runs it.
+"""The subcommands of kvswap, a module each: ``add`` adds its arguments and names the function that runs it.
 
 ``parser`` holds the parser, the exit statuses and the options that subcommands share, ``output`` writes for people and
 for scripts.

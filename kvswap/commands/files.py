@@ -28,7 +28,7 @@ Found: TypeAlias = "dict[str, Any]"
 _BATCH_NBYTES = 64 << 20  # read at once by check and gc
 _WAIT = 600.0
 _PAGE = 4096
-_KEEP_ALL = 1 << 62  # a capacity at which no block is given up
+_KEEP_ALL = 1 << 62  # a capacity at which no block is evicted
 _HANG = 17
 _HELP = {
     "check": "read every block and compare its checksum, also while a writer runs",
@@ -173,7 +173,7 @@ def _read_all(store: FileStore) -> tuple[int, dict[bytes, Exception]]:
 
 
 def _check(directory: Path, show: Output) -> Found:
-    """Blocks that the writer gives up meanwhile are not damaged."""
+    """Blocks that the writer evicts meanwhile are not damaged."""
     with _open(directory, readonly=True) as store:
         stats = store.stats()
         good, bad = _read_all(store)
