@@ -19,9 +19,10 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def hits(config, repeat, ttft, run=1, cached=4080):
+def hits(config, repeat, ttft, run=1, cached=4080, probe=1.0):
     record = {"ttft_ms": [ttft], "cached": [cached], "floor_ms": [5.0], "floor_cached": [4080]}
-    return {"run": run, "regime": "r", "config": config, "phase": "hits", "repeat": repeat, "record": record}
+    line = {"run": run, "regime": "r", "config": config, "phase": "hits", "repeat": repeat, "record": record}
+    return {**line, "probe_ms": probe}
 
 
 class TestTable:
@@ -41,6 +42,13 @@ class TestTable:
     def test_no_pair_across_two_runs(self):
         lines = [hits("native", 0, 20.0, run=1), hits("kvswap", 0, 10.0, run=2)]
         assert "(" not in self.rows(lines)["TTFT, the host has it, ms"]
+
+    def test_turns_at_two_speeds_of_the_processor_are_no_pair(self):
+        lines = [hits("native", 0, 20.0), hits("native", 1, 20.0, probe=1.5)]
+        lines += [hits("kvswap", 0, 10.0), hits("kvswap", 1, 19.0)]
+        rows = self.rows(lines)
+        assert "(0.50)" in rows["TTFT, the host has it, ms"]
+        assert any("1.50 times slower" in row for row in rows)
 
     def test_a_prompt_that_the_host_did_not_have_is_not_a_hit(self):
         lines = [hits("native", 0, 90.0, cached=0), hits("kvswap", 0, 10.0)]

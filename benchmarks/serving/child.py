@@ -58,15 +58,27 @@ def _about(engine: Any, imported: float, pinning: list[float]) -> dict[str, Any]
     }  # fmt: skip
 
 
+def _probe() -> float:
+    """Milliseconds of a fixed piece of Python: how fast the processor is now. Its speed changes on a shared machine."""
+    best = float("inf")
+    for _ in range(5):
+        begin, total = time.perf_counter(), 0
+        for i in range(20_000):
+            total += i % 7
+        best = min(best, time.perf_counter() - begin)
+    return 1e3 * best
+
+
 def _run(phases: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """A phase's record. One that fails leaves an engine that may serve the next."""
-    begin = time.perf_counter()
+    probe, begin = _probe(), time.perf_counter()
     try:
         record = getattr(phases, asked.pop("phase"))(**asked)
     except Exception as error:
         traceback.print_exc()
         return {"failed": repr(error)[:500]}
-    return {"record": record, "took_s": round(time.perf_counter() - begin, 2)}
+    took = time.perf_counter() - begin
+    return {"record": record, "took_s": round(took, 2), "probe_ms": round((probe + _probe()) / 2, 4)}
 
 
 def main() -> None:
