@@ -43,15 +43,11 @@ def _about(engine: Any, imported: float, pinning: list[float]) -> dict[str, Any]
     import torch
     import vllm
 
-    layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
-    caches = engine.caches()
     return {
+        **engine.each("serving_about")[0],
         "vllm": vllm.__version__, "torch": torch.__version__, "import_s": round(imported, 1),
         "start_s": round(engine.seconds, 1), "register_s": [round(value, 2) for value in pinning],
-        "layers": len(caches), "cache_shape": list(caches[0].shape),
-        "gpu_blocks": engine.core.vllm_config.cache_config.num_gpu_blocks,
-        "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
-        "runner": type(engine.runner).__module__,
+        "gpu_blocks": engine.gpu_blocks,
         "groups": len(engine.core.scheduler.kv_cache_config.kv_cache_groups),
         "worker": type(getattr(engine.transfers, "_worker", engine.transfers)).__name__,
         "host_blocks": getattr(engine.manager, "_num_blocks", None),
