@@ -50,7 +50,7 @@ def _about(engine: Any, imported: float, pinning: list[float]) -> dict[str, Any]
         "gpu_blocks": engine.gpu_blocks,
         "groups": len(engine.core.scheduler.kv_cache_config.kv_cache_groups),
         "worker": type(getattr(engine.transfers, "_worker", engine.transfers)).__name__,
-        "host_blocks": getattr(engine.manager, "_num_blocks", None),
+        "host_gib": engine.regime.cpu_gib,
     }  # fmt: skip
 
 

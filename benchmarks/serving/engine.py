@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.configurations import environment, transfer_config
+from serving.configurations import environment, register, transfer_config
 from serving.models import BLOCK, VOCABULARY
 from serving.regimes import Regime
 from serving.worker import CPU_FOLDER
@@ -70,6 +70,7 @@ class Engine:
     def __init__(self, name: str, regime: Regime, folder: Path) -> None:
         from vllm import LLM, SamplingParams
 
+        register(name)
         self.name, self.regime, self._params = name, regime, SamplingParams
         self._requests = 0
         begin = time.perf_counter()
@@ -96,7 +97,7 @@ class Engine:
             made["compilation_config"] = {
                 "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
             }  # fmt: skip
-        if transfer := transfer_config(self.name, regime):
+        if transfer := transfer_config(self.name, regime, folder):
             made["kv_transfer_config"] = transfer
         if regime.device == "cpu":
             made["disable_hybrid_kv_cache_manager"] = False
@@ -202,15 +203,20 @@ class Engine:
         limit = time.monotonic() + LIMIT
         for turn in range(10_000):
             self.one(prompt(0, turn % 7, 5), 3)
-            jobs = getattr(self.connector_scheduler, "_jobs", None)
+            jobs = getattr(self.connector_scheduler, "_jobs", None) or self._has_pending_work()
             if turn >= 2 and not jobs:
                 break
             if time.monotonic() > limit:
-                raise TimeoutError(f"{len(jobs or ())} transfers have not ended after {LIMIT} s")
+                raise TimeoutError(f"transfers have not ended after {LIMIT} s: {jobs!r:.200}")
             time.sleep(0.005)
         if self.name.startswith("simple"):  # does not tell
             time.sleep(0.3)
         self.each("serving_synchronize")
+
+    def _has_pending_work(self) -> bool:
+        """Whether tiers behind the host's have."""
+        manager = getattr(self.connector_scheduler, "manager", None)
+        return bool(manager is not None and manager.has_pending_work())
 
     def forget(self) -> None:
         """Empty the GPU's prefix cache; the host's stays."""

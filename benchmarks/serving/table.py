@@ -126,6 +126,10 @@ def _beside_none(rows: dict[str, dict[str, Turns]]) -> list[str]:
     return made
 
 
+def _size(about: dict[str, Any]) -> str:
+    return f" of {about['host_gib']:g} GiB" if "host_gib" in about else f" for {about['host_blocks']} blocks"
+
+
 def _starts(lines: list[dict[str, Any]], name: str) -> list[str]:
     made = []
     for line in lines:
@@ -133,7 +137,7 @@ def _starts(lines: list[dict[str, Any]], name: str) -> list[str]:
             about = line["about"]
             made.append(
                 f"start, {line['config']}: {about['start_s']} s, of it {sum(about['register_s']):.1f} s until the host "
-                f"memory for {about['host_blocks']} blocks was there and pinned"
+                f"memory{_size(about)} was there and pinned"
             )
     return made
 
