@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+from conftest import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(
@@ -19,9 +22,10 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def hits(config, repeat, ttft, run=1, cached=4080):
+def hits(config, repeat, ttft, run=1, cached=4080, probe=1.0):
     record = {"ttft_ms": [ttft], "cached": [cached], "floor_ms": [5.0], "floor_cached": [4080]}
-    return {"run": run, "regime": "r", "config": config, "phase": "hits", "repeat": repeat, "record": record}
+    line = {"run": run, "regime": "r", "config": config, "phase": "hits", "repeat": repeat, "record": record}
+    return {**line, "probe_ms": probe}
 
 
 class TestTable:
@@ -41,6 +45,13 @@ class TestTable:
     def test_no_pair_across_two_runs(self):
         lines = [hits("native", 0, 20.0, run=1), hits("kvswap", 0, 10.0, run=2)]
         assert "(" not in self.rows(lines)["TTFT, the host has it, ms"]
+
+    def test_turns_at_two_speeds_of_the_processor_are_no_pair(self):
+        lines = [hits("native", 0, 20.0), hits("native", 1, 20.0, probe=1.5)]
+        lines += [hits("kvswap", 0, 10.0), hits("kvswap", 1, 19.0)]
+        rows = self.rows(lines)
+        assert "(0.50)" in rows["TTFT, the host has it, ms"]
+        assert any("1.50 times slower" in row for row in rows)
 
     def test_a_prompt_that_the_host_did_not_have_is_not_a_hit(self):
         lines = [hits("native", 0, 90.0, cached=0), hits("kvswap", 0, 10.0)]
@@ -82,12 +93,12 @@ class TestOptions:
         from serving.regimes import regime
 
         made = regime("chunk8", {})
-        assert transfer_config("none", made) is None
-        assert transfer_config("kvswap:background", made)["kv_connector_extra_config"] == {
+        assert transfer_config("none", made, Path()) is None
+        assert transfer_config("kvswap:background", made, Path())["kv_connector_extra_config"] == {
             "cpu_bytes_to_use": 31 << 30, "blocks_per_chunk": 8, "kvswap_priority": "background",
         }  # fmt: skip
-        assert transfer_config("kvswap:dma", made)["kv_connector_extra_config"]["kvswap_path"] == "dma"
-        assert "blocks_per_chunk" not in transfer_config("simple", made)["kv_connector_extra_config"]
+        assert transfer_config("kvswap:dma", made, Path())["kv_connector_extra_config"]["kvswap_path"] == "dma"
+        assert "blocks_per_chunk" not in transfer_config("simple", made, Path())["kv_connector_extra_config"]
         assert environment("simple-kvswap") == {"KVSWAP_VLLM_SIMPLE_OFFLOAD": "1"}
         assert environment("native") == {}
         with pytest.raises(SystemExit, match=r"'nativ'.*native"):
@@ -106,10 +117,76 @@ class TestOptions:
         from serving.regimes import REGIMES
 
         for name, made in REGIMES.items():
+            if name in ("files", "toy-files"):  # there the files keep them
+                continue
             host = int(made.cpu_gib * 2**30) // made.model.block()
             prompts = (made.prompts + made.resident) * made.length // BLOCK
             decoded = 3 * made.decoders * (8 + made.decode_tokens // BLOCK)
             assert prompts + decoded <= host, name
+
+
+class TestProcess:
+    @pytest.fixture
+    def folder(self, monkeypatch, tmp_path):
+        paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        return tmp_path
+
+    def test_an_engine_that_does_not_start_says_why(self, folder):
+        from serving.process import Failed, Process
+
+        engine = Process("none", "pages1k", {}, folder)
+        with pytest.raises(Failed, match=r"none: SystemExit.*no regime 'pages1k'"):
+            engine.ready(PATIENCE)
+        with pytest.raises(Failed, match="none has ended"):
+            engine.ask("hits", PATIENCE)
+        engine.end()
+        assert "no regime" in engine.tail()
+
+    def test_an_engine_that_does_not_answer_is_ended(self, folder, monkeypatch):
+        """A stand-in for Python that sleeps."""
+        from serving import process
+
+        sleeper = folder / "sleeper"
+        sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
+        sleeper.chmod(0o755)
+        monkeypatch.setattr(process.sys, "executable", str(sleeper))
+        engine = process.Process("native:dma", "toy", {}, folder)
+        with pytest.raises(process.Failed, match="native:dma has not answered within 0 s"):
+            engine.ready(0.2)
+        engine.end()
+        assert engine._child.returncode == -9 and engine.log.name == "log-toy-native_dma.txt"
+
+
+class TestSpans:
+    def test_a_step_ends_with_its_update(self):
+        """A connector's calls within schedule() are noted before schedule() itself."""
+        from serving import spans
+
+        found = [
+            ("connector.build_connector_meta", 0.1, 0.01), ("schedule", 0.0, 0.2), ("execute", 0.2, 0.5),
+            ("connector.get_finished", 0.3, 0.02), ("update", 0.8, 0.1), ("connector.get_finished", 1.0, 0.04),
+            ("update", 1.1, 0.1), ("schedule", 1.2, 0.1),
+        ]  # fmt: skip
+        assert spans.steps(found) == pytest.approx([0.03, 0.04])
+        assert spans.total(found, 0.5, 1.15) == pytest.approx({"update": 200.0, "connector.get_finished": 40.0})
+        assert spans.middles(found)["connector.get_finished"] == pytest.approx(0.03)
+
+    def test_runs_of_host_blocks(self):
+        from serving.watch import Direction
+
+        direction = Direction()
+        direction.count(np.array([5, 6, 7, 20, 3, 4]))
+        assert (direction.blocks, direction.runs) == (6, 3)
+
+    def test_sums_of_blocks_that_both_have(self):
+        """A block that a window has left behind is in one of them alone."""
+        from serving.sums import compare
+
+        before, after = {("0", 0, i): (i, i) for i in range(4)}, {("0", 0, i): (i, i) for i in range(1, 5)}
+        assert compare(before, after) == (3, 0)
+        after["0", 0, 2] = (2, 7)  # on one of two ranks
+        assert compare(before, after) == (3, 1)
 
 
 class TestPackage:

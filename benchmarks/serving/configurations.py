@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from serving.regimes import Regime
@@ -12,6 +13,8 @@ NAMES = {
     "native-swap": "the same, its copies by kvswap (KVSWAP_VLLM_SWAP_BLOCKS=1)",
     "spec": "vLLM's OffloadingConnector, kvswap's spec",
     "kvswap": "KVSwapConnector with its spec",
+    "native-files": "vLLM's TieringOffloadingSpec, and its tier of files (fs)",
+    "kvswap-files": "KVSwapConnector with kvswap's, and FileTier",
     "simple": "vLLM's SimpleCPUOffloadConnector",
     "simple-kvswap": "the same, its copies by kvswap (KVSWAP_VLLM_SIMPLE_OFFLOAD=1)",
 }
@@ -30,7 +33,15 @@ def takes(name: str, phase: str) -> bool:
     base, _ = split(name)
     if base == "none":
         return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
-    return phase != "skipped" or base in ("kvswap", "spec")
+    return phase != "skipped" or base in ("kvswap", "spec", "kvswap-files")
+
+
+def register(name: str) -> None:
+    """What a release before 0.33 has to be told."""
+    if split(name)[0] == "kvswap-files":
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        SecondaryTierFactory.register_tier("FileTier", "kvswap.vllm", "FileTier")
 
 
 def environment(name: str) -> dict[str, str]:
@@ -40,8 +51,8 @@ def environment(name: str) -> dict[str, str]:
     return {switches[base]: "1"} if base in switches else {}
 
 
-def transfer_config(name: str, regime: Regime) -> dict[str, Any] | None:
-    """vLLM's --kv-transfer-config; None: no connector."""
+def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] | None:
+    """vLLM's --kv-transfer-config; None: no connector. folder: for files."""
     base, option = split(name)
     if base == "none":
         return None
@@ -53,9 +64,15 @@ def transfer_config(name: str, regime: Regime) -> dict[str, Any] | None:
         extra["blocks_per_chunk"] = regime.chunk
     if base == "spec":
         extra.update(spec_name="KVSwapOffloadingSpec", spec_module_path="kvswap.vllm")
-    if base == "kvswap":
+    if base in ("kvswap", "kvswap-files"):
         made.update(kv_connector="KVSwapConnector", kv_connector_module_path="kvswap.vllm")
         made["kv_load_failure_policy"] = "recompute"
+    if base == "native-files":
+        extra.update(spec_name="TieringOffloadingSpec")
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / "files-native")}]
+    if base == "kvswap-files":
+        tier = {"type": "FileTier", "directory": str(folder / "files-kvswap"), "capacity": 16 << 30}
+        extra.update(spec_name="TieringOffloadingSpec", secondary_tiers=[tier])
     if option:
         kind = "kvswap_priority" if option in ("normal", "high", "background") else "kvswap_path"
         extra[kind] = option

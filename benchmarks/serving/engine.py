@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Callable
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from serving.configurations import environment, transfer_config
+from serving.configurations import environment, register, transfer_config
 from serving.models import BLOCK, VOCABULARY
 from serving.regimes import Regime
+from serving.worker import CPU_FOLDER
 
 LIMIT = 60.0  # seconds that a request, or a set of them, may take
 
@@ -57,7 +56,9 @@ def set_environment(name: str, regime: Regime, folder: Path) -> None:
     os.environ.update(_ENVIRONMENT, VLLM_USE_V2_MODEL_RUNNER="1" if regime.runner == "v2" else "0")
     os.environ.update(environment(name))
     if regime.device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.update(
+            {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", CPU_FOLDER: str(folder / "cpu")}
+        )
         from serving import cpu_platform
 
         cpu_platform.install(folder / "cpu")
@@ -67,18 +68,17 @@ class Engine:
     """vLLM's LLM of one regime under one configuration, in a process that set_environment() was called in."""
 
     def __init__(self, name: str, regime: Regime, folder: Path) -> None:
-        import torch
         from vllm import LLM, SamplingParams
 
-        self.name, self.regime, self.torch, self._params = name, regime, torch, SamplingParams
+        register(name)
+        self.name, self.regime, self._params = name, regime, SamplingParams
         self._requests = 0
         begin = time.perf_counter()
         self.llm = LLM(**self._keywords(folder))
         self.seconds = time.perf_counter() - begin
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self._scale_weights()
+        self.each("serving_scale_weights", 0.0 if regime.model.kind == "groups" else 1.0)  # Gemma's norms add 1
 
     def _keywords(self, folder: Path) -> dict[str, Any]:
         regime, model = self.regime, self.regime.model
@@ -87,7 +87,8 @@ class Engine:
             "dtype": "bfloat16", "max_model_len": regime.max_len, "max_num_batched_tokens": regime.batched,
             "max_num_seqs": 64, "block_size": BLOCK, "num_gpu_blocks_override": regime.gpu_blocks,
             "enable_prefix_caching": True, "disable_log_stats": False, "seed": 0, "gpu_memory_utilization": 0.1,
-            "kv_cache_memory_bytes": (regime.gpu_blocks + 1) * model.block(),
+            "kv_cache_memory_bytes": (regime.gpu_blocks + 1) * model.block() // regime.ranks,
+            "tensor_parallel_size": regime.ranks, "worker_extension_cls": "serving.worker.Worker",
         }  # fmt: skip
         if regime.mode == "eager":
             made["enforce_eager"] = True
@@ -96,29 +97,21 @@ class Engine:
             made["compilation_config"] = {
                 "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
             }  # fmt: skip
-        if transfer := transfer_config(self.name, regime):
+        if transfer := transfer_config(self.name, regime, folder):
             made["kv_transfer_config"] = transfer
         if regime.device == "cpu":
             made["disable_hybrid_kv_cache_manager"] = False
         return made
 
-    def _scale_weights(self) -> None:
-        """vLLM's dummy weights are near 0, where what attention reads would not show. These do not vanish, and are the
-        same in each engine."""
-        torch = self.torch
-        with torch.inference_mode():
-            for name, value in self.runner.get_model().named_parameters():
-                if value.dim() == 1:
-                    value.fill_(0.0 if self.regime.model.kind == "groups" else 1.0)  # Gemma's norms add 1
-                    continue
-                made = torch.Generator(value.device).manual_seed(zlib.crc32(name.encode()))
-                gain = 2.0 if "qkv_proj" in name else 1.0
-                value.normal_(0.0, 1.0 if "embed" in name else gain / sqrt(value.shape[-1]), generator=made)
+    def each(self, call: str, *arguments: Any) -> list[Any]:
+        """A method of worker.Worker in each of the engine's workers: what they return, by rank."""
+        found: list[Any] = self.llm.collective_rpc(call, args=arguments)
+        return found
 
-    def synchronize(self) -> None:
-        """Until the GPU is idle."""
-        if self.regime.device == "cuda":
-            self.torch.cuda.synchronize()
+    @property
+    def gpu_blocks(self) -> int:
+        """Of the GPU's cache."""
+        return int(self.core.vllm_config.cache_config.num_gpu_blocks)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -210,15 +203,20 @@ class Engine:
         limit = time.monotonic() + LIMIT
         for turn in range(10_000):
             self.one(prompt(0, turn % 7, 5), 3)
-            jobs = getattr(self.connector_scheduler, "_jobs", None)
+            jobs = getattr(self.connector_scheduler, "_jobs", None) or self._has_pending_work()
             if turn >= 2 and not jobs:
                 break
             if time.monotonic() > limit:
-                raise TimeoutError(f"{len(jobs or ())} transfers have not ended after {LIMIT} s")
+                raise TimeoutError(f"transfers have not ended after {LIMIT} s: {jobs!r:.200}")
             time.sleep(0.005)
         if self.name.startswith("simple"):  # does not tell
             time.sleep(0.3)
-        self.synchronize()
+        self.each("serving_synchronize")
+
+    def _has_pending_work(self) -> bool:
+        """Whether tiers behind the host's have."""
+        manager = getattr(self.connector_scheduler, "manager", None)
+        return bool(manager is not None and manager.has_pending_work())
 
     def forget(self) -> None:
         """Empty the GPU's prefix cache; the host's stays."""
@@ -233,19 +231,7 @@ class Engine:
     def overwrite(self) -> None:
         """forget(), and its bytes become useless."""
         self.forget()
-        for cache in self.caches():
-            cache.fill_(1.0)
-        self.synchronize()
-
-    def caches(self) -> list[Any]:
-        """A tensor a layer."""
-        found = []
-        for layer in self.core.vllm_config.compilation_config.static_forward_context.values():
-            cache = getattr(layer, "kv_cache", None)
-            cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
-            if isinstance(cache, self.torch.Tensor) and cache.numel():
-                found.append(cache)
-        return found
+        self.each("serving_overwrite")
 
     def blocks_of(self, request: Request) -> list[list[int]]:
         """GPU blocks of a running request, a list a group."""

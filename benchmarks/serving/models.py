@@ -67,8 +67,8 @@ class Model:
         elif self.kind == "mla":
             made.update(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", num_key_value_heads=heads)
             made.update(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-            made.update(first_k_dense_replace=self.layers, n_routed_experts=None, n_shared_experts=None)
-            made.update(moe_intermediate_size=self.hidden, num_experts_per_tok=None, rope_theta=10000.0)
+            made.update(first_k_dense_replace=self.layers, n_routed_experts=8, num_experts_per_tok=2)  # all are dense
+            made.update(n_shared_experts=1, moe_intermediate_size=self.hidden, rope_theta=10000.0)
         elif self.kind == "groups":
             made.update(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", head_dim=self.head)
             made.update(num_key_value_heads=self.kv_heads, sliding_window=self.window, query_pre_attn_scalar=self.head)

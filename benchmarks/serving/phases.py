@@ -95,15 +95,14 @@ class Phases:
 
     def skipped(self) -> dict[str, Any]:
         """A copy that kvswap leaves out has to show in what truth() compares."""
-        import kvswap
-        from kvswap import testing
-
         prompts = self._prompts(TRUTH, 1)
         before, _ = self._summed(prompts)
         self.engine.overwrite()
-        device = kvswap.Device("host:0" if self.regime.device == "cpu" else "cuda:0")
-        with testing.fault(device, "copy", "skip"):
+        self.engine.each("serving_skip_one_copy")
+        try:
             after, _ = self._summed(prompts)
+        finally:
+            self.engine.each("serving_skip_none")
         self.engine.overwrite()
         self.watch.take()
         blocks, differ = compare(before, after)
@@ -112,7 +111,11 @@ class Phases:
     def store(self) -> dict[str, Any]:
         """The prompts that the later phases load, computed and stored one at a time."""
         self.engine.forget()
-        done = [self.engine.one(tokens, 1) for tokens in self._prompts(STORED, self.regime.prompts)]
+        done = []
+        for tokens in self._prompts(STORED, self.regime.prompts):
+            done.append(self.engine.one(tokens, 1))
+            if self.engine.name.endswith("files"):  # 0.26's tiering ends with a KeyError where the host has no room
+                self.engine.settle()
         self.engine.settle()
         return {"ttft_ms": _ms([request.ttft for request in done]), **self.watch.take()}
 
@@ -229,9 +232,12 @@ class Phases:
 
     # -- where the time goes ------------------------------------------------------------------------------------------
 
-    def idle(self, repeat: int = 0) -> dict[str, Any]:
-        """Steps of one request's decoding: what the connector's calls take, when there is nothing to move."""
+    def idle(self, repeat: int = 0) -> dict[str, Any] | None:
+        """Steps of one request's decoding: what the connector's calls take, when there is nothing to move. None: they
+        are in other processes."""
         del repeat
+        if self.regime.ranks > 1:
+            return None
         self.engine.forget()
         with self.spans.recording() as found:
             self._decoders += 1

@@ -11,14 +11,16 @@ from serving.models import Model
 @dataclass(frozen=True)
 class Regime:
     """One set of engines. cpu_gib: the host cache of each. chunk: GPU blocks in a host block. runner v1: the cache is
-    one tensor, whose blocks are all layers together. fragmented: host blocks are handed out in random order, as in a
-    server that has run for long."""
+    one tensor, whose blocks are all layers together. ranks: GPUs, each with a part of the heads; what is done in
+    workers of their own (submissions, the connector's calls) is not watched then. fragmented: host blocks are handed
+    out in random order, as in a server that has run for long."""
 
     model: Model = field(default_factory=Model)
     gpu_blocks: int = 2048
     cpu_gib: float = 31.0
     chunk: int = 1
     runner: str = "v2"
+    ranks: int = 1
     fragmented: bool = False
     prompts: int = 48
     length: int = 4096  # tokens in a prompt
@@ -62,7 +64,11 @@ REGIMES: dict[str, Regime] = {
     "one-tensor": Regime(runner="v1"),
     "mla": Regime(model=Model(kind="mla", hidden=2048), cpu_gib=9.0),
     "groups": Regime(model=Model(kind="groups", layers=16), cpu_gib=16.0),
+    "ranks2": Regime(ranks=2, cpu_gib=32.0),
+    "files": Regime(model=Model(kv_heads=2), cpu_gib=2.0),
     "toy": _TOY,
+    "toy-files": replace(_TOY, cpu_gib=0.0009),
+    "toy-ranks": replace(_TOY, ranks=2),
     "toy-groups": replace(_TOY, model=replace(_TOY.model, kind="groups", window=64)),
 }
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from serving.configurations import NAMES
 
-Turns = dict[tuple[int, int], float]  # a figure of each turn: the run, the number of the turn
+Turns = dict[tuple[int, int], tuple[float, float]]  # of each turn of a run: its figure, and the processor's probe
+LIKE = 1.15  # two turns are a pair if their probes differ by less: else the processor was faster for one of them
 Value = Callable[[dict[str, Any]], "float | None"]
 BASE = {"simple-kvswap": "simple"}  # compared to vLLM's own of its kind; the others to native
 
@@ -78,20 +79,25 @@ def figures(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Tu
         for title, phase, value in ROWS:
             if line["phase"] == phase and (figure := value(record)) is not None:
                 rows = made.setdefault(line["regime"], {}).setdefault(title, {})
-                rows.setdefault(line["config"], {})[line.get("run", 0), line["repeat"]] = figure
+                turn = line.get("run", 0), line["repeat"]
+                rows.setdefault(line["config"], {})[turn] = figure, line.get("probe_ms", 1.0)
     return made
 
 
 def ratio(ours: Turns, theirs: Turns) -> tuple[float, float, float] | None:
     """The median, least and largest of the pairs' ratios; None: there is no pair."""
-    found = sorted(ours[pair] / theirs[pair] for pair in ours.keys() & theirs.keys() if theirs[pair])
-    return (median(found), found[0], found[-1]) if found else None
+    found = []
+    for turn in ours.keys() & theirs.keys():
+        (figure, probe), (base, other) = ours[turn], theirs[turn]
+        if base and max(probe, other) < LIKE * min(probe, other):
+            found.append(figure / base)
+    return (median(found), min(found), max(found)) if found else None
 
 
 def _cell(config: str, row: dict[str, Turns]) -> str:
     if config not in row:
         return "-"
-    figure = median(row[config].values())
+    figure = median(value for value, _ in row[config].values())
     text = f"{figure:,.0f}" if figure >= 1e4 else f"{figure:,.4g}"
     base = BASE.get(config, "native")
     if base == config or base not in row or config == "none":
@@ -120,6 +126,10 @@ def _beside_none(rows: dict[str, dict[str, Turns]]) -> list[str]:
     return made
 
 
+def _size(about: dict[str, Any]) -> str:
+    return f" of {about['host_gib']:g} GiB" if "host_gib" in about else f" for {about['host_blocks']} blocks"
+
+
 def _starts(lines: list[dict[str, Any]], name: str) -> list[str]:
     made = []
     for line in lines:
@@ -127,7 +137,7 @@ def _starts(lines: list[dict[str, Any]], name: str) -> list[str]:
             about = line["about"]
             made.append(
                 f"start, {line['config']}: {about['start_s']} s, of it {sum(about['register_s']):.1f} s until the host "
-                f"memory for {about['host_blocks']} blocks was there and pinned"
+                f"memory{_size(about)} was there and pinned"
             )
     return made
 
@@ -151,6 +161,14 @@ def _profiles(lines: list[dict[str, Any]], name: str) -> list[str]:
             )
             made.append(" ".join(parts))
     return made
+
+
+def _speeds(lines: list[dict[str, Any]], name: str) -> list[str]:
+    probes = [line["probe_ms"] for line in lines if line["regime"] == name and "probe_ms" in line]
+    if not probes:
+        return []
+    slow = max(probes) / min(probes)
+    return [f"the processor was up to {slow:.2f} times slower; turns that differ by {LIKE - 1:.0%} or more are no pair"]
 
 
 def _truth(lines: list[dict[str, Any]], name: str) -> list[str]:
@@ -181,6 +199,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
         text += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         pairs = max((len(row[config]) for row in rows.values() for config in row), default=0)
         text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
+        text += _speeds(lines, name)
         text += [*_beside_none(rows), *_starts(lines, name), *_profiles(lines, name), *_truth(lines, name)]
         parts.append("\n".join(text))
     return "\n\n".join(parts)

@@ -1,0 +1,114 @@
+"""What is done in an engine's workers, each with a rank's part of the model: vLLM mixes Worker into its own class."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+CPU_FOLDER = "SERVING_CPU"  # in the environment: cpu_platform.install()'s folder; empty: there is a GPU
+
+if os.environ.get(CPU_FOLDER):
+    from serving import cpu_platform
+
+    cpu_platform.install(Path(os.environ[CPU_FOLDER]))
+
+
+class Worker:
+    """Called by collective_rpc(), so the names must be none of vLLM's."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def _serving_caches(self) -> list[Any]:
+        """A tensor a layer."""
+        import torch
+
+        found = []
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            cache = getattr(layer, "kv_cache", None)
+            cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
+            if isinstance(cache, torch.Tensor) and cache.numel():
+                found.append(cache)
+        return found
+
+    def _serving_rows(self, blocks: int) -> list[Any]:
+        """Each piece of memory of the cache once, as bytes, a row a block."""
+        import torch
+
+        found = {}
+        for cache in self._serving_caches():
+            storage = cache.untyped_storage()
+            raw = torch.empty(0, dtype=torch.int8, device=cache.device).set_(storage)
+            found[storage.data_ptr()] = raw.view(blocks, -1)
+        return list(found.values())
+
+    def serving_about(self) -> dict[str, Any]:
+        """What vLLM chose."""
+        caches = self._serving_caches()
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        return {
+            "layers": len(caches), "cache_shape": list(caches[0].shape), "runner": type(self.model_runner).__module__,
+            "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        }  # fmt: skip
+
+    def serving_scale_weights(self, norm: float) -> None:
+        """vLLM's dummy weights are near 0, where what attention reads would not show. These do not vanish, and are the
+        same in each engine. norm: of vectors."""
+        import torch
+
+        with torch.inference_mode():
+            for name, value in self.model_runner.get_model().named_parameters():
+                if value.dim() == 1:
+                    value.fill_(norm)
+                    continue
+                made = torch.Generator(value.device).manual_seed(zlib.crc32(name.encode()))
+                gain = 2.0 if "qkv_proj" in name else 1.0
+                value.normal_(0.0, 1.0 if "embed" in name else gain / sqrt(value.shape[-1]), generator=made)
+
+    def serving_synchronize(self) -> None:
+        """Until the GPU is idle."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def serving_overwrite(self) -> None:
+        """The cache's bytes become useless."""
+        for cache in self._serving_caches():
+            cache.fill_(1.0)
+        self.serving_synchronize()
+
+    def serving_sums(self, blocks: list[int], of: int) -> list[int]:
+        """One number for the bytes of each of these blocks in all layers; of: how many the cache has."""
+        import torch
+
+        total: Any = None
+        weights: dict[int, Any] = {}
+        for rows in self._serving_rows(of):
+            page = rows.index_select(0, torch.tensor(blocks, device=rows.device)).view(torch.int64)
+            if page.shape[1] not in weights:
+                made = torch.Generator("cpu").manual_seed(7)
+                drawn = torch.randint(-(2**62), 2**62, (page.shape[1],), generator=made) | 1
+                weights[page.shape[1]] = drawn.to(rows.device)
+            part = (page * weights[page.shape[1]]).sum(1)
+            total = part if total is None else total * 1_000_003 + part
+        found: list[int] = total.tolist()
+        return found
+
+    def serving_skip_one_copy(self) -> None:
+        """kvswap leaves a copy out, until serving_skip_none()."""
+        import torch
+
+        import kvswap
+        from kvswap import testing
+
+        name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "host:0"
+        self._serving_fault = testing.fault(kvswap.Device(name), "copy", "skip")
+        self._serving_fault.__enter__()
+
+    def serving_skip_none(self) -> None:
+        """Of serving_skip_one_copy()."""
+        self._serving_fault.__exit__(None, None, None)
