@@ -248,6 +248,19 @@ class Engine:
     def files(self) -> Any:
         return self.storage._pages["kv"].store._store
 
+    def host_pool(self, layout: str) -> Any:
+        """A further host pool of this model, in any layout."""
+        shape = {"pin_memory": False, "device_capacity_tokens": self.options.tokens}
+        shape |= {"start_layer": 0, "end_layer": LAYERS}
+        if self.options.mla:
+            given = self.pool.get_device_pool_infos()[0].buffer_info
+            made = mla.MLATokenToKVPoolHost(given, 1.0, 0, PAGE, layout, target_layer_num=LAYERS, **shape)
+        else:
+            made = mha.MHATokenToKVPoolHost(self.pool._mha_buffer_info(), 1.0, 0, PAGE, layout, **shape)
+        bits = made.kv_buffer.view(torch.int16)
+        bits.copy_(torch.randint(0, 32749, bits.shape, generator=torch.Generator().manual_seed(1)).to(torch.int16))
+        return made
+
     def close(self) -> None:
         self.settle()
         self.tree.shutdown()

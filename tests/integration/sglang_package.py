@@ -86,7 +86,15 @@ class Scenario:
         self.checked += engine.checked
 
     def run(self) -> None:
-        for step in (self.there_and_back, self.evictions, self.faults, self.injected, self.killed, self.left_out):
+        for step in (
+            self.there_and_back,
+            self.layouts,
+            self.evictions,
+            self.faults,
+            self.injected,
+            self.killed,
+            self.left_out,
+        ):
             step()
 
     def there_and_back(self) -> None:
@@ -115,6 +123,38 @@ class Scenario:
             stored = engine.storage._pages["kv"].store.writes
             assert stored == (self.rank == 0), "the rank that SGLang names writes"
         self.end(engine)
+
+    def layouts(self) -> None:
+        """Pages of SGLang's host pools in layouts whose copies to the device need a GPU, through the storage alone."""
+        import torch
+
+        from kvswap.sglang import FileStorage
+
+        engine, page = self.make("layouts"), self.page
+        config = engine.tree.cache_controller.storage_config
+        layouts = ("page_first", "layer_first") if self.options.mla else ("page_first", "page_head", "layer_first")
+        for layout in layouts:
+            storage, host = FileStorage(config, {}), engine.host_pool(layout)
+            storage.register_mem_pool_host(host)
+            storage.on_host_pools_registered()
+            keys, rows = [f"{layout}-{i}" for i in range(9)], torch.arange(9 * page)
+            before = [host.get_data_page(i * page).view(torch.int16).clone() for i in range(9)]
+            if storage._pages["kv"].store.writes:
+                assert storage.batch_set_v1(keys, rows) == [True] * 9
+            self.meet()
+            host.kv_buffer.view(torch.int16).fill_(-7)
+            assert storage.batch_exists([*keys, "none"]) == 9
+            assert storage.batch_get_v1(list(reversed(keys)), rows) == [True] * 9
+            after = [host.get_data_page(i * page).view(torch.int16) for i in range(9)]
+            assert all(torch.equal(*each) for each in zip(after, reversed(before), strict=True)), layout
+            storage.close()
+        self.say(f"pages of SGLang's host pools in the layouts {', '.join(layouts)}")
+        self.end(engine)
+
+    def meet(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
 
     def evictions(self) -> None:
         engine = self.make("small", capacity=200 * 1024)
