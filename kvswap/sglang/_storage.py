@@ -16,6 +16,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvswap._log import logger
+from kvswap._one_writer import check_directory
 from kvswap.sglang._pages import Pages
 
 _log = logger("kvswap.sglang")
@@ -29,7 +30,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
 
     In --hicache-storage-backend-extra-config, beside SGLang's own keys ("interface_v1": 1 is needed):
 
-    directory: parent of the stores; each kind of pages (model, ranks, layout) has its own folder.
+    directory: parent of the stores; each kind of pages (model, ranks, layout) has its own folder. A list: several
+      disks, over which the pages are spread.
     capacity: limit of the bytes of a rank's files; beyond it the least recently used pages are evicted. The pools of a
       hybrid model share it as they share the host memory.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
@@ -81,7 +83,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         for name, pages in new.items():
             capacity = int(self._extra["capacity"]) * pages.disk_nbytes // total
             pages.open(self._extra["directory"], capacity, self._may_write(name), options)
-            how = "in place" if pages.in_place else "copied together"
+            how = "in place" if pages.in_place else "in one block"
             _log.info("pages of %s: %d pieces of %s bytes, %s", name, len(pages.sizes), set(pages.sizes), how)
         self._pages.update(new)
 
@@ -232,8 +234,7 @@ _NEEDS_V1 = 'kvswap.sglang.FileStorage needs "interface_v1": 1 in --hicache-stor
 def _check(config: Any, extra: dict[str, Any]) -> None:
     if not extra.get("interface_v1"):
         raise ValueError(_NEEDS_V1)
-    if not isinstance(extra.get("directory"), str) or not extra["directory"]:
-        raise ValueError("the storage backend's extra config needs \"directory\": the path of kvswap's files")
+    check_directory(extra.get("directory"), "the storage backend's extra config")
     capacity = extra.get("capacity")
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(

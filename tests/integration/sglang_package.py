@@ -284,7 +284,7 @@ def damage(engine: Any) -> None:
     """One bit of the data of a page in the middle of the prompt."""
     from sglang_engine import PAGE
 
-    folder = engine.storage._pages["kv"].store.folder
+    (folder,) = engine.storage._pages["kv"].store.folders
     for path in sorted(folder.glob("segment-*.kvs")):
         content = bytearray(path.read_bytes())
         marks = [at for at in range(4096, len(content), 4096) if content[at : at + 8] == b"KVSBLOCK"]
