@@ -132,7 +132,8 @@ class Scenario:
 
         engine, page = self.make("layouts"), self.page
         config = engine.tree.cache_controller.storage_config
-        layouts = ("page_first", "layer_first") if self.options.mla else ("page_first", "page_head", "layer_first")
+        layouts = ["page_first", "layer_first"] if self.options.mla else ["page_first", "page_head", "layer_first"]
+        layouts = [layout for layout in layouts if layout != self.options.layout]  # that one is the engine's
         for layout in layouts:
             storage, host = FileStorage(config, {}), engine.host_pool(layout)
             storage.register_mem_pool_host(host)
