@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,11 @@ from kvswap.sglang._pages import Pages
 
 _log = logger("kvswap.sglang")
 _KV = str(PoolName.KV)
-_FOR_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"}
+_FOR_SGLANG = {
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator", "file_storage_path",
+    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+}  # fmt: skip
+_MOST_MOVES = 4096
 _FOR_FILES = {"durability": "none", "engine": "auto", "depth": None, "queue": None, "buffered": False}
 
 
@@ -49,7 +54,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         self._hosts: dict[str, Any] = {}  # guarded by _lock, as is _pages
         self._pages: dict[str, Pages] = {}
         self._closed = False
-        self._moves: tuple[list[tuple[int, float]], ...] = ([], [])  # stores, loads: pages and GB/s
+        # of the last stores, and loads: pages and GB/s
+        self._moves: tuple[deque[tuple[int, float]], ...] = (deque(maxlen=_MOST_MOVES), deque(maxlen=_MOST_MOVES))
 
     # -- host pools ---------------------------------------------------------------------------------------------------
 
@@ -212,10 +218,10 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             (metrics.backup_bandwidth, metrics.prefetch_bandwidth),
             strict=True,
         ):
-            taken = moves[:]
-            del moves[: len(taken)]  # other threads append
-            counts.extend(count for count, _ in taken)
-            rates.extend(rate for _, rate in taken)
+            for _ in range(len(moves)):  # other threads append
+                count, rate = moves.popleft()
+                counts.append(count)
+                rates.append(rate)
         return metrics
 
     def close(self) -> None:
