@@ -22,8 +22,18 @@ _CLOCK_SECONDS = 0.05  # more than the steps in which a file system's times rise
 _FOR_READERS = ("engine", "depth", "queue", "buffered")
 
 
+Directory = str | list[str]
+
+
+def check_directory(directory: Any, where: str) -> None:
+    """ValueError: it is neither a path nor a list of paths."""
+    paths = directory if isinstance(directory, list) else [directory]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        raise ValueError(f'{where} needs "directory": the path of kvswap\'s files, or a list of paths on several disks')
+
+
 class OneWriterStore:
-    """The store of one layout: a folder of `directory`, named after the layout.
+    """The store of one layout: a folder of `directory`, named after the layout, or of several, over which it is spread.
 
     may_write: False: this process only reads. True: it writes if no other process does; otherwise it reads, and tries
       again to become the writer when it is asked to store, every ten seconds at most.
@@ -34,9 +44,11 @@ class OneWriterStore:
     nothing is found. Any thread may call.
     """
 
-    def __init__(self, directory: str, layout: Layout, capacity: int, may_write: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Directory, layout: Layout, capacity: int, may_write: bool, options: dict[str, Any]
+    ) -> None:
         name = hashlib.sha256(f"{layout.block_nbytes} {layout.text}".encode()).hexdigest()[:12]
-        self.folder = Path(directory, name)
+        self.folders = [Path(each, name) for each in ([directory] if isinstance(directory, str) else directory)]
         self.layout, self.capacity, self.may_write, self.options = layout, capacity, may_write, options
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
@@ -45,8 +57,17 @@ class OneWriterStore:
         self._next_open = 0.0
         self._next_refresh = 0.0  # guarded by _refreshing, as is _seen
         self._seen: set[tuple[str, int]] = set()
-        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in self.folders:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open(at_start=True)
+
+    @property
+    def _place(self) -> Path | list[Path]:
+        return self.folders if len(self.folders) > 1 else self.folders[0]
+
+    @property
+    def _name(self) -> str:
+        return ", ".join(map(str, self.folders))
 
     @property
     def writes(self) -> bool:
@@ -69,15 +90,15 @@ class OneWriterStore:
         if store is not None and self._writes:
             store.touch(keys)
 
-    def load(self, keys: list[bytes], blocks: Any) -> FileTransfer | None:
+    def load(self, keys: list[bytes], blocks: Any, parts: list[int] | None = None) -> FileTransfer | None:
         """Load to host memory; None: there is no store yet. QueueFull."""
         store = self._reader()
-        return None if store is None else store.load(keys, blocks)
+        return None if store is None else store.load(keys, blocks, parts=parts)
 
-    def store(self, keys: list[bytes], blocks: Any) -> FileTransfer | None:
+    def store(self, keys: list[bytes], blocks: Any, parts: list[int] | None = None) -> FileTransfer | None:
         """Store from host memory; existing blocks are left unchanged. None: another process writes. QueueFull."""
         store = self._writer()
-        return None if store is None else store.store(keys, blocks, replace=False)
+        return None if store is None else store.store(keys, blocks, parts=parts, replace=False)
 
     def delete(self, keys: list[bytes]) -> FileTransfer | None:
         """None: another process writes. QueueFull."""
@@ -116,7 +137,7 @@ class OneWriterStore:
         if not self.may_write:
             return self._open_reader()
         try:
-            store = FileStore(self.folder, self.layout, capacity=self.capacity, **self.options)
+            store = FileStore(self._place, self.layout, capacity=self.capacity, **self.options)
         except _C.Error as error:
             if "written by another process" not in str(error):
                 raise
@@ -125,7 +146,7 @@ class OneWriterStore:
                 self._open_reader()
             return None
         self._store, self._writes = store, True  # transfers that use the one before keep it
-        _log.info("%s: this process writes it: %s, %s", self.folder, store, store.info)
+        _log.info("%s: this process writes it: %s, %s", self._name, store, store.info)
         return None
 
     def _open_reader(self) -> None:
@@ -133,13 +154,13 @@ class OneWriterStore:
         reads = {
             name: value for name, value in self.options.items() if name in ("engine", "depth", "queue", "buffered")
         }
-        if not (self.folder / "store.kvs").exists():
+        if not all((folder / "store.kvs").exists() for folder in self.folders):
             return  # the writer has not made it yet
         try:
-            self._store = FileStore(self.folder, self.layout, readonly=True, **reads)
-            _log.info("%s: this process reads it", self.folder)
+            self._store = FileStore(self._place, self.layout, readonly=True, **reads)
+            _log.info("%s: this process reads it", self._name)
         except _C.Error as error:
-            _log.warning("%s: %s; it is tried again", self.folder, error)
+            _log.warning("%s: %s; it is tried again", self._name, error)
 
     def _refresh(self, store: FileStore) -> bool:
         """Whether the store was looked at again. That reads the header of every block, so it is not done always."""
@@ -155,7 +176,7 @@ class OneWriterStore:
             try:
                 store.refresh()
             except _C.Error as error:
-                _log.warning("%s: %s", self.folder, error)
+                _log.warning("%s: %s", self._name, error)
                 return False
             end = time.monotonic()
             self._next_refresh = end + _REFRESH_SHARE * (end - begin)
@@ -167,7 +188,7 @@ class OneWriterStore:
     def _files(self) -> set[tuple[str, int]]:
         """The segments, and when each was written to."""
         try:
-            with os.scandir(self.folder) as found:
-                return {(each.name, each.stat().st_mtime_ns) for each in found if each.name.startswith("segment-")}
+            found = [each for folder in self.folders for each in os.scandir(folder)]
+            return {(each.path, each.stat().st_mtime_ns) for each in found if each.name.startswith("segment-")}
         except OSError:  # a file was removed meanwhile
             return {("", time.monotonic_ns())}

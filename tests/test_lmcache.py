@@ -29,8 +29,8 @@ CAPACITY = 32 << 20
 class Rig:
     """A connector, objects of a buffer, and who waits for the completions."""
 
-    def __init__(self, folder: Path, *, seed: int = 1, **options: Any) -> None:
-        self.connector = FileConnector(str(folder / "kv"), CAPACITY, **options)
+    def __init__(self, folder: Path, *, seed: int = 1, directory: Any = None, **options: Any) -> None:
+        self.connector = FileConnector(directory or str(folder / "kv"), CAPACITY, **options)
         self.memory = random_bytes(seed, 16 * NBYTES).reshape(16, NBYTES).copy()
         self.before = self.memory.copy()
         self.told: dict[int, tuple[bool, str, list[bool]]] = {}
@@ -179,6 +179,19 @@ def test_what_was_stored_survives_and_another_name_is_another_cache(tmp_path: Pa
     other = Rig(tmp_path, name="fp8")
     assert other.exists(1, 2) == [False, False]
     other.connector.close()
+
+
+def test_objects_over_several_disks(tmp_path: Path) -> None:
+    disks = [str(tmp_path / "one"), str(tmp_path / "two")]
+    rig = Rig(tmp_path, directory=disks)
+    assert rig.store(list(range(16)), list(range(16))) == [True] * 16
+    rig.connector.close()
+    again = Rig(tmp_path, seed=2, directory=disks)
+    assert again.exists(*range(17)) == [True] * 16 + [False]
+    assert again.load(list(range(16)), list(range(16))) == [True] * 16
+    np.testing.assert_array_equal(again.memory, rig.before)
+    again.connector.close()
+    assert all(list((tmp_path / name).rglob("segment-*.kvs")) for name in ("one", "two"))
 
 
 def test_two_processes(tmp_path: Path) -> None:

@@ -84,17 +84,19 @@ def test_pages_go_down_and_come_up(tmp_path: Path, sizes: list[int]) -> None:
         made.batch_exists(keys_of(1))
 
 
-def test_pages_of_many_pieces_go_through_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvswap.sglang import _pages
-
-    monkeypatch.setattr(_pages, "_STAGING_NBYTES", 3 * 4096)
-    pool = HostPool(LAYERS)
+@pytest.mark.parametrize("sizes", [KV, LAYERS], ids=["in place", "in parts"])
+def test_pages_over_several_disks(tmp_path: Path, sizes: list[int]) -> None:
+    pool = HostPool(sizes)
     before = [pool.bytes_of(page) for page in range(16)]
-    made = storage(tmp_path, pool)
+    disks = {"directory": [str(tmp_path / "one"), str(tmp_path / "two")]}
+    made = storage(tmp_path, pool, extra=disks)
     assert save(made, pool, list(range(16)), list(range(16))) == [True] * 16
-    assert load(made, pool, list(range(16)), list(reversed(range(16)))) == [True] * 16
-    assert [pool.bytes_of(page) for page in range(16)] == before[::-1]
-    made.close()
+    reader = storage(tmp_path, pool, extra=disks)
+    for each in (made, reader):
+        assert load(each, pool, list(range(16)), list(reversed(range(16)))) == [True] * 16
+        assert [pool.bytes_of(page) for page in range(16)] == before[::-1]
+        each.close()
+    assert all(list((tmp_path / name).rglob("segment-*.kvs")) for name in ("one", "two"))
 
 
 def test_how_many_pages_from_the_first_one_on(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_a_damaged_page_is_not_served(tmp_path: Path) -> None:
     pool = HostPool(KV)
     made = storage(tmp_path, pool)
     save(made, pool, [1, 2], [1, 2])
-    (segment,) = made._pages["kv"].store.folder.glob("segment-*.kvs")
+    (segment,) = tmp_path.rglob("segment-*.kvs")
     content = bytearray(segment.read_bytes())
     content[content.index(pool.pieces[1][2].tobytes()) + 17] ^= 4  # V of page 2
     with segment.open("r+b") as file:
@@ -406,6 +408,7 @@ def test_figures_for_sglangs_metrics(tmp_path: Path) -> None:
     [
         ({"interface_v1": 0}, {}, "interface_v1"),
         ({"directory": ""}, {}, "directory"),
+        ({"directory": [3]}, {}, "directory"),
         ({"capacity": None}, {}, "capacity"),
         ({"capacity": "1 TB"}, {}, "capacity"),
         ({"capacity": True}, {}, "capacity"),

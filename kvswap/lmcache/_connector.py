@@ -24,7 +24,7 @@ from typing import Any
 from kvswap import _C
 from kvswap._devices import log_build
 from kvswap._log import into, logger
-from kvswap._one_writer import OneWriterStore
+from kvswap._one_writer import Directory, OneWriterStore, check_directory
 from kvswap.files import FileTransfer, Layout
 
 _log = logger("kvswap.lmcache")
@@ -49,7 +49,8 @@ class _Operation:
 class FileConnector:
     """Objects of LMCache by key in the files of a directory.
 
-    directory: created if missing. One process writes it; others that name it read what that one has stored.
+    directory: created if missing. One process writes it; others that name it read what that one has stored. A list:
+      several disks, over which the objects are spread.
     capacity: limit of the bytes of the files, of each size of objects; beyond it the least recently used are evicted.
     name: tells apart caches in which the same key may mean other bytes of the same number: dtypes, say.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
@@ -57,7 +58,7 @@ class FileConnector:
 
     def __init__(
         self,
-        directory: str,
+        directory: Directory,
         capacity: int,
         *,
         name: str = "",
@@ -69,11 +70,11 @@ class FileConnector:
     ) -> None:
         into("lmcache")
         log_build()
-        if not isinstance(directory, str) or not directory:
-            raise ValueError('adapter_params needs "directory": the path of kvswap\'s files')
+        check_directory(directory, "adapter_params")
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f'"capacity" of adapter_params is {capacity!r}: must be the bytes of the files, an int')
-        self._directory, self._capacity, self._name = Path(directory), capacity, name
+        self._directories = [directory] if isinstance(directory, str) else directory
+        self._capacity, self._name = capacity, name
         options = {"durability": durability, "engine": engine, "depth": depth, "queue": queue, "buffered": buffered}
         self._options: dict[str, Any] = options
         self._opening = threading.Lock()
@@ -146,7 +147,7 @@ class FileConnector:
     def _open_known(self) -> None:
         """The stores that there are."""
         with suppress(FileNotFoundError):
-            for path in self._directory.iterdir():
+            for path in Path(self._directories[0]).iterdir():
                 if path.name.isdecimal():
                     self._store_of(int(path.name))
 
@@ -155,8 +156,8 @@ class FileConnector:
             store = self._stores.get(nbytes)
             if store is None:
                 layout = Layout(nbytes, engine="lmcache", name=self._name)
-                place = str(self._directory / str(nbytes))
-                store = self._stores[nbytes] = OneWriterStore(place, layout, self._capacity, True, self._options)
+                places = [str(Path(each, str(nbytes))) for each in self._directories]
+                store = self._stores[nbytes] = OneWriterStore(places, layout, self._capacity, True, self._options)
             return store
 
     def _known(self) -> list[OneWriterStore]:
@@ -181,7 +182,7 @@ class FileConnector:
     def _move(self, what: str, nbytes: int, keys: list[bytes], buffers: list[Any]) -> FileTransfer | None:
         if what == "store":
             return self._store_of(nbytes).store(keys, buffers)
-        known = (self._directory / str(nbytes)).exists()  # by this process or another
+        known = Path(self._directories[0], str(nbytes)).exists()  # by this process or another
         return self._store_of(nbytes).load(keys, buffers) if known else None
 
     def _begin(self, what: str, count: int) -> _Operation:

@@ -2,21 +2,21 @@
 
 A page is some pieces of host memory, as the pool's get_page_buffer_meta() lists them: K and V of all layers in the
 layouts page_first and page_first_direct, one latent of MLA there, K and V of each layer in layer_first. One or two
-pieces of equal size are stored in place, a key each. Of other pages the pieces are copied together first, through at
-most 64 MiB of memory, and a page is one block.
+pieces of equal size are stored in place, a key each. Of other pages the pieces are parts of one block, which the store
+copies together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap._one_writer import OneWriterStore
+from kvswap._one_writer import Directory, OneWriterStore
 from kvswap.files import FileTransfer, Layout
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _log = logger("kvswap.sglang")
 _LOG_SECONDS = 10.0
-_ALIGNMENT = 4096  # O_DIRECT
-_STAGING_NBYTES = 64 << 20
+_PAGE = 4096  # of the files
 _MARK = np.zeros(1, np.uint8)
 _SHAPE = ("layer_num", "start_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "page_size")
 
@@ -58,12 +57,12 @@ class Pages:
             **shape,
             **fields,
         )
-        block = -(-self.layout.block_nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+        block = -(-self.layout.block_nbytes // _PAGE) * _PAGE + _PAGE
         on_disk = block * (len(self.sizes) if self.in_place else 1)
         self.disk_nbytes = on_disk * max(1, getattr(pool, "size", page) // page)  # of as many pages as the pool has
         self.store: OneWriterStore | None = None
 
-    def open(self, directory: str, capacity: int, may_write: bool, options: dict[str, Any]) -> None:
+    def open(self, directory: Directory, capacity: int, may_write: bool, options: dict[str, Any]) -> None:
         """Open the files."""
         self.store = OneWriterStore(directory, self.layout, capacity, may_write, options)
 
@@ -102,28 +101,12 @@ class Pages:
     def _move(self, keys: Sequence[str], host_indices: Any, *, load: bool) -> list[bool]:
         if not keys:
             return []
-        addresses, _ = self._pieces(host_indices, len(keys))
-        if self.in_place:
-            return self._run(keys, addresses.reshape(-1), load=load)
-        moved = []
-        for first, staging in self._staged(len(keys)):
-            part = slice(first, first + len(staging))
-            if not load:
-                self._copy(addresses[part], staging, load=False)
-            done = self._run(keys[part], staging, load=load)
-            if load:
-                arrived = np.asarray(done)
-                self._copy(addresses[part][arrived], staging[arrived], load=True)
-            moved += done
-        return moved
-
-    def _run(self, keys: Sequence[str], blocks: NDArray[Any], *, load: bool) -> list[bool]:
-        """blocks: an address of each of _keys(keys)."""
         assert self.store is not None
-        stored = self._keys(keys)
+        addresses, _ = self._pieces(host_indices, len(keys))
+        stored, parts = self._keys(keys), None if self.in_place else self.sizes
         each, what = len(stored) // len(keys), "loading" if load else "storing"
         try:
-            transfer = (self.store.load if load else self.store.store)(stored, blocks)
+            transfer = (self.store.load if load else self.store.store)(stored, addresses.reshape(-1), parts)
         except _C.QueueFull as error:
             _log.warning("%s %d pages of %s: %s", what, len(keys), self.name, error)
             transfer = None
@@ -158,24 +141,6 @@ class Pages:
                 f"host pool {self.name}: pages are pieces of {sizes[:each]} bytes now, and were of {known}"
             )
         return np.asarray(addresses, np.int64).reshape(pages, each), list(sizes[:each])
-
-    def _staged(self, pages: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The first page of each part, and the addresses of its blocks in memory that is used again for the next."""
-        nbytes = -(-self.page_nbytes // _ALIGNMENT) * _ALIGNMENT
-        count = min(pages, max(1, _STAGING_NBYTES // nbytes))
-        memory = np.empty(count * nbytes + _ALIGNMENT, np.uint8)
-        begin = -(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT
-        for first in range(0, pages, count):
-            yield first, begin + nbytes * np.arange(min(count, pages - first), dtype=np.int64)
-
-    def _copy(self, addresses: NDArray[np.int64], staging: NDArray[np.int64], *, load: bool) -> None:
-        """Copy all pieces of these pages from or to their places in the staging memory."""
-        at = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
-        pieces, places = addresses.reshape(-1), (staging[:, None] + at).reshape(-1)
-        sizes = np.tile(np.asarray(self.sizes, np.int64), len(staging))
-        source, target = (places, pieces) if load else (pieces, places)
-        if len(sizes):
-            _C.swap_blocks_batch(source, target, sizes, device="host:0").wait()
 
 
 def wait(transfer: FileTransfer, what: str, name: str) -> None:

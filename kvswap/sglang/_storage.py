@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvswap._log import logger
+from kvswap._one_writer import check_directory
 from kvswap.sglang._pages import Pages
 
 _log = logger("kvswap.sglang")
 _KV = str(PoolName.KV)
-_FOR_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"}
+_FOR_SGLANG = {
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator", "file_storage_path",
+    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+}  # fmt: skip
+_MOST_MOVES = 4096
 _FOR_FILES = {"durability": "none", "engine": "auto", "depth": None, "queue": None, "buffered": False}
 
 
@@ -29,7 +35,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
 
     In --hicache-storage-backend-extra-config, beside SGLang's own keys ("interface_v1": 1 is needed):
 
-    directory: parent of the stores; each kind of pages (model, ranks, layout) has its own folder.
+    directory: parent of the stores; each kind of pages (model, ranks, layout) has its own folder. A list: several
+      disks, over which the pages are spread.
     capacity: limit of the bytes of a rank's files; beyond it the least recently used pages are evicted. The pools of a
       hybrid model share it as they share the host memory.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
@@ -47,7 +54,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         self._hosts: dict[str, Any] = {}  # guarded by _lock, as is _pages
         self._pages: dict[str, Pages] = {}
         self._closed = False
-        self._moves: tuple[list[tuple[int, float]], ...] = ([], [])  # stores, loads: pages and GB/s
+        # of the last stores, and loads: pages and GB/s
+        self._moves: tuple[deque[tuple[int, float]], ...] = (deque(maxlen=_MOST_MOVES), deque(maxlen=_MOST_MOVES))
 
     # -- host pools ---------------------------------------------------------------------------------------------------
 
@@ -81,7 +89,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         for name, pages in new.items():
             capacity = int(self._extra["capacity"]) * pages.disk_nbytes // total
             pages.open(self._extra["directory"], capacity, self._may_write(name), options)
-            how = "in place" if pages.in_place else "copied together"
+            how = "in place" if pages.in_place else "in one block"
             _log.info("pages of %s: %d pieces of %s bytes, %s", name, len(pages.sizes), set(pages.sizes), how)
         self._pages.update(new)
 
@@ -210,10 +218,10 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             (metrics.backup_bandwidth, metrics.prefetch_bandwidth),
             strict=True,
         ):
-            taken = moves[:]
-            del moves[: len(taken)]  # other threads append
-            counts.extend(count for count, _ in taken)
-            rates.extend(rate for _, rate in taken)
+            for _ in range(len(moves)):  # other threads append
+                count, rate = moves.popleft()
+                counts.append(count)
+                rates.append(rate)
         return metrics
 
     def close(self) -> None:
@@ -232,8 +240,7 @@ _NEEDS_V1 = 'kvswap.sglang.FileStorage needs "interface_v1": 1 in --hicache-stor
 def _check(config: Any, extra: dict[str, Any]) -> None:
     if not extra.get("interface_v1"):
         raise ValueError(_NEEDS_V1)
-    if not isinstance(extra.get("directory"), str) or not extra["directory"]:
-        raise ValueError("the storage backend's extra config needs \"directory\": the path of kvswap's files")
+    check_directory(extra.get("directory"), "the storage backend's extra config")
     capacity = extra.get("capacity")
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(

@@ -31,6 +31,7 @@ except (ImportError, RuntimeError):  # its package for CUDA beside a torch for t
 
 import sglang
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     EvictParams,
@@ -42,12 +43,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import common, mha, mla
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context, get_parallel
 
 VERSION = sglang.__version__
 PAGE, LAYERS, HEADS, HEAD_DIM, LATENT, ROPE = 16, 3, 2, 16, 48, 16
+WINDOW = 2 * PAGE
 NONSENSE = -7
 
 
@@ -115,21 +118,36 @@ class Engine:
         )
         shape = {"size": options.tokens, "page_size": PAGE, "dtype": torch.bfloat16, "layer_num": LAYERS}
         shape |= {"device": "cpu", "enable_memory_saver": False}
+        self.windowed: set[int] = set()
         if options.mla:
             self.pool = MLATokenToKVPool(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, **shape)
             self.parts = [(layer, 0, buffer) for layer, buffer in enumerate(self.pool.kv_buffer)]
+        elif options.swa:
+            self.windowed = {1}
+            layers = {"swa_attention_layer_ids": [1], "full_attention_layer_ids": [0, 2]}
+            del shape["layer_num"]
+            self.pool = SWAKVPool(size_swa=options.tokens, head_num=HEADS, head_dim=HEAD_DIM, **layers, **shape)
+            own = ((0, self.pool.full_kv_pool, 0), (2, self.pool.full_kv_pool, 1), (1, self.pool.swa_kv_pool, 0))
+            self.parts = [
+                (layer, part, (pool.k_buffer, pool.v_buffer)[part][at]) for layer, pool, at in own for part in (0, 1)
+            ]
         else:
             self.pool = MHATokenToKVPool(head_num=HEADS, head_dim=HEAD_DIM, **shape)
             buffers = (self.pool.k_buffer, self.pool.v_buffer)
             self.parts = [(i, part, each) for part, layers in enumerate(buffers) for i, each in enumerate(layers)]
-        self.allocator = PagedTokenToKVPoolAllocator(options.tokens, PAGE, torch.bfloat16, "cpu", self.pool, False)
+        given = (PAGE, torch.bfloat16, "cpu", self.pool, False)
+        if options.swa:
+            self.allocator = SWATokenToKVPoolAllocator(options.tokens, options.tokens, *given)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(options.tokens, *given)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=ReqToTokenPool(8, options.tokens, "cpu", False),
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE,
             tp_cache_group=dist.group.WORLD,
-            tree_components=(ComponentType.FULL,),
+            tree_components=(ComponentType.FULL, *([ComponentType.SWA] if options.swa else [])),
+            sliding_window_size=WINDOW if options.swa else None,
         )
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(arguments, params)
@@ -148,17 +166,33 @@ class Engine:
         own = torch.tensor(states[begin:], dtype=torch.int64)[:, None] * 7 + layer * 131 + part * 8209 + rank * 16411
         return ((own + torch.arange(width) * 37) % 32749).to(torch.int16)
 
+    def rows(self, indices: torch.Tensor, layer: int) -> torch.Tensor:
+        """Of a layer's buffer: layers with a window have rows of their own."""
+        return self.allocator.full_to_swa_index_mapping[indices] if layer in self.windowed else indices
+
+    def allocate(self, need: int) -> torch.Tensor | None:
+        if not self.windowed or not need:
+            return self.allocator.alloc(need) if need else torch.empty(0, dtype=torch.int64)
+        full = self.allocator.full_attn_allocator.alloc(need)
+        windowed = self.allocator.swa_attn_allocator.alloc(need)
+        if full is not None and windowed is not None:
+            self.allocator.set_full_to_swa_mapping(full, windowed)
+        return full
+
     def compute(self, tokens: list[int], begin: int, indices: torch.Tensor) -> None:
         for layer, part, buffer in self.parts:
             flat = buffer.view(torch.int16).reshape(len(buffer), -1)
-            flat[indices] = self.values(tokens, begin, part, layer, flat.shape[1])
+            flat[self.rows(indices, layer)] = self.values(tokens, begin, part, layer, flat.shape[1])
 
     def check(self, tokens: list[int], indices: torch.Tensor, layer: int) -> None:
-        """The bytes of all these tokens in that layer."""
+        """The bytes of all these tokens in that layer; of a layer with a window, of the last ones."""
+        begin = max(0, len(indices) - WINDOW) if layer in self.windowed else 0
+        rows = self.rows(indices[begin:], layer)
+        assert (rows > 0).all(), f"layer {layer}: tokens of the window are not on the device"
         for own_layer, part, buffer in self.parts:
             if own_layer == layer:
                 flat = buffer.view(torch.int16).reshape(len(buffer), -1)
-                right = flat[indices] == self.values(tokens, 0, part, layer, flat.shape[1])
+                right = flat[rows] == self.values(tokens, begin, part, layer, flat.shape[1])
                 wrong = (~right.all(1)).nonzero().flatten().tolist()
                 assert not wrong, f"rank {self.rank}: layer {layer}, {'KV'[part]}: wrong bytes of tokens {wrong}"
                 self.checked += len(indices)
@@ -194,8 +228,9 @@ class Engine:
         self.until(lambda: tree.check_prefetch_progress(handle), "a prefetch")
         from_files, _ = tree.pop_prefetch_loaded_span(handle)
         found = tree.match_prefix(MatchPrefixParams(key=key))
-        none = {"swa_host_hit_length": 0, "mamba_host_hit_length": 0, "kv": SimpleNamespace(mamba_pool_idx=None)}
-        request = SimpleNamespace(rid=handle.rid, last_node=found.last_device_node, **none)
+        rest = {"swa_host_hit_length": found.swa_host_hit_length, "mamba_host_hit_length": 0}
+        rest |= {"kv": SimpleNamespace(mamba_pool_idx=None), "swa_branching_seqlen": None}
+        request = SimpleNamespace(rid=handle.rid, last_node=found.last_device_node, **rest)
         tree.init_load_back(InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request))
         counter = tree.cache_controller.layer_done_counter
         counter.set_consumer(tree.ready_to_load_host_cache())
@@ -208,7 +243,7 @@ class Engine:
         need = len(tokens) - len(known)
         if need > self.allocator.available_size():
             tree.evict_for_alloc(EvictParams(num_tokens=need - self.allocator.available_size()))
-        new = self.allocator.alloc(need) if need else known[:0]
+        new = self.allocate(need)
         assert new is not None, "no room on the device"
         self.compute(tokens, len(known), new)
         tree.insert(InsertParams(key=key, value=torch.cat([known, new]), prev_prefix_len=len(known)))
@@ -229,7 +264,8 @@ class Engine:
         self.allocator.clear()
         for _, _, buffer in self.parts:
             buffer.view(torch.int16).fill_(NONSENSE)
-        self.tree.host_pool_group.anchor_entry.host_pool.kv_buffer.view(torch.int16).fill_(NONSENSE)
+        for entry in self.tree.host_pool_group.entries:
+            entry.host_pool.kv_buffer.view(torch.int16).fill_(NONSENSE)
 
     def again(self, tokens: list[int]) -> int:
         """With nothing but the files: how many tokens come from them."""
@@ -247,6 +283,19 @@ class Engine:
     @property
     def files(self) -> Any:
         return self.storage._pages["kv"].store._store
+
+    def host_pool(self, layout: str) -> Any:
+        """A further host pool of this model, in any layout."""
+        shape = {"pin_memory": False, "device_capacity_tokens": self.options.tokens}
+        shape |= {"start_layer": 0, "end_layer": LAYERS}
+        if self.options.mla:
+            given = self.pool.get_device_pool_infos()[0].buffer_info
+            made = mla.MLATokenToKVPoolHost(given, 1.0, 0, PAGE, layout, target_layer_num=LAYERS, **shape)
+        else:
+            made = mha.MHATokenToKVPoolHost(self.pool._mha_buffer_info(), 1.0, 0, PAGE, layout, **shape)
+        bits = made.kv_buffer.view(torch.int16)
+        bits.copy_(torch.randint(0, 32749, bits.shape, generator=torch.Generator().manual_seed(1)).to(torch.int16))
+        return made
 
     def close(self) -> None:
         self.settle()

@@ -1,6 +1,6 @@
 """A real SGLang with kvswap's storage backend: its radix tree, its cache controller, its host pools, real pages.
 
-    python tests/integration/sglang_package.py SOURCE [--layout page_first_direct] [--mla] [--ranks 2]
+    python tests/integration/sglang_package.py SOURCE [--layout page_first_direct] [--mla | --swa] [--ranks 2]
 
 SOURCE: a folder with SGLang's package in it (pip download --no-deps sglang; unzip), or nothing: the one that is
 installed. Nothing of SGLang is compiled; no GPU is needed. No model runs: sglang_engine.py writes each token's KV as a
@@ -38,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("source", nargs="?", help="folder with SGLang's package; default: the installed one")
     parser.add_argument("--layout", choices=["page_first_direct", "layer_first"], default="page_first_direct")
     parser.add_argument("--mla", action="store_true", help="a latent a token, in place of K and V")
+    parser.add_argument("--swa", action="store_true", help="a layer with a sliding window beside two without")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
     parser.add_argument("--tokens", type=int, default=2048, help="of the device's pool; the host's is twice as large")
     parser.add_argument("--kills", type=int, default=3, help="how often an engine is killed while it stores")
@@ -86,7 +87,15 @@ class Scenario:
         self.checked += engine.checked
 
     def run(self) -> None:
-        for step in (self.there_and_back, self.evictions, self.faults, self.injected, self.killed, self.left_out):
+        for step in (
+            self.there_and_back,
+            self.layouts,
+            self.evictions,
+            self.faults,
+            self.injected,
+            self.killed,
+            self.left_out,
+        ):
             step()
 
     def there_and_back(self) -> None:
@@ -108,13 +117,48 @@ class Scenario:
         assert engine.again(first) == 12 * page
         self.say("an engine that starts anew finds them")
         writers = [path.parent.name for path in (self.folder / "kv").rglob("segment-00000000.kvs")]
-        expected = 1 if self.options.mla else self.options.ranks
+        expected = 1 if self.options.mla else self.options.ranks * (2 if self.options.swa else 1)
         assert len(writers) == expected, writers
         self.say(f"{self.options.ranks} ranks, {expected} stores")
         if self.options.mla and self.options.ranks > 1:
             stored = engine.storage._pages["kv"].store.writes
             assert stored == (self.rank == 0), "the rank that SGLang names writes"
         self.end(engine)
+
+    def layouts(self) -> None:
+        """Pages of SGLang's host pools in layouts whose copies to the device need a GPU, through the storage alone."""
+        import torch
+
+        from kvswap.sglang import FileStorage
+
+        if self.options.swa:
+            return
+        engine, page = self.make("layouts"), self.page
+        config = engine.tree.cache_controller.storage_config
+        layouts = ["page_first", "layer_first"] if self.options.mla else ["page_first", "page_head", "layer_first"]
+        layouts = [layout for layout in layouts if layout != self.options.layout]  # that one is the engine's
+        for layout in layouts:
+            storage, host = FileStorage(config, {}), engine.host_pool(layout)
+            storage.register_mem_pool_host(host)
+            storage.on_host_pools_registered()
+            keys, rows = [f"{layout}-{i}" for i in range(9)], torch.arange(9 * page)
+            before = [host.get_data_page(i * page).view(torch.int16).clone() for i in range(9)]
+            if storage._pages["kv"].store.writes:
+                assert storage.batch_set_v1(keys, rows) == [True] * 9
+            self.meet()
+            host.kv_buffer.view(torch.int16).fill_(-7)
+            assert storage.batch_exists([*keys, "none"]) == 9
+            assert storage.batch_get_v1(list(reversed(keys)), rows) == [True] * 9
+            after = [host.get_data_page(i * page).view(torch.int16) for i in range(9)]
+            assert all(torch.equal(*each) for each in zip(after, reversed(before), strict=True)), layout
+            storage.close()
+        self.say(f"pages of SGLang's host pools in the layouts {', '.join(layouts)}")
+        self.end(engine)
+
+    def meet(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
 
     def evictions(self) -> None:
         engine = self.make("small", capacity=200 * 1024)
@@ -244,7 +288,7 @@ def damage(engine: Any) -> None:
     """One bit of the data of a page in the middle of the prompt."""
     from sglang_engine import PAGE
 
-    folder = engine.storage._pages["kv"].store.folder
+    (folder,) = engine.storage._pages["kv"].store.folders
     for path in sorted(folder.glob("segment-*.kvs")):
         content = bytearray(path.read_bytes())
         marks = [at for at in range(4096, len(content), 4096) if content[at : at + 8] == b"KVSBLOCK"]
@@ -275,7 +319,7 @@ def rank_of(options: argparse.Namespace, rank: int, port: int, folder: Path) -> 
     if rank == 0:
         from sglang_engine import VERSION
 
-        kind = "MLA" if options.mla else "MHA"
+        kind = "MLA" if options.mla else "MHA with a sliding window" if options.swa else "MHA"
         print(f"SGLang {VERSION}, {options.layout}, {kind}, {options.ranks} rank(s), storage kvswap", flush=True)
     scenario.run()
     scenario.say(f"{scenario.checked} tokens of layers checked on rank 0: all right")
