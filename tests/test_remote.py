@@ -324,6 +324,22 @@ def test_every_prefix_of_an_overwrite_is_a_miss(rack: Rack, monkeypatch: pytest.
             assert get(store, [0])[0] == ({0} if (whole == kept).all() else set()), cut
 
 
+def test_a_claimed_slot_has_no_block(rack: Rack) -> None:
+    """Its old header is gone before the new writer may begin, although all old bytes are still there."""
+    rack.node(blocks=1, lease=0.0)
+    store, other = rack.store(), rack.store()
+    put(store, [0])
+    (peer,) = other._peers.values()
+
+    def claim(operation: str, i: int) -> None:
+        places = other._request(peer, lambda number: m.Claim(number, NAMES(5), True))
+        assert np.frombuffer(places.slots, "<i8").tolist() == [0]
+
+    store.agent.between = claim
+    arrived, load = get(store, [0])
+    assert arrived == set() and "is gone" in str(load.reasons[0])
+
+
 def test_a_byte_that_changes_on_the_way_is_noticed(rack: Rack) -> None:
     node = rack.node()
     store = rack.store()
