@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PATIENCE
-from remote_agent import LocalAgent
+from remote_agent import LocalAgent, be_patient
 
 import kvswap
 from kvswap.files import Layout
@@ -90,8 +90,13 @@ class Rack:
                 node.stop()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch, PATIENCE)
+
+
 @pytest.fixture
-def rack() -> Iterator[Rack]:
+def rack(patient: None) -> Iterator[Rack]:
     rack = Rack()
     yield rack
     rack.close()

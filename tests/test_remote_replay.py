@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE
 
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
@@ -27,6 +28,7 @@ TIERS = ["--gpu-blocks", "64", "--host-blocks", "128", "--bytes-per-block", "64K
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    remote_agent.be_patient(monkeypatch, PATIENCE)
     pair = remote.new_secret()
     remote.write_secret(tmp_path / "key", pair)
     monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)

@@ -47,6 +47,7 @@ class Rig(of_files.Rig):
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    remote_agent.be_patient(monkeypatch, PATIENCE)
     pair = remote.new_secret()
     remote.write_secret(tmp_path / "key", pair)
     monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)
