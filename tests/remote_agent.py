@@ -77,3 +77,12 @@ class LocalAgent:
     def close(self) -> None:
         with _lock:
             _agents.pop(self.name.encode(), None)
+
+
+def be_patient(monkeypatch: Any, seconds: float) -> None:
+    """The limits of answers and heartbeats are for users: a busy machine must not fail a test by them."""
+    from kvswap.remote import _link, _server, _store
+
+    monkeypatch.setattr(_server, "_FETCH_SECONDS", seconds)
+    monkeypatch.setattr(_store, "_ANSWER_SECONDS", seconds)
+    monkeypatch.setattr(_link, "HEARTBEAT", seconds)

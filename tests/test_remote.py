@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PATIENCE
-from remote_agent import LocalAgent
+from remote_agent import LocalAgent, be_patient
 
 import kvswap
 from kvswap.files import Layout
@@ -90,8 +91,13 @@ class Rack:
                 node.stop()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch, PATIENCE)
+
+
 @pytest.fixture
-def rack() -> Iterator[Rack]:
+def rack(patient: None) -> Iterator[Rack]:
     rack = Rack()
     yield rack
     rack.close()
@@ -322,6 +328,22 @@ def test_every_prefix_of_an_overwrite_is_a_miss(rack: Rack, monkeypatch: pytest.
         for first, second in ((kept, written), (written, kept)):
             whole[:cut], whole[cut:] = first[:cut], second[cut:]
             assert get(store, [0])[0] == ({0} if (whole == kept).all() else set()), cut
+
+
+def test_a_claimed_slot_has_no_block(rack: Rack) -> None:
+    """Its old header is gone before the new writer may begin, although all old bytes are still there."""
+    rack.node(blocks=1, lease=0.0)
+    store, other = rack.store(), rack.store()
+    put(store, [0])
+    (peer,) = other._peers.values()
+
+    def claim(operation: str, i: int) -> None:
+        places = other._request(peer, lambda number: m.Claim(number, NAMES(5), True))
+        assert np.frombuffer(places.slots, "<i8").tolist() == [0]
+
+    store.agent.between = claim
+    arrived, load = get(store, [0])
+    assert arrived == set() and "is gone" in str(load.reasons[0])
 
 
 def test_a_byte_that_changes_on_the_way_is_noticed(rack: Rack) -> None:
@@ -600,3 +622,59 @@ def test_closing_ends_what_is_stuck(rack: Rack) -> None:
     assert transfer._ended.wait(PATIENCE) and transfer.failed_blocks.tolist() == [0]
     with pytest.raises(kvswap.Error):
         transfer.wait(0)
+
+
+def test_a_node_that_forgot_its_clients(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = rack.node()
+    store = rack.store()
+    put(store, [1])
+    node.server._clients.clear()
+    assert get(store, [1])[0] == set()  # refused, and so it says Hello again
+    until(lambda: get(store, [1])[0] == {1})
+
+
+def test_a_defect_ends_the_transfer(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens to a part: each block has one outcome, and nothing waits for ever."""
+    for _ in range(2):
+        rack.node()
+    store = rack.store(replicas=2)
+    put(store, range(4))
+    rack.nodes[0].server._table.blocks.clear()  # some are on the second replica alone
+    calls = itertools.count()
+    good = store._load_from
+
+    def broken(peer: Any, part: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("a defect")
+        return good(peer, part)
+
+    monkeypatch.setattr(store, "_load_from", broken)
+    load = store.load(keys(*range(6)), np.zeros((6, NBYTES), np.uint8), range(6))
+    with pytest.raises((RuntimeError, kvswap.Error)):
+        load.wait(PATIENCE)
+    assert load.done() and set(load.reasons) >= {4, 5}
+
+
+def test_a_file_store_that_fails_does_not_end_the_node(rack: Rack, tmp_path: Path) -> None:
+    node = rack.node(directory=tmp_path / "kv", capacity=64 << 20)
+    store = rack.store()
+    put(store, range(3))
+    until(lambda: not node.server._keeping)
+    node.server._files.close()
+    assert store.contains(keys(9)) == [False]
+    assert get(store, [0, 1, 2])[0] == {0, 1, 2}
+    assert node._thread.is_alive()
+
+
+def test_the_child_of_a_fork_counts_no_stores(rack: Rack) -> None:
+    from kvswap.remote import _counts
+
+    rack.node()
+    store = rack.store()
+    assert [row["nodes"] for row in _counts.rows()] == [{rack.nodes[0].address: "up"}]
+    store.pid = -1
+    assert _counts.rows() == []
+    with pytest.raises(kvswap.Error, match="before fork"):
+        store.load(keys(1), blocks([1]), [0])
+
+    store.pid = os.getpid()

@@ -70,14 +70,17 @@ def rack(tmp_path: Path) -> Iterator[Any]:
     pair, nodes, stores = remote.new_secret(), [], []
     (tmp_path / "allowed").write_text(pair.public + "\n")
 
-    def make(count: int = 1, more: tuple[str, ...] = (), **options: Any) -> tuple[list[Node], Any]:
+    def make(
+        count: int = 1, more: tuple[str, ...] = (), up: int | None = None, **options: Any
+    ) -> tuple[list[Node], Any]:
         for i in range(count):
             (tmp_path / str(i)).mkdir()
             nodes.append(Node(tmp_path / str(i), tmp_path / "allowed", *more))
         listed = remote.parse_nodes("".join(node.line for node in nodes))
         store = RemoteStore(listed, LAYOUT, key=pair, **options)
         stores.append(store)
-        assert store.wait_nodes(timeout=PATIENCE) == count, store.stats()
+        if up is None:
+            assert store.wait_nodes(timeout=PATIENCE) == count, store.stats()
         return nodes, store
 
     yield make
@@ -176,6 +179,21 @@ def test_what_nodes_say(rack: Any, tmp_path: Path) -> None:
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE
     )
     assert run.returncode == 3 and "is down" in run.stdout
+
+
+def test_a_replay(rack: Any, tmp_path: Path) -> None:
+    """The trace that ships with kvswap, through a third tier on a node."""
+    from kvswap import cli
+    from kvswap.replay import geometry
+
+    shape = geometry.scale(geometry.named("llama-3.1-8b"), 64 << 10)
+    (node,), store = rack(more=("--block", str(shape.block_nbytes), "--blocks", "600"), up=0)
+    (tmp_path / "nodes").write_text(node.line)
+    remote.write_secret(tmp_path / "key", store._link._pair)
+    trace = Path(cli.__file__).parent / "data" / "demo_trace.jsonl.gz"
+    tiers = ["--gpu-blocks", "64", "--host-blocks", "128", "--bytes-per-block", "64KiB", "--requests", "150"]
+    nodes = ["--remote", str(tmp_path / "nodes"), "--remote-key", str(tmp_path / "key"), "--remote-blocks", "400"]
+    assert cli.main(["replay", str(trace), "--device", "host:0", *tiers, *nodes]) == 0
 
 
 def test_an_agent_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

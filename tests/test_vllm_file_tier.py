@@ -59,15 +59,16 @@ class Rig:
     def __init__(self, folder: Path, rank: int = 0, **options: Any) -> None:
         self.memory = random_bytes(1, CHUNKS * NBYTES).reshape(CHUNKS, NBYTES).copy()
         self.before = self.memory.copy()
-        config = {"type": "FileTier", "directory": str(folder)}
-        config |= {"module_path": "kvswap.vllm"} if BY_PATH else {}
-        self.tier = Factory.create_secondary_tier(
-            {**config, "capacity": 8 << 20, **options}, memoryview(self.memory), spec(rank)
-        )
+        config = {"type": "FileTier", "directory": str(folder), "capacity": 8 << 20}
+        self.open(config | options, rank)
         self.context = (
             base.ReqContext(req_id="request") if "req_id" in inspect.signature(base.ReqContext).parameters else None
         )
         self.jobs = 0
+
+    def open(self, config: dict[str, Any], rank: int = 0) -> None:
+        config |= {"module_path": "kvswap.vllm"} if BY_PATH else {}
+        self.tier = Factory.create_secondary_tier(config, memoryview(self.memory), spec(rank))
 
     def job(self, numbers: list[int], chunks: list[int], load: bool) -> int:
         kind = getattr(tiering, "TransferJob", None) or tiering.JobMetadata

@@ -77,6 +77,9 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--file-tier", metavar="DIR", help="a third tier, in files: blocks that leave the host tier are stored there"
     )
+    tiers.add_argument("--remote", metavar="NODES", help="a third tier on the nodes of this file (kvswap remote serve)")
+    tiers.add_argument("--remote-key", metavar="FILE", help="this client's key pair")
+    tiers.add_argument("--remote-blocks", type=positive, metavar="N", help="size of the remote tier in blocks")
     tiers.add_argument("--file-blocks", type=positive, metavar="N", help="size of the file tier in blocks")
 
 
@@ -182,6 +185,10 @@ def _check(args: argparse.Namespace) -> None:
         _fault_parts(args.fault)
     if (args.file_tier is None) != (args.file_blocks is None):
         raise UsageError("--file-tier DIR and --file-blocks N go together")
+    if len({args.remote is None, args.remote_key is None, args.remote_blocks is None}) > 1:
+        raise UsageError("--remote NODES, --remote-key FILE and --remote-blocks N go together")
+    if args.remote is not None and args.file_tier is not None:
+        raise UsageError("--file-tier and --remote exclude each other: there is one third tier")
 
 
 def _full_geometry(args: argparse.Namespace) -> geometry.Geometry:
@@ -204,12 +211,13 @@ def _settings(args: argparse.Namespace, shape: geometry.Geometry, sizes: Sizes) 
 
     return Settings(
         geometry=shape,
-        sizes=replace(sizes, file_blocks=args.file_blocks or 0),
+        sizes=replace(sizes, file_blocks=args.file_blocks or args.remote_blocks or 0),
         in_flight=args.in_flight,
         seconds=args.seconds,
         seed=args.seed,
         path=args.path,
         file_tier=args.file_tier,
+        remote=None if args.remote is None else (args.remote, args.remote_key),
     )
 
 

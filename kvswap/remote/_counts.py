@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -22,7 +23,8 @@ def remove(store: Any) -> None:
 
 
 def stores() -> list[Any]:
-    return list(_stores)
+    """Those of this process: what the parent of a fork() opened is not counted, and its locks are not taken."""
+    return [store for store in list(_stores) if store.pid == os.getpid()]
 
 
 def rows() -> list[dict[str, Any]]:

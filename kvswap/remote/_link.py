@@ -302,5 +302,7 @@ class Link:
                 continue
             with self._lock:
                 future = peer.answers.pop(answer.request, None)
+            if isinstance(answer, m.Refused) and answer.code == "hello":
+                self._greet(peer)  # the node has forgotten this client
             if future is not None:
                 future.set_result(answer)

@@ -129,7 +129,7 @@ class Stats(Message):
 
 
 class Refused(Message):
-    """code: "version", "size", "hello", "busy", "malformed"."""
+    """code: "version", "size", "hello", "busy", "failed", "malformed"."""
 
     request: Number
     code: str

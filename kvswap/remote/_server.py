@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ _AT_ONCE = 64  # messages between two looks at the clock
 _TICK = 0.1
 _FETCH_SECONDS = 0.5  # how long an answer waits for files
 _MOST_FETCHES = 64
+_MOST_CLIENTS = 4096
 _MOST_CHECKED_NBYTES = 256 << 20  # of one Commit
 _OWN = b"files"  # the client of claims that are filled from files
 
@@ -87,7 +88,7 @@ class Server:
         self.block_nbytes, self.stride = block_nbytes, -(-(HEADER_NBYTES + block_nbytes) // 64) * 64
         self.counts = dict.fromkeys(("stored", "located", "missed", "refused", "wrong", "damaged", "malformed"), 0)
         self._stopping = threading.Event()
-        self._clients: set[bytes] = set()  # that said Hello with the right version and size
+        self._clients: OrderedDict[bytes, None] = OrderedDict()  # that said a right Hello; silent for longest first
         self._table = SlotTable(num_blocks, first=time.time_ns(), lease=lease)
         self._fetches: list[_Fetch] = []
         self._keeping: deque[_Kept] = deque()
@@ -175,6 +176,9 @@ class Server:
             self.counts["malformed"] += 1
             _log.warning("malformed message of a client: %s", error)
             answer = m.Refused(0, "malformed", str(error)[:200])
+        except (_C.Error, OSError) as error:  # of the files: the node goes on
+            _log.warning("the files of this node: %s", error)
+            answer = m.Refused(getattr(message, "request", 0), "failed", str(error)[:200])
         if answer is not None:
             self._send(client, answer)
 
@@ -187,6 +191,7 @@ class Server:
             return self._hello(client, message)
         if client not in self._clients:
             return m.Refused(getattr(message, "request", 0), "hello", "the first message must be Hello")
+        self._clients.move_to_end(client)
         if isinstance(message, m.Abort):
             self._abort(client, message)
             return None
@@ -216,9 +221,9 @@ class Server:
         if message.block_nbytes not in (0, self.block_nbytes):
             text = f"this node has blocks of {self.block_nbytes} bytes, not {message.block_nbytes}"
             return m.Refused(message.request, "size", text)
-        if len(self._clients) > 4096:  # those that have gone say Hello again if they are still there
-            self._clients.clear()
-        self._clients.add(client)
+        self._clients[client] = None
+        while len(self._clients) > _MOST_CLIENTS:  # it says Hello again when it is refused
+            self._clients.popitem(last=False)
         return m.Welcome(
             message.request,
             m.VERSION,

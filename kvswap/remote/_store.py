@@ -139,7 +139,7 @@ class RemoteStore:
         self._stride = -(-(HEADER_NBYTES + layout.block_nbytes) // 64) * 64
         self._staging = _Staging(self._agent, self._stride, staging_nbytes)
         self._piece = max(1, min(self._staging.count // 2, _PIECE_NBYTES // self._stride))
-        self._limit, self._owner = queue, os.getpid()
+        self._limit, self.pid = queue, os.getpid()
         self._lock = threading.Lock()
         self._unfinished: set[RemoteTransfer] = set()  # guarded by _lock, as the next two
         self._peers: dict[Node, Peer] = {}
@@ -228,7 +228,7 @@ class RemoteStore:
     def close(self, timeout: float = 60.0) -> None:
         """Refuse new calls, let the transfers end for `timeout` seconds, then disconnect. A second call does
         nothing."""
-        if self._owner != os.getpid():
+        if self.pid != os.getpid():
             return
         with self._lock:
             first, self._closed = not self._closed, True
@@ -280,7 +280,7 @@ class RemoteStore:
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     def _submit(self, what: Any, keys: Any, blocks: Any, ids: Any, replace: bool) -> RemoteTransfer:
-        if self._owner != os.getpid():
+        if self.pid != os.getpid():
             raise _C.Error("this store was opened before fork(): make one in this process")
         names = self._namer.names(keys)
         count = len(names) // _NAME
@@ -363,14 +363,15 @@ class RemoteStore:
         with self._lock:
             self.counts["missed"] += misses
             self.counts["failed"] += len(found) - misses
-        part.transfer._settle(0, found)
+        part.transfer._settle([], found)
 
-    def _succeed(self, part: _Part, right: int, kept: int = 0) -> None:
-        if right == 0:
-            return
+    def _succeed(self, part: _Part, right: NDArray[np.bool_], kept: int = 0) -> None:
+        positions = part.positions[right].tolist()
         with self._lock:
-            self.counts[{"load": "loaded", "store": "stored", "delete": "deleted"}[part.transfer.what]] += right
-        part.transfer._settle(right, kept=kept)
+            self.counts[{"load": "loaded", "store": "stored", "delete": "deleted"}[part.transfer.what]] += len(
+                positions
+            )
+        part.transfer._settle(positions, kept=kept)
 
     def _request(self, peer: Peer, make: Callable[[int], m.Message]) -> Any:
         end = time.monotonic() + _ANSWER_SECONDS
@@ -386,9 +387,8 @@ class RemoteStore:
         except _C.Error as error:
             part.note(error)
             found = np.zeros(len(part.positions), bool)
-        right = int(found.sum())
-        self._succeed(part, right)
-        if right == len(part.positions):
+        self._succeed(part, found)
+        if found.all():
             return
         rest = part.some(np.flatnonzero(~found))
         rest.peers = part.peers[1:]
@@ -461,7 +461,7 @@ class RemoteStore:
                 kept |= old
             except _C.Error as error:
                 part.note(error)
-        self._succeed(part, int(stored.sum()), int(kept.sum()))
+        self._succeed(part, stored, int(kept.sum()))
         rest = part.some(np.flatnonzero(~stored))
         if len(rest.positions):
             self._fail(rest, _C.Error("no node has room for the block"))
@@ -532,7 +532,7 @@ class RemoteStore:
         if part.whys.keys() & set(part.positions.tolist()):
             self._fail(part, _C.Error("not reached: each has a reason"))
             return
-        self._succeed(part, len(part.positions))
+        self._succeed(part, np.ones(len(part.positions), bool))
 
 
 def _contains(names: bytes, number: int) -> m.Contains:

@@ -24,7 +24,7 @@ class RemoteTransfer:
         self.cancelled = False
         self._begin = time.monotonic()
         self._elapsed: float | None = None
-        self._left = count  # blocks without an outcome; guarded by _lock, as the next
+        self._left = set(range(count))  # positions without an outcome; guarded by _lock, as the next
         self._reasons: dict[int, Exception] = {}
         self._hold, self._on_end = hold, ended
         self._lock = threading.Lock()
@@ -87,14 +87,14 @@ class RemoteTransfer:
 
     # -- for the store ------------------------------------------------------------------------------------------------
 
-    def _settle(self, right: int, wrong: Iterable[tuple[int, Exception]] = (), kept: int = 0) -> None:
-        """The outcome of some blocks."""
+    def _settle(self, right: list[int], wrong: Iterable[tuple[int, Exception]] = (), kept: int = 0) -> None:
+        """The outcome of some blocks; the first one of each counts."""
         with self._lock:
-            found = dict(wrong)
-            self._reasons.update(found)
+            before = len(self._left)
+            self._reasons.update((position, error) for position, error in wrong if position in self._left)
+            self._left.difference_update(right, self._reasons)
             self.num_kept += kept
-            self._left -= right + len(found)
-            over = self._left == 0
+            over = before > 0 and not self._left
         if over:
             self._end()
 

@@ -46,18 +46,18 @@ class FileTier:
     def store(self, hashes: Words, host_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
         """Store from host memory. Few transfers are unfinished, so that the queue is never full."""
         return [
-            store.store(_keys(hashes), group.host_addresses(host_slots)[0], after=after, replace=False)
+            store.store(keys_of(hashes), group.host_addresses(host_slots)[0], after=after, replace=False)
             for store, group, _ in self._stores
         ]
 
     def load(self, hashes: Words, gpu_slots: Slots, after: Sequence[Any]) -> list[FileTransfer]:
         return [
-            store.load(_keys(hashes), pools, group.gpu_ids[gpu_slots], after=after)
+            store.load(keys_of(hashes), pools, group.gpu_ids[gpu_slots], after=after)
             for store, group, pools in self._stores
         ]
 
     def drop(self, hashes: Words) -> list[FileTransfer]:
-        return [store.delete(_keys(hashes)) for store, _, _ in self._stores]
+        return [store.delete(keys_of(hashes)) for store, _, _ in self._stores]
 
     def describe(self) -> str:
         info = self._stores[0][0].info
@@ -87,6 +87,6 @@ def _open(group: GroupMemory, device: _C.Device, settings: Settings, *, alone: b
     return FileStore(folder, layout, capacity=capacity, segment_nbytes=segment, device=device)
 
 
-def _keys(hashes: Words) -> Any:
+def keys_of(hashes: Words) -> Any:
     """A row of eight bytes a block."""
     return np.ascontiguousarray(hashes, dtype="<u8").view(np.uint8).reshape(len(hashes), 8)

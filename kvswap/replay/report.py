@@ -67,6 +67,7 @@ class Report:
     stores: Moves = field(default_factory=Moves)
     file_blocks: int = 0
     file_tier: str = ""  # how it works; empty without one
+    third: str = "file"  # what the third tier is: "file" or "remote"
     file_loads: Moves = field(default_factory=Moves)
     file_stores: Moves = field(default_factory=Moves)
     verified_in_files: int = 0  # loaded again at the end
@@ -136,7 +137,7 @@ class Report:
 
     def _file_dict(self) -> dict[str, Any]:
         return {
-            "file_tier": {
+            f"{self.third}_tier": {
                 "blocks": self.file_blocks,
                 "how": self.file_tier,
                 "hits": self.file_hits,
@@ -165,7 +166,11 @@ class Report:
             ("requests", f"{done} in {self.seconds:.1f} s"),
             ("hits in the GPU tier", _share(self.gpu_hits, blocks, "blocks")),
             ("hits in the host tier", _share(self.host_hits, blocks, "blocks")),
-            *([("hits in the file tier", _share(self.file_hits, blocks, "blocks"))] if self.file_blocks else []),
+            *(
+                [(f"hits in the {self.third} tier", _share(self.file_hits, blocks, "blocks"))]
+                if self.file_blocks
+                else []
+            ),
             ("computed", _share(self.misses, blocks, "blocks")),
             ("prefill saved", _share(self.tokens_saved, self.tokens_total, "tokens")),
         ]
@@ -179,7 +184,11 @@ class Report:
     def _moved_rows(self) -> list[tuple[str, str]]:
         rows = [("loaded (H2D)", _moved(self.loads)), ("stored (D2H)", _moved(self.stores))]
         if self.file_blocks:
-            rows += [("loaded from files", _moved(self.file_loads)), ("stored to files", _moved(self.file_stores))]
+            where = "files" if self.third == "file" else "nodes"
+            rows += [
+                (f"loaded from {where}", _moved(self.file_loads)),
+                (f"stored to {where}", _moved(self.file_stores)),
+            ]
         return rows
 
     def _truth_rows(self) -> list[tuple[str, str]]:
@@ -209,14 +218,14 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
     """What is about to run, and on what."""
     distinct = len(np.unique(trace.hashes))
     geometry, sizes = settings.geometry, settings.sizes
-    block = geometry.block_nbytes
+    block, place = geometry.block_nbytes, settings.file_tier or f"the nodes of {(settings.remote or ('',))[0]}"
     lines = [
         f"replay of {trace.name}: {len(trace):,} requests, {len(trace.hashes):,} references to {distinct:,} blocks",
         f"  device    {report.device} ({report.device_name}), path {settings.path}",
         f"  geometry  {geometry.describe()}",
         f"  GPU tier  {sizes.gpu_blocks:,} blocks, {format_size(sizes.gpu_blocks * block)}",
         f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * block)}",
-        *([f"  file tier {sizes.file_blocks:,} blocks in {settings.file_tier}"] if sizes.file_blocks else []),
+        *([f"  {settings.third} tier {sizes.file_blocks:,} blocks in {place}"] if sizes.file_blocks else []),
         f"  in flight {settings.in_flight} requests; every block is written and checked by its hash, layer and offset",
     ]
     if trace.repeated:

@@ -14,8 +14,8 @@ other orders are made here, on the device; the host waits for the oldest request
 - a host slot is checked and poisoned after the loads that read it and the store that filled it (scrub waits for them),
   and filled again after that (after=scrub);
 - blocks are checked after their load (compute waits for it);
-- with a file tier, the host waits for a block's store to a file before its host slot is poisoned, and for its load from
-  one before the compute stream checks it.
+- with a third tier, the host waits for a block's store there before its host slot is poisoned, and for its load from
+  there before the compute stream checks it.
 An order that the rules of admission already imply is made as well.
 A GPU slot is given up only when the requests that use it have ended. A lane is first in, first out, so the last store
 or load of a slot stands for all of them.
@@ -38,6 +38,7 @@ from kvswap.files import FileTransfer
 from .check import Blocks, Check, Checker, WrongBytes
 from .file_tier import FileTier
 from .memory import GroupMemory, TierMemory
+from .remote_tier import Moved, RemoteTier
 from .report import Moves, Report
 from .settings import Settings
 from .tiers import Admission, Slots, Tiers
@@ -128,7 +129,7 @@ class Replay:
         self._settings = settings
         self._device = device
         self._tiers = Tiers(settings.sizes.gpu_blocks, settings.sizes.host_blocks, settings.sizes.file_blocks)
-        self._files: FileTier | None = None
+        self._files: FileTier | RemoteTier | None = None  # the third tier
         self.report = _new_report(trace, settings, device)
         self._moves: dict[int, _Move] = {}  # unfinished, by number
         self._next_move = 0
@@ -151,6 +152,9 @@ class Replay:
         self._checker = Checker(self._device, self._memory, settings.seed)
         if settings.file_tier is not None:
             self._files = FileTier(self._device, self._memory, settings)
+        elif settings.remote is not None:
+            self._files = RemoteTier(self._device, self._memory, settings)
+        if self._files is not None:
             self.report.file_tier = self._files.describe()
         self._start = time.monotonic()
         try:
@@ -277,7 +281,7 @@ class Replay:
         self._scrubs.append(_Scrub(check, self._checker.poison("host", slots, self._scrub)))
         self.report.poisoned["host"] += len(slots)
 
-    def _load_from_files(self, admission: Admission) -> list[FileTransfer]:
+    def _load_from_files(self, admission: Admission) -> Sequence[FileTransfer | Moved]:
         """The loads start after the compute stream, which poisons the slots."""
         if self._files is None or not len(admission.file_loads):
             return []
@@ -299,7 +303,7 @@ class Replay:
             stores = self._files.store(given_up.hashes[admission.file_stores], slots, filling)
             self._end_files(stores, self.report.file_stores)
 
-    def _end_files(self, transfers: list[FileTransfer], moves: Moves) -> None:
+    def _end_files(self, transfers: Sequence[FileTransfer | Moved], moves: Moves) -> None:
         """Wait for file transfers; raises the error of a failed one."""
         for transfer in transfers:
             transfer.wait(self._settings.wait_limit)
@@ -339,7 +343,7 @@ class Replay:
             if len(loaded):
                 way = f"it was loaded from host slot {int(admission.load_from[loaded[0]])}"
             elif from_file:
-                way = "it was loaded from the file tier"
+                way = f"it was loaded from the {self._settings.third} tier"
             raise error.told(way) from None
 
     def _count(self, admission: Admission) -> None:
@@ -378,7 +382,9 @@ class Replay:
             self._checker.poison("gpu", slots, self._compute).result(self._settings.wait_limit)
             assert self._files is not None
             self._end_files(self._files.load(some, slots, ()), self.report.file_loads)
-            check = self._checker.check(Blocks("gpu", some, slots), self._compute, "the final sweep of the file tier")
+            check = self._checker.check(
+                Blocks("gpu", some, slots), self._compute, f"the final sweep of the {self._settings.third} tier"
+            )
             self._checker.result(check, self._settings.wait_limit)
             self.report.verified_in_files += len(some)
             self._progress(self.report, len(self._trace))
@@ -474,6 +480,7 @@ def _new_report(trace: Trace, settings: Settings, device: _C.Device) -> Report:
         gpu_blocks=settings.sizes.gpu_blocks,
         host_blocks=settings.sizes.host_blocks,
         file_blocks=settings.sizes.file_blocks,
+        third=settings.third,
         in_flight=settings.in_flight,
         seed=settings.seed,
         path=settings.path,

@@ -11,6 +11,7 @@
 - KVSwapConnector: vLLM's OffloadingConnector with these specs, which survives it: a failed store is as if it had not
   been, a failed load is recomputed.
 - FileTier: a secondary tier for vLLM's tiering, over kvswap.files.
+- RemoteTier: another one, over kvswap.remote.
 - register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch(), with
   KVSWAP_VLLM_SIMPLE_OFFLOAD=1 the copies of vLLM's SimpleCPUOffloadConnector, and else nothing.
 
@@ -28,9 +29,17 @@ from kvswap.vllm._plugin import register
 if TYPE_CHECKING:
     from kvswap.vllm._connector import KVSwapConnector
     from kvswap.vllm._file_tier import FileTier
+    from kvswap.vllm._remote_tier import RemoteTier
     from kvswap.vllm._spec import KVSwapOffloadingSpec, KVSwapTieringOffloadingSpec
 
-__all__ = ["FileTier", "KVSwapConnector", "KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec", "register"]
+__all__ = [
+    "FileTier",
+    "KVSwapConnector",
+    "KVSwapOffloadingSpec",
+    "KVSwapTieringOffloadingSpec",
+    "RemoteTier",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from kvswap.vllm import _file_tier
 
         return _file_tier.FileTier
+    if name == "RemoteTier":
+        from kvswap.vllm import _remote_tier
+
+        return _remote_tier.RemoteTier
     if name in ("KVSwapOffloadingSpec", "KVSwapTieringOffloadingSpec"):
         from kvswap.vllm import _spec
 

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap.files import FileStore, FileTransfer, Layout
+from kvswap.files import FileStore, Layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,20 +47,14 @@ _DRAIN_SECONDS = 600.0
 class _Job:
     """A submitted transfer of vLLM."""
 
-    transfer: FileTransfer | None  # None: it was refused
+    transfer: Any  # FileTransfer or RemoteTransfer; None: it was refused
     keys: list[bytes]
     load: bool
     begin: float
 
 
-class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missing when types are checked
-    """vLLM's SecondaryTierManager over a kvswap.files.FileStore.
-
-    directory: parent of the stores; each layout of blocks (model, dtype, ranks) has its own folder. A folder that
-      another engine of this machine writes is opened for reading only.
-    capacity: limit of the bytes of a store's files; beyond it the least recently used blocks are evicted.
-    durability, engine, depth, queue: as for kvswap.files.FileStore.
-    """
+class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missing when types are checked
+    """vLLM's SecondaryTierManager over a store of blocks by key: a FileStore or a RemoteStore."""
 
     if _MEDIUM is not None:
         medium = _MEDIUM.STORAGE
@@ -70,14 +64,8 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missi
         offloading_spec: Any,
         primary_kv_view: memoryview,
         tier_type: str,
-        directory: str,
-        capacity: int,
-        durability: str = "none",
-        engine: str = "auto",
-        depth: int | None = None,
-        queue: int | None = None,
-        locality: str | None = None,
-        backpressure_detector: Any = None,
+        locality: str | None,
+        backpressure_detector: Any,
     ) -> None:
         more = {"backpressure_detector": backpressure_detector} if _takes_detector() else {}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
@@ -87,12 +75,8 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missi
         self._memory: NDArray[Any] = np.asarray(primary_kv_view)  # keeps it mapped
         self._stride = int(primary_kv_view.strides[0])
         self._jobs: dict[int, _Job] = {}
-        layout = layout_of(offloading_spec, self._stride)
-        folder = Path(directory, hashlib.sha256(f"{self._stride} {layout.text}".encode()).hexdigest()[:12])
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        options: dict[str, Any] = {"durability": durability, "engine": engine, "depth": depth, "queue": queue}
-        self._store, self._readonly = _open(folder, layout, capacity, options)
-        _log.info("file tier %s: %s, %s", folder, self._store, self._store.info)
+        self._store: Any = None  # set by the subclass
+        self._readonly = False
 
     # -- vLLM's interface
     # -----------------------------------------------------------------------------------------------
@@ -113,7 +97,7 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missi
         keys = [bytes(key) for key in job.keys]
         ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
         addresses = self._memory.ctypes.data + np.asarray(ids, np.int64) * self._stride
-        transfer: FileTransfer | None = None
+        transfer: Any = None
         try:
             if load:
                 transfer = self._store.load(keys, addresses)
@@ -165,6 +149,38 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missi
     def shutdown(self) -> None:
         """Close the store. The next engine of the same layout finds its blocks."""
         self._store.close()
+
+
+class FileTier(StoreTier):
+    """vLLM's SecondaryTierManager over a kvswap.files.FileStore.
+
+    directory: parent of the stores; each layout of blocks (model, dtype, ranks) has its own folder. A folder that
+      another engine of this machine writes is opened for reading only.
+    capacity: limit of the bytes of a store's files; beyond it the least recently used blocks are evicted.
+    durability, engine, depth, queue: as for kvswap.files.FileStore.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        directory: str,
+        capacity: int,
+        durability: str = "none",
+        engine: str = "auto",
+        depth: int | None = None,
+        queue: int | None = None,
+        locality: str | None = None,
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
+        layout = layout_of(offloading_spec, self._stride)
+        folder = Path(directory, hashlib.sha256(f"{self._stride} {layout.text}".encode()).hexdigest()[:12])
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        options: dict[str, Any] = {"durability": durability, "engine": engine, "depth": depth, "queue": queue}
+        self._store, self._readonly = _open(folder, layout, capacity, options)
+        _log.info("file tier %s: %s, %s", folder, self._store, self._store.info)
 
 
 def _takes_detector() -> bool:

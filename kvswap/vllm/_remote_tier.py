@@ -1,0 +1,133 @@
+"""A secondary tier for vLLM's tiered KV offloading: blocks of the host tier in the memory of other nodes.
+
+    "secondary_tiers": [{"type": "RemoteTier", "module_path": "kvswap.vllm",
+                         "nodes": "/etc/kvswap/nodes", "key": "/etc/kvswap/client.key"}]
+
+As FileTier, over kvswap.remote. A lookup would be a round trip to a node, for which the scheduler must not wait: the
+first one of a key is answered RETRY, and a thread asks the nodes for all keys that wait. A node that is down has none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvswap._log import logger
+
+from ._file_tier import StoreTier, layout_of
+
+_log = logger("kvswap.vllm")
+_FRESH_SECONDS = 1.0  # an answer is used for so long, and asked for again afterwards
+_MOST_ANSWERS = 65536
+_MOST_AT_ONCE = 8192
+
+
+class _Lookups:
+    """Answers of a store, asked for by a thread of its own."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        self._wanted: dict[bytes, None] = {}  # guarded by _changed, as the next two
+        self._answers: dict[bytes, tuple[float, bool]] = {}  # in the order of their time
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvswap-vllm-lookup", daemon=True)
+        self._thread.start()
+
+    def get(self, key: bytes) -> bool | None:
+        """None: not known yet."""
+        with self._changed:
+            at, there = self._answers.get(key, (0.0, False))
+            if at and time.monotonic() - at < _FRESH_SECONDS:
+                return there
+            if len(self._wanted) < _MOST_ANSWERS:
+                self._wanted[key] = None
+                self._changed.notify()
+        return None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._wanted and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                keys = list(self._wanted)[:_MOST_AT_ONCE]
+            try:
+                found = self._store.contains(keys)
+            except Exception as error:  # the requests must not wait for an answer for ever
+                _log.warning("the remote tier cannot be asked: %s", error)
+                found = [False] * len(keys)
+            self._put(keys, found)
+
+    def _put(self, keys: list[bytes], found: list[bool]) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for key, there in zip(keys, found, strict=True):
+                self._wanted.pop(key, None)
+                self._answers.pop(key, None)
+                self._answers[key] = now, there
+            while len(self._answers) > _MOST_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(5)
+
+
+class RemoteTier(StoreTier):
+    """vLLM's SecondaryTierManager over a kvswap.remote.RemoteStore.
+
+    nodes, key, replicas, queue, timeout, staging_nbytes: as for kvswap.remote.RemoteStore; nodes is a path. Each node
+      serves blocks of one size: that of vLLM's chunks, which the log names at the start.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        nodes: str,
+        key: str,
+        replicas: int = 1,
+        queue: int = 128,
+        timeout: float = 5.0,
+        staging_nbytes: int = 64 << 20,
+        locality: str | None = "REMOTE",
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
+        from kvswap.remote import RemoteStore
+
+        self._store = RemoteStore(
+            nodes,
+            layout_of(offloading_spec, self._stride),
+            key=key,
+            replicas=replicas,
+            queue=queue,
+            timeout=timeout,
+            staging_nbytes=staging_nbytes,
+        )
+        self._lookups = _Lookups(self._store)
+        _log.info("remote tier: %s; blocks of %d bytes", self._store, self._stride)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT or MISS, or RETRY until a node has answered."""
+        there = self._lookups.get(bytes(key))
+        if there is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Does nothing: a node counts as used what is read from it."""
+
+    def shutdown(self) -> None:
+        """Disconnect. The nodes keep their blocks."""
+        self._lookups.close()
+        self._store.close(5.0)

@@ -1,0 +1,89 @@
+"""The replay's third tier on nodes, over the stand-in for NIXL of remote_agent.py."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PATIENCE
+
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+import remote_agent
+import test_remote
+
+from kvswap import cli, remote
+from kvswap.remote import _store
+from kvswap.replay import geometry, run
+
+SHAPE = geometry.scale(geometry.named("llama-3.1-8b"), 64 << 10)
+TRACE = Path(cli.__file__).parent / "data" / "demo_trace.jsonl.gz"
+TIERS = ["--gpu-blocks", "64", "--host-blocks", "128", "--bytes-per-block", "64KiB", "--requests", "150"]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    remote_agent.be_patient(monkeypatch, PATIENCE)
+    pair = remote.new_secret()
+    remote.write_secret(tmp_path / "key", pair)
+    monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)
+    monkeypatch.setattr(test_remote, "NBYTES", SHAPE.block_nbytes)
+    nodes = [test_remote.NodeThread([pair.public], blocks=500) for _ in range(2)]
+    (tmp_path / "nodes").write_text("".join(f"{node.address} {node.pair.public}\n" for node in nodes))
+    yield nodes
+    for node in nodes:
+        if node._thread.is_alive():
+            node.stop()
+
+
+def replay(folder: Path, *more: str) -> int:
+    where = ["--remote", str(folder / "nodes"), "--remote-key", str(folder / "key"), "--remote-blocks", "400"]
+    return cli.main(["replay", str(TRACE), "--device", "host:0", *TIERS, *where, *more])
+
+
+def test_blocks_go_to_nodes_and_come_back(tmp_path: Path, nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay(tmp_path, f"--json={tmp_path / 'out.json'}") == 0, capsys.readouterr().err
+    told = json.loads((tmp_path / "out.json").read_text())
+    tier = told["remote_tier"]
+    assert tier["hits"] > 50 and tier["bytes_stored"] > 0 and tier["bytes_loaded"] > 0 and tier["verified_at_end"] > 50
+    assert told["wrong_bytes"] == 0 and told["ended"] == "complete" and "2 nodes" in tier["how"]
+    assert "hits in the remote tier" in capsys.readouterr().out
+    assert all(node.server.counts["stored"] > 50 for node in nodes)
+
+
+def test_a_wrong_block_would_be_found(
+    tmp_path: Path, nodes: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the tier gave one block for another."""
+    good = run.RemoteTier.store
+    monkeypatch.setattr(run.RemoteTier, "store", lambda self, hashes, *rest: good(self, hashes[::-1].copy(), *rest))
+    assert replay(tmp_path) == 1
+    assert "remote tier" in capsys.readouterr().err
+
+
+def test_a_node_that_is_down_is_named(tmp_path: Path, nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes[1].stop()
+    from kvswap.replay import remote_tier
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_tier, "_PATIENCE", 2.0)
+        assert replay(tmp_path) == 3
+    assert nodes[1].address in capsys.readouterr().err
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, why in (
+        (["--remote", "x"], "go together"),
+        (
+            ["--remote", "x", "--remote-key", "y", "--remote-blocks", "4", "--file-tier", "z", "--file-blocks", "4"],
+            "exclude",
+        ),
+        (["--remote", "x", "--remote-key", "y", "--remote-blocks", "4", "--host-blocks", "0"], "the remote tier takes"),
+    ):
+        assert cli.main(["demo", "--device", "host:0", *wrong]) == 2
+        assert why in capsys.readouterr().err

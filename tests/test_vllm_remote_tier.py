@@ -1,0 +1,112 @@
+"""The remote tier as vLLM's tiering loads it, with vLLM's own classes and the stand-in for NIXL of remote_agent.py;
+skipped where there is no vLLM."""
+
+# mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, random_bytes
+
+tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs vLLM's tiered offloading")
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+base = pytest.importorskip("vllm.v1.kv_offload.base")
+of_files = pytest.importorskip("test_vllm_file_tier")
+remote_agent, of_remote = pytest.importorskip("remote_agent"), pytest.importorskip("test_remote")
+remote, _store = pytest.importorskip("kvswap.remote"), pytest.importorskip("kvswap.remote._store")
+
+if not hasattr(base.LookupResult, "RETRY"):
+    pytest.skip("this vLLM's lookups cannot be answered later", allow_module_level=True)
+if not of_files.BY_PATH:
+    of_files.Factory.register_tier("RemoteTier", "kvswap.vllm", "RemoteTier")
+
+
+class Rig(of_files.Rig):
+    def __init__(self, folder: Path, node: Any, key: Path) -> None:
+        (folder / "nodes").write_text(f"{node.address} {node.pair.public}\n")
+        options = {"type": "RemoteTier", "nodes": str(folder / "nodes"), "key": str(key)}
+        self.memory = random_bytes(1, of_files.CHUNKS * of_files.NBYTES).reshape(of_files.CHUNKS, -1).copy()
+        self.before, self.jobs = self.memory.copy(), 0
+        self.open(options)
+        self.context = base.ReqContext(req_id="request")
+
+    def has(self, number: int) -> bool:
+        end = time.monotonic() + PATIENCE
+        while (found := self.tier.lookup(of_files.key_of(number), self.context)) == base.LookupResult.RETRY:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return bool(found == base.LookupResult.HIT)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    remote_agent.be_patient(monkeypatch, PATIENCE)
+    pair = remote.new_secret()
+    remote.write_secret(tmp_path / "key", pair)
+    monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)
+    monkeypatch.setattr(of_remote, "NBYTES", of_files.NBYTES)
+    node = of_remote.NodeThread([pair.public])
+    yield node
+    if node._thread.is_alive():
+        node.stop()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, node: Any) -> Iterator[Rig]:
+    rig = Rig(tmp_path, node, tmp_path / "key")
+    assert rig.tier._store.wait_nodes(timeout=PATIENCE) == 1
+    yield rig
+    rig.tier.shutdown()
+
+
+def test_blocks_go_down_and_come_up(rig: Rig) -> None:
+    assert rig.tier.lookup(of_files.key_of(7), rig.context) == base.LookupResult.RETRY
+    assert not rig.has(7)
+    job = rig.job([7, 8, 9], [2, 0, 11], load=False)
+    assert rig.finished()[job].success
+    assert rig.has(8) and rig.has(9) and not rig.has(1)
+    end = time.monotonic() + PATIENCE
+    while not rig.has(7):  # the answer of before is used for a second
+        assert time.monotonic() < end
+    rig.memory[:] = 0xEE
+    job = rig.job([9, 7], [5, 6], load=True)
+    assert rig.finished()[job].success
+    np.testing.assert_array_equal(rig.memory[[5, 6]], rig.before[[11, 2]])
+    assert (np.delete(rig.memory, [5, 6], axis=0) == 0xEE).all()
+
+
+def test_a_missing_block_is_a_failed_key(rig: Rig) -> None:
+    rig.finished() if rig.job([1], [1], load=False) else None
+    rig.memory[:] = 0xEE
+    job = rig.job([1, 2], [3, 4], load=True)
+    result = rig.finished()[job]
+    assert not result.success and list(getattr(result, "successful_keys", None) or [of_files.key_of(1)]) == [
+        of_files.key_of(1)
+    ]
+    np.testing.assert_array_equal(rig.memory[3], rig.before[1])
+    assert (rig.memory[4] == 0xEE).all()
+
+
+def test_a_dead_node_has_nothing(rig: Rig, node: Any) -> None:
+    job = rig.job([1], [1], load=False)
+    assert rig.finished()[job].success and rig.has(1)
+    node.stop()
+    job = rig.job([1], [2], load=True)
+    assert not rig.finished()[job].success
+    end = time.monotonic() + PATIENCE
+    while rig.has(1):
+        assert time.monotonic() < end
+    rig.tier.drain_jobs()
+
+
+def test_it_is_a_tier_as_vllm_has_them(rig: Rig) -> None:
+    assert isinstance(rig.tier, tiering.SecondaryTierManager)
+    rig.tier.touch([of_files.key_of(1)], rig.context)
+    assert rig.tier.on_new_request(rig.context) is not None
