@@ -51,6 +51,10 @@ struct kvs_file_settings {
   unsigned queue; /* unfinished loads, and unfinished stores, before KVS_QUEUE_FULL; 0: 128 */
   bool buffered;  /* use the page cache even if O_DIRECT works */
   bool readonly;  /* read only: while another process writes the store, or on a read-only file system */
+  /* Several processes of a machine store and load in this directory, each with its own capacity; all find the blocks of
+   * all. A key stands for its bytes: all processes store the same
+   * bytes under it. */
+  bool shared;
   struct kvs_engine *device; /* device of the pools to store from and load into; NULL: addresses of host memory only */
   uint64_t staging_nbytes; /* pinned memory (with GDS, device memory) between pools and files; 0: chosen by the store */
   /* Further directories, on other disks. The blocks are spread over all, and the capacity is that of all. A store is

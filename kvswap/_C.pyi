@@ -538,6 +538,9 @@ class FileStore:
       'compat': else libcufile's compatibility mode, which goes through host memory by itself; 'off'. Where it cannot
       be used staging is pinned host memory; info['gds'] and info['gds_note'] say what is used and why.
     readonly: read a store that another process writes; refresh() finds its new blocks. One process writes.
+    shared: several processes of a machine store in this directory, each with its own capacity, and each finds the
+      blocks of all as they are stored. A key stands for its bytes: all store the same under it. delete()
+      deletes own blocks only.
 
     Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.
     Error: the directory cannot be used. Any thread may use it."""
@@ -561,6 +564,7 @@ class FileStore:
         buffered: bool = False,
         readonly: bool = False,
         gds: Literal["auto", "compat", "off"] = "auto",
+        shared: bool = False,
     ) -> FileStore: ...
     @property
     def info(self) -> FileInfo:

@@ -62,6 +62,7 @@ ROWS = [
     {"core/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
+    {"files/notices.h"},
     {"files/engine.h", "files/disk.h"},
     {"files/item.h"},
     {"files/store.h"},

@@ -1,5 +1,6 @@
 /* Reads and writes of whole pages, and what makes a file not the store's. */
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -42,4 +43,8 @@ int kvs_file_refuse_layout(const struct kvs_file_store *store, const struct kvs_
                   "asked for '%.90s', %llu bytes",
                   root->path, name, there->layout, (unsigned long long)there->block_nbytes, store->geometry.layout,
                   (unsigned long long)store->geometry.block_nbytes);
+}
+
+void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room) {
+  snprintf(path, room, "%s/writer-%04u", directory, number);
 }

@@ -107,8 +107,8 @@ static int write_state(struct kvs_file_store *store, struct kvs_error *err) {
 
 /* -- folders and locks --------------------------------------------------------------------------------------------- */
 
-static int open_folder(const struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {
-  if (!store->settings.readonly && mkdir(root->path, 0700) && errno != EEXIST)
+int kvs_file_open_folder(struct kvs_file_root *root, bool make, struct kvs_error *err) {
+  if (make && mkdir(root->path, 0700) && errno != EEXIST)
     return kvs_file_fail(err, errno, "making the directory %.200s", root->path);
   root->folder = open(root->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (root->folder < 0) return kvs_file_fail(err, errno, "opening the directory %.200s", root->path);
@@ -143,6 +143,44 @@ void kvs_file_unlock_directories(struct kvs_file_store *store, bool everywhere) 
   }
 }
 
+/* -- shared directories -------------------------------------------------------------------------------------------- */
+
+static bool exists(const struct kvs_file_root *root, const char *name) {
+  struct stat info;
+  return fstatat(root->folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+/* One kind of store a directory: that of one writer has files of its own, a shared one has a directory a writer. */
+static int refuse_other_kind(const struct kvs_file_store *store, const struct kvs_file_root *root,
+                             struct kvs_error *err) {
+  const bool shared = store->settings.shared;
+  if (!exists(root, shared ? store_name : "writer-0000")) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID, "%.200s is %s: open it %s `shared`", root->path,
+                  shared ? "the store of one writer" : "shared by several writers", shared ? "without" : "with");
+}
+
+/* The first directory of a writer that no process writes; made if all are taken. */
+static int open_writer(struct kvs_file_store *store, struct kvs_error *err) {
+  struct kvs_file_root base = {.path = (char *)(uintptr_t)store->settings.directory, .folder = -1, .state = -1};
+  struct kvs_file_root *root = &store->roots[0];
+  int status = kvs_file_open_folder(&base, true, err);
+  if (!status) status = refuse_other_kind(store, &base, err);
+  if (base.folder >= 0) close(base.folder);
+  if (status) return status;
+  for (uint32_t i = 0; i < KVS_FILE_WRITERS; i++) {
+    store->writer = i;
+    kvs_file_writer_path(base.path, i, root->path, strlen(base.path) + 32);
+    status = kvs_file_open_folder(root, true, err);
+    if (!status) status = open_state(store, root, err);
+    if (status != KVS_BUSY) return status;
+    close(root->state);
+    close(root->folder);
+    root->state = root->folder = -1;
+  }
+  return kvs_fail(err, KVS_NO_ROOM, "%.200s has %d writers, all of which run: no more are possible", base.path,
+                  KVS_FILE_WRITERS);
+}
+
 /* -- sets of directories ------------------------------------------------------------------------------------------- */
 
 enum { SET_NBYTES = 64 }; /* what the field adds to a layout's text */
@@ -172,11 +210,10 @@ static int make_id(char id[33], struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* Geometry of a directory, from the store's file, else from the first readable segment; *found false: neither. */
-static int find_geometry(struct kvs_file_store *store, unsigned at, struct kvs_file_geometry *there, bool *found,
-                         size_t *nsegments, struct kvs_error *err) {
+int kvs_file_find_geometry(struct kvs_file_store *store, unsigned at, struct kvs_file_geometry *there, bool *found,
+                           size_t *nsegments, struct kvs_error *err) {
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
-  const struct kvs_file_root *root = &store->roots[at];
+  const struct kvs_file_root *root = kvs_file_root_at(store, at);
   uint32_t *numbers;
   char name[32];
   int fd, status = kvs_file_list_segments(store, at, &numbers, nsegments, err);
@@ -210,7 +247,7 @@ static int find_set(struct kvs_file_store *store, const char *layout, char id[33
   int status = there ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory to open a store");
   id[0] = 0;
   for (unsigned i = 0; !status && i < store->nroots; i++) {
-    status = find_geometry(store, i, there, &found, &nsegments, err);
+    status = kvs_file_find_geometry(store, i, there, &found, &nsegments, err);
     if (status) break;
     all += nsegments;
     if (!found) empty = i;
@@ -255,9 +292,11 @@ int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, s
   bool found = false;
   size_t nsegments;
   kvs_file_faults_init(&store.faults);
-  int status = open_folder(&store, &root, err);
-  if (!status) status = find_geometry(&store, 0, &there, &found, &nsegments, err);
+  pthread_mutex_init(&store.lock, NULL);
+  int status = kvs_file_open_folder(&root, false, err);
+  if (!status) status = kvs_file_find_geometry(&store, 0, &there, &found, &nsegments, err);
   if (root.folder >= 0) close(root.folder);
+  pthread_mutex_destroy(&store.lock);
   kvs_file_faults_destroy(&store.faults);
   if (status) return status;
   if (!found)
@@ -297,19 +336,26 @@ static void try_direct(struct kvs_file_store *store) {
 
 int kvs_file_open_directories(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_OK;
-  for (unsigned i = 0; !status && i < store->nroots; i++) {
-    status = open_folder(store, &store->roots[i], err);
+  if (store->settings.shared) status = open_writer(store, err);
+  for (unsigned i = 0; !store->settings.shared && !status && i < store->nroots; i++) {
+    status = kvs_file_open_folder(&store->roots[i], !store->settings.readonly, err);
+    if (!status) status = refuse_other_kind(store, &store->roots[i], err);
     if (!status) status = open_state(store, &store->roots[i], err);
   }
   if (!status && store->nroots > 1) status = join_set(store, err);
   for (unsigned i = 0; !status && i < store->nroots; i++) status = read_state(store, &store->roots[i], err);
   if (!status) try_direct(store);
-  if (!status) status = kvs_file_size_segments(store, err);
+  return status;
+}
+
+int kvs_file_open_segments(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = kvs_file_size_segments(store, err);
   if (!status) status = kvs_file_adopt_new(store, err);
   if (status || store->settings.readonly) return status;
   uint64_t most = store->settings.capacity / store->geometry.segment_nbytes;
   if (most < store->max_segments) store->max_segments = (uint32_t)most; /* segments may be larger than requested */
   kvs_file_remove_old_segments(store);
+  store->geometry_known |= store->settings.shared;
   return write_state(store, err);
 }
 

@@ -132,7 +132,7 @@ void kvs_file_index_settle(struct kvs_file_index *index, struct kvs_file_entry *
   bool used = in_use(entry), there = entry->slot != KVS_NO_SLOT;
   /* With an unerased older block on disk, eviction would bring that block back at the next open. */
   bool clean = entry->stale == KVS_NO_SLOT;
-  bool idle = there && !used && !entry->pins && clean;
+  bool idle = there && !used && !entry->pins && clean && !entry->foreign;
   if (entry->idle && !idle) leave_order(index, entry);
   if (!entry->idle && idle) join_order(index, entry);
   if (!there && !used && !entry->pins && clean) drop(index, entry);

@@ -25,6 +25,7 @@ struct kvs_file_entry {
                      before the newer block is removed; otherwise the older block would reappear at the next open. */
   uint32_t readers, pins;
   bool writer;
+  bool foreign;                       /* another process writes `slot`: never evicted here */
   bool idle;                          /* in the LRU list: has a block, no users, no waiters and no pins */
   struct kvs_file_item *first, *last; /* items that wait for this key */
   uint16_t key_nbytes;

@@ -152,6 +152,8 @@ static void dispatch_locked(struct kvs_file_item *item) {
     kvs_file_item_finish_locked(item, KVS_MISSING, 0);
   } else if (transfer->kind == KVS_FILE_DROP && !there && entry->stale == KVS_NO_SLOT) {
     kvs_file_item_finish_locked(item, KVS_OK, 0);
+  } else if (transfer->kind == KVS_FILE_DROP && entry->foreign) {
+    kvs_file_item_finish_locked(item, KVS_UNSUPPORTED, 0);
   } else if (transfer->kind == KVS_FILE_PUT && !transfer->replace && there) {
     item->kept = true;
     kvs_file_item_finish_locked(item, KVS_OK, 0);
@@ -357,8 +359,8 @@ static void lose_slot_locked(struct kvs_file_store *store, struct kvs_file_entry
 static void written_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
-  item->old = entry->slot;
-  kvs_file_index_set_slot(&store->index, entry, item->slot);
+  item->old = entry->foreign ? KVS_NO_SLOT : entry->slot;
+  kvs_file_set_slot_locked(store, entry, item->slot);
   entry->sequence = item->sequence;
   store->unchecked_nbytes += store->geometry.slot_nbytes;
   leave_writes_locked(item);
@@ -419,7 +421,7 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
     else
       kvs_file_item_finish_locked(item, KVS_OK, 0);
   } else {
-    kvs_file_index_set_slot(&store->index, entry, KVS_NO_SLOT);
+    kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
     kvs_file_slot_give_locked(store, item->slot);
     kvs_file_item_finish_locked(item, KVS_OK, 0);
   }
@@ -432,14 +434,15 @@ static void drop_ended_locked(struct kvs_file_item *item, int code) {
 static int check_block(struct kvs_file_item *item, const uint8_t *data) {
   const struct kvs_file_store *store = item->transfer->store;
   const struct kvs_file_geometry *g = &store->geometry;
+  const bool foreign = kvs_file_is_foreign(store, item->slot);
   struct kvs_file_header header;
   enum kvs_file_page page = kvs_file_header_read(header_of(item), &header);
-  if (page == KVS_FILE_EMPTY) return store->settings.readonly ? KVS_MISSING : KVS_DAMAGED;
+  if (page == KVS_FILE_EMPTY) return foreign ? KVS_MISSING : KVS_DAMAGED;
   if (page != KVS_FILE_GOOD) return KVS_DAMAGED;
   bool same = header.key_nbytes == item->entry->key_nbytes &&
               memcmp(header.key, item->entry->key, header.key_nbytes) == 0 &&
-              (store->settings.readonly || header.sequence == item->entry->sequence);
-  if (!same) return store->settings.readonly ? KVS_MISSING : KVS_DAMAGED;
+              (foreign || header.sequence == item->entry->sequence);
+  if (!same) return foreign ? KVS_MISSING : KVS_DAMAGED;
   if (header.nbytes != g->block_nbytes || memcmp(header.layout_hash, g->layout_hash, 16) != 0) return KVS_DAMAGED;
   uint32_t crc;
   int status = KVS_OK;
@@ -469,15 +472,16 @@ static void remove_damaged_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   struct kvs_file_entry *entry = item->entry;
   if (entry->slot != item->slot) return;
-  kvs_file_index_set_slot(&store->index, entry, KVS_NO_SLOT);
-  if (!store->settings.readonly) lose_slot_locked(store, entry, item->slot);
+  const bool foreign = entry->foreign || store->settings.readonly;
+  kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
+  if (!foreign) lose_slot_locked(store, entry, item->slot);
 }
 
 /* For a reader, the writing process may be writing the block just now: retry the read after a pause. */
 static bool read_again(struct kvs_file_item *item) {
   static const long pauses_ns[] = {1000000, 20000000};
   struct kvs_file_store *store = item->transfer->store;
-  if (!store->settings.readonly || item->tries == sizeof pauses_ns / sizeof *pauses_ns) return false;
+  if (!kvs_file_is_foreign(store, item->slot) || item->tries == sizeof pauses_ns / sizeof *pauses_ns) return false;
   nanosleep(&(struct timespec){.tv_nsec = pauses_ns[item->tries++]}, NULL);
   kvs_file_item_queue(item);
   return true;

@@ -33,7 +33,9 @@ struct found {
 struct scan {
   struct kvs_file_store *store;
   struct kvs_file_index *index;
-  atomic_uint next; /* next segment to read */
+  int64_t root;       /* of the segments to read; -1: all */
+  uint32_t nsegments; /* to look at */
+  atomic_uint next;   /* next segment to read */
   pthread_mutex_t lock;
   struct found *found; /* guarded by lock, as are the fields below */
   size_t count, capacity;
@@ -110,6 +112,10 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
     return;
   }
   struct found found = {.sequence = header.sequence, .slot = slot, .key_nbytes = header.key_nbytes};
+  if (scan->root >= 0) { /* a peer's, which may be writing: loads compare */
+    note(scan, &header, found);
+    return;
+  }
   if (header.sequence >= kvs_file_root_of(store, slot)->whole_below || store->segments[slot / g->slots].suspect) {
     code = read_at(store, slot, room, g->slot_nbytes);
     found.unread = code && code != KVS_FILE_ENDED;
@@ -118,12 +124,17 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
   note(scan, &header, found);
 }
 
+static bool is_wanted(const struct scan *scan, uint32_t segment) {
+  const struct kvs_file_segment *what = &scan->store->segments[segment];
+  return !what->removed && (scan->root < 0 || what->root == (unsigned)scan->root);
+}
+
 static void *scan_segments(void *arg) {
   struct scan *scan = arg;
   const struct kvs_file_geometry *g = &scan->store->geometry;
   uint8_t *room = kvs_file_pages_map(g->slot_nbytes);
-  for (uint32_t segment; room && (segment = atomic_fetch_add(&scan->next, 1)) < scan->store->nsegments;)
-    for (uint32_t i = 0; i < g->slots && !scan->store->segments[segment].removed; i++)
+  for (uint32_t segment; room && (segment = atomic_fetch_add(&scan->next, 1)) < scan->nsegments;)
+    for (uint32_t i = 0; i < g->slots && is_wanted(scan, segment); i++)
       look_at_slot(scan, segment * g->slots + i, room);
   if (room) kvs_file_pages_unmap(room, g->slot_nbytes);
   pthread_mutex_lock(&scan->lock);
@@ -135,9 +146,7 @@ static void *scan_segments(void *arg) {
 static void read_all(struct scan *scan) {
   pthread_t threads[SCANNERS];
   unsigned n = 0;
-  while (n < SCANNERS && n + 1 < scan->store->nsegments &&
-         kvs_thread_start(&threads[n], NULL, scan_segments, scan) == 0)
-    n++;
+  while (n < SCANNERS && n + 1 < scan->nsegments && kvs_thread_start(&threads[n], NULL, scan_segments, scan) == 0) n++;
   scan_segments(scan);
   while (n > 0) pthread_join(threads[--n], NULL);
 }
@@ -225,7 +234,8 @@ static int build_index(struct scan *scan, struct kvs_error *err) {
 }
 
 int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, struct kvs_error *err) {
-  struct scan scan = {.store = store, .index = index, .doubtful = store->unread_segments};
+  struct scan scan = {
+      .store = store, .index = index, .root = -1, .nsegments = store->nsegments, .doubtful = store->unread_segments};
   uint64_t unchecked = UINT64_MAX; /* blocks from this sequence on may be torn */
   for (unsigned i = 0; i < store->nroots; i++) {
     struct kvs_file_root *root = &store->roots[i];
@@ -250,4 +260,46 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
   store->stats.lost_slots += scan.lost;
   pthread_mutex_unlock(&store->lock);
   return status;
+}
+
+/* -- peers --------------------------------------------------------------------------------------------------------- */
+
+/* What the index knows of the peer's slots. Entries without a block and a user are freed. */
+static void forget_peer_locked(struct kvs_file_store *store, unsigned root) {
+  struct kvs_file_index *index = &store->index;
+  for (size_t i = 0; i < index->nbuckets; i++)
+    for (struct kvs_file_entry *entry = index->buckets[i], *next; entry; entry = next) {
+      next = entry->next;
+      if (!entry->foreign || store->segments[entry->slot / store->geometry.slots].root != root) continue;
+      kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
+      kvs_file_index_settle(index, entry);
+    }
+}
+
+int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_error *err) {
+  const unsigned root = store->nroots + peer;
+  struct scan scan = {.store = store, .root = root};
+  pthread_mutex_init(&scan.lock, NULL);
+  pthread_mutex_lock(&store->lock);
+  scan.nsegments = store->nsegments;
+  pthread_mutex_unlock(&store->lock);
+  read_all(&scan);
+  pthread_mutex_lock(&store->lock);
+  forget_peer_locked(store, root);
+  for (size_t i = 0; !scan.code && i < scan.count; i++) {
+    const struct found *found = &scan.found[i];
+    struct kvs_file_entry *entry = kvs_file_index_add(&store->index, scan.keys + found->key_at, found->key_nbytes);
+    if (!entry) scan.code = KVS_NOMEM;
+    if (!entry) break;
+    if (entry->slot == KVS_NO_SLOT && !entry->writer) kvs_file_set_slot_locked(store, entry, found->slot);
+    kvs_file_index_settle(&store->index, entry);
+  }
+  store->peers[peer].rescan = false;
+  pthread_mutex_unlock(&store->lock);
+  pthread_mutex_destroy(&scan.lock);
+  free(scan.found);
+  free(scan.keys);
+  free(scan.bad);
+  free(scan.unread);
+  return scan.code ? kvs_fail(err, scan.code, "no memory for the index of another writer's blocks") : KVS_OK;
 }

@@ -97,14 +97,18 @@ int kvs_file_segment_make(struct kvs_file_store *store, unsigned root, uint32_t 
 }
 
 /* The array never moves, because threads read it without the lock. Entries of removed segments are reused. */
-int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_t number, int fd, bool cut) {
-  uint32_t at = store->settings.readonly ? 0 : store->nsegments;
+int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_t number, int fd, bool cut,
+                            uint32_t *place) {
+  struct kvs_file_root *of = kvs_file_root_at(store, root);
+  uint32_t at = store->settings.readonly || root >= store->nroots ? 0 : store->nsegments;
   while (at < store->nsegments && store->segments[at].fd >= 0) at++;
   if (at == store->segments_capacity || (uint64_t)(at + 1) * store->geometry.slots > KVS_NO_SLOT) return ENOMEM;
   store->segments[at] = (struct kvs_file_segment){.fd = fd, .number = number, .root = root, .suspect = cut};
   store->nremoved -= at < store->nsegments;
   store->nsegments += at == store->nsegments;
-  if (number >= store->roots[root].next_number) store->roots[root].next_number = number_after(number);
+  store->nown += root < store->nroots;
+  if (number >= of->next_number) of->next_number = number_after(number);
+  *place = at;
   return 0;
 }
 
@@ -112,15 +116,17 @@ int kvs_file_segment_append(struct kvs_file_store *store, unsigned root, uint32_
 
 /* A segment that is too short was truncated. It is extended again; the missing part reads as empty. */
 static int adopt_segment(struct kvs_file_store *store, unsigned root, uint32_t number, struct kvs_error *err) {
-  const struct kvs_file_root *of = &store->roots[root];
+  const struct kvs_file_root *of = kvs_file_root_at(store, root);
+  const bool foreign = store->settings.readonly || root >= store->nroots;
   _Alignas(KVS_FILE_PAGE) uint8_t page[KVS_FILE_PAGE];
   struct kvs_file_geometry there;
   struct stat info;
   char name[32];
-  int fd, flags = (store->settings.readonly ? O_RDONLY : O_RDWR) | (store->direct ? O_DIRECT : 0);
+  uint32_t at;
+  int fd, flags = (foreign ? O_RDONLY : O_RDWR) | (store->direct ? O_DIRECT : 0);
   kvs_file_segment_name(number, name);
   int code = kvs_file_openat(&store->faults, of->folder, name, flags, &fd);
-  if (code == ENOENT && store->settings.readonly) return KVS_OK; /* removed by the writer meanwhile */
+  if (code == ENOENT && foreign) return KVS_OK; /* removed by the writer meanwhile */
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", of->path, name);
   int status = kvs_file_refuse_writable_by_others(of, fd, name, err);
   if (status) {
@@ -128,7 +134,7 @@ static int adopt_segment(struct kvs_file_store *store, unsigned root, uint32_t n
     return status;
   }
   code = kvs_file_move_page(store, fd, false, 0, page, false);
-  store->unread_segments |= code && code != KVS_FILE_ENDED;
+  store->unread_segments |= root < store->nroots && code && code != KVS_FILE_ENDED;
   enum kvs_file_page what = code ? KVS_FILE_DAMAGED : kvs_file_geometry_read(page, true, &there);
   if (what == KVS_FILE_GOOD && !kvs_file_same_layout(&there, &store->geometry)) {
     close(fd);
@@ -137,15 +143,15 @@ static int adopt_segment(struct kvs_file_store *store, unsigned root, uint32_t n
   bool first = store->nsegments == 0 && !store->geometry_known, ours = what == KVS_FILE_GOOD && there.segment == number;
   ours = ours && (first || there.slots == store->geometry.slots);
   bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
-  if (cut && !store->settings.readonly && there.segment_nbytes <= store->settings.capacity) /* extend */
+  if (cut && !foreign && there.segment_nbytes <= store->settings.capacity) /* extend */
     (void)kvs_file_allocate(&store->faults, fd, there.segment_nbytes);
   pthread_mutex_lock(&store->lock);
   if (ours && first) {
     store->geometry.slots = there.slots;
     store->geometry.segment_nbytes = there.segment_nbytes;
   }
-  bool room = !ours || kvs_file_segment_append(store, root, number, fd, cut) == 0;
-  store->stats.foreign += !ours;
+  bool room = !ours || kvs_file_segment_append(store, root, number, fd, cut, &at) == 0;
+  store->stats.foreign += !ours && root < store->nroots;
   pthread_mutex_unlock(&store->lock);
   if (ours && room) return KVS_OK;
   close(fd);
@@ -158,11 +164,15 @@ static int by_number(const void *a, const void *b) {
   return (left > right) - (left < right);
 }
 
-static bool is_open(const struct kvs_file_store *store, unsigned root, uint32_t number) {
-  for (uint32_t i = 0; i < store->nsegments; i++)
-    if (store->segments[i].root == root && store->segments[i].number == number && !store->segments[i].removed)
-      return true;
-  return false;
+static bool is_open(struct kvs_file_store *store, unsigned root, uint32_t number) {
+  bool open = false;
+  pthread_mutex_lock(&store->lock);
+  for (uint32_t i = 0; i < store->nsegments && !open; i++) {
+    const struct kvs_file_segment *segment = &store->segments[i];
+    open = segment->root == root && segment->number == number && !segment->removed;
+  }
+  pthread_mutex_unlock(&store->lock);
+  return open;
 }
 
 int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t **numbers, size_t *count,
@@ -171,12 +181,12 @@ int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t
   uint32_t number;
   *numbers = NULL;
   *count = 0;
-  int fd = openat(store->roots[root].folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  int fd = openat(kvs_file_root_at(store, root)->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   DIR *dir = fd < 0 ? NULL : fdopendir(fd);
   if (!dir) {
     int code = errno;
     if (fd >= 0) close(fd);
-    return kvs_file_fail(err, code, "reading the directory %.200s", store->roots[root].path);
+    return kvs_file_fail(err, code, "reading the directory %.200s", kvs_file_root_at(store, root)->path);
   }
   for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
     if (!is_segment_name(entry->d_name, &number) || is_open(store, root, number)) continue;
@@ -186,7 +196,7 @@ int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t
       if (!grown) {
         closedir(dir);
         free(*numbers);
-        return kvs_fail(err, KVS_NOMEM, "no memory to list %.200s", store->roots[root].path);
+        return kvs_fail(err, KVS_NOMEM, "no memory to list %.200s", kvs_file_root_at(store, root)->path);
       }
       *numbers = grown;
     }
@@ -197,10 +207,14 @@ int kvs_file_list_segments(struct kvs_file_store *store, unsigned root, uint32_t
   return KVS_OK;
 }
 
-static void note_removed(struct kvs_file_store *store) {
+void kvs_file_note_removed(struct kvs_file_store *store, unsigned root) {
   struct stat info;
-  for (uint32_t i = 0; i < store->nsegments; i++) {
+  pthread_mutex_lock(&store->lock);
+  const uint32_t nsegments = store->nsegments;
+  pthread_mutex_unlock(&store->lock);
+  for (uint32_t i = 0; i < nsegments; i++) { /* those of peers are changed by this thread alone */
     struct kvs_file_segment *segment = &store->segments[i];
+    if (segment->root != root) continue;
     segment->removed = segment->fd < 0 || (fstat(segment->fd, &info) == 0 && info.st_nlink == 0);
   }
 }
@@ -218,7 +232,7 @@ void kvs_file_close_removed(struct kvs_file_store *store) {
   }
 }
 
-static int adopt_new(struct kvs_file_store *store, unsigned root, struct kvs_error *err) {
+int kvs_file_adopt_from(struct kvs_file_store *store, unsigned root, struct kvs_error *err) {
   uint32_t *numbers;
   size_t count;
   int status = kvs_file_list_segments(store, root, &numbers, &count, err);
@@ -230,11 +244,11 @@ static int adopt_new(struct kvs_file_store *store, unsigned root, struct kvs_err
 
 int kvs_file_adopt_new(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_OK;
-  if (store->settings.readonly) note_removed(store);
+  for (unsigned root = 0; store->settings.readonly && root < store->nroots; root++) kvs_file_note_removed(store, root);
   pthread_mutex_lock(&store->lock);
   store->stats.foreign = 0;
   pthread_mutex_unlock(&store->lock);
-  for (unsigned root = 0; !status && root < store->nroots; root++) status = adopt_new(store, root, err);
+  for (unsigned root = 0; !status && root < store->nroots; root++) status = kvs_file_adopt_from(store, root, err);
   return status;
 }
 
@@ -249,6 +263,7 @@ int kvs_file_size_segments(struct kvs_file_store *store, struct kvs_error *err) 
   uint64_t slots = KVS_NO_SLOT / store->geometry.slots;
   store->max_segments = (uint32_t)(most < slots ? most : slots);
   store->segments_capacity = store->max_segments > READER_SEGMENTS ? store->max_segments : READER_SEGMENTS;
+  if (store->settings.shared) store->segments_capacity += store->max_segments;
   if (store->segments_capacity > slots) store->segments_capacity = (uint32_t)slots;
   store->segments = calloc(store->segments_capacity, sizeof *store->segments);
   return store->segments ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory for the segments of a store");
@@ -272,5 +287,6 @@ void kvs_file_remove_old_segments(struct kvs_file_store *store) {
     (void)unlinkat(store->roots[store->segments[i].root].folder, name, 0);
   }
   store->nsegments -= surplus;
+  store->nown = store->nsegments; /* no peer's segment is open yet */
   memmove(store->segments, store->segments + surplus, store->nsegments * sizeof *store->segments);
 }

@@ -9,6 +9,7 @@
  * so the others make progress. */
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "files/store.h"
@@ -31,6 +32,26 @@ bool kvs_file_free_push(struct kvs_file_store *store, uint32_t slot) {
   return true;
 }
 
+static void tell_locked(struct kvs_file_store *store, const struct kvs_file_entry *entry, uint32_t slot, bool gone) {
+  struct kvs_file_notice notice = {.segment = store->segments[slot / store->geometry.slots].number,
+                                   .slot = slot % store->geometry.slots,
+                                   .key_nbytes = entry->key_nbytes,
+                                   .gone = gone};
+  memcpy(notice.key, entry->key, entry->key_nbytes);
+  kvs_file_notices_publish(&store->notices, &notice);
+}
+
+void kvs_file_set_slot_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
+  const uint32_t before = entry->slot;
+  const bool had = before != KVS_NO_SLOT && !entry->foreign;
+  kvs_file_index_set_slot(&store->index, entry, slot);
+  entry->foreign = slot != KVS_NO_SLOT && kvs_file_is_foreign(store, slot);
+  const bool has = slot != KVS_NO_SLOT && !entry->foreign;
+  if (!store->notices.page) return;
+  if (had && !has) tell_locked(store, entry, before, true);
+  if (has) tell_locked(store, entry, slot, false);
+}
+
 void kvs_file_wake_starved_locked(struct kvs_file_store *store) {
   struct kvs_file_item *item = store->starved.first;
   store->starved = (struct kvs_file_items){NULL, NULL};
@@ -50,15 +71,15 @@ void kvs_file_slot_give_locked(struct kvs_file_store *store, uint32_t slot) {
 /* Add a segment's slots; the lowest is used first. Releases the lock while the segment is made. */
 static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
   struct kvs_file_root *root = &store->roots[at];
-  uint32_t number = root->next_number, slots = store->geometry.slots;
+  uint32_t number = root->next_number, slots = store->geometry.slots, place = 0;
   int fd = -1;
   store->growing = true;
   pthread_mutex_unlock(&store->lock);
   int code = kvs_file_segment_make(store, at, &number, &fd);
   pthread_mutex_lock(&store->lock);
-  if (!code) code = kvs_file_segment_append(store, at, number, fd, false);
+  if (!code) code = kvs_file_segment_append(store, at, number, fd, false, &place);
   if (!code)
-    for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, (store->nsegments - 1) * slots + i);
+    for (uint32_t i = slots; i-- > 0;) (void)kvs_file_free_push(store, place * slots + i);
   store->growing = false;
   root->grow_code = code;
   root->grow_again_ns = code ? kvs_clock_ns() + GROW_AGAIN_NS : 0;
@@ -66,7 +87,7 @@ static void grow_unlocking(struct kvs_file_store *store, unsigned at) {
 }
 
 static bool may_grow(const struct kvs_file_store *store, const struct kvs_file_root *root) {
-  uint64_t files = (uint64_t)store->nsegments + store->stats.foreign;
+  uint64_t files = (uint64_t)store->nown + store->stats.foreign;
   return files < store->max_segments && (!root->grow_code || kvs_clock_ns() >= root->grow_again_ns);
 }
 
@@ -95,7 +116,7 @@ static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *vict
   item->victim = victim;
   item->slot = victim->slot;
   victim->writer = true;
-  kvs_file_index_set_slot(&store->index, victim, KVS_NO_SLOT);
+  kvs_file_set_slot_locked(store, victim, KVS_NO_SLOT);
   kvs_file_index_settle(&store->index, victim);
   store->stats.evicted++;
 }
@@ -104,16 +125,16 @@ static void evict_locked(struct kvs_file_item *item, struct kvs_file_entry *vict
 static void take_own_locked(struct kvs_file_item *item) {
   item->slot = item->entry->slot;
   item->in_place = true;
-  kvs_file_index_set_slot(&item->transfer->store->index, item->entry, KVS_NO_SLOT);
+  kvs_file_set_slot_locked(item->transfer->store, item->entry, KVS_NO_SLOT);
 }
 
 void kvs_file_slot_return_locked(struct kvs_file_item *item) {
   struct kvs_file_store *store = item->transfer->store;
   if (item->victim) {
-    kvs_file_index_set_slot(&store->index, item->victim, item->slot);
+    kvs_file_set_slot_locked(store, item->victim, item->slot);
     store->stats.evicted--;
   } else if (item->in_place) {
-    kvs_file_index_set_slot(&store->index, item->entry, item->slot);
+    kvs_file_set_slot_locked(store, item->entry, item->slot);
   } else {
     kvs_file_slot_give_locked(store, item->slot);
   }
@@ -124,7 +145,7 @@ void kvs_file_slot_return_locked(struct kvs_file_item *item) {
 static bool reuse_own_slots_locked(struct kvs_file_store *store) {
   bool any = false;
   for (struct kvs_file_item *item = store->starved.first; item; item = item->next) {
-    if (item->entry->slot == KVS_NO_SLOT) continue;
+    if (item->entry->slot == KVS_NO_SLOT || item->entry->foreign) continue;
     take_own_locked(item);
     any = true;
   }
@@ -152,7 +173,7 @@ enum kvs_file_slot_answer kvs_file_slot_take_locked(struct kvs_file_item *item, 
     evict_locked(item, store->index.oldest);
   } else if (store->growing || store->granted > store->nstarved + 1) {
     return starve_locked(item); /* the end of another item wakes this one */
-  } else if (item->entry->slot != KVS_NO_SLOT) {
+  } else if (item->entry->slot != KVS_NO_SLOT && !item->entry->foreign) {
     take_own_locked(item);
   } else if (reuse_own_slots_locked(store)) {
     (void)starve_locked(item);

@@ -104,6 +104,8 @@ static int check_settings(const struct kvs_file_settings *s, struct kvs_error *e
   if (!s->directory[0]) return kvs_fail(err, KVS_INVALID, "directory is empty");
   if (s->nmore >= KVS_FILE_DIRECTORIES)
     return kvs_fail(err, KVS_INVALID, "a store has %zu directories: at most %d", s->nmore + 1, KVS_FILE_DIRECTORIES);
+  if (s->shared && (s->nmore || s->readonly))
+    return kvs_fail(err, KVS_INVALID, "a shared store has one directory, and its readers open it with `shared` too");
   for (size_t i = 0; i < s->nmore; i++)
     if (!s->more[i][0]) return kvs_fail(err, KVS_INVALID, "directory %zu is empty", i + 1);
   if (strlen(s->layout) > KVS_FILE_LAYOUT_NBYTES)
@@ -132,7 +134,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   int status = KVS_UNSUPPORTED;
   store->queue.faults = &store->faults;
   store->queue.direct = store->direct;
-  store->queue.files_stay = !s->readonly; /* a reader closes removed segments */
+  store->queue.files_stay = !s->readonly && !s->shared; /* readers close removed segments */
   store->queue.scratch_nbytes = store->geometry.slot_nbytes + KVS_FILE_PAGE;
   if (s->engine == KVS_FILE_THREADS) {
     snprintf(store->engine_note, sizeof store->engine_note, "not asked for");
@@ -156,6 +158,7 @@ static void free_roots(struct kvs_file_store *store) {
     free(store->roots[i].free_slots);
   }
   free(store->roots);
+  free(store->peers);
 }
 
 static bool make_roots(struct kvs_file_store *store, const struct kvs_file_settings *settings) {
@@ -164,10 +167,13 @@ static bool make_roots(struct kvs_file_store *store, const struct kvs_file_setti
   if (!store->roots) store->nroots = 0;
   for (unsigned i = 0; i < store->nroots; i++) {
     store->roots[i] = (struct kvs_file_root){.folder = -1, .state = -1};
-    store->roots[i].path = strdup(i ? settings->more[i - 1] : settings->directory);
+    const char *path = i ? settings->more[i - 1] : settings->directory;
+    store->roots[i].path = malloc(strlen(path) + 32); /* and a writer's name */
     if (!store->roots[i].path) return false;
+    strcpy(store->roots[i].path, path);
   }
-  return store->nroots > 0;
+  if (settings->shared) store->peers = calloc(KVS_FILE_WRITERS, sizeof *store->peers);
+  return store->nroots > 0 && (store->peers || !settings->shared);
 }
 
 static void free_store(struct kvs_file_store *store) {
@@ -179,15 +185,20 @@ static void free_store(struct kvs_file_store *store) {
   pthread_cond_destroy(&store->ended);
   pthread_mutex_destroy(&store->lock);
   free_roots(store);
+  free((char *)(uintptr_t)store->settings.directory);
+  pthread_mutex_destroy(&store->peers_lock);
+  pthread_cond_destroy(&store->watch);
   free(store);
 }
 
 static struct kvs_file_store *new_store(const struct kvs_file_settings *settings, struct kvs_error *err) {
   struct kvs_file_store *store = calloc(1, sizeof *store);
-  if (!store || !make_roots(store, settings) || !kvs_file_index_init(&store->index) ||
+  char *directory = strdup(settings->directory);
+  if (!store || !directory || !make_roots(store, settings) || !kvs_file_index_init(&store->index) ||
       kvs_file_queue_init(&store->queue, err)) {
     if (store) kvs_file_index_free(&store->index);
     if (store) free_roots(store);
+    free(directory);
     free(store);
     kvs_fail(err, KVS_NOMEM, "no memory for a store");
     return NULL;
@@ -195,7 +206,7 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   atomic_init(&store->refs, 1);
   store->fork_generation = kvs_fork_generation();
   store->settings = *settings;
-  store->settings.directory = store->roots[0].path;
+  store->settings.directory = directory;
   store->settings.more = NULL;
   store->settings.layout = store->geometry.layout;
   if (!store->settings.queue) store->settings.queue = DEFAULT_QUEUE;
@@ -204,6 +215,8 @@ static struct kvs_file_store *new_store(const struct kvs_file_settings *settings
   pthread_mutex_init(&store->lock, NULL);
   kvs_file_faults_init(&store->faults);
   kvs_cond_init(&store->ended);
+  kvs_cond_init(&store->watch);
+  pthread_mutex_init(&store->peers_lock, NULL);
   if (settings->device) kvs_engine_ref(settings->device);
   kvs_file_geometry_make(settings->layout, settings->block_nbytes, segment_size(settings), &store->geometry);
   return store;
@@ -222,12 +235,20 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   enter_list(store);
   inject_at_open(store);
   int status = kvs_file_open_directories(store, err);
+  if (!status && settings->shared) status = kvs_file_peers_find(store, err);
+  if (!status) status = kvs_file_open_segments(store, err);
   if (!status) status = kvs_file_scan(store, &store->index, err);
   if (!status) status = note_opened(store, err);
   if (!status && settings->device) status = kvs_file_mover_open(store, err);
   if (!status) status = open_engine(store, err);
+  if (!status && settings->shared) status = kvs_file_peers_start(store, err);
   if (status) {
+    if (store->worker) {
+      kvs_file_queue_close(&store->queue);
+      store->ops->close(store->worker);
+    }
     if (store->mover) kvs_file_mover_close(store);
+    kvs_file_peers_close(store);
     kvs_file_close_directories(store);
     free_store(store);
     return status;
@@ -306,10 +327,12 @@ static bool await_locked(struct kvs_file_store *store, bool (*holds)(const struc
 
 static void stop(struct kvs_file_store *store) {
   note_open(store, false);
+  kvs_file_peers_stop(store);
   kvs_file_queue_close(&store->queue);
   store->ops->close(store->worker); /* the engine may have registered the staging: close it first */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), true);
+  kvs_file_peers_close(store);
   kvs_file_close_directories(store);
   pthread_mutex_lock(&store->lock);
   store->stopped = true;
@@ -392,7 +415,7 @@ static bool start_closer(struct kvs_file_store *store) {
 /* True: closing takes no longer than writing one page. */
 static bool closes_at_once(struct kvs_file_store *store) {
   pthread_mutex_lock(&store->lock);
-  bool at_once = store->stopped || (is_idle(store) && !store->stopping && !store->mover);
+  bool at_once = store->stopped || (is_idle(store) && !store->stopping && !store->mover && !store->watched);
   pthread_mutex_unlock(&store->lock);
   return at_once && (store->settings.readonly || store->settings.durability != KVS_FILE_FSYNC);
 }
@@ -410,6 +433,7 @@ void kvs_file_unref(struct kvs_file_store *store) {
 
 /* Runs beside transfers: a new index is built and replaces the old one as a whole. */
 static int rescan(struct kvs_file_store *store, struct kvs_error *err) {
+  if (store->settings.shared) return kvs_file_peers_refresh(store, err);
   struct kvs_file_index found;
   if (!kvs_file_index_init(&found)) return kvs_fail(err, KVS_NOMEM, "no memory for an index");
   int status = kvs_file_adopt_new(store, err);
@@ -431,7 +455,7 @@ int kvs_file_refresh(struct kvs_file_store *store, struct kvs_error *err) {
   pthread_mutex_unlock(&store->lock);
   if (!mine)
     status = kvs_fail(err, KVS_UNSUPPORTED, "another thread refreshes this store already");
-  else if (store->settings.readonly)
+  else if (store->settings.readonly || store->settings.shared)
     status = rescan(store, err);
   pthread_mutex_lock(&store->lock);
   if (mine) store->refreshing = false;

@@ -9,6 +9,7 @@
 #include "core/engine.h"
 #include "files/format.h"
 #include "files/item.h"
+#include "files/notices.h"
 
 /* One of the store's directories. Its path and descriptors are constant while the store is open. */
 struct kvs_file_root {
@@ -30,6 +31,17 @@ struct kvs_file_segment {
   bool suspect;    /* the file was truncated: its blocks' data is verified by the scan */
 };
 
+/* Another writer of a shared directory. Added by the watcher, and never removed while the store is open. */
+enum { KVS_FILE_WRITERS = 256 };
+struct kvs_file_peer {
+  struct kvs_file_root root;       /* without a state */
+  uint32_t number;                 /* in the name of its directory */
+  struct kvs_file_notices notices; /* guarded by store->lock, as are the fields below */
+  bool adopt, rescan;              /* for the watcher: open its new segments; read all its headers */
+  uint64_t tried;                  /* the notice for which segments were opened last, plus one */
+  uint32_t last;                   /* the segment of its last notice */
+};
+
 struct kvs_file_mover;
 struct kvs_gds;
 
@@ -38,9 +50,15 @@ struct kvs_file_store {
   unsigned fork_generation;
   struct kvs_file_settings settings; /* directory and layout point to the store's own copies; `more` is NULL */
   struct kvs_file_geometry geometry;
-  bool geometry_known; /* from a store's file; otherwise taken from the first segment */
-  struct kvs_file_root *roots;
+  bool geometry_known;         /* from a store's file; otherwise taken from the first segment */
+  struct kvs_file_root *roots; /* own directories */
   unsigned nroots;
+  uint32_t writer;                 /* shared: number in the name of the own directory */
+  struct kvs_file_notices notices; /* shared: of the own blocks; published under lock */
+  struct kvs_file_peer *peers;     /* shared: room for KVS_FILE_WRITERS; segments name peer i as root nroots + i */
+  pthread_mutex_t peers_lock;      /* held by the thread that opens, adopts and scans; taken before `lock` */
+  pthread_t watcher;
+  bool watched; /* the watcher runs */
   bool direct;
   char direct_note[160], engine_note[160], gds_note[160];
   struct kvs_file_faults faults;
@@ -64,7 +82,11 @@ struct kvs_file_store {
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
   uint32_t nsegments, segments_capacity, max_segments;
-  uint32_t nremoved;                                 /* segments with fd -1 */
+  uint32_t nremoved; /* segments with fd -1 */
+  uint32_t nown;     /* segments of own directories */
+  unsigned npeers;
+  pthread_cond_t watch; /* for the watcher: a peer's flag was set, or the store stops */
+  bool watch_now, watch_stop;
   unsigned next_root;                                /* takes the next block, if it has room */
   bool growing;                                      /* a thread is making a segment */
   uint64_t sequence;                                 /* of the last block written */
@@ -89,6 +111,14 @@ struct kvs_file_store {
   } kinds[3]; /* by enum kvs_file_kind */
 };
 
+/* Own directories first, then those of peers. */
+static inline struct kvs_file_root *kvs_file_root_at(const struct kvs_file_store *store, unsigned root) {
+  return root < store->nroots ? &store->roots[root] : &store->peers[root - store->nroots].root;
+}
+/* Whether another process writes the slot. */
+static inline bool kvs_file_is_foreign(const struct kvs_file_store *store, uint32_t slot) {
+  return store->settings.readonly || store->segments[slot / store->geometry.slots].root >= store->nroots;
+}
 static inline struct kvs_file_root *kvs_file_root_of(const struct kvs_file_store *store, uint32_t slot) {
   return &store->roots[store->segments[slot / store->geometry.slots].root];
 }
@@ -106,6 +136,7 @@ int kvs_file_enter(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_leave_locked(struct kvs_file_store *);
 
 /* files/checks.c */
+void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room); /* in a shared one */
 /* Move a whole page: 0 or an errno. The store's own files are never opened with O_DIRECT. */
 int kvs_file_move_page(struct kvs_file_store *, int fd, bool write, uint64_t offset, void *page, bool dsync);
 /* Refuse files that other users may write. `name`: in the directory; empty: the directory itself. */
@@ -115,11 +146,15 @@ int kvs_file_refuse_layout(const struct kvs_file_store *, const struct kvs_file_
                            const struct kvs_file_geometry *there, const char *name, struct kvs_error *);
 
 /* files/directory.c: the directories and the store's file in each. */
-int kvs_file_open_directories(struct kvs_file_store *, struct kvs_error *); /* sets roots, geometry, direct, segments */
+int kvs_file_open_directories(struct kvs_file_store *, struct kvs_error *); /* sets roots, geometry, direct */
+int kvs_file_open_segments(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_close_directories(struct kvs_file_store *);
 /* Close the store's files, which hold the directories' locks. `everywhere`: release the locks even if a forked child
  * still has the descriptors. Safe in a child of fork(). */
 void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
+
+/* files/slot.c: change where a key's block is, and tell the other processes. */
+void kvs_file_set_slot_locked(struct kvs_file_store *, struct kvs_file_entry *, uint32_t slot);
 
 /* files/segment.c: the segments in the directories. */
 void kvs_file_segment_name(uint32_t number, char name[32]);
@@ -129,19 +164,37 @@ int kvs_file_list_segments(struct kvs_file_store *, unsigned root, uint32_t **nu
 int kvs_file_size_segments(struct kvs_file_store *, struct kvs_error *); /* room for the list of segments */
 void kvs_file_remove_old_segments(struct kvs_file_store *);              /* at open, if the capacity was reduced */
 int kvs_file_adopt_new(struct kvs_file_store *, struct kvs_error *);     /* add new segments, mark unlinked ones */
+int kvs_file_adopt_from(struct kvs_file_store *, unsigned root, struct kvs_error *); /* the same, of one directory */
+void kvs_file_note_removed(struct kvs_file_store *, unsigned root);
 void kvs_file_close_removed(struct kvs_file_store *); /* close unlinked segments, unless a transfer may read there */
 /* Make a segment with the first unused number from *number on, without adding it to the list: 0 or an errno. Called
  * without the lock, by one thread at a time. */
 int kvs_file_segment_make(struct kvs_file_store *, unsigned root, uint32_t *number, int *fd);
-/* Under lock; 0 or ENOMEM. */
-int kvs_file_segment_append(struct kvs_file_store *, unsigned root, uint32_t number, int fd, bool cut);
+/* Under lock; 0 or ENOMEM. *at: its position in the list. */
+int kvs_file_segment_append(struct kvs_file_store *, unsigned root, uint32_t number, int fd, bool cut, uint32_t *at);
 int kvs_file_erase(struct kvs_file_store *, int fd, uint64_t offset); /* zero a header page: 0 or an errno */
 uint64_t kvs_file_whole_below_locked(const struct kvs_file_store *); /* the sequence that a checkpoint may record now */
 int kvs_file_save_checkpoint(struct kvs_file_store *, uint64_t sequence, bool clean); /* 0 or an errno */
 bool kvs_file_free_push(struct kvs_file_store *, uint32_t slot); /* under lock; false: no memory, the slot is lost */
 
+/* Open a directory and check who may write it. `make`: create it if missing. */
+int kvs_file_open_folder(struct kvs_file_root *, bool make, struct kvs_error *);
+/* Geometry of a directory, from the store's file, else from a segment; *found false: neither can be read. */
+int kvs_file_find_geometry(struct kvs_file_store *, unsigned root, struct kvs_file_geometry *, bool *found,
+                           size_t *nsegments, struct kvs_error *);
+
+/* files/peers.c: the other writers of a shared directory. */
+int kvs_file_peers_find(struct kvs_file_store *, struct kvs_error *);  /* open those that are new */
+int kvs_file_peers_start(struct kvs_file_store *, struct kvs_error *); /* read their headers, start the watcher */
+void kvs_file_peers_stop(struct kvs_file_store *);
+void kvs_file_peers_close(struct kvs_file_store *);
+int kvs_file_peers_refresh(struct kvs_file_store *, struct kvs_error *);
+void kvs_file_catch_up_locked(struct kvs_file_store *); /* take in what they have told; no file access */
+
 /* files/scan.c: builds an index from the segments' headers; for a writer also the list of free slots. */
 int kvs_file_scan(struct kvs_file_store *, struct kvs_file_index *, struct kvs_error *);
+/* Replace what the index knows of a peer's blocks by what its headers say. */
+int kvs_file_scan_peer(struct kvs_file_store *, unsigned peer, struct kvs_error *);
 
 /* files/mover.c: pool blocks through staging. */
 int kvs_file_mover_open(struct kvs_file_store *, struct kvs_error *);

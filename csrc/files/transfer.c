@@ -174,6 +174,7 @@ static int submit_own(struct kvs_file_store *store, enum kvs_file_kind kind, con
     status = kvs_file_mover_prepare(transfer, blocks, options, err);
   pthread_mutex_lock(&store->lock);
   if (!status) status = check_room_locked(store, kind == KVS_FILE_GET, keys->count, err);
+  kvs_file_catch_up_locked(store);
   if (!status) status = find_entries_locked(transfer, keys, err);
   if (!status) enlist_locked(transfer);
   kvs_file_leave_locked(store);
@@ -228,6 +229,7 @@ int kvs_file_contains(struct kvs_file_store *store, const struct kvs_file_keys *
   if (status) return status;
   size_t begin = 0;
   pthread_mutex_lock(&store->lock);
+  kvs_file_catch_up_locked(store);
   for (size_t i = 0; i < keys->count; begin = keys->ends[i++]) {
     const struct kvs_file_entry *entry = kvs_file_index_find(&store->index, keys->data + begin, keys->ends[i] - begin);
     found[i] = entry && entry->slot != KVS_NO_SLOT;
@@ -261,6 +263,7 @@ int kvs_file_pin(struct kvs_file_store *store, const struct kvs_file_keys *their
   if (status) return status;
   size_t begin = 0, done = 0;
   pthread_mutex_lock(&store->lock);
+  kvs_file_catch_up_locked(store);
   for (; !status && done < keys->count; begin = keys->ends[done++]) {
     struct kvs_file_entry *entry = kvs_file_index_find(index, keys->data + begin, keys->ends[done] - begin);
     if (pin && (!entry || entry->slot == KVS_NO_SLOT))
@@ -314,6 +317,7 @@ int kvs_file_list(struct kvs_file_store *store, uint8_t **keys, size_t **ends, s
   int status = kvs_file_check_fork(store, err);
   if (status) return status;
   pthread_mutex_lock(&store->lock);
+  kvs_file_catch_up_locked(store);
   *keys = malloc(measure_locked(&store->index) + 1);
   *ends = malloc((store->index.blocks + 1) * sizeof **ends);
   *count = *keys && *ends ? list_locked(&store->index, *keys, *ends) : 0;
@@ -455,6 +459,8 @@ static int fail_item(const struct kvs_file_item *item, struct kvs_error *err) {
                     position);
   case KVS_CANCELLED:
     return kvs_fail(err, KVS_CANCELLED, "cancelled before block %zu had begun", position);
+  case KVS_UNSUPPORTED:
+    return kvs_fail(err, KVS_UNSUPPORTED, "block %zu was stored by another process, which alone deletes it", position);
   case KVS_FILE:
     return kvs_file_fail(err, item->code, "%s block %zu", verb, position);
   default:

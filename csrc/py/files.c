@@ -342,7 +342,8 @@ static PyObject *store_repr(PyObject *self) {
 PyDoc_STRVAR(
     store_doc,
     "FileStore(directory, layout, *, capacity=None, device=None, durability='none', engine='auto', depth=None, "
-    "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False, gds='auto')\n--\n\n"
+    "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False, gds='auto', "
+    "shared=False)\n--\n\n"
     "Blocks by key in the files of a directory, which is created if missing (mode 0700).\n\n"
     "directory: a path, or a list of paths on several disks, over which the blocks are spread. A store is opened with\n"
     "  all its directories or not at all; their order does not count.\n"
@@ -361,6 +362,9 @@ PyDoc_STRVAR(
     "cannot\n"
     "  be used staging is pinned host memory; info['gds'] and info['gds_note'] say what is used and why.\n"
     "readonly: read a store that another process writes; refresh() finds its new blocks. One process writes.\n"
+    "shared: several processes of a machine store in this directory, each with its own capacity, and each finds the\n"
+    "  blocks of all as they are stored. A key stands for its bytes: all store the same under it. delete()\n"
+    "  deletes own blocks only.\n"
     "\n"
     "Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.\n"
     "Error: the directory cannot be used. Any thread may use it.");

@@ -1,0 +1,237 @@
+/* The other writers of a shared directory. Each writer has a directory of its own in it, writer-NNNN, which is the
+ * directory of a store with one writer: segments, checkpoints, a lock. All that makes one writer safe holds for each.
+ * This process writes the first that was free and only reads the others, through one index. An own block of a key is
+ * preferred: another writer may give up its block at any time.
+ *
+ * What the others store and evict comes from their notices, which calls take in under the store's lock. A thread does
+ * what needs files: it looks for new writers, opens new segments, and reads a writer's headers where notices were
+ * missed. */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/thread.h"
+#include "base/wait.h"
+#include "files/store.h"
+
+static const int64_t LOOK_NS = 200 * 1000 * 1000; /* between looks for new writers */
+
+/* -- finding ------------------------------------------------------------------------------------------------------- */
+
+static bool is_known(const struct kvs_file_store *store, uint32_t number) {
+  bool known = number == store->writer;
+  for (unsigned i = 0; i < store->npeers; i++) known |= store->peers[i].number == number;
+  return known;
+}
+
+static void close_peer(struct kvs_file_peer *peer) {
+  kvs_file_notices_unmap(&peer->notices);
+  if (peer->root.folder >= 0) close(peer->root.folder);
+  free(peer->root.path);
+}
+
+/* The first geometry found is this store's, if it has none of its own yet. */
+static int match_geometry(struct kvs_file_store *store, unsigned at, bool *ready, struct kvs_error *err) {
+  struct kvs_file_geometry there;
+  size_t nsegments;
+  int status = kvs_file_find_geometry(store, store->nroots + at, &there, ready, &nsegments, err);
+  if (status || !*ready) return status;
+  if (!kvs_file_same_layout(&there, &store->geometry))
+    return kvs_file_refuse_layout(store, &store->peers[at].root, &there, "store.kvs", err);
+  if (!store->geometry_known) {
+    store->geometry.slots = there.slots;
+    store->geometry.segment_nbytes = there.segment_nbytes;
+    store->geometry_known = true;
+  }
+  *ready = there.slots == store->geometry.slots;
+  return KVS_OK;
+}
+
+/* A writer that is only just being made is found the next time. With peers_lock, or while the store is being opened. */
+static int add_peer(struct kvs_file_store *store, uint32_t number, struct kvs_error *err) {
+  const unsigned at = store->npeers;
+  struct kvs_file_peer *peer = &store->peers[at];
+  const size_t room = strlen(store->settings.directory) + 32;
+  bool ready = false;
+  *peer = (struct kvs_file_peer){.root = {.folder = -1, .state = -1}, .number = number, .rescan = true};
+  peer->root.path = malloc(room);
+  if (!peer->root.path) return kvs_fail(err, KVS_NOMEM, "no memory for another writer");
+  kvs_file_writer_path(store->settings.directory, number, peer->root.path, room);
+  int status = kvs_file_open_folder(&peer->root, false, err);
+  if (!status) status = match_geometry(store, at, &ready, err);
+  if (!status && ready) ready = kvs_file_notices_map(&store->faults, peer->root.folder, &peer->notices) == 0;
+  if (status || !ready) {
+    close_peer(peer);
+    return status;
+  }
+  pthread_mutex_lock(&store->lock);
+  store->npeers++;
+  pthread_mutex_unlock(&store->lock);
+  return KVS_OK;
+}
+
+int kvs_file_peers_find(struct kvs_file_store *store, struct kvs_error *err) {
+  DIR *dir = opendir(store->settings.directory);
+  if (!dir) return kvs_file_fail(err, errno, "reading the directory %.200s", store->settings.directory);
+  int status = KVS_OK;
+  uint32_t number;
+  char again[32];
+  for (struct dirent *entry; !status && (entry = readdir(dir)) != NULL;) {
+    if (sscanf(entry->d_name, "writer-%4u", &number) != 1 || number >= KVS_FILE_WRITERS) continue;
+    snprintf(again, sizeof again, "writer-%04u", number);
+    if (strcmp(entry->d_name, again) != 0 || is_known(store, number)) continue;
+    status = add_peer(store, number, err);
+  }
+  closedir(dir);
+  return status;
+}
+
+/* -- notices ------------------------------------------------------------------------------------------------------- */
+
+/* The position of the notice's segment; nsegments: it is not open. */
+static uint32_t find_segment_locked(const struct kvs_file_store *store, unsigned root, uint32_t number, uint32_t hint) {
+  const struct kvs_file_segment *all = store->segments;
+  if (hint < store->nsegments && all[hint].root == root && all[hint].number == number && all[hint].fd >= 0) return hint;
+  uint32_t at = 0;
+  while (at < store->nsegments && !(all[at].root == root && all[at].number == number && all[at].fd >= 0)) at++;
+  return at;
+}
+
+static void apply_locked(struct kvs_file_store *store, const struct kvs_file_notice *notice, uint32_t slot) {
+  struct kvs_file_index *index = &store->index;
+  struct kvs_file_entry *entry = notice->gone ? kvs_file_index_find(index, notice->key, notice->key_nbytes)
+                                              : kvs_file_index_add(index, notice->key, notice->key_nbytes);
+  if (!entry) return;
+  if (notice->gone && entry->foreign && entry->slot == slot) kvs_file_set_slot_locked(store, entry, KVS_NO_SLOT);
+  if (!notice->gone && !entry->writer && (entry->foreign || entry->slot == KVS_NO_SLOT))
+    kvs_file_set_slot_locked(store, entry, slot);
+  kvs_file_index_settle(index, entry);
+}
+
+/* False: the watcher has to do something first. */
+static bool catch_up_peer_locked(struct kvs_file_store *store, unsigned at) {
+  struct kvs_file_peer *peer = &store->peers[at];
+  const uint32_t slots = store->geometry.slots;
+  struct kvs_file_notice notice;
+  while (!peer->rescan && !peer->adopt) {
+    enum kvs_file_noticed noticed = kvs_file_notices_next(&peer->notices, &notice);
+    if (noticed == KVS_FILE_NOTHING_NEW) return true;
+    peer->rescan = noticed == KVS_FILE_BEHIND || notice.slot >= slots;
+    if (peer->rescan) break;
+    uint32_t segment = find_segment_locked(store, store->nroots + at, notice.segment, peer->last);
+    bool there = segment < store->nsegments, tried = peer->tried == peer->notices.seen + 1;
+    peer->adopt = !there && !tried && !notice.gone;
+    if (peer->adopt) break;
+    if (there) apply_locked(store, &notice, segment * slots + notice.slot);
+    peer->last = there ? segment : peer->last;
+    kvs_file_notices_advance(&peer->notices);
+  }
+  return false;
+}
+
+void kvs_file_catch_up_locked(struct kvs_file_store *store) {
+  bool all = true;
+  for (unsigned i = 0; i < store->npeers; i++) all &= catch_up_peer_locked(store, i);
+  if (all || store->watch_now) return;
+  store->watch_now = true;
+  pthread_cond_signal(&store->watch);
+}
+
+/* -- the watcher --------------------------------------------------------------------------------------------------- */
+
+/* Segments that cannot be opened are left out, and their notices skipped. */
+static int serve_peer(struct kvs_file_store *store, unsigned at, struct kvs_error *err) {
+  struct kvs_file_peer *peer = &store->peers[at];
+  const unsigned root = store->nroots + at;
+  pthread_mutex_lock(&store->lock);
+  const bool rescan = peer->rescan, adopt = peer->adopt || rescan;
+  if (rescan) kvs_file_notices_skip(&peer->notices); /* what is told from now on is taken in after the scan */
+  pthread_mutex_unlock(&store->lock);
+  if (!adopt) return KVS_OK;
+  if (rescan) kvs_file_note_removed(store, root);
+  int status = kvs_file_adopt_from(store, root, err);
+  if (rescan && !status) status = kvs_file_scan_peer(store, at, err);
+  pthread_mutex_lock(&store->lock);
+  peer->adopt = false;
+  peer->tried = rescan ? 0 : peer->notices.seen + 1; /* a later notice may be of a segment made since */
+  kvs_file_catch_up_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  if (rescan && !status) kvs_file_close_removed(store);
+  return status;
+}
+
+static int serve_peers(struct kvs_file_store *store, bool look, struct kvs_error *err) {
+  pthread_mutex_lock(&store->peers_lock);
+  int status = look ? kvs_file_peers_find(store, err) : KVS_OK;
+  for (unsigned i = 0; !status && i < store->npeers; i++) status = serve_peer(store, i, err);
+  pthread_mutex_unlock(&store->peers_lock);
+  return status;
+}
+
+/* Sleep until there is something to do, after a failure in any case until the next look. True: the store stops. */
+static bool wait_for_work(struct kvs_file_store *store, uint64_t look_ns, bool failed) {
+  pthread_mutex_lock(&store->lock);
+  kvs_file_catch_up_locked(store);
+  while (!store->watch_stop && (failed || !store->watch_now) && kvs_cond_wait(&store->watch, &store->lock, look_ns))
+    continue;
+  store->watch_now = false;
+  bool stop = store->watch_stop;
+  pthread_mutex_unlock(&store->lock);
+  return stop;
+}
+
+static void *watch(void *arg) {
+  struct kvs_file_store *store = arg;
+  struct kvs_error ignored;
+  uint64_t look_ns = kvs_deadline(LOOK_NS);
+  bool failed = false;
+  while (!wait_for_work(store, look_ns, failed)) {
+    const bool look = kvs_clock_ns() >= look_ns;
+    if (look) look_ns = kvs_deadline(LOOK_NS);
+    failed = serve_peers(store, look, &ignored) != KVS_OK;
+  }
+  return NULL;
+}
+
+int kvs_file_peers_start(struct kvs_file_store *store, struct kvs_error *err) {
+  int code = kvs_file_notices_make(&store->faults, store->roots[0].folder, &store->notices);
+  if (code) return kvs_file_fail(err, code, "making notices.kvs in %.200s", store->roots[0].path);
+  int status = serve_peers(store, true, err);
+  if (status) return status;
+  store->watched = kvs_thread_start(&store->watcher, "kvswap-files", watch, store) == 0;
+  return store->watched ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no thread could be started");
+}
+
+void kvs_file_peers_stop(struct kvs_file_store *store) {
+  if (!store->watched) return;
+  pthread_mutex_lock(&store->lock);
+  store->watch_stop = true;
+  pthread_cond_signal(&store->watch);
+  pthread_mutex_unlock(&store->lock);
+  pthread_join(store->watcher, NULL);
+  store->watched = false;
+}
+
+/* Calls on keys may still come, also after the store is closed. */
+void kvs_file_peers_close(struct kvs_file_store *store) {
+  pthread_mutex_lock(&store->lock);
+  struct kvs_file_notices own = store->notices;
+  const unsigned npeers = store->npeers;
+  store->notices.page = NULL;
+  store->npeers = 0;
+  pthread_mutex_unlock(&store->lock);
+  kvs_file_notices_unmap(&own);
+  for (unsigned i = 0; i < npeers; i++) close_peer(&store->peers[i]);
+}
+
+int kvs_file_peers_refresh(struct kvs_file_store *store, struct kvs_error *err) {
+  int status = serve_peers(store, true, err);
+  pthread_mutex_lock(&store->lock);
+  kvs_file_catch_up_locked(store);
+  pthread_mutex_unlock(&store->lock);
+  return status ? status : serve_peers(store, false, err);
+}
