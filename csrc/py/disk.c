@@ -43,9 +43,7 @@ static PyObject *disk_check(PyObject *module, PyObject *const *args, Py_ssize_t 
   int rc;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   if (read_tasks(state, values, &call, &tasks) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_disk_check(&call, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_disk_check(&call, &err));
   PyMem_Free(tasks);
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   Py_RETURN_NONE;
@@ -62,9 +60,7 @@ static PyObject *queue(struct kvs_py_state *state, struct kvs_engine *engine, st
   uint64_t handle;
   int rc;
   if (kvs_py_stream_handle(state, stream, "stream", engine, &handle) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_disk_queue(engine, call, handle, &copy, &err);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_disk_queue(engine, call, handle, &copy, &err));
   if (rc != KVS_OK) return kvs_py_raise(state, &err);
   PyObject *capsule = PyCapsule_New(copy, capsule_name, drop_copy);
   if (capsule == NULL) kvs_disk_unref(copy);
