@@ -144,7 +144,8 @@ def rewrite(name: str, at: int, data: bytes) -> None:
 def test_it_is_a_host_pool(device: kvswap.Device, name: str) -> None:
     with SharedPool(name, 32, 4 * 4096, device=device, layers=4, chunk_nbytes=1 << 17) as pool:
         assert (pool.num_blocks, pool.slot_nbytes, pool.nbytes) == (32, 16384, 32 * 16384)
-        assert pool.pinned and pool.state == "ready" and pool.chunks == 4 and pool.notices == ()
+        assert pool.pinned and pool.state == "ready" and pool.chunks == 4
+        assert set(pool.notices) <= {"what a process left behind when it died was removed"}  # of another run's tests
         assert pool.owner and pool.owner_alive and pool.owner_pid == os.getpid() and pool.generation > 0
         assert segments() >= 1
         assert pool.path == str(path_of(name)) and name in repr(pool)
