@@ -12,6 +12,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 from conftest import PATIENCE
 
+import kvswap
+from kvswap import testing
 from kvswap.offload import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -168,6 +171,23 @@ def test_a_worker_without_a_region_has_its_chunks_in_one_piece(
         np.testing.assert_array_equal(entry.tensor[blocks], want)
     for handler in worker.handlers:
         handler.shutdown(PATIENCE)
+
+
+def test_a_failed_job_raises_and_the_others_are_collected_afterwards() -> None:
+    """vLLM's own connector: no unfinished job is left when the second call comes."""
+    gpu, cpu = [np.ones((8, 512), np.int8)], [np.zeros((8, 512), np.int8)]
+    device = kvswap.Device("host:61")
+    handler = VLLMHandler(gpu, cpu, 1, [[CanonicalKVCacheRef(0, 512)]], gpu_to_cpu=True, device=device)
+    assert handler.get_finished() == []
+    for job in range(3):
+        with testing.fault(device, "copy", "fail") if job == 1 else nullcontext():
+            handler.transfer_async(job, GPULoadStoreSpec([job], [1], [0]), CPULoadStoreSpec([job]))
+    handler.wait({0, 1, 2}, PATIENCE)
+    with pytest.raises(kvswap.Error, match=r"offloading job 1 \(GPU to CPU"):
+        handler.get_finished()
+    assert [(result.job_id, result.success) for result in handler.get_finished()] == [(0, True), (2, True)]
+    assert handler.get_finished() == []
+    handler.shutdown(PATIENCE)
 
 
 def test_a_regions_rows_are_used_as_they_are(vllm: SimpleNamespace) -> None:

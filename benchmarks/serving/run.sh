@@ -9,8 +9,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 tree=$(cd "$here/../.." && pwd)
 base=${BASE:-/tmp/kvswap-serving} pack=${PACK:?a folder with part-00 and SHA256} python=${PYTHON:-python3}
 limit=${LIMIT:-560}
-export OUT=${OUT:-$base/results}
-mkdir -p "$base" "$OUT"
+mkdir -p "$base" "${OUT:=$base/results}"
+OUT=$(realpath "$OUT")
 rm -rf "$base/run" && mkdir "$base/run"
 fail() { echo "run.sh: $*" >&2; exit 2; }
 
