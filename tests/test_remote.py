@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,10 @@ def test_wrong_arguments(rack: Rack) -> None:
     rack.node()
     store = rack.store()
     data = blocks([0])
+    gpu = SimpleNamespace(__cuda_array_interface__={}, data_ptr=lambda: 4096)
     for wrong, error in (
+        (lambda: store.load(keys(1), gpu, [0]), TypeError),
+        (lambda: store.load(keys(1), [gpu]), TypeError),
         (lambda: store.load(b"key", data, [0]), TypeError),
         (lambda: store.load([b""], data, [0]), ValueError),
         (lambda: store.load(["key"], data, [0]), TypeError),
