@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,10 @@ def test_wrong_arguments(rack: Rack) -> None:
     rack.node()
     store = rack.store()
     data = blocks([0])
+    gpu = SimpleNamespace(__cuda_array_interface__={}, data_ptr=lambda: 4096)
     for wrong, error in (
+        (lambda: store.load(keys(1), gpu, [0]), TypeError),
+        (lambda: store.load(keys(1), [gpu]), TypeError),
         (lambda: store.load(b"key", data, [0]), TypeError),
         (lambda: store.load([b""], data, [0]), ValueError),
         (lambda: store.load(["key"], data, [0]), TypeError),
@@ -678,3 +682,58 @@ def test_the_child_of_a_fork_counts_no_stores(rack: Rack) -> None:
         store.load(keys(1), blocks([1]), [0])
 
     store.pid = os.getpid()
+
+
+# -- NIXL's connections -----------------------------------------------------------------------------------------------
+
+
+def drop_connection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the network had cut the control connection: the node goes on, with the same agent."""
+    link = store._link
+    (peer,) = store._peers.values()
+
+    def cut() -> None:
+        peer.socket.disconnect(f"tcp://{peer.node.address}")
+        peer.socket.connect(f"tcp://{peer.node.address}")
+
+    pending = [cut]
+    once = link._once
+    monkeypatch.setattr(link, "_once", lambda *args: (pending and pending.pop()(), once(*args)))
+    run = peer.run
+    until(lambda: peer.run > run)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_node_returns_with_the_same_agent(rack: Rack, monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    """What was kept of the earlier connection must not be taken from the new one, neither now nor later."""
+    from kvswap.remote import _mover
+
+    monkeypatch.setattr(_mover, "_FORCE_SECONDS", 0.5)
+    rack.node()
+    store = rack.store(timeout=PATIENCE)
+    put(store, range(4))
+    if stuck:
+        store.agent.stuck.set()
+        load = store.load(keys(1), blocks([1]), [0])
+        until(lambda: store._mover._begun)
+    drop_connection(store, monkeypatch)
+    if stuck:
+        with pytest.raises(kvswap.Error, match="is down"):
+            load.wait(PATIENCE)
+        time.sleep(0.7)
+        store.agent.stuck.clear()
+    until(lambda: get(store, range(4))[0] == set(range(4)))
+    until(lambda: not store._mover._leaving)
+    time.sleep(0.2)
+    assert get(store, range(4))[0] == set(range(4))
+
+
+def test_a_broken_connection_of_nixl_is_made_anew(rack: Rack) -> None:
+    """The control connection is fine all the time."""
+    rack.node()
+    store = rack.store()
+    put(store, range(4))
+    store.agent.known.clear()
+    arrived, load = get(store, range(4))
+    assert arrived == set() and "NIXL: KeyError" in str(load.error)
+    until(lambda: get(store, range(4))[0] == set(range(4)))

@@ -218,6 +218,7 @@ class Link:
         while peer.monitor.poll(0):
             event = recv_monitor_message(peer.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._lost(peer, "the connection was made anew")  # if the end of the earlier one was not seen
                 self._greet(peer)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 peer.why = "it does not take this client's key"

@@ -23,6 +23,7 @@ _log = logging.getLogger("kvswap.remote")
 
 _MOST_WAITING = 1024
 _FORCE_SECONDS = 5.0  # after a node has gone: until its agent is disconnected although moves have not ended
+_AGAIN_SECONDS = 0.5  # after a failed move: until NIXL connects to the node again
 _SLEEPS = (0.0, 0.00002, 0.00005, 0.0001, 0.0002)
 
 
@@ -82,6 +83,8 @@ class Mover:
         self._lock = threading.Lock()
         self._begun: set[Move] = set()  # and not told yet; guarded by _lock
         self._names: dict[object, str] = {}  # the thread's, as all below
+        self._metadata: dict[object, bytes] = {}  # of the nodes in _names, and of those that NIXL could not reach
+        self._broken: dict[object, float] = {}  # nodes with a failed move, and when to connect to them again
         self._leaving: list[tuple[float, object, str]] = []
         self._active: list[tuple[Move, Any]] = []
         self._closed = False
@@ -137,6 +140,7 @@ class Mover:
             moved = self._take(block=not self._active and not self._leaving)
             moved |= self._look()
             self._forget()
+            self._mend()
             idle = 0 if moved else min(idle + 1, 40)
             if self._active or self._leaving:
                 time.sleep(_SLEEPS[min(idle // 10, len(_SLEEPS) - 1)] if self._active else 0.01)
@@ -153,12 +157,22 @@ class Mover:
             return True
         if key in self._names:
             self._leaving.append((time.monotonic() + _FORCE_SECONDS, key, self._names.pop(key)))
+        self._metadata.pop(key, None)
+        self._forget()
         if what == "connect":
-            try:
-                self._names[key] = self._agent.add(value)
-            except Exception as error:
-                _log.warning("NIXL cannot reach a node: %s: %s", type(error).__name__, error)
+            self._add(key, value)
         return True
+
+    def _add(self, key: object, metadata: bytes) -> None:
+        """A node may have the agent of its earlier run, which is then kept."""
+        self._metadata[key] = metadata
+        self._broken.pop(key, None)
+        try:
+            name = self._names[key] = self._agent.add(metadata)
+            self._leaving = [each for each in self._leaving if each[2] != name]
+        except Exception as error:
+            self._broken[key] = time.monotonic() + _AGAIN_SECONDS
+            _log.warning("NIXL cannot reach a node: %s: %s", type(error).__name__, error)
 
     def _begin(self, move: Move) -> None:
         name = self._names.get(move.key)
@@ -167,7 +181,7 @@ class Mover:
             try:
                 handle = self._agent.begin(move.operation, name, move.local, move.remote, move.nbytes)
             except Exception as error:
-                move.tell(error)
+                self._fail(move, error)
         if handle is not None:
             self._active.append((move, handle))
             return
@@ -183,7 +197,7 @@ class Mover:
                 if ended:
                     move.tell(None)
             except Exception as error:
-                move.tell(_C.Error(f"NIXL: {type(error).__name__}: {error}"))
+                self._fail(move, error)
                 ended = True
             if ended and self._agent.end(handle):
                 move.end()
@@ -193,6 +207,22 @@ class Mover:
         self._active = still
         return ended_now
 
+    def _fail(self, move: Move, error: Exception) -> None:
+        """NIXL's connection to the node may be of no use any more, although the node is up."""
+        move.tell(_C.Error(f"NIXL: {type(error).__name__}: {error}"))
+        self._broken.setdefault(move.key, time.monotonic() + _AGAIN_SECONDS)
+
+    def _mend(self) -> None:
+        """Connect again to nodes with a failed move, once nothing is under way with them."""
+        for key, at in list(self._broken.items()):
+            metadata = self._metadata.get(key)
+            if metadata is None:  # it has gone
+                del self._broken[key]
+            elif time.monotonic() >= at and not any(move.key == key for move, _ in self._active):
+                if key in self._names:
+                    self._remove(self._names.pop(key))
+                self._add(key, metadata)
+
     def _forget(self) -> None:
         """Disconnect from agents that have gone, once nothing is under way with them."""
         for each in list(self._leaving):
@@ -200,7 +230,10 @@ class Mover:
             if any(move.key == key for move, _ in self._active) and time.monotonic() < until:
                 continue
             self._leaving.remove(each)
-            try:
-                self._agent.remove(name)
-            except Exception as error:
-                _log.info("NIXL: %s: %s: %s", name, type(error).__name__, error)
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._agent.remove(name)
+        except Exception as error:
+            _log.info("NIXL: %s: %s: %s", name, type(error).__name__, error)

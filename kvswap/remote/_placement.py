@@ -116,8 +116,11 @@ class Placement:
         if count == 0 or len(self.names) == 1:
             return np.zeros((len(words), count), np.int64)
         scores = _mixed(words[:, None] ^ self._seeds[None, :])
-        best = np.argsort(~scores, axis=1, kind="stable") if count > 1 else np.argmax(scores, axis=1)[:, None]
-        return np.asarray(best[:, :count], np.int64)
+        found = np.empty((len(words), count), np.int64)
+        for rank in range(count):  # few: sorting would look at all nodes
+            best = found[:, rank] = np.argmax(scores, axis=1)
+            scores[np.arange(len(words)), best] = 0
+        return found
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -286,6 +286,7 @@ class RemoteStore:
         count = len(names) // _NAME
         addresses, hold = np.zeros(count, np.uint64), None
         if what != "delete":
+            _refuse_gpu(blocks)
             addresses, hold = _C._remote_addresses(blocks, ids, self.layout.block_nbytes, count, what == "load")
         self._look()
         with self._lock:
@@ -533,6 +534,13 @@ class RemoteStore:
             self._fail(part, _C.Error("not reached: each has a reason"))
             return
         self._succeed(part, np.ones(len(part.positions), bool))
+
+
+def _refuse_gpu(blocks: Any) -> None:
+    """The bytes are copied by the processor, which cannot read there."""
+    for i, each in enumerate(blocks if isinstance(blocks, (list, tuple)) else (blocks,)):
+        if not isinstance(each, int) and hasattr(each, "__cuda_array_interface__"):
+            raise TypeError(f"blocks[{i}] is in GPU memory: the remote tier takes host memory; copy it there first")
 
 
 def _contains(names: bytes, number: int) -> m.Contains:
