@@ -61,7 +61,8 @@ struct kvs_file_settings {
    * opened with all its directories or not at all; the layout is then a JSON object. */
   const char *const *more;
   size_t nmore;
-  uint64_t reserved[6];
+  uint64_t events; /* that are kept for kvs_file_take_events(); 0: none */
+  uint64_t reserved[5];
 };
 
 /* Make or open a store. KVS_INVALID: the directory has another layout (the message names both) and is unchanged.
@@ -125,6 +126,12 @@ KVS_API int kvs_file_pin(struct kvs_file_store *, const struct kvs_file_keys *, 
 KVS_API int kvs_file_touch(struct kvs_file_store *, const struct kvs_file_keys *, struct kvs_error *);
 /* Keys of all blocks, least recently used first. The caller frees *keys and *ends, which are as in kvs_file_keys. */
 KVS_API int kvs_file_list(struct kvs_file_store *, uint8_t **keys, size_t **ends, size_t *count, struct kvs_error *);
+/* Which blocks came and went since the last call, in order, at most settings.events. there[i]: the block of key i can
+ * be loaded since then; else it was evicted, deleted or found damaged. *lost: events that were not kept, and then none
+ * is given: kvs_file_list() has the keys. Blocks found at open give no events. The caller frees *keys, *ends and
+ * *there. */
+KVS_API int kvs_file_take_events(struct kvs_file_store *, uint8_t **keys, size_t **ends, bool **there, size_t *count,
+                                 uint64_t *lost, struct kvs_error *);
 /* Layout and block size of a directory, read from its files; `layout` has room for KVS_FILE_LAYOUT_NBYTES + 1.
  * KVS_FILE: no store. */
 KVS_API int kvs_file_peek(const char *directory, char *layout, uint64_t *block_nbytes, struct kvs_error *);

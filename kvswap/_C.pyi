@@ -541,6 +541,7 @@ class FileStore:
     shared: several processes of a machine store in this directory, each with its own capacity, and each finds the
       blocks of all as they are stored. A key stands for its bytes: all store the same under it. delete()
       deletes own blocks only.
+    events: how many events are kept for take_events(); None: none.
 
     Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.
     Error: the directory cannot be used. Any thread may use it."""
@@ -565,6 +566,7 @@ class FileStore:
         readonly: bool = False,
         gds: Literal["auto", "compat", "off"] = "auto",
         shared: bool = False,
+        events: int | None = None,
     ) -> FileStore: ...
     @property
     def info(self) -> FileInfo:
@@ -640,6 +642,10 @@ class FileStore:
         """Mark these blocks as used now, the first one as the most recent; missing ones are skipped."""
     def keys(self) -> list[bytes]:
         """The keys of all blocks, as bytes, least recently used first."""
+    def take_events(self) -> tuple[list[tuple[bytes, bool]], int]:
+        """([(key, whether its block is there)], lost): which blocks came and went since the last call, in order,
+        those of other writers of a shared directory too. Blocks found at open give none. Where more than `events`
+        were not taken, none is given, and lost says how many: keys() has what is there."""
     def refresh(self) -> None:
         """Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any
         thread may call; Error while another thread is in refresh()."""

@@ -38,6 +38,7 @@ THREADED = [
     "test_racecheck",
     "test_hostpool",
     "test_files",
+    "test_files_shared",
     "test_share",
     "test_threads",
 ]

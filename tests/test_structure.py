@@ -62,7 +62,7 @@ ROWS = [
     {"core/move.h"},
     {"files/index.h", "files/format.h", "files/keys.h"},
     {"files/sys.h", "files/cufile.h"},
-    {"files/notices.h"},
+    {"files/notices.h", "files/events.h"},
     {"files/engine.h", "files/disk.h"},
     {"files/item.h"},
     {"files/store.h"},

@@ -31,7 +31,7 @@ if not BY_PATH:  # older: tiers have to be registered
 CHUNKS, NBYTES = 12, 12288
 
 
-def spec(rank: int = 0) -> Any:
+def spec(rank: int = 0, events: bool = False) -> Any:
     """As much of an OffloadingSpec as tells blocks apart."""
     layers = [f"model.layers.{i}.self_attn" for i in range(80)]
     return SimpleNamespace(
@@ -47,7 +47,7 @@ def spec(rank: int = 0) -> Any:
             model=SimpleNamespace(name="org/model", dtype="bfloat16"),
             cache=SimpleNamespace(tokens_per_hash=16),
         ),
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
     )
 
 
@@ -56,19 +56,19 @@ def key_of(number: int) -> bytes:
 
 
 class Rig:
-    def __init__(self, folder: Path, rank: int = 0, **options: Any) -> None:
+    def __init__(self, folder: Path | list[Path], rank: int = 0, events: bool = False, **options: Any) -> None:
         self.memory = random_bytes(1, CHUNKS * NBYTES).reshape(CHUNKS, NBYTES).copy()
         self.before = self.memory.copy()
-        config = {"type": "FileTier", "directory": str(folder), "capacity": 8 << 20}
-        self.open(config | options, rank)
+        directory: Any = list(map(str, folder)) if isinstance(folder, list) else str(folder)
+        self.open({"type": "FileTier", "directory": directory, "capacity": 8 << 20, **options}, rank, events)
         self.context = (
             base.ReqContext(req_id="request") if "req_id" in inspect.signature(base.ReqContext).parameters else None
         )
         self.jobs = 0
 
-    def open(self, config: dict[str, Any], rank: int = 0) -> None:
+    def open(self, config: dict[str, Any], rank: int = 0, events: bool = False) -> None:
         config |= {"module_path": "kvswap.vllm"} if BY_PATH else {}
-        self.tier = Factory.create_secondary_tier(config, memoryview(self.memory), spec(rank))
+        self.tier = Factory.create_secondary_tier(config, memoryview(self.memory), spec(rank, events))
 
     def job(self, numbers: list[int], chunks: list[int], load: bool) -> int:
         kind = getattr(tiering, "TransferJob", None) or tiering.JobMetadata
@@ -159,19 +159,55 @@ def test_draining(tmp_path: Path) -> None:
 def test_the_next_engine_finds_them_and_another_rank_does_not(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.finished(rig.job([1, 2], [1, 2], load=False))
-    reader = Rig(tmp_path)  # while the first still writes
-    assert reader.has(1) and reader.tier._readonly
-    refused = reader.job([3], [3], load=False)
-    assert not reader.finished()[refused].success
-    loaded = reader.job([2], [9], load=True)
-    assert reader.finished()[loaded].success
-    np.testing.assert_array_equal(reader.memory[9], rig.before[2])
-    reader.tier.shutdown()
+    beside = Rig(tmp_path)  # while the first still writes
+    assert beside.has(1) and not beside.tier._readonly
+    assert beside.finished(beside.job([3, 1], [3, 1], load=False))
+    assert beside.tier._store.stats()["stored"] == 1  # the other's block is kept
+    loaded = beside.job([2], [9], load=True)
+    assert beside.finished()[loaded].success
+    np.testing.assert_array_equal(beside.memory[9], rig.before[2])
+    end = time.monotonic() + PATIENCE
+    while not rig.has(3) and time.monotonic() < end:
+        time.sleep(0.01)
+    loaded = rig.job([3], [10], load=True)
+    assert rig.finished()[loaded].success
+    np.testing.assert_array_equal(rig.memory[10], beside.before[3])
+    beside.tier.shutdown()
     rig.tier.shutdown()
     again, other = Rig(tmp_path), Rig(tmp_path, rank=3)
-    assert again.has(1) and not again.tier._readonly
+    assert again.has(1) and again.has(3) and not again.tier._readonly
     assert not other.has(1) and not other.tier._readonly
     again.tier.shutdown()
+    other.tier.shutdown()
+
+
+def test_several_disks_have_one_writer(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    rig = Rig(folders)
+    rig.finished(rig.job([1, 2], [1, 2], load=False))
+    reader = Rig(folders)
+    assert reader.tier._readonly and reader.has(1)
+    refused = reader.job([3], [3], load=False)
+    assert not reader.finished()[refused].success
+    reader.tier.shutdown()
+    rig.tier.shutdown()
+    assert all(list(folder.glob("*/store.kvs")) for folder in folders)
+
+
+@pytest.mark.skipif(not hasattr(base, "OffloadingEvent"), reason="this vLLM has no KV events of tiers")
+def test_events(tmp_path: Path) -> None:
+    rig, other = Rig(tmp_path, events=True, enable_kv_events=True), Rig(tmp_path, enable_kv_events=True)
+    rig.finished(rig.job([1, 2], [1, 2], load=False))
+    events = list(rig.tier.take_events())
+    assert sorted(key for event in events for key in event.keys) == sorted([key_of(1), key_of(2)])
+    assert not any(event.removed for event in events)
+    other.finished(other.job([3], [3], load=False))
+    assert list(other.tier.take_events()) == []
+    end, events = time.monotonic() + PATIENCE, []
+    while not events and time.monotonic() < end:
+        events = list(rig.tier.take_events())
+    assert [event.keys for event in events] == [[key_of(3)]]
+    rig.tier.shutdown()
     other.tier.shutdown()
 
 

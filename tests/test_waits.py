@@ -93,6 +93,7 @@ QUICK = {
     "files.c:store_contains": QUEUES,
     "files.c:on_keys": QUEUES,
     "files.c:store_keys": QUEUES,
+    "files.c:store_take_events": QUEUES,
     "files.c:gds": OPENS,
     "files.c:gds_close": OPENS,
     "host_alloc.c:host_alloc": QUEUES,

@@ -140,7 +140,7 @@ static int adopt_segment(struct kvs_file_store *store, unsigned root, uint32_t n
     close(fd);
     return kvs_file_refuse_layout(store, of, &there, name, err);
   }
-  bool first = store->nsegments == 0 && !store->geometry_known, ours = what == KVS_FILE_GOOD && there.segment == number;
+  bool first = !store->geometry_known && store->nsegments == 0, ours = what == KVS_FILE_GOOD && there.segment == number;
   ours = ours && (first || there.slots == store->geometry.slots);
   bool cut = ours && fstat(fd, &info) == 0 && (uint64_t)info.st_size < there.segment_nbytes;
   if (cut && !foreign && there.segment_nbytes <= store->settings.capacity) /* extend */

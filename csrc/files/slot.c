@@ -44,6 +44,7 @@ static void tell_locked(struct kvs_file_store *store, const struct kvs_file_entr
 void kvs_file_set_slot_locked(struct kvs_file_store *store, struct kvs_file_entry *entry, uint32_t slot) {
   const uint32_t before = entry->slot;
   const bool had = before != KVS_NO_SLOT && !entry->foreign;
+  if ((before == KVS_NO_SLOT) != (slot == KVS_NO_SLOT)) kvs_file_event_locked(store, entry, slot != KVS_NO_SLOT);
   kvs_file_index_set_slot(&store->index, entry, slot);
   entry->foreign = slot != KVS_NO_SLOT && kvs_file_is_foreign(store, slot);
   const bool has = slot != KVS_NO_SLOT && !entry->foreign;

@@ -185,6 +185,7 @@ static void free_store(struct kvs_file_store *store) {
   pthread_cond_destroy(&store->ended);
   pthread_mutex_destroy(&store->lock);
   free_roots(store);
+  free(store->events.data);
   free((char *)(uintptr_t)store->settings.directory);
   pthread_mutex_destroy(&store->peers_lock);
   pthread_cond_destroy(&store->watch);

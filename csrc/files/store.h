@@ -7,6 +7,7 @@
 
 #include "base/histogram.h"
 #include "core/engine.h"
+#include "files/events.h"
 #include "files/format.h"
 #include "files/item.h"
 #include "files/notices.h"
@@ -84,6 +85,7 @@ struct kvs_file_store {
   uint32_t nsegments, segments_capacity, max_segments;
   uint32_t nremoved; /* segments with fd -1 */
   uint32_t nown;     /* segments of own directories */
+  struct kvs_file_events events;
   unsigned npeers;
   pthread_cond_t watch; /* for the watcher: a peer's flag was set, or the store stops */
   bool watch_now, watch_stop;

@@ -19,6 +19,7 @@ enum {
   READONLY,
   GDS,
   SHARED,
+  EVENTS,
   ARGUMENTS
 };
 
@@ -76,8 +77,9 @@ static int read_settings(PyObject *const *values, struct kvs_file_settings *sett
       read_limit(values[DEPTH], "depth", 256, &depth) < 0 || read_limit(values[QUEUE], "queue", 65536, &queue) < 0 ||
       read_limit(values[SEGMENT_NBYTES], "segment_nbytes", most, &settings->segment_nbytes) < 0 ||
       read_limit(values[STAGING_NBYTES], "staging_nbytes", most, &settings->staging_nbytes) < 0 ||
-      read_flag(values[BUFFERED], &settings->buffered) < 0 || read_flag(values[READONLY], &settings->readonly) < 0 ||
-      read_flag(values[SHARED], &settings->shared) < 0)
+      read_flag(values[BUFFERED], &settings->buffered) < 0 ||
+      read_limit(values[EVENTS], "events", 1 << 24, &settings->events) < 0 ||
+      read_flag(values[READONLY], &settings->readonly) < 0 || read_flag(values[SHARED], &settings->shared) < 0)
     return -1;
   if (!settings->readonly && settings->capacity == 0)
     return kvs_py_complain(PyExc_TypeError, "capacity", -1,
@@ -168,16 +170,16 @@ static int read_directories(PyObject *object, PyObject **paths, const char **mor
 }
 
 int kvs_py_file_open(struct kvs_py_state *state, PyObject *args, PyObject *kwargs, struct kvs_file_store **store) {
-  static char *names[] = {"directory", "layout",   "capacity", "device",         "durability",
-                          "engine",    "depth",    "queue",    "segment_nbytes", "staging_nbytes",
-                          "buffered",  "readonly", "gds",      "shared",         NULL};
+  static char *names[] = {
+      "directory",      "layout",         "capacity", "device",   "durability", "engine", "depth",  "queue",
+      "segment_nbytes", "staging_nbytes", "buffered", "readonly", "gds",        "shared", "events", NULL};
   struct kvs_file_settings settings = {0};
   PyObject *v[ARGUMENTS] = {NULL}, *paths = NULL, *text = NULL;
   const char *more[KVS_FILE_DIRECTORIES];
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOO:FileStore", names, &v[DIRECTORY], &v[LAYOUT],
                                    &v[CAPACITY], &v[DEVICE], &v[DURABILITY], &v[ENGINE], &v[DEPTH], &v[QUEUE],
                                    &v[SEGMENT_NBYTES], &v[STAGING_NBYTES], &v[BUFFERED], &v[READONLY], &v[GDS],
-                                   &v[SHARED]))
+                                   &v[SHARED], &v[EVENTS]))
     return -1;
   int rc = -1;
   if (read_directories(v[DIRECTORY], &paths, more, &settings) == 0 &&

@@ -149,6 +149,36 @@ static PyObject *store_keys(PyObject *self, PyObject *unused) {
   return list;
 }
 
+static PyObject *event_pair(const uint8_t *key, size_t nbytes, bool there) {
+  return Py_BuildValue("(y#O)", (const char *)key, (Py_ssize_t)nbytes, there ? Py_True : Py_False);
+}
+
+static PyObject *store_take_events(PyObject *self, PyObject *unused) {
+  (void)unused;
+  struct kvs_error err = {0};
+  uint8_t *keys = NULL;
+  size_t *ends = NULL, count = 0;
+  bool *there = NULL;
+  uint64_t lost = 0;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS
+  rc = kvs_file_take_events(kvs_py_file_core(self), &keys, &ends, &there, &count, &lost, &err);
+  Py_END_ALLOW_THREADS
+  if (rc != KVS_OK) return kvs_py_raise(kvs_py_state_of(self), &err);
+  PyObject *list = PyList_New((Py_ssize_t)count);
+  for (size_t i = 0, begin = 0; list != NULL && i < count; begin = ends[i++]) {
+    PyObject *pair = event_pair(keys + begin, ends[i] - begin, there[i]);
+    if (pair == NULL)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
+  }
+  free(keys);
+  free(ends);
+  free(there);
+  return list == NULL ? NULL : Py_BuildValue("(NK)", list, (unsigned long long)lost);
+}
+
 static PyObject *store_refresh(PyObject *self, PyObject *unused) {
   (void)unused;
   if (use_store(self, do_refresh, 0) < 0) return NULL;
@@ -343,7 +373,7 @@ PyDoc_STRVAR(
     store_doc,
     "FileStore(directory, layout, *, capacity=None, device=None, durability='none', engine='auto', depth=None, "
     "queue=None, segment_nbytes=None, staging_nbytes=None, buffered=False, readonly=False, gds='auto', "
-    "shared=False)\n--\n\n"
+    "shared=False, events=None)\n--\n\n"
     "Blocks by key in the files of a directory, which is created if missing (mode 0700).\n\n"
     "directory: a path, or a list of paths on several disks, over which the blocks are spread. A store is opened with\n"
     "  all its directories or not at all; their order does not count.\n"
@@ -365,6 +395,7 @@ PyDoc_STRVAR(
     "shared: several processes of a machine store in this directory, each with its own capacity, and each finds the\n"
     "  blocks of all as they are stored. A key stands for its bytes: all store the same under it. delete()\n"
     "  deletes own blocks only.\n"
+    "events: how many events are kept for take_events(); None: none.\n"
     "\n"
     "Calls on one key take effect in the order of the calls. Between keys there is no order, and loads go first.\n"
     "Error: the directory cannot be used. Any thread may use it.");
@@ -387,6 +418,12 @@ PyDoc_STRVAR(unpin_doc, "unpin($self, keys, /)\n--\n\nRemove one pin of each blo
 PyDoc_STRVAR(touch_doc, "touch($self, keys, /)\n--\n\nMark these blocks as used now, the first one as the most recent; "
                         "missing ones are skipped.");
 PyDoc_STRVAR(keys_doc, "keys($self, /)\n--\n\nThe keys of all blocks, as bytes, least recently used first.");
+PyDoc_STRVAR(
+    take_events_doc,
+    "take_events($self, /)\n--\n\n"
+    "([(key, whether its block is there)], lost): which blocks came and went since the last call, in order,\n"
+    "those of other writers of a shared directory too. Blocks found at open give none. Where more than `events`\n"
+    "were not taken, none is given, and lost says how many: keys() has what is there.");
 PyDoc_STRVAR(refresh_doc,
              "refresh($self, /)\n--\n\n"
              "Of a reader: find the blocks that the writer has stored since. Transfers may run meanwhile. Any\n"
@@ -402,6 +439,7 @@ static PyMethodDef methods[] = {
     {"unpin", store_unpin, METH_O, unpin_doc},
     {"touch", store_touch, METH_O, touch_doc},
     {"keys", store_keys, METH_NOARGS, keys_doc},
+    {"take_events", store_take_events, METH_NOARGS, take_events_doc},
     {"refresh", store_refresh, METH_NOARGS, refresh_doc},
     {"stats", store_stats, METH_NOARGS, stats_doc},
     {"close", KVS_PY_FASTCALL(store_close), METH_FASTCALL | METH_KEYWORDS, close_doc},

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import time
 from collections.abc import Collection, Iterable
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 _log = logger("kvswap.vllm")
 _RESULT_FIELDS = {field.name for field in fields(JobResult)}
 _MEDIUM = getattr(offload_base, "Medium", None)
+_EVENT_FIELDS = set(getattr(getattr(offload_base, "OffloadingEvent", None), "__dataclass_fields__", ()))
 _DRAIN_SECONDS = 600.0
+_EVENTS = 1 << 20  # kept until vLLM takes them
 
 
 @dataclass
@@ -154,10 +157,12 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
 class FileTier(StoreTier):
     """vLLM's SecondaryTierManager over a kvswap.files.FileStore.
 
-    directory: parent of the stores; each layout of blocks (model, dtype, ranks) has its own folder. A folder that
-      another engine of this machine writes is opened for reading only.
-    capacity: limit of the bytes of a store's files; beyond it the least recently used blocks are evicted.
+    directory: parent of the stores; each layout of blocks (model, dtype, ranks) has its own folder. Several engines of
+      this machine share it: each stores its own blocks and loads those of all. A list of directories, on several
+      disks, has one writer; another engine opens it for reading only.
+    capacity: limit of the bytes that this engine stores; beyond it the least recently used blocks are evicted.
     durability, engine, depth, queue: as for kvswap.files.FileStore.
+    enable_kv_events: tell vLLM which blocks come and go, where its KV cache events are on.
     """
 
     def __init__(
@@ -165,37 +170,68 @@ class FileTier(StoreTier):
         offloading_spec: Any,
         primary_kv_view: memoryview,
         tier_type: str,
-        directory: str,
+        directory: str | list[str],
         capacity: int,
         durability: str = "none",
         engine: str = "auto",
         depth: int | None = None,
         queue: int | None = None,
+        enable_kv_events: bool = False,
         locality: str | None = None,
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, locality, backpressure_detector)
         layout = layout_of(offloading_spec, self._stride)
-        folder = Path(directory, hashlib.sha256(f"{self._stride} {layout.text}".encode()).hexdigest()[:12])
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = hashlib.sha256(f"{self._stride} {layout.text}".encode()).hexdigest()[:12]
+        folders = [Path(one, name) for one in (directory if isinstance(directory, list | tuple) else [directory])]
+        for folder in folders:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._events = _wants_events(offloading_spec, tier_type) if enable_kv_events else False
         options: dict[str, Any] = {"durability": durability, "engine": engine, "depth": depth, "queue": queue}
-        self._store, self._readonly = _open(folder, layout, capacity, options)
-        _log.info("file tier %s: %s, %s", folder, self._store, self._store.info)
+        options |= {"events": _EVENTS} if self._events else {}
+        self._store, self._readonly = _open(folders, layout, capacity, options)
+        _log.info("file tier %s: %s, %s", ", ".join(map(str, folders)), self._store, self._store.info)
+
+    def take_events(self) -> Iterable[Any]:
+        """Blocks that came and went since the last call, those of other engines too."""
+        if not self._events:
+            return
+        events, lost = self._store.take_events()
+        if lost:
+            _log.warning("%d KV cache events of the file tier are lost: they were not taken in time", lost)
+        for there, run in itertools.groupby(events, key=lambda event: event[1]):
+            told = {
+                "keys": [key for key, _ in run],
+                "medium": self.medium,
+                "removed": not there,
+                "locality": getattr(self, "locality", None),
+            }
+            yield offload_base.OffloadingEvent(**{name: told[name] for name in told if name in _EVENT_FIELDS})
 
 
 def _takes_detector() -> bool:
     return "backpressure_detector" in inspect.signature(SecondaryTierManager.__init__).parameters
 
 
-def _open(folder: Path, layout: Layout, capacity: int, options: dict[str, Any]) -> tuple[FileStore, bool]:
+def _wants_events(offloading_spec: Any, tier_type: str) -> bool:
+    config = getattr(offloading_spec, "kv_events_config", None)
+    if getattr(config, "enable_kv_cache_events", False) and hasattr(offload_base, "OffloadingEvent"):
+        return True
+    _log.warning("enable_kv_events of tier %s has no effect: vLLM's KV cache events are off", tier_type)
+    return False
+
+
+def _open(folders: list[Path], layout: Layout, capacity: int, options: dict[str, Any]) -> tuple[FileStore, bool]:
     """The store, and whether it is read-only."""
+    if len(folders) == 1:
+        return FileStore(folders[0], layout, capacity=capacity, shared=True, **options), False
     try:
-        return FileStore(folder, layout, capacity=capacity, **options), False
+        return FileStore(folders, layout, capacity=capacity, **options), False
     except _C.Error as error:
         if "written by another process" not in str(error):
             raise
         _log.warning("%s; this engine reads it, and stores nothing", error)
-        return FileStore(folder, layout, readonly=True, engine=options["engine"], depth=options["depth"]), True
+        return FileStore(folders, layout, readonly=True, engine=options["engine"], depth=options["depth"]), True
 
 
 def layout_of(offloading_spec: Any, block_nbytes: int) -> Layout:
