@@ -44,6 +44,7 @@ def node(folder: Path, block_nbytes: int, blocks: int, *more: str) -> Iterator[s
         write_secret(folder / "client", client)
         write_secret(folder / "node", new_secret())
         (folder / "allowed").write_text(client.public + "\n")
+        (folder / "allowed").chmod(0o600)
     command = [sys.executable, "-m", "kvswap", "remote", "serve", "--bind", "127.0.0.1:0", "--block", str(block_nbytes)]
     command += ["--blocks", str(blocks), "--key", str(folder / "node"), "--clients", str(folder / "allowed"), *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -69,6 +69,7 @@ class Node:
 def rack(tmp_path: Path) -> Iterator[Any]:
     pair, nodes, stores = remote.new_secret(), [], []
     (tmp_path / "allowed").write_text(pair.public + "\n")
+    (tmp_path / "allowed").chmod(0o600)
 
     def make(
         count: int = 1, more: tuple[str, ...] = (), up: int | None = None, **options: Any

@@ -282,6 +282,7 @@ def main() -> None:
         folder, pair = Path(name), new_secret()
         allowed = folder / "allowed"
         allowed.write_text(pair.public + "\n")
+        allowed.chmod(0o600)
         nodes = [Node(folder, f"node{i}", allowed) for i in range(2)]
         (folder / "nodes").write_text("".join(node.line for node in nodes))
         store = RemoteStore(folder / "nodes", Layout(8 * WORDS), key=pair, replicas=1, queue=16, timeout=3.0)
