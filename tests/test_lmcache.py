@@ -194,17 +194,25 @@ def test_objects_over_several_disks(tmp_path: Path) -> None:
     assert all(list((tmp_path / name).rglob("segment-*.kvs")) for name in ("one", "two"))
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    code = f"from test_lmcache import *\nrig = Rig(Path({str(tmp_path)!r}))"
+def until(condition: Any, what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_processes(tmp_path: Path, shared: bool) -> None:
+    code = f"from test_lmcache import *\nrig = Rig(Path({str(tmp_path)!r}), shared={shared})"
     with Process(code) as writer:
-        reader = Rig(tmp_path, seed=2)  # before anything is stored
+        reader = Rig(tmp_path, seed=2, shared=shared)  # before anything is stored
         assert reader.exists(1) == [False] and reader.load([1], [1]) == [False]
         assert writer.do("rig.store([1, 2], [1, 2])") == [True, True]
-        assert reader.exists(1, 2) == [True, True]
+        until(lambda: reader.exists(1, 2) == [True, True], "objects of the other process are not found")
         assert reader.load([1, 2], [1, 2]) == [True, True]
         np.testing.assert_array_equal(reader.memory[[1, 2]], random_bytes(1, 16 * NBYTES).reshape(16, NBYTES)[[1, 2]])
         ok, error, each = reader.wait(reader.connector.submit_batch_set(keys_of(3), reader.views([3])))
-        assert (ok, each) == (False, [False]) and "another process" in error
+        assert (ok, each) == (shared, [shared]) and ("another process" in error) != shared
         assert reader.wait(reader.connector.submit_batch_delete(keys_of(1)))[0] is False
         writer.kill()
         assert reader.exists(1, 2) == [True, True] and reader.load([2], [4]) == [True]

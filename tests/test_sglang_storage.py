@@ -21,7 +21,7 @@ from conftest import PATIENCE, run_python
 from processes import Process
 from sglang_stand_in import HostPool, MarkPool, PoolHitPolicy, PoolName, PoolTransfer, config
 
-from kvswap import _one_writer, testing
+from kvswap import _shared_files, testing
 
 KV, LATENT, LAYERS, UNEVEN = [8192, 8192], [4608], [512] * 6, [4096, 100, 1]
 CAPACITY = 64 << 20
@@ -167,11 +167,14 @@ def test_pages_survive_the_engine_and_belong_to_their_rank(tmp_path: Path) -> No
         made = storage(tmp_path, pool, tp_rank=rank, tp_size=2)
         assert load(made, pool, [1], [9]) == [True] and pool.bytes_of(9) == pool.bytes_of(rank)
         made.close()
-    others: list[dict[str, Any]] = [{"tp_size": 4}, {"pp_rank": 1, "pp_size": 2}, {"model_name": "b"}, {"dp_rank": 1}]
-    for changes in [*others, {"attn_cp_rank": 1, "attn_cp_size": 2}]:
+    others: list[dict[str, Any]] = [{"tp_size": 4}, {"pp_rank": 1, "pp_size": 2}, {"model_name": "b"}]
+    for changes in [*others, {"attn_cp_rank": 1, "attn_cp_size": 2}, {"extra": {"shared": False}, "dp_rank": 1}]:
         made = storage(tmp_path, pool, **{"tp_size": 2, **changes})
         assert made.batch_exists(keys_of(1)) == 0, changes
         made.close()
+    made = storage(tmp_path, pool, tp_size=2, dp_rank=1)  # the same heads
+    assert made.batch_exists(keys_of(1)) == 1
+    made.close()
     made = storage(tmp_path, HostPool(KV, layout="page_first_direct"), tp_size=2)  # other bytes in a page
     assert made.batch_exists(keys_of(1)) == 0
     made.close()
@@ -191,24 +194,42 @@ class Counted:
         return getattr(self.store, name)
 
 
-def test_one_rank_writes_what_all_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_one_writer, "_READER_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(_one_writer, "_REFRESH_SHARE", 0.0)  # it looks again at once, however long it took before
+def until(condition: Any, what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_rank_writes_what_all_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    monkeypatch.setattr(_shared_files, "_READER_AGAIN_SECONDS", 0.0)
     pool, other = HostPool(LATENT), HostPool(LATENT, seed=2)
-    reader = storage(tmp_path, other, is_mla_model=True, tp_rank=1, tp_size=2)
+    same: dict[str, Any] = {"extra": {"shared": shared}, "is_mla_model": True, "tp_size": 2}
+    reader = storage(tmp_path, other, tp_rank=1, **same)
     assert reader.batch_exists(keys_of(1)) == 0  # there is no store yet
     assert save(reader, other, [1], [1]) == load(reader, other, [1], [1]) == [False]
-    writer = storage(tmp_path, pool, is_mla_model=True, tp_rank=0, tp_size=2)
+    writer = storage(tmp_path, pool, tp_rank=0, **same)
     for number in (1, 2):
         assert save(writer, pool, [number], [number]) == [True]
-        assert reader.batch_exists(keys_of(1, 2)) == number
+        until(lambda number=number: reader.batch_exists(keys_of(1, 2)) == number, "a page is not found")
     assert load(reader, other, [1, 2], [8, 9]) == [True, True]
     assert (other.bytes_of(8), other.bytes_of(9)) == (pool.bytes_of(1), pool.bytes_of(2))
     assert save(reader, other, [3], [3]) == [False] and reader.batch_exists(keys_of(3)) == 0
     folders = {path.parent for path in tmp_path.rglob("segment-*.kvs")}
     assert len(folders) == 1, "each rank has files of its own"
+    reader.close()
+    writer.close()
+
+
+def test_a_reader_looks_again_when_the_files_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HostPool(LATENT)
+    same: dict[str, Any] = {"extra": {"shared": False}, "is_mla_model": True, "tp_size": 2}
+    writer = storage(tmp_path, pool, tp_rank=0, **same)
+    save(writer, pool, [1], [1])
+    reader = storage(tmp_path, pool, tp_rank=1, **same)
     files = store_of(reader)
-    time.sleep(2 * _one_writer._CLOCK_SECONDS)
+    time.sleep(2 * _shared_files._CLOCK_SECONDS)
     reader.batch_exists(keys_of(77))
     refreshes: list[int] = []
     monkeypatch.setattr(reader._pages["kv"].store, "_store", Counted(files, refreshes))
@@ -216,7 +237,8 @@ def test_one_rank_writes_what_all_have(tmp_path: Path, monkeypatch: pytest.Monke
         assert reader.batch_exists(keys_of(77)) == 0
     assert refreshes == [], "nothing has changed"
     save(writer, pool, [77], [3])
-    assert reader.batch_exists(keys_of(77)) == 1 and len(refreshes) == 1
+    until(lambda: reader.batch_exists(keys_of(77)) == 1, "a page is not found")
+    assert refreshes
     reader.close()
     writer.close()
 
@@ -226,29 +248,30 @@ import sglang_stand_in as stand_in
 stand_in.install()
 from test_sglang_storage import *
 pool = HostPool(KV)
-made = storage(Path({folder!r}), pool)
+made = storage(Path({folder!r}), pool, extra={{"shared": {shared}}})
 """
 
 
-def test_a_killed_writer_leaves_whole_pages_and_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_one_writer, "_OPEN_AGAIN_SECONDS", 0.0)
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_killed_writer_leaves_whole_pages_and_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(_shared_files, "_OPEN_AGAIN_SECONDS", 0.0)
     pool = HostPool(KV)  # the same bytes
-    with Process(WRITER.format(folder=str(tmp_path))) as writer:
+    with Process(WRITER.format(folder=str(tmp_path), shared=shared)) as writer:
         assert writer.do("save(made, pool, [1, 2], [1, 2])") == [True, True]
-        made = storage(tmp_path, HostPool(KV, seed=2))
+        made = storage(tmp_path, HostPool(KV, seed=2), extra={"shared": shared})
         mine = made._hosts["kv"]
-        assert made.batch_exists(keys_of(1, 2)) == 2 and not made._pages["kv"].store.writes
-        assert save(made, mine, [3], [3]) == [False]
+        until(lambda: made.batch_exists(keys_of(1, 2)) == 2, "pages are not found")
+        assert save(made, mine, [3], [3]) == [shared] and made._pages["kv"].store.writes == shared
         writer.do(
             "import threading; fault = testing.file_fault(store_of(made), 'write', 'delay', every=1, delay=0.2)\n"
             "fault.__enter__()\n"
             "threading.Thread(target=save, args=(made, pool, range(10, 16), range(10, 16)), daemon=True).start()"
         )
         writer.kill()
-    end = time.monotonic() + PATIENCE
-    while save(made, mine, [3], [3]) != [True]:  # the kernel ends the killed process's writes before it drops the lock
-        assert time.monotonic() < end, "the writer's place is not taken"
-        time.sleep(0.01)
+    # the kernel ends the killed process's writes before it drops the lock
+    until(lambda: save(made, mine, [4], [4]) == [True], "the writer's place is not taken")
     assert made._pages["kv"].store.writes
     found = [number for number in (1, 2, *range(10, 16)) if made.exists(keys_of(number)[0])]
     assert found[:2] == [1, 2]
@@ -260,9 +283,22 @@ def test_a_killed_writer_leaves_whole_pages_and_its_place(tmp_path: Path, monkey
     made.close()
 
 
-def test_a_second_engine_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_engine_stores_too(tmp_path: Path) -> None:
     pool = HostPool(KV)
     first, second = storage(tmp_path, pool), storage(tmp_path, pool)
+    assert save(first, pool, [1, 2], [1, 2]) == [True, True]
+    until(lambda: second.batch_exists(keys_of(1, 2)) == 2, "pages of the other engine are not found")
+    assert save(second, pool, [2, 3], [2, 3]) == [True, True]
+    assert store_of(second).stats()["stored"] == 2, "a page that is there is stored again"  # K and V of one page
+    until(lambda: first.batch_exists(keys_of(1, 2, 3)) == 3, "a page of the other engine is not found")
+    assert load(first, pool, [3], [9]) == [True] and pool.bytes_of(9) == pool.bytes_of(3)
+    first.close()
+    second.close()
+
+
+def test_a_second_engine_reads_where_one_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool(KV)
+    first, second = (storage(tmp_path, pool, extra={"shared": False}) for _ in range(2))
     save(first, pool, [1], [1])
     assert save(second, pool, [2], [2]) == [False]
     assert "stores nothing" in caplog.text
@@ -377,18 +413,18 @@ def test_a_slow_disk_is_waited_for_and_told(
     made.close()
 
 
-def test_clearing(tmp_path: Path) -> None:
+def test_clearing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(KV)
-    made, reader = storage(tmp_path, pool), None
+    made, other = storage(tmp_path, pool), storage(tmp_path, pool)
     save(made, pool, [1, 2], [1, 2])
-    reader = storage(tmp_path, pool)
-    reader.clear()  # it deletes nothing
-    assert made.batch_exists(keys_of(1, 2)) == 2
+    until(lambda: other.batch_exists(keys_of(1, 2)) == 2, "pages of the other engine are not found")
+    other.clear()  # it deletes what it stored
+    assert made.batch_exists(keys_of(1, 2)) == 2 and "4 of 4 blocks failed" in caplog.text
     made.clear()
     assert made.batch_exists(keys_of(1)) == 0
     assert save(made, pool, [1], [1]) == [True] and made.batch_exists(keys_of(1)) == 1
     made.close()
-    reader.close()
+    other.close()
 
 
 def test_figures_for_sglangs_metrics(tmp_path: Path) -> None:

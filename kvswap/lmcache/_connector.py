@@ -24,7 +24,7 @@ from typing import Any
 from kvswap import _C
 from kvswap._devices import log_build
 from kvswap._log import into, logger
-from kvswap._one_writer import Directory, OneWriterStore, check_directory
+from kvswap._shared_files import Directory, SharedFiles, check_directory
 from kvswap.files import FileTransfer, Layout
 
 _log = logger("kvswap.lmcache")
@@ -49,11 +49,12 @@ class _Operation:
 class FileConnector:
     """Objects of LMCache by key in the files of a directory.
 
-    directory: created if missing. One process writes it; others that name it read what that one has stored. A list:
-      several disks, over which the objects are spread.
+    directory: created if missing. A list: several disks, over which the objects are spread.
     capacity: limit of the bytes of the files, of each size of objects; beyond it the least recently used are evicted.
     name: tells apart caches in which the same key may mean other bytes of the same number: dtypes, say.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
+    shared: all servers of the machine that name the directory store in it, and find each other's objects. False, for
+      network file systems, and a list of directories: the first process writes, the others read.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FileConnector:
         depth: int | None = None,
         queue: int | None = None,
         buffered: bool = False,
+        shared: bool = True,
     ) -> None:
         into("lmcache")
         log_build()
@@ -76,9 +78,9 @@ class FileConnector:
         self._directories = [directory] if isinstance(directory, str) else directory
         self._capacity, self._name = capacity, name
         options = {"durability": durability, "engine": engine, "depth": depth, "queue": queue, "buffered": buffered}
-        self._options: dict[str, Any] = options
+        self._options: dict[str, Any] = {**options, "shared": shared}
         self._opening = threading.Lock()
-        self._stores: dict[int, OneWriterStore] = {}  # by bytes of an object; guarded by _opening
+        self._stores: dict[int, SharedFiles] = {}  # by bytes of an object; guarded by _opening
         self._lock = threading.Lock()
         self._running: list[_Operation] = []  # guarded by _lock, as are the fields below
         self._completions: deque[_Completion] = deque()
@@ -151,16 +153,16 @@ class FileConnector:
                 if path.name.isdecimal():
                     self._store_of(int(path.name))
 
-    def _store_of(self, nbytes: int) -> OneWriterStore:
+    def _store_of(self, nbytes: int) -> SharedFiles:
         with self._opening:
             store = self._stores.get(nbytes)
             if store is None:
                 layout = Layout(nbytes, engine="lmcache", name=self._name)
                 places = [str(Path(each, str(nbytes))) for each in self._directories]
-                store = self._stores[nbytes] = OneWriterStore(places, layout, self._capacity, True, self._options)
+                store = self._stores[nbytes] = SharedFiles(places, layout, self._capacity, True, self._options)
             return store
 
-    def _known(self) -> list[OneWriterStore]:
+    def _known(self) -> list[SharedFiles]:
         with self._opening:
             return list(self._stores.values())
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap._one_writer import Directory, OneWriterStore
+from kvswap._shared_files import Directory, SharedFiles
 from kvswap.files import FileTransfer, Layout
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class Pages:
         block = -(-self.layout.block_nbytes // _PAGE) * _PAGE + _PAGE
         on_disk = block * (len(self.sizes) if self.in_place else 1)
         self.disk_nbytes = on_disk * max(1, getattr(pool, "size", page) // page)  # of as many pages as the pool has
-        self.store: OneWriterStore | None = None
+        self.store: SharedFiles | None = None
 
     def open(self, directory: Directory, capacity: int, may_write: bool, options: dict[str, Any]) -> None:
         """Open the files."""
-        self.store = OneWriterStore(directory, self.layout, capacity, may_write, options)
+        self.store = SharedFiles(directory, self.layout, capacity, may_write, options)
 
     # -- the calls, on pages ------------------------------------------------------------------------------------------
 
@@ -87,14 +87,14 @@ class Pages:
         return self._move(keys, host_indices, load=False)
 
     def clear(self) -> None:
-        """Delete all pages, if this process writes them."""
+        """Delete all pages that this process stored."""
         assert self.store is not None
-        keys = self.store.keys()
-        transfer = self.store.delete(keys)
+        transfer = self.store.delete(self.store.keys())
         if transfer is not None:
             wait(transfer, "deleting", self.name)
             if transfer.error is not None:
-                raise transfer.error
+                failed = len(transfer.failed_blocks)
+                _log.warning("deleting: %d of %d blocks failed: %s", failed, transfer.num_blocks, transfer.error)
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

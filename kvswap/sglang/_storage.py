@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvswap._log import logger
-from kvswap._one_writer import check_directory
+from kvswap._shared_files import check_directory, shares
 from kvswap.sglang._pages import Pages
 
 _log = logger("kvswap.sglang")
@@ -27,7 +27,7 @@ _FOR_SGLANG = {
     "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 }  # fmt: skip
 _MOST_MOVES = 4096
-_FOR_FILES = {"durability": "none", "engine": "auto", "depth": None, "queue": None, "buffered": False}
+_FOR_FILES = {"durability": "none", "engine": "auto", "depth": None, "queue": None, "buffered": False, "shared": True}
 
 
 class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missing when types are checked
@@ -40,6 +40,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
     capacity: limit of the bytes of a rank's files; beyond it the least recently used pages are evicted. The pools of a
       hybrid model share it as they share the host memory.
     durability, engine, depth, queue, buffered: as for kvswap.files.FileStore.
+    shared: all engines and ranks of the machine that name the directory store in it, and find each other's pages.
+      False, for network file systems, and a list of directories: the first process writes, the others read.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -126,8 +128,9 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             "model": config.model_name,
             "pp": [config.pp_rank, config.pp_size],
             "cp": [config.attn_cp_rank, config.attn_cp_size],
-            "dp": config.dp_rank,
         }
+        if not shares(self._extra["directory"], self._extra):  # else all that do attention for other requests share
+            fields["dp"] = config.dp_rank
         return fields if self._replicated(name) else {**fields, "tp": [config.tp_rank, config.tp_size]}
 
     # -- pages of KV --------------------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         raise NotImplementedError(_NEEDS_V1)
 
     def clear(self) -> None:
-        """Delete all pages that this process writes."""
+        """Delete all pages that this process stored."""
         for pages in list(self._pages.values()):
             pages.clear()
 

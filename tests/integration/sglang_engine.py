@@ -259,6 +259,8 @@ class Engine:
     def forget(self) -> None:
         """The caches of device and host are emptied, and their bytes are made useless."""
         self.settle()
+        if self.options.mla and self.options.ranks > 1:
+            time.sleep(0.3)  # a rank that reads finds a new file of the one that writes
         self.tree.sanity_check()
         self.tree.reset()
         self.allocator.clear()

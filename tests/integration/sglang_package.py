@@ -70,9 +70,8 @@ class Scenario:
     def __init__(self, options: argparse.Namespace, rank: int, folder: Path) -> None:
         from sglang_engine import PAGE, Engine
 
-        from kvswap import _one_writer, testing
+        from kvswap import testing
 
-        _one_writer._REFRESH_SHARE = 0.0  # ranks that read look as often as this script asks, which a server does not
         self.options, self.rank, self.folder, self.page, self.testing = options, rank, folder, PAGE, testing
         self.make = lambda name="kv", **extra: Engine(options, rank, folder / name, **extra)
         self.last = rank == options.ranks - 1
@@ -123,7 +122,29 @@ class Scenario:
         if self.options.mla and self.options.ranks > 1:
             stored = engine.storage._pages["kv"].store.writes
             assert stored == (self.rank == 0), "the rank that SGLang names writes"
+        self.replica(engine)
         self.end(engine)
+
+    def replica(self, engine: Any) -> None:
+        """Another engine of this machine, of which there is the storage alone, finds what this one stores."""
+        from kvswap.sglang import FileStorage
+
+        tokens, storage = prompt(8, 4), FileStorage(engine.tree.cache_controller.storage_config, {})
+        for entry in engine.tree.host_pool_group.entries:
+            storage.register_mem_host_pool_v2(entry.host_pool, entry.name)
+        storage.on_host_pools_registered()
+        engine.serve(tokens)
+        engine.settle()
+        end = time.monotonic() + 60
+        while True:
+            known = list(storage._pages["kv"].store.keys())
+            keys = sorted({key.decode().partition(".")[0] for key in known})
+            if len(keys) == 28 and storage.batch_exists(keys) == 28:  # 12 and three times 4, and the 4 of this prompt
+                break
+            assert time.monotonic() < end, f"a second engine finds {len(keys)} pages"
+            time.sleep(0.05)
+        storage.close()
+        self.say(f"a second engine on the same folder finds {len(keys)} pages while the first one runs")
 
     def layouts(self) -> None:
         """Pages of SGLang's host pools in layouts whose copies to the device need a GPU, through the storage alone."""
@@ -147,7 +168,10 @@ class Scenario:
                 assert storage.batch_set_v1(keys, rows) == [True] * 9
             self.meet()
             host.kv_buffer.view(torch.int16).fill_(-7)
-            assert storage.batch_exists([*keys, "none"]) == 9
+            end = time.monotonic() + 60
+            while storage.batch_exists([*keys, "none"]) != 9:  # of MLA, on a rank that reads
+                assert time.monotonic() < end, "pages are not found"
+                time.sleep(0.01)
             assert storage.batch_get_v1(list(reversed(keys)), rows) == [True] * 9
             after = [host.get_data_page(i * page).view(torch.int16) for i in range(9)]
             assert all(torch.equal(*each) for each in zip(after, reversed(before), strict=True)), layout
@@ -249,12 +273,6 @@ class Scenario:
             os.kill(victim.pid, signal.SIGKILL)
             victim.join(60)
             engine = self.make("killed")
-            end = time.monotonic() + 60
-            while not engine.storage._pages["kv"].store.writes:  # the kernel ends the other's writes first
-                assert time.monotonic() < end, "the other engine's place is not taken"
-                time.sleep(0.05)
-                engine.close()
-                engine = self.make("killed")
             found = [engine.again(prompt(1000 * kill + i, 6)) for i in range(4)]
             assert found[0] == 6 * self.page, "a prompt that was stored is lost"
             hits.append(sum(found))
@@ -289,7 +307,7 @@ def damage(engine: Any) -> None:
     from sglang_engine import PAGE
 
     (folder,) = engine.storage._pages["kv"].store.folders
-    for path in sorted(folder.glob("segment-*.kvs")):
+    for path in sorted(folder.rglob("segment-*.kvs")):
         content = bytearray(path.read_bytes())
         marks = [at for at in range(4096, len(content), 4096) if content[at : at + 8] == b"KVSBLOCK"]
         content[marks[len(marks) // 4] + 4096 + PAGE] ^= 1

@@ -1,4 +1,4 @@
-"""A file store that several processes of one machine open under the same configuration: one writes, the others read."""
+"""A file store that several processes of one machine open under the same configuration: engines, ranks, replicas."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ _FOR_READERS = ("engine", "depth", "queue", "buffered")
 Directory = str | list[str]
 
 
+def shares(directory: Directory, options: dict[str, Any]) -> bool:
+    """Whether all processes write."""
+    return bool(options.get("shared", True)) and (isinstance(directory, str) or len(directory) == 1)
+
+
 def check_directory(directory: Any, where: str) -> None:
     """ValueError: it is neither a path nor a list of paths."""
     paths = directory if isinstance(directory, list) else [directory]
@@ -32,16 +37,17 @@ def check_directory(directory: Any, where: str) -> None:
         raise ValueError(f'{where} needs "directory": the path of kvswap\'s files, or a list of paths on several disks')
 
 
-class OneWriterStore:
-    """The store of one layout: a folder of `directory`, named after the layout, or of several, over which it is spread.
+class SharedFiles:
+    """The store of one layout: a folder of `directory`, named after the layout.
 
-    may_write: False: this process only reads. True: it writes if no other process does; otherwise it reads, and tries
-      again to become the writer when it is asked to store, every ten seconds at most.
-    options: of FileStore.
+    may_write: False: this process stores nothing.
+    options: of FileStore. shared: every process that may write does, and finds what the others stored.
 
-    A reader finds what the writer has stored since (refresh()) when it is asked for a key that it does not know and the
-    files have changed; the refreshes take at most a tenth of its time. While the writer has not made the folder,
-    nothing is found. Any thread may call.
+    Where that is not possible, with shared=False or a list of directories (several disks), one process writes and the
+    others read. A process that may write and finds another writer reads, and tries again to become the writer when it
+    is asked to store, every ten seconds at most. A reader finds what the writer has stored since (refresh()) when it is
+    asked for a key that it does not know and the files have changed; the refreshes take at most a tenth of its time.
+    While the writer has not made the folder, nothing is found. Any thread may call.
     """
 
     def __init__(
@@ -49,11 +55,12 @@ class OneWriterStore:
     ) -> None:
         name = hashlib.sha256(f"{layout.block_nbytes} {layout.text}".encode()).hexdigest()[:12]
         self.folders = [Path(each, name) for each in ([directory] if isinstance(directory, str) else directory)]
-        self.layout, self.capacity, self.may_write, self.options = layout, capacity, may_write, options
+        self.layout, self.capacity, self.may_write = layout, capacity, may_write
+        self.options = {**options, "shared": shares(directory, options)}
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
         self._store: FileStore | None = None  # guarded by _lock, as are the fields below
-        self._writes = self._closed = False
+        self._writes = self._closed = False  # _writes: no other process's store has to be looked at
         self._next_open = 0.0
         self._next_refresh = 0.0  # guarded by _refreshing, as is _seen
         self._seen: set[tuple[str, int]] = set()
@@ -71,8 +78,8 @@ class OneWriterStore:
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the writer."""
-        return self._writes
+        """Whether this process stores what it is told to."""
+        return self._writes and self.may_write
 
     def find(self, keys: list[bytes]) -> list[bool]:
         """Whether each key's block exists."""
@@ -125,7 +132,9 @@ class OneWriterStore:
         return self._store
 
     def _writer(self) -> FileStore | None:
-        if not self._writes and self.may_write:
+        if not self.may_write:
+            return None
+        if not self._writes:
             with self._lock:
                 if not self._writes and not self._closed and time.monotonic() >= self._next_open:
                     self._open()
@@ -134,7 +143,7 @@ class OneWriterStore:
     def _open(self, *, at_start: bool = False) -> None:
         """As the writer, if that is possible."""
         self._next_open = time.monotonic() + _OPEN_AGAIN_SECONDS
-        if not self.may_write:
+        if not self.may_write and not self.options["shared"]:
             return self._open_reader()
         try:
             store = FileStore(self._place, self.layout, capacity=self.capacity, **self.options)
