@@ -89,7 +89,8 @@
   X(file_transfer_error)                                                                                               \
   X(file_transfer_failed)                                                                                              \
   X(file_transfer_reason)                                                                                              \
-  X(file_transfer_get_info)
+  X(file_transfer_get_info)                                                                                            \
+  X(file_take_events)
 
 #ifdef __cplusplus
 #define KVSWAP_CAPI_MEMBER(name) decltype(&kvs_##name) name;

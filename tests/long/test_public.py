@@ -87,7 +87,7 @@ class World:
         self.host = memory.HostPool(8, 4096, max_blocks=32, device=device)
         self.shared = memory.SharedPool(f"test-public-{os.getpid()}", THREADS, 4096, device=device)
         layout = files.Layout(NBYTES, model="m")
-        self.store = files.FileStore(folder / "store", layout, capacity=1 << 19, device=device)
+        self.store = files.FileStore(folder / "store", layout, capacity=1 << 19, device=device, events=100)
         self.streams = [kvswap.Stream(device) for _ in range(4)]
         self.events = [kvswap.Event(device) for _ in range(4)]
         self.memories = [device.alloc(8192) for _ in range(3)]
@@ -411,7 +411,10 @@ def file_transfer(w: World, me: Mine) -> None:
     me.of([one.wait, one.result])(timeout=PATIENCE)
 
 
-@call(*(f"kvswap.files.FileStore.{x}" for x in ("contains", "keys", "pin", "refresh", "stats", "touch", "unpin")))
+ASKED = ("contains", "keys", "pin", "refresh", "stats", "take_events", "touch", "unpin")
+
+
+@call(*(f"kvswap.files.FileStore.{x}" for x in ASKED))
 def store_asked(w: World, me: Mine) -> None:
     keys = [b"%d" % i for i in me.rng.permutation(KEYS)[:3]]
     w.store.contains(keys), w.store.touch(keys), w.store.stats(), w.store.refresh()
@@ -419,6 +422,7 @@ def store_asked(w: World, me: Mine) -> None:
         w.store.keys()
     w.store.pin(keys)
     w.store.unpin(keys)
+    w.store.take_events()
 
 
 def attributes(w: World, me: Mine) -> None:
