@@ -17,7 +17,7 @@ from kvswap.files import FileStore, FileTransfer, Layout
 WAITS = {"FileStore", "close", "refresh", "wait", "result"}
 NO_WAITS = {
     FileStore: {"store", "load", "delete", "contains", "pin", "unpin", "touch", "keys", "stats", "info",
-                "block_nbytes"},
+                "block_nbytes", "take_events"},
     FileTransfer: {"done", "cancel", "what", "state", "nbytes", "num_blocks", "num_kept", "elapsed", "error",
                    "failed_blocks", "reasons"},
 }  # fmt: skip
