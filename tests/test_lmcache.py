@@ -20,7 +20,7 @@ from conftest import PATIENCE, random_bytes, run_python
 from processes import Process
 
 from kvswap import testing
-from kvswap.lmcache import FileConnector
+from kvswap.lmcache import FileConnector, _connector
 
 NBYTES = 12_300
 CAPACITY = 32 << 20
@@ -116,6 +116,21 @@ def test_each_object_is_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> None
         assert rig.load([1, 2], [8, 9]) == [False, False]
     assert rig.load([1, 2], [8, 9]) == [True, True]
     assert "storing: 1 of 3 objects failed" in caplog.text
+
+
+def test_an_operation_that_ends_between_two_looks_is_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transfers go on when it is asked, and have ended when they are."""
+    whole, asked = _connector._Operation.ended, set()
+
+    def ended(operation: _connector._Operation) -> bool:
+        first = operation.number not in asked
+        asked.add(operation.number)
+        for _, transfer in operation.parts:
+            transfer.wait(PATIENCE)
+        return not first and whole(operation)
+
+    monkeypatch.setattr(_connector._Operation, "ended", ended)
+    assert rig.store([1, 2], [1, 2]) == [True, True]
 
 
 def test_a_damaged_object_is_not_served(rig: Rig, tmp_path: Path) -> None:

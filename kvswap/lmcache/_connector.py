@@ -240,7 +240,8 @@ class FileConnector:
             ended = [operation for operation in running if operation.ended()]
             if not ended:
                 transfers = [transfer for each in running for _, transfer in each.parts if not transfer.done()]
-                _C._wait_first(transfers, seen)
+                if transfers or not running:  # else all have ended since they were asked
+                    _C._wait_first(transfers, seen)
                 continue
             with self._lock:
                 self._running = [operation for operation in self._running if operation not in ended]
