@@ -26,6 +26,7 @@ MODULES_LEFT_OUT = {
     "info": "describes the machine: test_cli.py",
     "lmcache": "needs LMCache: tests/integration runs it, test_lmcache.py without it; it is kvswap.files below",
     "metrics": "reads counters: test_metrics.py",
+    "remote": "needs nodes: test_remote.py has random operations on several, with an agent of its own",
     "sglang": "needs SGLang: tests/integration runs it, test_sglang_storage.py a stand-in; it is kvswap.files below",
     "typing": "types for annotations: tests/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
