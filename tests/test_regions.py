@@ -224,9 +224,9 @@ def test_register_where_nothing_is(device: kvswap.Device) -> None:
 
 def test_unregistering_waits_for_transfers(device: kvswap.Device, page: tuple[Buffer, int]) -> None:
     room, base = page
-    device.register(base, 8 * mmap.PAGESIZE)
     gpu, data = Buffer(device, 4096), room.randomise(2)
     with Gate(device) as gate:
+        device.register(base, 8 * mmap.PAGESIZE)
         stream = kvswap.Stream(device)
         gate.hold(stream)
         transfer = kvswap.swap_cache_per_layer_async(
