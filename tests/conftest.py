@@ -262,6 +262,15 @@ def comes_down(count: Callable[[], int], most: int) -> bool:
     return count() <= most
 
 
+def until(condition: Callable[[], Any], what: str = "what has to come", timeout: float = PATIENCE) -> Any:
+    """What condition() returns as soon as that is true; a test fails that waits too long."""
+    end = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not after {timeout:g} s: {what}"
+        time.sleep(0.002)
+    return found
+
+
 def random_bytes(seed: int, nbytes: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 

@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import PATIENCE, ROOT, Bytes
+from conftest import PATIENCE, ROOT, Bytes, until
 
 import kvswap
 from kvswap import memory
@@ -29,15 +28,6 @@ MODEL = (
 )  # fmt: skip
 PATIENT = ("--rank_timeout", "60")  # on a busy machine a rank may get no time for seconds
 GPU_BLOCKS, CPU_BLOCKS, BLOCK_NBYTES, TENSORS = SHAPE[0], 32, 2 * 4 * 8 * 2, 4
-
-
-def until(condition: Callable[[], Any], what: str, timeout: float = PATIENCE) -> Any:
-    """Poll for something that must come."""
-    end = time.monotonic() + timeout
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what}: not after {timeout:g} s"
-        time.sleep(0.01)
-    return found
 
 
 _numbers = itertools.count(1)

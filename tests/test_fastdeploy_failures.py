@@ -19,8 +19,8 @@ import pytest
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
-from conftest import PATIENCE, Gate
-from managers import Manager, Model, until
+from conftest import PATIENCE, Gate, until
+from managers import Manager, Model
 
 import kvswap
 from kvswap import memory, testing

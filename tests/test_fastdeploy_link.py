@@ -23,8 +23,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 import zmq
-from conftest import AT_ONCE, PATIENCE, ROOT
-from managers import until
+from conftest import AT_ONCE, PATIENCE, ROOT, until
 
 import kvswap
 from kvswap.fastdeploy import _link

@@ -28,8 +28,8 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 import zmq
-from conftest import AT_ONCE, PATIENCE, ROOT
-from managers import CPU_BLOCKS, GPU_BLOCKS, SHAPE, Manager, Model, until
+from conftest import AT_ONCE, PATIENCE, ROOT, until
+from managers import CPU_BLOCKS, GPU_BLOCKS, SHAPE, Manager, Model
 
 import kvswap
 from kvswap import memory

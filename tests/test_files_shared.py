@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import file_reader
 import numpy as np
 import pytest
-from conftest import PATIENCE, random_bytes, run_python
+from conftest import PATIENCE, random_bytes, run_python, until
 from test_files import have_engine, keys_of
 
 import kvswap
@@ -47,13 +46,6 @@ def check(store: FileStore, keys: list[bytes]) -> None:
     store.load(keys, target, range(len(keys))).wait(PATIENCE)
     for key, block in zip(keys, target, strict=True):
         np.testing.assert_array_equal(block, block_of(key))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.002)
 
 
 def finds(store: FileStore, keys: list[bytes]) -> None:

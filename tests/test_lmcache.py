@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, random_bytes, run_python
+from conftest import PATIENCE, random_bytes, run_python, until
 from processes import Process
 
 from kvswap import testing
@@ -207,13 +207,6 @@ def test_objects_over_several_disks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.memory, rig.before)
     again.connector.close()
     assert all(list((tmp_path / name).rglob("segment-*.kvs")) for name in ("one", "two"))
-
-
-def until(condition: Any, what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -9,14 +9,13 @@ import gc
 import os
 import re
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Bytes, Gate, run_python, usable
+from conftest import PATIENCE, Buffer, Bytes, Gate, run_python, until, usable
 
 import kvswap
 from kvswap import _C, _races, testing
@@ -68,16 +67,6 @@ def move(src: Any, dst: Any, src_ids: Any, dst_ids: Any, **options: Any) -> kvsw
 @pytest.fixture
 def pair(device: kvswap.Device) -> tuple[Tier, Tier]:
     return Tier(device, "gpu"), Tier(device, "cpu")
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true; what is queued on a device takes its time."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -661,7 +650,7 @@ def test_layers_come_one_by_one(device: kvswap.Device, layered: Layered, path: s
             marks.append(kvswap.Event(device))
             marks[-1].record(stream)
         assert transfer.path == path or path in ("auto", "strided")
-        assert until(lambda: transfer.layer_done(0))
+        until(lambda: transfer.layer_done(0), "the first layer")
         marks[0].synchronize(PATIENCE)
         np.testing.assert_array_equal(cpu[0].now()[2][:32], gpu[0].blocks()[0][:32])
         assert [transfer.layer_done(layer) for layer in range(3)] == [True, False, False]

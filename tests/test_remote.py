@@ -10,15 +10,15 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, until
 from remote_agent import LocalAgent, be_patient
 
 import kvswap
@@ -28,6 +28,7 @@ zmq = pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 from kvswap import remote  # noqa: E402
 from kvswap.remote import _messages as m  # noqa: E402
+from kvswap.remote import _store  # noqa: E402
 from kvswap.remote._store import RemoteStore  # noqa: E402
 
 if not zmq.has("curve"):
@@ -44,7 +45,8 @@ class NodeThread:
     def __init__(self, allowed: list[str], blocks: int = 32, bind: str = "127.0.0.1:0", **options: Any) -> None:
         self.pair = options.pop("pair", None) or remote.new_secret()
         self.agent = LocalAgent(f"node-{next(_numbers)}")
-        self.server = remote.Server(bind, NBYTES, blocks, self.pair, allowed, self.agent, **options)
+        nbytes = options.pop("nbytes", NBYTES)
+        self.server = remote.Server(bind, nbytes, blocks, self.pair, allowed, self.agent, **options)
         self.address = self.server.address
         self.node = remote.Node(self.address, self.pair.public, options.get("name", ""))
         self._thread = threading.Thread(target=self.server.run)
@@ -92,6 +94,21 @@ class Rack:
                 node.stop()
 
 
+@contextmanager
+def listed_nodes(folder: Path, patch: pytest.MonkeyPatch, count: int = 1, **options: Any) -> Iterator[list[NodeThread]]:
+    """Nodes as a user names them: listed in folder/nodes, a client's secret in folder/key."""
+    be_patient(patch, PATIENCE)
+    pair = remote.new_secret()
+    remote.write_secret(folder / "key", pair)
+    patch.setattr(_store, "NixlAgent", LocalAgent)
+    nodes = [NodeThread([pair.public], **options) for _ in range(count)]
+    (folder / "nodes").write_text("".join(f"{node.address} {node.pair.public}\n" for node in nodes))
+    yield nodes
+    for node in nodes:
+        if node._thread.is_alive():
+            node.stop()
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch, PATIENCE)
@@ -135,13 +152,6 @@ def get(store: Any, numbers: Any, version: int = 0) -> tuple[set[int], Any]:
     for i, number in enumerate(numbers):
         assert (to[i] == (0xEE if i in failed else block(number, version))).all(), f"a wrong block of key {number}"
     return {number for i, number in enumerate(numbers) if i not in failed}, load
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE
 
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
-import remote_agent
 import test_remote
 
-from kvswap import cli, remote
-from kvswap.remote import _store
+from kvswap import cli
 from kvswap.replay import geometry, run
 
 SHAPE = geometry.scale(geometry.named("llama-3.1-8b"), 64 << 10)
@@ -28,17 +25,8 @@ TIERS = ["--gpu-blocks", "64", "--host-blocks", "128", "--bytes-per-block", "64K
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    remote_agent.be_patient(monkeypatch, PATIENCE)
-    pair = remote.new_secret()
-    remote.write_secret(tmp_path / "key", pair)
-    monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)
-    monkeypatch.setattr(test_remote, "NBYTES", SHAPE.block_nbytes)
-    nodes = [test_remote.NodeThread([pair.public], blocks=500) for _ in range(2)]
-    (tmp_path / "nodes").write_text("".join(f"{node.address} {node.pair.public}\n" for node in nodes))
-    yield nodes
-    for node in nodes:
-        if node._thread.is_alive():
-            node.stop()
+    with test_remote.listed_nodes(tmp_path, monkeypatch, 2, blocks=500, nbytes=SHAPE.block_nbytes) as nodes:
+        yield nodes
 
 
 def replay(folder: Path, *more: str) -> int:

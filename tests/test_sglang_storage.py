@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sglang_stand_in as stand_in
-from conftest import PATIENCE, run_python
+from conftest import PATIENCE, run_python, until
 from processes import Process
 from sglang_stand_in import HostPool, MarkPool, PoolHitPolicy, PoolName, PoolTransfer, config
 
@@ -192,13 +192,6 @@ class Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
-
-
-def until(condition: Any, what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("shared", [True, False])

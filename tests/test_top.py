@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, comes_down, run_python
+from conftest import PATIENCE, comes_down, run_python, until
 from processes import Process
 
 import kvswap
@@ -62,13 +62,6 @@ def mover(run_folder: Path) -> Iterator[Process]:
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "kvswap-top"]
-
-
-def until(holds: Any, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE} s"
-        time.sleep(0.01)
 
 
 def connect(path: str) -> socket.socket:

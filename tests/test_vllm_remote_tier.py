@@ -19,8 +19,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 base = pytest.importorskip("vllm.v1.kv_offload.base")
 of_files = pytest.importorskip("test_vllm_file_tier")
-remote_agent, of_remote = pytest.importorskip("remote_agent"), pytest.importorskip("test_remote")
-remote, _store = pytest.importorskip("kvswap.remote"), pytest.importorskip("kvswap.remote._store")
+of_remote = pytest.importorskip("test_remote")
 
 if not hasattr(base.LookupResult, "RETRY"):
     pytest.skip("this vLLM's lookups cannot be answered later", allow_module_level=True)
@@ -29,9 +28,8 @@ if not of_files.BY_PATH:
 
 
 class Rig(of_files.Rig):
-    def __init__(self, folder: Path, node: Any, key: Path) -> None:
-        (folder / "nodes").write_text(f"{node.address} {node.pair.public}\n")
-        options = {"type": "RemoteTier", "nodes": str(folder / "nodes"), "key": str(key)}
+    def __init__(self, folder: Path) -> None:
+        options = {"type": "RemoteTier", "nodes": str(folder / "nodes"), "key": str(folder / "key")}
         self.memory = random_bytes(1, of_files.CHUNKS * of_files.NBYTES).reshape(of_files.CHUNKS, -1).copy()
         self.before, self.jobs = self.memory.copy(), 0
         self.open(options)
@@ -47,20 +45,13 @@ class Rig(of_files.Rig):
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    remote_agent.be_patient(monkeypatch, PATIENCE)
-    pair = remote.new_secret()
-    remote.write_secret(tmp_path / "key", pair)
-    monkeypatch.setattr(_store, "NixlAgent", remote_agent.LocalAgent)
-    monkeypatch.setattr(of_remote, "NBYTES", of_files.NBYTES)
-    node = of_remote.NodeThread([pair.public])
-    yield node
-    if node._thread.is_alive():
-        node.stop()
+    with of_remote.listed_nodes(tmp_path, monkeypatch, nbytes=of_files.NBYTES) as nodes:
+        yield nodes[0]
 
 
 @pytest.fixture
 def rig(tmp_path: Path, node: Any) -> Iterator[Rig]:
-    rig = Rig(tmp_path, node, tmp_path / "key")
+    rig = Rig(tmp_path)
     assert rig.tier._store.wait_nodes(timeout=PATIENCE) == 1
     yield rig
     rig.tier.shutdown()
