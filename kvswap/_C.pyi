@@ -285,12 +285,9 @@ class Event:
         """Work queued on the stream later waits for this event. Does not block the caller.
         A kvswap.Stream may be of another device of the same kind."""
 
-@final
-class Transfer:
-    """A submitted transfer. It continues if the object is dropped, and holds its tensors until its end.
-
-    It ends in exactly one state: done, failed or cancelled. Any thread may use it. In asyncio `await transfer` is wait()
-    without blocking the loop; a cancelled await leaves the transfer running."""
+@disjoint_base
+class _AnyTransfer:
+    """What Transfer and FileTransfer have in common."""
     def __await__(self) -> Generator[Any, None, None]: ...
     def done(self) -> bool:
         """Whether the transfer has ended, well or not: check error. Never blocks."""
@@ -301,7 +298,36 @@ class Transfer:
     def result(self, timeout: float | None = None) -> None:
         """The same as wait()."""
     def cancel(self) -> bool:
-        """Returns whether this call stopped the transfer. Work issued to a device cannot be recalled: always False here."""
+        """Skip the blocks that have not begun; returns whether there were any. The transfer then ends as
+        cancelled, with these blocks among its failed blocks. Always False of a Transfer: work issued to a
+        device cannot be recalled."""
+    @property
+    def state(self) -> Literal["running", "done", "failed", "cancelled"]:
+        """str: 'running', 'done', 'failed' or 'cancelled'."""
+    @property
+    def nbytes(self) -> int:
+        """int: bytes of all its blocks; of a delete 0."""
+    @property
+    def num_blocks(self) -> int:
+        """int: blocks; of a Transfer pairs of them, each in every tensor."""
+    @property
+    def elapsed(self) -> float | None:
+        """float: seconds; of a Transfer on the device, 0.0 if not measured, of a FileTransfer from the call to its end. None
+        while it runs."""
+    @property
+    def error(self) -> Exception | None:
+        """Exception: why the transfer, or its first failed block, failed; None while it runs and if it succeeded."""
+    @property
+    def failed_blocks(self) -> NDArray[np.int64]:
+        """int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where the
+        device cannot say which; empty while it runs."""
+
+@final
+class Transfer(_AnyTransfer):
+    """A submitted transfer. It continues if the object is dropped, and holds its tensors until its end.
+
+    It ends in exactly one state: done, failed or cancelled. Any thread may use it. In asyncio `await transfer` is wait()
+    without blocking the loop; a cancelled await leaves the transfer running."""
     def make_wait(self, stream: StreamLike, /) -> None:
         """Work queued on the stream later waits for the transfer, and for all earlier ones of its lane. Does not block.
 
@@ -322,12 +348,6 @@ class Transfer:
     def device(self) -> Device:
         """Device: the transfer runs on it."""
     @property
-    def nbytes(self) -> int:
-        """int: bytes of all its blocks."""
-    @property
-    def num_blocks(self) -> int:
-        """int: pairs of blocks (each in every tensor)."""
-    @property
     def num_layers(self) -> int:
         """int: layers that can be waited for, 0 without layer_events."""
     @property
@@ -340,24 +360,11 @@ class Transfer:
     def sequence(self) -> int:
         """int: position in the lane, from 1."""
     @property
-    def elapsed(self) -> float | None:
-        """float: seconds on the device, 0.0 if not measured; None while it runs."""
-    @property
     def duration(self) -> float | None:
         """float: seconds from the call until a call of kvswap saw the end; None while it runs."""
     @property
     def path(self) -> str:
         """str: the path taken: 'dma', 'strided', 'burst', 'kernel' or 'direct'."""
-    @property
-    def state(self) -> Literal["running", "done", "failed", "cancelled"]:
-        """str: 'running', 'done', 'failed' or 'cancelled'."""
-    @property
-    def error(self) -> Exception | None:
-        """Exception: why the transfer failed; None while it runs and if it succeeded."""
-    @property
-    def failed_blocks(self) -> NDArray[np.int64]:
-        """int64 array: positions, in the lists that were passed, of the blocks that are lost, ascending. All of them where the
-        device cannot say which; empty while it runs."""
 
 @final
 class Pool:
@@ -475,46 +482,16 @@ class OffloadMap:
         moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 @final
-class FileTransfer:
+class FileTransfer(_AnyTransfer):
     """A transfer of blocks to or from files. It continues if the object is dropped, and holds its tensors until
     its end. It ends in exactly one state: done, failed or cancelled. Any thread may use it. In asyncio
     `await transfer` is wait() without blocking the loop; a cancelled await leaves the transfer running."""
-    def __await__(self) -> Generator[Any, None, None]: ...
-    def done(self) -> bool:
-        """Whether the transfer has ended, well or not: check error. Never blocks."""
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end; raise the error of the first failed block, if any.
-
-        timeout: seconds, None for no limit. TimeoutError and Ctrl-C leave the transfer running."""
-    def result(self, timeout: float | None = None) -> None:
-        """The same as wait()."""
-    def cancel(self) -> bool:
-        """Skip the blocks that have not begun; returns whether there were any. The transfer then ends as
-        cancelled, with these blocks among its failed blocks."""
     @property
     def what(self) -> Literal["store", "load", "delete"]:
         """str: 'store', 'load' or 'delete'."""
     @property
-    def state(self) -> Literal["running", "done", "failed", "cancelled"]:
-        """str: 'running', 'done', 'failed' or 'cancelled'."""
-    @property
-    def nbytes(self) -> int:
-        """int: bytes of all its blocks; of a delete 0."""
-    @property
-    def num_blocks(self) -> int:
-        """int: blocks."""
-    @property
     def num_kept(self) -> int:
         """int: existing blocks that a store left unchanged (replace=False); 0 while it runs."""
-    @property
-    def elapsed(self) -> float | None:
-        """float: seconds from the call to its end; None while it runs."""
-    @property
-    def error(self) -> Exception | None:
-        """Exception: of its first failed block; None while it runs and if none failed."""
-    @property
-    def failed_blocks(self) -> NDArray[np.int64]:
-        """int64 array: positions, in the lists that were passed, of the blocks that failed, ascending; empty while it runs."""
     @property
     def reasons(self) -> dict[int, Exception]:
         """dict: an Exception for each of failed_blocks, by position."""

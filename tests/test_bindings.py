@@ -1140,7 +1140,8 @@ def _functions() -> list[Any]:
     types = [kvswap.Device, kvswap.Memory, kvswap.Stream, kvswap.Event, kvswap.Transfer]
     found = [getattr(kvswap, name) for name in kvswap.__all__ if callable(getattr(kvswap, name))]
     for type_ in types:
-        found += [member for name, member in vars(type_).items() if not name.startswith("_") and callable(member)]
+        members = [getattr(type_, name) for name in dir(type_) if not name.startswith("_")]
+        found += [member for member in members if callable(member)]
     return [f for f in found if not (isinstance(f, type) and f in (kvswap.Memory, kvswap.Transfer))]
 
 

@@ -425,7 +425,8 @@ def public_names() -> set[str]:
         found.add(name)
         value = getattr(kvswap, name)
         if isinstance(value, type) and value.__module__ == "kvswap" and not issubclass(value, (BaseException, int)):
-            own = {key for key in vars(value) if not key.startswith("_") or key in PROTOCOLS}
+            of_bases = [key for each in value.__mro__ if each is not object for key in vars(each)]
+            own = {key for key in of_bases if not key.startswith("_") or key in PROTOCOLS}
             found |= {f"{name}.{key}" for key in own}
     return found
 

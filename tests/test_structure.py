@@ -171,6 +171,7 @@ def test_the_bindings_use_the_surface() -> None:
         "py/bind.h",
         "py/files.h",
         "py/host_pool.h",
+        "py/transfer.h",
         "py/options.h",
         "py/trace.h",
     }

@@ -6,6 +6,7 @@
 #include "base/fork.h"
 #include "base/wait.h"
 #include "files.h"
+#include "transfer.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t told;

@@ -18,7 +18,8 @@
 /* module.c: its table has one row for each PyObject pointer. */
 struct kvs_py_state {
   PyObject *error, *queue_full, *device_error, *missing;
-  PyObject *device_type, *memory_type, *stream_type, *event_type, *transfer_type, *pool_type, *pattern_type;
+  PyObject *device_type, *memory_type, *stream_type, *event_type, *any_transfer_type, *transfer_type, *pool_type,
+      *pattern_type;
   PyObject *any_host_pool_type, *host_pool_type, *shared_pool_type, *mapped_type, *offload_type, *file_store_type,
       *file_transfer_type;
   PyObject *s_data_ptr, *s_is_contiguous, *s_nbytes, *s_numel, *s_element_size;
@@ -192,10 +193,8 @@ struct kvs_engine *kvs_py_stream_engine(PyObject *stream, uint64_t *handle);    
 struct kvs_engine *kvs_py_event_engine(PyObject *event, uint64_t *handle);                           /* borrowed */
 PyObject *kvs_py_event_new(struct kvs_py_state *state, struct kvs_engine *engine, kvs_event handle); /* owns it */
 PyObject *kvs_py_event_of_transfer(struct kvs_py_state *state, struct kvs_transfer *transfer);
-const char *kvs_py_state_name(enum kvs_state state);                                      /* "running" */
 struct kvs_transfer *kvs_py_transfer_core(PyObject *transfer);                            /* borrowed */
 PyObject *kvs_py_transfer_new(struct kvs_py_state *state, struct kvs_transfer *transfer); /* takes the reference */
-PyObject *kvs_py_await(PyObject *transfer); /* await.c: __await__() of transfers of both kinds */
 int kvs_py_transfer_wait(struct kvs_py_state *state, struct kvs_transfer *transfer, int64_t timeout_ns);
 struct kvs_pool *kvs_py_pool_core(PyObject *pool); /* borrowed */
 bool kvs_py_pool_readonly(PyObject *pool);         /* true: it cannot be a destination */
@@ -208,9 +207,10 @@ PyObject *kvs_py_mapped_new(struct kvs_py_state *state, struct kvs_mapped *mappe
 void kvs_py_object_free(PyObject *self);
 int kvs_py_capi_add(PyObject *module); /* capi.c: adds the capsule _API */
 
-extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec, kvs_py_transfer_spec,
-    kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_any_host_pool_spec, kvs_py_host_pool_spec, kvs_py_shared_pool_spec,
-    kvs_py_mapped_spec, kvs_py_offload_spec, kvs_py_file_store_spec, kvs_py_file_transfer_spec;
+extern PyType_Spec kvs_py_device_spec, kvs_py_memory_spec, kvs_py_stream_spec, kvs_py_event_spec,
+    kvs_py_any_transfer_spec, kvs_py_transfer_spec, kvs_py_pool_spec, kvs_py_pattern_spec, kvs_py_any_host_pool_spec,
+    kvs_py_host_pool_spec, kvs_py_shared_pool_spec, kvs_py_mapped_spec, kvs_py_offload_spec, kvs_py_file_store_spec,
+    kvs_py_file_transfer_spec;
 extern PyMethodDef kvs_py_swap_methods[], kvs_py_move_methods[], kvs_py_note_methods[], kvs_py_race_methods[],
     kvs_py_testing_methods[], kvs_py_machine_methods[], kvs_py_seam_methods[], kvs_py_pattern_methods[],
     kvs_py_calibration_methods[], kvs_py_host_methods[], kvs_py_shared_methods[], kvs_py_ipc_methods[],

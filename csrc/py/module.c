@@ -20,6 +20,10 @@ static PyObject *make_host_pool(PyObject *module, struct kvs_py_state *state, co
   return PyType_FromModuleAndSpec(module, (PyType_Spec *)(uintptr_t)what, state->any_host_pool_type);
 }
 
+static PyObject *make_transfer(PyObject *module, struct kvs_py_state *state, const void *what) {
+  return PyType_FromModuleAndSpec(module, (PyType_Spec *)(uintptr_t)what, state->any_transfer_type);
+}
+
 static PyObject *make_name(PyObject *module, struct kvs_py_state *state, const void *what) {
   (void)module, (void)state;
   return PyUnicode_InternFromString(what);
@@ -45,7 +49,8 @@ static const struct row rows[] = {
     ROW(memory_type, make_type, &kvs_py_memory_spec),
     ROW(stream_type, make_type, &kvs_py_stream_spec),
     ROW(event_type, make_type, &kvs_py_event_spec),
-    ROW(transfer_type, make_type, &kvs_py_transfer_spec),
+    ROW(any_transfer_type, make_type, &kvs_py_any_transfer_spec),
+    ROW(transfer_type, make_transfer, &kvs_py_transfer_spec),
     ROW(pool_type, make_type, &kvs_py_pool_spec),
     ROW(pattern_type, make_type, &kvs_py_pattern_spec),
     ROW(any_host_pool_type, make_type, &kvs_py_any_host_pool_spec),
@@ -54,7 +59,7 @@ static const struct row rows[] = {
     ROW(mapped_type, make_type, &kvs_py_mapped_spec),
     ROW(offload_type, make_type, &kvs_py_offload_spec),
     ROW(file_store_type, make_type, &kvs_py_file_store_spec),
-    ROW(file_transfer_type, make_type, &kvs_py_file_transfer_spec),
+    ROW(file_transfer_type, make_transfer, &kvs_py_file_transfer_spec),
     ROW(s_data_ptr, make_name, "data_ptr"),
     ROW(s_is_contiguous, make_name, "is_contiguous"),
     ROW(s_nbytes, make_name, "nbytes"),
