@@ -22,6 +22,7 @@ tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="needs v
 base = pytest.importorskip("vllm.v1.kv_offload.base")
 factory = pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
 vllm_file_tier = pytest.importorskip("kvswap.vllm._file_tier")
+_tier_stats = pytest.importorskip("kvswap.vllm._tier_stats")
 
 Factory = factory.SecondaryTierFactory
 BY_PATH = "module_path" in inspect.getsource(Factory.get_tier_class)
@@ -209,6 +210,39 @@ def test_events(tmp_path: Path) -> None:
     assert [event.keys for event in events] == [[key_of(3)]]
     rig.tier.shutdown()
     other.tier.shutdown()
+
+
+def test_what_it_adds_to_vllms_metrics(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics")
+    if not hasattr(base, "OffloadingCounterMetadata"):
+        pytest.skip("this vLLM's tiers have no metrics")
+    monkeypatch.setattr(_tier_stats, "_EVERY_SECONDS", 0.0)
+    defined = type(rig.tier).build_metric_definitions({})
+    rig.job([1, 2, 3], [1, 2, 3], load=False)
+    rig.finished()
+    rig.job([3, 99], [4, 5], load=True)
+    rig.finished()
+    told = stats.OffloadingConnectorStats().aggregate(rig.tier.get_stats())
+    assert told.reduce() == {
+        "kvswap_tier_blocks:('FileTier', 'stored')": 3,
+        "kvswap_tier_blocks:('FileTier', 'loaded')": 1,
+        "kvswap_tier_blocks:('FileTier', 'missed')": 1,
+        "kvswap_tier_held_blocks:('FileTier',)": 3,
+        "kvswap_tier_file_bytes:('FileTier',)": rig.tier._store.stats()["file_nbytes"],
+    }
+    assert set(told._types) <= set(defined)
+    assert all(len(labels) == len(defined[name].labelnames) for name, all_ in told._values.items() for labels in all_)
+    assert rig.tier.get_stats() is None
+    rig.job([4], [4], load=False)
+    rig.finished()
+    assert rig.tier.get_stats().reduce()["kvswap_tier_blocks:('FileTier', 'stored')"] == 1
+    monkeypatch.setattr(_tier_stats, "_EVERY_SECONDS", PATIENCE)
+    rig.job([5], [5], load=False)
+    rig.finished()
+    assert rig.tier.get_stats() is not None  # and from now on too soon
+    rig.job([6], [6], load=False)
+    rig.finished()
+    assert rig.tier.get_stats() is None
 
 
 def test_the_layout_is_what_vllm_tells_files_apart_by() -> None:

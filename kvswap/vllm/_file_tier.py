@@ -35,6 +35,8 @@ from kvswap import _C
 from kvswap._log import logger
 from kvswap.files import FileStore, Layout
 
+from . import _tier_stats
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -59,8 +61,7 @@ class _Job:
 class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be missing when types are checked
     """vLLM's SecondaryTierManager over a store of blocks by key: a FileStore or a RemoteStore."""
 
-    if _MEDIUM is not None:
-        medium = _MEDIUM.STORAGE
+    medium: Any = _MEDIUM.STORAGE if _MEDIUM is not None else "FS"  # a str before 0.27
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
         self._jobs: dict[int, _Job] = {}
         self._store: Any = None  # set by the subclass
         self._readonly = False
+        self._stats = _tier_stats.TierStats(tier_type)
 
     # -- vLLM's interface
-    # -----------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, from memory."""
@@ -148,6 +149,15 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may be miss
                     raise
                 except _C.Error:
                     pass  # told by get_finished_jobs()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """The metrics of get_stats(), as vLLM describes them."""
+        return _tier_stats.definitions()
+
+    def get_stats(self) -> Any:
+        """For vLLM's metrics: what became of the blocks since the last call. None: nothing, or asked too soon."""
+        return self._stats.take(self._store.stats()) if self._stats.due() else None
 
     def shutdown(self) -> None:
         """Close the store. The next engine of the same layout finds its blocks."""
