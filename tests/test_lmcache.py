@@ -153,6 +153,48 @@ def test_connectors_of_one_process_and_an_await_wake_their_own_threads(tmp_path:
         assert not rig.connector._waiter.is_alive()
 
 
+def test_an_end_that_cannot_be_read_is_told_as_a_failure(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def settle(operation: _connector._Operation) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.connector, "_settle", settle)
+        ok, error, each = rig.wait(rig.connector.submit_batch_set(keys_of(1, 2), rig.views([1, 2])))
+    assert (ok, each) == (False, [False, False]) and "no memory" in error and "no memory" in caplog.text
+    assert rig.load([1, 2], [5, 6]) == [True, True]
+
+
+def test_where_waiting_fails_ends_are_asked_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def once() -> bool:
+        if rig.connector._running:
+            calls.append(1)
+            if len(calls) < 4:
+                raise MemoryError("no memory")
+        return whole()
+
+    calls: list[int] = []
+    whole = rig.connector._once
+    rig.store([0], [0])  # the thread comes back from where it sleeps, and then calls the other
+    monkeypatch.setattr(rig.connector, "_once", once)
+    for i in range(1, 4):
+        assert rig.store([i], [i]) == [True]
+    assert len(calls) >= 4 and caplog.text.count("waiting for stores and loads failed") == 1
+
+
+def test_what_begins_with_any_error_is_told_as_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(*arguments: Any) -> None:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.connector, "_move", move)
+        assert rig.wait(rig.connector.submit_batch_set(keys_of(1), rig.views([1]))) == (False, "not now", [False])
+    assert rig.store([1], [1]) == [True]
+
+
 def test_a_damaged_object_is_not_served(rig: Rig, tmp_path: Path) -> None:
     rig.store([1, 2], [1, 2])
     (segment,) = (tmp_path / "kv").rglob("segment-*.kvs")
