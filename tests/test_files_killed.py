@@ -106,6 +106,14 @@ def test_opening_does_not_wait_without_end(tmp_path: Path) -> None:
             assert store.contains([b"k"]) == [True]
 
 
+def test_a_shared_directory_has_another_place_for_a_writer(tmp_path: Path) -> None:
+    """The blocks of the killed one are there; only what it may still write is left alone."""
+    writer = Writer(tmp_path, "shared")
+    with writer.killed(), writer.open() as store:
+        assert sorted(os.listdir(writer.folders[0])) == ["writer-0000", "writer-0001"]
+        assert store.contains([b"k"]) == [True]
+
+
 def test_a_directory_that_users_lock_can_be_opened(tmp_path: Path) -> None:
     """As `flock DIRECTORY COMMAND` does."""
     import fcntl
