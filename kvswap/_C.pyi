@@ -1233,7 +1233,7 @@ def _await_news() -> int:
     """How often _await_tell() was called."""
 
 def _await_tell() -> None:
-    """End the sleep of the thread in _wait_first()."""
+    """End the sleep of all threads in _wait_first()."""
 
 def _wait_first(transfers: Sequence[Transfer | FileTransfer], seen: int) -> list[int]:
     """Wait until one of the transfers has ended, or _await_news() is not `seen`; returns the positions of those

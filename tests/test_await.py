@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from conftest import PATIENCE, Cache, Gate, run_python
 
 import kvswap
-from kvswap import _await, testing
+from kvswap import _C, _await, testing
 from kvswap.files import FileStore, Layout
 
 
@@ -362,6 +363,19 @@ def test_a_thread_that_fails_leaves_no_await_behind() -> None:
     assert [each.exc_type for each in seen] == [MemoryError]
 """
     check(script)
+
+
+def test_all_threads_that_wait_are_told() -> None:
+    """A signal to one of them would be lost: another may be the one that has something new to wait for."""
+    seen = _C._await_news()
+    waiting = [threading.Thread(target=_C._wait_first, args=([], seen), daemon=True) for _ in range(3)]
+    for each in waiting:
+        each.start()
+    time.sleep(0.2)  # they sleep, or come later and see the news
+    _C._await_tell()
+    for each in waiting:
+        each.join(PATIENCE)
+    assert not any(each.is_alive() for each in waiting)
 
 
 def test_awaiting_without_anything_else_imports_no_asyncio() -> None:

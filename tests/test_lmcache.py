@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -16,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, random_bytes, run_python, until
+from conftest import PATIENCE, Cache, random_bytes, run_python, until
 from processes import Process
 
+import kvswap
 from kvswap import testing
 from kvswap.lmcache import FileConnector, _connector
 
@@ -131,6 +133,66 @@ def test_an_operation_that_ends_between_two_looks_is_told(rig: Rig, monkeypatch:
 
     monkeypatch.setattr(_connector._Operation, "ended", ended)
     assert rig.store([1, 2], [1, 2]) == [True, True]
+
+
+def test_connectors_of_one_process_and_an_await_wake_their_own_threads(tmp_path: Path) -> None:
+    """All sleep where the end of a transfer is waited for, and one of them is told that there is a new one."""
+
+    async def store_one(device: kvswap.Device) -> None:
+        cache = Cache(device, 4, 96)
+        testing.delay(cache.device, 0.05, stream := kvswap.Stream(cache.device))
+        await cache.swap([1], [1], stream=stream)
+
+    asyncio.run(asyncio.wait_for(store_one(kvswap.Device("host:0")), PATIENCE))
+    rigs = [Rig(tmp_path / name) for name in ("a", "b")]
+    for number in range(3):
+        for rig in rigs:
+            assert rig.store([number], [number]) == [True]
+    for rig in rigs:
+        rig.connector.close()
+        assert not rig.connector._waiter.is_alive()
+
+
+def test_an_end_that_cannot_be_read_is_told_as_a_failure(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def settle(operation: _connector._Operation) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.connector, "_settle", settle)
+        ok, error, each = rig.wait(rig.connector.submit_batch_set(keys_of(1, 2), rig.views([1, 2])))
+    assert (ok, each) == (False, [False, False]) and "no memory" in error and "no memory" in caplog.text
+    assert rig.load([1, 2], [5, 6]) == [True, True]
+
+
+def test_where_waiting_fails_ends_are_asked_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def once() -> bool:
+        if rig.connector._running:
+            calls.append(1)
+            if len(calls) < 4:
+                raise MemoryError("no memory")
+        return whole()
+
+    calls: list[int] = []
+    whole = rig.connector._once
+    rig.store([0], [0])  # the thread comes back from where it sleeps, and then calls the other
+    monkeypatch.setattr(rig.connector, "_once", once)
+    for i in range(1, 4):
+        assert rig.store([i], [i]) == [True]
+    assert len(calls) >= 4 and caplog.text.count("waiting for stores and loads failed") == 1
+
+
+def test_what_begins_with_any_error_is_told_as_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(*arguments: Any) -> None:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.connector, "_move", move)
+        assert rig.wait(rig.connector.submit_batch_set(keys_of(1), rig.views([1]))) == (False, "not now", [False])
+    assert rig.store([1], [1]) == [True]
 
 
 def test_a_damaged_object_is_not_served(rig: Rig, tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-/* The directories of a store, and the store's file in each: geometry, checkpoints and the writer's lock.
+/* The directories of a store, and the store's file in each: geometry, checkpoints and the writer's locks.
+ *
+ * A writer holds two locks in each directory. The lock of the store's file ends with the process: it says at once
+ * whether another process writes. The lock of the directory itself is also held by the rings of io_uring, and ends when
+ * the disk has ended their requests, those of a killed process too: only then may the next writer read the headers.
  *
  * Several directories, on several disks, make one store with one index. Each holds whole segments, a checkpoint and a
  * lock of its own, so that the rules of one directory hold for each. The layout's text in their files has a field more:
@@ -15,10 +19,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/wait.h"
 #include "files/store.h"
 
 static const char store_name[] = "store.kvs";
 enum { CHECKPOINTS_AT = KVS_FILE_PAGE }; /* two pages, written alternately */
+static const int64_t REQUESTS_NS = 10ll * 1000 * 1000 * 1000;
 
 /* -- checkpoints --------------------------------------------------------------------------------------------------- */
 
@@ -115,7 +121,31 @@ int kvs_file_open_folder(struct kvs_file_root *root, bool make, struct kvs_error
   return kvs_file_refuse_writable_by_others(root, root->folder, "", err);
 }
 
-static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, struct kvs_error *err) {
+/* A shared lock of bytes, which is permitted on a directory; flock() is left to users, who may lock directories too.
+ * The caller has the lock of the state, so no other process asks for this one now. */
+static int lock_folder(void *arg, struct kvs_error *err) {
+  struct kvs_file_root *root = arg;
+  struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+  (void)err;
+  bool asked = fcntl(root->folder, F_OFD_GETLK, &lock) == 0;
+  if (asked && lock.l_type != F_UNLCK) return KVS_NOT_READY;
+  lock = (struct flock){.l_type = F_RDLCK, .l_whence = SEEK_SET};
+  root->lock_code = asked && fcntl(root->folder, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+  return KVS_OK;
+}
+
+static int await_requests(struct kvs_file_root *root, uint64_t deadline, struct kvs_error *err) {
+  const uint64_t now = kvs_clock_ns();
+  int status = kvs_wait_until(lock_folder, root, false, deadline > now ? (int64_t)(deadline - now) : 0, err);
+  if (status != KVS_TIMEOUT) return status;
+  return kvs_fail(err, KVS_BUSY,
+                  "%.200s: a process that wrote it has ended, but its writes are still on their way to the disk after "
+                  "%d s; open it again when the disk answers",
+                  root->path, (int)(REQUESTS_NS / 1000000000));
+}
+
+static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, uint64_t deadline,
+                      struct kvs_error *err) {
   bool readonly = store->settings.readonly;
   int flags = readonly ? O_RDONLY : O_RDWR | O_CREAT;
   int code = kvs_file_openat(&store->faults, root->folder, store_name, flags, &root->state);
@@ -124,7 +154,8 @@ static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, 
   if (code) return kvs_file_fail(err, code, "opening %.200s/%s", root->path, store_name);
   int status = kvs_file_refuse_writable_by_others(root, root->state, store_name, err);
   if (status) return status;
-  if (readonly || flock(root->state, LOCK_EX | LOCK_NB) == 0) return KVS_OK;
+  if (readonly) return KVS_OK;
+  if (flock(root->state, LOCK_EX | LOCK_NB) == 0) return await_requests(root, deadline, err);
   return kvs_fail(err, KVS_BUSY,
                   "%.200s is being written by another process, or open twice in this one: a store has one writer; "
                   "open it with readonly",
@@ -135,11 +166,13 @@ static int open_state(struct kvs_file_store *store, struct kvs_file_root *root, 
  * reused. */
 void kvs_file_unlock_directories(struct kvs_file_store *store, bool everywhere) {
   for (unsigned i = 0; i < store->nroots; i++) {
-    int fd = store->roots[i].state;
-    if (fd < 0) continue;
-    if (everywhere && !store->settings.readonly) (void)flock(fd, LOCK_UN);
-    store->roots[i].state = -1;
-    close(fd);
+    const struct flock none = {.l_type = F_UNLCK, .l_whence = SEEK_SET};
+    const int folder = store->roots[i].folder, state = store->roots[i].state;
+    if (everywhere && folder >= 0) (void)fcntl(folder, F_OFD_SETLK, &none);
+    if (everywhere && state >= 0) (void)flock(state, LOCK_UN);
+    store->roots[i].folder = store->roots[i].state = -1;
+    if (folder >= 0) close(folder);
+    if (state >= 0) close(state);
   }
 }
 
@@ -160,7 +193,7 @@ static int refuse_other_kind(const struct kvs_file_store *store, const struct kv
 }
 
 /* The first directory of a writer that no process writes; made if all are taken. */
-static int open_writer(struct kvs_file_store *store, struct kvs_error *err) {
+static int open_writer(struct kvs_file_store *store, uint64_t deadline, struct kvs_error *err) {
   struct kvs_file_root base = {.path = (char *)(uintptr_t)store->settings.directory, .folder = -1, .state = -1};
   struct kvs_file_root *root = &store->roots[0];
   int status = kvs_file_open_folder(&base, true, err);
@@ -171,11 +204,9 @@ static int open_writer(struct kvs_file_store *store, struct kvs_error *err) {
     store->writer = i;
     kvs_file_writer_path(base.path, i, root->path, strlen(base.path) + 32);
     status = kvs_file_open_folder(root, true, err);
-    if (!status) status = open_state(store, root, err);
+    if (!status) status = open_state(store, root, deadline, err);
     if (status != KVS_BUSY) return status;
-    close(root->state);
-    close(root->folder);
-    root->state = root->folder = -1;
+    kvs_file_unlock_directories(store, true);
   }
   return kvs_fail(err, KVS_NO_ROOM, "%.200s has %d writers, all of which run: no more are possible", base.path,
                   KVS_FILE_WRITERS);
@@ -335,12 +366,13 @@ static void try_direct(struct kvs_file_store *store) {
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
 int kvs_file_open_directories(struct kvs_file_store *store, struct kvs_error *err) {
+  const uint64_t deadline = kvs_deadline(REQUESTS_NS);
   int status = KVS_OK;
-  if (store->settings.shared) status = open_writer(store, err);
+  if (store->settings.shared) status = open_writer(store, deadline, err);
   for (unsigned i = 0; !store->settings.shared && !status && i < store->nroots; i++) {
     status = kvs_file_open_folder(&store->roots[i], !store->settings.readonly, err);
     if (!status) status = refuse_other_kind(store, &store->roots[i], err);
-    if (!status) status = open_state(store, &store->roots[i], err);
+    if (!status) status = open_state(store, &store->roots[i], deadline, err);
   }
   if (!status && store->nroots > 1) status = join_set(store, err);
   for (unsigned i = 0; !status && i < store->nroots; i++) status = read_state(store, &store->roots[i], err);
@@ -364,6 +396,4 @@ void kvs_file_close_directories(struct kvs_file_store *store) {
     if (store->segments[i].fd >= 0) close(store->segments[i].fd);
   free(store->segments);
   kvs_file_unlock_directories(store, true);
-  for (unsigned i = 0; i < store->nroots; i++)
-    if (store->roots[i].folder >= 0) close(store->roots[i].folder);
 }

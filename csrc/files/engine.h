@@ -34,7 +34,9 @@ struct kvs_file_queue {
   bool closed;                                 /* guarded by lock */
   struct kvs_file_faults *faults;
   bool direct;
-  bool files_stay; /* no file descriptor is closed or reused before the queue is closed */
+  bool files_stay;                /* no file descriptor is closed or reused before the queue is closed */
+  int kept[KVS_FILE_DIRECTORIES]; /* descriptors whose locks last until the last request has ended */
+  unsigned nkept;
   size_t scratch_nbytes;
   uint8_t *fixed; /* memory of most requests, to be registered with the kernel; NULL: none */
   size_t fixed_nbytes;
@@ -57,7 +59,8 @@ struct kvs_file_engine_ops {
   const char *name;
   /* On failure err says why the engine cannot be used. `depth`: requests in flight, over all threads. */
   int (*open)(struct kvs_file_queue *, unsigned depth, struct kvs_file_worker **, struct kvs_error *);
-  void (*close)(struct kvs_file_worker *); /* joins the threads; the queue is closed already */
+  void (*close)(struct kvs_file_worker **); /* joins the threads, sets NULL; the queue is closed already */
+  void (*forked)(struct kvs_file_worker *); /* (optional) in the child of a fork: close copies of descriptors */
 };
 extern const struct kvs_file_engine_ops kvs_file_threads, kvs_file_uring;
 

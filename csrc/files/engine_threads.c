@@ -1,4 +1,5 @@
-/* File engine with blocking I/O: each thread moves one request at a time with preadv and pwritev. */
+/* File engine with blocking I/O: each thread moves one request at a time with preadv and pwritev. A process that is
+ * killed keeps its descriptors, and so the directory's lock, until the last of these calls has ended. */
 #include <stdlib.h>
 
 #include "base/thread.h"
@@ -29,7 +30,9 @@ static void *serve(void *arg) {
   return NULL;
 }
 
-static void close_threads(struct kvs_file_worker *worker) {
+static void close_threads(struct kvs_file_worker **opened) {
+  struct kvs_file_worker *worker = *opened;
+  *opened = NULL;
   for (unsigned i = 0; i < worker->nthreads; i++) pthread_join(worker->threads[i], NULL);
   kvs_file_pages_unmap(worker->scratch, worker->scratch_nbytes);
   free(worker);
@@ -52,7 +55,7 @@ static int open_threads(struct kvs_file_queue *queue, unsigned depth, struct kvs
     if (kvs_thread_start(&worker->threads[worker->nthreads], NULL, serve, scratch)) break;
   }
   if (worker->nthreads == 0) {
-    close_threads(worker);
+    close_threads(&worker);
     return kvs_fail(err, KVS_NOMEM, "no thread could be started");
   }
   *opened = worker; /* fewer threads than requested are enough */

@@ -2,7 +2,13 @@
  * liburing and the kernel permits io_uring. Requests that arrive while a thread is busy are submitted in one system
  * call. Staging and scratch are registered when the ring is made, and file descriptors that stay open when they are
  * first used; registration is optional. A poll of the queue's eventfd in the ring wakes a thread that waits for
- * completions. */
+ * completions.
+ *
+ * Requests outlive a process that is killed: with O_DIRECT the kernel ends the process while the disk still writes. The
+ * next process must not read the files before that. So queue->kept is registered in each ring: the kernel closes these
+ * descriptors, which ends their locks, when the ring's last request has ended. The child of a fork must not keep the
+ * ring alive: it does not inherit the ring's memory, and closes its copy of the descriptor. */
+#include "base/fork.h"
 #include "base/thread.h"
 #include "files/engine.h"
 #include "status.h"
@@ -15,7 +21,8 @@ static int open_uring(struct kvs_file_queue *queue, unsigned depth, struct kvs_f
   return kvs_fail(err, KVS_UNSUPPORTED, "built without liburing");
 }
 
-static void close_uring(struct kvs_file_worker *worker) { (void)worker; }
+static void close_uring(struct kvs_file_worker **opened) { (void)opened; }
+static void leave_uring(struct kvs_file_worker *worker) { (void)worker; }
 
 #else
 
@@ -24,6 +31,7 @@ static void close_uring(struct kvs_file_worker *worker) { (void)worker; }
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { FILES = 1024, TWO_FROM = 16, FIXED_NBYTES_LOG2 = 30 }; /* one registered buffer is at most 1 GiB */
 
@@ -37,8 +45,10 @@ struct io_ring {
   struct kvs_file_queue *queue;
   struct io_uring uring;
   pthread_t thread;
+  int fd;                 /* of the ring; -1: none. Guarded by rings_lock */
   bool started, watching; /* watching: a poll of the queue's eventfd is in flight */
-  bool has_files, has_buffers;
+  bool has_buffers;
+  unsigned nfiles; /* descriptors below can be registered */
   bool file_known[FILES];
   unsigned nentries, used;
   struct ring_entry *entries;
@@ -68,7 +78,7 @@ static int buffer_of(const struct io_ring *ring, const struct ring_entry *entry)
 
 /* Index of the descriptor in the registered file table, or -1. */
 static int file_of(struct io_ring *ring, int fd) {
-  if (!ring->has_files || fd >= FILES) return -1;
+  if ((unsigned)fd >= ring->nfiles) return -1;
   if (!ring->file_known[fd] && io_uring_register_files_update(&ring->uring, (unsigned)fd, &fd, 1) != 1) return -1;
   ring->file_known[fd] = true;
   return fd;
@@ -179,16 +189,81 @@ static void *serve(void *arg) {
   return NULL;
 }
 
+/* -- rings and fork() ---------------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t rings_lock = PTHREAD_MUTEX_INITIALIZER; /* fork() waits while a ring is made or closed */
+
+static void lock_rings(void) {
+  static struct kvs_fork_guard guard = {.lock = &rings_lock, .hold = true};
+  kvs_fork_watch(&guard);
+  pthread_mutex_lock(&rings_lock);
+}
+
+/* 0 or an errno. */
+static int make_ring(struct io_ring *ring, unsigned nentries) {
+  lock_rings();
+  int code = -io_uring_queue_init(nentries, &ring->uring, 0);
+  if (!code) {
+    ring->fd = ring->uring.ring_fd;
+    code = -io_uring_ring_dontfork(&ring->uring);
+  }
+  pthread_mutex_unlock(&rings_lock);
+  return code;
+}
+
+static void close_ring(struct io_ring *ring) {
+  lock_rings();
+  if (ring->fd >= 0) io_uring_queue_exit(&ring->uring);
+  ring->fd = -1;
+  pthread_mutex_unlock(&rings_lock);
+  free(ring->entries);
+}
+
+static void leave_uring(struct kvs_file_worker *worker) {
+  for (size_t i = 0; i < sizeof worker->rings / sizeof *worker->rings; i++)
+    if (worker->rings[i].fd >= 0) close(worker->rings[i].fd);
+}
+
+static struct kvs_file_worker *new_worker(struct kvs_file_worker **opened) {
+  struct kvs_file_worker *worker = calloc(1, sizeof *worker);
+  if (!worker) return NULL;
+  for (size_t i = 0; i < sizeof worker->rings / sizeof *worker->rings; i++) worker->rings[i].fd = -1;
+  lock_rings();
+  *opened = worker; /* a fork() from now on finds the rings */
+  pthread_mutex_unlock(&rings_lock);
+  return worker;
+}
+
+static void free_worker(struct kvs_file_worker **opened) {
+  struct kvs_file_worker *worker = *opened;
+  lock_rings();
+  *opened = NULL;
+  pthread_mutex_unlock(&rings_lock);
+  if (worker->scratch) kvs_file_pages_unmap(worker->scratch, worker->scratch_nbytes);
+  free(worker);
+}
+
 /* -- opening ------------------------------------------------------------------------------------------------------- */
 
-static void register_what_can_be(struct io_ring *ring) {
+/* What is kept is at the end of the table. 0 or an errno. */
+static int register_files(struct io_ring *ring) {
+  const struct kvs_file_queue *queue = ring->queue;
+  const unsigned nfiles = FILES - queue->nkept;
+  int table[FILES];
+  memset(table, 0xff, sizeof table);
+  memcpy(table + nfiles, queue->kept, queue->nkept * sizeof *table);
+  if (queue->files_stay && io_uring_register_files(&ring->uring, table, FILES) == 0) {
+    ring->nfiles = nfiles;
+    return 0;
+  }
+  return queue->nkept ? -io_uring_register_files(&ring->uring, queue->kept, queue->nkept) : 0;
+}
+
+static void register_buffers(struct io_ring *ring) {
   const struct kvs_file_queue *queue = ring->queue;
   const struct iovec buffers[2] = {{ring->entries[0].scratch, ring->nentries * queue->scratch_nbytes},
                                    {queue->fixed, queue->fixed_nbytes}};
   const size_t most = (size_t)1 << FIXED_NBYTES_LOG2;
-  int none[FILES];
-  memset(none, 0xff, sizeof none);
-  ring->has_files = queue->files_stay && io_uring_register_files(&ring->uring, none, FILES) == 0;
   if (queue->fixed && buffers[0].iov_len <= most && buffers[1].iov_len <= most)
     ring->has_buffers = io_uring_register_buffers(&ring->uring, buffers, 2) == 0;
 }
@@ -197,37 +272,36 @@ static int open_ring(struct io_ring *ring, struct kvs_file_queue *queue, unsigne
                      struct kvs_error *err) {
   char text[96];
   ring->queue = queue;
+  ring->nentries = nentries;
   ring->entries = calloc(nentries, sizeof *ring->entries);
   if (!ring->entries) return kvs_fail(err, KVS_NOMEM, "no memory for %u requests", nentries);
   for (unsigned i = 0; i < nentries; i++) ring->entries[i].scratch = scratch + i * queue->scratch_nbytes;
-  int code = io_uring_queue_init(nentries + 1, &ring->uring, 0);
+  int code = make_ring(ring, nentries + 1);
+  if (!code) code = register_files(ring);
   if (code) {
-    free(ring->entries);
-    return kvs_fail(err, KVS_UNSUPPORTED, "the kernel refuses io_uring: %s", kvs_file_error_text(-code, text));
+    close_ring(ring);
+    return kvs_fail(err, KVS_UNSUPPORTED, "the kernel refuses io_uring: %s", kvs_file_error_text(code, text));
   }
-  ring->nentries = nentries;
-  register_what_can_be(ring);
+  register_buffers(ring);
   ring->started = kvs_thread_start(&ring->thread, NULL, serve, ring) == 0;
   if (ring->started) return KVS_OK;
-  io_uring_queue_exit(&ring->uring);
-  free(ring->entries);
+  close_ring(ring);
   return kvs_fail(err, KVS_NOMEM, "no thread could be started");
 }
 
-static void close_uring(struct kvs_file_worker *worker) {
+static void close_uring(struct kvs_file_worker **opened) {
+  struct kvs_file_worker *worker = *opened;
   for (unsigned i = 0; i < worker->nrings; i++) {
     pthread_join(worker->rings[i].thread, NULL);
-    io_uring_queue_exit(&worker->rings[i].uring);
-    free(worker->rings[i].entries);
+    close_ring(&worker->rings[i]);
   }
-  kvs_file_pages_unmap(worker->scratch, worker->scratch_nbytes);
-  free(worker);
+  free_worker(opened);
 }
 
 static int open_uring(struct kvs_file_queue *queue, unsigned depth, struct kvs_file_worker **opened,
                       struct kvs_error *err) {
   unsigned nrings = depth >= TWO_FROM ? 2 : 1, nentries = (depth + nrings - 1) / nrings;
-  struct kvs_file_worker *worker = calloc(1, sizeof *worker);
+  struct kvs_file_worker *worker = new_worker(opened);
   if (!worker) return kvs_fail(err, KVS_NOMEM, "no memory for an engine");
   worker->scratch_nbytes = nrings * nentries * queue->scratch_nbytes;
   worker->scratch = kvs_file_pages_map(worker->scratch_nbytes);
@@ -238,15 +312,11 @@ static int open_uring(struct kvs_file_queue *queue, unsigned depth, struct kvs_f
     worker->nrings += !status;
     if (status && i > 0) status = KVS_OK; /* one ring is enough */
   }
-  if (status) {
-    if (worker->scratch) kvs_file_pages_unmap(worker->scratch, worker->scratch_nbytes);
-    free(worker);
-    return status;
-  }
-  *opened = worker;
-  return KVS_OK;
+  if (status) free_worker(opened);
+  return status;
 }
 
 #endif
 
-const struct kvs_file_engine_ops kvs_file_uring = {.name = "io_uring", .open = open_uring, .close = close_uring};
+const struct kvs_file_engine_ops kvs_file_uring = {
+    .name = "io_uring", .open = open_uring, .close = close_uring, .forked = leave_uring};

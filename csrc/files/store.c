@@ -21,10 +21,13 @@ static pthread_cond_t closer_ended;
 static const int64_t READERS_NS = 10ll * 1000 * 1000 * 1000;
 static unsigned closers; /* guarded by stores_lock: threads that close a store after its last handle was dropped */
 
-/* The listed stores are the parent's. The directory's lock lasts while any process has the descriptor open, so the
- * child closes its copy. */
+/* The listed stores are the parent's. The directory's locks last while any process has the descriptors open, so the
+ * child closes its copies. */
 static void forked(void) {
-  for (; stores; stores = stores->next_of_all) kvs_file_unlock_directories(stores, false);
+  for (; stores; stores = stores->next_of_all) {
+    kvs_file_unlock_directories(stores, false);
+    if (stores->worker && stores->ops->forked) stores->ops->forked(stores->worker);
+  }
   closers = 0;
 }
 
@@ -128,6 +131,19 @@ static uint64_t segment_size(const struct kvs_file_settings *s) {
   return nbytes < s->capacity || s->readonly ? nbytes : s->capacity;
 }
 
+/* Requests in flight must keep the directories' locks. */
+static int open_uring(struct kvs_file_store *store, unsigned depth, struct kvs_error *err) {
+  for (unsigned i = 0; !store->settings.readonly && i < store->nroots; i++) {
+    const struct kvs_file_root *root = &store->roots[i];
+    if (root->lock_code) {
+      kvs_file_fail(err, root->lock_code, "locking the directory %.100s", root->path);
+      return KVS_UNSUPPORTED;
+    }
+    store->queue.kept[store->queue.nkept++] = root->folder;
+  }
+  return store->ops->open(&store->queue, depth, &store->worker, err);
+}
+
 static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   const struct kvs_file_settings *s = &store->settings;
   const bool asked = s->engine == KVS_FILE_URING;
@@ -141,7 +157,7 @@ static int open_engine(struct kvs_file_store *store, struct kvs_error *err) {
   } else {
     store->ops = &kvs_file_uring;
     unsigned depth = s->depth ? s->depth : DEFAULT_URING;
-    status = store->ops->open(&store->queue, depth, &store->worker, err);
+    status = open_uring(store, depth, err);
     if (!status) store->settings.depth = depth;
     if (status && asked) return status;
     if (status) snprintf(store->engine_note, sizeof store->engine_note, "%.150s", err->message);
@@ -246,7 +262,7 @@ static int open_store(const struct kvs_file_settings *settings, struct kvs_file_
   if (status) {
     if (store->worker) {
       kvs_file_queue_close(&store->queue);
-      store->ops->close(store->worker);
+      store->ops->close(&store->worker);
     }
     if (store->mover) kvs_file_mover_close(store);
     kvs_file_peers_close(store);
@@ -330,7 +346,7 @@ static void stop(struct kvs_file_store *store) {
   note_open(store, false);
   kvs_file_peers_stop(store);
   kvs_file_queue_close(&store->queue);
-  store->ops->close(store->worker); /* the engine may have registered the staging: close it first */
+  store->ops->close(&store->worker); /* the engine may have registered the staging: close it first */
   if (store->mover) kvs_file_mover_close(store);
   if (!store->settings.readonly) (void)kvs_file_save_checkpoint(store, kvs_file_whole_below_locked(store), true);
   kvs_file_peers_close(store);

@@ -16,6 +16,7 @@
 struct kvs_file_root {
   char *path;
   int folder, state;    /* descriptors of the directory and of the store's file; -1: none */
+  int lock_code;        /* errno: the file system has no lock that lasts until a killed process's writes have ended */
   uint64_t whole_below; /* at open: the sequence of its checkpoint, below which its blocks are whole */
   uint32_t *free_slots; /* guarded by store->lock, as are the fields below */
   size_t nfree, free_capacity;
@@ -77,8 +78,7 @@ struct kvs_file_store {
   pthread_mutex_t lock;
   pthread_cond_t ended; /* signalled when a transfer ends, a call leaves or the store stops; monotonic clock */
   bool closing;         /* guarded by lock, as are the fields below; new calls are refused */
-  bool stopping, stopped;
-  bool refreshing;
+  bool stopping, stopped, refreshing;
   unsigned entered; /* calls in progress outside the lock: teardown waits until there are none */
   struct kvs_file_index index;
   struct kvs_file_segment *segments;
@@ -151,8 +151,8 @@ int kvs_file_refuse_layout(const struct kvs_file_store *, const struct kvs_file_
 int kvs_file_open_directories(struct kvs_file_store *, struct kvs_error *); /* sets roots, geometry, direct */
 int kvs_file_open_segments(struct kvs_file_store *, struct kvs_error *);
 void kvs_file_close_directories(struct kvs_file_store *);
-/* Close the store's files, which hold the directories' locks. `everywhere`: release the locks even if a forked child
- * still has the descriptors. Safe in a child of fork(). */
+/* Close what holds the directories' locks. `everywhere`: release the locks even if a forked child or a ring still has
+ * the descriptors. Safe in a child of fork(). */
 void kvs_file_unlock_directories(struct kvs_file_store *, bool everywhere);
 
 /* files/slot.c: change where a key's block is, and tell the other processes. */

@@ -1,4 +1,5 @@
-/* `await transfer`: kvswap/_await.py has the awaiting, and one thread a process, which waits here for all of them.
+/* `await transfer`: kvswap/_await.py has the awaiting, and one thread a process, which waits here for all of them. A
+ * connector of kvswap/lmcache has another thread of this kind.
  *
  * The end of work on a device is found by asking, as wait() does. Between two looks the thread sleeps, for a hundredth
  * of the time that it has waited: 50 us to 1 ms. It sleeps without limit while nothing is awaited, until it is told
@@ -157,12 +158,12 @@ PyDoc_STRVAR(await_news_doc, "_await_news($module, /)\n--\n\nHow often _await_te
 static PyObject *await_tell(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
   take_lock();
   news++;
-  pthread_cond_signal(&told);
+  pthread_cond_broadcast(&told); /* each thread may be the one that is meant */
   pthread_mutex_unlock(&lock);
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(await_tell_doc, "_await_tell($module, /)\n--\n\nEnd the sleep of the thread in _wait_first().");
+PyDoc_STRVAR(await_tell_doc, "_await_tell($module, /)\n--\n\nEnd the sleep of all threads in _wait_first().");
 
 PyMethodDef kvs_py_await_methods[] = {
     {"_wait_first", KVS_PY_FASTCALL(wait_for_first), METH_FASTCALL | METH_KEYWORDS, wait_first_doc},

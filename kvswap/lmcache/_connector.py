@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from kvswap.files import FileTransfer, Layout
 
 _log = logger("kvswap.lmcache")
 _MOST_KEY = 512
+_PAUSE = 0.01  # seconds until the next look, where waiting itself has failed
 _Completion = tuple[int, bool, str, list[bool] | None]
 
 
@@ -198,8 +200,8 @@ class FileConnector:
         """Begin the transfer of a part. What cannot begin is told as failed; nothing is raised."""
         try:
             transfer = begin()
-        except (_C.Error, OSError, ValueError, TypeError) as error:
-            transfer, operation.error = None, str(error)
+        except Exception as error:
+            transfer, operation.error = None, str(error) or repr(error)
         else:
             if transfer is None:
                 operation.error = "another process writes the files" if operation.what != "load" else "not stored"
@@ -232,23 +234,43 @@ class FileConnector:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        while True:
-            with self._lock:
-                seen, running = _C._await_news(), list(self._running)
-                if self._closed and not running:
-                    return
-            ended = [operation for operation in running if operation.ended()]
-            if not ended:
-                transfers = [transfer for each in running for _, transfer in each.parts if not transfer.done()]
-                if transfers or not running:  # else all have ended since they were asked
-                    _C._wait_first(transfers, seen)
-                continue
-            with self._lock:
-                self._running = [operation for operation in self._running if operation not in ended]
-            for operation in ended:
-                self._end(operation)
+        going, known = True, ""
+        while going:
+            try:
+                going = self._once()
+            except Exception as error:  # out of memory, say: nothing else tells operations, so this goes on by asking
+                if known != repr(error):
+                    known = repr(error)
+                    _log.error("waiting for stores and loads failed, they are asked for now: %s", known)
+                time.sleep(_PAUSE)
+
+    def _once(self) -> bool:
+        with self._lock:
+            seen, running = _C._await_news(), list(self._running)
+            if self._closed and not running:
+                return False
+        ended = [operation for operation in running if operation.ended()]
+        for operation in ended:
+            self._end(operation)
+        if not ended:
+            transfers = [transfer for each in running for _, transfer in each.parts if not transfer.done()]
+            if transfers or not running:  # else all have ended since they were asked
+                _C._wait_first(transfers, seen)
+        return True
 
     def _end(self, operation: _Operation) -> None:
+        try:
+            self._settle(operation)
+        except Exception as error:
+            operation.done, operation.error = [False] * len(operation.done), repr(error)
+            _log.error(
+                "%s of %d objects failed: how it ended is unknown: %r", operation.what, len(operation.done), error
+            )
+        with self._lock:
+            self._running.remove(operation)
+        self._tell(operation, ok=all(operation.done))
+
+    def _settle(self, operation: _Operation) -> None:
         for positions, transfer in operation.parts:
             failed = {int(i) for i in transfer.failed_blocks}
             for i, position in enumerate(positions):
@@ -258,7 +280,6 @@ class FileConnector:
                 operation.error = str(transfer.error)
                 what = {"store": "storing", "load": "loading", "delete": "deleting"}[operation.what]
                 _log.warning("%s: %d of %d objects failed: %s", what, len(failed), len(positions), operation.error)
-        self._tell(operation, ok=all(operation.done))
 
     def _tell(self, operation: _Operation, *, ok: bool) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ import base64
 import bisect
 import ctypes
 import fcntl
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -496,6 +497,7 @@ def work(folder: Path, arguments: argparse.Namespace) -> None:
     tree = Tree(folder / f"tree{arguments.worker}", builds, cover)
     tree.check()
     files = [source for source in builds.sources if not source.startswith("csrc/cuda/")]
+    files = fnmatch.filter(files, arguments.sources)
     done = results_of(folder)
     again = {key for key, row in done.items() if row["outcome"] == "not noticed"} if arguments.again else None
     end = time.monotonic() + arguments.minutes * 60
@@ -550,6 +552,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=300, help="changes that compile and make other code")
+    parser.add_argument("--sources", default="*", help="only changes of such files: 'csrc/files/*'")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--again", action="store_true", help="those that went by, the sanitizers' builds too")
