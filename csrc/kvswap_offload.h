@@ -57,13 +57,25 @@ KVS_API int kvs_offload_open(struct kvs_engine *engine, const struct kvs_offload
 KVS_API void kvs_offload_close(struct kvs_offload *map);        /* transfers under way do not need it */
 KVS_API size_t kvs_offload_most(const struct kvs_offload *map); /* upper bound on the transfers of one job */
 
+/* What transfer i of a job with blocks in all groups moves, for kvs_options.layer_events: layer k of it is (a part of)
+ * tensor tensors[k] of the layout. A load has no transfer i if its group has no blocks in the job; unless every_block,
+ * neither if no block of the job has its place in a chunk. KVS_RANGE: kvs_offload_most() and above, or no parts. */
+struct kvs_offload_order {
+  size_t group;
+  const uint32_t *tensors; /* as long as the map is open */
+  size_t nlayers;
+  bool every_block;
+};
+KVS_API int kvs_offload_get_order(const struct kvs_offload *map, size_t i, struct kvs_offload_order *order,
+                                  struct kvs_error *err);
+
 /* Submit a job: one transfer for each group, or several if its tensors have different shapes; at least one. They are
  * ordered with all other transfers of this map by the blocks that they touch. Everything is checked before anything is
  * queued.
  *
  * `transfers` has room for kvs_offload_most(). The caller owns a reference to each of the *count submitted ones. After
  * an error, submitted transfers go on: call again with *next, which says where to continue (at first 0), or drop the
- * job. The owner in *options is ignored. */
+ * job. The owner in *options is ignored; after_layers is refused. */
 KVS_API int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *job,
                                const struct kvs_options *options, size_t *next, struct kvs_transfer **transfers,
                                size_t *count, struct kvs_error *err);

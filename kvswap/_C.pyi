@@ -461,6 +461,7 @@ class OffloadMap:
         pace_gbps: float | None = None,
         first: int = 0,
         after_compute: bool = False,
+        layer_events: bool = False,
     ) -> tuple[tuple[Transfer, ...], int, Error | None]:
         """Queue a job: (transfers, next, error). error None: all was queued. Else the transfers go on, and the same call with
         first=next submits the rest. If nothing was queued, the error is raised.
@@ -468,6 +469,7 @@ class OffloadMap:
         gpu_blocks, chunks, group_sizes, block_indices: integer arrays or sequences.
         direction: 0 or 'D2H' stores, 1 or 'H2D' loads.
         after_compute: with a stream too, start after the device's compute stream.
+        layer_events: each transfer can be waited for layer by layer, in the order of `order`.
         stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
           (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
           and no stream waits.
@@ -480,6 +482,11 @@ class OffloadMap:
 
         Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
         moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
+    @property
+    def order(self) -> tuple[tuple[int, tuple[int, ...], bool], ...]:
+        """tuple: an entry for each transfer of a job with blocks in all groups: (group, tensors, every_block). Layer k of the
+        transfer is a part of tensor tensors[k]. A group without blocks in a load has no transfer; unless every_block, a
+        load may lack it in any case."""
 
 @final
 class FileTransfer(_AnyTransfer):

@@ -50,12 +50,15 @@ static struct kvs_copy_group *find_copy_group(struct kvs_offload *map, const str
 static int push_tensors(struct kvs_copy_group *copies, const struct kvs_tensor *first,
                         const struct kvs_offload_part *part, struct kvs_error *err) {
   struct kvs_tensor *grown = realloc(copies->tensors, (copies->ntensors + (size_t)part->count) * sizeof *grown);
-  if (!grown) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " fragments", part->count);
-  copies->tensors = grown;
+  if (grown) copies->tensors = grown;
+  uint32_t *sources = realloc(copies->sources, (copies->ntensors + (size_t)part->count) * sizeof *sources);
+  if (sources) copies->sources = sources;
+  if (!grown || !sources) return kvs_fail(err, KVS_NOMEM, "no memory for %" PRIu64 " fragments", part->count);
   for (uint64_t i = 0; i < part->count; i++) {
     struct kvs_tensor tensor = *first;
     tensor.gpu += i * part->gpu_pitch;
     tensor.cpu += i * part->cpu_pitch;
+    sources[copies->ntensors] = part->tensor;
     grown[copies->ntensors++] = tensor;
   }
   return KVS_OK;
@@ -288,7 +291,10 @@ size_t kvs_offload_failures(const struct kvs_offload *map, size_t group) {
 
 static void map_free(struct kvs_offload *map) {
   kvs_failures_close(&map->failures);
-  for (size_t i = 0; i < map->ncopy_groups; i++) free(map->copy_groups[i].tensors);
+  for (size_t i = 0; i < map->ncopy_groups; i++) {
+    free(map->copy_groups[i].tensors);
+    free(map->copy_groups[i].sources);
+  }
   if (map->gpu) kvs_table_free(map->gpu);
   if (map->cpu) kvs_table_free(map->cpu);
   free(map->copy_groups);
@@ -399,3 +405,15 @@ void kvs_offload_close(struct kvs_offload *map) {
 }
 
 size_t kvs_offload_most(const struct kvs_offload *map) { return map->ncopy_groups ? map->ncopy_groups : 1; }
+
+int kvs_offload_get_order(const struct kvs_offload *map, size_t i, struct kvs_offload_order *order,
+                          struct kvs_error *err) {
+  if (i >= map->ncopy_groups)
+    return kvs_fail(err, KVS_RANGE, "copy group %zu; a job of this map has %zu", i, map->ncopy_groups);
+  const struct kvs_copy_group *copies = &map->copy_groups[i];
+  *order = (struct kvs_offload_order){.group = copies->group,
+                                      .tensors = copies->sources,
+                                      .nlayers = copies->ntensors,
+                                      .every_block = copies->only == UINT64_MAX};
+  return KVS_OK;
+}

@@ -18,6 +18,7 @@
 
 struct kvs_copy_group {
   struct kvs_tensor *tensors;
+  uint32_t *sources; /* an entry: the index of its tensor in the layout */
   size_t ntensors, group;
   uint64_t chunk_slots, page_slots;
   uint64_t only; /* only this block of each chunk; UINT64_MAX: all blocks */

@@ -275,13 +275,14 @@ static int submit_copy_group(struct job_call *call, const struct kvs_copy_group 
   bool store = call->job->direction == KVS_D2H;
   struct kvs_ids gpu = {call->moved_gpu, 8, 0}, cpu = {call->slots, 8, 0};
   struct copy_group_call arg = {.cache = {copies->tensors, copies->ntensors, &gpu, &cpu, call->job->direction,
-                                          map->engine->device->info.max_pitch, false},
+                                          map->engine->device->info.max_pitch, options->layer_events},
                                 .job = call};
   const struct kvs_touch touches[] = {{.table = map->gpu, .write = !store, .slots = call->moved_gpu},
                                       {.table = map->cpu, .write = store, .slots = call->moved_cpu}};
   struct kvs_work work = {.scratch = scratch,
                           .direction = call->job->direction,
                           .plan = kvs_cache_plan,
+                          .layered = options->layer_events,
                           .watch = kvs_watch_copies,
                           .settle = record_failures,
                           .call = &arg,
@@ -356,6 +357,9 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   if (status) return status;
   if (job->direction != KVS_D2H && job->direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (store) and 1 is H2D (load)", (int)job->direction);
+  if (options.nafter_layers)
+    return kvs_fail(err, KVS_INVALID,
+                    "after_layers: a job may be several transfers, so its layers have no such events");
   if (*next && *next >= map->ncopy_groups)
     return kvs_fail(err, KVS_RANGE, "a job of this map has %zu parts, and none is left from %zu on", map->ncopy_groups,
                     *next);

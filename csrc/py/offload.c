@@ -131,9 +131,9 @@ static void map_dealloc(PyObject *self) {
 /* -- submitting ---------------------------------------------------------------------------------------------------- */
 
 enum { GPU_BLOCKS, CHUNKS, GROUP_SIZES, BLOCK_INDICES, DIRECTION, COMMON };
-enum { FIRST = COMMON + KVS_PY_COMMON, AFTER_COMPUTE, ARGUMENTS };
-static const char *const names[] = {"gpu_blocks",        "chunks", "group_sizes",  "block_indices", "direction",
-                                    KVS_PY_COMMON_NAMES, "first",  "after_compute"};
+enum { FIRST = COMMON + KVS_PY_COMMON, AFTER_COMPUTE, LAYER_EVENTS, ARGUMENTS };
+static const char *const names[] = {"gpu_blocks",        "chunks", "group_sizes",   "block_indices", "direction",
+                                    KVS_PY_COMMON_NAMES, "first",  "after_compute", "layer_events"};
 
 struct offload_args {
   struct kvs_offload *map;
@@ -197,7 +197,10 @@ static PyObject *map_submit(PyObject *self, PyObject *const *args, Py_ssize_t na
   PyObject *values[ARGUMENTS], *result = NULL;
   struct offload_args call = {.map = as_map(self)->map};
   call.options.common = values + COMMON;
+  PyObject *layered[2] = {NULL, NULL}; /* after_layers is not taken */
+  call.options.layered = layered;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
+  layered[0] = values[LAYER_EVENTS];
   PyObject *range = kvs_py_trace_begin(state, "OffloadMap.submit");
   if (kvs_py_options_check(&call.options) == 0 && read_job(state, values, &call) == 0 &&
       kvs_py_options_read(state, as_map(self)->engine, 0, &call.options) == 0)
@@ -206,6 +209,34 @@ static PyObject *map_submit(PyObject *self, PyObject *const *args, Py_ssize_t na
   PyMem_Free(call.transfers);
   kvs_py_options_clear(&call.options);
   return kvs_py_trace_end(range, result);
+}
+
+/* -- the order of copying ------------------------------------------------------------------------------------------ */
+
+static PyObject *one_transfer(const struct kvs_offload_order *order) {
+  PyObject *tensors = PyTuple_New((Py_ssize_t)order->nlayers);
+  for (size_t i = 0; tensors != NULL && i < order->nlayers; ++i) {
+    PyObject *tensor = PyLong_FromUnsignedLong(order->tensors[i]);
+    if (tensor == NULL) Py_CLEAR(tensors);
+    if (tensor != NULL) PyTuple_SET_ITEM(tensors, (Py_ssize_t)i, tensor);
+  }
+  if (tensors == NULL) return NULL;
+  return Py_BuildValue("(nNO)", (Py_ssize_t)order->group, tensors, order->every_block ? Py_True : Py_False);
+}
+
+static PyObject *map_order(PyObject *self, void *unused) {
+  struct kvs_error end;
+  struct kvs_offload_order order;
+  (void)unused;
+  PyObject *list = PyList_New(0);
+  for (size_t i = 0; list != NULL && kvs_offload_get_order(as_map(self)->map, i, &order, &end) == KVS_OK; ++i) {
+    PyObject *transfer = one_transfer(&order);
+    if (transfer == NULL || PyList_Append(list, transfer) < 0) Py_CLEAR(list);
+    Py_XDECREF(transfer);
+  }
+  PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
+  Py_XDECREF(list);
+  return tuple;
 }
 
 /* -- docs and slots ------------------------------------------------------------------------------------------------ */
@@ -225,26 +256,36 @@ PyDoc_STRVAR(
 PyDoc_STRVAR(
     submit_doc,
     "submit($self, /, gpu_blocks, chunks, group_sizes, block_indices, direction, *, stream=None, after=(), "
-    "path='auto', priority=None, max_ctas=None, pace_gbps=None, first=0, after_compute=False)\n--\n\n"
+    "path='auto', priority=None, max_ctas=None, pace_gbps=None, first=0, after_compute=False,\n"
+    "layer_events=False)\n--\n\n"
     "Queue a job: (transfers, next, error). error None: all was queued. Else the transfers go on, and the same call "
     "with\n"
     "first=next submits the rest. If nothing was queued, the error is raised.\n\n"
     "gpu_blocks, chunks, group_sizes, block_indices: integer arrays or sequences.\n"
     "direction: 0 or 'D2H' stores, 1 or 'H2D' loads.\n"
-    "after_compute: with a stream too, start after the device's compute stream.\n" KVS_PY_ORDER_DOC KVS_PY_PATH_DOC
-    "\n" KVS_PY_CHECKED_DOC);
+    "after_compute: with a stream too, start after the device's compute stream.\n"
+    "layer_events: each transfer can be waited for layer by layer, in the order of "
+    "`order`.\n" KVS_PY_ORDER_DOC KVS_PY_PATH_DOC "\n" KVS_PY_CHECKED_DOC);
 
 static PyMethodDef methods[] = {
     {"submit", KVS_PY_FASTCALL(map_submit), METH_FASTCALL | METH_KEYWORDS, submit_doc},
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef getset[] = {
+    {"order", map_order, NULL,
+     "tuple: an entry for each transfer of a job with blocks in all groups: (group, tensors, every_block). Layer k of "
+     "the\n"
+     "transfer is a part of tensor tensors[k]. A group without blocks in a load has no transfer; unless every_block, "
+     "a\n"
+     "load may lack it in any case.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot slots[] = {
-    {Py_tp_doc, (void *)map_doc},
-    {Py_tp_new, map_create},
-    {Py_tp_dealloc, map_dealloc},
-    {Py_tp_methods, methods},
-    {0, NULL},
+    {Py_tp_doc, (void *)map_doc}, {Py_tp_new, map_create}, {Py_tp_dealloc, map_dealloc},
+    {Py_tp_methods, methods},     {Py_tp_getset, getset},  {0, NULL},
 };
 
 PyType_Spec kvs_py_offload_spec = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload import _counts
+from kvswap.offload._layers import Places, places_of, wait_here, waits_of
 from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
@@ -35,6 +36,8 @@ class Job:
     submitted: float  # time.monotonic()
     error: BaseException | None = None  # of a part that could not be queued
     next_part: int = 0  # OffloadMap.submit(first=) of the next call
+    layered: bool = False  # its transfers can be waited for layer by layer
+    places: tuple[int, Places] | None = None  # of its tensors, if layered
 
     def ended(self) -> bool:
         """Whether all its transfers have ended, well or not. Never blocks."""
@@ -199,6 +202,7 @@ class SingleDirectionOffloadingHandler:
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
         self._map: _C.OffloadMap | None = shared.map
+        self._places: dict[tuple[bool, ...], tuple[int, Places] | None] = {}  # by groups that have blocks
         _counts.add_handler(self)
 
     @property
@@ -208,12 +212,13 @@ class SingleDirectionOffloadingHandler:
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
-    def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None) -> bool:
+    def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None, *, layer_events: bool = False) -> bool:
         """Queue a job. True: the whole job is queued, or it has failed and get_finished() reports that.
 
         job_id: returned by get_finished(); unique among uncollected jobs.
         spec: (source, destination), or the source, followed by dst_spec: GPULoadStoreSpec and CPULoadStoreSpec, in the
           order of this handler's direction.
+        layer_events: the tensors are moved in their order, and make_wait() can wait for some of them.
 
         ValueError, IndexError, TypeError: wrong lists or ids; the message names them, and nothing was queued. If the
         queue is full (128 unfinished transfers), the call waits for the oldest.
@@ -226,7 +231,9 @@ class SingleDirectionOffloadingHandler:
             with self._lock:
                 if any(job.job_id == job_id for job in self._transfers):
                     raise ValueError(f"job {job_id} was submitted before, and not collected yet")
-            job = Job(job_id, [], 0, time.monotonic())
+            job = Job(job_id, [], 0, time.monotonic(), layered=layer_events)
+            if layer_events:
+                job.places = self._places_of(gpu.group_sizes)
             lists = (gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices)
             try:
                 with nvtx_range(lambda: f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
@@ -264,6 +271,7 @@ class SingleDirectionOffloadingHandler:
                 after=() if compute is None else compute,
                 after_compute=compute is None,
                 first=job.next_part,
+                layer_events=job.layered,
                 **self._options,
             )
         except _C.QueueFull:
@@ -276,6 +284,43 @@ class SingleDirectionOffloadingHandler:
             return False
         job.error = error
         return True
+
+    def _places_of(self, group_sizes: Sequence[int]) -> tuple[int, Places] | None:
+        has_blocks = tuple(int(size) > 0 for size in group_sizes)
+        if has_blocks not in self._places and self._map is not None:
+            order = self._map.order
+            known = len(has_blocks) > max((group for group, _, _ in order), default=-1)
+            self._places[has_blocks] = places_of(order, has_blocks) if known else None
+        return self._places.get(has_blocks)
+
+    def make_wait(self, job_id: int, tensors: Sequence[int] | None = None) -> None:
+        """Work that is queued on the model's stream from now on waits for a job; it need not be collected yet.
+
+        tensors: indices of GPU tensors: wait for these only, and for those before them, if the job was submitted with
+          layer_events. Where the model has no stream (on the host device) the calling thread waits.
+
+        It gives order only. kvswap.Error: a failure that is known already. A job that is not there is no error, and
+        nothing is waited for. TimeoutError, after wait_timeout, on the host device.
+        """
+        with self._lock:
+            job = next((job for job in self._transfers if job.job_id == job_id), None)
+        if job is None:
+            return
+        stream, failed = self._compute(), None
+        for transfer, layer in waits_of(job.transfers, job.places, tensors if job.layered else None):
+            try:
+                if stream is None and layer is None:
+                    transfer.wait(self.wait_timeout)
+                elif stream is None:
+                    wait_here(transfer, layer, self.wait_timeout)  # type: ignore[arg-type]
+                elif layer is None:
+                    transfer.make_wait(stream)
+                else:
+                    transfer.make_wait_layer(layer, stream)
+            except _C.Error as error:  # the others are waited for in any case
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _make_room(self, job: Job) -> None:
         """Wait for the oldest transfer of this queue; if there is none, for room in the device. TimeoutError."""
