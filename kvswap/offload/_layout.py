@@ -69,6 +69,12 @@ def _geometry(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, 
     return int(array.ctypes.data), array.shape, array.strides, array.itemsize
 
 
+def extent_of(tensor: Any, name: str) -> tuple[int, int]:
+    """First address of what a tensor's elements lie in, and its end."""
+    ptr, shape, strides, size = _geometry(tensor, name)
+    return ptr, ptr + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + size
+
+
 def _together(shape: Sequence[int], strides: Sequence[int], nbytes: int, name: str) -> int:
     """Bytes of a block of that shape, whose elements have nbytes."""
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):

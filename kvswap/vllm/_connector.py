@@ -8,15 +8,16 @@ the connector as ended, and the failure to KVSwapConnector:
 - a load: get_block_ids_with_load_errors() reports its GPU blocks, and vLLM recomputes or ends the request, by
   kv_load_failure_policy. In a model with several groups block ids do not identify a request: there the request is
   reported, in releases that support it (KVConnectorTransferResults); others cannot recompute, and an error is raised.
-- a load whose request was computed in the same step (sync_load_budget_bytes, 0.33): the step has computed from wrong
-  bytes, and its stores may be under way. All stores since that load are dropped.
+- a load whose request was computed in the same step (kvswap_overlap; sync_load_budget_bytes, 0.33): the step has
+  computed from wrong bytes, and its stores may be under way. All stores since that load are dropped, and the request is
+  computed again from its first token on (_failures.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -26,7 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
-from kvswap.vllm._handler import VLLMHandler, falls_back
+from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overlap_of
+
+if TYPE_CHECKING:
+    from kvswap.vllm._layers import StepLoads
+    from kvswap.vllm._overlap import Overlap
 
 _logger = logger("kvswap.vllm")
 
@@ -74,6 +79,8 @@ class _Watch:
         self._loads: dict[int, Any] = {}  # job -> GPU blocks
         self._refused: list[_Failure] = []  # jobs that could not be submitted
         self.failures: list[_Failure] = []  # not reported yet
+        self.distrusted: dict[int, str] = {}  # loads that count as failed, and why
+        self.steps_own: StepLoads | None = None
         for handler in _handlers_of(worker):
             handler.strict = False
 
@@ -106,6 +113,12 @@ class _Watch:
         """From 0.25 on."""
         return self._submit(job_id, dst_spec, self._worker.submit_load, src_spec, dst_spec, **options)
 
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """As the worker's; vLLM's wait for the loads of the step's own requests is left to the layers."""
+        own = self.steps_own
+        late = own.jobs if own is not None and own.submitting else frozenset()
+        self._worker.wait(set(job_ids) - late)
+
     def get_finished(self) -> list[Any]:
         """All ended jobs; failed ones without size and time, so that metrics do not count them."""
         results: list[Any] = self._worker.get_finished()
@@ -115,10 +128,11 @@ class _Watch:
         ended: list[Any] = []
         for result in results:
             blocks = self._loads.pop(result.job_id, None)
-            if result.success:
+            why = self.distrusted.pop(result.job_id, None)
+            if result.success and why is None:
                 ended.append(result)
             else:
-                refused.append(_Failure(result.job_id, str(getattr(result, "error", None)), blocks))
+                refused.append(_Failure(result.job_id, why or str(getattr(result, "error", None)), blocks))
         for failure in refused:  # the handler, or _submit(), has logged it
             ended.append(TransferResult(failure.job_id, True))  # ended; the failure is reported separately
         self.failures += refused
@@ -146,6 +160,33 @@ def _choose_spec(extra_config: dict[str, Any]) -> None:
         extra_config.setdefault("spec_module_path", "kvswap.vllm")
 
 
+# Imported where they are asked for: their parts of vLLM differ more from release to release.
+
+
+def _why_no_overlap(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    try:
+        from kvswap.vllm import _overlap
+    except ImportError as error:
+        return str(error)
+    return _overlap.why_not(vllm_config, kv_cache_config)
+
+
+def _has_own_sync_loads() -> bool:
+    try:
+        from kvswap.vllm import _failures, _overlap
+    except ImportError:
+        return False
+    return _overlap.is_native() and _failures.why_not() is None
+
+
+def _make_overlap(scheduler: Any, kv_cache_config: Any, settings: OverlapSettings | None) -> Overlap:
+    """settings None: the loads are vLLM's own, by its rule alone."""
+    from kvswap.vllm import _failures, _overlap
+
+    _failures.install(KVSwapConnector)
+    return _overlap.make(scheduler, kv_cache_config, settings or _overlap.ANY)
+
+
 class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     """vLLM's OffloadingConnector with kvswap's transfers, which goes on when a transfer fails.
 
@@ -161,8 +202,19 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._fallback = falls_back(extra_config)
         _choose_spec(extra_config)
+        settings = overlap_of(extra_config)
+        reason = _why_no_overlap(vllm_config, kv_cache_config) if settings.on else None
+        self._overlaps = settings.on and reason is None
+        if self._overlaps:
+            extra_config.setdefault("sync_load_budget_bytes", settings.budget)
+        elif reason is not None and role == KVConnectorRole.SCHEDULER:
+            _logger.warning("kvswap_overlap: %s (vLLM %s). Loads stay asynchronous", reason, vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         self._groups = len(kv_cache_config.kv_cache_groups)
+        # Loads in their request's step may be vLLM's own too (0.33). _failures.py handles those that fail.
+        self.has_sync_loads = self._overlaps or (settings.budget > 0 and _has_own_sync_loads())
+        self._overlap: Overlap | None = None
+        self._own_loads: StepLoads | None = None  # worker
         self._watch: _Watch | None = None
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -172,16 +224,23 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
             manager.complete_store = self._complete_store_truly
+            if self.has_sync_loads:
+                asked = settings if self._overlaps else None
+                self._overlap = _make_overlap(self.connector_scheduler, kv_cache_config, asked)
 
     # -- worker -------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
+    def _attach(self, kv_caches: Any) -> None:
         worker = self.connector_worker.worker
         if isinstance(worker, _Watch):
             return
         if not _handlers_of(worker):
             self._refuse(worker)
         self._watch = self.connector_worker.worker = _Watch(worker)
+        if self._overlaps and _handlers_of(worker):
+            from kvswap.vllm._layers import StepLoads
+
+            self._own_loads = self._watch.steps_own = StepLoads(_handlers_of(worker), kv_caches)
 
     def _refuse(self, worker: Any) -> None:
         spec, theirs = type(self.connector_worker.spec).__name__, type(worker).__name__
@@ -200,15 +259,48 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: Any) -> None:
         """As vLLM's."""
         super().register_kv_caches(kv_caches)
-        self._attach()
+        self._attach(kv_caches)
 
     def register_cross_layers_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, in releases that have it."""
+        """As vLLM's, in releases that have it. One tensor has all layers, so that a step waits for all of a load."""
         super().register_cross_layers_kv_cache(*args, **kwargs)
-        self._attach()
+        self._attach({})
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """As vLLM's; the loads of the step's own requests are submitted, and waited for by its layers."""
+        own = self._own_loads
+        if own is None:
+            super().start_load_kv(forward_context, **kwargs)
+            return
+        from kvswap.vllm._overlap import sync_loads_of
+
+        jobs = sync_loads_of(self._connector_metadata)
+        own.begin(jobs)
+        try:
+            super().start_load_kv(forward_context, **kwargs)
+        finally:
+            for job_id in jobs:
+                self.connector_worker._load_jobs[job_id] = None  # vLLM's mark of a request that runs already
+            own.submitted(forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """The model's stream waits for the layer's blocks that this step loads."""
+        if self._own_loads is not None:
+            self._own_loads.wait_for_layer(layer_name)
+
+    def _end_own_loads(self, own: StepLoads, watch: _Watch) -> None:
+        """The step's output must not be used before its loads are known to have succeeded."""
+        jobs = own.jobs
+        if jobs:
+            watch.wait(jobs)
+        why = own.finish()
+        if why is not None:
+            watch.distrusted.update(dict.fromkeys(jobs, why))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; records failures for the following calls."""
+        if self._own_loads is not None:
+            self._end_own_loads(self._own_loads, self._watch)  # type: ignore[arg-type]
         watch, loads = self._watch, self.connector_worker._load_jobs
         requests = dict(loads) if loads else {}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
@@ -228,6 +320,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             self._invalid_blocks.update(int(block) for block in failure.gpu_blocks)
             if request is None and failure.job_id in requests:  # None: vLLM's mark of a request that runs already
                 self._failed_sync_loads[failure.job_id] = failure.error
+        elif request is None and failure.job_id in requests and self.has_sync_loads:
+            self._invalid_blocks.update(int(block) for block in failure.gpu_blocks)
+            self._failed_sync_loads[failure.job_id] = failure.error
         elif request is not None and hasattr(OffloadingConnector, "get_transfer_results"):
             self._failed_requests.add(request)
         else:
@@ -259,6 +354,52 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
+    def on_new_request(self, request: Any) -> None:
+        """As vLLM's."""
+        super().on_new_request(request)
+        if self._overlap is not None:
+            self._overlap.added(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's; (tokens, False) where the request's own step loads them."""
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found if self._overlap is None else self._overlap.matched(request, num_computed_tokens, found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """As vLLM's."""
+        overlap = self._overlap
+        if overlap is not None:
+            blocks = overlap.allocate(request, blocks, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if overlap is not None:
+            overlap.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As vLLM's, with the loads of the step's own requests."""
+        build = super().build_connector_meta
+        return build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        """As vLLM's."""
+        if self._overlap is not None:
+            self._overlap.ended(request, (block_ids,))
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        """As vLLM's."""
+        if self._overlap is not None:
+            self._overlap.ended(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def failed_sync_loads(self, blocks: set[int]) -> tuple[set[str], set[int]]:
+        """For _failures: the requests that these blocks were loaded for, and all blocks that hold nonsense now."""
+        return (set(), set(blocks)) if self._overlap is None else self._overlap.failed(blocks)
+
+    def compute_instead(self, requests: set[str]) -> None:
+        """For _failures: nothing is loaded for these requests any more."""
+        if self._overlap is not None:
+            self._overlap.compute_instead(requests)
+
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta, jobs = connector_output.kv_connector_worker_meta, self.connector_scheduler._jobs
@@ -268,6 +409,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
                 computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
                 self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
+        if self._overlap is not None:
+            self._overlap.reported(meta)
         if self._failed_stores:
             jobs = self.connector_scheduler._jobs
             self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from kvswap import _C
@@ -19,14 +20,15 @@ _PATHS = get_args(Path)
 _PRIORITIES = ("normal", "high", "background")
 _WAIT_TIMEOUT = 300.0  # seconds
 _LOG_EVERY = 60.0  # seconds
+_SHARED_MS = 1.0
+_BUDGET = 1 << 30  # bytes, of sync_load_budget_bytes under kvswap_overlap
 
 
 def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
     known = {
         *("kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"),
-        "kvswap_fallback",
-        "kvswap_metrics_port",
+        *("kvswap_fallback", "kvswap_metrics_port", "kvswap_overlap", "kvswap_overlap_shared_ms"),
     }
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:
@@ -55,6 +57,25 @@ def falls_back(extra_config: Mapping[str, Any]) -> bool:
     return value
 
 
+@dataclass(frozen=True)
+class OverlapSettings:
+    """Loads in the step that needs them."""
+
+    on: bool
+    shared_ms: float
+    budget: int  # bytes that a step loads on a worker
+
+
+def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
+    """kvswap_overlap and what belongs to it. ValueError: a wrong one."""
+    on, shared = extra_config.get("kvswap_overlap", False), extra_config.get("kvswap_overlap_shared_ms", _SHARED_MS)
+    if not isinstance(on, bool):
+        raise ValueError(f"kvswap_overlap is {on!r}; it is true or false")
+    if not (_is_number(shared, (int, float)) and 0 <= shared < math.inf):
+        raise ValueError(f"kvswap_overlap_shared_ms is {shared!r}; it is a number of milliseconds, 0 or more")
+    return OverlapSettings(on, float(shared), int(extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)))
+
+
 def _is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
@@ -68,6 +89,7 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
     """
 
     strict = True
+    in_layers: frozenset[int] = frozenset()  # jobs whose tensors the step waits for one after another
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,6 +105,10 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
             len(self.src_tensors),
             self.blocks_per_chunk,
         )
+
+    def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None, *, layer_events: bool = False) -> bool:
+        """As the base class; layer_events for the jobs of in_layers."""
+        return super().transfer_async(job_id, spec, dst_spec, layer_events=layer_events or job_id in self.in_layers)
 
     def get_finished(self) -> list[TransferResult]:
         """As the base class; strict, kvswap.Error for a job that failed."""

@@ -54,6 +54,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
     parser.add_argument("--sleep", action="store_true", help="sleep and wake up instead of faults")
     parser.add_argument("--sync-loads", action="store_true", help="requests run in the step that loads their blocks")
+    parser.add_argument("--overlap", action="store_true", help="kvswap_overlap: layers are read behind their load")
+    parser.add_argument("--shared-ms", type=float, default=1.0, help="kvswap_overlap_shared_ms")
+    parser.add_argument("--async-scheduling", action="store_true", help="a step is scheduled before the last has ended")
+    parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
     if options.ranks > 1 and "Tiering" not in options.spec:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
@@ -89,11 +93,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parent))
 
 import vllm
+import vllm_overlap
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -103,6 +109,8 @@ from vllm_worker import TOKENS, Workers, connector_of, expected, groups_of, made
 
 import kvswap
 from kvswap import testing
+
+WRONG = 950  # a token that was computed from wrong bytes
 
 
 class Engine:
@@ -114,7 +122,7 @@ class Engine:
         cache = make_cache(OPTIONS)
         self.config.cache_config.num_gpu_blocks = cache.num_blocks
         with set_current_vllm_config(self.config):
-            self.scheduler = Scheduler(
+            self.scheduler = (AsyncScheduler if OPTIONS.async_scheduling else Scheduler)(
                 vllm_config=self.config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(self.config),
@@ -131,7 +139,11 @@ class Engine:
         self.hasher = get_request_block_hasher(TOKENS, sha256)
         self.tokens: dict[str, list[int]] = {}
         self.recomputed = self.reported = 0
-        self.requests = 0
+        self.requests = self.steps = 0
+        self.held: tuple[Any, ...] | None = None  # a step whose outputs the scheduler has not seen
+        self.preempted: dict[str, int] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
         self.external = 0
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -148,6 +160,7 @@ class Engine:
 
     def step(self) -> None:
         """One engine step."""
+        self.steps += 1
         plan = self.scheduler.schedule()
         for new in plan.scheduled_new_reqs:
             self.external += new.num_computed_tokens
@@ -158,16 +171,25 @@ class Engine:
             blocks = self.scheduler.kv_cache_manager.get_block_ids(request)
             begin = (end - plan.num_scheduled_tokens[request]) // TOKENS
             work.append((request, self.tokens[request], list(places(OPTIONS, blocks, end // TOKENS)), begin))
+        known = [self.scheduler.requests[request] for request in running]
+        done = [request.num_computed_tokens >= request.num_tokens for request in known]
+        epochs = [request.num_preemptions for request in known]
+        if self.held is not None:  # the scheduler sees the last step's outputs when this one is on its way
+            self.finish(*self.held)
+            self.held = None
         outputs = self.workers.call("step", plan.kv_connector_metadata, plan.finished_req_ids, work)
-        self.finish(plan, running, outputs)
-
-    def finish(self, plan: Any, running: list[str], outputs: list[Any]) -> None:
+        unsound = set().union(*self.workers.call("take_unsound"))
         sampled = []
-        for request in running:
-            known = self.scheduler.requests[request]
-            done = known.num_computed_tokens >= known.num_tokens
-            sampled.append([len(self.tokens[request]) % 900] if done else [])
-            self.tokens[request] += sampled[-1]
+        for request, ends, epoch in zip(running, done, epochs, strict=True):
+            sampled.append([WRONG if request in unsound else len(self.tokens[request]) % 900] if ends else [])
+            if epoch == self.preempted.get(request, 0):
+                self.tokens[request] = self.tokens[request] + sampled[-1]
+        if OPTIONS.async_scheduling:
+            self.held = plan, running, outputs, sampled
+        else:
+            self.finish(plan, running, outputs, sampled)
+
+    def finish(self, plan: Any, running: list[str], outputs: list[Any], sampled: list[list[int]]) -> None:
         results = [
             made(
                 ModelRunnerOutput,
@@ -184,7 +206,16 @@ class Engine:
         result = results[0] if len(results) == 1 else self.aggregator.aggregate(results)
         self.reported += len(getattr(result.kv_connector_output, "failed_recving", None) or ())
         self.recomputed += len(result.kv_connector_output.invalid_block_ids or ())
-        self.scheduler.update_from_output(plan, result)
+        for core in self.scheduler.update_from_output(plan, result).values():
+            for output in core.outputs:
+                assert WRONG not in output.new_token_ids, f"{output.request_id}: a token of wrong bytes was let out"
+                self.answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ended[output.request_id] = str(output.finish_reason)
+        for name, request in self.scheduler.requests.items():
+            if request.num_preemptions != self.preempted.get(name, 0):
+                self.preempted[name] = request.num_preemptions
+                self.tokens[name] = list(request.all_token_ids)
 
     def run(self, *, limit: float = 60.0) -> None:
         """Until all requests are finished and all transfers told of."""
@@ -193,7 +224,7 @@ class Engine:
         connector = scheduler.connector
         jobs = (lambda: connector.scheduler_manager.has_pending_stores()) if OPTIONS.simple else None
         jobs = jobs or (lambda: connector.connector_scheduler._jobs)
-        while scheduler.requests or scheduler.finished_req_ids or jobs():
+        while scheduler.requests or scheduler.finished_req_ids or jobs() or (self.held and self.held[1]):
             assert time.monotonic() < end, "the engine does not come to an end"
             self.step()
             time.sleep(0.001)
@@ -267,7 +298,9 @@ def scenario(engine: Engine) -> None:
     loaded = sum(len(tokens) // chunk * chunk for tokens in many)
     assert engine.external == loaded, (engine.external, loaded)
     say(f"four requests at once: {loaded} tokens from the host")
-    if OPTIONS.sync_loads:
+    if OPTIONS.overlap:
+        vllm_overlap.scenario(engine, OPTIONS, say, prompt)
+    elif OPTIONS.sync_loads:
         faults_beside_the_model(engine)
     elif OPTIONS.sleep:
         sleep_and_wake(engine)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from vllm.config import (
     CacheConfig,
+    CUDAGraphMode,
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
@@ -37,8 +38,9 @@ from vllm.config import (
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.forward_context import ForwardContext
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.utils.hashing import sha256
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -58,6 +60,7 @@ TOKENS = 16  # of a block
 HEADS, HEAD_SIZE = 2, 32  # of a rank
 LATENT = 2 * HEADS * HEAD_SIZE  # of MLA, in place of K and V
 PAGE = TOKENS * LATENT * 2  # float16
+DEFERS = "has_sync_kv_loads" in getattr(SchedulerOutput, "__dataclass_fields__", {})  # loads of no request of the step
 
 
 def made(cls: Any, **values: Any) -> Any:
@@ -127,6 +130,8 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         extra |= {"spec_name": options.spec, "spec_module_path": "kvswap.vllm"}
     if options.sync_loads:
         extra["sync_load_budget_bytes"] = 1 << 30
+    if options.overlap:
+        extra |= {"kvswap_overlap": True, "kvswap_overlap_shared_ms": options.shared_ms}
     if options.mla and options.ranks > 1:
         extra["canonical_layout"] = True  # 0.33: one copy for all ranks, who take turns at writing it
     if options.simple:
@@ -135,7 +140,7 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         **connector_of(options),
         kv_role="kv_both",
         kv_connector_extra_config=extra,
-        kv_load_failure_policy="recompute",
+        kv_load_failure_policy=options.policy,
         engine_id=engine_id,
     )
     model = ModelConfig(
@@ -151,7 +156,7 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         max_model_len=4096,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
-        async_scheduling=False,
+        async_scheduling=options.async_scheduling,
     )
     cache = CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
     if hasattr(cache, "kv_cache_layout"):
@@ -270,10 +275,11 @@ class Worker:
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self.connector.register_kv_caches(self.layers)
         self.config = config
-        self.context = made(ForwardContext, no_compile_layers={}, attn_metadata={}, slot_mapping={})
         self.device = kvswap.Device("host:0" if where == "cpu" else where)
         self.faults = contextlib.ExitStack()
         self.checked = 0
+        self.wrong, self.unsound = {}, set()
+        self.play()
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
@@ -282,7 +288,7 @@ class Worker:
 
     def compute(self, request: str, tokens: list[int], blocks: list[tuple[int, int, str]], begin: int) -> None:
         """Check the blocks before `begin`, and write the others, which tokens complete; nonsense after a wrong one."""
-        wrong = False
+        wrong = request in self.unsound
         for index, block, name in blocks:
             page, holds = self.page(name, block), expected(self.part, name, tuple(tokens[: (index + 1) * TOKENS]))
             if index >= begin:
@@ -291,6 +297,7 @@ class Worker:
                 self.checked += 1
             else:
                 wrong = True
+                self.unsound.add(request)
                 where = f" on rank {self.rank}" if self.rank else ""
                 self.wrong[block] = f"{request}: block {index} (GPU block {block}) of {name} holds other bytes{where}"
 
@@ -300,14 +307,63 @@ class Worker:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    def context_of(self, work: list[Any], own: Any) -> ForwardContext:
+        """As vLLM's model runner sets it; a full CUDA graph is replayed outside of one, or in one that says so."""
+        if not work or (own and self.kind == "outside"):
+            return made(ForwardContext, no_compile_layers={}, attn_metadata=None, slot_mapping={})
+        kind = CUDAGraphMode.FULL if own and self.kind == "full" else CUDAGraphMode.NONE
+        metadata = dict.fromkeys(self.layers, object())
+        values = {
+            "no_compile_layers": {},
+            "attn_metadata": metadata,
+            "slot_mapping": {},
+            "cudagraph_runtime_mode": kind,
+        }
+        return made(ForwardContext, **values)
+
+    def forward(self, work: list[Any]) -> None:
+        """Layer by layer, as a model."""
+        context = get_forward_context()
+        graph = context.attn_metadata is None or context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+        for name in self.layers:
+            if not graph and name != self.skipped:
+                self.connector.wait_for_layer_load(name)
+            for request, tokens, blocks, begin in work:
+                self.compute(request, tokens, [place for place in blocks if place[2] == name], begin)
+
+    def play(self, kind: str = "eager", skipped: str | None = None) -> None:
+        """What steps with loads of their own run as from now on, and a layer that the model does not wait for."""
+        self.kind, self.skipped = kind, skipped
+
+    def take_unsound(self) -> set[str]:
+        """The requests of the last step that computed from wrong bytes."""
+        return set(self.unsound)
+
+    def own_loads(self) -> dict[str, int]:
+        """Steps with loads of their own, by what they waited for."""
+        return dict(self.connector._own_loads.counts)
+
+    def forget_waits(self) -> None:
+        """The waits for layers are counted and left out."""
+        own, wait = self.connector._own_loads, self.connector._own_loads._wait
+        own._broken = False  # from another test
+        own._wait = lambda tensors: wait(tensors) if tensors is None else None
+
     def step(self, meta: Any, finished: set[str], work: list[tuple[Any, ...]]) -> Any:
         """One engine step, in the order of vLLM's model runner; what it has to tell the scheduler."""
         self.connector.handle_preemptions(meta)
         self.connector.bind_connector_metadata(meta)
-        self.connector.start_load_kv(self.context)
-        self.wrong: dict[int, str] = {}
-        for item in work:
-            self.compute(*item)
+        own = any(getattr(job, "sync", False) for job in meta.load_jobs.values()) or getattr(meta, "sync_loads", ())
+        context = self.context_of(work, own)
+        early = own or not DEFERS
+        with override_forward_context(context):
+            if early:
+                self.connector.start_load_kv(context)
+            self.wrong: dict[int, str] = {}
+            self.unsound: set[str] = set()
+            self.forward(work)
+            if not early:  # from 0.29 on: behind the forward pass, where none of its requests waits for a load
+                self.connector.start_load_kv(context)
         self.connector.wait_for_save()
         output = KVConnectorOutput()
         if hasattr(output, "failed_recving"):
@@ -318,7 +374,7 @@ class Worker:
             output.finished_sending, output.finished_recving = self.connector.get_finished(finished)
         output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
         for block, what in self.wrong.items():
-            if block not in output.invalid_block_ids:
+            if block not in output.invalid_block_ids and not self.options.overlap:
                 raise AssertionError(what)
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()

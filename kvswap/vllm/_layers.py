@@ -1,0 +1,115 @@
+"""Loads in the step that needs them: the worker's side of kvswap_overlap.
+
+They are submitted before the model's forward pass. In a step that runs as Python, or as CUDA graphs of pieces, vLLM
+calls wait_for_layer_load() before each layer's attention, and the model's stream waits for this layer's tensors alone.
+A full CUDA graph does not call it (vLLM #29608): before such a step, and before one of which this is not known, the
+stream waits for all of the load. Known means: in earlier steps of the same kind each layer with a cache was waited for.
+
+After the forward pass finish() waits on the host until the loads have ended, so that the step's output is told together
+with their failures. A layer that was not waited for in a step that relied on it counts as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from vllm.forward_context import get_forward_context
+
+from kvswap import _C
+from kvswap._log import logger
+from kvswap.offload._layout import extent_of
+from kvswap.vllm._handler import VLLMHandler
+
+_logger = logger("kvswap.vllm")
+
+_CALLED = ("NONE", "PIECEWISE")  # CUDAGraphMode: vLLM calls wait_for_layer_load() in steps of these kinds
+
+
+def tensors_of(kv_caches: Mapping[str, Any], gpu_tensors: Iterable[Any]) -> dict[str, tuple[int, ...]]:
+    """The handler's tensors that each layer's cache has bytes in, by their addresses."""
+    places = [extent_of(tensor, "a tensor of the handler") for tensor in gpu_tensors]
+    found = {}
+    for name, cache in kv_caches.items():
+        parts = [extent_of(part, name) for part in (cache if isinstance(cache, (list, tuple)) else [cache])]
+        found[name] = tuple(
+            i for i, (begin, end) in enumerate(places) if any(begin < last and first < end for first, last in parts)
+        )
+    return found
+
+
+def _kind_of(forward_context: Any) -> str | None:
+    """NONE or PIECEWISE; None: a full graph, or not known."""
+    if not getattr(forward_context, "attn_metadata", None):
+        return None
+    name = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", None)
+    return name if name in _CALLED else None
+
+
+class StepLoads:
+    """The loads of the step's own requests. One thread calls, vLLM's worker, in this order: begin(), submitted(),
+    wait_for_layer() in the forward pass, finish()."""
+
+    def __init__(self, handlers: Iterable[VLLMHandler], kv_caches: Mapping[str, Any]) -> None:
+        self._handlers = [handler for handler in handlers if not handler.gpu_to_cpu]
+        self._tensors = tensors_of(kv_caches, self._handlers[0].dst_tensors)
+        self._names = frozenset(kv_caches)
+        self._seen: dict[str, set[str]] = {}  # layers that were waited for, by the kind of step
+        self._waited: set[str] = set()  # in this step
+        self._by_layers = self._quiet = self._broken = False
+        self.jobs: frozenset[int] = frozenset()  # of this step
+        self.submitting = False
+        self.counts = {"layers": 0, "whole": 0}  # steps with loads, by what they waited for
+
+    def begin(self, jobs: set[int]) -> None:
+        """These jobs, of the ones that are about to be submitted, load for the step's own requests."""
+        self.jobs, self.submitting = frozenset(jobs), True
+        for handler in self._handlers:
+            handler.in_layers = self.jobs
+
+    def submitted(self, forward_context: Any) -> None:
+        """The forward pass is next."""
+        self.submitting = False
+        if not self.jobs:
+            return
+        kind = _kind_of(forward_context)
+        known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
+        self._by_layers = kind is not None and known and not self._broken
+        if not self._by_layers:
+            self._wait(None)
+        how = "layers" if self._by_layers else "whole"
+        if not self.counts[how]:
+            after = "layer by layer" if self._by_layers else "as a whole, in this kind of step"
+            _logger.info("a step waits for the load of its own blocks %s", after)
+        self.counts[how] += 1
+
+    def _wait(self, tensors: tuple[int, ...] | None) -> None:
+        for job in self.jobs:
+            for handler in self._handlers:
+                with suppress(_C.Error):  # its result tells, before the step's output is used
+                    handler.make_wait(job, tensors)
+
+    def wait_for_layer(self, name: str) -> None:
+        """Before a layer's attention is queued."""
+        if self._by_layers:
+            self._waited.add(name)
+            self._wait(self._tensors.get(name))
+        elif not self._quiet:
+            seen = self._seen.setdefault(_kind_of(get_forward_context()) or "unknown", set())
+            seen.add(name)
+            self._quiet = self._names <= seen  # nothing more to learn in this step
+
+    def finish(self) -> str | None:
+        """After the forward pass, with the loads ended: why its loads cannot be trusted; None: they can."""
+        missed = self._names - self._waited if self._by_layers else None
+        self.jobs, self._by_layers, self._quiet = frozenset(), False, False
+        self._waited.clear()
+        for handler in self._handlers:
+            handler.in_layers = frozenset()
+        if not missed:
+            return None
+        self._broken = True
+        text = f"the forward pass did not wait for layers that were being loaded: {', '.join(sorted(missed)[:4])}"
+        _logger.error("%s. From now on steps wait for their loads as a whole", text)
+        return text

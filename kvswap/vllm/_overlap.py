@@ -1,0 +1,317 @@
+"""Which loads run in their request's own step: the scheduler's side of kvswap_overlap.
+
+vLLM from 0.33 on has such loads (sync_load_budget_bytes): OffloadingConnectorScheduler reserves a part of the step's
+budget for a request, and vLLM schedules the request in the step that loads its blocks. There Overlap only says no
+(_reserve_sync_load). In releases before, the connector's scheduler knows asynchronous loads alone, and what 0.33 does
+is done here: see Emulated. _failures.py has what happens when such a load fails.
+
+A load stays asynchronous if another request would wait for it for longer than kvswap_overlap_shared_ms. The time is its
+bytes at the rate that the loads so far had.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvswap.vllm import _failures
+from kvswap.vllm._handler import OverlapSettings
+
+_RATE = 10e9  # bytes a second, until a load was measured
+_REMEMBERED = 16 << 30  # bytes of loads that the rate is made of
+
+ANY = OverlapSettings(True, math.inf, 0)  # vLLM's own rule alone (sync_load_budget_bytes without kvswap_overlap)
+
+
+# -- where vLLM can take it --------------------------------------------------------------------------------------------
+
+
+def is_native() -> bool:
+    """Whether this vLLM has loads in the request's own step."""
+    return hasattr(scheduler.OffloadingConnectorScheduler, "_reserve_sync_load")
+
+
+def _why_not_release() -> str | None:
+    theirs = scheduler.OffloadingConnectorScheduler
+    if is_native():
+        taken = list(inspect.signature(theirs._reserve_sync_load).parameters)
+        return (
+            None if taken == ["self", "req_status", "num_computed_tokens", "num_hit_tokens"] else "_reserve_sync_load"
+        )
+    names = {"block_hash", "is_null", "_current_batch_load_jobs", "_jobs"}
+    if not names <= set(theirs.update_state_after_alloc.__code__.co_names):
+        return "update_state_after_alloc"
+    if [f.name for f in fields(common.TransferJob)] != ["req_id", "src_spec", "dst_spec"]:
+        return "TransferJob"
+    if list(inspect.signature(theirs.get_num_new_matched_tokens).parameters)[1:] != ["request", "num_computed_tokens"]:
+        return "get_num_new_matched_tokens"
+    return None
+
+
+def _specs_of(group: Any) -> list[Any]:
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return list(each.values()) if each else [group.kv_cache_spec]
+
+
+def why_not(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why loads must stay asynchronous; None: they need not. Equal in the scheduler and in the workers."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    unknown = _why_not_release() or _failures.why_not()
+    if unknown is not None:
+        return f"this vLLM's {unknown} is not known"
+    if vllm_config.speculative_config is not None:
+        return "a draft model reads the cache beside the model's layers (speculative decoding)"
+    if parallel.pipeline_parallel_size > 1:
+        return "with pipeline parallelism several steps are under way"
+    if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
+        return "context parallelism is not known to it"
+    if getattr(model, "is_encoder_decoder", False):
+        return "the model is an encoder and a decoder"
+    groups = kv_cache_config.kv_cache_groups
+    if not all(isinstance(spec, AttentionSpec) for group in groups for spec in _specs_of(group)):
+        return "some layers' state is no attention cache, and vLLM does not wait for such layers"
+    if any(getattr(group, "host_resident", False) for group in groups):
+        return "a part of the cache is in host memory"
+    return None
+
+
+# -- which loads -------------------------------------------------------------------------------------------------------
+
+
+def _bytes_per_token(group: Any) -> float:
+    spec = group.kv_cache_spec
+    layers = 1 if getattr(spec, "kv_cache_specs", None) else len(group.layer_names)
+    return float(spec.page_size_bytes * layers / spec.block_size)
+
+
+class Overlap:
+    """Decides, for each request whose blocks the host has, whether its own step loads them."""
+
+    def __init__(self, theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> None:
+        self.scheduler, self._settings = theirs, settings
+        self._per_token = sum(_bytes_per_token(group) for group in kv_cache_config.kv_cache_groups)
+        self._known: set[str] = set()  # requests that have not finished
+        self._given_up: set[str] = set()  # requests of which a load failed
+        self._step_bytes = 0.0
+        self._bytes = self._seconds = 0.0  # of loads so far
+        self._loads: dict[int, _Load] = {}  # unfinished, by job
+        if is_native():
+            self._reserve, theirs._reserve_sync_load = theirs._reserve_sync_load, self._reserve_if
+
+    def _reserve_if(self, status: Any, num_computed_tokens: int, num_hit_tokens: int | None) -> bool:
+        self.scheduler._current_batch_sync_loads.discard(status.req.request_id)
+        if not self.may_load(status.req, num_computed_tokens, num_hit_tokens):
+            return False
+        reserved = bool(self._reserve(status, num_computed_tokens, num_hit_tokens))
+        self._step_bytes += self._nbytes(num_hit_tokens) if reserved else 0
+        return reserved
+
+    def _nbytes(self, tokens: int | None) -> float:
+        return (tokens or 0) * self._per_token
+
+    def _loads_under_way(self) -> bool:
+        """Asynchronous loads: they share the link, and their requests are to run next."""
+        return any(not job.is_store and not self.is_sync(job_id, job) for job_id, job in self.scheduler._jobs.items())
+
+    def is_sync(self, job_id: int, job: Any) -> bool:
+        """Whether the job loads for a request in its own step."""
+        del job_id
+        return bool(job.is_sync_load)
+
+    def seconds(self, nbytes: float) -> float:
+        """What a load takes, at the rate of those so far."""
+        return nbytes / (self._bytes / self._seconds if self._seconds else _RATE)
+
+    def may_load(self, request: Any, num_computed_tokens: int, num_hit_tokens: int | None) -> bool:
+        """Whether the request's own step may load these tokens; not whether the budget has room."""
+        if not num_hit_tokens or request.request_id in self._given_up:
+            return False
+        if self._settings is ANY:
+            return True
+        end = num_computed_tokens + num_hit_tokens
+        if end >= request.num_tokens:  # nothing would be left to compute
+            return False
+        if any(end % group.tokens_per_block for group in self.scheduler.config.kv_group_configs):
+            return False  # the step would write to a block that is being loaded
+        if self._loads_under_way():
+            return False
+        alone = not self._known - {request.request_id}
+        shared = self.seconds(self._step_bytes + self._nbytes(num_hit_tokens)) * 1e3
+        return alone or shared <= self._settings.shared_ms
+
+    # -- what the connector is told -----------------------------------------------------------------------------------
+
+    def matched(self, request: Any, computed: int, found: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        """What get_num_new_matched_tokens() answers."""
+        del computed
+        return (0, False) if found[0] and request.request_id in self._given_up else found
+
+    def allocate(self, request: Any, blocks: Any, tokens: int) -> Any:
+        """Before update_state_after_alloc(): the blocks that it is given."""
+        del request, tokens
+        return blocks
+
+    def allocated(self, request: Any, tokens: int) -> None:
+        """After update_state_after_alloc()."""
+
+    def build(self, build: Any, scheduler_output: Any) -> Any:
+        """build_connector_meta()."""
+        meta = build(scheduler_output)
+        self._note(meta)
+        return meta
+
+    def _note(self, meta: Any) -> None:
+        """The step is planned."""
+        self._step_bytes = 0.0
+        for job_id in sync_loads_of(meta):
+            job = meta.load_jobs[job_id]
+            blocks = set(np.asarray(job.dst_spec.block_ids).tolist())
+            self._loads[job_id] = load = _Load(job.req_id, blocks)
+            load.spoil(group.block_ids for group in self.scheduler._req_status[job.req_id].group_states)
+
+    def added(self, request: Any) -> None:
+        """A request has come."""
+        self._known.add(request.request_id)
+
+    def ended(self, request: Any, block_ids: Iterable[Iterable[int]]) -> None:
+        """A request has finished, with these blocks."""
+        self._known.discard(request.request_id)
+        self._given_up.discard(request.request_id)
+        for load in self._loads.values():
+            if load.request_id == request.request_id:
+                load.spoil(block_ids)
+
+    def compute_instead(self, requests: set[str]) -> None:
+        """Loads of these requests failed: nothing is loaded for them any more."""
+        self._given_up |= requests & self._known
+
+    def failed(self, blocks: set[int]) -> tuple[set[str], set[int]]:
+        """The requests whose loads these blocks are of, and the blocks that do not hold what they should."""
+        bad = set(blocks)
+        loads = [load for load in self._loads.values() if not load.blocks.isdisjoint(blocks)]
+        for load in loads:
+            bad |= load.spoilt
+        return {load.request_id for load in loads}, bad
+
+    def reported(self, meta: Any) -> None:
+        """A step's report of all workers, which vLLM has read: which loads ended, and how long they took."""
+        jobs = self.scheduler._jobs
+        self._loads = {job_id: load for job_id, load in self._loads.items() if job_id in jobs}
+        stats = getattr(getattr(meta, "transfer_stats", None), "load", None)
+        if stats is None or not stats.time:
+            return
+        self._bytes, self._seconds = self._bytes + stats.bytes, self._seconds + stats.time
+        if self._bytes > _REMEMBERED:
+            self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
+
+
+class _Load:
+    """A load in its request's step. spoilt: blocks that hold nonsense if it fails, its own and what was computed from
+    them."""
+
+    def __init__(self, request_id: str, blocks: set[int]) -> None:
+        self.request_id, self.blocks, self.spoilt = request_id, blocks, set(blocks)
+
+    def spoil(self, groups: Iterable[Iterable[int]]) -> None:
+        self.spoilt |= _failures.behind(groups, self.blocks)
+
+
+@dataclass
+class KVSwapConnectorMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
+    """vLLM's metadata for the workers, plus the loads of the step's own requests."""
+
+    sync_loads: frozenset[int] = field(default_factory=frozenset)
+
+
+def sync_loads_of(meta: Any) -> set[int]:
+    """The jobs of a step that load for requests of this step."""
+    named = getattr(meta, "sync_loads", None)
+    if named is not None:
+        return set(named)
+    return {job_id for job_id, job in meta.load_jobs.items() if getattr(job, "sync", False)}
+
+
+class _Block:
+    """A block for update_state_after_alloc(), which loads the blocks that have no hash."""
+
+    __slots__ = ("block_hash", "block_id", "is_null")
+
+    def __init__(self, block: Any, fresh: bool) -> None:
+        self.block_id, self.is_null = block.block_id, block.is_null
+        self.block_hash = None if fresh else block.block_hash or b""
+
+
+class _Blocks:
+    def __init__(self, blocks: tuple[list[_Block], ...]) -> None:
+        self.blocks = blocks
+
+
+class Emulated(Overlap):
+    """Before 0.33: vLLM's scheduler side, which knows asynchronous loads, is told of others where they differ.
+
+    - A block of a request that runs in this step has its hash already; vLLM's asynchronous ones get it after the load.
+    - A request may have a store job beside its load: for vLLM's assertions the load is a store meanwhile.
+    - No worker tells the end of the load to vLLM's scheduler, since the request does not wait for it.
+    """
+
+    def __init__(self, theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> None:
+        super().__init__(theirs, kv_cache_config, settings)
+        self._now: set[str] = set()  # requests whose step loads their blocks
+        self._jobs: set[int] = set()  # their loads, unfinished
+
+    def is_sync(self, job_id: int, job: Any) -> bool:
+        del job
+        return job_id in self._jobs
+
+    def matched(self, request: Any, computed: int, found: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        tokens, asynchronous = super().matched(request, computed, found)
+        self._now.discard(request.request_id)
+        room = self._settings.budget - self._step_bytes
+        if not asynchronous or self._nbytes(tokens) > room or not self.may_load(request, computed, tokens):
+            return tokens, asynchronous
+        self._step_bytes += self._nbytes(tokens)
+        self._now.add(request.request_id)
+        return tokens, False
+
+    def allocate(self, request: Any, blocks: Any, tokens: int) -> Any:
+        if not tokens or request.request_id not in self._now:
+            return blocks
+        computed = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
+        groups = []
+        for group, has in zip(self.scheduler.config.kv_group_configs, blocks.blocks, strict=True):
+            first = -(-computed // group.tokens_per_block)
+            groups.append([_Block(block, i >= first) for i, block in enumerate(has)])
+        return _Blocks(tuple(groups))
+
+    def allocated(self, request: Any, tokens: int) -> None:
+        if tokens and request.request_id in self._now:
+            self._jobs.add(next(reversed(self.scheduler._current_batch_load_jobs)))
+
+    def build(self, build: Any, scheduler_output: Any) -> Any:
+        jobs = self.scheduler._jobs
+        self._jobs &= jobs.keys()
+        for job_id in self._jobs:
+            jobs[job_id].is_store = True
+        try:
+            planned = build(scheduler_output)
+        finally:
+            for job_id in self._jobs:
+                jobs[job_id].is_store = False
+        self._now.clear()
+        theirs = {f.name: getattr(planned, f.name) for f in fields(OffloadingConnectorMetadata)}
+        meta = KVSwapConnectorMetadata(**theirs, sync_loads=frozenset(self._jobs & planned.load_jobs.keys()))
+        self._note(meta)
+        return meta
+
+
+def make(theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> Overlap:
+    """For vLLM's scheduler side of the connector."""
+    return (Overlap if is_native() else Emulated)(theirs, kv_cache_config, settings)

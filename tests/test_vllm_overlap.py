@@ -1,0 +1,487 @@
+"""kvswap_overlap: what a step waits for, which loads run in their request's step, and what happens if one fails; on
+stand-ins for the parts of vLLM.
+
+tests/integration/vllm_package.py --overlap runs the real ones.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PATIENCE, Gate
+
+import kvswap
+from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec
+from kvswap.vllm._handler import OverlapSettings, VLLMHandler, overlap_of
+
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+LAYERS, PAGE, BLOCKS = 4, 512, 24
+
+
+@dataclass
+class TransferJob:
+    req_id: str
+    src_spec: Any
+    dst_spec: Any
+
+
+@dataclass
+class OffloadingConnectorMetadata:
+    load_jobs: dict[int, Any]
+    store_jobs: dict[int, Any]
+
+
+class OffloadingConnectorScheduler:
+    """As in 0.26: what is asked of it, and the names that update_state_after_alloc() has."""
+
+    def __init__(self, tokens_per_block: int = 16) -> None:
+        self.config = SimpleNamespace(kv_group_configs=[SimpleNamespace(tokens_per_block=tokens_per_block)])
+        self._jobs: dict[int, Any] = {}
+        self._req_status: dict[str, Any] = {}
+        self._current_batch_load_jobs: dict[int, Any] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        raise NotImplementedError
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        fresh = []
+        for block in blocks.blocks[0]:
+            if not block.is_null and block.block_hash is None:
+                fresh.append(block.block_id)
+        spec = SimpleNamespace(block_ids=np.array(fresh))
+        job_id = len(self._jobs)
+        self._current_batch_load_jobs[job_id] = TransferJob(request.request_id, None, spec)
+        self._jobs[job_id] = SimpleNamespace(is_store=False, req_id=request.request_id)
+
+
+class Scheduler:
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        self.theirs = set(invalid_block_ids)
+        return set()
+
+    def _preempt_request(self, request: Any, timestamp: float) -> None:
+        assert request not in self.running
+        request.status = "preempted"
+
+
+class Request:
+    def __init__(self, name: str, tokens: int = 100) -> None:
+        self.request_id, self.num_tokens, self.status = name, tokens, "running"
+        self.async_tokens_to_discard = self.num_in_flight_tokens = self.num_output_placeholders = 0
+        self.is_prefill_chunk = False
+
+
+class AttentionSpec:
+    page_size_bytes, block_size = PAGE, 16
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """kvswap's modules over the stand-ins, and the forward context that there is."""
+    here = SimpleNamespace(context=None)
+    contents = {
+        f"{OFFLOADING}.common": {
+            "TransferJob": TransferJob,
+            "OffloadingConnectorMetadata": OffloadingConnectorMetadata,
+        },
+        f"{OFFLOADING}.scheduler": {"OffloadingConnectorScheduler": OffloadingConnectorScheduler},
+        "vllm.v1.kv_cache_interface": {"AttentionSpec": AttentionSpec},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": type("Scheduler", (), dict(vars(Scheduler)))},
+        "vllm.v1.request": {"Request": Request, "RequestStatus": SimpleNamespace(WAITING_FOR_REMOTE_KVS="loading")},
+        "vllm.forward_context": {"get_forward_context": lambda: here.context},
+    }
+    for name, content in contents.items():
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            path = ".".join(parts[:i])
+            if path not in sys.modules or not getattr(sys.modules[path], "stand_in", False):
+                module = ModuleType(path)
+                module.stand_in = True
+                monkeypatch.setitem(sys.modules, path, module)
+        vars(sys.modules[name]).update(content)
+        for i in range(1, len(parts)):
+            setattr(sys.modules[".".join(parts[:i])], parts[i], sys.modules[".".join(parts[: i + 1])])
+    ours = ("_failures", "_overlap", "_layers")
+    for name in ours:
+        monkeypatch.delitem(sys.modules, f"kvswap.vllm.{name}", raising=False)
+    for name in ours:
+        setattr(here, name.strip("_"), importlib.import_module(f"kvswap.vllm.{name}"))
+    here.scheduler = sys.modules["vllm.v1.core.sched.scheduler"].Scheduler
+    yield here
+    for name in ours:
+        sys.modules.pop(f"kvswap.vllm.{name}", None)
+
+
+# -- what a step waits for --------------------------------------------------------------------------------------------
+
+
+def context(kind: str = "NONE") -> Any:
+    return SimpleNamespace(attn_metadata={"layer.0": object()}, cudagraph_runtime_mode=SimpleNamespace(name=kind))
+
+
+class Rig:
+    """A worker of four layers, a load that a gate holds, and a model that reads a layer's blocks before each layer."""
+
+    def __init__(self, vllm: SimpleNamespace, gate: Gate) -> None:
+        self.vllm, self.gate = vllm, gate
+        rng = np.random.default_rng(1)
+        self.gpu = [rng.integers(-128, 128, (BLOCKS, PAGE), dtype=np.int8) for _ in range(LAYERS)]
+        self.cpu = [rng.integers(-128, 128, (BLOCKS, PAGE), dtype=np.int8) for _ in range(LAYERS)]
+        self.expected = [tensor[[20, 21]].copy() for tensor in self.gpu]  # what the store brings to the host
+        refs = [[CanonicalKVCacheRef(i, PAGE) for i in range(LAYERS)]]
+        options = {"device": gate.device, "wait_timeout": PATIENCE}
+        self.store, self.load = (
+            VLLMHandler(self.gpu, self.cpu, 1, refs, to_cpu, **options) for to_cpu in (True, False)
+        )
+        self.store.strict = self.load.strict = False
+        self.names = [f"layer.{i}" for i in range(LAYERS)]
+        self.loads = vllm.layers.StepLoads([self.store, self.load], dict(zip(self.names, self.gpu, strict=True)))
+        self.behind = kvswap.Stream(gate.device)
+
+    def submit(self, kind: Any) -> None:
+        """A step that loads blocks 1 and 2, which a store that the gate holds is bringing to the host."""
+        self.gate.hold(self.behind)
+        self.gate.device.set_compute_stream(self.behind)
+        try:
+            self.store.transfer_async(1, GPULoadStoreSpec([20, 21], [2], [0]), CPULoadStoreSpec([5, 6]))
+        finally:
+            self.gate.device.set_compute_stream(0)
+        self.loads.begin({2})
+        self.load.transfer_async(2, CPULoadStoreSpec([5, 6]), GPULoadStoreSpec([1, 2], [2], [0]))
+        self.vllm.context = kind
+
+    def forward(self, skip: str | None = None) -> list[np.ndarray]:
+        """What each layer reads."""
+        read = []
+        for name, tensor in zip(self.names, self.gpu, strict=True):
+            if name != skip:
+                self.loads.wait_for_layer(name)
+            read.append(tensor[[1, 2]].copy())
+        return read
+
+    def learn(self) -> None:
+        """A step without loads."""
+        self.vllm.context = context()
+        self.loads.begin(set())
+        self.loads.submitted(self.vllm.context)
+        self.forward()
+        assert self.loads.finish() is None
+
+    def close(self) -> None:
+        for handler in (self.store, self.load):
+            handler.drain(PATIENCE)
+            assert [result.success for result in handler.get_finished()] == [True]
+            handler.shutdown(PATIENCE)
+
+
+def held(rig: Rig, call: Callable[[], Any]) -> Any:
+    """The call does not return before the gate is opened."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(call()))
+    thread.start()
+    thread.join(0.2)
+    early = list(result)
+    rig.gate.open()
+    thread.join(PATIENCE)
+    assert not early, "it did not wait"
+    return result[0]
+
+
+@pytest.fixture
+def rig(vllm: SimpleNamespace) -> Iterator[Rig]:
+    with Gate(kvswap.Device("host:62")) as gate:
+        yield Rig(vllm, gate)
+
+
+def test_a_layer_is_read_behind_its_load(rig: Rig) -> None:
+    rig.learn()
+    rig.submit(context())
+    rig.loads.submitted(rig.vllm.context)  # does not wait
+    read = held(rig, rig.forward)
+    np.testing.assert_array_equal(read, rig.expected)
+    assert rig.loads.finish() is None and rig.loads.counts == {"layers": 1, "whole": 0}
+    rig.close()
+
+
+def test_waits_that_are_left_out_are_found(rig: Rig) -> None:
+    """The test above can fail: here nothing waits, and the gate stays closed until all is read."""
+    rig.learn()
+    rig.submit(context())
+    rig.loads.submitted(rig.vllm.context)
+    rig.loads._wait = lambda _: None
+    read = rig.forward()
+    rig.gate.open()
+    assert not any(np.array_equal(*pair) for pair in zip(read, rig.expected, strict=True))
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        context("FULL"),
+        context("ANOTHER"),
+        context("PIECEWISE"),  # no step of this kind has shown that its layers are waited for
+        SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=SimpleNamespace(name="NONE")),
+        SimpleNamespace(),
+    ],
+    ids=["full", "unknown", "piecewise", "outside", "nothing"],
+)
+def test_a_step_that_may_not_call_waits_for_all(rig: Rig, kind: Any) -> None:
+    rig.learn()
+    rig.submit(kind)
+    held(rig, lambda: rig.loads.submitted(kind))
+    for tensor, expected in zip(rig.gpu, rig.expected, strict=True):
+        np.testing.assert_array_equal(tensor[[1, 2]], expected)
+    assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
+    rig.close()
+
+
+def test_the_first_step_waits_for_all(rig: Rig) -> None:
+    rig.submit(context())
+    held(rig, lambda: rig.loads.submitted(rig.vllm.context))
+    rig.forward()
+    assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
+    rig.close()
+
+
+def test_a_layer_that_was_not_waited_for(rig: Rig) -> None:
+    rig.learn()
+    rig.submit(context())
+    rig.loads.submitted(rig.vllm.context)
+    rig.gate.open()
+    rig.forward(skip="layer.2")
+    assert "layer.2" in rig.loads.finish()
+    rig.loads.begin({3})
+    rig.load.get_finished()
+    rig.loads.submitted(context())
+    assert rig.loads.counts == {"layers": 1, "whole": 1}  # from now on
+    for handler in (rig.store, rig.load):
+        handler.shutdown(PATIENCE)
+
+
+def test_tensors_are_found_by_their_addresses(vllm: SimpleNamespace) -> None:
+    slab = np.zeros((LAYERS, BLOCKS, PAGE), np.int8)
+    names = {f"layer.{i}": layer.reshape(BLOCKS, 2, 8, 32) for i, layer in enumerate(slab)}
+    found = vllm.layers.tensors_of({**names, "both": [slab[1], slab[3]]}, list(slab))
+    assert found == {**{f"layer.{i}": (i,) for i in range(LAYERS)}, "both": (1, 3)}
+    blocks = slab.reshape(BLOCKS, LAYERS, PAGE)  # one tensor of all layers
+    parts = {f"layer.{i}": blocks[:, i] for i in range(LAYERS)}
+    assert vllm.layers.tensors_of(parts, [slab.reshape(BLOCKS, LAYERS * PAGE)]) == dict.fromkeys(parts, (0,))
+
+
+# -- which loads ------------------------------------------------------------------------------------------------------
+
+
+def test_the_settings() -> None:
+    assert overlap_of({}) == OverlapSettings(False, 1.0, 0)
+    assert overlap_of({"kvswap_overlap": True}) == OverlapSettings(True, 1.0, 1 << 30)
+    assert overlap_of({"kvswap_overlap": True, "sync_load_budget_bytes": 5}).budget == 5
+    with pytest.raises(ValueError, match="kvswap_overlap is 'yes'"):
+        overlap_of({"kvswap_overlap": "yes"})
+    for wrong in (-1, True, math.inf, "1"):
+        with pytest.raises(ValueError, match="kvswap_overlap_shared_ms is"):
+            overlap_of({"kvswap_overlap_shared_ms": wrong})
+
+
+def cache(*specs: Any) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}" for i in range(LAYERS)]) for spec in specs]
+    return SimpleNamespace(kv_cache_groups=groups or None)
+
+
+def config(**values: Any) -> Any:
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**parallel, **values}),
+        speculative_config=values.get("speculative_config"),
+        model_config=SimpleNamespace(is_encoder_decoder=values.get("encoder", False)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "spec", "reason"),
+    [
+        ({}, AttentionSpec(), None),
+        ({"speculative_config": object()}, AttentionSpec(), "draft model"),
+        ({"pipeline_parallel_size": 2}, AttentionSpec(), "pipeline"),
+        ({"decode_context_parallel_size": 2}, AttentionSpec(), "context parallelism"),
+        ({"encoder": True}, AttentionSpec(), "encoder"),
+        ({}, SimpleNamespace(), "no attention cache"),
+    ],
+)
+def test_where_it_is_off(vllm: SimpleNamespace, values: Any, spec: Any, reason: str | None) -> None:
+    found = vllm.overlap.why_not(config(**values), cache(spec))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("name", ["_handle_invalid_blocks", "_preempt_request"])
+def test_a_scheduler_that_is_not_known(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(vllm.scheduler, name, lambda self, other: None)
+    assert name in vllm.overlap.why_not(config(), cache(AttentionSpec()))
+
+
+def test_a_connector_that_is_not_known(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadingConnectorScheduler, "update_state_after_alloc", lambda *_: None)
+    assert "update_state_after_alloc is not known" in vllm.overlap.why_not(config(), cache(AttentionSpec()))
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_reserve_sync_load", lambda self, hit: None, raising=False)
+    assert "_reserve_sync_load is not known" in vllm.overlap.why_not(config(), cache(AttentionSpec()))
+
+
+@pytest.fixture
+def overlap(vllm: SimpleNamespace) -> Any:
+    """100 tokens are 12,800 bytes: at 10 GB/s they take 1.3 us. The budget is 200 tokens'."""
+    settings = OverlapSettings(True, 1.5e-3, 200 * 128)
+    return vllm.overlap.make(OffloadingConnectorScheduler(), cache(AttentionSpec()), settings)
+
+
+def test_a_request_alone_loads_in_its_step(overlap: Any) -> None:
+    request = Request("a")
+    overlap.added(request)
+    assert overlap.matched(request, 0, (96, True)) == (96, False)
+    assert overlap.matched(request, 0, (0, False)) == (0, False)
+    assert overlap.matched(request, 0, (None, False)) == (None, False)
+    assert overlap.matched(request, 0, (90, True)) == (90, True)  # the step would write to a block that is loaded
+    overlap._note(OffloadingConnectorMetadata({}, {}))
+    assert overlap.matched(request, 16, (84, True)) == (84, True)  # nothing would be left to compute
+    assert overlap.matched(Request("b", 1000), 0, (208, True)) == (208, True)  # more than the budget
+
+
+def test_a_shared_step_waits_for_a_stated_time(overlap: Any) -> None:
+    first, second = Request("a"), Request("b")
+    overlap.added(first)
+    overlap.added(second)
+    assert overlap.matched(first, 0, (96, True)) == (96, False)  # 1.23 us
+    assert overlap.matched(second, 0, (32, True)) == (32, True)  # 1.64 us with that
+    overlap._note(OffloadingConnectorMetadata({}, {}))
+    assert overlap.matched(second, 0, (32, True)) == (32, False)
+    overlap._note(OffloadingConnectorMetadata({}, {}))
+    slow = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=1000, time=1e-6)))
+    overlap.reported(slow)  # 1 GB/s
+    assert overlap.matched(second, 0, (32, True)) == (32, True)
+    overlap.ended(first, ())
+    assert overlap.matched(second, 0, (32, True)) == (32, False)
+
+
+def test_beside_asynchronous_loads_it_is_one(overlap: Any) -> None:
+    overlap.scheduler._jobs[7] = SimpleNamespace(is_store=False)
+    request = Request("a")
+    overlap.added(request)
+    assert overlap.matched(request, 0, (96, True)) == (96, True)
+    overlap.scheduler._jobs[7].is_store = True
+    assert overlap.matched(request, 0, (96, True)) == (96, False)
+
+
+def planned(overlap: Any, request: Request, blocks: list[int], computed: int, tokens: int) -> Any:
+    """The request's step: its load is in what the workers are told."""
+    overlap.added(request)
+    assert overlap.matched(request, computed, (tokens, True)) == (tokens, False)
+    theirs = overlap.scheduler
+    states = [SimpleNamespace(block_ids=blocks)]
+    theirs._req_status[request.request_id] = SimpleNamespace(num_locally_computed_tokens=computed, group_states=states)
+    table = [SimpleNamespace(block_id=block, is_null=False, block_hash=b"hash") for block in blocks]
+    given = overlap.allocate(request, SimpleNamespace(blocks=(table,)), tokens)
+    theirs.update_state_after_alloc(request, given, tokens)
+    overlap.allocated(request, tokens)
+
+    def build(_: Any) -> OffloadingConnectorMetadata:
+        assert all(job.is_store for job in theirs._jobs.values())  # for vLLM's assertions
+        return OffloadingConnectorMetadata(theirs._current_batch_load_jobs, {})
+
+    meta = overlap.build(build, None)
+    assert not any(job.is_store for job in theirs._jobs.values())
+    return meta
+
+
+def test_blocks_that_have_a_hash_are_loaded(vllm: SimpleNamespace, overlap: Any) -> None:
+    meta = planned(overlap, Request("a"), [3, 4, 5, 6], 16, 48)
+    assert vllm.overlap.sync_loads_of(meta) == {0}
+    assert meta.load_jobs[0].dst_spec.block_ids.tolist() == [4, 5, 6]
+    assert vllm.overlap.sync_loads_of(OffloadingConnectorMetadata({1: SimpleNamespace(sync=True)}, {})) == {1}
+
+
+# -- a load that fails ------------------------------------------------------------------------------------------------
+
+
+class Connector:
+    has_sync_loads = True
+
+    def __init__(self, overlap: Any) -> None:
+        self.failed_sync_loads, self.compute_instead = overlap.failed, overlap.compute_instead
+
+
+class Engine:
+    """As much of a scheduler as failures touch. tables: the blocks of each request."""
+
+    def __init__(
+        self, vllm: SimpleNamespace, overlap: Any, tables: dict[str, list[int]], recompute: bool = True
+    ) -> None:
+        vllm.failures.install(Connector)
+        made = vllm.scheduler()
+        self.made, self.evicted = made, set()
+        made.connector, made.recompute_kv_load_failures = Connector(overlap), recompute
+        made.requests = {name: Request(name) for name in tables}
+        made.running = list(made.requests.values())
+        made.prev_step_scheduled_req_ids, made.failed_recving_kv_req_ids = set(tables), set()
+        made.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
+        made.kv_cache_manager = SimpleNamespace(
+            get_block_ids=lambda name: (tables[name],), evict_blocks=self.evicted.update
+        )
+
+    def fail(self, blocks: set[int], scheduled: dict[str, int]) -> set[str]:
+        return self.made._handle_invalid_blocks(blocks, scheduled)
+
+
+def test_a_failed_load_preempts_its_request(vllm: SimpleNamespace, overlap: Any) -> None:
+    planned(overlap, Request("a"), [3, 4, 5, 6, 7], 16, 48)
+    tables = {"a": [3, 4, 5, 6, 7], "b": [3, 8], "c": [3, 4, 9], "d": [9, 10]}
+    engine = Engine(vllm, overlap, tables)
+    requests = engine.made.requests
+    requests["a"].num_in_flight_tokens = 20  # and in no later step
+    requests["c"].num_in_flight_tokens = 1  # in the next step alone
+    requests["c"].num_output_placeholders = 1
+    assert engine.fail({5}, {"a": 20, "b": 1}) == {"a", "c", "d"}
+    assert engine.evicted == {4, 5, 6, 7, 9, 10} == engine.made.theirs
+    assert [request.request_id for request in engine.made.running] == ["b"]
+    assert requests["a"].async_tokens_to_discard == 0 and requests["c"].async_tokens_to_discard == 1
+    assert requests["c"].num_output_placeholders == 0 and engine.made.prev_step_scheduled_req_ids == {"b"}
+    assert overlap.matched(requests["a"], 0, (96, True)) == (0, False)  # it is not tried again
+    overlap.ended(requests["a"], ())
+    assert overlap._given_up == set()
+
+
+def test_a_failed_load_ends_its_request(vllm: SimpleNamespace, overlap: Any) -> None:
+    planned(overlap, Request("a"), [3, 4, 5, 6], 16, 48)
+    engine = Engine(vllm, overlap, {"a": [3, 4, 5, 6], "b": [3, 8]}, recompute=False)
+    assert engine.fail({4}, {"a": 20, "b": 1}) == {"a"}
+    assert len(engine.made.running) == 2 and engine.evicted == {4, 5, 6}
+
+
+def test_a_request_that_went_meanwhile(vllm: SimpleNamespace, overlap: Any) -> None:
+    """What it computed is in the prefix cache, and a preempted one has an output under way."""
+    request = Request("a")
+    planned(overlap, request, [3, 4, 5, 6], 16, 48)
+    overlap.ended(request, ([3, 4, 5, 6, 7, 8],))
+    engine = Engine(vllm, overlap, {"b": [3, 9], "c": [8, 11]})
+    assert engine.fail({4, 5, 6}, {"a": 20}) == {"a", "c"}
+    assert engine.evicted == {4, 5, 6, 7, 8, 11}
+    engine = Engine(vllm, overlap, {"a": []})
+    preempted = engine.made.requests["a"]
+    engine.made.running.clear()
+    preempted.num_output_placeholders = 1
+    assert engine.fail({4}, {"a": 20}) == {"a"} and preempted.num_output_placeholders == 0
+
+
+def test_other_connectors_are_left_alone(vllm: SimpleNamespace, overlap: Any) -> None:
+    engine = Engine(vllm, overlap, {"a": [1]})
+    engine.made.connector = object()
+    assert engine.fail({1}, {}) == set() and len(engine.made.running) == 1 and engine.made.theirs == {1}
