@@ -157,7 +157,7 @@ class Rig:
             self.store.transfer_async(1, GPULoadStoreSpec([20, 21], [2], [0]), CPULoadStoreSpec([5, 6]))
         finally:
             self.gate.device.set_compute_stream(0)
-        self.loads.begin({2})
+        self.loads.begin({2}, kind)
         self.load.transfer_async(2, CPULoadStoreSpec([5, 6]), GPULoadStoreSpec([1, 2], [2], [0]))
         self.vllm.context = kind
 
@@ -173,8 +173,8 @@ class Rig:
     def learn(self) -> None:
         """A step without loads."""
         self.vllm.context = context()
-        self.loads.begin(set())
-        self.loads.submitted(self.vllm.context)
+        self.loads.begin(set(), self.vllm.context)
+        self.loads.submitted()
         self.forward()
         assert self.loads.finish() is None
 
@@ -207,7 +207,7 @@ def rig(vllm: SimpleNamespace) -> Iterator[Rig]:
 def test_a_layer_is_read_behind_its_load(rig: Rig) -> None:
     rig.learn()
     rig.submit(context())
-    rig.loads.submitted(rig.vllm.context)  # does not wait
+    rig.loads.submitted()  # does not wait
     read = held(rig, rig.forward)
     np.testing.assert_array_equal(read, rig.expected)
     assert rig.loads.finish() is None and rig.loads.counts == {"layers": 1, "whole": 0}
@@ -218,7 +218,7 @@ def test_waits_that_are_left_out_are_found(rig: Rig) -> None:
     """The test above can fail: here nothing waits, and the gate stays closed until all is read."""
     rig.learn()
     rig.submit(context())
-    rig.loads.submitted(rig.vllm.context)
+    rig.loads.submitted()
     rig.loads._wait = lambda _: None
     read = rig.forward()
     rig.gate.open()
@@ -240,7 +240,7 @@ def test_waits_that_are_left_out_are_found(rig: Rig) -> None:
 def test_a_step_that_may_not_call_waits_for_all(rig: Rig, kind: Any) -> None:
     rig.learn()
     rig.submit(kind)
-    held(rig, lambda: rig.loads.submitted(kind))
+    held(rig, rig.loads.submitted)
     for tensor, expected in zip(rig.gpu, rig.expected, strict=True):
         np.testing.assert_array_equal(tensor[[1, 2]], expected)
     assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
@@ -249,7 +249,7 @@ def test_a_step_that_may_not_call_waits_for_all(rig: Rig, kind: Any) -> None:
 
 def test_the_first_step_waits_for_all(rig: Rig) -> None:
     rig.submit(context())
-    held(rig, lambda: rig.loads.submitted(rig.vllm.context))
+    held(rig, rig.loads.submitted)
     rig.forward()
     assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
     rig.close()
@@ -258,13 +258,12 @@ def test_the_first_step_waits_for_all(rig: Rig) -> None:
 def test_a_layer_that_was_not_waited_for(rig: Rig) -> None:
     rig.learn()
     rig.submit(context())
-    rig.loads.submitted(rig.vllm.context)
+    rig.loads.submitted()
     rig.gate.open()
     rig.forward(skip="layer.2")
     assert "layer.2" in rig.loads.finish()
-    rig.loads.begin({3})
-    rig.load.get_finished()
-    rig.loads.submitted(context())
+    rig.loads.begin({3}, context())
+    rig.loads.submitted()
     assert rig.loads.counts == {"layers": 1, "whole": 1}  # from now on
     for handler in (rig.store, rig.load):
         handler.shutdown(PATIENCE)

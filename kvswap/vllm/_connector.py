@@ -275,13 +275,13 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         from kvswap.vllm._overlap import sync_loads_of
 
         jobs = sync_loads_of(self._connector_metadata)
-        own.begin(jobs)
+        own.begin(jobs, forward_context)
         try:
             super().start_load_kv(forward_context, **kwargs)
         finally:
             for job_id in jobs:
                 self.connector_worker._load_jobs[job_id] = None  # vLLM's mark of a request that runs already
-            own.submitted(forward_context)
+            own.submitted()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The model's stream waits for the layer's blocks that this step loads."""

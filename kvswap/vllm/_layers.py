@@ -62,20 +62,20 @@ class StepLoads:
         self.submitting = False
         self.counts = {"layers": 0, "whole": 0}  # steps with loads, by what they waited for
 
-    def begin(self, jobs: set[int]) -> None:
+    def begin(self, jobs: set[int], forward_context: Any) -> None:
         """These jobs, of the ones that are about to be submitted, load for the step's own requests."""
         self.jobs, self.submitting = frozenset(jobs), True
+        kind = _kind_of(forward_context)
+        known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
+        self._by_layers = bool(jobs) and kind is not None and known and not self._broken
         for handler in self._handlers:
-            handler.in_layers = self.jobs
+            handler.in_layers = self.jobs if self._by_layers else frozenset()
 
-    def submitted(self, forward_context: Any) -> None:
+    def submitted(self) -> None:
         """The forward pass is next."""
         self.submitting = False
         if not self.jobs:
             return
-        kind = _kind_of(forward_context)
-        known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
-        self._by_layers = kind is not None and known and not self._broken
         if not self._by_layers:
             self._wait(None)
         how = "layers" if self._by_layers else "whole"
