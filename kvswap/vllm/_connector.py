@@ -226,6 +226,12 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             manager.complete_store = self._complete_store_truly
             if self.has_sync_loads:
                 asked = settings if self._overlaps else None
+                if self._overlaps:
+                    _logger.info(
+                        "kvswap_overlap: requests run in the step that loads their blocks, %d MiB a step at most, and "
+                        "%g ms beside other requests",
+                        *(settings.budget >> 20, settings.shared_ms),
+                    )
                 self._overlap = _make_overlap(self.connector_scheduler, kv_cache_config, asked)
 
     # -- worker -------------------------------------------------------------------------------------------------------

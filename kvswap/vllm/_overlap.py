@@ -286,7 +286,7 @@ class Emulated(Overlap):
             return blocks
         computed = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
         groups = []
-        for group, has in zip(self.scheduler.config.kv_group_configs, blocks.blocks, strict=True):
+        for group, has in zip(self.scheduler.config.kv_group_configs, blocks.blocks, strict=False):  # as vLLM
             first = -(-computed // group.tokens_per_block)
             groups.append([_Block(block, i >= first) for i, block in enumerate(has)])
         return _Blocks(tuple(groups))

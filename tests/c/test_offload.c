@@ -169,6 +169,25 @@ static void apply(struct rig *rig, const struct lists *lists, bool store) {
   }
 }
 
+/* The layers of a job's transfers are those that the map's order says. */
+static void check_layers(struct rig *rig, const struct kvs_offload_job *job, struct kvs_transfer **transfers,
+                         size_t count, bool layered) {
+  struct kvs_offload_order order;
+  size_t i = 0, at = 0;
+  bool all = job->direction == KVS_H2D && job->gpu_blocks.count > 0;
+  for (; !kvs_offload_get_order(rig->map, i, &order, &err); i++) {
+    struct kvs_transfer_info info = {0};
+    all = all && order.every_block;
+    CHECK(order.group < GROUPS && order.nlayers > 0 && order.tensors[order.nlayers - 1] < TENSORS);
+    if (!all || kvs_id_at(&job->group_sizes, order.group) == 0) continue;
+    CHECK(at < count);
+    kvs_transfer_get_info(transfers[at++], &info);
+    CHECK(info.num_layers == (layered ? order.nlayers : 0));
+  }
+  CHECK(i == kvs_offload_most(rig->map) && err.status == KVS_RANGE);
+  CHECK(!all || at == count);
+}
+
 static void submit(struct rig *rig, const struct lists *lists, bool store) {
   struct kvs_offload_job job = {.gpu_blocks = {lists->gpu, 4, lists->ngpu},
                                 .chunks = {lists->chunks, 8, lists->nchunks},
@@ -178,11 +197,13 @@ static void submit(struct rig *rig, const struct lists *lists, bool store) {
   static const enum kvs_path paths[] = {KVS_PATH_AUTO, KVS_PATH_DMA, KVS_PATH_STRIDED, KVS_PATH_KERNEL};
   struct kvs_options options = {
       .on_stream = true, .stream = rig->queues[store][below(rig, QUEUES)], .path = paths[below(rig, 4)]};
+  options.layer_events = below(rig, 2);
   struct kvs_transfer *transfers[8];
   size_t next = 0, count = 0;
   CHECK(kvs_offload_most(rig->map) <= 8);
   CHECK(!kvs_offload_submit(rig->map, &job, &options, &next, transfers, &count, &err), "%s", err.message);
   CHECK(count >= 1 && next == kvs_offload_most(rig->map));
+  check_layers(rig, &job, transfers, count, options.layer_events);
   for (size_t i = 0; i < count; i++) kvs_transfer_unref(transfers[i]);
 }
 

@@ -374,7 +374,7 @@ class Worker:
             output.finished_sending, output.finished_recving = self.connector.get_finished(finished)
         output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
         for block, what in self.wrong.items():
-            if block not in output.invalid_block_ids and not self.options.overlap:
+            if block not in output.invalid_block_ids and not (self.options.overlap or self.options.async_scheduling):
                 raise AssertionError(what)
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
