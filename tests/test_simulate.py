@@ -120,6 +120,8 @@ def test_the_time_that_a_request_waits(make: Make) -> None:
     base = replace(BASE, gpu_blocks=2, latency=0.0, rtt=0.25, **rates)
     local = simulate(trace, replace(base, nodes=1, host_blocks=4, pool_blocks=0))
     assert list(local.waits) == pytest.approx([0, 0, 0.2]) and hits(local)["host"] == 2
+    own = simulate(trace, replace(base, nodes=1, host_blocks=0))  # its own part of the shared tier: over no NIC
+    assert hits(own)["own_pool"] == 2 and not any(each["name"].startswith("NIC") for each in own.links)
     for pool, files, bytes_take in ((9, 0, 1.0), (0, 9, 2.0)):
         far = replace(base, nodes=1, store_nodes=1, host_blocks=0, pool_blocks=pool, file_blocks=files)
         report = simulate(trace, far)
