@@ -104,7 +104,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from kvswap.simulate.run import simulate
     from kvswap.simulate.traffic import Traffic
 
-    settings = _settings(args)
+    settings = settings_of(args)
     with document(args, "simulate") as out:
         trace = read_head(args.trace, args.requests)
         show = for_person(args)
@@ -119,7 +119,7 @@ def _simulate(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> Settings:
     from kvswap.replay import geometry
     from kvswap.simulate.settings import Settings, parse_failure
 
