@@ -31,6 +31,7 @@ from kvswap.replay.errors import UsageError
 COMMANDS = (
     "kvswap.commands.info",
     "kvswap.commands.replay",
+    "kvswap.commands.simulate",
     "kvswap.commands.bench",
     "kvswap.commands.calibrate",
     "kvswap.commands.files",

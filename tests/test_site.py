@@ -32,6 +32,7 @@ INNER = (
     "kvswap.memory.ipc",
     "kvswap.bench",
     "kvswap.replay",
+    "kvswap.simulate",
     "kvswap.commands",
     "kvswap.top",
     "kvswap.cli",

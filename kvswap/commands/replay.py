@@ -60,7 +60,7 @@ def add(commands: Commands[Parser]) -> None:
         description="Replays a trace in the Mooncake format (JSON lines, plain or gzip) at full speed.",
     )
     replay.add_argument("trace", metavar="TRACE", help="the trace; - for the standard input")
-    _add_geometry(replay)
+    add_geometry(replay)
     _add_tiers(replay)
     _add_run_options(replay)
     replay.set_defaults(run=_replay)
@@ -89,7 +89,7 @@ _SIZE_HELP = {
 }
 
 
-def _add_geometry(parser: argparse.ArgumentParser) -> None:
+def add_geometry(parser: argparse.ArgumentParser) -> None:
     from kvswap.replay import geometry
 
     group = parser.add_argument_group(
@@ -140,13 +140,13 @@ def _replay(args: argparse.Namespace) -> int:
     from kvswap.replay import geometry, settings
 
     # All that can be wrong with the arguments or the trace is found before the device is opened.
-    full = _full_geometry(args)
+    full = full_geometry(args)
     block_nbytes: int | None = full.full_nbytes if args.bytes_per_block == "full" else args.bytes_per_block
     if block_nbytes is not None:
         geometry.scale(full, block_nbytes, allow_tiny=args.allow_tiny)
     _check(args)
     with document(args, "replay") as out:
-        trace = _read_trace(args.trace, args.requests)
+        trace = read_head(args.trace, args.requests)
         device = open_device(args.device)
         shape = settings.choose_geometry(full, device.kind, block_nbytes, allow_tiny=args.allow_tiny)
         sizes = settings.choose_sizes(
@@ -164,7 +164,7 @@ def _demo(args: argparse.Namespace) -> int:
     _check(args)
     with document(args, "demo") as out:
         with as_file(files("kvswap") / "data" / "demo_trace.jsonl.gz") as path:
-            trace = _read_trace(str(path), args.requests)
+            trace = read_head(str(path), args.requests)
         device = open_device(args.device)
         shape = geometry.scale(geometry.named("llama-3.1-8b"), _DEMO_BLOCK_NBYTES[device.kind])
         room = settings.room(device)
@@ -191,7 +191,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--file-tier and --remote exclude each other: there is one third tier")
 
 
-def _full_geometry(args: argparse.Namespace) -> geometry.Geometry:
+def full_geometry(args: argparse.Namespace) -> geometry.Geometry:
     from kvswap.replay import geometry
 
     numbers = (args.layers, args.kv_heads, args.head_dim)
@@ -221,7 +221,7 @@ def _settings(args: argparse.Namespace, shape: geometry.Geometry, sizes: Sizes) 
     )
 
 
-def _read_trace(path: str, requests: int | None) -> Trace:
+def read_head(path: str, requests: int | None) -> Trace:
     """The whole file is validated even when only its head is replayed."""
     from kvswap.replay.trace import read_trace
 

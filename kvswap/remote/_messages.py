@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from ._names import KEY_NBYTES as KEY_NBYTES
+
 VERSION = 1
-KEY_NBYTES = 16
 MOST_KEYS = 16384  # of one message
 MAX_NBYTES = 1 << 20
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ._messages import KEY_NBYTES
-
+KEY_NBYTES = 16
 _MOST_KEY_NBYTES = 512
 
 

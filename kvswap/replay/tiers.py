@@ -34,6 +34,9 @@ class GivenUp:
     last_user: int  # the last request that used any of them; -1 if there are none
 
 
+_NOTHING = GivenUp(np.zeros(0, np.uint64), np.zeros(0, np.int64), -1)
+
+
 class Tier:
     """Blocks in slots, ordered by last use."""
 
@@ -62,6 +65,8 @@ class Tier:
 
     def make_room(self, count: int) -> GivenUp:
         """Evict the oldest blocks until `count` slots are free."""
+        if count <= len(self._free):
+            return _NOTHING
         oldest = [self._slots.popitem(last=False) for _ in range(count - len(self._free))]
         self._free.extend(slot for _, slot in reversed(oldest))
         slots = np.array([slot for _, slot in oldest], np.int64)
@@ -71,6 +76,19 @@ class Tier:
     def insert(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._slots[block] = self._free.pop()
+
+    def find(self, blocks: Sequence[int], elsewhere: Sequence[bool]) -> list[bool]:
+        """Which blocks are here. elsewhere: those that a tier before this one has, which need no look-up."""
+        return [block in self._slots for block in blocks]
+
+    def take(self, blocks: Sequence[int], request: int) -> tuple[list[int], NDArray[np.uint64]]:
+        """Insert what is lacking (the last blocks if not all fit): its positions, and the blocks that leave for it."""
+        lacking = [i for i, block in enumerate(blocks) if block not in self._slots]
+        stores = lacking[max(0, len(lacking) - self.num_blocks) :]
+        leaving = self.make_room(len(stores)).hashes
+        self.insert(blocks[i] for i in stores)
+        self.touch([blocks[i] for i in stores], request)
+        return stores, leaving
 
     def residents(self) -> tuple[NDArray[np.uint64], Slots]:
         """Every block of the tier, and its slot."""
@@ -110,12 +128,12 @@ class Admission:
 
 
 class Tiers:
-    """The tiers together."""
+    """The tiers together. file: the third tier, or how many blocks it has."""
 
-    def __init__(self, gpu_blocks: int, host_blocks: int, file_blocks: int = 0) -> None:
+    def __init__(self, gpu_blocks: int, host_blocks: int, file: int | Tier = 0) -> None:
         self.gpu = Tier(gpu_blocks)
         self.host = Tier(host_blocks)
-        self.file = Tier(file_blocks)
+        self.file = file if isinstance(file, Tier) else Tier(file)
         self._requests = 0
 
     def admit(self, hashes: NDArray[np.uint64]) -> Admission:
@@ -124,13 +142,14 @@ class Tiers:
         blocks: list[int] = hashes[: self.gpu.num_blocks].tolist()
         in_gpu = [block in self.gpu for block in blocks]
         in_host = [block in self.host for block in blocks]
-        in_file = [block in self.file for block in blocks]
+        in_file = self.file.find(blocks, [gpu or host for gpu, host in zip(in_gpu, in_host, strict=True)])
         here = [any(tiers) for tiers in zip(in_gpu, in_host, in_file, strict=True)]
         leading = here.index(False) if False in here else len(blocks)
         loads = [i for i in range(leading) if in_host[i] and not in_gpu[i]]
         file_loads = [i for i in range(leading) if not in_gpu[i] and not in_host[i]]
-        for tier in (self.gpu, self.host, self.file):
-            tier.touch(blocks, request)
+        self.gpu.touch(blocks, request)
+        self.host.touch(blocks, request)
+        self.file.touch(blocks, request)
 
         load_from = self.host.slots_of(blocks[i] for i in loads)
         arriving = [block for block, here in zip(blocks, in_gpu, strict=True) if not here]
@@ -143,7 +162,7 @@ class Tiers:
         host_given_up = self.host.make_room(len(stores))
         self.host.insert(blocks[i] for i in stores)
         self.host.touch(blocks, request)
-        file_stores, file_given_up = self._to_file(host_given_up.hashes.tolist(), request)
+        file_stores, file_given_up = self.file.take(host_given_up.hashes.tolist(), request)
         return Admission(
             request=request,
             hashes=hashes[: len(blocks)],
@@ -162,12 +181,3 @@ class Tiers:
             file_stores=np.array(file_stores, np.int64),
             file_given_up=file_given_up,
         )
-
-    def _to_file(self, given_up: list[int], request: int) -> tuple[list[int], NDArray[np.uint64]]:
-        """Which evicted blocks go to the file tier (the last ones if not all fit), and which blocks leave it."""
-        lacking = [i for i, block in enumerate(given_up) if block not in self.file]
-        stores = lacking[max(0, len(lacking) - self.file.num_blocks) :]
-        leaving = self.file.make_room(len(stores)).hashes
-        self.file.insert(given_up[i] for i in stores)
-        self.file.touch([given_up[i] for i in stores], request)
-        return stores, leaving

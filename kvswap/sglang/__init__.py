@@ -7,28 +7,30 @@
 
 - FileStorage: a storage backend of SGLang's HiCache over kvswap.files. A page that it delivers has exactly the stored
   bytes; a page that is lost, or damaged, is reported as such, and SGLang computes it again.
+- RemoteStorage: the same over kvswap.remote: pages in the memory of other nodes.
 
 Importing this imports no SGLang; its names do, when they are asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvswap._devices import log_build
 from kvswap._log import into
 
 if TYPE_CHECKING:
+    from kvswap.sglang._remote import RemoteStorage
     from kvswap.sglang._storage import FileStorage
 
-__all__ = ["FileStorage"]
+__all__ = ["FileStorage", "RemoteStorage"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FileStorage":
+    if name in __all__:
         into("sglang")
         log_build()
-        from kvswap.sglang import _storage
-
-        return _storage.FileStorage
+        module = "kvswap.sglang._storage" if name == "FileStorage" else "kvswap.sglang._remote"
+        return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

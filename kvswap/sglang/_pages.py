@@ -1,4 +1,4 @@
-"""The pages of one of SGLang's host pools, and the files in which they are stored.
+"""The pages of one of SGLang's host pools, and the store in which they are.
 
 A page is some pieces of host memory, as the pool's get_page_buffer_meta() lists them: K and V of all layers in the
 layouts page_first and page_first_direct, one latent of MLA there, K and V of each layer in layer_first. One or two
@@ -10,23 +10,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap._shared_files import Directory, SharedFiles
 from kvswap.files import FileTransfer, Layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvswap.remote import RemoteTransfer
+
+    PageTransfer = FileTransfer | RemoteTransfer
 
 _log = logger("kvswap.sglang")
 _LOG_SECONDS = 10.0
 _PAGE = 4096  # of the files
 _MARK = np.zeros(1, np.uint8)
 _SHAPE = ("layer_num", "start_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "page_size")
+
+
+class PageStore(Protocol):
+    """Where blocks go: kvswap._shared_files.SharedFiles, or nodes."""
+
+    def find(self, keys: list[bytes]) -> list[bool]: ...
+
+    def touch(self, keys: list[bytes]) -> None: ...
+
+    def load(self, keys: list[bytes], blocks: Any, parts: list[int] | None = None) -> PageTransfer | None: ...
+
+    def store(self, keys: list[bytes], blocks: Any, parts: list[int] | None = None) -> PageTransfer | None: ...
+
+    def delete(self, keys: list[bytes]) -> PageTransfer | None: ...
+
+    def keys(self) -> list[bytes]: ...
+
+    def close(self) -> None: ...
 
 
 class Pages:
@@ -60,11 +81,7 @@ class Pages:
         block = -(-self.layout.block_nbytes // _PAGE) * _PAGE + _PAGE
         on_disk = block * (len(self.sizes) if self.in_place else 1)
         self.disk_nbytes = on_disk * max(1, getattr(pool, "size", page) // page)  # of as many pages as the pool has
-        self.store: SharedFiles | None = None
-
-    def open(self, directory: Directory, capacity: int, may_write: bool, options: dict[str, Any]) -> None:
-        """Open the files."""
-        self.store = SharedFiles(directory, self.layout, capacity, may_write, options)
+        self.store: PageStore | None = None
 
     # -- the calls, on pages ------------------------------------------------------------------------------------------
 
@@ -143,7 +160,7 @@ class Pages:
         return np.asarray(addresses, np.int64).reshape(pages, each), list(sizes[:each])
 
 
-def wait(transfer: FileTransfer, what: str, name: str) -> None:
+def wait(transfer: PageTransfer, what: str, name: str) -> None:
     """Until the transfer has ended, whatever it does: SGLang uses its host pages for something else afterwards, so that
     a transfer cannot be left behind. A disk that does not answer stops SGLang's storage thread, not its scheduler."""
     begin = time.monotonic()

@@ -17,8 +17,8 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvswap._log import logger
-from kvswap._shared_files import check_directory, shares
-from kvswap.sglang._pages import Pages
+from kvswap._shared_files import SharedFiles, check_directory, shares
+from kvswap.sglang._pages import Pages, PageStore
 
 _log = logger("kvswap.sglang")
 _KV = str(PoolName.KV)
@@ -44,14 +44,17 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
       False, for network file systems, and a list of directories: the first process writes, the others read.
     """
 
+    _known = frozenset(_FOR_FILES) | {"directory", "capacity"}  # keys of the extra config
+
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         del kwargs
         self._config = storage_config
         self._extra = dict(storage_config.extra_config or {})
-        unknown = sorted(self._extra.keys() - _FOR_SGLANG - _FOR_FILES.keys() - {"directory", "capacity"})
+        unknown = sorted(self._extra.keys() - _FOR_SGLANG - self._known)
         if unknown:
             _log.warning("kvswap does not know %s of the storage backend's extra config", ", ".join(unknown))
         _check(storage_config, self._extra)
+        self._check_place()
         self._lock = threading.Lock()
         self._hosts: dict[str, Any] = {}  # guarded by _lock, as is _pages
         self._pages: dict[str, Pages] = {}
@@ -87,13 +90,30 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             name: Pages(name, host, self._fields(name)) for name, host in self._hosts.items() if name not in self._pages
         }
         total = sum(pages.disk_nbytes for pages in (self._pages or new).values())  # what comes later is beyond it
-        options = {name: self._extra.get(name, default) for name, default in _FOR_FILES.items()}
         for name, pages in new.items():
-            capacity = int(self._extra["capacity"]) * pages.disk_nbytes // total
-            pages.open(self._extra["directory"], capacity, self._may_write(name), options)
+            pages.store = self._open_store(name, pages, total)
             how = "in place" if pages.in_place else "in one block"
             _log.info("pages of %s: %d pieces of %s bytes, %s", name, len(pages.sizes), set(pages.sizes), how)
         self._pages.update(new)
+
+    def _check_place(self) -> None:
+        """ValueError: the extra config does not say where pages go."""
+        check_directory(self._extra.get("directory"), "the storage backend's extra config")
+        capacity = self._extra.get("capacity")
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(
+                f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int'
+            )
+
+    def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:
+        """The store of a pool's pages; total: disk_nbytes of all pools."""
+        options = {name: self._extra.get(name, default) for name, default in _FOR_FILES.items()}
+        capacity = int(self._extra["capacity"]) * pages.disk_nbytes // total
+        return SharedFiles(self._extra["directory"], pages.layout, capacity, self._may_write(name), options)
+
+    def _engines_share(self) -> bool:
+        """Whether engines find each other's pages."""
+        return shares(self._extra["directory"], self._extra)
 
     def _pages_of(self, name: Any) -> Pages | None:
         pages = self._pages.get(str(name))
@@ -129,7 +149,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
             "pp": [config.pp_rank, config.pp_size],
             "cp": [config.attn_cp_rank, config.attn_cp_size],
         }
-        if not shares(self._extra["directory"], self._extra):  # else all that do attention for other requests share
+        if not self._engines_share():  # else all that do attention for other requests share
             fields["dp"] = config.dp_rank
         return fields if self._replicated(name) else {**fields, "tp": [config.tp_rank, config.tp_size]}
 
@@ -228,7 +248,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         return metrics
 
     def close(self) -> None:
-        """Close the files. The next engine finds the pages."""
+        """Close the stores. The next engine finds the pages."""
         with self._lock:
             self._closed = True
             opened, self._pages = list(self._pages.values()), {}
@@ -237,22 +257,16 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
                 pages.store.close()
 
 
-_NEEDS_V1 = 'kvswap.sglang.FileStorage needs "interface_v1": 1 in --hicache-storage-backend-extra-config'
+_NEEDS_V1 = 'kvswap.sglang needs "interface_v1": 1 in --hicache-storage-backend-extra-config'
 
 
 def _check(config: Any, extra: dict[str, Any]) -> None:
     if not extra.get("interface_v1"):
         raise ValueError(_NEEDS_V1)
-    check_directory(extra.get("directory"), "the storage backend's extra config")
-    capacity = extra.get("capacity")
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        raise ValueError(
-            f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int'
-        )
     if getattr(config, "should_split_heads", False):
-        raise ValueError('kvswap.sglang.FileStorage stores whole pages of a rank: remove "tp_lcm_size"')
+        raise ValueError('kvswap.sglang stores whole pages of a rank: remove "tp_lcm_size"')
     if getattr(config, "dcp_size", 1) > 1:
-        raise ValueError("kvswap.sglang.FileStorage does not know decode context parallelism")
+        raise ValueError("kvswap.sglang does not know decode context parallelism")
 
 
 def _leading(found: Sequence[bool]) -> int:

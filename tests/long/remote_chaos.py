@@ -1,10 +1,11 @@
 """Faults in the remote tier, by the clock or by the number of kills. Needs NIXL.
 
-    UCX_TLS=tcp python tests/long/remote_chaos.py [--seconds 60] [--kills 500] [--seed 1]
+    UCX_TLS=tcp python tests/long/remote_chaos.py [--seconds 60] [--kills 500] [--cut] [--seed 1]
 
 Two nodes in processes of their own; clients in threads store and load blocks without pause, in a pool that is too small
 for all keys. Meanwhile nodes are killed (kill -9) and started again, stopped and continued, their memory is damaged by
-another NIXL agent, blocks are deleted, and a client with other messages knocks. With --kills a node is killed in the
+another NIXL agent, blocks are deleted, and a client with other messages knocks. With --cut, as root and best in a
+network namespace of its own, their TCP connections are cut, too. With --kills a node is killed in the
 middle of a transfer, until that has been so many times, and how long the transfers take to end is told.
 
 Each load is checked: a block has the bytes of its key in one version that was stored, or is reported as missing and its
@@ -167,6 +168,15 @@ def damage(store: Any, agent: Any, rng: random.Random, count: Count) -> None:
     agent.kept.append(memory)
 
 
+def cut(node: Node, rng: random.Random, count: Count) -> None:
+    """Reset one or more of a node's TCP connections, those of control messages and those of bytes alike."""
+    listing = subprocess.run(["ss", "-tnpH", "state", "established"], capture_output=True, text=True, check=True).stdout
+    ports = [line.split()[2].rpartition(":")[2] for line in listing.splitlines() if f"pid={node.process.pid}," in line]
+    for port in rng.sample(ports, min(len(ports), rng.randint(1, 4))):
+        killed = subprocess.run(["ss", "-KtH", f"sport = :{port}"], capture_output=True, text=True, check=False).stdout
+        count.add(cuts=len(killed.splitlines()))
+
+
 def knock(store: Any, pair: Any) -> None:
     """A client that says nonsense, and one with another version."""
     import zmq
@@ -211,6 +221,8 @@ def chaos(nodes: list[Node], store: Any, pair: Any, args: argparse.Namespace) ->
             time.sleep(rng.random() * 1.5)
             node.signal(signal.SIGCONT)
             count.add(stops=1)
+        elif what < 0.5 and args.cut:
+            cut(node, rng, count)
         elif what < 0.9:
             damage(store, agent, rng, count)
         else:
@@ -277,6 +289,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--kills", type=int, help="only kill nodes in mid-transfer, so many times")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cut", action="store_true", help="connections are cut, too (root and ss)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, pair = Path(name), new_secret()
