@@ -27,7 +27,7 @@ MODULES_LEFT_OUT = {
     "lmcache": "needs LMCache: tests/integration runs it, test_lmcache.py without it; it is kvswap.files below",
     "metrics": "reads counters: test_metrics.py",
     "remote": "needs nodes: test_remote.py has random operations on several, with an agent of its own",
-    "sglang": "needs SGLang: tests/integration runs it, test_sglang_storage.py a stand-in; it is kvswap.files below",
+    "sglang": "needs SGLang: tests/integration runs it, test_sglang_*.py a stand-in; it is kvswap.files and swaps",
     "typing": "types for annotations: tests/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
     "top": "the live view: test_top.py",
