@@ -50,6 +50,16 @@ class DeviceIds:
     def numel(self):
         return len(self.values)
 
+    def reshape(self, *shape):
+        return np.asarray(self.values).reshape(*shape)
+
+    @property
+    def __cuda_array_interface__(self):
+        values = np.ascontiguousarray(self.values)
+        self.values = values
+        shape = {"shape": values.shape, "typestr": "<i8", "data": (values.ctypes.data, False)}
+        return {**shape, "strides": None, "version": 3, "stream": None}
+
     def __array__(self, *given, **options):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
@@ -96,6 +106,7 @@ class HostPool:
     shared_allocation_domain: Any = None
     can_use_write_back_jit = False
     dcp_size = 1
+    pin_memory = True
     pool_label = "kv"
 
     def __init__(self, layers: int, tokens: int, page: int, layout: str, device: Any) -> None:

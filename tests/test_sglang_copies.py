@@ -412,21 +412,69 @@ def test_latents_that_are_divided_stay_with_sglang(caplog: pytest.LogCaptureFixt
 # -- ids in device memory ---------------------------------------------------------------------------------------------
 
 
-def test_without_ids_in_device_memory_the_copy_is_sglangs(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+# torch's, as far as they are called: the result is on the GPU too.
+TORCH = SimpleNamespace(
+    arange=lambda count, dtype, device: np.arange(count),
+    where=lambda chosen, ids, other: DeviceIds(np.where(chosen, ids, other)),
+    int64=np.int64,
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ids_in_device_memory(
+    layout: str, device: kvswap.Device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(arange=None, where=None, int64=None))
+    """They are handed on as they are; without kernels, or with a kvswap that does not take them, SGLang copies."""
+    monkeypatch.setitem(sys.modules, "torch", TORCH)
+    pool, made, count = pool_of("mha", layout), engine(), submitted(device)
+    host, tokens = pages([5, 1, 9], 4), DeviceIds(pages([2, 30, 7], 4))
+    assert made.keeps_ids(pool)
+    with caplog.at_level(logging.WARNING, "kvswap"):
+        store(made, transfer(pool, host, tokens)).finish_event.synchronize()
+        load(made, transfer(pool, pages([3, 4, 5], 4), tokens)).finish_event.synchronize()
+    if made.keeps_ids(pool):
+        assert submitted(device) - count == 2 and pool.calls == [] and not caplog.records
+        assert is_copied(pool, pages([3, 4, 5], 4), tokens.values, range(3))
+    else:
+        assert "ids in device memory are not taken" in caplog.text and submitted(device) == count
+        assert len(pool.calls) == 4
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("not a list of integers"), kvswap.Error("path 'dma' needs ids in host memory")]
+)
+def test_without_ids_in_device_memory_the_copy_is_sglangs(
+    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", TORCH)
     pool, made = pool_of("mha", "page_first"), engine()
     host, tokens = pages([5], 4), DeviceIds(pages([2], 4))
-    assert made.keeps_ids(pool)
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise error
+
+    own = sys.modules[OURS[0]]._C
+    monkeypatch.setattr(
+        sys.modules[OURS[0]], "_C", SimpleNamespace(**vars(own) | {"swap_cache_all_layers_async": refuse})
+    )
     with caplog.at_level(logging.WARNING, "kvswap"):
         store(made, transfer(pool, host, tokens))
         load(made, transfer(pool, host, tokens))
-    assert "takes no ids in device memory" in caplog.text and not made.keeps_ids(pool)
+    assert "ids in device memory are not taken" in caplog.text and not made.keeps_ids(pool)
     assert [call[:2] for call in pool.calls] == [("store", None), ("load", 0), ("load", 1), ("load", 2)]
     assert {call[3].device.type for call in pool.calls} == {"cpu"}, "SGLang's ids are where it wants them"
+    with pytest.raises(type(error)):  # with ids in host memory it is an error
+        store(made, transfer(pool, host, pages([2], 4)))
+    monkeypatch.setattr(sys.modules[OURS[0]], "_C", own)
     store(made, transfer(pool, host, pages([2], 4))).finish_event.synchronize()  # as SGLang moves them from now on
     assert is_copied(pool, host, pages([2], 4), range(3))
+
+
+def test_pageable_memory_with_ids_in_device_memory_is_sglangs(device: kvswap.Device) -> None:
+    pool, made, count = pool_of("mha", "page_first"), engine(), submitted(device)
+    pool.pin_memory = False
+    store(made, transfer(pool, pages([5], 4), DeviceIds(pages([2], 4))))
+    assert submitted(device) == count and len(pool.calls) == 1
 
 
 def test_host_ids_that_sglang_has_moved_are_its_own(device: kvswap.Device) -> None:

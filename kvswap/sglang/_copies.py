@@ -38,8 +38,12 @@ def _queue_of(stream: Any) -> Any:
     return stream if hasattr(stream, "cuda_stream") or hasattr(stream, "__cuda_stream__") else None
 
 
-def _failed(transfer: _C.Transfer, error: BaseException) -> _C.Error:
-    return _C.Error(
+class _Failed(_C.Error):
+    """A copy failed, and the engine has to end."""
+
+
+def _failed(transfer: _C.Transfer, error: BaseException) -> _Failed:
+    return _Failed(
         f"a copy of SGLang's HiCache failed ({transfer.nbytes} bytes, transfer {transfer.number}): {error}. SGLang's "
         "acknowledgement of a copy cannot report a failure, so the engine has to end"
     )
@@ -151,7 +155,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         gpu: Any = None
         if device.device.type == "cpu":
             gpu = blocks_of(device, places.tokens)
-        elif self._takes_device_ids:
+        elif self._takes_device_ids and transfer.host_pool.pin_memory:  # kernels read them, and reach no other memory
             import torch
 
             if self._counted is None and places.tokens > 1:
@@ -287,10 +291,11 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         options |= {"gpu_stride": places.gpu_stride, "cpu_stride": places.cpu_stride, "device": places.device}
         try:
             copy = self._submit(given, options)
-        except TypeError as error:
-            if transfer.device_indices.device.type == "cpu":
+        except (TypeError, _C.Error) as error:
+            kept = transfer.device_indices.device.type == "cpu"
+            if kept or isinstance(error, (_C.QueueFull, _C.DeviceError, _Failed)):
                 raise
-            _log.warning("SGLang's own copies are used: this kvswap takes no ids in device memory: %s", error)
+            _log.warning("SGLang's own copies are used: ids in device memory are not taken: %s", error)
             self._takes_device_ids = False
             return False
         made.append(copy)
