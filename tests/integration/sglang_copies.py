@@ -278,6 +278,8 @@ def not_pages(log: Log) -> None:
     from sglang.srt.mem_cache.l2_transfer import L2Transfer
     from sglang.srt.mem_cache.pool_host import mha
 
+    from kvswap.sglang._places import device_blocks_of
+
     cache = Cache("MHA", "layer_first", False)
     mha.transfer_kv_direct, calls = sglang_engine._rows_of_layers, []
 
@@ -295,6 +297,10 @@ def not_pages(log: Log) -> None:
     engine.submit_host_to_device(call, transfer_layer_id_max=LAYERS).finish_event.synchronize()
     assert calls == [2 * LAYERS] + [2] * LAYERS, calls
     del mha.transfer_kv_direct
+    counted = torch.arange(PAGE)
+    ids = torch.cat([counted + 3 * PAGE, counted + PAGE + 1, counted.flip(0), counted])
+    blocks = device_blocks_of(ids, PAGE, counted, torch.where)  # as on a GPU, by the same operations
+    assert blocks.tolist() == [3, -1, -1, 0] and blocks.dtype == torch.int64
 
 
 def faults(log: Log) -> None:
