@@ -397,6 +397,15 @@ def test_a_pool_of_another_shape_stays_with_sglang(
     assert reason in caplog.text
 
 
+def test_host_memory_that_was_allocated_anew(device: kvswap.Device) -> None:
+    pool, made = pool_of("mha", "page_first"), engine()
+    host, tokens = pages([5, 1], 4), pages([2, 8], 4)
+    store(made, transfer(pool, host, tokens)).finish_event.synchronize()
+    pool.kv_buffer = stand_in.Tensor(np.zeros_like(pool.kv_buffer.array))
+    store(made, transfer(pool, host, tokens)).finish_event.synchronize()
+    assert is_copied(pool, host, tokens, range(3))
+
+
 def test_latents_that_are_divided_stay_with_sglang(caplog: pytest.LogCaptureFixture) -> None:
     made = engine()
     for name, value in (
@@ -434,6 +443,9 @@ def test_ids_in_device_memory(
         load(made, transfer(pool, pages([3, 4, 5], 4), tokens)).finish_event.synchronize()
     if made.keeps_ids(pool):
         assert submitted(device) - count == 2 and pool.calls == [] and not caplog.records
+        other = pool_of("mha", layout, page=8)  # and of pages of another size
+        store(made, transfer(other, pages([1], 8), DeviceIds(pages([4], 8)))).finish_event.synchronize()
+        assert is_copied(other, pages([1], 8), pages([4], 8), range(3)) and other.calls == []
         assert is_copied(pool, pages([3, 4, 5], 4), tokens.values, range(3))
     else:
         assert "ids in device memory are not taken" in caplog.text and submitted(device) == count

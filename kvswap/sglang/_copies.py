@@ -121,7 +121,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         self._places: WeakKeyDictionary[Any, Places | None] = WeakKeyDictionary()
         self._streams: dict[_C.Device, _C.Stream] = {}  # on which loads are queued
         self._unfinished: deque[_C.Transfer] = deque()
-        self._counted: Any = None  # 0, 1, ... in device memory
+        self._counted: dict[int, Any] = {}  # by tokens of a page: 0, 1, ... in device memory
         self._takes_device_ids = True  # as far as is known
 
     # -- which pools and ids -------------------------------------------------------------------------------------------
@@ -131,7 +131,8 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         mla = type(pool) is MLATokenToKVPoolHost
         if not mla and type(pool) is not MHATokenToKVPoolHost:
             return None
-        if pool not in self._places:
+        known = self._places.get(pool)
+        if pool not in self._places or (known is not None and known.cpu[0, 0] != pool.kv_buffer.data_ptr()):
             found = None
             try:
                 found = places_of(pool, mla)
@@ -158,9 +159,10 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         elif self._takes_device_ids and transfer.host_pool.pin_memory:  # kernels read them, and reach no other memory
             import torch
 
-            if self._counted is None and places.tokens > 1:
-                self._counted = torch.arange(places.tokens, dtype=torch.int64, device=device.device)
-            gpu = device_blocks_of(device, places.tokens, self._counted, torch.where)
+            page = places.tokens
+            if page > 1 and page not in self._counted:
+                self._counted[page] = torch.arange(page, dtype=torch.int64, device=device.device)
+            gpu = device_blocks_of(device, page, self._counted.get(page), torch.where)
         return None if cpu is None or gpu is None else (gpu, cpu)
 
     def _moved(self, transfer: Any, write: bool) -> Any:
