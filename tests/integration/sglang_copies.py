@@ -345,6 +345,39 @@ def left_out(log: Log) -> None:
         ), "a copy was left out, and this test did not notice"
 
 
+class OnDevice:
+    """Blocks in memory that a host device reads as its own: its kernels take them, and the call does not."""
+
+    def __init__(self, blocks):
+        self.blocks = blocks.astype("int64")
+
+    @property
+    def __cuda_array_interface__(self):
+        shape = {"shape": self.blocks.shape, "typestr": "<i8", "data": (self.blocks.ctypes.data, False)}
+        return {**shape, "strides": None, "version": 3, "stream": None}
+
+
+def device_ids(turns: int, chosen: random.Random) -> int:
+    """The same requests with the device's ids as a GPU has them; 0: this kvswap takes none."""
+    import kvswap.typing
+    from kvswap.sglang._copies import CopyEngine
+
+    if not hasattr(kvswap.typing, "GpuIds"):
+        return 0
+    own, compared = CopyEngine._ids, 0
+
+    def on_device(engine, transfer, places):
+        found = own(engine, transfer, places)
+        return found and (OnDevice(found[0]), found[1])
+
+    CopyEngine._ids = on_device
+    for kind in ("MHA", "MLA"):
+        for layout in LAYOUTS:
+            compared += requests(Cache(kind, layout, True), turns, chosen)
+    CopyEngine._ids = own
+    return compared
+
+
 def main() -> int:
     options = parse()
     prepare(options)
@@ -369,6 +402,10 @@ def main() -> int:
             for drafts in (1, 3):
                 total += requests(Cache(kind, layout, True, drafts), options.turns // 4, chosen)
             print(f"  {kind}, {layout}: HiCacheController, HybridCacheController, drafts: all bytes right", flush=True)
+    on_device = device_ids(options.turns // 2, chosen)
+    total += on_device
+    what = "all bytes right" if on_device else "this kvswap takes none, and SGLang copies"
+    print(f"  ids in device memory, of a host device: {what}", flush=True)
     assert not any("stays with SGLang's own copies" in line for line in log.lines), log.lines
     assert any("host memory of" in line and "is kvswap's" in line for line in log.lines), "its host memory"
     for step, what in (
