@@ -96,7 +96,10 @@ def reference(module: str) -> str:
 
 
 def directive(module: str, name: str) -> str:
-    if module in OF_ENGINES and name != "register":  # loaded when they are asked for, out of the engine's classes
+    if module in OF_ENGINES and name not in (
+        "register",
+        "unregister",
+    ):  # loaded when they are asked for, out of the engine's classes
         return "autoclass"
     thing = getattr(importlib.import_module(module), name)
     if isinstance(thing, type):

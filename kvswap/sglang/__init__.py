@@ -8,6 +8,8 @@
 - FileStorage: a storage backend of SGLang's HiCache over kvswap.files. A page that it delivers has exactly the stored
   bytes; a page that is lost, or damaged, is reported as such, and SGLang computes it again.
 - RemoteStorage: the same over kvswap.remote: pages in the memory of other nodes.
+- register: SGLang calls it as a plugin; with KVSWAP_SGLANG_COPIES=1 the copies between GPU and host memory are
+  kvswap's, with KVSWAP_SGLANG_HOST_MEMORY=1 the host memory too, and else it does nothing. unregister undoes it.
 
 Importing this imports no SGLang; its names do, when they are asked for.
 """
@@ -19,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvswap._devices import log_build
 from kvswap._log import into
+from kvswap.sglang._plugin import register, unregister
 
 if TYPE_CHECKING:
     from kvswap.sglang._remote import RemoteStorage
     from kvswap.sglang._storage import FileStorage
 
-__all__ = ["FileStorage", "RemoteStorage"]
+__all__ = ["FileStorage", "RemoteStorage", "register", "unregister"]
 
 
 def __getattr__(name: str) -> Any:

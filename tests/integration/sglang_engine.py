@@ -2,8 +2,8 @@
 
 What there is of a model is here: the KV of a token is a function of the tokens up to it, of layer, head and K or V, so
 that the bytes of every token that SGLang counts as computed can be checked. What stands in: the copies between device
-and host pools, which SGLang has for GPUs only (transfer_kv_..._direct), pinning, and operators of torchvision, which
-SGLang imports and KV caching does not use.
+and host pools, which SGLang has for GPUs only (transfer_kv_..._direct), unless kvswap does them; pinning, and operators
+of torchvision, which SGLang imports and KV caching does not use.
 """
 
 # mypy: ignore-errors
@@ -11,6 +11,7 @@ SGLang imports and KV caching does not use.
 from __future__ import annotations
 
 import json
+import os
 import time
 from array import array
 from pathlib import Path
@@ -30,6 +31,7 @@ except (ImportError, RuntimeError):  # its package for CUDA beside a torch for t
         _library.define(f"_{_name}_backward(Tensor a) -> Tensor")
 
 import sglang
+from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -81,7 +83,7 @@ def _rows_of_layers(src_layers, dst_layers, src_indices, dst_indices, page_size)
 
 common._cuda_host_register = lambda *given, **named: None
 common._cuda_host_unregister = lambda *given, **named: None
-for _module in (mha, mla):
+for _module in () if os.environ.get("KVSWAP_SGLANG_COPIES") == "1" else (mha, mla):
     _module.transfer_kv_all_layer_direct_lf_pf = _all_layers_to_host
     _module.transfer_kv_per_layer_direct_pf_lf = _layer_to_device
     _module.transfer_kv_direct = _rows_of_layers
@@ -104,7 +106,7 @@ class Engine:
             tp_size=options.ranks,
             page_size=PAGE,
             enable_hierarchical_cache=True,
-            hicache_io_backend="direct",
+            hicache_io_backend="kernel" if options.layout == "page_first" else "direct",
             hicache_mem_layout=options.layout,
             hicache_ratio=2.0,
             hicache_write_policy="write_through",
@@ -152,6 +154,8 @@ class Engine:
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(arguments, params)
         assert self.tree.enable_storage
+        kind = type(self.tree.cache_controller.l2_transfer_engine).__name__
+        assert kind == ("CopyEngine" if options.copies else "L2TransferEngine"), kind
         self.checked = 0
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -197,6 +201,12 @@ class Engine:
                 assert not wrong, f"rank {self.rank}: layer {layer}, {'KV'[part]}: wrong bytes of tokens {wrong}"
                 self.checked += len(indices)
 
+    def arrived(self) -> None:
+        """The model's kernels run behind what its stream waits for."""
+        stream = cache_controller.device_module.current_stream()
+        if stream is not None:
+            stream.synchronize()
+
     # -- what SGLang's scheduler does ---------------------------------------------------------------------------------
 
     def until(self, condition: Any, what: str, seconds: float = 120.0) -> None:
@@ -238,6 +248,7 @@ class Engine:
         known = tree.path_device_indices(found.last_device_node)
         for layer in range(LAYERS):
             counter.wait_until(layer)
+            self.arrived()
             self.check(tokens[: len(known)], known, layer)
         lock = tree.lock(found.last_device_node)
         need = len(tokens) - len(known)

@@ -1,6 +1,7 @@
 """A real SGLang with kvswap's storage backend: its radix tree, its cache controller, its host pools, real pages.
 
     python tests/integration/sglang_package.py SOURCE [--layout page_first_direct] [--mla | --swa] [--ranks 2]
+                                               [--copies]
 
 SOURCE: a folder with SGLang's package in it (pip download --no-deps sglang; unzip), or nothing: the one that is
 installed. Nothing of SGLang is compiled; no GPU is needed. No model runs: sglang_engine.py writes each token's KV as a
@@ -10,7 +11,8 @@ was loaded wrong, or not at all, is found.
 It runs: cold prompts (computed, backed up to files), the same from nothing but the files, a restart, prefixes,
 eviction, a full disk, reads and writes that fail, damaged files, SGLang's own HiCacheStorageFailureInjector, an engine
 that is killed while it stores, and a page that is left out in silence. --ranks: tensor-parallel ranks in processes of
-their own; with --mla one writes what all read, else each has files of its own.
+their own; with --mla one writes what all read, else each has files of its own. --copies: the copies between device and
+host memory are kvswap's too, by SGLang's plugin hook, on streams that run beside it.
 """
 
 # mypy: ignore-errors
@@ -36,14 +38,20 @@ from typing import Any
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", nargs="?", help="folder with SGLang's package; default: the installed one")
-    parser.add_argument("--layout", choices=["page_first_direct", "layer_first"], default="page_first_direct")
+    parser.add_argument(
+        "--layout", choices=["page_first_direct", "page_first", "layer_first"], default="page_first_direct"
+    )
     parser.add_argument("--mla", action="store_true", help="a latent a token, in place of K and V")
     parser.add_argument("--swa", action="store_true", help="a layer with a sliding window beside two without")
+    parser.add_argument("--copies", action="store_true", help="kvswap's copies; page_first has no others here")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
     parser.add_argument("--tokens", type=int, default=2048, help="of the device's pool; the host's is twice as large")
     parser.add_argument("--kills", type=int, default=3, help="how often an engine is killed while it stores")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.layout == "page_first" and not options.copies:
+        parser.error("--layout page_first needs --copies")
+    return options
 
 
 def prompt(seed: int, pages: int) -> list[int]:
@@ -60,6 +68,13 @@ def start(options: argparse.Namespace, rank: int, port: int) -> None:
     sys.path[:0] = [str(Path(__file__).parent), *([str(Path(options.source).resolve())] if options.source else [])]
     import torch.distributed as dist
 
+    if options.copies:
+        os.environ["KVSWAP_SGLANG_COPIES"] = "1"
+        import sglang_engine  # noqa: F401  # what stands in comes before SGLang's modules
+        import sglang_plugin
+
+        sglang_plugin.use_streams()
+        sglang_plugin.load_plugins()
     place = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=options.ranks)
 
@@ -338,7 +353,8 @@ def rank_of(options: argparse.Namespace, rank: int, port: int, folder: Path) -> 
         from sglang_engine import VERSION
 
         kind = "MLA" if options.mla else "MHA with a sliding window" if options.swa else "MHA"
-        print(f"SGLang {VERSION}, {options.layout}, {kind}, {options.ranks} rank(s), storage kvswap", flush=True)
+        what = "storage and copies" if options.copies else "storage"
+        print(f"SGLang {VERSION}, {options.layout}, {kind}, {options.ranks} rank(s), kvswap's {what}", flush=True)
     scenario.run()
     scenario.say(f"{scenario.checked} tokens of layers checked on rank 0: all right")
 

@@ -1,0 +1,147 @@
+"""Where the layers of one of SGLang's host pools lie, on the device and in host memory, and which blocks a list of
+token ids names.
+
+SGLang lists tokens, page after page. In the layouts layer_first and page_first_direct the tokens of a page lie together
+on both sides, layer by layer, so that a block is a page. In page_first all layers of a token lie together on the host,
+so that a block is a token; page after page they make long runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvswap import _C
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Groups of layers in which a load is queued: K of a group's layers, then their V, so that a block of a group is one run
+# of host memory for each. Path `burst` divides a load of so many blocks likewise.
+_GROUPS = {"layer_first": 1 << 30, "page_first": 4, "page_first_direct": 8}
+
+
+class NotOurs(Exception):
+    """The pool is copied by SGLang's own ways; the reason."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The tensors of a pair of pools: a row a layer, a column for K, and one for V where there is one."""
+
+    device: _C.Device
+    rows: dict[int, int]  # by SGLang's number of a layer
+    targets: frozenset[int]  # numbers that a transfer without is_draft has
+    gpu: NDArray[np.int64]  # addresses
+    cpu: NDArray[np.int64]
+    tokens: int  # of a block
+    nbytes: int  # of a block in one tensor
+    gpu_blocks: int
+    cpu_blocks: int
+    gpu_stride: int
+    cpu_stride: int
+    groups: int
+
+    def order(self, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+        """Addresses of these rows' tensors in the order of a load, and for each row the position after which it is
+        whole."""
+        size = max(1, -(-len(rows) // self.groups))
+        chosen, parts = np.asarray(rows, np.int64), self.gpu.shape[1]
+        gpu, cpu, ends = list[Any](), list[Any](), list[int]()
+        for begin in range(0, len(rows), size):
+            group = chosen[begin : begin + size]
+            gpu.append(self.gpu[group].T.ravel())
+            cpu.append(self.cpu[group].T.ravel())
+            last = begin * parts + (parts - 1) * len(group)
+            ends += range(last, last + len(group))
+        return np.concatenate(gpu), np.concatenate(cpu), ends
+
+
+def _buffers(pool: Any, mla: bool) -> tuple[list[Sequence[Any]], dict[int, int], frozenset[int]]:
+    """The device's tensors by part and layer, the rows by SGLang's numbers, and the numbers without drafts."""
+    if not mla:
+        for info in pool._buffer_infos:
+            if info.buffers.layout.value != "nhd" or info.scales is not None or info.transfer_buffers is not None:
+                raise NotOurs("its device tensors are not a row of heads a token")
+        rows = {layer: layer for layer in range(pool.layer_num)}
+        return [pool.device_k_buffers, pool.device_v_buffers], rows, frozenset(range(pool.target_layer_num))
+    if pool._is_dummy or pool._native_buffers is not None or pool._layer_shard_enabled or pool.dcp_size != 1:
+        raise NotOurs("it is divided among ranks, or for another kind of device")
+    rows = dict(pool._host_layer_by_controller)
+    if rows != dict(pool._buffer_index_by_layer):
+        raise NotOurs("its layers are in another order on the host")
+    return [pool.device_kv_buffers], rows, frozenset(pool._target_layer_indices)
+
+
+def places_of(pool: Any, mla: bool) -> Places:
+    """The places of a host pool (SGLang's MHATokenToKVPoolHost or MLATokenToKVPoolHost). NotOurs: it has others."""
+    if pool.layout not in _GROUPS:
+        raise NotOurs(f"layout {pool.layout}")
+    if pool.shared_allocation_domain is not None:
+        raise NotOurs("its pages move in the host memory that it shares with other pools")
+    parts, rows, targets = _buffers(pool, mla)
+    layers, page, tokens, item = pool.layer_num, pool.page_size, pool.size, pool.token_stride_size
+    host = pool.kv_buffer
+    nbytes = host.numel() * host.element_size()
+    if not host.is_contiguous() or nbytes != len(parts) * layers * tokens * item or tokens % page:
+        raise NotOurs(f"host memory of {nbytes} bytes for {tokens} tokens of {layers} layers, {item} bytes each")
+    tensors = [tensor for part in parts for tensor in part]
+    shapes = {(len(t), t.stride(0) * t.element_size(), t[0].numel() * t.element_size()) for t in tensors}
+    if len(shapes) != 1 or any(len(part) != layers for part in parts) or sorted(rows.values()) != list(range(layers)):
+        raise NotOurs(f"{len(tensors)} device tensors of {len(shapes)} shapes for {layers} layers")
+    ((device_tokens, stride, row),) = shapes
+    if row != item or not all(t[0].is_contiguous() for t in tensors):
+        raise NotOurs(f"device rows of {row} bytes, host rows of {item}")
+    block = 1 if pool.layout == "page_first" or stride != item else page
+    if pool.layout == "page_first_direct" and block != page:
+        raise NotOurs(f"device rows {stride} bytes apart, of {item} bytes")
+    per_layer, cpu_stride = {
+        "layer_first": (tokens * item, block * item),
+        "page_first": (item, layers * item),
+        "page_first_direct": (page * item, layers * page * item),
+    }[pool.layout]
+    half = nbytes // len(parts)
+    begin = host.data_ptr()
+    return Places(
+        device=_C.Device(pool._transfer_device),
+        rows=rows,
+        targets=targets,
+        gpu=np.array([[part[i].data_ptr() for part in parts] for i in range(layers)], np.int64),
+        cpu=np.array([[begin + p * half + i * per_layer for p in range(len(parts))] for i in range(layers)], np.int64),
+        tokens=block,
+        nbytes=block * item,
+        gpu_blocks=device_tokens // block,
+        cpu_blocks=tokens // block,
+        gpu_stride=block * stride,
+        cpu_stride=cpu_stride,
+        groups=_GROUPS[pool.layout],
+    )
+
+
+def blocks_of(ids: Any, tokens: int) -> NDArray[np.int64] | None:
+    """The blocks of a list of tokens in host memory; None: they are not whole blocks, one after the other."""
+    listed: NDArray[np.int64] = np.asarray(ids)
+    if tokens == 1:
+        return listed
+    if len(listed) % tokens:
+        return None
+    rows = listed.reshape(-1, tokens)
+    blocks: NDArray[np.int64] = rows[:, 0] // tokens
+    return blocks if np.array_equal(rows, blocks[:, None] * tokens + np.arange(tokens)) else None
+
+
+def device_blocks_of(ids: Any, tokens: int, counted: Any, where: Callable[..., Any]) -> Any:
+    """The same of a list in device memory, by work on the current stream alone: a block that is not whole is -1, which
+    a transfer refuses as it refuses any id that is out of range. None: the length does not fit.
+
+    counted: 0, 1, ... tokens - 1, where the ids are. where: torch's."""
+    if tokens == 1:
+        return ids
+    if len(ids) % tokens:
+        return None
+    rows = ids.reshape(-1, tokens)
+    blocks = rows[:, 0] // tokens
+    return where((rows == blocks[:, None] * tokens + counted).all(1), blocks, -1)

@@ -1,0 +1,242 @@
+"""What SGLang's plugin hook replaces (group sglang.srt.plugins), each by a switch in the environment: the copies
+between device and host memory (_copies.py), and the allocator of host memory (_memory.py).
+
+SGLang applies hooks after all plugins have run, and logs those that it cannot apply. Here the interface is compared
+before hooks are registered, and each hook is looked at after SGLang has applied them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvswap._log import into, logger
+
+_log = logger("kvswap.sglang")
+
+SWITCH = "KVSWAP_SGLANG_COPIES"
+MEMORY_SWITCH = "KVSWAP_SGLANG_HOST_MEMORY"
+
+_TRANSFER = "sglang.srt.mem_cache.l2_transfer"
+_CONTROLLER = "sglang.srt.managers.cache_controller"
+_HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
+_COMMON = "sglang.srt.mem_cache.pool_host.common"
+
+# What kvswap calls or takes the place of, and what each takes.
+_KNOWN = {
+    f"{_TRANSFER}:L2TransferEngine.__init__": ["self", "io_backend"],
+    f"{_TRANSFER}:L2TransferEngine._submission": ["self", "transfers", "stream", "transfer_key", "start_event"],
+    f"{_TRANSFER}:L2TransferEngine.submit_device_to_host": ["self", "transfers"],
+    f"{_TRANSFER}:L2TransferEngine.submit_host_to_device": [
+        *("self", "transfers", "transfer_layer_id_max", "start_event", "on_layer_done")
+    ],
+    f"{_TRANSFER}:L2Transfer": [
+        *("host_pool", "device_pool", "host_indices", "device_indices", "layer_mapper", "is_draft")
+    ],
+    f"{_TRANSFER}:TransferCompletion": ["start_event", "finish_event", "timing_enabled"],
+    f"{_CONTROLLER}:HiCacheController.move_indices": ["self", "host_indices", "device_indices"],
+    f"{_HYBRID}:HybridCacheController._move_pool_indices": [
+        *("self", "host_pool", "host_indices", "device_indices", "write_back_jit")
+    ],
+}
+_KNOWN_MEMORY = {f"{_COMMON}:HostTensorAllocator.allocate": ["self", "dims", "dtype", "device"]}
+_PROBE: Any = object()
+
+
+@dataclass
+class _Hook:
+    target: str
+    replacement: Any
+    before: Any  # what SGLang has there
+    after: Any = None
+
+    def there(self) -> tuple[Any, str]:
+        """Where the target is bound."""
+        path, _, name = self.target.rpartition(".")
+        try:
+            return importlib.import_module(path), name
+        except ModuleNotFoundError:
+            path, _, owner = path.rpartition(".")
+            return getattr(importlib.import_module(path), owner), name
+
+    def applies(self) -> bool:
+        """Whether a call reaches it."""
+        owner, name = self.there()
+        bound = getattr(owner, name)
+        if isinstance(self.replacement, type):
+            return isinstance(bound, type) and issubclass(bound, self.replacement)
+        try:
+            return bound(_PROBE, *[None] * 3) is _PROBE
+        except Exception:  # SGLang's own method on what is no controller
+            return False
+
+
+_hooks: list[_Hook] = []
+
+
+def _is_on(switch: str) -> bool:
+    value = os.environ.get(switch, "0")
+    if value not in ("", "0", "1"):
+        _log.warning("%s is %r; it is 0 or 1. Nothing is replaced", switch, value)
+    return value == "1"
+
+
+def _why_not(known: dict[str, list[str]]) -> str | None:
+    """Why this SGLang's parts cannot be replaced; None: they can."""
+    for place, wanted in known.items():
+        module, _, path = place.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+            takes = list(found._fields) if hasattr(found, "_fields") else list(inspect.signature(found).parameters)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            return f"{path}: {error}"
+        if takes != wanted:
+            return f"its {path} takes {takes}, not {wanted}"
+    return None
+
+
+def _keeps(controller: Any, host_pool: Any) -> bool:
+    keeps = getattr(getattr(controller, "l2_transfer_engine", None), "keeps_ids", None)  # CopyEngine's
+    return keeps is not None and bool(keeps(host_pool))
+
+
+def _move_indices(original: Callable[..., Any], controller: Any, host: Any, device: Any, *_: Any) -> Any:
+    """HiCacheController.move_indices: ids of what kvswap copies stay where they are."""
+    if controller is _PROBE:
+        return _PROBE
+    return (host, device) if _keeps(controller, controller.mem_pool_host) else original(controller, host, device)
+
+
+def _move_pool_indices(
+    original: Callable[..., Any], controller: Any, pool: Any, host: Any, device: Any, **options: Any
+) -> Any:
+    """HybridCacheController._move_pool_indices: the same, by pool."""
+    if controller is _PROBE:
+        return _PROBE
+    return (host, device) if _keeps(controller, pool) else original(controller, pool, host, device, **options)
+
+
+def _add(registry: Any, target: str, replacement: Any, kind: Any) -> None:
+    if any(hook.target == target for hook in _hooks):
+        return
+    hook = _Hook(target, replacement, None)
+    owner, name = hook.there()
+    hook.before = vars(owner)[name]
+    registry.register(target, replacement, kind)
+    _hooks.append(hook)
+
+
+def _look(switch: str, hooks: list[_Hook]) -> None:
+    """After SGLang has applied the hooks: say what they do."""
+    missing = []
+    for hook in hooks:
+        owner, name = hook.there()
+        hook.after = vars(owner).get(name)
+        if not hook.applies():
+            missing.append(hook.target)
+    if missing:
+        _log.warning("%s is set, but SGLang did not apply the hooks of %s", switch, ", ".join(missing))
+    elif switch == SWITCH:
+        _log.info("SGLang's copies between device and host memory are kvswap's now")
+    else:
+        _log.info("SGLang's host memory is kvswap's now")
+
+
+def _register(switch: str, known: dict[str, list[str]], targets: Callable[[Any], list[tuple[str, Any, Any]]]) -> None:
+    reason = _why_not(known)
+    if reason is None:
+        try:
+            hooking: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
+            wanted = targets(hooking.HookType)
+        except (ImportError, AttributeError) as error:
+            reason = str(error)
+    if reason is not None:
+        _log.warning("%s is set, but this SGLang is not known: %s. Nothing is replaced", switch, reason)
+        return
+    before = len(_hooks)
+    for target, replacement, kind in wanted:
+        _add(hooking.HookRegistry, target, replacement, kind)
+    if len(_hooks) > before:
+        _afterwards(hooking.HookRegistry, functools.partial(_look, switch, _hooks[before:]))
+
+
+def _afterwards(registry: Any, look: Callable[[], None]) -> None:
+    """Call `look` once, when SGLang has applied all plugins' hooks."""
+    own = vars(registry)["apply_hooks"]
+
+    def apply_hooks(cls: Any) -> None:
+        registry.apply_hooks = own
+        own.__get__(None, cls)()
+        look()
+
+    registry.apply_hooks = classmethod(apply_hooks)
+
+
+def _copies(kind: Any) -> list[tuple[str, Any, Any]]:
+    from kvswap.sglang._copies import CopyEngine
+
+    return [
+        (f"{_CONTROLLER}.L2TransferEngine", CopyEngine, kind.REPLACE),
+        (f"{_CONTROLLER}.HiCacheController.move_indices", _move_indices, kind.AROUND),
+        (f"{_HYBRID}.HybridCacheController._move_pool_indices", _move_pool_indices, kind.AROUND),
+    ]
+
+
+def _memory(kind: Any) -> list[tuple[str, Any, Any]]:
+    from kvswap.sglang._memory import HostPoolAllocator
+
+    return [(f"{_COMMON}.HostTensorAllocator", HostPoolAllocator, kind.REPLACE)]
+
+
+def register() -> None:
+    """SGLang's plugin hook (group sglang.srt.plugins).
+
+    KVSWAP_SGLANG_COPIES=1: the copies between device and host memory are kvswap's. KVSWAP_SGLANG_HOST_MEMORY=1: so is
+    the host memory's allocator. Otherwise it does nothing.
+    """
+    if any(os.environ.get(switch) for switch in (SWITCH, MEMORY_SWITCH)):
+        into("sglang")
+    if _is_on(SWITCH):
+        _register(SWITCH, _KNOWN, _copies)
+    if _is_on(MEMORY_SWITCH):
+        _register(MEMORY_SWITCH, _KNOWN_MEMORY, _memory)
+
+
+def unregister() -> list[str]:
+    """Undo register() in this process: what SGLang makes from now on is its own. Returns the names that were restored.
+
+    What another plugin hooked after kvswap stays as it is, with a warning.
+    """
+    restored = []
+    registry = getattr(sys.modules.get("sglang.srt.plugins.hook_registry"), "HookRegistry", None)
+    while _hooks:
+        hook = _hooks.pop()
+        owner, name = hook.there()
+        if registry is not None:
+            hooks = registry._hooks[hook.target]
+            hooks[:] = [each for each in hooks if each[1] is not hook.replacement]
+            if not hooks:
+                del registry._hooks[hook.target]
+            registry._patched.discard(hook.target)
+        bound = vars(owner).get(name)
+        if bound is hook.before:
+            continue
+        if bound is not hook.after:
+            _log.warning("%s is not SGLang's own again: another plugin has replaced it too", hook.target)
+            continue
+        setattr(owner, name, hook.before)
+        if isinstance(hook.before, type):  # SGLang rebinds it in every module that has imported it
+            for module in list(sys.modules.values()):
+                for other, value in list(getattr(module, "__dict__", {}).items()):
+                    if value is bound and not module.__name__.startswith("kvswap."):
+                        setattr(module, other, hook.before)
+        restored.append(hook.target)
+    return restored[::-1]
