@@ -48,9 +48,11 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         del kwargs
         self._config = storage_config
         self._extra = dict(storage_config.extra_config or {})
-        unknown = sorted(self._extra.keys() - _FOR_SGLANG - _FOR_FILES.keys() - {"directory", "capacity"})
+        own = {"directory", "capacity"} | _FOR_FILES.keys()
+        unknown = sorted(self._extra.keys() - _FOR_SGLANG - own)
         if unknown:
-            _log.warning("kvswap does not know %s of the storage backend's extra config", ", ".join(unknown))
+            text = "kvswap does not know %s of the storage backend's extra config; of kvswap's there are %s"
+            _log.warning(text, ", ".join(unknown), ", ".join(sorted(own)))
         _check(storage_config, self._extra)
         self._lock = threading.Lock()
         self._hosts: dict[str, Any] = {}  # guarded by _lock, as is _pages
@@ -247,7 +249,8 @@ def _check(config: Any, extra: dict[str, Any]) -> None:
     capacity = extra.get("capacity")
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(
-            f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int'
+            f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int; '
+            "536870912000 is 500 GiB"
         )
     if getattr(config, "should_split_heads", False):
         raise ValueError('kvswap.sglang.FileStorage stores whole pages of a rank: remove "tp_lcm_size"')
