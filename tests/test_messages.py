@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, run_python
 
 import kvswap
 from kvswap import _C, fastdeploy, offload
@@ -426,7 +425,8 @@ def test_with_torch(cache: Cache) -> None:
 def test_names_that_are_elsewhere(name: str, hint: str) -> None:
     """In another process, in which no test has imported a module."""
     code = f"import kvswap\ntry:\n    kvswap.{name}\nexcept AttributeError as error:\n    print(error)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith(hint)
 
 
