@@ -30,8 +30,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 NAVIGATION = {  # captions; pages, with a shorter title where one serves
     "Start": [
-        "Python: start/python", "C: start/c", "vLLM: start/vllm", "TensorRT-LLM: start/tensorrt-llm",
-        "FastDeploy: start/fastdeploy", "examples",
+        "Python: start/python", "C: start/c", "vLLM: start/vllm", "SGLang: start/sglang",
+        "TensorRT-LLM: start/tensorrt-llm", "FastDeploy: start/fastdeploy", "examples",
     ],
     "Understand": ["concepts", "glossary", "architecture", "performance"],
     "How to": ["howto/path", "howto/pool", "howto/order", "howto/failure", "howto/calibrate", "howto/metrics"],

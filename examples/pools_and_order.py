@@ -45,4 +45,4 @@ with testing.race_checker(raise_at_exit=False) as checker:
     other = kvswap.Stream(device)
     kvswap.note_access(other, gpu, [5], False)  # and a kernel on another stream reads it
 assert len(checker.races) == 1
-print(checker.races[0])
+print(f"found, as planted: {checker.races[0]}")

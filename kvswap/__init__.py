@@ -6,6 +6,7 @@ Importing opens no device, starts no thread and makes no CUDA context. Most engi
 
 import os
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 try:
     from kvswap._C import (
@@ -116,3 +117,20 @@ def get_include() -> str:
     package = os.path.dirname(os.path.abspath(__file__))
     installed = os.path.join(package, "include")
     return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "csrc")
+
+
+if not TYPE_CHECKING:  # a type checker takes a module with __getattr__ to have every name
+
+    def __getattr__(name: str) -> object:
+        """Says where a name is that is not here."""
+        import sys
+        from importlib.util import find_spec
+
+        hint, here = "", sys.modules[__name__]
+        if name in ("HostPool", "SharedPool", "Export", "Mapped", "export", "host_alloc", "host_register"):
+            hint = f": it is kvswap.memory.{name}"
+        elif name in ("FileStore", "FileTransfer", "Layout"):
+            hint = f": it is kvswap.files.{name}"
+        elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            hint = f": import kvswap.{name} first"
+        raise AttributeError(f"module 'kvswap' has no attribute {name!r}{hint}", name=name, obj=here)

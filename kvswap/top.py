@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from kvswap.commands.parser import positive
 from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
 
@@ -31,7 +32,7 @@ def add(commands: Any) -> None:
         + _HOW,
     )
     parser.add_argument(
-        "pid", nargs="?", type=int, metavar="PID", help="the process; needed if several show themselves"
+        "pid", nargs="?", type=positive, metavar="PID", help="the process; needed if several show themselves"
     )
     parser.add_argument("--list", action="store_true", help="list the processes that show themselves, and end")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between views (default 1)")

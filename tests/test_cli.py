@@ -133,7 +133,7 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
         (["--layers", "3"], "needs --layers, --kv-heads and --head-dim"),
         (["--model", "qwen3-8b", "--layers", "3", "--kv-heads", "1", "--head-dim", "64"], "exclude each other"),
         (["--gpu-blocks", "0"], "at least one block"),
-        (["--gpu-bytes", "1KiB"], "at least one block"),
+        (["--gpu-bytes", "1KiB"], "--gpu-blocks 1, or --gpu-bytes of 64 KiB or more"),
         (["--host-bytes", "900TiB"], "the host tier needs"),
         (["--device", "tpu:0"], "tpu:0"),
         (["--json=/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
@@ -163,10 +163,13 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
         (["replay", "t", "--path", "usb"], "unknown --path usb: there are auto, dma,"),
         (["replay", "t", "--path", "brust"], "unknown --path brust: did you mean burst?"),
         (["replay"], "TRACE"),
-        ([], "COMMAND"),
+        ([], "COMMAND is missing: there are info, demo, replay, bench"),
+        (["completion", "csh"], "unknown SHELL csh: did you mean zsh? There are bash, zsh, fish"),
+        (["top", "abc"], "PID: not a whole number above 0: 'abc'"),
         (["repaly", "t"], "unknown command repaly: did you mean replay?"),
         (["xyzzy"], "unknown command xyzzy: there are info, demo, replay"),
         (["bench", "--methd", "auto"], "unknown option --methd: did you mean --method?"),
+        (["manager", "status", "--port=1"], "unknown option --port=1: did you mean --cache_queue_port?"),
         (["bench", "--regert=3"], "unknown option --regert=3: did you mean --regret?"),
         (["files", "stats", "d"], "unknown command stats: did you mean stat?"),
         (["info", "host:0"], "unknown argument host:0"),
@@ -179,9 +182,10 @@ def test_wrong_usage_that_the_parser_sees(capsys: Output, arguments: list[str], 
     out, err = capsys.readouterr()
     first, second = err.splitlines()
     assert out == "" and first.startswith("kvswap: ") and complaint in first
-    words = [*arguments[:1], "stat"] if arguments[:1] == ["files"] else arguments[:1]
-    command = " ".join(["kvswap", *words]) if "command" not in first and arguments else "kvswap"
-    assert second == f"Try '{'kvswap files' if arguments[:1] == ['files'] else command} --help'."
+    words = arguments[: 2 if arguments[:1] == ["manager"] else 1]
+    if "unknown command" in first:
+        words = words if arguments[:1] == ["files"] else []
+    assert second == f"Try '{' '.join(['kvswap', *words])} --help'."
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Output) -> None:

@@ -575,6 +575,13 @@ def test_importing_takes_nothing_optional() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("missing", ["zmq", "msgspec"])
+def test_the_client_says_what_it_needs(missing: str) -> None:
+    result = run_python(f"import sys; sys.modules[{missing!r}] = None; import kvswap.fastdeploy.client")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].endswith(f"the client needs {missing}: pip install 'kvswap[manager]'")
+
+
 @pytest.mark.parametrize("op", ["swap_cache_per_layer", "swap_cache_all_layers", "swap_cache_layout"])
 def test_ops_that_are_not_async_wait_for_room_in_a_full_lane(
     device: kvswap.Device, make: Callable[..., Layers], op: str

@@ -5,6 +5,9 @@ which item, and what to do."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, run_python
 
 import kvswap
 from kvswap import _C, fastdeploy, offload
@@ -408,3 +411,28 @@ def test_with_torch(cache: Cache) -> None:
         cache.per_layer(gpu_block_ids=torch.arange(4, device="meta"))
     with pytest.raises(ValueError, match="device 'meta' is not known"):
         kvswap.Device(torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("HostPool", "'HostPool': it is kvswap.memory.HostPool"),
+        ("FileStore", "'FileStore': it is kvswap.files.FileStore"),
+        ("transfer_manager", "'transfer_manager': import kvswap.transfer_manager first"),
+        ("swap_block_batch", "module 'kvswap' has no attribute 'swap_block_batch'"),
+    ],
+)
+def test_names_that_are_elsewhere(name: str, hint: str) -> None:
+    """In another process, in which no test has imported a module."""
+    code = f"import kvswap\ntry:\n    kvswap.{name}\nexcept AttributeError as error:\n    print(error)"
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(hint)
+
+
+def test_each_name_that_is_said_to_be_elsewhere_is_there() -> None:
+    source = inspect.getsource(kvswap)
+    for names, module in re.findall(r'name in \(([^)]*)\):\n *hint = f": it is (kvswap\.\w+)\.', source):
+        for name in re.findall(r'"(\w+)"', names):
+            assert name in importlib.import_module(module).__all__
+    assert "it is kvswap.memory." in source

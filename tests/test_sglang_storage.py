@@ -480,7 +480,7 @@ def test_calls_without_interface_v1_say_what_is_missing(tmp_path: Path) -> None:
 def test_a_misspelt_key_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         storage(tmp_path, HostPool(KV), extra={"durabilty": "fsync"}).close()
-    assert "does not know durabilty" in caplog.text
+    assert "does not know durabilty of" in caplog.text and "there are buffered, capacity," in caplog.text
 
 
 def test_importing_it_needs_no_sglang() -> None:

@@ -94,7 +94,11 @@ int kvs_cuda_driver_load(const char *library, struct kvs_cuda_driver *driver, st
   driver->library = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!driver->library) {
     const char *reason = dlerror();
-    return kvs_fail(err, KVS_UNSUPPORTED, "there is no CUDA driver here: %s", reason ? reason : library);
+    return kvs_fail(
+        err, KVS_UNSUPPORTED,
+        "there is no CUDA driver here: %.200s: install NVIDIA's driver, give the container its GPUs (docker "
+        "run --gpus all), or name host:0, which needs neither",
+        reason ? reason : library);
   }
   int status = load_table(library, driver, err);
   if (status != KVS_OK) {

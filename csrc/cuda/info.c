@@ -17,8 +17,10 @@ int kvs_cuda_device_get(const struct kvs_cuda_driver *cu, int ordinal, kvs_cu_de
   int status = kvs_cuda_result(cu, cu->cuDeviceGetCount(&count), "cuDeviceGetCount", err);
   if (status != KVS_OK) return status;
   if (ordinal < 0 || ordinal >= count)
-    return kvs_fail(err, KVS_UNSUPPORTED, "cuda:%d: this process sees %d CUDA device%s", ordinal, count,
-                    count == 1 ? "" : "s");
+    return kvs_fail(
+        err, KVS_UNSUPPORTED,
+        "cuda:%d: this process sees %d CUDA device%s (kvswap info lists them; CUDA_VISIBLE_DEVICES may hide others)",
+        ordinal, count, count == 1 ? "" : "s");
   return kvs_cuda_result(cu, cu->cuDeviceGet(handle, ordinal), "cuDeviceGet", err);
 }
 

@@ -56,7 +56,7 @@ class Picture:
 
 def tiers() -> Picture:
     p = Picture(760, 250, "An engine, kvswap, and the three tiers between which it moves blocks")
-    p.box(30, 20, 700, 44, "the engine: vLLM, TensorRT-LLM, FastDeploy, or your own. It decides which blocks move")
+    p.box(30, 20, 700, 44, "the engine (vLLM, SGLang, TensorRT-LLM, FastDeploy, your own) decides which blocks move")
     p.text(380, 92, "block ids and addresses   ↓        ↑   which blocks arrived, which are lost", "middle", FAINT)
     p.box(30, 110, 180, 110, "GPU memory\n\nthe model's cache", BLUE)
     p.box(290, 110, 180, 110, "host memory\n\nhost pools", GREEN)

@@ -69,7 +69,7 @@ static int load_missing(struct kvs_file_store *store, struct kvs_error *err) {
   int reason = count == 1 ? kvs_file_transfer_reason(transfer, failed[0], &why) : KVS_OK;
   kvs_file_transfer_unref(transfer);
   if (count != 1 || failed[0] != 1 || reason != KVS_MISSING) return status == KVS_OK ? KVS_MISSING : status;
-  printf("key %u of the list is missing: %s\n", failed[0], why.message);
+  printf("as expected, key %u of the list is missing: %s\n", failed[0], why.message);
   return KVS_OK;
 }
 

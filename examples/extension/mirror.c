@@ -1,7 +1,8 @@
 /* An extension that uses kvswap without Python in between: it takes objects of Python's kvswap and calls C.
  *
- *   mirror.copy(device, src, dst, nbytes, count)   one transfer of `count` pieces, the last one first: a
- * kvswap.Transfer mirror.wait_all(transfers, timeout)            wait for a list of transfers at once, without the GIL
+ *   mirror.copy(device, src, dst, nbytes, count)   a kvswap.Transfer of `count` pieces, the last one first
+ *
+ *   mirror.wait_all(transfers, timeout)            wait for a list of transfers at once, without the GIL
  *
  * kvswap_capi.h says what the table has, and who owns what. */
 #define PY_SSIZE_T_CLEAN

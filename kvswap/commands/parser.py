@@ -49,6 +49,7 @@ PATHS: tuple[str, ...] = get_args(Path)
 
 Commands = argparse._SubParsersAction
 _Number = TypeVar("_Number", int, float)
+_FEW = 8  # so many choices are listed beside a suggestion
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -66,6 +67,9 @@ class Parser(argparse.ArgumentParser):
     """Says in one line what was wrong, and suggests what may have been meant."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("required: COMMAND"):
+            commands = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+            message = f"COMMAND is missing: there are {', '.join(commands.choices)}"
         complain(message)
         self.exit(EXIT_USAGE, f"Try '{self.prog} --help'.\n")
 
@@ -82,7 +86,7 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0]
             options = [option for action in self._actions for option in action.option_strings]
             what = "option" if word.startswith("-") else "argument"
-            hint = suggestion(word.partition("=")[0], options) if what == "option" else _after_json(word, given)
+            hint = _like_option(word.partition("=")[0], options) if what == "option" else _after_json(word, given)
             self.error(f"unknown {what} {word}{hint}")
         return found, []
 
@@ -94,8 +98,19 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
             what = "command" if isinstance(action, argparse._SubParsersAction) else argparse._get_action_name(action)
-            text = suggestion(str(value), names) or f": there are {', '.join(names)}"
+            text = suggestion(str(value), names)
+            if not text:
+                text = f": there are {', '.join(names)}"
+            elif len(names) <= _FEW:  # the nearest word may not be what was meant
+                text += f" There are {', '.join(names)}"
             self.error(f"unknown {what} {value}{text}")
+
+
+def _like_option(word: str, options: list[str]) -> str:
+    """A suggestion; else the options that have the word in their name: --port is a part of --metrics_port."""
+    text = suggestion(word, options)
+    parts = [option for option in options if len(word) > 3 and word.lstrip("-") in option]
+    return text or (f": did you mean {' or '.join(parts)}?" if parts else "")
 
 
 def _bare_json(args: Sequence[str]) -> list[str]:

@@ -27,21 +27,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
-from kvswap.fastdeploy.manager import places
-from kvswap.fastdeploy.manager.messages import (
-    Answer,
-    Attach,
-    Clear,
-    Drain,
-    GetHandles,
-    GetStatus,
-    Handles,
-    Kind,
-    Restore,
-    Result,
-    Task,
-)
+try:
+    from kvswap.fastdeploy._link import Asked, Future, Link, ManagerError, NotReady, error_of
+    from kvswap.fastdeploy.manager import places
+    from kvswap.fastdeploy.manager.messages import (
+        Answer,
+        Attach,
+        Clear,
+        Drain,
+        GetHandles,
+        GetStatus,
+        Handles,
+        Kind,
+        Restore,
+        Result,
+        Task,
+    )
+except ModuleNotFoundError as error:
+    if error.name not in ("zmq", "msgspec"):
+        raise
+    need = f"the client needs {error.name}: pip install 'kvswap[manager]'"
+    raise ModuleNotFoundError(need, name=error.name) from None
 
 __all__ = ["SWAP2CPU", "SWAP2GPU", "AsyncClient", "Client", "ManagerError", "NotReady", "Result"]
 

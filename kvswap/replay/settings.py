@@ -86,7 +86,10 @@ def choose_sizes(block_nbytes: int, room: Room, gpu_blocks: int | None, host_blo
         fit = int(room.device_nbytes * _LARGEST_SHARE) // parts // block_nbytes
         gpu_blocks = max(1, min(_DEFAULT_GPU_BLOCKS[room.kind], fit))
     if gpu_blocks < 1:
-        raise UsageError(f"the GPU tier must hold at least one block, not {gpu_blocks}")
+        raise UsageError(
+            f"the GPU tier must hold at least one block, not {gpu_blocks}: --gpu-blocks 1, or --gpu-bytes of "
+            f"{format_size(block_nbytes)} or more"
+        )
     if host_blocks is None:
         fit = int(room.host_nbytes * _LARGEST_SHARE) // block_nbytes - (gpu_blocks if shared else 0)
         host_blocks = max(0, min(_HOST_BLOCKS_PER_GPU_BLOCK * gpu_blocks, fit))

@@ -52,7 +52,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         self._extra = dict(storage_config.extra_config or {})
         unknown = sorted(self._extra.keys() - _FOR_SGLANG - self._known)
         if unknown:
-            _log.warning("kvswap does not know %s of the storage backend's extra config", ", ".join(unknown))
+            text = "kvswap does not know %s of the storage backend's extra config; of kvswap's there are %s"
+            _log.warning(text, ", ".join(unknown), ", ".join(sorted(self._known)))
         _check(storage_config, self._extra)
         self._check_place()
         self._lock = threading.Lock()
@@ -102,7 +103,8 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
         capacity = self._extra.get("capacity")
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(
-                f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int'
+                f'"capacity" of the extra config is {capacity!r}: must be the bytes of a rank\'s files, an int; '
+                "536870912000 is 500 GiB"
             )
 
     def _open_store(self, name: str, pages: Pages, total: int) -> PageStore:

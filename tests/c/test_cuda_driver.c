@@ -91,6 +91,8 @@ static void missing_library(void) {
   struct kvs_error err;
   CHECK(kvs_cuda_driver_load("libkvswap-no-such-driver.so.1", &driver, &err) == KVS_UNSUPPORTED);
   CHECK(strncmp(err.message, "there is no CUDA driver here: libkvswap-no-such-driver.so.1", 58) == 0);
+  CHECK(strstr(err.message, "install NVIDIA's driver") && strstr(err.message, "--gpus all"));
+  CHECK(strstr(err.message, "or name host:0, which needs neither") != NULL); /* the end: nothing was cut off */
   CHECK(driver.library == NULL);
 }
 

@@ -27,7 +27,7 @@ MODULES_LEFT_OUT = {
     "lmcache": "needs LMCache: tests/integration runs it, test_lmcache.py without it; it is kvswap.files below",
     "metrics": "reads counters: test_metrics.py",
     "remote": "needs nodes: test_remote.py has random operations on several, with an agent of its own",
-    "sglang": "needs SGLang: tests/integration runs it, test_sglang_*.py a stand-in; it is files, remote or swaps below",
+    "sglang": "needs SGLang: tests/integration runs it, test_sglang_*.py a stand-in; files, remote or swaps below",
     "typing": "types for annotations: tests/typing_user.py",
     "replay": "is such a program itself, over one trace: test_replay.py",
     "simulate": "moves nothing: test_simulate.py",

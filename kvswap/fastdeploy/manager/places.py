@@ -35,7 +35,10 @@ def check_directory(directory: Path) -> None:
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
-        raise _C.Error(f"{directory} is not there: no manager was started with this port (or --socket_dir)") from None
+        raise _C.Error(
+            f"{directory} is not there: no manager was started with this port (or --socket_dir); start it first, by "
+            "kvswap manager run, and try again when its log says step=start"
+        ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise _C.Error(f"{directory} is no folder")
     if found.st_uid != os.getuid():
