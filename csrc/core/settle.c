@@ -121,12 +121,12 @@ static void bad_id(const struct kvs_read_ids *ids, const struct kvs_id_result *b
       other = one;
   }
   if (other)
-    kvs_fail(err, KVS_INVALID,
+    kvs_fail(err, KVS_BAD_ID,
              "%s[%" PRIu32 "] and %s[%" PRIu32 "] are both %" PRId64
              ", read on the device: two blocks would be written to one destination, so neither was",
              ids->name, bad->position, ids->name, other->position, bad->id);
   else
-    kvs_fail(err, KVS_RANGE,
+    kvs_fail(err, KVS_BAD_ID,
              "%s[%" PRIu32 "] is %" PRId64 ", read on the device; %s has %" PRIu64 " blocks, 0 to %" PRIu64, ids->name,
              bad->position, bad->id, ids->holder, ids->side.blocks, ids->side.blocks - 1);
 }
