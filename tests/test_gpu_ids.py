@@ -563,6 +563,28 @@ def test_refused_calls(device: kvswap.Device, ids_path: str, direction: int, ope
             assert np.isin(now[dst_ids[i]], np.union1d(np.union1d(wanted, was), [0])).all()
         rest = [slot for slot in range(BLOCKS) if slot not in dst_ids]
         np.testing.assert_array_equal(now[rest], target.blocks()[rest])
+        if direction == H2D and bad:  # and what was to be written there is lost, also where no kernel read the ids
+            store = swap(pair, D2H, [5, *gpu], [0, 6, 7, 8])
+            with pytest.raises(kvswap.Error, match="does not hold what it should"):
+                store.wait(PATIENCE)
+            assert store.failed_blocks.tolist() == [i + 1 for i in bad]
+
+
+def test_ids_that_are_never_known(pair: tuple[Tier, Tier]) -> None:
+    """Neither a kernel nor a copy brings them back: any slot may be the one that was to be written."""
+    device = pair[0].pool.device
+    for step in (1, 2):
+        with testing.fault(device, "call", "fail", nth=1, every=1, code=7, operation="copy" if step == 1 else "fill"):
+            load = swap(pair, H2D, DeviceIds(device, [4], step=step), [1], path="kernel")
+        with pytest.raises(kvswap.DeviceError):
+            load.wait(PATIENCE)
+        store = swap(pair, D2H, [4, 5], [6, 7])
+        with pytest.raises(kvswap.Error, match="does not hold what it should"):
+            store.wait(PATIENCE)
+        assert store.failed_blocks.tolist() == ([0, 1] if step == 1 else [0])
+        for slot in range(BLOCKS):
+            kvswap.note_access(0, pair[0].pool, [slot], True)
+            kvswap.note_access(0, pair[1].pool, [slot], True)
 
 
 def test_a_lost_device() -> None:

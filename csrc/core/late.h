@@ -27,6 +27,9 @@ struct kvs_read_ids {
   const struct kvs_id_result *results; /* in the transfer's staging; right once its device work has ended */
   size_t nresults;
   bool queued;     /* the results will be there; else nothing was copied */
+  bool fetched;    /* not so, and in their place there are the ids alone, by position */
+  unsigned width;  /* fetched: bytes of an id */
+  int order;       /* fetched: 1: ascending, -1: descending, 0: one id for all */
   bool done;       /* `slots` is right */
   int64_t slots[]; /* by position; -1: a bad id */
 };
@@ -50,7 +53,8 @@ struct kvs_failure *kvs_settlement_lost(const struct kvs_settlement *, int64_t s
                                         uint64_t *dependencies);
 void kvs_settlement_lost_error(struct kvs_error *, size_t position, int64_t slot, const struct kvs_pool *,
                                const struct kvs_failure *);
-/* Write the records of the destination slots: the transfer's failed blocks are known, or open by its dependencies. */
+/* Write the records of the destination slots: the transfer's failed blocks are known, or open by its dependencies. If
+ * it was never known which slots those are, all slots of the pools count as lost. */
 void kvs_settle(const struct kvs_settlement *, const struct kvs_transfer *);
 
 /* An entry for that many pairs of pools, blocks and reservations. NULL: no memory. */

@@ -285,6 +285,30 @@ int kvs_resolve_ids(struct kvs_submission *s, kvs_stream stream, struct kvs_erro
   return status;
 }
 
+void kvs_fetch_ids(struct kvs_submission *s) {
+  const struct kvs_device_ids *ids = s->work->on_device.ids;
+  struct kvs_read_ids *read = s->transfer->ids;
+  struct kvs_error ignored;
+  uint64_t unused;
+  if (!ids || !ids->count || !s->work->on_device.write || read->queued || s->fatal || !s->transfer->staging) return;
+  if (!read->results) read->results = kvs_stage(s, ids->count * sizeof *read->results, &unused);
+  uint64_t host = (uint64_t)(uintptr_t)read->results, back = (ids->count - 1) * (uint64_t)-ids->stride;
+  struct kvs_rect rect = {.dst = host,
+                          .src = ids->stride < 0 ? ids->ptr - back : ids->ptr,
+                          .dst_pitch = ids->width,
+                          .src_pitch = (uint64_t)(ids->stride < 0 ? -ids->stride : ids->stride),
+                          .width = ids->width,
+                          .height = ids->stride ? ids->count : 1,
+                          .depth = 1};
+  kvs_stream stream = s->lane->stream;
+  int status = rect.src_pitch > ids->width
+                   ? kvs_dev_copy_rect(s->device, &rect, stream, &ignored)
+                   : kvs_dev_copy(s->device, host, rect.src, rect.width * rect.height, stream, &ignored);
+  read->width = ids->width;
+  read->order = ids->stride < 0 ? -1 : ids->stride > 0;
+  read->fetched = status == KVS_OK;
+}
+
 int kvs_launch_copies(struct kvs_submission *s, struct kvs_error *why) {
   return s->listed ? launch_list(s, why) : launch_rows(s, why);
 }

@@ -68,6 +68,12 @@ static void leave_open(const struct kvs_settlement *s, struct kvs_failure *outco
     }
 }
 
+static void lose_all(const struct kvs_settlement *s, struct kvs_failure *failure) {
+  for (size_t i = 0; i < s->npairs; i++)
+    for (uint64_t slot = 0; s->dst[i] && slot < s->dst[i]->layout.num_blocks; slot++)
+      set_record(s->dst[i], (int64_t)slot, failure);
+}
+
 void kvs_settle(const struct kvs_settlement *s, const struct kvs_transfer *transfer) {
   static struct kvs_failure unknown = {
       .refs = 1, .failed = true, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
@@ -76,6 +82,8 @@ void kvs_settle(const struct kvs_settlement *s, const struct kvs_transfer *trans
   if (transfer->error.status == KVS_OK) return;
   struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
   struct kvs_failure *used = failure ? failure : &unknown;
+  const struct kvs_read_ids *ids = transfer->ids;
+  if (ids && ids->side.write && !ids->queued && !ids->fetched && ids->count) lose_all(s, used);
   if (transfer->all_failed)
     for (size_t i = 0; i < s->count; i++) pass_on(s, i, used);
   else
@@ -137,6 +145,12 @@ void kvs_read_ids_end(struct kvs_transfer *transfer) {
   struct kvs_error why;
   if (ids->done) return;
   ids->done = true;
+  for (size_t i = 0; ids->fetched && i < ids->count; i++) {
+    size_t at = ids->order > 0 ? i : ids->order < 0 ? ids->count - 1 - i : 0;
+    const struct kvs_ids list = {ids->results, ids->width, ids->count};
+    int64_t id = kvs_id_at(&list, at);
+    if (id >= 0 && (uint64_t)id < ids->side.blocks) ids->slots[i] = id;
+  }
   if (!ids->queued) return;
   uint32_t *bad = malloc((ids->nresults ? ids->nresults : 1) * sizeof *bad);
   size_t nbad = 0;

@@ -190,6 +190,7 @@ static int submit_on_lane(struct kvs_submission *s) {
   transfer->sequence = ++lane->sequence;
   issue(s);
   kvs_close_bursts(s);
+  kvs_fetch_ids(s);
   if (kvs_order_behind(transfer, s->work, s->options, &why)) kvs_fail_all(s, &why);
   if (transfer->outcome) {
     transfer->outcome->dependencies |= transfer->dependencies;
