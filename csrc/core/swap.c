@@ -414,6 +414,8 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   struct kvs_options options;
   int status = kvs_open_for_work(engine, err);
   if (!status) status = kvs_options_resolve(engine, given, &options, err);
+  if (!status && options.device_ids)
+    status = kvs_fail(err, KVS_INVALID, "a list of copies has no ids, and takes no device_ids");
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;
@@ -425,8 +427,6 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
                           .watch = kvs_watch_copies,
                           .call = &call};
   status = kvs_check_layer_options(&options, 0, err);
-  if (!status && options.device_ids)
-    status = kvs_fail(err, KVS_INVALID, "a list of copies has no ids, and takes no device_ids");
   if (!status) status = copy_batch(scratch, &call, err);
   if (!status) status = list_copies(&call, true, &scratch->copies, &bounds, err);
   if (!status) status = cover_batch(engine, scratch, &bounds, &work.direction, err);
