@@ -16,6 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kvswap_ids.h"
 #include "kvswap_status.h"
 #ifdef __has_include
 #if __has_include("kvswap_version.h")
@@ -77,14 +78,11 @@ struct kvs_options {
   void (*release)(void *); /* if the submitting call fails, the caller keeps the owner */
   const char *where; /* where the call comes from, for the race checker's reports: "engine.py:123 in step"; copied */
   uint64_t since_ns; /* CLOCK_MONOTONIC: of the first attempt, where a refused call is made again; 0: of this call */
-  uint64_t reserved[7];
-};
-
-/* Block ids: `count` signed integers of `width` 4 or 8 bytes. */
-struct kvs_ids {
-  const void *data;
-  unsigned width;
-  size_t count;
+  /* The ids of the GPU's side, in its memory; NULL: all are in the call's lists. In place of gpu_ids of kvs_swap_cache,
+   * which may then be NULL; of kvs_move_blocks in place of the list whose `data` is NULL. Paths burst and kernel. */
+  const struct kvs_device_ids *device_ids;
+  enum kvs_gpu_order gpu_order; /* with device_ids, between pools */
+  uint64_t reserved[5];
 };
 
 /* One tensor on both sides. Block i of a side lies at base + i * stride and is nbytes long. */
@@ -167,7 +165,8 @@ KVS_API int kvs_engine_free(struct kvs_engine *engine, uint64_t ptr, struct kvs_
 KVS_API int kvs_engine_register(struct kvs_engine *engine, uint64_t ptr, size_t nbytes, struct kvs_error *err);
 KVS_API int kvs_engine_unregister(struct kvs_engine *engine, uint64_t ptr, struct kvs_error *err);
 
-/* Submit. Everything is checked before anything is queued: on an error nothing has moved and *transfer is unchanged. On
+/* Submit. All that the host has is checked before anything is queued (what the device has, before it touches anything:
+ * kvs_device_ids): on an error nothing has moved and *transfer is unchanged. On
  * KVS_OK all of the transfer is queued on the device, and the caller may overwrite the lists. A copy that the driver
  * refuses after the checks does not fail the call: its blocks are in the transfer's failed list, and the transfer ends
  * as KVS_STATE_FAILED. The caller owns one reference to *transfer. */

@@ -24,6 +24,8 @@ from kvswap.typing import (
     DirectionLike,
     FileInfo,
     FileStats,
+    GpuIds,
+    GpuOrder,
     Ids,
     Keys,
     LayoutLike,
@@ -480,7 +482,7 @@ class OffloadMap:
           bytes a second (path 'kernel' only). 'auto' and None: the device's default (Device.set_defaults), else the
           calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
 
-        Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+        All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
         moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
     @property
     def order(self) -> tuple[tuple[int, tuple[int, ...], bool], ...]:
@@ -673,7 +675,7 @@ def swap_blocks_batch(
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
 
     Tensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until done().
-    Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+    All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 def swap_cache_per_layer(
@@ -682,7 +684,7 @@ def swap_cache_per_layer(
     block_nbytes: int,
     num_gpu_blocks: int,
     num_cpu_blocks: int,
-    gpu_block_ids: Ids,
+    gpu_block_ids: GpuIds,
     cpu_block_ids: Ids,
     direction: DirectionLike,
     *,
@@ -705,6 +707,9 @@ def swap_cache_per_layer(
     A tensor without a stride must have exactly (number of blocks) * block_nbytes bytes.
     gpu_block_ids, cpu_block_ids: integer arrays (n,), or sequences of ints, of one length. int32 and int64 arrays are
       read in place.
+    gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
+      so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -718,7 +723,7 @@ def swap_cache_per_layer(
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
 
     Tensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until done().
-    Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+    All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 def swap_cache_per_layer_async(
@@ -727,7 +732,7 @@ def swap_cache_per_layer_async(
     block_nbytes: int,
     num_gpu_blocks: int,
     num_cpu_blocks: int,
-    gpu_block_ids: Ids,
+    gpu_block_ids: GpuIds,
     cpu_block_ids: Ids,
     direction: DirectionLike,
     *,
@@ -748,6 +753,9 @@ def swap_cache_per_layer_async(
     A tensor without a stride must have exactly (number of blocks) * block_nbytes bytes.
     gpu_block_ids, cpu_block_ids: integer arrays (n,), or sequences of ints, of one length. int32 and int64 arrays are
       read in place.
+    gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
+      so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -761,7 +769,7 @@ def swap_cache_per_layer_async(
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
 
     Tensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until done().
-    Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+    All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 def swap_cache_all_layers(
@@ -770,7 +778,7 @@ def swap_cache_all_layers(
     block_nbytes: Sizes,
     num_gpu_blocks: Sizes,
     num_cpu_blocks: Sizes,
-    gpu_block_ids: Ids,
+    gpu_block_ids: GpuIds,
     cpu_block_ids: Ids,
     direction: DirectionLike,
     *,
@@ -794,6 +802,9 @@ def swap_cache_all_layers(
     A tensor without a stride must have exactly (number of blocks) * block_nbytes bytes.
     gpu_block_ids, cpu_block_ids: integer arrays (n,), or sequences of ints, of one length. int32 and int64 arrays are
       read in place.
+    gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
+      so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -807,7 +818,7 @@ def swap_cache_all_layers(
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
 
     Tensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until done().
-    Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+    All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 def swap_cache_all_layers_async(
@@ -816,7 +827,7 @@ def swap_cache_all_layers_async(
     block_nbytes: Sizes,
     num_gpu_blocks: Sizes,
     num_cpu_blocks: Sizes,
-    gpu_block_ids: Ids,
+    gpu_block_ids: GpuIds,
     cpu_block_ids: Ids,
     direction: DirectionLike,
     *,
@@ -840,6 +851,9 @@ def swap_cache_all_layers_async(
     A tensor without a stride must have exactly (number of blocks) * block_nbytes bytes.
     gpu_block_ids, cpu_block_ids: integer arrays (n,), or sequences of ints, of one length. int32 and int64 arrays are
       read in place.
+    gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
+      so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -857,14 +871,14 @@ def swap_cache_all_layers_async(
       copies also start after; or None. Layers are copied in order.
 
     Tensors are held until the transfer ends; the caller keeps the memory of plain addresses valid until done().
-    Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+    All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 def move_blocks(
     src: Pool | Sequence[Pool],
     dst: Pool | Sequence[Pool],
-    src_ids: Ids,
-    dst_ids: Ids,
+    src_ids: GpuIds,
+    dst_ids: GpuIds,
     *,
     parts: NDArray[np.integer[Any]] | Sequence[Sequence[int]] | None = None,
     layer_events: bool = False,
@@ -875,6 +889,7 @@ def move_blocks(
     priority: Priority | None = None,
     max_ctas: int | None = None,
     pace_gbps: float | None = None,
+    gpu_order: GpuOrder = "pool",
 ) -> Transfer:
     """Copy slot src_ids[i] of each source Pool to slot dst_ids[i] of its destination Pool; returns the Transfer.
 
@@ -886,7 +901,12 @@ def move_blocks(
     src, dst: a Pool each, or sequences of as many Pools, which form pairs, all of one device: GPU to host, host to GPU, or within
       one of them.
     src_ids, dst_ids: int32 or int64 arrays (n,), or sequences of ints, of one length. No destination slot twice,
-      and no slot both read and written.
+      and no slot both read and written. Those of the GPU's side may lie in GPU memory.
+    An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
+      so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
+    gpu_order: with ids in GPU memory. 'pool': the transfer is ordered as if it touched every slot of the GPU's pools.
+      'stream': on that side the caller orders it, by stream= and after=.
     parts: None: whole blocks, pair i being layer i. Else an integer array, shape (p, 6): the parts of each
       block to move. Columns: pair, layer, offset, rows, row_nbytes, row_pitch: `rows` rows of row_nbytes bytes,
       row_pitch bytes apart, the first at offset. Offsets count the block's own bytes, 0 to block_nbytes, row by row.
@@ -905,7 +925,7 @@ def move_blocks(
       calibrated value: 'background' has fewer CTAs and a lower pace, so that a model beside it hardly slows down.
 
     The pools are held until the transfer ends.
-    Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
+    All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing
     moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."""
 
 def note_access(

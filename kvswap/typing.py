@@ -62,6 +62,9 @@ class HostTensor(Protocol):
 
 
 Ids: TypeAlias = NDArray[np.integer[Any]] | HostTensor | Sequence[SupportsIndex]
+# Those of the GPU's side may lie in GPU memory: a torch or CuPy array, or any with these protocols.
+GpuIds: TypeAlias = Ids | HasDLPack | HasCudaArrayInterface
+GpuOrder: TypeAlias = Literal["pool", "stream"]  # with ids in GPU memory: who orders the GPU's side
 Sizes: TypeAlias = SupportsIndex | NDArray[np.integer[Any]] | Sequence[SupportsIndex]  # one, or one a tensor
 DirectionLike: TypeAlias = Literal["D2H", "H2D", "d2h", "h2d"] | SupportsIndex  # 0 and 1; kvswap.Direction
 ForcedPath: TypeAlias = Literal["dma", "strided", "burst", "kernel", "direct"]

@@ -6,6 +6,7 @@ that there must not be. All of it is skipped, visibly, without ``--device cuda:0
 from __future__ import annotations
 
 import ctypes
+import itertools
 import textwrap
 import threading
 from typing import Any
@@ -127,6 +128,66 @@ def test_torch_ids(cuda: kvswap.Device, torch: Any) -> None:
             gpu, cpu, 4, 64, 64, torch.tensor([5, 9], dtype=kind), torch.tensor([1, 0], dtype=kind), 0
         )
         assert cpu[:2].tolist() == [9, 5]
+
+
+@pytest.mark.parametrize("path", ["auto", "burst", "kernel"])
+@pytest.mark.parametrize("kind, step", [("int64", 1), ("int32", 1), ("int64", 3)])
+def test_torch_ids_on_the_gpu(cuda: kvswap.Device, torch: Any, path: str, kind: str, step: int) -> None:
+    """Made on a stream of torch's, behind other work, and changed on that stream behind the transfer."""
+    blocks, nbytes, producer = 200, 4096, torch.cuda.Stream()
+    rows, columns = ids(step, blocks, 150)
+    for direction, on_stream in itertools.product((0, 1), (False, True)):
+        gpu = torch.randint(0, 256, (blocks, nbytes), dtype=torch.uint8, device="cuda")
+        cpu = torch.randint(0, 256, (blocks, nbytes), dtype=torch.uint8).pin_memory()
+        wide = torch.as_tensor(np.repeat(rows, step)).to(getattr(torch, kind)).pin_memory()
+        there = torch.full_like(wide, -1, device="cuda")
+        expected = (gpu if direction else cpu).cpu().clone()
+        if direction:
+            expected[torch.as_tensor(rows)] = cpu[torch.as_tensor(columns)]
+        else:
+            expected[torch.as_tensor(columns)] = gpu.cpu()[torch.as_tensor(rows)]
+        torch.cuda.synchronize()
+        options = {"stream": producer} if on_stream else {}
+        with torch.cuda.stream(producer):
+            torch.cuda._sleep(20_000_000)
+            there.copy_(wide, non_blocking=True)
+            transfer = kvswap.swap_cache_per_layer_async(
+                gpu, cpu, nbytes, blocks, blocks, there[::step], columns, direction, path=path, **options
+            )
+            if on_stream:
+                there.fill_(1 << 30)
+        transfer.wait(PATIENCE)
+        torch.cuda.synchronize()
+        assert torch.equal((gpu if direction else cpu).cpu(), expected)
+
+
+def test_torch_ids_that_are_bad(cuda: kvswap.Device, torch: Any) -> None:
+    gpu = torch.ones(64, 512, dtype=torch.uint8, device="cuda")
+    cpu = torch.full((64, 512), 2, dtype=torch.uint8).pin_memory()
+    there = torch.tensor([5, 64, 7, -1], device="cuda")
+    torch.cuda.synchronize()
+    transfer = kvswap.swap_cache_per_layer_async(gpu, cpu, 512, 64, 64, there, [0, 1, 2, 3], 0)
+    with pytest.raises(kvswap.Error, match=r"gpu_block_ids\[1\] is 64, read on the device"):
+        transfer.wait(PATIENCE)
+    assert transfer.failed_blocks.tolist() == [1, 3]
+    assert cpu[:5, 0].tolist() == [1, 0, 1, 0, 2]
+    for wrong in (there.float(), there.to(torch.int16), there.bool()):
+        with pytest.raises(TypeError, match=r"gpu_block_ids is a GPU array of .*: on the device ids are int32 or int64"):
+            kvswap.swap_cache_per_layer(gpu, cpu, 512, 64, 64, wrong, [0, 1, 2, 3], 0)
+    with pytest.raises(TypeError, match=r"cpu_block_ids is a GPU array \(Tensor\): only ids of the GPU's side"):
+        kvswap.swap_cache_per_layer(gpu, cpu, 512, 64, 64, [0, 1, 2, 3], there, 0)
+
+
+def test_cupy_ids_on_the_gpu(cuda: kvswap.Device, cupy: Any) -> None:
+    gpu = cupy.arange(64 * 512, dtype=cupy.uint8).reshape(64, 512)
+    room = cupy.cuda.alloc_pinned_memory(64 * 512)
+    cpu = np.frombuffer(room, np.uint8, 64 * 512).reshape(64, 512)
+    rows, columns = ids(1, 64, 40)
+    for kind in (cupy.int32, cupy.int64):
+        cpu[:] = 0
+        there = cupy.asarray(np.repeat(rows, 2), dtype=kind)[::2]
+        kvswap.swap_cache_per_layer(gpu, cpu, 512, 64, 64, there, columns, 0)
+        np.testing.assert_array_equal(cpu[columns], cupy.asnumpy(gpu)[rows])
 
 
 def test_a_tensor_with_gaps(cuda: kvswap.Device, torch: Any) -> None:

@@ -29,13 +29,13 @@ FOLDERS += [{""}]
 # Within core: a row may call itself and the rows below it, and no two files call each other.
 CORE = [
     {"engine"},
-    {"swap", "move"},
+    {"swap", "move", "move_plan"},
     {"submit", "choose"},
     {"order", "pool", "memory", "reclaim", "peer", "pattern", "metrics"},
     {"burst", "slots", "launch", "issue"},
-    {"handle", "lane", "transfer"},
+    {"handle", "lane", "late", "transfer"},
     {"buffers", "tables", "cover"},
-    {"registry", "failure", "hazard", "range", "racecheck", "clock", "watch", "move_room"},
+    {"registry", "failure", "hazard", "range", "racecheck", "clock", "watch", "move_room", "settle"},
 ]
 # Files that call each other, within a folder: each pair or ring is one thing in several files.
 RINGS = [

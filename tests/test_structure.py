@@ -55,6 +55,7 @@ ROWS = [
         "core/registry.h",
         "core/lane.h",
         "core/transfer.h",
+        "core/late.h",
     },
     {"memory/hostpool.h", "ipc/serve.h"},
     {"offload/offload.h"},
@@ -172,6 +173,7 @@ def test_the_bindings_use_the_surface() -> None:
         "py/files.h",
         "py/host_pool.h",
         "py/transfer.h",
+        "py/ids.h",
         "py/options.h",
         "py/trace.h",
     }

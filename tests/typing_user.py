@@ -99,7 +99,7 @@ def wrong(device: kvswap.Device, gpu: NDArray[np.float16], pools: Sequence[kvswa
     kvswap.swap_cache_all_layers(Tensor(), [gpu], 1, 1, 1, ids, ids, 0)  # type: ignore[arg-type]
     kvswap.swap_cache_all_layers(gpu, [gpu], 1, 1, 1, ids, ids, 0)  # type: ignore[arg-type]
     kvswap.swap_cache_per_layer([gpu], gpu, 1, 1, 1, ids, ids, 0)  # type: ignore[arg-type]
-    kvswap.swap_cache_per_layer(gpu, gpu, 1, 1, 1, ids * 0.5, ids, 0)  # type: ignore[arg-type]
+    kvswap.swap_cache_per_layer(gpu, gpu, 1, 1, 1, ids, ids * 0.5, 0)  # type: ignore[arg-type]
     kvswap.swap_cache_per_layer(gpu, gpu, 1, 1, 1, 3, ids, 0)  # type: ignore[arg-type]
     kvswap.swap_cache_per_layer(gpu, gpu, 1, 1, 1, {1, 2}, ids, 0)  # type: ignore[arg-type]
     kvswap.swap_cache_per_layer(gpu, gpu, 1.5, 1, 1, ids, ids, 0)  # type: ignore[arg-type]

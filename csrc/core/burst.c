@@ -114,6 +114,7 @@ static int upload(struct kvs_submission *s, const struct kvs_burst *burst, struc
   const struct kvs_staging *staging = s->transfer->staging;
   size_t end = burst->first + burst->count, size = sizeof(struct kvs_piece);
   uint64_t table = s->units.pieces;
+  if (s->work->on_device.ids) return KVS_OK; /* kvs_resolve_ids() uploads all pairs */
   if (!s->listed) {
     if (burst->count <= KVS_INLINE_PAIRS || s->uploaded >= end) return KVS_OK;
     if (!s->units.pairs) (void)kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs);
@@ -139,7 +140,8 @@ static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint6
   units.rows += burst->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)burst->nrows;
   units.parts = (uint32_t)kvs_burst_parts(&s->work->scratch->rows, burst, &units.piece);
-  units.pairs = burst->count > KVS_INLINE_PAIRS ? units.pairs + burst->first * sizeof(struct kvs_pair) : 0;
+  bool placed = s->work->on_device.ids || burst->count > KVS_INLINE_PAIRS;
+  units.pairs = placed ? units.pairs + burst->first * sizeof(struct kvs_pair) : 0;
   units.npairs = (uint32_t)burst->count;
   units.slot = slot;
   units.before = s->work->scratch->rows.items[burst->first_row].before;
@@ -187,8 +189,11 @@ static int issue(struct kvs_submission *s, struct kvs_piece *pieces, const struc
                          : kvs_burst_copies(packing, burst, direction, at, regions, why);
   if (!status) status = kvs_dev_stream_wait(s->device, s->first, slots->free[slot], why);
   if (!status) status = upload(s, burst, why);
+  if (!status && gather) status = kvs_resolve_ids(s, s->first, why);
   if (!status) status = gather ? launch(s, burst, at, s->first, why) : copy(s, s->first, why);
   if (!status) status = join_stages(s, slot, why);
+  /* On the lane stream: an earlier transfer of the lane may scatter ids. */
+  if (!status && !gather) status = kvs_resolve_ids(s, s->lane->stream, why);
   if (!status) status = gather ? copy(s, s->lane->stream, why) : launch(s, burst, at, s->lane->stream, why);
   if (!status) status = kvs_dev_event_record(s->device, slots->free[slot], s->lane->stream, why);
   s->begun = true;

@@ -71,7 +71,8 @@ static void find_skew(struct kvs_work *work, const int64_t *host_slots) {
 void kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots) {
   struct kvs_scratch *scratch = work->scratch;
   struct kvs_shape *shape = &work->shape;
-  uint64_t breaks = count_breaks(work->src_slots, work->dst_slots, work->nslots);
+  /* Ids on the device: nothing is known to be contiguous. */
+  uint64_t breaks = work->on_device.ids ? work->nslots : count_breaks(work->src_slots, work->dst_slots, work->nslots);
   const int64_t *host = work->direction == KVS_D2H ? work->dst_slots : work->src_slots;
   shape->copies = 0;
   for (size_t i = 0; i < scratch->rows.count; i++) {
@@ -219,16 +220,20 @@ int kvs_options_resolve(struct kvs_engine *engine, const struct kvs_options *giv
     return kvs_fail(err, KVS_INVALID, "path is %d; this kvswap has 0 to %d", (int)options->path, KVS_PATHS - 1);
   if ((unsigned)options->priority > KVS_PRIORITY_BACKGROUND)
     return kvs_fail(err, KVS_INVALID, "priority is %d; it is 0 to %d", (int)options->priority, KVS_PRIORITY_BACKGROUND);
+  if ((unsigned)options->gpu_order > KVS_GPU_ORDER_STREAM)
+    return kvs_fail(err, KVS_INVALID, "gpu_order is %d; it is 0 or 1", (int)options->gpu_order);
   return KVS_OK;
 }
 
 bool kvs_may_stride(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
+  if (options->device_ids) return false;
   if (kvs_dev_fault_on_copies(engine->device)) return false; /* faults on copies count plain copies only */
   return options->path == KVS_PATH_STRIDED ||
          (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine) && !engine->disabled.strided);
 }
 
 bool kvs_wants_rows(const struct kvs_engine *engine, const struct kvs_options *options, uint64_t entries) {
+  if (options->device_ids) return true;
   return options->path == KVS_PATH_KERNEL || options->path == KVS_PATH_BURST ||
          (options->path == KVS_PATH_AUTO && entries > FEW && !prefers_direct(engine));
 }
@@ -237,10 +242,65 @@ static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const
   return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is off: %s", kvs_path_name(path), why);
 }
 
+/* A warp of PACK takes no more than a part of this size, the zeros that there are in the place of a bad source. */
+static bool fits_burst(const struct kvs_submission *s) {
+  enum { PIECE = 32 << 10 };
+  const struct kvs_rows *rows = &s->work->scratch->rows;
+  uint64_t lines = rows->count * s->work->nslots, parts = kvs_longest_row(rows, 0, rows->count) / PIECE + 1, units;
+  return !__builtin_mul_overflow(lines, parts, &units) && units < (uint64_t)1 << 31;
+}
+
+/* Ids on the device: a kernel reads them, and only kernels know what to copy. */
+static int pick_for_ids(struct kvs_submission *s, enum kvs_path *path) {
+  const struct kvs_ids_side *side = &s->work->on_device;
+  const struct kvs_region *region = pageable(&s->work->scratch->regions);
+  const char *why = reason_against_kernel(s->engine);
+  if (*path != KVS_PATH_AUTO && *path != KVS_PATH_BURST && *path != KVS_PATH_KERNEL)
+    return kvs_fail(
+        s->err, KVS_UNSUPPORTED,
+        "path '%s' needs ids in host memory, and %s is on the device: use path 'auto', 'burst' or 'kernel', "
+        "or pass a copy in host memory, ids.cpu()",
+        kvs_path_name(*path), side->name);
+  if (why || !s->work->grid)
+    return kvs_fail(
+        s->err, KVS_UNSUPPORTED,
+        "%s is on the device, which needs kernels, and they are off: %s: pass a copy in host memory, ids.cpu()",
+        side->name, why ? why : "2^32 blocks or more");
+  if (region)
+    return kvs_fail(s->err, KVS_INVALID,
+                    "%s is on the device, which needs kernels, and they cannot reach pageable host memory at 0x%" PRIx64
+                    ": register() it with the device",
+                    side->name, region->base);
+  if (s->peer)
+    return kvs_fail(s->err, KVS_UNSUPPORTED,
+                    "%s is on the device: between two devices ids must be in host memory, ids.cpu()", side->name);
+  bool burst = *path != KVS_PATH_KERNEL && s->work->nslots && may_burst(s) && fits_burst(s);
+  if (*path == KVS_PATH_BURST && burst) return KVS_OK;
+  bool faster = burst && !s->engine->disabled.auto_burst && predict(s, KVS_PATH_BURST) < predict(s, KVS_PATH_KERNEL);
+  *path = KVS_PATH_KERNEL;
+  if (!faster || !take_slots(s)) return KVS_OK;
+  int status = count_runs(s);
+  if (!status && predict(s, KVS_PATH_BURST) < predict(s, KVS_PATH_KERNEL))
+    *path = KVS_PATH_BURST;
+  else
+    kvs_release_slots(s);
+  return status;
+}
+
+/* A kernel that knows no single copy takes the addresses of the host as they are. */
+static int check_alias(const struct kvs_submission *s, enum kvs_path path) {
+  if (!s->work->on_device.ids || path != KVS_PATH_KERNEL || !kvs_regions_aliased(&s->work->scratch->regions))
+    return KVS_OK;
+  return kvs_fail(s->err, KVS_UNSUPPORTED,
+                  "%s is on the device: path 'kernel' then needs host memory that the device sees at the host's own "
+                  "addresses; allocate it by the device, or pass ids.cpu()",
+                  s->work->on_device.name);
+}
+
 int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
   *path = s->options->path;
   s->picked = *path == KVS_PATH_AUTO;
-  int status = s->picked ? pick(s, path) : KVS_OK;
+  int status = s->work->on_device.ids ? pick_for_ids(s, path) : s->picked ? pick(s, path) : KVS_OK;
   if (status) return status;
   if (*path == KVS_PATH_STRIDED && s->work->shape.rects == 0) *path = KVS_PATH_DMA; /* there are no rects */
   if (*path == KVS_PATH_DIRECT && !s->device->ops->copy_direct)
@@ -265,7 +325,7 @@ int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
                     s->peer->base, s->peer->device, s->engine->name);
   if (*path == KVS_PATH_BURST && (!may_burst(s) || !take_slots(s))) /* for example, both sets wait for other lanes */
     *path = s->peer && !s->peer_direct ? KVS_PATH_DMA : KVS_PATH_KERNEL;
-  return KVS_OK;
+  return check_alias(s, *path);
 }
 
 /* -- what the path needs ------------------------------------------------------------------------------------------- */
@@ -278,7 +338,7 @@ int kvs_prepare_path(struct kvs_submission *s) {
     int status = path == KVS_PATH_BURST ? kvs_prepare_burst(s)
                  : kvs_wants_list(s)    ? kvs_prepare_list(s)
                                         : kvs_prepare_grid(s);
-    if (!s->picked || (status != KVS_NOMEM && status != KVS_REFUSED)) return status;
+    if (!s->picked || work->on_device.ids || (status != KVS_NOMEM && status != KVS_REFUSED)) return status;
     s->transfer->path = KVS_PATH_DMA; /* needs no GPU memory, of which there may be none */
   }
   if (path == KVS_PATH_STRIDED) {

@@ -55,6 +55,8 @@ struct kvs_transfer {
   void (*release)(void *);
   struct kvs_staging *staging;
   struct kvs_table_of_rows *table; /* the table that its kernels read; NULL: none */
+  struct kvs_read_ids *ids;        /* ids that were on the device (late.h); NULL: none */
+  atomic_bool unsettled;           /* the transfer ends only after kvs_late_settle() */
   bool unjoined;        /* the lane stream does not cover all its bursts: it ends once the burst stream is idle too */
   kvs_event start, end; /* guarded by lane->lock while running; end 0: the transfer ends when the lane stream is idle */
   bool end_shared;      /* guarded by lane->lock: `end` was handed out and belongs to the transfer */
@@ -160,6 +162,8 @@ struct kvs_engine {
   pthread_mutex_t hazard_lock;
   struct kvs_needs needs;       /* guarded by hazard_lock: of the transfer that is being submitted */
   struct kvs_progress progress; /* guarded by hazard_lock: read when that submission began */
+  struct kvs_late *late;        /* guarded by hazard_lock: transfers to be settled, oldest first (late.h) */
+  atomic_uint nlate;            /* their number; written under hazard_lock */
   atomic_uint skipped_hazards;  /* 1 << enum kvs_hazard: waits left out, for tests */
   atomic_uint_fast64_t waits[KVS_HAZARDS];
 

@@ -10,6 +10,7 @@
 #include "core/buffers.h"
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/late.h"
 #include "core/racecheck.h"
 #include "core/registry.h"
 #include "core/slots.h"
@@ -149,6 +150,7 @@ static void destroy(struct kvs_engine *engine) {
     if (!engine->device->stepped || kvs_dev_synchronize(engine->device, &err) == KVS_OK)
       (void)kvs_engine_drain(engine, NULL, 10ll * 1000 * 1000 * 1000, &err);
     kvs_engine_collect(engine);
+    kvs_late_destroy(engine);
     kvs_lanes_destroy(engine);
     kvs_slots_close(engine);
     kvs_tables_close(engine);
@@ -315,6 +317,13 @@ int kvs_engine_set_compute_stream(struct kvs_engine *engine, uint64_t stream, st
   destroy_retired_locked(engine);
   pthread_mutex_unlock(&engine->lock);
   return KVS_OK;
+}
+
+kvs_stream kvs_engine_compute_stream(struct kvs_engine *engine) {
+  pthread_mutex_lock(&engine->lock);
+  kvs_stream stream = engine->compute_stream;
+  pthread_mutex_unlock(&engine->lock);
+  return stream;
 }
 
 bool kvs_engine_keep_stream(struct kvs_engine *engine, kvs_stream stream) {

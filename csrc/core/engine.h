@@ -45,6 +45,9 @@ int kvs_engine_set_slots(struct kvs_engine *engine, uint64_t slot_nbytes, unsign
                          struct kvs_error *err);
 uint64_t kvs_engine_slots_nbytes(const struct kvs_engine *engine); /* total of both directions */
 
+/* The stream after which transfers without a stream start. */
+kvs_stream kvs_engine_compute_stream(struct kvs_engine *engine);
+
 /* For tests that must fail: skip the waits for one kind of hazard, "raw", "war" or "waw"; NULL: skip none. */
 int kvs_engine_skip_hazard(struct kvs_engine *engine, const char *kind, struct kvs_error *err);
 

@@ -2,6 +2,7 @@
 
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/late.h"
 #include "core/racecheck.h"
 #include "core/transfer.h"
 
@@ -48,6 +49,7 @@ int kvs_transfer_poll(struct kvs_transfer *transfer, struct kvs_error *err) {
   if (state_of(transfer) != KVS_STATE_RUNNING) return KVS_OK;
   int status = kvs_dev_check(engine->device, err);
   if (status == KVS_FORKED) return status;
+  if (!status) kvs_late_settle(engine);
   if (!status) status = kvs_lane_reap(transfer->lane, err);
   if (status == KVS_LOST) {
     kvs_engine_lose(engine);

@@ -54,8 +54,29 @@ void kvs_needs_reset(struct kvs_needs *needs, unsigned lanes) {
   needs->lanes = lanes;
 }
 
+static void wait_for_each(const uint64_t *sequences, enum kvs_hazard why, unsigned lane,
+                          const struct kvs_progress *progress, struct kvs_needs *needs) {
+  for (unsigned other = 0; other < progress->lanes; other++)
+    if (sequences[other]) wait_for(kvs_stamp_of(other, sequences[other]), why, lane, progress, needs);
+}
+
+void kvs_hazards_whole(const struct kvs_hazards *table, bool write, unsigned lane, const struct kvs_progress *progress,
+                       struct kvs_needs *needs) {
+  wait_for_each(table->uses.writes, write ? KVS_WAW : KVS_RAW, lane, progress, needs);
+  if (write) wait_for_each(table->uses.reads, KVS_WAR, lane, progress, needs);
+}
+
+/* What touched all slots. */
+static void wait_for_whole(const struct kvs_hazards *table, bool write, unsigned lane,
+                           const struct kvs_progress *progress, struct kvs_needs *needs) {
+  if (!table->uses.whole) return;
+  wait_for_each(table->uses.whole_writes, write ? KVS_WAW : KVS_RAW, lane, progress, needs);
+  if (write) wait_for_each(table->uses.whole_reads, KVS_WAR, lane, progress, needs);
+}
+
 void kvs_hazards_read(const struct kvs_hazards *table, const int64_t *ids, size_t count, unsigned lane,
                       const struct kvs_progress *progress, struct kvs_needs *needs) {
+  if (count) wait_for_whole(table, false, lane, progress, needs);
   for (size_t i = 0; i < count; i++) {
     const struct kvs_slot *slot = slot_at(table, ids, count, i);
     wait_for(slot->write, KVS_RAW, lane, progress, needs);
@@ -65,6 +86,7 @@ void kvs_hazards_read(const struct kvs_hazards *table, const int64_t *ids, size_
 
 void kvs_hazards_write(const struct kvs_hazards *table, const int64_t *ids, size_t count, unsigned lane,
                        const struct kvs_progress *progress, struct kvs_needs *needs) {
+  if (count) wait_for_whole(table, true, lane, progress, needs);
   for (size_t i = 0; i < count; i++) {
     const struct kvs_slot *slot = slot_at(table, ids, count, i);
     wait_for(slot->write, KVS_WAW, lane, progress, needs);
@@ -76,6 +98,7 @@ void kvs_hazards_write(const struct kvs_hazards *table, const int64_t *ids, size
  * finds it as the lane's own. No second reader is replaced, so the one wait covers both. */
 void kvs_hazards_note_read(struct kvs_hazards *table, const int64_t *ids, size_t count, kvs_stamp stamp,
                            const struct kvs_progress *progress) {
+  if (count) table->uses.reads[kvs_stamp_lane(stamp)] = kvs_stamp_sequence(stamp);
   for (size_t i = 0; i < count; i++) {
     struct kvs_slot *slot = slot_at(table, ids, count, i);
     slot->readers[place_of_reader(slot, kvs_stamp_lane(stamp), progress)] = stamp;
@@ -84,5 +107,14 @@ void kvs_hazards_note_read(struct kvs_hazards *table, const int64_t *ids, size_t
 
 /* Earlier readers can be dropped: this write waits for them, and later transfers wait for this write. */
 void kvs_hazards_note_write(struct kvs_hazards *table, const int64_t *ids, size_t count, kvs_stamp stamp) {
+  if (count) table->uses.writes[kvs_stamp_lane(stamp)] = kvs_stamp_sequence(stamp);
   for (size_t i = 0; i < count; i++) *slot_at(table, ids, count, i) = (struct kvs_slot){.write = stamp};
+}
+
+void kvs_hazards_note_whole(struct kvs_hazards *table, bool write, kvs_stamp stamp) {
+  struct kvs_table_uses *uses = &table->uses;
+  unsigned lane = kvs_stamp_lane(stamp);
+  uses->whole = true;
+  (write ? uses->writes : uses->reads)[lane] = kvs_stamp_sequence(stamp);
+  (write ? uses->whole_writes : uses->whole_reads)[lane] = kvs_stamp_sequence(stamp);
 }

@@ -6,6 +6,9 @@
  * any number of blocks therefore needs at most one wait for each lane. Entries of completed transfers are harmless:
  * they are compared with the progress of their lane.
  *
+ * Some transfers touch slots that are not known when they are queued. They count as touching the whole table, of which
+ * the last reads and writes of each lane are kept.
+ *
  * Room for readers is bounded. A reader that finds no free entry replaces another lane's reader and waits for it, so
  * waiting for the new reader covers both. Three lanes can read a slot at the same time; a fourth waits. */
 #ifndef KVS_HAZARD_H
@@ -41,10 +44,19 @@ struct kvs_slot {
   kvs_stamp readers[KVS_SLOT_READERS]; /* readers since that write, one a lane; 0: free */
 };
 
+/* For each lane the last transfer that reads, that writes any slot of the table; whole_*: whose slots are not known, so
+ * that it counts as touching all. A transfer that touches all slots waits for the first two, and every later transfer
+ * waits for the last two. */
+struct kvs_table_uses {
+  uint64_t reads[KVS_LANES], writes[KVS_LANES], whole_reads[KVS_LANES], whole_writes[KVS_LANES];
+  bool whole; /* a whole_* entry was ever set */
+};
+
 /* Zero-initialised: nothing has happened. */
 struct kvs_hazards {
   struct kvs_slot *slots;
   uint64_t count;
+  struct kvs_table_uses uses;
 };
 
 /* For each lane and hazard, the sequence to wait for; 0: none. */
@@ -74,5 +86,10 @@ void kvs_hazards_write(const struct kvs_hazards *table, const int64_t *ids, size
 void kvs_hazards_note_read(struct kvs_hazards *table, const int64_t *ids, size_t count, kvs_stamp stamp,
                            const struct kvs_progress *progress);
 void kvs_hazards_note_write(struct kvs_hazards *table, const int64_t *ids, size_t count, kvs_stamp stamp);
+
+/* The same for a transfer that may touch any slot of the table. */
+void kvs_hazards_whole(const struct kvs_hazards *table, bool write, unsigned lane, const struct kvs_progress *progress,
+                       struct kvs_needs *needs);
+void kvs_hazards_note_whole(struct kvs_hazards *table, bool write, kvs_stamp stamp);
 
 #endif

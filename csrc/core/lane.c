@@ -12,6 +12,7 @@
 
 #include "core/core.h"
 #include "core/lane.h"
+#include "core/late.h"
 #include "core/racecheck.h"
 #include "core/transfer.h"
 
@@ -243,7 +244,10 @@ static int ended_locked(struct kvs_lane *lane, struct kvs_error *err) {
   const struct kvs_transfer *oldest = lane->head;
   int status = oldest->end ? kvs_dev_event_query(engine->device, oldest->end, err)
                            : kvs_dev_stream_query(engine->device, lane->stream, err);
-  return status || !oldest->unjoined ? status : kvs_dev_stream_query(engine->device, lane->burst_stream, err);
+  if (!status && oldest->unjoined) status = kvs_dev_stream_query(engine->device, lane->burst_stream, err);
+  if (!status && atomic_load(&oldest->unsettled))
+    return kvs_fail(err, KVS_NOT_READY, "transfers are unfinished"); /* kvs_late_settle() does it */
+  return status;
 }
 
 /* For the race checker: order after the transfer may be noted long after the transfer is freed. */
@@ -311,6 +315,7 @@ int kvs_lane_try_reap(struct kvs_lane *lane, struct kvs_error *err) {
 void kvs_engine_reap(struct kvs_engine *engine) {
   struct kvs_error err;
   bool lost = kvs_dev_check(engine->device, &err) == KVS_LOST;
+  kvs_late_settle(engine);
   pthread_mutex_lock(&engine->lock);
   for (struct kvs_lane *lane = engine->lanes; lane && !lost; lane = lane->next)
     lost = kvs_lane_reap(lane, &err) == KVS_LOST;

@@ -5,14 +5,18 @@
 #include <string.h>
 
 #include "core/buffers.h"
+#include "core/late.h"
 #include "core/racecheck.h"
 #include "device/hooks.h"
 
 enum {
-  PIECE = 32 << 10,     /* bytes that a warp (RING) or a CTA (COPY) takes at a time */
+  PIECE = 32 << 10,     /* bytes that a warp (RING) or a CTA (COPY) takes at a time; PACK takes no more with ids on the
+                           device (choose.c) */
   PACK_PIECE = 4 << 10, /* bytes that a warp (PACK) takes at a time */
   THREADS = 512,        /* of a CTA of COPY and PACK */
-  PEER_CTAS = 64,       /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
+  IDS_THREADS = 256,
+  IDS_CTAS = 512,
+  PEER_CTAS = 64, /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
   RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of shared memory for a warp */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's arithmetic: 1 MB/s a CTA */
@@ -45,6 +49,7 @@ int kvs_upload(struct kvs_submission *s, size_t from, size_t to, kvs_stream stre
 /* Whether the kernel needs pieces, which cost O(copies) on the CPU. */
 bool kvs_wants_list(const struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
+  if (work->on_device.ids) return false; /* the copies are not known */
   if (!work->grid || kvs_racecheck_on() || kvs_dev_fault_on_copies(s->device)) return true;
   if (kvs_regions_aliased(&work->scratch->regions)) return true;
   return s->transfer->path == KVS_PATH_KERNEL && work->shape.pieces < work->shape.rows;
@@ -61,6 +66,18 @@ int kvs_prepare_list(struct kvs_submission *s) {
                                 &s->transfer->staging, s->err);
 }
 
+/* Claims of slots, for ids of destinations. */
+static size_t claims_of(size_t npairs) {
+  size_t claims = 64;
+  while (claims < 2 * npairs) claims *= 2;
+  return claims;
+}
+
+/* Bytes that the kernel for ids fills first: claims, or zeros in the place of bad sources. */
+static size_t ids_room(const struct kvs_submission *s, size_t npairs) {
+  return s->work->on_device.write ? claims_of(npairs) * sizeof(struct kvs_id_claim) : PIECE;
+}
+
 /* Staging for the pairs, and for the rows in case all tables are in use. */
 int kvs_prepare_grid(struct kvs_submission *s) {
   const struct kvs_work *work = s->work;
@@ -68,14 +85,16 @@ int kvs_prepare_grid(struct kvs_submission *s) {
   const struct kvs_rows *rows = &work->scratch->rows;
   bool burst = s->transfer->path == KVS_PATH_BURST;
   int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
-  if (status || !work->nslots || !rows->count) return status;
+  size_t all = work->nslots + (work->on_device.ids ? work->nlost : 0); /* kvs_resolve_ids() */
+  if (status || !all || !rows->count) return status;
   if (burst) kvs_pack_sort(packing, work->direction);
   if (burst) /* each burst sets its own parts */
     s->units = (struct kvs_units){.piece = PACK_PIECE};
   else
     s->units = (struct kvs_units){.parts = (uint32_t)((kvs_longest_row(rows, 0, rows->count) - 1) / PIECE + 1),
                                   .piece = PIECE};
-  size_t nbytes = rows->count * sizeof *rows->items + work->nslots * sizeof(struct kvs_pair) + 128;
+  size_t nbytes = rows->count * sizeof *rows->items + all * sizeof(struct kvs_pair) + 128;
+  if (work->on_device.ids) nbytes += all * sizeof(struct kvs_id_result) + ids_room(s, all);
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
 }
 
@@ -99,6 +118,7 @@ int kvs_place_rows(struct kvs_submission *s, kvs_stream stream, struct kvs_error
 static int place_pairs(struct kvs_submission *s, struct kvs_error *why) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
   size_t from = s->staged;
+  if (s->work->on_device.ids) return kvs_resolve_ids(s, s->lane->stream, why);
   if (s->units.pairs || packing->npairs <= KVS_INLINE_PAIRS) return KVS_OK;
   memcpy(kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs), packing->pairs,
          packing->npairs * sizeof *packing->pairs);
@@ -198,7 +218,8 @@ static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
 static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
   const struct kvs_width width = width_of_kernel(s);
   size_t nrows = s->rows_end - s->first_row;
-  if (nrows == 0 || s->work->nslots == 0) return KVS_OK;
+  if (s->work->nslots == 0) return kvs_resolve_ids(s, s->lane->stream, why);
+  if (nrows == 0) return KVS_OK;
   int status = kvs_place_rows(s, s->lane->stream, why);
   if (!status) status = place_pairs(s, why);
   if (status) return status;
@@ -206,6 +227,86 @@ static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
   units.rows += s->first_row * sizeof(struct kvs_row);
   units.nrows = (uint32_t)nrows;
   return kvs_launch_units(s, &units, nrows * units.parts * s->work->nslots, 0, &width, s->lane->stream, why);
+}
+
+/* -- ids on the device ----------------------------------------------------------------------------------------- */
+
+static int launch_ids(struct kvs_submission *s, struct kvs_ids_params *params, enum kvs_ids_step step,
+                      kvs_stream stream, struct kvs_error *why) {
+  struct kvs_launch launch = {.kernel = KVS_KERNEL_IDS,
+                              .grid = least((params->npairs + IDS_THREADS - 1) / IDS_THREADS, IDS_CTAS),
+                              .threads = IDS_THREADS,
+                              .params = params,
+                              .params_nbytes = sizeof *params};
+  params->step = step;
+  return kvs_dev_launch(s->device, &launch, stream, why);
+}
+
+/* The pairs, and behind them those of the blocks that are left out: where these were to go is lost too. */
+static void stage_pairs(struct kvs_submission *s, size_t all) {
+  const struct kvs_packing *packing = &s->work->scratch->packing;
+  struct kvs_pair *pairs = kvs_stage(s, all * sizeof *pairs, &s->units.pairs);
+  if (packing->npairs) memcpy(pairs, packing->pairs, packing->npairs * sizeof *pairs);
+  for (size_t i = packing->npairs; i < all; i++) {
+    uint32_t position = s->work->lost[i - packing->npairs];
+    pairs[i] = (struct kvs_pair){position, position};
+  }
+}
+
+int kvs_resolve_ids(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
+  const struct kvs_ids_side *side = &s->work->on_device;
+  size_t npairs = s->work->scratch->packing.npairs + s->work->nlost, from = s->staged;
+  struct kvs_read_ids *read = s->transfer->ids;
+  uint64_t filled;
+  if (!side->ids || s->units.pairs || !npairs) return KVS_OK;
+  size_t room = ids_room(s, npairs);
+  stage_pairs(s, npairs);
+  int status = kvs_upload(s, from, s->staged, stream, why);
+  struct kvs_ids_params params = {.ids = side->ids->ptr,
+                                  .stride = side->ids->stride,
+                                  .nids = side->ids->count,
+                                  .blocks = side->blocks,
+                                  .pairs = s->units.pairs,
+                                  .npairs = npairs,
+                                  .width = side->ids->width,
+                                  .by_dst = side->write};
+  read->results = kvs_stage(s, npairs * sizeof *read->results, &params.results);
+  read->nresults = npairs;
+  (void)kvs_stage(s, room, &filled);
+  if (side->write) params.claims = filled, params.nclaims = claims_of(npairs);
+  if (!side->write) s->units.zeros = filled;
+  if (!status) status = kvs_dev_fill(s->device, filled, side->write ? UINT32_MAX : 0, room / 4, stream, why);
+  if (!status) status = launch_ids(s, &params, KVS_IDS_READ, stream, why);
+  if (!status && side->write) status = launch_ids(s, &params, KVS_IDS_CLAIM, stream, why);
+  if (!status)
+    status = kvs_dev_copy(s->device, (uint64_t)(uintptr_t)read->results, params.results, npairs * sizeof *read->results,
+                          stream, why);
+  read->queued = status == KVS_OK;
+  return status;
+}
+
+void kvs_fetch_ids(struct kvs_submission *s) {
+  const struct kvs_device_ids *ids = s->work->on_device.ids;
+  struct kvs_read_ids *read = s->transfer->ids;
+  struct kvs_error ignored;
+  uint64_t unused;
+  if (!ids || !ids->count || !s->work->on_device.write || read->queued || s->fatal || !s->transfer->staging) return;
+  if (!read->results) read->results = kvs_stage(s, ids->count * sizeof *read->results, &unused);
+  uint64_t host = (uint64_t)(uintptr_t)read->results, back = (ids->count - 1) * (uint64_t)-ids->stride;
+  struct kvs_rect rect = {.dst = host,
+                          .src = ids->stride < 0 ? ids->ptr - back : ids->ptr,
+                          .dst_pitch = ids->width,
+                          .src_pitch = (uint64_t)(ids->stride < 0 ? -ids->stride : ids->stride),
+                          .width = ids->width,
+                          .height = ids->stride ? ids->count : 1,
+                          .depth = 1};
+  kvs_stream stream = s->lane->stream;
+  int status = rect.src_pitch > ids->width
+                   ? kvs_dev_copy_rect(s->device, &rect, stream, &ignored)
+                   : kvs_dev_copy(s->device, host, rect.src, rect.width * rect.height, stream, &ignored);
+  read->width = ids->width;
+  read->order = ids->stride < 0 ? -1 : ids->stride > 0;
+  read->fetched = status == KVS_OK;
 }
 
 int kvs_launch_copies(struct kvs_submission *s, struct kvs_error *why) {

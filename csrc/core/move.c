@@ -7,25 +7,12 @@
 #include "core/buffers.h"
 #include "core/core.h"
 #include "core/cover.h"
+#include "core/late.h"
 #include "core/move.h"
 #include "core/racecheck.h"
 #include "core/registry.h"
 #include "device/share.h"
 #include "plan/layout.h"
-
-struct move_call {
-  const struct kvs_move *move;
-  struct kvs_engine *engine, *other; /* the engines of the pools; other NULL: all pools are of one engine */
-  struct kvs_move_scratch *room;
-  size_t nparts, ntouches;
-  bool rows; /* rects may be used */
-  bool layered;
-  const int64_t *all_src, *all_dst; /* slots as named by the caller */
-  size_t all;
-  const int64_t *src, *dst;  /* the slots to copy */
-  const uint32_t *positions; /* their positions in the caller's lists; NULL: the same */
-  size_t count;
-};
 
 /* -- checks ---------------------------------------------------------------------------------------------------- */
 
@@ -64,8 +51,11 @@ static int check_pools(const struct kvs_move *move, struct kvs_engine **other, s
 }
 
 /* The tables that the transfer reads and writes, each once. *shared: one table is both read and written. */
-static int find_touches(struct move_call *call, bool *shared, struct kvs_error *err) {
+static int find_touches(struct move_call *call, const struct kvs_options *options, bool *shared,
+                        struct kvs_error *err) {
   const struct kvs_move *move = call->move;
+  bool src_whole = call->ids && call->on_src, dst_whole = call->ids && !call->on_src;
+  bool by_caller = options->gpu_order == KVS_GPU_ORDER_STREAM;
   struct kvs_touch *touches = call->room->touches;
   uint64_t number = atomic_fetch_add(&move_numbers, 1) + 1;
   *shared = false;
@@ -76,18 +66,22 @@ static int find_touches(struct move_call *call, bool *shared, struct kvs_error *
       return kvs_fail(err, KVS_INVALID, "dst[%zu] (pool '%s') is named twice: its blocks would be written twice", i,
                       dst->name);
     dst->mark = number;
-    if (dst->table->write_mark != number && dst->engine == call->engine)
-      touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true};
+    if (dst->table->write_mark != number && dst->engine == call->engine && !(dst_whole && by_caller))
+      touches[call->ntouches++] = (struct kvs_touch){.table = dst->table, .write = true, .whole = dst_whole};
     dst->table->write_mark = number;
   }
   for (size_t i = 0; i < move->npairs; i++) {
     struct kvs_table *table = move->src[i]->table;
     if (table->write_mark == number) *shared = true;
-    if (table->read_mark != number && move->src[i]->engine == call->engine)
-      touches[call->ntouches++] = (struct kvs_touch){.table = table};
+    if (table->read_mark != number && move->src[i]->engine == call->engine && !(src_whole && by_caller))
+      touches[call->ntouches++] = (struct kvs_touch){.table = table, .whole = src_whole};
     table->read_mark = number;
   }
-  return KVS_OK;
+  if (!call->ids || !*shared) return KVS_OK;
+  return kvs_fail(err, KVS_INVALID,
+                  "src and dst share slots: whether one is both read and written cannot be checked with %s on the "
+                  "device; pass ids.cpu()",
+                  call->on_src ? "src_ids" : "dst_ids");
 }
 
 /* Collect what to wait for on other engines. */
@@ -104,26 +98,42 @@ static int find_foreign(const struct move_call *call, struct kvs_error *err) {
   return status;
 }
 
-enum { POOL_TEXT = 48 };
-
 /* The list of slots, bounded by the smallest pool. */
 static struct kvs_plan_slots slots_of(const int64_t *slots, size_t count, struct kvs_pool *const *pools, size_t npools,
-                                      char text[POOL_TEXT]) {
+                                      char text[KVS_POOL_TEXT]) {
   const struct kvs_pool *least = pools[0];
   for (size_t i = 1; i < npools; i++)
     if (pools[i]->layout.num_blocks < least->layout.num_blocks) least = pools[i];
-  snprintf(text, POOL_TEXT, "pool '%s'", least->name);
+  snprintf(text, KVS_POOL_TEXT, "pool '%s'", least->name);
   return (struct kvs_plan_slots){.ids = {slots, 8, count}, .blocks = least->layout.num_blocks, .pool = text};
 }
 
-static int take_slots(struct move_call *call, bool shared, struct kvs_scratch *scratch, struct kvs_error *err) {
+/* Positions in place of slots that are not known. */
+static void copy_slots(const struct kvs_ids *ids, bool known, int64_t *slots) {
+  if (known) kvs_ids_copy(ids, slots);
+  for (size_t i = 0; !known && i < ids->count; i++) slots[i] = (int64_t)i;
+}
+
+static int take_slots(struct move_call *call, bool shared, struct kvs_work *work, struct kvs_error *err) {
   const struct kvs_move *move = call->move;
+  struct kvs_scratch *scratch = work->scratch;
   int64_t *src = call->room->slots, *dst = src + move->src_ids.count;
-  kvs_ids_copy(&move->src_ids, src);
-  kvs_ids_copy(&move->dst_ids, dst);
-  char src_text[POOL_TEXT], dst_text[POOL_TEXT];
+  bool src_known = !call->ids || !call->on_src, dst_known = !call->ids || call->on_src;
+  copy_slots(&move->src_ids, src_known, src);
+  copy_slots(&move->dst_ids, dst_known, dst);
+  char src_text[KVS_POOL_TEXT], dst_text[KVS_POOL_TEXT];
   struct kvs_plan_slots from = slots_of(src, move->src_ids.count, move->src, move->npairs, src_text);
   struct kvs_plan_slots to = slots_of(dst, move->dst_ids.count, move->dst, move->npairs, dst_text);
+  if (!src_known) from.ids.data = NULL;
+  if (!dst_known) to.ids.data = NULL;
+  if (call->ids) {
+    snprintf(call->room->holder, sizeof call->room->holder, "%s", src_known ? to.pool : from.pool);
+    work->on_device = (struct kvs_ids_side){.ids = call->ids,
+                                            .write = src_known,
+                                            .blocks = src_known ? to.blocks : from.blocks,
+                                            .name = src_known ? "dst_ids" : "src_ids",
+                                            .holder = call->room->holder};
+  }
   call->all_src = call->src = src;
   call->all_dst = call->dst = dst;
   call->all = call->count = move->src_ids.count;
@@ -194,11 +204,6 @@ static struct kvs_part part_at(const struct move_call *call, size_t i) {
       .pair = (uint32_t)i, .layer = (uint32_t)i, .rows = 1, .row_nbytes = call->move->src[i]->layout.block_nbytes};
 }
 
-static bool make_rect(const struct move_call *call, const struct kvs_run *run, struct kvs_rect *rect) {
-  return kvs_rect_make(rect, run->dst, run->src, run->row_nbytes, run->rows, run->dst_pitch, run->src_pitch,
-                       call->engine->device->info.max_pitch);
-}
-
 /* A rect must lie within one region on each side, and the driver must accept its pitch. */
 static bool may_stride(const struct move_call *call, const struct kvs_scratch *scratch, const struct kvs_part *part,
                        size_t from) {
@@ -206,7 +211,7 @@ static bool may_stride(const struct move_call *call, const struct kvs_scratch *s
   const struct kvs_run_list *runs = &call->room->runs;
   if (!call->rows) return false;
   for (size_t r = from; r < runs->count; r++)
-    if (!make_rect(call, &runs->items[r], &rect)) return false;
+    if (!kvs_move_rect(call, &runs->items[r], &rect)) return false;
   return in_one_region(&scratch->regions, &call->move->src[part->pair]->layout) &&
          in_one_region(&scratch->regions, &call->move->dst[part->pair]->layout);
 }
@@ -229,191 +234,41 @@ static int plan_parts(struct move_call *call, const struct kvs_scratch *scratch,
   return KVS_OK;
 }
 
-/* -- copies ---------------------------------------------------------------------------------------------------- */
-
-static uint32_t position_of(const struct move_call *call, size_t i) {
-  return call->positions ? call->positions[i] : (uint32_t)i;
-}
-
-/* One row of each block; copies that are adjacent on both sides are merged. */
-static int plan_row(const struct move_call *call, const struct kvs_pool_layout *src, const struct kvs_pool_layout *dst,
-                    const struct kvs_run *run, uint64_t row, bool merge, struct kvs_copies *copies,
-                    struct kvs_error *err) {
-  uint64_t from = src->ptr + run->src + row * run->src_pitch, to = dst->ptr + run->dst + row * run->dst_pitch;
-  bool packed = merge && src->stride == run->row_nbytes && dst->stride == run->row_nbytes;
-  int status = kvs_copies_reserve(copies, copies->count + call->count, err);
-  if (status) return status;
-  for (size_t i = 0, n; i < call->count; i += n) {
-    for (n = 1; packed && i + n < call->count; n++)
-      if (call->src[i + n] != call->src[i] + (int64_t)n || call->dst[i + n] != call->dst[i] + (int64_t)n ||
-          position_of(call, i + n) != position_of(call, i) + n)
-        break;
-    kvs_copies_push(copies, to + (uint64_t)call->dst[i] * dst->stride, from + (uint64_t)call->src[i] * src->stride,
-                    n * run->row_nbytes, position_of(call, i));
-  }
-  return KVS_OK;
-}
-
-static int plan_rects(const struct move_call *call, const struct kvs_pool_layout *src,
-                      const struct kvs_pool_layout *dst, const struct kvs_run *run, struct kvs_rects *rects,
-                      struct kvs_error *err) {
-  int status = kvs_rects_reserve(rects, rects->count + call->count, err);
-  if (status) return status;
-  struct kvs_rect shape;
-  if (!make_rect(call, run, &shape)) return kvs_fail(err, KVS_INTERNAL, "a run that was said to be strided is not");
-  for (size_t i = 0; i < call->count; i++) {
-    struct kvs_rect *rect = &rects->items[rects->count];
-    *rect = shape;
-    rect->dst += dst->ptr + (uint64_t)call->dst[i] * dst->stride;
-    rect->src += src->ptr + (uint64_t)call->src[i] * src->stride;
-    rects->block[rects->count++] = position_of(call, i);
-  }
-  rects->rows += run->rows * call->count;
-  return KVS_OK;
-}
-
-/* The runs of a part and its two pools. */
-struct part_runs {
-  const struct kvs_pool_layout *src, *dst;
-  const struct kvs_run *first, *end;
-};
-
-static struct part_runs runs_of(const struct move_call *call, size_t index) {
-  const struct planned_part *planned = &call->room->parts[index];
-  const struct kvs_run *runs = call->room->runs.items;
-  return (struct part_runs){.src = &call->move->src[planned->part.pair]->layout,
-                            .dst = &call->move->dst[planned->part.pair]->layout,
-                            .first = runs + (index ? planned[-1].runs_end : 0),
-                            .end = runs + planned->runs_end};
-}
-
-static int plan_part(const struct move_call *call, size_t index, bool merge, struct kvs_rects *rects,
-                     struct kvs_copies *copies, struct kvs_error *err) {
-  struct part_runs part = runs_of(call, index);
-  int status = KVS_OK;
-  for (const struct kvs_run *run = part.first; !status && run < part.end; run++) {
-    if (rects && call->room->parts[index].strided && run->rows > 1)
-      status = plan_rects(call, part.src, part.dst, run, rects, err);
-    else
-      for (uint64_t row = 0; !status && row < run->rows; row++)
-        status = plan_row(call, part.src, part.dst, run, row, merge, copies, err);
-  }
-  return status;
-}
-
-static bool ends_layer(const struct move_call *call, size_t part) {
-  const struct planned_part *parts = call->room->parts;
-  return part + 1 == call->nparts || parts[part + 1].part.layer != parts[part].part.layer;
-}
-
-static int plan_move(const void *arg, enum kvs_form form, struct kvs_scratch *scratch, struct kvs_error *err) {
-  const struct move_call *call = arg;
-  bool merge = form != KVS_FORM_SINGLE, split = merge && kvs_may_cross_seams(&scratch->regions);
-  struct kvs_copies *copies = merge ? &scratch->copies : &scratch->single;
-  struct kvs_rects *rects = form == KVS_FORM_RECTS ? &scratch->rects : NULL;
-  int status = KVS_OK;
-  copies->count = 0;
-  if (merge) scratch->rects.count = 0, scratch->rects.rows = 0;
-  for (size_t i = 0; !status && i < call->nparts; i++) {
-    size_t from = copies->count;
-    status = plan_part(call, i, merge, rects, copies, err);
-    if (!status && split) status = kvs_plan_split(copies, from, &scratch->regions, err);
-    if (!status && merge && call->layered && ends_layer(call, i))
-      status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, false, err);
-  }
-  return status;
-}
-
-/* Count what rects could carry. */
-static void find_rects(const struct move_call *call, enum kvs_direction direction, struct kvs_shape *shape) {
-  for (size_t i = 0; i < call->nparts; i++) {
-    struct part_runs part = runs_of(call, i);
-    for (const struct kvs_run *run = part.first; run < part.end; run++)
-      if (call->room->parts[i].strided && run->rows > 1)
-        kvs_shape_add_rects(shape, call->count, run->rows, run->row_nbytes,
-                            direction == KVS_D2H ? run->dst_pitch : run->src_pitch);
-      else
-        shape->rest_copies += run->rows * call->count;
-  }
-}
-
-static int list_part(const struct move_call *call, size_t index, struct kvs_rows *rows, struct kvs_error *err) {
-  struct part_runs part = runs_of(call, index);
-  int status = KVS_OK;
-  for (const struct kvs_run *run = part.first; !status && run < part.end; run++) {
-    status = kvs_rows_reserve(rows, rows->count + run->rows, err);
-    for (uint64_t row = 0; !status && row < run->rows; row++)
-      kvs_rows_push(rows, &(struct kvs_row){.src = part.src->ptr + run->src + row * run->src_pitch,
-                                            .dst = part.dst->ptr + run->dst + row * run->dst_pitch,
-                                            .src_stride = part.src->stride,
-                                            .dst_stride = part.dst->stride,
-                                            .nbytes = run->row_nbytes});
-  }
-  return status;
-}
-
-static int list_rows(const struct move_call *call, struct kvs_scratch *scratch, struct kvs_error *err) {
-  int status = KVS_OK;
-  for (size_t i = 0; !status && i < call->nparts; i++) {
-    status = list_part(call, i, &scratch->rows, err);
-    if (!status && call->layered && ends_layer(call, i))
-      status = kvs_scratch_mark(scratch, call->room->parts[i].part.layer, true, err);
-  }
-  return status;
-}
-
-/* Kernels take 32-bit slots. */
-static uint64_t most_slots(const struct move_call *call) {
-  uint64_t most = 0;
-  for (size_t i = 0; i < call->move->npairs; i++) {
-    uint64_t src = call->move->src[i]->layout.num_blocks, dst = call->move->dst[i]->layout.num_blocks;
-    if (src > most) most = src;
-    if (dst > most) most = dst;
-  }
-  return most;
-}
-
-static int find_shape(const struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
-                      struct kvs_error *err) {
-  if (call->rows) find_rects(call, work->direction, &work->shape);
-  if (!kvs_wants_rows(call->engine, options, work->entries)) return KVS_OK;
-  work->grid = most_slots(call) <= UINT32_MAX;
-  int status = list_rows(call, work->scratch, err);
-  if (!status) kvs_find_shape(work, most_slots(call));
-  return status;
-}
-
 /* -- failures are passed on ---------------------------------------------------------------------------------------- */
 
-/* The failure record of a lost block, or NULL. Adds the dependencies of undecided sources to *dependencies. */
-static struct kvs_failure *failure_of(const struct move_call *call, int64_t src_slot, const struct kvs_pool **pool,
-                                      uint64_t *dependencies) {
-  for (size_t i = 0; i < call->move->npairs; i++) {
-    struct kvs_failure *failure = kvs_failures_get(&call->move->src[i]->failures, (uint64_t)src_slot);
-    *pool = call->move->src[i];
-    if (kvs_failure_verdict(failure) == KVS_SLOT_LOST) return failure;
-    if (failure) *dependencies |= failure->dependencies;
-  }
-  return NULL;
-}
-
-static bool writes_whole(const struct move_call *call, size_t pair) {
-  return call->room->covered[pair] == call->move->dst[pair]->layout.block_nbytes;
+static struct kvs_settlement settlement_of(const struct move_call *call) {
+  return (struct kvs_settlement){.src = call->move->src,
+                                 .dst = call->move->dst,
+                                 .covered = call->room->covered,
+                                 .npairs = call->move->npairs,
+                                 .src_slots = call->all_src,
+                                 .dst_slots = call->all_dst,
+                                 .count = call->all};
 }
 
 /* A block that is written in part also depends on the undecided transfers that write the rest. */
 static void depend_on_the_rest(const struct move_call *call, struct kvs_work *work) {
+  const struct kvs_settlement settlement = settlement_of(call);
   for (size_t i = 0; i < call->move->npairs; i++) {
     struct kvs_pool *dst = call->move->dst[i];
-    for (size_t b = 0; dst->failures.count && !writes_whole(call, i) && b < call->all; b++) {
+    for (size_t b = 0; dst->failures.count && !kvs_settlement_whole(&settlement, i) && b < call->all; b++) {
       const struct kvs_failure *failure = kvs_failures_get(&dst->failures, (uint64_t)call->all_dst[b]);
       if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
     }
   }
 }
 
+/* The transfer is settled late: it depends on all undecided transfers that wrote any slot of the pool. */
+static void depend_on_all(struct kvs_pool *pool, struct kvs_work *work) {
+  for (uint64_t slot = 0; pool->failures.count && slot < pool->failures.slots; slot++) {
+    const struct kvs_failure *failure = kvs_failures_get(&pool->failures, slot);
+    if (kvs_failure_verdict(failure) == KVS_SLOT_OPEN) work->dependencies |= failure->dependencies;
+  }
+}
+
 /* Drop the blocks whose source is lost, and note them in `work`. */
 static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
+  const struct kvs_settlement settlement = settlement_of(call);
   int64_t *src = call->room->slots + 2 * call->all, *dst = src + call->all;
   uint32_t *kept = call->room->positions, *lost = kept + call->all; /* kept grows from the front, lost from the back */
   const struct kvs_pool *pool;
@@ -421,22 +276,14 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   for (size_t i = 0; i < call->move->npairs; i++) failures += call->move->src[i]->failures.count;
   if (!failures) return;
   for (size_t i = 0; i < call->all; i++) {
-    const struct kvs_failure *failure = failure_of(call, call->all_src[i], &pool, &work->dependencies);
+    const struct kvs_failure *failure = kvs_settlement_lost(&settlement, call->all_src[i], &pool, &work->dependencies);
     if (!failure) {
       src[n] = call->all_src[i];
       dst[n] = call->all_dst[i];
       kept[n++] = (uint32_t)i;
       continue;
     }
-    if (!work->nlost++) {
-      const struct kvs_error *first = &failure->error;
-      kvs_fail(&work->lost_error, first->status,
-               "src_ids[%zu]: slot %" PRId64
-               " of pool '%s' does not hold what it should, which began when transfer %" PRIu64 " failed: %.200s",
-               i, call->all_src[i], pool->name, failure->transfer, first->message);
-      work->lost_error.code = first->code;
-      work->lost_error.operation = first->operation;
-    }
+    if (!work->nlost++) kvs_settlement_lost_error(&work->lost_error, i, call->all_src[i], pool, failure);
     *--lost = (uint32_t)i;
   }
   work->lost = lost;
@@ -446,68 +293,68 @@ static void leave_out_lost(struct move_call *call, struct kvs_work *work) {
   call->count = n;
 }
 
-/* A block that was lost before keeps its first failure record. */
-static void pass_on(const struct move_call *call, size_t position, struct kvs_failure *failure) {
-  const struct kvs_pool *pool;
-  uint64_t dependencies = 0;
-  struct kvs_failure *first = failure_of(call, call->all_src[position], &pool, &dependencies);
-  if (first) failure = first;
-  for (size_t i = 0; i < call->move->npairs; i++)
-    kvs_failures_set(&call->move->dst[i]->failures, (uint64_t)call->all_dst[position], failure);
-}
-
-/* A block that is written whole is right again. */
-static void clear_failures(const struct move_call *call) {
-  for (size_t i = 0; i < call->move->npairs; i++) {
-    struct kvs_pool *dst = call->move->dst[i];
-    for (size_t b = 0; dst->failures.count && writes_whole(call, i) && b < call->all; b++)
-      kvs_failures_set(&dst->failures, (uint64_t)call->all_dst[b], NULL);
+/* What failures of earlier transfers mean for this one. Where they, or the slots of this one, are not known yet, that
+ * is found when it ends. */
+static int follow_failures(struct move_call *call, struct kvs_work *work, struct kvs_error *err) {
+  const struct kvs_move *move = call->move;
+  const struct kvs_settlement settlement = settlement_of(call);
+  bool src_late = call->on_src, late = call->ids != NULL;
+  for (size_t i = 0; i < move->npairs; i++) {
+    src_late |= move->src[i]->late > 0;
+    late |= move->src[i]->late || move->dst[i]->late;
   }
-}
-
-/* The outcome is known only at completion: the written slots share the record. */
-static void leave_open(const struct move_call *call, struct kvs_failure *outcome) {
-  for (size_t i = 0; i < call->move->npairs; i++)
-    for (size_t b = 0; b < call->all; b++)
-      if (kvs_failure_verdict(kvs_failures_get(&call->move->dst[i]->failures, (uint64_t)call->all_dst[b])) !=
-          KVS_SLOT_LOST)
-        kvs_failures_set(&call->move->dst[i]->failures, (uint64_t)call->all_dst[b], outcome);
+  if (!src_late) leave_out_lost(call, work);
+  if (!late) {
+    depend_on_the_rest(call, work);
+    return KVS_OK;
+  }
+  if (call->other)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "a transfer whose ids are on the device still uses one of these pools: wait() for it before a "
+                    "transfer between two devices");
+  for (size_t i = 0; i < move->npairs; i++) {
+    depend_on_all(move->src[i], work);
+    depend_on_all(move->dst[i], work);
+  }
+  call->late = kvs_late_new(&settlement, call->nparts);
+  return call->late ? KVS_OK : kvs_fail(err, KVS_NOMEM, "no memory to follow a transfer of %zu blocks", call->all);
 }
 
 static void settle(const void *arg, const struct kvs_transfer *transfer) {
-  static struct kvs_failure unknown = {
-      .refs = 1, .failed = true, .error = {.status = KVS_NOMEM, .message = "out of memory"}};
   const struct move_call *call = arg;
-  clear_failures(call);
-  if (transfer->dependencies) leave_open(call, transfer->outcome);
-  if (transfer->error.status == KVS_OK) return;
-  struct kvs_failure *failure = kvs_failure_new(&transfer->error, transfer->ticket);
-  struct kvs_failure *used = failure ? failure : &unknown;
-  if (transfer->all_failed)
-    for (size_t i = 0; i < call->all; i++) pass_on(call, i, used);
+  const struct kvs_settlement settlement = settlement_of(call);
+  if (call->late)
+    kvs_late_add(call->late, (struct kvs_transfer *)transfer);
   else
-    for (size_t i = 0; i < transfer->nfailed; i++) pass_on(call, transfer->failed[i], used);
-  if (failure) kvs_failure_unref(failure);
+    kvs_settle(&settlement, transfer);
 }
 
 /* -- the race checker ------------------------------------------------------------------------------------------ */
 
+/* The slots of ids on the device are told once they are known. */
 static void watch_side(const struct move_call *call, const struct kvs_transfer *transfer, const struct kvs_part *part,
                        bool write, const struct kvs_race_accessor *accessor) {
   const struct kvs_pool *pool = write ? call->move->dst[part->pair] : call->move->src[part->pair];
   struct kvs_race_accessor side = *accessor;
   side.write = write;
-  kvs_racecheck_access(&(struct kvs_race_access){.device = call->engine->device,
-                                                 .stream = transfer->lane->stream,
-                                                 .pool = pool->number,
-                                                 .slots = pool->layout.num_blocks,
-                                                 .pool_name = pool->name,
-                                                 .ids = write ? call->dst : call->src,
-                                                 .count = call->count,
-                                                 .write = write,
-                                                 .begin = part->offset,
-                                                 .end = kvs_part_end(part),
-                                                 .accessor = &side});
+  bool known = !call->ids || call->on_src == write;
+  const struct kvs_race_access access = {.device = call->engine->device,
+                                         .stream = transfer->lane->stream,
+                                         .pool = pool->number,
+                                         .slots = pool->layout.num_blocks,
+                                         .pool_name = pool->name,
+                                         .ids = !known  ? NULL
+                                                : write ? call->dst
+                                                        : call->src,
+                                         .count = known ? call->count : 0,
+                                         .write = write,
+                                         .begin = part->offset,
+                                         .end = kvs_part_end(part),
+                                         .accessor = &side};
+  if (known)
+    kvs_racecheck_access(&access);
+  else
+    kvs_late_reserve(call->late, &access);
 }
 
 static void watch_move(const void *arg, const struct kvs_transfer *transfer, size_t layer,
@@ -533,20 +380,36 @@ static uint64_t count_entries(const struct move_call *call) {
   return entries;
 }
 
+/* The list on the device is that of the GPU's side. */
+static int check_ids(const struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
+                     enum kvs_direction direction, struct kvs_error *err) {
+  const char *name = call->on_src ? "src_ids" : "dst_ids";
+  if (call->other)
+    return kvs_fail(err, KVS_UNSUPPORTED,
+                    "%s is on the device: between two devices ids must be in host memory, ids.cpu()", name);
+  if (direction == (call->on_src ? KVS_H2D : KVS_D2H))
+    return kvs_fail(err, KVS_INVALID,
+                    "%s is on the device, but the transfer goes %s: only ids of the GPU's side may be on the device",
+                    name, kvs_direction_text(direction));
+  return kvs_check_device_ids(call->engine, scratch, options, name, call->on_src ? "dst_ids" : "src_ids",
+                              call->on_src ? call->move->dst_ids.count : call->move->src_ids.count, err);
+}
+
 static int check_and_plan(struct move_call *call, struct kvs_work *work, const struct kvs_options *options,
                           struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
   bool shared;
   call->rows = kvs_may_stride(call->engine, options, UINT64_MAX);
-  int status = find_touches(call, &shared, err);
+  int status = find_touches(call, options, &shared, err);
   if (!status) status = find_foreign(call, err);
-  if (!status) status = take_slots(call, shared, scratch, err);
+  if (!status) status = take_slots(call, shared, work, err);
   if (!status) status = cover_pools(call, scratch, &work->direction, err);
+  if (!status && call->ids) status = check_ids(call, scratch, options, work->direction, err);
   if (!status && call->move->parts) status = check_parts(call, err);
   if (!status) status = plan_parts(call, scratch, &work->nbytes, err);
   if (status) return status;
-  leave_out_lost(call, work);
-  depend_on_the_rest(call, work);
+  status = follow_failures(call, work, err);
+  if (status) return status;
   work->nbytes *= call->all;
   work->nblocks = call->all;
   work->entries = count_entries(call);
@@ -558,25 +421,42 @@ static int check_and_plan(struct move_call *call, struct kvs_work *work, const s
   work->ntouches = call->ntouches;
   work->foreign = &call->room->foreign;
   status = kvs_check_layer_options(options, work->nlayers, err);
-  return status ? status : find_shape(call, work, options, err);
+  return status ? status : kvs_move_find_shape(call, work, options, err);
 }
 
 static int move_locked(struct move_call *call, struct kvs_scratch *scratch, const struct kvs_options *options,
                        struct kvs_transfer **transfer, struct kvs_error *err) {
   struct kvs_work work = {.scratch = scratch,
-                          .plan = plan_move,
+                          .plan = kvs_move_plan,
                           .layered = call->layered,
                           .watch = watch_move,
                           .settle = settle,
                           .call = call};
+  kvs_late_settle_locked(call->engine);
+  if (call->other) kvs_late_settle_locked(call->other);
   int status = check_and_plan(call, &work, options, err);
   return status ? status : kvs_submit(call->engine, &work, options, transfer, err);
 }
 
-int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given, struct kvs_transfer **transfer,
+/* Ids on the device take the place of the list without data. */
+static int place_ids(struct kvs_move *move, struct move_call *call, const struct kvs_options *options,
+                     struct kvs_error *err) {
+  call->ids = options->device_ids;
+  if (!call->ids) return KVS_OK;
+  call->on_src = !move->src_ids.data;
+  if (!call->on_src && move->dst_ids.data)
+    return kvs_fail(err, KVS_INVALID,
+                    "device_ids is set, and both lists have data: the list that the ids stand for has none");
+  *(call->on_src ? &move->src_ids : &move->dst_ids) = (struct kvs_ids){.width = 8, .count = call->ids->count};
+  return KVS_OK;
+}
+
+int kvs_move_blocks(const struct kvs_move *asked, const struct kvs_options *given, struct kvs_transfer **transfer,
                     struct kvs_error *err) {
   struct kvs_engine *other;
   struct kvs_options options;
+  struct kvs_move copy = *asked;
+  const struct kvs_move *move = &copy;
   int status = check_pools(move, &other, err);
   if (!status) status = kvs_open_for_work(move->src[0]->engine, err);
   if (!status && other) status = kvs_open_for_work(other, err);
@@ -584,6 +464,8 @@ int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given
   if (status) return status;
   struct move_call call = {
       .move = move, .engine = move->src[0]->engine, .other = other, .layered = kvs_wants_layers(&options)};
+  status = place_ids(&copy, &call, &options, err);
+  if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(call.engine, err);
   if (!scratch) return KVS_NOMEM;
   size_t most = move->src_ids.count > move->dst_ids.count ? move->src_ids.count : move->dst_ids.count;
@@ -595,6 +477,7 @@ int kvs_move_blocks(const struct kvs_move *move, const struct kvs_options *given
     status = move_locked(&call, scratch, &options, transfer, err);
     kvs_peer_unlock(call.engine, call.other);
   }
+  if (call.late && status) kvs_late_free(call.late);
   kvs_scratch_put(call.engine, scratch);
   return status;
 }

@@ -130,7 +130,9 @@ static void find_needs(const struct kvs_transfer *transfer, const struct kvs_wor
   for (size_t i = 0; i < work->ntouches; i++) {
     const struct kvs_touch *touch = &work->touches[i];
     const int64_t *slots = slots_of(work, touch);
-    if (touch->write)
+    if (touch->whole)
+      kvs_hazards_whole(&touch->table->hazards, touch->write, lane, &engine->progress, &engine->needs);
+    else if (touch->write)
       kvs_hazards_write(&touch->table->hazards, slots, work->nslots, lane, &engine->progress, &engine->needs);
     else
       kvs_hazards_read(&touch->table->hazards, slots, work->nslots, lane, &engine->progress, &engine->needs);
@@ -203,7 +205,9 @@ static void note_hazards(const struct kvs_transfer *transfer, const struct kvs_w
   for (size_t i = 0; i < work->ntouches; i++) {
     const struct kvs_touch *touch = &work->touches[i];
     const int64_t *slots = slots_of(work, touch);
-    if (touch->write)
+    if (touch->whole)
+      kvs_hazards_note_whole(&touch->table->hazards, touch->write, stamp);
+    else if (touch->write)
       kvs_hazards_note_write(&touch->table->hazards, slots, work->nslots, stamp);
     else
       kvs_hazards_note_read(&touch->table->hazards, slots, work->nslots, stamp, &transfer->engine->progress);

@@ -7,6 +7,7 @@
 #include "core/core.h"
 #include "core/cover.h"
 #include "core/lane.h"
+#include "core/late.h"
 #include "core/peer.h"
 #include "core/racecheck.h"
 #include "plan/layout.h"
@@ -169,6 +170,7 @@ static void take_out(struct kvs_pool *pool) {
   *at = pool->next;
   pthread_mutex_unlock(&engine->memory_lock);
   pthread_mutex_lock(&engine->hazard_lock);
+  kvs_late_forget_pool(engine, pool);
   if (--pool->table->members == 0) kvs_table_free(pool->table);
   pthread_mutex_unlock(&engine->hazard_lock);
 }

@@ -66,6 +66,7 @@ struct kvs_pool {
   /* Guarded by engine->hazard_lock. */
   struct kvs_failures failures;
   uint64_t mark;                                                /* number of the last call that writes the pool */
+  unsigned late;                                                /* transfers to be settled that use the pool (late.h) */
   struct kvs_engine *foreign_engines[KVS_POOL_FOREIGN_ENGINES]; /* other engines whose transfers have used the pool */
   unsigned nforeign_engines;
 };
@@ -74,6 +75,7 @@ struct kvs_pool {
 struct kvs_touch {
   struct kvs_table *table;
   bool write;
+  bool whole;           /* its slots are not known yet: it counts as touching all */
   const int64_t *slots; /* work->nslots of them; NULL: the work's own of that side */
 };
 

@@ -20,9 +20,21 @@ atomic_bool kvs_racecheck_running;
 
 static _Thread_local bool unseen; /* within kvs_racecheck_internal() */
 
+/* An access that waits for its slots, or for those of one before it. */
+struct kept_access {
+  struct kept_access *next;
+  uint64_t number; /* of the reservation; 0: its slots are known */
+  struct kvs_access *access;
+  struct kvs_clock *now, *host; /* at the access; references */
+  int64_t *ids;
+  size_t count;
+};
+
 struct pool {
   uint64_t number;
   char name[32];
+  struct kept_access *kept, **kept_end; /* the first has a reservation */
+  size_t nkept;
   struct kvs_accessor *last[2]; /* the last reading and the last writing accessor; each holds a reference */
   struct kvs_shadow shadow;
   struct pool *next;
@@ -36,14 +48,27 @@ static struct {
   bool unreported;  /* and that is not reported yet */
   struct kvs_clocks clocks;
   struct pool *pools;
-  uint64_t accessors, found; /* totals since the process began */
+  uint64_t accessors, found, reservations; /* totals since the process began */
   struct kvs_race *races;
   size_t nraces, races_capacity;
 } checker; /* guarded by lock, as for all functions called ..._locked */
 
 /* -- coming and going ------------------------------------------------------------------------------------------ */
 
+static void free_kept(struct kept_access *kept) {
+  if (kept->access) kvs_access_unref(kept->access);
+  kvs_clock_unref(kept->now);
+  kvs_clock_unref(kept->host);
+  free(kept->ids);
+  free(kept);
+}
+
 static void free_pool(struct pool *pool) {
+  while (pool->kept) {
+    struct kept_access *kept = pool->kept;
+    pool->kept = kept->next;
+    free_kept(kept);
+  }
   kvs_accessor_unref(pool->last[0]);
   kvs_accessor_unref(pool->last[1]);
   kvs_shadow_free(&pool->shadow);
@@ -244,6 +269,7 @@ static struct pool *pool_locked(const struct kvs_race_access *call) {
   if (pool || !(pool = calloc(1, sizeof *pool))) return pool;
   pool->number = call->pool;
   pool->shadow.slots = call->slots;
+  pool->kept_end = &pool->kept;
   snprintf(pool->name, sizeof pool->name, "%s", call->pool_name);
   pool->next = checker.pools;
   checker.pools = pool;
@@ -305,8 +331,8 @@ static bool report_locked(const struct pool *pool, int64_t slot, struct kvs_acce
   return true;
 }
 
-static bool access_slot_locked(struct pool *pool, int64_t slot, struct kvs_access *access) {
-  const struct kvs_clock *now = kvs_clocks_of(&checker.clocks, access->stream);
+static bool access_slot_locked(struct pool *pool, int64_t slot, struct kvs_access *access, const struct kvs_clock *now,
+                               const struct kvs_clock *host) {
   struct kvs_history *history = kvs_shadow_make(&pool->shadow, (uint64_t)slot);
   if (!history) return false;
   for (uint32_t i = 0; i < history->count; i++) {
@@ -315,22 +341,97 @@ static bool access_slot_locked(struct pool *pool, int64_t slot, struct kvs_acces
         !report_locked(pool, slot, old->accessor, access->accessor))
       return false;
   }
-  return kvs_history_add(history, access, now, checker.clocks.host);
+  return kvs_history_add(history, access, now, host);
 }
 
-void kvs_racecheck_access(const struct kvs_race_access *call) {
+/* -- accesses whose slots are not known yet ------------------------------------------------------------------------ */
+
+/* Keep the access; its slots are known unless `number`. Takes over no reference. */
+static bool keep_locked(struct pool *pool, const struct kvs_race_access *call, struct kvs_access *access,
+                        uint64_t number) {
+  struct kept_access *kept = calloc(1, sizeof *kept);
+  if (!kept) return false;
+  access->refs++;
+  kept->access = access;
+  kept->number = number;
+  kept->now = kvs_clock_ref(kvs_clocks_of(&checker.clocks, access->stream));
+  kept->host = kvs_clock_ref(checker.clocks.host);
+  kept->count = number ? 0 : call->count;
+  kept->ids = malloc((kept->count ? kept->count : 1) * sizeof *kept->ids);
+  if (kept->ids && kept->count) memcpy(kept->ids, call->ids, kept->count * sizeof *kept->ids);
+  *pool->kept_end = kept;
+  pool->kept_end = &kept->next;
+  pool->nkept++;
+  return kept->ids != NULL;
+}
+
+/* Compare what is kept, up to the first whose slots are not known. */
+static bool work_off_locked(struct pool *pool) {
+  bool well = true;
+  while (well && pool->kept && !pool->kept->number) {
+    struct kept_access *kept = pool->kept;
+    for (size_t i = 0; well && i < kept->count; i++)
+      well = access_slot_locked(pool, kept->ids[i], kept->access, kept->now, kept->host);
+    pool->kept = kept->next;
+    if (!pool->kept) pool->kept_end = &pool->kept;
+    pool->nkept--;
+    free_kept(kept);
+  }
+  return well;
+}
+
+static bool note_locked(struct pool *pool, const struct kvs_race_access *call, struct kvs_access *access,
+                        uint64_t reservation) {
+  const struct kvs_clock *now = kvs_clocks_of(&checker.clocks, access->stream);
+  bool well = true;
+  if (reservation || pool->kept) {
+    well = keep_locked(pool, call, access, reservation);
+    for (; well && pool->nkept > KVS_RACE_KEPT; well = work_off_locked(pool)) pool->kept->number = 0;
+    return well;
+  }
+  for (size_t i = 0; well && i < call->count; i++)
+    well = access_slot_locked(pool, call->ids[i], access, now, checker.clocks.host);
+  return well;
+}
+
+static uint64_t note(const struct kvs_race_access *call, bool known) {
   struct kvs_access *access = NULL;
   uint32_t number;
-  if (!kvs_racecheck_on() || call->begin >= call->end) return;
+  if (!kvs_racecheck_on() || call->begin >= call->end) return 0;
   struct kvs_stream_key key = identify(call->device, call->stream);
-  if (!enter()) return;
+  if (!enter()) return 0;
+  uint64_t reservation = known ? 0 : ++checker.reservations;
   struct pool *pool = pool_locked(call);
   if (pool && kvs_clocks_stream(&checker.clocks, &key, &number) &&
       kvs_clocks_join(&checker.clocks, number, checker.clocks.host))
     access = access_locked(pool, call, number);
-  bool well = access != NULL;
-  for (size_t i = 0; well && i < call->count; i++) well = access_slot_locked(pool, call->ids[i], access);
-  kvs_access_unref(access);
+  bool well = access && note_locked(pool, call, access, reservation);
+  if (access) kvs_access_unref(access);
+  leave(well);
+  return reservation;
+}
+
+void kvs_racecheck_access(const struct kvs_race_access *call) { (void)note(call, true); }
+
+uint64_t kvs_racecheck_reserve(const struct kvs_race_access *call) { return note(call, false); }
+
+void kvs_racecheck_fulfil(uint64_t number, uint64_t reservation, const int64_t *ids, size_t count) {
+  bool well = true;
+  if (!enter()) return;
+  struct pool *pool = checker.pools;
+  while (pool && pool->number != number) pool = pool->next;
+  struct kept_access *kept = pool ? pool->kept : NULL;
+  while (kept && kept->number != reservation) kept = kept->next;
+  if (kept) { /* else too many were kept, or the checker was started anew */
+    int64_t *copy = malloc((count ? count : 1) * sizeof *copy);
+    well = copy != NULL;
+    if (copy && count) memcpy(copy, ids, count * sizeof *copy);
+    free(kept->ids);
+    kept->ids = copy;
+    kept->count = copy ? count : 0;
+    kept->number = 0;
+    well = well && work_off_locked(pool);
+  }
   leave(well);
 }
 

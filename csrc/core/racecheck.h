@@ -50,6 +50,14 @@ struct kvs_race_access {
  * started again. */
 void kvs_racecheck_access(const struct kvs_race_access *access);
 
+/* An access whose slots are not known yet (ids NULL): notes when it happens, and returns a number for
+ * kvs_racecheck_fulfil(), which gives the slots; 0: none is needed. Later accesses to the pool are kept, with their
+ * clocks, and compared in order once the slots are known: what is found does not depend on when that is. At most
+ * KVS_RACE_KEPT are kept for a pool; then slots that are still unknown count as none. */
+enum { KVS_RACE_KEPT = 4096 };
+uint64_t kvs_racecheck_reserve(const struct kvs_race_access *access);
+void kvs_racecheck_fulfil(uint64_t pool, uint64_t number, const int64_t *ids, size_t count);
+
 /* Drop all state of a pool that is closed, or of a device that is about to be closed. Their work has ended. */
 void kvs_racecheck_forget_pool(uint64_t pool);
 void kvs_racecheck_forget_device(const struct kvs_device *device);

@@ -11,6 +11,7 @@
 
 #include "core/buffers.h"
 #include "core/lane.h"
+#include "core/late.h"
 #include "core/peer.h"
 #include "core/racecheck.h"
 #include "core/transfer.h"
@@ -49,8 +50,8 @@ static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
 static void try_again(struct kvs_submission *s, size_t layer, size_t end, const struct kvs_error *why) {
   struct kvs_work *work = s->work;
   struct kvs_error err;
-  if (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL) {
-    kvs_fail_all(s, why); /* the caller named this path, and none of it runs */
+  if (work->on_device.ids || (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL)) {
+    kvs_fail_all(s, why); /* the copies are not known; or the caller named this path, and none of it runs */
     return;
   }
   if (!work->planned && work->plan(work->call, KVS_FORM_COPIES, work->scratch, &err)) {
@@ -189,6 +190,7 @@ static int submit_on_lane(struct kvs_submission *s) {
   transfer->sequence = ++lane->sequence;
   issue(s);
   kvs_close_bursts(s);
+  kvs_fetch_ids(s);
   if (kvs_order_behind(transfer, s->work, s->options, &why)) kvs_fail_all(s, &why);
   if (transfer->outcome) {
     transfer->outcome->dependencies |= transfer->dependencies;
@@ -264,7 +266,9 @@ int kvs_submit(struct kvs_engine *engine, struct kvs_work *work, const struct kv
   s.transfer->since_ns = options->since_ns ? options->since_ns : work->scratch->since_ns;
   s.transfer->ticket = atomic_fetch_add(&engine->tickets, 1) + 1;
   find_bounds(&work->scratch->regions, s.transfer);
-  int status = submit(&s);
+  int status = work->on_device.ids ? kvs_read_ids_new(s.transfer, &work->on_device, err) : KVS_OK;
+  kvs_late_settle(engine);
+  if (!status) status = submit(&s);
   if (status) {
     if (s.transfer->staging) kvs_engine_staging_put(engine, s.transfer->staging);
     s.transfer->staging = NULL;

@@ -167,6 +167,51 @@ int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const st
   return status ? status : find_shape(engine, work, call, options, err);
 }
 
+int kvs_check_device_ids(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_options *options,
+                         const char *name, const char *other, size_t count, struct kvs_error *err) {
+  const struct kvs_device_ids *ids = options->device_ids;
+  struct kvs_side side = {.name = name, .index = SIZE_MAX, .want = KVS_SIDE_GPU};
+  int64_t reach = 0;
+  int status = KVS_CHECK_RESERVED(ids, "kvs_device_ids", err);
+  if (status) return status;
+  if (ids->width != 4 && ids->width != 8)
+    return kvs_fail(err, KVS_INVALID, "%s has ids of %u bytes; on the device they have 4 or 8", name, ids->width);
+  if (ids->count != count)
+    return kvs_fail(err, KVS_INVALID, "%s has %zu entries and %s has %zu: they name pairs and must be equally long",
+                    name, ids->count, other, count);
+  if (ids->count == 0) return KVS_OK;
+  if (ids->ptr % ids->width || ids->stride % (int64_t)ids->width)
+    return kvs_fail(err, KVS_INVALID,
+                    "%s lies at 0x%" PRIx64 " with a stride of %" PRId64
+                    " bytes: ids of %u bytes are read at multiples "
+                    "of their size",
+                    name, ids->ptr, ids->stride, ids->width);
+  if (__builtin_mul_overflow(ids->stride, (int64_t)(ids->count - 1), &reach) || reach == INT64_MIN)
+    return kvs_fail(err, KVS_INVALID, "%s has a stride of %" PRId64 " bytes, beyond the address space", name,
+                    ids->stride);
+  uint64_t low = reach < 0 ? ids->ptr - (uint64_t)-reach : ids->ptr, span = (uint64_t)(reach < 0 ? -reach : reach);
+  return kvs_memory_cover(engine, scratch, low, span + ids->width, &side, err);
+}
+
+/* Ids on the device: what of them can be known. */
+static int check_ids(struct kvs_engine *engine, struct kvs_work *work, const struct kvs_cache_call *call,
+                     const struct kvs_options *options, bool disjoint, struct kvs_error *err) {
+  if (!disjoint)
+    return kvs_fail(err, KVS_INVALID,
+                    "the memory of these tensors overlaps: whether a block is both read and written cannot be checked "
+                    "with gpu_block_ids on the device; pass ids.cpu()");
+  uint64_t least = UINT64_MAX;
+  for (size_t t = 0; t < call->ntensors; t++)
+    if (call->tensors[t].gpu_blocks < least) least = call->tensors[t].gpu_blocks;
+  work->on_device = (struct kvs_ids_side){.ids = options->device_ids,
+                                          .write = call->direction == KVS_H2D,
+                                          .blocks = least,
+                                          .name = "gpu_block_ids",
+                                          .holder = "the GPU's side"};
+  return kvs_check_device_ids(engine, work->scratch, options, "gpu_block_ids", "cpu_block_ids", call->cpu_ids->count,
+                              err);
+}
+
 static int check_cache(struct kvs_engine *engine, struct kvs_work *work, struct kvs_cache_call *call,
                        const struct kvs_options *options, struct kvs_error *err) {
   struct kvs_scratch *scratch = work->scratch;
@@ -176,10 +221,13 @@ static int check_cache(struct kvs_engine *engine, struct kvs_work *work, struct 
   if (!status)
     for (size_t t = 0; t < call->ntensors; t++) work->nbytes += call->tensors[t].nbytes * call->gpu_ids->count;
   if (!status) status = cover_tensors(engine, scratch, call, err); /* proves that the block counts fit the memory */
+  const struct kvs_ids unknown = {.width = 8, .count = call->gpu_ids->count};
   if (!status)
-    status = kvs_plan_check_ids(call->tensors, call->ntensors, call->gpu_ids, call->cpu_ids, call->direction,
-                                &scratch->plan, err);
-  if (!status && !disjoint) {
+    status = kvs_plan_check_ids(call->tensors, call->ntensors, options->device_ids ? &unknown : call->gpu_ids,
+                                call->cpu_ids, call->direction, &scratch->plan, err);
+  if (!status && options->device_ids)
+    status = check_ids(engine, work, call, options, disjoint, err);
+  else if (!status && !disjoint) {
     status = plan_tensors(call, 0, call->ntensors, true, &scratch->copies, err);
     const struct kvs_plan_bounds bounds = kvs_plan_find_bounds(&scratch->copies);
     if (!status) status = check_disjoint(scratch, &bounds, work, "block", call->ntensors, err);
@@ -194,7 +242,8 @@ static int copy_ids(struct kvs_scratch *scratch, const struct kvs_ids *gpu, cons
                     struct kvs_error *err) {
   int status = kvs_scratch_reserve_ids(scratch, gpu->count + cpu->count, err);
   if (status) return status;
-  kvs_ids_copy(gpu, scratch->ids);
+  if (gpu->data) kvs_ids_copy(gpu, scratch->ids);
+  for (size_t i = 0; !gpu->data && i < gpu->count; i++) scratch->ids[i] = (int64_t)i; /* positions of ids elsewhere */
   kvs_ids_copy(cpu, scratch->ids + gpu->count);
   return KVS_OK;
 }
@@ -202,11 +251,12 @@ static int copy_ids(struct kvs_scratch *scratch, const struct kvs_ids *gpu, cons
 int kvs_swap_cache(struct kvs_engine *engine, const struct kvs_tensor *tensors, size_t ntensors,
                    const struct kvs_ids *gpu_ids, const struct kvs_ids *cpu_ids, enum kvs_direction direction,
                    const struct kvs_options *given, struct kvs_transfer **transfer, struct kvs_error *err) {
-  struct kvs_ids gpu = *gpu_ids, cpu = *cpu_ids;
+  struct kvs_ids gpu, cpu = *cpu_ids;
   struct kvs_options options;
   int status = kvs_open_for_work(engine, err);
   if (!status) status = kvs_options_resolve(engine, given, &options, err);
   if (status) return status;
+  gpu = options.device_ids ? (struct kvs_ids){.width = 8, .count = options.device_ids->count} : *gpu_ids;
   struct kvs_cache_call call = {
       tensors, ntensors, &gpu, &cpu, direction, engine->device->info.max_pitch, kvs_wants_layers(&options)};
   if (direction != KVS_D2H && direction != KVS_H2D)
@@ -364,6 +414,8 @@ int kvs_swap_batch(struct kvs_engine *engine, const uint64_t *src, const uint64_
   struct kvs_options options;
   int status = kvs_open_for_work(engine, err);
   if (!status) status = kvs_options_resolve(engine, given, &options, err);
+  if (!status && options.device_ids)
+    status = kvs_fail(err, KVS_INVALID, "a list of copies has no ids, and takes no device_ids");
   if (status) return status;
   struct kvs_scratch *scratch = kvs_scratch_get(engine, err);
   if (!scratch) return KVS_NOMEM;

@@ -8,6 +8,7 @@
 
 #include "core/buffers.h"
 #include "core/core.h"
+#include "core/late.h"
 #include "core/racecheck.h"
 #include "core/registry.h"
 #include "core/transfer.h"
@@ -37,6 +38,7 @@ void kvs_transfer_drop(struct kvs_transfer *transfer) {
   kvs_racecheck_point_free(transfer->point);
   if (transfer->outcome) kvs_failure_unref(transfer->outcome);
   free(transfer->failed);
+  free(transfer->ids);
   free(transfer);
 }
 
@@ -97,6 +99,7 @@ void kvs_transfer_finish(struct kvs_transfer *transfer) {
     transfer->error = whole;
     transfer->all_failed = true;
   }
+  if (!lost && transfer->ids) kvs_read_ids_end(transfer);
   if (transfer->outcome) kvs_failure_end(transfer->outcome, &whole);
   bool failed = transfer->error.status != KVS_OK;
   if (!lost) {

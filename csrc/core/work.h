@@ -82,6 +82,13 @@ struct kvs_work {
   const int64_t *src_slots, *dst_slots;
   size_t nslots;
   uint64_t cpu_slots; /* slots of the host's side are below this */
+  /* Ids on the device: positions in them stand in src_slots or dst_slots, in place of slots. */
+  struct kvs_ids_side {
+    const struct kvs_device_ids *ids; /* NULL: all slots are known */
+    bool write;                       /* they name destinations */
+    uint64_t blocks;                  /* good ids are below */
+    const char *name, *holder;        /* for messages: "src_ids", "pool 'kv'" */
+  } on_device;
   /* Transfers between pools only; their caller holds hazard_lock. */
   const struct kvs_touch *touches;
   size_t ntouches;
@@ -109,6 +116,9 @@ int kvs_cache_plan(const void *call, enum kvs_form, struct kvs_scratch *, struct
 /* Find the regions and the shape of a checked call. The work has its slots already. */
 int kvs_cache_prepare(struct kvs_engine *, struct kvs_work *, const struct kvs_cache_call *, const struct kvs_options *,
                       struct kvs_error *);
+/* Check options->device_ids (not NULL) and find their memory: they are as many as `count` on the other side. */
+int kvs_check_device_ids(struct kvs_engine *, struct kvs_scratch *, const struct kvs_options *, const char *name,
+                         const char *other, size_t count, struct kvs_error *);
 int kvs_check_layer_options(const struct kvs_options *, size_t nlayers, struct kvs_error *);
 bool kvs_wants_layers(const struct kvs_options *);
 bool kvs_may_cross_seams(const struct kvs_regions *);

@@ -69,6 +69,32 @@ static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_param
   return true;
 }
 
+/* The ids at all positions, whichever the pairs name. */
+static bool can_read_ids(struct kvs_host_view *view, const struct kvs_ids_params *params) {
+  int64_t reach;
+  if (params->nids == 0) return params->npairs == 0;
+  if (__builtin_mul_overflow(params->stride, (int64_t)(params->nids - 1), &reach)) return false;
+  uint64_t low = reach < 0 ? params->ids - (0u - (uint64_t)reach) : params->ids;
+  uint64_t span = reach < 0 ? 0u - (uint64_t)reach : (uint64_t)reach;
+  return can(view, KVS_HOST_READ, low, span + params->width);
+}
+
+static bool prepare_ids(struct kvs_host_view *view, const struct kvs_ids_params *params) {
+  uint64_t pairs = params->npairs * sizeof(struct kvs_pair), claims = params->nclaims * sizeof(struct kvs_id_claim);
+  const struct kvs_pair *table = (const struct kvs_pair *)(uintptr_t)params->pairs;
+  if (params->width != 4 && params->width != 8) return false;
+  if (!can(view, KVS_HOST_WRITE, params->pairs, pairs) ||
+      !can(view, KVS_HOST_WRITE, params->results, params->npairs * sizeof(struct kvs_id_result)))
+    return false;
+  if (params->claims && (params->nclaims < 2 * params->npairs || (params->nclaims & (params->nclaims - 1)) ||
+                         !can(view, KVS_HOST_WRITE, params->claims, claims)))
+    return false;
+  if (params->step != KVS_IDS_READ) return params->claims != 0;
+  for (uint64_t i = 0; i < params->npairs; i++)
+    if ((params->by_dst ? table[i].dst : table[i].src) >= params->nids) return false;
+  return can_read_ids(view, params);
+}
+
 static bool prepare_pattern(struct kvs_host_view *view, const struct kvs_pattern_params *params) {
   const char *table = (const char *)(uintptr_t)params->items;
   bool check = params->mode != KVS_PATTERN_WRITE;
@@ -97,6 +123,8 @@ static bool prepare(struct kvs_host_view *view, struct kvs_host_op *op) {
   case KVS_KERNEL_RING:
   case KVS_KERNEL_PACK:
     return prepare_copy(view, params, op);
+  case KVS_KERNEL_IDS:
+    return prepare_ids(view, params);
   case KVS_KERNEL_PATTERN:
     return prepare_pattern(view, params);
   case KVS_KERNEL_CRC:

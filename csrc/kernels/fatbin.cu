@@ -2,6 +2,7 @@
 #include "copy.cu"
 #include "crc.cu"
 #include "delay.cu"
+#include "ids.cu"
 #include "pack.cu"
 #include "pattern.cu"
 #include "ring.cu"

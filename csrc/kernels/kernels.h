@@ -18,6 +18,7 @@
   X(COPY, kvs_kernel_copy, kvs_copy_params) /* scattered copies by words, any size and alignment */                    \
   X(RING, kvs_kernel_ring, kvs_copy_params) /* scattered copies by bulk copies through shared memory */                \
   X(PACK, kvs_kernel_pack, kvs_copy_params) /* scattered copies within device memory, on the whole GPU, unpaced */     \
+  X(IDS, kvs_kernel_ids, kvs_ids_params)    /* read and check block ids that lie in device memory */                   \
   X(PATTERN, kvs_kernel_pattern, kvs_pattern_params) /* write or check bytes that are a function of a key */           \
   X(CRC, kvs_kernel_crc, kvs_crc_params)             /* checksum of a memory range */                                  \
   X(DELAY, kvs_kernel_delay, kvs_delay_params)       /* keep a stream busy for a time */
@@ -46,6 +47,9 @@ struct kvs_pair {
   uint32_t src, dst;
 };
 
+/* In place of a slot: the block is bad. As the source it reads zeros, as the destination nothing is copied. */
+#define KVS_BAD_SLOT 0xFFFFFFFFu
+
 /* Copies in one of two forms. A list of pieces. Or a grid: each of nrows rows of each pair, divided into `parts` pieces
  * of `piece` bytes (empty beyond the end of a shorter row); a grid needs only O(blocks) of upload if the rows are on
  * the device. */
@@ -57,6 +61,7 @@ struct kvs_units {
   uint32_t npairs; /* grid with a slot: number of pairs */
   uint64_t slot;   /* grid: device address at which the host side is packed; 0: the host side is in host memory */
   uint64_t before; /* grid with a slot: `before` of the first row */
+  uint64_t zeros;  /* grid whose pairs may have no source: address of `piece` bytes that are 0 */
 };
 
 enum {
@@ -83,13 +88,52 @@ struct kvs_copy_params {
 KVS_BOTH struct kvs_piece kvs_grid_piece(const struct kvs_units *units, uint32_t by_src, const struct kvs_row *row,
                                          const struct kvs_pair *pair, uint64_t block, uint64_t part) {
   struct kvs_piece piece;
-  uint64_t at = part * units->piece, left = at < row->nbytes ? row->nbytes - at : 0;
+  const uint32_t from = pair->src == KVS_BAD_SLOT ? 0 : pair->src, to = pair->dst == KVS_BAD_SLOT ? 0 : pair->dst;
+  uint64_t at = part * units->piece, left = at < row->nbytes && pair->dst != KVS_BAD_SLOT ? row->nbytes - at : 0;
   uint64_t packed =
       units->slot + (row->before - units->before) * units->npairs + block * row->packed_stride + row->packed;
-  piece.src = (units->slot && by_src ? packed : row->src + pair->src * row->src_stride) + at;
-  piece.dst = (units->slot && !by_src ? packed : row->dst + pair->dst * row->dst_stride) + at;
+  piece.src = (units->slot && by_src ? packed : row->src + from * row->src_stride) + at;
+  piece.dst = (units->slot && !by_src ? packed : row->dst + to * row->dst_stride) + at;
+  if (pair->src == KVS_BAD_SLOT) piece.src = units->zeros;
   piece.nbytes = left < units->piece ? left : units->piece;
   return piece;
+}
+
+/* Ids in device memory. Step READ reads the id of each pair once, notes the id with its verdict, and puts the slot, or
+ * KVS_BAD_SLOT for a bad id, in the place of the id's position. Where ids name destinations, step READ also claims each
+ * slot in a hash table, and step CLAIM turns down every pair whose slot was claimed twice: none of them is written. */
+enum kvs_ids_step { KVS_IDS_READ, KVS_IDS_CLAIM };
+enum kvs_id_verdict { KVS_ID_GOOD, KVS_ID_RANGE, KVS_ID_TWICE };
+
+struct kvs_id_result {
+  int64_t id;
+  uint32_t position; /* in the list of ids */
+  uint32_t verdict;
+};
+
+/* Words are all ones before: no slot, and not claimed twice. */
+struct kvs_id_claim {
+  uint32_t slot;
+  uint32_t twice; /* 0: claimed twice */
+};
+
+struct kvs_ids_params {
+  uint64_t ids; /* address of the id at position 0 */
+  int64_t stride;
+  uint64_t nids, blocks; /* number of ids; good ids are below `blocks` */
+  uint64_t pairs;        /* address of struct kvs_pair[npairs]: one side holds positions, then slots */
+  uint64_t results;      /* address of struct kvs_id_result[npairs] */
+  uint64_t claims;       /* address of struct kvs_id_claim[nclaims], 0: ids may repeat */
+  uint64_t npairs, nclaims;
+  uint32_t width;  /* bytes of an id, 4 or 8 */
+  uint32_t by_dst; /* 1: ids name destinations, 0: sources */
+  uint32_t step;
+  uint32_t unused;
+};
+
+/* Where the search for a slot among 2^n claims, at least twice as many as pairs, begins. */
+KVS_BOTH uint64_t kvs_claim_begin(uint32_t slot, uint64_t nclaims) {
+  return (slot * 0x9E3779B97F4A7C15ull >> 20) & (nclaims - 1u);
 }
 
 /* Division of a piece so that its body moves in the widest words that both addresses permit: `head` bytes, `words`

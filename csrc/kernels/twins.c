@@ -70,6 +70,48 @@ static void run_copy(const struct kvs_copy_params *params, unsigned cta, unsigne
   }
 }
 
+/* -- IDS ------------------------------------------------------------------------------------------------------- */
+
+static int64_t read_id(const struct kvs_ids_params *params, uint32_t position) {
+  const char *at = (const char *)(uintptr_t)(params->ids + (uint64_t)(params->stride * (int64_t)position));
+  int32_t narrow;
+  int64_t id;
+  if (params->width == 8) return memcpy(&id, at, 8), id;
+  return memcpy(&narrow, at, 4), narrow;
+}
+
+/* The claim of a slot; made if there is none. *first: it was made. */
+static struct kvs_id_claim *claim_of(const struct kvs_ids_params *params, uint32_t slot, bool *first) {
+  struct kvs_id_claim *claims = (struct kvs_id_claim *)(uintptr_t)params->claims;
+  for (uint64_t at = kvs_claim_begin(slot, params->nclaims);; at = (at + 1) & (params->nclaims - 1)) {
+    uint32_t found = KVS_BAD_SLOT;
+    *first = __atomic_compare_exchange_n(&claims[at].slot, &found, slot, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    if (*first || found == slot) return &claims[at];
+  }
+}
+
+static void run_ids(const struct kvs_ids_params *params, unsigned cta, unsigned grid) {
+  struct kvs_pair *pairs = (struct kvs_pair *)(uintptr_t)params->pairs;
+  struct kvs_id_result *results = (struct kvs_id_result *)(uintptr_t)params->results;
+  bool first;
+  for (uint64_t i = cta; i < params->npairs; i += grid) {
+    uint32_t *slot = params->by_dst ? &pairs[i].dst : &pairs[i].src;
+    if (params->step == KVS_IDS_CLAIM) {
+      if (*slot == KVS_BAD_SLOT || claim_of(params, *slot, &first)->twice) continue;
+      results[i].verdict = KVS_ID_TWICE;
+      *slot = KVS_BAD_SLOT;
+      continue;
+    }
+    int64_t id = read_id(params, *slot);
+    bool good = id >= 0 && (uint64_t)id < params->blocks;
+    results[i] = (struct kvs_id_result){id, *slot, good ? KVS_ID_GOOD : KVS_ID_RANGE};
+    *slot = good ? (uint32_t)id : KVS_BAD_SLOT;
+    if (!good || !params->claims) continue;
+    struct kvs_id_claim *claim = claim_of(params, *slot, &first);
+    if (!first) __atomic_store_n(&claim->twice, 0, __ATOMIC_RELAXED);
+  }
+}
+
 /* -- PATTERN --------------------------------------------------------------------------------------------------- */
 
 static void write_item(const struct kvs_pattern_item *item) {
@@ -140,6 +182,9 @@ void kvs_twin_run(enum kvs_kernel kernel, const void *params, unsigned cta, unsi
   case KVS_KERNEL_RING:
   case KVS_KERNEL_PACK:
     run_copy(params, cta, grid);
+    break;
+  case KVS_KERNEL_IDS:
+    run_ids(params, cta, grid);
     break;
   case KVS_KERNEL_PATTERN:
     run_pattern(params, cta, grid);

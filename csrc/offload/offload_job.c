@@ -354,6 +354,8 @@ int kvs_offload_submit(struct kvs_offload *map, const struct kvs_offload_job *jo
   int status = kvs_open_for_work(engine, err);
   if (!status) status = KVS_CHECK_RESERVED(job, "kvs_offload_job", err);
   if (!status) status = kvs_options_resolve(engine, given, &options, err);
+  if (!status && options.device_ids)
+    status = kvs_fail(err, KVS_INVALID, "an offload job has its ids in host memory, and takes no device_ids");
   if (status) return status;
   if (job->direction != KVS_D2H && job->direction != KVS_H2D)
     return kvs_fail(err, KVS_INVALID, "direction is %d; 0 is D2H (store) and 1 is H2D (load)", (int)job->direction);

@@ -190,13 +190,14 @@ int kvs_plan_check_ids(const struct kvs_tensor *tensors, size_t ntensors, const 
     return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", gpu_ids->count, UINT32_MAX);
   if (ntensors == 0) return KVS_OK;
   uint64_t gpu_blocks = fewest_blocks(tensors, ntensors, true, &tensor);
-  int status = check_range(gpu_ids, "gpu_block_ids", gpu_blocks, "that side", tensor, ntensors, err);
+  bool known = gpu_ids->data || !gpu_ids->count;
+  int status = known ? check_range(gpu_ids, "gpu_block_ids", gpu_blocks, "that side", tensor, ntensors, err) : KVS_OK;
   if (status) return status;
   uint64_t cpu_blocks = fewest_blocks(tensors, ntensors, false, &tensor);
   status = check_range(cpu_ids, "cpu_block_ids", cpu_blocks, "that side", tensor, ntensors, err);
   if (status) return status;
-  return direction == KVS_D2H ? check_duplicates(cpu_ids, "cpu_block_ids", cpu_blocks, NULL, scratch, err)
-                              : check_duplicates(gpu_ids, "gpu_block_ids", gpu_blocks, NULL, scratch, err);
+  if (direction == KVS_D2H) return check_duplicates(cpu_ids, "cpu_block_ids", cpu_blocks, NULL, scratch, err);
+  return known ? check_duplicates(gpu_ids, "gpu_block_ids", gpu_blocks, NULL, scratch, err) : KVS_OK;
 }
 
 int kvs_plan_check_slots(const struct kvs_plan_slots *src, const struct kvs_plan_slots *dst, bool shared,
@@ -208,9 +209,11 @@ int kvs_plan_check_slots(const struct kvs_plan_slots *src, const struct kvs_plan
                     src_ids->count, dst_ids->count);
   if (src_ids->count > UINT32_MAX)
     return kvs_fail(err, KVS_INVALID, "%zu blocks in one call; the limit is %u", src_ids->count, UINT32_MAX);
-  int status = check_range(src_ids, "src_ids", src->blocks, src->pool, 0, 0, err);
-  if (!status) status = check_range(dst_ids, "dst_ids", dst->blocks, dst->pool, 0, 0, err);
-  return status ? status : check_duplicates(dst_ids, "dst_ids", dst->blocks, shared ? src_ids : NULL, scratch, err);
+  bool src_known = src_ids->data || !src_ids->count, dst_known = dst_ids->data || !dst_ids->count;
+  int status = src_known ? check_range(src_ids, "src_ids", src->blocks, src->pool, 0, 0, err) : KVS_OK;
+  if (!status && dst_known) status = check_range(dst_ids, "dst_ids", dst->blocks, dst->pool, 0, 0, err);
+  if (status || !dst_known) return status;
+  return check_duplicates(dst_ids, "dst_ids", dst->blocks, shared ? src_ids : NULL, scratch, err);
 }
 
 /* -- copies ---------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /* DLPack. The capsule is not consumed: it is kept alive until the transfer ends, and its own destructor then calls the
  * producer's deleter. The structures below are DLPack's public ABI, versions 0 and 1. */
-#include "bind.h"
+#include "ids.h"
 
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_FLAG_READ_ONLY = 1, DL_FLAG_IS_COPIED = 2 };
@@ -67,13 +67,13 @@ static int device_type(struct kvs_py_state *state, PyObject *object, long *type)
   return known_device(*type) ? 1 : 0;
 }
 
-/* object.__dlpack__(). For GPU memory stream=-1: the producer orders nothing, since stream= and after= do. Producers of
- * DLPack 0 take no max_version. */
-static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long type) {
+/* object.__dlpack__(). For GPU memory with a stream, or with -1: the producer orders nothing, since stream= and after=
+ * do. Producers of DLPack 0 take no max_version. */
+static PyObject *call_dlpack(struct kvs_py_state *state, PyObject *method, long type, int64_t stream) {
   bool gpu = type == DL_CUDA || type == DL_CUDA_MANAGED;
   PyObject *names =
       gpu ? PyTuple_Pack(2, state->s_max_version, state->s_stream) : PyTuple_Pack(1, state->s_max_version);
-  PyObject *none = PyLong_FromLong(-1);
+  PyObject *none = PyLong_FromLongLong(stream);
   PyObject *capsule = NULL;
   PyObject *values[2] = {state->dlpack_version, none};
   if (names != NULL && none != NULL) {
@@ -107,19 +107,23 @@ static uint64_t size_of(const struct dl_tensor *tensor) {
   return nbits / 8 + (nbits % 8 != 0);
 }
 
-static int read_capsule(PyObject *object, PyObject *capsule, const char *name, Py_ssize_t index,
-                        struct kvs_py_address *address) {
-  const struct dl_tensor *tensor = NULL;
-  uint64_t flags = 0;
+/* NULL: of no version that is read here. */
+static const struct dl_tensor *tensor_of(PyObject *capsule, uint64_t *flags) {
+  *flags = 0;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const struct dl_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
-    if (versioned->version.major != 1) return 0;
-    flags = versioned->flags;
-    tensor = &versioned->tensor;
-  } else if (PyCapsule_IsValid(capsule, "dltensor")) {
-    const struct dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-    tensor = &managed->tensor;
+    *flags = versioned->flags;
+    return versioned->version.major == 1 ? &versioned->tensor : NULL;
   }
+  if (!PyCapsule_IsValid(capsule, "dltensor")) return NULL;
+  const struct dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+  return &managed->tensor;
+}
+
+static int read_capsule(PyObject *object, PyObject *capsule, const char *name, Py_ssize_t index,
+                        struct kvs_py_address *address) {
+  uint64_t flags;
+  const struct dl_tensor *tensor = tensor_of(capsule, &flags);
   if (tensor == NULL || !known_device(tensor->device.type)) return 0;
   if ((flags & DL_FLAG_IS_COPIED) != 0)
     return kvs_py_complain(PyExc_ValueError, name, index,
@@ -150,7 +154,7 @@ int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name
   int has = PyType_Check(object) ? 0 : kvs_py_attribute(object, state->s_dlpack, &method);
   if (has <= 0) return has;
   has = device_type(state, object, &type);
-  PyObject *made = has == 1 ? call_dlpack(state, method, type) : NULL;
+  PyObject *made = has == 1 ? call_dlpack(state, method, type, -1) : NULL;
   Py_DECREF(method);
   if (made == NULL) return PyErr_Occurred() ? refused() : 0;
   has = read_capsule(object, made, name, index, address);
@@ -159,6 +163,42 @@ int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name
   else
     Py_DECREF(made);
   return has;
+}
+
+/* -- ids on the device --------------------------------------------------------------------------------------------- */
+
+int kvs_py_dlpack_device(struct kvs_py_state *state, PyObject *object) {
+  long type = DL_CPU;
+  int has = PyType_Check(object) ? 0 : device_type(state, object, &type);
+  if (has <= 0) return has;
+  return type == DL_CUDA || type == DL_CUDA_MANAGED ? 2 : 1;
+}
+
+int kvs_py_dlpack_ids(struct kvs_py_state *state, PyObject *object, const char *name, uint64_t stream,
+                      PyObject **capsule, struct kvs_py_strided *ids) {
+  static const char kinds[] = {'i', 'u', 'f', '?', 'f', 'c', 'b'}; /* by DLPack's code */
+  PyObject *method;
+  uint64_t flags;
+  int has = kvs_py_attribute(object, state->s_dlpack, &method);
+  if (has <= 0) return has;
+  *capsule = call_dlpack(state, method, DL_CUDA, (int64_t)(stream == 0 ? KVS_STREAM_LEGACY : stream));
+  Py_DECREF(method);
+  if (*capsule == NULL) return -1;
+  const struct dl_tensor *tensor = tensor_of(*capsule, &flags);
+  if (tensor == NULL || (flags & DL_FLAG_IS_COPIED) != 0) {
+    Py_CLEAR(*capsule);
+    return kvs_py_complain(PyExc_TypeError, name, -1, "was not given by its __dlpack__() as the memory that it is");
+  }
+  uint64_t width = (uint64_t)tensor->dtype.bits * tensor->dtype.lanes / 8;
+  int64_t step = tensor->ndim == 1 && tensor->strides != NULL ? tensor->strides[0] : 1;
+  *ids = (struct kvs_py_strided){.ptr = (uint64_t)(uintptr_t)tensor->data + tensor->byte_offset,
+                                 .ndim = tensor->ndim,
+                                 .kind = tensor->dtype.code < sizeof kinds ? kinds[tensor->dtype.code] : '?',
+                                 .width = (unsigned)width};
+  if (tensor->ndim != 1) return 1;
+  ids->count = (size_t)tensor->shape[0];
+  if (__builtin_mul_overflow(step, (int64_t)width, &ids->stride)) ids->stride = INT64_MAX;
+  return 1;
 }
 
 /* -- in C ---------------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /* __cuda_array_interface__ and __array_interface__: dictionaries with `data` (address, read-only), shape, typestr,
  * strides. */
-#include "bind.h"
+#include "ids.h"
 
 /* Bytes of one element: the digits after the two letters of typestr ("<f4"). 0: unknown. */
 static uint64_t element_size(PyObject *interface) {
@@ -78,4 +78,48 @@ int kvs_py_interface(struct kvs_py_state *state, PyObject *object, const char *n
     if (has != 0) return has;
   }
   return 0;
+}
+
+/* -- ids on the device --------------------------------------------------------------------------------------------- */
+
+static int read_strided(PyObject *interface, const char *name, struct kvs_py_strided *ids) {
+  PyObject *shape = PyDict_GetItemString(interface, "shape"), *strides = PyDict_GetItemString(interface, "strides");
+  PyObject *data = PyDict_GetItemString(interface, "data"), *stream = PyDict_GetItemString(interface, "stream");
+  PyObject *typestr = PyDict_GetItemString(interface, "typestr");
+  const char *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8(typestr) : NULL;
+  if (text == NULL || text[0] == '\0' || shape == NULL || !PyTuple_Check(shape) || data == NULL ||
+      !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) {
+    PyErr_Clear();
+    return kvs_py_complain(PyExc_TypeError, name, -1, "has a __cuda_array_interface__ that cannot be read");
+  }
+  ids->ndim = (int)PyTuple_GET_SIZE(shape);
+  ids->kind = text[0] == '>' ? '>' : text[1];
+  ids->width = (unsigned)element_size(interface);
+  if (kvs_py_uint64(PyTuple_GET_ITEM(data, 0), name, -1, &ids->ptr) < 0) return -1;
+  ids->ordered = stream != NULL && stream != Py_None;
+  if (ids->ordered && kvs_py_uint64(stream, name, -1, &ids->stream) < 0) return -1;
+  if (ids->ndim != 1) return 1;
+  uint64_t count;
+  if (kvs_py_uint64(PyTuple_GET_ITEM(shape, 0), name, -1, &count) < 0) return -1;
+  ids->count = (size_t)count;
+  ids->stride = ids->width;
+  if (strides == NULL || !PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != 1) return 1;
+  return kvs_py_int64(PyTuple_GET_ITEM(strides, 0), name, -1, &ids->stride) < 0 ? -1 : 1;
+}
+
+int kvs_py_interface_ids(struct kvs_py_state *state, PyObject *object, const char *name, PyObject **keep,
+                         struct kvs_py_strided *ids) {
+  PyObject *interface;
+  int has = kvs_py_attribute(object, state->s_cuda_array, &interface);
+  if (has <= 0) return has;
+  PyObject *copy = PyDict_Check(interface) ? PyDict_Copy(interface) : NULL;
+  if (copy == NULL && !PyErr_Occurred())
+    kvs_py_complain(PyExc_TypeError, name, -1, "has a __cuda_array_interface__ that is no dict");
+  has = copy == NULL ? -1 : read_strided(copy, name, ids);
+  Py_XDECREF(copy);
+  if (has == 1)
+    *keep = interface; /* the dictionary may own the memory */
+  else
+    Py_DECREF(interface);
+  return has;
 }

@@ -8,14 +8,17 @@ enum { SRC, DST, SRC_IDS, DST_IDS, PARTS, MOVE };
 enum { FEW = 8 }; /* pairs whose pointers need no allocation */
 
 static const char *const names[] = {
-    "src", "dst", "src_ids", "dst_ids", "parts", KVS_PY_COMMON_NAMES, KVS_PY_LAYER_NAMES,
+    "src", "dst", "src_ids", "dst_ids", "parts", KVS_PY_COMMON_NAMES, KVS_PY_LAYER_NAMES, "gpu_order",
 };
+enum { GPU_ORDER = MOVE + KVS_PY_COMMON + KVS_PY_LAYERED, ARGUMENTS };
+static const char *const gpu_orders[] = {"pool", "stream"};
 
 struct move_args {
   struct kvs_py_state *state;
   struct kvs_move move;
   PyObject *sides[2]; /* a Pool, or a tuple of them */
   PyObject *keep[2];  /* of ids */
+  int on_device;      /* SRC_IDS or DST_IDS: ids in GPU memory; 0: none */
   struct kvs_pool *few[2 * FEW], **pools;
   struct kvs_part *parts;
   struct kvs_py_options options;
@@ -96,9 +99,21 @@ static int read_pools(struct move_args *call, PyObject *const *values) {
 
 static int read_lists(struct move_args *call, PyObject *const *values) {
   struct kvs_move *move = &call->move;
-  if (kvs_py_ids(call->state, values[SRC_IDS], "src_ids", &move->src_ids, &call->keep[0]) < 0) return -1;
-  if (kvs_py_ids(call->state, values[DST_IDS], "dst_ids", &move->dst_ids, &call->keep[1]) < 0) return -1;
-  if (kvs_py_same_length("dst_ids", move->dst_ids.count, "src_ids", move->src_ids.count) < 0) return -1;
+  struct kvs_ids *lists[] = {&move->src_ids, &move->dst_ids};
+  for (int i = SRC_IDS; i <= DST_IDS; ++i) {
+    int on_device = kvs_py_on_device(call->state, values[i]);
+    if (on_device < 0) return -1;
+    if (on_device && call->on_device)
+      return kvs_py_complain(
+          PyExc_TypeError, "dst_ids", -1,
+          "and src_ids are both GPU arrays: ids of the host's side must be in host memory, ids.cpu()");
+    if (on_device)
+      call->on_device = i;
+    else if (kvs_py_ids(call->state, values[i], names[i], lists[i - SRC_IDS], &call->keep[i - SRC_IDS]) < 0)
+      return -1;
+  }
+  if (!call->on_device && kvs_py_same_length("dst_ids", move->dst_ids.count, "src_ids", move->src_ids.count) < 0)
+    return -1;
   if (!kvs_py_given(values[PARTS])) return 0;
   if (kvs_py_parts(values[PARTS], "parts", &call->parts, &move->nparts) < 0) return -1;
   move->parts = call->parts;
@@ -116,18 +131,32 @@ static int submit(void *arg, struct kvs_error *err) {
   return kvs_move_blocks(&call->move, &call->options.core, &call->transfer, err);
 }
 
+static int read_gpu_order(struct move_args *call, PyObject *value) {
+  if (value == NULL) return 0;
+  int order = kvs_py_choice(value, "gpu_order", gpu_orders, 2);
+  if (order < 0) return -1;
+  if (order == KVS_GPU_ORDER_STREAM && !call->on_device)
+    return kvs_py_complain(PyExc_ValueError, "gpu_order", -1,
+                           "is 'stream', which is for ids in GPU memory: these are known, and so are their hazards");
+  call->options.core.gpu_order = (enum kvs_gpu_order)order;
+  return 0;
+}
+
 static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-  static const struct kvs_py_args spec = {"move_blocks", names, 4, 4, MOVE + KVS_PY_COMMON + KVS_PY_LAYERED};
-  PyObject *values[MOVE + KVS_PY_COMMON + KVS_PY_LAYERED], *result = NULL;
+  static const struct kvs_py_args spec = {"move_blocks", names, 4, 4, ARGUMENTS};
+  PyObject *values[ARGUMENTS], *result = NULL;
   struct move_args call = {.state = PyModule_GetState(module)};
   struct kvs_py_options *options = &call.options;
   options->common = values + MOVE;
   options->layered = values + MOVE + KVS_PY_COMMON;
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
   PyObject *range = kvs_py_trace_begin(call.state, spec.function);
-  if (kvs_py_options_check(options) == 0 && read_pools(&call, values) == 0 && read_lists(&call, values) == 0) {
+  if (kvs_py_options_check(options) == 0 && read_pools(&call, values) == 0 && read_lists(&call, values) == 0 &&
+      read_gpu_order(&call, values[GPU_ORDER]) == 0) {
     struct kvs_engine *engine = kvs_pool_engine(call.move.src[0]);
+    int ids = call.on_device;
     if (kvs_py_options_read(call.state, engine, layers_of(&call.move), options) == 0 &&
+        (!ids || kvs_py_device_ids(call.state, values[ids], names[ids], engine, options) == 0) &&
         kvs_py_submit(call.state, engine, options, submit, &call) == 0)
       result = kvs_py_transfer_new(call.state, call.transfer);
   }
@@ -138,7 +167,7 @@ static PyObject *move_blocks(PyObject *module, PyObject *const *args, Py_ssize_t
 PyDoc_STRVAR(
     move_blocks_doc,
     "move_blocks($module, /, src, dst, src_ids, dst_ids, *, parts=None, layer_events=False, after_layers=None, "
-    "stream=None, after=(), path='auto', priority=None, max_ctas=None, pace_gbps=None)\n--\n\n"
+    "stream=None, after=(), path='auto', priority=None, max_ctas=None, pace_gbps=None, gpu_order='pool')\n--\n\n"
     "Copy slot src_ids[i] of each source Pool to slot dst_ids[i] of its destination Pool; returns the Transfer.\n"
     "\n"
     "The transfer starts after the transfers between pools, on any lane, that write its source slots, and that read\n"
@@ -150,7 +179,10 @@ PyDoc_STRVAR(
     "GPU, or within\n"
     "  one of them.\n"
     "src_ids, dst_ids: int32 or int64 arrays (n,), or sequences of ints, of one length. No destination slot twice,\n"
-    "  and no slot both read and written.\n"
+    "  and no slot both read and written. Those of the GPU's side may lie in GPU memory.\n" KVS_PY_DEVICE_IDS_DOC
+    "gpu_order: with ids in GPU memory. 'pool': the transfer is ordered as if it touched every slot of the GPU's "
+    "pools.\n"
+    "  'stream': on that side the caller orders it, by stream= and after=.\n"
     "parts: None: whole blocks, pair i being layer i. Else an integer array, shape (p, 6): the parts of each\n"
     "  block to move. Columns: pair, layer, offset, rows, row_nbytes, row_pitch: `rows` rows of row_nbytes bytes,\n"
     "  row_pitch bytes apart, the first at offset. Offsets count the block's own bytes, 0 to block_nbytes, row by "

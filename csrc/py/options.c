@@ -114,6 +114,7 @@ int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, s
 void kvs_py_options_clear(struct kvs_py_options *options) {
   kvs_py_after_clear(&options->after);
   kvs_py_after_clear(&options->after_layers);
+  PyMem_Free(options->more_after);
   Py_XDECREF(options->hold);
 }
 

@@ -17,11 +17,21 @@ struct kvs_py_options {
   struct kvs_options core;
   struct kvs_py_after after, after_layers;
   char where[160];
+  struct kvs_device_ids device_ids;
+  struct kvs_after *more_after; /* `after` and the stream of device_ids, or NULL */
 };
 int kvs_py_direction(PyObject *value, int64_t *direction); /* KVS_D2H or KVS_H2D */
 int kvs_py_options_check(struct kvs_py_options *options);  /* the checks that need no device */
 int kvs_py_options_read(struct kvs_py_state *state, struct kvs_engine *engine, size_t layers,
                         struct kvs_py_options *options);
+/* device_ids.c. Whether block ids are a GPU array: 1, 0, or -1 with an exception. */
+int kvs_py_on_device(struct kvs_py_state *state, PyObject *ids);
+/* Ids of the host's side: refuse a GPU array. */
+int kvs_py_refuse_on_device(struct kvs_py_state *state, PyObject *ids, const char *name);
+/* Ids on the device, into core.device_ids; the transfer holds them, and starts after the work that makes them. After
+ * kvs_py_options_read(). */
+int kvs_py_device_ids(struct kvs_py_state *state, PyObject *ids, const char *name, struct kvs_engine *engine,
+                      struct kvs_py_options *options);
 void kvs_py_options_clear(struct kvs_py_options *options);
 void kvs_py_release_owner(void *owner); /* a release() callback: acquires the GIL and drops a reference */
 /* Call `submit`, which uses options->core, without the GIL. The transfer then owns options->hold. */
@@ -29,6 +39,12 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
                   int (*submit)(void *call, struct kvs_error *err), void *call);
 
 /* Docs. */
+#define KVS_PY_DEVICE_IDS_DOC                                                                                          \
+  "An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel "     \
+  "does\n"                                                                                                             \
+  "  so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose "  \
+  "id\n"                                                                                                               \
+  "  is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.\n"
 #define KVS_PY_ORDER_DOC                                                                                               \
   "stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle\n"        \
   "  (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,\n"     \
@@ -45,7 +61,8 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
   "after_layers: None, or a sequence with one entry a layer: an Event, a Transfer or a stream that the layer's\n"      \
   "  copies also start after; or None. Layers are copied in order.\n"
 #define KVS_PY_CHECKED_DOC                                                                                             \
-  "Everything is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, nothing\n"     \
+  "All that the host has is checked before anything is queued. ValueError, IndexError, TypeError: wrong arguments, "   \
+  "nothing\n"                                                                                                          \
   "moved; QueueFull: too many unfinished transfers; DeviceError: the driver. Any thread may call."
 
 #endif

@@ -41,6 +41,7 @@ struct swap_call {
   struct kvs_tensor single, *tensors;
   struct kvs_ids ids[2];
   PyObject *keep[2]; /* of ids */
+  bool on_device;    /* gpu_block_ids */
   int64_t direction;
   struct kvs_engine *engine;
   struct kvs_py_options options;
@@ -233,11 +234,16 @@ static int read_cache(struct swap_call *call, const struct swap_kind *kind) {
   if (kvs_py_direction(call->values[DIRECTION], &call->direction) < 0 || read_sides(call, kind) < 0 ||
       read_numbers(call, kind) < 0)
     return -1;
-  for (int side = 0; side < 2; ++side)
+  int on_device = kvs_py_on_device(call->state, call->values[GPU_IDS]);
+  if (on_device < 0 || kvs_py_refuse_on_device(call->state, call->values[CPU_IDS], "cpu_block_ids") < 0) return -1;
+  call->on_device = on_device == 1;
+  for (int side = call->on_device; side < 2; ++side)
     if (kvs_py_ids(call->state, call->values[GPU_IDS + side], kind->args.names[GPU_IDS + side], &call->ids[side],
                    &call->keep[side]) < 0)
       return -1;
-  if (kvs_py_same_length("cpu_block_ids", call->ids[1].count, "gpu_block_ids", call->ids[0].count) < 0) return -1;
+  if (!call->on_device &&
+      kvs_py_same_length("cpu_block_ids", call->ids[1].count, "gpu_block_ids", call->ids[0].count) < 0)
+    return -1;
   return fill_tensors(call, kind);
 }
 
@@ -302,6 +308,8 @@ static PyObject *swap(const struct swap_kind *kind, PyObject *module, PyObject *
   if (kvs_py_options_check(options) == 0 && kind->read(&call, kind) == 0) {
     if ((call.engine = find_engine(&call, *device, kind->common == BATCH)) != NULL &&
         kvs_py_options_read(call.state, call.engine, call.ptrs[0].count, options) == 0 &&
+        (!call.on_device ||
+         kvs_py_device_ids(call.state, values[GPU_IDS], "gpu_block_ids", call.engine, options) == 0) &&
         kvs_py_submit(call.state, call.engine, options, kind->submit, &call) == 0)
       result = finish(&call, kind);
     else
@@ -343,6 +351,7 @@ FUNCTION(swap_cache_all_layers_async, layers_names, CACHE, 8, true, false, true,
   "gpu_block_ids, cpu_block_ids: integer arrays (n,), or sequences of ints, of one length. int32 and int64 arrays "    \
   "are\n"                                                                                                              \
   "  read in place.\n"                                                                                                 \
+  "gpu_block_ids may lie in GPU memory. " KVS_PY_DEVICE_IDS_DOC                                                        \
   "direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.\n"
 
 PyDoc_STRVAR(

@@ -10,12 +10,13 @@
 enum { SLOTS = 8 };
 
 static struct kvs_slot slots[SLOTS];
-static struct kvs_hazards table = {slots, SLOTS};
+static struct kvs_hazards table = {.slots = slots, .count = SLOTS};
 static struct kvs_progress progress;
 static struct kvs_needs needs;
 
 static void start(void) {
   memset(slots, 0, sizeof slots);
+  memset(&table.uses, 0, sizeof table.uses);
   memset(&progress, 0, sizeof progress);
   progress.lanes = KVS_LANES;
 }
@@ -196,6 +197,32 @@ static void test_a_slot_named_twice(void) {
   CHECK(needs_only(6, KVS_RAW, 1));
 }
 
+static void test_slots_that_are_not_known(void) {
+  start();
+  reads(1, 3, 0);
+  writes(2, 4, 1);
+  kvs_needs_reset(&needs, KVS_LANES);
+  kvs_hazards_whole(&table, false, 3, &progress, &needs);
+  CHECK(needs_only(2, KVS_RAW, 4), "it may read what was written, and reads do not matter");
+  kvs_hazards_note_whole(&table, false, kvs_stamp_of(3, 1));
+  ask_read(4, 5);
+  CHECK(count_needs() == 0, "two read");
+  ask_write(4, 5);
+  CHECK(needs_only(3, KVS_WAR, 1), "it may read any slot");
+  kvs_needs_reset(&needs, KVS_LANES);
+  kvs_hazards_whole(&table, true, 4, &progress, &needs);
+  CHECK(count_needs() == 3 && needs.sequence[1][KVS_WAR] == 3 && needs.sequence[2][KVS_WAW] == 4 &&
+        needs.sequence[3][KVS_WAR] == 1);
+  kvs_hazards_note_whole(&table, true, kvs_stamp_of(4, 9));
+  ask_read(5, 6);
+  CHECK(needs_only(4, KVS_RAW, 9), "it may write any slot");
+  ask_read(4, 6);
+  CHECK(count_needs() == 0, "its own lane");
+  progress.done[4] = 9;
+  ask_read(5, 6);
+  CHECK(count_needs() == 0, "it has ended");
+}
+
 /* -- the plainest model: a program's transfers, and what comes before what -------------------------------------- */
 
 enum { LANES = 12, TRANSFERS = 128, WORDS = TRANSFERS / 64, MOST_IDS = 3 };
@@ -204,6 +231,7 @@ struct transfer {
   unsigned lane; /* index into lanes */
   uint64_t sequence;
   uint32_t reads, writes;  /* bit i: slot i */
+  bool whole;              /* its slots are not known: it has no places */
   uint64_t waits[LANES];   /* up to which sequence of each lane */
   uint64_t earlier[WORDS]; /* the transfers that come before it, by its lane, its waits or theirs */
 };
@@ -273,6 +301,7 @@ static unsigned count_readers(const struct transfer *t, unsigned slot) {
   uint32_t lanes = 0;
   for (unsigned u = program.count; u-- > 0;) {
     const struct transfer *other = &program.transfers[u];
+    if (other->whole) continue;
     if (other->reads >> slot & 1 && other->lane != t->lane && !has_ended(other)) lanes |= 1u << other->lane;
     if (other->writes >> slot & 1) break;
   }
@@ -315,9 +344,14 @@ static uint64_t submit(void) {
   struct transfer *t = &program.transfers[program.count];
   *t = (struct transfer){.lane = (unsigned)check_below(&program.seed, program.nlanes)};
   struct lane *lane = &program.lanes[t->lane];
-  size_t nreads = draw_slots(read_ids, &t->reads), nwrites = 0;
-  if (check_below(&program.seed, 3) == 0) nwrites = draw_slots(write_ids, &t->writes);
+  size_t nreads = 0, nwrites = 0;
+  bool whole = check_below(&program.seed, 6) == 0, write = check_below(&program.seed, 2);
+  t->whole = whole;
+  if (whole) *(write ? &t->writes : &t->reads) = (1u << program.nslots) - 1;
+  if (!whole) nreads = draw_slots(read_ids, &t->reads);
+  if (!whole && check_below(&program.seed, 3) == 0) nwrites = draw_slots(write_ids, &t->writes);
   kvs_needs_reset(&needs, progress.lanes);
+  if (whole) kvs_hazards_whole(&table, write, lane->number, &progress, &needs);
   kvs_hazards_read(&table, read_ids, nreads, lane->number, &progress, &needs);
   kvs_hazards_write(&table, write_ids, nwrites, lane->number, &progress, &needs);
   for (unsigned l = 0; l < program.nlanes && !program.ignored; l++)
@@ -328,6 +362,7 @@ static uint64_t submit(void) {
   uint64_t unordered = count_unordered(t);
   kvs_stamp stamp = kvs_stamp_of(lane->number, t->sequence);
   bool read_first = check_below(&program.seed, 2);
+  if (whole) kvs_hazards_note_whole(&table, write, stamp);
   if (read_first) kvs_hazards_note_read(&table, read_ids, nreads, stamp, &progress);
   kvs_hazards_note_write(&table, write_ids, nwrites, stamp);
   if (!read_first) kvs_hazards_note_read(&table, read_ids, nreads, stamp, &progress);
@@ -381,6 +416,7 @@ int main(void) {
   test_room();
   test_places();
   test_a_slot_named_twice();
+  test_slots_that_are_not_known();
   test_programs();
   test_programs_without();
   return check_close();

@@ -24,6 +24,52 @@ def ids_as(world: World, ids: Any) -> Any:
     return ids.tolist() if kind is list else ids.astype(kind)
 
 
+class GpuIds:
+    """Ids in GPU memory, written there in stream order: what was there before is no id of any block."""
+
+    def __init__(self, world: World, ids: Any, stream: kvswap.Stream | None) -> None:
+        self.dtype, self.step = np.dtype(world.rng.choice((np.int32, np.int64))), world.rng.choice((1, 1, 2, 3))
+        self.count, nbytes = ids.size, ids.size * self.step * self.dtype.itemsize
+        self.memory, self.staged = world.device.alloc(nbytes), world.device.alloc(nbytes, host=True)
+        there = np.frombuffer(self.staged, self.dtype)
+        there[:] = -7
+        there[:: self.step] = ids
+        self.named = stream is None  # without a stream of the call, a stream of the array's own
+        self.stream = stream or kvswap.Stream(world.device)
+        seam(world.device, "copy", self.memory.ptr, self.staged.ptr, nbytes, self.stream.handle)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.count,),
+            "typestr": self.dtype.str,
+            "data": (self.memory.ptr, True),
+            "strides": (self.step * self.dtype.itemsize,),
+            "version": 3,
+            "stream": self.stream.handle if self.named else None,
+        }
+
+
+def on_the_gpu(world: World, ids: Any, most: int, write: bool, options: dict[str, Any], stream: Any) -> Any:
+    """Sometimes the ids of the GPU's side as a GPU array, some of them bad, with the bad positions; else None."""
+    rng = world.rng
+    if not world.device.info["kernels"] or rng.random() > 0.25:
+        return None
+    options["path"] = rng.choice([path for path in world.paths if path in ("burst", "kernel")])
+    ids, bad = ids.astype(np.int64), set()
+    if rng.random() < 0.3:
+        for position in rng.sample(range(ids.size), rng.randint(1, ids.size)):
+            ids[position] = rng.choice((-1, most, most + 5, -(1 << 30)))
+            bad.add(position)
+    if write and ids.size > 1 and rng.random() < 0.2:
+        one, other = rng.sample(range(ids.size), 2)
+        ids[one] = ids[other]
+        bad |= {one, other}
+    world.totals.events["ids on the GPU"] += 1
+    world.totals.events["bad ids"] += len(bad)
+    return GpuIds(world, ids, stream), np.array(sorted(bad), np.int64)
+
+
 def scribble(*arrays: Any) -> None:
     """What was passed belongs to the caller again."""
     for array in arrays:
@@ -59,11 +105,12 @@ def places(work: Work, gpu: Area, cpu: Area, tensor: int) -> tuple[Any, Any]:
     return here, there
 
 
-def carry(work: Work, gpu: Area, cpu: Area, lost: Any) -> None:
-    """On the model. lost: a bool for each block, or for each tensor's each block."""
+def carry(work: Work, gpu: Area, cpu: Area, lost: Any, bad: Any = ()) -> None:
+    """On the model. lost: a bool for each block, or for each tensor's each block. bad: positions of those whose id the
+    device found bad."""
     lost = np.broadcast_to(lost, (len(work.nbytes), work.count))
     for tensor, nbytes in enumerate(work.nbytes):
-        if not lost[tensor].any() and gpu.unknown is None and cpu.unknown is None:
+        if not lost[tensor].any() and not len(bad) and gpu.unknown is None and cpu.unknown is None:
             here, there = view(gpu.model, work.gpu, tensor, nbytes), view(cpu.model, work.cpu, tensor, nbytes)
             if work.direction == H2D:
                 here[work.gpu_ids] = there[work.cpu_ids]
@@ -72,23 +119,40 @@ def carry(work: Work, gpu: Area, cpu: Area, lost: Any) -> None:
             continue
         there, here = places(work, gpu, cpu, tensor)
         target, source, to, of = (gpu, cpu, there, here) if work.direction == H2D else (cpu, gpu, here, there)
-        target.copy(to[~lost[tensor]], source, of[~lost[tensor]])
-        target.forget(to[lost[tensor]])
+        moved, gone = ~lost[tensor], lost[tensor].copy()
+        moved[list(bad)] = gone[list(bad)] = False
+        target.copy(to[moved], source, of[moved])
+        target.forget(to[gone])
+        if work.direction == D2H:
+            target.set(to[list(bad)], np.uint8(0))
 
 
-def use_of(world: World, text: str, work: Work, gpu: Area, cpu: Area, more: dict[str, Any], order: Any = None) -> Any:
-    """What makes a Use of the transfer. order: the entries of a list, as indices of [tensor, block]."""
+def use_of(
+    world: World,
+    text: str,
+    work: Work,
+    gpu: Area,
+    cpu: Area,
+    more: dict[str, Any],
+    order: Any = None,
+    bad: Any = (),
+) -> Any:
+    """What makes a Use of the transfer. order: the entries of a list, as indices of [tensor, block]. bad: positions of
+    ids that the device finds bad."""
 
     def make(transfer: Any, faulted: bool) -> Use:
         def carry_out() -> None:
-            failed = world.told(transfer, faulted)
+            failed = world.told(transfer, faulted or len(bad) > 0)
+            right = set(bad) <= set(failed.tolist()) if faulted else len(bad) == 0 or failed.tolist() == list(bad)
+            check(right, f"bad ids at {bad}, failed {failed.tolist()}")
             lost = np.zeros(work.count if order is None else len(work.nbytes) * work.count, bool)
             lost[failed if order is None else order[failed]] = True
-            carry(work, gpu, cpu, lost if order is None else lost.reshape(len(work.nbytes), work.count))
+            lost = lost if order is None else lost.reshape(len(work.nbytes), work.count)
+            carry(work, gpu, cpu, lost, () if faulted else bad)
             check(transfer.num_blocks == (work.count if order is None else order.size), "num_blocks")
             check(transfer.nbytes == work.count * sum(work.nbytes), f"nbytes is {transfer.nbytes}")
 
-        return Use(text, touched(work, gpu, cpu), carry_out, transfer, faulted=faulted, **more)
+        return Use(text, touched(work, gpu, cpu), carry_out, transfer, faulted=faulted, tainted=len(bad) > 0, **more)
 
     return make
 
@@ -132,6 +196,10 @@ def swap(world: World) -> None:
     lane = (work.direction, options["priority"]) if stream is None and cpu.side != "peer" else None
     layered = world.rng.random() < 0.2
     arguments = lists(world, work, gpu, cpu)
+    bad: Any = ()
+    if cpu.side == "cpu" or (cpu.side == "plain" and world.device.kind == "host"):
+        made = on_the_gpu(world, work.gpu_ids, work.gpu.blocks, work.direction == H2D, options, stream)
+        arguments["gpu_block_ids"], bad = made or (arguments["gpu_block_ids"], ())
     text = f"swap {gpu.name}, {cpu.name}: {brief(work)} {options} layered {layered}"
     world.say(text)
     uses = touched(work, gpu, cpu)
@@ -146,7 +214,9 @@ def swap(world: World) -> None:
     else:
         call = kvswap.swap_cache_all_layers_async
     more = {"stream": stream, "lane": lane}
-    world.submit(lambda: call(**arguments, after=after, **options), use_of(world, text, work, gpu, cpu, more))
+    world.submit(
+        lambda: call(**arguments, after=after, **options), use_of(world, text, work, gpu, cpu, more, None, bad)
+    )
     scribble(*arguments.values())
 
 
@@ -621,7 +691,8 @@ def drop(world: World) -> None:
 @operation(0.3, "DeviceError", alone=True)
 def refused_query(world: World) -> None:
     """A query that the driver refuses is no end of anything."""
-    use = next((use for use in world.uses if isinstance(use.transfer, kvswap.Transfer) and not use.faulted), None)
+    right = (use for use in world.uses if isinstance(use.transfer, kvswap.Transfer) and not use.tainted)
+    use = next((use for use in right if not use.faulted), None)
     if use is None:
         return
     world.say("refused query")

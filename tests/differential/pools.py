@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvswap
-from differential.copies import ids_as
+from differential.copies import ids_as, on_the_gpu
 from differential.frame import CELL, Area, Difference, Memory, Touched, Use, World, bits, check, operation
 from kvswap import testing
 from kvswap.transfer_manager import Block, KVCacheBlockPool, KVCacheTransferManager, KvCacheTransferStats, TransferMode
@@ -103,22 +103,42 @@ def touched(source: Group, target: Group, src: Any, dst: Any) -> Touched:
 
 
 def use_of(
-    world: World, text: str, source: Group, target: Group, src: Any, dst: Any, columns: Any, stream: Any, positions: int
+    world: World,
+    text: str,
+    source: Group,
+    target: Group,
+    src: Any,
+    dst: Any,
+    columns: Any,
+    stream: Any,
+    positions: int,
+    found: Any = None,
+    pooled: bool = True,
 ) -> Any:
-    """columns: for each pair of pools the bytes of a block that are moved; None: all of them."""
+    """columns: for each pair of pools the bytes of a block that are moved; None: all of them. found: of ids on the
+    GPU, the positions of bad ones, and whether they name sources."""
+    bad = np.zeros(positions, bool)
+    if found is not None:
+        bad[found[0]] = True
 
     def make(transfer: Any, faulted: bool) -> Use:
         def carry_out() -> None:
             was = source.state[src]
-            failed = world.told(transfer, faulted or bool((was != GOOD).any()))
+            failed = world.told(transfer, faulted or bool((was != GOOD).any()) or bool(bad.any()))
             lost = np.zeros(positions, bool)
             lost[failed] = True
             check(bool(lost[was == LOST].all()), f"reads of lost slots {src[was == LOST]} say that they are done")
-            right = faulted or not lost[was == GOOD].any()
+            check(bool(lost[bad].all()), f"bad ids at {np.flatnonzero(bad)}, failed {failed.tolist()}")
+            right = faulted or not lost[(was == GOOD) & ~bad].any()
             check(bool(right), f"good slots failed: {transfer.error!r}, {failed.tolist()}, slots are {was.tolist()}")
             world.totals.events["blocks lost behind others"] += int(lost[was != GOOD].sum())
-            move(source, target, src, dst, columns, lost)
-            target.state[dst[lost]] = LOST
+            of_sources = found is not None and found[1]
+            zeros = bad if of_sources and not faulted else np.zeros(positions, bool)
+            alone = bad if found is not None and not found[1] else np.zeros(positions, bool)
+            move(source, target, src, dst, columns, lost, zeros, alone)
+            target.state[dst[lost & ~alone]] = LOST
+            if faulted and found is not None and not found[1] and lost.all():  # perhaps not even its ids are known
+                target.state[target.state == GOOD] = MAYBE
             arrived = dst[~lost]
             covered = [columns is None or len(columns[i]) == nbytes for i, nbytes in enumerate(target.nbytes)]
             if all(covered):
@@ -128,19 +148,23 @@ def use_of(
             check(transfer.num_blocks == positions, "num_blocks")
 
         uses = touched(source, target, src, dst)
-        tainted = faulted or bool((source.state[src] != GOOD).any())
+        tainted = faulted or bool(bad.any()) or bool((source.state[src] != GOOD).any())
         tainted |= any(use.tainted and use.conflicts(uses) for use in world.uses)
-        return Use(text, uses, carry_out, transfer, stream, pooled=True, faulted=faulted, tainted=tainted)
+        return Use(text, uses, carry_out, transfer, stream, pooled=pooled, faulted=faulted, tainted=tainted)
 
     return make
 
 
-def move(source: Group, target: Group, src: Any, dst: Any, columns: Any, lost: Any) -> None:
+def move(
+    source: Group, target: Group, src: Any, dst: Any, columns: Any, lost: Any, zeros: Any = False, alone: Any = False
+) -> None:
+    """lost, and of these blocks that become zeros, and those that are left alone."""
     for i, (one, other) in enumerate(zip(source.ones, target.ones, strict=True)):
         which = np.arange(one.where.shape[1]) if columns is None else columns[i]
         to, of = other.where[dst][:, which], one.where[src][:, which]
         other.area.copy(to[~lost], one.area, of[~lost])
-        other.area.forget(to[lost])
+        other.area.forget(to[lost & ~zeros & ~alone])
+        other.area.set(to[lost & zeros], np.uint8(0))
 
 
 def slots_of(world: World, source: Group, target: Group) -> tuple[Any, Any]:
@@ -196,19 +220,31 @@ def submit(world: World, source: Group, target: Group) -> None:
         options["parts"], columns = parts_of(world, source, layers)
     if world.rng.random() < 0.2:
         options["layer_events"] = True
+    src_ids, dst_ids = ids_as(world, src), ids_as(world, dst)
+    sides_on = [group.ones[0].area.side == "gpu" for group in (source, target)]
+    by_src = sides_on[0] and not (sides_on[1] and world.rng.random() < 0.5)
+    found, pooled = None, True
+    if source is not target and any(sides_on):
+        ids, group = (src, source) if by_src else (dst, target)
+        made = on_the_gpu(world, ids, group.slots, not by_src, options, stream)
+        if made is not None:
+            src_ids, dst_ids = (made[0], dst_ids) if by_src else (src_ids, made[0])
+            found = made[1], by_src
+            pooled = world.rng.random() < 0.7
+            options["gpu_order"] = "pool" if pooled else "stream"
     text = f"move_blocks {source.name}{src.tolist()} -> {target.name}{dst.tolist()} {options}".replace("\n", "")
+    text += f" bad {found}" if found else ""
     world.say(text)
-    after = world.behind(touched(source, target, src, dst), stream, pooled=True)
+    after = world.behind(touched(source, target, src, dst), stream, pooled=pooled)
     if len(after) == 1 and world.rng.random() < 0.3:
         count = int(options["parts"][:, 1].max()) + 1 if "parts" in options else len(source.ones)
         options["after_layers"], after = [*after, *[None] * (count - 1)], []
     sides: Any = [[one.pool for one in group.ones] for group in (source, target)]
     if len(source.ones) == 1:
         sides = [side[0] for side in sides]
-    src_ids, dst_ids = ids_as(world, src), ids_as(world, dst)
     world.submit(
         lambda: kvswap.move_blocks(*sides, src_ids, dst_ids, after=after, **options),
-        use_of(world, text, source, target, src, dst, columns, stream, src.size),
+        use_of(world, text, source, target, src, dst, columns, stream, src.size, found, pooled),
     )
     for array in (src_ids, dst_ids, options.get("parts")):
         if isinstance(array, np.ndarray):

@@ -1,0 +1,25 @@
+/* Reading GPU arrays of ids: what device_ids.c takes from dlpack.c and interface.c. */
+#ifndef KVS_PY_IDS_H
+#define KVS_PY_IDS_H
+
+#include "bind.h"
+
+/* A GPU array of ids, as its producer describes it. */
+struct kvs_py_strided {
+  uint64_t ptr;
+  int64_t stride; /* bytes; this and count: of one dimension */
+  size_t count;
+  int ndim;
+  char kind; /* as NumPy's: 'i' */
+  unsigned width;
+  bool ordered; /* the ids are right after what `stream` holds */
+  uint64_t stream;
+};
+int kvs_py_dlpack_device(struct kvs_py_state *state, PyObject *object); /* 2: GPU memory, 1: host, 0: no DLPack */
+/* The producer makes `stream` wait for the ids. */
+int kvs_py_dlpack_ids(struct kvs_py_state *state, PyObject *object, const char *name, uint64_t stream,
+                      PyObject **capsule, struct kvs_py_strided *ids);
+int kvs_py_interface_ids(struct kvs_py_state *state, PyObject *object, const char *name, PyObject **keep,
+                         struct kvs_py_strided *ids);
+
+#endif
