@@ -20,7 +20,7 @@ from typing import Any
 import file_reader
 import numpy as np
 import pytest
-from conftest import PATIENCE, comes_down, random_bytes, run_python
+from conftest import PATIENCE, comes_down, random_bytes, run_python, until
 
 import kvswap
 from kvswap import testing
@@ -1371,6 +1371,29 @@ def test_closing(rig: Rig) -> None:
     for call in (lambda: rig.store.store(keys, data, range(4)), lambda: rig.store.load(keys, data, range(4))):
         with pytest.raises(kvswap.Error, match="closed"):
             call()
+
+
+def test_what_waits_for_a_slot_can_be_cancelled(tmp_path: Path) -> None:
+    """All slots are being written, and these writes do not end meanwhile."""
+    rig = Rig(tmp_path, slots=4, engine="threads", depth=8)
+    data = blocks_of(33, 5, rig.nbytes)
+    rig.put(keys_of(4, "old"), data[:4])
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=2 * PATIENCE):
+        full = rig.store.store(keys_of(4), data, range(4))
+        until(lambda: not any(rig.store.contains(keys_of(4, "old"))))
+        starved = rig.store.store([b"more"], data, [4])
+        time.sleep(0.2)  # its turn has come, and it waits
+        assert starved.cancel()
+        with pytest.raises(kvswap.Error, match="cancelled"):
+            starved.wait(PATIENCE)
+        assert not full.done()
+    full.wait(PATIENCE)
+    rig.store.close()
+
+
+def test_the_largest_depth(rig: Rig) -> None:
+    assert rig.reopen(depth=256).info["depth"] == 256
+    rig.put(keys_of(3), blocks_of(36, 3, rig.nbytes))
 
 
 def test_closing_cancels_what_has_not_begun(tmp_path: Path) -> None:
