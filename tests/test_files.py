@@ -740,6 +740,34 @@ def test_a_smaller_budget_gives_up_files(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["the newer first", "the older first"])
+def test_of_two_blocks_of_a_key_the_newer_is_taken(tmp_path: Path, first: int) -> None:
+    """As where a process is killed before it has erased the header of the block that it replaced."""
+    rig = Rig(tmp_path, slots=8)
+    data = blocks_of(37, 4, rig.nbytes)
+    if first == 0:
+        rig.put([b"a"], data[:1])
+    rig.put([b"k"], data[1:2])
+    (path,) = rig.files()
+    with path.open("r+b") as file:
+        at = file.read().index(data[1].tobytes()) - PAGE
+        file.seek(at)
+        older = file.read(rig.slot)
+        if first == 0:
+            rig.store.delete([b"a"]).wait(PATIENCE)
+        rig.put([b"k"], data[2:3])
+        file.seek(0)
+        newer = file.read().index(data[2].tobytes()) - PAGE
+        assert newer < at if first == 0 else newer > at
+        rig.store.close()
+        file.seek(at)
+        file.write(older)
+    rig.store = rig.open()
+    np.testing.assert_array_equal(rig.get([b"k"]), data[2:3])
+    assert [block.header.key for block in file_reader.read_segment(path)[1]] == [b"k"]  # the older one is erased
+    rig.store.close()
+
+
 # -- sharing ----------------------------------------------------------------------------------------------------------
 
 
