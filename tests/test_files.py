@@ -20,7 +20,7 @@ from typing import Any
 import file_reader
 import numpy as np
 import pytest
-from conftest import PATIENCE, comes_down, random_bytes, run_python
+from conftest import PATIENCE, comes_down, random_bytes, run_python, until
 
 import kvswap
 from kvswap import testing
@@ -740,6 +740,34 @@ def test_a_smaller_budget_gives_up_files(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["the newer first", "the older first"])
+def test_of_two_blocks_of_a_key_the_newer_is_taken(tmp_path: Path, first: int) -> None:
+    """As where a process is killed before it has erased the header of the block that it replaced."""
+    rig = Rig(tmp_path, slots=8)
+    data = blocks_of(37, 4, rig.nbytes)
+    if first == 0:
+        rig.put([b"a"], data[:1])
+    rig.put([b"k"], data[1:2])
+    (path,) = rig.files()
+    with path.open("r+b") as file:
+        at = file.read().index(data[1].tobytes()) - PAGE
+        file.seek(at)
+        older = file.read(rig.slot)
+        if first == 0:
+            rig.store.delete([b"a"]).wait(PATIENCE)
+        rig.put([b"k"], data[2:3])
+        file.seek(0)
+        newer = file.read().index(data[2].tobytes()) - PAGE
+        assert newer < at if first == 0 else newer > at
+        rig.store.close()
+        file.seek(at)
+        file.write(older)
+    rig.store = rig.open()
+    np.testing.assert_array_equal(rig.get([b"k"]), data[2:3])
+    assert [block.header.key for block in file_reader.read_segment(path)[1]] == [b"k"]  # the older one is erased
+    rig.store.close()
+
+
 # -- sharing ----------------------------------------------------------------------------------------------------------
 
 
@@ -1371,6 +1399,29 @@ def test_closing(rig: Rig) -> None:
     for call in (lambda: rig.store.store(keys, data, range(4)), lambda: rig.store.load(keys, data, range(4))):
         with pytest.raises(kvswap.Error, match="closed"):
             call()
+
+
+def test_what_waits_for_a_slot_can_be_cancelled(tmp_path: Path) -> None:
+    """All slots are being written, and these writes do not end meanwhile."""
+    rig = Rig(tmp_path, slots=4, engine="threads", depth=8)
+    data = blocks_of(33, 5, rig.nbytes)
+    rig.put(keys_of(4, "old"), data[:4])
+    with testing.file_fault(rig.store, "write", "delay", every=1, delay=2 * PATIENCE):
+        full = rig.store.store(keys_of(4), data, range(4))
+        until(lambda: not any(rig.store.contains(keys_of(4, "old"))))
+        starved = rig.store.store([b"more"], data, [4])
+        time.sleep(0.2)  # its turn has come, and it waits
+        assert starved.cancel()
+        with pytest.raises(kvswap.Error, match="cancelled"):
+            starved.wait(PATIENCE)
+        assert not full.done()
+    full.wait(PATIENCE)
+    rig.store.close()
+
+
+def test_the_largest_depth(rig: Rig) -> None:
+    assert rig.reopen(depth=256).info["depth"] == 256
+    rig.put(keys_of(3), blocks_of(36, 3, rig.nbytes))
 
 
 def test_closing_cancels_what_has_not_begun(tmp_path: Path) -> None:

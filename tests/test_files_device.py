@@ -216,6 +216,27 @@ def test_a_copy_that_is_refused_is_a_failed_block(rig: Rig, what: str) -> None:
         rig.check()
 
 
+def test_a_block_stays_if_what_overwrites_it_does_not_come(device: kvswap.Device, tmp_path: Path) -> None:
+    """All blocks are pinned, so a new one of a key goes to the slot of the old one."""
+    rig = Rig(device, tmp_path, capacity=1 << 20)
+    rig.store.store(keys_of([0]), rig.pools, [0]).wait(PATIENCE)
+    ids = np.arange(rig.store.stats()["slots"])
+    rig.store.store(keys_of(ids[1:]), rig.pools, ids[1:]).wait(PATIENCE)
+    rig.store.pin(keys_of(ids))
+    with testing.fault(rig.device, "copy", "fail", nth=1, code=1):
+        transfer = rig.store.store(keys_of([3]), rig.pools, [BLOCKS - 1])
+        with pytest.raises(kvswap.DeviceError, match="the copy between device and staging failed"):
+            transfer.wait(PATIENCE)
+    assert all(rig.store.contains(keys_of(ids)))
+    rig.store.load(keys_of([3]), rig.pools, [BLOCKS - 2]).wait(PATIENCE)
+    for rows in rig.model:
+        rows[BLOCKS - 2] = rows[3]
+    rig.check()
+    rig.store.store(keys_of([3]), rig.pools, [BLOCKS - 1]).wait(PATIENCE)
+    assert all(rig.store.contains(keys_of(ids)))
+    rig.store.close()
+
+
 def test_a_damaged_block_does_not_reach_the_device(rig: Rig) -> None:
     ids = np.arange(6)
     rig.store.store(keys_of(ids), rig.pools, ids).wait(PATIENCE)

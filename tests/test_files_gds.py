@@ -17,13 +17,13 @@ import file_reader
 import numpy as np
 import pytest
 import test_files_device as plain
-from conftest import PATIENCE, Buffer, random_bytes, run_python, seam
+from conftest import PATIENCE, Buffer, random_bytes, run_python, seam, until
 from test_files_device import BLOCKS, Rig, keys_of
 from test_transfer_manager import FP4, HALF
 from test_transfer_manager import Rig as ManagerRig
 
 import kvswap
-from kvswap import _C, info, testing
+from kvswap import _C, info, metrics, testing
 from kvswap.files import FileStore, Layout
 from kvswap.transfer_manager import Block
 
@@ -466,6 +466,24 @@ def test_a_request_that_is_not_taken_goes_by_host_memory(
         rows[10:16] = rows[:6]
     rig.check()
     rig.store.close()
+
+
+def test_closing_gives_the_devices_memory_back(fake: Fake, host: kvswap.Device, tmp_path: Path) -> None:
+    def allocated() -> int:
+        rows = [row for row in metrics.snapshot()["devices"] if row["device"] == host.name]
+        return sum(row["allocated_bytes"] + row["allocated_host_bytes"] for row in rows)
+
+    fake.claim_real()
+    rig = open_rig(host, tmp_path)
+    rig.store.close()
+    host.synchronize(PATIENCE)
+    before = allocated()
+    rig.store = rig.open()
+    fake.go_wrong(RETURN, -5020, write=True, nth=1, every=2)  # these go through host memory
+    rig.store.store(keys_of(range(6)), rig.pools, range(6)).wait(PATIENCE)
+    assert rig.store.stats()["gds_by_host"] == 3 and allocated() > before
+    rig.store.close()
+    until(lambda: allocated() == before)
 
 
 def test_segments_that_are_not_taken_go_by_host_memory(fake: Fake, host: kvswap.Device, tmp_path: Path) -> None:

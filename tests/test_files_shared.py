@@ -77,6 +77,28 @@ def test_each_finds_what_the_others_store(tmp_path: Path, engine: str) -> None:
     assert [len(blocks) for blocks in held] == [50, 20, 0]
 
 
+def test_refreshing_finds_new_writers_at_once(tmp_path: Path) -> None:
+    with open_store(tmp_path) as one:
+        for i in range(3):
+            with open_store(tmp_path) as two:
+                put(two, keys_of(3, f"{i}"))
+                one.refresh()
+                assert one.contains(keys_of(3, f"{i}")) == [True] * 3
+                with open_store(tmp_path) as three:
+                    put(three, keys_of(3, f"{i}-three"))
+                    one.refresh()
+                    assert one.contains(keys_of(3, f"{i}-three")) == [True] * 3
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("writer-0255", True), ("writer-0256", False), ("writer-00001", False)])
+def test_names_of_writers(tmp_path: Path, name: str, is_one: bool) -> None:
+    with open_store(tmp_path) as one:
+        put(one, keys_of(3))
+    (tmp_path / "s" / "writer-0000").rename(tmp_path / "s" / name)
+    with open_store(tmp_path) as one:
+        assert one.contains(keys_of(3)) == [is_one] * 3
+
+
 def test_a_block_that_another_has_is_kept(tmp_path: Path) -> None:
     keys = keys_of(10)
     with open_store(tmp_path) as one, open_store(tmp_path) as two:
