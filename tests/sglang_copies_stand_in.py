@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from sglang_streams import streams_of
 
-DEVICE = "host:41"
+DEVICE = "host:141"
 NAMES = {
     "environ": "sglang.srt.environ",
     "transfer": "sglang.srt.mem_cache.l2_transfer",

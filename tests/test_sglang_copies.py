@@ -362,11 +362,11 @@ def test_nothing_to_copy(device: kvswap.Device) -> None:
 
 
 def test_a_full_lane_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = kvswap.Device("host:42")
+    device = kvswap.Device("host:142")
     testing.set_lane_depth(device, 2)
-    for name, module in stand_in.modules("host:42").items():
+    for name, module in stand_in.modules("host:142").items():
         monkeypatch.setitem(sys.modules, name, module)
-    pool, made = pool_of("mha", "layer_first", device="host:42"), engine()
+    pool, made = pool_of("mha", "layer_first", device="host:142"), engine()
     with testing.fault(device, "call", "delay", operation="copy_direct", every=1, delay=0.01):
         ends = [store(made, transfer(pool, pages([i], 4), pages([i], 4))).finish_event for i in range(8)]
         for end in ends:

@@ -281,9 +281,9 @@ class Scenario:
         for kill in range(self.options.kills):
             own = multiprocessing.get_context("spawn")
             told = own.Event()
-            victim = own.Process(target=store_until_killed, args=(self.options, self.folder, told, kill))
+            victim = own.Process(target=store_until_killed, args=(self.options, self.folder, told, kill), daemon=True)
             victim.start()
-            assert told.wait(120), "the other engine does not start"
+            assert told.wait(240), "the other engine does not start"
             time.sleep(random.Random(kill).random() * 0.3)
             os.kill(victim.pid, signal.SIGKILL)
             victim.join(60)
