@@ -279,6 +279,13 @@ def test_table(device_name: str, tmp_path: Path, capsys: Output) -> None:
     assert len({row["key"] for row in found["rows"] + found["small_rows"]}) == len(found["rows"] + found["small_rows"])
 
 
+def test_a_size_without_its_unit_is_told(capsys: Output) -> None:
+    only = ["--shape", "tensor", "--direction", "H2D", "--method", "dma", "--repeats", "1", "--bytes", "4KiB"]
+    assert cli.main(["bench", "--device", "host:0", "--quick", *only, "--size", "16", "--size", "4KiB"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvswap: ")]
+    assert said == ["kvswap: --size 16 is 16 bytes a block: a case may take minutes; 16KiB would be 16,384"]
+
+
 def test_the_table_is_what_the_list_says(device_name: str, tmp_path: Path, capsys: Output) -> None:
     only = ["--shape", "tensor", "--size", "4KiB", "--size", "64KiB", "--direction", "H2D", "--method", "dma"]
     result = tmp_path / "bench.json"

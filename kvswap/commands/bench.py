@@ -21,6 +21,7 @@ from .parser import (
     add_json,
     add_names,
     add_plot,
+    complain,
     count,
     duration,
     open_device,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvswap.bench.plot import Result
 
 # Options that only some of the measurements have.
+_FEW_BYTES = 1024  # of a block: fewer make millions of copies a case, and may be a number whose unit was left out
 _OPTIONS = {
     "the table": ("repeats", "shape", "size", "direction"),
     "--load": ("pairs", "seconds", "shape", "size", "direction"),
@@ -119,6 +121,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{option} is for {owners}, not for {what}")
     if args.handlers and (args.method or args.bytes or args.plot):
         raise UsageError("--handlers has methods and sizes of its own, and no plot")
+    for few in (size for size in args.size or () if size < _FEW_BYTES and not args.list):
+        complain(f"--size {few} is {few} bytes a block: a case may take minutes; {few}KiB would be {few << 10:,}")
     if args.plot is not None:
         from kvswap.replay import plot
 
