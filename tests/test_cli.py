@@ -163,7 +163,7 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
         (["replay", "t", "--path", "usb"], "unknown --path usb: there are auto, dma,"),
         (["replay", "t", "--path", "brust"], "unknown --path brust: did you mean burst?"),
         (["replay"], "TRACE"),
-        ([], "COMMAND is missing: there are info, demo, replay, bench"),
+        ([], "COMMAND is missing: there are info, demo, replay, simulate"),
         (["completion", "csh"], "unknown SHELL csh: did you mean zsh? There are bash, zsh, fish"),
         (["top", "abc"], "PID: not a whole number above 0: 'abc'"),
         (["repaly", "t"], "unknown command repaly: did you mean replay?"),
