@@ -387,6 +387,10 @@ def files(t: Tools) -> None:
         t.wrong(lambda: store.store([b""], data, [0]))
         assert store.contains(keys) == [False] * 4 and store.stats() and store.info
         store.close()
+        with open(folder / "other", "wb+") as file:  # what kvswap.trtllm checks before it copies
+            file.truncate(64)
+            one = np.zeros(1, np.int64)
+            _C._disk_check(one + data.ctypes.data, one, one - 1, one + file.fileno(), 64)
 
 
 def depth(t: Tools) -> None:
