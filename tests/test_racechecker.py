@@ -324,6 +324,13 @@ def by_a_synchronize_that_timed_out(engine: Engine) -> None:
         engine.kernel(3, True, engine.other)  # before the gate's own end, which the caller does see
 
 
+def by_the_numbers_of_a_transfer(engine: Engine) -> None:
+    """What a transfer was submitted with says nothing of its end."""
+    later = engine.raw(6, 6, 0, engine.compute)
+    time.sleep(0.05)
+    assert (later.nbytes, later.num_blocks, later.num_layers, later.path) and later.number > 0
+
+
 def by_giving_memory_back(engine: Engine) -> None:
     """Dropped memory is freed once the device has ended what it had."""
     memory = engine.device.alloc(4096)
@@ -344,6 +351,7 @@ LOOKS = (
     by_the_next_call,
     by_an_event_of_a_layer,
     by_a_synchronize_that_timed_out,
+    by_the_numbers_of_a_transfer,
     by_giving_memory_back,
     by_a_lane_for_another_stream,
 )
