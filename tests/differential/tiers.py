@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -431,7 +431,7 @@ class Offloading:
         fault = world.fault()
         with fault or ExitStack():
             if self.worker is None:
-                self.handlers[0 if stores else 1].transfer_async(job, *specs)
+                self.handlers[0 if stores else 1].transfer_async(job, *specs, layer_events=rng.random() < 0.4)
             elif stores:
                 self.worker.submit_store(job, *specs)
             else:
@@ -446,6 +446,10 @@ class Offloading:
                 self.results[result.job_id] = result
 
     def settle(self) -> None:
+        for job, stores, *_ in self.pending if self.worker is None else []:
+            some = self.world.rng.choice((None, [0], list(range(len(self.pages)))))
+            with suppress(kvswap.Error):  # it failed: told of below
+                self.handlers[0 if stores else 1].make_wait(job, some)
         for source in self.handlers if self.worker is None else [self.worker]:
             source.drain(PATIENCE)
         self.collect()
@@ -518,7 +522,7 @@ OFFLOAD = (
         "GPULoadStoreSpec.medium",
     ),
 )
-HANDLER = ("transfer_async", "get_finished", "wait", "drain", "stats", "shutdown", "device")
+HANDLER = ("transfer_async", "make_wait", "get_finished", "wait", "drain", "stats", "shutdown", "device")
 WORKER = ("submit_store", "submit_load", "get_finished", "wait", "drain", "stats", "shutdown", "handlers")
 
 
