@@ -45,7 +45,7 @@ class Reader:
 
     def check(self, expected: list[np.ndarray]) -> None:
         for tensor, target in self.copies:
-            np.testing.assert_array_equal(np.array(target), expected[tensor])
+            np.testing.assert_array_equal(self.cache.library.read(target), expected[tensor])
 
 
 class Held:
