@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,4 +188,32 @@ def test_a_job_takes_no_events_of_layers() -> None:
     cache = Cache(Library("numpy", kvswap.Device("host:0")), [64], plain([64]), 1)
     with pytest.raises(TypeError, match="after_layers"):
         cache.load._map.submit([1], [2], [1], [0], 1, after_layers=[None])
+    cache.close()
+
+
+def test_an_error_keeps_no_callers_frame() -> None:
+    """What a caller has goes when the caller returns, not when the collector comes: it may be memory."""
+
+    class Mine: ...
+
+    def call() -> weakref.ref[Mine]:
+        mine = Mine()
+        try:
+            cache.load.make_wait(1)
+        except kvswap.Error:
+            return weakref.ref(mine)
+        raise AssertionError("the load did not fail")
+
+    device = kvswap.Device("host:0")
+    cache = Cache(Library("numpy", device), [64], plain([64]), 1)
+    with testing.fault(device, "copy", "fail"):
+        cache.load.transfer_async(1, specs([1], [2], [1], [0])[::-1])
+    device.synchronize(PATIENCE)
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
+    cache.load.drain(PATIENCE)
+    assert not cache.load.get_finished()[0].success
     cache.close()

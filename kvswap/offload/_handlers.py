@@ -207,5 +207,8 @@ class OffloadingWorker:
                 handler.shutdown(deadline.left())
             except (TimeoutError, _C.Error) as error:
                 first = first or error
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # else this frame and the traceback hold each other, and all callers' frames

@@ -319,8 +319,11 @@ class SingleDirectionOffloadingHandler:
                     transfer.make_wait_layer(layer, stream)
             except _C.Error as error:  # the others are waited for in any case
                 failed = failed or error
-        if failed is not None:
-            raise failed
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # else this frame and the traceback hold each other, and all callers' frames
 
     def _make_room(self, job: Job) -> None:
         """Wait for the oldest transfer of this queue; if there is none, for room in the device. TimeoutError."""
