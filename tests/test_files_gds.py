@@ -6,6 +6,7 @@ fails what it is told to; and with --device cuda:0 the machine's own, in its com
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import subprocess
@@ -476,6 +477,7 @@ def test_closing_gives_the_devices_memory_back(fake: Fake, host: kvswap.Device, 
     fake.claim_real()
     rig = open_rig(host, tmp_path)
     rig.store.close()
+    gc.collect()  # memory of earlier tests, which would go in the middle
     host.synchronize(PATIENCE)
     before = allocated()
     rig.store = rig.open()
@@ -483,7 +485,7 @@ def test_closing_gives_the_devices_memory_back(fake: Fake, host: kvswap.Device, 
     rig.store.store(keys_of(range(6)), rig.pools, range(6)).wait(PATIENCE)
     assert rig.store.stats()["gds_by_host"] == 3 and allocated() > before
     rig.store.close()
-    until(lambda: allocated() == before)
+    until(lambda: allocated() <= before, "the store's memory is given back")
 
 
 def test_segments_that_are_not_taken_go_by_host_memory(fake: Fake, host: kvswap.Device, tmp_path: Path) -> None:
