@@ -242,11 +242,11 @@ static int refuse_path(const struct kvs_submission *s, enum kvs_path path, const
   return kvs_fail(s->err, KVS_UNSUPPORTED, "path '%s' is off: %s", kvs_path_name(path), why);
 }
 
-/* A warp of PACK takes no more than a part of this size, the zeros that there are in the place of a bad source. */
+/* A warp of PACK takes no more than KVS_KERNEL_PIECE. */
 static bool fits_burst(const struct kvs_submission *s) {
-  enum { PIECE = 32 << 10 };
   const struct kvs_rows *rows = &s->work->scratch->rows;
-  uint64_t lines = rows->count * s->work->nslots, parts = kvs_longest_row(rows, 0, rows->count) / PIECE + 1, units;
+  uint64_t lines = rows->count * s->work->nslots, parts = kvs_longest_row(rows, 0, rows->count) / KVS_KERNEL_PIECE + 1,
+           units;
   return !__builtin_mul_overflow(lines, parts, &units) && units < (uint64_t)1 << 31;
 }
 

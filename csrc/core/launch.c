@@ -10,8 +10,6 @@
 #include "device/hooks.h"
 
 enum {
-  PIECE = 32 << 10,     /* bytes that a warp (RING) or a CTA (COPY) takes at a time; PACK takes no more with ids on the
-                           device (choose.c) */
   PACK_PIECE = 4 << 10, /* bytes that a warp (PACK) takes at a time */
   THREADS = 512,        /* of a CTA of COPY and PACK */
   IDS_THREADS = 256,
@@ -61,7 +59,7 @@ int kvs_prepare_list(struct kvs_submission *s) {
   work->planned = true;
   s->listed = true;
   if (status || work->scratch->copies.count == 0) return status;
-  size_t pieces = kvs_plan_most_pieces(&work->scratch->copies, work->nbytes, PIECE);
+  size_t pieces = kvs_plan_most_pieces(&work->scratch->copies, work->nbytes, KVS_KERNEL_PIECE);
   return kvs_engine_staging_get(s->engine, rounded(pieces * sizeof(struct kvs_piece)) + 16 * work->nlayers,
                                 &s->transfer->staging, s->err);
 }
@@ -75,7 +73,7 @@ static size_t claims_of(size_t npairs) {
 
 /* Bytes that the kernel for ids fills first: claims, or zeros in the place of bad sources. */
 static size_t ids_room(const struct kvs_submission *s, size_t npairs) {
-  return s->work->on_device.write ? claims_of(npairs) * sizeof(struct kvs_id_claim) : PIECE;
+  return s->work->on_device.write ? claims_of(npairs) * sizeof(struct kvs_id_claim) : KVS_KERNEL_PIECE;
 }
 
 /* Staging for the pairs, and for the rows in case all tables are in use. */
@@ -91,8 +89,9 @@ int kvs_prepare_grid(struct kvs_submission *s) {
   if (burst) /* each burst sets its own parts */
     s->units = (struct kvs_units){.piece = PACK_PIECE};
   else
-    s->units = (struct kvs_units){.parts = (uint32_t)((kvs_longest_row(rows, 0, rows->count) - 1) / PIECE + 1),
-                                  .piece = PIECE};
+    s->units =
+        (struct kvs_units){.parts = (uint32_t)((kvs_longest_row(rows, 0, rows->count) - 1) / KVS_KERNEL_PIECE + 1),
+                           .piece = KVS_KERNEL_PIECE};
   size_t nbytes = rows->count * sizeof *rows->items + all * sizeof(struct kvs_pair) + 128;
   if (work->on_device.ids) nbytes += all * sizeof(struct kvs_id_result) + ids_room(s, all);
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
@@ -126,11 +125,11 @@ static int place_pairs(struct kvs_submission *s, struct kvs_error *why) {
 }
 
 size_t kvs_place_list(struct kvs_submission *s, struct kvs_piece **pieces) {
-  size_t most = kvs_plan_most_pieces(&s->view, s->work->nbytes, PIECE), before = s->staged;
+  size_t most = kvs_plan_most_pieces(&s->view, s->work->nbytes, KVS_KERNEL_PIECE), before = s->staged;
   bool burst = s->transfer->path ==
                KVS_PATH_BURST; /* the copy engine reads or writes its host side, so its pieces need no device alias */
   struct kvs_piece *list = kvs_stage(s, most * sizeof *list, &s->units.pieces);
-  size_t count = kvs_plan_pieces(&s->view, PIECE, burst ? NULL : &s->work->scratch->regions, list);
+  size_t count = kvs_plan_pieces(&s->view, KVS_KERNEL_PIECE, burst ? NULL : &s->work->scratch->regions, list);
   s->staged = before + rounded(count * sizeof *list);
   *pieces = list;
   return count;

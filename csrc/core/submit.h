@@ -60,6 +60,10 @@ int kvs_choose_path(struct kvs_submission *, enum kvs_path *);
 int kvs_prepare_path(struct kvs_submission *);
 void kvs_release_slots(struct kvs_submission *); /* the locked set, if there is one */
 
+/* Bytes that a warp (RING) or a CTA (COPY) takes at a time. With ids on the device a warp of PACK takes no more, and in
+ * the place of a bad source there are so many zeros. */
+enum { KVS_KERNEL_PIECE = 32 << 10 };
+
 /* launch.c. What the path's kernels read: a list of pieces, or a grid of rows and pairs. */
 bool kvs_wants_list(const struct kvs_submission *);
 int kvs_prepare_list(struct kvs_submission *);
