@@ -61,18 +61,22 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shared(parser: argparse.ArgumentParser) -> None:
+    from kvswap.simulate.settings import LISTS, STORES
+
     group = parser.add_argument_group("the tier that nodes share", "As kvswap.remote: rendezvous hashing over a list.")
     group.add_argument("--pool-blocks", type=count, default=4000, metavar="N", help="memory for it on each node (4000)")
     group.add_argument("--file-blocks", type=count, default=0, metavar="N", help="files behind that (default 0)")
     group.add_argument("--store-nodes", type=count, default=0, metavar="N", help="nodes that have it instead (0)")
     group.add_argument("--replicas", type=positive, default=1, metavar="N", help="nodes that hold each block (1)")
-    group.add_argument("--lists", choices=_LISTS, default="all", help="a client's list of nodes: all, or its rack")
+    group.add_argument("--lists", choices=LISTS, default="all", help="a client's list of nodes: all, or its rack")
     group.add_argument(
-        "--stores", choices=_STORES, default="computed", help="computed blocks, or those that leave the host tier"
+        "--stores", choices=STORES, default="computed", help="computed blocks, or those that leave the host tier"
     )
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    from kvswap.simulate.settings import ROUTES
+
     group = parser.add_argument_group("traffic", "Copies of the trace, each a service with blocks of its own.")
     group.add_argument("--copies", type=positive, metavar="N", help="of the trace (default: one for 20 nodes)")
     group.add_argument("--common", type=_share, default=0.0, metavar="SHARE", help="of references, common to all (0)")
@@ -80,11 +84,8 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--speed", type=duration, default=1.0, metavar="X", help="requests come X times as fast (1)")
     group.add_argument("--in-flight", type=positive, metavar="N", help="no times: so many at a time on each node")
     group.add_argument(
-        "--route", choices=_ROUTES, default="turn", help="nodes in turn (default), or where the prefix was served"
+        "--route", choices=ROUTES, default="turn", help="nodes in turn (default), or where the prefix was served"
     )
-
-
-_LISTS, _STORES, _ROUTES = ("all", "rack"), ("computed", "evicted"), ("turn", "prefix")
 
 
 def _share(text: str) -> float:
