@@ -291,6 +291,9 @@ def test_the_settings() -> None:
     for wrong in (-1, True, math.inf, "1"):
         with pytest.raises(ValueError, match="kvswap_overlap_shared_ms is"):
             overlap_of({"kvswap_overlap_shared_ms": wrong})
+    for wrong in (None, "1 GiB", math.inf, []):
+        with pytest.raises(ValueError, match="sync_load_budget_bytes is"):
+            overlap_of({"sync_load_budget_bytes": wrong})
 
 
 def cache(*specs: Any) -> Any:

@@ -73,7 +73,11 @@ def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
         raise ValueError(f"kvswap_overlap is {on!r}; it is true or false")
     if not (_is_number(shared, (int, float)) and 0 <= shared < math.inf):
         raise ValueError(f"kvswap_overlap_shared_ms is {shared!r}; it is a number of milliseconds, 0 or more")
-    return OverlapSettings(on, float(shared), int(extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)))
+    budget = extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)
+    try:
+        return OverlapSettings(on, float(shared), int(budget))
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"sync_load_budget_bytes is {budget!r}; it is a number of bytes") from None
 
 
 def _is_number(value: Any, kind: Any) -> bool:
