@@ -114,7 +114,7 @@ static int upload(struct kvs_submission *s, const struct kvs_burst *burst, struc
   const struct kvs_staging *staging = s->transfer->staging;
   size_t end = burst->first + burst->count, size = sizeof(struct kvs_piece);
   uint64_t table = s->units.pieces;
-  if (s->work->on_device.ids) return KVS_OK; /* kvs_resolve_ids() uploads all pairs */
+  if (s->work->on_device.ids) return KVS_OK; /* kvs_resolve_ids() places all pairs */
   if (!s->listed) {
     if (burst->count <= KVS_INLINE_PAIRS || s->uploaded >= end) return KVS_OK;
     if (!s->units.pairs) (void)kvs_stage(s, packing->npairs * sizeof *packing->pairs, &s->units.pairs);

@@ -242,7 +242,7 @@ static int launch_ids(struct kvs_submission *s, struct kvs_ids_params *params, e
 }
 
 /* The pairs, and behind them those of the blocks that are left out: where these were to go is lost too. */
-static void stage_pairs(struct kvs_submission *s, size_t all) {
+static uint64_t name_pairs(struct kvs_submission *s, size_t all) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
   struct kvs_pair *pairs = kvs_stage(s, all * sizeof *pairs, &s->units.pairs);
   if (packing->npairs) memcpy(pairs, packing->pairs, packing->npairs * sizeof *pairs);
@@ -250,36 +250,35 @@ static void stage_pairs(struct kvs_submission *s, size_t all) {
     uint32_t position = s->work->lost[i - packing->npairs];
     pairs[i] = (struct kvs_pair){position, position};
   }
+  return (uint64_t)(uintptr_t)pairs;
 }
 
+/* The kernel reaches the host's side of staging, which the driver maps into every context. */
 int kvs_resolve_ids(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_ids_side *side = &s->work->on_device;
-  size_t npairs = s->work->scratch->packing.npairs + s->work->nlost, from = s->staged;
+  size_t npairs = s->work->scratch->packing.npairs + s->work->nlost;
   struct kvs_read_ids *read = s->transfer->ids;
   uint64_t filled;
   if (!side->ids || s->units.pairs || !npairs) return KVS_OK;
   size_t room = ids_room(s, npairs);
-  stage_pairs(s, npairs);
-  int status = kvs_upload(s, from, s->staged, stream, why);
   struct kvs_ids_params params = {.ids = side->ids->ptr,
                                   .stride = side->ids->stride,
                                   .nids = side->ids->count,
                                   .blocks = side->blocks,
-                                  .pairs = s->units.pairs,
+                                  .named = name_pairs(s, npairs),
                                   .npairs = npairs,
                                   .width = side->ids->width,
                                   .by_dst = side->write};
-  read->results = kvs_stage(s, npairs * sizeof *read->results, &params.results);
+  params.pairs = s->units.pairs;
+  read->results = kvs_stage(s, npairs * sizeof *read->results, &filled);
   read->nresults = npairs;
+  params.results = (uint64_t)(uintptr_t)read->results;
   (void)kvs_stage(s, room, &filled);
   if (side->write) params.claims = filled, params.nclaims = claims_of(npairs);
   if (!side->write) s->units.zeros = filled;
-  if (!status) status = kvs_dev_fill(s->device, filled, side->write ? UINT32_MAX : 0, room / 4, stream, why);
+  int status = kvs_dev_fill(s->device, filled, side->write ? UINT32_MAX : 0, room / 4, stream, why);
   if (!status) status = launch_ids(s, &params, KVS_IDS_READ, stream, why);
   if (!status && side->write) status = launch_ids(s, &params, KVS_IDS_CLAIM, stream, why);
-  if (!status)
-    status = kvs_dev_copy(s->device, (uint64_t)(uintptr_t)read->results, params.results, npairs * sizeof *read->results,
-                          stream, why);
   read->queued = status == KVS_OK;
   return status;
 }
@@ -290,6 +289,7 @@ void kvs_fetch_ids(struct kvs_submission *s) {
   struct kvs_error ignored;
   uint64_t unused;
   if (!ids || !ids->count || !s->work->on_device.write || read->queued || s->fatal || !s->transfer->staging) return;
+  if (s->transfer->unjoined) return; /* the lane stream has not waited for who writes the ids */
   if (!read->results) read->results = kvs_stage(s, ids->count * sizeof *read->results, &unused);
   uint64_t host = (uint64_t)(uintptr_t)read->results, back = (ids->count - 1) * (uint64_t)-ids->stride;
   struct kvs_rect rect = {.dst = host,

@@ -70,8 +70,8 @@ int kvs_prepare_list(struct kvs_submission *);
 int kvs_prepare_grid(struct kvs_submission *);
 double kvs_kernel_gbps(const struct kvs_submission *); /* the rate limit of path kernel; 0: as its costs predict */
 int kvs_launch_copies(struct kvs_submission *, struct kvs_error *why); /* the view, by a kernel on the lane stream */
-/* Once: upload the pairs, let a kernel put slots in the place of positions, and bring the ids and verdicts back. The
- * stream comes after the start dependencies. Nothing to do where all slots are known. */
+/* Once: let a kernel put slots in the place of positions, and write ids and verdicts to the host. The stream comes
+ * after the start dependencies. Nothing to do where all slots are known. */
 int kvs_resolve_ids(struct kvs_submission *, kvs_stream, struct kvs_error *why);
 /* After a refusal of that: bring ids of destinations back by a plain copy, since the slots that they name are lost. */
 void kvs_fetch_ids(struct kvs_submission *);

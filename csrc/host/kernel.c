@@ -81,9 +81,9 @@ static bool can_read_ids(struct kvs_host_view *view, const struct kvs_ids_params
 
 static bool prepare_ids(struct kvs_host_view *view, const struct kvs_ids_params *params) {
   uint64_t pairs = params->npairs * sizeof(struct kvs_pair), claims = params->nclaims * sizeof(struct kvs_id_claim);
-  const struct kvs_pair *table = (const struct kvs_pair *)(uintptr_t)params->pairs;
-  if (params->width != 4 && params->width != 8) return false;
-  if (!can(view, KVS_HOST_WRITE, params->pairs, pairs) ||
+  const struct kvs_pair *named = (const struct kvs_pair *)(uintptr_t)params->named;
+  if ((params->width != 4 && params->width != 8) || params->named % 8 != 0 || params->results % 16 != 0) return false;
+  if (!can(view, KVS_HOST_READ, params->named, pairs) || !can(view, KVS_HOST_WRITE, params->pairs, pairs) ||
       !can(view, KVS_HOST_WRITE, params->results, params->npairs * sizeof(struct kvs_id_result)))
     return false;
   if (params->claims && (params->nclaims < 2 * params->npairs || (params->nclaims & (params->nclaims - 1)) ||
@@ -91,7 +91,7 @@ static bool prepare_ids(struct kvs_host_view *view, const struct kvs_ids_params 
     return false;
   if (params->step != KVS_IDS_READ) return params->claims != 0;
   for (uint64_t i = 0; i < params->npairs; i++)
-    if ((params->by_dst ? table[i].dst : table[i].src) >= params->nids) return false;
+    if ((params->by_dst ? named[i].dst : named[i].src) >= params->nids) return false;
   return can_read_ids(view, params);
 }
 

@@ -29,27 +29,36 @@ static __device__ __forceinline__ int64_t read_id(const struct kvs_ids_params &p
 }
 
 extern "C" __global__ void __launch_bounds__(256) kvs_kernel_ids(const __grid_constant__ struct kvs_ids_params params) {
+  const uint64_t *named = (const uint64_t *)params.named;
   struct kvs_pair *pairs = (struct kvs_pair *)params.pairs;
   struct kvs_id_result *results = (struct kvs_id_result *)params.results;
   const uint64_t all = (uint64_t)gridDim.x * blockDim.x;
   bool first;
   for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < params.npairs; i += all) {
-    uint32_t *place = params.by_dst ? &pairs[i].dst : &pairs[i].src, slot;
-    word_load(&slot, place);
     if (params.step == KVS_IDS_CLAIM) {
-      if (slot == KVS_BAD_SLOT || claim_of(params, slot, &first)->twice != 0) continue;
+      uint32_t *place = params.by_dst ? &pairs[i].dst : &pairs[i].src;
+      if (*place == KVS_BAD_SLOT || claim_of(params, *place, &first)->twice != 0) continue;
       results[i].verdict = KVS_ID_TWICE;
       *place = KVS_BAD_SLOT;
       continue;
     }
-    const int64_t id = read_id(params, slot);
+    uint64_t both; /* host memory: each pair in one load, each result in one store */
+    word_load(&both, &named[i]);
+    struct kvs_pair pair = {(uint32_t)both, (uint32_t)(both >> 32)};
+    const uint32_t position = params.by_dst ? pair.dst : pair.src;
+    const int64_t id = read_id(params, position);
     const bool good = id >= 0 && (uint64_t)id < params.blocks;
-    results[i].id = id;
-    results[i].position = slot;
-    results[i].verdict = good ? KVS_ID_GOOD : KVS_ID_RANGE;
-    *place = good ? (uint32_t)id : KVS_BAD_SLOT;
+    const uint32_t slot = good ? (uint32_t)id : KVS_BAD_SLOT;
+    const uint4 result = {(uint32_t)id, (uint32_t)((uint64_t)id >> 32), position,
+                          good ? (uint32_t)KVS_ID_GOOD : (uint32_t)KVS_ID_RANGE};
+    word_store((uint4 *)&results[i], &result);
+    if (params.by_dst)
+      pair.dst = slot;
+    else
+      pair.src = slot;
+    pairs[i] = pair;
     if (!good || params.claims == 0) continue;
-    struct kvs_id_claim *claim = claim_of(params, (uint32_t)id, &first);
+    struct kvs_id_claim *claim = claim_of(params, slot, &first);
     if (!first) *(volatile uint32_t *)&claim->twice = 0;
   }
 }

@@ -99,9 +99,11 @@ KVS_BOTH struct kvs_piece kvs_grid_piece(const struct kvs_units *units, uint32_t
   return piece;
 }
 
-/* Ids in device memory. Step READ reads the id of each pair once, notes the id with its verdict, and puts the slot, or
- * KVS_BAD_SLOT for a bad id, in the place of the id's position. Where ids name destinations, step READ also claims each
- * slot in a hash table, and step CLAIM turns down every pair whose slot was claimed twice: none of them is written. */
+/* Ids in device memory. Step READ takes each pair as the host named it, reads its id once, notes the id with its
+ * verdict, and writes the pair with the slot, or KVS_BAD_SLOT for a bad id, in the place of the id's position. Where
+ * ids name destinations, step READ also claims each slot in a hash table, and step CLAIM turns down every pair whose
+ * slot was claimed twice: none of them is written. What the host names and what it is told lie in its own memory, so no
+ * step waits for a copy engine that other transfers keep busy. */
 enum kvs_ids_step { KVS_IDS_READ, KVS_IDS_CLAIM };
 enum kvs_id_verdict { KVS_ID_GOOD, KVS_ID_RANGE, KVS_ID_TWICE };
 
@@ -121,8 +123,9 @@ struct kvs_ids_params {
   uint64_t ids; /* address of the id at position 0 */
   int64_t stride;
   uint64_t nids, blocks; /* number of ids; good ids are below `blocks` */
-  uint64_t pairs;        /* address of struct kvs_pair[npairs]: one side holds positions, then slots */
-  uint64_t results;      /* address of struct kvs_id_result[npairs] */
+  uint64_t named;        /* address of struct kvs_pair[npairs], on the host: one side holds positions */
+  uint64_t pairs;        /* address of struct kvs_pair[npairs]: with slots in their place */
+  uint64_t results;      /* address of struct kvs_id_result[npairs], on the host */
   uint64_t claims;       /* address of struct kvs_id_claim[nclaims], 0: ids may repeat */
   uint64_t npairs, nclaims;
   uint32_t width;  /* bytes of an id, 4 or 8 */

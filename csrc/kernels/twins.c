@@ -91,6 +91,7 @@ static struct kvs_id_claim *claim_of(const struct kvs_ids_params *params, uint32
 }
 
 static void run_ids(const struct kvs_ids_params *params, unsigned cta, unsigned grid) {
+  const struct kvs_pair *named = (const struct kvs_pair *)(uintptr_t)params->named;
   struct kvs_pair *pairs = (struct kvs_pair *)(uintptr_t)params->pairs;
   struct kvs_id_result *results = (struct kvs_id_result *)(uintptr_t)params->results;
   bool first;
@@ -102,6 +103,7 @@ static void run_ids(const struct kvs_ids_params *params, unsigned cta, unsigned 
       *slot = KVS_BAD_SLOT;
       continue;
     }
+    pairs[i] = named[i];
     int64_t id = read_id(params, *slot);
     bool good = id >= 0 && (uint64_t)id < params->blocks;
     results[i] = (struct kvs_id_result){id, *slot, good ? KVS_ID_GOOD : KVS_ID_RANGE};
