@@ -86,9 +86,9 @@ def take_ctrl_c() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For -n auto: half as many again as there are cores, for a third of the time tests wait."""
+    """For -n auto: more than there are cores, for a third of the time tests wait."""
     cores = len(os.sched_getaffinity(0))
-    return cores + cores // 2
+    return cores + max(2, cores // 2)
 
 
 def pytest_collection_finish() -> None:
