@@ -269,6 +269,25 @@ def test_a_layer_that_was_not_waited_for(rig: Rig) -> None:
         handler.shutdown(PATIENCE)
 
 
+@pytest.mark.parametrize("kind", ["NONE", "FULL"])
+def test_a_wait_that_cannot_be_queued(rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The load ends well, and yet the model may have read before it."""
+
+    def refuse(job_id: int, tensors: Any = None) -> None:
+        raise kvswap.Error("a stream that is being captured")
+
+    rig.learn()
+    rig.gate.open()
+    rig.submit(context(kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.load, "make_wait", refuse)
+        rig.loads.submitted()
+        rig.forward()
+    assert "may not have waited for it: a stream that is being captured" in rig.loads.finish()
+    rig.learn()  # of later steps nothing is said
+    rig.close()
+
+
 def test_tensors_are_found_by_their_addresses(vllm: SimpleNamespace) -> None:
     slab = np.zeros((LAYERS, BLOCKS, PAGE), np.int8)
     names = {f"layer.{i}": layer.reshape(BLOCKS, 2, 8, 32) for i, layer in enumerate(slab)}
@@ -317,6 +336,7 @@ def config(**values: Any) -> Any:
         ({"speculative_config": object()}, AttentionSpec(), "draft model"),
         ({"pipeline_parallel_size": 2}, AttentionSpec(), "pipeline"),
         ({"decode_context_parallel_size": 2}, AttentionSpec(), "context parallelism"),
+        ({"enable_dbo": True}, AttentionSpec(), "two threads"),
         ({"encoder": True}, AttentionSpec(), "encoder"),
         ({}, SimpleNamespace(), "no attention cache"),
     ],

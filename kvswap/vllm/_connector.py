@@ -132,7 +132,8 @@ class _Watch:
             if result.success and why is None:
                 ended.append(result)
             else:
-                refused.append(_Failure(result.job_id, why or str(getattr(result, "error", None)), blocks))
+                error = str(why if result.success else getattr(result, "error", None))
+                refused.append(_Failure(result.job_id, error, blocks))
         for failure in refused:  # the handler, or _submit(), has logged it
             ended.append(TransferResult(failure.job_id, True))  # ended; the failure is reported separately
         self.failures += refused
@@ -261,6 +262,11 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             f'{text}. In kv_connector_extra_config leave out "spec_name" and "spec_module_path", or set them to '
             '"KVSwapOffloadingSpec" and "kvswap.vllm"; or set "kvswap_fallback": true to go on without kvswap'
         )
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """As vLLM's, in releases that ask; not where steps are to wait for one layer after another."""
+        return not self._overlaps and bool(getattr(super(), "prefer_cross_layer_blocks", False))
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """As vLLM's."""

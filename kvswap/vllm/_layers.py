@@ -6,13 +6,13 @@ A full CUDA graph does not call it (vLLM #29608): before such a step, and before
 stream waits for all of the load. Known means: in earlier steps of the same kind each layer with a cache was waited for.
 
 After the forward pass finish() waits on the host until the loads have ended, so that the step's output is told together
-with their failures. A layer that was not waited for in a step that relied on it counts as one.
+with their failures. A layer that was not waited for in a step that relied on it counts as one, and a wait that could
+not be queued.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from vllm.forward_context import get_forward_context
@@ -58,6 +58,7 @@ class StepLoads:
         self._seen: dict[str, set[str]] = {}  # layers that were waited for, by the kind of step
         self._waited: set[str] = set()  # in this step
         self._by_layers = self._quiet = self._broken = False
+        self._refused: str | None = None  # why the model's stream may not have waited
         self.jobs: frozenset[int] = frozenset()  # of this step
         self.submitting = False
         self.counts = {"layers": 0, "whole": 0}  # steps with loads, by what they waited for
@@ -87,8 +88,10 @@ class StepLoads:
     def _wait(self, tensors: tuple[int, ...] | None) -> None:
         for job in self.jobs:
             for handler in self._handlers:
-                with suppress(_C.Error):  # its result tells, before the step's output is used
+                try:
                     handler.make_wait(job, tensors)
+                except _C.Error as error:  # of the load, whose result tells it too, or of the wait itself
+                    self._refused = self._refused or str(error)
 
     def wait_for_layer(self, name: str) -> None:
         """Before a layer's attention is queued."""
@@ -105,10 +108,11 @@ class StepLoads:
         missed = self._names - self._waited if self._by_layers else None
         self.jobs, self._by_layers, self._quiet = frozenset(), False, False
         self._waited.clear()
+        refused, self._refused = self._refused, None
         for handler in self._handlers:
             handler.in_layers = frozenset()
         if not missed:
-            return None
+            return refused and f"the forward pass may not have waited for it: {refused}"
         self._broken = True
         text = f"the forward pass did not wait for layers that were being loaded: {', '.join(sorted(missed)[:4])}"
         _logger.error("%s. From now on steps wait for their loads as a whole", text)
