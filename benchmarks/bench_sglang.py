@@ -148,6 +148,7 @@ class Case:
         self.host_ids = ids(3 * tokens // page)
         self.device_ids_on_cpu = ids(2 * tokens // page)
         self.device_ids = self.device_ids_on_cpu.to(options.device)
+        self.host_ids_on_device = self.host_ids.to(options.device)  # to compare there
         self.parts = [self.pool.k_buffer, self.pool.v_buffer]
 
     def device_rows(self, part: int, layer: int) -> Any:
@@ -162,29 +163,27 @@ class Case:
     def scramble(self, direction: str, seed: int) -> None:
         """Other bytes in the source, and nonsense where the copy goes."""
         generator = self.torch.Generator(self.device).manual_seed(seed)
-        host = self.torch.Generator().manual_seed(seed)
         for part in range(2):
             for layer in range(len(self.parts[part])):
                 device, rows = self.device_rows(part, layer), self.host_rows(part, layer)
-                if direction == "D2H":
-                    device.random_(0, 30000, generator=generator)
-                    rows.fill_(-7)
-                else:
-                    rows.random_(0, 30000, generator=host)
-                    device.fill_(-7)
+                source, target = (device, rows) if direction == "D2H" else (rows, device)
+                made = self.torch.empty(source.shape, dtype=source.dtype, device=self.device)
+                source.copy_(made.random_(0, 30000, generator=generator))
+                target.fill_(-7)
 
     def wrong(self, direction: str) -> int:
         """Wrong tokens, of all layers; also ones that the copy should not have touched."""
-        found = 0
+        found = self.torch.zeros((), dtype=self.torch.int64, device=self.device)
         for part in range(2):
             for layer in range(len(self.parts[part])):
-                device, rows = self.device_rows(part, layer).cpu(), self.host_rows(part, layer)
-                found += int((device[self.device_ids_on_cpu] != rows[self.host_ids]).any(1).sum())
-                side, ids = (rows, self.host_ids) if direction == "D2H" else (device, self.device_ids_on_cpu)
-                rest = self.torch.ones(len(side), dtype=bool)
+                device, rows = self.device_rows(part, layer), self.host_rows(part, layer).to(self.device)
+                found += (device[self.device_ids] != rows[self.host_ids_on_device]).any(1).sum()
+                to_host = direction == "D2H"
+                side, ids = (rows, self.host_ids_on_device) if to_host else (device, self.device_ids)
+                rest = self.torch.ones(len(side), dtype=bool, device=self.device)
                 rest[ids] = False
-                found += int((side[rest] != -7).any(1).sum())
-        return found
+                found += (side[rest] != -7).any(1).sum()
+        return int(found)
 
 
 class Way:
@@ -397,10 +396,10 @@ def main() -> int:
                 with contextlib.suppress(Exception):
                     case.host.destroy()
                 del case, ways
+                if options.json:  # after each case: what was measured stays, whatever comes
+                    with open(options.json, "w", encoding="utf-8") as file:
+                        json.dump({"copy_gbps": ceilings, "rows": rows, "beside": windows}, file, indent=1)
     bad = [row for row in rows if row["wrong_tokens"] or not row["left_out_is_noticed"]]
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"copy_gbps": ceilings, "rows": rows, "beside": windows}, file, indent=1)
     print(f"{len(rows)} rows, every byte checked: {len(bad)} wrong", flush=True)
     return 1 if bad else 0
 

@@ -366,8 +366,8 @@ def device_ids(turns: int, chosen: random.Random) -> int:
         return 0
     own, compared = CopyEngine._ids, 0
 
-    def on_device(engine, transfer, places):
-        found = own(engine, transfer, places)
+    def on_device(engine, transfer, *more):
+        found = own(engine, transfer, *more)
         return found and (OnDevice(found[0]), found[1])
 
     CopyEngine._ids = on_device
