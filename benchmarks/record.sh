@@ -3,9 +3,9 @@
 # benchmarks/results is listed in its index.ini:
 #   benchmarks/record.sh --stale                    which records are of older code than this; exit status 1 if any
 #   benchmarks/record.sh --stamp COMMIT FILE...     these files are of that commit
-# Expects kvswap installed for python3, with pytest and hypothesis; torch and cupy are used where present. On an H200 suite
-# and sanitize take up to ten minutes each, load, differential and soak nine, bench six, regret four, hazards two and a
-# half, replay one.
+# Expects kvswap installed for python3, with pytest, pytest-xdist and hypothesis; torch and cupy are used where present.
+# On an H200 suite and sanitize take up to ten minutes each, load, differential and soak nine, bench six, regret four,
+# hazards two and a half, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in
@@ -20,7 +20,7 @@ fi
 mkdir -p "$out"
 touch "$out/begun.tmp"
 run() { timeout "$1" python3 -P -m "${@:2}"; }
-pytest() { run "$1" pytest -p no:cacheprovider -o faulthandler_timeout=60 --device cuda:0 "${@:2}"; }
+pytest() { run "$1" pytest -p no:cacheprovider --limit 120 --device cuda:0 "${@:2}"; }
 # A command's part of a record: what ran, what it printed, and its exit status where that is not 0.
 section() {
   local title=$1
@@ -36,13 +36,16 @@ section() {
   run 60 kvswap info --open
 } >"$out/machine.txt" 2>&1
 
-# The suite, six (or JOBS) of its files at a time; each file's own output, then what all came to.
-suite_part() { pytest 560 -q --durations=3 --long-seconds=2 "$1" >"$parts/$(basename "$1" .py).log" 2>&1; }
+# The suite, six (or JOBS) of its files at a time, in LIMIT seconds; each file's own output, then what all came to. A test
+# that hangs ends its process, and the rest of its file goes on in another one.
+suite_part() {
+  pytest 560 -q -n 1 --max-worker-restart 4 --durations=3 --long-seconds=2 "$1" >"$parts/$(basename "$1" .py).log" 2>&1
+}
 
 suite() {
   export parts=$(mktemp -d)
   export -f suite_part pytest run
-  ls -S tests/test_*.py tests/long/test_[ad]*.py | grep -vF test_c.py | timeout 570 xargs -P "${JOBS:-6}" -n 1 bash -c 'suite_part "$1"' _
+  ls -S tests/test_*.py tests/long/test_[ad]*.py | grep -vF test_c.py | timeout "${LIMIT:-570}" xargs -P "${JOBS:-6}" -n 1 bash -c 'suite_part "$1"' _
   {
     head -n 1 "$out/machine.txt"
     tail -n +1 "$parts"/*.log
@@ -91,7 +94,7 @@ sanitize_part() {
     only+=" and not far_apart and not interleaving and not defaults_of and not environment"
   [ "$tool" = memcheck ] && only+=" and not over_seams"
   timeout -k 5 400 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
-    python3 -P -m pytest -p no:cacheprovider -o faulthandler_timeout=100 -v --device cuda:0 --serial \
+    python3 -P -m pytest -p no:cacheprovider --limit 200 -v --device cuda:0 --serial \
     -k "$only" "tests/test_$tests.py" >"$log" 2>&1
   printf '\nexit status %d\n' $? >>"$log"
 }
@@ -107,7 +110,7 @@ sanitize() {
     for tests in copy_engine swap strided gpu pool order transfer regions conformance transfer_manager validation; do
       printf "%s $tests\n" racecheck memcheck initcheck synccheck
     done
-  } | timeout 560 xargs -P 8 -L 1 bash -c 'sanitize_part "$@"' _
+  } | timeout "${LIMIT:-560}" xargs -P "${JOBS:-6}" -L 1 bash -c 'sanitize_part "$@"' _
   for log in "$parts"/*.log; do
     echo "== $(basename "$log" .log)"
     sed '/^=* test session starts/,/^collecting/d' "$log" | grep -vE "PASSED|SKIPPED|^=+ short test summary|^$"

@@ -3,7 +3,8 @@
 # what it imports that PyTorch's environment lacks, for CPython 3.12.
 #   benchmarks/sglang_pack.sh OUT        SGLANG_VERSION (0.5.23), PYTHON (python3): any that has pip
 # There, where nvcc is for SGLang's own kernels:
-#   tar xf sglang.tar.xz -C /tmp && PYTHONPATH=/tmp/sglang-site python3 -P benchmarks/bench_sglang.py /tmp/sglang-tree
+#   python3 -c 'import tarfile; tarfile.open("sglang.tar.xz").extractall("/tmp", filter="tar")'
+#   PYTHONPATH=/tmp/sglang-site python3 -P benchmarks/bench_sglang.py /tmp/sglang-tree
 set -euo pipefail
 out=${1:?usage: sglang_pack.sh OUT}
 version=${SGLANG_VERSION:-0.5.23} python=${PYTHON:-python3}

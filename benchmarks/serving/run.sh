@@ -28,9 +28,9 @@ unpack() {
 build() {
   local copy=$base/source stamp
   rm -rf "$copy" && mkdir "$copy"
-  (cd "$tree" && cp -r setup*.py pyproject.toml MANIFEST.in README.md LICENSE cmake csrc kvswap "$copy") ||
+  (cd "$tree" && cp -r setup*.py pyproject.toml MANIFEST.in README.md LICENSE packaging cmake csrc kvswap "$copy") ||
     fail "the source is not whole in $tree"
-  find "$copy" \( -name '*.so' -o -name '*.pyc' \) -delete
+  find "$copy" \( -name '*.so' -o -name '*.pyc' -o -name kvswap_version.h \) -delete  # what builds make
   stamp=$(cd "$copy" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
   [ "$stamp" = "$(cat "$base/built" 2> /dev/null)" ] && return
   rm -rf "$base/kvswap" "$base/built"
