@@ -146,6 +146,11 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         ({"gpu_block_ids": [0, True]}, TypeError, r"gpu_block_ids\[1\] must be an int, not bool"),
         ({"gpu_block_ids": [0, 1.0]}, TypeError, r"gpu_block_ids\[1\] must be an int, not float"),
         ({"gpu_block_ids": [0, 2**63]}, ValueError, r"gpu_block_ids\[1\] is 9223372036854775808: must be a signed"),
+        (
+            {"gpu_block_ids": np.array([2**63, 0], np.uint64)},
+            IndexError,
+            r"gpu_block_ids\[0\] is 9223372036854775808: a",
+        ),
         ({"gpu_block_ids": [0, BLOCKS]}, IndexError, "gpu"),
         ({"gpu_block_ids": [-1, 0]}, IndexError, "gpu"),
         (
@@ -520,6 +525,26 @@ def test_a_scalar_or_a_tensor_of_pointers_is_not_taken_for_its_memory() -> None:
     target = cache(2)
     kvswap.swap_blocks_batch(Tensor(), [target], NBYTES, device="host:0").wait(LIMIT)
     assert (target[0] == source[0]).all()
+
+
+def test_an_attribute_that_raises_what_nobody_expects() -> None:
+    class Raises:
+        @property
+        def __cuda_array_interface__(self) -> Any:
+            raise RuntimeError("not now")
+
+    with pytest.raises(RuntimeError, match="not now"):
+        swap(Raises(), cache())
+
+
+def test_tables_of_an_offloading_map() -> None:
+    for tables, message in (
+        (([1], []), "^tensors must be rows of 8 integers, one after another$"),
+        (([[1] * 8], []), "^tensors must be one-dimensional"),
+        (([0] * 8, [1, 2]), "^parts must be rows of 10 integers, one after another$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _C.OffloadMap("host:0", *(np.array(table, np.uint64) for table in tables), 1, 1, 1)
 
 
 def test_tensors_that_lie() -> None:

@@ -671,6 +671,17 @@ def test_paths_that_need_ids_on_the_host(pair: tuple[Tier, Tier], direction: int
     pair[0].check(pair[0].blocks())
 
 
+def test_ids_without_a_dlpack_that_works(pair: tuple[Tier, Tier]) -> None:
+    """As arrays have whose DLPack raises for what is no number; the other protocol serves."""
+
+    class Raises(DeviceIds):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise BufferError("no DLPack")
+
+    swap(pair, D2H, Raises(pair[0].pool.device, [3, 1]), [0, 2]).wait(PATIENCE)
+    expect(pair, D2H, [3, 1], [0, 2])
+
+
 def test_wrong_ids(pair: tuple[Tier, Tier]) -> None:
     device = pair[0].pool.device
 

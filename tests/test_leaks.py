@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PATIENCE, Cache
+from test_bindings import Dlpack, Interface, Torchlike
 
 import kvswap
 from kvswap import _C, testing
 from kvswap.files import FileStore, Layout
+from kvswap.memory import HostPool
 
 WRONG = (ValueError, IndexError, TypeError, MemoryError, kvswap.Error, AttributeError, BufferError, TimeoutError)
 TIMES = 200
@@ -423,6 +425,69 @@ def fault(t: Tools) -> None:
     t.wrong(lambda: _C._set_fault(t.device, "call", "x"))
 
 
+# -- what the packages use beyond the public names --------------------------------------------------------------------
+
+
+def maps(t: Tools) -> None:
+    """An offloading connector's map: made, used and refused."""
+    gpu, cpu = t.cache.gpu.ptr, t.cache.cpu.ptr
+    tensors, parts = [[gpu, 64, 64, 64, cpu, 64, 64, 64]], [[0, 0, 0, 0, 64, 1, 0, 0, 1, 0]]
+    tables = [np.array(table, np.uint64).reshape(-1) for table in (tensors, parts)]
+    job = _C.OffloadMap(t.device, *tables, 1, 64, 1)
+    for lists in (([1, 2], [3, 4], [2], [0]), ([1, 99], [3, 4], [2], [0]), ([1], [3], ["x"], [0])):
+        with suppress(*WRONG):
+            for transfer in job.submit(*lists, 0)[0]:
+                transfer.wait(PATIENCE)
+    for wrong in (
+        (t.device, tables[0], tables[1], 1, 0, 1),
+        (t.device, tables[0], [[1]], 1, 64, 1),
+        (5, *tables, 1, 64, 1),
+    ):
+        t.wrong(lambda: _C.OffloadMap(*wrong))  # noqa: B023
+
+
+def host_pools(t: Tools) -> None:
+    """With room to grow behind each layer, so that a view of all has shape and strides of its own."""
+    with HostPool(4, 8192, device=t.device, layers=2, max_blocks=8, layout="layer-first") as pool:
+        view = memoryview(pool)
+        assert view.shape == (2, 16384) and view.strides == (32768, 1)
+        view.release()
+        t.wrong(lambda: pool.layer(2))
+        t.wrong(lambda: ctypes.c_char.from_buffer(pool))
+
+
+def hooks(t: Tools) -> None:
+    """Traced calls, whose hook may fail."""
+    for hook in (lambda what: None, lambda what: lambda result, error: None, lambda what: 1 // 0):
+        _C._set_trace_hook(hook)
+        with suppress_unraisable():
+            t.cache.swap([1], [2]).wait(PATIENCE)
+            t.wrong(lambda: t.cache.swap([99], [2]))
+        _C._set_trace_hook(None)
+
+
+@contextmanager
+def suppress_unraisable() -> Iterator[None]:
+    before, sys.unraisablehook = sys.unraisablehook, lambda args: None
+    yield
+    sys.unraisablehook = before
+
+
+def exports(t: Tools) -> None:
+    for data in (b"x" * 512, bytearray(512), b"", 5):
+        t.wrong(lambda: _C._ipc_read(data))  # noqa: B023
+        t.wrong(lambda: _C._ipc_open(data, device=t.device))  # noqa: B023
+
+
+def tensors(t: Tools) -> None:
+    array = t.array[:4096]
+    for made in (Dlpack(array), Interface(array, "__array_interface__"), Torchlike(array), memoryview(array), object()):
+        t.finish(kvswap.swap_cache_per_layer, made, t.cache.cpu.memory, 64, 64, 64, [1], [2], 0)
+
+
+MORE: Rows = {"OffloadMap": maps, "HostPool": host_pools, "hooks": hooks, "exports": exports, "tensors": tensors}
+
+
 def public_names() -> set[str]:
     found = {f"testing.{name}" for name in testing.__all__}
     for name in kvswap.__all__:
@@ -554,11 +619,11 @@ def sanitized() -> bool:
         return any("libasan" in line or "libtsan" in line for line in maps)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *MORE])
 def test_leaks(device: kvswap.Device, tools: Tools, name: str) -> None:
     if sanitized():
         pytest.skip("a sanitizer keeps what is freed")
-    row = TABLE[name]
+    row = TABLE.get(name) or MORE[name]
     assert leaks(device, lambda: row(tools)) == {}
 
 

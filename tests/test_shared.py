@@ -929,6 +929,12 @@ def test_it_keeps_its_size(device: kvswap.Device, name: str) -> None:
         assert not hasattr(pool, "grow") and not hasattr(pool, "shrink")
 
 
+@pytest.mark.parametrize("pages", ["2MiB", "1GiB"])
+def test_pages_that_shared_memory_has_not(device: kvswap.Device, name: str, pages: str) -> None:
+    with SharedPool(name, 8, 4096, device=device, pages=pages) as pool:
+        assert any("no pages of 2 MiB or 1 GiB set aside" in notice for notice in pool.notices)
+
+
 def test_a_chunk_that_will_not_register(device: kvswap.Device, name: str) -> None:
     with testing.fault(device, "call", "fail", operation="host_register", nth=2):
         pool = SharedPool(name, 64, 65536, device=device, chunk_nbytes=1 << 20)
