@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AT_ONCE, PATIENCE, Buffer, Gate, check_pattern, random_bytes, usable, write_pattern
+from conftest import AT_ONCE, PATIENCE, Buffer, Gate, check_pattern, random_bytes, until, usable, write_pattern
 from processes import Process
 
 import kvswap
@@ -305,6 +305,22 @@ def test_pools_keep_two_devices_in_order(
     np.testing.assert_array_equal(host.get().reshape(BLOCKS, NBYTES)[7], before[1])
     np.testing.assert_array_equal(blocks_of(here)[2], host.get().reshape(BLOCKS, NBYTES)[9])
     assert [transfer.device for transfer in (first, second, third, fourth)] == [device, other, other, other]
+
+
+def test_a_transfer_that_has_ended_comes_first_too(
+    device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
+) -> None:
+    """Nobody has looked whether it ended: for the race checker the pools order it, and not its end."""
+    mine, theirs = pools_of(pair)
+    host = Buffer(other, BLOCKS * NBYTES, "cpu")
+    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    with testing.race_checker():
+        first = kvswap.move_blocks(mine, theirs, [1], [5])
+        until(lambda: device.stats()["unfinished"] == 0, "the end of the first")
+        second = kvswap.move_blocks(theirs, kept, [5], [7])
+        second.wait(PATIENCE)
+        first.wait(PATIENCE)
+    np.testing.assert_array_equal(host.get().reshape(BLOCKS, NBYTES)[7], blocks_of(pair[0])[1])
 
 
 def test_a_new_pool_waits_for_the_other_device(
