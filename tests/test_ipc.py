@@ -1177,8 +1177,11 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next(device: kvswap.Devic
     with pytest.raises(kvswap.Error, match="has ended"):
         memory.open(data, device=device)
     mapped.close()
-    memory.export(device.alloc(1 << 17, chunks=True))
+    del mapped
+    before = len(os.listdir("/proc/self/fd"))
+    memory.export(device.alloc(1 << 17, chunks=True)).close()
     assert not os.path.exists(f"{folder_of_sockets()}/{left[0]}")
+    assert comes_down(lambda: len(os.listdir("/proc/self/fd")), before)
 
 
 def test_a_server_in_another_pid_namespace_is_left_alone(session_device: kvswap.Device) -> None:

@@ -458,3 +458,16 @@ def test_a_subinterpreter_is_refused(device_name: str) -> None:
     print(told)
     """
     assert "_C does not support loading in subinterpreters" in run(device_name, script).stdout
+
+
+def test_a_limit_of_file_sizes_is_none_of_memory(device_name: str) -> None:
+    """A host device's memory is a file, which may not grow then: the signal that comes of it ends a process."""
+    script = """
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    import kvswap
+    memory = kvswap.Device({name!r}).alloc(1 << 20)
+    print(memory.nbytes)
+    """.replace("{name!r}", repr(device_name))
+    silent(run(device_name, script, prelude=False), "1048576\n")
