@@ -70,6 +70,23 @@ def test_the_loop_goes_on_while_a_transfer_is_awaited(cache: Cache, held: tuple[
     cache.check([1, 2], [3, 4])
 
 
+def test_waiting_takes_no_processor(cache: Cache, held: tuple[kvswap.Stream, Gate]) -> None:
+    stream, gate = held
+
+    async def main() -> float:
+        transfer = cache.swap([1], [2], stream=stream)
+        waiting = asyncio.ensure_future(transfer)
+        begin = time.process_time()
+        await asyncio.sleep(0.5)
+        spent = time.process_time() - begin
+        assert not waiting.done()
+        gate.open()
+        await waiting
+        return spent
+
+    assert run(main()) < 0.35
+
+
 def test_many_awaits_have_one_thread(cache: Cache) -> None:
     async def main() -> None:
         streams = [kvswap.Stream(cache.device) for _ in range(4)]
