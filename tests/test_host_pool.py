@@ -515,7 +515,7 @@ def test_grow_and_shrink(device: kvswap.Device, layout: str, nbytes: int) -> Non
     before = resident()
     for blocks in (11, 500, 30, 29, 3000, 1, 2, 700):
         old = pool.num_blocks
-        pool.grow(blocks) if blocks > old else pool.shrink(blocks)
+        pool.grow(blocks, PATIENCE) if blocks > old else pool.shrink(blocks, PATIENCE)
         assert pool.num_blocks == blocks and pool.pinned and pool.state == "ready"
         assert (pool.layer_ptrs() == ptrs).all() and pool.ready(blocks - 1)
         assert pool.nbytes == blocks * nbytes <= pool.mapped_nbytes <= pool.nbytes + 4 * PAGE

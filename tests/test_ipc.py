@@ -984,6 +984,20 @@ def test_the_same_process_gets_its_chunks_as_they_are(device: kvswap.Device, chu
     export.close()
 
 
+def test_pools_of_another_device_are_closed_with_the_mapping(device: kvswap.Device, other: Process) -> None:
+    """Nobody copies to addresses that other memory may have by then."""
+    if device.kind != "host":
+        pytest.skip("needs two devices that reach each other's memory")
+    second = kvswap.Device("host:1")
+    other.do("shared = device.alloc(4096)")
+    mapped = memory.open(bytes.fromhex(other.do("memory.export(shared).to_bytes().hex()")), device=device)
+    pool, own = kvswap.Pool(second, mapped.ptr, 64, 64), kvswap.Pool(second, second.alloc(4096), 64, 64)
+    kvswap.move_blocks(pool, own, [1], [2]).wait(PATIENCE)
+    mapped.close()
+    with pytest.raises(kvswap.Error, match="closed"):
+        kvswap.move_blocks(pool, own, [1], [2])
+
+
 def folder_of_sockets() -> str:
     run = os.environ.get("XDG_RUNTIME_DIR", "")
     return f"{run if run.startswith('/') and os.path.isdir(run) else '/tmp'}/kvswap-{os.geteuid()}"

@@ -87,6 +87,11 @@ static void test_what_is_refused(void) {
   }
 }
 
+static void test_the_most_blocks(void) {
+  struct kvs_pool_layout layout = {.ptr = 8, .num_blocks = UINT32_MAX, .block_nbytes = 1};
+  CHECK(kvs_layout_check(&layout, &err) == KVS_OK && layout.stride == 1, "%s", err.message);
+}
+
 static void test_locate(void) {
   uint64_t seed = 7;
   for (int round = 0; round < 2000; round++) {
@@ -226,6 +231,7 @@ static void test_wrong_parts(void) {
 int main(void) {
   test_no_byte_is_two();
   test_what_is_refused();
+  test_the_most_blocks();
   test_locate();
   test_overlap();
   test_halves();
