@@ -172,6 +172,21 @@ static void test_bad_ids(void) {
   kvs_plan_scratch_free(&scratch);
 }
 
+/* In memory that ends with the list, for the sanitizers. */
+static void test_narrow_ids(void) {
+  struct kvs_tensor t = {.gpu = 0x1000, .cpu = 0x9000, .nbytes = 16, .gpu_blocks = 10, .cpu_blocks = 10};
+  struct kvs_plan_scratch scratch = {0};
+  int32_t *list = malloc(4 * sizeof *list);
+  for (int i = 0; i < 4; i++) list[i] = 2 * i;
+  const struct kvs_ids ids = {list, 4, 4};
+  CHECK(!kvs_plan_check_ids(&t, 1, &ids, &ids, KVS_D2H, &scratch, &err), "%s", err.message);
+  list[3] = 10;
+  CHECK(kvs_plan_check_ids(&t, 1, &ids, &ids, KVS_D2H, &scratch, &err) == KVS_RANGE);
+  CHECK(strstr(err.message, "gpu_block_ids[3] is 10"), "%s", err.message);
+  kvs_plan_scratch_free(&scratch);
+  free(list);
+}
+
 static void test_bad_tensors(void) {
   struct kvs_plan_scratch scratch = {0};
   bool disjoint;
@@ -339,6 +354,7 @@ int main(void) {
   test_aliases();
   test_merging();
   test_bad_ids();
+  test_narrow_ids();
   test_bad_tensors();
   test_cache_plans();
   test_batches();
