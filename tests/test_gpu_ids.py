@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -655,6 +657,23 @@ def test_order_by_the_caller_is_checked(pair: tuple[Tier, Tier]) -> None:
             store.wait(PATIENCE)
             load.wait(PATIENCE)
             assert len(checker.races) == races
+
+
+@pytest.mark.parametrize("nth", [3, 4, 5, 6])
+def test_when_the_device_has_ended_none_goes_on(pair: tuple[Tier, Tier], nth: int) -> None:
+    """Also while another thread is in a submission, without which what the ids were is not known."""
+    device = pair[0].pool.device
+    stream, ids = kvswap.Stream(device), DeviceIds(device, [4])
+    with Gate(device) as gate, testing.fault(device, "call", "delay", delay=0.5, operation="stream_wait", nth=nth):
+        gate.hold(stream)
+        transfer = swap(pair, H2D, ids, [1], stream=stream)
+        other = threading.Thread(target=lambda: swap(pair, D2H, [6], [7]).wait(PATIENCE))
+        other.start()
+        time.sleep(0.1)
+        gate.open()
+        device.synchronize(PATIENCE)
+        assert transfer.done()
+        other.join(PATIENCE)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

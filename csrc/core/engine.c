@@ -372,6 +372,7 @@ static void *synchronize(void *arg) {
   bool before = kvs_racecheck_internal(true); /* the caller sees the end in kvs_sync_wait(), if it waits that long */
   int status = kvs_dev_synchronize(sync->engine->device, &sync->err);
   kvs_racecheck_internal(before);
+  kvs_late_settle_behind(sync->engine); /* afterwards no transfer goes on */
   kvs_engine_reap(sync->engine);
   atomic_store(&sync->status, status);
   kvs_sync_drop(sync);

@@ -192,6 +192,13 @@ void kvs_late_settle(struct kvs_engine *engine) {
   pthread_mutex_unlock(&engine->hazard_lock);
 }
 
+void kvs_late_settle_behind(struct kvs_engine *engine) {
+  if (!atomic_load(&engine->nlate)) return;
+  pthread_mutex_lock(&engine->hazard_lock);
+  kvs_late_settle_locked(engine);
+  pthread_mutex_unlock(&engine->hazard_lock);
+}
+
 void kvs_late_forget_pool(struct kvs_engine *engine, const struct kvs_pool *pool) {
   for (struct kvs_late *late = engine->late; late; late = late->next)
     for (size_t i = 0; i < late->npairs; i++) {

@@ -65,7 +65,8 @@ void kvs_late_reserve(struct kvs_late *, const struct kvs_race_access *);
 /* Takes over the entry. */
 void kvs_late_add(struct kvs_late *, struct kvs_transfer *);
 void kvs_late_settle_locked(struct kvs_engine *);
-void kvs_late_settle(struct kvs_engine *); /* unless a submission holds the lock; the next call settles then */
+void kvs_late_settle(struct kvs_engine *);        /* unless a submission holds the lock; the next call settles then */
+void kvs_late_settle_behind(struct kvs_engine *); /* also then, when it has let go */
 void kvs_late_forget_pool(struct kvs_engine *, const struct kvs_pool *);
 void kvs_late_destroy(struct kvs_engine *);
 
