@@ -56,6 +56,11 @@ def pools_of(pair: tuple[Buffer, Buffer]) -> tuple[kvswap.Pool, kvswap.Pool]:
     return tuple(kvswap.Pool(buffer.device, buffer.memory, BLOCKS, NBYTES) for buffer in pair)  # type: ignore[return-value]
 
 
+def host_pool_of(device: kvswap.Device) -> tuple[Buffer, kvswap.Pool]:
+    host = Buffer(device, BLOCKS * NBYTES, "cpu")
+    return host, kvswap.Pool(device, host.memory, BLOCKS, NBYTES)
+
+
 # -- the calls --------------------------------------------------------------------------------------------------------
 
 
@@ -287,8 +292,7 @@ def test_pools_keep_two_devices_in_order(
     """A store here into the other's pool, a load there from it, and back: nothing but the pools orders them."""
     here, _ = pair
     mine, theirs = pools_of(pair)
-    host = Buffer(other, BLOCKS * NBYTES, "cpu")
-    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    host, kept = host_pool_of(other)
     before = blocks_of(here)
     stream = kvswap.Stream(device)
     with testing.race_checker(), Gate(device) as gate:
@@ -312,8 +316,7 @@ def test_a_transfer_that_has_ended_comes_first_too(
 ) -> None:
     """Nobody has looked whether it ended: for the race checker the pools order it, and not its end."""
     mine, theirs = pools_of(pair)
-    host = Buffer(other, BLOCKS * NBYTES, "cpu")
-    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    host, kept = host_pool_of(other)
     with testing.race_checker():
         first = kvswap.move_blocks(mine, theirs, [1], [5])
         until(lambda: device.stats()["unfinished"] == 0, "the end of the first")
@@ -328,8 +331,8 @@ def test_a_new_pool_waits_for_the_other_device(
 ) -> None:
     """Its memory is in use when the pool is made, by a transfer that knows no pools."""
     here, there = pair
-    stream, host = kvswap.Stream(device), Buffer(other, BLOCKS * NBYTES, "cpu")
-    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    stream = kvswap.Stream(device)
+    host, kept = host_pool_of(other)
     expected = blocks_of(here)[0]
     with Gate(device) as gate:
         gate.hold(stream)
@@ -349,8 +352,7 @@ def test_failure_travels_between_devices(
     device: kvswap.Device, other: kvswap.Device, pair: tuple[Buffer, Buffer]
 ) -> None:
     mine, theirs = pools_of(pair)
-    host = Buffer(other, BLOCKS * NBYTES, "cpu")
-    kept = kvswap.Pool(other, host.memory, BLOCKS, NBYTES)
+    _host, kept = host_pool_of(other)
     with testing.fault(device, "copy", "fail", nth=2):
         first = kvswap.move_blocks(mine, theirs, [1, 8, 3], [5, 7, 9], path="dma")
     second = kvswap.move_blocks(theirs, kept, [5, 7, 9], [0, 1, 2])
