@@ -372,10 +372,53 @@ def test_a_request_alone_loads_in_its_step(overlap: Any) -> None:
     assert overlap.matched(request, 0, (96, True)) == (96, False)
     assert overlap.matched(request, 0, (0, False)) == (0, False)
     assert overlap.matched(request, 0, (None, False)) == (None, False)
-    assert overlap.matched(request, 0, (90, True)) == (90, True)  # the step would write to a block that is loaded
     overlap._note(OffloadingConnectorMetadata({}, {}))
-    assert overlap.matched(request, 16, (84, True)) == (84, True)  # nothing would be left to compute
     assert overlap.matched(Request("b", 1000), 0, (208, True)) == (208, True)  # more than the budget
+
+
+HITS = {  # of 100 tokens in blocks of 16: computed, hit, and what its step loads
+    "all of the prompt": (0, 100, 96),
+    "all but what the GPU has": (16, 84, 80),
+    "into the block of the last token": (0, 98, 96),
+    "to the middle of a block": (0, 90, 80),
+    "less than a block": (96, 3, 0),
+}
+
+
+@pytest.mark.parametrize(("computed", "hit", "loaded"), HITS.values(), ids=HITS)
+def test_the_step_computes_the_block_that_a_hit_ends_in(overlap: Any, computed: int, hit: int, loaded: int) -> None:
+    request = Request("a")
+    overlap.added(request)
+    expected = (loaded, False) if loaded else (hit, True)
+    assert overlap.matched(request, computed, (hit, True)) == expected
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
+def test_a_window_is_loaded_as_it_was_looked_up(vllm: SimpleNamespace, name: str) -> None:
+    spec = AttentionSpec()
+    setattr(spec, name, 64)
+    overlap = vllm.overlap.make(OffloadingConnectorScheduler(), cache(spec), OverlapSettings(True, 1.0, 1 << 20))
+    request = Request("a")
+    overlap.added(request)
+    assert overlap.matched(request, 0, (100, True)) == (100, True)
+    assert overlap.matched(request, 0, (96, True)) == (96, False)
+
+
+def test_where_vllm_reserves_the_load(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.33: what is reserved is what the request is told of."""
+    reserved = []
+    theirs = OffloadingConnectorScheduler()
+    theirs._current_batch_sync_loads = set()
+    theirs._reserve_sync_load = lambda status, computed, hit: reserved.append(hit) or True
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_reserve_sync_load", None, raising=False)
+    overlap = vllm.overlap.make(theirs, cache(AttentionSpec()), OverlapSettings(True, 1.0, 1 << 20))
+    request = Request("a")
+    overlap.added(request)
+    assert theirs._reserve_sync_load(SimpleNamespace(req=request), 0, 100)
+    assert reserved == [96]
+    assert overlap.matched(request, 0, (100, False)) == (96, False)
+    assert overlap.matched(request, 0, (100, True)) == (100, True)  # not reserved
+    assert not theirs._reserve_sync_load(SimpleNamespace(req=request), 96, 3)
 
 
 def test_a_shared_step_waits_for_a_stated_time(overlap: Any) -> None:

@@ -6,7 +6,8 @@ budget for a request, and vLLM schedules the request in the step that loads its 
 is done here: see Emulated. _failures.py has what happens when such a load fails.
 
 A load stays asynchronous if another request would wait for it for longer than kvswap_overlap_shared_ms. The time is its
-bytes at the rate that the loads so far had.
+bytes at the rate that the loads so far had. Of a prompt that the host has to its last token, all blocks but the last
+are loaded, and the step computes that one: it has to compute a token in any case.
 """
 
 from __future__ import annotations
@@ -94,12 +95,19 @@ def _bytes_per_token(group: Any) -> float:
     return float(spec.page_size_bytes * layers / spec.block_size)
 
 
+def _has_window(spec: Any) -> bool:
+    return any(getattr(spec, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
+
+
 class Overlap:
     """Decides, for each request whose blocks the host has, whether its own step loads them."""
 
     def __init__(self, theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> None:
         self.scheduler, self._settings = theirs, settings
-        self._per_token = sum(_bytes_per_token(group) for group in kv_cache_config.kv_cache_groups)
+        groups = kv_cache_config.kv_cache_groups
+        self._per_token = sum(_bytes_per_token(group) for group in groups)
+        # Windows are looked up for the hit as it is: one that ends earlier may need a block that the host has not.
+        self._windows = any(_has_window(spec) for group in groups for spec in _specs_of(group))
         self._known: set[str] = set()  # requests that have not finished
         self._given_up: set[str] = set()  # requests of which a load failed
         self._step_bytes = 0.0
@@ -110,14 +118,13 @@ class Overlap:
 
     def _reserve_if(self, status: Any, num_computed_tokens: int, num_hit_tokens: int | None) -> bool:
         self.scheduler._current_batch_sync_loads.discard(status.req.request_id)
-        if not self.may_load(status.req, num_computed_tokens, num_hit_tokens):
-            return False
-        reserved = bool(self._reserve(status, num_computed_tokens, num_hit_tokens))
-        self._step_bytes += self._nbytes(num_hit_tokens) if reserved else 0
+        tokens = self.may_load(status.req, num_computed_tokens, num_hit_tokens)
+        reserved = bool(tokens and self._reserve(status, num_computed_tokens, tokens))
+        self._step_bytes += self._nbytes(tokens) if reserved else 0
         return reserved
 
-    def _nbytes(self, tokens: int | None) -> float:
-        return (tokens or 0) * self._per_token
+    def _nbytes(self, tokens: int) -> float:
+        return tokens * self._per_token
 
     def _loads_under_way(self) -> bool:
         """Asynchronous loads: they share the link, and their requests are to run next."""
@@ -132,29 +139,36 @@ class Overlap:
         """What a load takes, at the rate of those so far."""
         return nbytes / (self._bytes / self._seconds if self._seconds else _RATE)
 
-    def may_load(self, request: Any, num_computed_tokens: int, num_hit_tokens: int | None) -> bool:
-        """Whether the request's own step may load these tokens; not whether the budget has room."""
+    def may_load(self, request: Any, num_computed_tokens: int, num_hit_tokens: int | None) -> int:
+        """How many of these tokens the request's own step may load; not whether the budget has room. 0: none."""
         if not num_hit_tokens or request.request_id in self._given_up:
-            return False
+            return 0
         if self._settings is ANY:
-            return True
-        end = num_computed_tokens + num_hit_tokens
-        if end >= request.num_tokens:  # nothing would be left to compute
-            return False
-        if any(end % group.tokens_per_block for group in self.scheduler.config.kv_group_configs):
-            return False  # the step would write to a block that is being loaded
-        if self._loads_under_way():
-            return False
+            return num_hit_tokens
+        tokens = self._in_whole_blocks(request, num_computed_tokens, num_hit_tokens)
+        if tokens <= 0 or self._loads_under_way():
+            return 0
         alone = not self._known - {request.request_id}
-        shared = self.seconds(self._step_bytes + self._nbytes(num_hit_tokens)) * 1e3
-        return alone or shared <= self._settings.shared_ms
+        shared = self.seconds(self._step_bytes + self._nbytes(tokens)) * 1e3
+        return tokens if alone or shared <= self._settings.shared_ms else 0
+
+    def _in_whole_blocks(self, request: Any, computed: int, hit: int) -> int:
+        """The tokens of a hit without those of a block that the step has to compute in: the step must not write to a
+        block that is being loaded."""
+        block = math.lcm(*(group.tokens_per_block for group in self.scheduler.config.kv_group_configs))
+        end = min(computed + hit, request.num_tokens - 1) // block * block
+        return hit if end == computed + hit else 0 if self._windows else end - computed
 
     # -- what the connector is told -----------------------------------------------------------------------------------
 
     def matched(self, request: Any, computed: int, found: tuple[int | None, bool]) -> tuple[int | None, bool]:
         """What get_num_new_matched_tokens() answers."""
-        del computed
-        return (0, False) if found[0] and request.request_id in self._given_up else found
+        tokens, asynchronous = found
+        if tokens and request.request_id in self._given_up:
+            return 0, False
+        if tokens and not asynchronous and self._settings is not ANY:  # reserved: _reserve_if()
+            tokens = self._in_whole_blocks(request, computed, tokens)
+        return tokens, asynchronous
 
     def allocate(self, request: Any, blocks: Any, tokens: int) -> Any:
         """Before update_state_after_alloc(): the blocks that it is given."""
@@ -274,11 +288,11 @@ class Emulated(Overlap):
         return job_id in self._jobs
 
     def matched(self, request: Any, computed: int, found: tuple[int | None, bool]) -> tuple[int | None, bool]:
-        tokens, asynchronous = super().matched(request, computed, found)
+        hit, asynchronous = super().matched(request, computed, found)
         self._now.discard(request.request_id)
-        room = self._settings.budget - self._step_bytes
-        if not asynchronous or self._nbytes(tokens) > room or not self.may_load(request, computed, tokens):
-            return tokens, asynchronous
+        tokens = self.may_load(request, computed, hit) if asynchronous else 0
+        if not tokens or self._nbytes(tokens) > self._settings.budget - self._step_bytes:
+            return hit, asynchronous
         self._step_bytes += self._nbytes(tokens)
         self._now.add(request.request_id)
         return tokens, False
