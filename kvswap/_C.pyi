@@ -113,7 +113,8 @@ class Device:
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until all work queued on the device has ended, that of other libraries too.
 
-        timeout: seconds, None for no limit; after TimeoutError the work goes on. Ctrl-C works. Any thread may call."""
+        timeout: seconds, None for no limit; after TimeoutError the work goes on. Ctrl-C works. Any thread may call. On a
+        GPU this is the driver's own wait, which keeps a core busy unless the context's flags say otherwise."""
     def alloc(self, nbytes: int, *, host: bool = False, chunks: bool = False) -> Memory:
         """Allocate nbytes bytes of device memory, or with host=True of pinned host memory; not initialised.
 

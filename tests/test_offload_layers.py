@@ -39,7 +39,7 @@ class Reader:
 
     def read(self, tensor: int) -> kvswap.Transfer:
         source = self.cache.gpu[tensor]
-        target = self.cache.library.cpu(np.zeros(self.cache.bytes()[0][tensor].shape, np.int8))
+        target = self.cache.library.cpu(np.zeros(tuple(source.shape), np.int8))
         self.copies.append((tensor, target))
         sizes = np.array([512 * len(source)], np.int64)
         ends = np.array([address(source)], np.int64), np.array([address(target)], np.int64)
@@ -58,10 +58,10 @@ class Held:
         self.library = library
         self.cache = Cache(library, PAGES, plain(PAGES, 2), 1)
         self.behind, self.compute = kvswap.Stream(library.device), kvswap.Stream(library.device)
+        before = self.cache.bytes()  # here: a process's first copy out of a GPU waits for all that is queued on it
         gate.hold(self.behind)
         with library.computing_on(self.behind):
             self.cache.store.transfer_async(1, specs([40, 41], [20, 21], [0, 2], [0, 0]))
-        before = self.cache.bytes()
         job = [1, 2, 3, 4], [10, 11, 20, 21], [0, 0]
         before[1][1][[20, 21]] = before[0][1][[40, 41]]  # what the store writes
         before[1][3][[20, 21]] = before[0][3][[40, 41]]

@@ -248,11 +248,12 @@ PyDoc_STRVAR(
     "Set the defaults of transfers that leave these open (path='auto', None), with values as for swap_blocks_batch().\n"
     "All four are set: what is left out goes back to built-in values. The first ones come from KVSWAP_PATH,\n"
     "KVSWAP_MAX_CTAS and KVSWAP_PACE_GBPS. For transfers submitted later. Any thread may call.");
-PyDoc_STRVAR(
-    synchronize_doc,
-    "synchronize($self, /, timeout=None)\n--\n\n"
-    "Wait until all work queued on the device has ended, that of other libraries too.\n\n"
-    "timeout: seconds, None for no limit; after TimeoutError the work goes on. Ctrl-C works. Any thread may call.");
+PyDoc_STRVAR(synchronize_doc,
+             "synchronize($self, /, timeout=None)\n--\n\n"
+             "Wait until all work queued on the device has ended, that of other libraries too.\n\n"
+             "timeout: seconds, None for no limit; after TimeoutError the work goes on. Ctrl-C works. Any thread may "
+             "call. On a\n"
+             "GPU this is the driver's own wait, which keeps a core busy unless the context's flags say otherwise.");
 PyDoc_STRVAR(
     set_slots_doc,
     "set_slots($self, /, slot_nbytes, count=3, *, timeout=10.0)\n--\n\n"
