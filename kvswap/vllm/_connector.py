@@ -246,7 +246,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._watch = self.connector_worker.worker = _Watch(worker)
         if self._overlaps and _handlers_of(worker):
             from kvswap.vllm._layers import StepLoads
+            from kvswap.vllm._overlap import sync_loads_of
 
+            self._sync_loads_of = sync_loads_of
             self._own_loads = self._watch.steps_own = StepLoads(_handlers_of(worker), kv_caches)
 
     def _refuse(self, worker: Any) -> None:
@@ -284,9 +286,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if own is None:
             super().start_load_kv(forward_context, **kwargs)
             return
-        from kvswap.vllm._overlap import sync_loads_of
-
-        jobs = sync_loads_of(self._connector_metadata)
+        jobs = self._sync_loads_of(self._connector_metadata)
         own.begin(jobs, forward_context)
         try:
             super().start_load_kv(forward_context, **kwargs)

@@ -65,18 +65,22 @@ class StepLoads:
 
     def begin(self, jobs: set[int], forward_context: Any) -> None:
         """These jobs, of the ones that are about to be submitted, load for the step's own requests."""
-        self.jobs, self.submitting = frozenset(jobs), True
+        self.jobs = frozenset(jobs)
+        if not jobs:  # most steps; finish() has left the rest as it has to be
+            return
+        self.submitting = True
+        self._waited.clear()
         kind = _kind_of(forward_context)
         known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
-        self._by_layers = bool(jobs) and kind is not None and known and not self._broken
+        self._by_layers = kind is not None and known and not self._broken
         for handler in self._handlers:
             handler.in_layers = self.jobs if self._by_layers else frozenset()
 
     def submitted(self) -> None:
         """The forward pass is next."""
-        self.submitting = False
         if not self.jobs:
             return
+        self.submitting = False
         if not self._by_layers:
             self._wait(None)
         how = "layers" if self._by_layers else "whole"
@@ -105,9 +109,11 @@ class StepLoads:
 
     def finish(self) -> str | None:
         """After the forward pass, with the loads ended: why its loads cannot be trusted; None: they can."""
+        self._quiet = False
+        if not self.jobs:
+            return None
         missed = self._names - self._waited if self._by_layers else None
-        self.jobs, self._by_layers, self._quiet = frozenset(), False, False
-        self._waited.clear()
+        self.jobs, self._by_layers = frozenset(), False
         refused, self._refused = self._refused, None
         for handler in self._handlers:
             handler.in_layers = frozenset()

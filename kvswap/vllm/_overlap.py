@@ -322,10 +322,12 @@ class Emulated(Overlap):
             for job_id in self._jobs:
                 jobs[job_id].is_store = False
         self._now.clear()
-        theirs = {f.name: getattr(planned, f.name) for f in fields(OffloadingConnectorMetadata)}
-        meta = KVSwapConnectorMetadata(**theirs, sync_loads=frozenset(self._jobs & planned.load_jobs.keys()))
-        self._note(meta)
-        return meta
+        own = frozenset(self._jobs & planned.load_jobs.keys())
+        if own:
+            theirs = {f.name: getattr(planned, f.name) for f in fields(OffloadingConnectorMetadata)}
+            planned = KVSwapConnectorMetadata(**theirs, sync_loads=own)
+        self._note(planned)
+        return planned
 
 
 def make(theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> Overlap:
