@@ -47,6 +47,7 @@ if TEST_BINDINGS not in ("on", "off"):
 class Build(build_ext):
     def build_extension(self, ext):
         setup_compiler.require(self.compiler.compiler_so)
+        setup_compiler.compile_in_parallel(self.compiler)
         ext.define_macros.append(("KVSWAP_VERSION", f'"{self.distribution.get_version()}"'))
         if CUDA != "off":
             self.add_kernels(ext)

@@ -6,11 +6,12 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import PATIENCE, ROOT
 
 CC = os.environ.get("CC") or "cc"
 
@@ -64,3 +65,41 @@ def fake(folder: Path, refused: str) -> list[str]:
 def test_no_headers(setup_compiler: Any, tmp_path: Path, refused: str, what: str) -> None:
     with pytest.raises(SystemExit, match=rf"cannot be built from source without {what}[^\n]*\nno {refused}"):
         setup_compiler.require(fake(tmp_path, refused))
+
+
+class Compiler:
+    """As setuptools': sources to objects, one after the other."""
+
+    def __init__(self, at_once: int) -> None:
+        self.together = threading.Barrier(at_once)
+
+    def object_filenames(self, sources: list[str], output_dir: str = "") -> list[str]:
+        return [str(Path(output_dir, source).with_suffix(".o")) for source in sources]
+
+    def compile(self, sources: list[str], output_dir: str = "", **options: Any) -> list[str]:
+        assert options == {"debug": None}
+        made = self.object_filenames(sources, output_dir)
+        for path in made:
+            if "wrong" in path:
+                raise RuntimeError(f"{path} was not compiled")
+            self.together.wait(PATIENCE)  # for the others
+            Path(path).touch()
+        return made
+
+
+def test_sources_are_compiled_at_once(setup_compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    compiler = Compiler(3)
+    setup_compiler.compile_in_parallel(compiler)
+    sources = [f"{folder}/{name}.c" for folder in "ab" for name in "xyz"]
+    made = compiler.compile(sources, output_dir=str(tmp_path), debug=None)
+    assert made == [str(tmp_path / source)[:-1] + "o" for source in sources]
+    assert all(Path(path).is_file() for path in made)
+
+
+def test_a_source_that_does_not_compile(setup_compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    compiler = Compiler(1)
+    setup_compiler.compile_in_parallel(compiler)
+    with pytest.raises(RuntimeError, match=r"wrong\.o was not compiled"):
+        compiler.compile(["right.c", "wrong.c"], output_dir=str(tmp_path), debug=None)
