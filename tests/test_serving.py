@@ -157,6 +157,19 @@ class TestProcess:
         engine.end()
         assert engine._child.returncode == -9 and engine.log.name == "log-toy-native_dma.txt"
 
+    def test_an_engine_that_ends_leaves_nothing_in_shared_memory(self, folder):
+        """vLLM's tiering spec makes the file, and only an engine that shuts down removes it."""
+        from serving import configurations, process
+        from serving.regimes import regime
+
+        extra = configurations.transfer_config("kvswap-files", regime("files", {}), folder)
+        assert str(configurations.shared_file(os.getpid())) == f"/dev/shm/vllm_offload_{extra['engine_id']}.mmap"
+        engine = process.Process("none", "pages1k", {}, folder)
+        left = configurations.shared_file(engine._child.pid)
+        left.touch()
+        engine.end()
+        assert not left.exists()
+
 
 class TestSpans:
     def test_a_step_ends_with_its_update(self):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from dataclasses import fields
@@ -179,6 +180,7 @@ def overrides_of(texts: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     """All regimes, until the time is over."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended, in sessions of their own
     options = parse()
     options.work.mkdir(parents=True, exist_ok=True)
     record, clock = Record(options.out), Clock(options.share * options.seconds)

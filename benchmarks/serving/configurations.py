@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def environment(name: str) -> dict[str, str]:
     return {switches[base]: "1"} if base in switches else {}
 
 
+def shared_file(process: int) -> Path:
+    """Where vLLM's tiering spec has the host cache of the engine in this process."""
+    return Path(f"/dev/shm/vllm_offload_{_engine_id(process)}.mmap")
+
+
+def _engine_id(process: int) -> str:
+    return f"serving-{process}"
+
+
 def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] | None:
     """vLLM's --kv-transfer-config; None: no connector. folder: for files."""
     base, option = split(name)
@@ -59,6 +69,7 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         return None
     extra: dict[str, Any] = {"cpu_bytes_to_use": int(regime.cpu_gib * 2**30)}
     made: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    made["engine_id"] = _engine_id(os.getpid())
     if base.startswith("simple"):
         made["kv_connector"] = "SimpleCPUOffloadConnector"
     elif regime.chunk > 1:
