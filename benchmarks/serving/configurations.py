@@ -35,11 +35,15 @@ def takes(name: str, phase: str) -> bool:
     base, _ = split(name)
     if base == "none":
         return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
-    return phase != "skipped" or base in ("kvswap", "kvswap-overlap", "spec", "kvswap-files")
+    return phase != "skipped" or base in ("kvswap", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap")
 
 
 def register(name: str) -> None:
-    """What a release before 0.33 has to be told."""
+    """What a release before 0.33 has to be told, and the plugin that a kvswap tells vLLM of if it is installed."""
+    if environment(name):
+        import kvswap.vllm
+
+        kvswap.vllm.register()
     if split(name)[0] == "kvswap-files":
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
