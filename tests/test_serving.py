@@ -65,6 +65,45 @@ class TestTable:
         lines.append({"run": 1, "regime": "r", "config": "native", "phase": "truth", "repeat": 0, "record": record})
         assert "truth, native: 3 of 200 blocks differ, 100 distinct" in self.rows(lines)
 
+    def line(self, phase, record, config="simple", repeat=0):
+        return {"run": 1, "regime": "r", "config": config, "phase": phase, "repeat": repeat, "record": record}
+
+    def test_a_phase_without_what_it_is_about_has_no_figure_and_says_so(self):
+        from serving import table
+
+        fast = {"tokens_per_s": 9000}
+        lines = [self.line("burst", {**fast, "short": ["tokens that the host had: 0 of 100"]})]
+        lines.append(self.line("burst", fast, config="kvswap"))
+        text = table.tables(lines)
+        assert "NOT MEASURED: simple, burst, turn 0: tokens that the host had: 0 of 100" in text.splitlines()
+        assert "simple" not in text.splitlines()[2] and "9,000" in text
+        assert table.faults(lines[1:], "r") == []
+
+    def test_a_phase_that_was_asked_for_and_did_not_run(self):
+        """With all its engines lost, a regime has a part of the output still."""
+        from serving import table
+
+        asked = {"run": 1, "regime": "r", "asked": ["hits", "burst", "loads"], "configs": ["none", "simple"]}
+        failed = {"run": 1, "regime": "r", "config": "simple", "phase": "loads", "repeat": 1, "failed": "Error()"}
+        assert table.faults([asked, hits("none", 0, 1.0), hits("simple", 0, 1.0), failed], "r") == [
+            "FAILED: simple, loads, turn 1: Error()",
+            "NOT MEASURED: simple: burst, loads: not run, see the log, or give it more time",
+        ]
+        assert table.tables([asked]).splitlines()[0] == "r"
+
+    def test_wrong_bytes_are_a_fault(self):
+        from serving import table
+
+        truth = self.line("truth", {"blocks": [9, 9], "differ": [0, 2], "distinct": 9})
+        skipped = self.line("skipped", {"blocks": 9, "differ": 0})
+        wrong, blind = table.faults([truth, skipped], "r")
+        assert wrong == "WRONG BYTES: simple, truth: 2 blocks differ" and blind.startswith("NOT MEASURED: simple, skip")
+
+    def test_stores_that_did_not_keep_pace(self):
+        stores = {"itl_ms": {"mean": 5.0, "p99": 6.0}, "seconds": 1.0, "streamed": 8, "planned": 10}
+        assert any("8 of 10 were begun" in row for row in self.rows([self.line("stores", stores)]))
+        assert not any("9 of 10" in row for row in self.rows([self.line("stores", {**stores, "streamed": 9})]))
+
     def test_of_a_file(self, tmp_path, capsys):
         """Lines without a record, of engines that started or failed, are passed over."""
         import runpy

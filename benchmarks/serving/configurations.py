@@ -30,6 +30,9 @@ def split(name: str) -> tuple[str, str]:
     return base, option
 
 
+REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
+
+
 def takes(name: str, phase: str) -> bool:
     """Whether a phase says anything about this configuration."""
     base, _ = split(name)
