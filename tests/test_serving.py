@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,45 @@ class TestTable:
         lines.append({"run": 1, "regime": "r", "config": "native", "phase": "truth", "repeat": 0, "record": record})
         assert "truth, native: 3 of 200 blocks differ, 100 distinct" in self.rows(lines)
 
+    def line(self, phase, record, config="simple", repeat=0):
+        return {"run": 1, "regime": "r", "config": config, "phase": phase, "repeat": repeat, "record": record}
+
+    def test_a_phase_without_what_it_is_about_has_no_figure_and_says_so(self):
+        from serving import table
+
+        fast = {"tokens_per_s": 9000}
+        lines = [self.line("burst", {**fast, "short": ["tokens that the host had: 0 of 100"]})]
+        lines.append(self.line("burst", fast, config="kvswap"))
+        text = table.tables(lines)
+        assert "NOT MEASURED: simple, burst, turn 0: tokens that the host had: 0 of 100" in text.splitlines()
+        assert "simple" not in text.splitlines()[2] and "9,000" in text
+        assert table.faults(lines[1:], "r") == []
+
+    def test_a_phase_that_was_asked_for_and_did_not_run(self):
+        """With all its engines lost, a regime has a part of the output still."""
+        from serving import table
+
+        asked = {"run": 1, "regime": "r", "asked": ["hits", "burst", "loads"], "configs": ["none", "simple"]}
+        failed = {"run": 1, "regime": "r", "config": "simple", "phase": "loads", "repeat": 1, "failed": "Error()"}
+        assert table.faults([asked, hits("none", 0, 1.0), hits("simple", 0, 1.0), failed], "r") == [
+            "FAILED: simple, loads, turn 1: Error()",
+            "NOT MEASURED: simple: burst, loads: not run, see the log, or give it more time",
+        ]
+        assert table.tables([asked]).splitlines()[0] == "r"
+
+    def test_wrong_bytes_are_a_fault(self):
+        from serving import table
+
+        truth = self.line("truth", {"blocks": [9, 9], "differ": [0, 2], "distinct": 9})
+        skipped = self.line("skipped", {"blocks": 9, "differ": 0})
+        wrong, blind = table.faults([truth, skipped], "r")
+        assert wrong == "WRONG BYTES: simple, truth: 2 blocks differ" and blind.startswith("NOT MEASURED: simple, skip")
+
+    def test_stores_that_did_not_keep_pace(self):
+        stores = {"itl_ms": {"mean": 5.0, "p99": 6.0}, "seconds": 1.0, "streamed": 8, "planned": 10}
+        assert any("8 of 10 were begun" in row for row in self.rows([self.line("stores", stores)]))
+        assert not any("9 of 10" in row for row in self.rows([self.line("stores", {**stores, "streamed": 9})]))
+
     def test_of_a_file(self, tmp_path, capsys):
         """Lines without a record, of engines that started or failed, are passed over."""
         import runpy
@@ -119,6 +159,7 @@ class TestOptions:
         for name, made in REGIMES.items():
             if name in ("files", "toy-files"):  # there the files keep them
                 continue
+            assert made.length % BLOCK == 1, name  # else a connector loads a block where none computes it
             host = int(made.cpu_gib * 2**30) // made.model.block()
             prompts = (made.prompts + made.resident) * made.length // BLOCK
             decoded = 3 * made.decoders * (8 + made.decode_tokens // BLOCK)
@@ -157,6 +198,110 @@ class TestProcess:
         engine.end()
         assert engine._child.returncode == -9 and engine.log.name == "log-toy-native_dma.txt"
 
+    def test_an_engine_that_ends_leaves_nothing_in_shared_memory(self, folder):
+        """vLLM's tiering spec makes the file, and only an engine that shuts down removes it."""
+        from serving import configurations, process
+        from serving.regimes import regime
+
+        extra = configurations.transfer_config("kvswap-files", regime("files", {}), folder)
+        assert str(configurations.shared_file(os.getpid())) == f"/dev/shm/vllm_offload_{extra['engine_id']}.mmap"
+        engine = process.Process("none", "pages1k", {}, folder)
+        left = configurations.shared_file(engine._child.pid)
+        left.touch()
+        engine.end()
+        assert not left.exists()
+
+
+class Pool:
+    """vLLM's BlockPool, as far as host.Pooled looks at it."""
+
+    class Queue:
+        def __init__(self, blocks):
+            self.blocks = list(blocks)
+
+        def remove(self, block):
+            self.blocks.remove(block)
+
+        def prepend_n(self, blocks):
+            self.blocks[:0] = blocks
+
+    def __init__(self, count):
+        self.blocks = [SimpleNamespace(block_id=i, block_hash=None, ref_cnt=0, is_null=i == 0) for i in range(count)]
+        self._cache = {}
+        self.cached_block_hash_to_block = SimpleNamespace(_cache=self._cache, get_one_block=self._cache.get)
+        self.free_block_queue = self.Queue(self.blocks[1:])
+
+    def cache(self, key, number):
+        self.blocks[number].block_hash = key
+        self._cache[key] = self.blocks[number]
+        self.free_block_queue.remove(self.blocks[number])
+        self.free_block_queue.blocks.append(self.blocks[number])
+
+    def evict_blocks(self, numbers):
+        for number in numbers:
+            del self._cache[self.blocks[number].block_hash]
+            self.blocks[number].block_hash = None
+
+    def free(self):
+        return [block.block_id for block in self.free_block_queue.blocks]
+
+
+class TestHost:
+    @pytest.fixture
+    def pooled(self):
+        from serving.host import host_of
+
+        pool = Pool(6)
+        manager = SimpleNamespace(cpu_block_pool=pool, _store_event_to_blocks={}, reset=lambda: True)
+        for key, number in (("a", 4), ("b", 2), ("c", 1)):
+            pool.cache(key, number)
+        return host_of(SimpleNamespace(scheduler_manager=manager)), manager, pool
+
+    def test_blocks_of_a_pool_are_taken_out(self, pooled):
+        host, _, pool = pooled
+        assert host.keys() == {"a", "b", "c"} and pool.free() == [3, 5, 4, 2, 1]
+        assert host.evict({"a", "b", "gone"})
+        assert host.keys() == {"c"} and pool.free() == [2, 4, 3, 5, 1]
+
+    @pytest.mark.parametrize("use", ["load", "store"])
+    def test_blocks_of_a_pool_that_are_in_use_stay(self, pooled, use):
+        host, manager, pool = pooled
+        if use == "load":
+            pool.blocks[2].ref_cnt = 1
+        else:
+            pool.blocks[3].block_hash = "d"
+            manager._store_event_to_blocks[7] = SimpleNamespace(cpu_block_ids=[3])
+        assert not host.evict({"a", "b", "d"}) and host.keys() == {"a", "b", "c"}
+        assert host.evict({"a", "c"})
+
+    def test_a_pool_is_scattered(self, pooled):
+        host, manager, pool = pooled
+        assert host.scatter() == 5
+        assert sorted(pool.free()) == [1, 2, 3, 4, 5] != pool.free()
+        manager.reset = lambda: False
+        with pytest.raises(RuntimeError, match="under way"):
+            host.scatter()
+
+    def test_blocks_of_a_manager(self):
+        """Which hands out the last of its free list first."""
+        from serving.host import host_of
+
+        blocks = {key: SimpleNamespace(block_id=i, ref_cnt=0) for i, key in enumerate("abc")}
+        policy = SimpleNamespace(blocks=blocks, get=blocks.get, remove=blocks.pop)
+        manager = SimpleNamespace(_policy=policy, _free_list=[], _num_evictable_cache_blocks=3)
+        manager._free_block = lambda block: manager._free_list.append(block.block_id)
+        host = host_of(SimpleNamespace(connector_scheduler=SimpleNamespace(manager=manager)))
+        blocks["b"].ref_cnt = -1
+        assert not host.evict({"a", "b"}) and len(host.keys()) == 3
+        blocks["b"].ref_cnt = 0
+        assert host.evict({"a", "b"}) and host.keys() == {"c"}
+        assert manager._free_list == [1, 0] and manager._num_evictable_cache_blocks == 1
+
+    def test_others_are_not_known(self):
+        from serving.host import host_of
+
+        assert host_of(None) is None and host_of(SimpleNamespace(connector_scheduler=SimpleNamespace())) is None
+
 
 class TestSpans:
     def test_a_step_ends_with_its_update(self):
@@ -178,6 +323,28 @@ class TestSpans:
         direction = Direction()
         direction.count(np.array([5, 6, 7, 20, 3, 4]))
         assert (direction.blocks, direction.runs) == (6, 3)
+
+    def test_a_copy_thread_is_timed(self):
+        from serving.watch import Direction, Watch
+
+        watch = Watch(SimpleNamespace(transfers=None, connector_worker=None))
+        assert not watch.sees
+        loads, stores = object(), object()
+        copy = watch._threaded(lambda *_: None, SimpleNamespace(_load_params=loads, _store_params=stores))
+        launch = watch._launched(lambda *_, **__: None)
+        for params, store in ((loads, False), (stores, True), (stores, True)):
+            launch([1, 2], [4, 6], is_store=store, event_idx=0)
+            copy([1, 2], [4, 6], params)
+        assert (len(watch.load.threads), len(watch.store.threads)) == (1, 2)
+        made = watch.take()
+        assert made["load"]["host_blocks_a_run"] == 2.0 and made["store"]["host_blocks_a_run"] == 1.0
+        assert len(made["store"]["thread_ms"]) == 2 and "thread_ms" not in Direction().record()
+
+    def test_enough_of_what_a_phase_is_about(self):
+        from serving.phases import short
+
+        assert short("tokens:", 950, 1000) == [] and short("tokens:", 0, 0) == []
+        assert short("tokens:", 949, 1000) == ["tokens: 949 of 1,000"]
 
     def test_sums_of_blocks_that_both_have(self):
         """A block that a window has left behind is in one of them alone."""

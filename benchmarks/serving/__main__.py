@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from dataclasses import fields
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from serving import configurations, table
+from serving.configurations import REPEATED
 from serving.process import Clock, Failed, Process
 from serving.regimes import REGIMES, Regime, regime
 
 ONCE = ("truth", "store")  # before what is repeated
-REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")
 
 
 def parse() -> argparse.Namespace:
@@ -62,7 +63,7 @@ class Record:
         self.lines.append(line)
         with (self._folder / "serving.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if any(key in line for key in ("error", "failed", "about")):
+        if any(key in line for key in ("error", "failed", "about")) or (line.get("record") or {}).get("short"):
             print(json.dumps(line), flush=True)
 
     def tables(self) -> str:
@@ -87,11 +88,13 @@ class Comparison:
         try:
             self._start()
             self._measure(self.name, self.clock.share(0.65) if self.options.scatter else self.clock)
-            if "profile" in self.options.phases:
+            if "profile" in self.options.phases.split(","):
                 self._each("profile", self.name)
             if self.options.scatter:
                 self._each("scatter", self.name + "+scattered")
-                self._measure(self.name + "+scattered", self.clock, skip=("truth", "alone", "stores", "idle"))
+                self._measure(
+                    self.name + "+scattered", self.clock, skip=("truth", "alone", "stores", "idle", "profile")
+                )
         finally:
             for engine in self.engines.values():
                 engine.end()
@@ -145,6 +148,7 @@ class Comparison:
 
     def _measure(self, regime_name: str, clock: Clock, skip: tuple[str, ...] = ()) -> None:
         asked = [phase for phase in self.options.phases.split(",") if phase not in skip]
+        self.record.add(run=self.number, regime=regime_name, asked=asked, configs=self.options.configs.split(","))
         for phase in ONCE:
             if phase in asked:
                 self._each(phase, regime_name)
@@ -179,6 +183,7 @@ def overrides_of(texts: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     """All regimes, until the time is over."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended, in sessions of their own
     options = parse()
     options.work.mkdir(parents=True, exist_ok=True)
     record, clock = Record(options.out), Clock(options.share * options.seconds)
@@ -187,7 +192,8 @@ def main() -> int:
         regime(name, overrides_of(options.set))
         Comparison(name, options, record, clock.share(1 / (len(names) - number))).run()
         print(record.tables(), flush=True)
-    return 1 if any("error" in line or "failed" in line for line in record.lines) else 0
+    names = dict.fromkeys(line["regime"] for line in record.lines)
+    return 1 if any(table.faults(record.lines, name) for name in names) else 0
 
 
 if __name__ == "__main__":

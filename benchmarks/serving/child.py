@@ -14,6 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from serving.configurations import shared_file
+
 
 def _pinning(seconds: list[float]) -> None:
     """Note how long a connector takes to register the caches: there the host memory is allocated and pinned."""
@@ -107,6 +109,7 @@ def main() -> None:
         status = 1
     else:
         status = 0
+    shared_file(os.getpid()).unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the process's memory goes with it, so nothing is tidied up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,23 @@ def split(name: str) -> tuple[str, str]:
     return base, option
 
 
+REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
+
+
 def takes(name: str, phase: str) -> bool:
     """Whether a phase says anything about this configuration."""
     base, _ = split(name)
     if base == "none":
         return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
-    return phase != "skipped" or base in ("kvswap", "kvswap-overlap", "spec", "kvswap-files")
+    return phase != "skipped" or base in ("kvswap", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap")
 
 
 def register(name: str) -> None:
-    """What a release before 0.33 has to be told."""
+    """What a release before 0.33 has to be told, and the plugin that a kvswap tells vLLM of if it is installed."""
+    if environment(name):
+        import kvswap.vllm
+
+        kvswap.vllm.register()
     if split(name)[0] == "kvswap-files":
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -52,6 +60,15 @@ def environment(name: str) -> dict[str, str]:
     return {switches[base]: "1"} if base in switches else {}
 
 
+def shared_file(process: int) -> Path:
+    """Where vLLM's tiering spec has the host cache of the engine in this process."""
+    return Path(f"/dev/shm/vllm_offload_{_engine_id(process)}.mmap")
+
+
+def _engine_id(process: int) -> str:
+    return f"serving-{process}"
+
+
 def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] | None:
     """vLLM's --kv-transfer-config; None: no connector. folder: for files."""
     base, option = split(name)
@@ -59,6 +76,7 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         return None
     extra: dict[str, Any] = {"cpu_bytes_to_use": int(regime.cpu_gib * 2**30)}
     made: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    made["engine_id"] = _engine_id(os.getpid())
     if base.startswith("simple"):
         made["kv_connector"] = "SimpleCPUOffloadConnector"
     elif regime.chunk > 1:

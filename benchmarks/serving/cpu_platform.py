@@ -34,6 +34,24 @@ def install(folder: Path) -> None:
     ops.cpu_attn_reshape_and_cache = _store
     ops.cpu_attention_with_kv_cache = _attend
     ops.rotary_embedding = _rotate
+    from vllm.v1.simple_kv_offload import worker
+
+    cuda = types.SimpleNamespace(Stream=_Stream, current_stream=_Stream)
+    worker.torch = types.SimpleNamespace(**{**vars(torch), "cuda": cuda, "Event": _Stream})
+
+
+class _Stream:
+    """Or an event, of SimpleCPUOffloadConnector's worker: kvswap's copies do not look at them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+    def record(self, *_: Any) -> None:
+        pass
 
 
 def _slots(starts: Any, positions: Any, table: Any, out: Any, block: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from serving.configurations import environment, register, transfer_config
+from serving.host import Host, host_of
 from serving.models import BLOCK, VOCABULARY
 from serving.regimes import Regime
 from serving.worker import CPU_FOLDER
@@ -179,10 +180,9 @@ class Engine:
         return getattr(self.connector, "connector_scheduler", None)
 
     @property
-    def manager(self) -> Any:
-        """The host cache's; None: it is another connector's."""
-        manager = getattr(self.connector_scheduler, "manager", None)
-        return manager if hasattr(manager, "_free_list") and hasattr(manager, "_policy") else None
+    def host(self) -> Host | None:
+        """The host's cache; None: there is none, or it cannot be looked into."""
+        return host_of(self.connector)
 
     @property
     def connector_worker(self) -> Any:
@@ -209,13 +209,13 @@ class Engine:
             if time.monotonic() > limit:
                 raise TimeoutError(f"transfers have not ended after {LIMIT} s: {jobs!r:.200}")
             time.sleep(0.005)
-        if self.name.startswith("simple"):  # does not tell
-            time.sleep(0.3)
         self.each("serving_synchronize")
 
     def _has_pending_work(self) -> bool:
-        """Whether tiers behind the host's have."""
+        """Whether tiers behind the host's have, or SimpleCPUOffloadConnector."""
         manager = getattr(self.connector_scheduler, "manager", None)
+        if hasattr(self.connector, "has_pending_transfers"):
+            return bool(self.connector.has_pending_transfers())
         return bool(manager is not None and manager.has_pending_work())
 
     def forget(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +16,19 @@ from serving.watch import Watch
 # Kinds of prompts: none shares a block with another. 0 is Engine's own.
 WARM, TRUTH, STORED, DECODERS, RESIDENT = range(1, 6)
 ANSWER = 16  # tokens
+STORING = (
+    2  # of a request whose blocks are to be stored: vLLM's simple connector stores with the step after, if one comes
+)
+ENOUGH = 0.95  # of what a phase is about: with less it has measured something else
 
 
 def _ms(values: list[float]) -> list[float]:
     return [round(1e3 * value, 4) for value in values]
+
+
+def short(what: str, found: int, of: int) -> list[str]:
+    """What there was too little of. A record that has a line of it under "short" is no measurement."""
+    return [] if found >= ENOUGH * of else [f"{what} {found:,} of {of:,}"]
 
 
 class Phases:
@@ -29,10 +38,20 @@ class Phases:
         self.engine, self.regime = engine, engine.regime
         self.watch, self.spans = Watch(engine), spans.Spans(engine)
         self._decoders = 0  # prompts of decoders so far
-        self._resident: set[Any] = set()  # keys of host blocks of what the GPU keeps
+        self._resident: dict[int, set[Any]] = {}  # keys of the host's blocks of what the GPU keeps, by prompt
 
     def _prompts(self, kind: int, count: int, first: int = 0) -> list[list[int]]:
         return [prompt(kind, first + i, self.regime.length) for i in range(count)]
+
+    @property
+    def _whole(self) -> int:
+        """Tokens of a prompt that the host can have."""
+        chunk = BLOCK * self.regime.chunk
+        return (self.regime.length - 1) // chunk * chunk
+
+    def _short_of_hits(self, found: int, prompts: int) -> list[str]:
+        """Of prompts that were to come from the host."""
+        return short("tokens that the host had:", found, prompts * self._whole) if self.engine.connector else []
 
     # -- before measuring ---------------------------------------------------------------------------------------------
 
@@ -47,21 +66,19 @@ class Phases:
 
     def _scatter(self) -> int:
         """Host blocks are handed out in random order from now on. The number of them; 0: the connector is another."""
-        manager = self.engine.manager
-        if manager is None:
+        host = self.engine.host
+        if host is None:
             return 0
         self.engine.settle()
-        self.engine.connector.reset_cache()
-        manager._free_list[:] = range(manager._num_blocks)
-        random.Random(0).shuffle(manager._free_list)
-        manager._num_allocated_blocks = manager._num_blocks
-        return int(manager._num_blocks)
+        return host.scatter()
 
     def scatter(self) -> dict[str, Any]:
         """An empty host cache, whose blocks are handed out in random order, as in a server that has run for long."""
         self.engine.forget()
-        self._resident = set()
-        return {"scattered": self._scatter()}
+        self._resident = {}
+        scattered = self._scatter()
+        missing = ["the host's blocks cannot be scattered"] if self.engine.connector and not scattered else []
+        return {"scattered": scattered, "short": missing}
 
     def truth(self) -> dict[str, Any]:
         """Blocks as computed, and as they came back from the host, twice."""
@@ -78,6 +95,7 @@ class Phases:
         return {
             "blocks": [count for count, _ in compared], "differ": [wrong for _, wrong in compared],
             "distinct": len(set(found[0].values())), "tokens_cached": cached,
+            "short": self._short_of_hits(sum(cached[1:]), 2 * self.regime.truth),
             "same_answers": [sum(a == b for a, b in zip(tokens[0], each, strict=True)) for each in tokens[1:]],
             **self.watch.take(),
         }  # fmt: skip
@@ -113,7 +131,7 @@ class Phases:
         self.engine.forget()
         done = []
         for tokens in self._prompts(STORED, self.regime.prompts):
-            done.append(self.engine.one(tokens, 1))
+            done.append(self.engine.one(tokens, STORING))
             if self.engine.name.endswith("files"):  # 0.26's tiering ends with a KeyError where the host has no room
                 self.engine.settle()
         self.engine.settle()
@@ -129,12 +147,20 @@ class Phases:
         for i in range(self.regime.hits):
             tokens = prompt(STORED, (repeat * self.regime.hits + i) % self.regime.prompts, self.regime.length)
             first.append(self.engine.one(tokens, 1))
+            loads = len(self.watch.load.begun)
             again.append(self.engine.one(tokens, 1))
+            if len(self.watch.load.begun) > loads:  # the GPU did not have it
+                again[-1].cached = 0
+        cached, floor_cached = ([request.cached for request in each] for each in (first, again))
         return {
             "ttft_ms": _ms([request.ttft for request in first]), "floor_ms": _ms([request.ttft for request in again]),
-            "cached": [request.cached for request in first], "floor_cached": [request.cached for request in again],
+            "cached": cached, "floor_cached": floor_cached,
+            "short": self._short_of_hits(sum(cached), len(cached)) + self._short_on_gpu(sum(floor_cached), len(again)),
             **self.watch.take(),
         }  # fmt: skip
+
+    def _short_on_gpu(self, found: int, prompts: int) -> list[str]:
+        return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))
 
     def burst(self, repeat: int = 0) -> dict[str, Any]:
         """All prompts at once."""
@@ -147,8 +173,8 @@ class Phases:
         seconds = time.perf_counter() - begin
         return {
             "seconds": round(seconds, 4), "tokens_per_s": round(sum(map(len, prompts)) / seconds),
-            "ttft_ms": _ms([request.ttft for request in done]), "cached": sum(request.cached for request in done),
-            **self.watch.take(),
+            "ttft_ms": _ms([request.ttft for request in done]), "cached": (cached := sum(each.cached for each in done)),
+            "short": self._short_of_hits(cached, len(done)), **self.watch.take(),
         }  # fmt: skip
 
     def alone(self, repeat: int = 0) -> dict[str, Any]:
@@ -161,37 +187,44 @@ class Phases:
         """Decoding beside requests that the host has, so many in flight at all times."""
         self.engine.forget()
         prompts, first = self._prompts(STORED, self.regime.prompts), repeat * self.regime.hits
-        return self._decode(prompts[first % len(prompts) :] + prompts[: first % len(prompts)])
+        record = self._decode(prompts[first % len(prompts) :] + prompts[: first % len(prompts)])
+        return {**record, "short": self._short_of_hits(record["cached"], record["streamed"])}
 
     def stores(self, repeat: int = 0) -> dict[str, Any] | None:
-        """Decoding beside requests that the GPU has and the host does not: each stores its blocks, and computes one.
+        """Decoding beside requests that the GPU has and the host does not: each stores its blocks, computes a token.
+
+        One begins with every few tokens of the decoders, so that all configurations have as much to do, and that with
+        no offloading too; later, if its blocks are still being stored from the last time.
 
         None: what the connector has stored cannot be looked at."""
         del repeat
-        manager = self.engine.manager
-        if manager is None and self.engine.connector is not None:
+        host = self.engine.host
+        if host is None and self.engine.connector is not None:
             return None
         self.engine.forget()
-        before = set(manager._policy.blocks) if manager else set()
         prompts = self._prompts(RESIDENT, self.regime.resident)
-        for tokens in prompts:
-            self.engine.one(tokens, 1)
+        for number, tokens in enumerate(prompts):
+            before = host.keys() if host else set()
+            self.engine.one(tokens, STORING)
+            if host and number not in self._resident:
+                self.engine.settle()
+                self._resident[number] = host.keys() - before
         self.engine.settle()
-        if manager and not self._resident:
-            self._resident = set(manager._policy.blocks) - before
-        return self._decode(prompts, evict=manager)
+        evict = (lambda number: host.evict(self._resident[number])) if host else (lambda _: True)
+        record = self._decode(prompts, ready=evict, pace=self.regime.pace)
+        loaded = len(record.get("load", {}).get("submit_ms", ()))
+        missing = short("requests that the GPU had:", record["streamed"] - loaded, record["streamed"])
+        missing += self._short_on_gpu(record["cached"], record["streamed"])
+        if host and self.watch.sees:
+            each = self._whole // (BLOCK * self.regime.chunk)  # at least: groups with a window have some more
+            missing += short("blocks stored:", record.get("store", {}).get("blocks", 0), record["streamed"] * each)
+        return {**record, "short": missing}
 
-    def _evict(self, manager: Any) -> None:
-        """The resident prompts' host blocks, by the manager's own bookkeeping."""
-        policy = manager._policy
-        for key in self._resident:
-            block = policy.get(key)
-            if block is not None and block.ref_cnt == 0:
-                policy.remove(key)
-                manager._free_block(block)
-                manager._num_evictable_cache_blocks -= 1
-
-    def _decode(self, stream: list[list[int]] | None, evict: Any = None) -> dict[str, Any]:
+    def _decode(
+        self, stream: list[list[int]] | None, ready: Callable[[int], bool] = lambda _: True, pace: int = 0
+    ) -> dict[str, Any]:
+        """Decoders, and beside them stream's requests again and again, in_flight at a time. ready: of a number in the
+        stream, whether it may begin. pace: tokens of a decoder between two; 0: none."""
         engine, regime = self.engine, self.regime
         self.watch.take()
         decoders = []
@@ -204,15 +237,16 @@ class Phases:
             engine.step(running)
             if time.monotonic() > limit:
                 raise TimeoutError("decoding has not begun")
-        if evict is not None:
-            self._evict(evict)
         begin, number = time.perf_counter(), 0
+        made = len(decoders[0].times)  # tokens before
         streamed: dict[str, Request] = {}
         done: list[Request] = []
+
+        def due() -> bool:
+            return len(streamed) < regime.in_flight and len(decoders[0].times) - made >= number * pace
+
         while any(request.name in running for request in decoders):
-            while stream and len(streamed) < regime.in_flight:
-                if evict is not None and number and number % len(stream) == 0:
-                    self._evict(evict)
+            while stream and due() and ready(number % len(stream)):
                 request = engine.add(stream[number % len(stream)], 1)
                 number += 1
                 running[request.name] = streamed[request.name] = request
@@ -220,6 +254,7 @@ class Phases:
             if time.monotonic() > limit:
                 raise TimeoutError("decoding has not ended")
         seconds = time.perf_counter() - begin
+        planned = -(-(len(decoders[0].times) - made) // pace) if pace else number
         while running:
             done += [request for request in engine.step(running) if request.name in streamed]
         gaps = [b - a for request in decoders for a, b in pairwise(request.times) if a >= begin]
@@ -227,7 +262,7 @@ class Phases:
         return {
             "itl_ms": _itl(gaps), "seconds": round(seconds, 4), "streamed": len(done),
             "stream_ttft_ms": _ms([request.ttft for request in done]),
-            "cached": sum(request.cached for request in done), **self.watch.take(),
+            "cached": sum(request.cached for request in done), "planned": planned, **self.watch.take(),
         }  # fmt: skip
 
     # -- where the time goes ------------------------------------------------------------------------------------------
@@ -252,14 +287,16 @@ class Phases:
         """Three prompts that the host has, and again when the GPU has them: milliseconds by call."""
         self.engine.forget()
         made: dict[str, Any] = {"hit": [], "floor": []}
+        cached = 0
         for i in range(3):
             tokens = prompt(STORED, (repeat + 7 * i) % self.regime.prompts, self.regime.length)
             for kind in made:
                 self.watch.take()
                 with self.spans.recording() as found:
                     request = self.engine.one(tokens, 1)
+                cached += request.cached if kind == "hit" else 0
                 made[kind].append(self._account(request, found))
-        return made
+        return {**made, "short": self._short_of_hits(cached, 3)}
 
     def _account(self, request: Request, found: list[tuple[str, float, float]]) -> dict[str, Any]:
         """Milliseconds before the load was submitted, while it ran, and after it was seen to have ended."""

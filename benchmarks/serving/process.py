@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from serving.configurations import shared_file
+
 
 class Failed(Exception):
     """The process has ended, has reported an error, or does not answer."""
@@ -59,12 +61,13 @@ class Process:
         return made
 
     def end(self) -> None:
-        """Kill it, and wait until its memory is free."""
+        """Kill it, and wait until its memory is free, that in /dev/shm as well."""
         if self._child.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(30)
+        shared_file(self._child.pid).unlink(missing_ok=True)
         self._answers.close()
         if self._child.stdin is not None:
             with contextlib.suppress(OSError):

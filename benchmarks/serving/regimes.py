@@ -23,10 +23,11 @@ class Regime:
     ranks: int = 1
     fragmented: bool = False
     prompts: int = 48
-    length: int = 4096  # tokens in a prompt
+    length: int = 4097  # tokens in a prompt: whole blocks, and the one token that is computed where they are cached
     hits: int = 12  # prompts taken one at a time
     truth: int = 8
     resident: int = 4  # prompts that the GPU keeps while decode beside stores runs
+    pace: int = 3  # tokens that a decoder makes between two requests that store
     decoders: int = 32
     decode_tokens: int = 128
     in_flight: int = 2  # requests beside the decoders
@@ -41,7 +42,7 @@ _TOY = Regime(
     gpu_blocks=96,
     cpu_gib=0.008,
     prompts=4,
-    length=200,
+    length=193,
     hits=3,
     truth=3,
     resident=2,
@@ -63,7 +64,7 @@ REGIMES: dict[str, Regime] = {
     "chunk8": Regime(chunk=8),
     "one-tensor": Regime(runner="v1"),
     "mla": Regime(model=Model(kind="mla", hidden=2048), cpu_gib=9.0),
-    "groups": Regime(model=Model(kind="groups", layers=16), cpu_gib=16.0),
+    "groups": Regime(model=Model(kind="groups", layers=16), gpu_blocks=4096, cpu_gib=16.0),  # a block is of one group
     "ranks2": Regime(ranks=2, cpu_gib=32.0),
     "files": Regime(model=Model(kv_heads=2), cpu_gib=2.0),
     "toy": _TOY,

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from serving.configurations import NAMES
+from serving.configurations import NAMES, REPEATED, takes
 
 Turns = dict[tuple[int, int], tuple[float, float]]  # of each turn of a run: its figure, and the processor's probe
 LIKE = 1.15  # two turns are a pair if their probes differ by less: else the processor was faster for one of them
@@ -40,6 +40,14 @@ def _speed(direction: str) -> Value:
     return _of(direction, lambda made: made.get("GBps"))
 
 
+def _run(direction: str) -> Value:
+    return _of(direction, lambda made: made.get("host_blocks_a_run"))
+
+
+def _thread(direction: str) -> Value:
+    return _of(direction, lambda made: median(made["thread_ms"]) if made.get("thread_ms") else None)
+
+
 def _hit(key: str, cached: str) -> Value:
     def value(record: dict[str, Any]) -> float | None:
         found = [took for took, had in zip(record[key], record[cached], strict=True) if had]
@@ -61,8 +69,12 @@ ROWS: list[tuple[str, str, Value]] = [
     ("ITL beside stores, mean, ms", "stores", _itl("mean")),
     ("ITL beside stores, p99, ms", "stores", _itl("p99")),
     ("requests stored meanwhile, 1/s", "stores", lambda record: record["streamed"] / record["seconds"]),
+    ("host blocks in a run, of loads", "hits", _run("load")),
+    ("host blocks in a run, beside stores", "stores", _run("store")),
     ("submission of a load, ms", "hits", _submission("load")),
     ("submission of a store, ms", "store", _submission("store")),
+    ("submission of a load by the connector's thread, ms", "hits", _thread("load")),
+    ("submission of a store by the connector's thread, ms", "store", _thread("store")),
     ("loads on the device, GB/s", "hits", _speed("load")),
     ("stores on the device, GB/s", "store", _speed("store")),
     ("connector, a step with nothing to move, us", "idle", _middle("connector_us")),
@@ -74,7 +86,7 @@ def figures(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Tu
     made: dict[str, dict[str, dict[str, Turns]]] = {}
     for line in lines:
         record = line.get("record")
-        if not record:
+        if not record or (record.get("short") and line["phase"] != "hits"):  # there, of each prompt
             continue
         for title, phase, value in ROWS:
             if line["phase"] == phase and (figure := value(record)) is not None:
@@ -84,14 +96,14 @@ def figures(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Tu
     return made
 
 
-def ratio(ours: Turns, theirs: Turns) -> tuple[float, float, float] | None:
-    """The median, least and largest of the pairs' ratios; None: there is no pair."""
+def ratio(ours: Turns, theirs: Turns) -> tuple[float, float, float, int] | None:
+    """The median, least and largest of the pairs' ratios, and how many pairs there are; None: none."""
     found = []
     for turn in ours.keys() & theirs.keys():
         (figure, probe), (base, other) = ours[turn], theirs[turn]
         if base and max(probe, other) < LIKE * min(probe, other):
             found.append(figure / base)
-    return (median(found), min(found), max(found)) if found else None
+    return (median(found), min(found), max(found), len(found)) if found else None
 
 
 def _cell(config: str, row: dict[str, Turns]) -> str:
@@ -105,7 +117,7 @@ def _cell(config: str, row: dict[str, Turns]) -> str:
     found = ratio(row[config], row[base])
     if found is None:
         return text
-    middle, least, most = found
+    middle, least, most, _ = found
     return f"{text} ({middle:.2f})" if least == most else f"{text} ({middle:.2f}, {least:.2f}-{most:.2f})"
 
 
@@ -121,8 +133,50 @@ def _beside_none(rows: dict[str, dict[str, Turns]]) -> list[str]:
         for config in sorted(row, key=_order):
             found = ratio(row[config], row["none"]) if "none" in row and config != "none" else None
             if found:
-                middle, least, most = found
-                made.append(f"{title[:-10]}, {config}: {middle:.2f} ({least:.2f}-{most:.2f}) times no offloading's")
+                middle, least, most, pairs = found
+                what = f"{title[:-10]}, {config}: {middle:.2f} ({least:.2f}-{most:.2f})"
+                made.append(f"{what} times no offloading's; pairs: {pairs}")
+    return made
+
+
+def _late(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """Configurations whose stores took longer than the load gave them."""
+    made = []
+    for line in lines:
+        record = line.get("record") or {}
+        if line["regime"] != name or line.get("phase") != "stores":
+            continue
+        begun, planned = record.get("streamed", 0), record.get("planned", 0)
+        if begun < 0.9 * planned:
+            made.append(
+                f"stores, {line['config']}, turn {line['repeat']}: {begun} of {planned} were begun, as the blocks of "
+                "the others were still being stored"
+            )
+    return made
+
+
+def faults(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """What a regime was to measure and did not, and what went wrong: without a line here, the figures are what they
+    say they are."""
+    made = []
+    of = [line for line in lines if line["regime"] == name]
+    for line in of:
+        what = f"{line.get('config')}, {line.get('phase', 'engine')}"
+        record = line.get("record") or {}
+        where = f"{what}, turn {line['repeat']}" if line.get("phase") in REPEATED else what
+        made += [f"FAILED: {where}: {line[key]}" for key in ("error", "failed") if key in line]
+        made += [f"NOT MEASURED: {where}: {reason}" for reason in record.get("short", ())]
+        if line.get("phase") == "truth" and any(record.get("differ", ())):
+            made.append(f"WRONG BYTES: {where}: {sum(record['differ'])} blocks differ")
+        if line.get("phase") == "skipped" and record.get("differ") == 0:
+            made.append(f"NOT MEASURED: {where}: a copy that was left out did not show, so that truth proves nothing")
+    for asked in (line for line in of if "asked" in line):
+        run = [line for line in of if line["run"] == asked["run"] and "record" in line]
+        there = {(line["config"], line["phase"]) for line in run}
+        for config in asked["configs"]:
+            missing = [phase for phase in asked["asked"] if takes(config, phase) and (config, phase) not in there]
+            if missing:
+                made.append(f"NOT MEASURED: {config}: {', '.join(missing)}: not run, see the log, or give it more time")
     return made
 
 
@@ -188,19 +242,22 @@ def _truth(lines: list[dict[str, Any]], name: str) -> list[str]:
 def tables(lines: list[dict[str, Any]]) -> str:
     """One a regime."""
     parts = []
-    for name, rows in figures(lines).items():
+    made = figures(lines)
+    for name in dict.fromkeys(line["regime"] for line in lines):
+        rows = made.get(name, {})
         configs = sorted({config for row in rows.values() for config in row}, key=_order)
         cells = [["", *configs]]
         for title, _, _ in ROWS:
             if title in rows:
                 cells.append([title, *(_cell(config, rows[title]) for config in configs)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        text = [name]
+        text = [name, *faults(lines, name)]
         text += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         pairs = max((len(row[config]) for row in rows.values() for config in row), default=0)
         text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
         text += _speeds(lines, name)
-        text += [*_beside_none(rows), *_starts(lines, name), *_profiles(lines, name), *_truth(lines, name)]
+        text += [*_beside_none(rows), *_late(lines, name), *_starts(lines, name), *_profiles(lines, name)]
+        text += _truth(lines, name)
         parts.append("\n".join(text))
     return "\n\n".join(parts)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from serving.engine import Engine
 
 
@@ -19,6 +21,7 @@ class Direction:
         self.bytes = 0
         self.seconds = 0.0  # on the device
         self.blocks = self.runs = 0  # host blocks, and runs of neighbours among them
+        self.threads: list[float] = []  # seconds in which a thread of the connector's submitted a job
 
     def count(self, blocks: Any) -> None:
         """A job's host blocks."""
@@ -30,10 +33,12 @@ class Direction:
         """For the benchmark's record."""
         made: dict[str, Any] = {"jobs": len(self.seen), "bytes": self.bytes, "device_s": round(self.seconds, 6)}
         made["submit_ms"] = [round(1e3 * value, 4) for value in self.submitting]
+        if self.threads:
+            made["thread_ms"] = [round(1e3 * value, 4) for value in self.threads]
         if self.seconds:
             made["GBps"] = round(self.bytes / self.seconds / 1e9, 2)
         if self.runs:
-            made["host_blocks_a_run"] = round(self.blocks / self.runs, 2)
+            made.update(blocks=self.blocks, host_blocks_a_run=round(self.blocks / self.runs, 2))
         return made
 
 
@@ -46,14 +51,21 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self._kinds: dict[int, str] = {}
         self.store, self.load = Direction(), Direction()
+        self.sees = False  # what is submitted
         worker = engine.transfers
         if hasattr(worker, "submit_load"):
+            self.sees = True
             worker.submit_store = self._watched("store", worker.submit_store)
             worker.submit_load = self._watched("load", worker.submit_load)
             worker.get_finished = self._counted(worker.get_finished)
         backend: Any = getattr(getattr(engine.connector_worker, "worker_handler", None), "_backend", None)
         if hasattr(backend, "launch_copy"):
+            self.sees = True
             backend.launch_copy = self._launched(backend.launch_copy)
+        if hasattr(backend, "_copy_loop"):  # vLLM's, not kvswap's
+            from vllm.v1.simple_kv_offload import copy_backend
+
+            copy_backend.copy_blocks = self._threaded(copy_backend.copy_blocks, backend)
 
     def take(self) -> dict[str, Any]:
         """What happened since the last call."""
@@ -76,14 +88,28 @@ class Watch:
         return timed
 
     def _launched(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, is_store: bool, **keywords: Any) -> Any:
+        def timed(source: Any, target: Any, *args: Any, is_store: bool, **keywords: Any) -> Any:
             direction = self.store if is_store else self.load
+            direction.count(np.asarray(target if is_store else source))
             begin = time.perf_counter()
             direction.begun.append(begin)
             try:
-                return launch(*args, is_store=is_store, **keywords)
+                return launch(source, target, *args, is_store=is_store, **keywords)
             finally:
                 direction.submitting.append(time.perf_counter() - begin)
+
+        return timed
+
+    def _threaded(self, copy: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+        """vLLM's simple backend computes addresses and calls the driver in a thread, beside the engine's Python."""
+
+        def timed(source: Any, target: Any, params: Any) -> Any:
+            direction = self.load if params is backend._load_params else self.store
+            begin = time.perf_counter()
+            try:
+                return copy(source, target, params)
+            finally:
+                direction.threads.append(time.perf_counter() - begin)
 
         return timed
 

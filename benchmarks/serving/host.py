@@ -1,0 +1,98 @@
+"""The host's cache as the scheduler's side keeps it: what it has, blocks taken out of it, blocks in random order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+
+class Host(Protocol):
+    """Of one engine."""
+
+    def keys(self) -> set[Any]:
+        """Of the blocks that it has."""
+
+    def evict(self, keys: set[Any]) -> bool:
+        """Take these blocks out, to be handed out next and by their numbers: what takes their place is as fragmented as
+        they were. False: a copy still uses some of them, and all stay."""
+
+    def scatter(self) -> int:
+        """Empty it, and hand its blocks out in random order from now on. The number of them."""
+
+
+def host_of(connector: Any) -> Host | None:
+    """None: no connector, or one whose cache is not known here."""
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    if hasattr(manager, "_free_list") and hasattr(manager, "_policy"):
+        return Managed(connector, manager)
+    manager = getattr(connector, "scheduler_manager", None)
+    return None if manager is None else Pooled(manager)
+
+
+class Managed:
+    """OffloadingConnector's."""
+
+    def __init__(self, connector: Any, manager: Any) -> None:
+        self._connector, self._manager = connector, manager
+
+    def keys(self) -> set[Any]:
+        """See Host."""
+        return set(self._manager._policy.blocks)
+
+    def evict(self, keys: set[Any]) -> bool:
+        """See Host."""
+        policy = self._manager._policy
+        found = {key: block for key in keys if (block := policy.get(key)) is not None}
+        if any(block.ref_cnt for block in found.values()):
+            return False
+        for key, block in sorted(found.items(), key=lambda item: -item[1].block_id):  # the last is taken first
+            policy.remove(key)
+            self._manager._free_block(block)
+            self._manager._num_evictable_cache_blocks -= 1
+        return True
+
+    def scatter(self) -> int:
+        """See Host."""
+        self._connector.reset_cache()
+        manager = self._manager
+        manager._free_list[:] = range(manager._num_blocks)
+        random.Random(0).shuffle(manager._free_list)
+        manager._num_allocated_blocks = manager._num_blocks
+        return int(manager._num_blocks)
+
+
+class Pooled:
+    """SimpleCPUOffloadConnector's: a pool of blocks as the GPU's cache has one."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager, self._pool = manager, manager.cpu_block_pool
+
+    def keys(self) -> set[Any]:
+        """See Host."""
+        return set(self._pool.cached_block_hash_to_block._cache)
+
+    def evict(self, keys: set[Any]) -> bool:
+        """See Host. At their old place in the queue, new blocks would push others out first."""
+        blocks = (self._pool.cached_block_hash_to_block.get_one_block(key) for key in keys)
+        found = sorted((block for block in blocks if block is not None), key=lambda block: block.block_id)
+        if any(block.ref_cnt for block in found) or keys & self._being_stored():
+            return False
+        self._pool.evict_blocks({block.block_id for block in found})
+        for block in found:
+            self._pool.free_block_queue.remove(block)
+        self._pool.free_block_queue.prepend_n(found)
+        return True
+
+    def _being_stored(self) -> set[Any]:
+        """Keys that keys() has once their copies have ended."""
+        jobs = self._manager._store_event_to_blocks.values()
+        return {self._pool.blocks[block].block_hash for job in jobs for block in job.cpu_block_ids}
+
+    def scatter(self) -> int:
+        """See Host."""
+        if not self._manager.reset():
+            raise RuntimeError("the host's cache was not emptied: copies are under way")
+        blocks = [block for block in self._pool.blocks if not block.is_null]
+        random.Random(0).shuffle(blocks)
+        self._pool.free_block_queue = type(self._pool.free_block_queue)(blocks)
+        return len(blocks)
