@@ -104,6 +104,13 @@ class TestTable:
         assert any("8 of 10 were begun" in row for row in self.rows([self.line("stores", stores)]))
         assert not any("9 of 10" in row for row in self.rows([self.line("stores", {**stores, "streamed": 9})]))
 
+    def test_what_steps_waited_for(self):
+        own = {"layers": 11, "whole": 1}
+        lines = [self.line("hits", {**hits("simple", i, 7.5)["record"], "own_steps": own}, repeat=i) for i in range(2)]
+        assert any("22 waited for layer by layer, 2 as a whole" in row for row in self.rows(lines))
+        lines = [self.line("hits", {**hits("simple", 0, 7.5)["record"], "own_steps": {}})]
+        assert not any("layer by layer" in row for row in self.rows(lines))
+
     def test_of_a_file(self, tmp_path, capsys):
         """Lines without a record, of engines that started or failed, are passed over."""
         import runpy

@@ -143,6 +143,7 @@ class Phases:
         """Prompts one at a time: when the host has them, and at once again, when the GPU has them (the floor)."""
         self.engine.forget()
         self.watch.take()
+        before = self._own_steps()
         first, again = [], []
         for i in range(self.regime.hits):
             tokens = prompt(STORED, (repeat * self.regime.hits + i) % self.regime.prompts, self.regime.length)
@@ -152,12 +153,19 @@ class Phases:
             if len(self.watch.load.begun) > loads:  # the GPU did not have it
                 again[-1].cached = 0
         cached, floor_cached = ([request.cached for request in each] for each in (first, again))
+        own = {how: count - before[how] for how, count in self._own_steps().items()}
         return {
             "ttft_ms": _ms([request.ttft for request in first]), "floor_ms": _ms([request.ttft for request in again]),
             "cached": cached, "floor_cached": floor_cached,
-            "short": self._short_of_hits(sum(cached), len(cached)) + self._short_on_gpu(sum(floor_cached), len(again)),
-            **self.watch.take(),
+            "short": self._short_of_hits(sum(cached), len(cached)) + self._short_on_gpu(sum(floor_cached), len(again))
+            + (short("loads in their request's step:", sum(own.values()), len(cached)) if own else []),
+            "own_steps": own, **self.watch.take(),
         }  # fmt: skip
+
+    def _own_steps(self) -> dict[str, int]:
+        """Under kvswap_overlap: steps that loaded blocks of their own requests, by what they waited for."""
+        own = getattr(self.engine.connector_worker, "_own_loads", None)
+        return {} if own is None else dict(own.counts)
 
     def _short_on_gpu(self, found: int, prompts: int) -> list[str]:
         return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))

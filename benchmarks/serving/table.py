@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
@@ -155,6 +156,18 @@ def _late(lines: list[dict[str, Any]], name: str) -> list[str]:
     return made
 
 
+def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """Under kvswap_overlap: what the steps of the loads waited for."""
+    made: dict[str, Counter[str]] = {}
+    for line in lines:
+        if line["regime"] == name and line.get("record", {}).get("own_steps"):
+            made.setdefault(line["config"], Counter()).update(line["record"]["own_steps"])
+    return [
+        f"{config}: loads in their request's step: {of['layers']} waited for layer by layer, {of['whole']} as a whole"
+        for config, of in made.items()
+    ]
+
+
 def faults(lines: list[dict[str, Any]], name: str) -> list[str]:
     """What a regime was to measure and did not, and what went wrong: without a line here, the figures are what they
     say they are."""
@@ -256,7 +269,13 @@ def tables(lines: list[dict[str, Any]]) -> str:
         pairs = max((len(row[config]) for row in rows.values() for config in row), default=0)
         text.append(f"medians of {pairs} turns; in brackets the pairs' ratios to vLLM's own: median, least-largest")
         text += _speeds(lines, name)
-        text += [*_beside_none(rows), *_late(lines, name), *_starts(lines, name), *_profiles(lines, name)]
+        text += [
+            *_own_steps(lines, name),
+            *_beside_none(rows),
+            *_late(lines, name),
+            *_starts(lines, name),
+            *_profiles(lines, name),
+        ]
         text += _truth(lines, name)
         parts.append("\n".join(text))
     return "\n\n".join(parts)
