@@ -11,6 +11,8 @@ the connector as ended, and the failure to KVSwapConnector:
 - a load whose request was computed in the same step (kvswap_overlap; sync_load_budget_bytes, 0.33): the step has
   computed from wrong bytes, and its stores may be under way. All stores since that load are dropped, and the request is
   computed again from its first token on (_failures.py).
+
+Nothing is loaded any more for a request of which a load failed. _finished.py has what a request that ended stores.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
+from kvswap.vllm import _finished
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overlap_of
 
 if TYPE_CHECKING:
@@ -180,11 +183,20 @@ def _has_own_sync_loads() -> bool:
     return _overlap.is_native() and _failures.why_not() is None
 
 
+def _handle_failures(kind: type) -> None:
+    try:
+        from kvswap.vllm import _failures
+    except ImportError as error:
+        _logger.warning("a request whose load failed loads again (vLLM %s): %s", vllm.__version__, error)
+        return
+    if _failures.can_install():
+        _failures.install(kind)
+
+
 def _make_overlap(scheduler: Any, kv_cache_config: Any, settings: OverlapSettings | None) -> Overlap:
     """settings None: the loads are vLLM's own, by its rule alone."""
-    from kvswap.vllm import _failures, _overlap
+    from kvswap.vllm import _overlap
 
-    _failures.install(KVSwapConnector)
     return _overlap.make(scheduler, kv_cache_config, settings or _overlap.ANY)
 
 
@@ -221,10 +233,14 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
         self._failed_sync_loads: dict[int, str] = {}  # worker: not reported yet
+        self._looked_up: set[str] = set()  # scheduler: requests that have not finished
+        self._given_up: set[str] = set()  # scheduler: those of which a load failed
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
             manager.complete_store = self._complete_store_truly
+            _finished.install(self.connector_scheduler)
+            _handle_failures(KVSwapConnector)
             if self.has_sync_loads:
                 asked = settings if self._overlaps else None
                 if self._overlaps:
@@ -375,6 +391,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's; (tokens, False) where the request's own step loads them."""
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._looked_up.add(request.request_id)
+        if found[0] and request.request_id in self._given_up:
+            return 0, False
         return found if self._overlap is None else self._overlap.matched(request, num_computed_tokens, found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -393,15 +412,21 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         """As vLLM's."""
+        self._forget(request.request_id)
         if self._overlap is not None:
             self._overlap.ended(request, (block_ids,))
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         """As vLLM's."""
+        self._forget(request.request_id)
         if self._overlap is not None:
             self._overlap.ended(request, block_ids)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _forget(self, name: str) -> None:
+        self._looked_up.discard(name)
+        self._given_up.discard(name)
 
     def failed_sync_loads(self, blocks: set[int]) -> tuple[set[str], set[int]]:
         """For _failures: the requests that these blocks were loaded for, and all blocks that hold nonsense now."""
@@ -409,6 +434,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def compute_instead(self, requests: set[str]) -> None:
         """For _failures: nothing is loaded for these requests any more."""
+        self._given_up |= requests & self._looked_up
         if self._overlap is not None:
             self._overlap.compute_instead(requests)
 
@@ -421,6 +447,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
                 computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
                 self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
+        self._given_up |= (getattr(connector_output, "failed_recving", None) or set()) & self._looked_up
         if self._overlap is not None:
             self._overlap.reported(meta)
         if self._failed_stores:

@@ -6,6 +6,10 @@ the number on the GPU (vLLM #45138, #49250). So the request is preempted instead
 the prefix cache, what is under way for it is dropped, and it is computed from its first token on. So is each request
 that shares such a block.
 With "kv_load_failure_policy": "fail" these requests end, as in vLLM.
+
+A request that waited for a load that failed looks for host blocks again, in vLLM: it would load until a load succeeds.
+Meanwhile the scheduler (0.26) keeps room for it that it does not have, so that no other load may begin, and no request
+runs any more. So such a request gives up its room, and is computed.
 """
 
 from __future__ import annotations
@@ -25,13 +29,17 @@ from kvswap._log import logger
 _logger = logger("kvswap.vllm")
 
 
+def can_install() -> bool:
+    """Whether install() knows this vLLM's scheduler."""
+    handle = getattr(Scheduler, "_handle_invalid_blocks", None)
+    return handle is not None and list(inspect.signature(inspect.unwrap(handle)).parameters) == [
+        "self", "invalid_block_ids", "num_scheduled_tokens",
+    ]  # fmt: skip
+
+
 def why_not() -> str | None:
     """What of vLLM's scheduler is not known; None: nothing."""
-    handle = getattr(Scheduler, "_handle_invalid_blocks", None)
-    if handle is None:
-        return "Scheduler._handle_invalid_blocks"
-    handle = inspect.unwrap(handle)
-    if list(inspect.signature(handle).parameters) != ["self", "invalid_block_ids", "num_scheduled_tokens"]:
+    if not can_install():
         return "Scheduler._handle_invalid_blocks"
     preempt = list(inspect.signature(Scheduler._preempt_request).parameters)
     if preempt not in (["self", "request", "timestamp"], ["self", "request", "timestamp", "drop_stale_output"]):
@@ -107,6 +115,14 @@ def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, i
     return names
 
 
+def _give_up(scheduler: Any, ours: Any) -> None:
+    """The requests whose asynchronous loads failed are computed, and keep no room until then."""
+    failed = set(scheduler.failed_recving_kv_req_ids)
+    ours.compute_instead(failed)
+    loading: set[Any] = getattr(scheduler, "_inflight_prefills", set())
+    loading -= {request for request in loading if request.request_id in failed}
+
+
 def _ours(connector: Any, kind: type) -> Any:
     """The connector of this class, alone or among those of a MultiConnector."""
     each = getattr(connector, "_connectors", None) or [connector]
@@ -114,7 +130,8 @@ def _ours(connector: Any, kind: type) -> Any:
 
 
 def install(kind: type) -> None:
-    """Where the scheduler's connector is of this class, failed loads are handled as above. Once; why_not() is None."""
+    """Where the scheduler's connector is of this class, failed loads are handled as above. Once; can_install() is True,
+    and for has_sync_loads why_not() None."""
     theirs = Scheduler._handle_invalid_blocks
     if getattr(theirs, "of_kvswap", False):
         return
@@ -122,9 +139,14 @@ def install(kind: type) -> None:
     @functools.wraps(theirs)
     def handle(self: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         ours = _ours(self.connector, kind)
-        if ours is None or not ours.has_sync_loads:
+        if ours is None:
             return set(theirs(self, invalid_block_ids, num_scheduled_tokens))
-        return _handle(self, ours, invalid_block_ids, num_scheduled_tokens, theirs)
+        if ours.has_sync_loads:
+            found = _handle(self, ours, invalid_block_ids, num_scheduled_tokens, theirs)
+        else:
+            found = set(theirs(self, invalid_block_ids, num_scheduled_tokens))
+        _give_up(self, ours)
+        return found
 
     handle.of_kvswap = True  # type: ignore[attr-defined]
     Scheduler._handle_invalid_blocks = handle
