@@ -287,6 +287,8 @@ int kvs_resolve_ids(struct kvs_submission *s, kvs_stream stream, struct kvs_erro
   size_t room = ids_room(s, npairs);
   struct kvs_ids_params params = {.ids = side->ids->ptr,
                                   .stride = side->ids->stride,
+                                  .token_stride = side->tokens > 1 ? side->ids->token_stride : 0,
+                                  .tokens = side->tokens,
                                   .nids = side->ids->count,
                                   .blocks = side->blocks,
                                   .named = name_pairs(s, npairs),

@@ -8,7 +8,7 @@ so that a block is a token; page after page they make long runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -133,15 +133,9 @@ def blocks_of(ids: Any, tokens: int) -> NDArray[np.int64] | None:
     return blocks if np.array_equal(rows, blocks[:, None] * tokens + np.arange(tokens)) else None
 
 
-def device_blocks_of(ids: Any, tokens: int, counted: Any, where: Callable[..., Any]) -> Any:
-    """The same of a list in device memory, by work on the current stream alone: a block that is not whole is -1, which
-    a transfer refuses as it refuses any id that is out of range. None: the length does not fit.
-
-    counted: 0, 1, ... tokens - 1, where the ids are. where: torch's."""
+def device_blocks_of(ids: Any, tokens: int) -> Any:
+    """The same of a list in device memory, for a transfer: a row of tokens for each block. The transfer looks whether
+    they are whole blocks, and fails those that are not. None: the length does not fit."""
     if tokens == 1:
         return ids
-    if len(ids) % tokens:
-        return None
-    rows = ids.reshape(-1, tokens)
-    blocks = rows[:, 0] // tokens
-    return where((rows == blocks[:, None] * tokens + counted).all(1), blocks, -1)
+    return None if len(ids) % tokens else ids.reshape(-1, tokens)
