@@ -281,6 +281,21 @@ def test_pieces_of_pages() -> None:
     assert _places.device_blocks_of(ids([5, 3]), 1).tolist() == [5, 3]
 
 
+def test_orders_of_loads_are_kept_apart() -> None:
+    """Of the same rows the same arrays come again; of others, and of another order, others. Not all are kept."""
+    places = _places.places_of(pool_of("mha", "page_first", layers=9), False)
+    made = {rows: places.order(rows) for rows in [(0, 1, 2), (2, 1, 0), (1,), tuple(range(9))]}
+    for rows, order in made.items():
+        assert places.order(list(rows)) is order
+        gpu, cpu, ends = places._order(rows)
+        assert order[0].tolist() == gpu.tolist() and order[1].tolist() == cpu.tolist() and order[2] == ends
+        assert sorted(order[0]) == sorted(places.gpu[list(rows)].ravel()) and len(ends) == len(rows)
+    for first in range(9):
+        for second in range(9):
+            places.order((first, second))
+    assert len(places.orders) <= 16
+
+
 def test_what_kvswap_does_not_know_stays_with_sglang(device: kvswap.Device) -> None:
     other, made = OtherHostPool(2, 64, 4, "layer_first", stand_in.DEVICE), engine()
     count = submitted(device)

@@ -9,7 +9,7 @@ so that a block is a token; page after page they make long runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,13 @@ from kvswap import _C
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Order = tuple[NDArray[np.int64], NDArray[np.int64], list[int]]
+
 # Groups of layers in which a load is queued: K of a group's layers, then their V, so that a block of a group is one run
 # of host memory for each. Path `burst` divides a load of so many blocks likewise.
 _GROUPS = {"layer_first": 1 << 30, "page_first": 4, "page_first_direct": 8}
+
+_ORDERS = 16  # that are kept; a model and its drafts have a few
 
 
 class NotOurs(Exception):
@@ -44,10 +48,19 @@ class Places:
     gpu_stride: int
     cpu_stride: int
     groups: int
+    orders: dict[tuple[int, ...], Order] = field(default_factory=dict)  # of earlier loads
 
-    def order(self, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    def order(self, rows: Sequence[int]) -> Order:
         """Addresses of these rows' tensors in the order of a load, and for each row the position after which it is
-        whole."""
+        whole. Nothing runs on the device meanwhile, so that it is made once: a model loads the same rows each time."""
+        key = tuple(rows)
+        if key not in self.orders:
+            if len(self.orders) == _ORDERS:
+                self.orders.clear()
+            self.orders[key] = self._order(rows)
+        return self.orders[key]
+
+    def _order(self, rows: Sequence[int]) -> Order:
         size = max(1, -(-len(rows) // self.groups))
         chosen, parts = np.asarray(rows, np.int64), self.gpu.shape[1]
         gpu, cpu, ends = list[Any](), list[Any](), list[int]()
