@@ -9,10 +9,12 @@ device's side, on the CPU for the host's, brought over by its move_indices where
             write-back of 64 pages at a time through a buffer on the GPU. For measuring only
   kvswap    kvswap's engine (KVSWAP_SGLANG_COPIES)
 
-GB/s of the whole call, from the ids to the end, and milliseconds that the call holds its caller: medians of turns that
-alternate. First comes one copy of as many bytes. Every byte is checked for each way; then the last page is left out,
-which must be noticed. --beside: a decode step alone, and beside copies without pause: how much longer it takes, and
-GB/s meanwhile. Exit status 1: a byte was wrong. --device cpu: a look at the program itself, without a GPU.
+GB/s of the whole call, from the ids to the end, and milliseconds that the call holds its caller, after a slash those in
+kvswap's own call; `device`: milliseconds between the events round the copies on SGLang's stream; then the path that
+kvswap took. Medians of turns that alternate; --json has all turns. First comes one copy of as many bytes. Every byte is
+checked for each way; then the last page is left out, which must be noticed. --beside: a decode step alone, and beside
+copies without pause: how much longer it takes, and GB/s meanwhile. Exit status 1: a byte was wrong. --device cpu: a
+look at the program itself, without a GPU.
 """
 
 # SGLang and torch are not there where types are checked.
@@ -191,12 +193,25 @@ class Way:
 
     def __init__(self, name: str, engine: Any, moves: bool) -> None:
         self.name, self.engine, self.moves = name, engine, moves
+        self.own = 0.0  # seconds in kvswap's call, of the last submission
+        if name == "kvswap":
+            submit = engine._submit
+
+            def timed(*given: Any) -> Any:
+                begin = time.perf_counter()
+                try:
+                    return submit(*given)
+                finally:
+                    self.own += time.perf_counter() - begin
+
+            engine._submit = timed
 
     def submit(self, case: Case, direction: str, tokens: int | None = None) -> Any:
         from sglang.srt.managers.cache_controller import HiCacheController
         from sglang.srt.mem_cache.l2_transfer import L2Transfer
 
         host, device = case.host_ids[:tokens], case.device_ids[:tokens]
+        self.own = 0.0
         staged = direction == "D2H" and getattr(case.host, "can_use_write_back_jit", False)
         if self.moves and not staged:
             controller = SimpleNamespace(io_backend="kernel", device=case.device, mem_pool_host=case.host)
@@ -279,7 +294,8 @@ def ways_of(options: argparse.Namespace, case: Case, device: kvswap.Device) -> l
 
 
 def measure(options: argparse.Namespace, case: Case, ways: list[Way], direction: str) -> list[dict[str, Any]]:
-    took: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+    took: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+    paths = dict[str, str]()
     for turn in range(options.turns + 1):
         for way in ways if turn % 2 else reversed(ways):
             synchronize(case)
@@ -287,11 +303,16 @@ def measure(options: argparse.Namespace, case: Case, ways: list[Way], direction:
             completion = way.submit(case, direction)
             called = time.perf_counter()
             completion.finish_event.synchronize()
+            whole = time.perf_counter() - begin
+            copies = vars(completion.finish_event).get("_transfers", ()) if way.name == "kvswap" else ()
+            paths[way.name] = " ".join(sorted({copy.path for copy in copies}))
+            device = completion.start_event.elapsed_time(completion.finish_event)
             if turn:
-                took[way.name].append((time.perf_counter() - begin, called - begin))
+                seconds = {"whole_ms": whole, "call_ms": called - begin, "own_ms": way.own, "device_ms": device / 1e3}
+                took[way.name].append({name: 1e3 * value for name, value in seconds.items()})
     rows = []
     for way in ways:
-        whole, call = (statistics.median(times) for times in zip(*took[way.name], strict=True))
+        median = {name: statistics.median(turn[name] for turn in took[way.name]) for name in took[way.name][0]}
         case.scramble(direction, 1)
         way.submit(case, direction).finish_event.synchronize()
         synchronize(case)
@@ -302,8 +323,13 @@ def measure(options: argparse.Namespace, case: Case, ways: list[Way], direction:
         way.submit(case, direction, -case.page).finish_event.synchronize()
         synchronize(case)
         row = {"layout": case.layout, "page": case.page, "direction": direction, "way": way.name}
-        row |= {"token_bytes": case.host.token_stride_size, "nbytes": case.nbytes, "gbps": case.nbytes / whole / 1e9}
-        row |= {"call_ms": call * 1e3, "wrong_tokens": wrong, "left_out_is_noticed": case.wrong(direction) > 0}
+        row |= {
+            "token_bytes": case.host.token_stride_size,
+            "nbytes": case.nbytes,
+            "gbps": case.nbytes / median["whole_ms"] / 1e6,
+        }
+        row |= {"wrong_tokens": wrong, "left_out_is_noticed": case.wrong(direction) > 0}
+        row |= median | {"path": paths[way.name], "turns": took[way.name]}
         rows.append(row)
     return rows
 
@@ -383,7 +409,9 @@ def main() -> int:
                     done = measure(options, case, ways, direction)
                     rows += done
                     print(f"{layout:17} page {page:3} x {token_bytes:5} B {direction}  " + "  ".join(
-                        f"{row['way']} {row['gbps']:5.1f} GB/s, call {row['call_ms']:.2f} ms" for row in done
+                        f"{row['way']} {row['gbps']:5.1f} GB/s, call {row['call_ms']:.2f}"
+                        + (f"/{row['own_ms']:.2f}" if row["own_ms"] else "")
+                        + f" ms, device {row['device_ms']:.2f} {row['path']}".rstrip() for row in done
                     ), flush=True)  # fmt: skip
                     if options.beside:
                         from kvswap.bench.loads import load_for

@@ -21,7 +21,12 @@ struct kvs_device_ids {
   int64_t stride; /* bytes from one id to the next, also negative */
   size_t count;
   unsigned width;
-  uint64_t reserved[4];
+  /* 0 or 1: an id is a block's number. More: a block is named by its tokens, so many ids from n * tokens on,
+   * token_stride bytes apart; count is the number of blocks, and stride leads from one block's first token to the next
+   * one's. */
+  uint64_t tokens;
+  int64_t token_stride;
+  uint64_t reserved[2];
 };
 
 /* How a transfer between pools whose ids are on the device is ordered on the GPU's side. POOL: as if it touched all

@@ -710,7 +710,8 @@ def swap_cache_per_layer(
       read in place.
     gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
       so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
-      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU array
+      (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -756,7 +757,8 @@ def swap_cache_per_layer_async(
       read in place.
     gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
       so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
-      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU array
+      (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -805,7 +807,8 @@ def swap_cache_all_layers(
       read in place.
     gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
       so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
-      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU array
+      (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -854,7 +857,8 @@ def swap_cache_all_layers_async(
       read in place.
     gpu_block_ids may lie in GPU memory. An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
       so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
-      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU array
+      (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.
     direction: Direction.D2H, 0 or 'D2H'; Direction.H2D, 1 or 'H2D'.
     stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle
       (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,
@@ -905,7 +909,8 @@ def move_blocks(
       and no slot both read and written. Those of the GPU's side may lie in GPU memory.
     An int32 or int64 GPU array (DLPack, __cuda_array_interface__; strided too) is not read by the call: a kernel does
       so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose id
-      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.
+      is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU array
+      (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.
     gpu_order: with ids in GPU memory. 'pool': the transfer is ordered as if it touched every slot of the GPU's pools.
       'stream': on that side the caller orders it, by stream= and after=.
     parts: None: whole blocks, pair i being layer i. Else an integer array, shape (p, 6): the parts of each

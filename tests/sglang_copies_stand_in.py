@@ -51,7 +51,7 @@ class DeviceIds:
         return len(self.values)
 
     def reshape(self, *shape):
-        return np.asarray(self.values).reshape(*shape)
+        return DeviceIds(self.values.reshape(*shape))
 
     @property
     def __cuda_array_interface__(self):

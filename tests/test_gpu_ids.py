@@ -106,6 +106,25 @@ def expect(pair: tuple[Tier, Tier], direction: int, gpu: Any, cpu: Any, bad: Any
         pair[1].check(pair[1].blocks())
 
 
+class TokenRows(DeviceIds):
+    """Blocks by their tokens, a row each; `by_column`: those of one token of all blocks lie together."""
+
+    def __init__(self, device: kvswap.Device, rows: Any, dtype: str = "int64", by_column: bool = False) -> None:
+        self.rows, self.by_column = np.asarray(rows), by_column
+        super().__init__(device, (self.rows.T if by_column else self.rows).ravel(), dtype)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        count, tokens = self.rows.shape
+        strides = (self.width, count * self.width) if self.by_column else (tokens * self.width, self.width)
+        given = {"shape": (count, tokens), "strides": strides if self.by_column else None}
+        return {**super().__cuda_array_interface__, **given}
+
+
+def tokens_of(blocks: Any, tokens: int) -> Any:
+    return np.asarray(blocks)[:, None] * tokens + np.arange(tokens)
+
+
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +137,54 @@ def test_blocks(pair: tuple[Tier, Tier], ids_path: str, direction: int, dtype: s
     expect(pair, direction, gpu, cpu)
     assert transfer.path == ids_path or ids_path == "auto"
     assert (transfer.num_blocks, transfer.failed_blocks.size) == (5, 0)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_blocks_by_their_tokens(
+    pair: tuple[Tier, Tier], ids_path: str, direction: int, tokens: int, dtype: str, by_column: bool
+) -> None:
+    gpu, cpu = [0, 8, 2, 7, 3], [5, 1, 0, 8, 3]
+    rows = TokenRows(pair[0].pool.device, tokens_of(gpu, tokens), dtype, by_column)
+    transfer = swap(pair, direction, rows, cpu, path=ids_path)
+    transfer.wait(PATIENCE)
+    expect(pair, direction, gpu, cpu)
+    assert (transfer.num_blocks, transfer.failed_blocks.size) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ([8, 9, 11, 10], "begins with token 8, read on the device: these are not the 4 tokens of one block"),
+        ([9, 10, 11, 12], "begins with token 9"),
+        ([8, 9, 10, 12], "begins with token 8"),
+        ([-4, -3, -2, -1], "begins with token -4"),
+        ([4 * BLOCKS + i for i in range(4)], f"begins with token {4 * BLOCKS}.* has {BLOCKS} blocks"),
+        ([2**63 - 4 + i for i in range(4)], f"begins with token {2**63 - 4}"),
+        ([2**63 - 1, -(2**63), 1 - 2**63, 2 - 2**63], f"begins with token {2**63 - 1}"),
+    ],
+)
+def test_tokens_that_are_no_block(
+    pair: tuple[Tier, Tier], ids_path: str, direction: int, row: list[int], message: str
+) -> None:
+    gpu, cpu = [0, 2, 7], [5, 1, 8]
+    rows = tokens_of(gpu, 4)
+    rows[1] = row
+    transfer = swap(pair, direction, TokenRows(pair[0].pool.device, rows), cpu, path=ids_path)
+    with pytest.raises(kvswap.Error, match=message):
+        transfer.wait(PATIENCE)
+    assert transfer.failed_blocks.tolist() == [1]
+    expect(pair, direction, gpu, cpu, bad=[1])
+
+
+def test_two_rows_of_the_same_tokens(pair: tuple[Tier, Tier], ids_path: str) -> None:
+    rows = TokenRows(pair[0].pool.device, tokens_of([3, 2, 3], 4))
+    transfer = swap(pair, H2D, rows, [5, 1, 8], path=ids_path)
+    with pytest.raises(kvswap.Error, match=r"_ids\[0\] and \w+_ids\[2\] are both block 3, read on the device"):
+        transfer.wait(PATIENCE)
+    assert transfer.failed_blocks.tolist() == [0, 2]
+    expect(pair, H2D, [3, 2, 3], [5, 1, 8], bad=[0, 2])
 
 
 @pytest.mark.parametrize("count", [0, 1, 479, 481, 2000])
@@ -211,6 +278,7 @@ class Packed(DeviceIds):
     """The same by DLPack alone, which makes the stream that it is given wait."""
 
     asked: Any = None
+    sizes: Any = None  # of two dimensions, and their strides
     __cuda_array_interface__ = property()  # type: ignore[assignment]
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -218,9 +286,12 @@ class Packed(DeviceIds):
 
     def __dlpack__(self, *, stream: Any, max_version: Any = None) -> Any:
         self.asked = stream
-        self.shape, self.strides = (ctypes.c_int64 * 1)(self.count), (ctypes.c_int64 * 1)(self.step)
+        shape, strides = self.sizes or ((self.count,), (self.step,))
+        ndim = len(shape)
+        self.shape = (ctypes.c_int64 * ndim)(*shape)
+        self.strides = (ctypes.c_int64 * ndim)(*strides) if strides else None
         self.tensor = DLTensor(
-            data=self.ptr, ndim=1, dtype=(0, 8 * self.width, 1, 0), shape=self.shape, strides=self.strides
+            data=self.ptr, ndim=ndim, dtype=(0, 8 * self.width, 1, 0), shape=self.shape, strides=self.strides
         )
         self.tensor.device[0] = 2
         new = ctypes.pythonapi.PyCapsule_New
@@ -243,6 +314,15 @@ def test_dlpack(pair: tuple[Tier, Tier], dtype: str, step: int) -> None:
         assert ids.asked == stream.handle
     finally:
         device.set_compute_stream(0)
+
+
+@pytest.mark.parametrize("sizes", [((2, 4), None), ((2, 4), (4, 1)), ((2, 4), (1, 2))])
+def test_tokens_by_dlpack(pair: tuple[Tier, Tier], sizes: Any) -> None:
+    rows = tokens_of([4, 6], 4)
+    ids = Packed(pair[0].pool.device, (rows.T if sizes[1] == (1, 2) else rows).ravel())
+    ids.sizes = sizes
+    swap(pair, H2D, ids, [1, 2]).wait(PATIENCE)
+    expect(pair, H2D, [4, 6], [1, 2])
 
 
 def test_the_array_is_held(pair: tuple[Tier, Tier]) -> None:
@@ -707,7 +787,11 @@ def test_wrong_ids(pair: tuple[Tier, Tier]) -> None:
     class Shaped(DeviceIds):
         @property
         def __cuda_array_interface__(self) -> dict[str, Any]:
-            return {**super().__cuda_array_interface__, "shape": (1, 1), "strides": None}
+            return {**super().__cuda_array_interface__, "shape": self.shape, "strides": None}
+
+        def shaped(self, *shape: int) -> Shaped:
+            self.shape = shape
+            return self
 
     for ids, error, message in (
         (
@@ -718,7 +802,11 @@ def test_wrong_ids(pair: tuple[Tier, Tier]) -> None:
         (DeviceIds(device, [1], "uint64"), TypeError, "src_ids is a GPU array of uint64: on the device ids are int32"),
         (DeviceIds(device, [1], "int16"), TypeError, "src_ids is a GPU array of int16: on the device ids are int32"),
         (DeviceIds(device, [1], ">i8"), TypeError, "in native byte order"),
-        (Shaped(device, [1]), ValueError, "src_ids must be one-dimensional, not 2-D: pass x.reshape"),
+        (Shaped(device, [1]).shaped(1, 1, 1), ValueError, "src_ids must have one dimension, or two, .* not 3"),
+        (Shaped(device, [1]).shaped(), ValueError, "src_ids must have one dimension, or two, .* not 0"),
+        (Shaped(device, [1]).shaped(1, 0), ValueError, "src_ids has rows of no tokens"),
+        (Shaped(device, [1]).shaped(1, 2**32), ValueError, "src_ids has 4294967296 tokens a block; the limit is"),
+        (Shaped(device, [1]).shaped(2, 1), ValueError, "src_ids has 2 entries and dst_ids has 1"),
         (DeviceIds(device, [1, 2]), ValueError, "src_ids has 2 entries and dst_ids has 1"),
     ):
         with pytest.raises(error, match=message):

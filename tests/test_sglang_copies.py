@@ -276,12 +276,24 @@ def test_pieces_of_pages() -> None:
     assert by([8, 9, 11, 10]) is None and by([8, 9, 10, 12]) is None
     assert by([5, 3], of=1).tolist() == [5, 3] and by([]).tolist() == []
 
-    def on_device(*tokens: Any) -> Any:
-        return _places.device_blocks_of(np.concatenate([[*part] for part in tokens]), 4, np.arange(4), np.where)
+    assert _places.device_blocks_of(ids(range(8, 12), range(4)), 4).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert _places.device_blocks_of(ids(range(8, 11)), 4) is None
+    assert _places.device_blocks_of(ids([5, 3]), 1).tolist() == [5, 3]
 
-    assert on_device(range(8, 12), range(4)).tolist() == [2, 0]
-    assert on_device(range(8, 12), [8, 9, 11, 10], range(9, 13)).tolist() == [2, -1, -1]
-    assert on_device(range(8, 11)) is None
+
+def test_orders_of_loads_are_kept_apart() -> None:
+    """Of the same rows the same arrays come again; of others, and of another order, others. Not all are kept."""
+    places = _places.places_of(pool_of("mha", "page_first", layers=9), False)
+    made = {rows: places.order(rows) for rows in [(0, 1, 2), (2, 1, 0), (1,), tuple(range(9))]}
+    for rows, order in made.items():
+        assert places.order(list(rows)) is order
+        gpu, cpu, ends = places._order(rows)
+        assert order[0].tolist() == gpu.tolist() and order[1].tolist() == cpu.tolist() and order[2] == ends
+        assert sorted(order[0]) == sorted(places.gpu[list(rows)].ravel()) and len(ends) == len(rows)
+    for first in range(9):
+        for second in range(9):
+            places.order((first, second))
+    assert len(places.orders) <= 16
 
 
 def test_what_kvswap_does_not_know_stays_with_sglang(device: kvswap.Device) -> None:
@@ -421,20 +433,9 @@ def test_latents_that_are_divided_stay_with_sglang(caplog: pytest.LogCaptureFixt
 # -- ids in device memory ---------------------------------------------------------------------------------------------
 
 
-# torch's, as far as they are called: the result is on the GPU too.
-TORCH = SimpleNamespace(
-    arange=lambda count, dtype, device: np.arange(count),
-    where=lambda chosen, ids, other: DeviceIds(np.where(chosen, ids, other)),
-    int64=np.int64,
-)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ids_in_device_memory(
-    layout: str, device: kvswap.Device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_in_device_memory(layout: str, device: kvswap.Device, caplog: pytest.LogCaptureFixture) -> None:
     """They are handed on as they are; without kernels, or with a kvswap that does not take them, SGLang copies."""
-    monkeypatch.setitem(sys.modules, "torch", TORCH)
     pool, made, count = pool_of("mha", layout), engine(), submitted(device)
     host, tokens = pages([5, 1, 9], 4), DeviceIds(pages([2, 30, 7], 4))
     assert made.keeps_ids(pool)
@@ -452,13 +453,36 @@ def test_ids_in_device_memory(
         assert len(pool.calls) == 4
 
 
+@pytest.mark.parametrize("tokens", [[8, 9, 11, 10], [9, 10, 11, 12], [8, 9, 10, 200], [-4, -3, -2, -1]])
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_tokens_in_device_memory_that_are_no_page(tokens: list[int], direction: str, device: kvswap.Device) -> None:
+    """The copy fails, and touches nothing of the device; the page beside it is copied."""
+    pool, made = pool_of("mha", "layer_first"), engine()
+    if not made.keeps_ids(pool) or not device.info["kernels"]:
+        pytest.skip("no ids in device memory")
+    host, mixed = pages([5, 6], 4), DeviceIds(ids(tokens, range(20, 24)))
+    _, before = pool.snapshot()
+    completion = store(made, transfer(pool, host, mixed)) if direction == "store" else None
+    if completion is None:
+        completion = load(made, transfer(pool, host, mixed))
+    with pytest.raises(
+        kvswap.Error, match=r"gpu_block_ids\[0\] begins with token -?\d+, read on the device: these are not"
+    ):
+        completion.finish_event.synchronize()
+    assert is_copied(pool, host[4:], ids(range(20, 24)), range(3))
+    for part, layers in enumerate(before):
+        for layer, rows in enumerate(layers):
+            if direction == "load":
+                rows[20:24] = pool.device[part][layer][20:24]
+            np.testing.assert_array_equal(pool.device[part][layer], rows)
+
+
 @pytest.mark.parametrize(
     "error", [TypeError("not a list of integers"), kvswap.Error("path 'dma' needs ids in host memory")]
 )
 def test_without_ids_in_device_memory_the_copy_is_sglangs(
     error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", TORCH)
     pool, made = pool_of("mha", "page_first"), engine()
     host, tokens = pages([5], 4), DeviceIds(pages([2], 4))
 

@@ -15,7 +15,8 @@ enum {
   IDS_THREADS = 256,
   IDS_CTAS = 512,
   PEER_CTAS = 64, /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
-  RING_NBYTES = KVS_RING_STAGES * KVS_RING_CHUNK, /* of shared memory for a warp */
+  SHORT_NBYTES = 2 << 10,
+  LEAST_CHUNK = 1 << 10, /* of a stage of RING */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's arithmetic: 1 MB/s a CTA */
 
@@ -168,30 +169,53 @@ static unsigned most_ctas(const struct kvs_submission *s) {
   return between_devices(s) ? PEER_CTAS : tuning_of(s).ctas;
 }
 
-static struct kvs_width width_of_kernel(const struct kvs_submission *s) {
-  return (struct kvs_width){bulk_copies(s->device) ? KVS_KERNEL_RING : KVS_KERNEL_COPY, most_ctas(s), pace_gbps(s)};
-}
-
 static unsigned least(uint64_t a, uint64_t b) { return (unsigned)(a < b ? a : b); }
 
+/* A stage that holds a row at any position in a line. Shared memory that a CTA does not take is the model's. */
+static uint32_t chunk_for(uint64_t row) {
+  uint32_t chunk = LEAST_CHUNK;
+  while (chunk < KVS_RING_CHUNK && chunk < row + KVS_RING_LINE) chunk *= 2;
+  return chunk;
+}
+
+/* A warp of RING has a fixed number of copies under way, so short rows need more CTAs to fill the link. Measured, H200,
+ * host to device: 51 GB/s from 128 KiB under way on, and in proportion below; 8 CTAs have half of that with rows of 512
+ * bytes, and reach 29. Not where a priority limits what copies cost a model: that was measured with its own CTAs. */
+static unsigned ctas_for(const struct kvs_submission *s, uint64_t row) {
+  unsigned ctas = most_ctas(s), sms = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
+  if (s->options->max_ctas || s->options->priority != KVS_PRIORITY_HIGH || s->work->direction == KVS_OTHER_DIRECTION)
+    return ctas;
+  uint64_t times = SHORT_NBYTES / (row < KVS_COST_LEAST ? KVS_COST_LEAST : row);
+  return times < 2 || ctas > sms ? ctas : least(ctas * times, sms);
+}
+
+/* For rows of at most so many bytes; 0: unknown. */
+static struct kvs_width width_of_kernel(const struct kvs_submission *s, uint64_t row) {
+  return (struct kvs_width){.kernel = bulk_copies(s->device) ? KVS_KERNEL_RING : KVS_KERNEL_COPY,
+                            .ctas = row ? ctas_for(s, row) : most_ctas(s),
+                            .gbps = pace_gbps(s),
+                            .chunk = row ? chunk_for(row) : KVS_RING_CHUNK};
+}
+
 /* Units that a CTA copies at a time. */
-static unsigned units_together(const struct kvs_submission *s, enum kvs_kernel kernel) {
-  if (kernel == KVS_KERNEL_PACK) return THREADS / 32;
-  if (kernel != KVS_KERNEL_RING) return 1;
-  return s->device->info.shared_nbytes < KVS_RING_WARPS * RING_NBYTES ? KVS_RING_WARPS / 2 : KVS_RING_WARPS;
+static unsigned units_together(const struct kvs_submission *s, const struct kvs_width *width) {
+  if (width->kernel == KVS_KERNEL_PACK) return THREADS / 32;
+  if (width->kernel != KVS_KERNEL_RING) return 1;
+  uint64_t nbytes = (uint64_t)KVS_RING_WARPS * KVS_RING_STAGES * width->chunk;
+  return (uint64_t)s->device->info.shared_nbytes < nbytes ? KVS_RING_WARPS / 2 : KVS_RING_WARPS;
 }
 
 int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, uint64_t count, size_t first_pair,
                      const struct kvs_width *width, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_packing *packing = &s->work->scratch->packing;
   bool ring = width->kernel == KVS_KERNEL_RING;
-  unsigned together = units_together(s, width->kernel);
+  unsigned together = units_together(s, width);
   struct kvs_copy_params params = {
-      .units = *units, .count = count, .chunk = KVS_RING_CHUNK, .by_src = s->work->direction == KVS_H2D};
+      .units = *units, .count = count, .chunk = width->chunk, .by_src = s->work->direction == KVS_H2D};
   struct kvs_launch launch = {.kernel = width->kernel,
                               .grid = least(width->ctas, (count + together - 1) / together),
                               .threads = ring ? together * 32 : THREADS,
-                              .shared_nbytes = ring ? together * RING_NBYTES : 0,
+                              .shared_nbytes = ring ? together * KVS_RING_STAGES * width->chunk : 0,
                               .params = &params,
                               .params_nbytes = sizeof params};
   while (launch.grid > 1 && pace_of_cta(width->gbps, launch.grid) >= SLOWEST_NS_PER_MIB / KVS_RING_WARPS)
@@ -205,7 +229,7 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
 }
 
 static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
-  const struct kvs_width width = width_of_kernel(s);
+  const struct kvs_width width = width_of_kernel(s, 0);
   struct kvs_piece *pieces;
   size_t from = s->staged;
   if (s->view.count == 0) return KVS_OK;
@@ -215,8 +239,8 @@ static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
 }
 
 static int launch_rows(struct kvs_submission *s, struct kvs_error *why) {
-  const struct kvs_width width = width_of_kernel(s);
   size_t nrows = s->rows_end - s->first_row;
+  const struct kvs_width width = width_of_kernel(s, kvs_longest_row(&s->work->scratch->rows, s->first_row, nrows));
   if (s->work->nslots == 0) return kvs_resolve_ids(s, s->lane->stream, why);
   if (nrows == 0) return KVS_OK;
   int status = kvs_place_rows(s, s->lane->stream, why);
@@ -263,6 +287,8 @@ int kvs_resolve_ids(struct kvs_submission *s, kvs_stream stream, struct kvs_erro
   size_t room = ids_room(s, npairs);
   struct kvs_ids_params params = {.ids = side->ids->ptr,
                                   .stride = side->ids->stride,
+                                  .token_stride = side->tokens > 1 ? side->ids->token_stride : 0,
+                                  .tokens = side->tokens,
                                   .nids = side->ids->count,
                                   .blocks = side->blocks,
                                   .named = name_pairs(s, npairs),

@@ -131,6 +131,7 @@ static int take_slots(struct move_call *call, bool shared, struct kvs_work *work
     work->on_device = (struct kvs_ids_side){.ids = call->ids,
                                             .write = src_known,
                                             .blocks = src_known ? to.blocks : from.blocks,
+                                            .tokens = kvs_tokens_of(call->ids),
                                             .name = src_known ? "dst_ids" : "src_ids",
                                             .holder = call->room->holder};
   }

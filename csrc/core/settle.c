@@ -130,9 +130,15 @@ static void bad_id(const struct kvs_read_ids *ids, const struct kvs_id_result *b
   }
   if (other)
     kvs_fail(err, KVS_BAD_ID,
-             "%s[%" PRIu32 "] and %s[%" PRIu32 "] are both %" PRId64
+             "%s[%" PRIu32 "] and %s[%" PRIu32 "] are both %s%" PRId64
              ", read on the device: two blocks would be written to one destination, so neither was",
-             ids->name, bad->position, ids->name, other->position, bad->id);
+             ids->name, bad->position, ids->name, other->position, ids->side.tokens > 1 ? "block " : "", bad->id);
+  else if (ids->side.tokens > 1)
+    kvs_fail(err, KVS_BAD_ID,
+             "%s[%" PRIu32 "] begins with token %" PRId64
+             ", read on the device: these are not the %u tokens of one block, in their order; %s has %" PRIu64
+             " blocks of them",
+             ids->name, bad->position, bad->id, ids->side.tokens, ids->holder, ids->side.blocks);
   else
     kvs_fail(err, KVS_BAD_ID,
              "%s[%" PRIu32 "] is %" PRId64 ", read on the device; %s has %" PRIu64 " blocks, 0 to %" PRIu64, ids->name,
@@ -149,7 +155,8 @@ void kvs_read_ids_end(struct kvs_transfer *transfer) {
     size_t at = ids->order > 0 ? i : ids->order < 0 ? ids->count - 1 - i : 0;
     const struct kvs_ids list = {ids->results, ids->width, ids->count};
     int64_t id = kvs_id_at(&list, at);
-    if (id >= 0 && (uint64_t)id < ids->side.blocks) ids->slots[i] = id;
+    uint64_t block = kvs_block_of_tokens(id, ids->side.tokens, 1);
+    if (block < ids->side.blocks) ids->slots[i] = (int64_t)block;
   }
   if (!ids->queued) return;
   uint32_t *bad = malloc((ids->nresults ? ids->nresults : 1) * sizeof *bad);

@@ -82,11 +82,12 @@ int kvs_upload(struct kvs_submission *, size_t from, size_t to, kvs_stream, stru
 int kvs_place_rows(struct kvs_submission *, kvs_stream, struct kvs_error *why);
 size_t kvs_place_list(struct kvs_submission *, struct kvs_piece **pieces);
 /* Launch a kernel that copies `count` units. Pairs that are not in device memory go as parameters, from `first_pair`
- * on. Limits: `ctas` CTAs, gbps (0: unpaced). */
+ * on. Limits: `ctas` CTAs, gbps (0: unpaced). chunk: bytes of a stage of RING. */
 struct kvs_width {
   enum kvs_kernel kernel;
   unsigned ctas;
   double gbps;
+  uint32_t chunk;
 };
 int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t count, size_t first_pair,
                      const struct kvs_width *, kvs_stream, struct kvs_error *why);
@@ -94,7 +95,7 @@ int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t
 /* burst.c */
 int kvs_pack_for_burst(struct kvs_submission *); /* pack the work's rows, once */
 int kvs_prepare_burst(struct kvs_submission *);  /* what the kernels read, the first stage's stream, the head */
-/* One past the last layer that is issued together with this one; without bursts the next layer. */
+/* One past the last layer that is issued together with this one: the next layer where copies are issued one by one. */
 size_t kvs_layer_group_end(const struct kvs_submission *, size_t layer);
 /* Queue the view. After a refusal part of it may run; that part ends before later work of the lane stream, and the
  * caller repeats the whole view. */

@@ -167,11 +167,20 @@ int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const st
   return status ? status : find_shape(engine, work, call, options, err);
 }
 
+/* Extend a range by the same bytes at `count` places, `stride` bytes apart; whether it is within the address space. */
+static bool extend(uint64_t *low, uint64_t *nbytes, int64_t stride, size_t count) {
+  int64_t reach;
+  if (__builtin_mul_overflow(stride, (int64_t)(count - 1), &reach) || reach == INT64_MIN) return false;
+  uint64_t more = (uint64_t)(reach < 0 ? -reach : reach);
+  if (reach < 0) *low -= more;
+  return !__builtin_add_overflow(*nbytes, more, nbytes);
+}
+
 int kvs_check_device_ids(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_options *options,
                          const char *name, const char *other, size_t count, struct kvs_error *err) {
   const struct kvs_device_ids *ids = options->device_ids;
   struct kvs_side side = {.name = name, .index = SIZE_MAX, .want = KVS_SIDE_GPU};
-  int64_t reach = 0;
+  uint64_t low = ids->ptr, nbytes = ids->width;
   int status = KVS_CHECK_RESERVED(ids, "kvs_device_ids", err);
   if (status) return status;
   if (ids->width != 4 && ids->width != 8)
@@ -179,18 +188,21 @@ int kvs_check_device_ids(struct kvs_engine *engine, struct kvs_scratch *scratch,
   if (ids->count != count)
     return kvs_fail(err, KVS_INVALID, "%s has %zu entries and %s has %zu: they name pairs and must be equally long",
                     name, ids->count, other, count);
+  if (ids->tokens > UINT32_MAX)
+    return kvs_fail(err, KVS_INVALID, "%s has %" PRIu64 " tokens a block; the limit is %u", name, ids->tokens,
+                    UINT32_MAX);
   if (ids->count == 0) return KVS_OK;
-  if (ids->ptr % ids->width || ids->stride % (int64_t)ids->width)
+  int64_t step = ids->tokens > 1 ? ids->token_stride : 0;
+  if (ids->ptr % ids->width || ids->stride % (int64_t)ids->width || step % (int64_t)ids->width)
     return kvs_fail(err, KVS_INVALID,
                     "%s lies at 0x%" PRIx64 " with a stride of %" PRId64
                     " bytes: ids of %u bytes are read at multiples "
                     "of their size",
-                    name, ids->ptr, ids->stride, ids->width);
-  if (__builtin_mul_overflow(ids->stride, (int64_t)(ids->count - 1), &reach) || reach == INT64_MIN)
+                    name, ids->ptr, ids->stride % (int64_t)ids->width ? ids->stride : step, ids->width);
+  if (!extend(&low, &nbytes, ids->stride, ids->count) || !extend(&low, &nbytes, step, kvs_tokens_of(ids)))
     return kvs_fail(err, KVS_INVALID, "%s has a stride of %" PRId64 " bytes, beyond the address space", name,
                     ids->stride);
-  uint64_t low = reach < 0 ? ids->ptr - (uint64_t)-reach : ids->ptr, span = (uint64_t)(reach < 0 ? -reach : reach);
-  return kvs_memory_cover(engine, scratch, low, span + ids->width, &side, err);
+  return kvs_memory_cover(engine, scratch, low, nbytes, &side, err);
 }
 
 /* Ids on the device: what of them can be known. */
@@ -206,6 +218,7 @@ static int check_ids(struct kvs_engine *engine, struct kvs_work *work, const str
   work->on_device = (struct kvs_ids_side){.ids = options->device_ids,
                                           .write = call->direction == KVS_H2D,
                                           .blocks = least,
+                                          .tokens = kvs_tokens_of(options->device_ids),
                                           .name = "gpu_block_ids",
                                           .holder = "the GPU's side"};
   return kvs_check_device_ids(engine, work->scratch, options, "gpu_block_ids", "cpu_block_ids", call->cpu_ids->count,

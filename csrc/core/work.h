@@ -62,6 +62,10 @@ static inline void kvs_shape_add_rects(struct kvs_shape *shape, uint64_t rects, 
   shape->apart_nbytes += apart * row_nbytes;
 }
 
+static inline uint32_t kvs_tokens_of(const struct kvs_device_ids *ids) {
+  return ids->tokens > 1 ? (uint32_t)ids->tokens : 1;
+}
+
 /* A checked transfer, to be planned and submitted. */
 struct kvs_work {
   struct kvs_scratch *scratch;
@@ -87,6 +91,7 @@ struct kvs_work {
     const struct kvs_device_ids *ids; /* NULL: all slots are known */
     bool write;                       /* they name destinations */
     uint64_t blocks;                  /* good ids are below */
+    uint32_t tokens;                  /* ids a block, at least 1 */
     const char *name, *holder;        /* for messages: "src_ids", "pool 'kv'" */
   } on_device;
   /* Transfers between pools only; their caller holds hazard_lock. */

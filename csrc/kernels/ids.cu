@@ -16,8 +16,7 @@ static __device__ __forceinline__ struct kvs_id_claim *claim_of(const struct kvs
   }
 }
 
-static __device__ __forceinline__ int64_t read_id(const struct kvs_ids_params &params, uint32_t position) {
-  const uint64_t at = params.ids + (uint64_t)(params.stride * (int64_t)position);
+static __device__ __forceinline__ int64_t read_id(const struct kvs_ids_params &params, uint64_t at) {
   if (params.width == 8u) {
     int64_t id;
     word_load(&id, (const int64_t *)at);
@@ -26,6 +25,19 @@ static __device__ __forceinline__ int64_t read_id(const struct kvs_ids_params &p
   int32_t id;
   word_load(&id, (const int32_t *)at);
   return id;
+}
+
+/* The block at a position; UINT64_MAX: there is none. *id: its number, or its first token. */
+static __device__ __forceinline__ uint64_t read_block(const struct kvs_ids_params &params, uint32_t position,
+                                                      int64_t *id) {
+  const uint64_t at = params.ids + (uint64_t)(params.stride * (int64_t)position);
+  uint32_t whole = 1u;
+  *id = read_id(params, at);
+#pragma unroll 4
+  for (uint32_t i = 1; i < params.tokens; i++)
+    whole &= (uint64_t)read_id(params, at + (uint64_t)(params.token_stride * (int64_t)i)) == (uint64_t)*id + i;
+  const uint64_t block = kvs_block_of_tokens(*id, params.tokens, whole);
+  return block < params.blocks ? block : UINT64_MAX;
 }
 
 extern "C" __global__ void __launch_bounds__(256) kvs_kernel_ids(const __grid_constant__ struct kvs_ids_params params) {
@@ -46,9 +58,11 @@ extern "C" __global__ void __launch_bounds__(256) kvs_kernel_ids(const __grid_co
     word_load(&both, &named[i]);
     struct kvs_pair pair = {(uint32_t)both, (uint32_t)(both >> 32)};
     const uint32_t position = params.by_dst ? pair.dst : pair.src;
-    const int64_t id = read_id(params, position);
-    const bool good = id >= 0 && (uint64_t)id < params.blocks;
-    const uint32_t slot = good ? (uint32_t)id : KVS_BAD_SLOT;
+    int64_t id;
+    const uint64_t block = read_block(params, position, &id);
+    const bool good = block != UINT64_MAX;
+    const uint32_t slot = good ? (uint32_t)block : KVS_BAD_SLOT;
+    if (good) id = (int64_t)block;
     const uint4 result = {(uint32_t)id, (uint32_t)((uint64_t)id >> 32), position,
                           good ? (uint32_t)KVS_ID_GOOD : (uint32_t)KVS_ID_RANGE};
     word_store((uint4 *)&results[i], &result);

@@ -100,10 +100,11 @@ KVS_BOTH struct kvs_piece kvs_grid_piece(const struct kvs_units *units, uint32_t
 }
 
 /* Ids in device memory. Step READ takes each pair as the host named it, reads its id once, notes the id with its
- * verdict, and writes the pair with the slot, or KVS_BAD_SLOT for a bad id, in the place of the id's position. Where
- * ids name destinations, step READ also claims each slot in a hash table, and step CLAIM turns down every pair whose
- * slot was claimed twice: none of them is written. What the host names and what it is told lie in its own memory, so no
- * step waits for a copy engine that other transfers keep busy. */
+ * verdict, and writes the pair with the slot, or KVS_BAD_SLOT for a bad id, in the place of the id's position. With
+ * several tokens a block the ids are those of its tokens, and what is noted is the block, or a bad one's first token.
+ * Where ids name destinations, step READ also claims each slot in a hash table, and step CLAIM turns down every pair
+ * whose slot was claimed twice: none of them is written. What the host names and what it is told lie in its own memory,
+ * so no step waits for a copy engine that other transfers keep busy. */
 enum kvs_ids_step { KVS_IDS_READ, KVS_IDS_CLAIM };
 enum kvs_id_verdict { KVS_ID_GOOD, KVS_ID_RANGE, KVS_ID_TWICE };
 
@@ -120,19 +121,25 @@ struct kvs_id_claim {
 };
 
 struct kvs_ids_params {
-  uint64_t ids; /* address of the id at position 0 */
-  int64_t stride;
-  uint64_t nids, blocks; /* number of ids; good ids are below `blocks` */
-  uint64_t named;        /* address of struct kvs_pair[npairs], on the host: one side holds positions */
-  uint64_t pairs;        /* address of struct kvs_pair[npairs]: with slots in their place */
-  uint64_t results;      /* address of struct kvs_id_result[npairs], on the host */
-  uint64_t claims;       /* address of struct kvs_id_claim[nclaims], 0: ids may repeat */
+  uint64_t ids;                 /* address of the id at position 0 */
+  int64_t stride, token_stride; /* bytes from one position to the next, and from token to token */
+  uint64_t nids, blocks;        /* number of ids; good ids are below `blocks` */
+  uint64_t named;               /* address of struct kvs_pair[npairs], on the host: one side holds positions */
+  uint64_t pairs;               /* address of struct kvs_pair[npairs]: with slots in their place */
+  uint64_t results;             /* address of struct kvs_id_result[npairs], on the host */
+  uint64_t claims;              /* address of struct kvs_id_claim[nclaims], 0: ids may repeat */
   uint64_t npairs, nclaims;
   uint32_t width;  /* bytes of an id, 4 or 8 */
   uint32_t by_dst; /* 1: ids name destinations, 0: sources */
-  uint32_t step;
-  uint32_t unused;
+  uint32_t step;   /* enum kvs_ids_step */
+  uint32_t tokens; /* of a block; 1: an id is a block's number */
 };
+
+/* The block of these tokens: its first one, where all others follow (`whole` is 1). UINT64_MAX: they are no block's. */
+KVS_BOTH uint64_t kvs_block_of_tokens(int64_t first, uint32_t tokens, uint32_t whole) {
+  if (first < 0 || !whole || (uint64_t)first % tokens != 0) return UINT64_MAX;
+  return (uint64_t)first / tokens;
+}
 
 /* Where the search for a slot among 2^n claims, at least twice as many as pairs, begins. */
 KVS_BOTH uint64_t kvs_claim_begin(uint32_t slot, uint64_t nclaims) {

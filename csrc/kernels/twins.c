@@ -72,12 +72,23 @@ static void run_copy(const struct kvs_copy_params *params, unsigned cta, unsigne
 
 /* -- IDS ------------------------------------------------------------------------------------------------------- */
 
-static int64_t read_id(const struct kvs_ids_params *params, uint32_t position) {
-  const char *at = (const char *)(uintptr_t)(params->ids + (uint64_t)(params->stride * (int64_t)position));
+static int64_t read_id(const struct kvs_ids_params *params, uint64_t address) {
+  const char *at = (const char *)(uintptr_t)address;
   int32_t narrow;
   int64_t id;
   if (params->width == 8) return memcpy(&id, at, 8), id;
   return memcpy(&narrow, at, 4), narrow;
+}
+
+/* The block at a position; UINT64_MAX: there is none. *id: its number, or its first token. */
+static uint64_t read_block(const struct kvs_ids_params *params, uint32_t position, int64_t *id) {
+  uint64_t at = params->ids + (uint64_t)(params->stride * (int64_t)position);
+  uint32_t whole = 1;
+  *id = read_id(params, at);
+  for (uint32_t i = 1; i < params->tokens; i++)
+    whole &= (uint64_t)read_id(params, at + (uint64_t)(params->token_stride * (int64_t)i)) == (uint64_t)*id + i;
+  uint64_t block = kvs_block_of_tokens(*id, params->tokens, whole);
+  return block < params->blocks ? block : UINT64_MAX;
 }
 
 /* The claim of a slot; made if there is none. *first: it was made. */
@@ -104,10 +115,11 @@ static void run_ids(const struct kvs_ids_params *params, unsigned cta, unsigned 
       continue;
     }
     pairs[i] = named[i];
-    int64_t id = read_id(params, *slot);
-    bool good = id >= 0 && (uint64_t)id < params->blocks;
-    results[i] = (struct kvs_id_result){id, *slot, good ? KVS_ID_GOOD : KVS_ID_RANGE};
-    *slot = good ? (uint32_t)id : KVS_BAD_SLOT;
+    int64_t id;
+    uint64_t block = read_block(params, *slot, &id);
+    bool good = block != UINT64_MAX;
+    results[i] = (struct kvs_id_result){good ? (int64_t)block : id, *slot, good ? KVS_ID_GOOD : KVS_ID_RANGE};
+    *slot = good ? (uint32_t)block : KVS_BAD_SLOT;
     if (!good || !params->claims) continue;
     struct kvs_id_claim *claim = claim_of(params, *slot, &first);
     if (!first) __atomic_store_n(&claim->twice, 0, __ATOMIC_RELAXED);

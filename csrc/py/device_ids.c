@@ -36,9 +36,11 @@ static int check(const struct kvs_py_strided *ids, const char *name) {
                            : ids->kind == 'f' ? "float"
                                               : "items of another kind, bits: ",
                            8 * ids->width);
-  if (ids->ndim != 1)
-    return kvs_py_complain(PyExc_ValueError, name, -1, "must be one-dimensional, not %d-D: pass x.reshape(-1)",
-                           ids->ndim);
+  if (ids->ndim != 1 && ids->ndim != 2)
+    return kvs_py_complain(PyExc_ValueError, name, -1,
+                           "must have one dimension, or two, a row of tokens for each block; not %d", ids->ndim);
+  if (ids->tokens < 1)
+    return kvs_py_complain(PyExc_ValueError, name, -1, "has rows of no tokens; a block has at least one");
   return 0;
 }
 
@@ -85,8 +87,12 @@ int kvs_py_device_ids(struct kvs_py_state *state, PyObject *object, const char *
   if (rc == 0) rc = hold(options, object, keep);
   Py_XDECREF(keep);
   if (rc < 0) return -1;
-  options->device_ids =
-      (struct kvs_device_ids){.ptr = ids.ptr, .stride = ids.stride, .count = ids.count, .width = ids.width};
+  options->device_ids = (struct kvs_device_ids){.ptr = ids.ptr,
+                                                .stride = ids.stride,
+                                                .count = ids.count,
+                                                .width = ids.width,
+                                                .tokens = ids.tokens,
+                                                .token_stride = ids.step};
   options->core.device_ids = &options->device_ids;
   return 0;
 }

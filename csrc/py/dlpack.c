@@ -190,14 +190,17 @@ int kvs_py_dlpack_ids(struct kvs_py_state *state, PyObject *object, const char *
     return kvs_py_complain(PyExc_TypeError, name, -1, "was not given by its __dlpack__() as the memory that it is");
   }
   uint64_t width = (uint64_t)tensor->dtype.bits * tensor->dtype.lanes / 8;
-  int64_t step = tensor->ndim == 1 && tensor->strides != NULL ? tensor->strides[0] : 1;
   *ids = (struct kvs_py_strided){.ptr = (uint64_t)(uintptr_t)tensor->data + tensor->byte_offset,
                                  .ndim = tensor->ndim,
                                  .kind = tensor->dtype.code < sizeof kinds ? kinds[tensor->dtype.code] : '?',
                                  .width = (unsigned)width};
-  if (tensor->ndim != 1) return 1;
+  if (tensor->ndim != 1 && tensor->ndim != 2) return 1;
+  int64_t tokens = tensor->ndim == 2 ? tensor->shape[1] : 1;
+  const int64_t contiguous[2] = {tokens, 1}, *strides = tensor->strides != NULL ? tensor->strides : contiguous;
   ids->count = (size_t)tensor->shape[0];
-  if (__builtin_mul_overflow(step, (int64_t)width, &ids->stride)) ids->stride = INT64_MAX;
+  ids->tokens = (size_t)tokens;
+  if (__builtin_mul_overflow(strides[0], (int64_t)width, &ids->stride)) ids->stride = INT64_MAX;
+  if (__builtin_mul_overflow(tensor->ndim == 2 ? strides[1] : 1, (int64_t)width, &ids->step)) ids->step = INT64_MAX;
   return 1;
 }
 

@@ -7,10 +7,10 @@
 /* A GPU array of ids, as its producer describes it. */
 struct kvs_py_strided {
   uint64_t ptr;
-  int64_t stride; /* bytes; this and count: of one dimension */
-  size_t count;
-  int ndim;
-  char kind; /* as NumPy's: 'i' */
+  int64_t stride, step; /* bytes, of the first and the second dimension */
+  size_t count, tokens; /* their sizes; 1 where there is no second one */
+  int ndim;             /* with more than two, sizes and strides are unknown */
+  char kind;            /* as NumPy's: 'i' */
   unsigned width;
   bool ordered; /* the ids are right after what `stream` holds */
   uint64_t stream;

@@ -98,12 +98,16 @@ static int read_strided(PyObject *interface, const char *name, struct kvs_py_str
   if (kvs_py_uint64(PyTuple_GET_ITEM(data, 0), name, -1, &ids->ptr) < 0) return -1;
   ids->ordered = stream != NULL && stream != Py_None;
   if (ids->ordered && kvs_py_uint64(stream, name, -1, &ids->stream) < 0) return -1;
-  if (ids->ndim != 1) return 1;
-  uint64_t count;
+  if (ids->ndim != 1 && ids->ndim != 2) return 1;
+  uint64_t count, tokens = 1;
   if (kvs_py_uint64(PyTuple_GET_ITEM(shape, 0), name, -1, &count) < 0) return -1;
+  if (ids->ndim == 2 && kvs_py_uint64(PyTuple_GET_ITEM(shape, 1), name, -1, &tokens) < 0) return -1;
   ids->count = (size_t)count;
-  ids->stride = ids->width;
-  if (strides == NULL || !PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != 1) return 1;
+  ids->tokens = (size_t)tokens;
+  ids->step = ids->width;
+  if (__builtin_mul_overflow((int64_t)ids->width, tokens, &ids->stride)) ids->stride = INT64_MAX;
+  if (strides == NULL || !PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != ids->ndim) return 1;
+  if (ids->ndim == 2 && kvs_py_int64(PyTuple_GET_ITEM(strides, 1), name, -1, &ids->step) < 0) return -1;
   return kvs_py_int64(PyTuple_GET_ITEM(strides, 0), name, -1, &ids->stride) < 0 ? -1 : 1;
 }
 

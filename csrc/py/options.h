@@ -44,7 +44,9 @@ int kvs_py_submit(struct kvs_py_state *state, struct kvs_engine *engine, struct 
   "does\n"                                                                                                             \
   "  so, after the array's own stream and before any block is touched, on paths 'burst' and 'kernel'. A block whose "  \
   "id\n"                                                                                                               \
-  "  is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros.\n"
+  "  is out of range, or is a destination twice, then fails: the GPU stays as it is, the host gets zeros. A GPU "      \
+  "array\n"                                                                                                            \
+  "  (n, t) names each block by its t tokens, n * t and those after it in their order; other rows fail too.\n"
 #define KVS_PY_ORDER_DOC                                                                                               \
   "stream: behave as if enqueued on it: start after all its work so far; its later work waits. An int handle\n"        \
   "  (0, 1 and 2 as in CUDA), or a torch, cupy or kvswap stream. None: start after the device's compute stream,\n"     \

@@ -121,7 +121,6 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         self._places: WeakKeyDictionary[Any, Places | None] = WeakKeyDictionary()
         self._streams: dict[_C.Device, _C.Stream] = {}  # on which loads are queued
         self._unfinished: deque[_C.Transfer] = deque()
-        self._counted: dict[tuple[int, str], Any] = {}  # by tokens of a page, and direction: 0, 1, ... on the device
         self._takes_device_ids = True  # as far as is known
         stream = self.host_to_device_stream
         if hasattr(stream, "cuda_stream"):  # opened before requests run: it takes memory
@@ -150,7 +149,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         """Whether ids of this pool stay where SGLang has them."""
         return self._takes_device_ids and self.places(pool) is not None
 
-    def _ids(self, transfer: Any, places: Places, direction: str) -> tuple[Any, Any] | None:
+    def _ids(self, transfer: Any, places: Places) -> tuple[Any, Any] | None:
         """(device blocks, host blocks); None: SGLang copies them."""
         host, device = transfer.host_indices, transfer.device_indices
         if host.device.type != "cpu":
@@ -160,12 +159,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         if device.device.type == "cpu":
             gpu = blocks_of(device, places.tokens)
         elif self._takes_device_ids and transfer.host_pool.pin_memory:  # kernels read them, and reach no other memory
-            import torch
-
-            page, key = places.tokens, (places.tokens, direction)  # each direction's stream writes, and reads, its own
-            if page > 1 and key not in self._counted:
-                self._counted[key] = torch.arange(page, dtype=torch.int64, device=device.device)
-            gpu = device_blocks_of(device, page, self._counted.get(key), torch.where)
+            gpu = device_blocks_of(device, places.tokens)
         return None if cpu is None or gpu is None else (gpu, cpu)
 
     def _moved(self, transfer: Any, write: bool) -> Any:
@@ -279,7 +273,7 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         self, transfer: Any, places: Places, gpu: Any, cpu: Any, direction: Any, stream: Any, made: list[_C.Transfer]
     ) -> bool:
         """Queue a copy between these tensors, and append it to `made`; whether kvswap takes it."""
-        ids = self._ids(transfer, places, direction)
+        ids = self._ids(transfer, places)
         if ids is None:
             return False
         if not len(ids[1]):

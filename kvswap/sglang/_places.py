@@ -8,8 +8,8 @@ so that a block is a token; page after page they make long runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,13 @@ from kvswap import _C
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Order = tuple[NDArray[np.int64], NDArray[np.int64], list[int]]
+
 # Groups of layers in which a load is queued: K of a group's layers, then their V, so that a block of a group is one run
 # of host memory for each. Path `burst` divides a load of so many blocks likewise.
 _GROUPS = {"layer_first": 1 << 30, "page_first": 4, "page_first_direct": 8}
+
+_ORDERS = 16  # that are kept; a model and its drafts have a few
 
 
 class NotOurs(Exception):
@@ -44,10 +48,19 @@ class Places:
     gpu_stride: int
     cpu_stride: int
     groups: int
+    orders: dict[tuple[int, ...], Order] = field(default_factory=dict)  # of earlier loads
 
-    def order(self, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    def order(self, rows: Sequence[int]) -> Order:
         """Addresses of these rows' tensors in the order of a load, and for each row the position after which it is
-        whole."""
+        whole. Nothing runs on the device meanwhile, so that it is made once: a model loads the same rows each time."""
+        key = tuple(rows)
+        if key not in self.orders:
+            if len(self.orders) == _ORDERS:
+                self.orders.clear()
+            self.orders[key] = self._order(rows)
+        return self.orders[key]
+
+    def _order(self, rows: Sequence[int]) -> Order:
         size = max(1, -(-len(rows) // self.groups))
         chosen, parts = np.asarray(rows, np.int64), self.gpu.shape[1]
         gpu, cpu, ends = list[Any](), list[Any](), list[int]()
@@ -133,15 +146,9 @@ def blocks_of(ids: Any, tokens: int) -> NDArray[np.int64] | None:
     return blocks if np.array_equal(rows, blocks[:, None] * tokens + np.arange(tokens)) else None
 
 
-def device_blocks_of(ids: Any, tokens: int, counted: Any, where: Callable[..., Any]) -> Any:
-    """The same of a list in device memory, by work on the current stream alone: a block that is not whole is -1, which
-    a transfer refuses as it refuses any id that is out of range. None: the length does not fit.
-
-    counted: 0, 1, ... tokens - 1, where the ids are. where: torch's."""
+def device_blocks_of(ids: Any, tokens: int) -> Any:
+    """The same of a list in device memory, for a transfer: a row of tokens for each block. The transfer looks whether
+    they are whole blocks, and fails those that are not. None: the length does not fit."""
     if tokens == 1:
         return ids
-    if len(ids) % tokens:
-        return None
-    rows = ids.reshape(-1, tokens)
-    blocks = rows[:, 0] // tokens
-    return where((rows == blocks[:, None] * tokens + counted).all(1), blocks, -1)
+    return None if len(ids) % tokens else ids.reshape(-1, tokens)

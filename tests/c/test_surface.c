@@ -70,10 +70,10 @@ static void test_options(struct kvs_engine *engine) {
 /* Ids on the device: here those are in the same memory as all else. */
 static void test_device_ids(struct kvs_engine *engine) {
   const int64_t zero = 0, one = 1;
-  struct kvs_device_ids ids = {.ptr = (uintptr_t)&zero, .stride = 8, .count = 1, .width = 8, .reserved = {[2] = 1}};
+  struct kvs_device_ids ids = {.ptr = (uintptr_t)&zero, .stride = 8, .count = 1, .width = 8, .reserved = {[1] = 1}};
   struct kvs_options options = {.device_ids = &ids, .path = KVS_PATH_KERNEL};
-  REFUSED(swap_cache(engine, &options), "reserved[2] of struct kvs_device_ids");
-  ids.reserved[2] = 0;
+  REFUSED(swap_cache(engine, &options), "reserved[1] of struct kvs_device_ids");
+  ids.reserved[1] = 0;
   REFUSED(swap(engine, &options), "takes no device_ids");
   ids.width = 2;
   REFUSED(swap_cache(engine, &options), "gpu_block_ids has ids of 2 bytes");
