@@ -88,7 +88,7 @@ class _Absent(ModuleType):
         return getattr(_Nothing(self.__name__), name)
 
 
-class _Stand:
+class Absentees:
     """Finds what of ABSENT is not installed, whatever below it is asked for."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -110,7 +110,7 @@ def prepare(options: argparse.Namespace) -> None:
     """What must be there before SGLang is imported."""
     os.environ.setdefault("SGLANG_LOGGING_LEVEL", "warning")
     sys.path.insert(0, str(Path(options.source).resolve()))
-    _Stand()
+    Absentees()
     if options.device == "cpu":
         sys.path[:0] = [str(HERE.parent / "tests" / "integration"), str(HERE.parent / "tests")]
         os.environ["KVSWAP_SGLANG_COPIES"] = "1"

@@ -1,10 +1,11 @@
 """kvswap's copies between device and host memory in a real SGLang: its plugin hook, its cache controllers, its pools.
 
-    python tests/integration/sglang_copies.py SOURCE [--turns 60] [--seed 1]
+    python tests/integration/sglang_copies.py SOURCE [--turns 60] [--seed 1] [--device cuda:0]
 
 SOURCE: a folder with SGLang's package in it (pip download --no-deps sglang; unzip), or nothing: the one that is
 installed. No GPU is needed: the copies run on streams of a host device, beside the caller. sglang_package.py --copies
-runs them below SGLang's radix tree and storage.
+runs them below SGLang's radix tree and storage. With --device cuda:0 nothing stands in for CUDA; SGLang's compiled part
+(sgl_kernel) need not be there, and what needs it is left out: lists that are not whole pages.
 
 For K and V (MHA) and latents (MLA), in the layouts layer_first, page_first and page_first_direct, with
 HiCacheController and with HybridCacheController, random pages are written back and loaded, several requests at once.
@@ -28,6 +29,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE, TOKENS, HOST_TOKENS = 16, 1024, 2048
 LAYERS, HEADS, HEAD_DIM, LATENT, ROPE = 5, 2, 16, 48, 16
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -38,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("source", nargs="?", help="folder with SGLang's package; default: the installed one")
     parser.add_argument("--turns", type=int, default=60, help="requests of each combination")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu (streams of a host device), or cuda:0")
     return parser.parse_args()
 
 
@@ -53,6 +56,12 @@ def prepare(options: argparse.Namespace) -> None:
         found.bind(("127.0.0.1", 0))
         place = f"tcp://127.0.0.1:{found.getsockname()[1]}"
     dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    Cache.device = options.device
+    if options.device != "cpu":
+        sys.path.append(str(ROOT / "benchmarks"))
+        import bench_sglang
+
+        bench_sglang.Absentees()
 
 
 class Log(logging.Handler):
@@ -67,6 +76,8 @@ class Log(logging.Handler):
 class Cache:
     """A device pool, a host pool and one of SGLang's controllers over them."""
 
+    device = "cpu"  # of all
+
     def __init__(self, kind: str, layout: str, hybrid: bool, drafts: int = 0):
         import torch
         import torch.distributed as dist
@@ -78,10 +89,10 @@ class Cache:
         from sglang.srt.mem_cache.pool_host import mha, mla
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 
-        shape = {"size": TOKENS, "page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
+        shape = {"size": TOKENS, "page_size": PAGE, "dtype": torch.bfloat16, "device": self.device}
         shape |= {"enable_memory_saver": False}
-        own = {"device_capacity_tokens": TOKENS, "pin_memory": False, "start_layer": 0, "end_layer": LAYERS}
-        own |= {"host_token_capacity": HOST_TOKENS}
+        own = {"device_capacity_tokens": TOKENS, "host_token_capacity": HOST_TOKENS, "start_layer": 0}
+        own |= {"end_layer": LAYERS, "pin_memory": self.device != "cpu"}
 
         def pool(layers):
             if kind == "MLA":
@@ -100,7 +111,7 @@ class Cache:
             self.host = mha.MHATokenToKVPoolHost(infos[0], 2.0, 0, PAGE, layout, draft_buffer_infos=infos[1:], **own)
             self.parts = [[buffer for each in pools for buffer in each.k_buffer]]
             self.parts.append([buffer for each in pools for buffer in each.v_buffer])
-        self.allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
+        self.allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, self.device, self.pool, False)
         io_backend = "kernel" if layout == "page_first" else "direct"
         given = (PAGE, dist.group.WORLD, threading.Event())
         if hybrid:
@@ -147,11 +158,11 @@ class Cache:
         return [(part, layer) for part in range(len(self.parts)) for layer in range(self.layers)]
 
     def picture(self):
-        return {at: (self.device_rows(*at).clone(), self.host_rows(*at).clone()) for at in self.each()}
+        return {at: (self.device_rows(*at).cpu().clone(), self.host_rows(*at).clone()) for at in self.each()}
 
     def same(self, picture):
         return all(
-            bool((self.device_rows(*at) == device).all()) and bool((self.host_rows(*at) == host).all())
+            bool((self.device_rows(*at).cpu() == device).all()) and bool((self.host_rows(*at) == host).all())
             for at, (device, host) in picture.items()
         )
 
@@ -176,6 +187,11 @@ class Cache:
             check(layer)
 
 
+def copies_on() -> str:
+    """kvswap's device."""
+    return "host:0" if Cache.device == "cpu" else Cache.device
+
+
 def requests(cache: Cache, turns: int, chosen: random.Random) -> int:
     """Random write-backs and loads; returns the bytes that were compared."""
     import torch
@@ -193,7 +209,7 @@ def requests(cache: Cache, turns: int, chosen: random.Random) -> int:
                 cache.allocator.free(tokens)
                 break
             for device, rows in wanted.values():
-                rows[host] = device[tokens]
+                rows[host] = device[tokens.cpu()]
             kept.append((tokens, host))
             free -= count
         if kept and chosen.random() < 0.7:
@@ -205,15 +221,15 @@ def requests(cache: Cache, turns: int, chosen: random.Random) -> int:
                     loads.append((tokens, host))
             for tokens, host in loads:
                 for device, rows in wanted.values():
-                    device[tokens] = rows[host]
+                    device[tokens.cpu()] = rows[host]
             producer = cache.controller.start_loading()
 
             def check(layer, loads=loads):
                 nonlocal compared
                 for part in range(len(cache.parts)):
                     for tokens, _ in loads:
-                        rows = cache.device_rows(part, layer)[tokens]
-                        assert torch.equal(rows, wanted[part, layer][0][tokens]), f"layer {layer}: wrong bytes"
+                        rows = cache.device_rows(part, layer)[tokens].cpu()
+                        assert torch.equal(rows, wanted[part, layer][0][tokens.cpu()]), f"layer {layer}: wrong bytes"
                         compared += rows.nbytes
 
             if producer >= 0:
@@ -305,7 +321,7 @@ def faults(log: Log) -> None:
     import kvswap
     from kvswap import testing
 
-    device = kvswap.Device("host:0")
+    device = kvswap.Device(copies_on())
     for layout in LAYOUTS:
         for direction in ("write", "load"):
             cache = Cache("MHA", layout, True)
@@ -335,11 +351,11 @@ def left_out(log: Log) -> None:
     for layout in LAYOUTS:
         cache = Cache("MHA", layout, True)
         tokens = cache.allocator.alloc(4 * PAGE)
-        with testing.fault(kvswap.Device("host:0"), "copy", "skip", nth=3):
+        with testing.fault(kvswap.Device(copies_on()), "copy", "skip", nth=3):
             host = cache.controller.write(tokens, node_id=1)
             cache.settle()
         assert not all(
-            torch.equal(cache.host_rows(*at)[host], cache.device_rows(*at)[tokens]) for at in cache.each()
+            torch.equal(cache.host_rows(*at)[host], cache.device_rows(*at)[tokens].cpu()) for at in cache.each()
         ), "a copy was left out, and this test did not notice"
 
 
@@ -379,7 +395,9 @@ def device_ids(turns: int, chosen: random.Random) -> int:
 def main() -> int:
     options = parse()
     prepare(options)
-    import sglang_engine  # what stands in comes before SGLang's modules
+    if options.device == "cpu":
+        import sglang_engine  # noqa: F401 (what stands in comes before SGLang's modules)
+    import sglang
     import sglang_plugin
 
     log = Log()
@@ -388,8 +406,9 @@ def main() -> int:
     from sglang.srt.managers import cache_controller
 
     cache_controller.get_parallel = lambda: SimpleNamespace(attn_dcp_size=1, attn_dcp_rank=0)
-    sglang_plugin.use_streams()
-    print(f"SGLang {sglang_engine.VERSION}, copies by kvswap, {options.turns} requests each", flush=True)
+    if options.device == "cpu":
+        sglang_plugin.use_streams()
+    print(f"SGLang {sglang.__version__}, copies by kvswap on {copies_on()}, {options.turns} requests each", flush=True)
     hooked(log)
     print("  the plugin hook replaces SGLang's engine with the switch, and not without", flush=True)
     chosen, total = random.Random(options.seed), 0
@@ -400,14 +419,16 @@ def main() -> int:
             for drafts in (1, 3):
                 total += requests(Cache(kind, layout, True, drafts), options.turns // 4, chosen)
             print(f"  {kind}, {layout}: HiCacheController, HybridCacheController, drafts: all bytes right", flush=True)
-    on_device = device_ids(options.turns // 2, chosen)
-    total += on_device
-    what = "all bytes right" if on_device else "this kvswap takes none, and SGLang copies"
-    print(f"  ids in device memory, of a host device: {what}", flush=True)
+    if options.device == "cpu":  # on a GPU all of the above had them
+        on_device = device_ids(options.turns // 2, chosen)
+        total += on_device
+        what = "all bytes right" if on_device else "this kvswap takes none, and SGLang copies"
+        print(f"  ids in device memory, of a host device: {what}", flush=True)
     assert not any("stays with SGLang's own copies" in line for line in log.lines), log.lines
     assert any("host memory of" in line and "is kvswap's" in line for line in log.lines), "its host memory"
+    own_way = (not_pages, "a list that is not whole pages is copied by SGLang's own way")
     for step, what in (
-        (not_pages, "a list that is not whole pages is copied by SGLang's own way"),
+        *([own_way] if options.device == "cpu" else []),
         (faults, "a copy that fails raises in SGLang's scheduler, in each layout and direction"),
         (left_out, "a page that is left out in silence is found"),
         (removed, "removal restores SGLang's own; an SGLang that is not known is told, and left alone"),
