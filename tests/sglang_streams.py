@@ -32,6 +32,8 @@ def streams_of(device: Any) -> Any:
             event.wait(self)
 
         def wait_stream(self, other):
+            if not isinstance(other, Stream):  # torch.cpu's, whose work has ended when the call returns
+                return
             event = Event()
             event.record(other)
             event.wait(self)

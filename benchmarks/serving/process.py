@@ -21,14 +21,16 @@ class Failed(Exception):
 
 
 class Process:
-    """A child with an engine. start() returns at once; ready() waits for the engine."""
+    """A child with an engine, which starts at once; ready() waits for it."""
 
-    def __init__(self, name: str, regime: str, overrides: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, name: str, regime: str, overrides: dict[str, Any], folder: Path, module: str = "serving.child"
+    ) -> None:
         self.name = name
         self.log = folder / f"log-{regime}-{name.replace(':', '_')}.txt"
         self._descriptor, theirs = os.pipe()
         self._answers = os.fdopen(self._descriptor)
-        command = [sys.executable, "-m", "serving.child", name, regime, json.dumps(overrides), str(folder), str(theirs)]
+        command = [sys.executable, "-m", module, name, regime, json.dumps(overrides), str(folder), str(theirs)]
         with self.log.open("w") as file:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True, pass_fds=(theirs,),

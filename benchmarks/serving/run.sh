@@ -3,12 +3,13 @@
 #   PACK=FOLDER OUT=FOLDER [LIMIT=560] benchmarks/serving/run.sh OPTIONS [-- OPTIONS ...]
 # PACK: with part-00 and SHA256.  OUT: gets serving.jsonl, summary.txt, machine.txt and logs.tar.gz.  LIMIT: seconds for all.
 # -- begins another comparison, which gets the time that is left. What was unpacked and built stays in BASE, under /tmp.
+# PROGRAM: serving; serving_sglang with the pack of that folder.
 # PYTHON: python3, with PyTorch and transformers.  KVSWAP_CUDA: as setup.py takes it (require).  SETUP_ONLY=1: no more.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 tree=$(cd "$here/../.." && pwd)
 base=${BASE:-/tmp/kvswap-serving} pack=${PACK:?a folder with part-00 and SHA256} python=${PYTHON:-python3}
-limit=${LIMIT:-560}
+limit=${LIMIT:-560} program=${PROGRAM:-serving}
 mkdir -p "$base" "${OUT:=$base/results}"
 OUT=$(realpath "$OUT")
 rm -rf "$base/run" && mkdir "$base/run"
@@ -45,7 +46,7 @@ build & builder=$!
 unpack
 wait "$builder" || exit 2
 
-# vllm and kvswap come before what the machine has, site/ behind it: of that, only what is missing is taken.
+# The engine and kvswap come before what the machine has, site/ behind it: of that, only what is missing is taken.
 mkdir -p "$base/first"
 printf 'import sys\n\nsys.path.append("%s")\n' "$base/site" > "$base/first/sitecustomize.py"
 export PYTHONPATH="$base/first:$base/kvswap:$base/tree:$(dirname "$here")" PYTHONUNBUFFERED=1
@@ -66,7 +67,7 @@ status=0 options=()
 compare() {
   local left=$((limit - SECONDS - 10))
   [ "$left" -lt 30 ] && { echo "no time left for $*"; status=1; return; }
-  (cd "$base" && timeout -k 5 "$left" "$python" -m serving --out "$OUT" --work "$base/run" --seconds "$((left - 5))" "$@") ||
+  (cd "$base" && timeout -k 5 "$left" "$python" -m "$program" --out "$OUT" --work "$base/run" --seconds "$((left - 5))" "$@") ||
     status=$?
 }
 for option in "$@" --; do
@@ -78,6 +79,6 @@ for option in "$@" --; do
   fi
 done
 (cd "$base/run" && tar -czf "$OUT/logs.tar.gz" log-*)
-(cd "$base" && "$python" -m serving.table "$OUT/serving.jsonl" > "$OUT/summary.txt" && cat "$OUT/summary.txt")
+(cd "$base" && "$python" -m "$program.table" "$OUT/serving.jsonl" > "$OUT/summary.txt" && cat "$OUT/summary.txt")
 echo "ended with $status after $SECONDS s"
 exit "$status"

@@ -1,0 +1,3 @@
+"""Its names."""
+
+HTML = display = None
