@@ -116,9 +116,18 @@ class Tally:
     refused: list[str] = field(default_factory=list)
     slowest: float = 0.0  # seconds
 
+    def add(self, other: Tally) -> None:
+        """Its requests too."""
+        self.whole, self.streams = self.whole + other.whole, self.streams + other.streams
+        self.aborted, self.tokens = self.aborted + other.aborted, self.tokens + other.tokens
+        self.off, self.slowest = max(self.off, other.off), max(self.slowest, other.slowest)
+        self.differ += other.differ
+        self.hung += other.hung
+        self.refused += other.refused
+
     @property
     def requests(self) -> int:
-        """All that were sent."""
+        """All that came to an end, or were given up."""
         return self.whole + self.streams + self.aborted
 
     @property

@@ -124,7 +124,7 @@ class Server:
         for rank in self.call("serving_jobs"):
             found.update(rank)
         metrics = clients.samples(clients.exchange(self.socket, "GET", "/metrics").decode())
-        for name in ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits", "num_preemptions"):
+        for name in ("external_prefix_cache_queries", "external_prefix_cache_hits", "num_preemptions"):
             found[name] = int(metrics.get(f"vllm:{name}_total", 0))
         for name in ("num_requests_running", "num_requests_waiting"):
             found[name] = int(metrics.get(f"vllm:{name}", 0))
@@ -207,6 +207,7 @@ class Run:
     def part(self, server: Server, name: str) -> None:
         """One part of a server, and its line."""
         part, load = PARTS[name], clients.Load(server.socket, self.asked, self.options.tolerance, self.options.limit)
+        server.reset(external=True)  # so that each part stores
         begin, before = time.monotonic(), server.counts()
         if name == "skipped":
             tally, notes = self._skipped(server, load)
@@ -234,11 +235,8 @@ class Run:
             server.call("serving_fault")
             hung = self._settle(server, external=True)
             showed += bool(tally.differ)
-            for each in ("whole", "streams", "aborted", "tokens"):
-                setattr(total, each, getattr(total, each) + getattr(tally, each))
-            total.differ += tally.differ
-            total.hung += tally.hung + hung
-            total.refused += tally.refused
+            tally.hung += hung
+            total.add(tally)
         self.failed |= showed == 0 or bool(total.hung or total.refused)
         return total, [f"  {showed} of {tries} copies that were left out showed, in {len(total.differ)} answers"]
 
@@ -279,13 +277,12 @@ class Run:
 
 def line(tally: Tally, counts: Counter[str], log: Counter[str]) -> str:
     """A part's figures."""
-    queries = max(1, counts["prefix_cache_queries"])
+    asked = max(1, counts["external_prefix_cache_queries"])  # what the GPU had not
     return (
         f"{tally.requests} requests ({tally.streams} streams, {tally.aborted} given up), {tally.tokens} tokens, "
         f"{len(tally.differ)} differ, {len(tally.hung)} hang, {len(tally.refused)} refused; slowest "
-        f"{tally.slowest:.1f} s, probabilities {tally.off:.1g} off; prompt tokens from the host "
-        f"{counts['external_prefix_cache_hits'] / queries:.0%}, from the GPU "
-        f"{counts['prefix_cache_hits'] / queries:.0%}, {counts['num_preemptions']} preemptions; "
+        f"{tally.slowest:.1f} s, probabilities {tally.off:.1g} off; of the prompt tokens that the GPU had not "
+        f"{counts['external_prefix_cache_hits'] / asked:.0%} from the host, {counts['num_preemptions']} preemptions; "
         f"{counts['loads']} loads ({counts['failed_loads']} failed, {log['recomputed']} requests recomputed), "
         f"{counts['stores']} stores ({counts['failed_stores']} failed, {log['stores_dropped']} blocks dropped)"
         + (f"; {log['errors']} tracebacks in the log" if log["errors"] else "")
