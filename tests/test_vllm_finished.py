@@ -126,8 +126,7 @@ class TestGivingUp:
             def compute_instead(self, requests):
                 self.given_up |= requests
 
-        assert failures.can_install()
-        failures.install(Connector)
+        assert failures.install(Connector) is None
         scheduler = failures.Scheduler()
         well, bad = Loading("well", {1, 2}), Loading("bad", {3, 4})
         scheduler.connector, scheduler._inflight_prefills = Connector(), {well, bad}
@@ -137,3 +136,9 @@ class TestGivingUp:
         scheduler.connector, scheduler._inflight_prefills = object(), {bad}  # another's connector
         scheduler._handle_invalid_blocks({3}, {})
         assert scheduler._inflight_prefills == {bad}
+
+    def test_a_scheduler_of_another_shape_is_named(self, failures, monkeypatch):
+        monkeypatch.setattr(failures.Scheduler, "_handle_invalid_blocks", lambda self, blocks: None)
+        assert failures.install(object) == failures.why_not() == "Scheduler._handle_invalid_blocks"
+        monkeypatch.delattr(failures.Scheduler, "_handle_invalid_blocks")
+        assert "_handle_invalid_blocks" in failures.install(object)

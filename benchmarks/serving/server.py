@@ -151,12 +151,7 @@ class Server:
     def fatal(self) -> str:
         """Where the engine ended, of its log: the last lines of its traceback."""
         text = (self.folder / "log.txt").read_text(errors="replace")
-        lines = [
-            found.rpartition("] ")[2].strip()
-            for found in text.splitlines()
-            if "EngineCore" in found and " ERROR " in found
-        ]
-        return " / ".join(lines[-4:])
+        return " / ".join(re.findall(r"^\(EngineCore.* ERROR .*?\] +(.*)", text, re.MULTILINE)[-4:])
 
     def tail(self) -> str:
         """The end of its log."""

@@ -187,10 +187,11 @@ def _handle_failures(kind: type) -> None:
     try:
         from kvswap.vllm import _failures
     except ImportError as error:
-        _logger.warning("a request whose load failed loads again (vLLM %s): %s", vllm.__version__, error)
-        return
-    if _failures.can_install():
-        _failures.install(kind)
+        reason: str | None = str(error)
+    else:
+        reason = _failures.install(kind)
+    if reason is not None:
+        _logger.warning("a request whose load failed loads again: %s (vLLM %s)", reason, vllm.__version__)
 
 
 def _make_overlap(scheduler: Any, kv_cache_config: Any, settings: OverlapSettings | None) -> Overlap:

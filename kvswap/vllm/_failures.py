@@ -29,18 +29,20 @@ from kvswap._log import logger
 _logger = logger("kvswap.vllm")
 
 
-def can_install() -> bool:
-    """Whether install() knows this vLLM's scheduler."""
+def _why_not_handle() -> str | None:
     handle = getattr(Scheduler, "_handle_invalid_blocks", None)
-    return handle is not None and list(inspect.signature(inspect.unwrap(handle)).parameters) == [
-        "self", "invalid_block_ids", "num_scheduled_tokens",
-    ]  # fmt: skip
+    if handle is not None:
+        taken = list(inspect.signature(inspect.unwrap(handle)).parameters)
+        if taken == ["self", "invalid_block_ids", "num_scheduled_tokens"]:
+            return None
+    return "Scheduler._handle_invalid_blocks"
 
 
 def why_not() -> str | None:
     """What of vLLM's scheduler is not known; None: nothing."""
-    if not can_install():
-        return "Scheduler._handle_invalid_blocks"
+    unknown = _why_not_handle()
+    if unknown is not None:
+        return unknown
     preempt = list(inspect.signature(Scheduler._preempt_request).parameters)
     if preempt not in (["self", "request", "timestamp"], ["self", "request", "timestamp", "drop_stale_output"]):
         return "Scheduler._preempt_request"
@@ -129,12 +131,15 @@ def _ours(connector: Any, kind: type) -> Any:
     return next((one for one in each if isinstance(one, kind)), None)
 
 
-def install(kind: type) -> None:
-    """Where the scheduler's connector is of this class, failed loads are handled as above. Once; can_install() is True,
-    and for has_sync_loads why_not() None."""
+def install(kind: type) -> str | None:
+    """Where the scheduler's connector is of this class, failed loads are handled as above; for has_sync_loads why_not()
+    is None. Once. What of vLLM's scheduler is not known; None: nothing."""
+    unknown = _why_not_handle()
+    if unknown is not None:
+        return unknown
     theirs = Scheduler._handle_invalid_blocks
     if getattr(theirs, "of_kvswap", False):
-        return
+        return None
 
     @functools.wraps(theirs)
     def handle(self: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
@@ -150,3 +155,4 @@ def install(kind: type) -> None:
 
     handle.of_kvswap = True  # type: ignore[attr-defined]
     Scheduler._handle_invalid_blocks = handle
+    return None

@@ -1,8 +1,9 @@
 """How much of a request that has ended vLLM's OffloadingConnector may store.
 
 vLLM 0.26 takes all tokens of such a request for computed. So an engine ends with an AssertionError when a client goes
-away whose request waits (vLLM #49118), and a block that the last token fills is stored although the token's own slot
-was never computed: the next turn of a conversation loads it (vLLM #54193). Later releases mend both.
+away whose request waits (vLLM #49118), and with offload_prompt_only off a block that the last token fills is stored
+although the token's own slot was never computed: the next turn of a conversation loads it (vLLM #54193). Later releases
+mend both.
 """
 
 from __future__ import annotations
