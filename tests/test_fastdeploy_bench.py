@@ -39,7 +39,7 @@ def test_the_benchmark(device_name: str, tmp_path: Path) -> None:
     assert {row["method"] for row in found["ops"]["rows"]} == {"fastdeploy", "batch", "warp", "loop"}
     assert found["race"]["stale_with_event"] == 0
     if device_name == "host:0":  # a GPU may let the store of the other process wait behind the kernel by chance
-        assert found["race"]["stale_without_event"] == 3
+        assert found["race"]["stale_without_event"] > 0  # of 3; on a busy machine a copy may be late enough
     assert all(row["gbps"] > 0 for row in found["slowdown"])
     if "ranks" in parts:
         assert found["ranks"]["wrong_bytes"] == 0 and found["ranks"]["SWAP2GPU"] > 0
