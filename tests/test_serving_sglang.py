@@ -96,11 +96,11 @@ class TestWays:
             split(way)
 
     def test_options(self):
-        from serving_sglang.__main__ import pairs_of
+        from serving.options import values_of
 
-        assert pairs_of(["a=1", "b=fa3", "c=false"]) == {"a": 1, "b": "fa3", "c": False}
+        assert values_of(["a=1", "b=fa3", "c=false"]) == {"a": 1, "b": "fa3", "c": False}
         with pytest.raises(SystemExit, match="there are hits"):
-            pairs_of(["hit=1"], {"hits"})
+            values_of(["hit=1"], {"hits"})
 
 
 class TestSums:

@@ -19,6 +19,7 @@ from typing import Any
 
 from serving import configurations, table
 from serving.configurations import REPEATED
+from serving.options import parser_of, values_of
 from serving.process import Clock, Failed, Process
 from serving.regimes import REGIMES, Regime, regime
 
@@ -27,13 +28,7 @@ ONCE = ("truth", "store")  # before what is repeated
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    about, *more = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="serving",
-        description=about,
-        epilog="\n\n".join(more),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("serving", __doc__)
     add = parser.add_argument
     add("--regime", action="append", choices=[*REGIMES], help="may be given several times; pages64k")
     add("--configs", default="native,kvswap", help=f"of {', '.join(configurations.NAMES)}; NAME:PATH, NAME:PRIORITY")
@@ -168,17 +163,7 @@ class Comparison:
 
 def overrides_of(texts: list[str]) -> dict[str, Any]:
     """--set FIELD=VALUE. SystemExit: there is no such field."""
-    known = {field.name for field in fields(Regime)} - {"model"}
-    made = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if name not in known:
-            raise SystemExit(f"--set {text}: a regime has {', '.join(sorted(known))}")
-        try:
-            made[name] = json.loads(value)
-        except ValueError:
-            made[name] = value
-    return made
+    return values_of(texts, {field.name for field in fields(Regime)} - {"model"})
 
 
 def main() -> int:

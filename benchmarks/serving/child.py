@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,36 +80,46 @@ def _run(phases: Any, asked: dict[str, Any]) -> dict[str, Any]:
     return {"record": record, "took_s": round(took, 2), "probe_ms": round((probe + _probe()) / 2, 4)}
 
 
-def main() -> None:
-    """Answers until stdin ends."""
-    name, regime_name, overrides, folder, descriptor = sys.argv[1:]
+def serve(descriptor: int, start: Callable[[], tuple[Any, dict[str, Any]]]) -> int:
+    """Answers on the descriptor until stdin ends: first what start() says of its engine, then a phase a line. start()
+    gives the phases too. The exit status."""
     faulthandler.enable()
-    answers = os.fdopen(int(descriptor), "w")
+    answers = os.fdopen(descriptor, "w")
 
     def answer(record: dict[str, Any]) -> None:
         answers.write(json.dumps(record) + "\n")
         answers.flush()
 
     try:
-        from serving.engine import Engine, set_environment
-        from serving.phases import Phases
-        from serving.regimes import regime
-
-        made, begin, pinning = regime(regime_name, json.loads(overrides)), time.perf_counter(), list[float]()
-        set_environment(name, made, Path(folder))
-        _pinning(pinning)
-        imported = time.perf_counter() - begin
-        engine = Engine(name, made, Path(folder))
-        phases = Phases(engine)
-        answer(_about(engine, imported, pinning))
+        phases, about = start()
+        answer(about)
         for line in sys.stdin:
             answer(_run(phases, json.loads(line)))
     except BaseException as error:
         traceback.print_exc()
         answer({"error": repr(error)[:500]})
-        status = 1
-    else:
-        status = 0
+        return 1
+    return 0
+
+
+def _start(name: str, regime_name: str, overrides: str, folder: str) -> tuple[Any, dict[str, Any]]:
+    from serving.engine import Engine, set_environment
+    from serving.phases import Phases
+    from serving.regimes import regime
+
+    made, begin, pinning = regime(regime_name, json.loads(overrides)), time.perf_counter(), list[float]()
+    set_environment(name, made, Path(folder))
+    _pinning(pinning)
+    imported = time.perf_counter() - begin
+    engine = Engine(name, made, Path(folder))
+    phases = Phases(engine)
+    return phases, _about(engine, imported, pinning)
+
+
+def main() -> None:
+    """One of vLLM's engines."""
+    *what, descriptor = sys.argv[1:]
+    status = serve(int(descriptor), lambda: _start(*what))
     shared_file(os.getpid()).unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -28,6 +28,7 @@ from typing import Any
 from serving import answers, clients, configurations
 from serving.__main__ import overrides_of
 from serving.clients import Tally
+from serving.options import parser_of
 from serving.regimes import REGIMES, regime
 from serving.server_process import SOCKET
 
@@ -286,13 +287,7 @@ def line(tally: Tally, counts: Counter[str], log: Counter[str]) -> str:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    about, *more = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="serving.server",
-        description=about,
-        epilog="\n\n".join(more),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("serving.server", __doc__)
     add = parser.add_argument
     add("--configs", default="none,kvswap", help=f"of {', '.join(configurations.NAMES)}")
     add("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; none has the first alone")

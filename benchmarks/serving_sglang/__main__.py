@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from serving.options import parser_of, values_of
 from serving.process import Clock, Failed, Process
 
 from serving_sglang import table
@@ -29,13 +30,7 @@ START, PHASE = 300.0, 120.0  # seconds
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    about, *more = (__doc__ or "").split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="serving_sglang",
-        description=about,
-        epilog="\n\n".join(more),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("serving_sglang", __doc__)
     add = parser.add_argument
     add("--ways", default="sglang,kvswap", help=f"of {', '.join(NAMES)}; NAME:LAYOUT of {', '.join(LAYOUTS)}")
     add("--phases", default=",".join((*ONCE, *REPEATED)), help="what to run")
@@ -49,20 +44,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pairs_of(texts: list[str], known: set[str] | None = None) -> dict[str, Any]:
-    """NAME=VALUE, as JSON or as it is. SystemExit: the name is not known."""
-    made = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if known is not None and name not in known:
-            raise SystemExit(f"{text}: there are {', '.join(sorted(known))}")
-        try:
-            made[name] = json.loads(value)
-        except ValueError:
-            made[name] = value
-    return made
-
-
 class Comparison:
     """The engines."""
 
@@ -72,8 +53,8 @@ class Comparison:
         self.engines: dict[str, Process] = {}
         self.given = {
             "toy": options.toy,
-            "sizes": pairs_of(options.size, {each.name for each in fields(Sizes)} - {"model"}),
-            "engine": pairs_of(options.engine),
+            "sizes": values_of(options.size, {each.name for each in fields(Sizes)} - {"model"}),
+            "engine": values_of(options.engine),
         }
 
     def run(self) -> None:

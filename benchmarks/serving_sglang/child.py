@@ -6,17 +6,15 @@ python3 -m serving_sglang.child WAY - OPTIONS FOLDER DESCRIPTOR
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import sys
 import time
-import traceback
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from serving.child import _run
+from serving.child import serve
 from serving.engine import Request, prompt
 from serving.phases import _itl, _ms
 
@@ -251,31 +249,20 @@ class Phases:
         }  # fmt: skip
 
 
+def _start(way: str, given: dict[str, Any], folder: Path) -> tuple[Phases, dict[str, Any]]:
+    os.environ.update(environment(way))
+    sizes = TOY if given["toy"] else Sizes()
+    if sizes.device == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    phases = Phases(way, Sizes(**{**vars(sizes), **given["sizes"]}), folder, given["engine"])
+    return phases, phases.about()
+
+
 def main() -> None:
-    """Answers until stdin ends."""
+    """One of SGLang's engines."""
     way, _, options, folder, descriptor = sys.argv[1:]
-    faulthandler.enable()
-    answers = os.fdopen(int(descriptor), "w")
-
-    def answer(record: dict[str, Any]) -> None:
-        answers.write(json.dumps(record) + "\n")
-        answers.flush()
-
-    try:
-        given = json.loads(options)
-        os.environ.update(environment(way))
-        sizes = TOY if given["toy"] else Sizes()
-        if sizes.device == "cpu":
-            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        phases = Phases(way, Sizes(**{**vars(sizes), **given["sizes"]}), Path(folder), given["engine"])
-        answer(phases.about())
-        for line in sys.stdin:
-            answer(_run(phases, json.loads(line)))
-    except BaseException as error:
-        traceback.print_exc()
-        answer({"error": repr(error)[:500]})
-        os._exit(1)
-    os._exit(0)  # the parent ends the process group, and with it SGLang's other processes
+    status = serve(int(descriptor), lambda: _start(way, json.loads(options), Path(folder)))
+    os._exit(status)  # the parent ends the process group, and with it SGLang's other processes
 
 
 if __name__ == "__main__":
