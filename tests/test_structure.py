@@ -32,7 +32,7 @@ ROWS = [
     {"cuda/fatbin.h"},  # data: anybody may look at it
     {"kvswap_status.h"},
     {"status.h"},
-    {f"base/{name}.h" for name in ("cpu", "crc32c", "fork", "histogram", "maps", "owner", "thread", "wait")},
+    {f"base/{name}.h" for name in ("cpu", "crc32c", "fork", "histogram", "maps", "owner", "span", "thread", "wait")},
     {"remote/slot.h"},
     SURFACE - {"kvswap_status.h"},  # the surface: plain types and declarations
     {"kernels/crc.h"},

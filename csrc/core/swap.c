@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "base/span.h"
 #include "core/buffers.h"
 #include "core/core.h"
 #include "core/cover.h"
@@ -167,15 +168,6 @@ int kvs_cache_prepare(struct kvs_engine *engine, struct kvs_work *work, const st
   return status ? status : find_shape(engine, work, call, options, err);
 }
 
-/* Extend a range by the same bytes at `count` places, `stride` bytes apart; whether it is within the address space. */
-static bool extend(uint64_t *low, uint64_t *nbytes, int64_t stride, size_t count) {
-  int64_t reach;
-  if (__builtin_mul_overflow(stride, (int64_t)(count - 1), &reach) || reach == INT64_MIN) return false;
-  uint64_t more = (uint64_t)(reach < 0 ? -reach : reach);
-  if (reach < 0) *low -= more;
-  return !__builtin_add_overflow(*nbytes, more, nbytes);
-}
-
 int kvs_check_device_ids(struct kvs_engine *engine, struct kvs_scratch *scratch, const struct kvs_options *options,
                          const char *name, const char *other, size_t count, struct kvs_error *err) {
   const struct kvs_device_ids *ids = options->device_ids;
@@ -199,7 +191,8 @@ int kvs_check_device_ids(struct kvs_engine *engine, struct kvs_scratch *scratch,
                     " bytes: ids of %u bytes are read at multiples "
                     "of their size",
                     name, ids->ptr, ids->stride % (int64_t)ids->width ? ids->stride : step, ids->width);
-  if (!extend(&low, &nbytes, ids->stride, ids->count) || !extend(&low, &nbytes, step, kvs_tokens_of(ids)))
+  if (!kvs_span_extend(&low, &nbytes, ids->stride, ids->count) ||
+      !kvs_span_extend(&low, &nbytes, step, kvs_tokens_of(ids)))
     return kvs_fail(err, KVS_INVALID, "%s has a stride of %" PRId64 " bytes, beyond the address space", name,
                     ids->stride);
   return kvs_memory_cover(engine, scratch, low, nbytes, &side, err);

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "base/span.h"
 #include "kernels/twins.h"
 
 #define PACE_LIMIT_NS 1e10
@@ -69,21 +70,12 @@ static bool prepare_copy(struct kvs_host_view *view, const struct kvs_copy_param
   return true;
 }
 
-/* Extend a range by the same bytes at `count` places, `stride` bytes apart. */
-static bool extend(uint64_t *low, uint64_t *nbytes, int64_t stride, uint64_t count) {
-  int64_t reach;
-  if (__builtin_mul_overflow(stride, (int64_t)(count - 1), &reach)) return false;
-  uint64_t more = reach < 0 ? 0u - (uint64_t)reach : (uint64_t)reach;
-  if (reach < 0) *low -= more;
-  return !__builtin_add_overflow(*nbytes, more, nbytes);
-}
-
 /* The ids at all positions, whichever the pairs name. */
 static bool can_read_ids(struct kvs_host_view *view, const struct kvs_ids_params *params) {
   uint64_t low = params->ids, nbytes = params->width;
   if (params->nids == 0) return params->npairs == 0;
-  return params->tokens > 0 && extend(&low, &nbytes, params->stride, params->nids) &&
-         extend(&low, &nbytes, params->token_stride, params->tokens) && can(view, KVS_HOST_READ, low, nbytes);
+  return params->tokens > 0 && kvs_span_extend(&low, &nbytes, params->stride, params->nids) &&
+         kvs_span_extend(&low, &nbytes, params->token_stride, params->tokens) && can(view, KVS_HOST_READ, low, nbytes);
 }
 
 static bool prepare_ids(struct kvs_host_view *view, const struct kvs_ids_params *params) {
