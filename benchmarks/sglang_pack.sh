@@ -8,12 +8,7 @@
 set -euo pipefail
 out=${1:?usage: sglang_pack.sh OUT}
 version=${SGLANG_VERSION:-0.5.23} python=${PYTHON:-python3}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-wheels=(--python-version 3.12 --implementation cp --only-binary=:all: --no-deps)
-for glibc in 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5; do wheels+=(--platform "manylinux_${glibc}_x86_64"); done
-for older in 2014 2010 1; do wheels+=(--platform "manylinux${older}_x86_64"); done
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+. "$(dirname "${BASH_SOURCE[0]}")/serving/pack/common.sh"
 
 "$python" -m pip download -qq "${wheels[@]}" -d "$work/wheel" "sglang==$version"
 "$python" -m zipfile -e "$work"/wheel/sglang-*.whl "$work/sglang-tree"
