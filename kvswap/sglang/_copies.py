@@ -279,11 +279,16 @@ class CopyEngine(l2_transfer.L2TransferEngine):  # type: ignore[misc]  # SGLang 
         if not len(ids[1]):
             return True
         queue, options = _queue_of(stream), dict[str, Any]()
-        if direction == "H2D":  # SGLang's stream waits layer by layer
+        if direction == "H2D":  # SGLang's stream waits layer by layer, and the steps of other requests behind it
             own = self._streams.get(places.device)
             if own is None:
                 own = self._streams[places.device] = _C.Stream(places.device)
-            options = {"stream": own, "after": queue if queue is not None else (), "layer_events": True}
+            options = {
+                "stream": own,
+                "after": queue if queue is not None else (),
+                "layer_events": True,
+                "priority": "high",
+            }
         elif queue is not None:
             options = {"stream": queue}
         given = (gpu, cpu, places.nbytes, places.gpu_blocks, places.cpu_blocks, *ids, direction)
