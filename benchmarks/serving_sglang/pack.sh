@@ -20,6 +20,7 @@ mv "$work/tree/sgl_kernel/sm90/common_ops.abi3.so" "$work/common_ops" # of its l
 find "$work/tree" \( -name '*.so' -o -name 'E=*.json' -o -name '*.png' -o -name RECORD \) -delete
 mv "$work/common_ops" "$work/tree/sgl_kernel/sm90/common_ops.abi3.so"
 "$python" "$vllm/keep_sm90.py" "$work/tree/sgl_kernel/sm90/common_ops.abi3.so"
+cp "$here/stubs/cutedsl_dual_gemm.py" "$work/tree/sglang/kernels/ops/gemm/"
 echo "what it imports"
 take_packages "$here/requirements.txt"
 cp -r "$vllm/stubs/xgrammar" "$here/stubs/IPython" "$work/site/"

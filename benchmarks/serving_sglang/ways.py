@@ -19,8 +19,8 @@ LAYOUTS = ("page_first", "layer_first", "page_first_direct")  # SGLang's default
 
 @dataclass(frozen=True)
 class Sizes:
-    """host_gb: of each engine's host pool. in_flight: requests beside the decoders. graphs: largest batch of a CUDA
-    graph; 0: none."""
+    """host_gb: of each engine's host pool. pace: tokens that a decoder makes between two requests beside the decoders.
+    graphs: largest batch of a CUDA graph; 0: none."""
 
     model: Model = field(default_factory=Model)
     gpu_tokens: int = 65536
@@ -31,7 +31,7 @@ class Sizes:
     truth: int = 6
     decoders: int = 32
     decode_tokens: int = 128
-    in_flight: int = 2
+    pace: int = 4
     graphs: int = 40
     device: str = "cuda"
 
