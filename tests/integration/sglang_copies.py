@@ -26,6 +26,7 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,7 +87,7 @@ class Cache:
         from sglang.srt.mem_cache.hicache_storage import PoolName
         from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-        from sglang.srt.mem_cache.pool_host import mha, mla
+        from sglang.srt.mem_cache.pool_host import common, mha, mla
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 
         shape = {"size": TOKENS, "page_size": PAGE, "dtype": torch.bfloat16, "device": self.device}
@@ -111,6 +112,8 @@ class Cache:
             self.host = mha.MHATokenToKVPoolHost(infos[0], 2.0, 0, PAGE, layout, draft_buffer_infos=infos[1:], **own)
             self.parts = [[buffer for each in pools for buffer in each.k_buffer]]
             self.parts.append([buffer for each in pools for buffer in each.v_buffer])
+        if self.device != "cpu":  # else it stays registered, and the next pool may have the same addresses
+            weakref.finalize(self.host, common._cuda_host_unregister, self.host.kv_buffer)
         self.allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, self.device, self.pool, False)
         io_backend = "kernel" if layout == "page_first" else "direct"
         given = (PAGE, dist.group.WORLD, threading.Event())
