@@ -106,8 +106,8 @@ static void run_kernel(size_t nbytes, bool load, const char *name, unsigned ctas
   params.count = list.size();
   params.chunk = chunk;
   char text[128];
-  snprintf(text, sizeof text, "%-6s %3zu KiB  %2u CTAs x %2u warps, %2u KiB a stage", name, nbytes >> 10, ctas, warps,
-           chunk >> 10);
+  snprintf(text, sizeof text, "%-6s %5zu bytes  %2u CTAs x %2u warps, %4u bytes a stage", name, nbytes, ctas, warps,
+           chunk);
   unsigned shared = warps * RING_STAGES * chunk;
   bool bulk = !strcmp(name, "ring");
   if (bulk) CHECK(cudaFuncSetAttribute(kvs_kernel_ring, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
@@ -144,6 +144,12 @@ int main() {
             if (ctas * warps <= 64 && warps * chunk * 8 <= 224 && chunk <= kib &&
                 chunk * 4 >= std::min<size_t>(kib, 16))
               run_kernel(kib << 10, load, "ring", ctas, warps, chunk << 10);
+    }
+  for (size_t nbytes : {512, 1024, 2048}) // short rows: a CTA's rate of bulk copies is the limit
+    for (int load = 0; load < 2; load++) {
+      for (unsigned ctas : {2, 4, 8, 16}) run_kernel(nbytes, load, "words", ctas, 16, 0);
+      for (unsigned ctas : {2, 4, 8, 16, 32})
+        run_kernel(nbytes, load, "ring", ctas, KVS_RING_WARPS, (unsigned)nbytes + KVS_RING_LINE);
     }
   return 0;
 }
