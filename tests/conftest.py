@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -65,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("limit", "the same", default="300")
     parser.addoption("--long-seconds", type=float, default=2.0, help="how long each test by the clock may go on")
     parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/long")
+    parser.addoption("--part", default="0/1", help="K/N: one in N of the sets of parameters, the K-th of 0 to N - 1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,6 +91,16 @@ def pytest_xdist_auto_num_workers() -> int:
     """For -n auto: more than there are cores, for a third of the time tests wait."""
     cores = len(os.sched_getaffinity(0))
     return cores + max(2, cores // 2)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """--part. Tests without parameters stay, and which sets stay is the same on all machines."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    if not 0 <= part < parts:
+        raise pytest.UsageError(f"--part {part}/{parts}: K is from 0 to N - 1")
+    takes = [("[" not in item.nodeid) | (crc32(item.nodeid.encode()) % parts == part) for item in items]
+    config.hook.pytest_deselected(items=[item for item, taken in zip(items, takes, strict=True) if not taken])
+    items[:] = [item for item, taken in zip(items, takes, strict=True) if taken]
 
 
 def pytest_collection_finish() -> None:
