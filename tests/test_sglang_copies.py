@@ -242,6 +242,23 @@ def test_a_copy_that_fails_later_ends_the_engine(
                 getattr(end, ask)()
 
 
+def test_loads_are_urgent_and_stores_are_not(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, made, asked = pool_of("mha", "layer_first"), engine(), list[tuple[Any, Any]]()
+    own, swap = sys.modules[OURS[0]]._C, kvswap.swap_cache_all_layers_async
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append((args[-1], options.get("priority")))
+        return swap(*args, **options)
+
+    monkeypatch.setattr(
+        sys.modules[OURS[0]], "_C", SimpleNamespace(**vars(own) | {"swap_cache_all_layers_async": noted})
+    )
+    call = transfer(pool, pages([9, 2], 4), pages([1, 30], 4))
+    store(made, call).finish_event.synchronize()
+    load(made, call).finish_event.synchronize()
+    assert asked == [("D2H", None), ("H2D", "high")]
+
+
 def test_wrong_ids_are_refused(device: kvswap.Device) -> None:
     pool, made = pool_of("mha", "layer_first"), engine()
     before, _ = pool.snapshot()
