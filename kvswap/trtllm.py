@@ -35,6 +35,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -71,6 +72,7 @@ _PAGE = 4096  # files opened with O_DIRECT want memory at its multiples
 _CHUNK = 16 << 20  # of staging
 _CHUNKS = 4
 _MOST_PENDING = 4096  # copies of files that have not ended
+_ROOM_SECONDS = 60.0  # limit of a wait for room in the stream's queue
 
 Tasks: TypeAlias = "Iterable[Any] | NDArray[Any]"
 _Addresses: TypeAlias = NDArray[np.uint64]
@@ -164,8 +166,9 @@ def batched_copy(
     gds_thread_count: threads that read and write files at once, in one call.
 
     Returns None, or a DiskCopy if a tier is DISK. ValueError, TypeError: wrong arguments, also addresses of another
-    tier than named; QueueFull; DeviceError; kvswap.Error: an earlier copy of files has failed. After an error nothing
-    has moved, unless the device refused only some of the copies.
+    tier than named; QueueFull: no room in the stream's queue for 60 seconds; DeviceError; kvswap.Error: an earlier copy
+    of files has failed. After an error nothing has moved, unless the device refused only some of the copies, or pages
+    that go in several chunks found no room for all of them.
     """
     dst, src = CacheTier(dst_cache_tier), CacheTier(src_cache_tier)
     if disk_backend not in _DISK_BACKENDS:
@@ -244,8 +247,16 @@ def _copy(dst: CacheTier, src: CacheTier, tasks: Tasks, num_bytes: int, stream: 
 
 
 def _swap(src_ptrs: _Addresses, dst_ptrs: _Addresses, num_bytes: int, stream: Any, on: _C.Device) -> None:
+    end = time.monotonic() + _ROOM_SECONDS
     try:
-        transfer = _C.swap_blocks_batch(src_ptrs, dst_ptrs, num_bytes, stream=stream, device=on)
+        while True:
+            try:
+                transfer = _C.swap_blocks_batch(src_ptrs, dst_ptrs, num_bytes, stream=stream, device=on)
+                break
+            except _C.QueueFull:  # a stream knows no limit, and earlier chunks are queued already
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.001)
     except (TypeError, ValueError) as error:
         text = re.sub(r"\b(dst|src)_ptrs\[(\d+)\]", r"tasks[\2].\1", str(error)).replace("sizes", "num_bytes")
         text = re.sub(r"\bentry (\d+)", r"tasks[\1]", text)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,6 +328,29 @@ def test_files_are_ordered_on_the_stream(device: kvswap.Device, disk: Disk, side
         gate.open()
         stream.synchronize(PATIENCE)
     np.testing.assert_array_equal(result.get(), source[5])
+
+
+def test_more_chunks_than_a_queue_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are waited for: an error would come between chunks that are queued and chunks that are not."""
+    device = kvswap.Device("host:143")
+    testing.set_lane_depth(device, 2)
+    monkeypatch.setattr(trtllm, "_CHUNK", 4096)
+    monkeypatch.setattr(trtllm, "_stagings", {})
+    large, memory, stream = Disk(tmp_path / "large", 12, 4096), Buffer(device, 12 * 4096, "gpu"), kvswap.Stream(device)
+    tasks = [(memory.ptr + p * 4096, large.at(p)) for p in range(12)]
+    with Gate(device) as gate:
+        gate.hold(stream)
+        threading.Timer(0.2, gate.open).start()
+        trtllm.batched_copy(CacheTier.GPU_MEM, CacheTier.DISK, 4096, tasks, stream, device=device).wait(PATIENCE)
+    np.testing.assert_array_equal(memory.get().reshape(12, 4096), large.bytes)
+    monkeypatch.setattr(trtllm, "_ROOM_SECONDS", 0.05)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        with pytest.raises(kvswap.QueueFull):
+            trtllm.batched_copy(CacheTier.GPU_MEM, CacheTier.DISK, 4096, tasks, stream, device=device)
+        gate.open()
+    stream.synchronize(PATIENCE)
+    os.close(large.fd)
 
 
 def test_more_than_the_staging_holds(
