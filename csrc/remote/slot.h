@@ -30,7 +30,7 @@ enum kvs_remote_verdict {
   KVS_REMOTE_WRONG_BYTES, /* the block does not have the header's checksum */
 };
 
-/* Copy a block into the slot, and write its header. */
+/* Copy a block into the slot, unless it lies there, and write its header. */
 void kvs_remote_seal(void *slot, const void *block, uint64_t nbytes, const uint8_t *key, uint64_t generation);
 
 /* generation 0: any. */

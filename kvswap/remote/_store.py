@@ -14,13 +14,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvswap import _C
 from kvswap.files import Layout
+from kvswap.typing import DeviceLike
 
 from . import _counts
 from . import _messages as m
@@ -42,6 +43,7 @@ _PIECE_NBYTES = 8 << 20  # moved at once
 _NAME = m.KEY_NBYTES
 _VERDICTS = ("", "is gone", "is another block", "was written again", "has another length", "has wrong bytes")
 _WRONG_BYTES = 5
+After: TypeAlias = "_C.Event | _C.Transfer"
 
 
 @dataclass(eq=False)
@@ -69,26 +71,46 @@ class _Part:
 class _Staging:
     """Slots of this client's memory, the only memory that NIXL knows of here."""
 
-    def __init__(self, agent: Agent, stride: int, nbytes: int) -> None:
+    def __init__(self, agent: Agent, stride: int, nbytes: int, device: _C.Device | None) -> None:
         self.stride, self.count = stride, max(2, nbytes // stride)
-        self._memory = np.zeros(self.count * stride + 64, np.uint8)
-        self._base = -(-self._memory.ctypes.data // 64) * 64
+        size = self.count * stride + 64
+        self._memory: Any
+        if device is None:
+            self._memory = np.zeros(size, np.uint8)
+            self._base = -(-self._memory.ctypes.data // 64) * 64
+        else:
+            self._memory = device.alloc(size, host=True)
+            self._base = -(-self._memory.ptr // 64) * 64
         self._free = list(range(self.count))
+        self._late: list[tuple[_C.Transfer, list[int]]] = []  # slots that a copy of the device may still use
         self._changed = threading.Condition()
         agent.register(self._base, self.count * stride)
 
     def take(self, most: int, end: float) -> list[int]:
         """At least one slot; kvswap.Error: none came free in time."""
         with self._changed:
-            while not self._free:
-                if not self._changed.wait(max(0.0, end - time.monotonic())):
+            while not self._free and not self._ended():
+                left = end - time.monotonic()
+                if left <= 0:
                     raise _C.Error("no staging memory came free in time")
+                self._changed.wait(min(left, 0.05) if self._late else left)
             taken, self._free = self._free[:most], self._free[most:]
         return taken
 
-    def give(self, slots: list[int]) -> None:
+    def _ended(self) -> bool:
+        """Whether there are free slots, those of late copies that have ended among them."""
+        for each in [each for each in self._late if each[0].done()]:
+            self._late.remove(each)
+            self._free.extend(each[1])
+        return bool(self._free)
+
+    def give(self, slots: list[int], copy: _C.Transfer | None = None) -> None:
+        """copy: it may still use them, until it has ended."""
         with self._changed:
-            self._free.extend(slots)
+            if copy is not None and not copy.done():
+                self._late.append((copy, slots))
+            else:
+                self._free.extend(slots)
             self._changed.notify_all()
 
     def addresses(self, slots: list[int]) -> NDArray[np.uint64]:
@@ -106,6 +128,8 @@ class RemoteStore:
     key: this client's key pair: a path of `kvswap remote keygen`, or a Secret.
     replicas: nodes that hold each block. queue: limit of unfinished transfers before QueueFull.
     timeout: seconds that the bytes of one chunk may take. staging_nbytes: memory that NIXL reads and writes here.
+    device: a Device, or what Device() takes: blocks may also be in its memory. kvswap's transfers then copy all blocks
+      from and to staging memory, which is pinned; they come after the device's compute stream. None: host memory alone.
     agent: what moves the bytes; None: NIXL with UCX. It must be new, and belongs to the store.
 
     Between calls there is no order: wait for a store before a load of the same keys. Any thread may use it. The child
@@ -123,6 +147,7 @@ class RemoteStore:
         timeout: float = 5.0,
         staging_nbytes: int = _STAGING_NBYTES,
         agent: Agent | None = None,
+        device: DeviceLike | None = None,
     ) -> None:
         need_curve()
         if not isinstance(replicas, int) or replicas < 1:
@@ -137,7 +162,8 @@ class RemoteStore:
         self._namer = Namer(layout.block_nbytes, layout.text)
         self._agent = agent or NixlAgent(f"kvswap-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}")
         self._stride = -(-(HEADER_NBYTES + layout.block_nbytes) // 64) * 64
-        self._staging = _Staging(self._agent, self._stride, staging_nbytes)
+        self._device = None if device is None else _C.Device(device)
+        self._staging = _Staging(self._agent, self._stride, staging_nbytes, self._device)
         self._piece = max(1, min(self._staging.count // 2, _PIECE_NBYTES // self._stride))
         self._limit, self.pid = queue, os.getpid()
         self._lock = threading.Lock()
@@ -168,24 +194,27 @@ class RemoteStore:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def store(self, keys: Any, blocks: Any, ids: Any = None, *, replace: bool = True) -> RemoteTransfer:
+    def store(
+        self, keys: Any, blocks: Any, ids: Any = None, *, replace: bool = True, after: Sequence[After] = ()
+    ) -> RemoteTransfer:
         """Store blocks under keys; returns the RemoteTransfer at once. The bytes must not change until it ended.
 
         keys: a sequence of bytes (1 to 512 each) or of pairs (block id, pool), or a 2-D array of bytes, a row a key.
-        blocks, ids: one tensor of host memory, block i at its address + i * block_nbytes, with i in ids; or, without
-          ids, one address or tensor of host memory a key. Tensors are held until the transfer ended; memory behind
-          plain addresses must stay mapped as long.
+        blocks, ids: one tensor, block i at its address + i * block_nbytes, with i in ids; or, without ids, one address
+          or tensor a key; of host memory, or of the store's device. Tensors are held until the transfer ended; memory
+          behind plain addresses must stay mapped as long.
+        after: with a device, kvswap Events and Transfers that the copies start after; none of a Transfer that failed.
         replace: False: an existing key is left unchanged and counts as stored, for keys that determine the bytes.
 
         A block is stored if one of its nodes has it. QueueFull: too many unfinished transfers. ValueError, IndexError,
         TypeError: wrong arguments; nothing was queued. Later failures: RemoteTransfer.failed_blocks."""
-        return self._submit("store", keys, blocks, ids, replace)
+        return self._submit("store", keys, blocks, ids, replace, after)
 
-    def load(self, keys: Any, blocks: Any, ids: Any = None) -> RemoteTransfer:
+    def load(self, keys: Any, blocks: Any, ids: Any = None, *, after: Sequence[After] = ()) -> RemoteTransfer:
         """Load the blocks of these keys; returns the RemoteTransfer at once. A block that is missing, was evicted while
-        it was read, or is damaged, is among the failed blocks, and its memory is unchanged. Arguments and errors: as in
-        store()."""
-        return self._submit("load", keys, blocks, ids, False)
+        it was read, or is damaged, is among the failed blocks, and its memory is unchanged; that of a block whose copy
+        to the device failed, or did not end in time, is undefined. Arguments and errors: as in store()."""
+        return self._submit("load", keys, blocks, ids, False, after)
 
     def delete(self, keys: Any, /) -> RemoteTransfer:
         """Delete blocks; returns the RemoteTransfer at once. A missing key counts as deleted. A block of which a node
@@ -279,14 +308,16 @@ class RemoteStore:
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, what: Any, keys: Any, blocks: Any, ids: Any, replace: bool) -> RemoteTransfer:
+    def _submit(
+        self, what: Any, keys: Any, blocks: Any, ids: Any, replace: bool, after: Sequence[After] = ()
+    ) -> RemoteTransfer:
         if self.pid != os.getpid():
             raise _C.Error("this store was opened before fork(): make one in this process")
         names = self._namer.names(keys)
         count = len(names) // _NAME
         addresses, hold = np.zeros(count, np.uint64), None
         if what != "delete":
-            _refuse_gpu(blocks)
+            self._check_device(blocks, after)
             addresses, hold = _C._remote_addresses(blocks, ids, self.layout.block_nbytes, count, what == "load")
         self._look()
         with self._lock:
@@ -295,7 +326,8 @@ class RemoteStore:
             if len(self._unfinished) >= self._limit:
                 self.counts["refused_full"] += 1
                 raise _C.QueueFull(f"{self._limit} transfers of the remote store have not ended: call again later")
-            transfer = RemoteTransfer(what, count, self.layout.block_nbytes, hold, self._ended)
+            transfer = RemoteTransfer(what, count, self.layout.block_nbytes, (hold, *after), self._ended)
+            transfer._after = tuple(after)
             if count:
                 self._unfinished.add(transfer)
             placement, peers = self._order
@@ -310,6 +342,18 @@ class RemoteStore:
             mine.peers = [peers[i] for i in kinds[kind]]
             self._cut(mine)
         return transfer
+
+    def _check_device(self, blocks: Any, after: Sequence[After]) -> None:
+        """Without a device the processor copies the bytes, which cannot read there, and knows no events."""
+        if self._device is None:
+            for i, each in enumerate(blocks if isinstance(blocks, (list, tuple)) else (blocks,)):
+                if not isinstance(each, int) and hasattr(each, "__cuda_array_interface__"):
+                    raise TypeError(f"blocks[{i}] is in GPU memory: that needs RemoteStore(device=...)")
+            if len(after):
+                raise TypeError("after is for a store with a device: RemoteStore(device=...)")
+        for i, each in enumerate(after):
+            if not isinstance(each, (_C.Event, _C.Transfer)):
+                raise TypeError(f"after[{i}] is a {type(each).__name__}: it must be a kvswap Event or Transfer")
 
     def _cut(self, part: _Part) -> None:
         most = m.MOST_KEYS if part.transfer.what == "delete" else self._piece
@@ -411,32 +455,63 @@ class RemoteStore:
         while len(at):
             staged = self._staging.take(len(at), end)
             some, at = at[: len(staged)], at[len(staged) :]
-            verdicts = self._read(peer, run, staged, part.some(some), _addresses(welcome, slots[some]),
-                                  generations[some], end)  # fmt: skip
-            found[some] = verdicts == 0
-            self._tell_wrong(peer, part.some(some), generations[some], verdicts)
+            found[some] = self._read(peer, run, staged, part.some(some), _addresses(welcome, slots[some]),
+                                     generations[some], end)  # fmt: skip
         return found
 
     def _read(
         self, peer: Peer, run: int, staged: list[int], part: _Part, remote: NDArray[Any], generations: NDArray[Any],
         end: float,
-    ) -> NDArray[np.uint8]:  # fmt: skip
-        """Read slots, check them, and copy what is right to where it is wanted."""
-        local = self._staging.addresses(staged)
-        move = self._move("READ", (peer, run), local, remote, staged)
+    ) -> NDArray[np.bool_]:  # fmt: skip
+        """Read slots, check them, and copy what is right to where it is wanted. Which blocks have arrived."""
+        local, copies = self._staging.addresses(staged), list[_C.Transfer]()
+        move = self._move("READ", (peer, run), local, remote, staged, copies)
+        to = part.addresses if self._device is None else None
         try:
             move.wait(end)
-            checked = _C._remote_check(local, part.addresses, self.layout.block_nbytes, part.names, generations)
+            checked = _C._remote_check(local, to, self.layout.block_nbytes, part.names, generations)
+            verdicts = np.frombuffer(checked, np.uint8)
+            arrived: NDArray[np.bool_] = verdicts == 0
+            if to is None and arrived.any():
+                right = np.flatnonzero(arrived)
+                arrived[right] = self._copy(part.some(right), local[right], copies, end)
         finally:
             if self._mover.finish(move):
                 self._link.tell(peer, m.Release(part.names, generations.astype("<i8").tobytes()))
-        return np.frombuffer(checked, np.uint8)
+        self._tell_wrong(peer, part, generations, verdicts)
+        return arrived
 
-    def _move(self, operation: Any, key: object, local: Any, remote: Any, staged: list[int]) -> Move:
+    def _move(
+        self, operation: Any, key: object, local: Any, remote: Any, staged: list[int], copies: list[_C.Transfer]
+    ) -> Move:
+        """copies: one that may use the staging memory, too, is there when the move is left."""
         nbytes = HEADER_NBYTES + self.layout.block_nbytes
-        move = Move(operation, key, local, remote, nbytes, functools.partial(self._staging.give, staged))
+        move = Move(operation, key, local, remote, nbytes, lambda: self._staging.give(staged, *copies))
         self._mover.begin(move)
         return move
+
+    def _copy(self, part: _Part, slots: NDArray[np.uint64], copies: list[_C.Transfer], end: float) -> NDArray[np.bool_]:
+        """Copy blocks between the caller's memory and slots, by the device. Which have arrived; kvswap.Error: none."""
+        source, to = part.addresses, slots + np.uint64(HEADER_NBYTES)
+        if part.transfer.what == "load":
+            source, to = to, source
+        try:  # in this thread: in a lane, copies that wait would hold up those of other transfers
+            for each in part.transfer._after:
+                wait = each.synchronize if isinstance(each, _C.Event) else each.wait
+                wait(max(0.0, end - time.monotonic()))
+            copy = _C.swap_blocks_batch(source, to, self.layout.block_nbytes, device=self._device)
+            copies.append(copy)
+            copy.wait(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            what = "a copy" if copies else "what a copy comes after"
+            raise _C.Error(f"on {self._device!r} {what} did not end within {self.timeout:g} seconds") from None
+        except _C.Error as error:
+            if not copies:
+                raise
+            part.some(copies[0].failed_blocks).note(error)
+        arrived = np.ones(len(slots), bool)
+        arrived[copies[0].failed_blocks] = False
+        return arrived
 
     def _tell_wrong(self, peer: Peer, part: _Part, generations: NDArray[Any], verdicts: NDArray[np.uint8]) -> None:
         wrong = np.flatnonzero(verdicts)
@@ -504,11 +579,32 @@ class RemoteStore:
         self, peer: Peer, run: int, staged: list[int], part: _Part, remote: NDArray[Any], generations: NDArray[Any],
         end: float,
     ) -> NDArray[np.bool_]:  # fmt: skip
-        """Seal blocks in staging memory, write them, and have the node check and publish them."""
+        """Bring blocks to staging memory, seal and write them, and have the node check and publish them."""
+        local = self._staging.addresses(staged)
+        if self._device is None:
+            return self._write_from(part.addresses, peer, run, staged, part, remote, generations, end)
+        copies, arrived = list[_C.Transfer](), np.zeros(len(staged), bool)
+        try:
+            arrived = self._copy(part, local, copies, end)
+        finally:
+            lost = np.flatnonzero(~arrived)
+            if len(lost):
+                self._link.tell(peer, m.Abort(generations[lost].astype("<i8").tobytes(), True))
+                self._staging.give([staged[i] for i in lost], *copies)
+        at, found = np.flatnonzero(arrived), np.zeros(len(staged), bool)
+        if len(at):
+            found[at] = self._write_from(local[at] + np.uint64(HEADER_NBYTES), peer, run, [staged[i] for i in at],
+                                         part.some(at), remote[at], generations[at], end)  # fmt: skip
+        return found
+
+    def _write_from(
+        self, blocks: NDArray[np.uint64], peer: Peer, run: int, staged: list[int], part: _Part, remote: NDArray[Any],
+        generations: NDArray[Any], end: float,
+    ) -> NDArray[np.bool_]:  # fmt: skip
         local = self._staging.addresses(staged)
         numbers = generations.astype("<i8").tobytes()
-        _C._remote_seal(local, part.addresses, self.layout.block_nbytes, part.names, generations)
-        move = self._move("WRITE", (peer, run), local, remote, staged)
+        _C._remote_seal(local, blocks, self.layout.block_nbytes, part.names, generations)
+        move = self._move("WRITE", (peer, run), local, remote, staged, [])
         try:
             move.wait(end)
         except _C.Error:
@@ -534,13 +630,6 @@ class RemoteStore:
             self._fail(part, _C.Error("not reached: each has a reason"))
             return
         self._succeed(part, np.ones(len(part.positions), bool))
-
-
-def _refuse_gpu(blocks: Any) -> None:
-    """The bytes are copied by the processor, which cannot read there."""
-    for i, each in enumerate(blocks if isinstance(blocks, (list, tuple)) else (blocks,)):
-        if not isinstance(each, int) and hasattr(each, "__cuda_array_interface__"):
-            raise TypeError(f"blocks[{i}] is in GPU memory: the remote tier takes host memory; copy it there first")
 
 
 def _contains(names: bytes, number: int) -> m.Contains:
