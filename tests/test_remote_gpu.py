@@ -141,6 +141,7 @@ def test_a_copy_that_does_not_end_keeps_its_staging(rack: Rack, gpu: Gpu, what: 
             transfer.wait(PATIENCE)
         gpu.device.set_compute_stream(0)
         assert store._staging.count - len(store._staging._free) == 1, "the copy may still use it"
+        assert gpu.memory in store._staging._late[0][2][0], "and the blocks"
         gate.open()
     taken: list[int] = []
     until(lambda: taken.extend(store._staging.take(99999, time.monotonic() + 1)) or len(taken) == store._staging.count)

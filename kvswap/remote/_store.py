@@ -82,7 +82,7 @@ class _Staging:
             self._memory = device.alloc(size, host=True)
             self._base = -(-self._memory.ptr // 64) * 64
         self._free = list(range(self.count))
-        self._late: list[tuple[_C.Transfer, list[int]]] = []  # slots that a copy of the device may still use
+        self._late: list[tuple[_C.Transfer, list[int], Any]] = []  # slots that a copy of the device may still use
         self._changed = threading.Condition()
         agent.register(self._base, self.count * stride)
 
@@ -104,11 +104,11 @@ class _Staging:
             self._free.extend(each[1])
         return bool(self._free)
 
-    def give(self, slots: list[int], copy: _C.Transfer | None = None) -> None:
-        """copy: it may still use them, until it has ended."""
+    def give(self, slots: list[int], copy: _C.Transfer | None = None, hold: Any = None) -> None:
+        """copy: it may still use them, and the memory that hold keeps, until it has ended."""
         with self._changed:
             if copy is not None and not copy.done():
-                self._late.append((copy, slots))
+                self._late.append((copy, slots, hold))
             else:
                 self._free.extend(slots)
             self._changed.notify_all()
@@ -464,7 +464,7 @@ class RemoteStore:
         end: float,
     ) -> NDArray[np.bool_]:  # fmt: skip
         """Read slots, check them, and copy what is right to where it is wanted. Which blocks have arrived."""
-        local, copies = self._staging.addresses(staged), list[_C.Transfer]()
+        local, copies = self._staging.addresses(staged), list[Any]()
         move = self._move("READ", (peer, run), local, remote, staged, copies)
         to = part.addresses if self._device is None else None
         try:
@@ -481,16 +481,14 @@ class RemoteStore:
         self._tell_wrong(peer, part, generations, verdicts)
         return arrived
 
-    def _move(
-        self, operation: Any, key: object, local: Any, remote: Any, staged: list[int], copies: list[_C.Transfer]
-    ) -> Move:
-        """copies: one that may use the staging memory, too, is there when the move is left."""
+    def _move(self, operation: Any, key: object, local: Any, remote: Any, staged: list[int], copies: list[Any]) -> Move:
+        """copies: when the move is left, one that may use the staging memory, too, and what keeps the caller's."""
         nbytes = HEADER_NBYTES + self.layout.block_nbytes
         move = Move(operation, key, local, remote, nbytes, lambda: self._staging.give(staged, *copies))
         self._mover.begin(move)
         return move
 
-    def _copy(self, part: _Part, slots: NDArray[np.uint64], copies: list[_C.Transfer], end: float) -> NDArray[np.bool_]:
+    def _copy(self, part: _Part, slots: NDArray[np.uint64], copies: list[Any], end: float) -> NDArray[np.bool_]:
         """Copy blocks between the caller's memory and slots, by the device. Which have arrived; kvswap.Error: none."""
         source, to = part.addresses, slots + np.uint64(HEADER_NBYTES)
         if part.transfer.what == "load":
@@ -500,7 +498,7 @@ class RemoteStore:
                 wait = each.synchronize if isinstance(each, _C.Event) else each.wait
                 wait(max(0.0, end - time.monotonic()))
             copy = _C.swap_blocks_batch(source, to, self.layout.block_nbytes, device=self._device)
-            copies.append(copy)
+            copies += copy, part.transfer._hold
             copy.wait(max(0.0, end - time.monotonic()))
         except TimeoutError:
             what = "a copy" if copies else "what a copy comes after"
@@ -583,7 +581,7 @@ class RemoteStore:
         local = self._staging.addresses(staged)
         if self._device is None:
             return self._write_from(part.addresses, peer, run, staged, part, remote, generations, end)
-        copies, arrived = list[_C.Transfer](), np.zeros(len(staged), bool)
+        copies, arrived = list[Any](), np.zeros(len(staged), bool)
         try:
             arrived = self._copy(part, local, copies, end)
         finally:
