@@ -132,16 +132,13 @@ def test_a_copy_that_does_not_end_keeps_its_staging(rack: Rack, gpu: Gpu, what: 
     rack.node()
     store = rack.store(device=gpu.device, timeout=0.3)
     put(store, range(2))
-    stream = kvswap.Stream(gpu.device)
     with Gate(gpu.device) as gate:
-        gate.hold(stream)
-        gpu.device.set_compute_stream(stream)
+        gate.hold(store._copies)
         transfer = getattr(store, what)(keys(0), gpu.memory, [7])
         with pytest.raises(kvswap.Error, match=r"a copy did not end within 0\.3 seconds"):
             transfer.wait(PATIENCE)
-        gpu.device.set_compute_stream(0)
         assert store._staging.count - len(store._staging._free) == 1, "the copy may still use it"
-        assert gpu.memory in store._staging._late[0][2][0], "and the blocks"
+        assert gpu.memory in store._staging._late[0][2], "and the blocks"
         gate.open()
     taken: list[int] = []
     until(lambda: taken.extend(store._staging.take(99999, time.monotonic() + 1)) or len(taken) == store._staging.count)
@@ -170,6 +167,22 @@ def test_the_copies_come_after_what_they_are_told(rack: Rack, gpu: Gpu) -> None:
     assert (to == block(50)).all() and store.contains(keys(52)) == [False]
 
 
+def test_what_is_queued_after_the_call_is_not_waited_for(rack: Rack, gpu: Gpu) -> None:
+    rack.node()
+    store = rack.store(device=gpu.device, timeout=2.0)
+    stream, before = kvswap.Stream(gpu.device), kvswap.Stream(gpu.device)
+    with Gate(gpu.device) as first, Gate(gpu.device) as second:
+        first.hold(before)
+        gpu.device.set_compute_stream(before)
+        transfer = store.store(keys(1), gpu.memory, [1])
+        second.hold(stream)  # a step that waits for the transfer, say
+        gpu.device.set_compute_stream(stream)
+        assert not transfer.done()
+        first.open()
+        transfer.wait(PATIENCE)
+        gpu.device.set_compute_stream(0)
+
+
 def test_what_comes_after_a_failed_transfer_fails(rack: Rack, gpu: Gpu) -> None:
     rack.node()
     store = rack.store(device=gpu.device)
@@ -189,7 +202,7 @@ def test_arguments(rack: Rack, gpu: Gpu) -> None:
         plain.store(keys(0), [SimpleNamespace(__cuda_array_interface__={})])
     with pytest.raises(TypeError, match="after is for a store with a device"):
         plain.store(keys(0), blocks([0]), [0], after=[kvswap.Event(gpu.device)])
-    with pytest.raises(TypeError, match=r"after\[1\] is a int"):
-        store.load(keys(0), gpu.memory, [0], after=[kvswap.Event(gpu.device), 3])
+    with pytest.raises(TypeError, match=r"after\[1\] is a str"):
+        store.load(keys(0), gpu.memory, [0], after=[kvswap.Event(gpu.device), "x"])
     with pytest.raises(IndexError):
         store.load(keys(0), gpu.memory, [SLOTS])

@@ -129,7 +129,8 @@ class RemoteStore:
     replicas: nodes that hold each block. queue: limit of unfinished transfers before QueueFull.
     timeout: seconds that the bytes of one chunk may take. staging_nbytes: memory that NIXL reads and writes here.
     device: a Device, or what Device() takes: blocks may also be in its memory. kvswap's transfers then copy all blocks
-      from and to staging memory, which is pinned; they come after the device's compute stream. None: host memory alone.
+      from and to staging memory, which is pinned; they come after what the device's compute stream has at the call.
+      None: host memory alone.
     agent: what moves the bytes; None: NIXL with UCX. It must be new, and belongs to the store.
 
     Between calls there is no order: wait for a store before a load of the same keys. Any thread may use it. The child
@@ -163,6 +164,7 @@ class RemoteStore:
         self._agent = agent or NixlAgent(f"kvswap-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}")
         self._stride = -(-(HEADER_NBYTES + layout.block_nbytes) // 64) * 64
         self._device = None if device is None else _C.Device(device)
+        self._copies = None if self._device is None else _C.Stream(self._device)  # nothing else is queued on it
         self._staging = _Staging(self._agent, self._stride, staging_nbytes, self._device)
         self._piece = max(1, min(self._staging.count // 2, _PIECE_NBYTES // self._stride))
         self._limit, self.pid = queue, os.getpid()
@@ -319,6 +321,8 @@ class RemoteStore:
         if what != "delete":
             self._check_device(blocks, after)
             addresses, hold = _C._remote_addresses(blocks, ids, self.layout.block_nbytes, count, what == "load")
+        if self._device is not None and what != "delete":  # this ends when the compute stream's work so far has ended
+            after = [*after, _C.swap_blocks_batch([], [], 1, device=self._device)]
         self._look()
         with self._lock:
             if self._closed:
@@ -326,7 +330,7 @@ class RemoteStore:
             if len(self._unfinished) >= self._limit:
                 self.counts["refused_full"] += 1
                 raise _C.QueueFull(f"{self._limit} transfers of the remote store have not ended: call again later")
-            transfer = RemoteTransfer(what, count, self.layout.block_nbytes, (hold, *after), self._ended)
+            transfer = RemoteTransfer(what, count, self.layout.block_nbytes, hold, self._ended)
             transfer._after = tuple(after)
             if count:
                 self._unfinished.add(transfer)
@@ -389,8 +393,11 @@ class RemoteStore:
 
     def _run(self, part: _Part) -> None:
         try:
+            late = self._late(part.transfer)
             if part.transfer.cancelled:
                 self._fail(part, _C.Error("cancelled"))
+            elif late is not None:
+                self._fail(part, late)
             elif part.transfer.what == "load":
                 self._load(part)
             elif part.transfer.what == "store":
@@ -400,6 +407,19 @@ class RemoteStore:
         except Exception as error:  # no transfer is left without an end
             _log.exception("kvswap.remote: a defect")
             self._fail(part, error)
+
+    def _late(self, transfer: RemoteTransfer) -> Exception | None:
+        """Wait for what the copies come after: here, where no slot is claimed yet, and in no lane that others use."""
+        end = time.monotonic() + self.timeout
+        try:
+            for each in transfer._after:
+                wait = each.synchronize if isinstance(each, _C.Event) else each.wait
+                wait(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            return _C.Error(f"on {self._device!r} what a copy comes after did not end within {self.timeout:g} seconds")
+        except _C.Error as error:
+            return error
+        return None
 
     def _fail(self, part: _Part, otherwise: Exception) -> None:
         """Each block for its own reason, if it has one."""
@@ -493,22 +513,16 @@ class RemoteStore:
         source, to = part.addresses, slots + np.uint64(HEADER_NBYTES)
         if part.transfer.what == "load":
             source, to = to, source
-        try:  # in this thread: in a lane, copies that wait would hold up those of other transfers
-            for each in part.transfer._after:
-                wait = each.synchronize if isinstance(each, _C.Event) else each.wait
-                wait(max(0.0, end - time.monotonic()))
-            copy = _C.swap_blocks_batch(source, to, self.layout.block_nbytes, device=self._device)
-            copies += copy, part.transfer._hold
+        copy = _C.swap_blocks_batch(source, to, self.layout.block_nbytes, stream=self._copies, device=self._device)
+        copies += copy, part.transfer._hold
+        try:
             copy.wait(max(0.0, end - time.monotonic()))
         except TimeoutError:
-            what = "a copy" if copies else "what a copy comes after"
-            raise _C.Error(f"on {self._device!r} {what} did not end within {self.timeout:g} seconds") from None
+            raise _C.Error(f"on {self._device!r} a copy did not end within {self.timeout:g} seconds") from None
         except _C.Error as error:
-            if not copies:
-                raise
-            part.some(copies[0].failed_blocks).note(error)
+            part.some(copy.failed_blocks).note(error)
         arrived = np.ones(len(slots), bool)
-        arrived[copies[0].failed_blocks] = False
+        arrived[copy.failed_blocks] = False
         return arrived
 
     def _tell_wrong(self, peer: Peer, part: _Part, generations: NDArray[Any], verdicts: NDArray[np.uint8]) -> None:

@@ -27,7 +27,7 @@ class RemoteTransfer:
         self._left = set(range(count))  # positions without an outcome; guarded by _lock, as the next
         self._reasons: dict[int, Exception] = {}
         self._hold, self._on_end = hold, ended
-        self._after: tuple[Any, ...] = ()  # what the device's copies start after
+        self._after: tuple[Any, ...] = ()  # kvswap Events and Transfers that the device's copies start after
         self._lock = threading.Lock()
         self._ended = threading.Event()
         if count == 0:
