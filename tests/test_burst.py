@@ -198,24 +198,29 @@ def test_high_overtakes_background_in_every_interleaving(direction: int) -> None
     for seed in range(1, 16):
         device = testing.deterministic_device(seed)
         device.set_slots(TINY, 3)
-        sides = Sides(device, 11 * MIB)
+        sides, held = Sides(device, 11 * MIB), kvswap.Stream(device)
         large = plain(32 * KIB, 1, 256, direction)
         small = plain(8 * KIB, 1, 8, direction, begin=10 * MIB)
         sides.prepare(sides.room)
-        background = sides.swap(large, path="burst", priority="background")
-        while arrived(sides, large) < 4:
-            testing.step(device, 4)
-        high = sides.swap(small, path="burst", priority="high")
-        before = arrived(sides, large)
-        while arrived(sides, small) < small.count:
-            assert testing.step(device) == 1
-        assert arrived(sides, large) - before <= 32, "an eighth of all"
-        assert (background.path, high.path) == ("burst", "burst")
-        finish(sides, [background, high], [large, small])
+        with Gate(device) as gate:  # or most of it would run inside the call that queues it
+            gate.hold(held)
+            background = sides.swap(large, path="burst", priority="background", after=[held])
+            gate.open()
+            while arrived(sides, large) < 4:
+                assert testing.step(device) == 1
+            before = arrived(sides, large)
+            assert before <= 32
+            high = sides.swap(small, path="burst", priority="high")
+            while arrived(sides, small) < small.count:
+                assert testing.step(device) == 1
+            assert arrived(sides, large) - before <= 32, "an eighth of all"
+            assert (background.path, high.path) == ("burst", "burst")
+            finish(sides, [background, high], [large, small])
 
 
 def test_high_overtakes_background(device: kvswap.Device, direction: int) -> None:
-    """The same as it comes, of 64 slots that take their time: `high` is over while most of the rest has yet to go."""
+    """The same as it comes: `high` is over before half of 64 slots' worth of background is. How few go before it, the
+    test above holds; here threads of a busy machine are held up, for as long as several slots take."""
     slot_nbytes = 4 * MIB if device.kind == "cuda" else MIB
     room = 72 * slot_nbytes
     large = plain(slot_nbytes // 4, 1, 256, direction)
@@ -233,7 +238,7 @@ def test_high_overtakes_background(device: kvswap.Device, direction: int) -> Non
                 shares.append(high.elapsed / background.elapsed)
             if len(shares) == 5:
                 break
-    assert len(shares) == 5 and sorted(shares)[2] < 1 / 8, shares  # of a busy machine's threads some are held up
+    assert len(shares) == 5 and sorted(shares)[2] < 1 / 2, shares
 
 
 def test_high_waits_for_no_background(device: kvswap.Device, direction: int) -> None:
