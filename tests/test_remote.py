@@ -248,6 +248,23 @@ def test_more_blocks_than_staging_memory(rack: Rack) -> None:
     assert get(store, range(100))[0] == set(range(100))
 
 
+def test_what_arrived_before_a_read_failed_is_there(rack: Rack) -> None:
+    rack.node()
+    store, reads = rack.store(staging_nbytes=8 * NBYTES), []
+
+    def between(operation: str, piece: int) -> None:
+        reads.append(piece)
+        if len(reads) == 2:
+            raise ConnectionError("cut")
+
+    put(store, range(3))
+    taken = store._staging.take(store._staging.count - 1, time.monotonic() + PATIENCE)
+    store.agent.between = between
+    assert get(store, range(3))[0] == {0}
+    assert reads == [0, 0]
+    store._staging.give(taken)
+
+
 def test_the_queue_is_bounded(rack: Rack) -> None:
     rack.node()
     store = rack.store(queue=2, timeout=PATIENCE)
@@ -657,10 +674,10 @@ def test_a_defect_ends_the_transfer(rack: Rack, monkeypatch: pytest.MonkeyPatch)
     calls = itertools.count()
     good = store._load_from
 
-    def broken(peer: Any, part: Any) -> Any:
+    def broken(peer: Any, part: Any, found: Any) -> None:
         if next(calls):
             raise RuntimeError("a defect")
-        return good(peer, part)
+        good(peer, part, found)
 
     monkeypatch.setattr(store, "_load_from", broken)
     load = store.load(keys(*range(6)), np.zeros((6, NBYTES), np.uint8), range(6))

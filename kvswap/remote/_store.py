@@ -446,12 +446,11 @@ class RemoteStore:
 
     def _load(self, part: _Part) -> None:
         """From the first candidate; what it has not goes on to the next one."""
-        peer = part.peers[0]
+        peer, found = part.peers[0], np.zeros(len(part.positions), bool)
         try:
-            found = self._load_from(peer, part)
+            self._load_from(peer, part, found)
         except _C.Error as error:
             part.note(error)
-            found = np.zeros(len(part.positions), bool)
         self._succeed(part, found)
         if found.all():
             return
@@ -462,9 +461,8 @@ class RemoteStore:
         else:
             self._fail(rest, _C.MissingKey("the block is on no node"))
 
-    def _load_from(self, peer: Peer, part: _Part) -> NDArray[np.bool_]:
-        """Which blocks have arrived."""
-        found = np.zeros(len(part.positions), bool)
+    def _load_from(self, peer: Peer, part: _Part, found: NDArray[np.bool_]) -> None:
+        """Note in `found` which blocks have arrived: also where a later read fails."""
         welcome, run = peer.welcome, peer.run
         if welcome is None:
             raise peer.down()
@@ -477,7 +475,6 @@ class RemoteStore:
             some, at = at[: len(staged)], at[len(staged) :]
             found[some] = self._read(peer, run, staged, part.some(some), _addresses(welcome, slots[some]),
                                      generations[some], end)  # fmt: skip
-        return found
 
     def _read(
         self, peer: Peer, run: int, staged: list[int], part: _Part, remote: NDArray[Any], generations: NDArray[Any],
