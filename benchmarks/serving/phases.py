@@ -22,7 +22,7 @@ STORING = (
 ENOUGH = 0.95  # of what a phase is about: with less it has measured something else
 
 
-def _ms(values: list[float]) -> list[float]:
+def ms(values: list[float]) -> list[float]:
     return [round(1e3 * value, 4) for value in values]
 
 
@@ -135,7 +135,7 @@ class Phases:
             if self.engine.name.endswith("files"):  # 0.26's tiering ends with a KeyError where the host has no room
                 self.engine.settle()
         self.engine.settle()
-        return {"ttft_ms": _ms([request.ttft for request in done]), **self.watch.take()}
+        return {"ttft_ms": ms([request.ttft for request in done]), **self.watch.take()}
 
     # -- measured again and again -------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Phases:
         cached, floor_cached = ([request.cached for request in each] for each in (first, again))
         own = {how: count - before[how] for how, count in self._own_steps().items()}
         return {
-            "ttft_ms": _ms([request.ttft for request in first]), "floor_ms": _ms([request.ttft for request in again]),
+            "ttft_ms": ms([request.ttft for request in first]), "floor_ms": ms([request.ttft for request in again]),
             "cached": cached, "floor_cached": floor_cached,
             "short": self._short_of_hits(sum(cached), len(cached)) + self._short_on_gpu(sum(floor_cached), len(again))
             + (short("loads in their request's step:", sum(own.values()), len(cached)) if own else []),
@@ -181,7 +181,7 @@ class Phases:
         seconds = time.perf_counter() - begin
         return {
             "seconds": round(seconds, 4), "tokens_per_s": round(sum(map(len, prompts)) / seconds),
-            "ttft_ms": _ms([request.ttft for request in done]), "cached": (cached := sum(each.cached for each in done)),
+            "ttft_ms": ms([request.ttft for request in done]), "cached": (cached := sum(each.cached for each in done)),
             "short": self._short_of_hits(cached, len(done)), **self.watch.take(),
         }  # fmt: skip
 
@@ -268,8 +268,8 @@ class Phases:
         gaps = [b - a for request in decoders for a, b in pairwise(request.times) if a >= begin]
         engine.settle()
         return {
-            "itl_ms": _itl(gaps), "seconds": round(seconds, 4), "streamed": len(done),
-            "stream_ttft_ms": _ms([request.ttft for request in done]),
+            "itl_ms": itl(gaps), "seconds": round(seconds, 4), "streamed": len(done),
+            "stream_ttft_ms": ms([request.ttft for request in done]),
             "cached": sum(request.cached for request in done), "planned": planned, **self.watch.take(),
         }  # fmt: skip
 
@@ -325,7 +325,7 @@ class Phases:
         }
 
 
-def _itl(gaps: list[float]) -> dict[str, float]:
+def itl(gaps: list[float]) -> dict[str, float]:
     """Of the gaps between tokens, in milliseconds."""
     ordered = sorted(1e3 * gap for gap in gaps)
     if not ordered:

@@ -16,7 +16,7 @@ from typing import Any
 
 from serving.child import serve
 from serving.engine import Request, prompt
-from serving.phases import _itl, _ms
+from serving.phases import itl, ms
 
 from serving_sglang import scheduler
 from serving_sglang.ways import PAGE, TOY, Sizes, arguments, environment
@@ -166,7 +166,7 @@ class Phases:
         self._settle()
         made = self._look("take")
         self.burst()  # kernels for several prompts are compiled
-        return {"ttft_ms": _ms([request.ttft for request in done]), **made}
+        return {"ttft_ms": ms([request.ttft for request in done]), **made}
 
     # -- measured again and again -------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Phases:
             first.append(self._one(tokens, 1))
             again.append(self._one(tokens, 1))
         return {
-            "ttft_ms": _ms([request.ttft for request in first]), "floor_ms": _ms([request.ttft for request in again]),
+            "ttft_ms": ms([request.ttft for request in first]), "floor_ms": ms([request.ttft for request in again]),
             "cached": [request.details.get("host", 0) for request in first],
             "floor_cached": [request.details.get("device", 0) for request in again], **self._look("take"),
         }  # fmt: skip
@@ -200,7 +200,7 @@ class Phases:
         seconds = time.perf_counter() - begin
         return {
             "seconds": round(seconds, 4), "tokens_per_s": round(sum(map(len, prompts)) / seconds),
-            "ttft_ms": _ms([request.ttft for request in done]), "cached": sum(request.cached for request in done),
+            "ttft_ms": ms([request.ttft for request in done]), "cached": sum(request.cached for request in done),
             **self._look("take"),
         }  # fmt: skip
 
@@ -248,8 +248,8 @@ class Phases:
         done = await asyncio.gather(*beside)
         gaps = [b - a for request in requests for a, b in pairwise(request.times) if a >= begin]
         return {
-            "itl_ms": _itl(gaps), "seconds": round(seconds, 4), "streamed": len(done),
-            "stream_ttft_ms": _ms([request.ttft for request in done]),
+            "itl_ms": itl(gaps), "seconds": round(seconds, 4), "streamed": len(done),
+            "stream_ttft_ms": ms([request.ttft for request in done]),
             "cached": sum(request.details.get("host", 0) for request in done),
         }  # fmt: skip
 
