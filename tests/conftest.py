@@ -439,6 +439,10 @@ class Gate:
     def open(self) -> None:
         self._word().value = 1
 
+    def close(self) -> None:
+        """For streams that are held from now on; nothing may wait at it."""
+        self._word().value = 0
+
     def __enter__(self) -> Gate:
         return self
 

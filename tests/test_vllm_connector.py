@@ -49,6 +49,14 @@ class OffloadingConnector:
             handlers=self.workers[self.spec_name], get_finished=list, submit_load=lambda *_: True
         )
 
+    def handle_preemptions(self, meta: Any) -> None:
+        self.calls = [("theirs", meta)]
+        self.connector_worker.start_kv_transfers = lambda meta: self.calls.append(("loads", meta))
+
+    def start_load_kv(self, forward_context: Any) -> None:
+        del forward_context
+        self.calls.append(("loads", self._connector_metadata))
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         del finished_req_ids
         ended = [result.job_id for result in self.connector_worker.worker.get_finished()]
@@ -93,9 +101,9 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     module = importlib.import_module("kvswap.vllm._connector")
 
-    def make(**extra: Any) -> Any:
+    def make(caches: Any = None, **extra: Any) -> Any:
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-        made = module.KVSwapConnector(config, "worker", SimpleNamespace(kv_cache_groups=[None]))
+        made = module.KVSwapConnector(config, "worker", caches or SimpleNamespace(kv_cache_groups=[None]))
         made.register_kv_caches({})
         return made
 
@@ -192,3 +200,42 @@ def test_a_load_that_could_not_be_submitted_ends_in_the_next_step(connector: Any
     end(made)
     assert made.get_finished(set()) == (set(), {"request-7"})
     assert made.get_block_ids_with_load_errors() == {4}
+
+
+class OwnLoads:
+    """As StepLoads, for the order of the calls."""
+
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+
+    def begin(self, jobs: set[int], forward_context: Any = None) -> None:
+        self.calls().append(("begin", jobs, forward_context))
+
+    def before_forward(self, forward_context: Any) -> None:
+        self.calls().append(("forward", forward_context))
+
+
+@pytest.mark.parametrize(("zeroing", "jobs", "early"), [(False, {3}, True), (True, {3}, False), (False, set(), False)])
+def test_loads_of_a_steps_own_requests_come_first(connector: Any, zeroing: bool, jobs: set[int], early: bool) -> None:
+    """Before vLLM prepares the step's inputs; not where it clears new blocks then."""
+    made = connector(SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=zeroing))
+    made._own_loads, made._sync_loads_of = OwnLoads(lambda: made.calls), lambda meta: meta.jobs
+    for _ in range(2):
+        meta = SimpleNamespace(jobs=jobs)
+        made.handle_preemptions(meta)
+        loads = [("begin", jobs, None if early else "step"), ("loads", meta)]
+        assert made.calls == [("theirs", meta), *(loads if early else [])]
+        made._connector_metadata = meta
+        made.start_load_kv("step")
+        assert made.calls == [("theirs", meta), *loads, ("forward", "step")]
+        assert made.connector_worker._load_jobs == dict.fromkeys(jobs)
+
+
+def test_a_step_that_had_only_begun_is_no_excuse(connector: Any) -> None:
+    """The loads of a step are submitted, whatever became of the step before."""
+    made = connector(SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=False))
+    made._own_loads, made._sync_loads_of = OwnLoads(lambda: made.calls), lambda meta: meta.jobs
+    made.handle_preemptions(SimpleNamespace(jobs={1}))
+    made._connector_metadata = later = SimpleNamespace(jobs={2})
+    made.start_load_kv("step")
+    assert made.calls[-2:] == [("loads", later), ("forward", "step")]

@@ -149,7 +149,7 @@ class Rig:
         self.loads = vllm.layers.StepLoads([self.store, self.load], dict(zip(self.names, self.gpu, strict=True)))
         self.behind = kvswap.Stream(gate.device)
 
-    def submit(self, kind: Any) -> None:
+    def submit(self, kind: Any, early: bool = False) -> None:
         """A step that loads blocks 1 and 2, which a store that the gate holds is bringing to the host."""
         self.gate.hold(self.behind)
         self.gate.device.set_compute_stream(self.behind)
@@ -157,9 +157,12 @@ class Rig:
             self.store.transfer_async(1, GPULoadStoreSpec([20, 21], [2], [0]), CPULoadStoreSpec([5, 6]))
         finally:
             self.gate.device.set_compute_stream(0)
-        self.loads.begin({2}, kind)
+        self.loads.begin({2}, None if early else kind)
         self.load.transfer_async(2, CPULoadStoreSpec([5, 6]), GPULoadStoreSpec([1, 2], [2], [0]))
         self.vllm.context = kind
+
+    def before_forward(self) -> None:
+        self.loads.before_forward(self.vllm.context)
 
     def forward(self, skip: str | None = None) -> list[np.ndarray]:
         """What each layer reads."""
@@ -174,15 +177,26 @@ class Rig:
         """A step without loads."""
         self.vllm.context = context()
         self.loads.begin(set(), self.vllm.context)
-        self.loads.submitted()
+        self.before_forward()
         self.forward()
         assert self.loads.finish() is None
 
-    def close(self) -> None:
+    def again(self) -> None:
+        """All is as it was, for another step; the gate is closed."""
         for handler in (self.store, self.load):
             handler.drain(PATIENCE)
             assert [result.success for result in handler.get_finished()] == [True]
+        self.gate.close()
+        for tensor in (*self.gpu, *self.cpu):
+            tensor[[1, 2, 5, 6]] = 0
+
+    def shut(self) -> None:
+        for handler in (self.store, self.load):
             handler.shutdown(PATIENCE)
+
+    def close(self) -> None:
+        self.again()
+        self.shut()
 
 
 def held(rig: Rig, call: Callable[[], Any]) -> Any:
@@ -207,18 +221,42 @@ def rig(vllm: SimpleNamespace) -> Iterator[Rig]:
 def test_a_layer_is_read_behind_its_load(rig: Rig) -> None:
     rig.learn()
     rig.submit(context())
-    rig.loads.submitted()  # does not wait
+    rig.before_forward()  # does not wait
     read = held(rig, rig.forward)
     np.testing.assert_array_equal(read, rig.expected)
     assert rig.loads.finish() is None and rig.loads.counts == {"layers": 1, "whole": 0}
     rig.close()
 
 
+def test_a_load_before_it_is_known_what_its_step_is(rig: Rig) -> None:
+    """The step is taken for one like the last with loads; where it is another, all of the load is waited for."""
+    rig.learn()
+    for kind, counts in (
+        ("NONE", {"layers": 0, "whole": 1}),  # the first one
+        ("NONE", {"layers": 1, "whole": 1}),
+        ("FULL", {"layers": 1, "whole": 2}),
+        ("NONE", {"layers": 1, "whole": 3}),  # as a whole, like the last one
+        ("NONE", {"layers": 2, "whole": 3}),
+    ):
+        layers = counts["layers"] - rig.loads.counts["layers"]
+        rig.submit(context(kind), early=True)
+        if layers:
+            rig.before_forward()
+            read = held(rig, rig.forward)
+        else:
+            held(rig, rig.before_forward)
+            read = rig.forward()
+        np.testing.assert_array_equal(read, rig.expected)
+        assert rig.loads.finish() is None and rig.loads.counts == counts
+        rig.again()
+    rig.shut()
+
+
 def test_waits_that_are_left_out_are_found(rig: Rig) -> None:
     """The test above can fail: here nothing waits, and the gate stays closed until all is read."""
     rig.learn()
     rig.submit(context())
-    rig.loads.submitted()
+    rig.before_forward()
     rig.loads._wait = lambda _: None
     read = rig.forward()
     rig.gate.open()
@@ -240,7 +278,7 @@ def test_waits_that_are_left_out_are_found(rig: Rig) -> None:
 def test_a_step_that_may_not_call_waits_for_all(rig: Rig, kind: Any) -> None:
     rig.learn()
     rig.submit(kind)
-    held(rig, rig.loads.submitted)
+    held(rig, rig.before_forward)
     for tensor, expected in zip(rig.gpu, rig.expected, strict=True):
         np.testing.assert_array_equal(tensor[[1, 2]], expected)
     assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
@@ -249,7 +287,7 @@ def test_a_step_that_may_not_call_waits_for_all(rig: Rig, kind: Any) -> None:
 
 def test_the_first_step_waits_for_all(rig: Rig) -> None:
     rig.submit(context())
-    held(rig, rig.loads.submitted)
+    held(rig, rig.before_forward)
     rig.forward()
     assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
     rig.close()
@@ -258,12 +296,12 @@ def test_the_first_step_waits_for_all(rig: Rig) -> None:
 def test_a_layer_that_was_not_waited_for(rig: Rig) -> None:
     rig.learn()
     rig.submit(context())
-    rig.loads.submitted()
+    rig.before_forward()
     rig.gate.open()
     rig.forward(skip="layer.2")
     assert "layer.2" in rig.loads.finish()
     rig.loads.begin({3}, context())
-    rig.loads.submitted()
+    rig.before_forward()
     assert rig.loads.counts == {"layers": 1, "whole": 1}  # from now on
     for handler in (rig.store, rig.load):
         handler.shutdown(PATIENCE)
@@ -281,7 +319,7 @@ def test_a_wait_that_cannot_be_queued(rig: Rig, monkeypatch: pytest.MonkeyPatch,
     rig.submit(context(kind))
     with monkeypatch.context() as patch:
         patch.setattr(rig.load, "make_wait", refuse)
-        rig.loads.submitted()
+        rig.before_forward()
         rig.forward()
     assert "may not have waited for it: a stream that is being captured" in rig.loads.finish()
     rig.learn()  # of later steps nothing is said

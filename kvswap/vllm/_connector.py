@@ -17,7 +17,7 @@ Nothing is loaded any more for a request of which a load failed. _finished.py ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +229,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self.has_sync_loads = self._overlaps or (settings.budget > 0 and _has_own_sync_loads())
         self._overlap: Overlap | None = None
         self._own_loads: StepLoads | None = None  # worker
+        # Blocks that vLLM clears when it prepares the inputs would be cleared after their load.
+        self._loads_early = getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
+        self._submitted: Any = None  # worker: the metadata whose loads were submitted early
         self._watch: _Watch | None = None
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -297,20 +300,33 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         super().register_cross_layers_kv_cache(*args, **kwargs)
         self._attach({})
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
+        super().handle_preemptions(kv_connector_metadata)
+        own, worker = self._own_loads, self.connector_worker
+        if own is not None and self._loads_early and self._sync_loads_of(kv_connector_metadata):
+            self._submit_loads(own, kv_connector_metadata, lambda: worker.start_kv_transfers(kv_connector_metadata))
+            self._submitted = kv_connector_metadata
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """As vLLM's; the loads of the step's own requests are submitted, and waited for by its layers."""
-        own = self._own_loads
+        """As vLLM's; the loads of the step's own requests are waited for by its layers."""
+        own, meta, start = self._own_loads, self._connector_metadata, super().start_load_kv
         if own is None:
-            super().start_load_kv(forward_context, **kwargs)
+            start(forward_context, **kwargs)
             return
-        jobs = self._sync_loads_of(self._connector_metadata)
+        early, self._submitted = self._submitted, None
+        if early is None or early is not meta:
+            self._submit_loads(own, meta, lambda: start(forward_context, **kwargs), forward_context)
+        own.before_forward(forward_context)
+
+    def _submit_loads(self, own: StepLoads, meta: Any, submit: Callable[[], None], forward_context: Any = None) -> None:
+        jobs = self._sync_loads_of(meta)
         own.begin(jobs, forward_context)
         try:
-            super().start_load_kv(forward_context, **kwargs)
+            submit()
         finally:
             for job_id in jobs:
                 self.connector_worker._load_jobs[job_id] = None  # vLLM's mark of a request that runs already
-            own.submitted()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The model's stream waits for the layer's blocks that this step loads."""

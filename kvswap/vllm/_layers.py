@@ -1,9 +1,10 @@
 """Loads in the step that needs them: the worker's side of kvswap_overlap.
 
-They are submitted before the model's forward pass. In a step that runs as Python, or as CUDA graphs of pieces, vLLM
-calls wait_for_layer_load() before each layer's attention, and the model's stream waits for this layer's tensors alone.
-A full CUDA graph does not call it (vLLM #29608): before such a step, and before one of which this is not known, the
-stream waits for all of the load. Known means: in earlier steps of the same kind each layer with a cache was waited for.
+They are submitted before the step's inputs are prepared, or else before the model's forward pass. In a step that runs
+as Python, or as CUDA graphs of pieces, vLLM calls wait_for_layer_load() before each layer's attention, and the model's
+stream waits for this layer's tensors alone. A full CUDA graph does not call it (vLLM #29608): before such a step, and
+before one of which this is not known, the stream waits for all of the load. Known means: in earlier steps of the same
+kind each layer with a cache was waited for.
 
 After the forward pass finish() waits on the host until the loads have ended, so that the step's output is told together
 with their failures. A layer that was not waited for in a step that relied on it counts as one, and a wait that could
@@ -48,7 +49,7 @@ def _kind_of(forward_context: Any) -> str | None:
 
 
 class StepLoads:
-    """The loads of the step's own requests. One thread calls, vLLM's worker, in this order: begin(), submitted(),
+    """The loads of the step's own requests. One thread calls, vLLM's worker, in this order: begin(), before_forward(),
     wait_for_layer() in the forward pass, finish()."""
 
     def __init__(self, handlers: Iterable[VLLMHandler], kv_caches: Mapping[str, Any]) -> None:
@@ -56,6 +57,7 @@ class StepLoads:
         self._tensors = tensors_of(kv_caches, self._handlers[0].dst_tensors)
         self._names = frozenset(kv_caches)
         self._seen: dict[str, set[str]] = {}  # layers that were waited for, by the kind of step
+        self._last_kind: str | None = None  # of the last step with loads
         self._waited: set[str] = set()  # in this step
         self._by_layers = self._quiet = self._broken = False
         self._refused: str | None = None  # why the model's stream may not have waited
@@ -63,24 +65,30 @@ class StepLoads:
         self.submitting = False
         self.counts = {"layers": 0, "whole": 0}  # steps with loads, by what they waited for
 
-    def begin(self, jobs: set[int], forward_context: Any) -> None:
-        """These jobs, of the ones that are about to be submitted, load for the step's own requests."""
+    def begin(self, jobs: set[int], forward_context: Any = None) -> None:
+        """These jobs, of the ones that are about to be submitted, load for the step's own requests. Without a context
+        the step is taken for one like the last that had loads."""
         self.jobs = frozenset(jobs)
         if not jobs:  # most steps; finish() has left the rest as it has to be
             return
         self.submitting = True
         self._waited.clear()
-        kind = _kind_of(forward_context)
-        known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
-        self._by_layers = kind is not None and known and not self._broken
+        self._by_layers = self._waits(self._last_kind if forward_context is None else _kind_of(forward_context))
         for handler in self._handlers:
             handler.in_layers = self.jobs if self._by_layers else frozenset()
 
-    def submitted(self) -> None:
-        """The forward pass is next."""
+    def _waits(self, kind: str | None) -> bool:
+        """Whether steps of this kind are known to wait for each layer."""
+        known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
+        return kind is not None and known and not self._broken
+
+    def before_forward(self, forward_context: Any) -> None:
+        """All is submitted, and the forward pass is next."""
         if not self.jobs:
             return
         self.submitting = False
+        self._last_kind = _kind_of(forward_context)
+        self._by_layers = self._by_layers and self._waits(self._last_kind)
         if not self._by_layers:
             self._wait(None)
         how = "layers" if self._by_layers else "whole"
