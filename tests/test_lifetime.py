@@ -59,7 +59,7 @@ def test_import_leaves_no_traces(device_name: str) -> None:
              "hypothesis", "pytest", "unittest", "json", "gzip", "urllib", "email", "http"}
     assert not heavy & (set(sys.modules) - before), heavy & (set(sys.modules) - before)
     new = {name.partition(".")[0] for name in set(sys.modules) - before}
-    assert len(new) < 12, new
+    assert len(new) < 16, new  # dataclasses alone bring ten where NumPy has not
     """
     silent(run(device_name, script, prelude=False))
 

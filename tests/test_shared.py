@@ -833,10 +833,15 @@ def test_a_forked_child_has_pools_of_its_own(name: str, start: Start) -> None:
 def test_no_leak(device: kvswap.Device, name: str) -> None:
     """Open and close, as owner and as joiner, 200 times; fewer on a GPU, where registering takes its time."""
 
-    def count() -> tuple[int, int]:
+    def resident() -> int:
         gc.collect()
-        statm = Path("/proc/self/statm").read_text().split()
-        return int(statm[1]) * PAGE, int(statm[0]) * PAGE
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+    def mappings() -> int:
+        """Of shared memory; of anonymous memory threads keep addresses, for as many arenas as they were at once."""
+        return sum(
+            "/dev/shm/" in line or "/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        )
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -850,17 +855,16 @@ def test_no_leak(device: kvswap.Device, name: str) -> None:
             pool.publish([1])
             joined.wait_ready([1])
             joined.layer(0)[1] = 3
+            assert mappings() > mapped
 
+    mapped = mappings()
     for _ in range(20):
         cycle()
-    before, files = count(), descriptors()
+    before, files = resident(), descriptors()
     for _ in range(200 if device.kind == "host" else 40):
         cycle()
-    after = count()
-    room = (40 if SANITIZED else 2) * MIB
-    threads = 80 * MIB  # addresses of a thread's stack and arena, which are kept; 200 pools would have 200 MiB
-    assert after[0] - before[0] < room and after[1] - before[1] < room + threads
-    assert comes_down(descriptors, files) and comes_down(segments, 0)
+    assert resident() - before < (40 if SANITIZED else 2) * MIB
+    assert comes_down(mappings, mapped) and comes_down(descriptors, files) and comes_down(segments, 0)
 
 
 def test_closing_while_another_thread_waits(device: kvswap.Device, name: str) -> None:
