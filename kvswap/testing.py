@@ -88,7 +88,10 @@ def _binding(name: str, owner: Any = _C) -> Any:
 
 
 def deterministic_device(seed: int) -> _C.Device:
-    """A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides."""
+    """A private host device whose work runs only inside calls on it, in an order that the seed (not 0) decides.
+
+    A call that queues work also runs up to two steps of what is queued already: what should begin later has to wait for
+    an event or a word in memory."""
     device: _C.Device = _binding("_deterministic_device")(seed)
     return device
 

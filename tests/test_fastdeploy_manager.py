@@ -8,6 +8,7 @@ import asyncio
 import collections
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -774,8 +775,13 @@ def test_attach_to_the_engines_caches(by: str) -> None:
     with Manager(2, create=False) as manager:
         engine = Engine(manager, NAMES, CACHE_NBYTES)
         client = manager.client()
-        with pytest.raises(TimeoutError, match=r"waits for attach\(\)|not there"):
-            client.wait_ready(1)
+
+        def waits() -> str:
+            with pytest.raises(TimeoutError) as caught:
+                client.wait_ready(1)
+            return str(caught.value)
+
+        until(lambda: re.search(r"waits for attach\(\)|not there", waits()), "ranks that wait for their caches")
         with pytest.raises(ManagerError, match="there is no segment" if by == "segments" else "no handle of"):
             client.attach(None if by == "segments" else [{}, {}])
         assert not client.status()["ready"]

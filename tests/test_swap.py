@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Bytes, Cache, seam, usable
+from conftest import PATHS, PATIENCE, Buffer, Bytes, Cache, seam, usable
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -480,14 +480,15 @@ shapes = st.tuples(
 @given(
     st.data(),
     st.sampled_from(sorted(CALLS)),
-    st.sampled_from(["dma", "strided", "kernel", "direct", "auto"]),
+    st.sampled_from(PATHS),
     st.lists(shapes, min_size=1, max_size=4),
     st.integers(0, 1),
 )
 def test_anything(
     session_device: kvswap.Device, data: st.DataObject, call: str, path: str, shapes: list[Any], direction: int
 ) -> None:
-    if path not in ("auto", "dma", "strided") and (path == "direct") != (session_device.kind == "host"):
+    info = session_device.info
+    if (path == "direct" and session_device.kind != "host") or (path in ("burst", "kernel") and not info["kernels"]):
         path = "auto"
     fewest_gpu, fewest_cpu = min(s[1] for s in shapes), min(s[2] for s in shapes)
     count = data.draw(st.integers(0, min(fewest_gpu, fewest_cpu)))
