@@ -10,12 +10,14 @@ import re
 import types
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import ROOT
 
 import kvswap
 from kvswap import _C, testing
+from kvswap.typing import ForcedPath
 
 CSRC = ROOT / "csrc"
 WRITTEN = CSRC / "kvswap_version.h"  # by a build, from pyproject.toml
@@ -364,3 +366,15 @@ def test_the_header_is_shipped() -> None:
         assert (folder / name).read_text() == (CSRC / name).read_text()
     for name in includes(CSRC / "kvswap.h"):
         assert not (CSRC / name).exists() or (folder / name).exists(), name
+
+
+LISTS_OF_PATHS = [  # where users and developers look for them
+    *("docs/paths.md", "docs/concepts.md", "docs/configuration.md", "docs/calibration.md", "docs/glossary.md"),
+    *("csrc/py/options.h", "csrc/py/transfer.c", "csrc/plan/cost.c", "benchmarks/cost_table.py"),
+    *("kvswap/_devices.py", "kvswap/bench/methods.py", "kvswap/bench/plot.py"),
+]
+
+
+@pytest.mark.parametrize("path", get_args(ForcedPath))
+def test_paths_are_named_wherever_they_are_listed(path: str) -> None:
+    assert [name for name in LISTS_OF_PATHS if not re.search(rf"\b{path}\b", (ROOT / name).read_text())] == []
