@@ -182,7 +182,7 @@ class Rig:
         assert self.loads.finish() is None
 
     def again(self) -> None:
-        """All is as it was, for another step; the gate is closed."""
+        """After the transfers of a step: the gate is closed, and their targets are cleared, for another one."""
         for handler in (self.store, self.load):
             handler.drain(PATIENCE)
             assert [result.success for result in handler.get_finished()] == [True]
@@ -303,8 +303,7 @@ def test_a_layer_that_was_not_waited_for(rig: Rig) -> None:
     rig.loads.begin({3}, context())
     rig.before_forward()
     assert rig.loads.counts == {"layers": 1, "whole": 1}  # from now on
-    for handler in (rig.store, rig.load):
-        handler.shutdown(PATIENCE)
+    rig.shut()
 
 
 @pytest.mark.parametrize("kind", ["NONE", "FULL"])

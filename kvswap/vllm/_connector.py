@@ -304,8 +304,11 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
         super().handle_preemptions(kv_connector_metadata)
         own, worker = self._own_loads, self.connector_worker
-        if own is not None and self._loads_early and self._sync_loads_of(kv_connector_metadata):
-            self._submit_loads(own, kv_connector_metadata, lambda: worker.start_kv_transfers(kv_connector_metadata))
+        if own is None or not self._loads_early:
+            return
+        jobs = self._sync_loads_of(kv_connector_metadata)
+        if jobs:
+            self._submit_loads(own, jobs, lambda: worker.start_kv_transfers(kv_connector_metadata))
             self._submitted = kv_connector_metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -316,11 +319,13 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             return
         early, self._submitted = self._submitted, None
         if early is None or early is not meta:
-            self._submit_loads(own, meta, lambda: start(forward_context, **kwargs), forward_context)
+            jobs = self._sync_loads_of(meta)
+            self._submit_loads(own, jobs, lambda: start(forward_context, **kwargs), forward_context)
         own.before_forward(forward_context)
 
-    def _submit_loads(self, own: StepLoads, meta: Any, submit: Callable[[], None], forward_context: Any = None) -> None:
-        jobs = self._sync_loads_of(meta)
+    def _submit_loads(
+        self, own: StepLoads, jobs: set[int], submit: Callable[[], None], forward_context: Any = None
+    ) -> None:
         own.begin(jobs, forward_context)
         try:
             submit()

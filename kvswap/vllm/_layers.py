@@ -79,8 +79,8 @@ class StepLoads:
 
     def _waits(self, kind: str | None) -> bool:
         """Whether steps of this kind are known to wait for each layer."""
-        known = bool(self._names) and self._names <= self._seen.get(kind or "", set())
-        return kind is not None and known and not self._broken
+        known = kind is not None and self._names <= self._seen.get(kind, set())
+        return known and bool(self._names) and not self._broken
 
     def before_forward(self, forward_context: Any) -> None:
         """All is submitted, and the forward pass is next."""
