@@ -368,6 +368,8 @@ def test_the_header_is_shipped() -> None:
         assert not (CSRC / name).exists() or (folder / name).exists(), name
 
 
+# -- paths ------------------------------------------------------------------------------------------------------------
+
 LISTS_OF_PATHS = [  # where users and developers look for them
     *("docs/paths.md", "docs/concepts.md", "docs/configuration.md", "docs/calibration.md", "docs/glossary.md"),
     *("csrc/py/options.h", "csrc/py/transfer.c", "csrc/plan/cost.c", "benchmarks/cost_table.py"),
