@@ -67,7 +67,7 @@ class Rig:
         self.device = device
         self.area = AREA[device.kind]
         self.moved = MOVED[device.kind]
-        self.kernel_ctas: int | None = None  # of path kernel, unless a measurement says otherwise
+        self.kernel_ctas: dict[Direction, int] = {}  # of path kernel, unless a measurement says otherwise
         self.bytes_verified = 0
         self._stream = stream
         self._rng = np.random.default_rng(1)
@@ -116,7 +116,7 @@ class Rig:
         gpu = (gpu_ptrs + gpu_ids * row).reshape(-1).astype(np.uint64)
         cpu = (cpu_ptrs + cpu_ids * cpu_stride).reshape(-1).astype(np.uint64)
         source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
-        ctas = max_ctas or self.kernel_ctas if path == "kernel" else None
+        ctas = max_ctas or self.kernel_ctas.get(direction) if path == "kernel" else None
         pace = pace_gbps or UNPACED if path == "kernel" else None
         gpu_list, cpu_list = gpu_ptrs.reshape(-1).astype(np.uint64), cpu_ptrs.reshape(-1).astype(np.uint64)
 

@@ -45,7 +45,7 @@ _REPEATS, _LEAST_REPEATS, _START_REPEATS = 5, 3, 15
 _CTAS = (1, 2, 4, 8, 16, 32, 64)
 _CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
-_LEAST_CTAS = 8
+_LEAST_CTAS: dict[Direction, int] = {"d2h": 8, "h2d": 4}  # the caller's work hides what they bring
 _PACE_SIZE = 32 << 10  # of the blocks by which it is told what the kernel reaches at its pace
 # CTAs of path kernel, and its pace as a share of the link (0: unpaced), that a decode step on an H200 hardly felt.
 _GentleName: TypeAlias = Literal[
@@ -210,24 +210,24 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
         }
     except Unavailable:
         return tuning
-    best = [max(reached) for reached in zip(*gbps.values(), strict=True)]
-    shares = {ctas: min(np.divide(reached, best)) for ctas, reached in gbps.items()}
-    # Not fewer than eight: the caller's work hides their advantage.
-    high = max(fewest(shares, _ENOUGH * max(shares.values())), max(ctas for ctas in gbps if ctas <= _LEAST_CTAS))
-    rig.kernel_ctas = high
-    tuning["kernel_high_d2h"] = tuning["kernel_high_h2d"] = (high, 0.0, 0.0)  # which its costs are of
+    for i, direction in enumerate(DIRECTIONS):
+        reached = {ctas: both[i] for ctas, both in gbps.items()}
+        enough = fewest(reached, _ENOUGH * max(reached.values()))
+        high = max(enough, max(ctas for ctas in reached if ctas <= _LEAST_CTAS[direction]))
+        rig.kernel_ctas[direction] = high
+        tuning["kernel_high_d2h" if direction == "d2h" else "kernel_high_h2d"] = (high, 0.0, 0.0)  # as its costs
     return tuning
 
 
 def _measure_gentle(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
     """CTAs and pace of path kernel at the priorities `normal` and `background`, and the GB/s that it reaches alone."""
-    high = rig.kernel_ctas
-    if high is None:
+    if not rig.kernel_ctas:
         return
     progress(0, 1, "the kernel's paces")
     link: dict[Direction, float] = {"d2h": tuning["link_gbps_d2h"], "h2d": tuning["link_gbps_h2d"]}
     shape = Shape(1, _PACE_SIZE, max(1, rig.moved // _PACE_SIZE))
     for name, direction, most_ctas, share in _GENTLE:
+        high = rig.kernel_ctas[direction]
         ctas, pace = min(most_ctas, high), round(share * link[direction], 3)  # high is within the SMs
         if rig.device.kind == "host":  # no SMs to share with a model
             ctas, pace = high, 0.0

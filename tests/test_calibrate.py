@@ -219,9 +219,9 @@ class Rig:
     """Takes no time, and knows what each transfer costs."""
 
     area, moved, bytes_verified = 1 << 30, MOVED, 0
-    kernel_ctas: int | None = None
 
     def __init__(self, costs: _C._Costs, refused: dict[str, int] | None = None) -> None:
+        self.kernel_ctas: dict[str, int] = {}
         self.costs, self.refused = costs, refused or {}
         self.device = kvswap.Device("host:0")
         self.asked: list[tuple[str, str, Shape]] = []
@@ -277,7 +277,7 @@ def test_a_path_that_is_not_there_is_unknown() -> None:
     assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
     result.costs["tuning"] = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
     assert result.costs["tuning"] == {"link_gbps_d2h": 50, "link_gbps_h2d": 40}
-    assert rig.kernel_ctas is None
+    assert rig.kernel_ctas == {}
     asked = len(rig.asked)
     calibrate._measure_gentle(rig, result.costs["tuning"], lambda done, total, what: None)  # type: ignore[arg-type]
     assert len(result.costs["tuning"]) == 2 and len(rig.asked) == asked, "there is no kernel to be gentle"
@@ -361,22 +361,22 @@ def test_the_fewest_ctas_that_are_enough() -> None:
     assert calibrate.fewest({1: 10.0, 2: 19.5, 4: 20.0, 8: 19.0}, 19.4) == 2
     assert calibrate.fewest({1: 10.0}, 11) == 0
     rig = Rig(_C._costs_read(None))
-    gbps = {1: 10, 2: 20, 4: 28, 8: 36, 16: 39, 32: 40}
+    gbps = {"d2h": {1: 10, 2: 20, 4: 28, 8: 36, 16: 39, 32: 40}, "h2d": {1: 10, 2: 39, 4: 40, 8: 40, 16: 40, 32: 40}}
 
     def measure(path: str, direction: str, shape: Shape, repeats: int, max_ctas: int) -> float:
-        return shape.nbytes / (gbps.get(max_ctas, 40) * 1e9) * (2 if direction == "h2d" else 1)
+        return shape.nbytes / (gbps[direction].get(max_ctas, 40) * 1e9)
 
     rig.measure = measure  # type: ignore[assignment]
     rig.device = type("Device", (), {"info": {"sms": 32}})()
     tuning = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-    assert rig.kernel_ctas == 16  # 39 of 40 is enough
-    assert tuning["kernel_high_d2h"] == tuning["kernel_high_h2d"] == (16, 0, 0)
+    assert rig.kernel_ctas == {"d2h": 16, "h2d": 4}  # 39 of 40 is enough, and two CTAs are too few
+    assert (tuning["kernel_high_d2h"], tuning["kernel_high_h2d"]) == ((16, 0, 0), (4, 0, 0))
     assert (tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) == (50, 40)
-    for sms, few in ((132, 8), (6, 4)):  # not fewer than eight, where there are so many
-        gbps = dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 40)
+    gbps["d2h"] = gbps["h2d"] = {}
+    for sms, few in ((132, 8), (6, 4), (1, 1)):  # to the host not fewer than eight, where there are so many
         rig.device = type("Device", (), {"info": {"sms": sms}})()
         calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-        assert rig.kernel_ctas == few
+        assert rig.kernel_ctas == {"d2h": few, "h2d": min(few, 4)}
 
 
 class Paced:
@@ -386,7 +386,7 @@ class Paced:
 
     def __init__(self, kind: str, high: int) -> None:
         self.device = type("Device", (), {"kind": kind})()
-        self.kernel_ctas = high
+        self.kernel_ctas = {"d2h": high, "h2d": high}
         self.asked: list[tuple[str, int, float]] = []
 
     def measure(self, path: str, direction: str, shape: Shape, repeats: int, ctas: int, pace: float) -> float:
@@ -446,7 +446,7 @@ def test_how_the_kernel_runs_is_told() -> None:
     costs["tuning"] |= gentle(Paced("cuda", 1), 50, 40)
     lines = calibrate.table(costs).splitlines()
     assert "normal     D2H 1 CTA at 38.5 GB/s (38.5), H2D 1 CTA unpaced" in lines
-    assert "high       D2H 8 CTAs unpaced, H2D 8 CTAs unpaced" in lines
+    assert "high       D2H 8 CTAs unpaced, H2D 4 CTAs unpaced" in lines
 
 
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:

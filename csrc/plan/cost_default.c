@@ -48,7 +48,7 @@ static const struct kvs_costs costs = {
       },
       [KVS_H2D] = {
         [KVS_PRIORITY_NORMAL] = {2, 0, 42.7},
-        [KVS_PRIORITY_HIGH] = {8, 0, 0},
+        [KVS_PRIORITY_HIGH] = {4, 0, 0},
         [KVS_PRIORITY_BACKGROUND] = {2, 27.7, 27.5},
       },
     },
