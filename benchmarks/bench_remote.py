@@ -47,7 +47,8 @@ def node(folder: Path, block_nbytes: int, blocks: int, *more: str) -> Iterator[s
         (folder / "allowed").chmod(0o600)
     command = [sys.executable, "-m", "kvswap", "remote", "serve", "--bind", "127.0.0.1:0", "--block", str(block_nbytes)]
     command += ["--blocks", str(blocks), "--key", str(folder / "node"), "--clients", str(folder / "allowed"), *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    env = os.environ | {"PYTHONSAFEPATH": "1"}  # not the sources, where this runs among them
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
