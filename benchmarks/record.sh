@@ -225,10 +225,10 @@ gds() {
 # network.
 remote() {
   {
-    section "UCX_TLS=tcp bench_remote.py" env UCX_TLS=tcp timeout 60 python3 -P benchmarks/bench_remote.py
+    section "UCX_TLS=tcp,cuda_copy bench_remote.py" env UCX_TLS=tcp,cuda_copy timeout 60 python3 -P benchmarks/bench_remote.py
     section "bench_remote.py" timeout 60 python3 -P benchmarks/bench_remote.py
-    section "UCX_TLS=tcp bench_remote.py --block 256KiB --blocks 128" \
-      env UCX_TLS=tcp timeout 60 python3 -P benchmarks/bench_remote.py --block 256KiB --blocks 128
+    section "UCX_TLS=tcp,cuda_copy bench_remote.py --block 256KiB --blocks 128" \
+      env UCX_TLS=tcp,cuda_copy timeout 60 python3 -P benchmarks/bench_remote.py --block 256KiB --blocks 128
   } >"$out/remote.txt"
   grep -E "^==|GB/s|contains|exit status" "$out/remote.txt"
 }
