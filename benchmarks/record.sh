@@ -227,6 +227,7 @@ remote() {
   {
     section "UCX_TLS=tcp,cuda_copy bench_remote.py" env UCX_TLS=tcp,cuda_copy timeout 60 python3 -P benchmarks/bench_remote.py
     section "bench_remote.py" timeout 60 python3 -P benchmarks/bench_remote.py
+    section "bench_remote.py --blocks 256" timeout 100 python3 -P benchmarks/bench_remote.py --blocks 256
     section "UCX_TLS=tcp,cuda_copy bench_remote.py --block 256KiB --blocks 128" \
       env UCX_TLS=tcp,cuda_copy timeout 60 python3 -P benchmarks/bench_remote.py --block 256KiB --blocks 128
   } >"$out/remote.txt"
