@@ -202,9 +202,9 @@ class Engine:
                 self.checked += len(indices)
 
     def arrived(self) -> None:
-        """The model's kernels run behind what its stream waits for."""
+        """The model's kernels run behind what its stream waits for; torch's stream of a CPU has no work."""
         stream = cache_controller.device_module.current_stream()
-        if stream is not None:
+        if hasattr(stream, "synchronize"):
             stream.synchronize()
 
     # -- what SGLang's scheduler does ---------------------------------------------------------------------------------
