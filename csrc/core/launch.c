@@ -15,7 +15,7 @@ enum {
   IDS_THREADS = 256,
   IDS_CTAS = 512,
   PEER_CTAS = 64,         /* between two H200, 16 KiB a block: 8 reach 0.49 of a plain copy, 32 0.81, 64 0.90 */
-  ROWS_NBYTES = 16 << 10, /* least bytes of rows that all CTAs have begun, with priority high */
+  ROWS_NBYTES = 16 << 10, /* one row for each CTA, with priority high */
   LEAST_CHUNK = 1 << 10,  /* of a stage of RING */
 };
 static const uint64_t SLOWEST_NS_PER_MIB = 1000000000; /* limit of the kernel's arithmetic: 1 MB/s a CTA */
@@ -180,8 +180,8 @@ static uint32_t chunk_for(uint64_t row) {
 
 /* A warp of RING has a fixed number of copies under way, so short rows need more CTAs to fill the link. Measured, H200,
  * host to device: 51 GB/s from 128 KiB under way on, and in proportion below; 8 CTAs have half of that with rows of 512
- * bytes, and reach 29. So many that a row of each makes 16 KiB: 8 from 2 KiB a row on, 4 from 4 KiB on. Not where a
- * priority limits what copies cost a model: that was measured with its own CTAs. */
+ * bytes, and reach 29. If each CTA begins one row, these rows are 16 KiB: 8 CTAs with rows of 2 KiB, 16 with 1 KiB. Not
+ * where a priority limits what copies cost a model: that was measured with its own CTAs. */
 static unsigned ctas_for(const struct kvs_submission *s, uint64_t row) {
   unsigned ctas = most_ctas(s), sms = s->device->info.sms > 0 ? (unsigned)s->device->info.sms : 1;
   if (s->options->max_ctas || s->options->priority != KVS_PRIORITY_HIGH || s->work->direction == KVS_OTHER_DIRECTION)

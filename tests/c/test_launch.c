@@ -75,8 +75,8 @@ static void test_width(void) {
   static const struct {
     uint64_t nbytes;
     unsigned ctas, chunk;
-  } cases[] = {{128, 32, 1024},  {512, 32, 1024}, {656, 24, 1024}, {1008, 16, 2048},
-               {1024, 16, 2048}, {2048, 8, 4096}, {4096, 8, 4096}, {65536, 8, 4096}};
+  } cases[] = {{128, 32, 1024}, {512, 32, 1024}, {656, 24, 1024}, {1008, 16, 2048}, {1024, 16, 2048},
+               {2048, 8, 4096}, {4096, 8, 4096}, {8192, 8, 4096}, {65536, 8, 4096}};
   for (int direction = KVS_D2H; direction <= KVS_H2D; direction++)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
       struct kvs_options options = {.path = KVS_PATH_KERNEL, .priority = KVS_PRIORITY_HIGH};
