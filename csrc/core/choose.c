@@ -91,12 +91,6 @@ void kvs_find_shape(struct kvs_work *work, uint64_t cpu_slots) {
 
 /* -- which way ------------------------------------------------------------------------------------------------- */
 
-static const struct kvs_region *pageable(const struct kvs_regions *regions) {
-  for (size_t i = 0; i < regions->count; i++)
-    if (regions->items[i].memory == KVS_MEMORY_PAGEABLE) return &regions->items[i];
-  return NULL;
-}
-
 /* cuMemcpy from host to host waits for the stream and runs in the caller's thread. */
 static bool would_block(const struct kvs_submission *s) {
   const struct kvs_regions *regions = &s->work->scratch->regions;
@@ -196,7 +190,7 @@ static int pick(struct kvs_submission *s, enum kvs_path *path) {
   struct kvs_engine *engine = s->engine;
   *path = prefers_direct(engine)                             ? KVS_PATH_DIRECT
           : s->peer                                          ? pick_for_peer(s)
-          : pageable(&s->work->scratch->regions)             ? KVS_PATH_DMA /* the driver stages it */
+          : kvs_pageable(&s->work->scratch->regions)         ? KVS_PATH_DMA /* the driver stages it */
           : would_block(s) && !reason_against_kernel(engine) ? KVS_PATH_KERNEL
                                                              : KVS_PATH_AUTO;
   return *path == KVS_PATH_AUTO ? fastest(s, path) : KVS_OK;
@@ -253,7 +247,7 @@ static bool fits_burst(const struct kvs_submission *s) {
 /* Ids on the device: a kernel reads them, and only kernels know what to copy. */
 static int pick_for_ids(struct kvs_submission *s, enum kvs_path *path) {
   const struct kvs_ids_side *side = &s->work->on_device;
-  const struct kvs_region *region = pageable(&s->work->scratch->regions);
+  const struct kvs_region *region = kvs_pageable(&s->work->scratch->regions);
   const char *why = reason_against_kernel(s->engine);
   if (*path != KVS_PATH_AUTO && *path != KVS_PATH_BURST && *path != KVS_PATH_KERNEL)
     return kvs_fail(
@@ -312,7 +306,7 @@ int kvs_choose_path(struct kvs_submission *s, enum kvs_path *path) {
                     : kvs_bursts_off(s->engine, off) ? off
                                                      : NULL;
   if (why) return refuse_path(s, *path, why);
-  const struct kvs_region *region = pageable(&s->work->scratch->regions);
+  const struct kvs_region *region = kvs_pageable(&s->work->scratch->regions);
   if (region)
     return kvs_fail(s->err, KVS_INVALID,
                     "path '%s' cannot reach pageable host memory at 0x%" PRIx64

@@ -76,6 +76,41 @@ void kvs_fail_all(struct kvs_submission *s, const struct kvs_error *why) {
   s->transfer->all_failed = true;
 }
 
+/* -- sources in pageable memory ---------------------------------------------------------------------------------- */
+
+static const int64_t SOURCE_NS = 60ll * 1000 * 1000 * 1000;
+
+const struct kvs_region *kvs_pageable(const struct kvs_regions *regions) {
+  for (size_t i = 0; i < regions->count; i++)
+    if (regions->items[i].memory == KVS_MEMORY_PAGEABLE) return &regions->items[i];
+  return NULL;
+}
+
+static int poll_stream(void *arg, struct kvs_error *err) {
+  const struct kvs_submission *s = arg;
+  int status = kvs_dev_stream_query(s->device, s->lane->stream, err);
+  return status == KVS_REFUSED ? KVS_NOT_READY : status; /* a refused query says nothing about the stream */
+}
+
+/* A driver may read pageable memory while it is asked to copy it, whatever the stream still waits for (H200, driver
+ * 580: a load behind a store read the bytes of before the store). So all that comes before on the stream ends first. */
+bool kvs_await_source(struct kvs_submission *s) {
+  struct kvs_error why;
+  if (!s->reads_early) return true;
+  int status = kvs_wait_until(poll_stream, s, s->device->stepped, SOURCE_NS, &why);
+  if (status == KVS_TIMEOUT)
+    (void)kvs_fail(
+        &why, KVS_REFUSED,
+        "the source is pageable host memory, which is copied only when all that comes before has ended, and "
+        "that had not after %.0f s; nothing was copied: pin it (Device.register), so that nothing waits for it",
+        (double)SOURCE_NS / 1e9);
+  if (kvs_is_lost(status))
+    kvs_stop_issuing(s, &why);
+  else if (status)
+    kvs_fail_all(s, &why);
+  return status == KVS_OK;
+}
+
 /* -- copies ---------------------------------------------------------------------------------------------------- */
 
 static void issue_range(struct kvs_submission *s, size_t from, size_t to) {

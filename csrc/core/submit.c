@@ -115,6 +115,7 @@ static void watch(struct kvs_submission *s, size_t layer, size_t end) {
 static void issue_span(struct kvs_submission *s, size_t layer, size_t end) {
   watch(s, layer, end);
   look_at(s, layer, end);
+  if (!kvs_await_source(s)) return;
   issue_view(s, layer, end);
   kvs_issue_rects(s, begin_of(s, layer).rects, end_of(s, end).rects);
 }
@@ -138,6 +139,7 @@ static void issue_layers(struct kvs_submission *s) {
 }
 
 static void issue(struct kvs_submission *s) {
+  s->reads_early = s->work->direction != KVS_D2H && kvs_pageable(&s->work->scratch->regions);
   for (size_t i = 0; i < s->work->nlost; i++) kvs_note_failure(s, s->work->lost[i], &s->work->lost_error);
   if (s->work->layered)
     issue_layers(s);

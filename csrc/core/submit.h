@@ -25,6 +25,7 @@ struct kvs_submission {
   bool ahead;                    /* burst: start dependencies are waited for on the burst stream alone */
   size_t uploaded;               /* burst: number of pairs uploaded or being uploaded */
   bool begun;                    /* burst: the first burst is queued */
+  bool reads_early;              /* the driver reads the source before its turn: kvs_await_source() */
   size_t failed_capacity;
   size_t cursor;         /* where kvs_block_by_block() continues */
   bool leftovers;        /* work may be on the streams although the call fails */
@@ -47,7 +48,9 @@ static inline void kvs_stop_issuing(struct kvs_submission *s, const struct kvs_e
 
 /* issue.c: copies on the lane stream. A refused copy is retried in smaller parts, down to single blocks; blocks that
  * still fail are noted. */
-void kvs_issue_copies(struct kvs_submission *);                        /* the copies in view */
+const struct kvs_region *kvs_pageable(const struct kvs_regions *); /* the first one that is pageable; NULL: none */
+bool kvs_await_source(struct kvs_submission *);                    /* false: the transfer has failed; issue nothing */
+void kvs_issue_copies(struct kvs_submission *);                    /* the copies in view */
 void kvs_issue_rects(struct kvs_submission *, size_t from, size_t to); /* of the plan's rects */
 void kvs_note_failure(struct kvs_submission *, uint32_t block, const struct kvs_error *why);
 void kvs_fail_all(struct kvs_submission *,
