@@ -18,11 +18,15 @@ enum { FEW = 3 };
 static const double KERNEL_HANDICAP = 1.01;
 
 /* A copy takes half a microsecond of the driver's time in the caller's thread, and blocks other threads in the driver:
- * 18 ms for 33,000 copies of 32 KiB, which run 20 ms. A kernel runs a quarter longer and is queued in 0.1 ms. */
+ * 18 ms for 33,000 copies of 32 KiB, which run 20 ms. A kernel runs a quarter longer and is queued in 0.1 ms. Of large
+ * copies it is little: 2,048 of 256 KiB, a load layer by layer in a whole vLLM (H200), took 9.9 ms by bursts and 12.0
+ * by the kernel, beside the layers that wait for them. */
 static const double MANY_HANDICAP = 1.25;
-static const uint64_t MANY_COPIES = 1024;
+static const uint64_t MANY_COPIES = 1024, LARGE_COPY_NBYTES = 128 << 10;
 
-static double many(uint64_t copies) { return copies > MANY_COPIES ? MANY_HANDICAP : 1.0; }
+static double many(uint64_t copies, uint64_t nbytes) {
+  return copies > MANY_COPIES && nbytes / copies < LARGE_COPY_NBYTES ? MANY_HANDICAP : 1.0;
+}
 
 /* No calibration covers copies between GPUs. Measured between two H200: the copy engine moves 367 GB/s and more from
  * 256 KiB a copy on, 54 at 64 KiB; a kernel 355 at any size (benchmarks/bench_peer.py). */
@@ -132,8 +136,8 @@ static bool take_slots(struct kvs_submission *s) {
  * handicap: the model's slowdown does not count. */
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
-  if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape) * many(s->work->shape.runs);
-  if (path == KVS_PATH_DMA) ns *= many(s->work->shape.copies);
+  if (path == KVS_PATH_BURST) ns *= short_runs(&s->work->shape) * many(s->work->shape.runs, s->work->nbytes);
+  if (path == KVS_PATH_DMA) ns *= many(s->work->shape.copies, s->work->nbytes);
   if (path != KVS_PATH_KERNEL) return ns;
   double gbps = kvs_kernel_gbps(s), paced = gbps > 0 ? (double)s->work->nbytes / gbps : 0;
   if (paced > ns) ns = paced;
