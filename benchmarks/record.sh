@@ -39,7 +39,8 @@ section() {
 # The suite, six (or JOBS) of its files at a time, in LIMIT seconds; each file's own output, then what all came to. A test
 # that hangs ends its process, and the rest of its file goes on in another one.
 suite_part() {
-  pytest 560 -q -n 1 --max-worker-restart 4 --durations=3 --long-seconds=2 "$1" >"$parts/$(basename "$1" .py).log" 2>&1
+  local name=$(basename "$1" .py) # a folder of its own: pytest stumbles over other processes that clear old ones
+  pytest 560 -q -n 1 --max-worker-restart 4 --durations=3 --long-seconds=2 --basetemp "$parts/$name" "$1" >"$parts/$name.log" 2>&1
 }
 
 suite() {
