@@ -6,12 +6,16 @@ The node is a process of this machine (kvswap remote serve). NIXL's own transfer
 the same agents and between the same registered memories, without checksum, control message or copy. The store's calls
 go the whole way: placement, control messages, NIXL, header and checksum of each block, copy to the caller's memory;
 every byte is compared afterwards, outside of the timed part. They take turns. s: seconds of this process's processor a
-GB. Look-ups are of 1,000 keys over tcp.
+GB. Then where the store's time goes: seconds a GB of its threads together, in NIXL's calls, in sealing and checking
+blocks, and in waiting for the node's answers. Look-ups are of 1,000 keys over tcp.
+
+--piece: what the store moves at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -22,13 +26,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 import kvswap
+from kvswap import _C
 from kvswap.files import Layout
-from kvswap.remote import RemoteStore, new_secret, write_secret
+from kvswap.remote import RemoteStore, _store, new_secret, write_secret
 from kvswap.remote._messages import Abort, Claim
 from kvswap.replay.units import parse_size
 
@@ -68,6 +74,39 @@ class Clock:
 
     def read(self) -> Result:
         return self.gb / (time.perf_counter() - self.begin), (time.process_time() - self.used) / self.gb
+
+
+class Parts:
+    """Where the store's threads spend their time."""
+
+    def __init__(self, store: Any) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.wrap(store._agent, "in NIXL", "begin", "running")
+        self.wrap(store._link, "waiting for the node", "answer")
+        extension = SimpleNamespace(**vars(_C))
+        vars(_store)["_C"] = extension
+        self.wrap(extension, "sealing", "_remote_seal")
+        self.wrap(extension, "checking", "_remote_check")
+
+    def wrap(self, owner: Any, part: str, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, functools.partial(self.timed, part, getattr(owner, name)))
+
+    def timed(self, part: str, call: Any, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return call(*arguments)
+        finally:
+            self.seconds[part] += time.perf_counter() - begin
+
+    def measure(self, ours: Ours, runs: int) -> None:
+        for operation in ("WRITE", "READ"):
+            self.seconds.clear()
+            found = [1 / ours.move(operation)[0] for _ in range(runs)]
+            gb = runs * ours.source.nbytes / 1e9
+            parts = ", ".join(f"{name} {seconds / gb:.3f}" for name, seconds in sorted(self.seconds.items()))
+            what = "store" if operation == "WRITE" else "load"
+            print(f"{what:<6} {statistics.median(found):.3f} s a GB; in all threads: {parts}", flush=True)
 
 
 class Bare:
@@ -122,8 +161,8 @@ class Ours:
         return result
 
 
-def measure(store: Any, block_nbytes: int, blocks: int, runs: int) -> None:
-    bare, ours = Bare(store, block_nbytes, blocks), Ours(store, block_nbytes, blocks)
+def measure(store: Any, ours: Ours, block_nbytes: int, blocks: int, runs: int) -> None:
+    bare = Bare(store, block_nbytes, blocks)
     found: dict[str, list[tuple[float, float]]] = {"WRITE": [], "READ": []}
     used: dict[tuple[str, int], list[float]] = defaultdict(list)
     for run in range(-2, runs):  # the first two are not counted: connections are made
@@ -165,11 +204,14 @@ def main() -> None:
     parser.add_argument("--block", type=parse_size, default=2 << 20)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--piece", type=parse_size, default=_store._PIECE_NBYTES)
     args = parser.parse_args()
+    _store._PIECE_NBYTES = args.piece
     load = os.getloadavg()[0]
     print(
         f"kvswap {kvswap.__version__}, {os.cpu_count()} processors, load average {load:.1f}, UCX_TLS "
-        f"{os.environ.get('UCX_TLS', 'default')}, {args.blocks} blocks of {args.block:,} bytes, {args.runs} runs",
+        f"{os.environ.get('UCX_TLS', 'default')}, {args.blocks} blocks of {args.block:,} bytes, {args.runs} runs, "
+        f"pieces of {args.piece:,}",
         flush=True,
     )
     with ExitStack() as stack:
@@ -180,7 +222,9 @@ def main() -> None:
         stack.enter_context(store)
         if store.wait_nodes(timeout=WAIT) != 1:
             raise SystemExit(f"the node is not up: {store.stats()}")
-        measure(store, args.block, args.blocks, args.runs)
+        ours = Ours(store, args.block, args.blocks)
+        measure(store, ours, args.block, args.blocks, args.runs)
+        Parts(store).measure(ours, args.runs)
         look_up(store, args.runs)
         print("blocks:", {name: value for name, value in store.counts.items() if value})
 
