@@ -1,5 +1,5 @@
 /* Device.info and Device.stats(). */
-#include "bind.h"
+#include "options.h"
 
 static PyObject *uuid_text(const unsigned char *uuid) {
   char text[40] = "";
@@ -59,7 +59,6 @@ static PyObject *path_stats(const struct kvs_path_stats *paths) {
 
 /* {"d2h": {"dma": {"transfers": 1, ...}}, ...}, without empty rows. */
 static PyObject *all_path_stats(const struct kvs_stats *stats) {
-  static const char *const directions[] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
   PyObject *dict = PyDict_New();
   for (int direction = 0; dict != NULL && direction < 3; ++direction) {
     PyObject *paths = path_stats(stats->paths[direction]);
@@ -67,7 +66,7 @@ static PyObject *all_path_stats(const struct kvs_stats *stats) {
       Py_DECREF(paths);
       continue;
     }
-    if (set_item(dict, directions[direction], paths) < 0) Py_CLEAR(dict);
+    if (set_item(dict, kvs_py_direction_names[direction], paths) < 0) Py_CLEAR(dict);
   }
   return dict;
 }

@@ -4,8 +4,7 @@
 
 #include "../core/metrics.h"
 #include "host_pool.h"
-
-static const char *const directions[] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
+#include "options.h"
 
 static PyObject *count(uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
 
@@ -70,8 +69,8 @@ static PyObject *failures(const uint64_t failed[KVS_STATUSES]) {
 /* -- devices ------------------------------------------------------------------------------------------------------- */
 
 static PyObject *path_row(int direction, int path, const struct kvs_path_metrics *metrics) {
-  PyObject *dict =
-      Py_BuildValue("{s:s, s:s}", "direction", directions[direction], "path", kvs_path_name((enum kvs_path)path));
+  PyObject *dict = Py_BuildValue("{s:s, s:s}", "direction", kvs_py_direction_names[direction], "path",
+                                 kvs_path_name((enum kvs_path)path));
   if (dict != NULL &&
       (put(dict, "duration", histogram(&metrics->duration_ns, true)) < 0 ||
        put(dict, "queue", histogram(&metrics->queue_ns, true)) < 0 ||
@@ -105,7 +104,7 @@ static PyObject *lane_row(int direction, const char *priority, const struct kvs_
                              {"bytes", lanes->nbytes},
                              {"fullest", lanes->fullest},
                              {"limit", lanes->limit}};
-  PyObject *dict = Py_BuildValue("{s:s, s:s}", "direction", directions[direction], "priority", priority);
+  PyObject *dict = Py_BuildValue("{s:s, s:s}", "direction", kvs_py_direction_names[direction], "priority", priority);
   if (dict != NULL && (put_counts(dict, rows, sizeof rows / sizeof *rows) < 0 ||
                        put(dict, "oldest_seconds", seconds(lanes->oldest_ns)) < 0))
     Py_CLEAR(dict);

@@ -23,6 +23,8 @@ static bool is_word(PyObject *value, const char *word) {
   return text != NULL && strcasecmp(text, word) == 0;
 }
 
+const char *const kvs_py_direction_names[3] = {[KVS_D2H] = "d2h", [KVS_H2D] = "h2d", [KVS_OTHER_DIRECTION] = "other"};
+
 int kvs_py_direction(PyObject *value, int64_t *direction) {
   if (!PyBool_Check(value) && PyIndex_Check(value)) {
     if (kvs_py_int64(value, "direction", -1, direction) == 0) {
