@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "plan/stride.h"
+
 /* Transfers up to this size are one burst: a second burst would cost more than its overlap saves. */
 static const uint64_t ONE_BURST_NBYTES = 12 << 20;
 /* A larger transfer that fits into one slot is two bursts. The first one gathered, or the last one scattered, is small,
@@ -349,4 +351,27 @@ int kvs_burst_list(struct kvs_packing *packing, struct kvs_piece *pieces, const 
     slot += pieces[i].nbytes;
   }
   return kvs_plan_split(&packing->copies, 0, regions, err);
+}
+
+/* -- rows of a burst ------------------------------------------------------------------------------------------- */
+
+/* Fewer are cheaper one by one. */
+enum { LEAST_ROWS = 4 };
+
+size_t kvs_burst_rows(const struct kvs_copies *copies, size_t from, enum kvs_direction direction, uint64_t max_pitch,
+                      const struct kvs_regions *regions, struct kvs_rect *rect) {
+  const uint64_t *host = direction == KVS_D2H ? copies->dst : copies->src;
+  const uint64_t width = copies->nbytes[from];
+  size_t end = from + 1;
+  rect->width = 0;
+  if (end == copies->count || host[end] < host[from] + width) return end;
+  uint64_t pitch = host[end] - host[from];
+  while (end < copies->count && copies->nbytes[end] == width && host[end] - host[end - 1] == pitch) end++;
+  uint64_t rows = end - from, extent = (rows - 1) * pitch + width;
+  uint64_t left = kvs_plan_until_seam(regions, host[from], extent);
+  if (left < extent) rows = left < width ? 1 : (left - width) / pitch + 1;
+  if (rows < LEAST_ROWS) return from + 1;
+  uint64_t to = direction == KVS_D2H ? pitch : width, of = direction == KVS_D2H ? width : pitch;
+  if (!kvs_rect_make(rect, copies->dst[from], copies->src[from], width, rows, to, of, max_pitch)) rect->width = 0;
+  return from + rows;
 }

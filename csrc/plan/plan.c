@@ -331,6 +331,11 @@ static size_t parts_of(struct seams *seams, uint64_t dst, uint64_t src, uint64_t
   return parts;
 }
 
+uint64_t kvs_plan_until_seam(const struct kvs_regions *regions, uint64_t address, uint64_t nbytes) {
+  const struct kvs_region *region = NULL;
+  return until_seam(regions, &region, address, nbytes);
+}
+
 int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err) {
   struct seams seams = {.regions = regions};
   size_t count = copies->count, total = from;

@@ -112,6 +112,9 @@ int kvs_plan_check_disjoint(const struct kvs_copies *copies, const struct kvs_pl
  * replace the copy, in order. */
 int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regions *regions, struct kvs_error *err);
 
+/* How many of these bytes one copy may move: up to the end of a region with a seam. */
+uint64_t kvs_plan_until_seam(const struct kvs_regions *regions, uint64_t address, uint64_t nbytes);
+
 /* Divide copies into pieces of at most `piece` bytes for the kernel path, with device addresses (aliases of regions;
  * NULL: addresses are equal). Returns the number of pieces; the caller has room for kvs_plan_most_pieces(), where
  * `nbytes` is the sum of the copies. */

@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "plan/packing.h"
+#include "plan/stride.h"
 
 enum { MAX_ROWS = 12, MAX_PAIRS = 6000, MAX_PIECES = 3000, MOST_REGIONS = 20, KIB = 1 << 10 };
 
@@ -15,7 +16,7 @@ static const uint64_t MIB = 1 << 20;
 static const uint64_t SLOT = 1ull << 40, SCATTERED = 1ull << 41, HOST = 1ull << 42;
 
 static struct kvs_error err;
-static uint64_t seed;
+static uint64_t seed, nrects; /* 2-D copies that were checked */
 
 #define OK(call) CHECK((call) == KVS_OK, "%s", err.message)
 
@@ -533,6 +534,31 @@ static void check_sizes(const struct reading *r, const struct kvs_burst *bursts,
   }
 }
 
+/* The 2-D copies of a burst: their rows are its copies, in order, and none lies on both sides of a seam. */
+static void check_rects(const struct reading *r) {
+  const struct kvs_copies *copies = &r->packing->copies;
+  const uint64_t max_pitch = below(2) ? UINT64_MAX : between(1, 1 << 20);
+  size_t wrong = 0, rects = 0;
+  for (size_t from = 0, end; from < copies->count; from = end) {
+    struct kvs_rect rect;
+    end = kvs_burst_rows(copies, from, r->direction, max_pitch, r->regions, &rect);
+    wrong += end <= from || end > copies->count;
+    if (wrong) break;
+    if (!rect.width) continue;
+    uint64_t rows = kvs_rect_rows(&rect), host = r->direction == KVS_D2H ? rect.dst : rect.src;
+    uint64_t last = r->direction == KVS_D2H ? kvs_rect_dst(&rect, rows - 1) : kvs_rect_src(&rect, rows - 1);
+    uint64_t extent = last + rect.width - host;
+    rects++;
+    wrong += rows != end - from || rows < 4 || rect.dst_pitch > max_pitch || rect.src_pitch > max_pitch;
+    wrong += kvs_plan_until_seam(r->regions, host, extent) != extent;
+    for (size_t i = from; i < end; i++)
+      wrong += kvs_rect_dst(&rect, i - from) != copies->dst[i] || kvs_rect_src(&rect, i - from) != copies->src[i] ||
+               rect.width != copies->nbytes[i];
+  }
+  CHECK(wrong == 0, "burst %zu", r->bursts);
+  nrects += rects;
+}
+
 /* The rows [first_row, rows_end): what is cut of them is read back and added to `seen`. */
 static void cut_and_check(struct reading *r, const struct work *w, struct kept *kept, size_t first_row, size_t rows_end,
                           bool part, unsigned char *seen) {
@@ -552,6 +578,7 @@ static void cut_and_check(struct reading *r, const struct work *w, struct kept *
     read_burst(r, w, &kept->rows, &burst, seen);
     OK(kvs_burst_copies(packing, &burst, w->direction, r->slot, r->regions, &err));
     check_burst(r, &burst, runs_of_burst(w, packing, &burst));
+    check_rects(r);
   }
   check_sizes(r, bursts, count, rows_end, r->moved - before, part);
   free(bursts);
@@ -804,6 +831,7 @@ static void check_list(struct reading *r, struct kvs_piece *pieces, size_t count
     CHECK(next == count || burst.nbytes + pieces[next].nbytes > room, "burst %zu has room", r->bursts);
     r->slot = SLOT + below(3) * r->slot_nbytes;
     check_burst(r, &burst, read_list(r, pieces, &burst));
+    check_rects(r);
   }
   CHECK(next == count && r->moved == r->total, "%zu of %zu pieces", next, count);
 }
@@ -876,5 +904,6 @@ int main(void) {
   test_first_and_last();
   test_lists();
   test_units();
+  CHECK(nrects > 1000, "%llu", (unsigned long long)nrects);
   return check_close();
 }
