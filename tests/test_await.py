@@ -306,7 +306,8 @@ def test_an_await_of_the_parent_ends_quietly_in_the_child() -> None:
     """Cancelled there, it neither writes anywhere nor waits for a lock that the parent's thread held."""
     script = """
     async def fork():
-        task = asyncio.ensure_future(wait(4.0))
+        waiting = wait(4.0)
+        task = asyncio.ensure_future(waiting)
         await asyncio.sleep(0.05)
         pid = os.fork()
         if pid:
@@ -317,7 +318,7 @@ def test_an_await_of_the_parent_ends_quietly_in_the_child() -> None:
         files = [open(name, "wb", buffering=0) for name in names]
         task.cancel()
         try:
-            await task
+            waiting.throw(asyncio.CancelledError())  # from 3.14 on the loop itself does not go on in a child
         except asyncio.CancelledError:
             os._exit(7 if all(os.path.getsize(name) == 0 for name in names) else 8)
         os._exit(9)

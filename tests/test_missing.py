@@ -148,12 +148,12 @@ PAGEABLE = """
     import kvswap
 
     device = kvswap.Device("cuda:0")
-    gpu, host = device.alloc(4096).ptr, np.zeros(4096, np.uint8).ctypes.data
+    gpu, host = device.alloc(4096), np.zeros(4096, np.uint8)
     for pinned in (False, True):
         memory = device.alloc(4096, host=True)
         for direction in ("D2H", "H2D"):
             transfer = kvswap.swap_cache_all_layers_async(
-                [gpu], [memory.ptr if pinned else host], [512], 8, 8, [3], [4], direction,
+                [gpu.ptr], [memory.ptr if pinned else host.ctypes.data], [512], 8, 8, [3], [4], direction,
                 after=[kvswap.Event(device)], device=device, layer_events=LAYERS,
             )
             print(pinned, direction, transfer.path, transfer.error)

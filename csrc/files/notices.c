@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 static const char file_name[] = "notices.kvs";
-static const char magic[8] = "KVSNOTES";
+static const char magic[8] = {'K', 'V', 'S', 'N', 'O', 'T', 'E', 'S'};
 
 struct notices_page {
   char magic[8];
