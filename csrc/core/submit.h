@@ -46,11 +46,14 @@ static inline void kvs_stop_issuing(struct kvs_submission *s, const struct kvs_e
   s->fatal = why->status;
 }
 
+/* issue.c: pageable memory. The first region that is; NULL: none. Before copies from there are issued: wait until what
+ * comes before has ended; false: the transfer has failed, and nothing may be issued. */
+const struct kvs_region *kvs_pageable(const struct kvs_regions *);
+bool kvs_await_source(struct kvs_submission *);
+
 /* issue.c: copies on the lane stream. A refused copy is retried in smaller parts, down to single blocks; blocks that
  * still fail are noted. */
-const struct kvs_region *kvs_pageable(const struct kvs_regions *); /* the first one that is pageable; NULL: none */
-bool kvs_await_source(struct kvs_submission *);                    /* false: the transfer has failed; issue nothing */
-void kvs_issue_copies(struct kvs_submission *);                    /* the copies in view */
+void kvs_issue_copies(struct kvs_submission *);                        /* the copies in view */
 void kvs_issue_rects(struct kvs_submission *, size_t from, size_t to); /* of the plan's rects */
 void kvs_note_failure(struct kvs_submission *, uint32_t block, const struct kvs_error *why);
 void kvs_fail_all(struct kvs_submission *,

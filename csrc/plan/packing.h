@@ -108,12 +108,12 @@ uint64_t kvs_burst_parts(const struct kvs_rows *rows, const struct kvs_burst *bu
  * list also replaces the host side of each piece with its position in the slot. */
 int kvs_burst_copies(struct kvs_packing *packing, const struct kvs_burst *burst, enum kvs_direction direction,
                      uint64_t slot, const struct kvs_regions *regions, struct kvs_error *err);
+int kvs_burst_list(struct kvs_packing *packing, struct kvs_piece *pieces, const struct kvs_burst *burst,
+                   enum kvs_direction direction, uint64_t slot, const struct kvs_regions *regions,
+                   struct kvs_error *err);
 /* The copies of a burst from `from` on that are rows at one pitch on the host: returns their end, and the 2-D copy of
  * them. A rect of width 0: there is none, they are copied one by one. */
 size_t kvs_burst_rows(const struct kvs_copies *copies, size_t from, enum kvs_direction direction, uint64_t max_pitch,
                       const struct kvs_regions *regions, struct kvs_rect *rect);
-int kvs_burst_list(struct kvs_packing *packing, struct kvs_piece *pieces, const struct kvs_burst *burst,
-                   enum kvs_direction direction, uint64_t slot, const struct kvs_regions *regions,
-                   struct kvs_error *err);
 
 #endif
