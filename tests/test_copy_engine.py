@@ -43,6 +43,7 @@ from transfers import (
 
 import kvswap
 from kvswap import _C, testing
+from kvswap.typing import Priority
 
 INLINE = (0, 1, 8, 479, 480, 481, 2000)  # pairs of slots, round about as many as travel as parameters
 
@@ -694,6 +695,8 @@ def test_no_batch_is_queued_where_the_environment_says_so() -> None:
 @pytest.mark.parametrize(
     ("other", "slower", "taken_of_few", "taken_of_many"),
     [
+        ("dma", 0.9, "burst", "burst"),
+        ("dma", 0.98, "dma", "burst"),
         ("dma", 1.2, "dma", "burst"),
         ("dma", 1.4, "dma", "dma"),
         ("kernel", 1.005, "burst", "burst"),
@@ -703,7 +706,8 @@ def test_no_batch_is_queued_where_the_environment_says_so() -> None:
 def test_auto_bursts_many_copies(
     direction: int, other: str, slower: float, taken_of_few: str, taken_of_many: str
 ) -> None:
-    """Many copies hold up the caller, and a kernel the model: a burst that takes a little longer is taken."""
+    """Many copies hold up the caller, and a kernel the model: a burst that takes a little longer is taken, and copies
+    that take a little longer than a burst, unless the priority says that the model's time does not count."""
     device = testing.deterministic_device(1)
     sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
     for paths in (costs["d2h"], costs["h2d"]):
@@ -715,12 +719,14 @@ def test_auto_bursts_many_copies(
             paths[other]["run"] = paths[other]["each"]
         paths["burst"]["each"] = [1000.0 * slower] * len(paths["burst"]["each"])
 
-    def taken(count: int) -> str:
+    def taken(count: int, priority: Priority = "normal") -> str:
         ids = np.random.default_rng(1).permutation(count)
-        return sides.run(replace(plain(4096, 1, count, direction), gpu_ids=ids, cpu_ids=np.arange(count))).path
+        few = replace(plain(4096, 1, count, direction), gpu_ids=ids, cpu_ids=np.arange(count))
+        return sides.run(few, priority=priority).path
 
     _C._costs_use(device, costs)
     assert [taken(500), taken(2000)] == [taken_of_few, taken_of_many]
+    assert taken(500, "high") == ("burst" if slower < 1 else other)
 
 
 def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
