@@ -151,6 +151,7 @@ def test_the_copies_come_after_what_they_are_told(rack: Rack, gpu: Gpu) -> None:
     with Gate(gpu.device) as gate:
         gate.hold(stream)
         source = blocks([50])
+        gpu.device.register(source)  # a copy of pageable memory would wait for the stream in the call
         where = [source.ctypes.data], [gpu.memory.ptr]
         late = kvswap.swap_blocks_batch(*where, NBYTES, device=gpu.device, stream=stream)
         event.record(stream)
@@ -162,6 +163,7 @@ def test_the_copies_come_after_what_they_are_told(rack: Rack, gpu: Gpu) -> None:
         gate.open()
         for each in transfers:
             each.wait(PATIENCE)
+    gpu.device.unregister(source.ctypes.data)
     to = np.zeros((2, NBYTES), np.uint8)
     store.load(keys(50, 51), to, range(2)).wait(PATIENCE)
     assert (to == block(50)).all() and store.contains(keys(52)) == [False]

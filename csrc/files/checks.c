@@ -36,13 +36,19 @@ bool kvs_file_same_layout(const struct kvs_file_geometry *a, const struct kvs_fi
   return a->block_nbytes == b->block_nbytes && strcmp(a->layout, b->layout) == 0;
 }
 
+// The end of a path, which tells directories apart where there is no room for all of it.
+static const char *end_of_path(const char *path, size_t room) {
+  size_t length = strlen(path);
+  return length > room ? path + length - room : path;
+}
+
 int kvs_file_refuse_layout(const struct kvs_file_store *store, const struct kvs_file_root *root,
                            const struct kvs_file_geometry *there, const char *name, struct kvs_error *err) {
   return kvs_fail(err, KVS_INVALID,
-                  "%.80s holds blocks of another layout (%s), which are left alone: there '%.90s', %llu bytes a block; "
+                  "%s holds blocks of another layout (%s), which are left alone: there '%.90s', %llu bytes a block; "
                   "asked for '%.90s', %llu bytes",
-                  root->path, name, there->layout, (unsigned long long)there->block_nbytes, store->geometry.layout,
-                  (unsigned long long)store->geometry.block_nbytes);
+                  end_of_path(root->path, 80), name, there->layout, (unsigned long long)there->block_nbytes,
+                  store->geometry.layout, (unsigned long long)store->geometry.block_nbytes);
 }
 
 void kvs_file_writer_path(const char *directory, uint32_t number, char *path, size_t room) {
