@@ -160,7 +160,7 @@ def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
     """Under kvswap_overlap: what the steps of the loads waited for."""
     made: dict[str, Counter[str]] = {}
     for line in lines:
-        if line["regime"] == name and line.get("record", {}).get("own_steps"):
+        if line["regime"] == name and (line.get("record") or {}).get("own_steps"):
             made.setdefault(line["config"], Counter()).update(line["record"]["own_steps"])
     return [
         f"{config}: loads in their request's step: {of['layers']} waited for layer by layer, {of['whole']} as a whole"
