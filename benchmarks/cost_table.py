@@ -1,14 +1,19 @@
 """csrc/plan/cost_default.c, the costs that serve where nothing was calibrated, from a calibration:
 
 python3 benchmarks/cost_table.py CALIBRATION > csrc/plan/cost_default.c
+
+With --rows PATH, only that path's rows are taken from it, and all else stays what it was: where only how this path runs
+has changed. Starts are microseconds of a processor, which differ from machine to machine more than paths do.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 from kvswap import _C
+from kvswap.typing import ForcedPath
 
 _HEAD = """\
 /* The costs that serve where nothing was calibrated: those of an H200 on PCIe 5. Made by benchmarks/cost_table.py
@@ -70,10 +75,30 @@ def _numbers(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:.15g}" for number in numbers)
 
 
+def with_rows(path: ForcedPath, found: _C._Costs, before: _C._Costs) -> _C._Costs:
+    """The costs as they were before, with the rows of one path that were found; for path kernel, with its rates too."""
+    for of_direction, new in ((before["d2h"], found["d2h"]), (before["h2d"], found["h2d"])):
+        of_direction[path] |= {"each": new[path]["each"], "run": new[path]["run"]}
+    if path == "kernel":
+        tuning, new_tuning = before["tuning"], found["tuning"]
+        tuning["kernel_high_d2h"], tuning["kernel_high_h2d"] = (
+            new_tuning["kernel_high_d2h"],
+            new_tuning["kernel_high_h2d"],
+        )
+        tuning["kernel_normal_d2h"] = (*tuning["kernel_normal_d2h"][:2], new_tuning["kernel_normal_d2h"][2])
+        tuning["kernel_normal_h2d"] = (*tuning["kernel_normal_h2d"][:2], new_tuning["kernel_normal_h2d"][2])
+    return before
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calibration", help="the file that `kvswap calibrate` stored")
-    print(table(_C._costs_read(parser.parse_args().calibration), _C._costs_read(None)), end="")
+    parser.add_argument("--rows", metavar="PATH", choices=get_args(ForcedPath), help="take this path's rows alone")
+    options = parser.parse_args()
+    found, before = _C._costs_read(options.calibration), _C._costs_read(None)
+    if options.rows:
+        found = with_rows(options.rows, found, _C._costs_read(None))
+    print(table(found, before), end="")
 
 
 if __name__ == "__main__":

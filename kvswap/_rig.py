@@ -67,7 +67,7 @@ class Rig:
         self.device = device
         self.area = AREA[device.kind]
         self.moved = MOVED[device.kind]
-        self.kernel_ctas: dict[Direction, int] = {}  # of path kernel, unless a measurement says otherwise
+        self.kernel_runs: dict[Direction, tuple[int, float]] = {}  # CTAs and pace of path kernel, if none are named
         self.bytes_verified = 0
         self._stream = stream
         self._rng = np.random.default_rng(1)
@@ -102,8 +102,8 @@ class Rig:
         max_ctas: int | None = None,
         pace_gbps: float | None = None,
     ) -> float:
-        """Median seconds of a transfer between places that are drawn anew. The kernel runs as is said, else as at
-        priority `high`. Unavailable: the path does not take it."""
+        """Median seconds of a transfer between places that are drawn anew. The kernel runs as is said, else as
+        kernel_runs has it; pace 0: unpaced. Unavailable: the path does not take it."""
         row, blocks = shape.row_nbytes, shape.blocks
         slots = min(_SPREAD * blocks, self.area // (shape.tensors * row) - 1)  # less one, for what is askew
         gpu_ids = 2 * self._rng.permutation(slots // 2)[:blocks]  # every other slot at most: nothing is merged
@@ -116,8 +116,9 @@ class Rig:
         gpu = (gpu_ptrs + gpu_ids * row).reshape(-1).astype(np.uint64)
         cpu = (cpu_ptrs + cpu_ids * cpu_stride).reshape(-1).astype(np.uint64)
         source, target = (gpu, cpu) if direction == "d2h" else (cpu, gpu)
-        ctas = max_ctas or self.kernel_ctas.get(direction) if path == "kernel" else None
-        pace = pace_gbps or UNPACED if path == "kernel" else None
+        ctas, pace = max_ctas, pace_gbps or UNPACED
+        if max_ctas is None and direction in self.kernel_runs:
+            ctas, pace = self.kernel_runs[direction]
         gpu_list, cpu_list = gpu_ptrs.reshape(-1).astype(np.uint64), cpu_ptrs.reshape(-1).astype(np.uint64)
 
         def submit() -> _C.Transfer:
@@ -133,8 +134,8 @@ class Rig:
                 cpu_stride=cpu_stride,
                 device=self.device,
                 path=path,
-                max_ctas=ctas,
-                pace_gbps=pace,
+                max_ctas=ctas if path == "kernel" else None,
+                pace_gbps=pace or UNPACED if path == "kernel" else None,
             )
 
         return Job(self, submit, path, direction, source, target, row).median(repeats)

@@ -47,13 +47,21 @@ _CTAS_SIZE = 4 << 10  # at which they are compared: small rows need the most
 _ENOUGH = 0.97  # of the best, for fewer CTAs
 _LEAST_CTAS: dict[Direction, int] = {"d2h": 8, "h2d": 4}  # the caller's work hides what they bring
 _PACE_SIZE = 32 << 10  # of the blocks by which it is told what the kernel reaches at its pace
-# CTAs of path kernel, and its pace as a share of the link (0: unpaced), that a decode step on an H200 hardly felt.
-_GentleName: TypeAlias = Literal[
-    "kernel_normal_d2h", "kernel_normal_h2d", "kernel_background_d2h", "kernel_background_h2d"
+# CTAs of path kernel (0: as many as it needs), and its pace as a share of the link (0: unpaced): at `normal` and
+# `background` what a decode step on an H200 hardly felt. `normal` is first: costs are measured with its settings.
+_KernelName: TypeAlias = Literal[
+    "kernel_normal_d2h",
+    "kernel_normal_h2d",
+    "kernel_high_d2h",
+    "kernel_high_h2d",
+    "kernel_background_d2h",
+    "kernel_background_h2d",
 ]
-_GENTLE: tuple[tuple[_GentleName, Direction, int, float], ...] = (
+_KERNELS: tuple[tuple[_KernelName, Direction, int, float], ...] = (
     ("kernel_normal_d2h", "d2h", 2, 0.77),
     ("kernel_normal_h2d", "h2d", 2, 0.0),
+    ("kernel_high_d2h", "d2h", 0, 0.0),
+    ("kernel_high_h2d", "h2d", 0, 0.0),
     ("kernel_background_d2h", "d2h", 2, 0.5),
     ("kernel_background_h2d", "h2d", 2, 0.5),
 )
@@ -141,7 +149,7 @@ def calibrate(device: _C.Device, deadline: float, progress: Progress = lambda do
     try:
         device.set_compute_stream(stream)
         tuning = _measure_tuning(rig, progress)
-        _measure_gentle(rig, tuning, progress)
+        _measure_kernels(rig, tuning, progress)
         result = Result(device.name, product, {"d2h": {}, "h2d": {}, "tuning": tuning})
         _measure_points(rig, result, deadline, progress)
     finally:
@@ -214,27 +222,29 @@ def _measure_tuning(rig: Rig, progress: Progress) -> _C._Tuning:
         reached = {ctas: both[i] for ctas, both in gbps.items()}
         enough = fewest(reached, _ENOUGH * max(reached.values()))
         high = max(enough, max(ctas for ctas in reached if ctas <= _LEAST_CTAS[direction]))
-        rig.kernel_ctas[direction] = high
-        tuning["kernel_high_d2h" if direction == "d2h" else "kernel_high_h2d"] = (high, 0.0, 0.0)  # as its costs
+        rig.kernel_runs[direction] = (high, 0.0)
     return tuning
 
 
-def _measure_gentle(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
-    """CTAs and pace of path kernel at the priorities `normal` and `background`, and the GB/s that it reaches alone."""
-    if not rig.kernel_ctas:
+def _measure_kernels(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
+    """CTAs and pace of path kernel at each priority, and the GB/s that it reaches alone; the rig's kernel then runs as
+    at `normal`."""
+    if not rig.kernel_runs:
         return
     progress(0, 1, "the kernel's paces")
     link: dict[Direction, float] = {"d2h": tuning["link_gbps_d2h"], "h2d": tuning["link_gbps_h2d"]}
+    most = {direction: ctas for direction, (ctas, _) in rig.kernel_runs.items()}  # within the SMs
     shape = Shape(1, _PACE_SIZE, max(1, rig.moved // _PACE_SIZE))
-    for name, direction, most_ctas, share in _GENTLE:
-        high = rig.kernel_ctas[direction]
-        ctas, pace = min(most_ctas, high), round(share * link[direction], 3)  # high is within the SMs
+    for name, direction, ctas, share in _KERNELS:
+        run = min(ctas or most[direction], most[direction]), round(share * link[direction], 3)
         if rig.device.kind == "host":  # no SMs to share with a model
-            ctas, pace = high, 0.0
+            run = most[direction], 0.0
+        if name.startswith("kernel_normal"):
+            rig.kernel_runs[direction] = run
         gbps = 0.0
-        if (ctas, pace) != (high, 0.0):  # whose costs say what it reaches
-            gbps = shape.nbytes / rig.measure("kernel", direction, shape, _LEAST_REPEATS, ctas, pace) / 1e9
-        tuning[name] = (ctas, pace, round(gbps, 3))
+        if run != rig.kernel_runs[direction]:  # whose costs say what it reaches
+            gbps = shape.nbytes / rig.measure("kernel", direction, shape, _LEAST_REPEATS, *run) / 1e9
+        tuning[name] = (*run, round(gbps, 3))
 
 
 def moved(most: int, gbps: float) -> int:

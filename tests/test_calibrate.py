@@ -105,7 +105,8 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
     for name, link in (("d2h", tuning["link_gbps_d2h"]), ("h2d", tuning["link_gbps_h2d"])):
         normal, high, background = (tuning[f"kernel_{way}_{name}"] for way in ("normal", "high", "background"))
         assert high[0] >= normal[0] >= 1 and high[0] >= background[0] >= 1
-        assert high[1:] == (0, 0) and 0 <= normal[1] < link and 0 <= background[1] < link
+        assert high[1] == 0 and 0 <= normal[1] < link and 0 <= background[1] < link
+        assert normal[2] == 0, "whose costs say what it reaches"
     assert "0 wrong bytes" in out and "interpolated for want of time" in out
     assert calibrate.table(costs) in out
 
@@ -221,7 +222,7 @@ class Rig:
     area, moved, bytes_verified = 1 << 30, MOVED, 0
 
     def __init__(self, costs: _C._Costs, refused: dict[str, int] | None = None) -> None:
-        self.kernel_ctas: dict[str, int] = {}
+        self.kernel_runs: dict[str, tuple[int, float]] = {}
         self.costs, self.refused = costs, refused or {}
         self.device = kvswap.Device("host:0")
         self.asked: list[tuple[str, str, Shape]] = []
@@ -277,10 +278,10 @@ def test_a_path_that_is_not_there_is_unknown() -> None:
     assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
     result.costs["tuning"] = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
     assert result.costs["tuning"] == {"link_gbps_d2h": 50, "link_gbps_h2d": 40}
-    assert rig.kernel_ctas == {}
+    assert rig.kernel_runs == {}
     asked = len(rig.asked)
-    calibrate._measure_gentle(rig, result.costs["tuning"], lambda done, total, what: None)  # type: ignore[arg-type]
-    assert len(result.costs["tuning"]) == 2 and len(rig.asked) == asked, "there is no kernel to be gentle"
+    calibrate._measure_kernels(rig, result.costs["tuning"], lambda done, total, what: None)  # type: ignore[arg-type]
+    assert len(result.costs["tuning"]) == 2 and len(rig.asked) == asked, "there is no kernel"
     assert "kernel   not available: because" in calibrate.summary(result)
     assert math.isinf(_C._costs_predict(result.costs, "kernel", "d2h", 4096, rows=1))
 
@@ -369,14 +370,13 @@ def test_the_fewest_ctas_that_are_enough() -> None:
     rig.measure = measure  # type: ignore[assignment]
     rig.device = type("Device", (), {"info": {"sms": 32}})()
     tuning = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-    assert rig.kernel_ctas == {"d2h": 16, "h2d": 4}  # 39 of 40 is enough, and two CTAs are too few
-    assert (tuning["kernel_high_d2h"], tuning["kernel_high_h2d"]) == ((16, 0, 0), (4, 0, 0))
+    assert rig.kernel_runs == {"d2h": (16, 0), "h2d": (4, 0)}  # 39 of 40 is enough, and two CTAs are too few
     assert (tuning["link_gbps_d2h"], tuning["link_gbps_h2d"]) == (50, 40)
     gbps["d2h"] = gbps["h2d"] = {}
     for sms, few in ((132, 8), (6, 4), (1, 1)):  # to the host not fewer than eight, where there are so many
         rig.device = type("Device", (), {"info": {"sms": sms}})()
         calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
-        assert rig.kernel_ctas == {"d2h": few, "h2d": min(few, 4)}
+        assert rig.kernel_runs == {"d2h": (few, 0), "h2d": (min(few, 4), 0)}
 
 
 class Paced:
@@ -386,7 +386,7 @@ class Paced:
 
     def __init__(self, kind: str, high: int) -> None:
         self.device = type("Device", (), {"kind": kind})()
-        self.kernel_ctas = {"d2h": high, "h2d": high}
+        self.kernel_runs = {"d2h": (high, 0.0), "h2d": (high, 0.0)}
         self.asked: list[tuple[str, int, float]] = []
 
     def measure(self, path: str, direction: str, shape: Shape, repeats: int, ctas: int, pace: float) -> float:
@@ -398,7 +398,7 @@ class Paced:
 def gentle(rig: Paced, d2h: float, h2d: float) -> _C._Tuning:
     """What is added to the tuning."""
     tuning: _C._Tuning = {"link_gbps_d2h": d2h, "link_gbps_h2d": h2d}
-    calibrate._measure_gentle(rig, tuning, lambda done, total, what: None)  # type: ignore[arg-type]
+    calibrate._measure_kernels(rig, tuning, lambda done, total, what: None)  # type: ignore[arg-type]
     assert (tuning.pop("link_gbps_d2h"), tuning.pop("link_gbps_h2d")) == (d2h, h2d)
     return tuning
 
@@ -407,32 +407,36 @@ def test_what_is_gentle_follows_the_measured_link() -> None:
     for d2h, h2d in ((55.3, 55.4), (25.0, 24.0), (400.0, 300.0)):
         rig = Paced("cuda", 8)
         found = gentle(rig, d2h, h2d)
-        paces = [round(share, 3) for share in (0.77 * d2h, 0, 0.5 * d2h, 0.5 * h2d)]
+        pace, slow, slow_h2d = (round(share, 3) for share in (0.77 * d2h, 0.5 * d2h, 0.5 * h2d))
         assert found == {
-            "kernel_normal_d2h": (2, paces[0], paces[0]),
-            "kernel_normal_h2d": (2, 0, 30),
-            "kernel_background_d2h": (2, paces[2], paces[2]),
-            "kernel_background_h2d": (2, paces[3], paces[3]),
+            "kernel_normal_d2h": (2, pace, 0),
+            "kernel_normal_h2d": (2, 0, 0),
+            "kernel_high_d2h": (8, 0, 30),
+            "kernel_high_h2d": (8, 0, 30),
+            "kernel_background_d2h": (2, slow, slow),
+            "kernel_background_h2d": (2, slow_h2d, slow_h2d),
         }
-        directions = ("d2h", "h2d", "d2h", "h2d")
-        assert rig.asked == [(name, 2, pace) for name, pace in zip(directions, paces, strict=True)]
+        assert rig.kernel_runs == {"d2h": (2, pace), "h2d": (2, 0)}, "what the costs are measured with"
+        assert rig.asked == [("d2h", 8, 0), ("h2d", 8, 0), ("d2h", 2, slow), ("h2d", 2, slow_h2d)]
 
 
 def test_the_built_in_costs_are_as_gentle() -> None:
     """With the shares of an H200's link."""
     built_in = _C._costs_read(None)["tuning"]
     found = gentle(Paced("cuda", 8), 55.3, 55.3)
+    assert len(found) == 6
     for name, (ctas, pace, _) in found.items():
-        assert built_in[name][0] == ctas
+        assert built_in[name][0] == (4 if name == "kernel_high_h2d" else ctas)
         assert built_in[name][1] == pytest.approx(pace, rel=0.01)
-        assert 0 < built_in[name][2] <= (pace or 55.3)
+        assert built_in[name][2] == 0 if "normal" in name else 0 < built_in[name][2] <= (pace or 55.3)
 
 
 def test_one_sm_has_one_cta() -> None:
     found = gentle(Paced("cuda", 1), 50, 40)
     assert {ctas for ctas, *_ in found.values()} == {1}
-    assert found["kernel_normal_d2h"] == (1, 38.5, 38.5), "and the same pace"
-    assert found["kernel_normal_h2d"] == (1, 0, 0), "as at priority high, whose costs say what it reaches"
+    assert found["kernel_normal_d2h"] == (1, 38.5, 0), "and the same pace"
+    assert found["kernel_high_d2h"] == (1, 0, 30)
+    assert found["kernel_high_h2d"] == (1, 0, 0), "as at priority normal, whose costs say what it reaches"
 
 
 def test_a_host_device_has_no_model_beside_it() -> None:
@@ -445,8 +449,8 @@ def test_how_the_kernel_runs_is_told() -> None:
     costs = _C._costs_read(None)
     costs["tuning"] |= gentle(Paced("cuda", 1), 50, 40)
     lines = calibrate.table(costs).splitlines()
-    assert "normal     D2H 1 CTA at 38.5 GB/s (38.5), H2D 1 CTA unpaced" in lines
-    assert "high       D2H 8 CTAs unpaced, H2D 4 CTAs unpaced" in lines
+    assert "normal     D2H 1 CTA at 38.5 GB/s, H2D 1 CTA unpaced" in lines
+    assert "high       D2H 1 CTA unpaced (30.0), H2D 1 CTA unpaced" in lines
 
 
 def test_the_rig_measures_and_verifies(device: kvswap.Device, device_name: str) -> None:
@@ -506,7 +510,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     costs["h2d"]["strided"]["extra"] = 0.125
     _C._costs_write(tmp_path / "x", costs, "a machine")
     assert _C._costs_read(tmp_path / "x") == costs
-    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 3", "machine a machine"]
+    assert (tmp_path / "x").read_text().splitlines()[:2] == ["kvswap calibration 4", "machine a machine"]
     with pytest.raises(IndexError, match="nowhere"):
         _C._costs_read(tmp_path / "nowhere")
     (tmp_path / "x").chmod(0o606)
@@ -585,13 +589,42 @@ def test_the_built_in_costs_were_made_by_the_program(monkeypatch: pytest.MonkeyP
     assert cost_table.table(gpu, costs) == text
 
 
+def test_built_in_costs_of_one_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import cost_table
+
+    built_in, found = _C._costs_read(None), _C._costs_read(None)
+    for of_direction in (found["d2h"], found["h2d"]):
+        for cost in of_direction.values():
+            cost |= {"start": 1.0, "each": [2.0] * len(SIZES), "run": [3.0] * len(SIZES)}
+    found["tuning"] |= {
+        "kernel_normal_d2h": (7, 1, 2),
+        "kernel_high_d2h": (7, 1, 2),
+        "kernel_background_d2h": (7, 1, 2),
+    }
+    for path in ("burst", "kernel"):
+        both = cost_table.with_rows(path, found, _C._costs_read(None))
+        for of_direction in ("d2h", "h2d"):
+            for other in both[of_direction]:
+                rows = found if other == path else built_in
+                assert both[of_direction][other]["each"] == rows[of_direction][other]["each"]
+                assert both[of_direction][other]["run"] == rows[of_direction][other]["run"]
+                assert both[of_direction][other]["start"] == built_in[of_direction][other]["start"]
+        if path == "burst":
+            assert both["tuning"] == built_in["tuning"]
+    ctas, pace, _ = built_in["tuning"]["kernel_normal_d2h"]
+    assert both["tuning"]["kernel_normal_d2h"] == (ctas, pace, 2), "how the kernel runs stays what it was"
+    assert both["tuning"]["kernel_high_d2h"] == (7, 1, 2)
+    assert both["tuning"]["kernel_background_d2h"] == built_in["tuning"]["kernel_background_d2h"]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("no calibration\n", "line 1: it is not 'kvswap calibration 3'"),
+        ("no calibration\n", "line 1: it is not 'kvswap calibration 4'"),
         (
             "kvswap calibration 2\nmachine m\nkernel_ctas 8\nend\n",
-            "the format is version 2, this kvswap reads version 3",
+            "the format is version 2, this kvswap reads version 4",
         ),
     ],
 )

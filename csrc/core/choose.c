@@ -134,18 +134,15 @@ static bool take_slots(struct kvs_submission *s) {
   return s->slots != NULL;
 }
 
-/* Predicted time in nanoseconds. A kernel keeps the pace that does not slow a model beside it. High priority has no
- * handicap for kernels: the model's slowdown does not count. */
+/* Predicted time in nanoseconds. High priority has no handicap for kernels: the model's slowdown does not count. */
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   bool high = s->options->priority == KVS_PRIORITY_HIGH;
+  if (path == KVS_PATH_KERNEL) return kvs_kernel_ns(s) * (high ? 1 : KERNEL_HANDICAP);
   double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
   if (path == KVS_PATH_BURST)
     ns *= short_runs(&s->work->shape) * many(s->work->shape.runs, s->work->nbytes) * (high ? 1 : BURST_HANDICAP);
   if (path == KVS_PATH_DMA) ns *= many(s->work->shape.copies, s->work->nbytes);
-  if (path != KVS_PATH_KERNEL) return ns;
-  double gbps = kvs_kernel_gbps(s), paced = gbps > 0 ? (double)s->work->nbytes / gbps : 0;
-  if (paced > ns) ns = paced;
-  return high ? ns : ns * KERNEL_HANDICAP;
+  return ns;
 }
 
 /* Count the host's runs, which only bursts need; this costs as much as the rest of the planning. Lists have the count

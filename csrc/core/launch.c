@@ -2,6 +2,7 @@
  * there are no ids, or if single copies matter (faults, the race checker, many merged copies). */
 #include "core/submit.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "core/buffers.h"
@@ -86,13 +87,13 @@ int kvs_prepare_grid(struct kvs_submission *s) {
   int status = kvs_pack_pairs(work->src_slots, work->dst_slots, work->nslots, packing, s->err);
   size_t all = work->nslots + (work->on_device.ids ? work->nlost : 0); /* kvs_resolve_ids() */
   if (status || !all || !rows->count) return status;
+  uint64_t longest = kvs_longest_row(rows, 0, rows->count);
   if (burst) kvs_pack_sort(packing, work->direction);
   if (burst) /* each burst sets its own parts */
     s->units = (struct kvs_units){.piece = PACK_PIECE};
   else
-    s->units =
-        (struct kvs_units){.parts = (uint32_t)((kvs_longest_row(rows, 0, rows->count) - 1) / KVS_KERNEL_PIECE + 1),
-                           .piece = KVS_KERNEL_PIECE};
+    s->units = (struct kvs_units){.parts = (uint32_t)((longest - 1) / KVS_KERNEL_PIECE + 1),
+                                  .piece = (uint32_t)kvs_plan_part(longest, KVS_KERNEL_PIECE)};
   size_t nbytes = rows->count * sizeof *rows->items + all * sizeof(struct kvs_pair) + 128;
   if (work->on_device.ids) nbytes += all * sizeof(struct kvs_id_result) + ids_room(s, all);
   return kvs_engine_staging_get(s->engine, nbytes, &s->transfer->staging, s->err);
@@ -152,9 +153,14 @@ static double pace_gbps(const struct kvs_submission *s) {
   return between_devices(s) ? 0 : tuning_of(s).pace_gbps;
 }
 
-double kvs_kernel_gbps(const struct kvs_submission *s) {
-  double known = s->options->pace_gbps > 0 || s->options->max_ctas || between_devices(s) ? 0 : tuning_of(s).gbps;
-  return known > 0 ? known : pace_gbps(s);
+/* The rate with rows of any size; 0: unknown. The link carries no more than it did at `high`. */
+static double most_gbps(const struct kvs_submission *s) {
+  bool own = s->options->pace_gbps > 0 || s->options->max_ctas;
+  const struct kvs_tuning *tuning = &s->engine->costs.tuning;
+  double known = own ? 0 : tuning_of(s).gbps, pace = pace_gbps(s),
+         high = kvs_kernel_tuning_of(tuning, s->work->direction, KVS_PRIORITY_HIGH).gbps;
+  if (known > 0) return known;
+  return pace > 0 && !(high > 0 && high < pace) ? pace : high;
 }
 
 /* Pace of one CTA out of `ctas`, in ns per MiB; 0: unpaced. */
@@ -188,6 +194,23 @@ static unsigned ctas_for(const struct kvs_submission *s, uint64_t row) {
     return ctas;
   uint64_t times = ROWS_NBYTES / ctas / (row < KVS_COST_LEAST ? KVS_COST_LEAST : row);
   return times < 2 || ctas > sms ? ctas : least(ctas * times, sms);
+}
+
+/* Between the GPU and the host. The costs are those of `normal`. Other CTAs take other rows at a time, until the link
+ * or the pace is the limit. */
+double kvs_kernel_ns(const struct kvs_submission *s) {
+  const struct kvs_costs *costs = &s->engine->costs;
+  const struct kvs_shape *shape = &s->work->shape;
+  enum kvs_direction direction = s->work->direction == KVS_H2D ? KVS_H2D : KVS_D2H;
+  double start = costs->paths[direction == KVS_H2D][KVS_PATH_KERNEL].start,
+         ns = kvs_cost_ns(costs, shape, KVS_PATH_KERNEL), gbps = most_gbps(s);
+  if (!(ns < INFINITY)) return ns;
+  bool measured =
+      s->options->priority == KVS_PRIORITY_NORMAL && direction == s->work->direction && !s->options->max_ctas;
+  unsigned normal = kvs_kernel_tuning_of(&costs->tuning, direction, KVS_PRIORITY_NORMAL).ctas;
+  double rows = (ns - start) * (measured ? 1 : (double)normal / ctas_for(s, shape->nbytes / shape->pieces));
+  double least_ns = gbps > 0 ? (double)shape->nbytes / gbps : 0;
+  return start + (rows > least_ns ? rows : least_ns);
 }
 
 /* For rows of at most so many bytes; 0: unknown. */

@@ -74,7 +74,7 @@ enum { KVS_KERNEL_PIECE = 32 << 10 };
 bool kvs_wants_list(const struct kvs_submission *);
 int kvs_prepare_list(struct kvs_submission *);
 int kvs_prepare_grid(struct kvs_submission *);
-double kvs_kernel_gbps(const struct kvs_submission *); /* the rate limit of path kernel; 0: as its costs predict */
+double kvs_kernel_ns(const struct kvs_submission *);                   /* predicted time of path kernel */
 int kvs_launch_copies(struct kvs_submission *, struct kvs_error *why); /* the view, by a kernel on the lane stream */
 /* Once: let a kernel put slots in the place of positions, and write ids and verdicts to the host. The stream comes
  * after the start dependencies. Nothing to do where all slots are known. */

@@ -1,9 +1,9 @@
 /* Files of costs. A line is a key and its numbers; key_at() lists the keys, for reading and writing:
  *
- *   kvswap calibration 3                  the first line
+ *   kvswap calibration 4                  the first line
  *   machine ...                           the second line, for people
  *   link_gbps_d2h 55.4                    members of struct kvs_tuning, if known
- *   kernel_normal_d2h 4 46 45.1
+ *   kernel_high_d2h 8 0 51.2
  *   d2h.burst.start 50000                 a path's costs: all or none
  *   d2h.burst.each 21 33.5 ...
  *   d2h.burst.run 2600 ...
@@ -23,7 +23,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const char first_line[] = "kvswap calibration 3", last_line[] = "end";
+static const char first_line[] = "kvswap calibration 4", last_line[] = "end";
 static const char first_words[] = "kvswap calibration "; /* common to all versions */
 static const char *const directions[2] = {"d2h", "h2d"}, *const parts[] = {"start", "extra", "each", "run"};
 enum { START, EXTRA, EACH, RUN, PARTS };

@@ -25,7 +25,7 @@ struct kvs_path_cost {
                    proportionally less below. Other paths: unused, 0 */
   double each[KVS_COST_SIZES]; /* for each further part of that size. DMA, DIRECT: a merged copy. STRIDED: a row
                                   adjacent to the next one on the host. KERNEL: a piece whose host address is a multiple
-                                  of KVS_COST_LINE. BURST: a row gathered or scattered */
+                                  of KVS_COST_LINE, with `normal`'s CTAs and pace. BURST: a row gathered or scattered */
   double run[KVS_COST_SIZES];  /* STRIDED: a row not adjacent on the host. KERNEL: a piece not aligned to KVS_COST_LINE.
                                   BURST: a further contiguous run on the host. Other paths: 0 */
 };
@@ -36,7 +36,7 @@ enum { KVS_PRIORITIES = KVS_PRIORITY_BACKGROUND + 1 };
 struct kvs_kernel_tuning {
   unsigned ctas;    /* 0: unknown, use the built-in values */
   double pace_gbps; /* 0: unpaced */
-  double gbps;      /* bandwidth alone with these settings and 32 KiB blocks; 0: derived from the costs */
+  double gbps; /* bandwidth alone with these settings and 32 KiB blocks; 0: derived from the costs, as `normal`'s */
 };
 
 /* Other measurements, by direction. */

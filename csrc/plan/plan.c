@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { LINE = 128 }; /* bytes of a link transaction */
+
 void kvs_plan_scratch_free(struct kvs_plan_scratch *scratch) {
   free(scratch->bitmap);
   free(scratch->spans);
@@ -357,6 +359,12 @@ int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regi
   return KVS_OK;
 }
 
+uint64_t kvs_plan_part(uint64_t nbytes, uint64_t most) {
+  uint64_t count = nbytes ? (nbytes - 1) / most + 1 : 1, part = (nbytes + count - 1) / count;
+  part = (part + LINE - 1) / LINE * LINE;
+  return part < most ? part : most;
+}
+
 size_t kvs_plan_most_pieces(const struct kvs_copies *copies, uint64_t nbytes, uint64_t piece) {
   return copies->count + (size_t)(nbytes / piece);
 }
@@ -375,8 +383,9 @@ size_t kvs_plan_pieces(const struct kvs_copies *copies, uint64_t piece, const st
   for (size_t i = 0; i < copies->count; i++) {
     uint64_t dst = copies->dst[i], src = copies->src[i], left = copies->nbytes[i];
     if (aliased) dst = alias_of(regions, &dst_last, dst), src = alias_of(regions, &src_last, src);
-    for (; left > piece; dst += piece, src += piece, left -= piece)
-      pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = piece};
+    uint64_t part = kvs_plan_part(left, piece);
+    for (; left > part; dst += part, src += part, left -= part)
+      pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = part};
     pieces[count++] = (struct kvs_piece){.dst = dst, .src = src, .nbytes = left};
   }
   return count;

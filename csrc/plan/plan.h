@@ -115,6 +115,10 @@ int kvs_plan_split(struct kvs_copies *copies, size_t from, const struct kvs_regi
 /* How many of these bytes one copy may move: up to the end of a region with a seam. */
 uint64_t kvs_plan_until_seam(const struct kvs_regions *regions, uint64_t address, uint64_t nbytes);
 
+/* Bytes of the equal parts, whole lines of the link, of a copy or row that one piece of `most` bytes does not hold. A
+ * warp may take every second piece: a full piece and a short rest would leave half of the warps the whole work. */
+uint64_t kvs_plan_part(uint64_t nbytes, uint64_t most);
+
 /* Divide copies into pieces of at most `piece` bytes for the kernel path, with device addresses (aliases of regions;
  * NULL: addresses are equal). Returns the number of pieces; the caller has room for kvs_plan_most_pieces(), where
  * `nbytes` is the sum of the copies. */

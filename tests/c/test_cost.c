@@ -370,9 +370,9 @@ static void test_wrong_lines(void) {
   struct kvs_costs costs = some_costs(4);
   CHECK(kvs_costs_write(file, &costs, "m", &err) == KVS_OK);
   size_t n = load(text);
-  refuse(wrong, replaced(wrong, text, "calibration 3", "calibration 2"),
-         "line 1: the format is version 2, this kvswap reads version 3; `kvswap calibrate` makes it anew");
-  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 3'");
+  refuse(wrong, replaced(wrong, text, "calibration 4", "calibration 3"),
+         "line 1: the format is version 3, this kvswap reads version 4; `kvswap calibrate` makes it anew");
+  refuse(wrong, replaced(wrong, text, "kvswap cal", "other cal"), "line 1: it is not 'kvswap calibration 4'");
   refuse(wrong, replaced(wrong, text, "machine m\n", ""), "line 2: it does not begin with 'machine '");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\n\n"), "something follows");
   refuse(wrong, replaced(wrong, text, "\nend\n", "\nend\nlink_gbps_h2d 1\n"), "something follows");
@@ -386,7 +386,7 @@ static void test_wrong_lines(void) {
   refuse(wrong, replaced(wrong, text, "machine m", "machine \x1b[2J"), "does not print");
   refuse(wrong, replaced(wrong, text, "machine m\n", "machine m\r\n"), "does not print");
   wrong[0] = '\0';
-  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 3\nmachine %0500d\nend\n", 1);
+  size_t long_line = (size_t)snprintf(wrong, LARGE, "kvswap calibration 4\nmachine %0500d\nend\n", 1);
   refuse(wrong, long_line, "longer than");
   memcpy(wrong, text, n);
   wrong[n / 2] = '\0';

@@ -331,6 +331,16 @@ static void test_split(void) {
   }
 }
 
+static void test_parts(void) {
+  CHECK(kvs_plan_part(42404, 32768) == 21248 && kvs_plan_part(32768, 32768) == 32768);
+  CHECK(kvs_plan_part(0, 32768) == 0 && kvs_plan_part(1, 32768) == 128 && kvs_plan_part(99, 64) == 64);
+  for (uint64_t nbytes = 1; nbytes < 300000; nbytes += 331) {
+    uint64_t part = kvs_plan_part(nbytes, 32768), count = (nbytes - 1) / 32768 + 1;
+    CHECK(part <= 32768 && part % 128 == 0 && (nbytes - 1) / part < count, "%llu", (unsigned long long)nbytes);
+    CHECK(nbytes <= count * part && count * part < nbytes + count * 128, "%llu", (unsigned long long)nbytes);
+  }
+}
+
 static void test_aliases(void) {
   struct kvs_plan_bounds bounds;
   struct kvs_regions set = {0};
@@ -351,6 +361,7 @@ static void test_aliases(void) {
 
 int main(void) {
   test_regions();
+  test_parts();
   test_aliases();
   test_merging();
   test_bad_ids();
