@@ -94,8 +94,8 @@ sanitize_part() {
   [ "$tool" = initcheck ] && export KVSWAP_DISABLE=batch &&
     only+=" and not far_apart and not interleaving and not defaults_of and not environment"
   [ "$tool" = memcheck ] && only+=" and not over_seams"
-  timeout -k 5 400 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
-    python3 -P -m pytest -p no:cacheprovider --limit 200 -v --device cuda:0 --serial \
+  PYTHONFAULTHANDLER=1 timeout -k 5 400 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
+    python3 -P -m pytest -p no:cacheprovider --limit 390 -v --device cuda:0 --serial \
     -k "$only" "tests/test_$tests.py" >"$log" 2>&1
   printf '\nexit status %d\n' $? >>"$log"
 }
@@ -105,10 +105,13 @@ sanitize() {
   export -f sanitize_part
   {
     printf '%s\n' "memcheck faults D2H and" "memcheck faults H2D and" # the slow ones first
-    for way in "D2H and" "H2D and" "not D2H and not H2D and"; do
-      printf "%s burst $way\n" racecheck memcheck initcheck synccheck
+    for way in "D2H and" "H2D and"; do
+      printf "%s burst $way\n" memcheck racecheck initcheck synccheck
     done
-    for tests in copy_engine swap strided gpu pool order transfer regions conformance transfer_manager validation; do
+    for way in "D2H and" "H2D and" "not D2H and not H2D and"; do
+      printf "%s copy_engine $way\n" memcheck racecheck initcheck synccheck
+    done
+    for tests in gpu_ids swap strided gpu pool order transfer regions conformance transfer_manager validation; do
       printf "%s $tests\n" racecheck memcheck initcheck synccheck
     done
   } | timeout "${LIMIT:-560}" xargs -P "${JOBS:-6}" -L 1 bash -c 'sanitize_part "$@"' _

@@ -325,8 +325,8 @@ def test_freed_memory_is_noticed_although_the_tensors_are_the_same(
     gpu = [m.ptr for m in memory] if own else [seam(device, "alloc", BLOCKS * NBYTES) for _ in range(TENSORS)]
     cpu = Buffer(device, TENSORS * BLOCKS * NBYTES, "cpu")
     at = [cpu.ptr + i * BLOCKS * NBYTES for i in range(TENSORS)]
-    for _ in range(3):
-        swap_all(device, gpu, at, direction)
+    for way in (1, direction, direction):  # first onto the device, where nothing has been written
+        swap_all(device, gpu, at, way)
     gone = gpu[5]
     if own:
         memory[5].free()

@@ -81,24 +81,22 @@ static void free_unused_locked(struct kvs_reclaim *task) {
   if (!task->listed && !task->callers) free(task);
 }
 
-static struct kvs_reclaim *next_locked(struct kvs_reclaims *reclaims) {
-  struct kvs_reclaim *task = reclaims->first;
-  while (task && (task->state != WAITING || !task->covered)) task = task->next;
+/* After kvs_shutdown() memory that no caller waits for is given back with the process: a thread that still called the
+ * driver while the process takes it down would end in a crash. */
+static bool open_task(const struct kvs_engine *engine, const struct kvs_reclaim *task) {
+  return task->state == RUNNING || (task->state == WAITING && (task->callers || !atomic_load(&engine->closed)));
+}
+
+static struct kvs_reclaim *next_locked(struct kvs_engine *engine) {
+  struct kvs_reclaim *task = engine->reclaims.first;
+  while (task && (task->state != WAITING || !task->covered || !open_task(engine, task))) task = task->next;
   return task;
 }
 
-static bool any_open_locked(const struct kvs_reclaims *reclaims) {
-  for (const struct kvs_reclaim *task = reclaims->first; task; task = task->next)
-    if (task->state != ENDED) return true;
-  return false;
-}
-
-/* After kvs_shutdown() only running tasks count: the rest ends with the process. */
-static bool any_left_locked(const struct kvs_engine *engine) {
-  if (!atomic_load(&engine->closed)) return any_open_locked(&engine->reclaims);
-  for (const struct kvs_reclaim *task = engine->reclaims.first; task; task = task->next)
-    if (task->state == RUNNING) return true;
-  return false;
+static bool any_open_locked(const struct kvs_engine *engine) {
+  const struct kvs_reclaim *task = engine->reclaims.first;
+  while (task && !open_task(engine, task)) task = task->next;
+  return task != NULL;
 }
 
 /* -- running --------------------------------------------------------------------------------------------------- */
@@ -136,10 +134,9 @@ static bool run_locked(struct kvs_engine *engine, struct kvs_reclaim *task) {
 
 /* Run all covered tasks once. True if at least one ended. */
 static bool run_all_locked(struct kvs_engine *engine) {
-  struct kvs_reclaims *reclaims = &engine->reclaims;
   struct kvs_reclaim *task;
   bool progress = false;
-  while ((task = next_locked(reclaims)) != NULL) {
+  while ((task = next_locked(engine)) != NULL) {
     task->covered = false; /* once a round */
     progress |= run_locked(engine, task);
   }
@@ -183,7 +180,7 @@ static void *work(void *arg) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   uint64_t pause = PAUSE_FROM_NS;
   pthread_mutex_lock(&reclaims->lock);
-  while (any_open_locked(reclaims)) {
+  while (any_open_locked(engine)) {
     if (one_round_locked(engine)) {
       pause = PAUSE_FROM_NS;
     } else { /* still in use, for example by another device, or made during the synchronization */
@@ -338,18 +335,23 @@ void kvs_reclaim_retry(struct kvs_engine *engine) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   if (reclaiming) return;
   pthread_mutex_lock(&reclaims->lock);
-  if (any_open_locked(reclaims) && engine->device->stepped)
+  if (any_open_locked(engine) && engine->device->stepped)
     (void)one_round_locked(engine);
-  else if (any_open_locked(reclaims))
+  else if (any_open_locked(engine))
     (void)start_thread_locked(engine);
   pthread_mutex_unlock(&reclaims->lock);
 }
 
 bool kvs_reclaim_pending(struct kvs_engine *engine) {
   pthread_mutex_lock(&engine->reclaims.lock);
-  bool pending = any_open_locked(&engine->reclaims);
+  bool pending = any_open_locked(engine);
   pthread_mutex_unlock(&engine->reclaims.lock);
   return pending;
+}
+
+/* After kvs_shutdown() the thread has ended too. */
+static bool is_drained_locked(const struct kvs_engine *engine) {
+  return !any_open_locked(engine) && !(atomic_load(&engine->closed) && engine->reclaims.threaded);
 }
 
 bool kvs_reclaim_drain(struct kvs_engine *engine, int64_t timeout_ns) {
@@ -359,8 +361,9 @@ bool kvs_reclaim_drain(struct kvs_engine *engine, int64_t timeout_ns) {
   kvs_reclaim_retry(engine);
   if (engine->device->stepped) return !kvs_reclaim_pending(engine);
   pthread_mutex_lock(&reclaims->lock);
-  while (any_left_locked(engine) && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
-  bool drained = !any_left_locked(engine);
+  pthread_cond_broadcast(&reclaims->changed); /* a thread that pauses looks whether it is still needed */
+  while (!is_drained_locked(engine) && kvs_cond_wait(&reclaims->changed, &reclaims->lock, deadline)) continue;
+  bool drained = is_drained_locked(engine);
   pthread_mutex_unlock(&reclaims->lock);
   return drained;
 }

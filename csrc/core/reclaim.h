@@ -59,7 +59,8 @@ void kvs_reclaim_later(struct kvs_engine *, kvs_reclaim_function *, void *what);
 
 /* Retry pending tasks on a deterministic device, or where no thread could be started. */
 void kvs_reclaim_retry(struct kvs_engine *);
-/* Wait until all tasks have ended; after kvs_shutdown() only for those that run. False: some go on. */
+/* Wait until all tasks have ended; after kvs_shutdown() for those that run or have a caller, and for the thread, which
+ * then makes no more calls. False: some go on. */
 bool kvs_reclaim_drain(struct kvs_engine *, int64_t timeout_ns);
 bool kvs_reclaim_pending(struct kvs_engine *);
 

@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "core/core.h"
+#include "core/reclaim.h"
 #include "core/slots.h"
 #include "device/hooks.h"
 #include "host/device.h"
@@ -613,12 +614,27 @@ static void test_tables_in_use(void) {
   kvs_engine_unref(engine);
 }
 
-/* What has ended is not waited for. */
+static atomic_int tries;
+
+static int still_in_use(struct kvs_engine *engine, void *what, struct kvs_error *why) {
+  (void)engine, (void)what;
+  atomic_fetch_add(&tries, 1);
+  return kvs_fail(why, KVS_TIMEOUT, "in use");
+}
+
+/* What has ended is not waited for. No thread calls the driver while the process ends. */
 static void test_shutdown_of_idle_engines(void) {
   struct kvs_engine *engine = open_engine(0);
+  kvs_reclaim_later(engine, still_in_use, NULL);
+  while (!atomic_load(&tries)) usleep(1000);
   const uint64_t begin = kvs_clock_ns();
   kvs_shutdown(40 * SECONDS);
   CHECK(kvs_clock_ns() - begin < (uint64_t)(20 * SECONDS), "shutdown waits");
+  CHECK(!engine->reclaims.threaded, "the thread goes on");
+  int before = atomic_load(&tries);
+  kvs_reclaim_later(engine, still_in_use, NULL);
+  usleep(100000);
+  CHECK(atomic_load(&tries) == before, "%d", atomic_load(&tries) - before);
   kvs_engine_unref(engine);
 }
 
