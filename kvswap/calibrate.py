@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -339,11 +340,14 @@ def _solve_rows(path: ForcedPath, nanoseconds: _Measured, cost: _C._PathCost) ->
 
 def _solve_burst(path: ForcedPath, nanoseconds: _Measured, cost: _C._PathCost) -> _C._PathCost:
     """The time is start + the longer of rows and runs + a share of the shorter. From rows that take longer than runs,
-    only a bound of the runs follows, and the other way round; so noise of one is not part of the other."""
+    only a bound of the runs follows, and the other way round; so noise of one is not part of the other. Large rows
+    are gathered no slower, by the byte, than small ones: the nearer bound, as many large ones take the link's time."""
     each = {
         i: max(0.0, ns - _burst_once(cost, shape) - _alone(shape) * at(cost["run"], shape.nbytes)) / shape.rows
         for i, (shape, ns) in nanoseconds["each"].items()
     }
+    for smaller, i in pairwise(sorted(each)):
+        each[i] = min(each[i], each[smaller] * SIZES[i] / SIZES[smaller])
     run = {
         i: max(0.0, ns - _burst_once(cost, shape) - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
         for i, (shape, ns) in nanoseconds["run"].items()
