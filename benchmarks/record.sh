@@ -117,7 +117,8 @@ sanitize() {
   } | timeout "${LIMIT:-560}" xargs -P "${JOBS:-6}" -L 1 bash -c 'sanitize_part "$@"' _
   for log in "$parts"/*.log; do
     echo "== $(basename "$log" .log)"
-    sed '/^=* test session starts/,/^collecting/d' "$log" | grep -vE "PASSED|SKIPPED|^=+ short test summary|^$"
+    sed '/^=* test session starts/,/^collecting/d' "$log" | grep -vE "PASSED|SKIPPED|^=+ short test summary|^$" |
+      awk '{line[NR] = $0} END {for (i = 1; i <= NR; i++) if (i <= 40 || i > NR - 8) print line[i]; else if (i == 41) print "..."}'
   done >"$out/sanitizer.txt"
   grep -E "^== |SUMMARY|exit status|passed|failed| error" "$out/sanitizer.txt"
 }
