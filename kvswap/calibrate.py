@@ -347,7 +347,8 @@ def _solve_burst(path: ForcedPath, nanoseconds: _Measured, cost: _C._PathCost) -
         for i, (shape, ns) in nanoseconds["each"].items()
     }
     for smaller, i in pairwise(sorted(each)):
-        each[i] = min(each[i], each[smaller] * SIZES[i] / SIZES[smaller])
+        if each[smaller] > 0:  # else within the noise
+            each[i] = min(each[i], each[smaller] * SIZES[i] / SIZES[smaller])
     run = {
         i: max(0.0, ns - _burst_once(cost, shape) - _alone(shape) * _rows(shape, cost["each"])) / shape.blocks
         for i, (shape, ns) in nanoseconds["run"].items()

@@ -203,14 +203,14 @@ double kvs_kernel_ns(const struct kvs_submission *s) {
   const struct kvs_shape *shape = &s->work->shape;
   enum kvs_direction direction = s->work->direction == KVS_H2D ? KVS_H2D : KVS_D2H;
   double start = costs->paths[direction == KVS_H2D][KVS_PATH_KERNEL].start,
-         ns = kvs_cost_ns(costs, shape, KVS_PATH_KERNEL), gbps = most_gbps(s);
+         ns = kvs_cost_ns(costs, shape, KVS_PATH_KERNEL);
   if (!(ns < INFINITY)) return ns;
   bool measured =
       s->options->priority == KVS_PRIORITY_NORMAL && direction == s->work->direction && !s->options->max_ctas;
   unsigned normal = kvs_kernel_tuning_of(&costs->tuning, direction, KVS_PRIORITY_NORMAL).ctas;
-  double rows = (ns - start) * (measured ? 1 : (double)normal / ctas_for(s, shape->nbytes / shape->pieces));
-  double least_ns = gbps > 0 ? (double)shape->nbytes / gbps : 0;
-  return start + (rows > least_ns ? rows : least_ns);
+  if (!measured) ns = start + (ns - start) * normal / ctas_for(s, shape->nbytes / shape->pieces);
+  double gbps = measured ? pace_gbps(s) : most_gbps(s), least_ns = gbps > 0 ? (double)shape->nbytes / gbps : 0;
+  return ns > least_ns ? ns : least_ns;
 }
 
 /* For rows of at most so many bytes; 0: unknown. */
@@ -253,11 +253,14 @@ int kvs_launch_units(struct kvs_submission *s, const struct kvs_units *units, ui
 }
 
 static int launch_list(struct kvs_submission *s, struct kvs_error *why) {
-  const struct kvs_width width = width_of_kernel(s, 0);
+  struct kvs_width width = width_of_kernel(s, 0);
   struct kvs_piece *pieces;
   size_t from = s->staged;
+  uint64_t nbytes = 0;
   if (s->view.count == 0) return KVS_OK;
   size_t count = kvs_place_list(s, &pieces);
+  for (size_t i = 0; i < s->view.count; i++) nbytes += s->view.nbytes[i];
+  width.ctas = ctas_for(s, nbytes / count);
   int status = kvs_upload(s, from, s->staged, s->lane->stream, why);
   return status ? status : kvs_launch_units(s, &s->units, count, 0, &width, s->lane->stream, why);
 }

@@ -183,7 +183,7 @@ static void *work(void *arg) {
   while (any_open_locked(engine)) {
     if (one_round_locked(engine)) {
       pause = PAUSE_FROM_NS;
-    } else { /* still in use, for example by another device, or made during the synchronization */
+    } else if (any_open_locked(engine)) { /* in use, as by another device, or made during the synchronization */
       (void)kvs_cond_wait(&reclaims->changed, &reclaims->lock, kvs_clock_ns() + pause);
       pause = 2 * pause < PAUSE_TO_NS ? 2 * pause : PAUSE_TO_NS;
     }
@@ -256,10 +256,10 @@ int kvs_reclaim_start(struct kvs_engine *engine, kvs_reclaim_function *function,
     task->callers++;
     if (!joined && is_here(engine)) {
       run_here_locked(engine, task);
-    } else if (!joined && !start_thread_locked(engine)) {
+    } else if (task->state == WAITING && !is_here(engine) && !start_thread_locked(engine)) {
       status = kvs_fail(err, KVS_NOMEM, "no thread could be started to wait in");
       task->callers--;
-      remove_locked(reclaims, task);
+      if (!joined) remove_locked(reclaims, task);
       free_unused_locked(task);
     }
   }

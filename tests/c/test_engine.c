@@ -622,11 +622,30 @@ static int still_in_use(struct kvs_engine *engine, void *what, struct kvs_error 
   return kvs_fail(why, KVS_TIMEOUT, "in use");
 }
 
+static atomic_bool in_use = true;
+
+static int while_in_use(struct kvs_engine *engine, void *what, struct kvs_error *why) {
+  (void)engine, (void)what;
+  if (!atomic_load(&in_use)) return KVS_OK;
+  usleep(200000); /* its caller gives up meanwhile, and comes back */
+  return kvs_fail(why, KVS_TIMEOUT, "in use");
+}
+
+static int reclaim(struct kvs_engine *engine, int64_t timeout_ns) {
+  struct kvs_reclaim *task;
+  struct kvs_error why;
+  CHECK(!kvs_reclaim_start(engine, while_in_use, &in_use, &task, &why), "%s", why.message);
+  int status = kvs_reclaim_wait(task, timeout_ns, &why);
+  (void)kvs_reclaim_leave(task, KVS_LEAVE_RESULT);
+  return status;
+}
+
 /* What has ended is not waited for. No thread calls the driver while the process ends. */
 static void test_shutdown_of_idle_engines(void) {
   struct kvs_engine *engine = open_engine(0);
   kvs_reclaim_later(engine, still_in_use, NULL);
   while (!atomic_load(&tries)) usleep(1000);
+  CHECK(reclaim(engine, SECONDS / 20) == KVS_TIMEOUT);
   const uint64_t begin = kvs_clock_ns();
   kvs_shutdown(40 * SECONDS);
   CHECK(kvs_clock_ns() - begin < (uint64_t)(20 * SECONDS), "shutdown waits");
@@ -635,6 +654,8 @@ static void test_shutdown_of_idle_engines(void) {
   kvs_reclaim_later(engine, still_in_use, NULL);
   usleep(100000);
   CHECK(atomic_load(&tries) == before, "%d", atomic_load(&tries) - before);
+  atomic_store(&in_use, false);
+  CHECK(reclaim(engine, 20 * SECONDS) == KVS_OK, "who waits gets it all the same");
   kvs_engine_unref(engine);
 }
 
