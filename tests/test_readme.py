@@ -20,6 +20,10 @@ SNIPPETS = [
 ]
 
 
+def test_the_readme_is_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_every_snippet_is_found() -> None:
     assert sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES) == len(SNIPPETS) > 10
 
