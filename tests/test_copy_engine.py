@@ -757,3 +757,44 @@ def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
         if "kernel" in off:
             wanted[0] = "burst dma"
         assert run.stdout.splitlines() == wanted
+
+
+ONE_QUEUE = """
+    import numpy as np
+    import kvswap
+    from kvswap import _C, testing
+    device = testing.deterministic_device(1)
+    memory = np.zeros(1 << 21, np.uint8)
+    gpu, cpu = memory.ctypes.data, memory.ctypes.data + (1 << 20)
+    ids = [1, 5, 3, 9, 7], [2, 7, 4, 1, 11]
+    layers = {"layers": [gpu, gpu + (1 << 18)], "one": [gpu]}
+    for cheap in ("kernel", "burst"):
+        costs = _C._costs_read(None)
+        for paths in (costs["d2h"], costs["h2d"]):
+            for path, cost in paths.items():
+                cost["start"] = {cheap: 1.0, "strided": 1e5, "dma": 1e6}.get(path, 1e9)
+        _C._costs_use(device, costs)
+        for of, size in (("one", 16384), ("one", 16383), ("layers", 8192)):
+            for mode in (0, 1):
+                taken = []
+                for priority in ("normal", "background", "high"):
+                    swap = kvswap.swap_cache_all_layers_async(
+                        layers[of], [cpu + at - gpu for at in layers[of]], size, 12, 12, *ids, mode, device=device,
+                        priority=priority)
+                    swap.wait(30)
+                    taken.append(swap.path)
+                print(cheap, of, size, mode, *taken)
+"""
+
+
+def test_with_one_queue_auto_leaves_kernels_out() -> None:
+    """Where there is another way: 2-D copies, or copies that are large enough."""
+    for queues in ("1", "32"):
+        run = run_python(ONE_QUEUE, CUDA_DEVICE_MAX_CONNECTIONS=queues)
+        assert run.returncode == 0, run.stderr
+        wanted = []
+        for cheap in ("kernel", "burst"):
+            for what, careful in (("one 16384", "dma"), ("one 16383", cheap), ("layers 8192", "strided")):
+                path = careful if queues == "1" else cheap
+                wanted += [f"{cheap} {what} {mode} {path} {path} {cheap}" for mode in (0, 1)]
+        assert run.stdout.splitlines() == wanted

@@ -42,6 +42,11 @@ static double short_runs(const struct kvs_shape *shape) {
   return mean < 32 << 10 ? 3.0 : mean < 128 << 10 && !round ? 1.15 : 1.0;
 }
 
+/* With one hardware queue the model's kernels stay behind those that wait for a copy. Measured, H200, beside a decode
+ * step: copies and 2-D copies add nothing to what one bare copy costs, bursts 0.2 and the kernel 0.3 D2H, 0.2 H2D. A
+ * shorter copy holds its caller for longer than a kernel that moves as much holds the model. */
+static const uint64_t ONE_QUEUE_COPY_NBYTES = 16 << 10;
+
 /* -- what it looks like ---------------------------------------------------------------------------------------- */
 
 /* Consecutive pairs that continue on both sides become one copy for each tensor without gaps. Returns the number of
@@ -157,6 +162,13 @@ static int count_runs(struct kvs_submission *s) {
                                       &work->scratch->plan, &work->shape.runs, s->err);
 }
 
+/* Leave kernels out, to keep the priority's promise. */
+static bool copy_engine_alone(const struct kvs_submission *s) {
+  const struct kvs_shape *shape = &s->work->shape;
+  if (!s->engine->one_queue || s->options->priority == KVS_PRIORITY_HIGH) return false;
+  return shape->rects > 0 || (shape->copies && shape->nbytes / shape->copies >= ONE_QUEUE_COPY_NBYTES);
+}
+
 /* Bursts are last, since their prediction costs most. */
 static int fastest(struct kvs_submission *s, enum kvs_path *best) {
   struct kvs_engine *engine = s->engine;
@@ -165,17 +177,14 @@ static int fastest(struct kvs_submission *s, enum kvs_path *best) {
     bool possible;
   } ways[] = {{KVS_PATH_DMA, true},
               {KVS_PATH_STRIDED, s->work->shape.rects > 0},
-              {KVS_PATH_KERNEL, !reason_against_kernel(engine)}};
+              {KVS_PATH_KERNEL, !reason_against_kernel(engine) && !copy_engine_alone(s)}};
   double least = INFINITY;
   *best = KVS_PATH_DMA;
   for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
     double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
     if (ns < least) least = ns, *best = ways[i].path;
   }
-  /* With one hardware queue, a kernel that waits for a copy would hold up the model's kernels behind it: measured,
-   * H200, beside a decode step, 0.2 more than a bare copy. */
-  bool possible =
-      !kvs_racecheck_on() && !engine->disabled.auto_burst && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
+  bool possible = !kvs_racecheck_on() && !copy_engine_alone(s) && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
   if (!possible || !take_slots(s)) return KVS_OK;
   int status = count_runs(s);
   if (!status && predict(s, KVS_PATH_BURST) < least)
@@ -275,7 +284,7 @@ static int pick_for_ids(struct kvs_submission *s, enum kvs_path *path) {
                     "%s is on the device: between two devices ids must be in host memory, ids.cpu()", side->name);
   bool burst = *path != KVS_PATH_KERNEL && s->work->nslots && may_burst(s) && fits_burst(s);
   if (*path == KVS_PATH_BURST && burst) return KVS_OK;
-  bool faster = burst && !s->engine->disabled.auto_burst && predict(s, KVS_PATH_BURST) < predict(s, KVS_PATH_KERNEL);
+  bool faster = burst && predict(s, KVS_PATH_BURST) < predict(s, KVS_PATH_KERNEL);
   *path = KVS_PATH_KERNEL;
   if (!faster || !take_slots(s)) return KVS_OK;
   int status = count_runs(s);

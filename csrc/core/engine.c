@@ -94,7 +94,7 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   pthread_once(&once, start_racecheck);
   int status = read_disabled(engine, getenv("KVSWAP_DISABLE"), err);
   if (status) return status;
-  engine->disabled.auto_burst = queues && strcmp(queues, "1") == 0 && strcmp(engine->device->ops->kind, "cuda") == 0;
+  engine->one_queue = queues && strcmp(queues, "1") == 0;
   if (path && *path) status = read_path(path, &engine->defaults.path, err);
   if (status) return status;
   if (ctas && *ctas) {

@@ -18,7 +18,6 @@ struct kvs_staging;
 
 struct kvs_disabled {
   bool kernel, batch, burst, strided;
-  bool auto_burst; /* AUTO never picks bursts: the driver has one queue for all streams */
 };
 
 /* Rows in device memory. A table that no unfinished transfer reads may be replaced. */
