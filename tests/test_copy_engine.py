@@ -6,6 +6,7 @@ What bursts alone promise is in test_burst.py."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ from transfers import (
 
 import kvswap
 from kvswap import _C, testing
-from kvswap.typing import Priority
+from kvswap.typing import Path, Priority
 
 INLINE = (0, 1, 8, 479, 480, 481, 2000)  # pairs of slots, round about as many as travel as parameters
 
@@ -693,6 +694,36 @@ def test_no_batch_is_queued_where_the_environment_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "size", "calls"),
+    [(0, 1024, [32, 32, 64, 128, 128]), (1, 1024, [16, 16, 32, 32, 32]), (1, 32768, [32, 32, 64, 128, 256])],
+)
+def test_batches_begin_short(mode: int, size: int, calls: list[int]) -> None:
+    """The k-th call is there if the device that it loses is lost. Copies of under 28 KiB H2D go in short ones."""
+    rng = np.random.default_rng(2)
+    memory = rng.integers(0, 256, (2, 1024, size), np.uint8)
+
+    def lost(count: int, path: Path, k: int) -> bool:
+        device = testing.deterministic_device(1)
+        memory[1 - mode] = 0
+        ids = rng.permutation(512)[:count], rng.permutation(512)[:count] * 2  # no two are neighbours on the host
+        with testing.fault(device, "call", "lose", operation="copy_batch", nth=k, code=700):
+            try:
+                swap = kvswap.swap_cache_per_layer_async(
+                    memory[0].ctypes.data, memory[1].ctypes.data, size, 1024, 1024, *ids, mode, device=device, path=path
+                )
+                swap.wait(30)
+            except kvswap.DeviceError:
+                return True
+        assert swap.path == path and np.array_equal(memory[0, ids[0]], memory[1, ids[1]])
+        return False
+
+    checked: dict[Path, int] = {"dma": len(calls), "burst": 2}  # each burst begins anew
+    for path, few in checked.items():
+        for k, count in enumerate(itertools.accumulate(calls[:few]), 1):
+            assert lost(count, path, k) and not lost(count, path, k + 1), (path, k)
+
+
+@pytest.mark.parametrize(
     ("other", "slower", "taken_of_few", "taken_of_many"),
     [
         ("dma", 0.9, "burst", "burst"),
@@ -714,10 +745,10 @@ def test_auto_bursts_many_copies(
         for path, cost in paths.items():
             cost["start"], cost["extra"], cost["each"] = 1.0, 0.0, [1e9] * len(cost["each"])
             cost["run"] = [1e9 if path == "kernel" else 0.0] * len(cost["run"])
-        paths[other]["each"] = [1000.0] * len(paths[other]["each"])
+        paths[other]["each"] = [1e5] * len(paths[other]["each"])
         if other == "kernel":
             paths[other]["run"] = paths[other]["each"]
-        paths["burst"]["each"] = [1000.0 * slower] * len(paths["burst"]["each"])
+        paths["burst"]["each"] = [1e5 * slower] * len(paths["burst"]["each"])
 
     def taken(count: int, priority: Priority = "normal") -> str:
         ids = np.random.default_rng(1).permutation(count)
@@ -727,6 +758,24 @@ def test_auto_bursts_many_copies(
     _C._costs_use(device, costs)
     assert [taken(500), taken(2000)] == [taken_of_few, taken_of_many]
     assert taken(500, "high") == ("burst" if slower < 1 else other)
+
+
+def test_auto_knows_that_short_copies_begin_slowly(direction: int) -> None:
+    """20 copies of 16 KiB are predicted faster than the kernel, but host to device the first ones cost more."""
+    device = testing.deterministic_device(1)
+    sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            cost["start"], cost["extra"] = {"dma": 1.0, "kernel": 50e3}.get(path, 1e9), 0.0
+            cost["each"] = [1000.0 if path == "dma" else 0.0] * len(cost["each"])
+            cost["run"] = [0.0] * len(cost["run"])
+    _C._costs_use(device, costs)
+    ids = np.random.default_rng(1).permutation(40)[:20]
+    taken = [
+        sides.run(replace(plain(size, 1, 40, direction), gpu_ids=ids, cpu_ids=ids[::-1]), priority="normal").path
+        for size in (16 << 10, 28 << 10)
+    ]
+    assert taken == ["kernel" if direction == 1 else "dma", "dma"]
 
 
 def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:

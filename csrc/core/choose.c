@@ -34,12 +34,17 @@ static double many(uint64_t copies, uint64_t nbytes) {
  * 256 KiB a copy on, 54 at 64 KiB; a kernel 355 at any size (benchmarks/bench_peer.py). */
 static const uint64_t PEER_COPY_NBYTES = 256 << 10;
 
-/* The costs were measured with runs of whole pages. Odd sizes cost the copy engine more: short runs up to a half more,
- * and below 28 KiB from host to device three times and more. */
-static double short_runs(const struct kvs_shape *shape) {
+/* The costs were measured with runs of whole pages. Odd sizes cost the copy engine more. */
+static double odd_runs(const struct kvs_shape *shape) {
   uint64_t mean = shape->runs ? shape->nbytes / shape->runs : 0;
   bool round = mean % 4096 == 0 && mean * shape->runs == shape->nbytes;
-  return mean < 32 << 10 ? 3.0 : mean < 128 << 10 && !round ? 1.15 : 1.0;
+  return mean < 128 << 10 && !round ? 1.15 : 1.0;
+}
+
+/* The costs were measured with many copies, and the first of a list may cost more: kvs_batch_part(). */
+static double slow_start(const struct kvs_shape *shape, uint64_t copies) {
+  bool slow = shape->direction == KVS_H2D && copies > 1 && shape->nbytes / copies < KVS_SLOW_COPY_NBYTES;
+  return slow ? KVS_SLOW_COPY_NS * (double)(copies < KVS_SLOW_COPIES ? copies : KVS_SLOW_COPIES) : 0;
 }
 
 /* With one hardware queue the model's kernels stay behind those that wait for a copy. Measured, H200, beside a decode
@@ -143,10 +148,12 @@ static bool take_slots(struct kvs_submission *s) {
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   bool high = s->options->priority == KVS_PRIORITY_HIGH;
   if (path == KVS_PATH_KERNEL) return kvs_kernel_ns(s) * (high ? 1 : KERNEL_HANDICAP);
-  double ns = kvs_cost_ns(&s->engine->costs, &s->work->shape, path);
+  const struct kvs_shape *shape = &s->work->shape;
+  double ns = kvs_cost_ns(&s->engine->costs, shape, path);
   if (path == KVS_PATH_BURST)
-    ns *= short_runs(&s->work->shape) * many(s->work->shape.runs, s->work->nbytes) * (high ? 1 : BURST_HANDICAP);
-  if (path == KVS_PATH_DMA) ns *= many(s->work->shape.copies, s->work->nbytes);
+    ns = (ns * odd_runs(shape) + slow_start(shape, shape->runs)) * many(shape->runs, shape->nbytes) *
+         (high ? 1 : BURST_HANDICAP);
+  if (path == KVS_PATH_DMA) ns = (ns + slow_start(shape, shape->copies)) * many(shape->copies, shape->nbytes);
   return ns;
 }
 

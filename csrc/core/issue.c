@@ -136,9 +136,11 @@ static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
 
 void kvs_issue_copies(struct kvs_submission *s) {
   size_t count = s->view.count, all = s->work->scratch->copies.count;
-  size_t part = kvs_batch_part(all ? s->work->nbytes / all : 0);
-  if (s->engine->disabled.batch) part = 1;
-  for (size_t from = 0; from < count; from += part) issue_range(s, from, count - from < part ? count : from + part);
+  uint64_t mean = all ? s->work->nbytes / all : 0;
+  for (size_t from = 0, part; from < count; from += part) {
+    part = s->engine->disabled.batch ? 1 : kvs_batch_part(s->work->direction, mean, from);
+    issue_range(s, from, count - from < part ? count : from + part);
+  }
 }
 
 /* If the driver refuses the rect, copy the block row by row. */
