@@ -10,14 +10,15 @@ typedef CUresult (*batch_function)(CUdeviceptr *, CUdeviceptr *, size_t *, size_
 enum { BLOCKS = 8192 };
 
 // A part holds as many copies as were given before it, from `least` to `most`.
-struct parts {
+struct cut {
   size_t least, most;
 };
+static const cut CUTS[] = {{8, 8}, {16, 16}, {32, 32}, {128, 128}, {256, 256}, {16, 32}, {32, 128}, {32, 256}};
 
 static batch_function batch;
 
 static void measure(const char *name, char *dst_base, char *src_base, size_t nbytes, size_t blocks, int splits,
-                    parts parts) {
+                    cut parts) {
   std::mt19937 random(nbytes);
   std::vector<size_t> src_ids = permuted(BLOCKS, random), dst_ids = permuted(BLOCKS, random);
   std::vector<CUdeviceptr> src(blocks), dst(blocks);
@@ -60,9 +61,7 @@ int main() {
       measure(name, dst, src, kib << 10, BLOCKS, STREAMS, {BLOCKS / STREAMS, BLOCKS / STREAMS});
       measure(name, dst, src, kib << 10, BLOCKS, STREAMS, {128, 128});
       for (size_t blocks : {16, 45, 100, 180, 512, 2048, int(BLOCKS)})
-        for (parts parts :
-             {struct parts{8, 8}, {16, 16}, {32, 32}, {128, 128}, {256, 256}, {16, 32}, {32, 128}, {32, 256}})
-          measure(name, dst, src, kib << 10, blocks, 1, parts);
+        for (cut cut : CUTS) measure(name, dst, src, kib << 10, blocks, 1, cut);
     }
   return 0;
 }
