@@ -32,7 +32,7 @@ _Measured: TypeAlias = "dict[Kind, dict[int, tuple[Shape, float]]]"
 
 # As csrc/plan/cost.h has them: KVS_COST_SIZES, ..._BATCH, ..._ALONE, ..._SLOT.
 SIZES = tuple(512 << i for i in range(14))
-_BATCH = 32
+_BATCH = 16
 _ALONE = 8 << 20
 _SLOT = 16 << 20
 

@@ -695,7 +695,7 @@ def test_no_batch_is_queued_where_the_environment_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "size", "calls"),
-    [(0, 1024, [32, 32, 64, 128, 128]), (1, 1024, [16, 16, 32, 32, 32]), (1, 32768, [32, 32, 64, 128, 256])],
+    [(0, 1024, [16, 16, 32, 64, 128, 128]), (1, 1024, [16, 16, 32, 32, 32]), (1, 32768, [16, 16, 32, 64, 128, 256])],
 )
 def test_batches_begin_short(mode: int, size: int, calls: list[int]) -> None:
     """The k-th call is there if the device that it loses is lost. Copies of under 28 KiB H2D go in short ones."""

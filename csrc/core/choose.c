@@ -41,10 +41,11 @@ static double odd_runs(const struct kvs_shape *shape) {
   return mean < 128 << 10 && !round ? 1.15 : 1.0;
 }
 
-/* The costs were measured with many copies, and the first of a list may cost more: kvs_batch_part(). */
+/* The costs were measured with many copies, of which the first are a small part. */
 static double slow_start(const struct kvs_shape *shape, uint64_t copies) {
-  bool slow = shape->direction == KVS_H2D && copies > 1 && shape->nbytes / copies < KVS_SLOW_COPY_NBYTES;
-  return slow ? KVS_SLOW_COPY_NS * (double)(copies < KVS_SLOW_COPIES ? copies : KVS_SLOW_COPIES) : 0;
+  uint64_t mean = copies > 1 ? shape->nbytes / copies : 0, first = copies < KVS_COST_BATCH ? copies : KVS_COST_BATCH;
+  bool slow = shape->direction == KVS_H2D && mean < KVS_SLOW_COPY_NBYTES;
+  return slow ? (double)(first * mean) / 1024 * KVS_SLOW_COPY_NS_PER_KIB : 0;
 }
 
 /* With one hardware queue the model's kernels stay behind those that wait for a copy. Measured, H200, beside a decode

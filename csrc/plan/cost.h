@@ -11,7 +11,7 @@ extern const char *const kvs_path_names[KVS_PATHS]; /* kvs_path_name()'s */
 enum { KVS_COST_SIZES = 14, KVS_COST_LEAST = 512 };
 
 enum {
-  KVS_COST_BATCH = 32,      /* copies submitted before the copy engine starts */
+  KVS_COST_BATCH = 16,      /* copies submitted before the copy engine starts */
   KVS_COST_ALONE = 8 << 20, /* bytes of a burst transfer that overlap nothing: the first or the last burst */
   KVS_COST_SLOT = 16 << 20, /* burst transfers of this size pay the whole `extra` */
   KVS_COST_LINE = 64,       /* bytes: the kernel path pays for partial lines on the link if not aligned to this */
