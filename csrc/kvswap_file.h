@@ -171,7 +171,7 @@ struct kvs_file_stats {
   uint64_t stored, kept, loaded, deleted, evicted; /* blocks, since the store was opened */
   uint64_t missed, damaged,
       failed;          /* missed: loads of missing keys; damaged: blocks with wrong bytes; failed: other failures */
-  uint64_t found, cut; /* at open: blocks, and torn blocks that were erased */
+  uint64_t found, cut; /* at open: blocks; torn blocks and damaged headers, erased unless readonly */
   uint64_t foreign;    /* segment files that cannot be read; they are left alone */
   uint64_t lost_slots; /* slots that could not be erased, or read at open: unused until the next open */
   uint64_t unfinished_loads, unfinished_stores; /* transfers, now */

@@ -86,8 +86,9 @@ class Header:
 def read_header(page: bytes) -> Header:
     check_page(page, b"KVSBLOCK")
     digest, sequence, nbytes, data_crc, length = struct.unpack_from("<16sQQIH", page, 16)
-    if any(page[54:56]) or any(page[56 + length :]):
-        raise Wrong("bytes that should be zero")
+    for at, byte in enumerate(page[54:], 54):
+        if byte and not 56 <= at < 56 + length:
+            raise Wrong(f"byte {at} of a block's header is not zero: a field that this reader does not know")
     return Header(digest, sequence, nbytes, data_crc, page[56 : 56 + length])
 
 

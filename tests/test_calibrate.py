@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -52,6 +53,15 @@ def predicted(costs: _C._Costs, point: Point) -> float:
     if shape.skew:
         numbers |= {"skew_pieces": shape.rows, "skew_nbytes": shape.nbytes}
     return _C._costs_predict(costs, point.path, point.direction, shape.nbytes, **numbers) / 1e9
+
+
+def costs_of_all() -> _C._Costs:
+    """The built-in costs; of a path that has none yet, those of `direct`."""
+    costs = _C._costs_read(None)
+    for of_direction in costs["d2h"], costs["h2d"]:
+        for path in PATHS:
+            of_direction.setdefault(path, copy.deepcopy(of_direction["direct"]))
+    return costs
 
 
 def all_points() -> list[Point]:
@@ -253,7 +263,7 @@ def found_by(rig: Rig, seconds: float) -> calibrate.Result:
 
 
 def test_without_time_every_path_is_still_known() -> None:
-    costs = _C._costs_read(None)
+    costs = costs_of_all()
     result = found_by(Rig(costs), -1)
     assert {(point.path, point.direction) for point in result.seconds} == set(itertools.product(PATHS, DIRECTIONS))
     assert result.skipped > 100
@@ -265,17 +275,17 @@ def test_without_time_every_path_is_still_known() -> None:
 
 
 def test_with_time_everything_is_measured() -> None:
-    result = found_by(Rig(_C._costs_read(None)), 60)
+    result = found_by(Rig(costs_of_all()), 60)
     assert result.skipped == 0 and set(result.seconds) == set(all_points())
 
 
 def test_a_path_that_is_not_there_is_unknown() -> None:
-    rig = Rig(_C._costs_read(None), {"kernel": 1, "burst": 1})
+    rig = Rig(costs_of_all(), {"kernel": 1, "burst": 1})
     result = found_by(rig, 60)
     assert result.unavailable == {"kernel": "because", "burst": "because"}
     assert len([1 for path, *_ in rig.asked if path == "kernel"]) == 1, "asked again"
     result.costs = calibrate.solve(result.seconds)
-    assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == {"dma", "strided", "direct"}
+    assert result.costs["d2h"].keys() == result.costs["h2d"].keys() == set(PATHS) - {"kernel", "burst"}
     result.costs["tuning"] = calibrate._measure_tuning(rig, lambda done, total, what: None)  # type: ignore[arg-type]
     assert result.costs["tuning"] == {"link_gbps_d2h": 50, "link_gbps_h2d": 40}
     assert rig.kernel_runs == {}
@@ -504,7 +514,7 @@ def test_a_slow_link_is_given_less_to_move() -> None:
 
 def test_a_path_that_lacks_what_it_needs_is_unknown() -> None:
     """Not one kind of cost is made up."""
-    seconds = found_by(Rig(_C._costs_read(None)), -1).seconds
+    seconds = found_by(Rig(costs_of_all()), -1).seconds
     for path, kind in (("burst", "run"), ("strided", "extra"), ("dma", "start"), ("kernel", "each")):
         found = calibrate.solve({p: took for p, took in seconds.items() if (p.path, p.kind) != (path, kind)})
         assert found["d2h"].keys() == found["h2d"].keys() == set(PATHS) - {path}

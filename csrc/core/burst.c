@@ -90,8 +90,9 @@ int kvs_pack_for_burst(struct kvs_submission *s) {
   return status ? status : kvs_pack_rows(&scratch->rows, work->direction, most, ends, nends, &scratch->packing, s->err);
 }
 
-/* Whether its writes cannot overlap reads of earlier transfers, and the reverse. */
-static bool apart(const struct kvs_submission *s) {
+/* Whether the first stage may start before earlier transfers of the lane end: not if both stages may touch one side,
+ * and the race checker wants one order. */
+static bool may_run_ahead(const struct kvs_submission *s) {
   const struct kvs_regions *regions = &s->work->scratch->regions;
   for (size_t i = 0; i < regions->count; i++)
     if (regions->items[i].memory == KVS_MEMORY_ORDINARY || regions->items[i].memory == KVS_MEMORY_MANAGED) return false;
@@ -113,7 +114,7 @@ int kvs_prepare_burst(struct kvs_submission *s) {
   bool one = kvs_is_one_burst(s->work->nbytes, s->slots->slot_nbytes) && !s->options->nafter_layers;
   one = one || is_empty(s) || s->options->priority == KVS_PRIORITY_BACKGROUND;
   s->first = one ? s->lane->stream : s->lane->burst_stream;
-  s->ahead = !one && apart(s);
+  s->ahead = !one && may_run_ahead(s);
   return KVS_OK;
 }
 

@@ -46,12 +46,13 @@ static void look_at(struct kvs_submission *s, size_t layer, size_t end) {
                                 .capacity = to.copies - from.copies};
 }
 
-/* The kernel or a burst was refused: these layers and all later ones go to the copy engine. */
+/* The kernel or a burst was refused: these layers and all later ones go to the copy engine. Not with ids on the device,
+ * whose copies the host does not know, and not from path kernel where the caller named it. */
 static void try_again(struct kvs_submission *s, size_t layer, size_t end, const struct kvs_error *why) {
   struct kvs_work *work = s->work;
   struct kvs_error err;
   if (work->on_device.ids || (s->transfer->path == KVS_PATH_KERNEL && s->options->path == KVS_PATH_KERNEL)) {
-    kvs_fail_all(s, why); /* the copies are not known; or the caller named this path, and none of it runs */
+    kvs_fail_all(s, why);
     return;
   }
   if (!work->planned && work->plan(work->call, KVS_FORM_COPIES, work->scratch, &err)) {

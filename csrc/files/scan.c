@@ -26,8 +26,8 @@ struct found {
   uint32_t slot;
   uint16_t key_nbytes;
   bool torn;
-  bool unread;   /* the data should have been verified but could not be read */
-  size_t key_at; /* offset in keys */
+  bool unverified; /* the data should have been verified but could not be read */
+  size_t key_at;   /* offset in keys */
 };
 
 struct scan {
@@ -43,8 +43,8 @@ struct scan {
   size_t keys_nbytes, keys_capacity;
   uint32_t *bad; /* slots with damaged headers */
   size_t nbad, bad_capacity;
-  uint32_t *unread; /* slots whose headers cannot be read */
-  size_t nunread, unread_capacity;
+  uint32_t *unreadable; /* slots whose headers cannot be read */
+  size_t nunreadable, unreadable_capacity;
   int code; /* KVS_OK, or why the scan stops */
   uint64_t cut, lost;
   bool doubtful; /* a block that may be torn is left */
@@ -100,7 +100,7 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
   int code = read_at(store, slot, room, KVS_FILE_PAGE);
   if (code == KVS_FILE_ENDED) return; /* truncated file: no block here */
   if (code) {
-    note_slot(scan, slot, &scan->unread, &scan->nunread, &scan->unread_capacity);
+    note_slot(scan, slot, &scan->unreadable, &scan->nunreadable, &scan->unreadable_capacity);
     return;
   }
   enum kvs_file_page page = kvs_file_header_read(room, &header);
@@ -118,8 +118,8 @@ static void look_at_slot(struct scan *scan, uint32_t slot, uint8_t *room) {
   }
   if (header.sequence >= kvs_file_root_of(store, slot)->whole_below || store->segments[slot / g->slots].suspect) {
     code = read_at(store, slot, room, g->slot_nbytes);
-    found.unread = code && code != KVS_FILE_ENDED;
-    found.torn = !found.unread && (code || kvs_crc32c(0, room + KVS_FILE_PAGE, g->block_nbytes) != header.data_crc);
+    found.unverified = code && code != KVS_FILE_ENDED;
+    found.torn = !found.unverified && (code || kvs_crc32c(0, room + KVS_FILE_PAGE, g->block_nbytes) != header.data_crc);
   }
   note(scan, &header, found);
 }
@@ -185,10 +185,10 @@ static int index_block(struct scan *scan, const struct found *found, struct kvs_
   kvs_file_index_set_slot(scan->index, entry, found->slot);
   entry->sequence = found->sequence;
   taken[found->slot] = 1;
-  scan->doubtful |= found->unread;
+  scan->doubtful |= found->unverified;
   if (before == KVS_NO_SLOT) return KVS_OK;
-  taken[before] = found->unread || !erase(scan, before);
-  scan->lost += found->unread;
+  taken[before] = found->unverified || !erase(scan, before);
+  scan->lost += found->unverified;
   return taken[before] && !scan->store->settings.readonly ? note_stale(scan, entry, before, err) : KVS_OK;
 }
 
@@ -219,11 +219,11 @@ static int build_index(struct scan *scan, struct kvs_error *err) {
   if (!taken) return kvs_fail(err, KVS_NOMEM, "no memory for the index of a store");
   for (size_t i = 0; i < scan->nbad; i++) taken[scan->bad[i]] = !erase(scan, scan->bad[i]);
   scan->cut += scan->nbad;
-  for (size_t i = 0; i < scan->nunread; i++) taken[scan->unread[i]] = 1;
-  scan->lost += scan->nunread;
-  scan->doubtful |= scan->nunread > 0;
+  for (size_t i = 0; i < scan->nunreadable; i++) taken[scan->unreadable[i]] = 1;
+  scan->lost += scan->nunreadable;
+  scan->doubtful |= scan->nunreadable > 0;
   int status = index_blocks(scan, taken, err);
-  bool unseen = !store->settings.readonly && (scan->nunread || store->stats.foreign);
+  bool unseen = !store->settings.readonly && (scan->nunreadable || store->stats.foreign);
   if (unseen && store->sequence > KVS_FILE_LAST_SEQUENCE - UNREAD_MARGIN)
     store->sequence = KVS_FILE_LAST_SEQUENCE - UNREAD_MARGIN;
   if (unseen) store->sequence += UNREAD_MARGIN;
@@ -250,7 +250,7 @@ int kvs_file_scan(struct kvs_file_store *store, struct kvs_file_index *index, st
   free(scan.found);
   free(scan.keys);
   free(scan.bad);
-  free(scan.unread);
+  free(scan.unreadable);
   store->whole_below = scan.doubtful ? unchecked : UINT64_MAX;
   for (unsigned i = 0; !status && i < store->nroots; i++)
     store->roots[i].whole_below = store->sequence + 1; /* a reader's next scan */
@@ -300,6 +300,6 @@ int kvs_file_scan_peer(struct kvs_file_store *store, unsigned peer, struct kvs_e
   free(scan.found);
   free(scan.keys);
   free(scan.bad);
-  free(scan.unread);
+  free(scan.unreadable);
   return scan.code ? kvs_fail(err, scan.code, "no memory for the index of another writer's blocks") : KVS_OK;
 }
