@@ -274,8 +274,9 @@ AFTER: dict[str, Callable[[kvswap.Stream, kvswap.Event, kvswap.Transfer], Any]] 
 }
 
 
+@pytest.mark.parametrize("on_stream", [False, True], ids=["", "on a stream"])
 @pytest.mark.parametrize("kind", AFTER)
-def test_after(blocks: Blocks, kind: str, path: str) -> None:
+def test_after(blocks: Blocks, kind: str, on_stream: bool, path: str) -> None:
     stream, event, free = kvswap.Stream(blocks.device), kvswap.Event(blocks.device), kvswap.Stream(blocks.device)
     unrelated = Cache(blocks.device, 2, 16)
     with Gate(blocks.device) as gate:
@@ -283,14 +284,11 @@ def test_after(blocks: Blocks, kind: str, path: str) -> None:
         blocks.write(stream, 100)
         earlier = unrelated.swap([0], [1], stream=stream)
         event.record(stream)
-        transfers = [
-            blocks.go(after=AFTER[kind](stream, event, earlier), path=path),
-            blocks.go(after=AFTER[kind](stream, event, earlier), path=path, stream=free),
-        ]
-        assert not any(transfer.done() for transfer in transfers)
+        after = AFTER[kind](stream, event, earlier)
+        transfer = blocks.go(after=after, path=path, stream=free if on_stream else None)
+        assert not transfer.done()
         gate.open()
-        for transfer in transfers:
-            transfer.wait(PATIENCE)
+        transfer.wait(PATIENCE)
         assert right(blocks.look(free, 100))
 
 

@@ -13,13 +13,13 @@ python=${PYTHON:-python3}
 tests=("$@")
 if [ ${#tests[@]} = 0 ]; then
   tests=(tests/test_{arrays_race,pool,order,offload,shared,lifetime,racechecker,transfer_manager}.py
-    tests/test_{files,files_arrays,files_waits,host_pool,waits}.py tests/long/test_{stress,hazards,public}.py)
+    tests/test_{files,files_arrays,files_waits,host_pool,waits}.py tests/long/test_{hazards,public}.py)
 fi
 KVSWAP_SANITIZE=thread KVSWAP_CUDA=off nice "$python" setup.py -q build --build-base "$folder/build" \
   --build-lib "$folder/lib" || exit 1
 # glibc frees what a detached thread had of this library's thread-local data once the kernel says that the thread has ended,
-# which ThreadSanitizer does not see. And in test_arrays_race alone NumPy writes to the arrays that kvswap reads meanwhile,
-# for that is what the test is of. SUPPRESSIONS: a file of the interpreter's own (CPython's Tools/tsan).
+# which ThreadSanitizer does not see. And in test_arrays_race and test_files_arrays NumPy writes to the arrays that kvswap reads
+# meanwhile, for that is what they are of. SUPPRESSIONS: a file of the interpreter's own (CPython's Tools/tsan).
 cat "${SUPPRESSIONS:-/dev/null}" - <<<"race:_dl_deallocate_tls" >"$folder/suppressions"
 cat "$folder/suppressions" - <<<"race:_contig_to_contig" >"$folder/suppressions_arrays"
 preload=$(gcc -print-file-name=libtsan.so)
@@ -31,7 +31,7 @@ rm -f "$folder"/report.*
     echo "== $test ${NAMES:+-k '$NAMES'}"
     # A report is no end, and children of a fork go on to their exec. 70: of a test that passed with reports.
     options="halt_on_error=0:exitcode=70:die_after_fork=0:log_path=$folder/report:print_suppressions=0:suppressions=$folder/suppressions"
-    [[ $test == *arrays_race* ]] && options+="_arrays"
+    [[ $test == *arrays* ]] && options+="_arrays"
     TSAN_OPTIONS=$options LD_PRELOAD=$preload PYTHONPATH="$folder/lib" timeout "${LIMIT:-900}" setarch "$(uname -m)" -R \
       "$python" -P -m pytest -p no:cacheprovider -q --limit 600 --long-seconds "${SECONDS_EACH:-20}" \
       ${NAMES:+-k "$NAMES"} "$test" >"$folder/last.log" 2>&1
