@@ -353,7 +353,8 @@ class Worker:
         """One engine step, in the order of vLLM's model runner; what it has to tell the scheduler."""
         self.connector.handle_preemptions(meta)
         self.connector.bind_connector_metadata(meta)
-        own = any(getattr(job, "sync", False) for job in meta.load_jobs.values()) or getattr(meta, "sync_loads", ())
+        jobs = getattr(meta, "load_jobs", {}).values()  # of SimpleCPUOffloadConnector: none
+        own = any(getattr(job, "sync", False) for job in jobs) or getattr(meta, "sync_loads", ())
         context = self.context_of(work, own)
         early = own or not DEFERS
         with override_forward_context(context):
