@@ -90,8 +90,8 @@ int kvs_pack_for_burst(struct kvs_submission *s) {
   return status ? status : kvs_pack_rows(&scratch->rows, work->direction, most, ends, nends, &scratch->packing, s->err);
 }
 
-/* Whether the first stage may start before earlier transfers of the lane end: not if both stages may touch one side,
- * and the race checker wants one order. */
+/* Whether the first stage may start before earlier transfers of the lane end: not with memory that may be on either
+ * side, where one stage could overtake the other, nor under the race checker. */
 static bool may_run_ahead(const struct kvs_submission *s) {
   const struct kvs_regions *regions = &s->work->scratch->regions;
   for (size_t i = 0; i < regions->count; i++)
