@@ -745,6 +745,7 @@ def test_auto_bursts_many_copies(
         for path, cost in paths.items():
             cost["start"], cost["extra"], cost["each"] = 1.0, 0.0, [1e9] * len(cost["each"])
             cost["run"] = [1e9 if path == "kernel" else 0.0] * len(cost["run"])
+        # So much that what the first copies of a list cost more is nothing beside it.
         paths[other]["each"] = [1e5] * len(paths[other]["each"])
         if other == "kernel":
             paths[other]["run"] = paths[other]["each"]
