@@ -177,7 +177,7 @@ static int copy_one_by_one(const struct kvs_submission *s, size_t from, size_t e
   for (size_t i = from; i < end; i++) nbytes += copies->nbytes[i];
   uint64_t mean = end > from ? nbytes / (end - from) : 0;
   for (size_t issued = 0, part; !status && from < end; from += part, issued += part) {
-    part = s->engine->disabled.batch ? 1 : kvs_batch_part(s->work->direction, mean, issued);
+    part = kvs_batch_part(s, mean, issued);
     if (part > end - from) part = end - from;
     status = part == 1
                  ? kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, why)

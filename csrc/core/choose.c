@@ -170,29 +170,29 @@ static int count_runs(struct kvs_submission *s) {
                                       &work->scratch->plan, &work->shape.runs, s->err);
 }
 
-/* Leave kernels out, to keep the priority's promise. */
-static bool copy_engine_alone(const struct kvs_submission *s) {
+/* Whether kernels keep the priority's promise, or nothing else can move the blocks as well. */
+static bool allows_kernels(const struct kvs_submission *s) {
   const struct kvs_shape *shape = &s->work->shape;
-  if (!s->engine->one_queue || s->options->priority == KVS_PRIORITY_HIGH) return false;
-  return shape->rects > 0 || (shape->copies && shape->nbytes / shape->copies >= ONE_QUEUE_COPY_NBYTES);
+  if (!s->engine->one_queue || s->options->priority == KVS_PRIORITY_HIGH) return true;
+  return shape->rects == 0 && (!shape->copies || shape->nbytes / shape->copies < ONE_QUEUE_COPY_NBYTES);
 }
 
 /* Bursts are last, since their prediction costs most. */
 static int fastest(struct kvs_submission *s, enum kvs_path *best) {
-  struct kvs_engine *engine = s->engine;
+  bool kernels = allows_kernels(s);
   const struct {
     enum kvs_path path;
     bool possible;
   } ways[] = {{KVS_PATH_DMA, true},
               {KVS_PATH_STRIDED, s->work->shape.rects > 0},
-              {KVS_PATH_KERNEL, !reason_against_kernel(engine) && !copy_engine_alone(s)}};
+              {KVS_PATH_KERNEL, kernels && !reason_against_kernel(s->engine)}};
   double least = INFINITY;
   *best = KVS_PATH_DMA;
   for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
     double ns = ways[i].possible ? predict(s, ways[i].path) : INFINITY;
     if (ns < least) least = ns, *best = ways[i].path;
   }
-  bool possible = !kvs_racecheck_on() && !copy_engine_alone(s) && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
+  bool possible = kernels && !kvs_racecheck_on() && may_burst(s) && predict(s, KVS_PATH_BURST) < least;
   if (!possible || !take_slots(s)) return KVS_OK;
   int status = count_runs(s);
   if (!status && predict(s, KVS_PATH_BURST) < least)

@@ -138,7 +138,7 @@ void kvs_issue_copies(struct kvs_submission *s) {
   size_t count = s->view.count, all = s->work->scratch->copies.count;
   uint64_t mean = all ? s->work->nbytes / all : 0;
   for (size_t from = 0, part; from < count; from += part) {
-    part = s->engine->disabled.batch ? 1 : kvs_batch_part(s->work->direction, mean, from);
+    part = kvs_batch_part(s, mean, from);
     issue_range(s, from, count - from < part ? count : from + part);
   }
 }

@@ -40,9 +40,10 @@ enum { KVS_SLOW_COPY_NBYTES = 28 << 10, KVS_SLOW_COPY_NS_PER_KIB = 160 };
  * call returns, so the first ones are short. One call for a long list is slow and, below 28 KiB from host to device,
  * very slow (H200, driver 580, 8192 x 16 KiB: 25 -> 45 GB/s D2H in parts, 6 -> 43 H2D; 180 x 24 KiB H2D 549 us in parts
  * of 128, 170 in parts of 16 to 32; 180 x 64 KiB 326 and 253; more streams undo it; benchmarks/batch_parts.cu). */
-static inline size_t kvs_batch_part(enum kvs_direction direction, uint64_t mean_nbytes, size_t issued) {
-  bool slow = direction == KVS_H2D && mean_nbytes < KVS_SLOW_COPY_NBYTES;
+static inline size_t kvs_batch_part(const struct kvs_submission *s, uint64_t mean_nbytes, size_t issued) {
+  bool slow = s->work->direction == KVS_H2D && mean_nbytes < KVS_SLOW_COPY_NBYTES;
   size_t most = slow ? 32 : mean_nbytes < 32 << 10 ? 128 : 256;
+  if (s->engine->disabled.batch) return 1;
   return issued < KVS_COST_BATCH ? KVS_COST_BATCH : issued < most ? issued : most;
 }
 
