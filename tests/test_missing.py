@@ -156,7 +156,7 @@ PAGEABLE = """
                 [gpu.ptr], [memory.ptr if pinned else host.ctypes.data], [512], 8, 8, [3], [4], direction,
                 after=[kvswap.Event(device)], device=device, layer_events=LAYERS,
             )
-            print(pinned, direction, transfer.path, transfer.error)
+            print(pinned, direction, transfer.path, transfer.error, flush=True)
 """
 
 
