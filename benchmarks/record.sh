@@ -166,7 +166,7 @@ load() {
 
 # What the settings of kernels and batch calls are good for: the constants of csrc are from here; and path strided.
 tune() {
-  for program in batch_parts tune_copy strided_parts; do
+  for program in batch_parts tune_copy strided_parts small_copies; do
     nvcc -O2 -std=c++17 -arch=native -Icsrc/kernels -o "$out/$program" "benchmarks/$program.cu" -lcuda &&
       section "$program" timeout 150 "$out/$program"
     rm -f "$out/$program"
