@@ -58,7 +58,7 @@ OPERATIONS = (
     *("alloc", "free", "host_alloc", "host_free", "host_register", "host_unregister", "pointer_query"),
     *("stream_create", "stream_destroy", "stream_query", "stream_info", "synchronize", "stream_wait"),
     *("event_create", "event_destroy", "event_record", "event_query", "event_elapsed"),
-    *("copy", "copy_batch", "copy_direct", "copy_rect", "fill", "launch", "write32", "wait32", "call"),
+    *("copy", "copy_batch", "copy_direct", "copy_rect", "gap", "fill", "launch", "write32", "wait32", "call"),
     *("memory_share", "memory_open", "memory_close", "event_create_shared", "event_share", "event_open"),
     *("chunk_granularity", "range_reserve", "range_free", "chunk_map", "chunk_unmap", "chunk_query", "chunk_share"),
     *("peer", "stream_wait_foreign"),

@@ -32,7 +32,7 @@ CORE = [
     {"swap", "move", "move_plan"},
     {"submit", "choose"},
     {"order", "pool", "memory", "reclaim", "peer", "pattern", "metrics"},
-    {"burst", "slots", "launch", "issue"},
+    {"burst", "slots", "launch", "issue", "parts"},
     {"handle", "lane", "late", "transfer"},
     {"buffers", "tables", "cover"},
     {"registry", "failure", "hazard", "range", "racecheck", "clock", "watch", "move_room", "settle"},

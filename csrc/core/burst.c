@@ -169,26 +169,23 @@ static int launch(struct kvs_submission *s, const struct kvs_burst *burst, uint6
                           why);
 }
 
-static int copy_one_by_one(const struct kvs_submission *s, size_t from, size_t end, kvs_stream stream,
+static int copy_one_by_one(struct kvs_submission *s, size_t from, size_t end, kvs_stream stream,
                            struct kvs_error *why) {
   const struct kvs_copies *copies = &s->work->scratch->packing.copies;
   uint64_t nbytes = 0;
   int status = KVS_OK;
   for (size_t i = from; i < end; i++) nbytes += copies->nbytes[i];
   uint64_t mean = end > from ? nbytes / (end - from) : 0;
-  for (size_t issued = 0, part; !status && from < end; from += part, issued += part) {
-    part = kvs_batch_part(s, mean, issued);
-    if (part > end - from) part = end - from;
-    status = part == 1
-                 ? kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, why)
-                 : kvs_dev_copy_batch(s->device, copies, from, from + part, stream, why);
+  for (size_t begin = from, part; !status && from < end; from = part) {
+    part = kvs_part_end(s, copies, from, end, mean, from - begin);
+    status = kvs_give(s, copies, from, part, stream, why);
   }
   return status;
 }
 
 /* Between slot and host. The rows of a layer, or of a group of layers, lie at one pitch where blocks are neighbours:
  * one call moves them, and faster (H200, 64 KiB a row: 50 GB/s to the host and 54 back, one by one 44). */
-static int copy(const struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
+static int copy(struct kvs_submission *s, kvs_stream stream, struct kvs_error *why) {
   const struct kvs_copies *copies = &s->work->scratch->packing.copies;
   const struct kvs_regions *regions = &s->work->scratch->regions;
   int status = KVS_OK;
@@ -199,7 +196,7 @@ static int copy(const struct kvs_submission *s, kvs_stream stream, struct kvs_er
     end = kvs_burst_rows(copies, from, s->work->direction, s->device->info.max_pitch, regions, &rect);
     if (!rect.width) continue;
     status = copy_one_by_one(s, issued, from, stream, why);
-    if (!status) status = kvs_dev_copy_rect(s->device, &rect, stream, why);
+    if (!status) status = kvs_give_rect(s, &rect, stream, why);
     if (status == KVS_REFUSED)
       status = copy_one_by_one(s, issued, end, stream, why); /* what is copied twice is the same */
     issued = end;

@@ -108,6 +108,7 @@ struct kvs_lane {
   kvs_stream stream;       /* the lane stream: transfers run and complete on it in order */
   kvs_stream burst_stream; /* the burst stream: the first stage of bursts; the second stage runs on `stream` */
   bool ahead;              /* guarded by submit: the last transfer's head was the burst stream */
+  uint64_t unbroken;       /* guarded by submit: bytes that the copy engine was given since the last gap */
   kvs_event fork;          /* guarded by submit: recorded on a stream that another one is to wait for */
   pthread_mutex_t submit;
   pthread_mutex_t lock;

@@ -58,13 +58,15 @@ static int read_disabled(struct kvs_engine *engine, const char *list, struct kvs
   } known[] = {{"kernel", &engine->disabled.kernel},
                {"batch", &engine->disabled.batch},
                {"burst", &engine->disabled.burst},
-               {"strided", &engine->disabled.strided}};
+               {"strided", &engine->disabled.strided},
+               {"gaps", &engine->disabled.gaps}};
   const size_t nknown = sizeof known / sizeof known[0];
   for (const char *at = list; at && *at;) {
     size_t n = strcspn(at, ","), i = 0;
     while (i < nknown && (strlen(known[i].word) != n || strncmp(at, known[i].word, n) != 0)) i++;
     if (i == nknown)
-      return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch, burst, strided", list);
+      return kvs_fail(err, KVS_INVALID, "KVSWAP_DISABLE is '%s'; it is a list of: kernel, batch, burst, strided, gaps",
+                      list);
     *known[i].flag = true;
     at += n + (at[n] == ',');
   }

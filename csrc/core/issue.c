@@ -24,7 +24,7 @@ void kvs_note_failure(struct kvs_submission *s, uint32_t block, const struct kvs
 
 /* One block, split at the ends of the driver's allocations: there may be seams that kvswap does not know. */
 static int copy_in_parts(struct kvs_submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, struct kvs_error *why) {
-  int status = kvs_dev_copy(s->device, dst, src, nbytes, s->lane->stream, why);
+  int status = kvs_give_one(s, dst, src, nbytes, s->lane->stream, why);
   while (status == KVS_REFUSED && nbytes) {
     struct kvs_region from, to;
     struct kvs_error ignored;
@@ -32,8 +32,8 @@ static int copy_in_parts(struct kvs_submission *s, uint64_t dst, uint64_t src, u
       return status;
     uint64_t part = from.base + from.nbytes - src, dst_part = to.base + to.nbytes - dst;
     if (dst_part < part) part = dst_part;
-    if (part >= nbytes) return kvs_dev_copy(s->device, dst, src, nbytes, s->lane->stream, why);
-    int first = kvs_dev_copy(s->device, dst, src, part, s->lane->stream, why);
+    if (part >= nbytes) return kvs_give_one(s, dst, src, nbytes, s->lane->stream, why);
+    int first = kvs_give_one(s, dst, src, part, s->lane->stream, why);
     if (first) return first;
     dst += part, src += part, nbytes -= part;
   }
@@ -114,15 +114,9 @@ bool kvs_await_source(struct kvs_submission *s) {
 /* -- copies ---------------------------------------------------------------------------------------------------- */
 
 static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
-  kvs_stream stream = s->lane->stream;
-  const struct kvs_copies *copies = &s->view;
   struct kvs_error why;
-  int status;
   if (from >= to || s->fatal) return;
-  if (to - from == 1)
-    status = kvs_dev_copy(s->device, copies->dst[from], copies->src[from], copies->nbytes[from], stream, &why);
-  else
-    status = kvs_dev_copy_batch(s->device, copies, from, to, stream, &why);
+  int status = kvs_give(s, &s->view, from, to, s->lane->stream, &why);
   if (kvs_is_lost(status)) {
     kvs_stop_issuing(s, &why);
   } else if (status && to - from == 1) {
@@ -137,16 +131,16 @@ static void issue_range(struct kvs_submission *s, size_t from, size_t to) {
 void kvs_issue_copies(struct kvs_submission *s) {
   size_t count = s->view.count, all = s->work->scratch->copies.count;
   uint64_t mean = all ? s->work->nbytes / all : 0;
-  for (size_t from = 0, part; from < count; from += part) {
-    part = kvs_batch_part(s, mean, from);
-    issue_range(s, from, count - from < part ? count : from + part);
+  for (size_t from = 0, end; from < count; from = end) {
+    end = kvs_part_end(s, &s->view, from, count, mean, from);
+    issue_range(s, from, end);
   }
 }
 
 /* If the driver refuses the rect, copy the block row by row. */
 static void issue_rect(struct kvs_submission *s, const struct kvs_rect *rect, uint32_t block) {
   struct kvs_error why;
-  int status = kvs_dev_copy_rect(s->device, rect, s->lane->stream, &why);
+  int status = kvs_give_rect(s, rect, s->lane->stream, &why);
   for (uint64_t row = 0; status && !kvs_is_lost(status) && row < kvs_rect_rows(rect); row++) {
     int again = copy_in_parts(s, kvs_rect_dst(rect, row), kvs_rect_src(rect, row), rect->width, &why);
     if (kvs_is_lost(again)) status = again;

@@ -17,7 +17,7 @@ struct kvs_engine;
 struct kvs_staging;
 
 struct kvs_disabled {
-  bool kernel, batch, burst, strided;
+  bool kernel, batch, burst, strided, gaps;
 };
 
 /* Rows in device memory. A table that no unfinished transfer reads may be replaced. */

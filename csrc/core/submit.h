@@ -36,17 +36,6 @@ struct kvs_submission {
 /* From host to device the driver copies the first ones of less than this by the processor (H200, driver 580). */
 enum { KVS_SLOW_COPY_NBYTES = 28 << 10, KVS_SLOW_COPY_NS_PER_KIB = 160 };
 
-/* Copies in the next batch call, by their mean size and the number issued before. The copy engine begins when the first
- * call returns, so the first ones are short. One call for a long list is slow and, below 28 KiB from host to device,
- * very slow (H200, driver 580, 8192 x 16 KiB: 25 -> 45 GB/s D2H in parts, 6 -> 43 H2D; 180 x 24 KiB H2D 549 us in parts
- * of 128, 170 in parts of 16 to 32; 180 x 64 KiB 326 and 253; more streams undo it; benchmarks/batch_parts.cu). */
-static inline size_t kvs_batch_part(const struct kvs_submission *s, uint64_t mean_nbytes, size_t issued) {
-  bool slow = s->work->direction == KVS_H2D && mean_nbytes < KVS_SLOW_COPY_NBYTES;
-  size_t most = slow ? 32 : mean_nbytes < 32 << 10 ? 128 : 256;
-  if (s->engine->disabled.batch) return 1;
-  return issued < KVS_COST_BATCH ? KVS_COST_BATCH : issued < most ? issued : most;
-}
-
 static inline bool kvs_is_lost(int status) { return status == KVS_LOST; }
 
 /* The device is lost: no more work is issued. */
@@ -54,6 +43,15 @@ static inline void kvs_stop_issuing(struct kvs_submission *s, const struct kvs_e
   *s->err = *why;
   s->fatal = why->status;
 }
+
+/* parts.c: what one call gives the copy engine, on that stream. kvs_part_end: where the call that begins at `from`
+ * ends, after `issued` copies of a mean size. kvs_give: that call. */
+size_t kvs_part_end(const struct kvs_submission *, const struct kvs_copies *, size_t from, size_t to, uint64_t mean,
+                    size_t issued);
+int kvs_give(struct kvs_submission *, const struct kvs_copies *, size_t from, size_t to, kvs_stream,
+             struct kvs_error *);
+int kvs_give_one(struct kvs_submission *, uint64_t dst, uint64_t src, uint64_t nbytes, kvs_stream, struct kvs_error *);
+int kvs_give_rect(struct kvs_submission *, const struct kvs_rect *, kvs_stream, struct kvs_error *);
 
 /* issue.c: pageable memory. The first region that is; NULL: none. Before copies from there are issued: wait until what
  * comes before has ended; false: the transfer has failed, and nothing may be issued. */

@@ -18,7 +18,7 @@ struct kvs_cuda_device {
   kvs_cu_module module;   /* NULL: no kernels */
   kvs_cu_function functions[KVS_KERNELS];
   atomic_uchar peers[KVS_CUDA_PEERS]; /* indexed by ordinal: enum kvs_cuda_peer */
-  kvs_cu_deviceptr scratch;           /* for the test of stream memory operations */
+  kvs_cu_deviceptr scratch;           /* a word that is 1, from the test of stream memory operations */
 };
 
 /* Thread state that a call changes and restores: the current context and the capture mode. */

@@ -287,6 +287,12 @@ int kvs_dev_copy_rect(struct kvs_device *device, const struct kvs_rect *rect, kv
   THROUGH(copy_rect, rect, stream, err);
 }
 
+int kvs_dev_gap(struct kvs_device *device, kvs_stream stream, struct kvs_error *err) {
+  int status = kvs_dev_enter(device, "gap", err);
+  if (!status && device->ops->gap) status = device->ops->gap(device, stream, err);
+  return kvs_dev_leave(device, status, err);
+}
+
 int kvs_dev_fill(struct kvs_device *device, uint64_t dst, uint32_t word, size_t nwords, kvs_stream stream,
                  struct kvs_error *err) {
   THROUGH(fill, dst, word, nwords, stream, err);

@@ -132,6 +132,8 @@ struct kvs_device_ops {
   int (*copy_direct)(struct kvs_device *, const struct kvs_copies *, kvs_stream,
                      struct kvs_error *); /* (optional: KVS_UNSUPPORTED) memcpy by threads, host devices */
   int (*copy_rect)(struct kvs_device *, const struct kvs_rect *, kvs_stream, struct kvs_error *);
+  int (*gap)(struct kvs_device *, kvs_stream,
+             struct kvs_error *); /* (optional: no-op) a pause in which the copy engine serves other streams */
   int (*fill)(struct kvs_device *, uint64_t dst, uint32_t word, size_t nwords, kvs_stream, struct kvs_error *);
   int (*launch)(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
   int (*write32)(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);
@@ -202,6 +204,7 @@ int kvs_dev_copy_batch(struct kvs_device *, const struct kvs_copies *, size_t fr
                        struct kvs_error *);
 int kvs_dev_copy_direct(struct kvs_device *, const struct kvs_copies *, kvs_stream, struct kvs_error *);
 int kvs_dev_copy_rect(struct kvs_device *, const struct kvs_rect *, kvs_stream, struct kvs_error *);
+int kvs_dev_gap(struct kvs_device *, kvs_stream, struct kvs_error *);
 int kvs_dev_fill(struct kvs_device *, uint64_t dst, uint32_t word, size_t nwords, kvs_stream, struct kvs_error *);
 int kvs_dev_launch(struct kvs_device *, const struct kvs_launch *, kvs_stream, struct kvs_error *);
 int kvs_dev_write32(struct kvs_device *, uint64_t ptr, uint32_t value, kvs_stream, struct kvs_error *);

@@ -60,6 +60,7 @@ struct seam_row {
   X(stream_wait, 2, NOTHING, false, kvs_dev_stream_wait(c->device, c->a[0], c->a[1], err))                             \
   X(copy_direct, 1, NOTHING, true, kvs_dev_copy_direct(c->device, &c->copies, c->a[0], err))                           \
   X(copy_rect, 10, NOTHING, false, copy_rect(c, err))                                                                  \
+  X(gap, 1, NOTHING, false, kvs_dev_gap(c->device, c->a[0], err))                                                      \
   X(launch_crc, 4, NOTHING, false, launch_crc(c, err))                                                                 \
   X(write32, 3, NOTHING, false, kvs_dev_write32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                  \
   X(wait32, 3, NOTHING, false, kvs_dev_wait32(c->device, c->a[0], (uint32_t)c->a[1], c->a[2], err))                    \
