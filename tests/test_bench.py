@@ -209,6 +209,20 @@ def test_a_load_comes_in_pieces(device: kvswap.Device, kind: str) -> None:
     assert "NumPy" in load.name if device.kind == "host" else "torch" in load.name
 
 
+def test_tokens_are_copied_around_each_step(device: kvswap.Device) -> None:
+    """Inputs before it and tokens after it, on the load's stream."""
+    load = loads.load_for(device, "tokens")
+    for copy in (1, 2):
+        with (
+            testing.fault(device, "call", "fail", operation="copy", nth=copy),
+            pytest.raises(kvswap.DeviceError, match="injected fault"),
+        ):
+            load.queue()
+    with testing.fault(device, "call", "fail", operation="copy", nth=3):  # there are no more
+        load.queue()
+    device.synchronize()
+
+
 def float32_model() -> step.Model:
     rng = np.random.default_rng(3)
     return step.model(step.SMALL, lambda shape, scale: rng.standard_normal(shape, np.float32) * np.float32(scale))

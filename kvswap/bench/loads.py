@@ -1,4 +1,5 @@
-"""Loads of a GPU as a model makes them: a decode step, matrix products, and a stream through memory.
+"""Loads of a GPU as a model makes them: a decode step, the same with an engine's own copies, matrix products, and a
+stream through memory.
 
 With torch, a load is what its name says. Without torch, kvswap's copy kernel replaces it: every SM copies within GPU
 memory, in launches about as long as the replaced kernels, and the load's name says so. On a host device NumPy computes
@@ -27,7 +28,8 @@ _PIECE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Kind:
-    """A load. product: m, k and n of a matrix product; none: a stream, or a decode step where there is a model."""
+    """A load. product: m, k and n of a matrix product; none: a stream, or a decode step where there is a model.
+    awaited: with an engine's copies before and after each piece."""
 
     description: str
     product: tuple[int, int, int] | None
@@ -35,11 +37,13 @@ class Kind:
     stand_in_nbytes: int  # that kvswap's copy kernel moves a launch
     model: step.Size | None = None
     host_model: step.Size | None = None
+    awaited: bool = False
 
 
 KINDS = {
     # A launch of the stand-in moves as many bytes as one of the five large kernels of a layer.
     "step": Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL),
+    "tokens": Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL, awaited=True),
     "matmul": Kind("8192^3 bf16 product", (8192, 8192, 8192), (512, 512, 512), 3 << 30),
     "decode": Kind("64x4096 by 4096x14336 bf16 product", (64, 4096, 14336), (16, 1024, 3584), 64 << 20),
     "stream": Kind("elementwise over 1 GiB of GPU memory", None, None, 1 << 30),
@@ -65,6 +69,11 @@ class Load(ABC):
 
 def load_for(device: _C.Device, key: str) -> Load:
     """The load of that name for this device, warmed up."""
+    load = _make(device, key)
+    return _Awaited(device, load) if KINDS[key].awaited else load
+
+
+def _make(device: _C.Device, key: str) -> Load:
     kind = KINDS[key]
     if device.kind == "host":
         return _NumpyLoad(device, kind)
@@ -73,6 +82,26 @@ def load_for(device: _C.Device, key: str) -> Load:
     except NotMeasured as why:
         return _StandIn(device, key, kind, str(why))
     return _TorchLoad(device, kind, torch)
+
+
+class _Awaited(Load):
+    """A load as an engine's loop makes it: inputs are copied to the GPU before each piece and tokens to the host after
+    it, and no piece is queued before the tokens of the last one are there. The copy engine makes both copies, as it
+    does those that run beside the load."""
+
+    _INPUTS, _TOKENS = 64 << 10, 256  # bytes: below 28 KiB a driver pushes inputs past the copy engine
+
+    def __init__(self, device: _C.Device, load: Load) -> None:
+        super().__init__(f"{load.name}, inputs copied before and tokens after it", load.stream)
+        self._device, self._load = device, load
+        self._gpu, self._host = device.alloc(self._INPUTS), device.alloc(self._INPUTS, host=True)
+
+    def queue(self) -> None:
+        handle = getattr(self.stream, "handle", None) or self.stream.cuda_stream
+        gpu, host = self._gpu.ptr, self._host.ptr
+        _C._seam(self._device, "copy", gpu, host, self._INPUTS, handle)
+        self._load.queue()
+        _C._seam(self._device, "copy", host, gpu, self._TOKENS, handle)
 
 
 class _TorchLoad(Load):
