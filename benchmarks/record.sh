@@ -4,8 +4,8 @@
 #   benchmarks/record.sh --stale                    which records are of older code than this; exit status 1 if any
 #   benchmarks/record.sh --stamp COMMIT FILE...     these files are of that commit
 # Expects kvswap installed for python3, with pytest, pytest-xdist and hypothesis; torch and cupy are used where present.
-# On an H200 suite and sanitize take up to ten minutes each, load, differential and soak nine, bench six, regret four,
-# hazards two and a half, replay one.
+# On an H200 suite and sanitize take up to ten minutes each, load (LOADS names what beside) eleven, differential and soak
+# nine, bench six, regret four, hazards two and a half, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in
@@ -156,8 +156,10 @@ calls() {
 load() {
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
   {
-    for kind in ${LOADS:-step matmul}; do
-      section "kvswap bench --load $kind" run 240 kvswap bench --load "$kind"
+    for kind in ${LOADS:-step matmul tokens}; do
+      local shapes=()
+      [ "$kind" = tokens ] && shapes=("${block_first[@]}")
+      section "kvswap bench --load $kind ${shapes[*]}" run 240 kvswap bench --load "$kind" "${shapes[@]}"
       section "CUDA_DEVICE_MAX_CONNECTIONS=1 kvswap bench --load $kind ${block_first[*]}" \
         env CUDA_DEVICE_MAX_CONNECTIONS=1 timeout 80 python3 -P -m kvswap bench --load "$kind" "${block_first[@]}"
     done

@@ -85,23 +85,23 @@ def _make(device: _C.Device, key: str) -> Load:
 
 
 class _Awaited(Load):
-    """A load as an engine's loop makes it: inputs are copied to the GPU before each piece and tokens to the host after
-    it, and no piece is queued before the tokens of the last one are there. The copy engine makes both copies, as it
-    does those that run beside the load."""
+    """A load as an engine's loop makes it: before each piece inputs are copied to the GPU, after it tokens to the host.
+    The copy engine makes both, as it makes the copies that run beside the load."""
 
-    _INPUTS, _TOKENS = 64 << 10, 256  # bytes: below 28 KiB a driver pushes inputs past the copy engine
+    ahead = 1  # the tokens of a piece are there before the next one is queued
+    _INPUTS, _TOKENS = 64 << 10, 256  # bytes; a driver pushes inputs of less than 28 KiB past the copy engine
 
     def __init__(self, device: _C.Device, load: Load) -> None:
         super().__init__(f"{load.name}, inputs copied before and tokens after it", load.stream)
         self._device, self._load = device, load
-        self._gpu, self._host = device.alloc(self._INPUTS), device.alloc(self._INPUTS, host=True)
+        self._gpu, self._host = device.alloc(self._INPUTS), device.alloc(self._INPUTS + self._TOKENS, host=True)
 
     def queue(self) -> None:
         handle = getattr(self.stream, "handle", None) or self.stream.cuda_stream
-        gpu, host = self._gpu.ptr, self._host.ptr
-        _C._seam(self._device, "copy", gpu, host, self._INPUTS, handle)
+        gpu, inputs = self._gpu.ptr, self._host.ptr
+        _C._seam(self._device, "copy", gpu, inputs, self._INPUTS, handle)
         self._load.queue()
-        _C._seam(self._device, "copy", host, gpu, self._TOKENS, handle)
+        _C._seam(self._device, "copy", inputs + self._INPUTS, gpu, self._TOKENS, handle)
 
 
 class _TorchLoad(Load):
