@@ -1,7 +1,7 @@
 /* A libcuda.so.1 for tests on machines without one: two GPUs that open, know their memory, and do nothing else. The
  * environment says which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading kernels returns (FAKE_CUDA_LOAD, 0),
- * and how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0). A copy prints whether
- * its stream is busy. */
+ * how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), and whether a wait for a
+ * word in memory is printed (FAKE_CUDA_WORDS, 0). A copy prints whether its stream is busy. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -147,6 +147,20 @@ static int copy(uint64_t dst, uint64_t src, size_t nbytes, void *stream) {
   return 0;
 }
 
+static int write_word(void *stream, uint64_t ptr, uint32_t value, unsigned flags) {
+  (void)stream, (void)flags;
+  *(uint32_t *)(uintptr_t)ptr = value;
+  return 0;
+}
+
+static int wait_word(void *stream, uint64_t ptr, uint32_t value, unsigned flags) {
+  (void)stream;
+  if (number_of("FAKE_CUDA_WORDS", 0))
+    printf("wait until %u >= %u%s\n", *(uint32_t *)(uintptr_t)ptr, value, flags ? "?" : "");
+  fflush(stdout);
+  return 0;
+}
+
 static int stream_id(void *stream, unsigned long long *id) {
   *id = (uintptr_t)stream;
   return 0;
@@ -191,6 +205,8 @@ static const struct {
     {"cuStreamGetId", stream_id},
     {"cuStreamWaitEvent", stream_wait},
     {"cuStreamQuery", stream_query},
+    {"cuStreamWriteValue32", write_word},
+    {"cuStreamWaitValue32", wait_word},
     {"cuMemcpyAsync", copy},
     {"cuStreamIsCapturing", not_capturing},
     {"cuEventCreate", make_handle},

@@ -172,6 +172,30 @@ def test_a_load_from_pageable_memory_begins_when_its_turn_has_come(run: Run, lay
     ]
 
 
+# -- gaps for a model's own copies -------------------------------------------------------------------------------------
+
+GAPS = """
+    import numpy as np
+    import kvswap
+
+    device = kvswap.Device("cuda:0")
+    print("opened", flush=True)
+    mib = 1 << 20
+    gpu, pinned, pageable = device.alloc(80 * mib), device.alloc(40 * mib, host=True), np.zeros(40 * mib, np.uint8)
+    for host in (pinned.ptr, pageable.ctypes.data, gpu.ptr + 40 * mib):
+        for source, target in ((gpu.ptr, host), (host, gpu.ptr)):
+            kvswap.swap_blocks_batch([source], [target], 40 * mib, device=device, path="dma").wait(10)
+"""
+
+
+def test_a_gap_is_a_wait_for_what_is_there(run: Run) -> None:
+    """Between pinned memory and the GPU, after each 16 MiB; pageable memory a driver copies in parts of its own."""
+    lines = run(GAPS, FAKE_CUDA_WORDS="1", KVSWAP_DISABLE="kernel").stdout.splitlines()
+    part, gap, rest = "16777216 bytes copied in their turn", "wait until 1 >= 0", "8388608 bytes copied in their turn"
+    whole = "41943040 bytes copied in their turn"
+    assert lines[lines.index("opened") + 1 :] == [*[part, gap, part, gap, rest] * 2, *[whole] * 4]
+
+
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 GPU: Any = {"kernels": False, "kernels_note": "", "batch": True, "driver": 12080, "cc_major": 9, "cc_minor": 0}

@@ -177,7 +177,7 @@ static int copy_one_by_one(struct kvs_submission *s, size_t from, size_t end, kv
   for (size_t i = from; i < end; i++) nbytes += copies->nbytes[i];
   uint64_t mean = end > from ? nbytes / (end - from) : 0;
   for (size_t begin = from, part; !status && from < end; from = part) {
-    part = kvs_part_end(s, copies, from, end, mean, from - begin);
+    part = kvs_call_end(s, copies, from, end, mean, from - begin);
     status = kvs_give(s, copies, from, part, stream, why);
   }
   return status;

@@ -132,7 +132,7 @@ void kvs_issue_copies(struct kvs_submission *s) {
   size_t count = s->view.count, all = s->work->scratch->copies.count;
   uint64_t mean = all ? s->work->nbytes / all : 0;
   for (size_t from = 0, end; from < count; from = end) {
-    end = kvs_part_end(s, &s->view, from, count, mean, from);
+    end = kvs_call_end(s, &s->view, from, count, mean, from);
     issue_range(s, from, end);
   }
 }

@@ -1,27 +1,44 @@
 /* What one call gives the copy engine, and the gaps between calls.
  *
  * The copy engine of a direction serves one stream until that one pauses. What a model copies itself, the tokens that a
- * step has sampled or the inputs of the next step, waits for all that was queued before it: 10 ms behind 512 MiB. So no
- * call carries more than UNBROKEN_NBYTES, and after so many bytes there is a gap, in which other streams' copies are
- * made: they wait for 0.3 ms at most (H200, benchmarks/small_copies.cu). A gap takes 4 us, 10 us beside a decode step;
- * one every 8 MiB cost 6 % of the rate there. Priority `high` promises a model nothing and has no gaps. */
+ * step has sampled or the inputs of the next step, waits for all that was queued before it: 10 ms behind 512 MiB. So
+ * between host and GPU there is a gap before what would be more than UNBROKEN_NBYTES without one, and larger copies are
+ * cut. In a gap other streams' copies are made, so that they wait for 0.3 ms (H200, benchmarks/small_copies.cu). A gap
+ * takes 4 us, 10 beside a decode step; one every 8 MiB cost 6 % of the rate there. */
 #include "core/submit.h"
 
 #include "core/lane.h"
+#include "plan/stride.h"
 
 enum { UNBROKEN_NBYTES = 16 << 20 }; /* 0.3 ms of the link */
 
-static uint64_t most_unbroken(const struct kvs_submission *s) {
-  bool never = s->engine->disabled.gaps || s->options->priority == KVS_PRIORITY_HIGH;
-  return never ? UINT64_MAX : UNBROKEN_NBYTES;
+/* Priority `high` promises a model nothing. With one hardware queue a gap changes nothing. Pageable memory is copied in
+ * parts by the driver. */
+static bool wants_gaps(const struct kvs_submission *s, bool pageable) {
+  bool link = s->work->direction == KVS_D2H || s->work->direction == KVS_H2D;
+  bool useful = link && !pageable && !s->engine->one_queue;
+  return useful && s->options->priority != KVS_PRIORITY_HIGH && !s->engine->disabled.gaps;
 }
 
-/* Before a call that gives the engine so many bytes. Without the gap a model waits longer, so its refusal is none of
- * the transfer; a lost device refuses the copies too. */
+/* The engine does not pause between two transfers of a lane, but does where the lane has none left. */
+void kvs_begin_giving(struct kvs_submission *s, bool pageable) {
+  s->most_unbroken = wants_gaps(s, pageable) ? UNBROKEN_NBYTES : UINT64_MAX;
+  if (atomic_load(&s->lane->count) == 0) s->lane->unbroken = 0;
+}
+
+/* How much the next call may carry: what is left until the next gap, unless that is little. */
+static uint64_t room(const struct kvs_submission *s) {
+  uint64_t most = s->most_unbroken, unbroken = s->lane->unbroken;
+  uint64_t left = unbroken < most ? most - unbroken : 0;
+  return left < most / 4 ? most : left;
+}
+
+/* Before a call that carries so many bytes. A refused gap does not fail the transfer: a model waits longer. A lost
+ * device refuses the call as well. */
 static void leave_gap(struct kvs_submission *s, uint64_t nbytes, kvs_stream stream) {
   struct kvs_lane *lane = s->lane;
   struct kvs_error ignored;
-  if (lane->unbroken + nbytes > most_unbroken(s) && lane->unbroken) {
+  if (lane->unbroken && lane->unbroken + nbytes > s->most_unbroken) {
     (void)kvs_dev_gap(s->device, stream, &ignored);
     lane->unbroken = 0;
   }
@@ -39,10 +56,10 @@ static size_t most_copies(const struct kvs_submission *s, uint64_t mean, size_t 
   return issued < KVS_COST_BATCH ? KVS_COST_BATCH : issued < most ? issued : most;
 }
 
-size_t kvs_part_end(const struct kvs_submission *s, const struct kvs_copies *copies, size_t from, size_t to,
+size_t kvs_call_end(const struct kvs_submission *s, const struct kvs_copies *copies, size_t from, size_t to,
                     uint64_t mean, size_t issued) {
   size_t end = from + 1, most = most_copies(s, mean, issued);
-  uint64_t nbytes = copies->nbytes[from], most_nbytes = most_unbroken(s);
+  uint64_t nbytes = copies->nbytes[from], most_nbytes = room(s);
   if (most < to - from) to = from + most;
   while (end < to && (nbytes += copies->nbytes[end]) <= most_nbytes) end++;
   return end;
@@ -50,9 +67,9 @@ size_t kvs_part_end(const struct kvs_submission *s, const struct kvs_copies *cop
 
 int kvs_give_one(struct kvs_submission *s, uint64_t dst, uint64_t src, uint64_t nbytes, kvs_stream stream,
                  struct kvs_error *err) {
-  uint64_t most = most_unbroken(s);
   int status = KVS_OK;
   for (uint64_t at = 0, part; !status && at < nbytes; at += part) {
+    uint64_t most = room(s);
     part = nbytes - at < most ? nbytes - at : most;
     leave_gap(s, part, stream);
     status = kvs_dev_copy(s->device, dst + at, src + at, part, stream, err);
@@ -69,18 +86,19 @@ int kvs_give(struct kvs_submission *s, const struct kvs_copies *copies, size_t f
   return kvs_dev_copy_batch(s->device, copies, from, to, stream, err);
 }
 
-/* In parts of whole rows. A box of several slices, some of the blocks of a tensor, is not cut: blocks are smaller. */
+/* Cut between rows alone. */
 int kvs_give_rect(struct kvs_submission *s, const struct kvs_rect *rect, kvs_stream stream, struct kvs_error *err) {
-  uint64_t rows = most_unbroken(s) / rect->width;
+  uint64_t rows = kvs_rect_rows(rect);
   int status = KVS_OK;
-  if (rows == 0) rows = 1;
-  if (rect->depth > 1 || rows > rect->height) rows = rect->height;
-  for (uint64_t at = 0; !status && at < rect->height; at += rows) {
+  for (uint64_t at = 0, count; !status && at < rows; at += count) {
     struct kvs_rect part = *rect;
-    part.dst += at * rect->dst_pitch;
-    part.src += at * rect->src_pitch;
-    part.height = rect->height - at < rows ? rect->height - at : rows;
-    leave_gap(s, part.width * part.height * part.depth, stream);
+    count = room(s) / rect->width;
+    if (count == 0) count = 1;
+    if (count > rows - at) count = rows - at;
+    part.dst = kvs_rect_dst(rect, at);
+    part.src = kvs_rect_src(rect, at);
+    *(rect->depth > 1 ? &part.depth : &part.height) = count;
+    leave_gap(s, count * rect->width, stream);
     status = kvs_dev_copy_rect(s->device, &part, stream, err);
   }
   return status;

@@ -140,7 +140,9 @@ static void issue_layers(struct kvs_submission *s) {
 }
 
 static void issue(struct kvs_submission *s) {
-  s->reads_early = s->work->direction != KVS_D2H && kvs_pageable(&s->work->scratch->regions);
+  bool pageable = kvs_pageable(&s->work->scratch->regions);
+  s->reads_early = s->work->direction != KVS_D2H && pageable;
+  kvs_begin_giving(s, pageable);
   for (size_t i = 0; i < s->work->nlost; i++) kvs_note_failure(s, s->work->lost[i], &s->work->lost_error);
   if (s->work->layered)
     issue_layers(s);

@@ -25,6 +25,7 @@ struct kvs_submission {
   bool ahead;                    /* burst: start dependencies are waited for on the burst stream alone */
   size_t uploaded;               /* burst: number of pairs uploaded or being uploaded */
   bool begun;                    /* burst: the first burst is queued */
+  uint64_t most_unbroken;        /* bytes that the copy engine is given between two gaps */
   bool reads_early;              /* the driver reads the source before its turn: kvs_await_source() */
   size_t failed_capacity;
   size_t cursor;         /* where kvs_block_by_block() continues */
@@ -44,9 +45,11 @@ static inline void kvs_stop_issuing(struct kvs_submission *s, const struct kvs_e
   s->fatal = why->status;
 }
 
-/* parts.c: what one call gives the copy engine, on that stream. kvs_part_end: where the call that begins at `from`
- * ends, after `issued` copies of a mean size. kvs_give: that call. */
-size_t kvs_part_end(const struct kvs_submission *, const struct kvs_copies *, size_t from, size_t to, uint64_t mean,
+/* parts.c: what one call gives the copy engine, on that stream. kvs_begin_giving: before the first of a transfer.
+ * kvs_call_end: where the call that begins at `from` ends, after `issued` copies of a mean size. kvs_give: that call.
+ */
+void kvs_begin_giving(struct kvs_submission *, bool pageable);
+size_t kvs_call_end(const struct kvs_submission *, const struct kvs_copies *, size_t from, size_t to, uint64_t mean,
                     size_t issued);
 int kvs_give(struct kvs_submission *, const struct kvs_copies *, size_t from, size_t to, kvs_stream,
              struct kvs_error *);
