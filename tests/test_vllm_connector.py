@@ -239,3 +239,94 @@ def test_a_step_that_had_only_begun_is_no_excuse(connector: Any) -> None:
     made._connector_metadata = later = SimpleNamespace(jobs={2})
     made.start_load_kv("step")
     assert made.calls[-2:] == [("loads", later), ("forward", "step")]
+
+
+@pytest.fixture
+def early(connector: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A connector with loads of a step's own, in a worker whose model runner calls it after preparing inputs."""
+    made = connector(SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=False))
+    made._own_loads, made._sync_loads_of = OwnLoads(lambda: made.calls), lambda meta: meta.jobs
+    made.calls, before = [], []
+
+    class GPUModelRunner:
+        def execute_model(self, scheduler_output: Any, dummy_run: bool = False) -> str:
+            meta = scheduler_output.kv_connector_metadata
+            before[:] = made.calls
+            if meta is not None:
+                made.handle_preemptions(meta)
+                made._connector_metadata = meta
+                made.start_load_kv("step")
+            return "output"
+
+    for name, content in (
+        ("vllm.v1.worker.gpu.model_runner", {"GPUModelRunner": GPUModelRunner}),
+        (
+            "vllm.distributed.kv_transfer",
+            {"get_kv_transfer_group": lambda: made, "has_kv_transfer_group": lambda: True},
+        ),
+    ):
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules.pop("kvswap.vllm._early", None)
+    module = importlib.import_module("kvswap.vllm._early")
+
+    def run(**output: Any) -> tuple[list[Any], list[Any]]:
+        """The calls before the inputs were prepared, and all."""
+        made.calls = []
+        given = {"kv_connector_metadata": None, "total_num_scheduled_tokens": 1, **output}
+        assert GPUModelRunner().execute_model(SimpleNamespace(**given)) == "output"
+        return list(before), made.calls
+
+    yield SimpleNamespace(made=made, module=module, runner=GPUModelRunner, run=run)
+    sys.modules.pop("kvswap.vllm._early", None)
+
+
+def test_the_second_runner_begins_a_steps_loads_before_its_inputs(early: Any) -> None:
+    theirs = early.runner.execute_model
+    for _ in range(2):  # once is enough
+        early.made._begin_early()
+    assert early.runner.execute_model.__wrapped__ is theirs
+    for _ in range(2):
+        meta = SimpleNamespace(jobs={3})
+        begun = [("theirs", meta), ("begin", {3}, None), ("loads", meta)]
+        assert early.run(kv_connector_metadata=meta) == (begun, [*begun, ("forward", "step")])
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"new_block_ids_to_zero": [4]},
+        {"kv_cache_block_copies": [(1, 2)]},
+        {"total_num_scheduled_tokens": 0},
+        {"jobs": set()},
+        {"of": None},
+    ],
+    ids=str,
+)
+def test_the_second_runner_begins_other_steps_as_before(
+    early: Any, monkeypatch: pytest.MonkeyPatch, output: dict[str, Any]
+) -> None:
+    """Blocks are written first, no model runs, nothing is loaded in the step, the connector is another one."""
+    early.made._begin_early()
+    jobs = output.pop("jobs", {3})
+    if "of" in output:
+        monkeypatch.setattr(early.module, "get_kv_transfer_group", lambda: output.pop("of"))
+    before, calls = early.run(kv_connector_metadata=SimpleNamespace(jobs=jobs), **output)
+    assert before == [] and [call[0] for call in calls[:1]] == ["theirs"] and calls[-1] == ("forward", "step")
+
+
+def test_dummy_steps_and_unknown_runners_are_left_alone(
+    early: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    early.made._begin_early()
+    assert early.run() == ([], [])
+    monkeypatch.setattr(early.runner, "execute_model", lambda self, what: None)
+    with caplog.at_level(logging.WARNING, "kvswap.vllm"):
+        early.made._begin_early()
+    assert (
+        "loads begin only when a step's inputs are prepared: GPUModelRunner.execute_model is not known" in caplog.text
+    )
+    assert not hasattr(early.runner.execute_model, "of_kvswap")
+    monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu.model_runner")
+    assert early.module.install(type(early.made)) is None
