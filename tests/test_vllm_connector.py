@@ -298,6 +298,7 @@ def test_the_second_runner_begins_a_steps_loads_before_its_inputs(early: Any) ->
     [
         {"new_block_ids_to_zero": [4]},
         {"kv_cache_block_copies": [(1, 2)]},
+        {"scheduled_encoder_inputs": {"request": [0]}},
         {"total_num_scheduled_tokens": 0},
         {"jobs": set()},
         {"of": None},
@@ -307,7 +308,7 @@ def test_the_second_runner_begins_a_steps_loads_before_its_inputs(early: Any) ->
 def test_the_second_runner_begins_other_steps_as_before(
     early: Any, monkeypatch: pytest.MonkeyPatch, output: dict[str, Any]
 ) -> None:
-    """Blocks are written first, no model runs, nothing is loaded in the step, the connector is another one."""
+    """Blocks are written or an encoder runs first, no model runs, nothing is loaded, it is another connector's."""
     early.made._begin_early()
     jobs = output.pop("jobs", {3})
     if "of" in output:

@@ -229,14 +229,14 @@ def test_a_layer_is_read_behind_its_load(rig: Rig) -> None:
 
 
 def test_a_load_before_it_is_known_what_its_step_is(rig: Rig) -> None:
-    """The step is taken for one like the last with loads; where it is another, all of the load is waited for."""
+    """It is submitted for layers if any kind of step is known to wait for each; a step of another waits for all."""
     rig.learn()
     for kind, counts in (
-        ("NONE", {"layers": 0, "whole": 1}),  # the first one
-        ("NONE", {"layers": 1, "whole": 1}),
-        ("FULL", {"layers": 1, "whole": 2}),
-        ("NONE", {"layers": 1, "whole": 3}),  # as a whole, like the last one
-        ("NONE", {"layers": 2, "whole": 3}),
+        ("NONE", {"layers": 1, "whole": 0}),
+        ("FULL", {"layers": 1, "whole": 1}),
+        ("NONE", {"layers": 2, "whole": 1}),
+        ("PIECEWISE", {"layers": 2, "whole": 2}),  # its first one
+        ("PIECEWISE", {"layers": 3, "whole": 2}),
     ):
         layers = counts["layers"] - rig.loads.counts["layers"]
         rig.submit(context(kind), early=True)
@@ -373,7 +373,8 @@ def config(**values: Any) -> Any:
         ({"speculative_config": object()}, AttentionSpec(), "draft model"),
         ({"pipeline_parallel_size": 2}, AttentionSpec(), "pipeline"),
         ({"decode_context_parallel_size": 2}, AttentionSpec(), "context parallelism"),
-        ({"enable_dbo": True}, AttentionSpec(), "two threads"),
+        ({"enable_dbo": True}, AttentionSpec(), "several threads"),
+        ({"use_ubatching": True}, AttentionSpec(), "several threads"),
         ({"encoder": True}, AttentionSpec(), "encoder"),
         ({}, SimpleNamespace(), "no attention cache"),
     ],

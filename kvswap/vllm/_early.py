@@ -18,12 +18,13 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def _may_begin(scheduler_output: Any) -> bool:
-    """Not where the runner writes to blocks first, clears new ones or copies shared ones; nor where no model runs."""
-    writes = ("new_block_ids_to_zero", "kv_cache_block_copies")
+    """Not where the runner writes to blocks first, clears new ones or copies shared ones; nor where it runs an encoder
+    first, whose inputs would be copied behind the load; nor where no model runs."""
+    first = ("new_block_ids_to_zero", "kv_cache_block_copies", "scheduled_encoder_inputs")
     return (
         scheduler_output.kv_connector_metadata is not None
         and scheduler_output.total_num_scheduled_tokens > 0
-        and not any(getattr(scheduler_output, name, None) for name in writes)
+        and not any(getattr(scheduler_output, name, None) for name in first)
     )
 
 

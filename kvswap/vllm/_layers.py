@@ -57,7 +57,6 @@ class StepLoads:
         self._tensors = tensors_of(kv_caches, self._handlers[0].dst_tensors)
         self._names = frozenset(kv_caches)
         self._seen: dict[str, set[str]] = {}  # layers that were waited for, by the kind of step
-        self._last_kind: str | None = None  # of the last step with loads
         self._waited: set[str] = set()  # in this step
         self._by_layers = self._quiet = self._broken = False
         self._refused: str | None = None  # why the model's stream may not have waited
@@ -67,13 +66,14 @@ class StepLoads:
 
     def begin(self, jobs: set[int], forward_context: Any = None) -> None:
         """These jobs, of the ones that are about to be submitted, load for the step's own requests. Without a context
-        the step is taken for one like the last that had loads."""
+        the step may be of any kind that was seen; before_forward() knows it."""
         self.jobs = frozenset(jobs)
         if not jobs:  # most steps; finish() has left the rest as it has to be
             return
         self.submitting = True
         self._waited.clear()
-        self._by_layers = self._waits(self._last_kind if forward_context is None else _kind_of(forward_context))
+        kinds = self._seen if forward_context is None else (_kind_of(forward_context),)
+        self._by_layers = any(self._waits(kind) for kind in kinds)
         for handler in self._handlers:
             handler.in_layers = self.jobs if self._by_layers else frozenset()
 
@@ -87,8 +87,7 @@ class StepLoads:
         if not self.jobs:
             return
         self.submitting = False
-        self._last_kind = _kind_of(forward_context)
-        self._by_layers = self._by_layers and self._waits(self._last_kind)
+        self._by_layers = self._by_layers and self._waits(_kind_of(forward_context))
         if not self._by_layers:
             self._wait(None)
         how = "layers" if self._by_layers else "whole"

@@ -74,8 +74,8 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "with pipeline parallelism several steps are under way"
     if any(getattr(parallel, f"{kind}_context_parallel_size", 1) > 1 for kind in ("decode", "prefill")):
         return "context parallelism is not known to it"
-    if getattr(parallel, "enable_dbo", False):
-        return "two threads run the model, half of a step each (enable_dbo)"
+    if getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False)):
+        return "several threads run the model, a part of a step each (enable_dbo, ubatch_size)"
     if getattr(model, "is_encoder_decoder", False):
         return "the model is an encoder and a decoder"
     groups = kv_cache_config.kv_cache_groups
