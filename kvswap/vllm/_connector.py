@@ -232,7 +232,6 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         # Blocks that vLLM clears when it prepares the inputs would be cleared after their load.
         self._loads_early = getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
         self._submitted: Any = None  # worker: the metadata whose loads were submitted early
-        self._begun: Any = None  # worker: the metadata of a step that begin_step() has begun
         self._watch: _Watch | None = None
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -318,13 +317,11 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """handle_preemptions() of a step with loads of its own, earlier than vLLM calls it (_early.py)."""
         if self._own_loads is not None and self._loads_early and self._sync_loads_of(kv_connector_metadata):
             self.handle_preemptions(kv_connector_metadata)
-            self._begun = kv_connector_metadata
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
-        begun, self._begun = self._begun, None
-        if begun is not None and begun is kv_connector_metadata:
-            return
+        if self._submitted is not None and self._submitted is kv_connector_metadata:
+            return  # begin_step() did it
         super().handle_preemptions(kv_connector_metadata)
         own, worker = self._own_loads, self.connector_worker
         if own is None or not self._loads_early:
