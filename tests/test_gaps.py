@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Buffer, Gate, run_python, usable
+from conftest import PATIENCE, Buffer, Gate, run_python, seam, usable
 from transfers import MIB, Sides, Work, carry_out, plain
 
 import kvswap
-from kvswap import _C, testing
+from kvswap import testing
 
 # bytes of a block in a tensor, tensors, blocks, path, gaps: one before what would be more than 16 MiB without
 FORMS = {
@@ -167,7 +167,7 @@ def test_a_models_copy_comes_in_between(cuda: kvswap.Device, direction: int, pat
         for _ in range(2)
     ]
     source, target = small if direction == 0 else small[::-1]
-    _C._seam(cuda, "copy", target.ptr, source.ptr, 64 << 10, stream.handle)
+    seam(cuda, "copy", target.ptr, source.ptr, 64 << 10, stream.handle)
     stream.synchronize(PATIENCE)
     early = not transfers[0].done()
     for transfer in transfers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,12 @@ class Kind:
     awaited: bool = False
 
 
+# A launch of the stand-in moves as many bytes as one of the five large kernels of a layer.
+_STEP = Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL)
+
 KINDS = {
-    # A launch of the stand-in moves as many bytes as one of the five large kernels of a layer.
-    "step": Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL),
-    "tokens": Kind(f"decode step of {step.LLAMA}", None, None, 192 << 20, step.LLAMA, step.SMALL, awaited=True),
+    "step": _STEP,
+    "tokens": replace(_STEP, awaited=True),
     "matmul": Kind("8192^3 bf16 product", (8192, 8192, 8192), (512, 512, 512), 3 << 30),
     "decode": Kind("64x4096 by 4096x14336 bf16 product", (64, 4096, 14336), (16, 1024, 3584), 64 << 20),
     "stream": Kind("elementwise over 1 GiB of GPU memory", None, None, 1 << 30),
