@@ -2,9 +2,9 @@
  *
  * The copy engine of a direction serves one stream until that one pauses. What a model copies itself, the tokens that a
  * step has sampled or the inputs of the next step, waits for all that was queued before it: 10 ms behind 512 MiB. So
- * between host and GPU there is a gap before what would be more than UNBROKEN_NBYTES without one, and larger copies are
- * cut. In a gap other streams' copies are made, so that they wait for 0.3 ms (H200, benchmarks/small_copies.cu). A gap
- * takes 4 us, 10 beside a decode step; one every 8 MiB cost 6 % of the rate there. */
+ * between host and GPU no more than UNBROKEN_NBYTES are given without a gap, and larger copies are cut. The engine
+ * makes other streams' copies in a gap, so that these wait for 0.3 ms (H200, benchmarks/small_copies.cu). A gap takes
+ * 4 us, 10 beside a decode step; one every 8 MiB cost 6 % of the rate there. */
 #include "core/submit.h"
 
 #include "core/lane.h"

@@ -249,7 +249,7 @@ static int wait32(struct kvs_device *device, uint64_t ptr, uint32_t value, kvs_s
 
 /* Measured, H200 (benchmarks/small_copies.cu): the copy engine goes on with another stream when the one that it serves
  * waits for a word of memory, writes one behind a barrier, or launches a kernel; not at the end of a call or an event.
- * The wait takes the least time, and it is for what is so already: a word that is 1 is to be 0 or more. */
+ * The wait takes the least time. It never blocks: the word is 1, and the wait is for 0 or more. */
 static int gap(struct kvs_device *base, kvs_stream stream, struct kvs_error *err) {
   const struct kvs_cuda_device *device = (const struct kvs_cuda_device *)base;
   return base->info.memops ? wait32(base, device->scratch, 0, stream, err) : KVS_OK;
