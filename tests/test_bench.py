@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +427,25 @@ def test_long_measurements_show_how_far_they_are(device: kvswap.Device) -> None:
     plan = beside.plan(device, "stream", pairs=2, seconds=0.02, nbytes=4 << 20, families=["64x32k"], methods=["dma"])
     beside.run(plan, lambda _: None, seen)
     assert seen.calls == [(1, 4), (2, 4), (3, 4), (4, 4), "clear"] * 2
+
+
+def test_a_load_that_stands_still_ends_the_copies(lab: measure.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces wait until the copies pause, as tokens do behind a copy engine that serves another stream."""
+    submitted: list[float] = []
+
+    class Waits(loads.Load):
+        def queue(self) -> None:
+            while submitted and time.monotonic() < submitted[-1] + 0.2:
+                time.sleep(0.01)
+
+    submit = measure.Job.submit
+    monkeypatch.setattr(measure.Job, "submit", lambda job: submitted.append(time.monotonic()) or submit(job))
+    places = lab.places((Shape(1, 64 << 10),))
+    job = measure.Job(lab, METHODS["dma"], places, [Direction.D2H])
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        found = beside._run_both(lab, Waits("waits", kvswap.Stream(lab.device)), job, 0.2, thread)
+    assert submitted[-1] < begin + 10 and found.piece_seconds > 0.9  # it begins after 0.02 s
 
 
 def test_copies_take_turns(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,15 @@ from transfers import MIB, Sides, Work, carry_out, plain
 import kvswap
 from kvswap import testing
 
-# bytes of a block in a tensor, tensors, blocks, path, gaps: one before what would be more than 16 MiB without
+# bytes of a block in a tensor, tensors, blocks, path, gaps: one before what would be more than 24 MiB without
 FORMS = {
-    "one copy": (512 << 10, 1, 80, "dma", 2),  # of neighbours
-    "a list": (256 << 10, 1, 96, "dma", 1),
-    "a list that fits badly": (33 << 10, 1, 1000, "dma", 2),
-    "large blocks": (4 * MIB, 1, 6, "dma", 1),
-    "blocks by rows": (64 << 10, 64, 6, "strided", 1),
-    "rows of a large block": (272 << 10, 64, 1, "strided", 1),
-    "slots": (64 << 10, 64, 6, "burst", 1),
+    "one copy": (512 << 10, 1, 120, "dma", 2),  # of neighbours
+    "a list": (256 << 10, 1, 144, "dma", 1),
+    "a list that fits badly": (33 << 10, 1, 1500, "dma", 2),
+    "large blocks": (4 * MIB, 1, 9, "dma", 1),
+    "blocks by rows": (64 << 10, 64, 9, "strided", 1),
+    "rows of a large block": (408 << 10, 64, 1, "strided", 1),
+    "slots": (64 << 10, 64, 9, "burst", 1),
 }
 
 
@@ -60,7 +60,7 @@ def carry_out_all(sides: Sides, works: list[Work], path: str, priority: str, at_
 def gaps_of(works: list[Work], path: str, priority: str = "normal", *, at_once: bool = True) -> int:
     """How many gaps these transfers have on a new device: the last whose loss loses it."""
     for gaps in range(20):
-        sides = Sides(testing.deterministic_device(1), 72 * MIB)
+        sides = Sides(testing.deterministic_device(1), 104 * MIB)
         with testing.fault(sides.device, "call", "lose", operation="gap", nth=gaps + 1):
             try:
                 carry_out_all(sides, works, path, priority, at_once)
@@ -81,14 +81,32 @@ def test_their_number(direction: int, form: str) -> None:
 
 def test_small_transfers_add_up(direction: int) -> None:
     """The engine does not pause between two transfers of a lane; it does where each ends before the next is given."""
-    work = plain(MIB, 1, 9, direction)
+    work = plain(MIB, 1, 14, direction)
     assert [gaps_of([work] * transfers, "dma") for transfers in (1, 2, 3, 4)] == [0, 1, 1, 2]
     assert gaps_of([work] * 4, "dma", at_once=False) == 0
 
 
+def test_a_long_queue_has_fewer(direction: int) -> None:
+    """A driver's stream takes some 1,024 commands. Of transfers of 96 MiB, which have four gaps, the 256th gap would be
+    in the 64th; where they grow rarer from 3 GiB on it is in the 80th."""
+    sides, work = Sides(testing.deterministic_device(1), 128 * MIB), plain(8 * MIB, 1, 12, direction)
+    sides.prepare(max(work.gpu.end, work.cpu.end))
+    stream, submitted = kvswap.Stream(sides.device), 0
+    with (
+        testing.fault(sides.device, "call", "lose", operation="gap", nth=256),
+        pytest.raises(kvswap.Error),
+        Gate(sides.device) as gate,
+    ):
+        gate.hold(stream)
+        while not sides.device.lost:
+            sides.swap(work, path="dma", after=stream)
+            submitted += 1
+    assert 76 <= submitted <= 84
+
+
 def test_rows_beyond_the_largest_pitch(direction: int) -> None:
-    """A block of 24 MiB whose rows are 2 GiB apart is a box of as many slices, and cut between them."""
-    row, rows, apart = 3 * MIB, 8, 2 << 30
+    """A block of 36 MiB whose rows are 2 GiB apart is a box of as many slices, and cut between them."""
+    row, rows, apart = 3 * MIB, 12, 2 << 30
     whole = np.frombuffer(mmap.mmap(-1, rows * apart, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000), np.uint8)
     far = whole.reshape(rows, apart)[:, :row]  # 0x4000: MAP_NORESERVE
     for nth, gaps in ((1, True), (2, False)):
@@ -124,7 +142,7 @@ def test_copies_within_a_gpu_have_none() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_refused_gap_changes_nothing(direction: int, form: str) -> None:
     work, path = of_form(form, direction)
-    sides = Sides(testing.deterministic_device(2), 72 * MIB)
+    sides = Sides(testing.deterministic_device(2), 104 * MIB)
     with testing.fault(sides.device, "call", "fail", operation="gap", every=1):
         assert sides.run(work, path=path).path == path
 

@@ -181,18 +181,18 @@ GAPS = """
     device = kvswap.Device("cuda:0")
     print("opened", flush=True)
     mib = 1 << 20
-    gpu, pinned, pageable = device.alloc(80 * mib), device.alloc(40 * mib, host=True), np.zeros(40 * mib, np.uint8)
-    for host in (pinned.ptr, pageable.ctypes.data, gpu.ptr + 40 * mib):
+    gpu, pinned, pageable = device.alloc(112 * mib), device.alloc(56 * mib, host=True), np.zeros(56 * mib, np.uint8)
+    for host in (pinned.ptr, pageable.ctypes.data, gpu.ptr + 56 * mib):
         for source, target in ((gpu.ptr, host), (host, gpu.ptr)):
-            kvswap.swap_blocks_batch([source], [target], 40 * mib, device=device, path="dma").wait(10)
+            kvswap.swap_blocks_batch([source], [target], 56 * mib, device=device, path="dma").wait(10)
 """
 
 
 def test_a_gap_is_a_wait_for_what_is_there(run: Run) -> None:
-    """Between pinned memory and the GPU, after each 16 MiB; pageable memory a driver copies in parts of its own."""
+    """Between pinned memory and the GPU, after each 24 MiB; pageable memory a driver copies in parts of its own."""
     lines = run(GAPS, FAKE_CUDA_WORDS="1", KVSWAP_DISABLE="kernel").stdout.splitlines()
-    part, gap, rest = "16777216 bytes copied in their turn", "wait until 1 >= 0", "8388608 bytes copied in their turn"
-    whole = "41943040 bytes copied in their turn"
+    part, gap, rest = "25165824 bytes copied in their turn", "wait until 1 >= 0", "8388608 bytes copied in their turn"
+    whole = "58720256 bytes copied in their turn"
     assert lines[lines.index("opened") + 1 :] == [*[part, gap, part, gap, rest] * 2, *[whole] * 4]
 
 

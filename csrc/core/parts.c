@@ -1,16 +1,20 @@
 /* What one call gives the copy engine, and the gaps between calls.
  *
  * The copy engine of a direction serves one stream until that one pauses. What a model copies itself, the tokens that a
- * step has sampled or the inputs of the next step, waits for all that was queued before it: 10 ms behind 512 MiB. So
- * between host and GPU no more than UNBROKEN_NBYTES are given without a gap, and larger copies are cut. The engine
- * makes other streams' copies in a gap, so that these wait for 0.3 ms (H200, benchmarks/small_copies.cu). A gap takes
- * 4 us, 10 beside a decode step; one every 8 MiB cost 6 % of the rate there. */
+ * step has sampled or the inputs of the next step, waits for all that was queued before it: 10 ms behind 512 MiB, and
+ * for ever where the stream is never empty. So between host and GPU no more than UNBROKEN_NBYTES are given without a
+ * gap, and larger copies are cut. The engine makes other streams' copies in a gap, so that these wait for 0.5 ms (H200,
+ * benchmarks/small_copies.cu). A gap takes 4 us, 10 beside a decode step: one every 16 MiB left 0.95 of a copy's rate
+ * there, one every 24 MiB 0.96.
+ *
+ * A gap is a command, and so is a part of a copy. A stream holds some 1,024, then the driver holds its caller. So
+ * beyond 3 GiB in a lane a gap comes after a 128th of what is queued: the stream takes 16 GiB. */
 #include "core/submit.h"
 
 #include "core/lane.h"
 #include "plan/stride.h"
 
-enum { UNBROKEN_NBYTES = 16 << 20 }; /* 0.3 ms of the link */
+enum { UNBROKEN_NBYTES = 24 << 20, MOST_GAPS = 128 };
 
 /* Priority `high` promises a model nothing. With one hardware queue a gap changes nothing. Pageable memory is copied in
  * parts by the driver. */
@@ -22,7 +26,8 @@ static bool wants_gaps(const struct kvs_submission *s, bool pageable) {
 
 /* The engine does not pause between two transfers of a lane, but does where the lane has none left. */
 void kvs_begin_giving(struct kvs_submission *s, bool pageable) {
-  s->most_unbroken = wants_gaps(s, pageable) ? UNBROKEN_NBYTES : UINT64_MAX;
+  uint64_t share = atomic_load(&s->lane->nbytes) / MOST_GAPS;
+  s->most_unbroken = !wants_gaps(s, pageable) ? UINT64_MAX : share > UNBROKEN_NBYTES ? share : UNBROKEN_NBYTES;
   if (atomic_load(&s->lane->count) == 0) s->lane->unbroken = 0;
 }
 

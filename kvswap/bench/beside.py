@@ -3,7 +3,8 @@
 A pair is a window with copies and the two windows without copies around it. The slow-down of a pair is the time of a
 piece of the load in the window with copies, over the mean time in the other two. Copies run without pause, three in
 flight, from before the window begins until after it ends; only bytes that moved within it count. All copies of a window
-carry the same bytes, and the last copy is checked.
+carry the same bytes, and the last copy is checked. A load can stand still until the copies pause, as `--load tokens`
+does beside bare copies: they end after five windows' time, and the slow-down is then the least that it can be.
 
 The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
 The reference of a direction is the bare copy's median over all of its windows in the run.
@@ -37,6 +38,7 @@ _NBYTES = {"cuda": 256 << 20, "host": 16 << 20}
 _METHODS = ("auto", "background", "high")  # the priorities
 _ONE_COPY = "one copy"  # a bare copy of all bytes: the reference
 _IN_FLIGHT = 3  # one moves, one waits, one is being submitted
+_MOST_WINDOWS = 5  # that copies go on for beside a load that stands still
 _ALONE_SECONDS = 0.1
 _SEED = 1
 _CONFIDENCE = 0.95
@@ -239,7 +241,7 @@ def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPool
     copies.run_while(lambda: time.perf_counter() < begin + min(0.05, seconds / 10))  # the window begins under way
     future = thread.submit(_run_load, lab.device, load, seconds)
     try:
-        copies.run_while(lambda: not future.done())
+        copies.run_while(lambda: not future.done() and time.perf_counter() < begin + _MOST_WINDOWS * seconds)
     finally:  # after a refused copy too: the next window must not run beside this load
         window = future.result()
     copies.drain()
