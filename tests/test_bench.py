@@ -444,7 +444,7 @@ def test_a_load_that_stands_still_ends_the_copies(lab: measure.Lab, monkeypatch:
     job = measure.Job(lab, METHODS["dma"], places, [Direction.D2H])
     begin = time.monotonic()
     with ThreadPoolExecutor(1) as thread:
-        found = beside._run_both(lab, Waits("waits", kvswap.Stream(lab.device)), job, 0.2, thread)
+        found = beside._run_both(lab, Waits(lab.device, "waits", kvswap.Stream(lab.device)), job, 0.2, thread)
     assert submitted[-1] < begin + 10 and found.piece_seconds > 0.9  # it begins after 0.02 s
 
 

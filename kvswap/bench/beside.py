@@ -150,7 +150,7 @@ class Result(Document):
 
 @dataclass(frozen=True)
 class _Window:
-    """begin, end: on the load's stream."""
+    """begin: when the load was idle. end: on its stream."""
 
     begin: _C.Event
     end: _C.Event
@@ -165,7 +165,7 @@ def _run_load(device: _C.Device, load: Load, seconds: float) -> _Window:
     """Run the load for `seconds`, and wait for its end."""
     begin, end = _C.Event(device), _C.Event(device)
     marks = [_C.Event(device, timing=False) for _ in range(load.ahead)]
-    begin.record(load.stream)
+    begin.record(load.clock)
     begin.synchronize(WAIT_LIMIT)  # on a busy host device the mark itself may be late
     pieces, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:

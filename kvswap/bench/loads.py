@@ -55,14 +55,15 @@ KINDS = {
 class Load(ABC):
     """Work that comes in equal pieces of about 10 ms, or of a decode step each.
 
-    stream: where pieces are queued. ahead: how many pieces may be queued before the first has ended, so that the stream
-    does not run dry while the caller is delayed; a window is longer by as many pieces.
+    stream: where pieces are queued. clock: where the begin of a window is recorded; on `stream` it could wait for copies.
+    ahead: how many pieces may be queued before the first has ended, so that the stream does not run dry while the caller is
+    delayed; a window is longer by as many pieces.
     """
 
     ahead = 1
 
-    def __init__(self, name: str, stream: Any) -> None:
-        self.name, self.stream = name, stream
+    def __init__(self, device: _C.Device, name: str, stream: Any) -> None:
+        self.name, self.stream, self.clock = name, stream, _C.Stream(device)
 
     @abstractmethod
     def queue(self) -> None:
@@ -94,7 +95,7 @@ class _Awaited(Load):
     _INPUTS, _TOKENS = 64 << 10, 256  # bytes; a driver pushes inputs of less than 28 KiB past the copy engine
 
     def __init__(self, device: _C.Device, load: Load) -> None:
-        super().__init__(f"{load.name}, inputs copied before and tokens after it", load.stream)
+        super().__init__(device, f"{load.name}, inputs copied before and tokens after it", load.stream)
         self._device, self._load = device, load
         self._gpu, self._host = device.alloc(self._INPUTS), device.alloc(self._INPUTS + self._TOKENS, host=True)
 
@@ -114,7 +115,7 @@ class _TorchLoad(Load):
 
     def __init__(self, device: _C.Device, kind: Kind, torch: Any) -> None:
         self._torch, cuda = torch, torch.device("cuda", ordinal(device))
-        super().__init__(f"{kind.description} (torch {torch.__version__})", torch.cuda.Stream(cuda))
+        super().__init__(device, f"{kind.description} (torch {torch.__version__})", torch.cuda.Stream(cuda))
         self._work = self._make(kind, cuda)  # kept: the graph has the addresses of its tensors, but does not hold them
         torch.cuda.synchronize(cuda)  # they were filled on another stream
         with torch.cuda.stream(self.stream):
@@ -155,7 +156,7 @@ class _StandIn(Load):
 
     def __init__(self, device: _C.Device, key: str, kind: Kind, why: str) -> None:
         stream, entries = _C.Stream(device), kind.stand_in_nbytes // 2 // self._ENTRY  # read and written
-        super().__init__(f"stand-in for {key}: kvswap's copy kernel within GPU memory ({why})", stream)
+        super().__init__(device, f"stand-in for {key}: kvswap's copy kernel within GPU memory ({why})", stream)
         at = np.arange(entries, dtype=np.uint64) * np.uint64(self._ENTRY) % np.uint64(self._BUFFER)
         self._buffers = [device.alloc(self._BUFFER) for _ in range(2)]
         src, dst = (np.uint64(buffer.ptr) + at for buffer in self._buffers)
@@ -193,7 +194,7 @@ class _NumpyLoad(Load):
             a, b = rng.random((m, k), np.float32), rng.random((k, n), np.float32)
             out, what = np.empty((m, n), np.float32), f"{m}x{k} by {k}x{n} float32 product"
             self._work = lambda: np.matmul(a, b, out=out)
-        super().__init__(f"{what} (NumPy, on the processors that also copy)", _C.Stream(device))
+        super().__init__(device, f"{what} (NumPy, on the processors that also copy)", _C.Stream(device))
         self._per_piece = _repeats(self._work, lambda: None)
 
     def queue(self) -> None:
