@@ -55,9 +55,9 @@ KINDS = {
 class Load(ABC):
     """Work that comes in equal pieces of about 10 ms, or of a decode step each.
 
-    stream: where pieces are queued. clock: where the begin of a window is recorded; on `stream` it could wait for copies.
-    ahead: how many pieces may be queued before the first has ended, so that the stream does not run dry while the caller is
-    delayed; a window is longer by as many pieces.
+    stream: where pieces are queued. clock: where the begin of a window is recorded; on `stream` it could wait for
+    copies. ahead: how many pieces may be queued before the first has ended, so that the stream does not run dry while
+    the caller is delayed; a window is longer by as many pieces.
     """
 
     ahead = 1
