@@ -761,6 +761,21 @@ def test_auto_bursts_many_copies(
     assert taken(500, "high") == ("burst" if slower < 1 else other)
 
 
+def test_auto_knows_that_layers_are_launches(direction: int) -> None:
+    """A kernel that is a tenth faster than bursts is not when it is launched for some layers at a time."""
+    device = testing.deterministic_device(1)
+    sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            cost["start"], cost["extra"] = 1.0, 0.0
+            cost["each"] = [{"kernel": 1e5, "burst": 1.1e5}.get(path, 1e9)] * len(cost["each"])
+            cost["run"] = [{"kernel": 1e5, "burst": 0.0}.get(path, 1e9)] * len(cost["run"])
+    _C._costs_use(device, costs)
+    work = plain(4096, 8, 100, direction)
+    taken = [sides.run(work, priority="normal", layer_events=layers).path for layers in (False, True)]
+    assert taken == ["kernel", "burst"]
+
+
 def test_auto_knows_that_short_copies_begin_slowly(direction: int) -> None:
     """20 copies of 16 KiB are predicted faster than the kernel, but host to device the first ones cost more."""
     device = testing.deterministic_device(1)
