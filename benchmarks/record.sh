@@ -36,25 +36,16 @@ section() {
   run 60 kvswap info --open
 } >"$out/machine.txt" 2>&1
 
-# The suite, six (or JOBS) of its files at a time, in LIMIT seconds; each file's own output, then what all came to. A test
-# that hangs ends its process, and the rest of its file goes on in another one.
-suite_part() {
-  local name=$(basename "$1" .py) # a folder of its own: pytest stumbles over other processes that clear old ones
-  pytest 560 -q -n 1 --max-worker-restart 4 --durations=3 --long-seconds=2 --basetemp "$parts/$name" "$1" >"$parts/$name.log" 2>&1
-}
-
+# The suite on the GPU, less the tests that are the same on any device, in twelve (or JOBS) processes and LIMIT seconds. A
+# test that hangs ends its process, and the rest goes on in another one.
 suite() {
-  export parts=$(mktemp -d)
-  export -f suite_part pytest run
-  ls -S tests/test_*.py tests/long/test_[ad]*.py | grep -vF test_c.py | timeout "${LIMIT:-570}" xargs -P "${JOBS:-6}" -n 1 bash -c 'suite_part "$1"' _
   {
     head -n 1 "$out/machine.txt"
-    tail -n +1 "$parts"/*.log
-    awk '/ in [0-9.]+s/ {for (i = 2; i <= NF; i++) if ($i ~ /^(passed|failed|skipped|errors?),?$/) {
-      sub(",", "", $i); sum[$i] += $(i - 1)}} END {for (key in sum) printf "%d %s ", sum[key], key; print "in all"}' \
-      "$parts"/*.log
+    pytest "${LIMIT:-570}" -q -n "${JOBS:-12}" --dist worksteal --max-worker-restart 8 --device-only --durations=20 \
+      --long-seconds=2 tests 2>&1
+    echo "exit status $?"
   } >"$out/suite.txt"
-  tail -n 1 "$out/suite.txt"
+  tail -n 3 "$out/suite.txt"
   grep -E "^(FAILED|ERROR)" "$out/suite.txt"
 }
 
@@ -95,7 +86,7 @@ sanitize_part() {
     only+=" and not far_apart and not interleaving and not defaults_of and not environment"
   [ "$tool" = memcheck ] && only+=" and not over_seams"
   PYTHONFAULTHANDLER=1 timeout -k 5 400 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
-    python3 -P -m pytest -p no:cacheprovider --limit 390 -v --device cuda:0 --serial \
+    python3 -P -m pytest -p no:cacheprovider --limit 390 -v --device cuda:0 --serial --device-only \
     -k "$only" "tests/test_$tests.py" >"$log" 2>&1
   printf '\nexit status %d\n' $? >>"$log"
 }

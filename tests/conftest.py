@@ -66,6 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("limit", "the same", default="300")
     parser.addoption("--long-seconds", type=float, default=2.0, help="how long each test by the clock may go on")
     parser.addoption("--long-seed", type=int, default=1, help="the first seed of the tests in tests/long")
+    parser.addoption(
+        "--device-only", action="store_true", help="leave out tests that are the same whatever --device is"
+    )
     parser.addoption("--part", default="0/1", help="K/N: one in N of the sets of parameters, the K-th of 0 to N - 1")
 
 
@@ -94,11 +97,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--part. Tests without parameters stay, and which sets stay is the same on all machines."""
+    """--part, --device-only. With --part tests without parameters stay, and which sets stay is the same everywhere."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if not 0 <= part < parts:
         raise pytest.UsageError(f"--part {part}/{parts}: K is from 0 to N - 1")
     takes = [("[" not in item.nodeid) | (crc32(item.nodeid.encode()) % parts == part) for item in items]
+    if config.getoption("--device-only"):
+        used = [set(getattr(item, "fixturenames", ())) for item in items]  # by a test and its fixtures
+        takes = [taken and "device_name" in names for taken, names in zip(takes, used, strict=True)]
     config.hook.pytest_deselected(items=[item for item, taken in zip(items, takes, strict=True) if not taken])
     items[:] = [item for item, taken in zip(items, takes, strict=True) if taken]
 
