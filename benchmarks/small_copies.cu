@@ -112,7 +112,7 @@ int main() {
   }
   for (bool h2d : {false, true}) {
     measure(h2d, TOTAL, NONE);
-    for (size_t mib : {8, 16, 32})
+    for (size_t mib : {8, 16, 24, 32})
       for (gap kind : {NONE, EVENT, OTHER_STREAM, KERNEL, WRITE, UNFENCED_WRITE, WAIT}) measure(h2d, mib << 20, kind);
   }
   return 0;

@@ -762,7 +762,8 @@ def test_auto_bursts_many_copies(
 
 
 def test_auto_knows_that_layers_are_launches(direction: int) -> None:
-    """A kernel that is a tenth faster than bursts is not when it is launched for some layers at a time."""
+    """A kernel that is a tenth faster than bursts is not when it is launched for some layers at a time; 2 MiB are one
+    launch."""
     device = testing.deterministic_device(1)
     sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
     for paths in (costs["d2h"], costs["h2d"]):
@@ -771,9 +772,10 @@ def test_auto_knows_that_layers_are_launches(direction: int) -> None:
             cost["each"] = [{"kernel": 1e5, "burst": 1.1e5}.get(path, 1e9)] * len(cost["each"])
             cost["run"] = [{"kernel": 1e5, "burst": 0.0}.get(path, 1e9)] * len(cost["run"])
     _C._costs_use(device, costs)
-    work = plain(4096, 8, 100, direction)
-    taken = [sides.run(work, priority="normal", layer_events=layers).path for layers in (False, True)]
-    assert taken == ["kernel", "burst"]
+    large, small = plain(4096, 8, 100, direction), plain(4096, 8, 50, direction)
+    ways = [(large, False), (large, True), (small, True)]
+    taken = [sides.run(work, priority="normal", layer_events=layers).path for work, layers in ways]
+    assert taken == ["kernel", "burst", "kernel"]
 
 
 def test_auto_knows_that_short_copies_begin_slowly(direction: int) -> None:

@@ -65,6 +65,10 @@ static size_t layers_of_launch(const struct kvs_work *work, size_t layer) {
   return size ? size : 1;
 }
 
+bool kvs_is_one_launch(const struct kvs_work *work) {
+  return !work->layered || layers_of_launch(work, 0) >= work->scratch->nlayers;
+}
+
 size_t kvs_layer_group_end(const struct kvs_submission *s, size_t layer) {
   const struct kvs_work *work = s->work;
   size_t end = layer + 1, layers = work->scratch->nlayers;

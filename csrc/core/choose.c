@@ -19,8 +19,8 @@ enum { FEW = 3 };
  * 1.09 H2D, plain copies of the same speed by 1.01 and 1.04. */
 static const double BURST_HANDICAP = 1.04, KERNEL_HANDICAP = 1.05;
 
-/* Layer by layer the kernel is launched several times, and the link idles in between: 12.0 ms for 512 MiB beside the
- * layers of a model that wait for them, where one launch is predicted to take 10.5 (H200). */
+/* Layer by layer the kernel is launched several times, and the link idles in between: 12.0 ms for 512 MiB H2D beside
+ * the 32 layers of a model that wait for them, where one launch is predicted to take 10.5 (H200). */
 static const double LAUNCHES_HANDICAP = 1.15;
 
 /* A copy takes half a microsecond of the driver's time in the caller's thread, and blocks other threads in the driver:
@@ -152,7 +152,7 @@ static bool take_slots(struct kvs_submission *s) {
 static double predict(const struct kvs_submission *s, enum kvs_path path) {
   bool high = s->options->priority == KVS_PRIORITY_HIGH;
   if (path == KVS_PATH_KERNEL)
-    return kvs_kernel_ns(s) * (high ? 1 : KERNEL_HANDICAP) * (s->work->layered ? LAUNCHES_HANDICAP : 1);
+    return kvs_kernel_ns(s) * (high ? 1 : KERNEL_HANDICAP) * (kvs_is_one_launch(s->work) ? 1 : LAUNCHES_HANDICAP);
   const struct kvs_shape *shape = &s->work->shape;
   double ns = kvs_cost_ns(&s->engine->costs, shape, path);
   if (path == KVS_PATH_BURST)

@@ -1,20 +1,21 @@
 /* What one call gives the copy engine, and the gaps between calls.
  *
  * The copy engine of a direction serves one stream until that one pauses. What a model copies itself, the tokens that a
- * step has sampled or the inputs of the next step, waits for all that was queued before it: 10 ms behind 512 MiB, and
- * for ever where the stream is never empty. So between host and GPU no more than UNBROKEN_NBYTES are given without a
- * gap, and larger copies are cut. The engine makes other streams' copies in a gap, so that these wait for 0.5 ms (H200,
+ * step has sampled or the inputs of the next step, waits for all that was queued before it, 10 ms behind 512 MiB, and
+ * never comes while transfers always follow each other. So between host and GPU no more than UNBROKEN_NBYTES are given
+ * without a gap, and larger copies are cut. The engine makes other streams' copies in a gap, so that these wait for as
+ * long as the link takes for UNBROKEN_NBYTES: 0.46 ms (H200; 0.25 measured with 16 MiB, 0.58 with 32,
  * benchmarks/small_copies.cu). A gap takes 4 us, 10 beside a decode step: one every 16 MiB left 0.95 of a copy's rate
  * there, one every 24 MiB 0.96.
  *
  * A gap is a command, and so is a part of a copy. A stream holds some 1,024, then the driver holds its caller. So
- * beyond 3 GiB in a lane a gap comes after a 128th of what is queued: the stream takes 16 GiB. */
+ * beyond 3 GiB in a lane a gap comes after a 128th of what is queued: a stream takes 18 GiB and more. */
 #include "core/submit.h"
 
 #include "core/lane.h"
 #include "plan/stride.h"
 
-enum { UNBROKEN_NBYTES = 24 << 20, MOST_GAPS = 128 };
+enum { UNBROKEN_NBYTES = 24 << 20, QUEUE_PARTS = 128 };
 
 /* Priority `high` promises a model nothing. With one hardware queue a gap changes nothing. Pageable memory is copied in
  * parts by the driver. */
@@ -26,7 +27,7 @@ static bool wants_gaps(const struct kvs_submission *s, bool pageable) {
 
 /* The engine does not pause between two transfers of a lane, but does where the lane has none left. */
 void kvs_begin_giving(struct kvs_submission *s, bool pageable) {
-  uint64_t share = atomic_load(&s->lane->nbytes) / MOST_GAPS;
+  uint64_t share = (atomic_load(&s->lane->nbytes) + s->work->nbytes) / QUEUE_PARTS;
   s->most_unbroken = !wants_gaps(s, pageable) ? UINT64_MAX : share > UNBROKEN_NBYTES ? share : UNBROKEN_NBYTES;
   if (atomic_load(&s->lane->count) == 0) s->lane->unbroken = 0;
 }

@@ -111,6 +111,8 @@ int kvs_launch_units(struct kvs_submission *, const struct kvs_units *, uint64_t
 /* burst.c */
 int kvs_pack_for_burst(struct kvs_submission *); /* pack the work's rows, once */
 int kvs_prepare_burst(struct kvs_submission *);  /* what the kernels read, the first stage's stream, the head */
+/* Whether path kernel copies all of the work's layers by one launch, if none has a start dependency of its own. */
+bool kvs_is_one_launch(const struct kvs_work *);
 /* One past the last layer that is issued together with this one: the next layer where copies are issued one by one. */
 size_t kvs_layer_group_end(const struct kvs_submission *, size_t layer);
 /* Queue the view. After a refusal part of it may run; that part ends before later work of the lane stream, and the
