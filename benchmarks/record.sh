@@ -4,8 +4,8 @@
 #   benchmarks/record.sh --stale                    which records are of older code than this; exit status 1 if any
 #   benchmarks/record.sh --stamp COMMIT FILE...     these files are of that commit
 # Expects kvswap installed for python3, with pytest, pytest-xdist and hypothesis; torch and cupy are used where present.
-# On an H200 suite and sanitize take up to ten minutes each, load (LOADS names what beside) eleven, differential and soak
-# nine, bench six, regret four, hazards two and a half, replay one.
+# On an H200 sanitize takes up to ten minutes, load (LOADS names what beside) eight, suite five, differential and soak nine,
+# bench six, regret four, hazards two and a half, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in
@@ -36,8 +36,8 @@ section() {
   run 60 kvswap info --open
 } >"$out/machine.txt" 2>&1
 
-# The suite on the GPU, less the tests that are the same on any device, in twelve (or JOBS) processes and LIMIT seconds. A
-# test that hangs ends its process, and the rest goes on in another one.
+# The suite on the GPU, less the tests that are the same on any device, in twelve (or JOBS) processes and LIMIT seconds.
+# A test that hangs ends its process, and the rest goes on in another one.
 suite() {
   {
     head -n 1 "$out/machine.txt"
@@ -73,7 +73,7 @@ soak() {
   tail -n 12 "$out/soak.txt"
 }
 
-# The suite, less what starts processes of its own, counts Python's objects or captures graphs in torch, and less what holds
+# The same tests, less what starts processes of its own, counts Python's objects, captures graphs in torch, or holds
 # streams up (--serial: the tools run one command at a time). Calls that the driver is meant to refuse are no errors; what
 # a tool says of memory and kernels is. initcheck sees neither what a batch call writes nor a copy of rows far apart: it
 # runs without batch calls and far_apart. memcheck takes one read across two registrations side by side for one beyond the

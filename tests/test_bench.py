@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import PATIENCE
 
 import kvswap
 from kvswap import _C, Direction, cli, testing
@@ -431,21 +432,29 @@ def test_long_measurements_show_how_far_they_are(device: kvswap.Device) -> None:
 
 def test_a_load_that_stands_still_ends_the_copies(lab: measure.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pieces wait until the copies pause, as tokens do behind a copy engine that serves another stream."""
-    submitted: list[float] = []
+    paused = threading.Event()
 
     class Waits(loads.Load):
         def queue(self) -> None:
-            while submitted and time.monotonic() < submitted[-1] + 0.2:
-                time.sleep(0.01)
+            assert paused.wait(PATIENCE)
 
-    submit = measure.Job.submit
-    monkeypatch.setattr(measure.Job, "submit", lambda job: submitted.append(time.monotonic()) or submit(job))
+    def run_while(copies: beside._Copies, running: Callable[[], bool]) -> None:
+        run(copies, running)
+        calls.append(running)
+        if len(calls) == 2:  # the first ends before the load begins
+            paused.set()
+
+    run, calls = beside._Copies.run_while, list[object]()
+    monkeypatch.setattr(beside._Copies, "run_while", run_while)
     places = lab.places((Shape(1, 64 << 10),))
     job = measure.Job(lab, METHODS["dma"], places, [Direction.D2H])
-    begin = time.monotonic()
     with ThreadPoolExecutor(1) as thread:
-        found = beside._run_both(lab, Waits(lab.device, "waits", kvswap.Stream(lab.device)), job, 0.2, thread)
-    assert submitted[-1] < begin + 10 and found.piece_seconds > 0.9  # it begins after 0.02 s
+        found = beside._run_both(lab, Waits(lab.device, "waits", kvswap.Stream(lab.device)), job, 0.1, thread)
+    assert found.stood_still and found.piece_seconds > 0.8  # ten windows, of which the load misses 0.01 s
+    samples = beside._Samples()
+    samples.add(found.piece_seconds / 0.1, found)
+    row = samples.fill(beside.Row("", "one copy", "D2H", 1, 4096, 1))
+    assert row.stood_still and beside.compared(row, row).above_copy is None
 
 
 def test_copies_take_turns(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def host() -> Iterator[kvswap.Device]:
 
 
 @pytest.fixture(params=["real", "compat", "libcufile"])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, device_name: str, tmp_path: Path) -> Iterator[Rig]:
     if request.param == "libcufile":
         device = request.getfixturevalue("cuda")
         there, why = _C._file_gds(True)

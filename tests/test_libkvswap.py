@@ -198,6 +198,7 @@ def check_example(name: str, program: Path, tmp_path: Path, **environment: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("device_name")  # one of them runs on a GPU where there is one
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_by_its_own_line(prefix: Path, tmp_path: Path, name: str) -> None:
     """The command that stands in the example's first comment."""

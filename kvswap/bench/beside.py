@@ -4,7 +4,7 @@ A pair is a window with copies and the two windows without copies around it. The
 piece of the load in the window with copies, over the mean time in the other two. Copies run without pause, three in
 flight, from before the window begins until after it ends; only bytes that moved within it count. All copies of a window
 carry the same bytes, and the last copy is checked. A load can stand still until the copies pause, as `--load tokens`
-does beside bare copies: they end after five windows' time, and the slow-down is then the least that it can be.
+does beside bare copies: they end after ten windows' time, the row says so, and its slow-down is a lower bound.
 
 The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
 The reference of a direction is the bare copy's median over all of its windows in the run.
@@ -38,7 +38,7 @@ _NBYTES = {"cuda": 256 << 20, "host": 16 << 20}
 _METHODS = ("auto", "background", "high")  # the priorities
 _ONE_COPY = "one copy"  # a bare copy of all bytes: the reference
 _IN_FLIGHT = 3  # one moves, one waits, one is being submitted
-_MOST_WINDOWS = 5  # that copies go on for beside a load that stands still
+_MOST_WINDOWS = 10  # that copies go on for beside a load that stands still
 _ALONE_SECONDS = 0.1
 _SEED = 1
 _CONFIDENCE = 0.95
@@ -124,6 +124,7 @@ class Row:
     of_copy: float | None = None  # share of the bare copy's GB/s while the load ran
     gbps_alone: float | None = None
     path: str = ""  # the paths taken while the load ran, the most frequent first
+    stood_still: bool = False  # in most windows the load went on only when the copies had ended
     slowdowns: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     note: str = ""
@@ -150,7 +151,7 @@ class Result(Document):
 
 @dataclass(frozen=True)
 class _Window:
-    """begin: when the load was idle. end: on its stream."""
+    """begin: recorded on the load's clock before its first piece. end: on its stream after the last one."""
 
     begin: _C.Event
     end: _C.Event
@@ -232,6 +233,7 @@ class Beside(NamedTuple):
     piece_seconds: float  # of the load
     gbps: float  # of the copies
     paths: Counter[str]
+    stood_still: bool = False
 
 
 def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPoolExecutor) -> Beside:
@@ -240,14 +242,16 @@ def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPool
     begin = time.perf_counter()
     copies.run_while(lambda: time.perf_counter() < begin + min(0.05, seconds / 10))  # the window begins under way
     future = thread.submit(_run_load, lab.device, load, seconds)
+    stood_still = False
     try:
         copies.run_while(lambda: not future.done() and time.perf_counter() < begin + _MOST_WINDOWS * seconds)
+        stood_still = not future.done()
     finally:  # after a refused copy too: the next window must not run beside this load
         window = future.result()
     copies.drain()
     lab.check(job)
     gbps = copies.nbytes_within(window) / window.begin.elapsed_time(window.end) / 1e9
-    return Beside(window.piece_seconds, gbps, copies.paths)
+    return Beside(window.piece_seconds, gbps, copies.paths, stood_still)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -273,11 +277,13 @@ class _Samples:
     slowdowns: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     paths: Counter[str] = field(default_factory=Counter)
+    stood_still: int = 0  # windows
 
     def add(self, slowdown: float, beside: Beside) -> None:
         self.slowdowns.append(slowdown)
         self.rates.append(beside.gbps)
         self.paths += beside.paths
+        self.stood_still += beside.stood_still
 
     def fill(self, row: Row) -> Row:
         return replace(
@@ -286,6 +292,7 @@ class _Samples:
             slowdown_interval=median_interval(self.slowdowns),
             gbps=statistics.median(self.rates),
             path=" ".join(path for path, _ in self.paths.most_common()),
+            stood_still=2 * self.stood_still > len(self.slowdowns),
             slowdowns=tuple(self.slowdowns),
             rates=tuple(self.rates),
         )
@@ -296,7 +303,8 @@ def compared(row: Row, copy: Row) -> Row:
     if row.slowdown is None or row.gbps is None or copy.slowdown is None:
         return row
     share = row.gbps / copy.gbps if copy.gbps else None  # None if no bare copy ended in most windows
-    return replace(row, above_copy=row.slowdown - copy.slowdown, of_copy=share)
+    above = None if row.stood_still or copy.stood_still else row.slowdown - copy.slowdown
+    return replace(row, above_copy=above, of_copy=share)
 
 
 class _Turns:
@@ -457,4 +465,5 @@ def _add(rows: Rows, row: Row) -> None:
         rows.add(cells, row.note)
         return
     interval = "{:.3f}-{:.3f}".format(*row.slowdown_interval)
-    rows.add([*cells, row.slowdown, interval, row.above_copy, row.gbps, row.of_copy, row.gbps_alone, row.path])
+    took = f"{row.path} (the load stood still)".strip() if row.stood_still else row.path
+    rows.add([*cells, row.slowdown, interval, row.above_copy, row.gbps, row.of_copy, row.gbps_alone, took])

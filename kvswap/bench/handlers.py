@@ -336,10 +336,10 @@ def _beside(lab: Lab, load: Load, plan: Plan, job: Job) -> tuple[float, float]:
     alone, slow, reached = [_run_load(lab.device, load, plan.seconds).piece_seconds], [], []
     with ThreadPoolExecutor(1) as thread:
         for _ in range(plan.pairs):
-            piece, gbps, _ = _run_both(lab, load, job, plan.seconds, thread)
+            found = _run_both(lab, load, job, plan.seconds, thread)
             alone.append(_run_load(lab.device, load, plan.seconds).piece_seconds)
-            slow.append(piece / statistics.mean(alone[-2:]))
-            reached.append(gbps)
+            slow.append(found.piece_seconds / statistics.mean(alone[-2:]))
+            reached.append(found.gbps)
     return statistics.median(slow), statistics.median(reached)
 
 
