@@ -4,7 +4,8 @@ A pair is a window with copies and the two windows without copies around it. The
 piece of the load in the window with copies, over the mean time in the other two. Copies run without pause, three in
 flight, from before the window begins until after it ends; only bytes that moved within it count. All copies of a window
 carry the same bytes, and the last copy is checked. A load can stand still until the copies pause, as `--load tokens`
-does beside bare copies: they end after ten windows' time, the row says so, and its slow-down is a lower bound.
+does beside bare copies: they end two seconds after the window should, the row says so, and its slow-down is a lower
+bound.
 
 The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
 The reference of a direction is the bare copy's median over all of its windows in the run.
@@ -38,7 +39,7 @@ _NBYTES = {"cuda": 256 << 20, "host": 16 << 20}
 _METHODS = ("auto", "background", "high")  # the priorities
 _ONE_COPY = "one copy"  # a bare copy of all bytes: the reference
 _IN_FLIGHT = 3  # one moves, one waits, one is being submitted
-_MOST_WINDOWS = 10  # that copies go on for beside a load that stands still
+_LATE_SECONDS = 2.0  # that copies go on for when the window should have ended
 _ALONE_SECONDS = 0.1
 _SEED = 1
 _CONFIDENCE = 0.95
@@ -244,7 +245,7 @@ def _run_both(lab: Lab, load: Load, job: Job, seconds: float, thread: ThreadPool
     future = thread.submit(_run_load, lab.device, load, seconds)
     stood_still = False
     try:
-        copies.run_while(lambda: not future.done() and time.perf_counter() < begin + _MOST_WINDOWS * seconds)
+        copies.run_while(lambda: not future.done() and time.perf_counter() < begin + seconds + _LATE_SECONDS)
         stood_still = not future.done()
     finally:  # after a refused copy too: the next window must not run beside this load
         window = future.result()
