@@ -38,9 +38,13 @@ def of_form(form: str, direction: int) -> tuple[Work, str]:
     return work, path
 
 
+def end_of(works: list[Work]) -> int:
+    return max(max(work.gpu.end, work.cpu.end) for work in works)
+
+
 def carry_out_all(sides: Sides, works: list[Work], path: str, priority: str, at_once: bool) -> None:
     """at_once: all are queued before the first begins."""
-    sides.prepare(max(max(work.gpu.end, work.cpu.end) for work in works))
+    sides.prepare(end_of(works))
     with Gate(sides.device) as gate:
         stream = kvswap.Stream(sides.device)
         if at_once:
@@ -60,7 +64,7 @@ def carry_out_all(sides: Sides, works: list[Work], path: str, priority: str, at_
 def gaps_of(works: list[Work], path: str, priority: str = "normal", *, at_once: bool = True) -> int:
     """How many gaps these transfers have on a new device: the last whose loss loses it."""
     for gaps in range(20):
-        sides = Sides(testing.deterministic_device(1), 104 * MIB)
+        sides = Sides(testing.deterministic_device(1), end_of(works))
         with testing.fault(sides.device, "call", "lose", operation="gap", nth=gaps + 1):
             try:
                 carry_out_all(sides, works, path, priority, at_once)
@@ -89,8 +93,9 @@ def test_small_transfers_add_up(direction: int) -> None:
 def test_a_long_queue_has_fewer(direction: int) -> None:
     """A driver's stream takes some 1,024 commands. Of transfers of 96 MiB, which have four gaps, the 256th gap would be
     in the 65th; they grow rarer, so that it is in a later one."""
-    sides, work = Sides(testing.deterministic_device(1), 128 * MIB), plain(8 * MIB, 1, 12, direction)
-    sides.prepare(max(work.gpu.end, work.cpu.end))
+    work = plain(8 * MIB, 1, 12, direction)
+    sides = Sides(testing.deterministic_device(1), end_of([work]))
+    sides.prepare(sides.room)
     stream, submitted = kvswap.Stream(sides.device), 0
     with (
         testing.fault(sides.device, "call", "lose", operation="gap", nth=256),
@@ -142,7 +147,7 @@ def test_copies_within_a_gpu_have_none() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_refused_gap_changes_nothing(direction: int, form: str) -> None:
     work, path = of_form(form, direction)
-    sides = Sides(testing.deterministic_device(2), 104 * MIB)
+    sides = Sides(testing.deterministic_device(2), end_of([work]))
     with testing.fault(sides.device, "call", "fail", operation="gap", every=1):
         assert sides.run(work, path=path).path == path
 

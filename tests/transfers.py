@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,11 @@ def carry_out(work: Work, gpu: Bytes, cpu: Bytes, kept: Ids | None = None) -> No
 # -- the calls --------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(2)  # random bytes take longer than most transfers
+def noise(nbytes: int) -> Bytes:
+    return np.frombuffer(np.random.default_rng(7).bytes(nbytes), np.uint8)
+
+
 class Sides:
     """Two buffers and what they should hold. Their first `end` bytes are random before each transfer.
 
@@ -203,7 +209,7 @@ class Sides:
         self.registered: list[int] = []
         if registered:
             self._register()
-        self.noise = np.random.default_rng(7).integers(0, 256, 2 * room + 8192, np.uint8)
+        self.noise = noise(2 * room + 8192)
         self.turns = 0
 
     def _register(self) -> None:
