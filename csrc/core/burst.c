@@ -56,8 +56,8 @@ static bool begins_group(const struct kvs_submission *s, size_t layer) {
 
 /* The link idles between launches. Measured, H200, 512 MiB: 10.9 ms to the host by one launch, 11.9 back by 64. But a
  * model begins when it has the first layers, and ends after the last ones. So groups grow, and shrink at the end. */
-static size_t layers_of_launch(const struct kvs_work *work, size_t layer) {
-  size_t layers = work->scratch->nlayers, size = (layers - layer) / 2;
+static size_t layers_of_launch(const struct kvs_work *work, size_t layers, size_t layer) {
+  size_t size = (layers - layer) / 2;
   uint64_t mean = work->nbytes / layers + 1, least = LAYER_NBYTES / mean, most = LAUNCH_NBYTES / mean;
   if (size > layer) size = layer;
   if (size > most) size = (size_t)most;
@@ -66,7 +66,8 @@ static size_t layers_of_launch(const struct kvs_work *work, size_t layer) {
 }
 
 bool kvs_is_one_launch(const struct kvs_work *work) {
-  return !work->layered || layers_of_launch(work, 0) >= work->scratch->nlayers;
+  size_t layers = work->nlayers;
+  return !work->layered || layers < 2 || layers_of_launch(work, layers, 0) >= layers;
 }
 
 size_t kvs_layer_group_end(const struct kvs_submission *s, size_t layer) {
@@ -75,7 +76,8 @@ size_t kvs_layer_group_end(const struct kvs_submission *s, size_t layer) {
   if (s->transfer->path == KVS_PATH_BURST)
     while (end < layers && !begins_group(s, end)) end++;
   if (s->transfer->path == KVS_PATH_KERNEL)
-    for (size_t size = layers_of_launch(work, layer); end < layers && end - layer < size && !starts_alone(s, end);)
+    for (size_t size = layers_of_launch(work, layers, layer);
+         end < layers && end - layer < size && !starts_alone(s, end);)
       end++;
   return end;
 }
