@@ -41,11 +41,10 @@ section() {
 suite() {
   {
     head -n 1 "$out/machine.txt"
-    pytest "${LIMIT:-570}" -q -n "${JOBS:-12}" --dist worksteal --max-worker-restart 8 --device-only --durations=20 \
-      --long-seconds=2 tests 2>&1
-    echo "exit status $?"
+    section "pytest --device-only tests" pytest "${LIMIT:-570}" -q -n "${JOBS:-12}" --dist worksteal \
+      --max-worker-restart 8 --device-only --durations=20 --long-seconds=2 tests
   } >"$out/suite.txt"
-  tail -n 3 "$out/suite.txt"
+  tail -n 4 "$out/suite.txt"
   grep -E "^(FAILED|ERROR)" "$out/suite.txt"
 }
 

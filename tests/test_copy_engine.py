@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -723,6 +723,17 @@ def test_batches_begin_short(mode: int, size: int, calls: list[int]) -> None:
             assert lost(count, path, k) and not lost(count, path, k + 1), (path, k)
 
 
+def use_costs(device: kvswap.Device, price: Callable[[str], tuple[float, float, float]]) -> None:
+    """price: of a path, the start, and each row in both of their kinds, of any size."""
+    costs = _C._costs_read(None)
+    for paths in (costs["d2h"], costs["h2d"]):
+        for path, cost in paths.items():
+            start, each, run = price(path)
+            cost["start"], cost["extra"] = start, 0.0
+            cost["each"], cost["run"] = [each] * len(cost["each"]), [run] * len(cost["run"])
+    _C._costs_use(device, costs)
+
+
 @pytest.mark.parametrize(
     ("other", "slower", "taken_of_few", "taken_of_many"),
     [
@@ -740,23 +751,16 @@ def test_auto_bursts_many_copies(
     """Many copies hold up the caller, and a kernel the model: a burst that takes a little longer is taken, and copies
     that take a little longer than a burst, unless the priority says that the model's time does not count."""
     device = testing.deterministic_device(1)
-    sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
-    for paths in (costs["d2h"], costs["h2d"]):
-        for path, cost in paths.items():
-            cost["start"], cost["extra"], cost["each"] = 1.0, 0.0, [1e9] * len(cost["each"])
-            cost["run"] = [1e9 if path == "kernel" else 0.0] * len(cost["run"])
-        # So much that what the first copies of a list cost more is nothing beside it.
-        paths[other]["each"] = [1e5] * len(paths[other]["each"])
-        if other == "kernel":
-            paths[other]["run"] = paths[other]["each"]
-        paths["burst"]["each"] = [1e5 * slower] * len(paths["burst"]["each"])
+    sides = Sides(device, 16 * MIB)
+    # So much that what the first copies of a list cost more is nothing beside it.
+    each = {other: 1e5, "burst": 1e5 * slower}
+    use_costs(device, lambda path: (1.0, each.get(path, 1e9), each.get(path, 1e9) if path == "kernel" else 0.0))
 
     def taken(count: int, priority: Priority = "normal") -> str:
         ids = np.random.default_rng(1).permutation(count)
         few = replace(plain(4096, 1, count, direction), gpu_ids=ids, cpu_ids=np.arange(count))
         return sides.run(few, priority=priority).path
 
-    _C._costs_use(device, costs)
     assert [taken(500), taken(2000)] == [taken_of_few, taken_of_many]
     assert taken(500, "high") == ("burst" if slower < 1 else other)
 
@@ -765,13 +769,8 @@ def test_auto_knows_that_layers_are_launches(direction: int) -> None:
     """A kernel that is a tenth faster than bursts is not when it is launched for some layers at a time; 2 MiB are one
     launch."""
     device = testing.deterministic_device(1)
-    sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
-    for paths in (costs["d2h"], costs["h2d"]):
-        for path, cost in paths.items():
-            cost["start"], cost["extra"] = 1.0, 0.0
-            cost["each"] = [{"kernel": 1e5, "burst": 1.1e5}.get(path, 1e9)] * len(cost["each"])
-            cost["run"] = [{"kernel": 1e5, "burst": 0.0}.get(path, 1e9)] * len(cost["run"])
-    _C._costs_use(device, costs)
+    sides, of_both = Sides(device, 16 * MIB), {"kernel": (1e5, 1e5), "burst": (1.1e5, 0.0)}
+    use_costs(device, lambda path: (1.0, *of_both.get(path, (1e9, 1e9))))
     large, small = plain(4096, 8, 100, direction), plain(4096, 8, 50, direction)
     ways = [(large, False), (large, True), (small, True)]
     taken = [sides.run(work, priority="normal", layer_events=layers).path for work, layers in ways]
@@ -781,13 +780,8 @@ def test_auto_knows_that_layers_are_launches(direction: int) -> None:
 def test_auto_knows_that_short_copies_begin_slowly(direction: int) -> None:
     """20 copies of 16 KiB are predicted faster than the kernel, but host to device the first ones cost more."""
     device = testing.deterministic_device(1)
-    sides, costs = Sides(device, 16 * MIB), _C._costs_read(None)
-    for paths in (costs["d2h"], costs["h2d"]):
-        for path, cost in paths.items():
-            cost["start"], cost["extra"] = {"dma": 1.0, "kernel": 50e3}.get(path, 1e9), 0.0
-            cost["each"] = [1000.0 if path == "dma" else 0.0] * len(cost["each"])
-            cost["run"] = [0.0] * len(cost["run"])
-    _C._costs_use(device, costs)
+    sides, starts = Sides(device, 16 * MIB), {"dma": 1.0, "kernel": 50e3}
+    use_costs(device, lambda path: (starts.get(path, 1e9), 1000.0 if path == "dma" else 0.0, 0.0))
     ids = np.random.default_rng(1).permutation(40)[:20]
     taken = [
         sides.run(replace(plain(size, 1, 40, direction), gpu_ids=ids, cpu_ids=ids[::-1]), priority="normal").path
