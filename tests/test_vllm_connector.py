@@ -43,6 +43,11 @@ class OffloadingConnector:
         self.spec_name = extra.get("spec_name", "CPUOffloadingSpec")
         self.connector_worker = SimpleNamespace(spec=type(self.spec_name, (), {})(), worker=None)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        del vllm_config
+        return "LBHNC"
+
     def register_kv_caches(self, kv_caches: Any) -> None:
         self.connector_worker._load_jobs = {}
         self.connector_worker.worker = SimpleNamespace(
@@ -331,3 +336,44 @@ def test_dummy_steps_and_unknown_runners_are_left_alone(
     assert not hasattr(early.runner.execute_model, "of_kvswap")
     monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu.model_runner")
     assert early.module.install(type(early.made)) is None
+
+
+def test_the_class_prefers_blocks_of_all_layers(connector: Any) -> None:
+    transfer = SimpleNamespace(kv_connector="KVSwapConnector", kv_connector_extra_config={})
+    kind = type(connector())
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=None)
+    assert kind.get_required_kvcache_layout(config) == "BLHNC"
+    transfer.kv_connector_extra_config["kvswap_block_first"] = False
+    assert kind.get_required_kvcache_layout(config) == "LBHNC"
+
+
+@pytest.mark.parametrize(
+    ("strides", "groups", "said"),
+    [
+        ([2048, 2048], 1, "all layers of a block lie together"),
+        ([0, 0], 1, "a tensor a layer: the attention backend does not take it"),
+        ([0, 0], 2, "a tensor a layer: the cache has 2 groups"),
+    ],
+)
+def test_the_log_says_how_blocks_lie(
+    connector: Any, caplog: pytest.LogCaptureFixture, strides: list[int], groups: int, said: str
+) -> None:
+    """To 0.28, with the second runner; the first one, and later releases, log it themselves."""
+    transfer = SimpleNamespace(kv_connector="KVSwapConnector", kv_connector_extra_config={})
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, model_config=None, cache_config=object(), use_v2_model_runner=True
+    )
+    spec = SimpleNamespace(indexes_kv_by_block_stride=False)
+    cache = SimpleNamespace(
+        kv_cache_tensors=[SimpleNamespace(block_stride=stride) for stride in strides],
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
+    )
+    say = type(connector())._say_how_blocks_lie
+    with caplog.at_level(logging.INFO, "kvswap.vllm"):
+        say(None, config, cache)
+        assert said in caplog.text
+        caplog.clear()
+        config.use_v2_model_runner = False
+        say(None, config, cache)
+        say(None, SimpleNamespace(**{**vars(config), "cache_config": SimpleNamespace(kv_cache_layout="BLHNC")}), cache)
+        assert "kvswap_block_first" not in caplog.text

@@ -14,7 +14,8 @@ NAMES = {
     "native-swap": "the same, its copies by kvswap (KVSWAP_VLLM_SWAP_BLOCKS=1)",
     "spec": "vLLM's OffloadingConnector, kvswap's spec",
     "kvswap": "KVSwapConnector with its spec",
-    "kvswap-overlap": "the same, requests in the step that loads their blocks (kvswap_overlap)",
+    "kvswap-layers": "the same, without kvswap_block_first: a tensor a layer",
+    "kvswap-overlap": "KVSwapConnector, requests in the step that loads their blocks (kvswap_overlap)",
     "native-files": "vLLM's TieringOffloadingSpec, and its tier of files (fs)",
     "kvswap-files": "KVSwapConnector with kvswap's, and FileTier",
     "simple": "vLLM's SimpleCPUOffloadConnector",
@@ -38,7 +39,9 @@ def takes(name: str, phase: str) -> bool:
     base, _ = split(name)
     if base == "none":
         return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
-    return phase != "skipped" or base in ("kvswap", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap")
+    return phase != "skipped" or base in (
+        *("kvswap", "kvswap-layers", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap"),
+    )
 
 
 def register(name: str) -> None:
@@ -85,7 +88,9 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         extra.update(spec_name="KVSwapOffloadingSpec", spec_module_path="kvswap.vllm")
     if base == "kvswap-overlap":
         extra["kvswap_overlap"] = True
-    if base in ("kvswap", "kvswap-overlap", "kvswap-files"):
+    if base == "kvswap-layers":
+        extra["kvswap_block_first"] = False
+    if base in ("kvswap", "kvswap-layers", "kvswap-overlap", "kvswap-files"):
         made.update(kv_connector="KVSwapConnector", kv_connector_module_path="kvswap.vllm")
         made["kv_load_failure_policy"] = "recompute"
     if base == "native-files":

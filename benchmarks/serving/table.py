@@ -62,6 +62,7 @@ ROWS: list[tuple[str, str, Value]] = [
     ("TTFT, the GPU has it (floor), ms", "hits", _hit("floor_ms", "floor_cached")),
     ("TTFT, the host has it, ms", "hits", _hit("ttft_ms", "cached")),
     ("burst, tokens/s", "burst", lambda record: record["tokens_per_s"]),
+    ("ITL decoding alone, median, ms", "alone", _itl("p50")),
     ("ITL decoding alone, mean, ms", "alone", _itl("mean")),
     ("ITL decoding alone, p99, ms", "alone", _itl("p99")),
     ("ITL beside loads, mean, ms", "loads", _itl("mean")),

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
-from kvswap.vllm import _finished
+from kvswap.vllm import _block_first, _finished
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overlap_of
 
 if TYPE_CHECKING:
@@ -201,6 +201,9 @@ def _make_overlap(scheduler: Any, kv_cache_config: Any, settings: OverlapSetting
     return _overlap.make(scheduler, kv_cache_config, settings or _overlap.ANY)
 
 
+_block_first.install()
+
+
 class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     """vLLM's OffloadingConnector with kvswap's transfers, which goes on when a transfer fails.
 
@@ -243,6 +246,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
             manager.complete_store = self._complete_store_truly
+            self._say_how_blocks_lie(vllm_config, kv_cache_config)
             _finished.install(self.connector_scheduler)
             _handle_failures(KVSwapConnector)
             if self.has_sync_loads:
@@ -254,6 +258,29 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
                         *(settings.budget >> 20, settings.shared_ms),
                     )
                 self._overlap = _make_overlap(self.connector_scheduler, kv_cache_config, asked)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """As vLLM's; from 0.29 on, all layers of a block together (kvswap_block_first)."""
+        return _block_first.layout(vllm_config, super().get_required_kvcache_layout(vllm_config))
+
+    def _say_how_blocks_lie(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        """The first runner and releases with layouts log it themselves."""
+        if hasattr(vllm_config.cache_config, "kv_cache_layout") or not _block_first.is_wanted(vllm_config):
+            return
+        if not vllm_config.use_v2_model_runner:
+            return
+        if _block_first.is_packed(kv_cache_config):
+            _logger.info("kvswap_block_first: all layers of a block lie together in the GPU's cache")
+            return
+        reason = _block_first.why_not_groups(kv_cache_config.kv_cache_groups)
+        _logger.info(
+            "kvswap_block_first: the GPU's cache has a tensor a layer: %s (vLLM %s)",
+            reason
+            or "the process that planned it did not load vLLM's plugins after a fork: set "
+            "VLLM_WORKER_MULTIPROC_METHOD=spawn",
+            vllm.__version__,
+        )
 
     # -- worker -------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
     known = {
         *("kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"),
-        *("kvswap_fallback", "kvswap_metrics_port", "kvswap_overlap", "kvswap_overlap_shared_ms"),
+        *("kvswap_fallback", "kvswap_metrics_port", "kvswap_overlap", "kvswap_overlap_shared_ms", "kvswap_block_first"),
     }
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:
@@ -49,12 +49,21 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     return {"path": path, "priority": priority, "max_ctas": ctas, "pace_gbps": pace, "wait_timeout": limit}
 
 
+def _switch(extra_config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = extra_config.get(name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it is true or false")
+    return value
+
+
 def falls_back(extra_config: Mapping[str, Any]) -> bool:
     """kvswap_fallback: whether the engine goes on with vLLM's own transfers where kvswap's cannot be used."""
-    value = extra_config.get("kvswap_fallback", False)
-    if not isinstance(value, bool):
-        raise ValueError(f"kvswap_fallback is {value!r}; it is true or false")
-    return value
+    return _switch(extra_config, "kvswap_fallback", False)
+
+
+def block_first_of(extra_config: Mapping[str, Any]) -> bool:
+    """kvswap_block_first: whether the GPU's cache is to have all layers of a block together."""
+    return _switch(extra_config, "kvswap_block_first", True)
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,10 @@ class OverlapSettings:
 
 def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
     """kvswap_overlap and what belongs to it. ValueError: a wrong one."""
-    on, shared = extra_config.get("kvswap_overlap", False), extra_config.get("kvswap_overlap_shared_ms", _SHARED_MS)
-    if not isinstance(on, bool):
-        raise ValueError(f"kvswap_overlap is {on!r}; it is true or false")
+    on, shared = (
+        _switch(extra_config, "kvswap_overlap", False),
+        extra_config.get("kvswap_overlap_shared_ms", _SHARED_MS),
+    )
     if not (_is_number(shared, (int, float)) and 0 <= shared < math.inf):
         raise ValueError(f"kvswap_overlap_shared_ms is {shared!r}; it is a number of milliseconds, 0 or more")
     budget = extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)

@@ -1,5 +1,6 @@
-"""What vLLM's plugin hook replaces, each by a switch in the environment: the copy function of vLLM's own handlers
-(vllm/_custom_ops.py, swap_blocks_batch), and the copies of its SimpleCPUOffloadConnector (_simple.py)."""
+"""What vLLM's plugin hook replaces. By a switch in the environment each: the copy function of vLLM's own handlers
+(vllm/_custom_ops.py, swap_blocks_batch), and the copies of its SimpleCPUOffloadConnector (_simple.py). Where caches are
+planned: a question of the planner, which KVSwapConnector alone answers otherwise (_block_first.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from typing import Any
 
 from kvswap import _C
@@ -14,6 +16,7 @@ from kvswap._log import into, logger
 
 _logger = logger("kvswap.vllm")
 
+PLANNER = "vllm.v1.core.kv_cache_utils"  # loaded where vLLM plans caches, before it calls the hook there
 SWITCH = "KVSWAP_VLLM_SWAP_BLOCKS"
 SIMPLE_SWITCH = "KVSWAP_VLLM_SIMPLE_OFFLOAD"
 
@@ -98,8 +101,13 @@ def register() -> None:
     """vLLM's plugin hook (group vllm.general_plugins).
 
     KVSWAP_VLLM_SWAP_BLOCKS=1: vLLM's swap_blocks_batch() is kvswap's. KVSWAP_VLLM_SIMPLE_OFFLOAD=1: the copies of
-    vLLM's SimpleCPUOffloadConnector are kvswap's. Otherwise it does nothing.
+    vLLM's SimpleCPUOffloadConnector are kvswap's. In vLLM's engine core: under KVSwapConnector a cache may have all
+    layers of a block together. Otherwise nothing changes.
     """
+    if PLANNER in sys.modules:
+        from kvswap.vllm import _block_first
+
+        _block_first.install()
     if any(os.environ.get(switch) for switch in (SWITCH, SIMPLE_SWITCH)):
         into("vllm")
     if _is_on(SWITCH):

@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--spec", default="KVSwapOffloadingSpec")
     parser.add_argument("--hybrid", action="store_true", help="two groups: full attention, and a sliding window")
     parser.add_argument("--mla", action="store_true", help="a latent a token, in place of K and V")
+    parser.add_argument("--block-first", action="store_true", help="all layers of a block together, as vLLM plans it")
     parser.add_argument("--stock", action="store_true", help="vLLM's own connector: a fault must raise")
     parser.add_argument("--simple", action="store_true", help="vLLM's SimpleCPUOffloadConnector: a fault must raise")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, a process each")
@@ -119,7 +120,7 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         engine_id = f"kvswap-test-{os.getpid()}"
         self.config = make_config(OPTIONS, folder, engine_id, 0)
-        cache = make_cache(OPTIONS)
+        cache = make_cache(OPTIONS, self.config)
         self.config.cache_config.num_gpu_blocks = cache.num_blocks
         with set_current_vllm_config(self.config):
             self.scheduler = (AsyncScheduler if OPTIONS.async_scheduling else Scheduler)(

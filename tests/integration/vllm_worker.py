@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm.config import (
@@ -37,6 +38,7 @@ from vllm.config import (
 )
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.utils.hashing import sha256
@@ -54,6 +56,11 @@ from vllm.v1.outputs import KVConnectorOutput
 import kvswap
 import kvswap.vllm
 from kvswap import testing
+
+try:
+    from vllm.v1.core import kv_cache_planning as planner
+except ImportError:  # to 0.32
+    from vllm.v1.core import kv_cache_utils as planner
 from kvswap.vllm._handler import VLLMHandler
 
 TOKENS = 16  # of a block
@@ -159,12 +166,12 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         async_scheduling=options.async_scheduling,
     )
     cache = CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
-    if hasattr(cache, "kv_cache_layout"):
+    if hasattr(cache, "kv_cache_layout") and not options.block_first:
         cache.kv_cache_layout = "LBNHC"  # the engine does so before it makes connectors
     parallel = ParallelConfig(tensor_parallel_size=options.ranks, distributed_executor_backend="mp")
     parallel.rank = rank
     device = DeviceConfig("cuda" if options.device.startswith("cuda") else "cpu")
-    return VllmConfig(
+    made = VllmConfig(
         model_config=model,
         scheduler_config=scheduler,
         cache_config=cache,
@@ -172,6 +179,10 @@ def make_config(options: argparse.Namespace, folder: Path, engine_id: str, rank:
         parallel_config=parallel,
         device_config=device,
     )
+    if hasattr(cache, "kv_cache_layout") and options.block_first:  # as the engine asks for it
+        cache.kv_cache_layout = get_kv_connector_cache_layout(made)
+        assert cache.kv_cache_layout == "BLHNC", cache.kv_cache_layout
+    return made
 
 
 def groups_of(options: argparse.Namespace) -> list[list[str]]:
@@ -185,7 +196,21 @@ def placed() -> bool:
     return any(f.name == "layers" for f in dataclasses.fields(KVCacheTensor))
 
 
-def make_cache(options: argparse.Namespace) -> KVCacheConfig:
+def planned(config: VllmConfig, groups: list[list[str]], specs: list[Any], blocks: int) -> KVCacheConfig:
+    """As vLLM's engine core plans it for its second runner, which needs Triton."""
+    if not placed():
+        kvswap.vllm.register()  # vLLM's plugin hook
+        specs = [dataclasses.replace(spec, indexes_kv_by_block_stride=True) for spec in specs]
+    asked = [KVCacheGroupSpec(names, spec) for names, spec in zip(groups, specs, strict=True)]
+    nbytes = blocks * sum(PAGE * len(names) for names in groups[:1])
+    with mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True):
+        plan = planner.get_kv_cache_config_from_groups(config, asked, nbytes)
+    assert plan.num_blocks == blocks
+    assert all(tensor.block_stride == PAGE * len(groups[0]) for tensor in plan.kv_cache_tensors)
+    return plan
+
+
+def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig:
     shape = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float16}
     specs = [FullAttentionSpec(**shape)]
     if options.mla:
@@ -194,6 +219,8 @@ def make_cache(options: argparse.Namespace) -> KVCacheConfig:
         specs.append(SlidingWindowSpec(**shape, sliding_window=4 * TOKENS))
     groups, blocks = groups_of(options), options.gpu_blocks
     assert specs[0].page_size_bytes == PAGE
+    if options.block_first:
+        return planned(config, groups, specs, blocks)
     if placed():
         strides = {"layer_stride": PAGE * blocks, "block_stride": PAGE}
         size = PAGE * blocks * options.layers
@@ -258,7 +285,7 @@ class Worker:
             where = f"cuda:{rank}"
             torch.cuda.set_device(rank)
         config = make_config(options, folder, engine_id, rank)
-        cache = make_cache(options)
+        cache = make_cache(options, config)
         if options.simple:
             copies_by_plugin(where != "cpu")
         config.cache_config.num_gpu_blocks = cache.num_blocks
@@ -267,7 +294,10 @@ class Worker:
         self.memory = Memory(options.layers * cache.num_blocks * PAGE, where)
         slab = self.memory.tensor.view(torch.float16)
         block = (TOKENS, LATENT) if options.mla else (2, TOKENS, HEADS, HEAD_SIZE)
-        slab = slab.view(options.layers, cache.num_blocks, *block)
+        if options.block_first:
+            slab = slab.view(cache.num_blocks, options.layers, *block).transpose(0, 1)
+        else:
+            slab = slab.view(options.layers, cache.num_blocks, *block)
         if options.simple and not placed():  # it takes what shares a storage for one tensor
             slab = [layer.clone() for layer in slab]
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
