@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 case ${1:-} in
 --stale | --stamp) exec python3 -P benchmarks/records.py "${1#--}" "${@:2}" ;;
 esac
-parts="suite hazards differential soak sanitize bench regret calls load tune memory peers handlers fastdeploy gds remote replay"
+parts="suite hazards differential soak sanitize bench regret calls load graph tune memory peers handlers fastdeploy gds remote replay"
 out=${1:-} part=${2:-} trace=${3:-}
 if [ -z "$out" ] || [[ " $parts " != *" $part "* ]]; then
   echo "benchmarks/record.sh OUT_FOLDER PART [TRACE]: the part is '$part'; it is one of: $parts" >&2
@@ -138,6 +138,7 @@ regret() {
 calls() {
   {
     section bench_calls.py timeout 60 python3 -P benchmarks/bench_calls.py --device cuda:0
+    section bench_few.py timeout 60 python3 -P benchmarks/bench_few.py --device cuda:0
     section bench_order.py timeout 120 python3 -P benchmarks/bench_order.py --device cuda:0
   } | tee "$out/calls.txt"
 }
@@ -155,6 +156,11 @@ load() {
           env CUDA_DEVICE_MAX_CONNECTIONS=1 timeout 80 python3 -P -m kvswap bench --load "$kind" "${block_first[@]}"
     done
   } | tee "$out/load.txt"
+}
+
+# What kernels on other streams cost a CUDA graph.
+graph() {
+  section bench_graph.py timeout 150 python3 -P benchmarks/bench_graph.py | tee "$out/graph.txt"
 }
 
 # What the settings of kernels and batch calls are good for: the constants of csrc are from here; and path strided.
@@ -245,6 +251,8 @@ replay() {
 }
 
 "$part"
-made=$(find "$out" -maxdepth 1 \( -name "*.txt" -o -name "*.png" \) -newer "$out/begun.tmp" -printf "h200/%f ")
+card=$(grep -om1 'NVIDIA [A-Z][0-9]*' "$out/machine.txt" | tr -d ' ' | tr '[:upper:]' '[:lower:]')
+card=${card#nvidia}
+made=$(find "$out" -maxdepth 1 \( -name "*.txt" -o -name "*.png" \) -newer "$out/begun.tmp" -printf "$card/%f ")
 rm -f "$out"/*.tmp
-echo "once they lie in benchmarks/results/h200: benchmarks/record.sh --stamp ${COMMIT:-HEAD} ${made:-(nothing was made)}" >&2
+echo "once they lie in benchmarks/results/$card: benchmarks/record.sh --stamp ${COMMIT:-HEAD} ${made:-(nothing was made)}" >&2

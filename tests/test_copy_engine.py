@@ -777,17 +777,25 @@ def test_auto_knows_that_layers_are_launches(direction: int) -> None:
     assert taken == ["kernel", "burst", "kernel"]
 
 
-def test_auto_knows_that_short_copies_begin_slowly(direction: int) -> None:
-    """20 copies of 16 KiB are predicted faster than the kernel, but host to device the first ones cost more."""
+def test_auto_knows_that_short_runs_of_bursts_begin_slowly(direction: int) -> None:
+    """20 runs of 16 KiB are predicted faster than the kernel, but host to device a burst's first ones cost more; those
+    of path dma do not."""
     device = testing.deterministic_device(1)
-    sides, starts = Sides(device, 16 * MIB), {"dma": 1.0, "kernel": 50e3}
-    use_costs(device, lambda path: (starts.get(path, 1e9), 1000.0 if path == "dma" else 0.0, 0.0))
-    ids = np.random.default_rng(1).permutation(40)[:20]
-    taken = [
-        sides.run(replace(plain(size, 1, 40, direction), gpu_ids=ids, cpu_ids=ids[::-1]), priority="normal").path
-        for size in (16 << 10, 28 << 10)
-    ]
-    assert taken == ["kernel" if direction == 1 else "dma", "dma"]
+    ids, apart = np.random.default_rng(1).permutation(40)[:20], 2 * np.arange(20)
+    sides = Sides(device, 16 * MIB)
+
+    def taken(fast: str, size: int) -> str:
+        starts = {fast: 1.0, "kernel": 50e3}
+        each = {"dma": 1000.0, "burst": 0.0}[fast]
+        use_costs(
+            device,
+            lambda path: (starts.get(path, 1e9), each if path == fast else 0.0, 1000.0 if path == "burst" else 0.0),
+        )
+        few = replace(plain(size, 1, 40, direction), gpu_ids=ids, cpu_ids=apart)
+        return sides.run(few, priority="normal").path
+
+    assert [taken("burst", 16 << 10), taken("burst", 28 << 10)] == ["kernel" if direction == 1 else "burst", "burst"]
+    assert [taken("dma", 16 << 10), taken("dma", 28 << 10)] == ["dma", "dma"]
 
 
 def test_auto_leaves_out_what_is_off(device: kvswap.Device) -> None:
