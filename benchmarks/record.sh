@@ -36,12 +36,13 @@ section() {
   run 60 kvswap info --open
 } >"$out/machine.txt" 2>&1
 
-# The suite on the GPU, less the tests that are the same on any device, in twelve (or JOBS) processes and LIMIT seconds.
-# A test that hangs ends its process, and the rest goes on in another one.
+# The suite on the GPU, less the tests that are the same on any device, in JOBS processes and LIMIT seconds: twelve, or
+# one for each 10 GiB of the GPU's memory. A test that hangs ends its process, and the rest goes on in another one.
 suite() {
+  local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240))
   {
     head -n 1 "$out/machine.txt"
-    section "pytest --device-only tests" pytest "${LIMIT:-570}" -q -n "${JOBS:-12}" --dist worksteal \
+    section "pytest --device-only tests" pytest "${LIMIT:-570}" -q -n "${JOBS:-$((most < 12 ? most : 12))}" --dist worksteal \
       --max-worker-restart 8 --device-only --durations=20 --long-seconds=2 tests
   } >"$out/suite.txt"
   tail -n 4 "$out/suite.txt"
