@@ -26,8 +26,9 @@ def config(
     return SimpleNamespace(kv_transfer_config=transfer, use_v2_model_runner=second_runner, model_config=model)
 
 
-def group(by_stride: bool = True) -> Any:
-    return SimpleNamespace(kv_cache_spec=SimpleNamespace(indexes_kv_by_block_stride=by_stride))
+def group(by_stride: bool = True, tokens: int = 16, padded: int | None = None) -> Any:
+    spec = SimpleNamespace(indexes_kv_by_block_stride=by_stride, block_size=tokens, page_size_padded=padded)
+    return SimpleNamespace(kv_cache_spec=spec)
 
 
 @pytest.fixture
@@ -52,6 +53,9 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (config("OffloadingConnector"), [group()], False),
         (config(None), [group()], False),
         (config(), [group(by_stride=False)], False),
+        (config(), [group(tokens=64)], True),
+        (config(), [group(tokens=128)], False),
+        (config(), [group(padded=4096)], False),
         (config(), [group(), group()], False),
         (config(), [SimpleNamespace(kv_cache_spec=object())], False),
         (config("OffloadingConnector"), [group()] * 9, True),  # vLLM's own answer

@@ -22,6 +22,7 @@ from kvswap.vllm._handler import block_first_of, overlap_of
 from kvswap.vllm._plugin import PLANNER
 
 _LAYER_FIRST, _BLOCK_FIRST = "LBHNC", "BLHNC"
+_WHOLE = (16, 32, 64)  # tokens: a block that no attention backend takes for several, which a packed plan does not allow
 
 
 def is_wanted(vllm_config: Any) -> bool:
@@ -49,6 +50,10 @@ def why_not_groups(groups: Any) -> str | None:
     spec = groups[0].kv_cache_spec
     if not getattr(spec, "indexes_kv_by_block_stride", False):
         return f"the attention backend does not take it ({type(spec).__name__})"
+    if spec.block_size not in _WHOLE:
+        return f"blocks of {spec.block_size} tokens may be several of the attention backend's"
+    if getattr(spec, "page_size_padded", None) is not None:
+        return "its pages are padded"
     return None
 
 
