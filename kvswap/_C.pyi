@@ -80,8 +80,9 @@ class Device:
         """str: 'cuda' or 'host'."""
     @property
     def info(self) -> OpenedInfo:
-        """dict: name, pci, uuid, memory (bytes), max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), cc_major,
-        cc_minor, sms, copy_engines, numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, kernels_note,
+        """dict: name, pci, uuid, memory (bytes), memory_gbps (its bandwidth; 0: unknown, or a host device),
+        max_pitch (bytes), driver (CUDA version, 13000 for 13.0; 0: host), cc_major, cc_minor, sms, copy_engines,
+        numa_node (-1: unknown), priority_low, priority_high, batch, memops, kernels, kernels_note,
         burst ('on', or why path 'burst' is off or has less memory than wanted), slots_nbytes (GPU memory that it
         uses), costs (source of the costs by which path 'auto' predicts)."""
     @property
@@ -1454,6 +1455,9 @@ def _costs_write(path: str | PathLike[str], costs: _Costs, machine: str) -> None
 
 def _costs_what(device: Device, /) -> str:
     """The name of a device's calibration."""
+
+def _costs_of(device: Device, /) -> _Costs:
+    """The costs that a device uses."""
 
 def _costs_use(device: Device, costs: _Costs | None) -> None:
     """Use these costs on a device; None: the built-in ones. No other thread may submit meanwhile."""

@@ -22,15 +22,17 @@ class DeviceInfo:
     """Facts of one device that are known without opening it.
 
     name: what kvswap.Device takes. kind: "cuda" or "host". product: of the GPU, or the processor. memory: bytes of the
-    GPU, or of the machine. sms, copy_engines: 0 on a host device. pci: "0000:01:00.0". link: the most that it can do.
-    driver: the CUDA version it is for. paths: "dma", "strided", "burst", "kernel" and "direct", each "on", or
-    why not. missing: what a GPU lacks for full speed, with the cost and the cure.
+    GPU, or of the machine. memory_gbps: 0 on a host device, and where it is not known. sms, copy_engines: 0 on a host
+    device. pci: "0000:01:00.0". link: the most that it can do. driver: the CUDA version it is for. paths: "dma",
+    "strided", "burst", "kernel" and "direct", each "on", or why not. missing: what a GPU lacks for full speed, with the
+    cost and the cure.
     """
 
     name: str  # what kvswap.Device takes: "cuda:0", "host:0"
     kind: str  # "cuda" or "host"
     product: str  # "NVIDIA H200"; of a host device, the processor
     memory: int  # bytes of GPU memory; of a host device, of main memory
+    memory_gbps: int  # bandwidth of GPU memory by its clock, GB/s; 0 on a host device, and where it is not known
     sms: int  # streaming multiprocessors; 0 on a host device
     copy_engines: int  # 0 on a host device
     pci: str  # "0000:01:00.0"; empty on a host device
@@ -57,6 +59,7 @@ def _cuda(ordinal: int) -> DeviceInfo:
         kind="cuda",
         product=info["name"],
         memory=info["memory"],
+        memory_gbps=info["memory_gbps"],
         sms=info["sms"],
         copy_engines=info["copy_engines"],
         pci=info["pci"],
@@ -161,6 +164,7 @@ def _host() -> DeviceInfo:
         kind="host",
         product=platform.processor() or platform.machine(),
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_gbps=0,
         sms=0,
         copy_engines=0,
         pci="",

@@ -66,6 +66,10 @@ _KERNELS: tuple[tuple[_KernelName, Direction, int, float], ...] = (
     ("kernel_background_d2h", "d2h", 2, 0.5),
     ("kernel_background_h2d", "h2d", 2, 0.5),
 )
+# On a GPU with less memory bandwidth, D2H at most this share: a decode step on an H100 (3,352 GB/s) felt more
+# (csrc/plan/cost.c).
+_FAST_MEMORY_GBPS = 4000
+_SLOW_MEMORY_SHARE = 0.47
 # Variables that are set for one run must not influence what is stored for all.
 _UNWANTED = ("KVSWAP_DISABLE", "KVSWAP_PACE_GBPS", "KVSWAP_RACECHECK", "CUDA_LAUNCH_BLOCKING")
 
@@ -236,7 +240,10 @@ def _measure_kernels(rig: Rig, tuning: _C._Tuning, progress: Progress) -> None:
     link: dict[Direction, float] = {"d2h": tuning["link_gbps_d2h"], "h2d": tuning["link_gbps_h2d"]}
     most = {direction: ctas for direction, (ctas, _) in rig.kernel_runs.items()}  # within the SMs
     shape = Shape(1, _PACE_SIZE, max(1, rig.moved // _PACE_SIZE))
+    memory_gbps = int(rig.device.info["memory_gbps"])
     for name, direction, ctas, share in _KERNELS:
+        if direction == "d2h" and 0 < memory_gbps < _FAST_MEMORY_GBPS:
+            share = min(share, _SLOW_MEMORY_SHARE)
         run = min(ctas or most[direction], most[direction]), round(share * link[direction], 3)
         if rig.device.kind == "host":  # no SMs to share with a model
             run = most[direction], 0.0

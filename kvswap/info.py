@@ -120,7 +120,8 @@ def _open(name: str) -> Opened:
 
 
 def _facts(device: DeviceInfo, missing: list[str]) -> list[str]:
-    facts = [device.product, format_size(device.memory)]
+    rate = f" at {device.memory_gbps} GB/s" if device.memory_gbps else ""
+    facts = [device.product, format_size(device.memory) + rate]
     if device.kind == "cuda":
         facts += [f"{device.sms} SMs", f"{device.copy_engines} copy engines", f"PCI {device.pci}"]
         facts += [device.link] if device.link else []

@@ -144,6 +144,7 @@ class CudaInfo(TypedDict):
     pci: str
     uuid: str
     memory: int
+    memory_gbps: int
     max_pitch: int
     driver: int
     cc_major: int

@@ -1,13 +1,14 @@
 /* A libcuda.so.1 for tests on machines without one: two GPUs that open, know their memory, and do nothing else. The
  * environment says which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading kernels returns (FAKE_CUDA_LOAD, 0),
- * how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), and whether a wait for a
- * word in memory is printed (FAKE_CUDA_WORDS, 0). A copy prints whether its stream is busy. */
+ * how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), whether a wait for a word
+ * in memory is printed (FAKE_CUDA_WORDS, 0), and the clock of the GPUs' memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an
+ * H100's; below 0 the query fails). A copy prints whether its stream is busy. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_PITCH = 11, CC_MAJOR = 75, CC_MINOR = 76 };
+enum { MAX_PITCH = 11, MEMORY_KHZ = 36, MEMORY_BITS = 37, CC_MAJOR = 75, CC_MINOR = 76 };
 enum { INVALID_VALUE = 1, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600 };
 enum { MEMORY_TYPE = 2, DEVICE_POINTER = 3, RANGE_START = 11, RANGE_NBYTES = 12, OF_HOST = 1, OF_DEVICE = 2 };
 
@@ -56,8 +57,26 @@ static int get_memory(size_t *nbytes, int device) {
 
 static int get_attribute(int *value, int attribute, int device) {
   (void)device;
-  *value = attribute == CC_MAJOR ? 9 : attribute == CC_MINOR ? 0 : attribute == MAX_PITCH ? INT32_MAX : 1;
-  return 0;
+  switch (attribute) {
+  case CC_MAJOR:
+    *value = 9;
+    return 0;
+  case CC_MINOR:
+    *value = 0;
+    return 0;
+  case MAX_PITCH:
+    *value = INT32_MAX;
+    return 0;
+  case MEMORY_KHZ:
+    *value = number_of("FAKE_CUDA_MEMORY_KHZ", 2619000);
+    return *value < 0 ? INVALID_VALUE : 0;
+  case MEMORY_BITS:
+    *value = 5120;
+    return 0;
+  default:
+    *value = 1;
+    return 0;
+  }
 }
 
 static int make_handle(void **handle) {

@@ -124,7 +124,7 @@ def test_it_stores_what_it_finds(device_name: str, cache: Path, capsys: Output) 
 def test_show(device_name: str, capsys: Output) -> None:
     assert cli.main(["calibrate", "--device", device_name, "--show"]) == 0
     out = capsys.readouterr().out
-    assert calibrate.table(_C._costs_read(None)) in out
+    assert calibrate.table(_C._costs_of(kvswap.Device(device_name))) in out
     assert f"built in, since there is no {stored(device_name)}" in out
     costs = _C._costs_read(None)
     costs["d2h"]["dma"]["start"] = 123456.0
@@ -411,8 +411,8 @@ class Paced:
 
     moved = MOVED
 
-    def __init__(self, kind: str, high: int) -> None:
-        self.device = type("Device", (), {"kind": kind})()
+    def __init__(self, kind: str, high: int, memory_gbps: int = 0) -> None:
+        self.device = type("Device", (), {"kind": kind, "info": {"memory_gbps": memory_gbps}})()
         self.kernel_runs = {"d2h": (high, 0.0), "h2d": (high, 0.0)}
         self.asked: list[tuple[str, int, float]] = []
 
@@ -430,9 +430,10 @@ def gentle(rig: Paced, d2h: float, h2d: float) -> _C._Tuning:
     return tuning
 
 
-def test_what_is_gentle_follows_the_measured_link() -> None:
+@pytest.mark.parametrize("memory_gbps", [0, 4000, 4917])
+def test_what_is_gentle_follows_the_measured_link(memory_gbps: int) -> None:
     for d2h, h2d in ((55.3, 55.4), (25.0, 24.0), (400.0, 300.0)):
-        rig = Paced("cuda", 8)
+        rig = Paced("cuda", 8, memory_gbps)
         found = gentle(rig, d2h, h2d)
         pace, slow, slow_h2d = (round(share, 3) for share in (0.77 * d2h, 0.5 * d2h, 0.5 * h2d))
         assert found == {
@@ -445,6 +446,24 @@ def test_what_is_gentle_follows_the_measured_link() -> None:
         }
         assert rig.kernel_runs == {"d2h": (2, pace), "h2d": (2, 0)}, "what the costs are measured with"
         assert rig.asked == [("d2h", 8, 0), ("h2d", 8, 0), ("d2h", 2, slow), ("h2d", 2, slow_h2d)]
+
+
+@pytest.mark.parametrize("memory_gbps", [1, 3352, 3999])
+def test_less_memory_bandwidth_has_a_lower_pace(memory_gbps: int) -> None:
+    """From device to host; beside a host device there is no model."""
+    rig = Paced("cuda", 8, memory_gbps)
+    found = gentle(rig, 55.3, 55.4)
+    pace = round(0.47 * 55.3, 3)
+    assert found == {
+        "kernel_normal_d2h": (2, pace, 0),
+        "kernel_normal_h2d": (2, 0, 0),
+        "kernel_high_d2h": (8, 0, 30),
+        "kernel_high_h2d": (8, 0, 30),
+        "kernel_background_d2h": (2, pace, 0),  # as at normal, whose costs say what it reaches
+        "kernel_background_h2d": (2, 27.7, 27.7),
+    }
+    assert rig.kernel_runs == {"d2h": (2, pace), "h2d": (2, 0)}
+    assert set(gentle(Paced("host", 4, memory_gbps), 6, 5).values()) == {(4, 0, 0)}
 
 
 def test_the_built_in_costs_are_as_gentle() -> None:

@@ -141,6 +141,41 @@ def test_info_says_the_same(run: Run, fake_driver: Path, opened: bool) -> None:
         assert report.count(text) == (2 if opened or not BUILT or "batched" in text else 0), text
 
 
+@pytest.mark.parametrize(
+    ("khz", "gbps", "pace"),
+    [("2619000", 3352, 26), ("3201000", 4097, 42.6), ("-1", 0, 42.6)],
+    ids=["h100", "", "unknown"],
+)
+def test_the_bandwidth_of_a_gpus_memory(run: Run, tmp_path: Path, khz: str, gbps: int, pace: float) -> None:
+    """From its clock; and the built-in pace of path kernel that follows, where no calibration has one."""
+    script = """
+        import json
+        import kvswap
+        from kvswap import _C, cli
+        device = kvswap.Device("cuda:0")
+        def tuning():
+            return [_C._costs_of(device)["tuning"][f"kernel_{name}"] for name in ("normal_d2h", "normal_h2d")]
+        found = [tuning()]
+        costs = _C._costs_read(None)
+        costs["tuning"]["kernel_normal_d2h"] = (3, 40.0, 39.0)
+        _C._costs_use(device, costs)
+        found.append(tuning())
+        _C._costs_use(device, None)
+        found.append(tuning())
+        facts = [[each.name, each.memory_gbps] for each in kvswap.devices()]
+        print(json.dumps([found, device.info["memory_gbps"], kvswap.Device("host:0").info["memory_gbps"], facts]))
+        cli.main(["info"])
+        cli.main(["calibrate", "--show", "--device", "cuda:0"])
+    """
+    environment = {"FAKE_CUDA_MEMORY_KHZ": khz, "KVSWAP_CALIBRATION": str(tmp_path / "none")}
+    first, report = run(script, PYTHONWARNINGS="ignore", **environment).stdout.split("\n", 1)
+    built_in, calibrated = [[2, pace, 0], [2, 0, 0]], [[3, 40, 39], [2, 0, 0]]
+    facts = [["cuda:0", gbps], ["cuda:1", gbps], ["host:0", 0]]
+    assert json.loads(first) == [[built_in, calibrated, built_in], gbps, 0, facts]
+    assert f"Fake GPU 0, 80 GiB{f' at {gbps} GB/s' if gbps else ''}, 1 SMs" in report
+    assert f"normal     D2H 2 CTAs at {pace:.1f} GB/s, H2D 2 CTAs unpaced" in report
+
+
 # -- memory that a driver reads at once -------------------------------------------------------------------------------
 
 PAGEABLE = """

@@ -19,7 +19,7 @@
 /* -- costs ----------------------------------------------------------------------------------------------------- */
 
 void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note) {
-  engine->costs = *costs;
+  kvs_costs_fit(&engine->costs, costs, engine->device->info.memory_gbps);
   snprintf(engine->costs_note, sizeof engine->costs_note, "%s", note);
 }
 
@@ -36,15 +36,13 @@ static void load_costs(struct kvs_engine *engine) {
   kvs_costs_what(info, what);
   int status = kvs_costs_path(what, path, sizeof path, &err);
   if (!status) status = kvs_costs_read(path, &costs, &err);
-  if (!status) {
+  if (!status)
     snprintf(note, sizeof note, "%.200s", path);
-    kvs_engine_set_costs(engine, &costs, note);
-  } else if (status == KVS_RANGE) {
-    kvs_engine_set_costs(engine, kvs_costs_default(), "built in: kvswap calibrate measures this machine");
-  } else {
+  else if (status == KVS_RANGE)
+    snprintf(note, sizeof note, "built in: kvswap calibrate measures this machine");
+  else
     snprintf(note, sizeof note, "built in, since %.200s", err.message);
-    kvs_engine_set_costs(engine, kvs_costs_default(), note);
-  }
+  kvs_engine_set_costs(engine, status ? NULL : &costs, note);
 }
 
 /* -- opening and closing --------------------------------------------------------------------------------------- */

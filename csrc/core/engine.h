@@ -24,8 +24,8 @@ struct kvs_engine *kvs_engine_at(unsigned number);
 enum { KVS_BURST_NOTE = 160 };
 void kvs_engine_burst_note(struct kvs_engine *engine, char note[KVS_BURST_NOTE]);
 const char *kvs_engine_costs_note(const struct kvs_engine *engine);
-/* Replace the costs. No submission may be in progress. kvs_engine_open() takes the machine's calibration, else built-in
- * figures. */
+/* Replace the costs; NULL: by the built-in ones. Both as kvs_costs_fit() has them for the device. No submission may be
+ * in progress. kvs_engine_open() takes the machine's calibration, else the built-in costs. */
 void kvs_engine_set_costs(struct kvs_engine *engine, const struct kvs_costs *costs, const char *note);
 const struct kvs_costs *kvs_engine_costs(const struct kvs_engine *engine);
 

@@ -47,6 +47,8 @@ typedef unsigned long long kvs_cu_chunk; /* CUmemGenericAllocationHandle */
   X(KVS_CU_UNKNOWN, CUDA_ERROR_UNKNOWN, 999)                                                                           \
   X(KVS_CU_DEVICE_MAX_PITCH, CU_DEVICE_ATTRIBUTE_MAX_PITCH, 11)                                                        \
   X(KVS_CU_DEVICE_SMS, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 16)                                                   \
+  X(KVS_CU_DEVICE_MEMORY_KHZ, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 36)                                               \
+  X(KVS_CU_DEVICE_MEMORY_BITS, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 37)                                        \
   X(KVS_CU_DEVICE_COPY_ENGINES, CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 40)                                            \
   X(KVS_CU_DEVICE_UNIFIED_ADDRESSING, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 41)                                      \
   X(KVS_CU_DEVICE_CC_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 75)                                          \

@@ -56,6 +56,14 @@ static int read_attributes(const struct kvs_cuda_driver *cu, kvs_cu_device handl
   return KVS_OK;
 }
 
+/* Two transfers a clock. 0: the driver does not say. */
+static int memory_gbps(const struct kvs_cuda_driver *cu, kvs_cu_device handle) {
+  int khz = 0, bits = 0;
+  if (cu->cuDeviceGetAttribute(&khz, KVS_CU_DEVICE_MEMORY_KHZ, handle) != KVS_CU_SUCCESS) return 0;
+  if (cu->cuDeviceGetAttribute(&bits, KVS_CU_DEVICE_MEMORY_BITS, handle) != KVS_CU_SUCCESS) return 0;
+  return (int)((int64_t)2 * khz * bits / 8 / 1000000);
+}
+
 int kvs_cuda_info(int ordinal, struct kvs_device_info *info, struct kvs_error *err) {
   const struct kvs_cuda_driver *cu = kvs_cuda_driver_get(err);
   kvs_cu_device handle = 0;
@@ -77,6 +85,7 @@ int kvs_cuda_info(int ordinal, struct kvs_device_info *info, struct kvs_error *e
   for (char *c = info->pci; *c; c++) *c = (char)tolower((unsigned char)*c); /* sysfs uses lower case */
   memcpy(info->uuid, uuid.bytes, sizeof info->uuid);
   info->memory = memory;
+  info->memory_gbps = memory_gbps(cu, handle);
   info->driver = cu->version;
   info->numa_node = numa_node(info->pci);
   info->batch = cu->cuMemcpyBatchAsync || cu->cuMemcpyBatchAsync_12080;

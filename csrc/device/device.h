@@ -51,6 +51,7 @@ struct kvs_device_info {
   char pci[24];  /* "0000:01:00.0", empty for a host device */
   unsigned char uuid[16];
   uint64_t memory;    /* bytes of device memory */
+  int memory_gbps;    /* its bandwidth, GB/s; 0: unknown, or a host device */
   uint64_t max_pitch; /* largest pitch of a 2-D copy, bytes */
   int driver;         /* CUDA version of the driver, 13000 for 13.0; 0 for a host device */
   int cc_major, cc_minor;

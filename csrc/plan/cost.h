@@ -74,6 +74,10 @@ struct kvs_shape {
 /* Of an H200 on PCIe 5, driver 580 (cost_default.c). */
 const struct kvs_costs *kvs_costs_default(void);
 
+/* The costs to use on a device whose memory has so many GB/s (0: unknown): those of its calibration, or the built-in
+ * ones (NULL). Kernel settings that no calibration has set suit that memory. */
+void kvs_costs_fit(struct kvs_costs *costs, const struct kvs_costs *calibrated, int memory_gbps);
+
 /* All paths unknown, nothing tuned. */
 void kvs_costs_clear(struct kvs_costs *costs);
 

@@ -215,16 +215,25 @@ static PyObject *costs_what(PyObject *module, PyObject *device) {
   return PyUnicode_FromString(what);
 }
 
+static PyObject *costs_of(PyObject *module, PyObject *device) {
+  struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), device);
+  if (engine == NULL) return NULL;
+  PyObject *costs = costs_from(kvs_engine_costs(engine));
+  kvs_engine_unref(engine);
+  return costs;
+}
+
 static PyObject *costs_use(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
   static const char *const names[] = {"device", "costs"};
   static const struct kvs_py_args spec = {"_costs_use", names, 2, 2, 2};
-  struct kvs_costs costs = *kvs_costs_default();
+  struct kvs_costs costs;
   PyObject *values[2];
   if (kvs_py_args_parse(&spec, args, nargs, kwnames, values) < 0) return NULL;
-  if (values[1] != Py_None && read_costs(values[1], &costs) < 0) return NULL;
+  bool built_in = values[1] == Py_None;
+  if (!built_in && read_costs(values[1], &costs) < 0) return NULL;
   struct kvs_engine *engine = kvs_py_engine_from(PyModule_GetState(module), values[0]);
   if (engine == NULL) return NULL;
-  kvs_engine_set_costs(engine, &costs, values[1] == Py_None ? "built in" : "as this process set them");
+  kvs_engine_set_costs(engine, built_in ? NULL : &costs, built_in ? "built in" : "as this process set them");
   kvs_engine_unref(engine);
   Py_RETURN_NONE;
 }
@@ -288,6 +297,7 @@ PyDoc_STRVAR(read_doc, "_costs_read($module, path, /)\n--\n\n"
 PyDoc_STRVAR(write_doc, "_costs_write($module, /, path, costs, machine)\n--\n\n"
                         "Write costs to a new file, mode 0600, which replaces the old one.");
 PyDoc_STRVAR(what_doc, "_costs_what($module, device, /)\n--\n\nThe name of a device's calibration.");
+PyDoc_STRVAR(of_doc, "_costs_of($module, device, /)\n--\n\nThe costs that a device uses.");
 PyDoc_STRVAR(use_doc, "_costs_use($module, /, device, costs)\n--\n\n"
                       "Use these costs on a device; None: the built-in ones. No other thread may submit meanwhile.");
 PyDoc_STRVAR(path_doc, "_costs_path($module, what, /)\n--\n\n"
@@ -302,6 +312,7 @@ PyMethodDef kvs_py_calibration_methods[] = {
     {"_costs_read", costs_read, METH_O, read_doc},
     {"_costs_write", KVS_PY_FASTCALL(costs_write), METH_FASTCALL | METH_KEYWORDS, write_doc},
     {"_costs_what", costs_what, METH_O, what_doc},
+    {"_costs_of", costs_of, METH_O, of_doc},
     {"_costs_use", KVS_PY_FASTCALL(costs_use), METH_FASTCALL | METH_KEYWORDS, use_doc},
     {"_costs_path", costs_path, METH_O, path_doc},
     {"_costs_predict", KVS_PY_FASTCALL(costs_predict), METH_FASTCALL | METH_KEYWORDS, predict_doc},

@@ -13,14 +13,14 @@ static PyObject *uuid_text(const unsigned char *uuid) {
 }
 
 PyObject *kvs_py_device_info_dict(const struct kvs_device_info *info) {
-  return Py_BuildValue("{s:s, s:s, s:N, s:K, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}", "name",
-                       info->name, "pci", info->pci, "uuid", uuid_text(info->uuid), "memory",
-                       (unsigned long long)info->memory, "max_pitch", (unsigned long long)info->max_pitch, "driver",
-                       info->driver, "cc_major", info->cc_major, "cc_minor", info->cc_minor, "sms", info->sms,
-                       "copy_engines", info->copy_engines, "numa_node", info->numa_node, "priority_low",
-                       info->priority_low, "priority_high", info->priority_high, "batch", PyBool_FromLong(info->batch),
-                       "memops", PyBool_FromLong(info->memops), "kernels", PyBool_FromLong(info->kernels),
-                       "kernels_note", info->kernels_note);
+  return Py_BuildValue("{s:s, s:s, s:N, s:K, s:i, s:K, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:N, s:N, s:N, s:s}",
+                       "name", info->name, "pci", info->pci, "uuid", uuid_text(info->uuid), "memory",
+                       (unsigned long long)info->memory, "memory_gbps", info->memory_gbps, "max_pitch",
+                       (unsigned long long)info->max_pitch, "driver", info->driver, "cc_major", info->cc_major,
+                       "cc_minor", info->cc_minor, "sms", info->sms, "copy_engines", info->copy_engines, "numa_node",
+                       info->numa_node, "priority_low", info->priority_low, "priority_high", info->priority_high,
+                       "batch", PyBool_FromLong(info->batch), "memops", PyBool_FromLong(info->memops), "kernels",
+                       PyBool_FromLong(info->kernels), "kernels_note", info->kernels_note);
 }
 
 /* dict[name] = value. value may be NULL with an exception set. Steals the reference. */

@@ -73,13 +73,14 @@ def _calibrate(args: argparse.Namespace, deadline: float, out: Document) -> int:
 def _show(args: argparse.Namespace, out: Document) -> int:
     from kvswap import _C, calibrate
 
-    path = args.output or _path(args, open_device(args.device))
+    device = None if args.output else open_device(args.device)
+    path = args.output if device is None else _path(args, device)
     try:
         costs, where, file = _C._costs_read(path), path, path
     except IndexError:
-        if args.output is not None:
+        if device is None:
             raise UsageError(f"--output {path}: there is no such file") from None
-        costs, where, file = _C._costs_read(None), f"built in, since there is no {path}", None
+        costs, where, file = _C._costs_of(device), f"built in, since there is no {path}", None
     except ValueError as error:
         raise UsageError(str(error)) from None
     show = for_person(args)

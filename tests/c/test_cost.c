@@ -213,6 +213,38 @@ static void test_how_the_kernel_runs(void) {
                  built_in->tuning.kernel[direction][priority]));
 }
 
+/* On a GPU with less than 4 TB/s path kernel stores to the host at a lower pace, unless a calibration has set it. */
+static void test_the_kernel_suits_the_memory(void) {
+  static const enum kvs_priority gentle[] = {KVS_PRIORITY_NORMAL, KVS_PRIORITY_BACKGROUND};
+  static const int others[] = {0, -1, 4000, 4917};
+  const struct kvs_costs *built_in = kvs_costs_default();
+  struct kvs_costs costs, known = some_costs(1), expected;
+  struct kvs_kernel_tuning *lacked = &costs.tuning.kernel[KVS_D2H][KVS_PRIORITY_BACKGROUND];
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+    kvs_costs_fit(&costs, NULL, others[i]);
+    CHECK(memcmp(&costs, built_in, sizeof costs) == 0, "%d GB/s", others[i]);
+    kvs_costs_fit(&costs, &known, others[i]);
+    CHECK(memcmp(&costs, &known, sizeof costs) == 0, "%d GB/s", others[i]);
+  }
+  for (int gbps = 1; gbps < 4000; gbps += 3998) { /* 3,999 too */
+    kvs_costs_fit(&costs, NULL, gbps);
+    expected = *built_in;
+    for (int i = 0; i < 2; i++) {
+      struct kvs_kernel_tuning *kernel = &expected.tuning.kernel[KVS_D2H][gentle[i]];
+      CHECK(kernel->pace_gbps > 26);
+      kernel->pace_gbps = 26;
+      kernel->gbps = 0;
+    }
+    CHECK(memcmp(&costs, &expected, sizeof costs) == 0, "%d GB/s", gbps); /* and all else as built in */
+    kvs_costs_fit(&costs, &known, gbps);
+    CHECK(known.tuning.kernel[KVS_D2H][KVS_PRIORITY_BACKGROUND].ctas == 0);
+    CHECK(same(*lacked, expected.tuning.kernel[KVS_D2H][KVS_PRIORITY_BACKGROUND]));
+    lacked->ctas = 0;
+    lacked->pace_gbps = lacked->gbps = 0;
+    CHECK(memcmp(&costs, &known, sizeof costs) == 0, "%d GB/s", gbps);
+  }
+}
+
 /* -- files ----------------------------------------------------------------------------------------------------- */
 
 static size_t load(char *text) {
@@ -490,6 +522,7 @@ int main(void) {
   test_what_is_not_there_is_never_picked();
   test_the_built_in_costs();
   test_how_the_kernel_runs();
+  test_the_kernel_suits_the_memory();
   test_written_comes_back();
   test_the_file_is_the_users_alone();
   test_links_pipes_and_folders();

@@ -1,9 +1,11 @@
-/* What path kernel launches: how many CTAs, with how much shared memory, and for which layers. */
+/* What path kernel launches: how many CTAs, with how much shared memory, at which pace, and for which layers. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
 #include "core/core.h"
+#include "core/submit.h"
 #include "kernels/kernels.h"
 
 enum { MOST = 64, LAYERS = 16 };
@@ -11,6 +13,7 @@ static const int64_t SECONDS = 1000000000;
 
 static struct {
   unsigned grid, chunk, shared_nbytes, rows;
+  uint64_t ns_per_mib;
 } seen[MOST];
 static unsigned nseen;
 static const struct kvs_device_ops *below;
@@ -21,6 +24,7 @@ static int note(struct kvs_device *device, const struct kvs_launch *launch, kvs_
     seen[nseen].grid = launch->grid;
     seen[nseen].shared_nbytes = launch->shared_nbytes / (launch->threads / 32);
     seen[nseen].chunk = params->chunk;
+    seen[nseen].ns_per_mib = params->ns_per_mib;
     seen[nseen++].rows = params->units.nrows;
   }
   return below->launch(device, launch, stream, err);
@@ -94,6 +98,45 @@ static void test_width(void) {
     }
 }
 
+/* Built-in costs: both the pace and the prediction follow the memory of the GPU. A calibration's pace stays. */
+static void test_pace(void) {
+  static const struct {
+    int memory_gbps;
+    double normal, background;
+  } cases[] = {{0, 42.6, 27.7}, {3352, 26, 26}, {4917, 42.6, 27.7}};
+  static struct kvs_work work = {.direction = KVS_D2H,
+                                 .shape = {.direction = KVS_D2H, .nbytes = 64 << 20, .pieces = 2048}};
+  const struct kvs_costs calibrated = *kvs_costs_default();
+  struct kvs_engine *engine = NULL;
+  struct kvs_error err = {0};
+  CHECK(!kvs_engine_open("host:0", &engine, &err), "%s", err.message);
+  struct kvs_device *device = kvs_engine_device(engine);
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    for (int known = 0; known < 2; known++)
+      for (int background = 0; background < 2; background++) {
+        double pace = background ? cases[known ? 0 : i].background : cases[known ? 0 : i].normal;
+        const struct kvs_options options = {.path = KVS_PATH_KERNEL,
+                                            .priority = background ? KVS_PRIORITY_BACKGROUND : KVS_PRIORITY_NORMAL};
+        const struct kvs_submission s = {.engine = engine, .device = device, .work = &work, .options = &options};
+        device->info.memory_gbps = cases[i].memory_gbps;
+        kvs_engine_set_costs(engine, known ? &calibrated : NULL, "a test's");
+        copy(4096, 200, 1, KVS_D2H, &options);
+        double gbps = (double)(1 << 20) * seen[0].grid / (double)seen[0].ns_per_mib;
+        CHECK(nseen == 1 && seen[0].grid == 2 && fabs(gbps - pace) < 0.01, "%d: %g GB/s", cases[i].memory_gbps, gbps);
+        double predicted = (double)work.shape.nbytes / kvs_kernel_ns(&s);
+        if (pace == 26)
+          CHECK(fabs(predicted - 26) < 1e-9, "%g GB/s", predicted);
+        else
+          CHECK(predicted > 27, "%g GB/s", predicted);
+        copy(4096, 200, 1, KVS_H2D, &options);
+        double h2d = seen[0].ns_per_mib ? (double)(1 << 20) * seen[0].grid / (double)seen[0].ns_per_mib : 0;
+        CHECK(nseen == 1 && fabs(h2d - (background ? 27.7 : 0)) < 0.01, "H2D %g GB/s", h2d);
+      }
+  device->info.memory_gbps = 0;
+  kvs_engine_set_costs(engine, NULL, "built in");
+  kvs_engine_unref(engine);
+}
+
 static void check_layers(const unsigned *rows, unsigned count) {
   CHECK(nseen == count, "%u launches", nseen);
   for (unsigned i = 0; i < nseen && i < count; i++) CHECK(seen[i].rows == rows[i], "launch %u: %u", i, seen[i].rows);
@@ -119,6 +162,7 @@ static void test_layers(void) {
 
 int main(void) {
   test_width();
+  test_pace();
   test_layers();
   return check_close();
 }
