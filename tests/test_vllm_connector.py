@@ -341,7 +341,8 @@ def test_dummy_steps_and_unknown_runners_are_left_alone(
 def test_the_class_prefers_blocks_of_all_layers(connector: Any) -> None:
     transfer = SimpleNamespace(kv_connector="KVSwapConnector", kv_connector_extra_config={})
     kind = type(connector())
-    config = SimpleNamespace(kv_transfer_config=transfer, model_config=None)
+    blocks = SimpleNamespace(block_size=16)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=None, cache_config=blocks)
     assert kind.get_required_kvcache_layout(config) == "BLHNC"
     transfer.kv_connector_extra_config["kvswap_block_first"] = False
     assert kind.get_required_kvcache_layout(config) == "LBHNC"
@@ -351,8 +352,9 @@ def test_the_class_prefers_blocks_of_all_layers(connector: Any) -> None:
     ("strides", "groups", "said"),
     [
         ([2048, 2048], 1, "all layers of a block lie together"),
-        ([0, 0], 1, "a tensor a layer: the attention backend does not take it"),
+        ([0, 0], 0, "a tensor a layer: the attention backend does not take it"),
         ([0, 0], 2, "a tensor a layer: the cache has 2 groups"),
+        ([0, 0], 1, "a tensor a layer: this process has not loaded kvswap's plugin"),
     ],
 )
 def test_the_log_says_how_blocks_lie(
@@ -360,13 +362,14 @@ def test_the_log_says_how_blocks_lie(
 ) -> None:
     """To 0.28, with the second runner; the first one, and later releases, log it themselves."""
     transfer = SimpleNamespace(kv_connector="KVSwapConnector", kv_connector_extra_config={})
+    blocks = SimpleNamespace(block_size=16)
     config = SimpleNamespace(
-        kv_transfer_config=transfer, model_config=None, cache_config=object(), use_v2_model_runner=True
+        kv_transfer_config=transfer, model_config=None, cache_config=blocks, use_v2_model_runner=True
     )
-    spec = SimpleNamespace(indexes_kv_by_block_stride=False)
+    spec = SimpleNamespace(indexes_kv_by_block_stride=groups > 0, block_size=16)
     cache = SimpleNamespace(
         kv_cache_tensors=[SimpleNamespace(block_stride=stride) for stride in strides],
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * (groups or 1),
     )
     say = type(connector())._say_how_blocks_lie
     with caplog.at_level(logging.INFO, "kvswap.vllm"):
@@ -375,5 +378,6 @@ def test_the_log_says_how_blocks_lie(
         caplog.clear()
         config.use_v2_model_runner = False
         say(None, config, cache)
-        say(None, SimpleNamespace(**{**vars(config), "cache_config": SimpleNamespace(kv_cache_layout="BLHNC")}), cache)
+        config.use_v2_model_runner, blocks.kv_cache_layout = True, "BLHNC"
+        say(None, config, cache)
         assert "kvswap_block_first" not in caplog.text

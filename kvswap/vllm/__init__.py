@@ -12,8 +12,9 @@
   been, a failed load is recomputed.
 - FileTier: a secondary tier for vLLM's tiering, over kvswap.files.
 - RemoteTier: another one, over kvswap.remote.
-- register: vLLM calls it as a plugin; with KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch(), with
-  KVSWAP_VLLM_SIMPLE_OFFLOAD=1 the copies of vLLM's SimpleCPUOffloadConnector, and else nothing.
+- register: vLLM calls it as a plugin. With KVSWAP_VLLM_SWAP_BLOCKS=1 it replaces vLLM's swap_blocks_batch(), with
+  KVSWAP_VLLM_SIMPLE_OFFLOAD=1 the copies of vLLM's SimpleCPUOffloadConnector. Under KVSwapConnector the engine's core
+  may plan a cache with all layers of a block together.
 
 Importing this imports no vLLM; its names do, when they are asked for.
 """

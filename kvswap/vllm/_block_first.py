@@ -1,20 +1,21 @@
-"""All layers of a block together in the GPU's cache, too: one copy a block, by the copy engine alone.
+"""All layers of a block together in the GPU's cache: one copy a block, by the copy engine alone.
 
-vLLM's first model runner asks its connector for this (prefer_cross_layer_blocks), but the second one, which most dense
-models have, takes a tensor a layer, and so does any from 0.29 on under vLLM's own OffloadingConnector. With a tensor a
-layer small pages need kernels, which take the model's SMs.
+With a tensor a layer small pages need kernels, which take the model's SMs. vLLM's first model runner asks its connector
+for the other layout (prefer_cross_layer_blocks). The second one, which most dense models have, takes a tensor a layer,
+and so does any runner from 0.29 on under vLLM's own OffloadingConnector. What is done about it:
 
-- 0.24 to 0.28: the second runner takes a packed cache where the plan has one (KVCacheTensor.block_stride), as for
-  DeepSeek V4. vLLM's engine core plans it before there is a connector, so its question
-  (kv_cache_utils._use_packed_kv_cache_config) is answered here.
-- from 0.29 on: a connector's class says which layout it prefers (get_required_kvcache_layout); where a backend does not
-  have it, vLLM says so and takes another.
+- 0.26 to 0.28: the second runner has a packed layout, which vLLM plans for DeepSeek V4 (KVCacheTensor.block_stride).
+  The engine's core plans it before there is a connector, so kvswap replaces the planner's question
+  (_use_packed_kv_cache_config). In 0.24 and 0.25 that layout swaps a page's heads and tokens, and is not used.
+- from 0.29 on: a connector's class names the layout that it prefers (get_required_kvcache_layout). vLLM takes another
+  one, and says so, where an attention backend does not support it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -22,39 +23,66 @@ from kvswap.vllm._handler import block_first_of, overlap_of
 from kvswap.vllm._plugin import PLANNER
 
 _LAYER_FIRST, _BLOCK_FIRST = "LBHNC", "BLHNC"
-_WHOLE = (16, 32, 64)  # tokens: a block that no attention backend takes for several, which a packed plan does not allow
+_FIRST_RIGHT = 0, 26  # vLLM's first release whose packed layout is right
+_WHOLE = (None, 16, 32, 64)  # tokens: blocks that no attention backend takes for several; None: not known yet
 
 
-def is_wanted(vllm_config: Any) -> bool:
-    """Whether the connector is KVSwapConnector, and nothing needs layers of their own: a step that waits for one layer
-    after another (kvswap_overlap), or vLLM's canonical_layout. Nor for MLA: decoding alone took a tenth longer with its
-    latents of all layers together (0.26, H100)."""
-    transfer = vllm_config.kv_transfer_config
+def _has_files_of_chunks(extra_config: Any) -> bool:
+    """Tiers behind the host's keep a chunk of several blocks as the GPU's cache lies, and do not name that layout."""
+    chunks = extra_config.get("blocks_per_chunk", 1) != 1 or extra_config.get("block_size") is not None
+    return chunks and bool(extra_config.get("secondary_tiers"))
+
+
+def _kinds_of_layers(model: Any) -> int:
+    return len(set(getattr(getattr(model, "hf_text_config", None), "layer_types", None) or ()))
+
+
+def why_not(vllm_config: Any) -> str | None:
+    """Why this configuration keeps a tensor a layer; None: nothing is against one of all layers. ValueError: a wrong
+    option."""
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != "KVSwapConnector":
-        return False
-    extra_config = transfer.kv_connector_extra_config
-    by_layer = overlap_of(extra_config).on or bool(extra_config.get("canonical_layout"))
-    mla = bool(getattr(vllm_config.model_config, "use_mla", False))
-    return block_first_of(extra_config) and not by_layer and not mla
-
-
-def layout(vllm_config: Any, theirs: str | None) -> str | None:
-    """From 0.29 on: the layout to prefer, in the place of vLLM's own choice."""
-    return _BLOCK_FIRST if theirs == _LAYER_FIRST and is_wanted(vllm_config) else theirs
+        return "KVSwapConnector is not the connector"
+    extra_config, tokens = transfer.kv_connector_extra_config, vllm_config.cache_config.block_size
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    against = {
+        "kvswap_block_first is false": not block_first_of(extra_config),
+        "with kvswap_overlap steps wait for one layer after another": overlap_of(extra_config).on,
+        "canonical_layout keeps layers apart": bool(extra_config.get("canonical_layout")),
+        "secondary tiers have several blocks a chunk": _has_files_of_chunks(extra_config),
+        # Measured: a decode step took 1.06 to 1.18 times as long with the latents of all layers together (0.26, H100).
+        "the model has MLA": bool(getattr(model, "use_mla", False)),
+        "some layers have no attention cache": any(
+            getattr(model, name, False) for name in ("is_hybrid", "has_inner_state")
+        ),
+        "the layers are of several kinds": _kinds_of_layers(model) > 1,
+        "FlexAttention wants a dense tensor": "FLEX" in str(getattr(backend, "name", backend)).upper(),
+        f"a block of {tokens} tokens may be several of the attention backend's": tokens not in _WHOLE,
+    }
+    return next((reason for reason, holds in against.items() if holds), None)
 
 
 def why_not_groups(groups: Any) -> str | None:
-    """Why the layers of these groups keep a tensor each; None: they can lie together."""
+    """To 0.28: why the layers of these groups keep a tensor each; None: they can lie together."""
     if len(groups) != 1:  # vLLM's own key for these is enable_cross_layers_blocks
         return f"the cache has {len(groups)} groups"
     spec = groups[0].kv_cache_spec
     if not getattr(spec, "indexes_kv_by_block_stride", False):
         return f"the attention backend does not take it ({type(spec).__name__})"
     if spec.block_size not in _WHOLE:
-        return f"blocks of {spec.block_size} tokens may be several of the attention backend's"
+        return f"a block of {spec.block_size} tokens may be several of the attention backend's"
     if getattr(spec, "page_size_padded", None) is not None:
         return "its pages are padded"
     return None
+
+
+def layout(vllm_config: Any, theirs: str | None) -> str | None:
+    """From 0.29 on: the layout to prefer, in the place of vLLM's own choice. Asked by a connector of several, whose
+    children must agree, it stays vLLM's."""
+    asked_by_parent = sys._getframe(2).f_code.co_name == "get_required_kvcache_layout"
+    if theirs != _LAYER_FIRST or asked_by_parent or why_not(vllm_config) is not None:
+        return theirs
+    return _BLOCK_FIRST
 
 
 def is_packed(kv_cache_config: Any) -> bool:
@@ -62,19 +90,31 @@ def is_packed(kv_cache_config: Any) -> bool:
     return any(getattr(tensor, "block_stride", 0) for tensor in kv_cache_config.kv_cache_tensors)
 
 
+def _question() -> Any:
+    """The planner's; None: this process, or this release, has none that is known."""
+    theirs = getattr(sys.modules.get(PLANNER), "_use_packed_kv_cache_config", None)
+    release = re.match(r"(\d+)\.(\d+)", str(getattr(sys.modules.get("vllm"), "__version__", "")))
+    if theirs is None or release is None or tuple(map(int, release.groups())) < _FIRST_RIGHT:
+        return None
+    return theirs if list(inspect.signature(theirs).parameters) == ["vllm_config", "kv_cache_groups"] else None
+
+
+def is_installed() -> bool:
+    """Whether this process plans caches as KVSwapConnector wants them."""
+    return getattr(_question(), "of_kvswap", False)
+
+
 def install() -> None:
-    """In a process that plans caches; once, and in releases that ask (0.24 to 0.28)."""
-    planner = sys.modules.get(PLANNER)
-    theirs = getattr(planner, "_use_packed_kv_cache_config", None)
-    if theirs is None or getattr(theirs, "of_kvswap", False):
-        return
-    if list(inspect.signature(theirs).parameters) != ["vllm_config", "kv_cache_groups"]:
+    """In a process that plans caches; once."""
+    theirs = _question()
+    if theirs is None or is_installed():
         return
 
     @functools.wraps(theirs)
     def packed(vllm_config: Any, kv_cache_groups: Any) -> bool:
-        ours = is_wanted(vllm_config) and vllm_config.use_v2_model_runner and why_not_groups(kv_cache_groups) is None
+        second_runner = getattr(vllm_config, "use_v2_model_runner", False)
+        ours = second_runner and why_not(vllm_config) is None and why_not_groups(kv_cache_groups) is None
         return ours or bool(theirs(vllm_config, kv_cache_groups))
 
     packed.of_kvswap = True  # type: ignore[attr-defined]
-    planner._use_packed_kv_cache_config = packed  # type: ignore[union-attr]
+    sys.modules[PLANNER]._use_packed_kv_cache_config = packed  # type: ignore[attr-defined]

@@ -265,21 +265,18 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         return _block_first.layout(vllm_config, super().get_required_kvcache_layout(vllm_config))
 
     def _say_how_blocks_lie(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        """The first runner and releases with layouts log it themselves."""
-        if hasattr(vllm_config.cache_config, "kv_cache_layout") or not _block_first.is_wanted(vllm_config):
-            return
-        if not vllm_config.use_v2_model_runner:
+        """0.26 to 0.28, second runner. The first runner and releases with layouts log it themselves."""
+        if hasattr(vllm_config.cache_config, "kv_cache_layout") or not vllm_config.use_v2_model_runner:
             return
         if _block_first.is_packed(kv_cache_config):
             _logger.info("kvswap_block_first: all layers of a block lie together in the GPU's cache")
             return
-        reason = _block_first.why_not_groups(kv_cache_config.kv_cache_groups)
+        reason = _block_first.why_not(vllm_config) or _block_first.why_not_groups(kv_cache_config.kv_cache_groups)
+        if reason is None and not _block_first.is_installed():
+            reason = "this process has not loaded kvswap's plugin, or does not know this vLLM's planner"
         _logger.info(
             "kvswap_block_first: the GPU's cache has a tensor a layer: %s (vLLM %s)",
-            reason
-            or "the process that planned it did not load vLLM's plugins after a fork: set "
-            "VLLM_WORKER_MULTIPROC_METHOD=spawn",
-            vllm.__version__,
+            *(reason or "it was planned before kvswap was loaded, or by another connector", vllm.__version__),
         )
 
     # -- worker -------------------------------------------------------------------------------------------------------

@@ -98,8 +98,7 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
     """One direction under a vLLM worker.
 
     strict: get_finished() raises for a failed job and names the job, since vLLM's own connector counts every result as
-      a
-    success or ends with an assertion. KVSwapConnector turns strict off and reads the results.
+    a success or ends with an assertion. KVSwapConnector turns strict off and reads the results.
     """
 
     strict = True

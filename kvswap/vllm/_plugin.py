@@ -1,6 +1,7 @@
-"""What vLLM's plugin hook replaces. By a switch in the environment each: the copy function of vLLM's own handlers
-(vllm/_custom_ops.py, swap_blocks_batch), and the copies of its SimpleCPUOffloadConnector (_simple.py). Where caches are
-planned: a question of the planner, which KVSwapConnector alone answers otherwise (_block_first.py)."""
+"""What vLLM's plugin hook replaces. Two things have a switch in the environment: the copy function of vLLM's own
+handlers (vllm/_custom_ops.py, swap_blocks_batch), and the copies of its SimpleCPUOffloadConnector (_simple.py). In a
+process that plans caches the planner's question is replaced too; its answer differs under KVSwapConnector alone
+(_block_first.py)."""
 
 from __future__ import annotations
 

@@ -207,7 +207,30 @@ def planned(config: VllmConfig, groups: list[list[str]], specs: list[Any], block
         plan = planner.get_kv_cache_config_from_groups(config, asked, nbytes)
     assert plan.num_blocks == blocks
     assert all(tensor.block_stride == PAGE * len(groups[0]) for tensor in plan.kv_cache_tensors)
+    if not placed():
+        check_views(plan, specs[0])
     return plan
+
+
+def check_views(plan: KVCacheConfig, spec: Any) -> None:
+    """To 0.28: what the second runner makes of the plan, for an attention backend, in the layout that vLLM's connector
+    asks for. In 0.24 and 0.25 it swaps the heads and the tokens of a page; there kvswap does not ask for it."""
+    from vllm.v1.attention.backends import utils
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
+
+    utils.set_kv_cache_layout("HND")
+    shape = FlashAttentionBackend.get_kv_cache_shape(plan.num_blocks, TOKENS, HEADS, HEAD_SIZE)
+    order = FlashAttentionBackend.get_kv_cache_stride_order()
+    raw = torch.zeros(plan.kv_cache_tensors[0].size, dtype=torch.int8)
+    for i, tensor in enumerate(plan.kv_cache_tensors):
+        packing = tensor.offset, tensor.block_stride
+        view = _reshape_attention_kv_cache(raw, spec, shape, order, plan.num_blocks, packing)
+        assert tuple(view.shape) == tuple(shape), f"{tuple(view.shape)}, and the backend takes {tuple(shape)}"
+        view.fill_(i + 1)
+    layers = raw.view(torch.float16).view(plan.num_blocks, len(plan.kv_cache_tensors), -1)
+    assert all(bool((layers[:, i] == i + 1).all()) for i in range(layers.shape[1])), "a layer lies elsewhere"
+    utils.set_kv_cache_layout(None)
 
 
 def make_cache(options: argparse.Namespace, config: VllmConfig) -> KVCacheConfig:
