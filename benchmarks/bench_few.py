@@ -1,7 +1,7 @@
 """How long transfers of few blocks take by each path, from the call to their end, and what they are predicted to take.
 
 Blocks lie scattered on both sides: of one tensor, or of 8 tensors whose rows are neighbours on the host. Every byte is
-checked. `auto` is predicted by the device's costs: set KVSWAP_CALIBRATION to a calibration of this machine.
+checked. What is predicted is by the built-in costs, or by a calibration of this machine (--calibration).
 """
 
 from __future__ import annotations
