@@ -1,12 +1,15 @@
 """What the records under benchmarks/results are of: python3 benchmarks/records.py stale | stamp COMMIT FILE...
 
-stale: lists the records whose sources differ from those of the commit that they were made with; exit status 1 if any.
+stale: lists the records whose sources differ from those of the commit that they were made with, by more than comments,
+docstrings and line breaks; exit status 1 if any.
 stamp: notes in the index that these files, relative to benchmarks/results, are of that commit.
 """
 
 from __future__ import annotations
 
+import ast
 import configparser
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "benchmarks/results"
 INDEX = f"{FOLDER}/index.ini"
 _SHOWN = 4  # changed files a record
+_C = (".c", ".h", ".cu", ".cuh")
+_STRING_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 
 class Wrong(Exception):
@@ -62,15 +67,39 @@ def _git(root: Path, *args: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def _code(name: str, text: str) -> str:
+    """What the text of a file does: without comments, docstrings and line breaks."""
+    if name.endswith(_C):
+        return " ".join(_STRING_OR_COMMENT.sub(lambda found: found[1] or " ", text).split())
+    if not name.endswith(".py"):
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _does_the_same(root: Path, commit: str, name: str) -> bool:
+    """Whether a file does now what it did at that commit; one that was not there, or is no longer, does not."""
+    before, now = _git(root, "show", f"{commit}:{name}"), root / name
+    try:
+        return before is not None and _code(name, before) == _code(name, now.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False
+
+
 def changed(root: Path, record: Record) -> list[str] | None:
-    """Sources that differ now from those of the record's commit; None where git does not have that commit."""
+    """Sources that do something else now than at the record's commit; None where git does not have that commit."""
     if _git(root, "rev-parse", "--verify", "--quiet", f"{record.commit}^{{commit}}") is None:
         return None
     globs = [f":(top,glob){source}" for source in record.sources]
     names = _git(root, "diff", "--name-only", record.commit, "--", *globs)
     if names is None:
         raise Wrong(f"git diff {record.commit} failed for the sources of {record.file}")
-    return names.splitlines()
+    return [name for name in names.splitlines() if not _does_the_same(root, record.commit, name)]
 
 
 def stale(root: Path) -> int:

@@ -145,6 +145,34 @@ def test_a_record_is_stale_once_its_sources_changed(
     assert all(changed in line and repository.first in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after", "stale"),
+    [
+        ("src/a.c", "int a = 1; /* one */", "/* it is\n one */\nint a\n  = 1; // 2", False),
+        ("src/a.c", "int a = 1; /* one */", "int a = 2; /* one */", True),
+        ("src/a.c", 'f("/* 1 */");', 'f("/* 2 */");', True),  # no comment
+        ("src/a.c", "f('\"'); /* 1 */", "f('\"'); /* 2 */", False),
+        ("src/b/x.c", "#define A 1", "#define A \\\n 2", True),
+        ("first/z/w.py", 'def f():\n    """One."""\n    return 1  # a\n', "def f():\n    return 1\n", False),
+        ("first/z/w.py", 'def f():\n    """One."""\n    return 1\n', 'def f():\n    """One."""\n    return 2\n', True),
+        ("first/z/w.py", "def f(): pass", "def f(: pass", True),
+        ("src/b/x.txt", "1 # a", "1 # b", True),
+    ],
+)
+def test_comments_make_no_record_stale(
+    records: Any, repository: Repository, name: str, before: str, after: str, stale: bool
+) -> None:
+    repository.write(name, before)
+    repository.write("src/only", "1")
+    repository.commit()
+    index = repository.index.read_text().replace("src/b/*.c", "src/b/*")
+    repository.index.write_text(index)
+    assert records.main(["stamp", "HEAD", "gpu/first.txt"], repository.root) == 0
+    repository.write(name, after)
+    repository.commit()
+    assert records.main(["stale"], repository.root) == (1 if stale else 0)
+
+
 def test_stamping_takes_records_off_the_list(
     records: Any, repository: Repository, capsys: pytest.CaptureFixture[str]
 ) -> None:
