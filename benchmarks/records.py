@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "benchmarks/results"
 INDEX = f"{FOLDER}/index.ini"
 _SHOWN = 4  # changed files a record
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _C = (".c", ".h", ".cu", ".cuh")
 _STRING_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
@@ -75,9 +76,7 @@ def _code(name: str, text: str) -> str:
         return text
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:]
     return ast.dump(tree)
 
@@ -103,8 +102,8 @@ def changed(root: Path, record: Record) -> list[str] | None:
 
 
 def stale(root: Path) -> int:
-    found = 0
-    for record in load(root):
+    records, found = load(root), 0
+    for record in records:
         names = changed(root, record)
         if names is None:
             print(f"{record.file}: commit {record.commit} is not in this repository")
@@ -114,7 +113,7 @@ def stale(root: Path) -> int:
         else:
             continue
         found += 1
-    print(f"{found} of {len(load(root))} records are of older code", file=sys.stderr)
+    print(f"{found} of {len(records)} records are of older code", file=sys.stderr)
     return 1 if found else 0
 
 

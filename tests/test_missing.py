@@ -144,7 +144,7 @@ def test_info_says_the_same(run: Run, fake_driver: Path, opened: bool) -> None:
 @pytest.mark.parametrize(
     ("khz", "gbps", "pace"),
     [("2619000", 3352, 26), ("3201000", 4097, 42.6), ("-1", 0, 42.6)],
-    ids=["h100", "", "unknown"],
+    ids=["h100", "faster", "unknown"],
 )
 def test_the_bandwidth_of_a_gpus_memory(run: Run, tmp_path: Path, khz: str, gbps: int, pace: float) -> None:
     """From its clock; and the built-in pace of path kernel that follows, where no calibration has one."""

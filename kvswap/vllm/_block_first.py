@@ -37,13 +37,18 @@ def _kinds_of_layers(model: Any) -> int:
     return len(set(getattr(getattr(model, "hf_text_config", None), "layer_types", None) or ()))
 
 
+def _not_whole(tokens: int | None) -> str | None:
+    """Why blocks of so many tokens keep a tensor a layer."""
+    return None if tokens in _WHOLE else f"a block of {tokens} tokens may be several of the attention backend's"
+
+
 def why_not(vllm_config: Any) -> str | None:
     """Why this configuration keeps a tensor a layer; None: nothing is against one of all layers. ValueError: a wrong
     option."""
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != "KVSwapConnector":
         return "KVSwapConnector is not the connector"
-    extra_config, tokens = transfer.kv_connector_extra_config, vllm_config.cache_config.block_size
+    extra_config = transfer.kv_connector_extra_config
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     against = {
         "kvswap_block_first is false": not block_first_of(extra_config),
@@ -57,9 +62,9 @@ def why_not(vllm_config: Any) -> str | None:
         ),
         "the layers are of several kinds": _kinds_of_layers(model) > 1,
         "FlexAttention wants a dense tensor": "FLEX" in str(getattr(backend, "name", backend)).upper(),
-        f"a block of {tokens} tokens may be several of the attention backend's": tokens not in _WHOLE,
     }
-    return next((reason for reason, holds in against.items() if holds), None)
+    reason = next((reason for reason, holds in against.items() if holds), None)
+    return reason or _not_whole(vllm_config.cache_config.block_size)
 
 
 def why_not_groups(groups: Any) -> str | None:
@@ -69,11 +74,9 @@ def why_not_groups(groups: Any) -> str | None:
     spec = groups[0].kv_cache_spec
     if not getattr(spec, "indexes_kv_by_block_stride", False):
         return f"the attention backend does not take it ({type(spec).__name__})"
-    if spec.block_size not in _WHOLE:
-        return f"a block of {spec.block_size} tokens may be several of the attention backend's"
     if getattr(spec, "page_size_padded", None) is not None:
         return "its pages are padded"
-    return None
+    return _not_whole(spec.block_size)
 
 
 def layout(vllm_config: Any, theirs: str | None) -> str | None:

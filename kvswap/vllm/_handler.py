@@ -77,10 +77,8 @@ class OverlapSettings:
 
 def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
     """kvswap_overlap and what belongs to it. ValueError: a wrong one."""
-    on, shared = (
-        _switch(extra_config, "kvswap_overlap", False),
-        extra_config.get("kvswap_overlap_shared_ms", _SHARED_MS),
-    )
+    on = _switch(extra_config, "kvswap_overlap", False)
+    shared = extra_config.get("kvswap_overlap_shared_ms", _SHARED_MS)
     if not (_is_number(shared, (int, float)) and 0 <= shared < math.inf):
         raise ValueError(f"kvswap_overlap_shared_ms is {shared!r}; it is a number of milliseconds, 0 or more")
     budget = extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)
