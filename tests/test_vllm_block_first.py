@@ -122,7 +122,7 @@ def test_some_groups_keep_a_tensor_a_layer(planner: ModuleType, groups: list[Any
 
 
 @pytest.mark.parametrize("release", ["0.24.0", "0.25.1", "0.25.2.dev1+g1234", "what"])
-def test_releases_whose_packed_layout_is_wrong_keep_their_question(
+def test_releases_whose_packed_layout_is_wrong_decide_as_before(
     planner: ModuleType, monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", release)

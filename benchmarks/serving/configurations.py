@@ -31,6 +31,7 @@ def split(name: str) -> tuple[str, str]:
     return base, option
 
 
+_WITH_SKIPPED = ("kvswap", "kvswap-layers", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap")
 REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
 
 
@@ -39,9 +40,7 @@ def takes(name: str, phase: str) -> bool:
     base, _ = split(name)
     if base == "none":
         return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
-    return phase != "skipped" or base in (
-        *("kvswap", "kvswap-layers", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap"),
-    )
+    return phase != "skipped" or base in _WITH_SKIPPED
 
 
 def register(name: str) -> None:

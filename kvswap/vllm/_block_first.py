@@ -5,7 +5,7 @@ for the other layout (prefer_cross_layer_blocks). The second one, which most den
 and so does any runner from 0.29 on under vLLM's own OffloadingConnector. What is done about it:
 
 - 0.26 to 0.28: the second runner has a packed layout, which vLLM plans for DeepSeek V4 (KVCacheTensor.block_stride).
-  The engine's core plans it before there is a connector, so kvswap replaces the planner's question
+  The engine's core plans it before there is a connector, so kvswap replaces the planner's function that decides on it
   (_use_packed_kv_cache_config). In 0.24 and 0.25 that layout swaps a page's heads and tokens, and is not used.
 - from 0.29 on: a connector's class names the layout that it prefers (get_required_kvcache_layout). vLLM takes another
   one, and says so, where an attention backend does not support it.
@@ -93,8 +93,9 @@ def is_packed(kv_cache_config: Any) -> bool:
     return any(getattr(tensor, "block_stride", 0) for tensor in kv_cache_config.kv_cache_tensors)
 
 
-def _question() -> Any:
-    """The planner's; None: this process, or this release, has none that is known."""
+def _decision() -> Any:
+    """The planner's function that decides on the packed layout; None: this process, or this release, has none that is
+    known."""
     theirs = getattr(sys.modules.get(PLANNER), "_use_packed_kv_cache_config", None)
     release = re.match(r"(\d+)\.(\d+)", str(getattr(sys.modules.get("vllm"), "__version__", "")))
     if theirs is None or release is None or tuple(map(int, release.groups())) < _FIRST_RIGHT:
@@ -104,12 +105,12 @@ def _question() -> Any:
 
 def is_installed() -> bool:
     """Whether this process plans caches as KVSwapConnector wants them."""
-    return getattr(_question(), "of_kvswap", False)
+    return getattr(_decision(), "of_kvswap", False)
 
 
 def install() -> None:
     """In a process that plans caches; once."""
-    theirs = _question()
+    theirs = _decision()
     if theirs is None or is_installed():
         return
 

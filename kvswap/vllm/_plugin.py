@@ -1,7 +1,7 @@
 """What vLLM's plugin hook replaces. Two things have a switch in the environment: the copy function of vLLM's own
 handlers (vllm/_custom_ops.py, swap_blocks_batch), and the copies of its SimpleCPUOffloadConnector (_simple.py). In a
-process that plans caches the planner's question is replaced too; its answer differs under KVSwapConnector alone
-(_block_first.py)."""
+process that plans caches, the function that decides how their layers lie is replaced too; it decides otherwise under
+KVSwapConnector alone (_block_first.py)."""
 
 from __future__ import annotations
 
