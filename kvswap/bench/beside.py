@@ -9,6 +9,9 @@ bound.
 
 The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
 The reference of a direction is the bare copy's median over all of its windows in the run.
+
+The load also runs alone before the first copy and after the last: kernels on another stream make a CUDA graph slower
+for as long as the process runs (docs/performance.md), which the pairs cannot show.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ _ONE_COPY = "one copy"  # a bare copy of all bytes: the reference
 _IN_FLIGHT = 3  # one moves, one waits, one is being submitted
 _LATE_SECONDS = 2.0  # that copies go on for when the window should have ended
 _ALONE_SECONDS = 0.1
+_ALONE_WINDOWS = 5  # before the first copy, and after the last
 _SEED = 1
 _CONFIDENCE = 0.95
 
@@ -141,6 +145,8 @@ class Result(Document):
     window_seconds: float = 0.0
     bytes_per_copy: int = 0
     ceilings_gbps: dict[str, float] = field(default_factory=dict)
+    first_piece_seconds: float = 0.0  # of the load alone, before kvswap has run anything; median
+    last_piece_seconds: float = 0.0  # of the load alone, after all copies
     rows: list[Row] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -408,8 +414,9 @@ def run(plan: Plan, show: Callable[[str], None], progress: Progress | None = Non
         window_seconds=plan.seconds,
         bytes_per_copy=plan.nbytes,
     )
+    load = _load_of(plan)
+    result.first_piece_seconds = _piece_alone(plan, load)
     with opened(plan.device, _SEED) as lab, ThreadPoolExecutor(1) as thread:
-        load = _load_of(plan)
         result.load_is = load.name
         result.ceilings_gbps = lab.ceilings(plan.nbytes, 3)
         lab.reserve(max(host_nbytes(_shapes(plan, family, size)) for family, size in plan.layouts))
@@ -430,9 +437,20 @@ def run(plan: Plan, show: Callable[[str], None], progress: Progress | None = Non
             lines = Rows(_ROW, show)
             for row in rows:
                 _add(lines, row)
+        result.last_piece_seconds = _piece_alone(plan, load)
         result.bytes_verified = lab.bytes_verified
+    show("")
+    first, last = result.first_piece_seconds, result.last_piece_seconds
+    show(
+        f"a piece of the load alone: {first * 1e3:.3f} ms before the first copy, {last * 1e3:.3f} after the last "
+        f"({last / first:.3f})"
+    )
     show(f"{format_size(result.bytes_verified)} verified, 0 wrong bytes")
     return result
+
+
+def _piece_alone(plan: Plan, load: Load) -> float:
+    return statistics.median(_run_load(plan.device, load, plan.seconds).piece_seconds for _ in range(_ALONE_WINDOWS))
 
 
 def _spread(copy: Row) -> str:

@@ -116,9 +116,8 @@ class _TorchLoad(Load):
     def __init__(self, device: _C.Device, kind: Kind, torch: Any) -> None:
         self._torch, cuda = torch, torch.device("cuda", ordinal(device))
         super().__init__(device, f"{kind.description} (torch {torch.__version__})", torch.cuda.Stream(cuda))
-        self._work = self._make(kind, cuda)  # kept: the graph has the addresses of its tensors, but does not hold them
-        torch.cuda.synchronize(cuda)  # they were filled on another stream
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):  # alone: kernels on another stream would slow the graph
+            self._work = self._make(kind, cuda)  # kept: the graph has the tensors' addresses, but does not hold them
             per_piece = _repeats(self._work, self.stream.synchronize)  # which warms up
             if kind.model is not None:
                 per_piece, self.ahead = 1, self._STEPS_AHEAD
