@@ -401,7 +401,7 @@ def test_beside_a_load_each_layout_at_each_priority(device: kvswap.Device) -> No
     plan = beside.plan(device, "step")
     assert [family.key for family, _ in plan.layouts] == list(LAYOUTS)
     assert plan.methods == ("auto", "background", "high") and plan.directions == ("D2H", "H2D")
-    assert 2 * plan.about_seconds < 120  # of the windows alone, without what is filled and checked between them
+    assert 2 * plan.about_seconds < 150  # of the windows alone, without what is filled and checked between them
     quick = beside.plan(device, "step", quick=True, nbytes=4 << 20, directions=["D2H"], seconds=0.05)
     result = beside.run(quick, lambda _: None)
     assert [row.method for row in result.rows] == ["one copy", "auto", "background", "high"]
@@ -461,6 +461,7 @@ def test_a_load_that_stands_still_ends_the_copies(lab: measure.Lab, monkeypatch:
 def test_copies_take_turns(device: kvswap.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that becomes slower all the time does so to the bare copy and to every method alike."""
     turns: list[str] = []
+    monkeypatch.setattr(beside, "_warm_up", lambda *_: None)
     monkeypatch.setattr(beside, "_run_load", lambda *_: turns.append("load") or beside._Window(None, None, 0))
     monkeypatch.setattr(beside._Window, "piece_seconds", property(lambda _: 1.0 * len(turns)))
 
@@ -471,9 +472,10 @@ def test_copies_take_turns(device: kvswap.Device, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(beside, "_run_both", both)
     plan = beside.plan(device, "stream", nbytes=4 << 20, families=["64x32k"], methods=["dma", "numpy"], pairs=2)
     result = beside.run(plan, lambda _: None)
-    one = ["loop", "load", "dma", "load", "numpy", "load"]
+    first = ["loop", "load", "dma", "load", "numpy", "load"]
+    second = ["dma", "load", "numpy", "load", "loop", "load"]
     alone = ["load"] * beside._ALONE_WINDOWS
-    assert turns == [*alone, *["load", *one, *one] * 2, *alone]
+    assert turns == [*alone, *["load", *first, *second] * 2, *alone]
     assert [row.slowdown for row in result.rows] == [1.0] * 6
 
 

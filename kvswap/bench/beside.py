@@ -8,6 +8,8 @@ does beside bare copies: they end two seconds after the window should, the row s
 bound.
 
 The methods of a layout and a bare copy are measured in turns, so that a disturbance of the machine affects all of them.
+Each round begins with the next one of them: a GPU at its power limit is slower in some turns of a round than in others.
+Before each window the load runs alone for 0.05 s, since after a pause such a GPU is faster.
 The reference of a direction is the bare copy's median over all of its windows in the run.
 
 The load also runs alone before the first copy and after the last: kernels on another stream make a CUDA graph slower
@@ -44,6 +46,7 @@ _ONE_COPY = "one copy"  # a bare copy of all bytes: the reference
 _IN_FLIGHT = 3  # one moves, one waits, one is being submitted
 _LATE_SECONDS = 2.0  # that copies go on for when the window should have ended
 _ALONE_SECONDS = 0.1
+_WARM_SECONDS = 0.05
 _ALONE_WINDOWS = 5  # before the first copy, and after the last
 _SEED = 1
 _CONFIDENCE = 0.95
@@ -65,7 +68,8 @@ class Plan:
     @property
     def about_seconds(self) -> float:
         """The least time of a direction: its windows."""
-        return len(self.layouts) * (1 + 2 * self.pairs * (1 + len(self.methods))) * self.seconds
+        windows = 1 + 2 * self.pairs * (1 + len(self.methods))
+        return len(self.layouts) * windows * (_WARM_SECONDS + self.seconds)
 
 
 def plan(
@@ -83,7 +87,7 @@ def plan(
 ) -> Plan:
     """Fill in the device's defaults. UsageError: there is not enough memory.
 
-    All layouts, methods and directions together take about three minutes on an H200. With fewer than 6 pairs the
+    All layouts, methods and directions together take about four minutes on an H200. With fewer than 6 pairs the
     interval of the median has less than 95 % confidence.
     """
     both = [key for key in families or () if key in FAMILIES and FAMILIES[key].both]
@@ -184,6 +188,16 @@ def _run_load(device: _C.Device, load: Load, seconds: float) -> _Window:
     end.record(load.stream)
     end.synchronize(WAIT_LIMIT)
     return _Window(begin, end, pieces)
+
+
+def _warm_up(device: _C.Device, load: Load) -> None:
+    _run_load(device, load, _WARM_SECONDS)
+
+
+def _run_alone(device: _C.Device, load: Load, seconds: float) -> float:
+    """Seconds of a piece."""
+    _warm_up(device, load)
+    return _run_load(device, load, seconds).piece_seconds
 
 
 class _Copies:
@@ -368,8 +382,11 @@ class _Turns:
         """Measures in rounds. Returns the methods that were refused with several copies in flight, and why."""
         left_out: dict[str, str] = {}
         before = self._alone()
-        for _ in range(self._plan.pairs):
-            for method in [method for method in jobs if method not in left_out]:
+        for turn in range(self._plan.pairs):
+            first = turn % len(jobs)
+            order = [*jobs][first:] + [*jobs][:first]
+            for method in [method for method in order if method not in left_out]:
+                _warm_up(self._lab.device, self._load)
                 try:
                     with refusals(self._lab.device):
                         beside = _run_both(self._lab, self._load, jobs[method], self._plan.seconds, self._thread)
@@ -394,7 +411,7 @@ class _Turns:
             self._progress(self._windows, total, f"windows of {plan.seconds:g} s, {self._direction} {method}")
 
     def _alone(self) -> float:
-        return _run_load(self._lab.device, self._load, self._plan.seconds).piece_seconds
+        return _run_alone(self._lab.device, self._load, self._plan.seconds)
 
 
 def _load_of(plan: Plan) -> Load:
@@ -450,7 +467,7 @@ def run(plan: Plan, show: Callable[[str], None], progress: Progress | None = Non
 
 
 def _piece_alone(plan: Plan, load: Load) -> float:
-    return statistics.median(_run_load(plan.device, load, plan.seconds).piece_seconds for _ in range(_ALONE_WINDOWS))
+    return statistics.median(_run_alone(plan.device, load, plan.seconds) for _ in range(_ALONE_WINDOWS))
 
 
 def _spread(copy: Row) -> str:

@@ -23,7 +23,7 @@ from kvswap.replay.errors import UsageError
 from kvswap.replay.units import format_size
 
 from . import with_torch
-from .beside import _run_both, _run_load
+from .beside import _run_alone, _run_both, _warm_up
 from .loads import Load, load_for
 from .measure import Figures, Job, Lab, opened, refusals
 from .methods import ByHand, NotMeasured, Pending, Submit
@@ -333,11 +333,12 @@ class Result(Document):
 
 
 def _beside(lab: Lab, load: Load, plan: Plan, job: Job) -> tuple[float, float]:
-    alone, slow, reached = [_run_load(lab.device, load, plan.seconds).piece_seconds], [], []
+    alone, slow, reached = [_run_alone(lab.device, load, plan.seconds)], [], []
     with ThreadPoolExecutor(1) as thread:
         for _ in range(plan.pairs):
+            _warm_up(lab.device, load)
             found = _run_both(lab, load, job, plan.seconds, thread)
-            alone.append(_run_load(lab.device, load, plan.seconds).piece_seconds)
+            alone.append(_run_alone(lab.device, load, plan.seconds))
             slow.append(found.piece_seconds / statistics.mean(alone[-2:]))
             reached.append(found.gbps)
     return statistics.median(slow), statistics.median(reached)
