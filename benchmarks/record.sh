@@ -4,7 +4,7 @@
 #   benchmarks/record.sh --stale                    which records are of older code than this; exit status 1 if any
 #   benchmarks/record.sh --stamp COMMIT FILE...     these files are of that commit
 # Expects kvswap installed for python3, with pytest, pytest-xdist and hypothesis; torch and cupy are used where present.
-# On an H200 sanitize takes up to ten minutes, load (LOADS names what beside) eight, suite five, differential and soak nine,
+# On an H200 sanitize takes up to ten minutes, load (LOADS names what beside) eleven, suite five, differential and soak nine,
 # bench six, regret four, hazards two and a half, replay one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +20,8 @@ fi
 mkdir -p "$out"
 touch "$out/begun.tmp"
 run() { timeout "$1" python3 -P -m "${@:2}"; }
-pytest() { run "$1" pytest -p no:cacheprovider --limit 200 --device cuda:0 "${@:2}"; }
+# Out of time, pytest still says what has failed.
+pytest() { timeout -s INT -k 20 "$1" python3 -P -m pytest -p no:cacheprovider --limit 300 --device cuda:0 "${@:2}"; }
 # A command's part of a record: what ran, what it printed, and its exit status where that is not 0.
 section() {
   local title=$1
@@ -144,14 +145,14 @@ calls() {
   } | tee "$out/calls.txt"
 }
 
-# What copies cost a model beside them: under four minutes a load, and under one with a single hardware queue.
+# What copies cost a model beside them: under five minutes a load, and under one with a single hardware queue.
 load() {
   local block_first=(--shape 64x32k --shape 80x8k --shape 61x36k --method auto)
   {
     for kind in ${LOADS:-step matmul tokens}; do
       local shapes=()
       [ "$kind" = tokens ] && shapes=(--shape 64x32k --method auto --method high)
-      section "kvswap bench --load $kind ${shapes[*]}" run 240 kvswap bench --load "$kind" "${shapes[@]}"
+      section "kvswap bench --load $kind ${shapes[*]}" run 330 kvswap bench --load "$kind" "${shapes[@]}"
       [ "$kind" = tokens ] || # without gaps the tokens stand still
         section "CUDA_DEVICE_MAX_CONNECTIONS=1 kvswap bench --load $kind ${block_first[*]}" \
           env CUDA_DEVICE_MAX_CONNECTIONS=1 timeout 80 python3 -P -m kvswap bench --load "$kind" "${block_first[@]}"

@@ -190,6 +190,17 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         time.sleep(0.01)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def keeps_no_gpu_memory() -> Iterator[None]:
+    """What torch and CuPy keep for later, the other processes of the suite may need."""
+    yield
+    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if cupy is not None:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.fixture(scope="session")
 def long_seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--long-seconds"))
