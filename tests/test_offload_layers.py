@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, Gate
+from conftest import PATIENCE, Gate, seam
 from test_offload import Cache, Library, check_both_ways, oracle, plain, specs
 
 import kvswap
 from kvswap import testing
+from kvswap.offload import CanonicalKVCacheRef
 from kvswap.offload._layers import places_of, waits_of
 
 PAGES = [512] * 4
@@ -217,3 +218,181 @@ def test_an_error_keeps_no_callers_frame() -> None:
     cache.load.drain(PATIENCE)
     assert not cache.load.get_finished()[0].success
     cache.close()
+
+
+# -- parts of a tensor's blocks ---------------------------------------------------------------------------------------
+
+WHOLE, PARTS = 2048, [[(512, 1024), (0, 512), (1024, 2048)]]  # in the order in which they are moved
+
+
+def copies_of(cache: Cache, layered: bool) -> int:
+    """Of a load of three blocks that lie apart."""
+    gpu, cpu = specs([1, 5, 9], [2, 6, 10], [3], [0])
+    before = cache.library.device.stats()["copies"]
+    cache.load.transfer_async(1, (cpu, gpu), layer_events=layered)
+    assert cache.finish(cache.load)[0].success
+    return int(cache.library.device.stats()["copies"]) - before
+
+
+def test_only_a_job_in_layers_moves_parts(library: Library) -> None:
+    """Else a block is one copy."""
+    cache = Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS)
+    assert cache.load.layer_parts == (tuple(PARTS[0]),)
+    assert [copies_of(cache, layered) for layered in (False, True)] == [3, 9]
+    cache.close()
+
+
+@pytest.mark.parametrize(("path", "expected"), [("auto", "dma"), ("burst", "burst"), ("kernel", "kernel")])
+def test_parts_are_copied_by_the_copy_engine(library: Library, path: str, expected: str) -> None:
+    """Unless the caller names another path."""
+    cache = Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS, path=path)
+    copies_of(cache, True)
+    assert set(cache.load.stats().paths) == {expected}
+    cache.close()
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_jobs_in_parts_move_the_same_bytes_on_every_path(library: Library, path: str, factor: int) -> None:
+    pages, sizes = [1024, 512, 2048, 256], [7, 5]
+    parts = [[(0, 512), (512, 1024)], [(0, 512)], [(1536, 2048), (0, 1536)], [(128, 256), (0, 128)]]
+    for together in (False, True):
+        for layered in (False, True):
+            options = {"together": together, "path": path, "layer_parts": parts}
+            cache = Cache(library, pages, plain(pages, 2), factor, **options)
+            for handler in (cache.store, cache.load):
+                submit = handler.transfer_async
+                handler.transfer_async = lambda *args, submit=submit, layered=layered: submit(
+                    *args, layer_events=layered
+                )
+            check_both_ways(cache, sizes, seed=factor)
+
+
+def test_a_reference_to_the_beginning_of_a_block_moves_no_more(library: Library) -> None:
+    refs = [[CanonicalKVCacheRef(0, 768)]]
+    cache = Cache(library, [WHOLE], refs, 1, layer_parts=PARTS)
+    assert cache.load._order == ((0, (0,), True), (1, (0, 1), True))
+    submit = cache.load.transfer_async
+    cache.load.transfer_async = lambda *args: submit(*args, layer_events=True)
+    check_both_ways(cache, [7], seed=5)
+
+
+class InSteps:
+    """A load in parts on a device whose work runs step by step, and a model that reads one part after another."""
+
+    def __init__(self, seed: int) -> None:
+        self.device = testing.deterministic_device(seed)
+        self.cache = Cache(Library("numpy", self.device), [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS)
+        self.model = kvswap.Stream(self.device, priority="high")  # it mostly goes on as soon as it may
+        self.before = kvswap.Stream(self.device)
+        self.read = [np.zeros((2, end - begin), np.int8) for begin, end in PARTS[0]]
+
+    def go(self, waits: list[list[int] | None]) -> tuple[list[bool], bool]:
+        """Whether each part had arrived when it was read, and whether one was read before the last had arrived."""
+        gpu, cpu = specs([1, 5], [2, 6], [2], [0])
+        load, source = self.cache.load, self.cache.cpu[0][[2, 6]].copy()
+        with Gate(self.device) as gate:  # else a step in each of these calls would end the load
+            gate.hold(self.before)
+            load._compute = lambda: self.before
+            load.transfer_async(1, (cpu, gpu), layer_events=True)
+            load._compute = lambda: self.model
+            for part, wait in enumerate(waits):
+                if wait != []:
+                    load.make_wait(1, wait)
+                self.queue_read(part)
+            gate.open()
+            early = self.run(source)
+        right = [
+            np.array_equal(read, source[:, begin:end]) for read, (begin, end) in zip(self.read, PARTS[0], strict=True)
+        ]
+        self.cache.finish(load)
+        self.cache.close()
+        return right, early
+
+    def run(self, source: np.ndarray) -> bool:
+        """To the end; whether the first part was read before the last one was there. By their bytes: asking an event
+        would run steps too."""
+        early = False
+        (begin, end), (last, _) = PARTS[0][0], PARTS[0][-1]
+        while testing.step(self.device):
+            read = np.array_equal(self.read[0], source[:, begin:end])
+            early |= read and not np.array_equal(self.cache.gpu[0][[1, 5], last:], source[:, last:])
+        return early
+
+    def queue_read(self, part: int) -> None:
+        begin, end = PARTS[0][part]
+        for row, block in enumerate((1, 5)):
+            places = address(self.read[part][row]), address(self.cache.gpu[0][block]) + begin
+            seam(self.device, "copy", *places, end - begin, self.model.handle)
+
+
+def test_a_part_is_there_when_it_is_waited_for() -> None:
+    """In every interleaving; and the first part's wait is not for the last one."""
+    found = [InSteps(seed).go([[0], [1], [2]]) for seed in range(1, 41)]
+    assert all(right == [True] * 3 for right, _ in found)
+    assert any(early for _, early in found)
+
+
+@pytest.mark.parametrize("waits", [[[], [0], [1]], [[0], [0], [0]]], ids=["too-late", "for-the-first"])
+def test_a_wait_for_another_part_is_found(waits: list[list[int]]) -> None:
+    """The test above can fail."""
+    assert not all(all(InSteps(seed).go(waits)[0]) for seed in range(1, 41))
+
+
+def test_a_wait_for_the_whole_job_has_all_parts() -> None:
+    found = [InSteps(seed).go([None, [], []]) for seed in range(1, 21)]
+    assert all(right == [True] * 3 and not early for right, early in found)
+
+
+def test_a_load_in_parts_waits_for_the_store_of_whole_blocks(library: Library, gate: Gate) -> None:
+    """Both are ordered, and their failures known, in common."""
+    cache = Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS)
+    behind = kvswap.Stream(library.device)
+    expected = cache.bytes()[0][0][[40, 41]]
+    gate.hold(behind)
+    with library.computing_on(behind):
+        cache.store.transfer_async(1, specs([40, 41], [20, 21], [2], [0]))
+    cache.load.transfer_async(2, specs([1, 2], [20, 21], [2], [0])[::-1], layer_events=True)
+    with pytest.raises(TimeoutError):
+        cache.load.drain(0.05)
+    gate.open()
+    assert all(result.success for result in cache.finish(cache.store) + cache.finish(cache.load))
+    np.testing.assert_array_equal(cache.bytes()[0][0][[1, 2]], expected)
+    cache.close()
+
+
+def test_a_load_in_parts_of_what_a_failed_store_left_fails(library: Library) -> None:
+    cache = Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS)
+    gpu, cpu = specs([1], [2], [1], [0])
+    with testing.fault(library.device, "copy", "fail"):
+        cache.store.transfer_async(1, (gpu, cpu))
+        cache.store.drain(PATIENCE)
+    cache.load.transfer_async(2, (cpu, gpu), layer_events=True)
+    (result,) = cache.finish(cache.load)
+    assert "does not hold what it should" in str(result.error)
+    cache.store.get_finished()
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [[]],
+        [[(0, 512)]],
+        [[(0, 512), (512, 1024), (1024, 1024), (1024, 2048)]],
+        [[(0, 1024), (512, 2048)]],
+        [[(0, 512), (1024, 2048)]],
+        [[(0, 1024), (1024, 4096)]],
+        [[(0, 2048), (0, 2048)]],
+    ],
+)
+def test_parts_are_the_block_each_once(parts: Any) -> None:
+    with pytest.raises(ValueError, match=r"layer_parts\[0\] is .*: together they are the 2048 bytes of a block"):
+        Cache(Library("numpy", kvswap.Device("host:0")), [WHOLE], plain([WHOLE]), 1, layer_parts=parts)
+
+
+def test_parts_belong_to_the_tensors() -> None:
+    library = Library("numpy", kvswap.Device("host:0"))
+    with pytest.raises(ValueError, match="layer_parts has 2 entries; there are 1 tensors"):
+        Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS * 2)
+    with pytest.raises(ValueError, match="takes no layer_parts"):
+        Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS, canonical_layout=True)

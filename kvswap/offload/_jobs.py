@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload import _counts
-from kvswap.offload._layers import Places, places_of, wait_here, waits_of
-from kvswap.offload._layout import SharedMap, device_of, give_map, is_torch, make_layout, take_map
+from kvswap.offload._layers import Places, by_parts, places_of, wait_here, waits_of
+from kvswap.offload._layout import (
+    SharedMap,
+    checked_parts,
+    device_of,
+    give_map,
+    is_torch,
+    make_layout,
+    take_map,
+)
 from kvswap.offload._specs import TransferResult
 from kvswap.tracing import nvtx_range
 
@@ -23,6 +31,9 @@ if TYPE_CHECKING:
 _logger = logger("kvswap.offload")
 
 _SLICE = 10.0  # seconds between two log lines of a wait
+# Parts of blocks are large copies. `auto` may take bursts for them, whose kernels delay those of a model's graphs for
+# as long as the engine runs (docs/performance.md, "A model's graphs").
+_PATH_OF_PARTS = "dma"
 _SHORTEST = 1e-9  # seconds: reported for a job too short to be measured
 
 
@@ -116,6 +127,9 @@ class SingleDirectionOffloadingHandler:
     mmap_region: None, or the region of the CPU tensors: its cleanup() is called when the last handler of these
       tensors is shut down.
     canonical_layout: each reference has a mapping, which gives the places of the page's fragments on the host.
+    layer_parts: for tensors whose blocks hold several layers: a list for each tensor, of the byte ranges (begin, end)
+      that a job with layer_events moves one after another, in the order of the list. Together they are the block. All
+      other jobs move a block of a tensor as one copy. None: a tensor is one part.
     device: Device, its name, or None: the GPU tensors' device (host:0 if they are in the process's memory).
     compute_stream: a callable that returns the model's stream, called for each job; None: torch's current stream for
       torch tensors, else the device's (Device.set_compute_stream).
@@ -151,6 +165,7 @@ class SingleDirectionOffloadingHandler:
         compute_stream: Callable[[], Any] | None = None,
         wait_timeout: float | None = None,
         remember_failures: bool = True,
+        layer_parts: Sequence[Sequence[Sequence[int]]] | None = None,
         path: str = "auto",
         priority: str | None = None,
         max_ctas: int | None = None,
@@ -167,6 +182,8 @@ class SingleDirectionOffloadingHandler:
             raise ValueError("gpu_tensors is empty: there must be at least one")
         device = device_of(gpu_tensors[0]) if device is None else device
         self._device = device if isinstance(device, _C.Device) else _C.Device(device)
+        self.layer_parts = checked_parts(layer_parts, gpu_tensors, canonical_layout)
+        self._cut = any(len(ranges) > 1 for ranges in self.layer_parts)
         layout = make_layout(
             self._device.name,
             gpu_tensors,
@@ -175,6 +192,7 @@ class SingleDirectionOffloadingHandler:
             refs,
             canonical=canonical_layout,
             remember_failures=remember_failures,
+            layer_parts=self.layer_parts if self._cut else (),
         )
         self.gpu_to_cpu = bool(gpu_to_cpu)
         self.blocks_per_chunk = int(factor)
@@ -202,6 +220,7 @@ class SingleDirectionOffloadingHandler:
         shared = take_map(layout, self._device, (tuple(gpu_tensors), tuple(cpu_tensors)), mmap_region)
         self._shared: SharedMap | None = shared
         self._map: _C.OffloadMap | None = shared.map
+        self._order = by_parts(shared.map.order, layout.numbers)
         self._places: dict[tuple[bool, ...], tuple[int, Places] | None] = {}  # by groups that have blocks
         _counts.add_handler(self)
 
@@ -218,7 +237,8 @@ class SingleDirectionOffloadingHandler:
         job_id: returned by get_finished(); unique among uncollected jobs.
         spec: (source, destination), or the source, followed by dst_spec: GPULoadStoreSpec and CPULoadStoreSpec, in the
           order of this handler's direction.
-        layer_events: the tensors are moved in their order, and make_wait() can wait for some of them.
+        layer_events: the tensors are moved in their order, or their parts (layer_parts), and make_wait() can wait for
+          some of them.
 
         ValueError, IndexError, TypeError: wrong lists or ids; the message names them, and nothing was queued. If the
         queue is full (128 unfinished transfers), the call waits for the oldest.
@@ -232,9 +252,10 @@ class SingleDirectionOffloadingHandler:
                 if any(job.job_id == job_id for job in self._transfers):
                     raise ValueError(f"job {job_id} was submitted before, and not collected yet")
             job = Job(job_id, [], 0, time.monotonic(), layered=layer_events)
+            groups = self._groups_of(gpu.group_sizes, gpu.block_indices, layer_events)
             if layer_events:
-                job.places = self._places_of(gpu.group_sizes)
-            lists = (gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices)
+                job.places = self._places_of(groups[0])
+            lists = (gpu.block_ids, cpu.block_ids, *groups)
             try:
                 with nvtx_range(lambda: f"kvswap {self._what} {job_id}: {len(gpu.block_ids)} blocks"):
                     while not self._submit(self._map, job, lists):
@@ -255,6 +276,15 @@ class SingleDirectionOffloadingHandler:
             _logger.error("job %s could not be queued: %s", job_id, job.error)
         return True
 
+    def _groups_of(self, sizes: Sequence[int], indices: Sequence[int], layered: bool) -> tuple[Any, Any]:
+        """The same for the map, which has the groups twice if blocks are cut: whole, and in parts. They are groups of
+        one map, so that their jobs are ordered and their failures known in common."""
+        if not self._cut:
+            return sizes, indices
+        none = [0] * len(sizes)
+        first, second = (none, sizes) if layered else (sizes, none)
+        return [*first, *second], [*indices, *indices]
+
     def _append(self, job: Job) -> None:
         job.num_bytes = sum(transfer.nbytes for transfer in job.transfers)
         with self._lock:
@@ -262,7 +292,8 @@ class SingleDirectionOffloadingHandler:
 
     def _submit(self, target: _C.OffloadMap, job: Job, lists: tuple[Any, Any, Any, Any]) -> bool:
         """Submit the rest of a job. False: the queue is full, and the job continues later."""
-        compute = self._compute()
+        compute, options = self._compute(), self._options
+        in_parts = job.layered and self._cut and options["path"] == "auto"
         try:
             transfers, job.next_part, error = target.submit(
                 *lists,
@@ -272,7 +303,7 @@ class SingleDirectionOffloadingHandler:
                 after_compute=compute is None,
                 first=job.next_part,
                 layer_events=job.layered,
-                **self._options,
+                **(options if not in_parts else {**options, "path": _PATH_OF_PARTS}),
             )
         except _C.QueueFull:
             return False
@@ -287,17 +318,17 @@ class SingleDirectionOffloadingHandler:
 
     def _places_of(self, group_sizes: Sequence[int]) -> tuple[int, Places] | None:
         has_blocks = tuple(int(size) > 0 for size in group_sizes)
-        if has_blocks not in self._places and self._map is not None:
-            order = self._map.order
-            known = len(has_blocks) > max((group for group, _, _ in order), default=-1)
-            self._places[has_blocks] = places_of(order, has_blocks) if known else None
-        return self._places.get(has_blocks)
+        if has_blocks not in self._places:
+            known = len(has_blocks) > max((group for group, _, _ in self._order), default=-1)
+            self._places[has_blocks] = places_of(self._order, has_blocks) if known else None
+        return self._places[has_blocks]
 
     def make_wait(self, job_id: int, tensors: Sequence[int] | None = None) -> None:
         """Work that is queued on the model's stream from now on waits for a job; it need not be collected yet.
 
         tensors: indices of GPU tensors: wait for these only, and for those before them, if the job was submitted with
-          layer_events. Where the model has no stream (on the host device) the calling thread waits.
+          layer_events. With layer_parts they are indices of parts, numbered through all tensors. Where the model has no
+          stream (on the host device) the calling thread waits.
 
         It gives order only. kvswap.Error: a failure that is known already. A job that is not there is no error, and
         nothing is waited for. TimeoutError, after wait_timeout, on the host device.

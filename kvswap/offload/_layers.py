@@ -1,4 +1,4 @@
-"""Where the tensors of a job lie in its transfers, so that a stream can wait for some of them."""
+"""Where the tensors of a job, or their parts, lie in its transfers, so that a stream can wait for some of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ Order: TypeAlias = tuple[tuple[int, tuple[int, ...], bool], ...]  # OffloadMap.o
 Places: TypeAlias = dict[int, tuple[tuple[int, int], ...]]  # tensor -> (transfer, its last layer of the tensor), ...
 
 _PAUSE = 0.0001  # seconds between two looks at a layer
+
+
+def by_parts(order: Order, numbers: Sequence[tuple[int, int, int]]) -> Order:
+    """The order with parts in the place of their tensors, in the groups that are cut (Layout.numbers)."""
+    left: dict[tuple[int, int], list[int]] = {}
+    for group, tensor, number in numbers:
+        left.setdefault((group, tensor), []).append(number)
+    return tuple(
+        (group, tuple(left[group, tensor].pop(0) if (group, tensor) in left else tensor for tensor in tensors), every)
+        for group, tensors, every in order
+    )
 
 
 def places_of(order: Order, has_blocks: Sequence[bool]) -> tuple[int, Places] | None:

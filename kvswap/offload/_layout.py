@@ -7,7 +7,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ def device_of(tensor: Any) -> str:
     return "host:0"
 
 
-def _geometry(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
+def geometry_of(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
     """Address, shape, strides in bytes, item size."""
     if is_torch(tensor):
         size = int(tensor.element_size())
@@ -71,7 +72,7 @@ def _geometry(tensor: Any, name: str) -> tuple[int, tuple[int, ...], tuple[int, 
 
 def extent_of(tensor: Any, name: str) -> tuple[int, int]:
     """First address of what a tensor's elements lie in, and its end."""
-    ptr, shape, strides, size = _geometry(tensor, name)
+    ptr, shape, strides, size = geometry_of(tensor, name)
     return ptr, ptr + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + size
 
 
@@ -86,7 +87,7 @@ def _together(shape: Sequence[int], strides: Sequence[int], nbytes: int, name: s
 
 def blocks_of(tensor: Any, name: str) -> Blocks:
     """The blocks of a tensor: the first dimension; the other dimensions must be contiguous."""
-    ptr, shape, strides, size = _geometry(tensor, name)
+    ptr, shape, strides, size = geometry_of(tensor, name)
     if len(shape) < 2:
         raise ValueError(f"{name} has shape {shape}: its first dimension is blocks, the others are their bytes")
     page = _together(shape[1:], strides[1:], size, name)
@@ -108,7 +109,7 @@ class Chunks(NamedTuple):
 def chunks_of(tensor: Any, factor: int, name: str) -> Chunks:
     """A tensor (chunks, bytes of `factor` blocks), or (chunks, factor, bytes of a block) at any distance from each
     other."""
-    ptr, shape, strides, size = _geometry(tensor, name)
+    ptr, shape, strides, size = geometry_of(tensor, name)
     if len(shape) < 3 or factor == 1 or shape[1] != factor:
         rows = blocks_of(tensor, name)
         if rows.page % factor:
@@ -136,8 +137,15 @@ def in_pages(tensor: Any, page: int, name: str) -> Any:
     return shaped
 
 
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of a block's bytes: begin, end
+
+
 class Layout(NamedTuple):
-    """The arguments of an OffloadMap, and its key."""
+    """The arguments of an OffloadMap, and its key.
+
+    numbers: if blocks are cut, the groups are twice as many: those of the caller, and the same once more in parts. A
+    row here is a row of `parts` of the second half: its group, its tensor, and the number of the part.
+    """
 
     device: str
     tensors: NDArray[np.uint64]
@@ -146,6 +154,7 @@ class Layout(NamedTuple):
     chunks: int
     factor: int
     remember_failures: bool
+    numbers: tuple[tuple[int, int, int], ...] = ()
 
     def key(self) -> tuple[Any, ...]:
         """Equal for the same blocks of the same memory."""
@@ -171,6 +180,40 @@ def _parts_of(group: int, ref: Any, canonical: bool, gpu: Blocks, cpu_page: int)
     return [row for row in rows if row[5] > 0]
 
 
+def checked_parts(
+    layer_parts: Sequence[Sequence[Sequence[int]]] | None, gpu_tensors: Sequence[Any], canonical: bool
+) -> tuple[Ranges, ...]:
+    """The same as tuples: the parts of each tensor's block, in the order in which they are moved. None: a block is
+    one."""
+    whole = tuple(((0, blocks_of(tensor, f"gpu_tensors[{i}]").page),) for i, tensor in enumerate(gpu_tensors))
+    if layer_parts is None:
+        return whole
+    if canonical:
+        raise ValueError("the canonical layout has fragments of its own, and takes no layer_parts")
+    made = tuple(tuple((int(begin), int(end)) for begin, end in ranges) for ranges in layer_parts)
+    if len(made) != len(whole):
+        raise ValueError(f"layer_parts has {len(made)} entries; there are {len(whole)} tensors")
+    for i, (ranges, ((_, page),)) in enumerate(zip(made, whole, strict=True)):
+        ends = [0, *(end for _, end in sorted(ranges))]
+        if [begin for begin, _ in sorted(ranges)] != ends[:-1] or ends != sorted({*ends}) or ends[-1] != page:
+            raise ValueError(f"layer_parts[{i}] is {ranges}: together they are the {page} bytes of a block, each once")
+    return made
+
+
+def _cut(groups: Sequence[Sequence[Any]], layer_parts: Sequence[Ranges]) -> dict[tuple[int, ...], int]:
+    """Rows for kvswap._C.OffloadMap: the same groups once more, in parts; and the number of each part."""
+    first = [0, *accumulate(len(ranges) for ranges in layer_parts)]
+    rows: dict[tuple[int, ...], int] = {}
+    for group, refs in enumerate(groups):
+        for ref in refs:
+            for k, (begin, end) in enumerate(layer_parts[ref.tensor_idx]):
+                nbytes = min(end, int(ref.page_size_bytes)) - begin
+                if nbytes > 0:
+                    row = (len(groups) + group, ref.tensor_idx, begin, begin, nbytes, 1, nbytes, nbytes, 1, 0)
+                    rows[row] = first[ref.tensor_idx] + k
+    return rows
+
+
 def make_layout(
     device: str,
     gpu_tensors: Sequence[Any],
@@ -180,8 +223,9 @@ def make_layout(
     *,
     canonical: bool,
     remember_failures: bool,
+    layer_parts: Sequence[Ranges] = (),
 ) -> Layout:
-    """Check an engine's tensors and references, and compute the Layout."""
+    """Check an engine's tensors and references, and compute the Layout. layer_parts: none, or checked_parts()."""
     if len(gpu_tensors) != len(cpu_tensors) or not gpu_tensors:
         raise ValueError(
             f"{len(gpu_tensors)} GPU tensors and {len(cpu_tensors)} CPU tensors: as many, and one at least"
@@ -205,14 +249,16 @@ def make_layout(
             if not 0 <= ref.tensor_idx < len(gpus):
                 raise IndexError(f"group {group} refers to tensor {ref.tensor_idx}; there are {len(gpus)}, from 0")
             parts.update(dict.fromkeys(_parts_of(group, ref, canonical, gpus[ref.tensor_idx], rows[ref.tensor_idx][6])))
+    cut = _cut(groups, layer_parts) if layer_parts else {}
     return Layout(
         device,
         np.array(rows, np.uint64),
-        np.array(list(parts), np.uint64).reshape(-1, 10),
-        len(groups),
+        np.array([*parts, *cut], np.uint64).reshape(-1, 10),
+        2 * len(groups) if layer_parts else len(groups),
         chunks,
         factor,
         remember_failures,
+        tuple((row[0], row[1], number) for row, number in cut.items()),
     )
 
 
