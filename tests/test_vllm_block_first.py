@@ -45,7 +45,6 @@ TIERS = [{"type": "FileTier"}]
 MODEL = model(use_mla=False, is_hybrid=False, has_inner_state=False, hf_text_config=model(layer_types=["full"] * 3))
 LAYERS_APART = [  # what keeps a tensor a layer
     config(kvswap_block_first=False),
-    config(kvswap_overlap=True),
     config(canonical_layout=True),
     config(secondary_tiers=TIERS, blocks_per_chunk=4),
     config(secondary_tiers=TIERS, block_size=64),
@@ -64,6 +63,7 @@ TOGETHER = [
     config(),
     config(kvswap_block_first=True),
     config(model=MODEL),
+    config(kvswap_overlap=True),
     config(secondary_tiers=TIERS),
     config(blocks_per_chunk=4),
     config(tokens=64),

@@ -23,6 +23,7 @@ from conftest import PATIENCE, Gate
 
 import kvswap
 from kvswap.offload import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSpec
+from kvswap.vllm import _parts
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, overlap_of
 
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
@@ -131,22 +132,26 @@ def context(kind: str = "NONE") -> Any:
 
 
 class Rig:
-    """A worker of four layers, a load that a gate holds, and a model that reads a layer's blocks before each layer."""
+    """A worker of four layers, a load that a gate holds, and a model that reads a layer's blocks before each layer.
 
-    def __init__(self, vllm: SimpleNamespace, gate: Gate) -> None:
+    together: all layers of a block lie together, and each is a part of the block."""
+
+    def __init__(self, vllm: SimpleNamespace, gate: Gate, together: bool) -> None:
         self.vllm, self.gate = vllm, gate
         rng = np.random.default_rng(1)
-        self.gpu = [rng.integers(-128, 128, (BLOCKS, PAGE), dtype=np.int8) for _ in range(LAYERS)]
-        self.cpu = [rng.integers(-128, 128, (BLOCKS, PAGE), dtype=np.int8) for _ in range(LAYERS)]
-        self.expected = [tensor[[20, 21]].copy() for tensor in self.gpu]  # what the store brings to the host
-        refs = [[CanonicalKVCacheRef(i, PAGE) for i in range(LAYERS)]]
-        options = {"device": gate.device, "wait_timeout": PATIENCE}
-        self.store, self.load = (
-            VLLMHandler(self.gpu, self.cpu, 1, refs, to_cpu, **options) for to_cpu in (True, False)
+        tensors, page = (1, LAYERS * PAGE) if together else (LAYERS, PAGE)
+        gpu, self.cpu = (
+            [rng.integers(-128, 128, (BLOCKS, page), dtype=np.int8) for _ in range(tensors)] for _ in range(2)
         )
-        self.store.strict = self.load.strict = False
+        self.gpu = [gpu[0][:, i * PAGE : (i + 1) * PAGE] for i in range(LAYERS)] if together else gpu
+        self.expected = [tensor[[20, 21]].copy() for tensor in self.gpu]  # what the store brings to the host
+        refs = [[CanonicalKVCacheRef(i, page) for i in range(tensors)]]
         self.names = [f"layer.{i}" for i in range(LAYERS)]
-        self.loads = vllm.layers.StepLoads([self.store, self.load], dict(zip(self.names, self.gpu, strict=True)))
+        layers = dict(zip(self.names, self.gpu, strict=True))
+        options = {"device": gate.device, "wait_timeout": PATIENCE, "layers": layers}
+        self.store, self.load = (VLLMHandler(gpu, self.cpu, 1, refs, to_cpu, **options) for to_cpu in (True, False))
+        self.store.strict = self.load.strict = False
+        self.loads = vllm.layers.StepLoads([self.store, self.load], layers)
         self.behind = kvswap.Stream(gate.device)
 
     def submit(self, kind: Any, early: bool = False) -> None:
@@ -212,10 +217,11 @@ def held(rig: Rig, call: Callable[[], Any]) -> Any:
     return result[0]
 
 
-@pytest.fixture
-def rig(vllm: SimpleNamespace) -> Iterator[Rig]:
+@pytest.fixture(params=[False, True], ids=["tensor-a-layer", "together"])
+def rig(request: pytest.FixtureRequest, vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(_parts, "LEAST_NBYTES", PAGE // 2)
     with Gate(kvswap.Device("host:62")) as gate:
-        yield Rig(vllm, gate)
+        yield Rig(vllm, gate, request.param)
 
 
 def test_a_layer_is_read_behind_its_load(rig: Rig) -> None:
@@ -325,14 +331,22 @@ def test_a_wait_that_cannot_be_queued(rig: Rig, monkeypatch: pytest.MonkeyPatch,
     rig.close()
 
 
-def test_tensors_are_found_by_their_addresses(vllm: SimpleNamespace) -> None:
-    slab = np.zeros((LAYERS, BLOCKS, PAGE), np.int8)
-    names = {f"layer.{i}": layer.reshape(BLOCKS, 2, 8, 32) for i, layer in enumerate(slab)}
-    found = vllm.layers.tensors_of({**names, "both": [slab[1], slab[3]]}, list(slab))
-    assert found == {**{f"layer.{i}": (i,) for i in range(LAYERS)}, "both": (1, 3)}
-    blocks = slab.reshape(BLOCKS, LAYERS, PAGE)  # one tensor of all layers
-    parts = {f"layer.{i}": blocks[:, i] for i in range(LAYERS)}
-    assert vllm.layers.tensors_of(parts, [slab.reshape(BLOCKS, LAYERS * PAGE)]) == dict.fromkeys(parts, (0,))
+def test_each_layer_waits_for_its_own_part(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks that adjoin, a store and a load of a tensor a layer copy each layer at once. Where layers lie
+    together, the store is one copy in all, and the load copies a layer of each block."""
+    waits = []
+    rig.learn()
+    rig.gate.open()
+    before = rig.load.device.stats()["copies"]
+    rig.submit(context())
+    together = len(rig.load.dst_tensors) == 1
+    assert rig.load.device.stats()["copies"] - before == 2 * LAYERS + (1 if together else 0)
+    rig.before_forward()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.load, "make_wait", lambda job, parts: waits.append(parts))
+        rig.forward()
+    assert waits == [(i,) for i in range(LAYERS)] and rig.loads.finish() is None
+    rig.close()
 
 
 # -- which loads ------------------------------------------------------------------------------------------------------

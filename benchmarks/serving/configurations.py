@@ -16,6 +16,7 @@ NAMES = {
     "kvswap": "KVSwapConnector with its spec",
     "kvswap-layers": "the same, without kvswap_block_first: a tensor a layer",
     "kvswap-overlap": "KVSwapConnector, requests in the step that loads their blocks (kvswap_overlap)",
+    "kvswap-overlap-layers": "the same, without kvswap_block_first: a tensor a layer",
     "native-files": "vLLM's TieringOffloadingSpec, and its tier of files (fs)",
     "kvswap-files": "KVSwapConnector with kvswap's, and FileTier",
     "simple": "vLLM's SimpleCPUOffloadConnector",
@@ -31,7 +32,8 @@ def split(name: str) -> tuple[str, str]:
     return base, option
 
 
-_WITH_SKIPPED = ("kvswap", "kvswap-layers", "kvswap-overlap", "spec", "kvswap-files", "simple-kvswap")
+_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-overlap", "kvswap-overlap-layers", "kvswap-files")
+_WITH_SKIPPED = (*_CONNECTOR, "spec", "simple-kvswap")
 REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
 
 
@@ -85,11 +87,11 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         extra["blocks_per_chunk"] = regime.chunk
     if base == "spec":
         extra.update(spec_name="KVSwapOffloadingSpec", spec_module_path="kvswap.vllm")
-    if base == "kvswap-overlap":
+    if base in ("kvswap-overlap", "kvswap-overlap-layers"):
         extra["kvswap_overlap"] = True
-    if base == "kvswap-layers":
+    if base in ("kvswap-layers", "kvswap-overlap-layers"):
         extra["kvswap_block_first"] = False
-    if base in ("kvswap", "kvswap-layers", "kvswap-overlap", "kvswap-files"):
+    if base in _CONNECTOR:
         made.update(kv_connector="KVSwapConnector", kv_connector_module_path="kvswap.vllm")
         made["kv_load_failure_policy"] = "recompute"
     if base == "native-files":

@@ -9,6 +9,9 @@ and so does any runner from 0.29 on under vLLM's own OffloadingConnector. What i
   (_use_packed_kv_cache_config). In 0.24 and 0.25 that layout swaps a page's heads and tokens, and is not used.
 - from 0.29 on: a connector's class names the layout that it prefers (get_required_kvcache_layout). vLLM takes another
   one, and says so, where an attention backend does not support it.
+
+In both, the bytes of a layer lie side by side in a block, so that steps can wait for a part of it (kvswap_overlap,
+_parts.py). In the first runner's tensor they do not: with kvswap_overlap that runner keeps a tensor a layer.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import re
 import sys
 from typing import Any
 
-from kvswap.vllm._handler import block_first_of, overlap_of
+from kvswap.vllm._handler import block_first_of
 from kvswap.vllm._plugin import PLANNER
 
 _LAYER_FIRST, _BLOCK_FIRST = "LBHNC", "BLHNC"
@@ -52,7 +55,6 @@ def why_not(vllm_config: Any) -> str | None:
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     against = {
         "kvswap_block_first is false": not block_first_of(extra_config),
-        "with kvswap_overlap steps wait for one layer after another": overlap_of(extra_config).on,
         "canonical_layout keeps layers apart": bool(extra_config.get("canonical_layout")),
         "secondary tiers have several blocks a chunk": _has_files_of_chunks(extra_config),
         # Measured: a decode step took 1.06 to 1.18 times as long with the latents of all layers together (0.26, H100).

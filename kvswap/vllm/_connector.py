@@ -324,11 +324,14 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """As vLLM's, in releases that ask; not where steps are to wait for one layer after another."""
+        """As vLLM's, in releases that ask; not where steps are to wait for one layer after another: the tensor of all
+        layers has the heads outside of the layers, so that each layer lies all over a block."""
         return not self._overlaps and bool(getattr(super(), "prefer_cross_layer_blocks", False))
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """As vLLM's."""
+        if self._overlaps and hasattr(self.connector_worker.spec, "layers"):
+            self.connector_worker.spec.layers = kv_caches
         super().register_kv_caches(kv_caches)
         self._attach(kv_caches)
 

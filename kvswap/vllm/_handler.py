@@ -13,6 +13,7 @@ from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
 from kvswap.typing import Path
+from kvswap.vllm._parts import cut_blocks
 
 _logger = logger("kvswap.vllm")
 
@@ -102,7 +103,10 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
     strict = True
     in_layers: frozenset[int] = frozenset()  # jobs whose tensors the step waits for one after another
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, layers: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """layers: the layers' caches by name, if steps wait for them: blocks that hold several are cut for it."""
+        if layers and not kwargs.get("canonical_layout"):
+            kwargs["layer_parts"] = cut_blocks(layers, args[0] if args else kwargs["gpu_tensors"])
         super().__init__(*args, **kwargs)
         self._kept: list[TransferResult] = []  # results collected in a call that raised another job's failure
         self._logged = time.monotonic()
@@ -116,6 +120,10 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
             len(self.src_tensors),
             self.blocks_per_chunk,
         )
+        for parts in () if self.gpu_to_cpu else self.layer_parts:
+            if len(parts) > 1:
+                sizes = ", ".join(str((end - begin) >> 10) for begin, end in parts)
+                _logger.info("kvswap_overlap: a step loads a block of its own in parts of %s KiB", sizes)
 
     def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None, *, layer_events: bool = False) -> bool:
         """As the base class; layer_events for the jobs of in_layers."""

@@ -2,9 +2,10 @@
 
 They are submitted before the step's inputs are prepared, or else before the model's forward pass. In a step that runs
 as Python, or as CUDA graphs of pieces, vLLM calls wait_for_layer_load() before each layer's attention, and the model's
-stream waits for this layer's tensors alone. A full CUDA graph does not call it (vLLM #29608): before such a step, and
-before one of which this is not known, the stream waits for all of the load. Known means: in earlier steps of the same
-kind each layer with a cache was waited for.
+stream waits for this layer's tensors alone, or, in a cache of all layers together, for the part of the blocks with its
+bytes (_parts.py). A full CUDA graph does not call it (vLLM #29608): before such a step, and before one of which this is
+not known, the stream waits for all of the load. Known means: in earlier steps of the same kind each layer with a cache
+was waited for.
 
 After the forward pass finish() waits on the host until the loads have ended, so that the step's output is told together
 with their failures. A layer that was not waited for in a step that relied on it counts as one, and a wait that could
@@ -20,24 +21,12 @@ from vllm.forward_context import get_forward_context
 
 from kvswap import _C
 from kvswap._log import logger
-from kvswap.offload._layout import extent_of
 from kvswap.vllm._handler import VLLMHandler
+from kvswap.vllm._parts import parts_of
 
 _logger = logger("kvswap.vllm")
 
 _CALLED = ("NONE", "PIECEWISE")  # CUDAGraphMode: vLLM calls wait_for_layer_load() in steps of these kinds
-
-
-def tensors_of(kv_caches: Mapping[str, Any], gpu_tensors: Iterable[Any]) -> dict[str, tuple[int, ...]]:
-    """The handler's tensors that each layer's cache has bytes in, by their addresses."""
-    places = [extent_of(tensor, "a tensor of the handler") for tensor in gpu_tensors]
-    found = {}
-    for name, cache in kv_caches.items():
-        parts = [extent_of(part, name) for part in (cache if isinstance(cache, (list, tuple)) else [cache])]
-        found[name] = tuple(
-            i for i, (begin, end) in enumerate(places) if any(begin < last and first < end for first, last in parts)
-        )
-    return found
 
 
 def _kind_of(forward_context: Any) -> str | None:
@@ -54,7 +43,8 @@ class StepLoads:
 
     def __init__(self, handlers: Iterable[VLLMHandler], kv_caches: Mapping[str, Any]) -> None:
         self._handlers = [handler for handler in handlers if not handler.gpu_to_cpu]
-        self._tensors = tensors_of(kv_caches, self._handlers[0].dst_tensors)
+        load = self._handlers[0]
+        self._parts = parts_of(kv_caches, load.dst_tensors, load.layer_parts)
         self._names = frozenset(kv_caches)
         self._seen: dict[str, set[str]] = {}  # layers that were waited for, by the kind of step
         self._waited: set[str] = set()  # in this step
@@ -96,11 +86,11 @@ class StepLoads:
             _logger.info("a step waits for the load of its own blocks %s", after)
         self.counts[how] += 1
 
-    def _wait(self, tensors: tuple[int, ...] | None) -> None:
+    def _wait(self, parts: tuple[int, ...] | None) -> None:
         for job in self.jobs:
             for handler in self._handlers:
                 try:
-                    handler.make_wait(job, tensors)
+                    handler.make_wait(job, parts)
                 except _C.Error as error:  # of the load, whose result tells it too, or of the wait itself
                     self._refused = self._refused or str(error)
 
@@ -108,7 +98,7 @@ class StepLoads:
         """Before a layer's attention is queued."""
         if self._by_layers:
             self._waited.add(name)
-            self._wait(self._tensors.get(name))
+            self._wait(self._parts.get(name))
         elif not self._quiet:
             seen = self._seen.setdefault(_kind_of(get_forward_context()) or "unknown", set())
             seen.add(name)

@@ -77,14 +77,21 @@ def _leave(reason: str) -> None:
 
 
 @contextmanager
-def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> Iterator[None]:
+def _ours_in_place(
+    extra_config: Mapping[str, Any], remember_failures: bool, layers: Mapping[str, Any] | None
+) -> Iterator[None]:
     """While vLLM builds a worker."""
     reason = why_not()
     if reason is not None:
         _leave(reason)
         yield
         return
-    options, port = options_of(extra_config), port_of(extra_config)
+    options: dict[str, Any] = {
+        **options_of(extra_config),
+        "remember_failures": remember_failures,
+        "layers": layers,
+    }
+    port = port_of(extra_config)
     if port is not None:
         serve(port)
     made: list[Any] = []
@@ -94,7 +101,7 @@ def _ours_in_place(extra_config: Mapping[str, Any], remember_failures: bool) -> 
         """kvswap's handler; or vLLM's for the whole worker, if the first cannot be created."""
         try:
             if not made or isinstance(made[0], VLLMHandler):
-                made.append(VLLMHandler(*args, **kwargs, **options, remember_failures=remember_failures))
+                made.append(VLLMHandler(*args, **kwargs, **options))
                 return made[-1]
         except (TypeError, ValueError, IndexError) as error:
             if made:
@@ -143,18 +150,19 @@ class KVSwapTransfers:
     """
 
     remember_failures = True
+    layers: Mapping[str, Any] | None = None  # the layers' caches, if steps wait for one layer after another
     extra_config: dict[str, Any]
     _handlers: Any
     _worker: Any
 
     def create_handlers(self, kv_caches: Any) -> Any:
         """To 0.24: both directions."""
-        with _ours_in_place(self.extra_config, self.remember_failures):
+        with _ours_in_place(self.extra_config, self.remember_failures, self.layers):
             return super().create_handlers(kv_caches)  # type: ignore[misc]
 
     def create_worker(self, kv_caches: Any) -> Any:
         """From 0.25 on: the worker."""
-        with _ours_in_place(self.extra_config, self.remember_failures):
+        with _ours_in_place(self.extra_config, self.remember_failures, self.layers):
             return super().create_worker(kv_caches)  # type: ignore[misc]
 
     # vLLM refuses platforms other than GPUs at this point. A cache in host memory is moved on the host device.

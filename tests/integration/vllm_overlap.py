@@ -133,6 +133,17 @@ class Scenario:
         self.check_answer(self.go(tokens), tokens)
         self.say("a load that is late is waited for, layer by layer")
 
+    def parts(self) -> None:
+        """What each layer waits for. With all layers of a block together, it is a part of the block."""
+        self.engine.forget_gpu()
+        parts = self.engine.workers.call("parts")[0]
+        if self.options.block_first:
+            assert len(parts) == 1 and len(parts[0]) > 1, parts
+            text = " + ".join(str(kib) for kib in parts[0])
+            self.say(f"a load in a step moves a block in parts of {text} KiB, and each layer waits for its own")
+        else:
+            assert all(len(each) == 1 for each in parts), parts
+
     # -- what does not ------------------------------------------------------------------------------------------------
 
     def failing(self, seed: int, steps: int = 0, *, then: Callable[[str], None] | None = None) -> tuple[str, list[int]]:
@@ -255,6 +266,7 @@ class Scenario:
 def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None], prompt: Any) -> None:
     tests = Scenario(engine, options, say, prompt)
     assert engine.scheduler.connector._overlaps, "it is off"
+    tests.parts()
     tests.alone()
     tests.shared()
     tests.whole_prompt()
@@ -267,3 +279,24 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     tests.fails_and_is_preempted()
     tests.a_layer_is_skipped()
     tests.a_layer_is_not_waited_for()
+
+
+def left_out_of_a_part(engine: Any, options: argparse.Namespace, say: Callable[[str], None], prompt: Any) -> None:
+    """A copy of a load's last part is left out: the last layer's bytes say so. The engine cannot go on after it."""
+    tests = Scenario(engine, options, say, prompt)
+    worker = engine.workers.local
+    parts = len(worker.parts()[0])
+    tokens = tests.stored(41, 9)
+    blocks = tests.whole(tokens) // TOKENS
+    before = tests.own()
+    worker.fault("skip", 1 + (parts - 1) * blocks)
+    try:
+        tests.go(tokens)
+    except AssertionError as error:
+        assert tests.own()["layers"] == before["layers"] + 1
+        worker.fault(None)
+        last = worker.first_wrong
+        assert last == list(worker.layers)[-1], f"{last} holds other bytes first"
+        say(f"a copy left out of part {parts} of {parts} is found, in the last layer: {error}")
+        return
+    raise AssertionError("a copy was left out, and this test did not notice")

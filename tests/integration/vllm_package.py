@@ -16,7 +16,9 @@ vLLM's own connector around our spec, where a fault has to raise and name the jo
 --ranks 2: tensor-parallel ranks in processes of their own, which share the region of vLLM's tiering spec; what they
 tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: vLLM's engine is put to sleep while
 transfers run, its memory goes, and it is woken up. --sync-loads (0.33): requests run in the step that loads their
-blocks, and what it computed beside a load that failed is stored nowhere. vllm_worker.py says what stands in for what.
+blocks, and what it computed beside a load that failed is stored nowhere. --overlap: each layer waits for its own part
+of such a load (vllm_overlap.py); with --block-first, for a part of each block. vllm_worker.py says what stands in for
+what.
 """
 
 # ruff: noqa: E402  (vLLM is imported once it is known from where)
@@ -590,6 +592,8 @@ def main() -> int:
         jobs, checked = (sum(stats[key] for stats in ends) for key in ("jobs", "checked"))
         if OPTIONS.simple:
             dropped_copy(Engine(Path(folder)), kvswap.Device(first["device"]))
+        if OPTIONS.overlap and OPTIONS.block_first and OPTIONS.ranks == 1:
+            vllm_overlap.left_out_of_a_part(Engine(Path(folder)), OPTIONS, say, prompt)
         say(f"{jobs} jobs by {paths}, {checked} blocks of layers checked: all right")
     return 0
 

@@ -61,6 +61,7 @@ try:
     from vllm.v1.core import kv_cache_planning as planner
 except ImportError:  # to 0.32
     from vllm.v1.core import kv_cache_utils as planner
+from kvswap.vllm import _parts
 from kvswap.vllm._handler import VLLMHandler
 
 TOKENS = 16  # of a block
@@ -324,6 +325,8 @@ class Worker:
         if options.simple and not placed():  # it takes what shares a storage for one tensor
             slab = [layer.clone() for layer in slab]
         self.layers = {name: slab[i] for names in groups_of(options) for i, name in enumerate(names)}
+        if options.overlap and options.block_first:
+            _parts.LEAST_NBYTES = PAGE  # a block has few KiB here: it would be one part
         with set_current_vllm_config(config):
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self.connector.register_kv_caches(self.layers)
@@ -332,6 +335,7 @@ class Worker:
         self.faults = contextlib.ExitStack()
         self.checked = 0
         self.wrong, self.unsound = {}, set()
+        self.first_wrong: str | None = None  # layer
         self.play()
 
     # -- bytes --------------------------------------------------------------------------------------------------------
@@ -349,7 +353,7 @@ class Worker:
             elif torch.equal(page.cpu(), holds):
                 self.checked += 1
             else:
-                wrong = True
+                wrong, self.first_wrong = True, self.first_wrong or name
                 self.unsound.add(request)
                 where = f" on rank {self.rank}" if self.rank else ""
                 self.wrong[block] = f"{request}: block {index} (GPU block {block}) of {name} holds other bytes{where}"
@@ -400,7 +404,24 @@ class Worker:
         """The waits for layers are counted and left out."""
         own, wait = self.connector._own_loads, self.connector._own_loads._wait
         own._broken = False  # from another test
-        own._wait = lambda tensors: wait(tensors) if tensors is None else None
+        own._wait = lambda parts: wait(parts) if parts is None else None
+
+    def parts(self) -> list[list[int]]:
+        """KiB of the parts that a load in a step moves of each tensor's blocks. A layer waits for those with its bytes,
+        and for no others: what changes in its cache when a part is written says which."""
+        load = next(handler for handler in self.handlers() if not handler.gpu_to_cpu)
+        found, number = {name: [] for name in self.layers}, 0
+        for tensor, parts in zip(load.dst_tensors, load.layer_parts, strict=True):
+            for begin, end in parts:
+                self.memory.tensor.zero_()
+                tensor[:, begin:end] = 1
+                for name, layer in self.layers.items():
+                    found[name] += [number] * bool(layer.view(torch.uint8).any())
+                number += 1
+        self.forget()
+        waits = self.connector._own_loads._parts
+        assert waits == {name: tuple(numbers) for name, numbers in found.items()}, f"{waits}, and it is {found}"
+        return [[(end - begin) >> 10 for begin, end in parts] for parts in load.layer_parts]
 
     def step(self, meta: Any, finished: set[str], work: list[tuple[Any, ...]]) -> Any:
         """One engine step, in the order of vLLM's model runner; what it has to tell the scheduler."""
@@ -468,12 +489,12 @@ class Worker:
         pieces.sort()
         return 1 + sum(after[0] != before[1] for before, after in pairwise(pieces))
 
-    def fault(self, action: str | None) -> None:
-        """The next copy fails, or is left out; None: no more."""
+    def fault(self, action: str | None, nth: int = 1) -> None:
+        """The nth copy from now on fails, or is left out; None: no more."""
         if action is None:
             self.faults.close()
         else:
-            self.faults.enter_context(testing.fault(self.device, "copy", action))
+            self.faults.enter_context(testing.fault(self.device, "copy", action, nth=nth))
 
     def hold(self, seconds: float) -> None:
         """The model computes for so long: what is submitted meanwhile waits for it."""
