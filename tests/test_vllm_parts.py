@@ -130,8 +130,10 @@ def test_groups_that_lie_over_each_other() -> None:
 def test_a_cache_with_other_blocks_waits_for_all() -> None:
     """As an attention backend may have them, that takes a block for two."""
     cache = Packed({f"layer.{i}": 64 * KIB for i in range(16)}, blocks=4)
-    halves = {"layer.0": cache.tensor.reshape(8, -1)[:, : 64 * KIB]}
-    assert parts_of(halves, [cache.tensor], cut_blocks(cache.layers, [cache.tensor])) == {"layer.0": (0, 1, 2, 3, 4)}
+    halves = cache.tensor.reshape(8, -1)[:, : 64 * KIB]
+    parts = cut_blocks(cache.layers, [cache.tensor])
+    for first in (0, 1):  # from the beginning of a block on, and from its middle on
+        assert parts_of({"layer.0": halves[first:]}, [cache.tensor], parts) == {"layer.0": (0, 1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -282,7 +282,8 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
 
 
 def left_out_of_a_part(engine: Any, options: argparse.Namespace, say: Callable[[str], None], prompt: Any) -> None:
-    """A copy of a load's last part is left out: the last layer's bytes say so. The engine cannot go on after it."""
+    """A copy of a load's last part is left out: the bytes of its first layer say so. The engine cannot go on after
+    it."""
     tests = Scenario(engine, options, say, prompt)
     worker = engine.workers.local
     parts = len(worker.parts()[0])
@@ -295,8 +296,8 @@ def left_out_of_a_part(engine: Any, options: argparse.Namespace, say: Callable[[
     except AssertionError as error:
         assert tests.own()["layers"] == before["layers"] + 1
         worker.fault(None)
-        last = worker.first_wrong
-        assert last == list(worker.layers)[-1], f"{last} holds other bytes first"
-        say(f"a copy left out of part {parts} of {parts} is found, in the last layer: {error}")
+        name = worker.first_wrong
+        assert worker.connector._own_loads._parts[name] == (parts - 1,), f"{name} holds other bytes first"
+        say(f"a copy left out of part {parts} of {parts} is found, in {name}: {error}")
         return
     raise AssertionError("a copy was left out, and this test did not notice")
