@@ -411,6 +411,15 @@ def test_a_connector_that_is_not_known(vllm: SimpleNamespace, monkeypatch: pytes
     assert "_reserve_sync_load is not known" in vllm.overlap.why_not(config(), cache(AttentionSpec()))
 
 
+@pytest.mark.parametrize(("name", "known"), [("max_num_new_tokens", True), ("another", False)])
+def test_what_a_lookup_takes(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, known: bool) -> None:
+    taken: dict[str, Any] = {}
+    exec(f"def asked(self, request, num_computed_tokens, {name}=None): ...", taken)
+    monkeypatch.setattr(OffloadingConnectorScheduler, "get_num_new_matched_tokens", taken["asked"])
+    found = vllm.overlap.why_not(config(), cache(AttentionSpec()))
+    assert found is None if known else "get_num_new_matched_tokens is not known" in found
+
+
 @pytest.fixture
 def overlap(vllm: SimpleNamespace) -> Any:
     """100 tokens are 12,800 bytes: at 10 GB/s they take 1.3 us. The budget is 200 tokens'."""
@@ -524,6 +533,17 @@ def test_blocks_that_have_a_hash_are_loaded(vllm: SimpleNamespace, overlap: Any)
     assert vllm.overlap.sync_loads_of(meta) == {0}
     assert meta.load_jobs[0].dst_spec.block_ids.tolist() == [4, 5, 6]
     assert vllm.overlap.sync_loads_of(OffloadingConnectorMetadata({1: SimpleNamespace(sync=True)}, {})) == {1}
+
+
+def test_groups_that_are_not_offloaded_stay(overlap: Any) -> None:
+    """From 0.30 on a connector may have some of the groups."""
+    overlap.scheduler.config.kv_group_configs = [SimpleNamespace(tokens_per_block=16, group_idx=1)]
+    overlap.scheduler._req_status["a"] = SimpleNamespace(num_locally_computed_tokens=16)
+    overlap._now.add("a")
+    others, ours = ([SimpleNamespace(block_id=i, is_null=False, block_hash=b"hash") for i in range(2)] for _ in "ab")
+    given = overlap.allocate(Request("a"), SimpleNamespace(blocks=(others, ours)), 16)
+    assert given.blocks[0] is others
+    assert [block.block_hash for block in given.blocks[1]] == [b"hash", None]
 
 
 # -- a load that fails ------------------------------------------------------------------------------------------------

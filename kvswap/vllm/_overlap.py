@@ -52,7 +52,8 @@ def _why_not_release() -> str | None:
         return "update_state_after_alloc"
     if [f.name for f in fields(common.TransferJob)] != ["req_id", "src_spec", "dst_spec"]:
         return "TransferJob"
-    if list(inspect.signature(theirs.get_num_new_matched_tokens).parameters)[1:] != ["request", "num_computed_tokens"]:
+    asked = list(inspect.signature(theirs.get_num_new_matched_tokens).parameters)[1:]
+    if asked[:2] != ["request", "num_computed_tokens"] or asked[2:] not in ([], ["max_num_new_tokens"]):  # from 0.30 on
         return "get_num_new_matched_tokens"
     return None
 
@@ -301,10 +302,12 @@ class Emulated(Overlap):
         if not tokens or request.request_id not in self._now:
             return blocks
         computed = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
-        groups = []
-        for group, has in zip(self.scheduler.config.kv_group_configs, blocks.blocks, strict=False):  # as vLLM
+        configs = self.scheduler.config.kv_group_configs
+        groups = list(blocks.blocks)  # from 0.30 on some may not be offloaded
+        for position, group in enumerate(configs):
+            index = getattr(group, "group_idx", position)
             first = -(-computed // group.tokens_per_block)
-            groups.append([_Block(block, i >= first) for i, block in enumerate(has)])
+            groups[index] = [_Block(block, i >= first) for i, block in enumerate(blocks.blocks[index])]
         return _Blocks(tuple(groups))
 
     def allocated(self, request: Any, tokens: int) -> None:
