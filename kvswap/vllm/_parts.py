@@ -6,9 +6,10 @@ for those moved before them. All other transfers move the block as one copy.
 
 How many parts: each is a copy of its own, and small copies are slower: by the built-in costs the link gets 48 GB/s of
 copies of 128 KiB, 49 of 256 KiB, 53 of 512 KiB and 54 of 2 MiB. With fewer parts the first layer waits for longer, and
-more layers are computed behind the last part. So there are four inner parts, up to seven where they still have 512 KiB
-each. The first and the last part have half of it, since the model waits for the one, and computes behind the other.
-None is smaller than 128 KiB, so that a short block has fewer, down to one: then layers wait for all of the load.
+more layers are computed behind the last part. So a block is cut at four places, or at up to seven where 512 KiB still
+lie between two of them. The first and the last part have half of what the others have, since the model waits for the
+one, and computes behind the other. None is smaller than 128 KiB, so that a short block has fewer, down to one: then
+layers wait for all of the load.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 from kvswap.offload._layout import Blocks, Ranges, blocks_of, extent_of, geometry_of
 
 LEAST_NBYTES = 128 << 10  # of a part
-_LARGE_NBYTES = 512 << 10  # of an inner part, where there are more than four
-_FEW, _MOST = 4, 7  # ideal cuts; there is one part more
+_LARGE_NBYTES = 512 << 10  # between two cuts, where there are more than _FEW
+_FEW, _MOST = 4, 7  # cuts
 
 
 def _range_of(cache: Any, blocks: Blocks, name: str) -> tuple[int, int] | None:
