@@ -84,7 +84,8 @@ class _Watch:
         self.failures: list[_Failure] = []  # not reported yet
         self.distrusted: dict[int, str] = {}  # loads that count as failed, and why
         self.steps_own: StepLoads | None = None
-        for handler in _handlers_of(worker):
+        self._handlers = _handlers_of(worker)
+        for handler in self._handlers:
             handler.strict = False
 
     def __getattr__(self, name: str) -> Any:
@@ -121,6 +122,13 @@ class _Watch:
         own = self.steps_own
         late = own.jobs if own is not None and own.submitting else frozenset()
         self._worker.wait(set(job_ids) - late)
+
+    def is_idle(self) -> bool:
+        """Whether no job is unfinished or unreported; False if the transfers are not kvswap's."""
+        for handler in self._handlers:
+            if handler.has_jobs:
+                return False
+        return bool(self._handlers) and not self._refused
 
     def get_finished(self) -> list[Any]:
         """All ended jobs; failed ones without size and time, so that metrics do not count them."""
@@ -183,6 +191,15 @@ def _has_own_sync_loads() -> bool:
     return _overlap.is_native() and _failures.why_not() is None
 
 
+def _leave_out_idle_steps() -> bool:
+    """Whether calls that have nothing to do may return at once."""
+    try:
+        from kvswap.vllm import _idle
+    except ImportError:
+        return False
+    return _idle.known()
+
+
 def _handle_failures(kind: type) -> None:
     try:
         from kvswap.vllm import _failures
@@ -236,6 +253,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._loads_early = getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
         self._submitted: Any = None  # worker: the metadata whose loads were submitted early
         self._watch: _Watch | None = None
+        self._knows_idle_steps = _leave_out_idle_steps()
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
@@ -345,10 +363,18 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if self._own_loads is not None and self._loads_early and self._sync_loads_of(kv_connector_metadata):
             self.handle_preemptions(kv_connector_metadata)
 
+    def _has_nothing_to_submit(self, meta: Any) -> bool:
+        """vLLM's calls before the model have nothing to do."""
+        return self._knows_idle_steps and not (
+            meta.load_jobs or meta.jobs_to_flush or self.connector_worker._unsubmitted_store_jobs
+        )
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
         if self._submitted is not None and self._submitted is kv_connector_metadata:
             return  # begin_step() did it
+        if self._has_nothing_to_submit(kv_connector_metadata):
+            return
         super().handle_preemptions(kv_connector_metadata)
         own, worker = self._own_loads, self.connector_worker
         if own is None or not self._loads_early:
@@ -360,7 +386,10 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """As vLLM's; the loads of the step's own requests are waited for by its layers."""
-        own, meta, start = self._own_loads, self._connector_metadata, super().start_load_kv
+        own, meta = self._own_loads, self._connector_metadata
+        if own is None and self._has_nothing_to_submit(meta):
+            return
+        start = super().start_load_kv
         if own is None:
             start(forward_context, **kwargs)
             return
@@ -399,6 +428,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if self._own_loads is not None:
             self._end_own_loads(self._own_loads, self._watch)  # type: ignore[arg-type]
         watch, loads = self._watch, self.connector_worker._load_jobs
+        if self._knows_idle_steps and not self._connector_metadata.store_jobs and watch.is_idle():  # type: ignore[union-attr]
+            return set(), set()
         requests = dict(loads) if loads else {}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         if not watch.failures:  # type: ignore[union-attr]
@@ -431,8 +462,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As vLLM's, with the requests whose load failed; in releases that have it."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= self._failed_requests
-        self._failed_requests = set()
+        if self._failed_requests:
+            results.failed_recving |= self._failed_requests
+            self._failed_requests = set()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -509,14 +541,18 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
-        meta, jobs = connector_output.kv_connector_worker_meta, self.connector_scheduler._jobs
+        meta = connector_output.kv_connector_worker_meta
+        failed = getattr(connector_output, "failed_recving", None)
+        if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or self._overlap):
+            return
+        jobs = self.connector_scheduler._jobs
         if meta is not None:
             self._failed_stores.update(getattr(meta, "failed_stores", {}))
             for load, why in getattr(meta, "failed_sync_loads", {}).items():
                 computed = f"it may hold what was computed without the bytes of load {load}, which failed: {why}"
                 self._failed_stores.update((job, computed) for job in jobs if job > load)
         super().update_connector_output(connector_output)
-        self._given_up |= (getattr(connector_output, "failed_recving", None) or set()) & self._looked_up
+        self._given_up |= (failed or set()) & self._looked_up
         if self._overlap is not None:
             self._overlap.reported(meta)
         if self._failed_stores:

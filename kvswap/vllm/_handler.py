@@ -129,9 +129,14 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
         """As the base class; layer_events for the jobs of in_layers."""
         return super().transfer_async(job_id, spec, dst_spec, layer_events=layer_events or job_id in self.in_layers)
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether get_finished() may have something to report; not so in most steps of an engine."""
+        return bool(self._transfers or self._kept)
+
     def get_finished(self) -> list[TransferResult]:
         """As the base class; strict, kvswap.Error for a job that failed."""
-        if not self._transfers and not self._kept:  # as in most steps of an engine
+        if not self.has_jobs:
             return []
         results, self._kept = self._kept + super().get_finished(), []
         if time.monotonic() - self._logged >= _LOG_EVERY:
