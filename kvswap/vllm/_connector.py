@@ -191,12 +191,14 @@ def _has_own_sync_loads() -> bool:
     return _overlap.is_native() and _failures.why_not() is None
 
 
-def _leave_out_idle_steps() -> bool:
-    """Whether calls that have nothing to do may return at once."""
+def _leave_out_idle_steps(scheduler: Any) -> bool:
+    """Whether calls that have nothing to do may return at once. scheduler: vLLM's connector_scheduler, or None."""
     try:
         from kvswap.vllm import _idle
     except ImportError:
         return False
+    if scheduler is not None:
+        _idle.install(scheduler)
     return _idle.known()
 
 
@@ -253,7 +255,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._loads_early = getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
         self._submitted: Any = None  # worker: the metadata whose loads were submitted early
         self._watch: _Watch | None = None
-        self._knows_idle_steps = _leave_out_idle_steps()
+        self._knows_idle_steps = _leave_out_idle_steps(getattr(self, "connector_scheduler", None))
         self._invalid_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_stores: dict[int, str] = {}  # worker: not reported yet; scheduler: of unfinished jobs
