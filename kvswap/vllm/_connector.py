@@ -12,7 +12,8 @@ the connector as ended, and the failure to KVSwapConnector:
   computed from wrong bytes, and its stores may be under way. All stores since that load are dropped, and the request is
   computed again from its first token on (_failures.py).
 
-Nothing is loaded any more for a request of which a load failed. _finished.py has what a request that ended stores.
+Nothing is loaded any more for a request of which a load failed. _finished.py has what a request that ended stores,
+_windows.py what is stored of sliding windows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 import kvswap
 from kvswap._log import logger
 from kvswap.offload import TransferResult
-from kvswap.vllm import _block_first, _finished
+from kvswap.vllm import _block_first, _finished, _windows
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overlap_of
 
 if TYPE_CHECKING:
@@ -268,6 +269,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             manager.complete_store = self._complete_store_truly
             self._say_how_blocks_lie(vllm_config, kv_cache_config)
             _finished.install(self.connector_scheduler)
+            _windows.install(self.connector_scheduler, kv_cache_config)
             _handle_failures(KVSwapConnector)
             if self.has_sync_loads:
                 asked = settings if self._overlaps else None

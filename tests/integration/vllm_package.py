@@ -18,6 +18,7 @@ tell goes through vLLM's aggregator. On GPUs, each has one of its own. --sleep: 
 transfers run, its memory goes, and it is woken up. --sync-loads (0.33): requests run in the step that loads their
 blocks, and what it computed beside a load that failed is stored nowhere. --overlap: each layer waits for its own part
 of such a load (vllm_overlap.py); with --block-first, for a part of each block. --idle: as vllm_idle.py says.
+--hybrid: also as vllm_windows.py says.
 vllm_worker.py says what stands in for what.
 """
 
@@ -102,6 +103,7 @@ sys.path.append(str(Path(__file__).parent))
 import vllm
 import vllm_idle
 import vllm_overlap
+import vllm_windows
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
@@ -602,6 +604,8 @@ def main() -> int:
         jobs, checked = (sum(stats[key] for stats in ends) for key in ("jobs", "checked"))
         if OPTIONS.simple:
             dropped_copy(Engine(Path(folder)), kvswap.Device(first["device"]))
+        elif OPTIONS.hybrid and not (OPTIONS.overlap or OPTIONS.async_scheduling):
+            vllm_windows.scenario(lambda: Engine(Path(folder)), OPTIONS, say, prompt)
         if OPTIONS.overlap and OPTIONS.block_first and OPTIONS.ranks == 1:
             vllm_overlap.left_out_of_a_part(Engine(Path(folder)), OPTIONS, say, prompt)
         say(f"{jobs} jobs by {paths}, {checked} blocks of layers checked: all right")
