@@ -765,6 +765,21 @@ def test_auto_bursts_many_copies(
     assert taken(500, "high") == ("burst" if slower < 1 else other)
 
 
+def test_auto_leaves_large_copies_to_the_copy_engine(direction: int) -> None:
+    """Bursts that are 6 % faster are taken for blocks below 512 KiB; for larger ones they must be 8 % faster."""
+    device = testing.deterministic_device(1)
+    sides, ids = Sides(device, 16 * MIB), np.arange(12)[::-1]  # no two are one copy
+
+    def taken(size: int, faster: float, priority: Priority = "normal") -> str:
+        each = {"dma": 1e6, "burst": 1e6 / faster}
+        use_costs(device, lambda path: (1.0, each.get(path, 1e9), 1e9 if path == "kernel" else 0.0))
+        large = replace(plain(size, 1, 12, direction), gpu_ids=ids, cpu_ids=np.arange(12))
+        return sides.run(large, priority=priority).path
+
+    assert [taken(256 << 10, 1.06), taken(512 << 10, 1.06), taken(512 << 10, 1.1)] == ["burst", "dma", "burst"]
+    assert taken(512 << 10, 1.06, "high") == "burst"
+
+
 def test_auto_knows_that_layers_are_launches(direction: int) -> None:
     """A kernel that is a tenth faster than bursts is not when it is launched for some layers at a time; 2 MiB are one
     launch."""

@@ -19,6 +19,18 @@ enum { FEW = 3 };
  * 1.09 H2D, plain copies of the same speed by 1.01 and 1.04. */
 static const double BURST_HANDICAP = 1.04, KERNEL_HANDICAP = 1.05;
 
+/* Large copies are within a few percent of bursts, and cost a model nothing: 256 copies of 2 MiB D2H beside a product
+ * slowed it by 1.014 at 53 GB/s, bursts of the same blocks by 1.056 at 47 (H100). And the first kernel makes each later
+ * kernel of a model's graphs begin later (docs/performance.md, "A model's graphs"), so that there had better be none.
+ */
+static const double LARGE_BURST_HANDICAP = 1.08;
+static const uint64_t LARGE_BURST_NBYTES = 512 << 10;
+
+static double burst_handicap(const struct kvs_shape *shape) {
+  bool large = shape->copies && shape->nbytes / shape->copies >= LARGE_BURST_NBYTES;
+  return large ? LARGE_BURST_HANDICAP : BURST_HANDICAP;
+}
+
 /* Layer by layer the kernel is launched several times, and the link idles in between: 12.0 ms for 512 MiB H2D beside
  * the 32 layers of a model that wait for them, where one launch is predicted to take 10.5 (H200). */
 static const double LAUNCHES_HANDICAP = 1.15;
@@ -159,7 +171,8 @@ static double predict(const struct kvs_submission *s, enum kvs_path path) {
   const struct kvs_shape *shape = &s->work->shape;
   double ns = kvs_cost_ns(&s->engine->costs, shape, path);
   if (path == KVS_PATH_BURST)
-    ns = (ns * odd_runs(shape) + slow_start(shape)) * many(shape->runs, shape->nbytes) * (high ? 1 : BURST_HANDICAP);
+    ns = (ns * odd_runs(shape) + slow_start(shape)) * many(shape->runs, shape->nbytes) *
+         (high ? 1 : burst_handicap(shape));
   if (path == KVS_PATH_DMA) ns *= many(shape->copies, shape->nbytes);
   return ns;
 }
