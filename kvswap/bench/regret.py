@@ -27,7 +27,7 @@ from .report import Document, Table, document
 from .shapes import Shape, host_nbytes
 from .table import DIRECTIONS, check_room
 
-GOAL_NEAR, GOAL_SHARE, GOAL_LEAST = 0.95, 0.95, 0.80
+GOAL_NEAR, GOAL_SHARE, GOAL_LEAST = 0.95, 0.97, 0.90
 _SMALLEST, _LARGEST = 1 << 10, 2 << 20  # bytes a block
 _MOST_TENSORS, _MOST_COPIES = 128, 32768
 _RUNS = (1, 1, 2, 8, 64, 0)  # as Shape's; scattered twice as often as any other
