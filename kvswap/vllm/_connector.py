@@ -391,7 +391,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """As vLLM's; the loads of the step's own requests are waited for by its layers."""
         own, meta = self._own_loads, self._connector_metadata
-        if own is None and self._has_nothing_to_submit(meta):
+        if self._has_nothing_to_submit(meta) and (own is None or not own.jobs):
             return
         start = super().start_load_kv
         if own is None:
@@ -547,7 +547,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         failed = getattr(connector_output, "failed_recving", None)
-        if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or self._overlap):
+        loads = self._overlap is not None and self._overlap.has_loads
+        if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or loads):
             return
         jobs = self.connector_scheduler._jobs
         if meta is not None:

@@ -188,6 +188,8 @@ class Overlap:
     def _note(self, meta: Any) -> None:
         """The step is planned."""
         self._step_bytes = 0.0
+        if not meta.load_jobs:
+            return
         for job_id in sync_loads_of(meta):
             job = meta.load_jobs[job_id]
             blocks = set(np.asarray(job.dst_spec.block_ids).tolist())
@@ -217,6 +219,11 @@ class Overlap:
         for load in loads:
             bad |= load.spoilt
         return {load.request_id for load in loads}, bad
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether reported() has something to look for."""
+        return bool(self._loads)
 
     def reported(self, meta: Any) -> None:
         """A step's report of all workers, which vLLM has read: which loads ended, and how long they took."""
