@@ -13,7 +13,8 @@ class Regime:
     """One set of engines. cpu_gib: the host cache of each. chunk: GPU blocks in a host block. runner v1: the cache is
     one tensor, whose blocks are all layers together. ranks: GPUs, each with a part of the heads; what is done in
     workers of their own (submissions, the connector's calls) is not watched then. fragmented: host blocks are handed
-    out in random order, as in a server that has run for long."""
+    out in random order, as in a server that has run for long. prompt_only: serving.server offloads no answers, as is
+    vLLM's default."""
 
     model: Model = field(default_factory=Model)
     gpu_blocks: int = 2048
@@ -22,6 +23,7 @@ class Regime:
     runner: str = "v2"
     ranks: int = 1
     fragmented: bool = False
+    prompt_only: bool = False
     prompts: int = 48
     length: int = 4097  # tokens in a prompt: whole blocks, and the one token that is computed where they are cached
     hits: int = 12  # prompts taken one at a time

@@ -82,7 +82,7 @@ def arguments(name: str, made: Regime, folder: Path) -> list[str]:
         "worker-extension-cls": "serving.server_process.FaultyWorker",
     }  # fmt: skip
     if (transfer := transfer_config(name, made, folder)) is not None:
-        transfer["kv_connector_extra_config"]["offload_prompt_only"] = False  # answers are stored too
+        transfer["kv_connector_extra_config"]["offload_prompt_only"] = made.prompt_only
         options["kv-transfer-config"] = json.dumps(transfer)
     switches = ["--skip-tokenizer-init", "--enforce-eager", "--disable-uvicorn-access-log"]
     if made.device == "cpu":
