@@ -17,7 +17,7 @@ from test_offload import Cache, Library, check_both_ways, oracle, plain, specs
 import kvswap
 from kvswap import testing
 from kvswap.offload import CanonicalKVCacheRef
-from kvswap.offload._layers import places_of, waits_of
+from kvswap.offload._layers import by_parts, places_of, waits_of
 
 PAGES = [512] * 4
 
@@ -258,7 +258,9 @@ def test_jobs_in_parts_move_the_same_bytes_on_every_path(library: Library, path:
     for together in (False, True):
         for layered in (False, True):
             options = {"together": together, "path": path, "layer_parts": parts}
-            cache = Cache(library, pages, plain(pages, 2), factor, **options)
+            refs = plain(pages, 2)
+            refs[0].append(refs[1][-1])  # groups share a tensor
+            cache = Cache(library, pages, refs, factor, **options)
             for handler in (cache.store, cache.load):
                 submit = handler.transfer_async
                 handler.transfer_async = lambda *args, submit=submit, layered=layered: submit(
@@ -394,5 +396,13 @@ def test_parts_belong_to_the_tensors() -> None:
     library = Library("numpy", kvswap.Device("host:0"))
     with pytest.raises(ValueError, match="layer_parts has 2 entries; there are 1 tensors"):
         Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS * 2)
+    with pytest.raises(ValueError, match="layer_parts is for one group, or for groups of which each has a tensor"):
+        Cache(library, [WHOLE, WHOLE], plain([WHOLE, WHOLE], 2), 1, layer_parts=PARTS * 2)
     with pytest.raises(ValueError, match="takes no layer_parts"):
         Cache(library, [WHOLE], plain([WHOLE]), 1, layer_parts=PARTS, canonical_layout=True)
+
+
+def test_parts_may_be_in_a_map_several_times() -> None:
+    """Once for each place of a block in a chunk, where copies of all blocks would be too many for one group."""
+    order = ((2, (0, 0, 1), False), (2, (0, 0, 1), True))
+    assert by_parts(order, [(2, 0, 5), (2, 0, 4)]) == ((2, (5, 4, 1), False), (2, (5, 4, 1), True))

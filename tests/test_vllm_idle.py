@@ -252,7 +252,11 @@ def _no_text() -> str:
     raise OSError("could not get source code")
 
 
-@pytest.mark.parametrize("digest", [lambda: "others", _no_text])
+def _elsewhere() -> str:
+    raise AttributeError("module 'utils' has no attribute 'yield_req_data'")
+
+
+@pytest.mark.parametrize("digest", [lambda: "others", _no_text, _elsewhere])
 def test_code_that_was_not_read_stays_vllms(idle: Any, monkeypatch: pytest.MonkeyPatch, digest: Any) -> None:
     monkeypatch.setattr(idle, "digest", digest)
     theirs = OffloadingConnectorScheduler(Manager())

@@ -15,6 +15,7 @@ from kvswap.vllm import _windows
 
 FULL = SimpleNamespace(block_size=16, sliding_window=None)
 WINDOW = SimpleNamespace(block_size=16, sliding_window=64)
+CHUNKED = SimpleNamespace(block_size=16, attention_chunk_size=96)
 MAMBA = SimpleNamespace(block_size=16)
 
 
@@ -95,8 +96,9 @@ def test_a_reset_leaves_windows_where_they_were(kind):
 
 
 @pytest.mark.parametrize("kind", [Scheduler, OldScheduler])
-def test_a_chunk_with_a_gap_is_not_stored(kind):
-    scheduler = installed(kind())
+@pytest.mark.parametrize("window", [WINDOW, CHUNKED])
+def test_a_chunk_with_a_gap_is_not_stored(kind, window):
+    scheduler = installed(kind(), (FULL, window, MAMBA))
     blocks = [0, 6, 7, 8, 9, 0, 0, 10, 11, 12, 0]
     scheduler.add("a", ([1, 2, 3, 4], 0), (blocks, 0), ([0, 5, 0, 6], 0))
     scheduler.add("b", ([1, 2], 0), ([3, 4], 0), ([], 0))
@@ -139,3 +141,12 @@ def test_a_model_without_windows_is_left_alone():
     scheduler._sliding_window_groups = ()
     assert not {"_build_store_jobs", "reset_cache"} & set(vars(installed(scheduler)))
     installed(SimpleNamespace())  # a stand-in that knows of none
+
+
+def test_a_scheduler_with_other_names_is_left_alone(caplog):
+    scheduler = Scheduler()
+    scheduler.config.kv_group_configs = tuple(SimpleNamespace() for _ in range(3))
+    before = scheduler.reset_cache
+    installed(scheduler)
+    assert scheduler.reset_cache == before
+    assert "has no attribute 'group_idx'" in caplog.text

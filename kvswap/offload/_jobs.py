@@ -129,7 +129,7 @@ class SingleDirectionOffloadingHandler:
     canonical_layout: each reference has a mapping, which gives the places of the page's fragments on the host.
     layer_parts: for tensors whose blocks hold several layers: a list for each tensor, of the byte ranges (begin, end)
       that a job with layer_events moves one after another, in the order of the list. Together they are the block. All
-      other jobs move a block of a tensor as one copy. None: a tensor is one part.
+      other jobs move a block of a tensor as one copy. None: a tensor is one part. Several groups must share tensors.
     device: Device, its name, or None: the GPU tensors' device (host:0 if they are in the process's memory).
     compute_stream: a callable that returns the model's stream, called for each job; None: torch's current stream for
       torch tensors, else the device's (Device.set_compute_stream).

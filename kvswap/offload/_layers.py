@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TypeAlias
 
 from kvswap import _C
@@ -15,12 +16,14 @@ _PAUSE = 0.0001  # seconds between two looks at a layer
 
 
 def by_parts(order: Order, numbers: Sequence[tuple[int, int, int]]) -> Order:
-    """The order with parts in the place of their tensors, in the groups that are cut (Layout.numbers)."""
-    left: dict[tuple[int, int], list[int]] = {}
+    """The order with parts in the place of their tensors, in the groups that are cut (Layout.numbers). A map may have
+    them several times, once for each place of a block in a chunk."""
+    found: dict[tuple[int, int], list[int]] = {}
     for group, tensor, number in numbers:
-        left.setdefault((group, tensor), []).append(number)
+        found.setdefault((group, tensor), []).append(number)
+    parts = {key: cycle(each) for key, each in found.items()}
     return tuple(
-        (group, tuple(left[group, tensor].pop(0) if (group, tensor) in left else tensor for tensor in tensors), every)
+        (group, tuple(next(parts[group, t]) if (group, t) in parts else t for t in tensors), every)
         for group, tensors, every in order
     )
 

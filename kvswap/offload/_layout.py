@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -200,6 +201,13 @@ def checked_parts(
     return made
 
 
+def share_tensors(groups: Sequence[Sequence[Any]]) -> bool:
+    """Whether there is one group, or each has a tensor of another one. A map knows failures by groups that share none;
+    in one that has them twice they all share, so that layer_parts is for such groups alone."""
+    owners = Counter(index for refs in groups for index in {ref.tensor_idx for ref in refs})
+    return len(groups) == 1 or all(any(owners[ref.tensor_idx] > 1 for ref in refs) for refs in groups)
+
+
 def _cut(groups: Sequence[Sequence[Any]], layer_parts: Sequence[Ranges]) -> dict[tuple[int, ...], int]:
     """Rows for kvswap._C.OffloadMap: the same groups once more, in parts; and the number of each part."""
     first = [0, *accumulate(len(ranges) for ranges in layer_parts)]
@@ -249,6 +257,8 @@ def make_layout(
             if not 0 <= ref.tensor_idx < len(gpus):
                 raise IndexError(f"group {group} refers to tensor {ref.tensor_idx}; there are {len(gpus)}, from 0")
             parts.update(dict.fromkeys(_parts_of(group, ref, canonical, gpus[ref.tensor_idx], rows[ref.tensor_idx][6])))
+    if layer_parts and not share_tensors(groups):
+        raise ValueError("layer_parts is for one group, or for groups of which each has a tensor of another one")
     cut = _cut(groups, layer_parts) if layer_parts else {}
     return Layout(
         device,

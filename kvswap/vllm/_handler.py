@@ -12,6 +12,7 @@ from typing import Any, get_args
 from kvswap import _C
 from kvswap._log import logger
 from kvswap.offload import SingleDirectionOffloadingHandler, TransferResult
+from kvswap.offload._layout import share_tensors
 from kvswap.typing import Path
 from kvswap.vllm._parts import cut_blocks
 
@@ -105,8 +106,10 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
 
     def __init__(self, *args: Any, layers: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """layers: the layers' caches by name, if steps wait for them: blocks that hold several are cut for it."""
-        if layers and not kwargs.get("canonical_layout"):
-            kwargs["layer_parts"] = cut_blocks(layers, args[0] if args else kwargs["gpu_tensors"])
+        given = dict(zip(("gpu_tensors", "cpu_tensors", "factor", "refs"), args, strict=False)) | kwargs
+        refs = given.get("refs", given.get("kv_cache_groups_data_refs", given.get("layer_refs_per_group", ())))
+        if layers and not kwargs.get("canonical_layout") and share_tensors(refs):
+            kwargs["layer_parts"] = cut_blocks(layers, given["gpu_tensors"])
         super().__init__(*args, **kwargs)
         self._kept: list[TransferResult] = []  # results collected in a call that raised another job's failure
         self._logged = time.monotonic()

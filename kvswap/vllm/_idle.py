@@ -58,7 +58,7 @@ def known() -> bool:
     """Whether vLLM's code is one that was read."""
     try:
         return digest() in _READ
-    except (OSError, TypeError):  # there is no text
+    except (OSError, TypeError, AttributeError):  # there is no text, or a part is elsewhere
         return False
 
 

@@ -51,10 +51,9 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 def cut(nbytes: int, layers: Sequence[tuple[int, int]]) -> Ranges:
     """The parts of a block of so many bytes, in the order in which the layers need them. layers: the bytes of each, in
-    the model's order."""
+    the model's order. A part begins with a layer, so that what may lie behind a layer's cache moves with the layer."""
     wanted = min(max(_FEW, nbytes // _LARGE_NBYTES), _MOST, nbytes // (2 * LEAST_NBYTES))
-    edges = {edge for layer in layers for edge in layer}
-    between = sorted(edge for edge in edges if not any(begin < edge < end for begin, end in layers))
+    between = sorted({begin for begin, _ in layers if not any(first < begin < last for first, last in layers)})
     cuts = [0]
     for k in range(wanted):
         ideal = nbytes * (2 * k + 1) // (2 * wanted)

@@ -17,10 +17,14 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from kvswap._log import logger
+
+_logger = logger("kvswap.vllm")
+
 
 def _is_window(spec: Any) -> bool:
     """Whether a load may want any block of a chunk; of Mamba's it wants the last."""
-    return getattr(spec, "sliding_window", None) is not None
+    return any(getattr(spec, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
 class _Windows:
@@ -77,7 +81,11 @@ def install(theirs: Any, kv_cache_config: Any) -> None:
     """vLLM's connector_scheduler stores the blocks that its requests have, and whole chunks."""
     if not getattr(theirs, "_sliding_window_groups", ()) or not hasattr(theirs, "_build_store_jobs"):
         return
-    windows = _Windows(theirs, [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+    try:
+        windows = _Windows(theirs, [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+    except (AttributeError, IndexError) as error:
+        _logger.warning("blocks that sliding windows have passed may be stored: %s", error)
+        return
     theirs.reset_cache = windows.reset_cache
     if windows._per_chunk > 1 and _stores_gaps(theirs):
         theirs._build_store_jobs = windows.build_store_jobs
