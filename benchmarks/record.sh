@@ -21,7 +21,7 @@ mkdir -p "$out"
 touch "$out/begun.tmp"
 run() { timeout "$1" python3 -P -m "${@:2}"; }
 # Out of time, pytest still says what has failed.
-pytest() { timeout -s INT -k 20 "$1" python3 -P -m pytest -p no:cacheprovider --limit 300 --device cuda:0 "${@:2}"; }
+pytest() { timeout -s INT -k 20 "$1" python3 -P -m pytest -p no:cacheprovider --limit 200 --device cuda:0 "${@:2}"; }
 # A command's part of a record: what ran, what it printed, and its exit status where that is not 0.
 section() {
   local title=$1

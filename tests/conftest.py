@@ -192,7 +192,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def keeps_no_gpu_memory() -> Iterator[None]:
-    """What torch and CuPy keep for later, the other processes of the suite may need."""
+    """Free the memory that torch and CuPy cache: other processes of the suite use the same GPU."""
     yield
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
     if torch is not None and torch.cuda.is_initialized():

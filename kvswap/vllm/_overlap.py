@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvswap.vllm import _failures
 from kvswap.vllm._handler import OverlapSettings
+from kvswap.vllm._windows import has_window
 
 _RATE = 10e9  # bytes a second, until a load was measured
 _REMEMBERED = 16 << 30  # bytes of loads that the rate is made of
@@ -96,10 +97,6 @@ def _bytes_per_token(group: Any) -> float:
     return float(spec.page_size_bytes * layers / spec.block_size)
 
 
-def _has_window(spec: Any) -> bool:
-    return any(getattr(spec, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
-
-
 class Overlap:
     """Decides, for each request whose blocks the host has, whether its own step loads them."""
 
@@ -108,7 +105,7 @@ class Overlap:
         groups = kv_cache_config.kv_cache_groups
         self._per_token = sum(_bytes_per_token(group) for group in groups)
         # Windows are looked up for the hit as it is: one that ends earlier may need a block that the host has not.
-        self._windows = any(_has_window(spec) for group in groups for spec in _specs_of(group))
+        self._windows = any(has_window(spec) for group in groups for spec in _specs_of(group))
         self._known: set[str] = set()  # requests that have not finished
         self._given_up: set[str] = set()  # requests of which a load failed
         self._step_bytes = 0.0

@@ -22,8 +22,8 @@ from kvswap._log import logger
 _logger = logger("kvswap.vllm")
 
 
-def _is_window(spec: Any) -> bool:
-    """Whether a load may want any block of a chunk; of Mamba's it wants the last."""
+def has_window(spec: Any) -> bool:
+    """Of an attention layer: a load may want any block of a chunk. Of Mamba's it wants the last."""
     return any(getattr(spec, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
@@ -34,7 +34,7 @@ class _Windows:
         self._scheduler, self._reset, self._build = theirs, theirs.reset_cache, theirs._build_store_jobs
         self._groups = theirs._sliding_window_groups
         configs = theirs.config.kv_group_configs
-        self._windows = [group for group in self._groups if _is_window(specs[configs[group].group_idx])]
+        self._windows = [group for group in self._groups if has_window(specs[configs[group].group_idx])]
         if hasattr(theirs.config, "blocks_per_chunk"):
             self._per_chunk, self._next = theirs.config.blocks_per_chunk, "next_stored_chunk_idx"
         else:  # to 0.25
