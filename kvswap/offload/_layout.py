@@ -202,8 +202,9 @@ def checked_parts(
 
 
 def share_tensors(groups: Sequence[Sequence[Any]]) -> bool:
-    """Whether layer_parts can be used: there is one group, or each group shares a tensor with another one. A map has one
-    failure record for all groups that share a tensor with another group. With layer_parts every group does."""
+    """Whether layer_parts can be used: there is one group, or each group shares a tensor with another one. A map has
+    one failure record for all groups that share a tensor with another group. With layer_parts every group does.
+    """
     owners = Counter(index for refs in groups for index in {ref.tensor_idx for ref in refs})
     return len(groups) == 1 or all(any(owners[ref.tensor_idx] > 1 for ref in refs) for refs in groups)
 
