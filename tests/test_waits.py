@@ -996,6 +996,33 @@ def test_a_refused_query_ends_no_pattern_and_no_layer(device: kvswap.Device) -> 
     assert transfer.layer_done(0)
 
 
+@pytest.mark.parametrize("name", ["host_free", "host_unregister", "Memory.free of the host", "Device.unregister"])
+def test_a_deterministic_device_s_memory_that_another_device_uses(
+    device: kvswap.Device, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other device's work ends while a call waits for it, and nothing tells the deterministic device."""
+    if device.kind != "host":
+        pytest.skip("a GPU does not reach a deterministic device's memory")
+    own = testing.deterministic_device(5)
+    monkeypatch.setattr(Stuck, "transfer", lambda stuck, host: transfers.append(use(host)))
+    transfers: list[kvswap.Transfer] = []
+    with Gate(device) as gate, ExitStack() as stack:
+        stream = kvswap.Stream(device)
+        gate.hold(stream)
+
+        def use(host: Any) -> kvswap.Transfer:
+            return kvswap.swap_blocks_batch([device.alloc(4096)], [host], 4096, stream=stream, device=device, path="dma")
+
+        call = CALLS[name](Stuck(own, tmp_path, own.name, stack))
+        with pytest.raises(TimeoutError):
+            call(timeout=0.05)
+        opened = threading.Timer(0.2, gate.open)
+        opened.start()
+        call(timeout=PATIENCE)
+        assert transfers[0].done()
+        opened.join()
+
+
 # -- files that are cut off -------------------------------------------------------------------------------------------
 
 

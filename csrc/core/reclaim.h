@@ -9,7 +9,7 @@
  *
  * WAITING -> RUNNING -> ENDED, and RUNNING -> WAITING if the function returns KVS_TIMEOUT (still in use): moved by the
  * engine's thread, under reclaims.lock. A deterministic device has no thread, since its work runs only inside calls: a
- * task is tried by the call that makes it. */
+ * task is tried by the call that makes it, and again by the call that waits for it. */
 #ifndef KVS_RECLAIM_H
 #define KVS_RECLAIM_H
 
