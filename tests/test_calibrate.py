@@ -368,6 +368,18 @@ def test_no_noise_makes_a_cost_negative() -> None:
         _C._costs_predict(found, "dma", "d2h", 1, copies=1)  # which refuses what is negative
 
 
+def test_runs_of_a_burst_are_copies() -> None:
+    """Measured slower than those of path dma, on a machine with other work, they are taken to be as fast."""
+    costs = costs_of_all()
+    dma, burst = costs["d2h"]["dma"]["each"], costs["d2h"]["burst"]
+    slow = copy.deepcopy(costs)
+    slow["d2h"]["burst"]["run"] = [2 * ns for ns in burst["run"]]
+    seconds = {p: predicted(slow, p) for p in all_points()}
+    assert calibrate.solve(seconds)["d2h"]["burst"]["run"] == pytest.approx(dma, rel=0.02)
+    alone = {p: took for p, took in seconds.items() if p.path != "dma"}
+    assert calibrate.solve(alone)["d2h"]["burst"]["run"] == pytest.approx(slow["d2h"]["burst"]["run"], rel=0.02)
+
+
 def test_sizes_between_are_as_the_planner_has_them() -> None:
     rng = np.random.default_rng(5)
     for _ in range(50):

@@ -1011,7 +1011,9 @@ def test_a_deterministic_device_s_memory_that_another_device_uses(
         gate.hold(stream)
 
         def use(host: Any) -> kvswap.Transfer:
-            return kvswap.swap_blocks_batch([device.alloc(4096)], [host], 4096, stream=stream, device=device, path="dma")
+            return kvswap.swap_blocks_batch(
+                [device.alloc(4096)], [host], 4096, stream=stream, device=device, path="dma"
+            )
 
         call = CALLS[name](Stuck(own, tmp_path, own.name, stack))
         with pytest.raises(TimeoutError):
