@@ -42,7 +42,9 @@ section() {
 # three parts: after some 3,000 tests twelve processes on an 80 GB card could make no more contexts in their children,
 # with half of the memory free.
 suite() {
-  local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files
+  local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files watch
+  watch_machine >"$out/machine.tmp" 2>&1 &
+  watch=$!
   {
     head -n 1 "$out/machine.txt"
     for part in 0 1 2; do
@@ -51,8 +53,22 @@ suite() {
         -n "${JOBS:-$((most < 12 ? most : 12))}" --dist worksteal --max-worker-restart 8 --durations=20 --long-seconds=2 \
         "${files[@]}"
     done
+    kill $watch
+    section "the machine meanwhile" cat "$out/machine.tmp"
   } >"$out/suite.txt"
   grep -E "passed|exit status|^(FAILED|ERROR)" "$out/suite.txt"
+}
+
+# What is left, every ten seconds: a context that cannot be made lacks something other than the GPU's memory.
+watch_machine() {
+  while sleep 10; do
+    printf '%(%H:%M:%S)T  GPU %s MiB used, %d processes on it; host %d MiB left, /dev/shm %d MiB, /tmp %d; %d processes, %d files\n' \
+      -1 "$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' ')" \
+      "$(nvidia-smi --query-compute-apps=pid --format=csv,noheader | wc -l)" \
+      "$(awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)" \
+      "$(df -m --output=avail /dev/shm | tail -n 1)" "$(df -m --output=avail /tmp | tail -n 1)" \
+      "$(find /proc -maxdepth 1 -name '[0-9]*' | wc -l)" "$(cut -f 1 /proc/sys/fs/file-nr)"
+  done
 }
 
 # Random programs of copies against their model, and random transfers, on the GPU and its own copy paths.
