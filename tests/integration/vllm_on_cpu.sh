@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Real packages of vLLM on the CPU platform: what benchmarks/results/vllm/cpu.txt has, a part for each release and each
+# way that it can be configured. Half an hour on two cores.
+#   bash tests/integration/vllm_on_cpu.sh SOURCES OUT [PART...]
+# SOURCES: a folder of unpacked source packages, vllm-0.26.0 and so on. OUT: the record's file. PART: these alone, such
+# as simple-0.26.0. python3 is one that has torch, pytest and what vLLM imports, and finds kvswap built without CUDA.
+set -uo pipefail
+sources=$(realpath "$1") out=$2
+shift 2
+here=$(cd "$(dirname "$0")" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 HOME=$work
+ranks="--ranks 2 --spec KVSwapTieringOffloadingSpec"
+
+# Name, releases, options of vllm_package.py.
+table() {
+  cat <<TABLE
+block-first;0.26.0 0.27.1 0.28.0 0.29.0 0.31.0 0.33.0;--block-first
+block-first-ranks;0.33.0;--block-first $ranks
+block-first-sync-loads;0.33.0;--block-first --sync-loads
+overlap-block-first;0.26.0 0.27.1 0.28.0 0.29.0 0.31.0 0.33.0;--overlap --block-first --async-scheduling
+overlap-block-first-ranks;0.33.0;--overlap --block-first --async-scheduling $ranks
+idle;0.26.0 0.29.0 0.33.0;--idle
+idle-hybrid;0.26.0 0.33.0;--idle --hybrid
+hybrid;0.24.0 0.26.0 0.33.0;--hybrid
+mla;0.26.0;--mla
+mla-ranks;0.33.0;--mla $ranks
+overlap;0.26.0;--overlap
+overlap-async;0.27.1;--overlap --async-scheduling
+overlap-async-hybrid;0.26.0;--overlap --async-scheduling --hybrid
+overlap-async-hybrid-fail;0.33.0;--overlap --async-scheduling --hybrid --policy fail
+overlap-async-ranks;0.33.0;--overlap --async-scheduling $ranks
+own-tests;0.24.0 0.26.0 0.33.0;
+package;0.24.0 0.25.1 0.26.0 0.27.1 0.33.0;
+ranks;0.26.0 0.33.0;$ranks
+ranks-sleep;0.26.0 0.33.0;--sleep $ranks
+simple;0.24.0 0.25.1 0.26.0 0.27.1 0.33.0;--simple
+sleep;0.26.0 0.27.1 0.33.0;--sleep
+stock;0.24.0 0.33.0;--stock
+sync-loads;0.33.0;--sync-loads
+tiering;0.33.0;--spec KVSwapTieringOffloadingSpec
+TABLE
+}
+
+wanted=" $* "
+status=0
+: >"$out"
+while IFS=';' read -r name releases options; do
+  for release in $releases; do
+    part=$name-$release
+    [ $# = 0 ] || [[ $wanted == *" $part "* ]] || continue
+    program=vllm_package.py
+    [ "$name" = own-tests ] && program=vllm_own_tests.py
+    echo "== $part" >>"$out"
+    # shellcheck disable=SC2086  (options are words)
+    timeout 400 python3 -P -W ignore "$here/$program" "$sources/vllm-$release" $options >"$work/log" 2>&1 </dev/null
+    code=$?
+    grep -vE '^(INFO|WARNING|FAILED|=+ short test summary|W[0-9]{4} |Initializing KVConnectorBase)|FutureWarning' "$work/log" | cat -s >>"$out"
+    [ $code = 0 ] || { echo "exit status $code" >>"$out"; status=1; }
+    echo >>"$out"
+    echo "$part: exit status $code after $SECONDS s"
+  done
+done < <(table)
+exit $status
