@@ -453,9 +453,15 @@ class Offloading:
         for source in self.handlers if self.worker is None else [self.worker]:
             source.drain(PATIENCE)
         self.collect()
+        behind_fault = False
         for job in self.pending:
             check(job[0] in self.results, f"job {job[0]} was never told of")
-            self.carry_out(self.results.pop(job[0]), *job[1:])
+            result, faulted = self.results.pop(job[0]), job[-1]
+            if behind_fault and "gave no event for it" in str(result.error):  # nothing can be put behind that one
+                faulted = True
+                self.world.totals.events["refused behind one that was refused its end"] += 1
+            self.carry_out(result, *job[1:-1], faulted)
+            behind_fault |= job[-1]
         self.pending.clear()
         check(not self.results, f"results of unknown jobs: {list(self.results)}")
         for i, (host, model) in enumerate(zip(self.hosts, self.models, strict=True)):
