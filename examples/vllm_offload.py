@@ -1,6 +1,6 @@
-"""Serve a long prompt twice with vLLM; the second time its KV cache comes from host memory, moved by kvswap.
+"""Serve a long prompt three times with vLLM; the third time its KV cache comes from host memory, moved by kvswap.
 
-    pip install vllm kvswap
+    pip install vllm /path/to/kvswap
     python examples/vllm_offload.py --model meta-llama/Llama-3.1-8B-Instruct --cpu-gib 16
 
 The same configuration on the command line of `vllm serve` is in docs/vllm.md.

@@ -312,8 +312,8 @@ def solve(seconds: dict[Point, float]) -> _C._Costs:
 
 
 def _bound_runs(burst: _C._PathCost, dma: _C._PathCost) -> None:
-    """A burst's runs are copies by the engine of path dma, and take no longer. One calibration of an H100 had runs of 64
-    to 256 KiB at 24 to 36 GB/s and dma's copies at 45 to 50; bursts of such runs reached 37 to 46 right after it."""
+    """A burst's runs are copies by the engine of path dma, and take no longer. One calibration of an H100 had runs of
+    64 to 256 KiB at 24 to 36 GB/s and dma's copies at 45 to 50; bursts of such runs reached 37 to 46 right after it."""
     burst["run"] = [min(run, copy) for run, copy in zip(burst["run"], dma["each"], strict=True)]
 
 

@@ -82,7 +82,7 @@ def _binding(name: str, owner: Any = _C) -> Any:
     if found is None:
         raise _C.Error(
             "this build of kvswap lacks its test bindings (KVSWAP_TEST_BINDINGS=off, as in wheels), which faults and "
-            "deterministic devices need: build it from source (pip install --no-binary kvswap kvswap)"
+            "deterministic devices need: build it from source (pip install --force-reinstall --no-deps PATH)"
         )
     return found
 

@@ -269,8 +269,8 @@ int kvs_reclaim_start(struct kvs_engine *engine, kvs_reclaim_function *function,
   return status;
 }
 
-/* What a deterministic device's memory is still used by may be another device's work, or what another thread queued since
- * the task was tried: neither tells this one. */
+/* What a deterministic device's memory is still used by may be another device's work, or what another thread queued
+ * since the task was tried: neither tells this one. */
 static void try_again_locked(struct kvs_engine *engine, struct kvs_reclaim *task, uint64_t deadline) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   uint64_t next = kvs_clock_ns() + PAUSE_FROM_NS;
