@@ -384,8 +384,7 @@ class World:
             self.settle()
             return None
         except kvswap.Error as error:
-            if "gave no event for it" in str(error) and any(use.faulted for use in self.uses):
-                self.totals.events["refused behind one that was refused its end"] += 1
+            if self.refused_behind(error, any(use.faulted for use in self.uses)):
                 self.settle()
                 return None
             if not isinstance(error, kvswap.DeviceError):
@@ -395,6 +394,14 @@ class World:
             return None
         self.uses.append(use(transfer, fault is not None))
         return transfer
+
+    def refused_behind(self, error: object, faulted: bool) -> bool:
+        """Whether a call was refused because it must come behind work whose end event the driver refused. faulted:
+        some of the work before it met a fault."""
+        refused = faulted and "gave no event for it" in str(error)
+        if refused:
+            self.totals.events["refused behind one that was refused its end"] += 1
+        return refused
 
     def told(self, transfer: kvswap.Transfer, faulted: bool) -> Any:
         """Positions that failed, of a transfer that must have ended."""

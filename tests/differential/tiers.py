@@ -457,11 +457,8 @@ class Offloading:
         for job in self.pending:
             check(job[0] in self.results, f"job {job[0]} was never told of")
             result, faulted = self.results.pop(job[0]), job[-1]
-            if behind_fault and "gave no event for it" in str(result.error):  # nothing can be put behind that one
-                faulted = True
-                self.world.totals.events["refused behind one that was refused its end"] += 1
-            self.carry_out(result, *job[1:-1], faulted)
-            behind_fault |= job[-1]
+            self.carry_out(result, *job[1:-1], faulted or self.world.refused_behind(result.error, behind_fault))
+            behind_fault |= faulted
         self.pending.clear()
         check(not self.results, f"results of unknown jobs: {list(self.results)}")
         for i, (host, model) in enumerate(zip(self.hosts, self.models, strict=True)):
