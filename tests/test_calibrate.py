@@ -369,7 +369,7 @@ def test_no_noise_makes_a_cost_negative() -> None:
 
 
 def test_runs_of_a_burst_are_copies() -> None:
-    """Measured slower than those of path dma, on a machine with other work, they are taken to be as fast."""
+    """Measured slower than those of path dma, they are taken to be as fast."""
     costs = costs_of_all()
     dma, burst = costs["d2h"]["dma"]["each"], costs["d2h"]["burst"]
     slow = copy.deepcopy(costs)

@@ -997,28 +997,21 @@ def test_a_refused_query_ends_no_pattern_and_no_layer(device: kvswap.Device) -> 
 
 
 @pytest.mark.parametrize("name", ["host_free", "host_unregister", "Memory.free of the host", "Device.unregister"])
-def test_a_deterministic_device_s_memory_that_another_device_uses(
-    device: kvswap.Device, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+def test_memory_of_a_deterministic_device_that_another_device_uses(
+    device: kvswap.Device, device_name: str, tmp_path: Path, name: str
 ) -> None:
-    """The other device's work ends while a call waits for it, and nothing tells the deterministic device."""
+    """The other device's transfer ends while a call waits for it; nothing signals that to the deterministic device."""
     if device.kind != "host":
         pytest.skip("a GPU does not reach a deterministic device's memory")
-    own = testing.deterministic_device(5)
-    monkeypatch.setattr(Stuck, "transfer", lambda stuck, host: transfers.append(use(host)))
     transfers: list[kvswap.Transfer] = []
-    with Gate(device) as gate, ExitStack() as stack:
-        stream = kvswap.Stream(device)
-        gate.hold(stream)
-
-        def use(host: Any) -> kvswap.Transfer:
-            return kvswap.swap_blocks_batch(
-                [device.alloc(4096)], [host], 4096, stream=stream, device=device, path="dma"
-            )
-
-        call = CALLS[name](Stuck(own, tmp_path, own.name, stack))
+    with ExitStack() as stack:
+        user = Stuck(device, tmp_path, device_name, stack)
+        owner = Stuck(testing.deterministic_device(5), tmp_path, "", stack)
+        owner.transfer = lambda host: transfers.append(user.transfer(host))  # type: ignore[method-assign]
+        call = CALLS[name](owner)
         with pytest.raises(TimeoutError):
             call(timeout=0.05)
-        opened = threading.Timer(0.2, gate.open)
+        opened = threading.Timer(0.2, user.before[0])
         opened.start()
         call(timeout=PATIENCE)
         assert transfers[0].done()
