@@ -269,8 +269,8 @@ int kvs_reclaim_start(struct kvs_engine *engine, kvs_reclaim_function *function,
   return status;
 }
 
-/* What a deterministic device's memory is still used by may be another device's work, or what another thread queued
- * since the task was tried: neither tells this one. */
+/* On a deterministic device. The memory may be in use by another device, or by work that another thread queued after
+ * the task was tried. Neither signals `changed` when it ends. */
 static void try_again_locked(struct kvs_engine *engine, struct kvs_reclaim *task, uint64_t deadline) {
   struct kvs_reclaims *reclaims = &engine->reclaims;
   uint64_t next = kvs_clock_ns() + PAUSE_FROM_NS;
@@ -282,7 +282,7 @@ int kvs_reclaim_wait(struct kvs_reclaim *task, int64_t timeout_ns, struct kvs_er
   struct kvs_engine *engine = task->engine;
   struct kvs_reclaims *reclaims = &engine->reclaims;
   uint64_t deadline = kvs_deadline(timeout_ns);
-  bool inside = reclaiming == engine; /* another task's function: what is in use stays so */
+  bool inside = reclaiming == engine; /* in a task's function: no task runs meanwhile */
   pthread_mutex_lock(&reclaims->lock);
   while (task->state != ENDED && !inside && kvs_clock_ns() < deadline) {
     if (engine->device->stepped)
