@@ -59,9 +59,10 @@ suite() {
   grep -E "passed|exit status|^(FAILED|ERROR)" "$out/suite.txt"
 }
 
-# What is left, every ten seconds: a context that cannot be made lacks something other than the GPU's memory.
+# Logs the free resources every ten seconds, to show which one is used up when contexts cannot be created although GPU
+# memory is free.
 watch_machine() {
-  while sleep 10; do
+  while sleep 10 && kill -0 $$; do
     printf '%(%H:%M:%S)T  GPU %s MiB used, %d processes on it; host %d MiB left, /dev/shm %d MiB, /tmp %d; %d processes, %d files\n' \
       -1 "$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' ')" \
       "$(nvidia-smi --query-compute-apps=pid --format=csv,noheader | wc -l)" \

@@ -44,12 +44,13 @@ TABLE
 }
 
 wanted=" $* "
-status=0
+status=0 ran=0
 : >"$out"
 while IFS=';' read -r name releases options; do
   for release in $releases; do
     part=$name-$release
     [ $# = 0 ] || [[ $wanted == *" $part "* ]] || continue
+    ran=$((ran + 1))
     program=vllm_package.py
     [ "$name" = own-tests ] && program=vllm_own_tests.py
     echo "== $part" >>"$out"
@@ -62,4 +63,5 @@ while IFS=';' read -r name releases options; do
     echo "$part: exit status $code after $SECONDS s"
   done
 done < <(table)
+[ $# = 0 ] || [ $ran = $# ] || { echo "of $# parts that were asked for, $ran are in the table above" >&2; exit 2; }
 exit $status
