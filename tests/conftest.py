@@ -77,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # the real one, while none is captured
     Gate.serial = bool(config.getoption("--serial"))
     config.addinivalue_line("markers", "slow: takes seconds; part of CI all the same")
+    config.addinivalue_line("markers", "host_device: runs on a host device, whatever --device is")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -105,6 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--device-only"):
         used = [set(getattr(item, "fixturenames", ())) for item in items]  # by a test and its fixtures
         takes = [taken and "device_name" in names for taken, names in zip(takes, used, strict=True)]
+        takes = [taken and not item.get_closest_marker("host_device") for item, taken in zip(items, takes, strict=True)]
     config.hook.pytest_deselected(items=[item for item, taken in zip(items, takes, strict=True) if not taken])
     items[:] = [item for item, taken in zip(items, takes, strict=True) if taken]
 

@@ -415,7 +415,7 @@ def refuse(
     return outcome
 
 
-@pytest.fixture(params=["threads", "seed 3", "seed 4"])
+@pytest.fixture(params=["threads", *(pytest.param(f"seed {n}", marks=pytest.mark.host_device) for n in (3, 4))])
 def faulty(request: pytest.FixtureRequest, tiny: kvswap.Device) -> Sides:
     """On the device under test and on deterministic ones, in slots of which a transfer takes four."""
     usable(tiny, "kernel")
