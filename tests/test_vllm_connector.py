@@ -273,7 +273,8 @@ class OwnLoads:
     """As StepLoads, for the order of the calls."""
 
     def __init__(self, calls: Any) -> None:
-        self.calls = calls
+        self.calls, self.waits = calls, []
+        self.wait_for = self.waits.append
 
     def begin(self, jobs: set[int], forward_context: Any = None) -> None:
         self.calls().append(("begin", jobs, forward_context))
@@ -392,12 +393,37 @@ def test_dummy_steps_and_unknown_runners_are_left_alone(
     monkeypatch.setattr(early.runner, "execute_model", lambda self, what: None)
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
         early.made._begin_early()
-    assert (
-        "loads begin only when a step's inputs are prepared: GPUModelRunner.execute_model is not known" in caplog.text
-    )
+    assert "are reported only when they have ended: GPUModelRunner.execute_model is not known" in caplog.text
     assert not hasattr(early.runner.execute_model, "of_kvswap")
     monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu.model_runner")
     assert early.module.install(type(early.made)) is None
+
+
+@pytest.mark.parametrize("output", [{}, {"new_block_ids_to_zero": [4]}, {"total_num_scheduled_tokens": 0}], ids=str)
+def test_the_second_runner_waits_for_reported_loads_first(early: Any, output: dict[str, Any]) -> None:
+    """Also in steps that write to blocks first, whose blocks may be those that are loaded."""
+    early.made._begin_early()
+    assert not early.made._sees_beginnings
+    early.made.connector_worker._load_jobs = {5: None, 6: "name"}
+    waits = early.made._own_loads.waits
+    for awaited in ({4, 5}, {4, 5}, {9}):
+        early.run(kv_connector_metadata=SimpleNamespace(jobs=set(), awaited=frozenset(awaited)), **output)
+    assert waits == [{5}, {5}, set()] and early.made._sees_beginnings
+
+
+def test_loads_are_reported_ahead(connector: Any) -> None:
+    made = connector()
+    loads = made.connector_worker._load_jobs
+    loads.update({1: "a", 2: "b", 3: None})
+    made._watch.is_idle = lambda: False
+    made._connector_metadata = SimpleNamespace(store_jobs={})
+    asked: list[list[int]] = []
+    made._watch.get_finished = list
+    made._ahead = SimpleNamespace(stepped=lambda: asked.append([]), due=lambda jobs: asked[-1].extend(jobs) or [2])
+    assert made.get_finished(set()) == (set(), set()) and asked == [[]]  # not called before all work of a step
+    made._sees_beginnings = True
+    assert made.get_finished(set()) == (set(), {"b"}) and asked[1:] == [[1, 2, 3]]
+    assert loads == {1: "a", 2: None, 3: None}
 
 
 def test_the_class_prefers_blocks_of_all_layers(connector: Any) -> None:

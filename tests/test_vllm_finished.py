@@ -105,7 +105,8 @@ class TestGivingUp:
         names = ["vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"]
         contents = {name: {} for name in names}
         contents["vllm.v1.core.sched.scheduler"] = {"Scheduler": EngineScheduler}
-        contents["vllm.v1.request"] = {"Request": type("Request", (), {}), "RequestStatus": SimpleNamespace()}
+        states = SimpleNamespace(WAITING="waiting", PREEMPTED="preempted")
+        contents["vllm.v1.request"] = {"Request": type("Request", (), {}), "RequestStatus": states}
         for name, content in contents.items():
             module = ModuleType(name)
             vars(module).update(content)

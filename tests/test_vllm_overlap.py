@@ -83,6 +83,14 @@ class Request:
         self.is_prefill_chunk = False
 
 
+STATUS = SimpleNamespace(WAITING_FOR_REMOTE_KVS="loading", WAITING="waiting", PREEMPTED="preempted")
+
+
+@dataclass
+class SchedulerOutput:
+    """Of 0.26."""
+
+
 class AttentionSpec:
     page_size_bytes, block_size = PAGE, 16
 
@@ -98,8 +106,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         },
         f"{OFFLOADING}.scheduler": {"OffloadingConnectorScheduler": OffloadingConnectorScheduler},
         "vllm.v1.kv_cache_interface": {"AttentionSpec": AttentionSpec},
+        "vllm.v1.core.sched.output": {"SchedulerOutput": SchedulerOutput},
         "vllm.v1.core.sched.scheduler": {"Scheduler": type("Scheduler", (), dict(vars(Scheduler)))},
-        "vllm.v1.request": {"Request": Request, "RequestStatus": SimpleNamespace(WAITING_FOR_REMOTE_KVS="loading")},
+        "vllm.v1.request": {
+            "Request": Request,
+            "RequestStatus": STATUS,
+        },
         "vllm.forward_context": {"get_forward_context": lambda: here.context},
     }
     for name, content in contents.items():
@@ -349,12 +361,42 @@ def test_each_layer_waits_for_its_own_part(rig: Rig, monkeypatch: pytest.MonkeyP
     rig.close()
 
 
+def test_a_step_waits_for_loads_that_were_reported(rig: Any) -> None:
+    """Before it begins, and for all of them; a job that has ended meanwhile is no error."""
+    rig.submit(context())
+    rig.loads.finish()  # the step that submitted it
+    rig.loads.wait_for(frozenset())
+    assert not rig.loads.awaited
+    held(rig, lambda: rig.loads.wait_for({2, 77}))
+    np.testing.assert_array_equal(rig.forward(), rig.expected)
+    assert rig.loads.awaited == {2, 77} and rig.loads.reported == 2
+    assert rig.loads.finish() is None and not rig.loads.awaited
+    rig.close()
+
+
+def test_a_reported_load_that_cannot_be_waited_for(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.submit(context())
+    rig.loads.finish()
+    rig.gate.open()
+
+    def refuse(job: int, parts: Any) -> None:
+        raise kvswap.Error("no wait")
+
+    monkeypatch.setattr(rig.load, "make_wait", refuse)
+    rig.loads.wait_for({2})
+    assert "may not have waited for it: no wait" in rig.loads.finish()
+    rig.close()
+
+
 # -- which loads ------------------------------------------------------------------------------------------------------
 
 
 def test_the_settings() -> None:
     assert overlap_of({}) == OverlapSettings(False, 1.0, 0)
-    assert overlap_of({"kvswap_overlap": True}) == OverlapSettings(True, 1.0, 1 << 30)
+    assert overlap_of({"kvswap_overlap": True}) == OverlapSettings(True, 1.0, 1 << 30, True)
+    assert not overlap_of({"kvswap_overlap": True, "kvswap_overlap_ahead": False}).ahead
+    with pytest.raises(ValueError, match="kvswap_overlap_ahead is 1"):
+        overlap_of({"kvswap_overlap": True, "kvswap_overlap_ahead": 1})
     assert overlap_of({"kvswap_overlap": True, "sync_load_budget_bytes": 5}).budget == 5
     with pytest.raises(ValueError, match="kvswap_overlap is 'yes'"):
         overlap_of({"kvswap_overlap": "yes"})
@@ -433,7 +475,7 @@ def test_a_request_alone_loads_in_its_step(overlap: Any) -> None:
     assert overlap.matched(request, 0, (96, True)) == (96, False)
     assert overlap.matched(request, 0, (0, False)) == (0, False)
     assert overlap.matched(request, 0, (None, False)) == (None, False)
-    overlap._note(OffloadingConnectorMetadata({}, {}))
+    overlap._note(OffloadingConnectorMetadata({}, {}), set())
     assert overlap.matched(Request("b", 1000), 0, (208, True)) == (208, True)  # more than the budget
 
 
@@ -488,9 +530,9 @@ def test_a_shared_step_waits_for_a_stated_time(overlap: Any) -> None:
     overlap.added(second)
     assert overlap.matched(first, 0, (96, True)) == (96, False)  # 1.23 us
     assert overlap.matched(second, 0, (32, True)) == (32, True)  # 1.64 us with that
-    overlap._note(OffloadingConnectorMetadata({}, {}))
+    overlap._note(OffloadingConnectorMetadata({}, {}), set())
     assert overlap.matched(second, 0, (32, True)) == (32, False)
-    overlap._note(OffloadingConnectorMetadata({}, {}))
+    overlap._note(OffloadingConnectorMetadata({}, {}), set())
     slow = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=1000, time=1e-6)))
     overlap.reported(slow)  # 1 GB/s
     assert overlap.matched(second, 0, (32, True)) == (32, True)
@@ -546,6 +588,60 @@ def test_groups_that_are_not_offloaded_stay(overlap: Any) -> None:
     assert [block.block_hash for block in given.blocks[1]] == [b"hash", None]
 
 
+# -- loads that are reported before they end --------------------------------------------------------------------------
+
+
+def asynchronous(overlap: Any, name: str, job_id: int, blocks: list[int]) -> None:
+    """A step submits this load, for a request of these blocks."""
+    theirs = overlap.scheduler
+    theirs._jobs[job_id] = SimpleNamespace(is_store=False, is_sync_load=False, req_id=name)
+    theirs._req_status[name] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=blocks)])
+    job = TransferJob(name, None, SimpleNamespace(block_ids=np.array(blocks)))
+    meta = OffloadingConnectorMetadata({job_id: job}, {})
+    assert overlap.build(lambda _: meta, None) is meta
+
+
+def built(overlap: Any) -> Any:
+    return overlap.build(lambda _: OffloadingConnectorMetadata({}, {}), None)
+
+
+def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace, overlap: Any) -> None:
+    for job_id, name in enumerate("abc", 7):
+        asynchronous(overlap, name, job_id, [job_id * 10, job_id * 10 + 1])
+    jobs = overlap.scheduler._jobs
+    del jobs[8]  # it has ended
+    overlap.reported(None, {"a", "b"})
+    assert overlap.has_loads and overlap.failed({70}) == ({"a"}, {70, 71})
+    assert overlap.is_sync(7, jobs[7]) and not overlap.is_sync(9, jobs[9])
+    overlap.scheduler._req_status["a"].group_states[0].block_ids.append(72)  # the step has room for a new block
+    meta = built(overlap)
+    assert meta.awaited == {7} and vllm.overlap.sync_loads_of(meta) == set()
+    assert overlap.failed({70}) == ({"a"}, {70, 71, 72})
+    assert not hasattr(built(overlap), "awaited")  # once
+    assert not jobs[7].is_store  # as it is for vLLM's assertions, while a step is planned
+    del jobs[7]
+    overlap.reported(None)
+    assert not overlap.has_loads and overlap.failed({70}) == (set(), {70})
+    overlap.reported(None, {"c"})
+    del overlap.scheduler._req_status["c"]  # it ended, and its blocks are others' from the next step on
+    assert built(overlap).awaited == {9} and overlap.failed({91}) == ({"c"}, {90, 91})
+
+
+def test_where_vllm_has_loads_of_its_own_steps(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.33: the metadata says which of a step's jobs are its own."""
+    theirs = OffloadingConnectorScheduler()
+    theirs._reserve_sync_load = lambda *_: True
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_reserve_sync_load", None, raising=False)
+    overlap = vllm.overlap.make(theirs, cache(AttentionSpec()), OverlapSettings(True, 1.0, 1 << 20))
+    asynchronous(overlap, "a", 3, [5, 6])
+    overlap.reported(None, {"a"})
+    assert theirs._jobs[3].is_sync_load
+    theirs._req_status["b"] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=[8])])
+    own = SimpleNamespace(req_id="b", dst_spec=SimpleNamespace(block_ids=[8]), sync=True)
+    meta = overlap.build(lambda _: OffloadingConnectorMetadata({4: own}, {}), None)
+    assert meta.awaited == {3} and vllm.overlap.sync_loads_of(meta) == {4} and meta.load_jobs == {4: own}
+
+
 # -- a load that fails ------------------------------------------------------------------------------------------------
 
 
@@ -594,6 +690,22 @@ def test_a_failed_load_preempts_its_request(vllm: SimpleNamespace, overlap: Any)
     assert overlap.matched(requests["a"], 0, (96, True)) == (0, False)  # it is not tried again
     overlap.ended(requests["a"], ())
     assert overlap._given_up == set()
+
+
+def test_a_failed_load_of_a_request_without_room(vllm: SimpleNamespace, overlap: Any) -> None:
+    """It was reported, and no step has run its request yet: it gives up its blocks."""
+    asynchronous(overlap, "a", 7, [4, 5])
+    overlap.reported(None, {"a"})
+    engine, freed = Engine(vllm, overlap, {"a": [4, 5], "b": [8]}), []
+    engine.made.running = [engine.made.requests["b"]]
+    engine.made.kv_cache_manager.free = lambda request: freed.append(request.request_id)
+    for status in ("waiting", "preempted"):
+        freed.clear()
+        engine.made.requests["a"].status = status
+        engine.made.requests["a"].num_computed_tokens = 32
+        assert engine.fail({5}, {"b": 1}) == {"a"}
+        assert freed == ["a"] and engine.made.requests["a"].num_computed_tokens == 0
+    assert [request.request_id for request in engine.made.running] == ["b"]
 
 
 def test_a_failed_load_ends_its_request(vllm: SimpleNamespace, overlap: Any) -> None:

@@ -17,6 +17,7 @@ NAMES = {
     "kvswap-layers": "the same, without kvswap_block_first: a tensor a layer",
     "kvswap-overlap": "KVSwapConnector, requests in the step that loads their blocks (kvswap_overlap)",
     "kvswap-overlap-layers": "the same, without kvswap_block_first: a tensor a layer",
+    "kvswap-overlap-ended": "as kvswap-overlap, loads are reported when they have ended (kvswap_overlap_ahead: false)",
     "native-files": "vLLM's TieringOffloadingSpec, and its tier of files (fs)",
     "kvswap-files": "KVSwapConnector with kvswap's, and FileTier",
     "simple": "vLLM's SimpleCPUOffloadConnector",
@@ -32,7 +33,8 @@ def split(name: str) -> tuple[str, str]:
     return base, option
 
 
-_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-overlap", "kvswap-overlap-layers", "kvswap-files")
+_OVERLAP = ("kvswap-overlap", "kvswap-overlap-layers", "kvswap-overlap-ended")
+_CONNECTOR = ("kvswap", "kvswap-layers", "kvswap-files", *_OVERLAP)
 _WITH_SKIPPED = (*_CONNECTOR, "spec", "simple-kvswap")
 REPEATED = ("hits", "burst", "alone", "loads", "stores", "idle")  # phases, asked for in turns
 
@@ -87,8 +89,10 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
         extra["blocks_per_chunk"] = regime.chunk
     if base == "spec":
         extra.update(spec_name="KVSwapOffloadingSpec", spec_module_path="kvswap.vllm")
-    if base in ("kvswap-overlap", "kvswap-overlap-layers"):
+    if base in _OVERLAP:
         extra["kvswap_overlap"] = True
+    if base == "kvswap-overlap-ended":
+        extra["kvswap_overlap_ahead"] = False
     if base in ("kvswap-layers", "kvswap-overlap-layers"):
         extra["kvswap_block_first"] = False
     if base in _CONNECTOR:

@@ -167,6 +167,11 @@ class Phases:
         own = getattr(self.engine.connector_worker, "_own_loads", None)
         return {} if own is None else dict(own.counts)
 
+    def _reported_ahead(self) -> int:
+        """Under kvswap_overlap: loads that steps waited for, since they were reported before they had ended."""
+        own = getattr(self.engine.connector_worker, "_own_loads", None)
+        return 0 if own is None else int(own.reported)
+
     def _short_on_gpu(self, found: int, prompts: int) -> list[str]:
         return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))
 
@@ -175,14 +180,15 @@ class Phases:
         del repeat
         self.engine.forget()
         self.watch.take()
-        prompts = self._prompts(STORED, self.regime.prompts)
+        prompts, ahead = self._prompts(STORED, self.regime.prompts), self._reported_ahead()
         begin = time.perf_counter()
         done = self.engine.run(prompts, ANSWER)
         seconds = time.perf_counter() - begin
         return {
             "seconds": round(seconds, 4), "tokens_per_s": round(sum(map(len, prompts)) / seconds),
             "ttft_ms": ms([request.ttft for request in done]), "cached": (cached := sum(each.cached for each in done)),
-            "short": self._short_of_hits(cached, len(done)), **self.watch.take(),
+            "short": self._short_of_hits(cached, len(done)), "ahead": self._reported_ahead() - ahead,
+            **self.watch.take(),
         }  # fmt: skip
 
     def alone(self, repeat: int = 0) -> dict[str, Any]:
@@ -233,7 +239,7 @@ class Phases:
     ) -> dict[str, Any]:
         """Decoders, and beside them stream's requests again and again, in_flight at a time. ready: of a number in the
         stream, whether it may begin. pace: tokens of a decoder between two; 0: none."""
-        engine, regime = self.engine, self.regime
+        engine, regime, ahead = self.engine, self.regime, self._reported_ahead()
         self.watch.take()
         decoders = []
         for _ in range(regime.decoders):
@@ -270,7 +276,8 @@ class Phases:
         return {
             "itl_ms": itl(gaps), "seconds": round(seconds, 4), "streamed": len(done),
             "stream_ttft_ms": ms([request.ttft for request in done]),
-            "cached": sum(request.cached for request in done), "planned": planned, **self.watch.take(),
+            "cached": sum(request.cached for request in done), "planned": planned,
+            "ahead": self._reported_ahead() - ahead, **self.watch.take(),
         }  # fmt: skip
 
     # -- where the time goes ------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ ROWS: list[tuple[str, str, Value]] = [
     ("ITL decoding alone, p99, ms", "alone", _itl("p99")),
     ("ITL beside loads, mean, ms", "loads", _itl("mean")),
     ("ITL beside loads, p99, ms", "loads", _itl("p99")),
+    ("TTFT of what is loaded meanwhile, ms", "loads", _middle("stream_ttft_ms")),
     ("requests loaded meanwhile, 1/s", "loads", lambda record: record["streamed"] / record["seconds"]),
     ("ITL beside stores, mean, ms", "stores", _itl("mean")),
     ("ITL beside stores, p99, ms", "stores", _itl("p99")),
@@ -165,6 +166,18 @@ def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
             made.setdefault(line["config"], Counter()).update(line["record"]["own_steps"])
     return [
         f"{config}: loads in their request's step: {of['layers']} waited for layer by layer, {of['whole']} as a whole"
+        for config, of in made.items()
+    ]
+
+
+def _ahead(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """Under kvswap_overlap: loads that were reported before they had ended."""
+    made: dict[str, Counter[str]] = {}
+    for line in lines:
+        if line["regime"] == name and (line.get("record") or {}).get("ahead"):
+            made.setdefault(line["config"], Counter())[line["phase"]] += line["record"]["ahead"]
+    return [
+        f"{config}: loads reported before they had ended: {of['burst']} of bursts, {of['loads']} beside decoding"
         for config, of in made.items()
     ]
 
@@ -272,6 +285,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
         text += _speeds(lines, name)
         text += [
             *_own_steps(lines, name),
+            *_ahead(lines, name),
             *_beside_none(rows),
             *_late(lines, name),
             *_starts(lines, name),

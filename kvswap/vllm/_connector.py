@@ -10,7 +10,8 @@ the connector as ended, and the failure to KVSwapConnector:
   reported, in releases that support it (KVConnectorTransferResults); others cannot recompute, and an error is raised.
 - a load whose request was computed in the same step (kvswap_overlap; sync_load_budget_bytes, 0.33): the step has
   computed from wrong bytes, and its stores may be under way. All stores since that load are dropped, and the request is
-  computed again from its first token on (_failures.py).
+  computed again from its first token on (_failures.py). A load that was reported before it ended (_ahead.py) is one of
+  these.
 
 Nothing is loaded any more for a request of which a load failed. _finished.py has what a request that ended stores,
 _windows.py what is stored of sliding windows.
@@ -34,6 +35,7 @@ from kvswap.vllm import _block_first, _finished, _windows
 from kvswap.vllm._handler import OverlapSettings, VLLMHandler, falls_back, overlap_of
 
 if TYPE_CHECKING:
+    from kvswap.vllm._ahead import Ahead
     from kvswap.vllm._layers import StepLoads
     from kvswap.vllm._overlap import Overlap
 
@@ -85,6 +87,7 @@ class _Watch:
         self.failures: list[_Failure] = []  # not reported yet
         self.distrusted: dict[int, str] = {}  # loads that count as failed, and why
         self.steps_own: StepLoads | None = None
+        self.ahead: Ahead | None = None
         self._handlers = _handlers_of(worker)
         for handler in self._handlers:
             handler.strict = False
@@ -104,6 +107,8 @@ class _Watch:
             self._refused.append(_Failure(job_id, error, blocks))
         elif blocks is not None:
             self._loads[job_id] = blocks
+            if self.ahead is not None and not (self.steps_own and job_id in self.steps_own.jobs):
+                self.ahead.submitted(job_id, sum(handler.nbytes_of(job_id) for handler in self._handlers))
         return True
 
     def transfer_async(self, job_id: int, spec: Any) -> bool:
@@ -140,6 +145,8 @@ class _Watch:
         ended: list[Any] = []
         for result in results:
             blocks = self._loads.pop(result.job_id, None)
+            if blocks is not None and self.ahead is not None:
+                self.ahead.ended(result.job_id, result.transfer_size, result.transfer_time if result.success else None)
             why = self.distrusted.pop(result.job_id, None)
             if result.success and why is None:
                 ended.append(result)
@@ -242,6 +249,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         settings = overlap_of(extra_config)
         reason = _why_no_overlap(vllm_config, kv_cache_config) if settings.on else None
         self._overlaps = settings.on and reason is None
+        self._settings = settings
         if self._overlaps:
             extra_config.setdefault("sync_load_budget_bytes", settings.budget)
         elif reason is not None and role == KVConnectorRole.SCHEDULER:
@@ -255,6 +263,9 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         # Blocks that vLLM clears when it prepares the inputs would be cleared after their load.
         self._loads_early = getattr(kv_cache_config, "needs_kv_cache_zeroing", True) is False
         self._submitted: Any = None  # worker: the metadata whose loads were submitted early
+        self._awaited: Any = None  # worker: the metadata whose loads the step's stream waits for already
+        self._ahead: Ahead | None = None  # worker
+        self._sees_beginnings = False  # worker: it is called before all work of a step
         self._watch: _Watch | None = None
         self._knows_idle_steps = _leave_out_idle_steps(getattr(self, "connector_scheduler", None))
         self._invalid_blocks: set[int] = set()
@@ -311,24 +322,32 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             self._refuse(worker)
         self._watch = self.connector_worker.worker = _Watch(worker)
         if self._overlaps and _handlers_of(worker):
+            from kvswap.vllm import _overlap
             from kvswap.vllm._layers import StepLoads
-            from kvswap.vllm._overlap import sync_loads_of
 
-            self._sync_loads_of = sync_loads_of
+            self._sync_loads_of = _overlap.sync_loads_of
             self._own_loads = self._watch.steps_own = StepLoads(_handlers_of(worker), kv_caches)
-            if self._loads_early:
-                self._begin_early()
+            if self._begin_early() and self._settings.ahead:
+                from kvswap.vllm._ahead import Ahead
 
-    def _begin_early(self) -> None:
+                steps = 2 if self._vllm_config.scheduler_config.async_scheduling else 0
+                self._ahead = Ahead(steps, _overlap.steps_before_a_load(), self._settings.shared_ms)
+                self._watch.ahead = self._ahead
+
+    def _begin_early(self) -> bool:
+        """Whether the runner is known."""
         from kvswap.vllm import _early
 
         unknown = _early.install(KVSwapConnector)
+        self._sees_beginnings = not _early.has_second_runner()  # the first one calls handle_preemptions() then
         if unknown is not None:
             _logger.warning(
-                "kvswap_overlap: loads begin only when a step's inputs are prepared: %s is not known (vLLM %s)",
+                "kvswap_overlap: loads begin only when a step's inputs are prepared, and are reported only when they "
+                "have ended: %s is not known (vLLM %s)",
                 unknown,
                 vllm.__version__,
             )
+        return unknown is None
 
     def _refuse(self, worker: Any) -> None:
         spec, theirs = type(self.connector_worker.spec).__name__, type(worker).__name__
@@ -362,9 +381,20 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         super().register_cross_layers_kv_cache(*args, **kwargs)
         self._attach({})
 
-    def begin_step(self, kv_connector_metadata: Any) -> None:
-        """handle_preemptions() of a step with loads of its own, earlier than vLLM calls it (_early.py)."""
-        if self._own_loads is not None and self._loads_early and self._sync_loads_of(kv_connector_metadata):
+    def _await_loads(self, kv_connector_metadata: Any) -> None:
+        """The step's stream waits for loads that were reported before they had ended (_ahead.py)."""
+        jobs = getattr(kv_connector_metadata, "awaited", None)
+        if not jobs or self._own_loads is None or self._awaited is kv_connector_metadata:
+            return
+        self._awaited = kv_connector_metadata
+        self._own_loads.wait_for(jobs & self.connector_worker._load_jobs.keys())
+
+    def begin_step(self, kv_connector_metadata: Any, may_load: bool) -> None:
+        """Before all work of a step of the second runner (_early.py). may_load: the step's own loads may begin."""
+        self._sees_beginnings = True
+        self._await_loads(kv_connector_metadata)
+        own = may_load and self._own_loads is not None and self._loads_early
+        if own and self._sync_loads_of(kv_connector_metadata):
             self.handle_preemptions(kv_connector_metadata)
 
     def _has_nothing_to_submit(self, meta: Any) -> bool:
@@ -375,6 +405,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
+        self._await_loads(kv_connector_metadata)
         if self._submitted is not None and self._submitted is kv_connector_metadata:
             return  # begin_step() did it
         if self._has_nothing_to_submit(kv_connector_metadata):
@@ -420,7 +451,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def _end_own_loads(self, own: StepLoads, watch: _Watch) -> None:
         """The step's output must not be used before its loads are known to have succeeded."""
-        jobs = own.jobs
+        jobs = own.jobs | own.awaited
         if jobs:
             watch.wait(jobs)
         why = own.finish()
@@ -433,9 +464,15 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             self._end_own_loads(self._own_loads, self._watch)  # type: ignore[arg-type]
         watch, loads = self._watch, self.connector_worker._load_jobs
         if self._knows_idle_steps and not self._connector_metadata.store_jobs and watch.is_idle():  # type: ignore[union-attr]
+            if self._ahead is not None:
+                self._ahead.stepped()
             return set(), set()
         requests = dict(loads) if loads else {}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        if self._ahead is not None:
+            self._ahead.stepped()
+            if self._sees_beginnings:
+                finished[1].update(self._report_ahead(self._ahead, loads))
         if not watch.failures:  # type: ignore[union-attr]
             return finished
         failures, watch.failures = watch.failures, []  # type: ignore[union-attr]
@@ -445,6 +482,16 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             else:
                 self._note_failed_load(failure, requests)
         return finished
+
+    @staticmethod
+    def _report_ahead(ahead: Ahead, loads: dict[int, str | None]) -> list[str]:
+        """The requests whose loads are about to end."""
+        names: list[str] = []
+        for job_id in ahead.due(loads):
+            name, loads[job_id] = loads[job_id], None  # vLLM's mark of a request that runs already
+            if name is not None:
+                names.append(name)
+        return names
 
     def _note_failed_load(self, failure: _Failure, requests: dict[int, str | None]) -> None:
         request = requests.get(failure.job_id)
@@ -547,7 +594,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         failed = getattr(connector_output, "failed_recving", None)
-        loads = self._overlap is not None and self._overlap.has_loads
+        loads = self._overlap is not None and (self._overlap.has_loads or connector_output.finished_recving)
         if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or loads):
             return
         jobs = self.connector_scheduler._jobs
@@ -559,7 +606,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
         self._given_up |= (failed or set()) & self._looked_up
         if self._overlap is not None:
-            self._overlap.reported(meta)
+            self._overlap.reported(meta, connector_output.finished_recving or ())
         if self._failed_stores:
             jobs = self.connector_scheduler._jobs
             self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}

@@ -28,6 +28,9 @@ from kvswap._log import logger
 
 _logger = logger("kvswap.vllm")
 
+# A request whose load was reported, and that no step had room for yet, has blocks and one of these.
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
 
 def _why_not_handle() -> str | None:
     handle = getattr(Scheduler, "_handle_invalid_blocks", None)
@@ -94,13 +97,17 @@ def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, i
     own: set[str]
     own, bad = ours.failed_sync_loads(invalid)
     running = _holders(scheduler, scheduler.running, bad)
-    names = own | {request.request_id for request in running}
+    loaded = _holders(scheduler, (r for r in scheduler.requests.values() if r.status in _READY), bad)
+    names = own | {request.request_id for request in running + loaded}
     scheduler.kv_cache_manager.evict_blocks(bad)
     ours.compute_instead(names)
     for name in own - {request.request_id for request in running}:
         request = scheduler.requests.get(name)
         if request is not None and not _drops():  # preempted meanwhile: the step's output of it is dropped
             request.num_output_placeholders = 0
+    for request in loaded:
+        scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
     if running and scheduler.recompute_kv_load_failures:
         for request in reversed(running):
             _preempt(scheduler, request, scheduled.get(request.request_id, 0))

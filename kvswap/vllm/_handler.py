@@ -30,7 +30,8 @@ def options_of(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """kvswap's options in kv_connector_extra_config. ValueError: an unknown or wrong one."""
     known = {
         *("kvswap_path", "kvswap_priority", "kvswap_max_ctas", "kvswap_pace_gbps", "kvswap_wait_timeout_s"),
-        *("kvswap_fallback", "kvswap_metrics_port", "kvswap_overlap", "kvswap_overlap_shared_ms", "kvswap_block_first"),
+        *("kvswap_fallback", "kvswap_metrics_port", "kvswap_block_first"),
+        *("kvswap_overlap", "kvswap_overlap_shared_ms", "kvswap_overlap_ahead"),
     }
     unknown = sorted(key for key in extra_config if key.startswith("kvswap_") and key not in known)
     if unknown:
@@ -75,6 +76,7 @@ class OverlapSettings:
     on: bool
     shared_ms: float
     budget: int  # bytes that a step loads on a worker
+    ahead: bool = False  # asynchronous loads are reported before they end
 
 
 def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
@@ -84,8 +86,9 @@ def overlap_of(extra_config: Mapping[str, Any]) -> OverlapSettings:
     if not (_is_number(shared, (int, float)) and 0 <= shared < math.inf):
         raise ValueError(f"kvswap_overlap_shared_ms is {shared!r}; it is a number of milliseconds, 0 or more")
     budget = extra_config.get("sync_load_budget_bytes", _BUDGET if on else 0)
+    ahead = _switch(extra_config, "kvswap_overlap_ahead", True)
     try:
-        return OverlapSettings(on, float(shared), int(budget))
+        return OverlapSettings(on, float(shared), int(budget), on and ahead)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"sync_load_budget_bytes is {budget!r}; it is a number of bytes") from None
 
@@ -131,6 +134,11 @@ class VLLMHandler(SingleDirectionOffloadingHandler):
     def transfer_async(self, job_id: int, spec: Any, dst_spec: Any = None, *, layer_events: bool = False) -> bool:
         """As the base class; layer_events for the jobs of in_layers."""
         return super().transfer_async(job_id, spec, dst_spec, layer_events=layer_events or job_id in self.in_layers)
+
+    def nbytes_of(self, job_id: int) -> int:
+        """Bytes of a job that is not collected."""
+        with self._lock:
+            return next((job.num_bytes for job in reversed(self._transfers) if job.job_id == job_id), 0)
 
     @property
     def has_jobs(self) -> bool:

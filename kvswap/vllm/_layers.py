@@ -7,6 +7,9 @@ bytes (_parts.py). A full CUDA graph does not call it (vLLM #29608): before such
 not known, the stream waits for all of the load. Known means: in earlier steps of the same kind each layer with a cache
 was waited for.
 
+The stream also waits, at the beginning of a step and as a whole, for loads that were reported before they ended
+(_ahead.py).
+
 After the forward pass finish() waits on the host until the loads have ended, so that the step's output is told together
 with their failures. A layer that was not waited for in a step that relied on it counts as one, and a wait that could
 not be queued.
@@ -38,8 +41,8 @@ def _kind_of(forward_context: Any) -> str | None:
 
 
 class StepLoads:
-    """The loads of the step's own requests. One thread calls, vLLM's worker, in this order: begin(), before_forward(),
-    wait_for_layer() in the forward pass, finish()."""
+    """The loads that the step waits for. One thread calls, vLLM's worker, in this order: wait_for(), begin(),
+    before_forward(), wait_for_layer() in the forward pass, finish()."""
 
     def __init__(self, handlers: Iterable[VLLMHandler], kv_caches: Mapping[str, Any]) -> None:
         self._handlers = [handler for handler in handlers if not handler.gpu_to_cpu]
@@ -50,9 +53,19 @@ class StepLoads:
         self._waited: set[str] = set()  # in this step
         self._by_layers = self._quiet = self._broken = False
         self._refused: str | None = None  # why the model's stream may not have waited
-        self.jobs: frozenset[int] = frozenset()  # of this step
+        self.jobs: frozenset[int] = frozenset()  # of this step's own requests
+        self.awaited: frozenset[int] = frozenset()  # of requests that were reported before their loads had ended
         self.submitting = False
         self.counts = {"layers": 0, "whole": 0}  # steps with loads, by what they waited for
+        self.reported = 0  # loads that steps waited for because they were reported before they had ended
+
+    def wait_for(self, jobs: Iterable[int]) -> None:
+        """Before anything of the step is queued: its stream waits for these loads, or for those that still run."""
+        self.awaited = frozenset(jobs)
+        if self.awaited and not self.reported:
+            _logger.info("a step waits for a load that was reported before it had ended")
+        self.reported += len(self.awaited)
+        self._wait(None, self.awaited)
 
     def begin(self, jobs: set[int], forward_context: Any = None) -> None:
         """These jobs, of the ones that are about to be submitted, load for the step's own requests. Without a context
@@ -86,8 +99,8 @@ class StepLoads:
             _logger.info("a step waits for the load of its own blocks %s", after)
         self.counts[how] += 1
 
-    def _wait(self, parts: tuple[int, ...] | None) -> None:
-        for job in self.jobs:
+    def _wait(self, parts: tuple[int, ...] | None, jobs: frozenset[int] | None = None) -> None:
+        for job in self.jobs if jobs is None else jobs:
             for handler in self._handlers:
                 try:
                     handler.make_wait(job, parts)
@@ -107,10 +120,10 @@ class StepLoads:
     def finish(self) -> str | None:
         """After the forward pass, with the loads ended: why its loads cannot be trusted; None: they can."""
         self._quiet = False
-        if not self.jobs:
+        if not self.jobs and not self.awaited:
             return None
         missed = self._names - self._waited if self._by_layers else None
-        self.jobs, self._by_layers = frozenset(), False
+        self.jobs, self.awaited, self._by_layers = frozenset(), frozenset(), False
         refused, self._refused = self._refused, None
         for handler in self._handlers:
             handler.in_layers = frozenset()

@@ -8,6 +8,10 @@ is done here: see Emulated. _failures.py has what happens when such a load fails
 A load stays asynchronous if another request would wait for it for longer than kvswap_overlap_shared_ms. The time is its
 bytes at the rate that the loads so far had. Of a prompt that the host has to its last token, all blocks but the last
 are loaded, and the step computes that one: it has to compute a token in any case.
+
+A worker may report an asynchronous load before it has ended (_ahead.py). Then vLLM's scheduler may let the request run
+in the next step that it plans, and may give the blocks to others. So that step, whatever it runs, has the job among
+those that it waits for (awaited), and from then on the load is one of its request's own step.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvswap.vllm import _failures
@@ -39,6 +44,12 @@ ANY = OverlapSettings(True, math.inf, 0)  # vLLM's own rule alone (sync_load_bud
 def is_native() -> bool:
     """Whether this vLLM has loads in the request's own step."""
     return hasattr(scheduler.OffloadingConnectorScheduler, "_reserve_sync_load")
+
+
+def steps_before_a_load() -> int:
+    """How many steps are queued before a load that a step submits: one is under way, and from 0.29 on loads are
+    submitted behind the step's own forward pass."""
+    return 2 if "has_sync_kv_loads" in getattr(SchedulerOutput, "__dataclass_fields__", {}) else 1
 
 
 def _why_not_release() -> str | None:
@@ -111,6 +122,8 @@ class Overlap:
         self._step_bytes = 0.0
         self._bytes = self._seconds = 0.0  # of loads so far
         self._loads: dict[int, _Load] = {}  # unfinished, by job
+        self._asynchronous: dict[int, Any] = {}  # the other loads, unfinished: job -> its TransferJob
+        self._awaited: set[int] = set()  # reported, unfinished, and not in a step's metadata
         if is_native():
             self._reserve, theirs._reserve_sync_load = theirs._reserve_sync_load, self._reserve_if
 
@@ -132,6 +145,11 @@ class Overlap:
         """Whether the job loads for a request in its own step."""
         del job_id
         return bool(job.is_sync_load)
+
+    def _make_sync(self, job_id: int, job: Any) -> None:
+        """For vLLM the job loads for a request in its own step from now on."""
+        del job_id
+        job.is_sync_load = True
 
     def seconds(self, nbytes: float) -> float:
         """What a load takes, at the rate of those so far."""
@@ -179,19 +197,27 @@ class Overlap:
     def build(self, build: Any, scheduler_output: Any) -> Any:
         """build_connector_meta()."""
         meta = build(scheduler_output)
-        self._note(meta)
-        return meta
+        return self._note(meta, sync_loads_of(meta))
 
-    def _note(self, meta: Any) -> None:
-        """The step is planned."""
+    def _note(self, meta: Any, own: set[int]) -> Any:
+        """The step is planned, and its own requests' loads are these. The metadata for the workers."""
         self._step_bytes = 0.0
-        if not meta.load_jobs:
-            return
-        for job_id in sync_loads_of(meta):
-            job = meta.load_jobs[job_id]
-            blocks = set(np.asarray(job.dst_spec.block_ids).tolist())
-            self._loads[job_id] = load = _Load(job.req_id, blocks)
-            load.spoil(group.block_ids for group in self.scheduler._req_status[job.req_id].group_states)
+        for job_id, job in meta.load_jobs.items():
+            if job_id in own:
+                self._add_load(job_id, job)
+            else:
+                self._asynchronous[job_id] = job
+        awaited, self._awaited = frozenset(self._awaited), set()
+        for load in (self._loads[job_id] for job_id in own | (awaited & self._loads.keys())):
+            status = self.scheduler._req_status.get(load.request_id)
+            load.spoil(group.block_ids for group in (status.group_states if status else ()))
+        return self._told(meta, frozenset(own), awaited)
+
+    def _told(self, meta: Any, own: frozenset[int], awaited: frozenset[int]) -> Any:
+        return _with(meta, own, awaited) if awaited else meta
+
+    def _add_load(self, job_id: int, job: Any) -> None:
+        self._loads[job_id] = _Load(job.req_id, set(np.asarray(job.dst_spec.block_ids).tolist()))
 
     def added(self, request: Any) -> None:
         """A request has come."""
@@ -222,10 +248,16 @@ class Overlap:
         """Whether reported() has something to look for."""
         return bool(self._loads)
 
-    def reported(self, meta: Any) -> None:
-        """A step's report of all workers, which vLLM has read: which loads ended, and how long they took."""
+    def reported(self, meta: Any, received: Iterable[str] = ()) -> None:
+        """A step's report of all workers, which vLLM has read: which loads ended, and how long they took. received:
+        requests whose loads are reported; one that is unfinished is awaited."""
         jobs = self.scheduler._jobs
         self._loads = {job_id: load for job_id, load in self._loads.items() if job_id in jobs}
+        self._asynchronous = {job_id: job for job_id, job in self._asynchronous.items() if job_id in jobs}
+        for job_id in [job_id for job_id, job in self._asynchronous.items() if job.req_id in received]:
+            self._add_load(job_id, self._asynchronous.pop(job_id))
+            self._awaited.add(job_id)
+            self._make_sync(job_id, jobs[job_id])
         stats = getattr(getattr(meta, "transfer_stats", None), "load", None)
         if stats is None or not stats.time:
             return
@@ -247,9 +279,16 @@ class _Load:
 
 @dataclass
 class KVSwapConnectorMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
-    """vLLM's metadata for the workers, plus the loads of the step's own requests."""
+    """vLLM's metadata for the workers, plus the loads of the step's own requests, and those that were reported before
+    they had ended, for which the step waits."""
 
     sync_loads: frozenset[int] = field(default_factory=frozenset)
+    awaited: frozenset[int] = field(default_factory=frozenset)
+
+
+def _with(meta: Any, sync_loads: frozenset[int], awaited: frozenset[int]) -> KVSwapConnectorMetadata:
+    theirs = {f.name: getattr(meta, f.name) for f in fields(OffloadingConnectorMetadata)}
+    return KVSwapConnectorMetadata(**theirs, sync_loads=sync_loads, awaited=awaited)
 
 
 def sync_loads_of(meta: Any) -> set[int]:
@@ -302,6 +341,10 @@ class Emulated(Overlap):
         self._now.add(request.request_id)
         return tokens, False
 
+    def _make_sync(self, job_id: int, job: Any) -> None:
+        del job
+        self._jobs.add(job_id)
+
     def allocate(self, request: Any, blocks: Any, tokens: int) -> Any:
         if not tokens or request.request_id not in self._now:
             return blocks
@@ -329,12 +372,10 @@ class Emulated(Overlap):
             for job_id in self._jobs:
                 jobs[job_id].is_store = False
         self._now.clear()
-        own = frozenset(self._jobs & planned.load_jobs.keys())
-        if own:
-            theirs = {f.name: getattr(planned, f.name) for f in fields(OffloadingConnectorMetadata)}
-            planned = KVSwapConnectorMetadata(**theirs, sync_loads=own)
-        self._note(planned)
-        return planned
+        return self._note(planned, self._jobs & planned.load_jobs.keys())
+
+    def _told(self, meta: Any, own: frozenset[int], awaited: frozenset[int]) -> Any:
+        return _with(meta, own, awaited) if own or awaited else meta
 
 
 def make(theirs: Any, kv_cache_config: Any, settings: OverlapSettings) -> Overlap:

@@ -9,8 +9,10 @@ bytes samples a token of its own, which must not come out of vLLM's scheduler.
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -24,6 +26,8 @@ class Scenario:
         self.engine, self.options, self.say, self.prompt = engine, options, say, prompt
         self.last = options.ranks - 1
         self.chunk = options.blocks_per_chunk * TOKENS
+        # Whether this release can recompute what an asynchronous load was to bring.
+        self.bears_failed_loads = not options.hybrid or hasattr(KVConnectorOutput(), "failed_recving")
 
     def own(self) -> dict[str, int]:
         return self.engine.workers.call("own_loads")[0]
@@ -144,6 +148,210 @@ class Scenario:
         else:
             assert all(len(each) == 1 for each in parts), parts
 
+    # -- loads that are reported before they end ----------------------------------------------------------------------
+
+    def beside(self, seed: int, blocks: int = 9) -> tuple[str, list[int], int]:
+        """A request whose asynchronous load was reported while it runs, beside another request; and the loads that
+        steps had waited for so until then."""
+        overlap = self.engine.scheduler.connector._overlap
+        tokens = self.stored(seed, blocks)
+        before = sum(self.engine.workers.call("reported"))
+        self.engine.add(self.prompt(seed + 1, 3), max_tokens=40)
+        for _ in range(3):
+            self.engine.step()
+        overlap._bytes, overlap._seconds = 1.0, 1.0  # a slow link: no load of the request's own step
+        self.engine.workers.call("report_ahead", True)
+        self.engine.workers.call("hold", 0.3)
+        name = self.engine.add(tokens)
+        return name, tokens, before
+
+    def report(self, name: str) -> Any:
+        """Steps, until the scheduler has the report; and the load still runs."""
+        scheduler = self.engine.scheduler
+        for _ in range(6):
+            self.engine.step()
+            if name in scheduler.finished_recving_kv_req_ids:
+                break
+        assert name in scheduler.finished_recving_kv_req_ids, "nothing was reported"
+        jobs = scheduler.connector.connector_scheduler._jobs.values()
+        assert any(job.req_id == name and not job.is_store for job in jobs), "it has ended"
+        return scheduler.requests[name]
+
+    def end(self, before: int) -> None:
+        self.engine.run()
+        overlap = self.engine.scheduler.connector._overlap
+        overlap._bytes = overlap._seconds = 0.0
+        self.engine.workers.call("report_ahead", False)
+        assert sum(self.engine.workers.call("reported")) > before, "no step waited for it"
+        assert not overlap._asynchronous and not overlap._awaited and not overlap._loads
+
+    def ahead(self) -> None:
+        name, tokens, before = self.beside(60)
+        self.report(name)
+        self.end(before)
+        self.check_answer(name, tokens)
+        assert self.engine.external == self.whole(tokens)
+        self.say("a load that was reported while it ran: the step of its request waited for it")
+
+    def ahead_by_estimate(self) -> None:
+        """The loads so far say how long one takes."""
+        name, tokens, _ = self.beside(62)
+        self.engine.workers.call("report_ahead", False)
+        self.engine.run()
+        self.check_answer(name, tokens)
+        overlap = self.engine.scheduler.connector._overlap
+        overlap._bytes = overlap._seconds = 0.0
+
+    def ahead_fails(self) -> None:
+        if self.options.policy == "fail":
+            return
+        name, tokens, before = self.beside(64)
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        request = self.report(name)
+        self.end(before)
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.check_answer(name, tokens)
+        assert request.num_preemptions == 1, request.num_preemptions
+        hits, again = self.engine.again(tokens), self.engine.again(tokens)
+        assert again == self.whole(tokens), (hits, again)
+        self.say(f"such a load failed: its request was computed again; {hits} tokens hit afterwards, and then {again}")
+
+    def ahead_fails_without_room(self) -> None:
+        """No step has room for the request until its load has failed."""
+        if self.options.policy == "fail":
+            return
+        name, tokens, before = self.beside(66)
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        request = self.report(name)
+        manager, refused = self.engine.scheduler.kv_cache_manager, []
+        allocate = manager.allocate_slots
+
+        def no_room(asked: Any, *args: Any, **kwargs: Any) -> Any:
+            if asked is not request or not manager.get_block_ids(name)[0]:
+                return allocate(asked, *args, **kwargs)
+            refused.append(request.status)
+            return None
+
+        manager.allocate_slots = no_room
+        for _ in range(4):
+            self.engine.step()
+        assert refused and request not in self.engine.scheduler.running
+        assert not any(manager.get_block_ids(name)), "it holds blocks of a load that failed"
+        manager.allocate_slots = allocate
+        self.end(before)
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.check_answer(name, tokens)
+        self.say(f"such a load failed before a step had room for its request, after {len(refused)} tries")
+
+    def ahead_and_gone(self) -> None:
+        """Aborted while its load runs: the next requests take its blocks."""
+        name, tokens, before = self.beside(68)
+        self.report(name)
+        self.engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        others = [self.prompt(seed, 20) for seed in (70, 71, 72)]
+        names = [self.engine.add(other) for other in others]
+        self.end(before)
+        for each, other in zip(names, others, strict=True):
+            self.check_answer(each, other)
+        self.check_answer(self.go(tokens), tokens)
+        self.say("its request was aborted meanwhile: those that took its blocks are right")
+
+    def ahead_and_aborted_first(self) -> None:
+        """Aborted before the report: vLLM frees the blocks when it is told."""
+        name, tokens, before = self.beside(74)
+        for _ in range(6):
+            self.engine.step()
+            if name in self.engine.scheduler.connector.connector_scheduler._req_status:
+                break
+        self.engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        others = [self.prompt(seed, 20) for seed in (76, 77, 78)]
+        names = [self.engine.add(other) for other in others]
+        self.engine.run()
+        self.engine.workers.call("report_ahead", False)
+        for each, other in zip(names, others, strict=True):
+            self.check_answer(each, other)
+        self.end(before - 1)
+        self.check_answer(self.go(tokens), tokens)
+
+    def ahead_and_preempted(self) -> None:
+        """In the step after the first that waited."""
+        name, tokens, before = self.beside(80)
+        self.report(name)
+        self.engine.step()
+        self.preempt(name)
+        self.end(before)
+        self.check_answer(name, tokens)
+        self.say("its request was preempted meanwhile")
+
+    def ahead_at_random(self, rounds: int = 12) -> None:
+        """Requests that share prompts, some aborted, some preempted, while some of their loads fail."""
+        chance, scheduler = random.Random(5), self.engine.scheduler
+        prompts = [self.stored(seed, 9) for seed in range(90, 94)]
+        prompts += [tokens[: 5 * TOKENS] + self.stored(seed, 6) for seed, tokens in enumerate(prompts, 95)]
+        overlap = scheduler.connector._overlap
+        before = sum(self.engine.workers.call("reported"))
+        self.engine.workers.call("report_ahead", True)
+        recomputed = answered = 0
+        for _ in range(rounds):
+            self.engine.forget_gpu()
+            overlap._bytes, overlap._seconds = 1.0, 1.0
+            names = {self.engine.add(tokens): tokens for tokens in chance.choices(prompts, k=7)}
+            failing = chance.random() < 0.5 and self.bears_failed_loads
+            if failing:
+                self.engine.workers.call_one(self.last, "fault", "fail", chance.randint(1, 20))
+            gone = set()
+            for _ in range(8):
+                self.engine.workers.call("hold", chance.choice([0, 0.003, 0.02]))
+                self.engine.step()
+                name = chance.choice(list(names))
+                request, what = scheduler.requests.get(name), chance.random()
+                if request is not None and what < 0.2:
+                    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+                    gone.add(name)
+                elif request is not None and what < 0.4 and request.num_output_tokens == 0:
+                    self.preempt(name)
+            self.engine.workers.call_one(self.last, "fault", None)
+            self.engine.run()
+            for name in names.keys() - gone:
+                if "error" in self.engine.ended[name].lower():
+                    assert failing and self.options.policy == "fail" and not self.engine.answers.get(name)
+                    continue
+                self.check_answer(name, names[name])
+                answered += 1
+            recomputed += failing
+        overlap._bytes = overlap._seconds = 0.0
+        self.engine.workers.call("report_ahead", False)
+        count = sum(self.engine.workers.call("reported")) - before
+        assert count > 2 * rounds, count
+        self.say(
+            f"at random: {count} loads reported ahead, {answered} answers are right, {recomputed} rounds had faults"
+        )
+
+    def preempt(self, name: str) -> None:
+        scheduler = self.engine.scheduler
+        request = scheduler.requests.get(name)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, 0.0)
+        scheduler.prev_step_scheduled_req_ids.discard(name)
+
+    def ahead_without_waits(self) -> None:
+        """The planted failure: a step that does not wait. The engine cannot go on after it."""
+        if self.options.ranks > 1 or not self.options.async_scheduling:
+            return
+        name, _, _ = self.beside(82)
+        self.report(name)
+        own = type(self.engine.workers.local.connector._own_loads)
+        with mock.patch.object(own, "wait_for", lambda own, jobs: setattr(own, "awaited", frozenset(jobs))):
+            try:
+                self.engine.run()
+            except AssertionError as error:
+                assert "wrong bytes" in str(error), error
+                self.say(f"a wait that is left out is found: {error}")
+                return
+        raise AssertionError("a wait was left out, and this test did not notice")
+
     # -- what does not ------------------------------------------------------------------------------------------------
 
     def failing(self, seed: int, steps: int = 0, *, then: Callable[[str], None] | None = None) -> tuple[str, list[int]]:
@@ -179,8 +387,8 @@ class Scenario:
 
     def fails_beside_its_likes(self) -> None:
         """Requests that share the blocks: in the same step, and in the next."""
-        if self.options.hybrid and not hasattr(KVConnectorOutput(), "failed_recving"):
-            return  # one of them loads asynchronously, and this release cannot recompute that: hybrid_faults()
+        if not self.bears_failed_loads:
+            return  # one of them loads asynchronously: hybrid_faults()
         tokens = self.stored(31, 9)
         self.engine.workers.call_one(self.last, "fault", "fail")
         names = [self.engine.add(tokens), self.engine.add(tokens)]
@@ -208,17 +416,7 @@ class Scenario:
 
     def fails_and_is_preempted(self) -> None:
         """For want of blocks, in the step after its load."""
-        scheduler = self.engine.scheduler
-
-        def preempt(name: str) -> None:
-            request = scheduler.requests.get(name)
-            if request is None or request.status != RequestStatus.RUNNING:
-                return
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, 0.0)
-            scheduler.prev_step_scheduled_req_ids.discard(name)
-
-        name, tokens = self.failing(33, 1, then=preempt)
+        name, tokens = self.failing(33, 1, then=self.preempt)
         if self.options.policy == "recompute":
             self.check_answer(name, tokens)
         else:
@@ -273,12 +471,21 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     tests.chunked()
     tests.graphs()
     tests.held()
+    tests.ahead()
+    tests.ahead_by_estimate()
+    tests.ahead_fails()
+    tests.ahead_fails_without_room()
+    tests.ahead_and_gone()
+    tests.ahead_and_aborted_first()
+    tests.ahead_and_preempted()
+    tests.ahead_at_random()
     tests.fails()
     tests.fails_beside_its_likes()
     tests.fails_and_is_aborted()
     tests.fails_and_is_preempted()
     tests.a_layer_is_skipped()
     tests.a_layer_is_not_waited_for()
+    tests.ahead_without_waits()
 
 
 def left_out_of_a_part(engine: Any, options: argparse.Namespace, say: Callable[[str], None], prompt: Any) -> None:

@@ -400,6 +400,18 @@ class Worker:
         """Steps with loads of their own, by what they waited for."""
         return dict(self.connector._own_loads.counts)
 
+    def reported(self) -> int:
+        """Loads that were reported before they had ended."""
+        return self.connector._own_loads.reported
+
+    def report_ahead(self, on: bool) -> None:
+        """Each load is reported in the step that submits it; False: when it is about to end, by its estimate."""
+        ahead = self.connector._ahead
+        if on:
+            ahead.due = list
+        else:
+            vars(ahead).pop("due", None)
+
     def forget_waits(self) -> None:
         """The waits for layers are counted and left out."""
         own, wait = self.connector._own_loads, self.connector._own_loads._wait
