@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -899,6 +900,27 @@ def test_nvtx_by_the_environment(monkeypatch: pytest.MonkeyPatch, nvtx: Nvtx, ow
     tracing.start_from_environment()
     Cache(own, 8, 512).swap([1], [2]).wait(PATIENCE)
     assert nvtx.seen == ["kvswap.swap_cache_per_layer_async"] and nvtx.open == []
+
+
+def test_a_warning_about_nvtx_keeps_no_object_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch, own: kvswap.Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Log records may be kept. Through the frames of an error in one, a pool would stay, and another of the same memory
+    would be refused."""
+    monkeypatch.setattr(tracing, "_push_and_pop", lambda: None)
+    monkeypatch.setenv("KVSWAP_NVTX", "1")
+    tracing.start_from_environment()
+
+    buffer = own.alloc(2048)
+
+    def move() -> None:
+        pools = [kvswap.Pool(own, buffer.ptr + 1024 * i, 2, 512) for i in range(2)]
+        kvswap.move_blocks(*pools, [0], [1]).wait(PATIENCE)
+
+    with caplog.at_level(logging.WARNING, "kvswap.tracing"):
+        move()
+        move()  # no pool of the first call is left
+    assert "no NVTX ranges" in caplog.text
 
 
 class Span:
