@@ -168,7 +168,7 @@ class Phases:
         return {} if own is None else dict(own.counts)
 
     def _reported_ahead(self) -> int:
-        """Under kvswap_overlap: loads that steps waited for, since they were reported before they had ended."""
+        """Under kvswap_overlap: loads that were reported ahead, and that a step then waited for."""
         own = getattr(self.engine.connector_worker, "_own_loads", None)
         return 0 if own is None else int(own.reported)
 

@@ -171,13 +171,13 @@ def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
 
 
 def _ahead(lines: list[dict[str, Any]], name: str) -> list[str]:
-    """Under kvswap_overlap: loads that were reported before they had ended."""
+    """Under kvswap_overlap: loads that were reported ahead, and still ran when the step that waits for them began."""
     made: dict[str, Counter[str]] = {}
     for line in lines:
         if line["regime"] == name and (line.get("record") or {}).get("ahead"):
             made.setdefault(line["config"], Counter())[line["phase"]] += line["record"]["ahead"]
     return [
-        f"{config}: loads reported before they had ended: {of['burst']} of bursts, {of['loads']} beside decoding"
+        f"{config}: loads reported ahead that a step then waited for: {of['burst']} of bursts, {of['loads']} beside decoding"
         for config, of in made.items()
     ]
 
