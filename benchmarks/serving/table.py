@@ -177,7 +177,7 @@ def _ahead(lines: list[dict[str, Any]], name: str) -> list[str]:
         if line["regime"] == name and (line.get("record") or {}).get("ahead"):
             made.setdefault(line["config"], Counter())[line["phase"]] += line["record"]["ahead"]
     return [
-        f"{config}: loads reported ahead that a step then waited for: {of['burst']} of bursts, {of['loads']} beside decoding"
+        f"{config}: loads reported ahead that a step waited for: {of['burst']} of bursts, {of['loads']} beside decoding"
         for config, of in made.items()
     ]
 
