@@ -269,6 +269,11 @@ def test_transfers_that_are_vllms_own_are_asked_in_each_step(connector: Any) -> 
     assert not made._watch.is_idle()
 
 
+def of_step(**values: Any) -> Any:
+    """A step's metadata."""
+    return SimpleNamespace(**{"jobs_to_flush": set(), **values})
+
+
 class OwnLoads:
     """As StepLoads, for the order of the calls."""
 
@@ -289,7 +294,7 @@ def test_loads_of_a_steps_own_requests_come_first(connector: Any, zeroing: bool,
     made = connector(SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=zeroing))
     made._own_loads, made._sync_loads_of = OwnLoads(lambda: made.calls), lambda meta: meta.jobs
     for _ in range(2):
-        meta = SimpleNamespace(jobs=jobs)
+        meta = of_step(jobs=jobs)
         made.handle_preemptions(meta)
         loads = [("begin", jobs, None if early else "step"), ("loads", meta)]
         assert made.calls == [("theirs", meta), *(loads if early else [])]
@@ -303,8 +308,8 @@ def test_a_step_that_had_only_begun_is_no_excuse(connector: Any) -> None:
     """The loads of a step are submitted, whatever became of the step before."""
     made = connector(SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=False))
     made._own_loads, made._sync_loads_of = OwnLoads(lambda: made.calls), lambda meta: meta.jobs
-    made.handle_preemptions(SimpleNamespace(jobs={1}))
-    made._connector_metadata = later = SimpleNamespace(jobs={2})
+    made.handle_preemptions(of_step(jobs={1}))
+    made._connector_metadata = later = of_step(jobs={2})
     made.start_load_kv("step")
     assert made.calls[-2:] == [("loads", later), ("forward", "step")]
 
@@ -356,7 +361,7 @@ def test_the_second_runner_begins_a_steps_loads_before_its_inputs(early: Any) ->
         early.made._begin_early()
     assert early.runner.execute_model.__wrapped__ is theirs
     for _ in range(2):
-        meta = SimpleNamespace(jobs={3})
+        meta = of_step(jobs={3})
         begun = [("theirs", meta), ("begin", {3}, None), ("loads", meta)]
         assert early.run(kv_connector_metadata=meta) == (begun, [*begun, ("forward", "step")])
 
@@ -381,7 +386,7 @@ def test_the_second_runner_begins_other_steps_as_before(
     jobs = output.pop("jobs", {3})
     if "of" in output:
         monkeypatch.setattr(early.module, "get_kv_transfer_group", lambda: output.pop("of"))
-    before, calls = early.run(kv_connector_metadata=SimpleNamespace(jobs=jobs), **output)
+    before, calls = early.run(kv_connector_metadata=of_step(jobs=jobs), **output)
     assert before == [] and [call[0] for call in calls[:1]] == ["theirs"] and calls[-1] == ("forward", "step")
 
 
@@ -407,8 +412,11 @@ def test_the_second_runner_waits_for_reported_loads_first(early: Any, output: di
     early.made.connector_worker._load_jobs = {5: None, 6: "name"}
     waits = early.made._own_loads.waits
     for awaited in ({4, 5}, {4, 5}, {9}):
-        early.run(kv_connector_metadata=SimpleNamespace(jobs=set(), awaited=frozenset(awaited)), **output)
-    assert waits == [{5}, {5}, set()] and early.made._sees_beginnings
+        meta = of_step(jobs=set(), awaited=frozenset(awaited))
+        early.run(kv_connector_metadata=meta, **output)
+    flushed = of_step(jobs=set(), jobs_to_flush={6, 8})  # vLLM takes its blocks for free
+    early.run(kv_connector_metadata=flushed, **output)
+    assert waits == [{5}, {5}, set(), {6}] and early.made._sees_beginnings
 
 
 def test_loads_are_reported_ahead(connector: Any) -> None:

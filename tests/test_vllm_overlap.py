@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -41,6 +41,22 @@ class TransferJob:
 class OffloadingConnectorMetadata:
     load_jobs: dict[int, Any]
     store_jobs: dict[int, Any]
+
+
+def output(new: Iterable[str] = (), resumed: Iterable[str] = ()) -> Any:
+    """What a step's plan says of its requests."""
+    fresh = [SimpleNamespace(req_id=name) for name in new]
+    return SimpleNamespace(
+        scheduled_new_reqs=fresh, scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed))
+    )
+
+
+OUTPUT = output()
+
+
+def report(meta: Any = None, received: set[str] | None = None) -> Any:
+    """What the workers tell after a step."""
+    return SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=received, finished_sending=None)
 
 
 class OffloadingConnectorScheduler:
@@ -81,6 +97,9 @@ class Request:
         self.request_id, self.num_tokens, self.status = name, tokens, "running"
         self.async_tokens_to_discard = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.is_prefill_chunk = False
+
+    def is_finished(self) -> bool:
+        return self.status == "finished"
 
 
 STATUS = SimpleNamespace(WAITING_FOR_REMOTE_KVS="loading", WAITING="waiting", PREEMPTED="preempted")
@@ -196,7 +215,7 @@ class Rig:
         self.loads.begin(set(), self.vllm.context)
         self.before_forward()
         self.forward()
-        assert self.loads.finish() is None
+        assert self.loads.finish() == {}
 
     def again(self) -> None:
         """After the transfers of a step: the gate is closed, and their targets are cleared, for another one."""
@@ -242,7 +261,7 @@ def test_a_layer_is_read_behind_its_load(rig: Rig) -> None:
     rig.before_forward()  # does not wait
     read = held(rig, rig.forward)
     np.testing.assert_array_equal(read, rig.expected)
-    assert rig.loads.finish() is None and rig.loads.counts == {"layers": 1, "whole": 0}
+    assert rig.loads.finish() == {} and rig.loads.counts == {"layers": 1, "whole": 0}
     rig.close()
 
 
@@ -265,7 +284,7 @@ def test_a_load_before_it_is_known_what_its_step_is(rig: Rig) -> None:
             held(rig, rig.before_forward)
             read = rig.forward()
         np.testing.assert_array_equal(read, rig.expected)
-        assert rig.loads.finish() is None and rig.loads.counts == counts
+        assert rig.loads.finish() == {} and rig.loads.counts == counts
         rig.again()
     rig.shut()
 
@@ -299,7 +318,7 @@ def test_a_step_that_may_not_call_waits_for_all(rig: Rig, kind: Any) -> None:
     held(rig, rig.before_forward)
     for tensor, expected in zip(rig.gpu, rig.expected, strict=True):
         np.testing.assert_array_equal(tensor[[1, 2]], expected)
-    assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
+    assert rig.loads.finish() == {} and rig.loads.counts == {"layers": 0, "whole": 1}
     rig.close()
 
 
@@ -307,7 +326,7 @@ def test_the_first_step_waits_for_all(rig: Rig) -> None:
     rig.submit(context())
     held(rig, rig.before_forward)
     rig.forward()
-    assert rig.loads.finish() is None and rig.loads.counts == {"layers": 0, "whole": 1}
+    assert rig.loads.finish() == {} and rig.loads.counts == {"layers": 0, "whole": 1}
     rig.close()
 
 
@@ -317,7 +336,7 @@ def test_a_layer_that_was_not_waited_for(rig: Rig) -> None:
     rig.before_forward()
     rig.gate.open()
     rig.forward(skip="layer.2")
-    assert "layer.2" in rig.loads.finish()
+    assert "layer.2" in rig.loads.finish()[2]
     rig.loads.begin({3}, context())
     rig.before_forward()
     assert rig.loads.counts == {"layers": 1, "whole": 1}  # from now on
@@ -338,7 +357,7 @@ def test_a_wait_that_cannot_be_queued(rig: Rig, monkeypatch: pytest.MonkeyPatch,
         patch.setattr(rig.load, "make_wait", refuse)
         rig.before_forward()
         rig.forward()
-    assert "may not have waited for it: a stream that is being captured" in rig.loads.finish()
+    assert "may not have waited for it: a stream that is being captured" in rig.loads.finish()[2]
     rig.learn()  # of later steps nothing is said
     rig.close()
 
@@ -357,7 +376,7 @@ def test_each_layer_waits_for_its_own_part(rig: Rig, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(rig.load, "make_wait", lambda job, parts: waits.append(parts))
         rig.forward()
-    assert waits == [(i,) for i in range(LAYERS)] and rig.loads.finish() is None
+    assert waits == [(i,) for i in range(LAYERS)] and rig.loads.finish() == {}
     rig.close()
 
 
@@ -370,7 +389,7 @@ def test_a_step_waits_for_loads_that_were_reported(rig: Any) -> None:
     held(rig, lambda: rig.loads.wait_for({2, 77}))
     np.testing.assert_array_equal(rig.forward(), rig.expected)
     assert rig.loads.awaited == {2, 77} and rig.loads.reported == 2
-    assert rig.loads.finish() is None and not rig.loads.awaited
+    assert rig.loads.finish() == {} and not rig.loads.awaited
     rig.close()
 
 
@@ -384,7 +403,8 @@ def test_a_reported_load_that_cannot_be_waited_for(rig: Any, monkeypatch: pytest
 
     monkeypatch.setattr(rig.load, "make_wait", refuse)
     rig.loads.wait_for({2})
-    assert "may not have waited for it: no wait" in rig.loads.finish()
+    reasons = rig.loads.finish()
+    assert [*reasons] == [2] and "may not have waited for it: no wait" in reasons[2]
     rig.close()
 
 
@@ -475,7 +495,7 @@ def test_a_request_alone_loads_in_its_step(overlap: Any) -> None:
     assert overlap.matched(request, 0, (96, True)) == (96, False)
     assert overlap.matched(request, 0, (0, False)) == (0, False)
     assert overlap.matched(request, 0, (None, False)) == (None, False)
-    overlap._note(OffloadingConnectorMetadata({}, {}), set())
+    overlap._note(OffloadingConnectorMetadata({}, {}), set(), OUTPUT)
     assert overlap.matched(Request("b", 1000), 0, (208, True)) == (208, True)  # more than the budget
 
 
@@ -530,11 +550,11 @@ def test_a_shared_step_waits_for_a_stated_time(overlap: Any) -> None:
     overlap.added(second)
     assert overlap.matched(first, 0, (96, True)) == (96, False)  # 1.23 us
     assert overlap.matched(second, 0, (32, True)) == (32, True)  # 1.64 us with that
-    overlap._note(OffloadingConnectorMetadata({}, {}), set())
+    overlap._note(OffloadingConnectorMetadata({}, {}), set(), OUTPUT)
     assert overlap.matched(second, 0, (32, True)) == (32, False)
-    overlap._note(OffloadingConnectorMetadata({}, {}), set())
+    overlap._note(OffloadingConnectorMetadata({}, {}), set(), OUTPUT)
     slow = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=1000, time=1e-6)))
-    overlap.reported(slow)  # 1 GB/s
+    overlap.reported(report(slow))  # 1 GB/s
     assert overlap.matched(second, 0, (32, True)) == (32, True)
     overlap.ended(first, ())
     assert overlap.matched(second, 0, (32, True)) == (32, False)
@@ -565,7 +585,7 @@ def planned(overlap: Any, request: Request, blocks: list[int], computed: int, to
         assert all(job.is_store for job in theirs._jobs.values())  # for vLLM's assertions
         return OffloadingConnectorMetadata(theirs._current_batch_load_jobs, {})
 
-    meta = overlap.build(build, None)
+    meta = overlap.build(build, OUTPUT)
     assert not any(job.is_store for job in theirs._jobs.values())
     return meta
 
@@ -594,15 +614,16 @@ def test_groups_that_are_not_offloaded_stay(overlap: Any) -> None:
 def asynchronous(overlap: Any, name: str, job_id: int, blocks: list[int]) -> None:
     """A step submits this load, for a request of these blocks."""
     theirs = overlap.scheduler
+    overlap.added(Request(name))
     theirs._jobs[job_id] = SimpleNamespace(is_store=False, is_sync_load=False, req_id=name)
     theirs._req_status[name] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=blocks)])
     job = TransferJob(name, None, SimpleNamespace(block_ids=np.array(blocks)))
     meta = OffloadingConnectorMetadata({job_id: job}, {})
-    assert overlap.build(lambda _: meta, None) is meta
+    assert overlap.build(lambda _: meta, OUTPUT) is meta
 
 
-def built(overlap: Any) -> Any:
-    return overlap.build(lambda _: OffloadingConnectorMetadata({}, {}), None)
+def built(overlap: Any, plan: Any = OUTPUT) -> Any:
+    return overlap.build(lambda _: OffloadingConnectorMetadata({}, {}), plan)
 
 
 def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace, overlap: Any) -> None:
@@ -610,21 +631,72 @@ def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace,
         asynchronous(overlap, name, job_id, [job_id * 10, job_id * 10 + 1])
     jobs = overlap.scheduler._jobs
     del jobs[8]  # it has ended
-    overlap.reported(None, {"a", "b"})
+    told = report(None, {"a", "b"})
+    overlap.reported(told)
+    assert told.finished_recving == {"a", "b"} and told.finished_sending is None
     assert overlap.has_loads and overlap.failed({70}) == ({"a"}, {70, 71})
     assert overlap.is_sync(7, jobs[7]) and not overlap.is_sync(9, jobs[9])
     overlap.scheduler._req_status["a"].group_states[0].block_ids.append(72)  # the step has room for a new block
-    meta = built(overlap)
+    meta = built(overlap, output("a"))
     assert meta.awaited == {7} and vllm.overlap.sync_loads_of(meta) == set()
     assert overlap.failed({70}) == ({"a"}, {70, 71, 72})
     assert not hasattr(built(overlap), "awaited")  # once
     assert not jobs[7].is_store  # as it is for vLLM's assertions, while a step is planned
     del jobs[7]
-    overlap.reported(None)
+    overlap.reported(report())
     assert not overlap.has_loads and overlap.failed({70}) == (set(), {70})
-    overlap.reported(None, {"c"})
-    del overlap.scheduler._req_status["c"]  # it ended, and its blocks are others' from the next step on
-    assert built(overlap).awaited == {9} and overlap.failed({91}) == ({"c"}, {90, 91})
+    assert not overlap._reported
+
+
+def test_a_request_that_ends_before_its_load_keeps_its_blocks(overlap: Any) -> None:
+    """It ends after the report. vLLM is told to free them when the load has ended."""
+    asynchronous(overlap, "a", 7, [4, 5])
+    asynchronous(overlap, "b", 8, [6, 7])
+    overlap.reported(report(None, {"a", "b"}))
+    requests = [Request("a"), Request("b")]
+    overlap.ended(requests[0], ([4, 5, 9],))
+    assert [overlap.keeps(request) for request in requests] == [True, False]
+    assert built(overlap).awaited == {7, 8}
+    del overlap.scheduler._req_status["a"]
+    assert overlap.failed({4}) == ({"a"}, {4, 5, 9})  # what it computed may still be found
+    told = report()
+    overlap.reported(told)
+    assert told.finished_sending is None
+    overlap.scheduler._jobs.clear()
+    overlap.reported(told)
+    assert told.finished_sending == {"a"} and not (overlap._kept or overlap._reported or overlap.has_loads)
+    overlap.ended(requests[1], ([6, 7],))
+    assert not overlap.keeps(requests[1])
+
+
+def test_a_request_that_ended_before_the_report(overlap: Any) -> None:
+    """vLLM frees its blocks when it is told: not before the load has ended."""
+    asynchronous(overlap, "a", 7, [4, 5])
+    overlap.ended(Request("a"), ([4, 5],))
+    assert not overlap.keeps(Request("a"))  # vLLM does
+    told = report(None, {"a", "other"})
+    overlap.reported(told)
+    assert told.finished_recving == {"other"} and overlap.has_loads and not hasattr(built(overlap), "awaited")
+    overlap.scheduler._jobs.clear()
+    told = report()
+    overlap.reported(told)
+    assert told.finished_recving == {"a"} and told.finished_sending is None and not overlap.has_loads
+
+
+def test_who_shares_the_blocks_of_an_unfinished_load(overlap: Any) -> None:
+    """Also what a sharer of the same step computed, and what sharers that ended or were preempted had computed."""
+    asynchronous(overlap, "a", 7, [4, 5])
+    overlap.reported(report(None, {"a"}))
+    tables = {"b": [4, 8], "c": [1, 2], "d": [4, 8, 9], "e": [9, 10], "f": [3]}
+    for name, blocks in tables.items():
+        overlap.scheduler._req_status[name] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=blocks)])
+    built(overlap, output("ced", resumed="b"))
+    assert overlap.failed({5}) == (set("abde"), {4, 5, 8, 9, 10})
+    overlap.ended(Request("d"), ([4, 8, 9, 11],))
+    overlap.scheduler._req_status["e"].group_states[0].block_ids.append(12)
+    overlap.scheduler._req_status["f"].group_states[0].block_ids.append(5)  # neither new nor resumed: it cannot be
+    built(overlap)
+    assert overlap.failed({5}) == (set("abde"), {4, 5, 8, 9, 10, 11, 12})
 
 
 def test_where_vllm_has_loads_of_its_own_steps(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,11 +706,11 @@ def test_where_vllm_has_loads_of_its_own_steps(vllm: SimpleNamespace, monkeypatc
     monkeypatch.setattr(OffloadingConnectorScheduler, "_reserve_sync_load", None, raising=False)
     overlap = vllm.overlap.make(theirs, cache(AttentionSpec()), OverlapSettings(True, 1.0, 1 << 20))
     asynchronous(overlap, "a", 3, [5, 6])
-    overlap.reported(None, {"a"})
+    overlap.reported(report(None, {"a"}))
     assert theirs._jobs[3].is_sync_load
     theirs._req_status["b"] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=[8])])
     own = SimpleNamespace(req_id="b", dst_spec=SimpleNamespace(block_ids=[8]), sync=True)
-    meta = overlap.build(lambda _: OffloadingConnectorMetadata({4: own}, {}), None)
+    meta = overlap.build(lambda _: OffloadingConnectorMetadata({4: own}, {}), output("b"))
     assert meta.awaited == {3} and vllm.overlap.sync_loads_of(meta) == {4} and meta.load_jobs == {4: own}
 
 
@@ -683,7 +755,7 @@ def test_a_failed_load_preempts_its_request(vllm: SimpleNamespace, overlap: Any)
     requests["c"].num_in_flight_tokens = 1  # in the next step alone
     requests["c"].num_output_placeholders = 1
     assert engine.fail({5}, {"a": 20, "b": 1}) == {"a", "c", "d"}
-    assert engine.evicted == {4, 5, 6, 7, 9, 10} == engine.made.theirs
+    assert engine.evicted == {4, 5, 6, 7, 9, 10}
     assert [request.request_id for request in engine.made.running] == ["b"]
     assert requests["a"].async_tokens_to_discard == 0 and requests["c"].async_tokens_to_discard == 1
     assert requests["c"].num_output_placeholders == 0 and engine.made.prev_step_scheduled_req_ids == {"b"}
@@ -695,17 +767,37 @@ def test_a_failed_load_preempts_its_request(vllm: SimpleNamespace, overlap: Any)
 def test_a_failed_load_of_a_request_without_room(vllm: SimpleNamespace, overlap: Any) -> None:
     """It was reported, and no step has run its request yet: it gives up its blocks."""
     asynchronous(overlap, "a", 7, [4, 5])
-    overlap.reported(None, {"a"})
+    overlap.reported(report(None, {"a"}))
     engine, freed = Engine(vllm, overlap, {"a": [4, 5], "b": [8]}), []
     engine.made.running = [engine.made.requests["b"]]
     engine.made.kv_cache_manager.free = lambda request: freed.append(request.request_id)
     for status in ("waiting", "preempted"):
         freed.clear()
         engine.made.requests["a"].status = status
+        engine.made._inflight_prefills = {engine.made.requests["a"], engine.made.requests["b"]}
         engine.made.requests["a"].num_computed_tokens = 32
         assert engine.fail({5}, {"b": 1}) == {"a"}
         assert freed == ["a"] and engine.made.requests["a"].num_computed_tokens == 0
+        assert engine.made._inflight_prefills == {engine.made.requests["b"]}  # no room is kept for it
     assert [request.request_id for request in engine.made.running] == ["b"]
+
+
+def test_a_failed_load_and_requests_that_load_behind_it(vllm: SimpleNamespace, overlap: Any) -> None:
+    """Each of those that share its blocks is computed from its first token on; one that has ended waits for its own
+    load alone."""
+    asynchronous(overlap, "a", 7, [4, 5])
+    overlap.reported(report(None, {"a"}))
+    engine = Engine(vllm, overlap, {"a": [4, 5], "b": [4, 5, 8], "c": [4, 5, 9], "d": [4, 10], "e": [11]})
+    requests = engine.made.requests
+    engine.made.running = [requests["a"]]
+    for name in "bcde":
+        requests[name].status, requests[name].num_computed_tokens = "loading", 48
+    requests["d"].status = "finished"
+    assert engine.fail({4, 5}, {"a": 1}) == {"a"}
+    assert [requests[name].num_computed_tokens for name in "bcde"] == [0, 0, 48, 48]
+    assert engine.made.failed_recving_kv_req_ids == {"b", "c"}
+    engine.made.recompute_kv_load_failures = False
+    assert engine.fail({4, 5}, {"a": 1}) == {"a", "b", "c"}
 
 
 def test_a_failed_load_ends_its_request(vllm: SimpleNamespace, overlap: Any) -> None:

@@ -382,11 +382,13 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._attach({})
 
     def _await_loads(self, kv_connector_metadata: Any) -> None:
-        """The step's stream waits for loads that were reported before they had ended (_ahead.py)."""
-        jobs = getattr(kv_connector_metadata, "awaited", None)
+        """The step's stream waits for loads that were reported before they had ended (_ahead.py), and for those that
+        vLLM gives up (reset_cache()), whose blocks it takes for free."""
+        jobs = getattr(kv_connector_metadata, "awaited", None) or kv_connector_metadata.jobs_to_flush
         if not jobs or self._own_loads is None or self._awaited is kv_connector_metadata:
             return
         self._awaited = kv_connector_metadata
+        jobs = frozenset(jobs).union(kv_connector_metadata.jobs_to_flush or ())
         self._own_loads.wait_for(jobs & self.connector_worker._load_jobs.keys())
 
     def begin_step(self, kv_connector_metadata: Any, may_load: bool) -> None:
@@ -454,9 +456,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         jobs = own.jobs | own.awaited
         if jobs:
             watch.wait(jobs)
-        why = own.finish()
-        if why is not None:
-            watch.distrusted.update(dict.fromkeys(jobs, why))
+        watch.distrusted.update(own.finish())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; records failures for the following calls."""
@@ -567,14 +567,19 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._forget(request.request_id)
         if self._overlap is not None:
             self._overlap.ended(request, (block_ids,))
-        return super().request_finished(request, block_ids)
+        return self._keep_blocks(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         """As vLLM's."""
         self._forget(request.request_id)
         if self._overlap is not None:
             self._overlap.ended(request, block_ids)
-        return super().request_finished_all_groups(request, block_ids)
+        return self._keep_blocks(request, super().request_finished_all_groups(request, block_ids))
+
+    def _keep_blocks(self, request: Any, answer: tuple[bool, Any]) -> tuple[bool, Any]:
+        """A load into them may be under way."""
+        keeps, params = answer
+        return keeps or (self._overlap is not None and self._overlap.keeps(request)), params
 
     def _forget(self, name: str) -> None:
         self._looked_up.discard(name)
@@ -606,7 +611,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
         self._given_up |= (failed or set()) & self._looked_up
         if self._overlap is not None:
-            self._overlap.reported(meta, connector_output.finished_recving or ())
+            self._overlap.reported(connector_output)
         if self._failed_stores:
             jobs = self.connector_scheduler._jobs
             self._failed_stores = {job: why for job, why in self._failed_stores.items() if job in jobs}

@@ -4,7 +4,7 @@ vLLM (0.26 to 0.33) moves num_computed_tokens of such a request back and lets it
 asynchronous scheduling, where the request is in the next step already, and in the second model runner, which keeps
 the number on the GPU (vLLM #45138, #49250). So the request is preempted instead, by vLLM's own means: its blocks leave
 the prefix cache, what is under way for it is dropped, and it is computed from its first token on. So is each request
-that shares such a block.
+that shares such a block, also one that waits for a load of its own: vLLM moves the number of one of these alone back.
 With "kv_load_failure_policy": "fail" these requests end, as in vLLM.
 
 A request that waited for a load that failed looks for host blocks again, in vLLM: it would load until a load succeeds.
@@ -27,9 +27,6 @@ from vllm.v1.request import Request, RequestStatus
 from kvswap._log import logger
 
 _logger = logger("kvswap.vllm")
-
-# A request whose load was reported, and that no step had room for yet, has blocks and one of these.
-_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def _why_not_handle() -> str | None:
@@ -93,42 +90,45 @@ def _holders(scheduler: Any, requests: Iterable[Any], bad: set[int]) -> list[Any
         rest = [request for request in rest if request not in more]
 
 
-def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, int], theirs: Any) -> set[str]:
+def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
     own: set[str]
     own, bad = ours.failed_sync_loads(invalid)
-    running = _holders(scheduler, scheduler.running, bad)
-    loaded = _holders(scheduler, (r for r in scheduler.requests.values() if r.status in _READY), bad)
-    names = own | {request.request_id for request in running + loaded}
+    holders = _holders(scheduler, (r for r in scheduler.requests.values() if not r.is_finished()), bad)
+    running = [request for request in scheduler.running if request in holders]
     scheduler.kv_cache_manager.evict_blocks(bad)
-    ours.compute_instead(names)
+    ours.compute_instead(own | {request.request_id for request in holders})
     for name in own - {request.request_id for request in running}:
         request = scheduler.requests.get(name)
         if request is not None and not _drops():  # preempted meanwhile: the step's output of it is dropped
             request.num_output_placeholders = 0
-    for request in loaded:
-        scheduler.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
-    if running and scheduler.recompute_kv_load_failures:
-        for request in reversed(running):
-            _preempt(scheduler, request, scheduled.get(request.request_id, 0))
-        _logger.warning("a load failed beside the model: %d request(s) are computed again", len(running))
-    if len(scheduler.kv_cache_config.kv_cache_groups) == 1:
-        return names | set(theirs(scheduler, bad, scheduled))
-    loading = (r for r in scheduler.requests.values() if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
-    waiting = _holders(scheduler, loading, bad)
     if not scheduler.recompute_kv_load_failures:
-        return names | {request.request_id for request in waiting}
-    for request in waiting:
-        request.num_computed_tokens = 0
-        scheduler.failed_recving_kv_req_ids.add(request.request_id)
-    return names
+        return own | {request.request_id for request in holders}
+    for request in reversed(running):
+        _preempt(scheduler, request, scheduled.get(request.request_id, 0))
+    for request in holders:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:  # vLLM frees its blocks when its load has ended
+            request.num_computed_tokens = 0
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        elif request not in running:  # its load was reported, and no step had room for it yet
+            scheduler.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            _reserved(scheduler).discard(request)
+    if running:
+        _logger.warning("a load failed beside the model: %d request(s) are computed again", len(running))
+    return own | {request.request_id for request in running}
+
+
+def _reserved(scheduler: Any) -> set[Any]:
+    """Requests that the scheduler keeps room for (to 0.32)."""
+    found: set[Any] = getattr(scheduler, "_inflight_prefills", set())
+    return found
 
 
 def _give_up(scheduler: Any, ours: Any) -> None:
     """The requests whose asynchronous loads failed are computed, and keep no room until then."""
     failed = set(scheduler.failed_recving_kv_req_ids)
     ours.compute_instead(failed)
-    loading: set[Any] = getattr(scheduler, "_inflight_prefills", set())
+    loading = _reserved(scheduler)
     loading -= {request for request in loading if request.request_id in failed}
 
 
@@ -154,7 +154,7 @@ def install(kind: type) -> str | None:
         if ours is None:
             return set(theirs(self, invalid_block_ids, num_scheduled_tokens))
         if ours.has_sync_loads:
-            found = _handle(self, ours, invalid_block_ids, num_scheduled_tokens, theirs)
+            found = _handle(self, ours, invalid_block_ids, num_scheduled_tokens)
         else:
             found = set(theirs(self, invalid_block_ids, num_scheduled_tokens))
         _give_up(self, ours)

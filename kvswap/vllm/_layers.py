@@ -52,7 +52,7 @@ class StepLoads:
         self._seen: dict[str, set[str]] = {}  # layers that were waited for, by the kind of step
         self._waited: set[str] = set()  # in this step
         self._by_layers = self._quiet = self._broken = False
-        self._refused: str | None = None  # why the model's stream may not have waited
+        self._refused: dict[int, str] = {}  # loads that the model's stream may not have waited for, and why
         self.jobs: frozenset[int] = frozenset()  # of this step's own requests
         self.awaited: frozenset[int] = frozenset()  # of requests that were reported before their loads had ended
         self.submitting = False
@@ -105,7 +105,7 @@ class StepLoads:
                 try:
                     handler.make_wait(job, parts)
                 except _C.Error as error:  # of the load, whose result tells it too, or of the wait itself
-                    self._refused = self._refused or str(error)
+                    self._refused.setdefault(job, f"the forward pass may not have waited for it: {error}")
 
     def wait_for_layer(self, name: str) -> None:
         """Before a layer's attention is queued."""
@@ -117,19 +117,19 @@ class StepLoads:
             seen.add(name)
             self._quiet = self._names <= seen  # nothing more to learn in this step
 
-    def finish(self) -> str | None:
-        """After the forward pass, with the loads ended: why its loads cannot be trusted; None: they can."""
+    def finish(self) -> dict[int, str]:
+        """After the forward pass, with the loads ended: those that cannot be trusted, and why."""
         self._quiet = False
         if not self.jobs and not self.awaited:
-            return None
-        missed = self._names - self._waited if self._by_layers else None
+            return {}
+        own, missed = self.jobs, self._names - self._waited if self._by_layers else None
         self.jobs, self.awaited, self._by_layers = frozenset(), frozenset(), False
-        refused, self._refused = self._refused, None
+        refused, self._refused = self._refused, {}
         for handler in self._handlers:
             handler.in_layers = frozenset()
         if not missed:
-            return refused and f"the forward pass may not have waited for it: {refused}"
+            return refused
         self._broken = True
         text = f"the forward pass did not wait for layers that were being loaded: {', '.join(sorted(missed)[:4])}"
         _logger.error("%s. From now on steps wait for their loads as a whole", text)
-        return text
+        return {**refused, **dict.fromkeys(own, text)}

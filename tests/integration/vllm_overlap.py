@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -183,7 +184,7 @@ class Scenario:
         overlap._bytes = overlap._seconds = 0.0
         self.engine.workers.call("report_ahead", False)
         assert sum(self.engine.workers.call("reported")) > before, "no step waited for it"
-        assert not overlap._asynchronous and not overlap._awaited and not overlap._loads
+        assert not (overlap._asynchronous or overlap._awaited or overlap._loads or overlap._kept or overlap._withheld)
 
     def ahead(self) -> None:
         name, tokens, before = self.beside(60)
@@ -283,6 +284,176 @@ class Scenario:
         self.check_answer(name, tokens)
         self.say("its request was preempted meanwhile")
 
+    def slow_link(self, slow: bool = True) -> None:
+        """Loads are asynchronous beside other requests; and reported in the step that submits them."""
+        overlap = self.engine.scheduler.connector._overlap
+        overlap._bytes = overlap._seconds = float(slow)
+        self.engine.workers.call("report_ahead", slow)
+
+    def fails_beside_loads(self, ahead: bool) -> None:
+        """Requests that share its blocks, each of which waits for a load of its own."""
+        if self.options.hybrid or self.options.policy == "fail":  # of a shorter prompt the host has no window
+            return
+        shared = self.prompt(100, 8)[: 8 * TOKENS]
+        longer = [shared + self.prompt(seed, 4) for seed in (101, 102)]
+        for tokens in longer:
+            self.go(tokens)
+        self.engine.forget_gpu()
+        if ahead:
+            self.engine.add(self.prompt(103, 3), max_tokens=60)
+            for _ in range(3):
+                self.engine.step()
+            self.slow_link()
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        self.engine.workers.call("hold", 0.3)
+        first = self.engine.add(shared + self.prompt(104, 0))
+        if ahead:
+            self.report(first)
+        self.engine.step()
+        self.slow_link()
+        names = [self.engine.add(tokens) for tokens in longer]
+        self.engine.step()
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.engine.run()
+        self.slow_link(False)
+        for name, tokens in zip(names, longer, strict=True):
+            self.check_answer(name, tokens)
+        self.say(
+            f"a load failed {'after its report ' * ahead}beside loads of requests that share its blocks: all right"
+        )
+
+    def fails_and_a_sharer_goes(self, ahead: bool, then: str) -> None:
+        """A request that computed from the blocks is preempted or aborted before the failure is known."""
+        if not self.bears_failed_loads or self.options.policy == "fail":
+            return
+        before = 0
+        if ahead:
+            name, tokens, before = self.beside(110)
+            self.engine.workers.call_one(self.last, "fault", "fail")
+            self.report(name)
+        else:
+            tokens = self.stored(110, 9)
+            self.engine.workers.call_one(self.last, "fault", "fail")
+            name = self.engine.add(tokens)
+        longer = tokens[: 9 * TOKENS] + self.prompt(112, 4)
+        sharer = self.engine.add(longer)
+        self.engine.step()
+        if then == "preempted":
+            self.preempt(sharer)
+        else:
+            self.engine.scheduler.finish_requests(sharer, RequestStatus.FINISHED_ABORTED)
+        self.engine.step()
+        self.engine.workers.call_one(self.last, "fault", None)
+        if ahead:
+            self.end(before)
+        self.engine.run()
+        self.check_answer(name, tokens)
+        if then == "preempted":
+            self.check_answer(sharer, longer)
+        self.check_answer(self.go(longer), longer)
+        self.say(f"a load failed, and a request that shared its blocks was {then} before that was known: all right")
+
+    def ahead_fails_and_is_gone(self) -> None:
+        """Nobody else has its blocks, and no other request is computed again or ends."""
+        name, tokens, before = self.beside(120)
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        self.report(name)
+        manager = self.engine.scheduler.kv_cache_manager
+        held = {block for group in manager.get_block_ids(name) for block in group}
+        self.engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        others = [self.prompt(seed, 10) for seed in (122, 123, 124, 125)]
+        names = [self.engine.add(other) for other in others]
+        self.engine.step()
+        taken = {block for each in names for group in manager.get_block_ids(each) for block in group}
+        assert not held & taken - {0}, f"blocks {sorted(held & taken)} are other requests', and are being loaded"
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.end(before)
+        for each, other in zip(names, others, strict=True):
+            self.check_answer(each, other)
+        assert name not in self.engine.scheduler.requests
+        self.check_answer(self.go(tokens), tokens)
+        self.say("such a load failed after its request was aborted: no other request is concerned")
+
+    def ahead_fails_beside_another(self) -> None:
+        """Two loads are waited for by one step; one had failed before: the other one counts."""
+        tokens = [self.stored(seed, 6) for seed in (130, 131)]
+        self.engine.add(self.prompt(132, 3), max_tokens=60)
+        for _ in range(3):
+            self.engine.step()
+        self.slow_link()
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        self.engine.workers.call("hold", 0.3)
+        names = [self.engine.add(each) for each in tokens]
+        self.report(names[0])
+        other = self.engine.scheduler.requests[names[1]]
+        time.sleep(0.6)
+        for _ in range(3):
+            self.engine.step()
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.engine.run()
+        self.slow_link(False)
+        assert other.num_preemptions == 0 and "error" not in self.engine.ended[names[1]].lower()
+        self.check_answer(names[1], tokens[1])
+        if self.options.policy == "recompute":
+            self.check_answer(names[0], tokens[0])
+        self.say("of two such loads one failed, and the request of the other one ran on")
+
+    def ahead_fails_without_room_before_others(self) -> None:
+        """The room that vLLM keeps for a request is given up with its blocks."""
+        if not self.bears_failed_loads or self.options.policy == "fail":
+            return
+        scheduler, manager = self.engine.scheduler, self.engine.scheduler.kv_cache_manager
+        start = self.prompt(140, 4)[: 4 * TOKENS]
+        waits, fails = start + self.prompt(141, 32), self.prompt(142, 32)
+        for tokens in (waits, fails):
+            self.go(tokens)
+        self.engine.forget_gpu()
+        self.slow_link()
+        self.engine.workers.call("hold", 0.3)
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        first, name = self.engine.add(waits), self.engine.add(fails)
+        self.engine.add(self.prompt(144, 3))
+        look_up, allocate, full = scheduler.connector.get_num_new_matched_tokens, manager.allocate_slots, [True]
+
+        def later(request: Any, *args: Any) -> Any:
+            return (None, False) if request.request_id == first and full else look_up(request, *args)
+
+        def no_room(request: Any, *args: Any, **kwargs: Any) -> Any:
+            held = request.request_id == name and request.num_computed_tokens and request not in scheduler.running
+            return None if full and held else allocate(request, *args, **kwargs)
+
+        scheduler.connector.get_num_new_matched_tokens, manager.allocate_slots = later, no_room
+        for _ in range(12):
+            self.engine.step()
+            if scheduler.requests[name].status == RequestStatus.WAITING and not any(manager.get_block_ids(name)):
+                break
+        self.engine.workers.call_one(self.last, "fault", None)
+        full.clear()
+        self.engine.run(limit=20)
+        scheduler.connector.get_num_new_matched_tokens, manager.allocate_slots = look_up, allocate
+        self.slow_link(False)
+        self.check_answer(name, fails)
+        self.check_answer(first, waits)
+        self.say("such a load failed before its request had room: no other request waits for the room of it")
+
+    def ahead_and_reset(self) -> None:
+        """The connector's cache is reset before the report is read."""
+        if self.options.hybrid:
+            return
+        name, tokens, _ = self.beside(150)
+        theirs = self.engine.scheduler.connector.connector_scheduler
+        for _ in range(6):
+            self.engine.step()
+            if any(job.req_id == name for job in theirs._jobs.values()):
+                break
+        self.engine.scheduler.connector.reset_cache()
+        self.engine.run()
+        self.slow_link(False)
+        self.check_answer(name, tokens)
+        overlap = self.engine.scheduler.connector._overlap
+        assert not (overlap._asynchronous or overlap._awaited or overlap._loads or overlap._kept or overlap._withheld)
+        self.say("the connector's cache was reset before a report was read")
+
     def ahead_at_random(self, rounds: int = 12) -> None:
         """Requests that share prompts, some aborted, some preempted, while some of their loads fail."""
         chance, scheduler = random.Random(5), self.engine.scheduler
@@ -290,9 +461,10 @@ class Scenario:
         prompts += [tokens[: 5 * TOKENS] + self.stored(seed, 6) for seed, tokens in enumerate(prompts, 95)]
         overlap = scheduler.connector._overlap
         before = sum(self.engine.workers.call("reported"))
-        self.engine.workers.call("report_ahead", True)
         recomputed = answered = 0
         for _ in range(rounds):
+            for rank in range(self.options.ranks):  # with several, some report when the load has ended
+                self.engine.workers.call_one(rank, "report_ahead", self.last == 0 or chance.random() < 0.7)
             self.engine.forget_gpu()
             overlap._bytes, overlap._seconds = 1.0, 1.0
             names = {self.engine.add(tokens): tokens for tokens in chance.choices(prompts, k=7)}
@@ -478,6 +650,14 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     tests.ahead_and_gone()
     tests.ahead_and_aborted_first()
     tests.ahead_and_preempted()
+    for ahead in (True, False):
+        tests.fails_beside_loads(ahead)
+        for then in ("preempted", "aborted"):
+            tests.fails_and_a_sharer_goes(ahead, then)
+    tests.ahead_fails_and_is_gone()
+    tests.ahead_fails_beside_another()
+    tests.ahead_fails_without_room_before_others()
+    tests.ahead_and_reset()
     tests.ahead_at_random()
     tests.fails()
     tests.fails_beside_its_likes()
