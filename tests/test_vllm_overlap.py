@@ -144,7 +144,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         vars(sys.modules[name]).update(content)
         for i in range(1, len(parts)):
             setattr(sys.modules[".".join(parts[:i])], parts[i], sys.modules[".".join(parts[: i + 1])])
-    ours = ("_failures", "_overlap", "_layers")
+    ours = ("_failures", "_unfinished", "_overlap", "_layers")
     for name in ours:
         monkeypatch.delitem(sys.modules, f"kvswap.vllm.{name}", raising=False)
     for name in ours:
@@ -634,18 +634,18 @@ def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace,
     told = report(None, {"a", "b"})
     overlap.reported(told)
     assert told.finished_recving == {"a", "b"} and told.finished_sending is None
-    assert overlap.has_loads and overlap.failed({70}) == ({"a"}, {70, 71})
+    assert overlap.loads and overlap.loads.failed({70}) == ({"a"}, {70, 71})
     assert overlap.is_sync(7, jobs[7]) and not overlap.is_sync(9, jobs[9])
     overlap.scheduler._req_status["a"].group_states[0].block_ids.append(72)  # the step has room for a new block
     meta = built(overlap, output("a"))
     assert meta.awaited == {7} and vllm.overlap.sync_loads_of(meta) == set()
-    assert overlap.failed({70}) == ({"a"}, {70, 71, 72})
+    assert overlap.loads.failed({70}) == ({"a"}, {70, 71, 72})
     assert not hasattr(built(overlap), "awaited")  # once
     assert not jobs[7].is_store  # as it is for vLLM's assertions, while a step is planned
     del jobs[7]
     overlap.reported(report())
-    assert not overlap.has_loads and overlap.failed({70}) == (set(), {70})
-    assert not overlap._reported
+    assert not overlap.loads and overlap.loads.failed({70}) == (set(), {70})
+    assert not overlap.loads._ahead
 
 
 def test_a_request_that_ends_before_its_load_keeps_its_blocks(overlap: Any) -> None:
@@ -655,48 +655,51 @@ def test_a_request_that_ends_before_its_load_keeps_its_blocks(overlap: Any) -> N
     overlap.reported(report(None, {"a", "b"}))
     requests = [Request("a"), Request("b")]
     overlap.ended(requests[0], ([4, 5, 9],))
-    assert [overlap.keeps(request) for request in requests] == [True, False]
+    assert [overlap.loads.keeps(request.request_id) for request in requests] == [True, False]
     assert built(overlap).awaited == {7, 8}
     del overlap.scheduler._req_status["a"]
-    assert overlap.failed({4}) == ({"a"}, {4, 5, 9})  # what it computed may still be found
+    assert overlap.loads.failed({4}) == ({"a"}, {4, 5, 9})  # what it computed may still be found
     told = report()
     overlap.reported(told)
     assert told.finished_sending is None
     overlap.scheduler._jobs.clear()
     overlap.reported(told)
-    assert told.finished_sending == {"a"} and not (overlap._kept or overlap._reported or overlap.has_loads)
+    assert told.finished_sending == {"a"} and not (overlap.loads._kept or overlap.loads._ahead or overlap.loads)
     overlap.ended(requests[1], ([6, 7],))
-    assert not overlap.keeps(requests[1])
+    assert not overlap.loads.keeps(requests[1].request_id)
 
 
 def test_a_request_that_ended_before_the_report(overlap: Any) -> None:
     """vLLM frees its blocks when it is told: not before the load has ended."""
     asynchronous(overlap, "a", 7, [4, 5])
     overlap.ended(Request("a"), ([4, 5],))
-    assert not overlap.keeps(Request("a"))  # vLLM does
+    assert not overlap.loads.keeps(Request("a").request_id)  # vLLM does
     told = report(None, {"a", "other"})
     overlap.reported(told)
-    assert told.finished_recving == {"other"} and overlap.has_loads and not hasattr(built(overlap), "awaited")
+    assert told.finished_recving == {"other"} and overlap.loads and not hasattr(built(overlap), "awaited")
     overlap.scheduler._jobs.clear()
     told = report()
     overlap.reported(told)
-    assert told.finished_recving == {"a"} and told.finished_sending is None and not overlap.has_loads
+    assert told.finished_recving == {"a"} and told.finished_sending is None and not overlap.loads
 
 
 def test_who_shares_the_blocks_of_an_unfinished_load(overlap: Any) -> None:
     """Also what a sharer of the same step computed, and what sharers that ended or were preempted had computed."""
     asynchronous(overlap, "a", 7, [4, 5])
     overlap.reported(report(None, {"a"}))
-    tables = {"b": [4, 8], "c": [1, 2], "d": [4, 8, 9], "e": [9, 10], "f": [3]}
+    tables = {"b": [4, 8], "c": [1, 2], "d": [4, 8, 9], "e": [9, 10], "f": [3], "g": [20, 21]}
     for name, blocks in tables.items():
         overlap.scheduler._req_status[name] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=blocks)])
-    built(overlap, output("ced", resumed="b"))
-    assert overlap.failed({5}) == (set("abde"), {4, 5, 8, 9, 10})
+    plan = output("cged", resumed="b")
+    copies = [(4, 20), (3, 21)]  # a request has a copy of a block whose beginning it shares
+    plan.kv_cache_block_copies = [SimpleNamespace(src_block_id=src, dst_block_id=dst) for src, dst in copies]
+    built(overlap, plan)
+    assert overlap.loads.failed({5}) == (set("abdeg"), {4, 5, 8, 9, 10, 20, 21})
     overlap.ended(Request("d"), ([4, 8, 9, 11],))
     overlap.scheduler._req_status["e"].group_states[0].block_ids.append(12)
     overlap.scheduler._req_status["f"].group_states[0].block_ids.append(5)  # neither new nor resumed: it cannot be
     built(overlap)
-    assert overlap.failed({5}) == (set("abde"), {4, 5, 8, 9, 10, 11, 12})
+    assert overlap.loads.failed({5}) == (set("abdeg"), {4, 5, 8, 9, 10, 11, 12, 20, 21})
 
 
 def test_where_vllm_has_loads_of_its_own_steps(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -721,7 +724,7 @@ class Connector:
     has_sync_loads = True
 
     def __init__(self, overlap: Any) -> None:
-        self.failed_sync_loads, self.compute_instead = overlap.failed, overlap.compute_instead
+        self.failed_sync_loads, self.compute_instead = overlap.loads.failed, overlap.compute_instead
 
 
 class Engine:

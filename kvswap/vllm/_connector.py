@@ -579,7 +579,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def _keep_blocks(self, request: Any, answer: tuple[bool, Any]) -> tuple[bool, Any]:
         """A load into them may be under way."""
         keeps, params = answer
-        return keeps or (self._overlap is not None and self._overlap.keeps(request)), params
+        return keeps or (self._overlap is not None and self._overlap.loads.keeps(request.request_id)), params
 
     def _forget(self, name: str) -> None:
         self._looked_up.discard(name)
@@ -587,7 +587,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def failed_sync_loads(self, blocks: set[int]) -> tuple[set[str], set[int]]:
         """For _failures: the requests that these blocks were loaded for, and all blocks that hold nonsense now."""
-        return (set(), set(blocks)) if self._overlap is None else self._overlap.failed(blocks)
+        return (set(), set(blocks)) if self._overlap is None else self._overlap.loads.failed(blocks)
 
     def compute_instead(self, requests: set[str]) -> None:
         """For _failures: nothing is loaded for these requests any more."""
@@ -599,7 +599,7 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta = connector_output.kv_connector_worker_meta
         failed = getattr(connector_output, "failed_recving", None)
-        loads = self._overlap is not None and (self._overlap.has_loads or connector_output.finished_recving)
+        loads = self._overlap is not None and (self._overlap.loads or connector_output.finished_recving)
         if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or loads):
             return
         jobs = self.connector_scheduler._jobs

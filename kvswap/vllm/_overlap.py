@@ -8,14 +8,6 @@ is done here: see Emulated. _failures.py has what happens when such a load fails
 A load stays asynchronous if another request would wait for it for longer than kvswap_overlap_shared_ms. The time is its
 bytes at the rate that the loads so far had. Of a prompt that the host has to its last token, all blocks but the last
 are loaded, and the step computes that one: it has to compute a token in any case.
-
-A worker may report an asynchronous load before it has ended (_ahead.py). Then vLLM's scheduler may let the request run
-in the next step that it plans, and may give the blocks to others. So that step, whatever it runs, has the job among
-those that it waits for (awaited), and from then on the load is one of its request's own step. If the request ends
-before its load, its blocks stay allocated until then.
-
-While a load that a step waits for has not been reported as ended, the requests that share its blocks are noted: what
-they compute is nonsense too if it fails, and they may be preempted or end before that is known.
 """
 
 from __future__ import annotations
@@ -26,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,6 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvswap.vllm import _failures
 from kvswap.vllm._handler import OverlapSettings
+from kvswap.vllm._unfinished import Unfinished
 from kvswap.vllm._windows import has_window
 
 _RATE = 10e9  # bytes a second, until a load was measured
@@ -125,12 +117,7 @@ class Overlap:
         self._given_up: set[str] = set()  # requests of which a load failed
         self._step_bytes = 0.0
         self._bytes = self._seconds = 0.0  # of loads so far
-        self._loads: dict[int, _Load] = {}  # unfinished, by job
-        self._asynchronous: dict[int, Any] = {}  # the other loads, unfinished: job -> its TransferJob
-        self._awaited: set[int] = set()  # reported ahead, and not in a step's metadata
-        self._reported: dict[int, str] = {}  # reported ahead, unfinished: job -> request
-        self._kept: dict[int, str] = {}  # of those, jobs whose requests have ended, and have their blocks
-        self._withheld: dict[int, str] = {}  # reported ahead, which vLLM was not told: the request had ended
+        self.loads = Unfinished(theirs, self._make_sync)
         if is_native():
             self._reserve, theirs._reserve_sync_load = theirs._reserve_sync_load, self._reserve_if
 
@@ -209,38 +196,10 @@ class Overlap:
     def _note(self, meta: Any, own: set[int], output: Any) -> Any:
         """The step is planned, and its own requests' loads are these. The metadata for the workers."""
         self._step_bytes = 0.0
-        for job_id, job in meta.load_jobs.items():
-            if job_id in own:
-                self._add_load(job_id, job)
-            else:
-                self._asynchronous[job_id] = job
-        awaited, self._awaited = frozenset(self._awaited), set()
-        if self._loads:
-            self._spoil(output)
-        return self._told(meta, frozenset(own), awaited)
-
-    def _spoil(self, output: Any) -> None:
-        """Note what the step's requests compute behind unfinished loads. One begins to share blocks when it is new, or
-        resumed."""
-        fresh = [request.req_id for request in output.scheduled_new_reqs]
-        fresh += output.scheduled_cached_reqs.resumed_req_ids
-        for load in self._loads.values():
-            before = -1
-            while before != len(load.spoilt):  # a request may share what another one of this step computes
-                before = len(load.spoilt)
-                load.sharers.update(name for name in fresh if load.touches(self._blocks_of(name)))
-                for name in load.sharers:
-                    load.spoil(self._blocks_of(name))
-
-    def _blocks_of(self, name: str) -> list[list[int]]:
-        status = self.scheduler._req_status.get(name)
-        return [group.block_ids for group in status.group_states] if status else []
+        return self._told(meta, frozenset(own), self.loads.planned(meta.load_jobs, own, output))
 
     def _told(self, meta: Any, own: frozenset[int], awaited: frozenset[int]) -> Any:
         return _with(meta, own, awaited) if awaited else meta
-
-    def _add_load(self, job_id: int, job: Any) -> None:
-        self._loads[job_id] = _Load(job.req_id, set(np.asarray(job.dst_spec.block_ids).tolist()))
 
     def added(self, request: Any) -> None:
         """A request has come."""
@@ -250,88 +209,21 @@ class Overlap:
         """A request has finished, with these blocks."""
         self._known.discard(request.request_id)
         self._given_up.discard(request.request_id)
-        groups = list(block_ids)
-        for load in self._loads.values():
-            if request.request_id in load.sharers:
-                load.spoil(groups)
-        self._kept |= {job_id: name for job_id, name in self._reported.items() if name == request.request_id}
-
-    def keeps(self, request: Any) -> bool:
-        """Whether a request that has ended keeps its blocks: a load into them was reported, and has not ended."""
-        return request.request_id in self._kept.values()
+        self.loads.ended(request.request_id, list(block_ids))
 
     def compute_instead(self, requests: set[str]) -> None:
         """Loads of these requests failed: nothing is loaded for them any more."""
         self._given_up |= requests & self._known
 
-    def failed(self, blocks: set[int]) -> tuple[set[str], set[int]]:
-        """The requests whose loads these blocks are of, and those that share them; and the blocks that do not hold what
-        they should."""
-        bad, names = set(blocks), set[str]()
-        for load in self._loads.values():
-            if not load.blocks.isdisjoint(blocks):
-                bad |= load.spoilt
-                names |= load.sharers
-        return names, bad
-
-    @property
-    def has_loads(self) -> bool:
-        """Whether reported() has something to look for."""
-        return bool(self._loads or self._withheld)
-
     def reported(self, output: Any) -> None:
-        """A step's report of all workers, after the connector has read it, and before the scheduler does: which loads
-        ended, or are about to, and how long they took."""
-        jobs = self.scheduler._jobs
-        if output.finished_recving:
-            self._find_ahead(output, jobs)
-        if self._reported or self._withheld:
-            self._let_go(output, jobs)
-        self._loads = {job_id: load for job_id, load in self._loads.items() if job_id in jobs}
-        self._asynchronous = {job_id: job for job_id, job in self._asynchronous.items() if job_id in jobs}
+        """A step's report of all workers, as Unfinished.reported(); and how long the loads that have ended took."""
+        self.loads.reported(output, self._known)
         stats = getattr(getattr(output.kv_connector_worker_meta, "transfer_stats", None), "load", None)
         if stats is None or not stats.time:
             return
         self._bytes, self._seconds = self._bytes + stats.bytes, self._seconds + stats.time
         if self._bytes > _REMEMBERED:
             self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
-
-    def _find_ahead(self, output: Any, jobs: Any) -> None:
-        """The loads that are reported and have not ended."""
-        for job_id, job in [*self._asynchronous.items()]:
-            if job.req_id not in output.finished_recving or job_id not in jobs:
-                continue
-            if job.req_id not in self._known:  # vLLM would free the blocks that are being written
-                output.finished_recving = output.finished_recving - {job.req_id}
-                self._withheld[job_id] = job.req_id
-                continue
-            self._add_load(job_id, self._asynchronous.pop(job_id))
-            self._awaited.add(job_id)
-            self._reported[job_id] = job.req_id
-            self._make_sync(job_id, jobs[job_id])
-
-    def _let_go(self, output: Any, jobs: Any) -> None:
-        """What vLLM was told of too early for requests that have ended: their loads have ended now."""
-        for job_id in [job_id for job_id in self._withheld if job_id not in jobs]:
-            output.finished_recving = (output.finished_recving or set()) | {self._withheld.pop(job_id)}
-        for job_id in [job_id for job_id in self._reported if job_id not in jobs]:
-            del self._reported[job_id]
-            if job_id in self._kept:
-                output.finished_sending = (output.finished_sending or set()) | {self._kept.pop(job_id)}
-
-
-class _Load:
-    """A load in its request's step. spoilt: blocks that hold nonsense if it fails, its own and what was computed from
-    them. sharers: the requests that compute from them, its own and others."""
-
-    def __init__(self, request_id: str, blocks: set[int]) -> None:
-        self.blocks, self.spoilt, self.sharers = blocks, set(blocks), {request_id}
-
-    def touches(self, groups: Iterable[Iterable[int]]) -> bool:
-        return any(not self.spoilt.isdisjoint(group) for group in groups)
-
-    def spoil(self, groups: Iterable[Iterable[int]]) -> None:
-        self.spoilt |= _failures.behind(groups, self.spoilt)
 
 
 @dataclass

@@ -20,6 +20,9 @@ from vllm.v1.request import RequestStatus
 from vllm_worker import TOKENS
 
 
+STATE = ("_asynchronous", "_loads", "_awaited", "_ahead", "_kept", "_withheld")  # of Unfinished, between requests
+
+
 class Scenario:
     """The engine, and what it did since the last look."""
 
@@ -184,7 +187,7 @@ class Scenario:
         overlap._bytes = overlap._seconds = 0.0
         self.engine.workers.call("report_ahead", False)
         assert sum(self.engine.workers.call("reported")) > before, "no step waited for it"
-        assert not (overlap._asynchronous or overlap._awaited or overlap._loads or overlap._kept or overlap._withheld)
+        assert not any(vars(overlap.loads)[name] for name in STATE), vars(overlap.loads)
 
     def ahead(self) -> None:
         name, tokens, before = self.beside(60)
@@ -451,7 +454,7 @@ class Scenario:
         self.slow_link(False)
         self.check_answer(name, tokens)
         overlap = self.engine.scheduler.connector._overlap
-        assert not (overlap._asynchronous or overlap._awaited or overlap._loads or overlap._kept or overlap._withheld)
+        assert not any(vars(overlap.loads)[name] for name in STATE), vars(overlap.loads)
         self.say("the connector's cache was reset before a report was read")
 
     def ahead_at_random(self, rounds: int = 12) -> None:

@@ -1,0 +1,146 @@
+"""Loads that have not been reported as ended: the scheduler's side.
+
+Asynchronous loads, for which their requests wait, and loads that steps wait for: those of a step's own requests, and
+those that a worker reported before they had ended (_ahead.py). vLLM's scheduler may let such a request run in the next
+step that it plans. So that step, whatever it runs, has the job among those that it waits for (awaited).
+
+Blocks that a load is still writing must not become another request's:
+- A request that ends after its load was reported keeps its blocks: request_finished() says so, and the request is among
+  those that have been sent (finished_sending) when the load has ended.
+- Of a request that ended before the report vLLM would free the blocks when it is told of it: it is told when the load
+  has ended.
+
+A load that a step waits for may fail. What was computed from its blocks is nonsense then, and the requests that share
+them may be preempted or end before that is known. So these are noted, with their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from kvswap.vllm import _failures
+
+
+class _Load:
+    """A load that a step waits for. spoilt: blocks that hold nonsense if it fails, its own and what was computed from
+    them. sharers: the requests that compute from them, its own and others."""
+
+    def __init__(self, job: Any) -> None:
+        self.blocks: set[int] = set(np.asarray(job.dst_spec.block_ids).tolist())
+        self.spoilt, self.sharers = set(self.blocks), {job.req_id}
+
+    def touches(self, groups: Iterable[Iterable[int]]) -> bool:
+        return any(not self.spoilt.isdisjoint(group) for group in groups)
+
+    def spoil(self, groups: Iterable[Iterable[int]]) -> None:
+        self.spoilt |= _failures.behind(groups, self.spoilt)
+
+
+class Unfinished:
+    """theirs: vLLM's connector_scheduler. make_sync: called for a job that is reported ahead, which loads for a request
+    in its own step from then on."""
+
+    def __init__(self, theirs: Any, make_sync: Callable[[int, Any], None]) -> None:
+        self._scheduler, self._make_sync = theirs, make_sync
+        self._asynchronous: dict[int, Any] = {}  # job -> its TransferJob
+        self._loads: dict[int, _Load] = {}  # that steps wait for, by job
+        self._awaited: set[int] = set()  # of those, reported ahead, and in no step's metadata yet
+        self._ahead: dict[int, str] = {}  # of those, reported ahead: job -> request
+        self._kept: set[str] = set()  # requests of these that have ended, and have their blocks
+        self._withheld: dict[int, str] = {}  # asynchronous, reported ahead, which vLLM is not told of: job -> request
+
+    def __bool__(self) -> bool:
+        """Whether reported() may have something to do in a step whose report has no ended job."""
+        return bool(self._loads or self._withheld)
+
+    def planned(self, load_jobs: dict[int, Any], own: Collection[int], output: Any) -> frozenset[int]:
+        """A step is planned, with these loads, of which these are its own requests'. The loads that it has to wait for
+        because they were reported ahead."""
+        for job_id, job in load_jobs.items():
+            if job_id in own:
+                self._loads[job_id] = _Load(job)
+            else:
+                self._asynchronous[job_id] = job
+        awaited, self._awaited = frozenset(self._awaited), set()
+        if self._loads:
+            self._spoil(output)
+        return awaited
+
+    def _spoil(self, output: Any) -> None:
+        """Note what the step's requests compute behind unfinished loads. One begins to share blocks when it is new, or
+        resumed."""
+        fresh = [request.req_id for request in output.scheduled_new_reqs]
+        fresh += output.scheduled_cached_reqs.resumed_req_ids
+        copies = getattr(output, "kv_cache_block_copies", None) or ()  # of parts of shared blocks, made before the step
+        for load in self._loads.values():
+            load.spoilt.update(copy.dst_block_id for copy in copies if copy.src_block_id in load.spoilt)
+            before = -1
+            while before != len(load.spoilt):  # a request may share what another one of this step computes
+                before = len(load.spoilt)
+                load.sharers.update(name for name in fresh if load.touches(self._blocks_of(name)))
+                for name in load.sharers:
+                    load.spoil(self._blocks_of(name))
+
+    def _blocks_of(self, name: str) -> list[list[int]]:
+        status = self._scheduler._req_status.get(name)
+        return [group.block_ids for group in status.group_states] if status else []
+
+    def ended(self, name: str, groups: list[Iterable[int]]) -> None:
+        """A request has finished, with these blocks."""
+        for load in self._loads.values():
+            if name in load.sharers:
+                load.spoil(groups)
+        if name in self._ahead.values():
+            self._kept.add(name)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a request that has ended keeps its blocks."""
+        return name in self._kept
+
+    def failed(self, blocks: set[int]) -> tuple[set[str], set[int]]:
+        """The requests whose loads these blocks are of, and those that share them; and the blocks that do not hold what
+        they should."""
+        bad, names = set(blocks), set[str]()
+        for load in self._loads.values():
+            if not load.blocks.isdisjoint(blocks):
+                bad |= load.spoilt
+                names |= load.sharers
+        return names, bad
+
+    def reported(self, output: Any, known: Collection[str]) -> None:
+        """A step's report of all workers, after vLLM's connector has read it, and before its scheduler does. known: the
+        requests that have not ended."""
+        jobs = self._scheduler._jobs
+        if output.finished_recving:
+            self._find_ahead(output, jobs, known)
+        if self._ahead or self._withheld:
+            self._let_go(output, jobs)
+        self._loads = {job_id: load for job_id, load in self._loads.items() if job_id in jobs}
+        self._asynchronous = {job_id: job for job_id, job in self._asynchronous.items() if job_id in jobs}
+
+    def _find_ahead(self, output: Any, jobs: dict[int, Any], known: Collection[str]) -> None:
+        """The loads that are reported and have not ended."""
+        for job_id, job in [*self._asynchronous.items()]:
+            if job.req_id not in output.finished_recving or job_id not in jobs:
+                continue
+            if job.req_id not in known:
+                output.finished_recving = output.finished_recving - {job.req_id}
+                self._withheld[job_id] = job.req_id
+                continue
+            self._loads[job_id] = _Load(self._asynchronous.pop(job_id))
+            self._awaited.add(job_id)
+            self._ahead[job_id] = job.req_id
+            self._make_sync(job_id, jobs[job_id])
+
+    def _let_go(self, output: Any, jobs: dict[int, Any]) -> None:
+        """The blocks of requests that have ended, whose loads have ended now."""
+        for job_id in [job_id for job_id in self._withheld if job_id not in jobs]:
+            output.finished_recving = (output.finished_recving or set()) | {self._withheld.pop(job_id)}
+        for job_id in [job_id for job_id in self._ahead if job_id not in jobs]:
+            name = self._ahead.pop(job_id)
+            if name in self._kept:
+                self._kept.remove(name)
+                output.finished_sending = (output.finished_sending or set()) | {name}
