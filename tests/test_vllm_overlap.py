@@ -43,12 +43,12 @@ class OffloadingConnectorMetadata:
     store_jobs: dict[int, Any]
 
 
-def output(new: Iterable[str] = (), resumed: Iterable[str] = ()) -> Any:
-    """What a step's plan says of its requests."""
-    fresh = [SimpleNamespace(req_id=name) for name in new]
-    return SimpleNamespace(
-        scheduled_new_reqs=fresh, scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed))
-    )
+def output(new: Iterable[str] = (), resumed: Iterable[str] = (), tokens: int = 16) -> Any:
+    """What a step's plan says of its requests, each of which begins with so many tokens."""
+    fresh = [SimpleNamespace(req_id=name, num_computed_tokens=tokens) for name in new]
+    names = ["running", *resumed]
+    cached = SimpleNamespace(req_ids=names, num_computed_tokens=[tokens] * len(names), resumed_req_ids=set(resumed))
+    return SimpleNamespace(scheduled_new_reqs=fresh, scheduled_cached_reqs=cached)
 
 
 OUTPUT = output()
@@ -92,9 +92,17 @@ class Scheduler:
         request.status = "preempted"
 
 
+class State(str):
+    """A request's status, which is a string where it is compared."""
+
+    @property
+    def name(self) -> str:
+        return self.upper()
+
+
 class Request:
     def __init__(self, name: str, tokens: int = 100) -> None:
-        self.request_id, self.num_tokens, self.status = name, tokens, "running"
+        self.request_id, self.num_tokens, self.status = name, tokens, State("running")
         self.async_tokens_to_discard = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.is_prefill_chunk = False
 
@@ -556,7 +564,7 @@ def test_a_shared_step_waits_for_a_stated_time(overlap: Any) -> None:
     slow = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=1000, time=1e-6)))
     overlap.reported(report(slow))  # 1 GB/s
     assert overlap.matched(second, 0, (32, True)) == (32, True)
-    overlap.ended(first, ())
+    overlap.ended(first)
     assert overlap.matched(second, 0, (32, True)) == (32, False)
 
 
@@ -585,7 +593,7 @@ def planned(overlap: Any, request: Request, blocks: list[int], computed: int, to
         assert all(job.is_store for job in theirs._jobs.values())  # for vLLM's assertions
         return OffloadingConnectorMetadata(theirs._current_batch_load_jobs, {})
 
-    meta = overlap.build(build, OUTPUT)
+    meta = overlap.build(build, output([request.request_id], tokens=computed + tokens))
     assert not any(job.is_store for job in theirs._jobs.values())
     return meta
 
@@ -611,12 +619,14 @@ def test_groups_that_are_not_offloaded_stay(overlap: Any) -> None:
 # -- loads that are reported before they end --------------------------------------------------------------------------
 
 
-def asynchronous(overlap: Any, name: str, job_id: int, blocks: list[int]) -> None:
+def asynchronous(overlap: Any, name: str, job_id: int, *groups: list[int]) -> None:
     """A step submits this load, for a request of these blocks."""
+    blocks = [block for group in groups for block in group]
     theirs = overlap.scheduler
     overlap.added(Request(name))
     theirs._jobs[job_id] = SimpleNamespace(is_store=False, is_sync_load=False, req_id=name)
-    theirs._req_status[name] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=blocks)])
+    states = [SimpleNamespace(block_ids=group) for group in groups]
+    theirs._req_status[name] = SimpleNamespace(group_states=states)
     job = TransferJob(name, None, SimpleNamespace(block_ids=np.array(blocks)))
     meta = OffloadingConnectorMetadata({job_id: job}, {})
     assert overlap.build(lambda _: meta, OUTPUT) is meta
@@ -637,7 +647,7 @@ def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace,
     assert overlap.loads and overlap.loads.failed({70}) == ({"a"}, {70, 71})
     assert overlap.is_sync(7, jobs[7]) and not overlap.is_sync(9, jobs[9])
     overlap.scheduler._req_status["a"].group_states[0].block_ids.append(72)  # the step has room for a new block
-    meta = built(overlap, output("a"))
+    meta = built(overlap, output("a", tokens=32))
     assert meta.awaited == {7} and vllm.overlap.sync_loads_of(meta) == set()
     assert overlap.loads.failed({70}) == ({"a"}, {70, 71, 72})
     assert not hasattr(built(overlap), "awaited")  # once
@@ -648,15 +658,19 @@ def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace,
     assert not overlap.loads._ahead
 
 
-def test_a_request_that_ends_before_its_load_keeps_its_blocks(overlap: Any) -> None:
+@pytest.mark.parametrize("status", ["finished_aborted", "finished_error"])
+def test_a_request_that_ends_before_its_load_keeps_its_blocks(overlap: Any, status: str) -> None:
     """It ends after the report. vLLM is told to free them when the load has ended."""
     asynchronous(overlap, "a", 7, [4, 5])
     asynchronous(overlap, "b", 8, [6, 7])
     overlap.reported(report(None, {"a", "b"}))
     requests = [Request("a"), Request("b")]
-    overlap.ended(requests[0], ([4, 5, 9],))
-    assert [overlap.loads.keeps(request.request_id) for request in requests] == [True, False]
-    assert built(overlap).awaited == {7, 8}
+    overlap.scheduler._req_status["a"].group_states[0].block_ids.append(9)
+    assert built(overlap, output("ab", tokens=32)).awaited == {7, 8}
+    requests[0].status = State(status)
+    for request in requests:
+        overlap.ended(request)
+    assert [overlap.loads.keeps(request.request_id) for request in requests] == [True, False]  # the other ended well
     del overlap.scheduler._req_status["a"]
     assert overlap.loads.failed({4}) == ({"a"}, {4, 5, 9})  # what it computed may still be found
     told = report()
@@ -665,14 +679,12 @@ def test_a_request_that_ends_before_its_load_keeps_its_blocks(overlap: Any) -> N
     overlap.scheduler._jobs.clear()
     overlap.reported(told)
     assert told.finished_sending == {"a"} and not (overlap.loads._kept or overlap.loads._ahead or overlap.loads)
-    overlap.ended(requests[1], ([6, 7],))
-    assert not overlap.loads.keeps(requests[1].request_id)
 
 
 def test_a_request_that_ended_before_the_report(overlap: Any) -> None:
     """vLLM frees its blocks when it is told: not before the load has ended."""
     asynchronous(overlap, "a", 7, [4, 5])
-    overlap.ended(Request("a"), ([4, 5],))
+    overlap.ended(Request("a"))
     assert not overlap.loads.keeps(Request("a").request_id)  # vLLM does
     told = report(None, {"a", "other"})
     overlap.reported(told)
@@ -687,19 +699,43 @@ def test_who_shares_the_blocks_of_an_unfinished_load(overlap: Any) -> None:
     """Also what a sharer of the same step computed, and what sharers that ended or were preempted had computed."""
     asynchronous(overlap, "a", 7, [4, 5])
     overlap.reported(report(None, {"a"}))
-    tables = {"b": [4, 8], "c": [1, 2], "d": [4, 8, 9], "e": [9, 10], "f": [3], "g": [20, 21]}
+    tables = {"b": [4, 8], "c": [1, 2], "d": [4, 8, 9], "e": [9, 10], "f": [3], "g": [20, 21], "h": [22]}
     for name, blocks in tables.items():
         overlap.scheduler._req_status[name] = SimpleNamespace(group_states=[SimpleNamespace(block_ids=blocks)])
-    plan = output("cged", resumed="b")
-    copies = [(4, 20), (3, 21)]  # a request has a copy of a block whose beginning it shares
+    plan = output("chged", resumed="b")
+    copies = [(4, 20), (3, 22)]  # a request has a copy of a block whose beginning it shares
     plan.kv_cache_block_copies = [SimpleNamespace(src_block_id=src, dst_block_id=dst) for src, dst in copies]
     built(overlap, plan)
     assert overlap.loads.failed({5}) == (set("abdeg"), {4, 5, 8, 9, 10, 20, 21})
-    overlap.ended(Request("d"), ([4, 8, 9, 11],))
-    overlap.scheduler._req_status["e"].group_states[0].block_ids.append(12)
-    overlap.scheduler._req_status["f"].group_states[0].block_ids.append(5)  # neither new nor resumed: it cannot be
+    tables["d"].append(11)
+    overlap.ended(Request("d"))
+    tables["e"].append(12)
+    tables["f"].append(5)  # neither new nor resumed: it cannot be
     built(overlap)
     assert overlap.loads.failed({5}) == (set("abdeg"), {4, 5, 8, 9, 10, 11, 12, 20, 21})
+
+
+def test_a_window_of_a_sharer_may_hold_none_of_its_blocks(overlap: Any) -> None:
+    """In each group all that it computed counts, from the tokens on that it began with."""
+    overlap.scheduler.config.kv_group_configs = [SimpleNamespace(tokens_per_block=size) for size in (16, 32)]
+    asynchronous(overlap, "a", 7, [4, 5], [30])
+    overlap.reported(report(None, {"a"}))
+    groups = [SimpleNamespace(block_ids=blocks) for blocks in ([4, 8, 9], [0, 31, 32])]
+    overlap.scheduler._req_status["b"] = SimpleNamespace(group_states=groups)
+    built(overlap, output("b", tokens=32))
+    assert overlap.loads.failed({4}) == (set("ab"), {4, 5, 30, 9, 31, 32})
+
+
+def test_what_an_aborted_request_computed_is_not_stored(overlap: Any) -> None:
+    """It had ended when the failure was told, and vLLM stores the rest of such a request in the next step."""
+    asynchronous(overlap, "a", 7, [4, 5])
+    status = overlap.scheduler._req_status["a"]
+    status.max_offload_tokens = None
+    overlap.compute_instead({"a", "unknown"})
+    assert status.max_offload_tokens is None
+    overlap.ended(Request("a"))
+    overlap.compute_instead({"a"})
+    assert status.max_offload_tokens == 0
 
 
 def test_where_vllm_has_loads_of_its_own_steps(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -763,8 +799,11 @@ def test_a_failed_load_preempts_its_request(vllm: SimpleNamespace, overlap: Any)
     assert requests["a"].async_tokens_to_discard == 0 and requests["c"].async_tokens_to_discard == 1
     assert requests["c"].num_output_placeholders == 0 and engine.made.prev_step_scheduled_req_ids == {"b"}
     assert overlap.matched(requests["a"], 0, (96, True)) == (0, False)  # it is not tried again
-    overlap.ended(requests["a"], ())
+    requests["a"].status = State("finished_error")
+    overlap.scheduler._req_status["a"].max_offload_tokens = None
+    overlap.ended(requests["a"])
     assert overlap._given_up == set()
+    assert overlap.scheduler._req_status["a"].max_offload_tokens == 0  # nothing more of it is stored
 
 
 def test_a_failed_load_of_a_request_without_room(vllm: SimpleNamespace, overlap: Any) -> None:
@@ -813,13 +852,16 @@ def test_a_failed_load_ends_its_request(vllm: SimpleNamespace, overlap: Any) -> 
 def test_a_request_that_went_meanwhile(vllm: SimpleNamespace, overlap: Any) -> None:
     """What it computed is in the prefix cache, and a preempted one has an output under way."""
     request = Request("a")
-    planned(overlap, request, [3, 4, 5, 6], 16, 48)
-    overlap.ended(request, ([3, 4, 5, 6, 7, 8],))
+    blocks = [3, 4, 5, 6]
+    planned(overlap, request, blocks, 16, 48)
+    blocks += [7, 8]
+    overlap.ended(request)
     engine = Engine(vllm, overlap, {"b": [3, 9], "c": [8, 11]})
     assert engine.fail({4, 5, 6}, {"a": 20}) == {"a", "c"}
     assert engine.evicted == {4, 5, 6, 7, 8, 11}
     engine = Engine(vllm, overlap, {"a": []})
     preempted = engine.made.requests["a"]
+    preempted.status = "preempted"
     engine.made.running.clear()
     preempted.num_output_placeholders = 1
     assert engine.fail({4}, {"a": 20}) == {"a"} and preempted.num_output_placeholders == 0

@@ -566,14 +566,14 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         """As vLLM's."""
         self._forget(request.request_id)
         if self._overlap is not None:
-            self._overlap.ended(request, (block_ids,))
+            self._overlap.ended(request)
         return self._keep_blocks(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         """As vLLM's."""
         self._forget(request.request_id)
         if self._overlap is not None:
-            self._overlap.ended(request, block_ids)
+            self._overlap.ended(request)
         return self._keep_blocks(request, super().request_finished_all_groups(request, block_ids))
 
     def _keep_blocks(self, request: Any, answer: tuple[bool, Any]) -> tuple[bool, Any]:

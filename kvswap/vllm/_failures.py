@@ -99,8 +99,8 @@ def _handle(scheduler: Any, ours: Any, invalid: set[int], scheduled: dict[str, i
     ours.compute_instead(own | {request.request_id for request in holders})
     for name in own - {request.request_id for request in running}:
         request = scheduler.requests.get(name)
-        if request is not None and not _drops():  # preempted meanwhile: the step's output of it is dropped
-            request.num_output_placeholders = 0
+        if request is not None and request.status == RequestStatus.PREEMPTED and not _drops():
+            request.num_output_placeholders = 0  # preempted meanwhile: the step's output of it is dropped
     if not scheduler.recompute_kv_load_failures:
         return own | {request.request_id for request in holders}
     for request in reversed(running):

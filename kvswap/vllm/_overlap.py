@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -205,15 +204,26 @@ class Overlap:
         """A request has come."""
         self._known.add(request.request_id)
 
-    def ended(self, request: Any, block_ids: Iterable[Iterable[int]]) -> None:
-        """A request has finished, with these blocks."""
-        self._known.discard(request.request_id)
-        self._given_up.discard(request.request_id)
-        self.loads.ended(request.request_id, list(block_ids))
+    def ended(self, request: Any) -> None:
+        """A request has finished. vLLM's connector knows it still."""
+        name = request.request_id
+        self._known.discard(name)
+        if name in self._given_up and request.status.name == "FINISHED_ERROR":
+            self._store_no_more(name)
+        self._given_up.discard(name)
+        self.loads.ended(request)
 
     def compute_instead(self, requests: set[str]) -> None:
         """Loads of these requests failed: nothing is loaded for them any more."""
         self._given_up |= requests & self._known
+        for name in requests - self._known:
+            self._store_no_more(name)
+
+    def _store_no_more(self, name: str) -> None:
+        """Of a request that has ended vLLM stores what was not stored yet; of this one it would be nonsense."""
+        status = self.scheduler._req_status.get(name)
+        if status is not None:
+            status.max_offload_tokens = 0
 
     def reported(self, output: Any) -> None:
         """A step's report of all workers, as Unfinished.reported(); and how long the loads that have ended took."""

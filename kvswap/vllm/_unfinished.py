@@ -5,38 +5,50 @@ those that a worker reported before they had ended (_ahead.py). vLLM's scheduler
 step that it plans. So that step, whatever it runs, has the job among those that it waits for (awaited).
 
 Blocks that a load is still writing must not become another request's:
-- A request that ends after its load was reported keeps its blocks: request_finished() says so, and the request is among
-  those that have been sent (finished_sending) when the load has ended.
+- A request that is aborted, or ends with an error, after its load was reported keeps its blocks: request_finished()
+  says so, and the request is among those that have been sent (finished_sending) when the load has ended. One that ends
+  well has run in a step that waited for the load.
 - Of a request that ended before the report vLLM would free the blocks when it is told of it: it is told when the load
   has ended.
 
 A load that a step waits for may fail. What was computed from its blocks is nonsense then, and the requests that share
-them may be preempted or end before that is known. So these are noted, with their blocks.
+them may be preempted or end before that is known. So these are noted, with what they computed: in each group all from
+the tokens on that they began with, since a window's blocks may be right while the full group's are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from kvswap.vllm import _failures
+_CUT_SHORT = ("FINISHED_ABORTED", "FINISHED_ERROR")
 
 
 class _Load:
     """A load that a step waits for. spoilt: blocks that hold nonsense if it fails, its own and what was computed from
-    them. sharers: the requests that compute from them, its own and others."""
+    them. sharers: the requests that compute from them, its own and others, and how many tokens each began with; None:
+    it has not."""
 
     def __init__(self, job: Any) -> None:
         self.blocks: set[int] = set(np.asarray(job.dst_spec.block_ids).tolist())
-        self.spoilt, self.sharers = set(self.blocks), {job.req_id}
+        self.spoilt = set(self.blocks)
+        self.sharers: dict[str, int | None] = {job.req_id: None}
 
-    def touches(self, groups: Iterable[Iterable[int]]) -> bool:
-        return any(not self.spoilt.isdisjoint(group) for group in groups)
+    def begins(self, name: str, tokens: int, groups: list[list[int]]) -> None:
+        """A request begins with so many tokens, and has these blocks: whether it shares some."""
+        if name in self.sharers or any(not self.spoilt.isdisjoint(group) for group in groups):
+            self.sharers[name] = tokens
 
-    def spoil(self, groups: Iterable[Iterable[int]]) -> None:
-        self.spoilt |= _failures.behind(groups, self.spoilt)
+    def spoil(self, name: str, groups: list[list[int]], sizes: list[int]) -> None:
+        """What this request computed is nonsense if the load fails. sizes: a block's tokens in each group."""
+        tokens = self.sharers.get(name)
+        if tokens is None:
+            return
+        for size, group in zip(sizes, groups, strict=True):
+            self.spoilt.update(group[tokens // size :])
+        self.spoilt.discard(0)  # vLLM's null block
 
 
 class Unfinished:
@@ -72,28 +84,38 @@ class Unfinished:
     def _spoil(self, output: Any) -> None:
         """Note what the step's requests compute behind unfinished loads. One begins to share blocks when it is new, or
         resumed."""
-        fresh = [request.req_id for request in output.scheduled_new_reqs]
-        fresh += output.scheduled_cached_reqs.resumed_req_ids
+        cached = output.scheduled_cached_reqs
+        fresh = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+        if cached.resumed_req_ids:
+            begun = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            fresh |= {name: tokens for name, tokens in begun if name in cached.resumed_req_ids}
+        sizes = self._sizes()
         copies = getattr(output, "kv_cache_block_copies", None) or ()  # of parts of shared blocks, made before the step
         for load in self._loads.values():
             load.spoilt.update(copy.dst_block_id for copy in copies if copy.src_block_id in load.spoilt)
             before = -1
             while before != len(load.spoilt):  # a request may share what another one of this step computes
                 before = len(load.spoilt)
-                load.sharers.update(name for name in fresh if load.touches(self._blocks_of(name)))
+                for name, tokens in fresh.items():
+                    load.begins(name, tokens, self._blocks_of(name))
                 for name in load.sharers:
-                    load.spoil(self._blocks_of(name))
+                    load.spoil(name, self._blocks_of(name), sizes)
+                if not fresh:
+                    break
 
     def _blocks_of(self, name: str) -> list[list[int]]:
         status = self._scheduler._req_status.get(name)
-        return [group.block_ids for group in status.group_states] if status else []
+        return [group.block_ids for group in status.group_states] if status else [[] for _ in self._sizes()]
 
-    def ended(self, name: str, groups: list[Iterable[int]]) -> None:
-        """A request has finished, with these blocks."""
+    def _sizes(self) -> list[int]:
+        return [group.tokens_per_block for group in self._scheduler.config.kv_group_configs]
+
+    def ended(self, request: Any) -> None:
+        """A request has finished. vLLM's connector knows it still."""
+        name = request.request_id
         for load in self._loads.values():
-            if name in load.sharers:
-                load.spoil(groups)
-        if name in self._ahead.values():
+            load.spoil(name, self._blocks_of(name), self._sizes())
+        if request.status.name in _CUT_SHORT and name in self._ahead.values():
             self._kept.add(name)
 
     def keeps(self, name: str) -> bool:
@@ -107,7 +129,7 @@ class Unfinished:
         for load in self._loads.values():
             if not load.blocks.isdisjoint(blocks):
                 bad |= load.spoilt
-                names |= load.sharers
+                names |= load.sharers.keys()
         return names, bad
 
     def reported(self, output: Any, known: Collection[str]) -> None:

@@ -356,6 +356,94 @@ class Scenario:
         self.check_answer(self.go(longer), longer)
         self.say(f"a load failed, and a request that shared its blocks was {then} before that was known: all right")
 
+    def answers_of_all_that_is_stored(self, tokens: list[int]) -> None:
+        """What was stored is loaded: again, and again behind what that stored."""
+        for _ in range(2):
+            self.engine.forget_gpu()
+            self.check_answer(self.go(tokens), tokens)
+
+    def fails_in_a_long_prompt(self) -> None:
+        """What an ended request had not computed is not stored under its keys."""
+        if not self.bears_failed_loads:
+            return
+        start = self.stored(160, 6)
+        tokens = start[: 6 * TOKENS] + self.prompt(161, 20 if self.options.hybrid else 46)  # as the GPU has room
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        self.go_until_told(self.engine.add(tokens))
+        self.answers_of_all_that_is_stored(tokens)
+        self.say("a load failed in a prompt of several steps: nothing wrong was stored")
+
+    def go_until_told(self, name: str) -> None:
+        for _ in range(3):
+            self.engine.step()
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.engine.run()
+        if self.options.policy == "recompute" and "abort" not in self.engine.ended.get(name, "abort"):
+            self.check_answer(name, self.engine.tokens[name][: -len(self.engine.answers[name])])
+
+    def fails_and_a_store_is_made_up_for(self, then: str) -> None:
+        """The host had no room for what the step computed, and the request ends before the failure is told."""
+        if not self.bears_failed_loads or self.options.hybrid:
+            return
+        scheduler = self.engine.scheduler
+        manager = scheduler.connector.connector_scheduler.manager
+        start = self.stored(170 if then == "aborted" else 172, 8)
+        tokens = start[: 8 * TOKENS] + self.prompt(174, 4)
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        prepare, update, full = manager.prepare_store, scheduler.update_from_output, [True]
+
+        def prepare_store(*args: Any) -> Any:
+            return None if full else prepare(*args)
+
+        def update_from_output(plan: Any, output: Any) -> Any:
+            if name in plan.num_scheduled_tokens and full:
+                full.clear()
+                if then == "aborted":
+                    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            return update(plan, output)
+
+        manager.prepare_store, scheduler.update_from_output = prepare_store, update_from_output
+        self.engine.add(start)
+        name = self.engine.add(tokens)
+        self.engine.step()
+        self.engine.step()
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.engine.run()
+        manager.prepare_store, scheduler.update_from_output = prepare, update
+        self.answers_of_all_that_is_stored(tokens)
+        self.say(
+            f"a load failed, and a request that shared its blocks was {then} with stores to make up for: all right"
+        )
+
+    def fails_beside_a_right_window(self) -> None:
+        """A request shares the blocks of the full group alone: the window's are old ones."""
+        if not self.options.hybrid or self.options.policy == "fail":
+            return
+        manager = self.engine.scheduler.kv_cache_manager
+        tokens = self.stored(180, 12)
+        start = self.engine.add(tokens[: 6 * TOKENS] + self.prompt(181, 0), max_tokens=1)
+        blocks: Any = [[]]
+        while start in self.engine.scheduler.requests:
+            held = manager.get_block_ids(start)
+            blocks = held if any(held[0]) else blocks
+            self.engine.step()
+            time.sleep(0.01)
+        self.engine.run()
+        manager.evict_blocks(set(blocks[0]) - {0})  # as vLLM does: the full group's are freed first
+        self.engine.workers.call_one(self.last, "fault", "fail")
+        names = [self.engine.add(tokens)]
+        longer = tokens[: 6 * TOKENS] + self.prompt(182, 6)
+        names.append(self.engine.add(longer))
+        self.engine.step()
+        self.engine.step()
+        self.engine.workers.call_one(self.last, "fault", None)
+        self.engine.run()
+        for name, asked in zip(names, (tokens, longer), strict=True):
+            self.check_answer(name, asked)
+        again = longer + self.prompt(183, 1)
+        self.check_answer(self.go(again), again)
+        self.say("a load failed, of which another request had the full group's blocks alone: all right")
+
     def ahead_fails_and_is_gone(self) -> None:
         """Nobody else has its blocks, and no other request is computed again or ends."""
         name, tokens, before = self.beside(120)
@@ -657,6 +745,10 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
         tests.fails_beside_loads(ahead)
         for then in ("preempted", "aborted"):
             tests.fails_and_a_sharer_goes(ahead, then)
+    tests.fails_in_a_long_prompt()
+    for then in ("aborted", "recomputed or ended"):
+        tests.fails_and_a_store_is_made_up_for(then)
+    tests.fails_beside_a_right_window()
     tests.ahead_fails_and_is_gone()
     tests.ahead_fails_beside_another()
     tests.ahead_fails_without_room_before_others()
