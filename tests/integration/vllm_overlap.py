@@ -19,7 +19,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm_worker import TOKENS
 
-
 STATE = ("_asynchronous", "_loads", "_awaited", "_ahead", "_kept", "_withheld")  # of Unfinished, between requests
 
 
