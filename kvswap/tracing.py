@@ -135,7 +135,7 @@ def start_from_environment() -> None:
         try:
             nvtx()
         except _C.Error as error:
-            _logger.warning("no NVTX ranges: %s", str(error))  # a record of the error would keep the callers' objects
+            _logger.warning("no NVTX ranges: %s", str(error))  # not the error: a kept log record would hold its frames
             _set("nvtx", None)
         return None if _nvtx is None else _nvtx.begin(what)
 

@@ -398,7 +398,10 @@ def test_dummy_steps_and_unknown_runners_are_left_alone(
     monkeypatch.setattr(early.runner, "execute_model", lambda self, what: None)
     with caplog.at_level(logging.WARNING, "kvswap.vllm"):
         early.made._begin_early()
-    assert "are reported only when they have ended: GPUModelRunner.execute_model is not known" in caplog.text
+    assert (
+        "loads begin only when a step's inputs are prepared, and are reported only when they have ended: "
+        "GPUModelRunner.execute_model is not known" in caplog.text
+    )
     assert not hasattr(early.runner.execute_model, "of_kvswap")
     monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu.model_runner")
     assert early.module.install(type(early.made)) is None

@@ -105,8 +105,7 @@ class TestGivingUp:
         names = ["vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"]
         contents = {name: {} for name in names}
         contents["vllm.v1.core.sched.scheduler"] = {"Scheduler": EngineScheduler}
-        states = SimpleNamespace(WAITING="waiting", PREEMPTED="preempted")
-        contents["vllm.v1.request"] = {"Request": type("Request", (), {}), "RequestStatus": states}
+        contents["vllm.v1.request"] = {"Request": type("Request", (), {}), "RequestStatus": SimpleNamespace()}
         for name, content in contents.items():
             module = ModuleType(name)
             vars(module).update(content)

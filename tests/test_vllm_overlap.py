@@ -695,7 +695,7 @@ def test_a_request_that_ended_before_the_report(overlap: Any) -> None:
     assert told.finished_recving == {"a"} and told.finished_sending is None and not overlap.loads
 
 
-def test_who_shares_the_blocks_of_an_unfinished_load(overlap: Any) -> None:
+def test_requests_that_share_the_blocks_of_an_unfinished_load(overlap: Any) -> None:
     """Also what a sharer of the same step computed, and what sharers that ended or were preempted had computed."""
     asynchronous(overlap, "a", 7, [4, 5])
     overlap.reported(report(None, {"a"}))

@@ -162,15 +162,18 @@ class Phases:
             "own_steps": own, **self.watch.take(),
         }  # fmt: skip
 
+    @property
+    def _own_loads(self) -> Any:
+        """The worker's side of kvswap_overlap; None: it is off."""
+        return getattr(self.engine.connector_worker, "_own_loads", None)
+
     def _own_steps(self) -> dict[str, int]:
         """Under kvswap_overlap: steps that loaded blocks of their own requests, by what they waited for."""
-        own = getattr(self.engine.connector_worker, "_own_loads", None)
-        return {} if own is None else dict(own.counts)
+        return dict(self._own_loads.counts) if self._own_loads else {}
 
     def _reported_ahead(self) -> int:
         """Under kvswap_overlap: loads that were reported ahead, and that a step then waited for."""
-        own = getattr(self.engine.connector_worker, "_own_loads", None)
-        return 0 if own is None else int(own.reported)
+        return int(self._own_loads.reported) if self._own_loads else 0
 
     def _short_on_gpu(self, found: int, prompts: int) -> list[str]:
         return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))

@@ -158,12 +158,20 @@ def _late(lines: list[dict[str, Any]], name: str) -> list[str]:
     return made
 
 
-def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
-    """Under kvswap_overlap: what the steps of the loads waited for."""
+def _counted(
+    lines: list[dict[str, Any]], name: str, of: Callable[[dict[str, Any]], dict[str, int]]
+) -> dict[str, Counter[str]]:
+    """Sums over a regime's records, by configuration; those that have any."""
     made: dict[str, Counter[str]] = {}
     for line in lines:
-        if line["regime"] == name and (line.get("record") or {}).get("own_steps"):
-            made.setdefault(line["config"], Counter()).update(line["record"]["own_steps"])
+        if line["regime"] == name and (counts := of(line)):
+            made.setdefault(line["config"], Counter()).update(counts)
+    return made
+
+
+def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
+    """Under kvswap_overlap: what the steps of the loads waited for."""
+    made = _counted(lines, name, lambda line: (line.get("record") or {}).get("own_steps", {}))
     return [
         f"{config}: loads in their request's step: {of['layers']} waited for layer by layer, {of['whole']} as a whole"
         for config, of in made.items()
@@ -172,13 +180,14 @@ def _own_steps(lines: list[dict[str, Any]], name: str) -> list[str]:
 
 def _ahead(lines: list[dict[str, Any]], name: str) -> list[str]:
     """Under kvswap_overlap: loads that were reported ahead, and still ran when the step that waits for them began."""
-    made: dict[str, Counter[str]] = {}
-    for line in lines:
-        if line["regime"] == name and (line.get("record") or {}).get("ahead"):
-            made.setdefault(line["config"], Counter())[line["phase"]] += line["record"]["ahead"]
+
+    def by_phase(line: dict[str, Any]) -> dict[str, int]:
+        count = (line.get("record") or {}).get("ahead")
+        return {line["phase"]: count} if count else {}
+
     return [
         f"{config}: loads reported ahead that a step waited for: {of['burst']} of bursts, {of['loads']} beside decoding"
-        for config, of in made.items()
+        for config, of in _counted(lines, name, by_phase).items()
     ]
 
 

@@ -3,8 +3,8 @@
 vLLM's scheduler learns of an asynchronous load's end from the output of a step, and the request runs in the step after
 that; with asynchronous scheduling, one step later still. Between the end of a load and its request's step lie one to
 three steps of the other requests. So a load is reported while it runs, if it is expected to end before its request's
-step can begin. That step's stream waits for the load (_layers.py), so an estimate that is wrong costs time alone.
-A load whose estimate lies further ahead is reported in a later step, or when it has ended.
+step can begin. That step's stream waits for the load (_layers.py), so a wrong estimate only costs time. A load that is
+expected to end later is reported in a later step, or when it has ended.
 
 The estimate: loads run one after another, at the rate of the last ones, and begin when the steps that were queued
 before them have ended.

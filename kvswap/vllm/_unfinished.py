@@ -1,19 +1,20 @@
-"""Loads that have not been reported as ended: the scheduler's side.
+"""The scheduler's side of loads whose end has not been reported.
 
-Asynchronous loads, for which their requests wait, and loads that steps wait for: those of a step's own requests, and
-those that a worker reported before they had ended (_ahead.py). vLLM's scheduler may let such a request run in the next
-step that it plans. So that step, whatever it runs, has the job among those that it waits for (awaited).
+A request waits for its asynchronous load. A step waits for the loads of its own requests, and for loads that a worker
+reported before they had ended (_ahead.py). After such a report vLLM's scheduler may schedule the request in the next
+step that it plans. So the metadata of that step, whatever it runs, names the job among those to wait for (awaited).
 
-Blocks that a load is still writing must not become another request's:
-- A request that is aborted, or ends with an error, after its load was reported keeps its blocks: request_finished()
-  says so, and the request is among those that have been sent (finished_sending) when the load has ended. One that ends
-  well has run in a step that waited for the load.
-- Of a request that ended before the report vLLM would free the blocks when it is told of it: it is told when the load
-  has ended.
+Blocks that a load still writes must not be reallocated:
+- A request that is aborted or ends with an error after its load was reported keeps its blocks: request_finished()
+  returns True, and the request is added to finished_sending when the load has ended. A request that ends normally has
+  run in a step that waited for the load.
+- For a request that ended before the report, vLLM would free the blocks on the report. Such a request is added to
+  finished_recving only when the load has ended.
 
-A load that a step waits for may fail. What was computed from its blocks is nonsense then, and the requests that share
-them may be preempted or end before that is known. So these are noted, with what they computed: in each group all from
-the tokens on that they began with, since a window's blocks may be right while the full group's are not.
+If a load that a step waits for fails, everything computed from its blocks is invalid. The requests that share the
+blocks may be preempted or finished before the failure is known. So these requests are recorded, with the blocks that
+each computed: in each group, all blocks from its first computed token on. A window group's blocks may be valid while
+the full group's are not.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _CUT_SHORT = ("FINISHED_ABORTED", "FINISHED_ERROR")
 
 
 class _Load:
-    """A load that a step waits for. spoilt: blocks that hold nonsense if it fails, its own and what was computed from
-    them. sharers: the requests that compute from them, its own and others, and how many tokens each began with; None:
-    it has not."""
+    """A load that a step waits for. spoilt: the blocks that are invalid if it fails, its own and those computed from
+    them. sharers: the requests that compute from these blocks, and how many tokens of each were there before its first
+    step; None: it has not been scheduled."""
 
     def __init__(self, job: Any) -> None:
         self.blocks: set[int] = set(np.asarray(job.dst_spec.block_ids).tolist())
@@ -37,12 +38,13 @@ class _Load:
         self.sharers: dict[str, int | None] = {job.req_id: None}
 
     def begins(self, name: str, tokens: int, groups: list[list[int]]) -> None:
-        """A request begins with so many tokens, and has these blocks: whether it shares some."""
+        """A request with these blocks is scheduled; so many of its tokens need not be computed. Record it if it shares
+        some of the load's blocks."""
         if name in self.sharers or any(not self.spoilt.isdisjoint(group) for group in groups):
             self.sharers[name] = tokens
 
     def spoil(self, name: str, groups: list[list[int]], sizes: list[int]) -> None:
-        """What this request computed is nonsense if the load fails. sizes: a block's tokens in each group."""
+        """Add the blocks that this sharer computed. sizes: a block's tokens in each group."""
         tokens = self.sharers.get(name)
         if tokens is None:
             return
@@ -82,8 +84,8 @@ class Unfinished:
         return awaited
 
     def _spoil(self, output: Any) -> None:
-        """Note what the step's requests compute behind unfinished loads. One begins to share blocks when it is new, or
-        resumed."""
+        """Record what the step's requests compute from the blocks of unfinished loads. Only a request that is new or
+        resumed in this step can begin to share blocks."""
         cached = output.scheduled_cached_reqs
         fresh = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         if cached.resumed_req_ids:
