@@ -270,8 +270,8 @@ def test_transfers_that_are_vllms_own_are_asked_in_each_step(connector: Any) -> 
 
 
 def of_step(**values: Any) -> Any:
-    """A step's metadata."""
-    return SimpleNamespace(**{"jobs_to_flush": set(), **values})
+    """A step's metadata. jobs: its loads, all of its own requests."""
+    return SimpleNamespace(**{"jobs_to_flush": set(), "load_jobs": dict.fromkeys(values["jobs"]), **values})
 
 
 class OwnLoads:

@@ -503,7 +503,7 @@ def test_a_request_alone_loads_in_its_step(overlap: Any) -> None:
     assert overlap.matched(request, 0, (96, True)) == (96, False)
     assert overlap.matched(request, 0, (0, False)) == (0, False)
     assert overlap.matched(request, 0, (None, False)) == (None, False)
-    overlap._note(OffloadingConnectorMetadata({}, {}), set(), OUTPUT)
+    built(overlap)
     assert overlap.matched(Request("b", 1000), 0, (208, True)) == (208, True)  # more than the budget
 
 
@@ -558,9 +558,9 @@ def test_a_shared_step_waits_for_a_stated_time(overlap: Any) -> None:
     overlap.added(second)
     assert overlap.matched(first, 0, (96, True)) == (96, False)  # 1.23 us
     assert overlap.matched(second, 0, (32, True)) == (32, True)  # 1.64 us with that
-    overlap._note(OffloadingConnectorMetadata({}, {}), set(), OUTPUT)
+    built(overlap)
     assert overlap.matched(second, 0, (32, True)) == (32, False)
-    overlap._note(OffloadingConnectorMetadata({}, {}), set(), OUTPUT)
+    built(overlap)
     slow = SimpleNamespace(transfer_stats=SimpleNamespace(load=SimpleNamespace(bytes=1000, time=1e-6)))
     overlap.reported(report(slow))  # 1 GB/s
     assert overlap.matched(second, 0, (32, True)) == (32, True)
@@ -656,6 +656,17 @@ def test_the_next_step_waits_for_a_load_that_was_reported(vllm: SimpleNamespace,
     overlap.reported(report())
     assert not overlap.loads and overlap.loads.failed({70}) == (set(), {70})
     assert not overlap.loads._ahead
+
+
+def test_a_load_that_ended_before_the_next_step_is_not_waited_for(overlap: Any) -> None:
+    asynchronous(overlap, "a", 7, [4, 5])
+    overlap.reported(report(None, {"a"}))
+    del overlap.scheduler._jobs[7]
+    overlap.reported(report())
+    assert not hasattr(built(overlap), "awaited")
+    asynchronous(overlap, "b", 8, [6, 7])
+    overlap.reported(report(None, {"b"}))
+    assert built(overlap).awaited == {8}
 
 
 @pytest.mark.parametrize("status", ["finished_aborted", "finished_error"])

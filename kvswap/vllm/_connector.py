@@ -384,19 +384,22 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def _await_loads(self, kv_connector_metadata: Any) -> None:
         """The step's stream waits for loads that were reported before they had ended (_ahead.py), and for those that
         vLLM gives up (reset_cache()), whose blocks it takes for free."""
+        if self._own_loads is None:
+            return
         jobs = getattr(kv_connector_metadata, "awaited", None) or kv_connector_metadata.jobs_to_flush
-        if not jobs or self._own_loads is None or self._awaited is kv_connector_metadata:
+        if not jobs or self._awaited is kv_connector_metadata:
             return
         self._awaited = kv_connector_metadata
         jobs = frozenset(jobs).union(kv_connector_metadata.jobs_to_flush or ())
         self._own_loads.wait_for(jobs & self.connector_worker._load_jobs.keys())
 
-    def begin_step(self, kv_connector_metadata: Any, may_load: bool) -> None:
-        """Before all work of a step of the second runner (_early.py). may_load: the step's own loads may begin."""
+    def begin_step(self, kv_connector_metadata: Any, may_load: Callable[[], bool]) -> None:
+        """Before all work of a step of the second runner (_early.py). may_load: whether the step's own loads may
+        begin."""
         self._sees_beginnings = True
         self._await_loads(kv_connector_metadata)
-        own = may_load and self._own_loads is not None and self._loads_early
-        if own and self._sync_loads_of(kv_connector_metadata):
+        own = kv_connector_metadata.load_jobs and self._own_loads is not None and self._loads_early
+        if own and self._sync_loads_of(kv_connector_metadata) and may_load():
             self.handle_preemptions(kv_connector_metadata)
 
     def _has_nothing_to_submit(self, meta: Any) -> bool:
@@ -453,10 +456,11 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def _end_own_loads(self, own: StepLoads, watch: _Watch) -> None:
         """The step's output must not be used before its loads are known to have succeeded."""
-        jobs = own.jobs | own.awaited
-        if jobs:
-            watch.wait(jobs)
-        watch.distrusted.update(own.finish())
+        if own.jobs or own.awaited:
+            watch.wait(own.jobs | own.awaited)
+        distrusted = own.finish()
+        if distrusted:
+            watch.distrusted.update(distrusted)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; records failures for the following calls."""

@@ -48,7 +48,7 @@ def install(kind: type) -> str | None:
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         meta = scheduler_output.kv_connector_metadata
         if isinstance(connector, kind) and meta is not None:
-            connector.begin_step(meta, _may_begin(scheduler_output))  # type: ignore[attr-defined]
+            connector.begin_step(meta, lambda: _may_begin(scheduler_output))  # type: ignore[attr-defined]
         return theirs(self, scheduler_output, *args, **kwargs)
 
     execute_model.of_kvswap = True  # type: ignore[attr-defined]

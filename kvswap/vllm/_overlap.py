@@ -190,12 +190,19 @@ class Overlap:
     def build(self, build: Any, scheduler_output: Any) -> Any:
         """build_connector_meta()."""
         meta = build(scheduler_output)
-        return self._note(meta, sync_loads_of(meta), scheduler_output)
+        return self._note(meta, scheduler_output)
 
-    def _note(self, meta: Any, own: set[int], output: Any) -> Any:
-        """The step is planned, and its own requests' loads are these. The metadata for the workers."""
+    def _note(self, meta: Any, output: Any) -> Any:
+        """The step is planned. The metadata for the workers."""
         self._step_bytes = 0.0
+        if not (meta.load_jobs or self.loads):  # as in most steps
+            return meta
+        own = self._own_loads(meta)
         return self._told(meta, frozenset(own), self.loads.planned(meta.load_jobs, own, output))
+
+    def _own_loads(self, meta: Any) -> set[int]:
+        """The jobs of the planned step that load for its own requests."""
+        return sync_loads_of(meta)
 
     def _told(self, meta: Any, own: frozenset[int], awaited: frozenset[int]) -> Any:
         return _with(meta, own, awaited) if awaited else meta
@@ -321,17 +328,25 @@ class Emulated(Overlap):
             self._jobs.add(next(reversed(self.scheduler._current_batch_load_jobs)))
 
     def build(self, build: Any, scheduler_output: Any) -> Any:
+        meta = self._build_beside(build, scheduler_output) if self._jobs else build(scheduler_output)
+        self._now.clear()
+        return self._note(meta, scheduler_output)
+
+    def _build_beside(self, build: Any, scheduler_output: Any) -> Any:
+        """A step is planned while such loads are unfinished."""
         jobs = self.scheduler._jobs
         self._jobs &= jobs.keys()
         for job_id in self._jobs:
             jobs[job_id].is_store = True
         try:
-            planned = build(scheduler_output)
+            return build(scheduler_output)
         finally:
             for job_id in self._jobs:
                 jobs[job_id].is_store = False
-        self._now.clear()
-        return self._note(planned, self._jobs & planned.load_jobs.keys(), scheduler_output)
+
+    def _own_loads(self, meta: Any) -> set[int]:
+        own: set[int] = self._jobs & meta.load_jobs.keys()
+        return own
 
     def _told(self, meta: Any, own: frozenset[int], awaited: frozenset[int]) -> Any:
         return _with(meta, own, awaited) if own or awaited else meta

@@ -67,7 +67,8 @@ class Unfinished:
         self._withheld: dict[int, str] = {}  # asynchronous, reported ahead, which vLLM is not told of: job -> request
 
     def __bool__(self) -> bool:
-        """Whether reported() may have something to do in a step whose report has no ended job."""
+        """Whether planned() may have something to do in a step without loads, or reported() in one whose report has no
+        ended job."""
         return bool(self._loads or self._withheld)
 
     def planned(self, load_jobs: dict[int, Any], own: Collection[int], output: Any) -> frozenset[int]:
@@ -143,6 +144,7 @@ class Unfinished:
         if self._ahead or self._withheld:
             self._let_go(output, jobs)
         self._loads = {job_id: load for job_id, load in self._loads.items() if job_id in jobs}
+        self._awaited &= self._loads.keys()
         self._asynchronous = {job_id: job for job_id, job in self._asynchronous.items() if job_id in jobs}
 
     def _find_ahead(self, output: Any, jobs: dict[int, Any], known: Collection[str]) -> None:
