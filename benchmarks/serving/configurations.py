@@ -10,6 +10,7 @@ from serving.regimes import Regime
 
 NAMES = {
     "none": "no offloading",
+    "nothing": "a connector that does nothing, for phase idle",
     "native": "vLLM's OffloadingConnector and CPUOffloadingSpec",
     "native-swap": "the same, its copies by kvswap (KVSWAP_VLLM_SWAP_BLOCKS=1)",
     "spec": "vLLM's OffloadingConnector, kvswap's spec",
@@ -44,6 +45,8 @@ def takes(name: str, phase: str) -> bool:
     base, _ = split(name)
     if base == "none":
         return phase in ("prepare", "hits", "alone", "stores", "idle", "profile")
+    if base == "nothing":
+        return phase in ("prepare", "alone", "idle")
     return phase != "skipped" or base in _WITH_SKIPPED
 
 
@@ -83,6 +86,8 @@ def transfer_config(name: str, regime: Regime, folder: Path) -> dict[str, Any] |
     extra: dict[str, Any] = {"cpu_bytes_to_use": int(regime.cpu_gib * 2**30)}
     made: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     made["engine_id"] = _engine_id(os.getpid())
+    if base == "nothing":
+        return {**made, "kv_connector": "NothingConnector", "kv_connector_module_path": "serving.nothing"}
     if base.startswith("simple"):
         made["kv_connector"] = "SimpleCPUOffloadConnector"
     elif regime.chunk > 1:

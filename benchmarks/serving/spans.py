@@ -21,6 +21,7 @@ _SCHEDULER = (
     "request_finished",
 )
 _WORKER = (
+    "begin_step",  # kvswap_overlap's
     "handle_preemptions",
     "bind_connector_metadata",
     "start_load_kv",
