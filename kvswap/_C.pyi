@@ -377,7 +377,8 @@ class Pool:
     device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which the pool holds; the
       caller keeps the memory of a plain address valid. Device or host memory.
     num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together.
-    stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride.
+    stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride. A tensor that
+      is larger than its blocks needs a stride, since its blocks may be larger than block_nbytes says.
     rows, pitch: a block is `rows` equal rows, `pitch` bytes apart (required if rows > 1): the layers of a layer-first cache,
       or K and V in separate halves.
     group: another Pool of as many blocks: slot i of both is one block, ordered as one. name: for messages, 1 to 31

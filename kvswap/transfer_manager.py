@@ -105,7 +105,8 @@ class KVCacheBlockPool:
     TensorRT-LLM; block i of a memory lies at its address + i * stride bytes.
 
     primary, secondary: address or tensor of the GPU's and of the host's blocks (pinned, or registered with the device).
-      The pool holds a tensor. secondary None goes with num_secondary_blocks 0: no host memory.
+      The pool holds a tensor, which has its blocks and no more bytes unless a stride is given. secondary None goes with
+      num_secondary_blocks 0: no host memory.
     num_primary_blocks, num_secondary_blocks: number of blocks; equal in all pools of a manager, because a block is one
       slot of each pool.
     num_layers, kv_factor (2: keys and values; 1: one latent, as MLA has), num_kv_heads, tokens_per_block,

@@ -162,7 +162,7 @@ def test_other_dtypes_of_pointers_are_refused(dtype: Any) -> None:
         ({"gpu_block_ids": b"ab"}, TypeError, "gpu_block_ids must be int32 or int64"),
         ({"gpu_block_ids": np.zeros((2, 1), int)}, ValueError, "gpu_block_ids must be one-dimensional, not 2-D"),
         ({"cpu_block_ids": [1, 2, 3]}, ValueError, "cpu_block_ids has 3 items, but gpu_block_ids has 2"),
-        ({"block_nbytes": -1}, ValueError, "block_nbytes is -1: must be 0 to"),
+        ({"block_nbytes": -1}, ValueError, "block_nbytes is -1: must not be negative"),
         ({"block_nbytes": 2**64}, ValueError, "block_nbytes is 18446744073709551616: must be"),
         ({"block_nbytes": 1.5}, TypeError, "block_nbytes must be an int, not float"),
         ({"num_gpu_blocks": BLOCKS + 1}, ValueError, "gpu_ptr is a tensor of 4096 bytes, but 17 blocks of 256 bytes"),
@@ -466,9 +466,15 @@ def test_a_tensor_without_a_stride_has_its_blocks_and_nothing_else(many: bool) -
     name = r"gpu_ptrs\[0\]" if many else "gpu_ptr"
     with pytest.raises(ValueError, match=rf"{name} is a tensor of 8192 bytes.* need 4096: .*512 bytes.*in elements"):
         call(*sides, NBYTES, BLOCKS, BLOCKS, [3], [5], 0, device="host:0")
-    for blocks in (BLOCKS - 1, BLOCKS + 1, 0):
-        with pytest.raises(ValueError, match="name a stride"):
-            call(*sides, 2 * NBYTES, blocks, BLOCKS, [3], [5], 0, device="host:0")
+    for blocks, nbytes, hint in (
+        (BLOCKS - 1, 2 * NBYTES, "name a stride if other bytes lie between or behind them"),
+        (0, 2 * NBYTES, "name a stride"),
+        (BLOCKS + 1, 2 * NBYTES, f"it has room for {BLOCKS} of them"),
+        (BLOCKS, 2 * NBYTES - 1, "a block of the tensor has 512 bytes; name a stride if the other bytes"),
+        (BLOCKS, 2 * NBYTES + 1, "a block of the tensor has 512 bytes$"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            call(*sides, nbytes, blocks, BLOCKS, [3], [5], 0, device="host:0")
     with pytest.raises(ValueError, match=rf"{name.replace('gpu', 'cpu')} is a tensor of"):
         call(*sides, NBYTES, BLOCKS, BLOCKS, [3], [5], 0, gpu_stride=NBYTES, device="host:0")
     assert not cpu.any()

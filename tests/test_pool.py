@@ -214,7 +214,7 @@ def test_default_device() -> None:
         (ValueError, "ptr is 0", {"ptr": 0}),
         (ValueError, "ptr .*0x10", {"ptr": 0x10}),
         (TypeError, "num_blocks must be an int, not str", {"num_blocks": "4"}),
-        (ValueError, "num_blocks is -1: must be 0 to 2", {"num_blocks": -1}),
+        (ValueError, "num_blocks is -1: must not be negative", {"num_blocks": -1}),
         (ValueError, "num_blocks is 0; it is 1 to", {"num_blocks": 0}),
         (ValueError, "num_blocks is 4294967296; it is 1 to 4294967295", {"num_blocks": 1 << 32, "ptr": 4096}),
         (TypeError, "block_nbytes must be an int, not float", {"block_nbytes": 1.0}),
@@ -244,7 +244,8 @@ def test_wrong_layouts(device: kvswap.Device, error: type[Exception], message: s
 @pytest.mark.parametrize(
     ("nbytes", "layout", "message"),
     [
-        (255, {}, "255 bytes, but 4 blocks of 64 bytes at stride 64, in 1 rows at pitch 64, need 256"),
+        (255, {}, "255 bytes, but 4 blocks of 64 bytes without a stride need 256: it has room for 3 of them"),
+        (255, {"stride": 64}, "255 bytes, but 4 blocks of 64 bytes at stride 64, in 1 rows at pitch 64, need 256"),
         (363, {"stride": 100}, "363 bytes, but 4 blocks of 64 bytes at stride 100, in 1 rows at pitch 64, need 364"),
         (
             351,
@@ -260,6 +261,18 @@ def test_the_tensor_must_hold_the_pool(device: kvswap.Device, nbytes: int, layou
         kvswap.Pool(device, room[:nbytes], 4, 64, **layout)
     if nbytes < 4096:
         kvswap.Pool(device, room[: nbytes + 1], 4, 64, **layout)
+
+
+def test_a_tensor_without_a_stride_has_the_pool_and_nothing_else(device: kvswap.Device) -> None:
+    """Else half of each block would be moved, from and to half the right offset."""
+    room = np.zeros((4, 128), np.uint8)
+    for blocks, message in (
+        (4, "a block of the tensor has 128 bytes: is block_nbytes in elements, or the number of blocks not 8"),
+        (7, "name a stride if other bytes lie between or behind them"),
+    ):
+        with pytest.raises(ValueError, match=f"ptr is a tensor of 512 bytes, but {blocks} blocks of 64 .*: {message}"):
+            kvswap.Pool(device, room, blocks, 64)
+    assert kvswap.Pool(device, room, 4, 64, stride=128).stride == 128
 
 
 def test_pools_must_not_share_bytes(device: kvswap.Device) -> None:

@@ -260,6 +260,10 @@ def test_tensors_are_taken_and_held(device: kvswap.Device) -> None:
     for tensors, side in (((gpu[:3], cpu.copy()), "primary"), ((gpu.copy(), cpu[:3]), "secondary")):
         with pytest.raises(ValueError, match=rf"pools\[0\]\.{side}: ptr is a tensor of 144 bytes"):
             KVCacheTransferManager([KVCacheBlockPool(*tensors, 6, 8, **shape, dtype=np.float16)], device=device)
+    for wrong in ({**shape, "num_layers": 1, "dtype": "fp16"}, {**shape, "dtype": "int8"}):  # half of each block
+        pool = KVCacheBlockPool(gpu.copy(), cpu.copy(), 6, 8, **wrong)
+        with pytest.raises(ValueError, match=r"pools\[0\]\.primary: .*a block of the tensor has 48 bytes"):
+            KVCacheTransferManager([pool], device=device)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

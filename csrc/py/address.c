@@ -22,6 +22,25 @@ int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index) 
   return -1;
 }
 
+int kvs_py_refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
+                       uint64_t needed) {
+  char hint[192] = "name a stride if other bytes lie between or behind them";
+  uint64_t block = blocks != 0 && limit % blocks == 0 ? limit / blocks : 0;
+  if (block > nbytes && block % nbytes == 0 && block / nbytes <= 16)
+    snprintf(hint, sizeof hint,
+             "a block of the tensor has %llu bytes: is block_nbytes in elements, or the number of blocks not %llu?",
+             (unsigned long long)block, (unsigned long long)(limit / nbytes));
+  else if (block != 0)
+    snprintf(hint, sizeof hint, "a block of the tensor has %llu bytes%s", (unsigned long long)block,
+             limit < needed ? "" : "; name a stride if the other bytes are not the block's");
+  else if (limit < needed)
+    snprintf(hint, sizeof hint, "it has room for %llu of them", (unsigned long long)(limit / nbytes));
+  return kvs_py_complain(PyExc_ValueError, name, index,
+                         "is a tensor of %llu bytes, but %llu blocks of %llu bytes without a stride need %llu: %s",
+                         (unsigned long long)limit, (unsigned long long)blocks, (unsigned long long)nbytes,
+                         (unsigned long long)needed, hint);
+}
+
 /* A tensor without memory: on the meta device, or fake. Always -1. */
 static int no_memory(PyObject *object, const char *name, Py_ssize_t index) {
   PyObject *device = PyObject_GetAttrString(object, "device");

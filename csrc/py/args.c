@@ -118,7 +118,13 @@ int kvs_py_uint64(PyObject *value, const char *name, Py_ssize_t index, uint64_t 
   PyObject *exact = exact_int(value, name, index);
   if (exact == NULL) return -1;
   *number = PyLong_AsUnsignedLongLong(exact); /* OverflowError for a negative number too */
-  int rc = *number == UINT64_MAX && PyErr_Occurred() ? out_of_range(exact, name, index, "0 to 2**64 - 1") : 0;
+  int rc = 0, beyond;
+  if (*number == UINT64_MAX && PyErr_Occurred()) {
+    PyErr_Clear(); /* OverflowError, which does not name the argument */
+    (void)PyLong_AsLongLongAndOverflow(exact, &beyond);
+    rc = kvs_py_complain(PyExc_ValueError, name, index, "is %S: must %s", exact,
+                         beyond > 0 ? "be less than 2**64" : "not be negative");
+  }
   Py_DECREF(exact);
   return rc;
 }

@@ -136,6 +136,10 @@ int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *na
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
 int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index); /* always -1 */
+/* Without a stride blocks are contiguous, so that a tensor of another size is a mistake. Often block_nbytes was given
+ * in elements. Always -1. */
+int kvs_py_refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
+                       uint64_t needed);
 int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
                   struct kvs_py_address *address); /* dlpack.c; 1, or 0: it has no DLPack of a readable version */
 /* The same through DLPack's C exchange table, for many objects of one type: 1, or 0 if data_ptr() must be called. */

@@ -64,10 +64,12 @@ static uint64_t extent_of(const struct kvs_pool_layout *layout) {
   return all;
 }
 
-/* A tensor of known size must be large enough for all its blocks. */
+/* A tensor of known size must be large enough for all its blocks and, without a stride, exactly as large. */
 static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
-  if (limit == UINT64_MAX || layout->num_blocks == 0) return 0;
+  if (limit == UINT64_MAX || layout->num_blocks == 0 || layout->block_nbytes == 0) return 0; /* or refused later */
   uint64_t row = layout->block_nbytes / layout->rows, needed = extent_of(layout);
+  if (layout->stride == 0 && layout->rows == 1 && needed != limit)
+    return kvs_py_refuse_size("ptr", -1, limit, layout->num_blocks, layout->block_nbytes, needed);
   if (needed <= limit) return 0;
   return kvs_py_complain(
       PyExc_ValueError, "ptr", -1,
@@ -219,7 +221,8 @@ PyDoc_STRVAR(
     "device: Device, its name, or None: as Device(None). ptr: an address, or a tensor, which the pool holds; the\n"
     "  caller keeps the memory of a plain address valid. Device or host memory.\n"
     "num_blocks, block_nbytes: number of blocks (up to 2**32 - 1), and bytes of a block, all its rows together.\n"
-    "stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride.\n"
+    "stride: bytes from block to block, None: block_nbytes / rows. Block i begins at ptr + i * stride. A tensor that\n"
+    "  is larger than its blocks needs a stride, since its blocks may be larger than block_nbytes says.\n"
     "rows, pitch: a block is `rows` equal rows, `pitch` bytes apart (required if rows > 1): the layers of "
     "a "
     "layer-first cache,\n"

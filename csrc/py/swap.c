@@ -166,32 +166,16 @@ static int read_numbers(struct swap_call *call, const struct swap_kind *kind) {
 
 static uint64_t number_at(const struct kvs_py_list *list, size_t i) { return list->data[list->one ? 0 : i]; }
 
-/* Without a stride blocks are contiguous, so that a tensor of another size is a mistake. Often block_nbytes was given
- * in elements. */
-static int refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
-                       uint64_t needed) {
-  char hint[160] = "name a stride if other bytes lie between or behind them";
-  uint64_t block = blocks != 0 && limit % blocks == 0 ? limit / blocks : 0;
-  if (block > nbytes && nbytes != 0 && block % nbytes == 0 && block / nbytes <= 16)
-    snprintf(hint, sizeof hint,
-             "a block of the tensor has %llu bytes: is block_nbytes in elements, or the number of blocks not %llu?",
-             (unsigned long long)block, (unsigned long long)(limit / nbytes));
-  return kvs_py_complain(PyExc_ValueError, name, index,
-                         "is a tensor of %llu bytes, but %llu blocks of %llu bytes without a stride need %llu: %s",
-                         (unsigned long long)limit, (unsigned long long)blocks, (unsigned long long)nbytes,
-                         (unsigned long long)needed, hint);
-}
-
 /* A tensor of known size must be large enough for all its blocks and, without a stride, exactly as large. */
 static int check_cover(const struct kvs_py_list *ptrs, size_t i, const char *name, bool many, uint64_t blocks,
                        uint64_t stride, uint64_t nbytes) {
   uint64_t limit = ptrs->limits == NULL ? UINT64_MAX : ptrs->limits[i];
   uint64_t needed = 0;
   Py_ssize_t index = many ? (Py_ssize_t)i : -1;
-  if (limit == UINT64_MAX) return 0;
+  if (limit == UINT64_MAX || nbytes == 0) return 0; /* 0 is refused later */
   if (stride == 0) {
     if (__builtin_mul_overflow(blocks, nbytes, &needed)) needed = UINT64_MAX;
-    return needed == limit ? 0 : refuse_size(name, index, limit, blocks, nbytes, needed);
+    return needed == limit ? 0 : kvs_py_refuse_size(name, index, limit, blocks, nbytes, needed);
   }
   if (blocks == 0) return 0;
   if (__builtin_mul_overflow(blocks - 1, stride, &needed) || __builtin_add_overflow(needed, nbytes, &needed))
