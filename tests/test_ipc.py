@@ -881,6 +881,8 @@ def test_events_that_cannot_be_shared(device: kvswap.Device, buffer: Buffer) -> 
         kvswap.Event(device, timing=True, interprocess=True)
     with pytest.raises(TypeError, match=r"kvswap\.Event"):
         memory.export_event(3)
+    with pytest.raises(TypeError, match="export must be an Export or its bytes, not str"):
+        memory.open("abc")
     with pytest.raises(kvswap.DeviceError):
         event.elapsed_time(plain)
 
@@ -961,7 +963,7 @@ def test_a_pool_in_chunks(device: kvswap.Device, other: Process, chunked: Buffer
     """Copies of rows go across chunks."""
     data = chunked.randomise(12)
     nbytes = chunked.nbytes // 50
-    pool = kvswap.Pool(device, chunked.memory, 50, nbytes)
+    pool = kvswap.Pool(device, chunked.memory, 50, nbytes, stride=nbytes)
     export = memory.export(pool)
     other.do(f"mapped = memory.open({hex_of(export)}); pool = mapped.pool()")
     other.do(f"host = device.alloc(50 * {nbytes}, host=True); own = kvswap.Pool(device, host, 50, {nbytes})")

@@ -145,14 +145,15 @@ def events(t: Tools) -> None:
 
 def pools(t: Tools) -> None:
     room = np.zeros(4096, np.uint8)
-    first = kvswap.Pool(t.device, room, 4, 64, name="leak")
+    first = kvswap.Pool(t.device, room[:256], 4, 64, name="leak")
     kvswap.Pool(t.device, room[1024:], 4, 64, rows=2, pitch=256, stride=32, group=first)
-    t.wrong(lambda: kvswap.Pool(t.device, room[:64], 4, 64))
-    t.wrong(lambda: kvswap.Pool(t.device, room, 4, 64))  # overlaps
+    t.wrong(lambda: kvswap.Pool(t.device, room, 4, 64))
+    t.wrong(lambda: kvswap.Pool(t.device, room[:64], 4, 64, stride=64))
+    t.wrong(lambda: kvswap.Pool(t.device, room[:256], 4, 64))  # overlaps
     t.wrong(lambda: kvswap.Pool(t.device, t.memory, 4, 64, stride=1))
-    t.wrong(lambda: kvswap.Pool(t.device, room[2048:], 5, 64, group=first))
-    t.wrong(lambda: kvswap.Pool(t.device, room[2048:], 4, 64, name="x" * 32))
-    t.wrong(lambda: kvswap.Pool("x", room, 4, 64))
+    t.wrong(lambda: kvswap.Pool(t.device, room[2048:2368], 5, 64, group=first))
+    t.wrong(lambda: kvswap.Pool(t.device, room[2048:2304], 4, 64, name="x" * 32))
+    t.wrong(lambda: kvswap.Pool("x", room[:256], 4, 64))
     t.wrong(lambda: kvswap.Pool(t.device, room))
 
 

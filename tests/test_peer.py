@@ -152,7 +152,7 @@ def test_a_swap_is_with_one_other_device(device: kvswap.Device, pair: tuple[Buff
         third = Buffer(kvswap.Device("host:2"), NBYTES)
         with pytest.raises(ValueError, match="one other device"):
             kvswap.swap_blocks_batch([there.ptr, third.ptr], [here.ptr, here.ptr + 99], 50, device=device)
-        pools = [kvswap.Pool(buffer.device, buffer.memory, 1, NBYTES) for buffer in (here, there, third)]
+        pools = [kvswap.Pool(buffer.device, buffer.memory, 1, NBYTES, stride=NBYTES) for buffer in (here, there, third)]
         with pytest.raises(ValueError, match="between two of a kind"):
             kvswap.move_blocks([pools[0]] * 2, [pools[1], pools[2]], [0], [0])
     with pytest.raises(ValueError, match=f"this call runs on {device.name}"):

@@ -22,8 +22,12 @@ int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index) 
   return -1;
 }
 
-int kvs_py_refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
-                       uint64_t needed) {
+/* Without a stride blocks are contiguous, so that a tensor of another size is a mistake. Often block_nbytes was given
+ * in elements. */
+int kvs_py_fills(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes) {
+  uint64_t needed;
+  if (__builtin_mul_overflow(blocks, nbytes, &needed)) needed = UINT64_MAX;
+  if (needed == limit) return 0;
   char hint[192] = "name a stride if other bytes lie between or behind them";
   uint64_t block = blocks != 0 && limit % blocks == 0 ? limit / blocks : 0;
   if (block > nbytes && block % nbytes == 0 && block / nbytes <= 16)

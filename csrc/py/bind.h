@@ -79,8 +79,7 @@ int kvs_py_wait(struct kvs_py_state *state, kvs_py_wait_function wait, void *arg
 enum kvs_py_given_back { KVS_PY_GIVEN, KVS_PY_KEPT };
 enum kvs_py_given_back kvs_py_give_back(struct kvs_py_state *state, struct kvs_reclaim *task, bool registration,
                                         int64_t timeout_ns);
-/* timeout=60: NULL, a number of seconds or None; -1 with an exception. */
-int kvs_py_patience(PyObject *value, int64_t *timeout_ns);
+int kvs_py_patience(PyObject *value, int64_t *timeout_ns); /* timeout=60: NULL, seconds or None; -1: raised */
 /* Allocate from the engine; if memory is short, wait for frees under way. 0, or -1 with an exception. */
 int kvs_py_alloc(struct kvs_py_state *state, struct kvs_engine *engine, uint64_t nbytes, enum kvs_alloc kind,
                  uint64_t *ptr);
@@ -135,11 +134,8 @@ int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char
 int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
-int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index); /* always -1 */
-/* Without a stride blocks are contiguous, so that a tensor of another size is a mistake. Often block_nbytes was given
- * in elements. Always -1. */
-int kvs_py_refuse_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes,
-                       uint64_t needed);
+int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index);                        /* always -1 */
+int kvs_py_fills(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes); /* exactly */
 int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
                   struct kvs_py_address *address); /* dlpack.c; 1, or 0: it has no DLPack of a readable version */
 /* The same through DLPack's C exchange table, for many objects of one type: 1, or 0 if data_ptr() must be called. */
