@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE, random_bytes
 
-from kvswap import cli, testing
+from kvswap import _shared_files, cli, testing
 from kvswap.commands import files as command
 from kvswap.files import FileStore, Layout
 
@@ -126,6 +126,9 @@ def test_what_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert cli.main(["files", what, str(tmp_path / "none")]) == 2
         assert f"{tmp_path / 'none'}: there is no such directory" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_bytes(b"")
+    assert cli.main(["files", "stat", str(tmp_path / "file")]) == 2
+    assert "it is a file; name the directory of a store" in capsys.readouterr().err
 
 
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,3 +169,49 @@ def test_a_directory_of_several_stores(folder: Path, tmp_path: Path, capsys: pyt
     assert cli.main(["files", "gc", str(tmp_path)]) == 2  # which erases: one at a time
     assert f"name one of {folder}, {tmp_path / 't'}" in capsys.readouterr().err
     assert len(file_reader.read_store(folder)) == 20
+
+
+@pytest.mark.parametrize("above", ["kv", "kv/12300"], ids=["SGLang", "LMCache"])
+def test_the_directory_of_an_engine(tmp_path: Path, above: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stores are writer-NNNN in a folder of their layout; what is deeper is not looked at."""
+    options = {"durability": "none", "engine": "auto", "depth": None, "queue": None, "buffered": False}
+    data = random_bytes(1, 3 * NBYTES).reshape(3, NBYTES)
+    engines = [_shared_files.SharedFiles(str(tmp_path / above), LAYOUT, 64 << 20, True, options) for _ in range(2)]
+    transfer = engines[0].store([b"a", b"b", b"c"], list(data))
+    assert transfer is not None
+    transfer.wait(PATIENCE)
+    for what in ("stat", "check"):
+        assert cli.main(["files", what, "--json", str(tmp_path / "kv")]) == 0
+        found = json.loads(capsys.readouterr().out)["stores"]
+        assert [Path(store["directory"]).name for store in found] == ["writer-0000", "writer-0001"]
+        assert [store.get("blocks", store.get("right")) for store in found] == [3, 0]
+    for engine in engines:
+        engine.close()
+    layout = engines[0].folders[0]
+    shutil.rmtree(layout / "writer-0001")
+    assert cli.main(["files", "stat", str(tmp_path / "kv")]) == 0
+    assert f"{layout / 'writer-0000'}\n" in capsys.readouterr().out
+    assert cli.main(["files", "gc", str(tmp_path / "kv")]) == 2
+    assert f"name one of {layout / 'writer-0000'}" in capsys.readouterr().err
+    deep = tmp_path / "x" / "1" / "2" / "3" / "4"
+    shutil.copytree(layout / "writer-0000", deep)
+    assert cli.main(["files", "stat", str(tmp_path / "x")]) == 3
+    assert "neither store.kvs nor segment-*.kvs in it, nor in a folder of it, 3 levels down" in capsys.readouterr().err
+    assert cli.main(["files", "stat", str(tmp_path / "x" / "1")]) == 0
+
+
+def test_a_folder_that_cannot_be_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    scan = os.scandir
+
+    def refuse(path: Path) -> Iterator[os.DirEntry[str]]:
+        if path == tmp_path / "other":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert cli.main(["files", "stat", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "20 of 24 slots" in out and f"{tmp_path / 'other'}: Permission denied" in err

@@ -1,6 +1,8 @@
 """`kvswap files check|stat|gc DIR`: inspects and cleans the directory of a file tier.
 
-A directory is a store, or has stores in it: a replay of a model with several groups of layers makes one a group.
+A directory is a store, or has stores in it, at most _DEPTH levels down. A replay of a model with several groups of
+layers makes one a group. An engine's directory has a folder for each layout of blocks, and where writers share it, a
+store of each writer in that.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import fnmatch
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +33,7 @@ _WAIT = 600.0
 _PAGE = 4096
 _KEEP_ALL = 1 << 62  # a capacity at which no block is evicted
 _HANG = 17
+_DEPTH = 3  # the deepest layout is LMCache's: SIZE/LAYOUT/writer-NNNN
 _HELP = {
     "check": "read every block and compare its checksum, also while a writer runs",
     "stat": "layout, blocks, files, and what is damaged",
@@ -37,7 +41,7 @@ _HELP = {
 }
 
 
-_DIR_HELP = ("a store's directory, or one that has stores in it", "a store's directory")
+_DIR_HELP = ("a store's directory, or one that has stores in it, as an engine's", "a store's directory")
 
 
 def add(commands: Commands[Parser]) -> None:
@@ -65,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
                 raise UsageError(f"gc takes one store, and {args.directory} has stores in it: name one of {names}")
             directories = [args.directory]
         for directory in directories:
-            if len(directories) > 1:
+            if directories != [args.directory]:
                 show.header(str(directory))
             found.append({"directory": str(directory), **_one(actions[args.what], directory, show, directories)})
         out.write({"stores": found})
@@ -88,14 +92,41 @@ def _one(action: _Action, directory: Path, show: Output, directories: list[Path]
 
 
 def stores(directory: Path) -> list[Path]:
-    """The directory if it is a store or has none in it, and the stores in it."""
+    """The directory if it is a store, and the stores in it."""
+    from kvswap import _C
+
     if not directory.is_dir():
-        raise UsageError(f"{directory}: there is no such directory")
-    with contextlib.suppress(OSError):  # opening the store raises it with a better message
-        inside = sorted(path.parent for path in directory.glob("*/store.kvs"))
-        if inside:
-            return [directory, *inside] if (directory / "store.kvs").exists() else inside
-    return [directory]
+        what = "it is a file; name the directory of a store" if directory.exists() else "there is no such directory"
+        raise UsageError(f"{directory}: {what}")
+    found: list[Path] = []
+    unread: list[str] = []
+    _find(directory, _DEPTH, found, unread)
+    for message in unread:
+        complain(message)
+    if not found:
+        raise _C.Error(
+            f"{directory} is no store: there is neither store.kvs nor segment-*.kvs in it, nor in a folder of it, "
+            f"{_DEPTH} levels down"
+        )
+    return found
+
+
+def _find(directory: Path, depth: int, found: list[Path], unread: list[str]) -> None:
+    """The stores from here on, in the order of their names. A folder that cannot be read does not hide the others."""
+    folders = []
+    is_store = False
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                is_store |= entry.name == "store.kvs" or fnmatch.fnmatch(entry.name, "segment-*.kvs")
+                if depth and entry.is_dir():
+                    folders.append(directory / entry.name)
+    except OSError as error:
+        unread.append(f"{directory}: {error.strerror}")
+    if is_store:
+        found.append(directory)
+    for folder in sorted(folders):
+        _find(folder, depth - 1, found, unread)
 
 
 def _layout(directory: Path) -> Layout:
