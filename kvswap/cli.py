@@ -25,7 +25,7 @@ from kvswap.commands.parser import (
     Parser,
     complain,
 )
-from kvswap.replay.errors import UsageError
+from kvswap.replay.errors import UsageError, of_system
 
 # Modules with a function add(commands), in the order in which --help lists them.
 COMMANDS = (
@@ -92,16 +92,11 @@ def _failed(error: Exception) -> int:
         return _fail(EXIT_DEVICE, str(error) or "out of memory")
     if isinstance(error, OSError) and not isinstance(error, TimeoutError):
         _drop_output()  # it may be what failed
-        return _fail(EXIT_DEVICE, _of_system(error))
+        return _fail(EXIT_DEVICE, of_system(error))
     if isinstance(error, (_C.Error, TimeoutError)):
         return _fail(EXIT_DEVICE, str(error) or "the time limit is over")
     traceback.print_exc()
     return _fail(EXIT_DEFECT, "this is a defect of kvswap; please report it with the lines above")
-
-
-def _of_system(error: OSError) -> str:
-    what = error.strerror or str(error)
-    return f"{error.filename}: {what}" if error.filename is not None else what
 
 
 def _drop_output() -> None:

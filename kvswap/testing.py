@@ -49,7 +49,7 @@ Action: TypeAlias = Literal["fail", "skip", "lose", "delay"]
 _KINDS: dict[str, Kind] = {"call": "call", "copy": "copy"}  # that can be counted
 _ACTIONS: dict[str, Action] = {"fail": "fail", "skip": "skip", "lose": "lose", "delay": "delay"}
 
-_KINDS_OF: dict[str, tuple[str, ...]] = {
+ACTIONS_OF: dict[str, tuple[str, ...]] = {
     "call": ("fail", "lose", "delay"),
     "copy": ("fail", "skip"),
     "hazard": ("skip",),
@@ -156,10 +156,10 @@ def fault(
 
     One fault a kind at a time. ValueError: no such fault.
     """
-    if kind not in _KINDS_OF:
-        raise ValueError(f"kind is {kind!r}; it is one of {', '.join(_KINDS_OF)}")
-    if action not in _KINDS_OF[kind]:
-        raise ValueError(f"action is {action!r}; a fault of kind {kind!r} is one of {', '.join(_KINDS_OF[kind])}")
+    if kind not in ACTIONS_OF:
+        raise ValueError(f"kind is {kind!r}; it is one of {', '.join(ACTIONS_OF)}")
+    if action not in ACTIONS_OF[kind]:
+        raise ValueError(f"action is {action!r}; a fault of kind {kind!r} is one of {', '.join(ACTIONS_OF[kind])}")
     operations = HAZARDS if kind == "hazard" else OPERATIONS
     if (operation or kind == "hazard") and operation not in operations:
         raise ValueError(f"operation is {operation!r}; it is one of {', '.join(operations)}")

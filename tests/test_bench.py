@@ -305,7 +305,7 @@ def test_a_size_without_its_unit_is_told(capsys: Output) -> None:
 
 
 def test_the_table_is_what_the_list_says(device_name: str, tmp_path: Path, capsys: Output) -> None:
-    only = ["--shape", "tensor", "--size", "4KiB", "--size", "64KiB", "--direction", "H2D", "--method", "dma"]
+    only = ["--shape", "tensor", "--size", "4KiB", "--size", "64KiB", "--direction", "h2d", "--method", "dma"]
     result = tmp_path / "bench.json"
     assert cli.main([*QUICK, "--device", device_name, *only, "--list"]) == 0
     listed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]

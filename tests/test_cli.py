@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import elsewhere
+from conftest import ROOT, elsewhere, run_python
 
-from kvswap import _C, cli
+from kvswap import _C, cli, info, testing
 from kvswap.commands import bench as bench_command
 from kvswap.commands import info as info_command
 from kvswap.commands import replay as replay_command
@@ -133,14 +134,16 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
         (["--layers", "3"], "needs --layers, --kv-heads and --head-dim"),
         (["--model", "qwen3-8b", "--layers", "3", "--kv-heads", "1", "--head-dim", "64"], "exclude each other"),
         (["--gpu-blocks", "0"], "at least one block"),
-        (["--gpu-bytes", "1KiB"], "--gpu-blocks 1, or --gpu-bytes of 64 KiB or more"),
-        (["--host-bytes", "900TiB"], "the host tier needs"),
+        (["--gpu-bytes", "1KiB"], "--gpu-bytes 1 KiB holds no block: one of llama-3.1-8b has 64 MiB"),
+        (["--host-bytes", "900000TiB"], "the GPU tier and the host tier, which are both in host memory"),
         (["--device", "tpu:0"], "tpu:0"),
         (["--json=/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file"),
         (["--json=/"], "--json /: it is a directory"),
-        (["--fault", "copy:skip"], "KIND:ACTION:EVERY"),
-        (["--fault", "copy:eat:5"], "KIND:ACTION:EVERY"),
-        (["--fault", "copy:skip:0"], "KIND:ACTION:EVERY"),
+        (["--fault", "copy:skip"], "--fault takes KIND:ACTION:EVERY"),
+        (["--fault", "eat:skip:5"], "there is no kind 'eat'; kinds and their actions are copy: fail, skip; call"),
+        (["--fault", "copy:eat:5"], "kind copy has no action 'eat'; its actions are fail, skip"),
+        (["--fault", "call:skip:5"], "kind call has no action 'skip'; its actions are fail, lose, delay"),
+        (["--fault", "copy:skip:0"], "EVERY must be a whole number above 0, not '0'"),
     ],
 )
 def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint: str) -> None:
@@ -164,7 +167,10 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
         (["replay", "t", "--path", "brust"], "unknown --path brust: did you mean burst?"),
         (["replay"], "TRACE"),
         ([], "COMMAND is missing: there are info, demo, replay, simulate"),
-        (["completion", "csh"], "unknown SHELL csh: did you mean zsh? There are bash, zsh, fish"),
+        (["completion", "csh"], "unknown SHELL csh: there are bash, zsh, fish"),
+        (["completion", "bsh"], "unknown SHELL bsh: did you mean bash? There are bash, zsh, fish"),
+        (["bench", "--shape", "12x3"], "unknown --shape 12x3: there are run, scattered"),
+        (["bench", "--size", "5P"], "units are KiB, MiB, GiB, TiB, KB"),
         (["top", "abc"], "PID: not a whole number above 0: 'abc'"),
         (["repaly", "t"], "unknown command repaly: did you mean replay?"),
         (["xyzzy"], "unknown command xyzzy: there are info, demo, replay"),
@@ -210,8 +216,28 @@ def test_a_skipped_copy_ends_with_status_1(trace: Path, device_name: str, tmp_pa
 
 def test_a_device_that_fails_ends_with_status_3(trace: Path, device_name: str, capsys: Output) -> None:
     assert cli.main(["replay", str(trace), "--device", device_name, *SMALL, "--fault", "copy:fail:100"]) == 3
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert err.startswith("kvswap: ") and "Traceback" not in err
+    assert out.splitlines()[-1].split(maxsplit=1) == ["FAILED", err.removeprefix("kvswap: ").rstrip()]
+
+
+def test_the_help_lists_the_faults() -> None:
+    found = dict(part.split(": ") for part in replay_command._FAULTS.replace(" (of the driver)", "").split("; "))
+    assert {kind: tuple(actions.split(", ")) for kind, actions in found.items()} == {
+        kind: actions for kind, actions in testing.ACTIONS_OF.items() if testing.parse_kind(kind)
+    }
+
+
+def test_bytes_of_a_tier_are_those_of_blocks_that_are_not_scaled(trace: Path, tmp_path: Path, capsys: Output) -> None:
+    """So that the tiers have as many blocks as on the real model, however many bytes are moved."""
+    result = tmp_path / "out.json"
+    args = ["--device", "host:0", "--gpu-bytes", "800MiB", "--host-bytes", "1600MiB", f"--json={result}"]
+    for command in (["demo", "--requests", "3"], ["replay", str(trace)], ["replay", str(trace), *SMALL[:3]]):
+        assert cli.main([*command, *args]) == 0
+        found = json.loads(result.read_text())
+        assert (found["gpu_blocks"], found["host_blocks"], found["scaled"]) == (12, 25, True)
+        out = capsys.readouterr().out
+        assert "  unscaled  GPU tier 768 MiB, host tier 1.56 GiB, with the model's blocks of 64 MiB" in out
 
 
 def test_an_interrupt_ends_with_status_130(
@@ -277,6 +303,23 @@ def test_info(capsys: Output) -> None:
     out = capsys.readouterr().out
     assert f"kvswap {_C.__version__}" in out
     assert "host:0" in out and "path direct" in out and "NumPy" in out
+
+
+def test_info_names_wrong_variables() -> None:
+    given = {"PTH": "dma", "PATH": "foo", "CALIBRATION": "/nonexist", "TOP": "off", "NVTX": "1"}
+    done = run_python(
+        "from kvswap import cli\nassert cli.main(['info']) == 0",
+        **{f"KVSWAP_{name}": value for name, value in given.items()},
+    )
+    assert done.returncode == 0, done.stderr
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("wrong ")]
+    assert [line.split()[1] for line in wrong] == [f"KVSWAP_{name}" for name in ("PTH", "TOP", "CALIBRATION", "PATH")]
+    assert wrong[0].endswith("did you mean KVSWAP_PATH?") and "'foo'; it is one of auto, dma" in wrong[3]
+
+
+def test_info_knows_the_variables_of_the_docs() -> None:
+    documented = re.findall(r"`(KVSWAP_[A-Z_]+)`", (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
+    assert set(documented) == set(info.VARIABLES)
 
 
 def test_info_as_json(capsys: Output) -> None:
@@ -432,13 +475,13 @@ def test_a_device_that_is_not_there(capsys: Output) -> None:
 
 def test_a_file_tier_that_cannot_be_made(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "file").touch()
-    tiers = ["--file-tier", str(tmp_path / "file"), "--file-blocks", "8"]
+    tiers = ["--file-tier", str(tmp_path / "file" / "tier"), "--file-blocks", "8"]
     assert cli.main(["demo", "--device", "host:0", "--requests", "2", *tiers]) == 3
-    assert capsys.readouterr().err == f"kvswap: {tmp_path / 'file'}: File exists\n"
+    assert capsys.readouterr().err == f"kvswap: {tmp_path / 'file' / 'tier'}: Not a directory\n"
 
 
 def test_powers_of_1000_are_said_on_stderr(capsys: Output) -> None:
-    assert cli.main(["demo", "--device", "host:0", "--requests", "2", "--gpu-bytes", "64MB", "--json"]) == 0
+    assert cli.main(["demo", "--device", "host:0", "--requests", "2", "--gpu-bytes", "640MB", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["gpu_blocks"] == 64_000_000 // (512 << 10)
-    assert err.startswith("kvswap: 64MB is 64,000,000 bytes; 64MiB would be 67,108,864\n")
+    assert json.loads(out)["gpu_blocks"] == 640_000_000 // (64 << 20)
+    assert err.startswith("kvswap: 640MB is 640,000,000 bytes; 640MiB would be 671,088,640\n")

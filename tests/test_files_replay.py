@@ -13,8 +13,8 @@ import file_reader
 import numpy as np
 import pytest
 
-from kvswap import cli
-from kvswap.replay import file_tier
+from kvswap import _C, cli
+from kvswap.replay import file_tier, run
 from kvswap.replay.errors import UsageError
 from kvswap.replay.geometry import named
 from kvswap.replay.settings import Settings, Sizes
@@ -138,3 +138,39 @@ def test_what_goes_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "--file-tier DIR and --file-blocks N go together" in capsys.readouterr().err
     with pytest.raises(UsageError, match="takes what leaves the host tier"):
         Settings(geometry=named("llama-3.1-8b"), sizes=Sizes(4, 0, 4), file_tier=str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_the_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["demo", "--device", "host:0", "--requests", "2", "--file-blocks", "4", "--file-tier"]
+    assert cli.main([*few, str(tmp_path / "tier")]) == 0
+    assert cli.main([*few, str(tmp_path / "tier"), "--seed", "1"]) == 2  # the seed is a part of the layout
+    told = capsys.readouterr().err
+    assert "holds blocks of another layout" in told and "name another folder, or empty it" in told
+    (tmp_path / "file").write_bytes(b"")
+    assert cli.main([*few, str(tmp_path / "file")]) == 2
+    assert "it is a file; name a directory" in capsys.readouterr().err
+
+
+def test_more_blocks_than_can_be_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> Tiers:
+        raise MemoryError
+
+    monkeypatch.setattr(run, "Tiers", refuse)
+    assert replay(tmp_path) == 3
+    assert "400 file blocks do not fit into memory: give" in capsys.readouterr().err
+
+
+def test_a_tier_that_does_not_open_ends_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise _C.Error("the disk is gone")
+
+    monkeypatch.setattr(file_tier, "FileStore", refuse)
+    assert replay(tmp_path, f"--json={tmp_path / 'out.json'}") == 3
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].split(maxsplit=1) == ["FAILED", "the disk is gone"] and "wrong bytes" not in out
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert (told["ended"], told["error"]) == ("failed", "the disk is gone")

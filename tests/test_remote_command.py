@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,11 @@ def test_stat(
         assert "second" in told and "is down" in told and "0 of 32 slots" in told
         (tmp_path / "nodes").write_text("nonsense\n")
         assert cli.main(command) == 2 and "line 1" in capsys.readouterr().err
+        (tmp_path / "nodes").unlink()
+        assert cli.main(command) == 2 and "nodes: No such file" in capsys.readouterr().err
+        (tmp_path / "nodes").write_text(line)
+        (tmp_path / "key").unlink()
+        assert cli.main(command) == 2 and "key: No such file" in capsys.readouterr().err
     finally:
         node.stop()
 
@@ -99,10 +105,24 @@ def test_serve_says_what_is_missing(tmp_path: Path, secret: remote.Secret, capsy
     command = ["remote", "serve", "--bind", "127.0.0.1:0", "--block", "4096", "--blocks", "8"]
     command += ["--key", str(tmp_path / "key"), "--clients", str(tmp_path / "allowed")]
     assert cli.main([*command, "--capacity", "1GiB"]) == 2 and "go together" in capsys.readouterr().err
-    assert cli.main(command) == 3 and "allowed" in capsys.readouterr().err  # no such file
+    assert cli.main(command) == 2 and "allowed: No such file" in capsys.readouterr().err
+    (tmp_path / "allowed").write_text("nonsense\n")
+    (tmp_path / "allowed").chmod(0o600)
+    assert cli.main(command) == 2 and "line 1: must begin with a public key" in capsys.readouterr().err
     (tmp_path / "allowed").write_text("# nobody\n")
     (tmp_path / "allowed").chmod(0o600)
     assert cli.main(command) == 2 and "no client could connect" in capsys.readouterr().err
     if importlib.util.find_spec("nixl") is None:
         (tmp_path / "allowed").write_text(secret.public + "\n")
         assert cli.main(command) == 3 and "needs NIXL" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    stat = ["remote", "stat", str(tmp_path / "nodes"), "--key", str(tmp_path / "key")]
+    for command in (["remote", "keygen", str(tmp_path / "new")], stat):
+        assert cli.main(command) == 2
+        assert "needs msgspec: pip install 'kvswap[remote]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -64,14 +64,21 @@ def test_a_node_that_is_down_is_named(tmp_path: Path, nodes: Any, capsys: pytest
     assert nodes[1].address in capsys.readouterr().err
 
 
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(tmp_path: Path, nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, why in (
         (["--remote", "x"], "go together"),
         (
             ["--remote", "x", "--remote-key", "y", "--remote-blocks", "4", "--file-tier", "z", "--file-blocks", "4"],
             "exclude",
         ),
-        (["--remote", "x", "--remote-key", "y", "--remote-blocks", "4", "--host-blocks", "0"], "the remote tier takes"),
     ):
         assert cli.main(["demo", "--device", "host:0", *wrong]) == 2
         assert why in capsys.readouterr().err
+    assert replay(tmp_path, "--host-blocks", "0") == 2
+    assert "the remote tier takes" in capsys.readouterr().err
+    (tmp_path / "nodes").write_text("nonsense\n")
+    assert replay(tmp_path) == 2
+    assert "nodes, line 1: must be HOST:PORT" in capsys.readouterr().err
+    (tmp_path / "key").unlink()
+    assert replay(tmp_path) == 2
+    assert "key: No such file" in capsys.readouterr().err

@@ -180,6 +180,11 @@ def test_a_copy_that_is_refused_ends_the_replay(device: _C.Device) -> None:
         job.run()
     assert job.report.ended == "failed"
     assert job.report.error
+    for requests in (0, 3):  # no table where nothing was done
+        job.report.requests = requests
+        told = job.report.to_text().splitlines()
+        assert told[-1].split(maxsplit=1) == ["FAILED", job.report.error]
+        assert ("hits in the GPU tier" in "".join(told)) == (requests > 0)
     check_sums(replay(device, make_trace(30), settings()), make_trace(30), settings())
 
 

@@ -257,9 +257,22 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert found["failure"]["failures"] == [{"what": "rack 1", "at": 30.0, "back": 40.0}]
 
 
+def test_sizes_in_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of blocks of 64 MiB, also where these are scaled."""
+    out = tmp_path / "out.json"
+    sizes = ["--gpu-bytes", "10GiB", "--host-bytes", "1GiB", "--requests", "10", f"--json={out}"]
+    for scaled in ([], ["--bytes-per-block", "1MiB"]):
+        assert cli.main(["simulate", str(DEMO), *sizes, *scaled]) == 0
+        tiers = json.loads(out.read_text())["tiers"]
+        assert (tiers["gpu"], tiers["host"]) == (160, 16)
+        assert ("unscaled  GPU 10 GiB, host 1 GiB" in capsys.readouterr().out) == bool(scaled)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--gpu-blocks", "0"], "--gpu-blocks must be at least 1, not 0"),
+        (["--host-bytes", "1MiB"], "--host-bytes 1 MiB holds no block: one of llama-3.1-8b has 64 MiB"),
         (["--nodes", "0"], "not a whole number above 0"),
         (["--replicas", "11"], "--replicas 11 is more than the 10 nodes of a list"),
         (["--store-nodes", "2", "--replicas", "3"], "the 2 nodes of a list"),

@@ -205,10 +205,13 @@ def test_sizes_that_cannot_be() -> None:
     room = settings.Room("host", 1 << 30, 1 << 30)
     with pytest.raises(UsageError, match="at least one block"):
         settings.choose_sizes(65536, room, 0, None)
-    with pytest.raises(UsageError, match=r"the GPU tier needs .* is free"):
-        settings.choose_sizes(65536, room, 1 << 20, 0)
-    with pytest.raises(UsageError, match=r"the host tier needs .* is free"):
-        settings.choose_sizes(65536, room, 1, 1 << 20)
+    with pytest.raises(UsageError, match=r"GPU tier and the host tier, .* on a host device, need 84 GiB and 1 GiB is"):
+        settings.choose_sizes(1 << 30, room, 20, 64)
+    gpu = settings.Room("cuda", 1 << 30, 1 << 30)
+    with pytest.raises(UsageError, match=r"the GPU tier needs .* is free: fewer blocks \(--gpu-blocks\)"):
+        settings.choose_sizes(65536, gpu, 1 << 20, 0)
+    with pytest.raises(UsageError, match=r"the host tier needs .* is free: fewer blocks \(--host-blocks\)"):
+        settings.choose_sizes(65536, gpu, 1, 1 << 20)
     assert settings.choose_sizes(65536, room, 1, 0) == settings.Sizes(1, 0)
 
 

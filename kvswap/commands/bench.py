@@ -67,7 +67,7 @@ def add(commands: Commands[Parser]) -> None:
     only = parser.add_argument_group("which part of it (each may be given again)")
     add_names(only, "--shape", FAMILIES | LAYOUTS, "shapes (default with --load: from 64x32k on)")
     only.add_argument("--size", type=some_size, action="append", metavar="SIZE", help="sizes of a block, such as 16KiB")
-    add_names(only, "--direction", ("D2H", "H2D"), "directions")
+    add_names(only, "--direction", ("D2H", "H2D"), "directions", convert=str.upper)
     add_names(only, "--method", METHODS, "methods")
     much = parser.add_argument_group("how much")
     add_device(much)

@@ -25,7 +25,7 @@ _LEAST_WIDTH = 40  # narrower lines are for the terminal to wrap
 _STYLES = {"good": "green", "bad": "bold red", "note": "yellow"}
 _PATTERNS = (
     r"(?P<good>\b0 wrong bytes\b|\bon\b(?=$|:)|\bmet\b)",
-    r"(?P<bad>WRONG BYTES|\bdoes not open\b|\b[1-9][0-9,]* (?:wrong bytes|damaged)\b)",
+    r"(?P<bad>WRONG BYTES|\bFAILED\b|\bdoes not open\b|\b[1-9][0-9,]* (?:wrong bytes|damaged)\b)",
     r"(?P<note>\boff(?=:)|\bnot measured\b|\bSCALED\b|\bTRUNCATED\b|\bNO GAIN\b|\bmissed\b)",
 )
 

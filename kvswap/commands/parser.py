@@ -49,12 +49,13 @@ PATHS: tuple[str, ...] = get_args(Path)
 
 Commands = argparse._SubParsersAction
 _Number = TypeVar("_Number", int, float)
+_ALIKE = 0.7  # of difflib: below it a guess misleads, such as 61x36k for 12x3
 _FEW = 8  # so many choices are listed beside a suggestion
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """': did you mean X?', or nothing where no known word is like it."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.6)
+    close = difflib.get_close_matches(word, list(known), 1, _ALIKE)
     return f": did you mean {close[0]}?" if close else ""
 
 
@@ -191,11 +192,19 @@ def add_plot(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_names(parser: argparse._ActionsContainer, option: str, choices: Iterable[str], what: str) -> None:
+def add_names(
+    parser: argparse._ActionsContainer,
+    option: str,
+    choices: Iterable[str],
+    what: str,
+    *,
+    convert: Callable[[str], str] = str,
+) -> None:
     """An option that may be given several times, each time with one of these names."""
     names = list(choices)
     parser.add_argument(
         option,
+        type=convert,
         choices=names,
         action="append",
         metavar="NAME",

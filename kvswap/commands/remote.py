@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvswap.replay.errors import UsageError
+from kvswap.replay.errors import UsageError, of_system
 from kvswap.replay.units import format_size
 
 from .output import document, for_person
@@ -51,10 +53,42 @@ def _add_serve(own: Commands[Parser]) -> None:
     serve.set_defaults(run=_serve)
 
 
+@contextlib.contextmanager
+def _input() -> Iterator[None]:
+    """What is wrong with a file that the user names is wrong input, and so is a package that is missing."""
+    from kvswap import _C
+
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(of_system(error)) from None
+    except (ValueError, _C.Error) as error:
+        raise UsageError(str(error)) from None
+
+
+def read_key(path: str | Path) -> Secret:
+    """A key pair. UsageError."""
+    from kvswap.remote import read_secret
+    from kvswap.remote._secrets import need_curve
+
+    with _input():
+        need_curve()
+        return read_secret(path)
+
+
+def read_nodes(path: str | Path) -> list[Node]:
+    """A file of nodes. UsageError."""
+    from kvswap.remote import parse_nodes
+
+    with _input():
+        return parse_nodes(Path(path).read_text(), str(path))
+
+
 def _keygen(args: argparse.Namespace) -> int:
     from kvswap.remote import new_secret, write_secret
 
-    pair = new_secret()
+    with _input():
+        pair = new_secret()
     write_secret(args.file, pair)
     print(pair.public)
     return EXIT_OK
@@ -81,11 +115,13 @@ def _open(args: argparse.Namespace) -> tuple[Server, Secret]:
     import socket
     import sys
 
-    from kvswap.remote import Server, read_secret
+    from kvswap.remote import Server
     from kvswap.remote._agent import NixlAgent
     from kvswap.remote._secrets import read_allowed
 
-    pair, allowed = read_secret(args.key), read_allowed(args.clients)
+    pair = read_key(args.key)
+    with _input():
+        allowed = read_allowed(args.clients)
     if not allowed:
         raise UsageError(f"{args.clients} has no public key: no client could connect")
     agent = NixlAgent(f"kvswap-node-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}", serve=True)
@@ -108,13 +144,7 @@ def _open(args: argparse.Namespace) -> tuple[Server, Secret]:
 
 
 def _stat(args: argparse.Namespace) -> int:
-    from kvswap.remote import parse_nodes, read_secret
-
-    pair = read_secret(args.key)
-    try:
-        nodes = parse_nodes(args.nodes.read_text(), str(args.nodes))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    pair, nodes = read_key(args.key), read_nodes(args.nodes)
     show = for_person(args)
     with document(args, "remote stat") as out:
         found = _ask(nodes, pair, args.timeout)

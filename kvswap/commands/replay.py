@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvswap.replay.errors import UsageError
@@ -30,6 +31,7 @@ from .parser import (
     positive,
     size,
 )
+from .remote import read_key, read_nodes
 
 if TYPE_CHECKING:
     from kvswap import _C, testing
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from kvswap.replay.settings import Settings, Sizes
     from kvswap.replay.trace import Trace
 
+_FAULTS = "copy: fail, skip; call (of the driver): fail, lose, delay"
 # Both tiers are smaller than the demo's trace, and its blocks are large enough that the run takes a second or more.
 _DEMO_BLOCKS = {"gpu": 128, "host": 512}
 _DEMO_BLOCK_NBYTES = {"cuda": 2 << 20, "host": 512 << 10}
@@ -60,7 +63,7 @@ def add(commands: Commands[Parser]) -> None:
         description="Replays a trace in the Mooncake format (JSON lines, plain or gzip) at full speed.",
     )
     replay.add_argument("trace", metavar="TRACE", help="the trace; - for the standard input")
-    add_geometry(replay)
+    add_geometry(replay, scaled="2MiB on a GPU, else 64KiB")
     _add_tiers(replay)
     _add_run_options(replay)
     replay.set_defaults(run=_replay)
@@ -70,10 +73,8 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group(
         "tiers", "The least recently used block leaves first. Computed blocks are also stored to the host tier."
     )
-    for tier, name in (("gpu", "GPU"), ("host", "host")):
-        either = tiers.add_mutually_exclusive_group()
-        either.add_argument(f"--{tier}-blocks", type=count, metavar="N", help=f"size of the {name} tier in blocks")
-        either.add_argument(f"--{tier}-bytes", type=size, metavar="SIZE", help=_SIZE_HELP[tier])
+    add_tier(tiers, "gpu", "size of the GPU tier in blocks")
+    add_tier(tiers, "host", "size of the host tier in blocks")
     tiers.add_argument(
         "--file-tier", metavar="DIR", help="a third tier, in files: blocks that leave the host tier are stored there"
     )
@@ -83,13 +84,36 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument("--file-blocks", type=positive, metavar="N", help="size of the file tier in blocks")
 
 
-_SIZE_HELP = {
-    "gpu": "the same in bytes: 8GiB or 8G is 8 x 1024^3, 8GB is 8 x 1000^3",
-    "host": "the same in bytes",
-}
+def add_tier(group: argparse._ArgumentGroup, tier: str, what: str, default: int | None = None) -> None:
+    """A tier's size, in blocks or bytes: tier_blocks() reads it."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(f"--{tier}-blocks", type=count, metavar="N", default=default, help=what)
+    either.add_argument(
+        f"--{tier}-bytes",
+        type=size,
+        metavar="SIZE",
+        help="the same in bytes of blocks that are not scaled: 8GiB or 8G is 8 x 1024^3, 8GB is 8 x 1000^3",
+    )
 
 
-def add_geometry(parser: argparse.ArgumentParser) -> None:
+def tier_blocks(args: argparse.Namespace, tier: str, full: geometry.Geometry) -> int | None:
+    """The size that was asked for. Bytes are those of full blocks: a scaled run has as many as the real model."""
+    blocks: int | None = getattr(args, f"{tier}_blocks")
+    nbytes: int | None = getattr(args, f"{tier}_bytes")
+    if nbytes is None:
+        return blocks
+    if 0 < nbytes < full.full_nbytes:
+        from kvswap.replay.units import format_size
+
+        raise UsageError(
+            f"--{tier}-bytes {format_size(nbytes)} holds no block: one of {full.name} has "
+            f"{format_size(full.full_nbytes)}, also where it is scaled down to move fewer bytes"
+        )
+    return nbytes // full.full_nbytes
+
+
+def add_geometry(parser: argparse.ArgumentParser, *, scaled: str) -> None:
+    """scaled: the default of --bytes-per-block, for people."""
     from kvswap.replay import geometry
 
     group = parser.add_argument_group(
@@ -110,7 +134,7 @@ def add_geometry(parser: argparse.ArgumentParser) -> None:
         "--bytes-per-block",
         type=_block_size,
         metavar="SIZE",
-        help="scale the geometry down to about this; 'full' does not scale it (default 2MiB on a GPU, else 64KiB)",
+        help=f"scale the geometry down to about this; 'full' does not scale it (default {scaled})",
     )
     group.add_argument("--allow-tiny", action="store_true", help="accept a --bytes-per-block under 64KiB")
 
@@ -132,7 +156,9 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add_json(group)
     add_plot(group)
     group.add_argument(
-        "--fault", metavar="KIND:ACTION:EVERY", help="inject faults: copy:skip:10000 skips 1 copy in 10,000"
+        "--fault",
+        metavar="KIND:ACTION:EVERY",
+        help=f"inject faults: copy:skip:10000 skips 1 copy in 10,000; {_FAULTS}",
     )
 
 
@@ -152,8 +178,7 @@ def _replay(args: argparse.Namespace) -> int:
         sizes = settings.choose_sizes(
             shape.block_nbytes,
             settings.room(device),
-            _blocks(args.gpu_blocks, args.gpu_bytes, shape.block_nbytes),
-            _blocks(args.host_blocks, args.host_bytes, shape.block_nbytes),
+            *(tier_blocks(args, tier, full) for tier in ("gpu", "host")),
         )
         return _run(args, trace, device, _settings(args, shape, sizes), out)
 
@@ -166,12 +191,11 @@ def _demo(args: argparse.Namespace) -> int:
         with as_file(files("kvswap") / "data" / "demo_trace.jsonl.gz") as path:
             trace = read_head(str(path), args.requests)
         device = open_device(args.device)
-        shape = geometry.scale(geometry.named("llama-3.1-8b"), _DEMO_BLOCK_NBYTES[device.kind])
-        room = settings.room(device)
-        gpu = _blocks(args.gpu_blocks, args.gpu_bytes, shape.block_nbytes)
-        host = _blocks(args.host_blocks, args.host_bytes, shape.block_nbytes)
-        gpu, host = (_DEMO_BLOCKS[tier] if asked is None else asked for asked, tier in ((gpu, "gpu"), (host, "host")))
-        sizes = settings.choose_sizes(shape.block_nbytes, room, gpu, host)
+        full = geometry.named("llama-3.1-8b")
+        shape = geometry.scale(full, _DEMO_BLOCK_NBYTES[device.kind])
+        asked = {tier: tier_blocks(args, tier, full) for tier in _DEMO_BLOCKS}
+        gpu, host = (_DEMO_BLOCKS[tier] if blocks is None else blocks for tier, blocks in asked.items())
+        sizes = settings.choose_sizes(shape.block_nbytes, settings.room(device), gpu, host)
         return _run(args, trace, device, _settings(args, shape, sizes), out)
 
 
@@ -185,10 +209,15 @@ def _check(args: argparse.Namespace) -> None:
         _fault_parts(args.fault)
     if (args.file_tier is None) != (args.file_blocks is None):
         raise UsageError("--file-tier DIR and --file-blocks N go together")
+    if args.file_tier is not None and Path(args.file_tier).exists() and not Path(args.file_tier).is_dir():
+        raise UsageError(f"--file-tier {args.file_tier}: it is a file; name a directory")
     if len({args.remote is None, args.remote_key is None, args.remote_blocks is None}) > 1:
         raise UsageError("--remote NODES, --remote-key FILE and --remote-blocks N go together")
     if args.remote is not None and args.file_tier is not None:
         raise UsageError("--file-tier and --remote exclude each other: there is one third tier")
+    if args.remote is not None:
+        read_key(args.remote_key)
+        read_nodes(args.remote)
 
 
 def full_geometry(args: argparse.Namespace) -> geometry.Geometry:
@@ -237,7 +266,15 @@ def _run(args: argparse.Namespace, trace: Trace, device: _C.Device, settings: Se
     from kvswap.replay.run import Replay
 
     show = for_person(args)
-    replay = Replay(trace, settings, device)
+    try:
+        replay = Replay(trace, settings, device)
+    except MemoryError:
+        sizes = settings.sizes
+        raise MemoryError(
+            f"the lists of {sizes.gpu_blocks:,} GPU blocks, {sizes.host_blocks:,} host blocks and "
+            f"{sizes.file_blocks:,} {settings.third} blocks do not fit into memory: give --gpu-blocks, --host-blocks "
+            f"or --{settings.third}-blocks a smaller number"
+        ) from None
     report = replay.report
     show.text(opening(trace, settings, report), hang=12)
     progress = Progress(sys.stderr)
@@ -255,6 +292,8 @@ def _run(args: argparse.Namespace, trace: Trace, device: _C.Device, settings: Se
         progress.clear()
     if report.ended == "interrupted":
         status, failure = EXIT_INTERRUPTED, "interrupted: the figures are of what was done until then"
+    if status == EXIT_DEVICE:
+        report.error = failure
     if failure:
         complain(failure)
     show.text(report.to_text(), hang=_HANG)
@@ -283,12 +322,16 @@ def _fault_parts(text: str) -> tuple[testing.Kind, testing.Action, int]:
     from kvswap import testing
 
     parts = text.split(":")
-    if len(parts) == 3 and parts[2].isascii() and parts[2].isdigit() and int(parts[2]) > 0:
-        kind, action = testing.parse_kind(parts[0]), testing.parse_action(parts[1])
-        if kind is not None and action is not None:
-            return kind, action, int(parts[2])
-    raise UsageError(f"--fault takes KIND:ACTION:EVERY, such as copy:skip:10000, not {text!r}")
-
-
-def _blocks(blocks: int | None, nbytes: int | None, block_nbytes: int) -> int | None:
-    return blocks if nbytes is None else nbytes // block_nbytes
+    if len(parts) != 3:
+        raise UsageError(
+            f"--fault takes KIND:ACTION:EVERY, such as copy:skip:10000, not {text!r}; kinds and actions are {_FAULTS}"
+        )
+    kind, action = testing.parse_kind(parts[0]), testing.parse_action(parts[1])
+    if kind is None:
+        raise UsageError(f"--fault {text}: there is no kind {parts[0]!r}; kinds and their actions are {_FAULTS}")
+    if action is None or action not in testing.ACTIONS_OF[kind]:
+        actions = ", ".join(testing.ACTIONS_OF[kind])
+        raise UsageError(f"--fault {text}: kind {kind} has no action {parts[1]!r}; its actions are {actions}")
+    if not (parts[2].isascii() and parts[2].isdigit() and int(parts[2]) > 0):
+        raise UsageError(f"--fault {text}: EVERY must be a whole number above 0, not {parts[2]!r}")
+    return kind, action, int(parts[2])

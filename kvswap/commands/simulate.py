@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .output import document, for_person
 from .parser import EXIT_OK, Commands, Parser, add_json, count, duration, positive, some_size
-from .replay import add_geometry, full_geometry, read_head
+from .replay import add_geometry, add_tier, full_geometry, read_head, tier_blocks
 
 if TYPE_CHECKING:
     from kvswap.simulate.settings import Settings
@@ -26,7 +26,7 @@ def add(commands: Commands[Parser]) -> None:
         "No block moves: links are busy for as long as its bytes would take.",
     )
     parser.add_argument("trace", metavar="TRACE", help="the trace; - for the standard input")
-    add_geometry(parser)
+    add_geometry(parser, scaled="full")
     _add_nodes(parser)
     _add_shared(parser)
     _add_traffic(parser)
@@ -41,8 +41,8 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("nodes", "Rates are bytes a second in each direction: 50GB is 50 x 1000^3.")
     group.add_argument("--nodes", type=positive, default=10, metavar="N", help="nodes that serve (default 10)")
     group.add_argument("--gpus", type=positive, default=8, metavar="N", help="GPUs of a node, one engine (default 8)")
-    group.add_argument("--gpu-blocks", type=positive, default=2500, metavar="N", help="GPU tier of a node (2500)")
-    group.add_argument("--host-blocks", type=count, default=4000, metavar="N", help="host tier of a node (4000)")
+    add_tier(group, "gpu", "blocks of a node's GPU tier (2500)", 2500)
+    add_tier(group, "host", "blocks of a node's host tier (4000)", 4000)
     group.add_argument("--gpu-link", type=some_size, default=50 * 10**9, metavar="RATE", help="of a GPU (50GB)")
     group.add_argument("--nics", type=positive, default=1, metavar="N", help="NICs of a node (1)")
     group.add_argument("--nic", type=some_size, default=50 * 10**9, metavar="RATE", help="of a NIC (50GB)")
@@ -124,16 +124,18 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from kvswap.replay import geometry
     from kvswap.simulate.settings import Settings, parse_failure
 
-    shape = full_geometry(args)
+    shape = full = full_geometry(args)
     if args.bytes_per_block not in (None, "full"):
-        shape = geometry.scale(shape, args.bytes_per_block, allow_tiny=args.allow_tiny)
+        shape = geometry.scale(full, args.bytes_per_block, allow_tiny=args.allow_tiny)
     same = (
-        "nodes store_nodes gpus nics gpu_blocks host_blocks pool_blocks file_blocks gpu_link nic disk rack uplink rtt "
+        "nodes store_nodes gpus nics pool_blocks file_blocks gpu_link nic disk rack uplink rtt "
         "latency lists replicas stores common shift speed route in_flight seed"
     )
+    sizes: dict[str, Any] = {f"{tier}_blocks": tier_blocks(args, tier, full) for tier in ("gpu", "host")}
     return Settings(
         geometry=shape,
         copies=args.copies or max(1, args.nodes // _NODES_PER_COPY),
+        **sizes,
         failures=tuple(parse_failure(text) for text in args.fail),
         **{name: getattr(args, name) for name in same.split()},
     )

@@ -14,6 +14,12 @@ class TraceError(UsageError):
     """A line of a trace is malformed; the message begins with file and line number."""
 
 
+def of_system(error: OSError) -> str:
+    """What the system says, for a person: the file, and the reason."""
+    what = error.strerror or str(error)
+    return f"{error.filename}: {what}" if error.filename is not None else what
+
+
 def check_writable(option: str, name: str) -> None:
     """UsageError unless a file of that name can be written. Makes and changes no file."""
     path = Path(name)

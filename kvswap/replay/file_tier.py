@@ -15,6 +15,7 @@ import numpy as np
 from kvswap import _C
 from kvswap.files import FileStore, FileTransfer, Layout
 
+from .errors import UsageError
 from .memory import GroupMemory, TierMemory, Words
 from .settings import Settings
 from .tiers import Slots
@@ -84,7 +85,10 @@ def _open(group: GroupMemory, device: _C.Device, settings: Settings, *, alone: b
     slots = int(settings.sizes.file_blocks * _SPARE) + 64
     layout = Layout(nbytes, use="kvswap replay", group=group.group.name, seed=settings.seed)
     capacity = (-(-slots // ((segment - _PAGE) // slot)) + 1) * segment
-    return FileStore(folder, layout, capacity=capacity, segment_nbytes=segment, device=device)
+    try:
+        return FileStore(folder, layout, capacity=capacity, segment_nbytes=segment, device=device)
+    except ValueError as error:  # another seed, model or size of a block, or another program's store
+        raise UsageError(f"--file-tier: {error}; name another folder, or empty it") from None
 
 
 def keys_of(hashes: Words) -> Any:

@@ -7,6 +7,7 @@ key/value heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .errors import UsageError
@@ -57,6 +58,14 @@ class Geometry:
         if self.scaled:
             size += f", SCALED from {format_size(self.full_nbytes)}"
         return f"{self.name}: {size} ({parts})"
+
+    def unscaled(self, tiers: Iterable[tuple[str, int]]) -> str:
+        """What tiers of so many blocks would hold with blocks that are not scaled."""
+        sizes = ", ".join(f"{name} {format_size(count * self.full_nbytes)}" for name, count in tiers if count)
+        return (
+            f"{sizes}, with the model's blocks of {format_size(self.full_nbytes)}: --gpu-bytes and --host-bytes "
+            "mean these"
+        )
 
 
 @dataclass(frozen=True)

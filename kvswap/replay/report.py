@@ -152,8 +152,10 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """The closing table."""
+        """The closing table. Where nothing was done before a failure, the failure alone."""
         rows = [*self._cache_rows(), *self._moved_rows(), *self._truth_rows()]
+        if self.ended == "failed":
+            rows = [*(rows if self.requests else []), ("FAILED", str(self.error))]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
@@ -219,6 +221,8 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
     distinct = len(np.unique(trace.hashes))
     geometry, sizes = settings.geometry, settings.sizes
     block, place = geometry.block_nbytes, settings.file_tier or f"the nodes of {(settings.remote or ('',))[0]}"
+    tiers = [("GPU tier", sizes.gpu_blocks), ("host tier", sizes.host_blocks)]
+    tiers.append((f"{settings.third} tier", sizes.file_blocks))
     lines = [
         f"replay of {trace.name}: {len(trace):,} requests, {len(trace.hashes):,} references to {distinct:,} blocks",
         f"  device    {report.device} ({report.device_name}), path {settings.path}",
@@ -226,6 +230,7 @@ def opening(trace: Trace, settings: Settings, report: Report) -> str:
         f"  GPU tier  {sizes.gpu_blocks:,} blocks, {format_size(sizes.gpu_blocks * block)}",
         f"  host tier {sizes.host_blocks:,} blocks, {format_size(sizes.host_blocks * block)}",
         *([f"  {settings.third} tier {sizes.file_blocks:,} blocks in {place}"] if sizes.file_blocks else []),
+        *([f"  unscaled  {geometry.unscaled(tiers)}"] if geometry.scaled else []),
         f"  in flight {settings.in_flight} requests; every block is written and checked by its hash, layer and offset",
     ]
     if trace.repeated:

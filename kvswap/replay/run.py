@@ -150,14 +150,9 @@ class Replay:
         settings = self._settings
         self._memory = TierMemory(self._device, settings.geometry, settings.sizes, settings.seed, on_memory)
         self._checker = Checker(self._device, self._memory, settings.seed)
-        if settings.file_tier is not None:
-            self._files = FileTier(self._device, self._memory, settings)
-        elif settings.remote is not None:
-            self._files = RemoteTier(self._device, self._memory, settings)
-        if self._files is not None:
-            self.report.file_tier = self._files.describe()
         self._start = time.monotonic()
         try:
+            self._open_third()
             self._device.set_compute_stream(self._compute)
             self._poison_all()
             self._start = time.monotonic()
@@ -178,6 +173,15 @@ class Replay:
             self.report.seconds = time.monotonic() - self._start
             self._close()
         return self.report
+
+    def _open_third(self) -> None:
+        settings = self._settings
+        if settings.file_tier is not None:
+            self._files = FileTier(self._device, self._memory, settings)
+        elif settings.remote is not None:
+            self._files = RemoteTier(self._device, self._memory, settings)
+        if self._files is not None:
+            self.report.file_tier = self._files.describe()
 
     def _poison_all(self) -> None:
         """Fresh memory may hold an earlier run's bytes, which would hide a skipped copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,25 +87,27 @@ def choose_sizes(block_nbytes: int, room: Room, gpu_blocks: int | None, host_blo
         fit = int(room.device_nbytes * _LARGEST_SHARE) // parts // block_nbytes
         gpu_blocks = max(1, min(_DEFAULT_GPU_BLOCKS[room.kind], fit))
     if gpu_blocks < 1:
-        raise UsageError(
-            f"the GPU tier must hold at least one block, not {gpu_blocks}: --gpu-blocks 1, or --gpu-bytes of "
-            f"{format_size(block_nbytes)} or more"
-        )
+        raise UsageError(f"the GPU tier must hold at least one block, not {gpu_blocks}: --gpu-blocks 1 or more")
     if host_blocks is None:
         fit = int(room.host_nbytes * _LARGEST_SHARE) // block_nbytes - (gpu_blocks if shared else 0)
         host_blocks = max(0, min(_HOST_BLOCKS_PER_GPU_BLOCK * gpu_blocks, fit))
     if host_blocks < 0:
         raise UsageError(f"the host tier cannot hold {host_blocks} blocks")
-    _refuse_too_large("GPU", gpu_blocks * block_nbytes, room.device_nbytes)
-    _refuse_too_large("host", (host_blocks + (gpu_blocks if shared else 0)) * block_nbytes, room.host_nbytes)
+    if shared:
+        both = "GPU tier and the host tier, which are both in host memory on a host device,"
+        _refuse_too_large(both, "need", ("gpu", "host"), (gpu_blocks + host_blocks) * block_nbytes, room.host_nbytes)
+    else:
+        _refuse_too_large("GPU tier", "needs", ("gpu",), gpu_blocks * block_nbytes, room.device_nbytes)
+        _refuse_too_large("host tier", "needs", ("host",), host_blocks * block_nbytes, room.host_nbytes)
     return Sizes(gpu_blocks, host_blocks)
 
 
-def _refuse_too_large(tier: str, nbytes: int, available: int) -> None:
+def _refuse_too_large(what: str, need: str, tiers: Sequence[str], nbytes: int, available: int) -> None:
     if nbytes > available:
+        options = ", ".join(f"--{tier}-blocks" for tier in tiers)
         raise UsageError(
-            f"the {tier} tier needs {format_size(nbytes)} and {format_size(available)} is free: give it fewer blocks "
-            f"(--{tier.lower()}-blocks) or smaller ones (--bytes-per-block)"
+            f"the {what} {need} {format_size(nbytes)} and {format_size(available)} is free: fewer blocks ({options}) "
+            "or smaller ones (--bytes-per-block) need less"
         )
 
 

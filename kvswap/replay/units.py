@@ -9,7 +9,7 @@ from .errors import UsageError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE | re.ASCII)
-_EXAMPLES = "write 8GiB, 512KiB or 4096"
+_EXAMPLES = "write 8GiB, 512KiB or 4096; units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"
 
 
 def parse_size(text: str) -> int:

@@ -311,6 +311,7 @@ def opening(trace: Trace, settings: Settings, traffic: Traffic) -> str:
         f"  nodes     {who}",
         f"  blocks    {s.geometry.describe()}",
         f"  a node    {tiers}",
+        *([f"  unscaled  {s.geometry.unscaled((name, count) for count, name in sizes)}"] if s.geometry.scaled else []),
         f"  links     GPU {_rate(s.gpu_link, s.gpus)}, NIC {_rate(s.nic, s.nics)}, files {_rate(s.disk, 1)}"
         + (f", uplink {_rate(s.uplink, 1)}" if s.uplink else ""),
         f"  traffic   {s.copies:,} copies, {100 * traffic.common_share:.1f} % of references common, {how}, "
