@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def test_what_is_not_served_is_refused(words: tuple[str, ...], message: str) -> 
         ("--rank", "-1"), ("--num_layers", "0"), ("--key_cache_shape", "1,2,3"), ("--key_cache_shape", "1,2,3,x"),
         ("--key_cache_shape", "1,2,3,0"), ("--cache_dtype", "int4"), ("--speculative_config", "{"),
         ("--speculative_config", "[]"), ("--task_timeout", "0"), ("--task_timeout", "nan"), ("--queue_limit", "0"),
-        ("--no_such_option",), ("--routing_replay_config", "x"),
+        ("--no_such_option",), ("--routing_replay_config", "x"), ("--cache_queue_port", "99999999"),
+        ("--cache_queue_port", "-1"), ("--cache_queue_port", "x"), ("--metrics_port", "0"), ("--metrics_port", "65536"),
     ],
 )  # fmt: skip
 def test_wrong_values(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +158,11 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert places.default_directory(7, 2) == tmp_path / "kvswap" / "manager-7.2"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert places.default_directory(7).parent == Path(f"/tmp/kvswap-{os.getuid()}")
+    for port in (-1, 65536):
+        with pytest.raises(ValueError, match=f"port is {port}: must be from 0 to 65535"):
+            places.default_directory(port)
+    with pytest.raises(TypeError, match="port must be an int, not str"):
+        places.default_directory("x")
     assert parse("--socket_dir", "here").directory == Path.cwd() / "here"
     folder = tmp_path / "a" / "b"
     places.prepare_directory(folder)
@@ -186,3 +193,24 @@ def test_exit_status_of_a_manager_that_is_not_there(tmp_path: Path, capsys: pyte
     words: list[Any] = ["manager", "status", "--socket_dir", str(tmp_path / "none")]
     assert cli.main(words) == cli.EXIT_DEVICE
     assert "no manager was started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "drain"])
+def test_a_manager_that_was_stopped_is_not_waited_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder and lock stay; after kill -9 its socket stays too."""
+    pytest.importorskip("zmq")
+    folder = tmp_path / "manager"
+    places.prepare_directory(folder)
+    places.Lock(folder, 0).close()
+    words = ["manager", command, "--socket_dir", str(folder), "--timeout", "0.2"]
+    assert cli.main(words) == cli.EXIT_DEVICE
+    assert "no manager runs there" in capsys.readouterr().err
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(places.socket_path(folder)))
+        assert cli.main(words) == cli.EXIT_DEVICE
+        assert "no manager runs there" in capsys.readouterr().err
+        left.listen(0)
+        for _ in range(3):  # the backlog is full from the second on: it listens, though it accepts none
+            places.check_running(folder)

@@ -905,6 +905,8 @@ def test_status_and_drain_on_the_command_line(shared: Manager, client: Client) -
     assert found["ready"] and len(found["ranks"]) == 2
     assert json.loads(kvswap_manager("drain", "--timeout", "20", "--json"))["draining"]
     assert client.status()["draining"]
+    with pytest.raises(NotReady, match=r"is draining; kvswap manager drain --undo"):
+        client.swap(SWAP2CPU, [0], [0])
     kvswap_manager("drain", "--undo")
     assert client.status()["ready"]
 

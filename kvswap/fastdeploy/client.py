@@ -314,7 +314,7 @@ class Client(_Calls):
     """See the module. directory: the socket's folder, if the manager was started with --socket_dir; None: the folder
     that port and data-parallel id name.
 
-    kvswap.Error: the folder is missing, or belongs to another user.
+    kvswap.Error: the folder is missing, or belongs to another user. TypeError, ValueError: port is not from 0 to 65535.
     """
 
     async def _wait(self, future: Future, timeout: float) -> None:

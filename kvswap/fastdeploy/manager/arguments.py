@@ -49,6 +49,17 @@ def _at_least(least: int) -> Any:
     return convert
 
 
+def _port(least: int) -> Any:
+    def convert(text: str) -> int:
+        number = int(text)
+        if not least <= number <= places.MOST_PORT:
+            raise argparse.ArgumentTypeError(f"{number} is no port: must be from {least} to {places.MOST_PORT}")
+        return number
+
+    convert.__name__ = "int"  # argparse: "invalid int value"
+    return convert
+
+
 def _seconds(text: str) -> float:
     number = float(text)
     if not 0 < number <= 86400:
@@ -83,7 +94,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which manager")
     group.add_argument(
         "--cache_queue_port",
-        type=_at_least(0),
+        type=_port(0),
         default=9923,
         metavar="PORT",
         help="names the manager, as it names FastDeploy's queue; no port is opened (default: 9923)",
@@ -226,7 +237,7 @@ def _add_own(group: Any) -> None:
         group.add_argument(f"--{name}", type=_seconds, default=default, metavar="S", help=f"{what} ({default:g})")
     group.add_argument(
         "--metrics_port",
-        type=_at_least(1),
+        type=_port(1),
         default=None,
         metavar="PORT",
         help="serve Prometheus metrics on 127.0.0.1, PORT + rank (needs prometheus_client)",

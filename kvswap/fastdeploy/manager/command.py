@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from kvswap import _C
 from kvswap.commands.output import document, for_person
 from kvswap.commands.parser import add_json
-from kvswap.fastdeploy.manager import arguments
+from kvswap.fastdeploy.manager import arguments, places
 from kvswap.replay.errors import UsageError
 
 __all__ = ["add"]
@@ -91,12 +92,19 @@ def _run(args: argparse.Namespace) -> int:
     return process.run(settings)
 
 
+def _running(args: argparse.Namespace) -> Path:
+    """The folder of a running manager. A client alone would wait for a manager to start."""
+    directory = arguments.place_of(args)
+    places.check_running(directory)
+    return directory
+
+
 def _status(args: argparse.Namespace) -> int:
     _need_packages()
     from kvswap.fastdeploy.client import Client
 
     with document(args, "manager status") as out:
-        with Client(arguments.place_of(args)) as client:
+        with Client(_running(args)) as client:
             found = client.status(args.timeout)
         for_person(args).text(_as_text(found), hang=10)
         out.write(found)
@@ -127,7 +135,7 @@ def _drain(args: argparse.Namespace) -> int:
 
     with document(args, "manager drain") as out:
         begin = time.monotonic()
-        with Client(arguments.place_of(args)) as client:
+        with Client(_running(args)) as client:
             client.drain(args.timeout, undo=args.undo)
         seconds = time.monotonic() - begin
         done = "takes tasks again" if args.undo else f"drained in {seconds:.1f} s; --undo takes tasks again"

@@ -241,7 +241,7 @@ class Coordinator:
         if self.stopping:
             return "the manager is stopping"
         if self._draining:
-            return "the manager is draining"
+            return "the manager is draining; kvswap manager drain --undo, or client.drain(undo=True), takes tasks again"
         if self.state != State.NORMAL:
             return f"the caches are {self.state.name}"
         for rank in self.ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ from typing import Any
 from kvswap import _C
 from kvswap._regular import open_regular
 
+MOST_PORT = 65535
 _MOST_PATH_NBYTES = 107  # limit of a Unix socket's path
 
 
 def default_directory(port: int, data_parallel_id: int = 0) -> Path:
-    """The folder that the manager of this cache queue port and its clients use."""
+    """The folder that the manager of this cache queue port and its clients use. TypeError, ValueError: no port."""
+    if isinstance(port, bool) or not isinstance(port, int):
+        raise TypeError(f"port must be an int, not {type(port).__name__}")
+    if not 0 <= port <= MOST_PORT:
+        raise ValueError(f"port is {port}: must be from 0 to {MOST_PORT}")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime, "kvswap") if runtime else Path(f"/tmp/kvswap-{os.getuid()}")
     return base / f"manager-{port}.{data_parallel_id}"
@@ -59,6 +65,22 @@ def socket_path(directory: Path) -> Path:
     if len(os.fsencode(path)) > _MOST_PATH_NBYTES:
         raise _C.Error(f"{path} is too long for a socket's address: choose a shorter --socket_dir")
     return path
+
+
+def check_running(directory: Path) -> None:
+    """kvswap.Error: as check_directory(), or no process listens at the folder's socket."""
+    check_directory(directory)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fsencode(socket_path(directory)))
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise _C.Error(
+                f"{directory}: no manager runs there: rank 0 was stopped or killed, or does not listen yet; start it "
+                "by kvswap manager run, and try again when its log says step=start"
+            ) from None
+        except BlockingIOError:
+            pass  # a process listens and is slow to accept
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
