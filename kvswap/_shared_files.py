@@ -27,7 +27,16 @@ Directory = str | list[str]
 
 def shares(directory: Directory, options: dict[str, Any]) -> bool:
     """Whether all processes write."""
-    return bool(options.get("shared", True)) and (isinstance(directory, str) or len(directory) == 1)
+    shared: bool = options.get("shared", True)  # check_flags() has seen it
+    return shared and (isinstance(directory, str) or len(directory) == 1)
+
+
+def check_flags(options: dict[str, Any], where: str) -> None:
+    """ValueError: a flag is no boolean. Strings are refused, since "false" would count as true."""
+    for name in ("shared", "buffered"):
+        value = options.get(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f'"{name}" of {where} is {value!r}; it is true or false')
 
 
 def check_directory(directory: Any, where: str) -> None:

@@ -308,7 +308,13 @@ def test_closing_ends_what_is_running(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "match"),
-    [({"directory": ""}, "directory"), ({"capacity": "1 TB"}, "capacity"), ({"capacity": 0}, "capacity")],
+    [
+        ({"directory": ""}, "directory"),
+        ({"capacity": "1 TB"}, "capacity"),
+        ({"capacity": 0}, "capacity"),
+        ({"shared": "false"}, "\"shared\" of adapter_params is 'false'; it is true or false"),
+        ({"buffered": None}, '"buffered" of adapter_params is None; it is true or false'),
+    ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):

@@ -21,7 +21,7 @@ from conftest import PATIENCE, run_python, until
 from processes import Process
 from sglang_stand_in import HostPool, MarkPool, PoolHitPolicy, PoolName, PoolTransfer, config
 
-from kvswap import _shared_files, testing
+from kvswap import _shared_files, cli, testing
 
 KV, LATENT, LAYERS, UNEVEN = [8192, 8192], [4608], [512] * 6, [4096, 100, 1]
 CAPACITY = 64 << 20
@@ -82,6 +82,17 @@ def test_pages_go_down_and_come_up(tmp_path: Path, sizes: list[int]) -> None:
     made.close()
     with pytest.raises(RuntimeError, match="closed"):
         made.batch_exists(keys_of(1))
+
+
+def test_the_command_finds_the_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/start/sglang.md says: in the directory of the extra config, while the engine runs and afterwards."""
+    pool = HostPool(KV)
+    made = storage(tmp_path, pool)
+    save(made, pool, [1, 2, 3], [5, 0, 15])
+    for _ in range(2):
+        assert cli.main(["files", "stat", str(tmp_path / "kv")]) == 0
+        assert "6 of" in capsys.readouterr().out  # pieces of three pages
+        made.close()
 
 
 @pytest.mark.parametrize("sizes", [KV, LAYERS], ids=["in place", "in parts"])
@@ -441,6 +452,8 @@ def test_figures_for_sglangs_metrics(tmp_path: Path) -> None:
         ({"capacity": None}, {}, "capacity"),
         ({"capacity": "1 TB"}, {}, "capacity"),
         ({"capacity": True}, {}, "capacity"),
+        ({"shared": "false"}, {}, "\"shared\" of .*'false'; it is true or false"),
+        ({"buffered": 0}, {}, '"buffered" of .* 0; it is true or false'),
         ({}, {"should_split_heads": True}, "tp_lcm_size"),
         ({}, {"dcp_size": 2}, "decode context"),
     ],

@@ -25,7 +25,7 @@ from typing import Any
 from kvswap import _C
 from kvswap._devices import log_build
 from kvswap._log import into, logger
-from kvswap._shared_files import Directory, SharedFiles, check_directory
+from kvswap._shared_files import Directory, SharedFiles, check_directory, check_flags
 from kvswap.files import FileTransfer, Layout
 
 _log = logger("kvswap.lmcache")
@@ -81,6 +81,7 @@ class FileConnector:
         self._capacity, self._name = capacity, name
         options = {"durability": durability, "engine": engine, "depth": depth, "queue": queue, "buffered": buffered}
         self._options: dict[str, Any] = {**options, "shared": shared}
+        check_flags(self._options, "adapter_params")
         self._opening = threading.Lock()
         self._stores: dict[int, SharedFiles] = {}  # by bytes of an object; guarded by _opening
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvswap._log import logger
-from kvswap._shared_files import SharedFiles, check_directory, shares
+from kvswap._shared_files import SharedFiles, check_directory, check_flags, shares
 from kvswap.sglang._pages import Pages, PageStore
 
 _log = logger("kvswap.sglang")
@@ -100,6 +100,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang may be missin
     def _check_place(self) -> None:
         """ValueError: the extra config does not say where pages go."""
         check_directory(self._extra.get("directory"), "the storage backend's extra config")
+        check_flags(self._extra, "the storage backend's extra config")
         capacity = self._extra.get("capacity")
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(
