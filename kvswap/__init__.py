@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
         "start Python in another folder, or build it in place with `pip install -e .`"
     ) from None
 from kvswap._devices import DeviceInfo, devices
+from kvswap._switches import switch
 
 __all__ = [
     "Device",
@@ -86,7 +87,8 @@ def _log_races() -> None:
     _C._set_race_hook(_races.log_races)
 
 
-if os.environ.get("KVSWAP_RACECHECK", "0") not in ("", "0"):
+switch("KVSWAP_RACECHECK", "It counts as 1: set it to 0 or unset it to switch the race checker off")
+if os.environ.get("KVSWAP_RACECHECK", "0") not in ("", "0"):  # as the core reads it
     _log_races()
 
 
@@ -102,7 +104,7 @@ def _show_to_top() -> None:
         logging.getLogger("kvswap").warning("KVSWAP_TOP: %s", error)
 
 
-if os.environ.get("KVSWAP_TOP", "0") not in ("", "0"):
+if switch("KVSWAP_TOP"):
     _show_to_top()
 
 

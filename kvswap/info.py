@@ -1,10 +1,12 @@
 """The report of kvswap info: versions, the build, the devices, and which paths work on each or why not.
 
-By default no device is opened, so no CUDA context is made: whether the driver takes the kernels is then not known yet.
+By default no device but host:0 is opened, so no CUDA context is made: whether the driver takes the kernels is then not
+known yet. Opening host:0 shows whether the core takes the environment's values.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import tempfile
 import warnings
@@ -15,11 +17,22 @@ import numpy as np
 
 from kvswap import _C
 from kvswap._devices import DeviceInfo, devices, missing
+from kvswap.commands.parser import suggestion
 from kvswap.files import FileStore, Layout
 from kvswap.replay.units import format_size
 
 if TYPE_CHECKING:
     from kvswap.typing import BuildInfo
+
+SWITCHES = (
+    "KVSWAP_NVTX", "KVSWAP_RACECHECK", "KVSWAP_SGLANG_COPIES", "KVSWAP_SGLANG_HOST_MEMORY", "KVSWAP_TOP",
+    "KVSWAP_VLLM_SIMPLE_OFFLOAD", "KVSWAP_VLLM_SWAP_BLOCKS",
+)  # fmt: skip
+VARIABLES = (  # the tables of docs/configuration.md
+    *SWITCHES, "KVSWAP_CALIBRATION", "KVSWAP_CUDA", "KVSWAP_CUFILE", "KVSWAP_DEBUG", "KVSWAP_DISABLE", "KVSWAP_LOG",
+    "KVSWAP_MAX_CTAS", "KVSWAP_NVCC", "KVSWAP_PACE_GBPS", "KVSWAP_PATH", "KVSWAP_RESERVE", "KVSWAP_SANITIZE",
+    "KVSWAP_TEST_BINDINGS", "KVSWAP_URING", "KVSWAP_WERROR",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Report:
     devices: list[DeviceInfo]
     opened: dict[str, Opened]  # by name
     files: dict[str, str]  # of the file tier: checksum, io_uring and GPUDirect Storage, "on" (by what) or why not
+    environment: list[str]  # what is wrong with the variables KVSWAP_...
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,6 +67,7 @@ class Report:
         if self.cuda_note:
             lines.append(f"CUDA     no devices: {self.cuda_note}")
         lines += [f"files    {name} {_state(state)}" for name, state in self.files.items()]
+        lines += [f"wrong    {text}" for text in self.environment]
         for device in self.devices:
             opened = self.opened.get(device.name)
             missing = device.missing if opened is None or opened.error is not None else opened.missing
@@ -83,8 +98,26 @@ def collect(*, open_devices: bool = False) -> Report:
         cuda_note="" if count else note or "the driver finds none",
         devices=found,
         files=_files(),
+        environment=_environment(),
         opened={device.name: _open(device.name) for device in found} if open_devices else {},
     )
+
+
+def _environment() -> list[str]:
+    """A line for each variable that is not known or has a wrong value. A host device reads those that the core checks,
+    and names the first wrong one."""
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVSWAP_") and value}
+    found = [
+        f"{name} is set, and kvswap has no such variable{suggestion(name, VARIABLES)}"
+        for name in given
+        if name not in VARIABLES
+    ]
+    found += [f"{name} is {given[name]!r}; it is 0 or 1" for name in SWITCHES if given.get(name, "0") not in ("0", "1")]
+    file = given.get("KVSWAP_CALIBRATION")
+    if file and not os.path.exists(file):
+        found.append(f"KVSWAP_CALIBRATION is {file!r}; there is no such file, and built-in costs are used")
+    error = _open("host:0").error
+    return found if error is None else [*found, error]
 
 
 def _files() -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvswap import _C, _top_socket
 from kvswap._families import families
+from kvswap._switches import switch
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -322,4 +323,4 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _wanted() -> bool:
     """Whether KVSWAP_TOP asks for serve()."""
-    return os.environ.get("KVSWAP_TOP", "0") not in ("", "0")
+    return switch("KVSWAP_TOP") is True

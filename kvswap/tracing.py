@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from kvswap import _C
 from kvswap._log import logger
+from kvswap._switches import switch
 
 __all__ = ["flush", "nvtx", "opentelemetry"]
 
@@ -145,8 +146,8 @@ def start_from_environment() -> None:
 
 def wanted_by_environment() -> bool:
     """Whether the process runs under Nsight or KVSWAP_NVTX asks for ranges."""
-    asked = os.environ.get("KVSWAP_NVTX", "")
-    return asked != "0" if asked else bool(os.environ.get("NVTX_INJECTION64_PATH"))
+    asked = switch("KVSWAP_NVTX")
+    return bool(os.environ.get("NVTX_INJECTION64_PATH")) if asked is None else asked
 
 
 # -- OpenTelemetry ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, elsewhere
+from conftest import ROOT, elsewhere, run_python
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"vllm_offload": ["vllm"]}  # an engine and its model: docs/vllm.md says where it was run
@@ -46,6 +46,18 @@ def test_the_example_runs(example: Path, device_name: str, tmp_path: Path) -> No
     assert running.returncode == 0, out + errors
     assert out.strip() and not errors
     assert list(tmp_path.iterdir()) == [] and not Path(f"/dev/shm/kvswap.example-{running.pid}").exists()
+
+
+def test_the_example_of_vllm_says_what_it_needs() -> None:
+    done = run_python(
+        f"""
+        import runpy, sys
+        sys.modules["vllm"], sys.argv[1:] = None, []
+        runpy.run_path({str(ROOT / "examples" / "vllm_offload.py")!r}, run_name="__main__")
+        """
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "this example needs vLLM and a GPU: pip install vllm\n"
 
 
 def test_the_list_of_examples_has_each_of_them() -> None:

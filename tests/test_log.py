@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from conftest import run_python
 
-from kvswap import _log
+from kvswap import _log, _switches, metrics, tracing
 
 
 @pytest.fixture
@@ -79,3 +80,32 @@ def test_a_line_has_time_level_and_process(ours: logging.Logger, capsys: pytest.
     logging.getLogger("kvswap.offload").info("hello")
     line = capsys.readouterr().err
     assert " INFO [" in line and line.endswith("] kvswap.offload: hello\n")
+
+
+def test_a_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(_switches, "_warned", set())
+    monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
+    for value, expected in (("1", True), ("0", False), ("", None), ("off", None), ("no", None)):
+        monkeypatch.setenv("KVSWAP_TOP", value)
+        monkeypatch.setenv("KVSWAP_NVTX", value)
+        assert _switches.switch("KVSWAP_TOP") is expected
+        assert metrics._wanted() == tracing.wanted_by_environment() == bool(expected), value
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"KVSWAP_{name} is 'off'; it is 0 or 1. It counts as not set" for name in ("TOP", "NVTX")]
+
+
+def test_wrong_switches_do_not_break_the_import() -> None:
+    done = run_python(
+        """
+        import threading
+        from kvswap import tracing
+        assert threading.active_count() == 1 and not tracing._sinks
+        """,
+        KVSWAP_TOP="false",
+        KVSWAP_NVTX="false",
+        KVSWAP_RACECHECK="no",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert [line.split()[0] for line in lines] == ["KVSWAP_RACECHECK", "KVSWAP_TOP", "KVSWAP_NVTX"]
+    assert "It counts as 1: set it to 0 or unset it" in lines[0]

@@ -140,9 +140,11 @@ def open(export: Export | bytes, *, device: DeviceLike | None = None, generation
     ValueError: not an export; another device, generation or size; or freed. kvswap.Error: the owner has ended.
     DeviceError: the driver refuses, or the memory belongs to another user.
     """
-    return _C._ipc_open(
-        export.to_bytes() if isinstance(export, Export) else export, device=device, generation=generation
-    )
+    try:
+        data = memoryview(export.to_bytes() if isinstance(export, Export) else export)
+    except TypeError:
+        raise TypeError(f"export must be an Export or its bytes, not {type(export).__name__}") from None
+    return _C._ipc_open(data, device=device, generation=generation)
 
 
 def export_event(event: _C.Event) -> bytes:

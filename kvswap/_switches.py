@@ -1,0 +1,24 @@
+"""Switches in the environment: variables that are 1 or 0."""
+
+from __future__ import annotations
+
+import os
+
+_warned: set[str] = set()
+
+
+def switch(name: str, otherwise: str = "It counts as not set") -> bool | None:
+    """Whether the variable is 1; None: it is empty or not set, or another value, which a warning says once a process.
+
+    otherwise: for the warning, what another value does.
+    """
+    value = os.environ.get(name, "")
+    if value in ("0", "1"):
+        return value == "1"
+    if value and name not in _warned:
+        from kvswap._log import logger
+
+        _warned.add(name)
+        log = logger("kvswap")
+        log.warning("%s is %r; it is 0 or 1. %s", name, value, otherwise)
+    return None
