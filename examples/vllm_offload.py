@@ -9,11 +9,12 @@ The same configuration on the command line of `vllm serve` is in docs/vllm.md.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import Any
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct")
     parser.add_argument("--cpu-gib", type=float, default=16.0, help="host memory for KV blocks, of all ranks together")
@@ -21,8 +22,14 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=6000, help="length of the prompt")
     args = parser.parse_args()
 
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.config import KVTransferConfig
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        print("this example needs vLLM and a GPU: pip install vllm", file=sys.stderr)
+        return 2
 
     transfer = KVTransferConfig(
         kv_connector="KVSwapConnector",
@@ -40,6 +47,7 @@ def main() -> None:
     llm.reset_prefix_cache()  # the GPU's; the host's blocks stay
     again = timed("from host memory", llm, prompt, params)
     assert again == first, "the answer changed"
+    return 0
 
 
 def timed(what: str, llm: Any, prompt: str, params: Any) -> str:
@@ -51,4 +59,4 @@ def timed(what: str, llm: Any, prompt: str, params: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
