@@ -39,17 +39,19 @@ section() {
 
 # The suite on the GPU, less the tests that are the same on any device, in JOBS processes and LIMIT seconds: twelve, or
 # one for each 10 GiB of the GPU's memory. A test that hangs ends its process, and the rest goes on in another one. In
-# three parts: after some 3,000 tests twelve processes on an 80 GB card could make no more contexts in their children,
-# with half of the memory free.
+# three parts, which share the time: after some 3,000 tests twelve processes on an 80 GB card could make no more contexts
+# in their children, with half of the memory free.
 suite() {
   local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files watch
+  local until=$((SECONDS + ${LIMIT:-570}))
   watch_machine >"$out/machine.tmp" 2>&1 &
   watch=$!
   {
     head -n 1 "$out/machine.txt"
     for part in 0 1 2; do
       mapfile -t files < <(find tests -name "test_*.py" | sort | awk -v part=$part 'NR % 3 == part')
-      section "pytest --device-only, part $((part + 1)) of 3" pytest $((${LIMIT:-570} / 3)) -q --device-only \
+      section "pytest --device-only, part $((part + 1)) of 3" pytest $((until > SECONDS ? until - SECONDS : 1)) \
+        -q --device-only \
         -n "${JOBS:-$((most < 12 ? most : 12))}" --dist worksteal --max-worker-restart 8 --durations=20 --long-seconds=2 \
         "${files[@]}"
     done
