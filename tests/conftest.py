@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -422,12 +423,25 @@ def names_of_threads() -> list[str]:
     return names
 
 
+def where_threads_wait() -> str:
+    """Each thread of the process, those of C too, and the kernel's function that it sleeps in."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended, or the kernel does not tell
+            found.append(f"{(task / 'comm').read_text().strip()}: {(task / 'wchan').read_text() or '?'}")
+    return ", ".join(found)
+
+
 class Gate:
-    """Holds streams up, until opened, by a word in pinned memory that they wait for: no time is involved."""
+    """Holds streams up, until opened, by a word in pinned memory that they wait for: no time is involved.
+
+    A call that waits for what the gate holds up would never return. On a GPU the gate opens after `limit` seconds, and
+    the test fails, with what each thread waited for.
+    """
 
     serial = False  # a launch behind a closed gate would not return
 
-    def __init__(self, device: kvswap.Device) -> None:
+    def __init__(self, device: kvswap.Device, limit: float | None = None) -> None:
         if not hasattr(_C, "_set_fault"):
             pytest.skip(WITHOUT_BINDINGS)
         if self.serial:
@@ -435,6 +449,9 @@ class Gate:
         if not device.info["memops"]:
             pytest.skip("no stream memory operations")
         self.device = device
+        self.limit = 2 * PATIENCE if limit is None and device.kind == "cuda" else limit
+        self._timer: threading.Timer | None = None
+        self._stuck = ""
         self.memory = device.alloc(4, host=True)
         self._word().value = 0
         # Where a driver has no room for another stream it waits for the device to make some: a test's come from these.
@@ -463,11 +480,25 @@ class Gate:
         self._word().value = 0
 
     def __enter__(self) -> Gate:
+        if self.limit is not None:
+            gc.collect()  # it would free what earlier tests have left, and hold() says what that does
+            gc.disable()
+            self._timer = threading.Timer(self.limit, self._give_up)
+            self._timer.daemon = True
+            self._timer.start()
         return self
 
+    def _give_up(self) -> None:
+        self._stuck = where_threads_wait()
+        self.open()
+
     def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            gc.enable()
         self.open()
         self.device.synchronize(PATIENCE)
+        assert not self._stuck, f"something waited for the gate, which was opened after {self.limit} s: {self._stuck}"
 
 
 def write_pattern(device: kvswap.Device, ptrs: Any, nbytes: int, keys: Any, stream: Any) -> _C._PatternJob:

@@ -542,6 +542,16 @@ def test_its_limit_holds_and_it_can_be_called_again(stuck: Stuck, name: str) -> 
     call(timeout=PATIENCE)
 
 
+def test_a_gate_that_is_waited_for_opens_and_says_so(device: kvswap.Device) -> None:
+    """The tests' own: a call that waits in the driver for what a gate holds up would end the process of the tests."""
+    stream = kvswap.Stream(device)
+    opened = pytest.raises(AssertionError, match=r"something waited for the gate, which was opened after 0.2 s: \w")
+    with opened, Gate(device, limit=0.2) as gate:
+        gate.hold(stream)
+        stream.synchronize(PATIENCE)
+    assert gc.isenabled()
+
+
 def test_memory_that_could_not_be_freed_is_as_before(device: kvswap.Device) -> None:
     held, other = device.alloc(4096), device.alloc(4096)
     with Gate(device) as gate:
