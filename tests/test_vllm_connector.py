@@ -54,6 +54,16 @@ class OffloadingConnector:
             handlers=self.workers[self.spec_name], get_finished=list, submit_load=lambda *_: True
         )
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        del request
+        return 96 - num_computed_tokens, True
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        del scheduler_output
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.connector_scheduler = SimpleNamespace(_jobs={})
+
     def handle_preemptions(self, meta: Any) -> None:
         self.calls = [("theirs", meta)]
         self.connector_worker.start_kv_transfers = lambda meta: self.calls.append(("loads", meta))
@@ -435,6 +445,47 @@ def test_loads_are_reported_ahead(connector: Any) -> None:
     made._sees_beginnings = True
     assert made.get_finished(set()) == (set(), {"b"}) and asked[1:] == [[1, 2, 3]]
     assert loads == {1: "a", 2: None, 3: None}
+
+
+def test_requests_that_are_loaded_come_before_one_without_room(connector: Any) -> None:
+    """vLLM 0.26 to 0.29 look no further than the first one without room: the engine would stand still."""
+    made = connector()
+    made.connector_scheduler = SimpleNamespace(_jobs={})
+    large, loads = SimpleNamespace(request_id="large"), SimpleNamespace(request_id="loads")
+
+    def found() -> list[Any]:
+        return [made.get_num_new_matched_tokens(request, 16)[0] for request in (large, loads)]
+
+    def step(*names: str) -> None:
+        scheduled = dict.fromkeys(names, 1)
+        made.build_connector_meta(
+            SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=len(scheduled))
+        )
+
+    def report() -> None:
+        made.update_connector_output(
+            SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"loads", "of another connector"})
+        )
+
+    for _ in range(3):
+        step()
+    assert found() == [80, 80]
+    report()
+    assert found() == [None, 80]
+    step("loads")
+    assert found() == [80, 80]
+    report()
+    step("of another request")
+    assert found() == [80, 80]  # something runs, and will give up its room
+    for _ in range(3):
+        step()
+    assert found() == [None, 80]
+    made.compute_instead({"loads"})
+    assert found() == [80, 0]
+    report()
+    assert found() == [None, 0]
+    made._forget("loads")
+    assert found() == [80, 80]
 
 
 def test_the_class_prefers_blocks_of_all_layers(connector: Any) -> None:

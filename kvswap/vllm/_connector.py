@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _logger = logger("kvswap.vllm")
 
+_STILL = 3  # after so many steps that ran nothing, requests whose blocks are loaded come first
+
 
 @dataclass
 class KVSwapWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
@@ -274,6 +276,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         self._failed_sync_loads: dict[int, str] = {}  # worker: not reported yet
         self._looked_up: set[str] = set()  # scheduler: requests that have not finished
         self._given_up: set[str] = set()  # scheduler: those of which a load failed
+        self._loaded: set[str] = set()  # scheduler: those whose load was reported, and that no step has had since
+        self._still = 0  # scheduler: how many of the last steps ran nothing
         if role == KVConnectorRole.SCHEDULER:
             manager = self.connector_scheduler.manager
             self._complete_store = manager.complete_store
@@ -545,7 +549,14 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
             self._overlap.added(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM's; (tokens, False) where the request's own step loads them."""
+        """As vLLM's; (tokens, False) where the request's own step loads them; (None, False), later, while requests that
+        have their blocks wait behind this one.
+
+        vLLM passes over a request whose lookup is put off, as while its stores run, and loads for those behind it. If
+        the request then finds no room, vLLM's scheduler looks no further: the others have the room, and never run.
+        """
+        if self._still >= _STILL and self._loaded - {request.request_id}:
+            return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._looked_up.add(request.request_id)
         if found[0] and request.request_id in self._given_up:
@@ -563,6 +574,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's, with the loads of the step's own requests."""
+        self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
+        self._still = 0 if scheduler_output.total_num_scheduled_tokens else self._still + 1
         build = super().build_connector_meta
         return build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
 
@@ -586,8 +599,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         return keeps or (self._overlap is not None and self._overlap.loads.keeps(request.request_id)), params
 
     def _forget(self, name: str) -> None:
-        self._looked_up.discard(name)
-        self._given_up.discard(name)
+        for names in (self._looked_up, self._given_up, self._loaded):
+            names.discard(name)
 
     def failed_sync_loads(self, blocks: set[int]) -> tuple[set[str], set[int]]:
         """For _failures: the requests that these blocks were loaded for, and all blocks that hold nonsense now."""
@@ -596,12 +609,15 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def compute_instead(self, requests: set[str]) -> None:
         """For _failures: nothing is loaded for these requests any more."""
         self._given_up |= requests & self._looked_up
+        self._loaded -= requests
         if self._overlap is not None:
             self._overlap.compute_instead(requests)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """As vLLM's; a store that failed on any worker is dropped once all workers have reported."""
         meta = connector_output.kv_connector_worker_meta
+        if connector_output.finished_recving:
+            self._loaded |= connector_output.finished_recving & self._looked_up
         failed = getattr(connector_output, "failed_recving", None)
         loads = self._overlap is not None and (self._overlap.loads or connector_output.finished_recving)
         if meta is None and self._knows_idle_steps and not (failed or self._failed_stores or loads):

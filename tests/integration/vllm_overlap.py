@@ -527,6 +527,32 @@ class Scenario:
         self.check_answer(first, waits)
         self.say("such a load failed before its request had room: no other request waits for the room of it")
 
+    def loaded_behind_one_without_room(self) -> None:
+        """A request whose lookup was put off comes first again, and finds no room beside one that is loaded."""
+        if self.options.hybrid:
+            return
+        loads, large = self.stored(160, 20), self.prompt(161, 50)
+        scheduler = self.engine.scheduler
+        self.slow_link()
+        first = self.engine.add(large)
+        look_up, puts_off = scheduler.connector.get_num_new_matched_tokens, [True]
+
+        def later(request: Any, *args: Any) -> Any:
+            return (None, False) if request.request_id == first and puts_off else look_up(request, *args)
+
+        scheduler.connector.get_num_new_matched_tokens = later
+        self.engine.step()
+        name = self.engine.add(loads)
+        self.engine.step()
+        assert scheduler.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        puts_off.clear()
+        self.engine.run(limit=20)
+        scheduler.connector.get_num_new_matched_tokens = look_up
+        self.slow_link(False)
+        self.check_answer(name, loads)
+        self.check_answer(first, large)
+        self.say("a request without room waited for one behind it, whose blocks were loaded")
+
     def ahead_and_reset(self) -> None:
         """The connector's cache is reset before the report is read."""
         if self.options.hybrid:
@@ -751,6 +777,7 @@ def scenario(engine: Any, options: argparse.Namespace, say: Callable[[str], None
     tests.ahead_fails_and_is_gone()
     tests.ahead_fails_beside_another()
     tests.ahead_fails_without_room_before_others()
+    tests.loaded_behind_one_without_room()
     tests.ahead_and_reset()
     tests.ahead_at_random()
     tests.fails()
