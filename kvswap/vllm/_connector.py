@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _logger = logger("kvswap.vllm")
 
-_STILL = 3  # after so many steps that ran nothing, requests whose blocks are loaded come first
+_STILL = 3  # after so many steps that ran nothing, requests whose blocks are loaded come first in each second step
 
 
 @dataclass
@@ -553,9 +553,10 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         have their blocks wait behind this one.
 
         vLLM passes over a request whose lookup is put off, as while its stores run, and loads for those behind it. If
-        the request then finds no room, vLLM's scheduler looks no further: the others have the room, and never run.
+        the request then finds no room, vLLM's scheduler looks no further: the others have the room, and never run. In
+        each second step, for this request may have room where those behind it have none.
         """
-        if self._still >= _STILL and self._loaded - {request.request_id}:
+        if self._still >= _STILL and self._still % 2 and self._loaded - {request.request_id}:
             return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._looked_up.add(request.request_id)
