@@ -7,10 +7,10 @@ import os
 _warned: set[str] = set()
 
 
-def switch(name: str, otherwise: str = "It counts as not set") -> bool | None:
+def switch(name: str, otherwise: str = "It counts as not set", log: str = "kvswap") -> bool | None:
     """Whether the variable is 1; None: it is empty or not set, or another value, which a warning says once a process.
 
-    otherwise: for the warning, what another value does.
+    otherwise: for the warning, what another value does. log: the warning's logger.
     """
     value = os.environ.get(name, "")
     if value in ("0", "1"):
@@ -19,6 +19,5 @@ def switch(name: str, otherwise: str = "It counts as not set") -> bool | None:
         from kvswap._log import logger
 
         _warned.add(name)
-        log = logger("kvswap")
-        log.warning("%s is %r; it is 0 or 1. %s", name, value, otherwise)
+        logger(log).warning("%s is %r; it is 0 or 1. %s", name, value, otherwise)
     return None

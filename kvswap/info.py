@@ -86,9 +86,10 @@ class Report:
 
 
 def collect(*, open_devices: bool = False) -> Report:
-    """Collect the report; opens devices only if asked to."""
+    """Collect the report; opens devices other than host:0 only if asked to."""
     count, note = _C._cuda_count()
     found = devices()
+    opened = {device.name: _open(device.name) for device in found} if open_devices else {}
     return Report(
         kvswap=_C.__version__,
         python=platform.python_version(),
@@ -98,14 +99,14 @@ def collect(*, open_devices: bool = False) -> Report:
         cuda_note="" if count else note or "the driver finds none",
         devices=found,
         files=_files(),
-        environment=_environment(),
-        opened={device.name: _open(device.name) for device in found} if open_devices else {},
+        environment=_environment(opened.get("host:0") or _open("host:0")),
+        opened=opened,
     )
 
 
-def _environment() -> list[str]:
-    """A line for each variable that is not known or has a wrong value. A host device reads those that the core checks,
-    and names the first wrong one."""
+def _environment(host: Opened) -> list[str]:
+    """A line for each variable that is not known or has a wrong value. A host device, opened, reads those that the core
+    checks, and names the first wrong one."""
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVSWAP_") and value}
     found = [
         f"{name} is set, and kvswap has no such variable{suggestion(name, VARIABLES)}"
@@ -116,8 +117,7 @@ def _environment() -> list[str]:
     file = given.get("KVSWAP_CALIBRATION")
     if file and not os.path.exists(file):
         found.append(f"KVSWAP_CALIBRATION is {file!r}; there is no such file, and built-in costs are used")
-    error = _open("host:0").error
-    return found if error is None else [*found, error]
+    return found if host.error is None else [*found, host.error]
 
 
 def _files() -> dict[str, str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvswap._log import into, logger
+from kvswap._switches import switch
 
 _log = logger("kvswap.sglang")
 
@@ -80,11 +81,8 @@ class _Hook:
 _hooks: list[_Hook] = []
 
 
-def _is_on(switch: str) -> bool:
-    value = os.environ.get(switch, "0")
-    if value not in ("", "0", "1"):
-        _log.warning("%s is %r; it is 0 or 1. Nothing is replaced", switch, value)
-    return value == "1"
+def _is_on(name: str) -> bool:
+    return switch(name, "Nothing is replaced", "kvswap.sglang") is True
 
 
 def _why_not(known: dict[str, list[str]]) -> str | None:
@@ -202,7 +200,7 @@ def register() -> None:
     KVSWAP_SGLANG_COPIES=1: the copies between device and host memory are kvswap's. KVSWAP_SGLANG_HOST_MEMORY=1: so is
     the host memory's allocator. Otherwise it does nothing.
     """
-    if any(os.environ.get(switch) for switch in (SWITCH, MEMORY_SWITCH)):
+    if any(os.environ.get(name) for name in (SWITCH, MEMORY_SWITCH)):
         into("sglang")
     if _is_on(SWITCH):
         _register(SWITCH, _KNOWN, _copies)

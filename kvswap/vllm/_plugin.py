@@ -14,6 +14,7 @@ from typing import Any
 
 from kvswap import _C
 from kvswap._log import into, logger
+from kvswap._switches import switch
 
 _logger = logger("kvswap.vllm")
 
@@ -39,11 +40,8 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     transfer.make_wait(stream)  # ordered already; this call raises refused copies
 
 
-def _is_on(switch: str) -> bool:
-    value = os.environ.get(switch, "0")
-    if value not in ("", "0", "1"):
-        _logger.warning("%s is %r; it is 0 or 1. Nothing is replaced", switch, value)
-    return value == "1"
+def _is_on(name: str) -> bool:
+    return switch(name, "Nothing is replaced", "kvswap.vllm") is True
 
 
 def _replace_swap_blocks() -> None:
@@ -109,7 +107,7 @@ def register() -> None:
         from kvswap.vllm import _block_first
 
         _block_first.install()
-    if any(os.environ.get(switch) for switch in (SWITCH, SIMPLE_SWITCH)):
+    if any(os.environ.get(name) for name in (SWITCH, SIMPLE_SWITCH)):
         into("vllm")
     if _is_on(SWITCH):
         _replace_swap_blocks()
