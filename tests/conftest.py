@@ -415,21 +415,22 @@ class Cache:
         np.testing.assert_array_equal(self.target.get(), self.target_before)
 
 
-def names_of_threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
-            names.append((task / "comm").read_text().strip())
-    return names
-
-
-def where_threads_wait() -> str:
-    """Each thread of the process, those of C too, and the kernel's function that it sleeps in."""
+def _of_threads(*files: str) -> list[list[str]]:
+    """What these files of /proc say of each thread of the process, those of C too."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended, or the kernel does not tell
-            found.append(f"{(task / 'comm').read_text().strip()}: {(task / 'wchan').read_text() or '?'}")
-    return ", ".join(found)
+            found.append([(task / name).read_text().strip() for name in files])
+    return found
+
+
+def names_of_threads() -> list[str]:
+    return [name for (name,) in _of_threads("comm")]
+
+
+def where_threads_wait() -> str:
+    """Each thread, and the kernel's function that it sleeps in."""
+    return ", ".join(f"{name}: {place or '?'}" for name, place in _of_threads("comm", "wchan"))
 
 
 class Gate:

@@ -575,7 +575,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's, with the loads of the step's own requests."""
-        self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
+        if self._loaded:
+            self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
         self._still = 0 if scheduler_output.total_num_scheduled_tokens else self._still + 1
         build = super().build_connector_meta
         return build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
