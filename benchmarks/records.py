@@ -1,7 +1,8 @@
 """What the records under benchmarks/results are of: python3 benchmarks/records.py stale | stamp COMMIT FILE...
 
 stale: lists the records whose sources differ from those of the commit that they were made with, by more than comments,
-docstrings and line breaks; exit status 1 if any.
+docstrings and line breaks; exit status 1 if any. A record whose figures a change cannot have moved may say so in the
+index: `stands = COMMIT why`; then changes after that commit count, and it is listed as one that stands.
 stamp: notes in the index that these files, relative to benchmarks/results, are of that commit.
 """
 
@@ -36,6 +37,20 @@ class Record:
     commit: str
     machine: str
     sources: tuple[str, ...]
+    stands: tuple[str, str] | None = None  # up to which commit they do, and why
+
+    @property
+    def since(self) -> str:
+        return self.stands[0] if self.stands else self.commit
+
+
+def _stands(file: str, text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    commit, _, why = text.partition(" ")
+    if not why.strip():
+        raise Wrong(f"{INDEX}: stands of {file} is '{text}'; it is a commit and why the figures stand")
+    return commit, why.strip()
 
 
 def load(root: Path) -> list[Record]:
@@ -52,6 +67,7 @@ def load(root: Path) -> list[Record]:
                 parser[file]["commit"],
                 parser[file]["machine"],
                 tuple(parser[file]["sources"].split()),
+                _stands(file, parser[file].get("stands")),
             )
             for file in parser.sections()
             if file != "groups"
@@ -92,13 +108,14 @@ def _does_the_same(root: Path, commit: str, name: str) -> bool:
 
 def changed(root: Path, record: Record) -> list[str] | None:
     """Sources that do something else now than at the record's commit; None where git does not have that commit."""
-    if _git(root, "rev-parse", "--verify", "--quiet", f"{record.commit}^{{commit}}") is None:
-        return None
+    for commit in {record.commit, record.since}:
+        if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
+            return None
     globs = [f":(top,glob){source}" for source in record.sources]
-    names = _git(root, "diff", "--name-only", record.commit, "--", *globs)
+    names = _git(root, "diff", "--name-only", record.since, "--", *globs)
     if names is None:
-        raise Wrong(f"git diff {record.commit} failed for the sources of {record.file}")
-    return [name for name in names.splitlines() if not _does_the_same(root, record.commit, name)]
+        raise Wrong(f"git diff {record.since} failed for the sources of {record.file}")
+    return [name for name in names.splitlines() if not _does_the_same(root, record.since, name)]
 
 
 def stale(root: Path) -> int:
@@ -106,11 +123,13 @@ def stale(root: Path) -> int:
     for record in records:
         names = changed(root, record)
         if names is None:
-            print(f"{record.file}: commit {record.commit} is not in this repository")
+            print(f"{record.file}: {' or '.join({record.commit, record.since})} is not in this repository")
         elif names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            print(f"{record.file}: since {record.commit} changed {' '.join(names[:_SHOWN])}{more}; {record.command}")
+            print(f"{record.file}: since {record.since} changed {' '.join(names[:_SHOWN])}{more}; {record.command}")
         else:
+            if record.stands:
+                print(f"{record.file}: of {record.commit}, stands: {record.stands[1]}")
             continue
         found += 1
     print(f"{found} of {len(records)} records are of older code", file=sys.stderr)
@@ -130,6 +149,8 @@ def stamp(root: Path, commit: str, files: list[str]) -> int:
     for line in (root / INDEX).read_text(encoding="utf-8").splitlines(keepends=True):
         if line.startswith("["):
             section = line.strip()[1:-1]
+        if section in wanted and line.startswith("stands ="):
+            continue  # the new figures need no such reason
         lines.append(f"commit = {short.strip()}\n" if section in wanted and line.startswith("commit =") else line)
     (root / INDEX).write_text("".join(lines), encoding="utf-8")
     return 0

@@ -41,6 +41,7 @@ def test_what_the_index_says_can_be_read(records: Any) -> None:
     for record in records.load(ROOT):
         assert re.fullmatch(r"[0-9a-f]{7,40}", record.commit), record
         assert record.what and record.command and record.machine, record
+        assert re.fullmatch(r"[0-9a-f]{7,40}", record.since), record
         for source in record.sources:
             assert any(path.is_file() for path in ROOT.glob(source)), f"{record.file}: {source} names no file"
 
@@ -188,6 +189,25 @@ def test_stamping_takes_records_off_the_list(
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["gpu/second.txt"]
 
 
+def test_a_record_stands_until_its_sources_change_again(
+    records: Any, repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.write("src/a.c", "2")
+    repository.commit()
+    looked_at, before = repository.git("rev-parse", "--short", "HEAD").strip(), repository.index.read_text()
+    stands = before.replace("machine = here", f"machine = here\nstands = {looked_at} it moves no bytes", 1)
+    repository.index.write_text(stands)
+    assert records.main(["stale"], repository.root) == 0
+    assert capsys.readouterr().out == f"gpu/first.txt: of {repository.first}, stands: it moves no bytes\n"
+    repository.write("src/a.c", "3")
+    repository.commit()
+    assert records.main(["stale"], repository.root) == 1
+    assert capsys.readouterr().out.startswith(f"gpu/first.txt: since {looked_at} changed src/a.c")
+    assert records.main(["stamp", "HEAD", "gpu/first.txt"], repository.root) == 0
+    assert "stands" not in repository.index.read_text()
+    assert records.main(["stale"], repository.root) == 0
+
+
 def test_what_is_wrong_is_said(records: Any, repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     before = repository.index.read_text()
     for args, complaint in (
@@ -201,10 +221,13 @@ def test_what_is_wrong_is_said(records: Any, repository: Repository, capsys: pyt
     assert repository.index.read_text() == before
     repository.index.write_text(before.replace(repository.first, "0123456", 1))
     assert records.main(["stale"], repository.root) == 1
-    assert "gpu/first.txt: commit 0123456 is not in this repository" in capsys.readouterr().out
+    assert "gpu/first.txt: 0123456 is not in this repository" in capsys.readouterr().out
     repository.index.write_text(before.replace("machine = here", "", 1))
     assert records.main(["stale"], repository.root) == 2
     assert "a record has no 'machine'" in capsys.readouterr().err
+    repository.index.write_text(before.replace("machine = here", "machine = here\nstands = HEAD", 1))
+    assert records.main(["stale"], repository.root) == 2
+    assert "it is a commit and why the figures stand" in capsys.readouterr().err
 
 
 def test_the_script_passes_them_on(repository: Repository) -> None:
