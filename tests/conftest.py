@@ -455,7 +455,7 @@ class Gate:
         self._stuck = ""
         self.memory = device.alloc(4, host=True)
         self._word().value = 0
-        # Where a driver has no room for another stream it waits for the device to make some: a test's come from these.
+        # A driver that has no room for another stream waits for all that is queued: what a test makes finds room now.
         room = [kvswap.Stream(device) for _ in range(8)]
         del room
 

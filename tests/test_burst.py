@@ -97,16 +97,16 @@ def test_a_transfer_that_waits_holds_up_no_other_lane(
     works = halves(direction, 64 * KIB, 34, number=7, room=room)  # so large that layers go by themselves
     works[-1] = replace(works[-1], direction=1 - direction)
     sides.prepare(room)
+    ways: list[dict[str, Any]] = [
+        {"stream": kvswap.Stream(tiny)},
+        {"priority": "high"},
+        {"stream": kvswap.Stream(tiny), "priority": "background"},
+        {"stream": kvswap.Stream(tiny)},
+        {"priority": "high", "after": [kvswap.Stream(tiny)]},
+    ]
     with Gate(tiny) as gate:
         gate.hold(held)
         transfers = [how(sides, works[0], held)]
-        ways: list[dict[str, Any]] = [
-            {"stream": kvswap.Stream(tiny)},
-            {"priority": "high"},
-            {"stream": kvswap.Stream(tiny), "priority": "background"},
-            {"stream": kvswap.Stream(tiny)},
-            {"priority": "high", "after": [kvswap.Stream(tiny)]},
-        ]
         for i, options in enumerate(ways):
             transfers.append(sides.swap(works[1 + i], path="burst", **options))
             if i < 2:

@@ -339,6 +339,43 @@ def test_ctrl_c_in_a_synchronous_call(cache: Cache) -> None:
     cache.check([1], [2])
 
 
+# -- lanes and their streams ------------------------------------------------------------------------------------------
+
+KINDS = [(direction, priority) for direction in (0, 1) for priority in ("normal", "high", "background")]
+
+
+def test_a_submission_makes_no_streams(device: kvswap.Device) -> None:
+    """A driver may wait for the whole GPU before it makes one. More streams of the caller than there are lanes."""
+    caches = {kind: Cache(device, 16, 64, kind[0]) for kind in KINDS}
+    streams = [kvswap.Stream(device) for _ in range(50)]
+    for (_, priority), cache in caches.items():
+        cache.swap([1], [2], stream=streams[0], priority=priority).wait(PATIENCE)
+    with testing.fault(device, "call", "fail", operation="stream_create"):
+        for stream in streams:
+            for (_, priority), cache in caches.items():
+                cache.swap([3], [4], stream=stream, priority=priority).wait(PATIENCE)
+    for cache in caches.values():
+        cache.check([1, 3], [2, 4])
+
+
+@pytest.mark.host_device
+def test_lanes_that_are_at_work_at_once() -> None:
+    """Of one kind, eight are there without a stream that would have to be made; what cannot be made is said."""
+    device = testing.deterministic_device(1)
+    cache, streams = Cache(device, 16, 64, 0), [kvswap.Stream(device) for _ in range(9)]
+    with Gate(device) as gate, testing.fault(device, "call", "fail", operation="stream_create", code=33):
+        for stream in streams:
+            gate.hold(stream)
+        transfers = [cache.swap([i], [i], stream=stream) for i, stream in enumerate(streams[:8])]
+        with pytest.raises(kvswap.DeviceError, match="stream_create"):
+            cache.swap([8], [8], stream=streams[8])
+        gate.open()
+        for transfer in transfers:
+            transfer.wait(PATIENCE)
+        cache.swap([8], [8], stream=streams[8]).wait(PATIENCE)  # on a lane that is idle again
+    cache.check(list(range(9)), list(range(9)))
+
+
 # -- a full lane ------------------------------------------------------------------------------------------------------
 
 

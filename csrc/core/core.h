@@ -29,6 +29,7 @@
 enum {
   KVS_MAX_ENGINES = 64,    /* one bit each in kvs_transfer.dependencies */
   KVS_MAX_LANES = 32,      /* of one direction and one priority */
+  KVS_SPARE_STREAMS = 48,  /* made when a device is opened, for 24 lanes beyond the first two */
   KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
   KVS_STREAM_LOCKS = 16,
   KVS_LANE_POINTS = 64,     /* ended transfers whose race points a lane keeps */
@@ -88,7 +89,7 @@ struct kvs_event_pair {
  *
  * States of a lane, what moves it, and the locks:
  *   ABSENT -> IDLE                  kvs_lane_acquire() makes the lane            engine->lock
- *   IDLE -> IDLE, another stream    kvs_lane_acquire(), when all lanes are taken engine->lock
+ *   IDLE -> IDLE, another stream    kvs_lane_acquire(), without spare streams    engine->lock
  *   IDLE -> HELD (users > 0)        kvs_lane_acquire()                           engine->lock
  *   HELD -> BUSY (count > 0)        kvs_lane_append()                            lane->submit, lane->lock
  *   HELD -> IDLE                    kvs_lane_release(), if nothing was queued    engine->lock
@@ -157,6 +158,11 @@ struct kvs_engine {
   pthread_mutex_t lock;
   struct kvs_lane *lanes; /* guarded by lock */
   uint64_t clock;         /* guarded by lock: counts acquisitions, for last_used */
+  unsigned nspare;        /* guarded by lock, as the spare streams: for lanes to come, each of a driver's priority */
+  struct {
+    kvs_stream stream;
+    int priority;
+  } spare[KVS_SPARE_STREAMS];
 
   struct kvs_lane *numbered[KVS_LANES]; /* each entry is written once, under lock */
   atomic_uint nlanes;

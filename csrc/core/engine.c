@@ -111,7 +111,7 @@ static int read_environment(struct kvs_engine *engine, struct kvs_error *err) {
   return KVS_OK;
 }
 
-/* Lanes and buffers for the first transfers, so that they are not created beside running work. */
+/* Lanes, streams and buffers for the first transfers, so that they are not created beside running work. */
 static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
   const struct kvs_options plain = {.priority = KVS_PRIORITY_NORMAL};
   struct kvs_staging *staging[2] = {NULL, NULL};
@@ -121,6 +121,7 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
     status = kvs_lane_acquire(engine, &plain, (enum kvs_direction)direction, &lane, err);
     if (!status) kvs_lane_release(lane, false);
   }
+  if (!status) status = kvs_lanes_stock(engine, err);
   for (int i = 0; !status && i < 2; i++) status = kvs_engine_staging_get(engine, 65536, &staging[i], err);
   for (int i = 0; i < 2; i++)
     if (staging[i]) kvs_engine_staging_put(engine, staging[i]);

@@ -5,6 +5,10 @@
  * are reused), direction and priority, and one for transfers without a stream. So a stream that waits long, or the
  * other direction, delays no other transfer.
  *
+ * Streams are made when the device is opened: a driver that has no room for one more (an H100's had room for 42 at a
+ * time) waits in the call until the GPU has ended what it was given, for as long as that takes. A submission that finds
+ * no spare ones takes over an idle lane, and makes streams only where all lanes of its kind are at work.
+ *
  * Completions of a lane are in order, so reaping stops at the first transfer that has not ended. */
 #include <inttypes.h>
 #include <stdlib.h>
@@ -27,6 +31,39 @@ static int stream_priority(const struct kvs_device_info *info, enum kvs_directio
   return direction == KVS_H2D ? (low + high) / 2 : low;
 }
 
+static bool has_spare_locked(const struct kvs_engine *engine, enum kvs_direction direction,
+                             enum kvs_priority priority) {
+  int wanted = stream_priority(&engine->device->info, direction, priority);
+  bool found = false;
+  for (unsigned i = 0; i < engine->nspare && !found; i++) found = engine->spare[i].priority == wanted;
+  return found;
+}
+
+static int take_stream_locked(struct kvs_engine *engine, int priority, kvs_stream *stream, struct kvs_error *err) {
+  for (unsigned i = engine->nspare; i-- > 0;) {
+    if (engine->spare[i].priority != priority) continue;
+    *stream = engine->spare[i].stream;
+    engine->spare[i] = engine->spare[--engine->nspare];
+    return KVS_OK;
+  }
+  return kvs_dev_stream_create(engine->device, priority, stream, err);
+}
+
+int kvs_lanes_stock(struct kvs_engine *engine, struct kvs_error *err) {
+  const struct kvs_device_info *info = &engine->device->info;
+  const int wanted[] = {stream_priority(info, KVS_D2H, KVS_PRIORITY_NORMAL),
+                        stream_priority(info, KVS_H2D, KVS_PRIORITY_NORMAL),
+                        stream_priority(info, KVS_H2D, KVS_PRIORITY_HIGH)};
+  int status = KVS_OK;
+  for (unsigned i = 0; i < KVS_SPARE_STREAMS && !status; i++) {
+    int priority = wanted[i % (sizeof wanted / sizeof wanted[0])];
+    engine->spare[i].priority = priority;
+    status = kvs_dev_stream_create(engine->device, priority, &engine->spare[i].stream, err);
+    if (!status) engine->nspare++;
+  }
+  return status;
+}
+
 static void lane_free(struct kvs_lane *lane) {
   struct kvs_device *device = lane->engine->device;
   struct kvs_error ignored;
@@ -44,8 +81,8 @@ static void lane_free(struct kvs_lane *lane) {
   free(lane);
 }
 
-static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enum kvs_priority priority,
-                    struct kvs_lane **made, struct kvs_error *err) {
+static int lane_new_locked(struct kvs_engine *engine, enum kvs_direction direction, enum kvs_priority priority,
+                           struct kvs_lane **made, struct kvs_error *err) {
   struct kvs_device *device = engine->device;
   struct kvs_lane *lane = calloc(1, sizeof *lane);
   if (!lane) return kvs_fail(err, KVS_NOMEM, "no memory for a lane");
@@ -58,8 +95,8 @@ static int lane_new(struct kvs_engine *engine, enum kvs_direction direction, enu
   pthread_mutex_init(&lane->lock, NULL);
   lane->events = calloc(lane->depth, sizeof *lane->events);
   if (!lane->events) status = kvs_fail(err, KVS_NOMEM, "no memory for a lane of %u transfers", lane->depth);
-  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->stream, err);
-  if (!status) status = kvs_dev_stream_create(device, wanted, &lane->burst_stream, err);
+  if (!status) status = take_stream_locked(engine, wanted, &lane->stream, err);
+  if (!status) status = take_stream_locked(engine, wanted, &lane->burst_stream, err);
   if (!status) status = kvs_dev_event_create(device, false, &lane->fork, err);
   if (status) {
     lane_free(lane);
@@ -84,8 +121,8 @@ static bool is_idle(struct kvs_lane *lane) {
   return !lane->leftovers;
 }
 
-/* The lane of this key. Else, if all lanes of the kind exist, the least recently used idle one, which gets the key.
- * Else NULL. */
+/* The lane of this key. Else, unless there are spare streams for another lane, the least recently used idle one of the
+ * kind, which gets the key. Else NULL. */
 static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum kvs_direction direction,
                                     enum kvs_priority priority, unsigned *same_kind) {
   struct kvs_lane *idle = NULL;
@@ -97,7 +134,7 @@ static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum
     if (lane->users || lane->stream_id == 0) continue;
     if (is_idle(lane) && (!idle || lane->last_used < idle->last_used)) idle = lane;
   }
-  if (*same_kind < KVS_MAX_LANES || !idle) return NULL;
+  if (!idle || (*same_kind < KVS_MAX_LANES && has_spare_locked(engine, direction, priority))) return NULL;
   idle->stream_id = id;
   return idle;
 }
@@ -110,16 +147,16 @@ int kvs_lane_acquire(struct kvs_engine *engine, const struct kvs_options *option
   if (status) return status;
   pthread_mutex_lock(&engine->lock);
   struct kvs_lane *lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
-  if (!lane && same_kind >= KVS_MAX_LANES) {
+  if (!lane && (same_kind >= KVS_MAX_LANES || !has_spare_locked(engine, direction, options->priority))) {
     pthread_mutex_unlock(&engine->lock);
     kvs_engine_reap(engine); /* transfers may have ended since the last reap */
     pthread_mutex_lock(&engine->lock);
     lane = find_locked(engine, info.id, direction, options->priority, &same_kind);
-    if (!lane)
-      status = kvs_fail(err, KVS_QUEUE_FULL, "%u streams have unfinished transfers: wait for some of them", same_kind);
   }
+  if (!lane && same_kind >= KVS_MAX_LANES)
+    status = kvs_fail(err, KVS_QUEUE_FULL, "%u streams have unfinished transfers: wait for some of them", same_kind);
   if (!lane && !status) {
-    status = lane_new(engine, direction, options->priority, &lane, err);
+    status = lane_new_locked(engine, direction, options->priority, &lane, err);
     if (!status) {
       lane->stream_id = info.id;
       lane->next = engine->lanes;
@@ -450,4 +487,6 @@ void kvs_lanes_destroy(struct kvs_engine *engine) {
     engine->lanes = lane->next;
     lane_free(lane);
   }
+  struct kvs_error ignored;
+  while (engine->nspare) (void)kvs_dev_stream_destroy(engine->device, engine->spare[--engine->nspare].stream, &ignored);
 }

@@ -5,6 +5,8 @@
 
 #include "core/core.h"
 
+/* Make the spare streams, when the device is opened. */
+int kvs_lanes_stock(struct kvs_engine *, struct kvs_error *);
 /* Find or create the lane for a submission, and hold it until release. leftovers: the submission was refused after it
  * queued something. */
 int kvs_lane_acquire(struct kvs_engine *, const struct kvs_options *, enum kvs_direction, struct kvs_lane **,

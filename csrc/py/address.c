@@ -24,7 +24,7 @@ int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index) 
 
 /* Without a stride blocks are contiguous, so that a tensor of another size is a mistake. Often block_nbytes was given
  * in elements. */
-int kvs_py_fills(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes) {
+int kvs_py_check_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes) {
   uint64_t needed;
   if (__builtin_mul_overflow(blocks, nbytes, &needed)) needed = UINT64_MAX;
   if (needed == limit) return 0;

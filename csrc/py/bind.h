@@ -134,8 +134,8 @@ int kvs_py_read_address(struct kvs_py_state *state, PyObject *object, const char
 int kvs_py_pointers(struct kvs_py_state *state, PyObject *object, const char *name, bool write, PyObject **hold,
                     struct kvs_py_list *list);
 int kvs_py_hold(PyObject **hold, PyObject *object);
-int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index);                        /* always -1 */
-int kvs_py_fills(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes); /* exactly */
+int kvs_py_not_contiguous(PyObject *object, const char *name, Py_ssize_t index); /* always -1 */
+int kvs_py_check_size(const char *name, Py_ssize_t index, uint64_t limit, uint64_t blocks, uint64_t nbytes);
 int kvs_py_dlpack(struct kvs_py_state *state, PyObject *object, const char *name, Py_ssize_t index, PyObject **capsule,
                   struct kvs_py_address *address); /* dlpack.c; 1, or 0: it has no DLPack of a readable version */
 /* The same through DLPack's C exchange table, for many objects of one type: 1, or 0 if data_ptr() must be called. */

@@ -69,7 +69,7 @@ static int check_cover(const struct kvs_pool_layout *layout, uint64_t limit) {
   if (limit == UINT64_MAX || layout->num_blocks == 0 || layout->block_nbytes == 0) return 0; /* or refused later */
   uint64_t row = layout->block_nbytes / layout->rows, needed = extent_of(layout);
   if (layout->stride == 0 && layout->rows == 1)
-    return kvs_py_fills("ptr", -1, limit, layout->num_blocks, layout->block_nbytes);
+    return kvs_py_check_size("ptr", -1, limit, layout->num_blocks, layout->block_nbytes);
   if (needed <= limit) return 0;
   return kvs_py_complain(
       PyExc_ValueError, "ptr", -1,

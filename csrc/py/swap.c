@@ -173,7 +173,7 @@ static int check_cover(const struct kvs_py_list *ptrs, size_t i, const char *nam
   uint64_t needed = 0;
   Py_ssize_t index = many ? (Py_ssize_t)i : -1;
   if (limit == UINT64_MAX || nbytes == 0) return 0; /* 0 is refused later */
-  if (stride == 0) return kvs_py_fills(name, index, limit, blocks, nbytes);
+  if (stride == 0) return kvs_py_check_size(name, index, limit, blocks, nbytes);
   if (blocks == 0) return 0;
   if (__builtin_mul_overflow(blocks - 1, stride, &needed) || __builtin_add_overflow(needed, nbytes, &needed))
     needed = UINT64_MAX;
