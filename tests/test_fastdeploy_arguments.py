@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from conftest import run_python
 
+pytest.importorskip("msgspec")
+
 import kvswap
 from kvswap import cli
 from kvswap.fastdeploy.manager import arguments, caches, places

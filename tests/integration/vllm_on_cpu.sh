@@ -6,6 +6,7 @@
 # as simple-0.26.0. python3 is one that has torch, pytest and what vLLM imports, and finds kvswap built without CUDA.
 set -uo pipefail
 sources=$(realpath "$1") out=$2
+[ ! -d "$out" ] || { echo "$out is a folder; OUT is the record's file" >&2; exit 2; }
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)

@@ -65,6 +65,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=4, help="of --idle")
     parser.add_argument("--policy", default="recompute", choices=["recompute", "fail"])
     options = parser.parse_args()
+    if options.source and not Path(options.source, "vllm").is_dir():
+        parser.error(f"{options.source} is no unpacked source package of vLLM: it has no folder vllm")
     if options.ranks > 1 and "Tiering" not in options.spec:
         parser.error("ranks share memory under --spec KVSwapTieringOffloadingSpec")
     if options.simple:
