@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 case ${1:-} in
 --stale | --stamp) exec python3 -P benchmarks/records.py "${1#--}" "${@:2}" ;;
 esac
-parts="suite hazards differential soak sanitize bench regret calls load graph tune memory peers handlers fastdeploy gds remote replay"
+parts="suite hazards differential soak sanitize bench regret calls load graph waits tune memory peers handlers fastdeploy gds remote replay"
 out=${1:-} part=${2:-} trace=${3:-}
 if [ -z "$out" ] || [[ " $parts " != *" $part "* ]]; then
   echo "benchmarks/record.sh OUT_FOLDER PART [TRACE]: the part is '$part'; it is one of: $parts" >&2
@@ -39,18 +39,18 @@ section() {
 
 # The suite on the GPU, less the tests that are the same on any device, in JOBS processes and LIMIT seconds: twelve, or
 # one for each 10 GiB of the GPU's memory. A test that hangs ends its process, and the rest goes on in another one. In
-# three parts, which share the time: after some 3,000 tests twelve processes on an 80 GB card could make no more contexts
-# in their children, with half of the memory free.
+# six parts, which share the time, with processes of their own: after some 1,100 tests ten processes on an 80 GB card can
+# make no more contexts in their children, with half of the memory free.
 suite() {
   local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files watch
-  local until=$((SECONDS + ${LIMIT:-570}))
+  local until=$((SECONDS + ${LIMIT:-570})) parts=6
   watch_machine >"$out/machine.tmp" 2>&1 &
   watch=$!
   {
     head -n 1 "$out/machine.txt"
-    for part in 0 1 2; do
-      mapfile -t files < <(find tests -name "test_*.py" | sort | awk -v part=$part 'NR % 3 == part')
-      section "pytest --device-only, part $((part + 1)) of 3" pytest $((until > SECONDS ? until - SECONDS : 1)) \
+    for part in $(seq "$parts"); do
+      mapfile -t files < <(find tests -name "test_*.py" | sort | awk -v part="$part" -v parts="$parts" 'NR % parts == part - 1')
+      section "pytest --device-only, part $part of $parts" pytest $((until > SECONDS ? until - SECONDS : 1)) \
         -q --device-only \
         -n "${JOBS:-$((most < 12 ? most : 12))}" --dist worksteal --max-worker-restart 8 --durations=20 --long-seconds=2 \
         "${files[@]}"
@@ -191,6 +191,11 @@ load() {
 # What kernels on other streams cost a CUDA graph.
 graph() {
   section bench_graph.py timeout 150 python3 -P benchmarks/bench_graph.py | tee "$out/graph.txt"
+}
+
+# Which calls of the driver wait for the GPU.
+waits() {
+  section driver_waits.py timeout 100 python3 -P benchmarks/driver_waits.py | tee "$out/waits.txt"
 }
 
 # What the settings of kernels and batch calls are good for: the constants of csrc are from here; and path strided.
