@@ -388,14 +388,15 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
     def _await_loads(self, kv_connector_metadata: Any) -> None:
         """The step's stream waits for loads that were reported before they had ended (_ahead.py), and for those that
         vLLM gives up (reset_cache()), whose blocks it takes for free."""
-        if self._own_loads is None:
+        own = self._own_loads
+        if own is None:
             return
         jobs = getattr(kv_connector_metadata, "awaited", None) or kv_connector_metadata.jobs_to_flush
         if not jobs or self._awaited is kv_connector_metadata:
             return
         self._awaited = kv_connector_metadata
         jobs = frozenset(jobs).union(kv_connector_metadata.jobs_to_flush or ())
-        self._own_loads.wait_for(jobs & self.connector_worker._load_jobs.keys())
+        own.wait_for(jobs & self.connector_worker._load_jobs.keys())
 
     def begin_step(self, kv_connector_metadata: Any, may_load: Callable[[], bool]) -> None:
         """Before all work of a step of the second runner (_early.py). may_load: whether the step's own loads may
@@ -414,7 +415,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """As vLLM's; then the loads of the step's own requests are submitted, before its inputs are prepared."""
-        self._await_loads(kv_connector_metadata)
+        if self._own_loads is not None:
+            self._await_loads(kv_connector_metadata)
         if self._submitted is not None and self._submitted is kv_connector_metadata:
             return  # begin_step() did it
         if self._has_nothing_to_submit(kv_connector_metadata):
@@ -460,16 +462,19 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def _end_own_loads(self, own: StepLoads, watch: _Watch) -> None:
         """The step's output must not be used before its loads are known to have succeeded."""
-        if own.jobs or own.awaited:
-            watch.wait(own.jobs | own.awaited)
+        watch.wait(own.jobs | own.awaited)
         distrusted = own.finish()
         if distrusted:
             watch.distrusted.update(distrusted)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; records failures for the following calls."""
-        if self._own_loads is not None:
-            self._end_own_loads(self._own_loads, self._watch)  # type: ignore[arg-type]
+        own = self._own_loads
+        if own is not None:
+            if own.jobs or own.awaited:
+                self._end_own_loads(own, self._watch)  # type: ignore[arg-type]
+            else:  # most steps
+                own.finish()
         watch, loads = self._watch, self.connector_worker._load_jobs
         if self._knows_idle_steps and not self._connector_metadata.store_jobs and watch.is_idle():  # type: ignore[union-attr]
             if self._ahead is not None:
@@ -533,8 +538,11 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Any:
         """As vLLM's, with the stores that failed."""
+        worker = self.connector_worker
+        if worker is not None and self._knows_idle_steps and not worker._connector_worker_meta.completed_jobs:
+            return None
         meta = super().build_connector_worker_meta()
-        if meta is None or self.connector_worker is None:
+        if meta is None or worker is None:
             return meta
         stores, self._failed_stores = self._failed_stores, {}
         loads, self._failed_sync_loads = self._failed_sync_loads, {}
@@ -578,7 +586,8 @@ class KVSwapConnector(OffloadingConnector):  # type: ignore[misc]
         if self._loaded:
             self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
         self._still = 0 if scheduler_output.total_num_scheduled_tokens else self._still + 1
-        build = super().build_connector_meta
+        theirs: Any = self.connector_scheduler if self._knows_idle_steps else super()  # vLLM's own does nothing else
+        build = theirs.build_connector_meta
         return build(scheduler_output) if self._overlap is None else self._overlap.build(build, scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:

@@ -71,6 +71,7 @@ class _Settled:
         told = ("scheduled_new_reqs", "finished_req_ids", "preempted_req_ids")
         since = ("kv_cache_block_copies", "partial_tail_offloads")  # from 0.29 on; 0.28
         self._told = attrgetter(*told, *(name for name in since if name in SchedulerOutput.__dataclass_fields__))
+        self._has_state = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__  # from 0.29 on
         self._planned = attrgetter(*(name for name in _PLANNED if hasattr(theirs, name)))
         # A manager with tiers acts at the end of each step.
         self._acts = type(theirs.manager).on_schedule_end is not OffloadingManager.on_schedule_end
@@ -81,7 +82,7 @@ class _Settled:
 
     def build_connector_meta(self, output: Any) -> Any:
         names, cached, tokens = self._names, output.scheduled_cached_reqs, output.num_scheduled_tokens
-        state = getattr(output, "kv_connector_block_state", None)  # from 0.29 on
+        state = output.kv_connector_block_state if self._has_state else None
         offers = state.boundary_state_offloads if state else None
         if not (
             any(self._told(output))
