@@ -40,7 +40,7 @@ section() {
 # The suite on the GPU, less the tests that are the same on any device, in JOBS processes and LIMIT seconds: twelve, or
 # one for each 10 GiB of the GPU's memory. A test that hangs ends its process, and the rest goes on in another one. In
 # six parts, which share the time, with processes of their own: after some 1,100 tests ten processes on an 80 GB card can
-# make no more contexts in their children, with half of the memory free.
+# make no more contexts in their children, with half of the memory free. SUITE: these parts alone, such as '1 2 3'.
 suite() {
   local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files watch
   local until=$((SECONDS + ${LIMIT:-570})) parts=6
@@ -48,7 +48,7 @@ suite() {
   watch=$!
   {
     head -n 1 "$out/machine.txt"
-    for part in $(seq "$parts"); do
+    for part in ${SUITE:-1 2 3 4 5 6}; do
       mapfile -t files < <(find tests -name "test_*.py" | sort | awk -v part="$part" -v parts="$parts" 'NR % parts == part - 1')
       section "pytest --device-only, part $part of $parts" pytest $((until > SECONDS ? until - SECONDS : 1)) \
         -q --device-only \
