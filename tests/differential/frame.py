@@ -460,18 +460,24 @@ class World:
         if self.alone:
             self.device.set_compute_stream(0)
             self.device.set_defaults()
-            if self.device.info["slots_nbytes"] // 8 != self.slots_before:
-                self.device.set_slots(self.slots_before, 3, timeout=PATIENCE)
+            self._restore_slots()
         self.device.synchronize(PATIENCE)
         check(not self.alone or self.device.stats()["unfinished"] == 0, "transfers are unfinished after their end")
 
+    def _restore_slots(self) -> None:
+        if self.device.info["slots_nbytes"] // 8 != self.slots_before:
+            self.device.set_slots(self.slots_before, 3, timeout=PATIENCE)
+
     def abandon(self) -> None:
-        """After a difference: nothing that runs may outlive its memory."""
+        """After a difference: nothing that runs may outlive its memory, or change what the next round finds."""
         self.open_gates()
         with suppress(Exception):
             self.device.synchronize(PATIENCE)
         with suppress(Exception):
             self.cleanup.close()
+        if self.alone:
+            with suppress(Exception):
+                self._restore_slots()
 
 
 def in_runs(rng: random.Random, blocks: int, lengths: list[int]) -> Any:

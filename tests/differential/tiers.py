@@ -47,6 +47,7 @@ class Tier:
         self.ever: list[list[Any]] = [[] for _ in range(KEYS)]
         self.buffered = self.rng.random() < 0.5
         self.faulted = False  # since it was opened
+        self.damaged = False  # at any time: what has not been read since may still be damaged
         self.store: FileStore | None = None
         self.open()
         world.cleanup.callback(lambda: self.store.close(PATIENCE))
@@ -312,12 +313,13 @@ def file_reopen(world: World) -> None:
         with FileStore(mine.folder, Layout(mine.nbytes, what="differential"), readonly=True) as reader:
             reader.refresh()
             more = set(reader.keys()) - set(mine.store.keys())  # a writer forgets what it found damaged
-            check(mine.faulted or not more, f"a reader sees {more}, the writer does not")
+            check(mine.faulted or mine.damaged or not more, f"a reader sees {more}, the writer does not")
             check(set(mine.store.keys()) <= set(reader.keys()), "a reader sees less than the writer")
     stats = mine.store.stats()
     lost_before = stats["lost_slots"] + stats["evicted"]  # which may come back
     mine.store.close(PATIENCE)
     if damage:
+        mine.damaged = True
         segments = sorted(mine.folder.glob("segment-*.kvs"))
         for _ in range(rng.randint(1, 3) if segments else 0):
             path = rng.choice(segments)
