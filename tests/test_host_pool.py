@@ -515,6 +515,23 @@ def test_numa(device: kvswap.Device) -> None:
 # -- growing and shrinking --------------------------------------------------------------------------------------------
 
 
+def test_a_driver_that_unpins_late(device: kvswap.Device) -> None:
+    """It waits for all that the GPU was given, and the caller's limit is what counts; from a second on."""
+    pool = HostPool(3, 1000, device=device, max_blocks=64, numa=None)  # its last page has room
+    with testing.fault(device, "call", "delay", operation="host_unregister", delay=1.4):
+        pool.grow(20, PATIENCE)
+    with testing.fault(device, "call", "delay", operation="host_unregister", delay=1.4):
+        pool.shrink(4, PATIENCE)
+    assert (pool.num_blocks, pool.state, pool.pinned) == (4, "ready", True)
+    pool.grow(64)
+    with testing.fault(device, "call", "delay", operation="host_unregister", delay=2.5):
+        with pytest.raises(TimeoutError, match=r"unpinning the pool's memory did not end within [01][.0-9]* s"):
+            pool.shrink(2, timeout=0.5)
+        pool.shrink(2, PATIENCE)  # it goes on
+    assert (pool.num_blocks, pool.state, pool.pinned) == (2, "ready", True)
+    pool.close()
+
+
 @pytest.mark.parametrize("nbytes", [4 * 4096, 4 * 1000])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_grow_and_shrink(device: kvswap.Device, layout: str, nbytes: int) -> None:

@@ -42,20 +42,25 @@ static int read_size(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
   return values[1] == NULL ? 0 : kvs_py_timeout(values[1], "timeout", timeout_ns);
 }
 
-typedef int (*resize_function)(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns,
-                               struct kvs_error *err);
+struct resizing {
+  struct kvs_host_pool *pool;
+  int (*function)(struct kvs_host_pool *pool, uint64_t num_blocks, int64_t timeout_ns, struct kvs_error *err);
+  uint64_t num_blocks;
+};
 
-/* The core waits for transfers and the device again. Both were drained here in slices, so that wait is short. */
-static const int64_t AT_MOST_NS = 1000000000;
+static int resize_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
+  const struct resizing *resizing = arg;
+  return resizing->function(resizing->pool, resizing->num_blocks, timeout_ns, err);
+}
 
-static int resize(PyObject *self, resize_function function, uint64_t num_blocks) {
-  struct kvs_py_host_pool *object = (struct kvs_py_host_pool *)self;
-  struct kvs_error err = {0};
-  int rc;
-  KVS_PY_NO_GIL(rc = function(object->pool, num_blocks, AT_MOST_NS, &err));
-  if (rc == KVS_OK) return 0;
-  kvs_py_raise(kvs_py_state_of(self), &err);
-  return -1;
+/* The transfers and the device were waited for, but a driver that unpins memory waits for all that was queued since. A
+ * resize that was late goes on where it was. */
+static int resize(PyObject *self, struct resizing *resizing, int64_t timeout_ns, int64_t since_ns) {
+  static const int64_t AT_LEAST_NS = 1000000000;
+  int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - since_ns);
+  if (timeout_ns >= 0 && left < AT_LEAST_NS) left = AT_LEAST_NS;
+  return kvs_py_wait(kvs_py_state_of(self), resize_slice, resizing, timeout_ns < 0 ? -1 : left,
+                     "unpinning the pool's memory");
 }
 
 static PyObject *host_pool_grow(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -64,9 +69,10 @@ static PyObject *host_pool_grow(PyObject *self, PyObject *const *args, Py_ssize_
   int64_t timeout_ns;
   if (read_size(args, nargs, kwnames, "grow", &num_blocks, &timeout_ns) < 0) return NULL;
   if (kvs_py_host_pool_info(self, &info) < 0) return NULL;
-  bool waits = kvs_host_pool_grow_waits(((struct kvs_py_host_pool *)self)->pool);
-  if (waits && kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
-  if (resize(self, kvs_host_pool_grow, num_blocks) < 0) return NULL;
+  struct kvs_host_pool *pool = ((struct kvs_py_host_pool *)self)->pool;
+  int64_t since = (int64_t)kvs_clock_ns();
+  if (kvs_host_pool_grow_waits(pool) && kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
+  if (resize(self, &(struct resizing){pool, kvs_host_pool_grow, num_blocks}, timeout_ns, since) < 0) return NULL;
   return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -75,9 +81,11 @@ static PyObject *host_pool_shrink(PyObject *self, PyObject *const *args, Py_ssiz
   uint64_t num_blocks;
   int64_t timeout_ns;
   if (read_size(args, nargs, kwnames, "shrink", &num_blocks, &timeout_ns) < 0) return NULL;
+  struct kvs_host_pool *pool = ((struct kvs_py_host_pool *)self)->pool;
+  int64_t since = (int64_t)kvs_clock_ns();
   if (kvs_py_host_pool_info(self, &info) < 0 || kvs_py_host_pool_drain(self, timeout_ns) < 0) return NULL;
   if (kvs_py_host_pool_take(self, KVS_PY_HOST_SHRINKING) < 0) return NULL;
-  int rc = resize(self, kvs_host_pool_shrink, num_blocks);
+  int rc = resize(self, &(struct resizing){pool, kvs_host_pool_shrink, num_blocks}, timeout_ns, since);
   atomic_store(&((struct kvs_py_host_pool *)self)->uses, 0);
   if (rc < 0) return NULL;
   return kvs_py_host_pool_wait((struct kvs_py_host_pool *)self, -1) < 0 ? NULL : Py_NewRef(Py_None);
