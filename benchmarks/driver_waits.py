@@ -91,7 +91,13 @@ def main() -> None:
     call("cuModuleGetFunction", byref(kernel), module, b"nothing")
     call("cuCtxGetStreamPriorityRange", byref(low), byref(high))
     gate = Gate()
-    streams: list[c_void_p] = []
+    free, whole = [c_size_t(), c_size_t()], c_size_t()
+    call("cuMemGetInfo_v2", byref(free[0]), byref(whole))
+    began = time.perf_counter()
+    streams = [new_stream(low.value) for _ in range(54)]
+    took = time.perf_counter() - began
+    call("cuMemGetInfo_v2", byref(free[1]), byref(whole))
+    print(f"54 streams: {took * 1e3:.2f} ms, {(free[0].value - free[1].value) >> 10} KiB of the GPU's memory")
     report(gate, "make a stream, lowest priority", 300, lambda _: streams.append(new_stream(low.value)))
     report(gate, "make a stream, highest priority", 300, lambda _: streams.append(new_stream(high.value)))
     events = [c_void_p() for _ in range(20000)]

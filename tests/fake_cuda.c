@@ -1,8 +1,9 @@
 /* A libcuda.so.1 for tests on machines without one: two GPUs that open, know their memory, and do nothing else. The
  * environment says which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading kernels returns (FAKE_CUDA_LOAD, 0),
  * how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), whether a wait for a word
- * in memory is printed (FAKE_CUDA_WORDS, 0), and the clock of the GPUs' memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an
- * H100's; below 0 the query fails). A copy prints whether its stream is busy. */
+ * in memory is printed (FAKE_CUDA_WORDS, 0), how many streams can be made (FAKE_CUDA_STREAMS, 1000), and the clock of
+ * the GPUs' memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an H100's; below 0 the query fails). A copy prints whether its
+ * stream is busy. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,6 +83,11 @@ static int get_attribute(int *value, int attribute, int device) {
 static int make_handle(void **handle) {
   *handle = (void *)next_handle();
   return 0;
+}
+
+static int make_stream(void **handle) {
+  static int made;
+  return ++made > number_of("FAKE_CUDA_STREAMS", 1000) ? 2 : make_handle(handle);
 }
 
 static int get_context(void **context) {
@@ -220,7 +226,7 @@ static const struct {
     {"cuMemAlloc", alloc},
     {"cuMemHostAlloc", alloc_host},
     {"cuPointerGetAttributes", pointer},
-    {"cuStreamCreateWithPriority", make_handle},
+    {"cuStreamCreateWithPriority", make_stream},
     {"cuStreamGetId", stream_id},
     {"cuStreamWaitEvent", stream_wait},
     {"cuStreamQuery", stream_query},

@@ -114,6 +114,29 @@ def test_filters_silence_it_and_make_it_an_error(run: Run) -> None:
     run(script, FAKE_CUDA_LOAD="222")
 
 
+def test_a_driver_that_makes_few_streams(run: Run) -> None:
+    """Enough for the first two lanes, and for uploads: the device opens. A call that needs another stream says so."""
+    script = """
+        import kvswap
+        for name in ("cuda:0", "cuda:0"):  # not opened by halves
+            try:
+                kvswap.Device(name)
+                print("opened")
+                kvswap.Stream(name)
+            except (kvswap.Error, MemoryError) as error:
+                print(error)
+    """
+
+    def said(streams: int) -> list[str]:
+        lines = run(script, FAKE_CUDA_STREAMS=str(streams)).stdout.splitlines()
+        return [line.partition(" with")[0] for line in lines]
+
+    few = "cuStreamCreateWithPriority failed"
+    assert said(80) == ["opened"] * 2
+    assert said(30) == ["opened", few] * 2
+    assert said(3) == [few] * 2
+
+
 def test_a_driver_that_is_too_old(run: Run) -> None:
     """Both versions and the cure; and the default device says why it is the host."""
     script = """

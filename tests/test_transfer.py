@@ -360,19 +360,20 @@ def test_a_submission_makes_no_streams(device: kvswap.Device) -> None:
 
 @pytest.mark.host_device
 def test_lanes_that_are_at_work_at_once() -> None:
-    """Of one kind, eight are there without a stream that would have to be made; what cannot be made is said."""
+    """Of each kind four are there without a stream that would have to be made; what cannot be made is said."""
     device = testing.deterministic_device(1)
-    cache, streams = Cache(device, 16, 64, 0), [kvswap.Stream(device) for _ in range(9)]
+    cache, streams = Cache(device, 16, 64, 0), [kvswap.Stream(device) for _ in range(5)]
     with Gate(device) as gate, testing.fault(device, "call", "fail", operation="stream_create", code=33):
         for stream in streams:
             gate.hold(stream)
-        transfers = [cache.swap([i], [i], stream=stream) for i, stream in enumerate(streams[:8])]
+        transfers = [cache.swap([i], [i], stream=stream) for i, stream in enumerate(streams[:4])]
         with pytest.raises(kvswap.DeviceError, match="stream_create"):
-            cache.swap([8], [8], stream=streams[8])
+            cache.swap([4], [4], stream=streams[4])
+        transfers += [cache.swap([5 + i], [5 + i], stream=streams[i], priority="background") for i in range(4)]
         gate.open()
         for transfer in transfers:
             transfer.wait(PATIENCE)
-        cache.swap([8], [8], stream=streams[8]).wait(PATIENCE)  # on a lane that is idle again
+        cache.swap([4], [4], stream=streams[4]).wait(PATIENCE)  # on a lane that is idle again
     cache.check(list(range(9)), list(range(9)))
 
 

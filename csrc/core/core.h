@@ -29,7 +29,6 @@
 enum {
   KVS_MAX_ENGINES = 64,    /* one bit each in kvs_transfer.dependencies */
   KVS_MAX_LANES = 32,      /* of one direction and one priority */
-  KVS_SPARE_STREAMS = 48,  /* made when a device is opened, for 24 lanes beyond the first two */
   KVS_DEFAULT_DEPTH = 128, /* transfers; CUDA holds some 1024 commands a stream, then blocks the caller */
   KVS_STREAM_LOCKS = 16,
   KVS_LANE_POINTS = 64,     /* ended transfers whose race points a lane keeps */
@@ -156,13 +155,9 @@ struct kvs_engine {
                                       empty */
 
   pthread_mutex_t lock;
-  struct kvs_lane *lanes; /* guarded by lock */
-  uint64_t clock;         /* guarded by lock: counts acquisitions, for last_used */
-  unsigned nspare;        /* guarded by lock, as the spare streams: for lanes to come, each of a driver's priority */
-  struct {
-    kvs_stream stream;
-    int priority;
-  } spare[KVS_SPARE_STREAMS];
+  struct kvs_lane *lanes;  /* guarded by lock */
+  uint64_t clock;          /* guarded by lock: counts acquisitions, for last_used */
+  struct kvs_spare *spare; /* lane.c; guarded by lock: streams for lanes to come */
 
   struct kvs_lane *numbered[KVS_LANES]; /* each entry is written once, under lock */
   atomic_uint nlanes;

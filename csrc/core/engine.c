@@ -121,11 +121,11 @@ static int warm_up(struct kvs_engine *engine, struct kvs_error *err) {
     status = kvs_lane_acquire(engine, &plain, (enum kvs_direction)direction, &lane, err);
     if (!status) kvs_lane_release(lane, false);
   }
-  if (!status) status = kvs_lanes_stock(engine, err);
   for (int i = 0; !status && i < 2; i++) status = kvs_engine_staging_get(engine, 65536, &staging[i], err);
   for (int i = 0; i < 2; i++)
     if (staging[i]) kvs_engine_staging_put(engine, staging[i]);
   if (!status) status = kvs_tables_open(engine, err);
+  if (!status) status = kvs_lanes_stock(engine, err);
   if (!status) kvs_slots_open(engine);
   return status;
 }

@@ -6,8 +6,9 @@
  * other direction, delays no other transfer.
  *
  * Streams are made when the device is opened: a driver that has no room for one more (an H100's had room for 42 at a
- * time) waits in the call until the GPU has ended what it was given, for as long as that takes. A submission that finds
- * no spare ones takes over an idle lane, and makes streams only where all lanes of its kind are at work.
+ * time) waits in the call until the GPU has ended what it was given, for as long as that takes. Each kind of lane, of a
+ * direction and a priority, has some of its own. A submission that finds none takes over an idle lane of the kind, and
+ * makes streams only where all of these are at work.
  *
  * Completions of a lane are in order, so reaping stops at the first transfer that has not ended. */
 #include <inttypes.h>
@@ -31,37 +32,57 @@ static int stream_priority(const struct kvs_device_info *info, enum kvs_directio
   return direction == KVS_H2D ? (low + high) / 2 : low;
 }
 
+enum { SPARE_LANES = 4 }; /* of one priority, to or from the GPU; between GPUs one */
+
+struct kvs_spare {
+  struct kvs_spare *next;
+  kvs_stream stream;
+  enum kvs_direction direction;
+  enum kvs_priority priority;
+};
+
 static bool has_spare_locked(const struct kvs_engine *engine, enum kvs_direction direction,
                              enum kvs_priority priority) {
-  int wanted = stream_priority(&engine->device->info, direction, priority);
-  bool found = false;
-  for (unsigned i = 0; i < engine->nspare && !found; i++) found = engine->spare[i].priority == wanted;
-  return found;
+  const struct kvs_spare *spare = engine->spare;
+  while (spare && (spare->direction != direction || spare->priority != priority)) spare = spare->next;
+  return spare != NULL;
 }
 
-static int take_stream_locked(struct kvs_engine *engine, int priority, kvs_stream *stream, struct kvs_error *err) {
-  for (unsigned i = engine->nspare; i-- > 0;) {
-    if (engine->spare[i].priority != priority) continue;
-    *stream = engine->spare[i].stream;
-    engine->spare[i] = engine->spare[--engine->nspare];
+static int take_stream_locked(struct kvs_engine *engine, enum kvs_direction direction, enum kvs_priority priority,
+                              kvs_stream *stream, struct kvs_error *err) {
+  for (struct kvs_spare **at = &engine->spare; *at; at = &(*at)->next) {
+    struct kvs_spare *spare = *at;
+    if (spare->direction != direction || spare->priority != priority) continue;
+    *stream = spare->stream;
+    *at = spare->next;
+    free(spare);
     return KVS_OK;
   }
-  return kvs_dev_stream_create(engine->device, priority, stream, err);
+  return kvs_dev_stream_create(engine->device, stream_priority(&engine->device->info, direction, priority), stream,
+                               err);
+}
+
+static int add_spare(struct kvs_engine *engine, enum kvs_direction direction, enum kvs_priority priority,
+                     struct kvs_error *err) {
+  struct kvs_spare *spare = malloc(sizeof *spare);
+  if (!spare) return kvs_fail(err, KVS_NOMEM, "no memory for a stream");
+  *spare = (struct kvs_spare){.next = engine->spare, .direction = direction, .priority = priority};
+  int wanted = stream_priority(&engine->device->info, direction, priority);
+  int status = kvs_dev_stream_create(engine->device, wanted, &spare->stream, err);
+  if (status)
+    free(spare);
+  else
+    engine->spare = spare;
+  return status;
 }
 
 int kvs_lanes_stock(struct kvs_engine *engine, struct kvs_error *err) {
-  const struct kvs_device_info *info = &engine->device->info;
-  const int wanted[] = {stream_priority(info, KVS_D2H, KVS_PRIORITY_NORMAL),
-                        stream_priority(info, KVS_H2D, KVS_PRIORITY_NORMAL),
-                        stream_priority(info, KVS_H2D, KVS_PRIORITY_HIGH)};
   int status = KVS_OK;
-  for (unsigned i = 0; i < KVS_SPARE_STREAMS && !status; i++) {
-    int priority = wanted[i % (sizeof wanted / sizeof wanted[0])];
-    engine->spare[i].priority = priority;
-    status = kvs_dev_stream_create(engine->device, priority, &engine->spare[i].stream, err);
-    if (!status) engine->nspare++;
-  }
-  return status;
+  for (int direction = KVS_D2H; direction <= KVS_OTHER_DIRECTION; direction++)
+    for (int priority = KVS_PRIORITY_NORMAL; priority <= KVS_PRIORITY_BACKGROUND; priority++)
+      for (int i = direction == KVS_OTHER_DIRECTION ? 2 : 2 * SPARE_LANES; !status && i > 0; i--)
+        status = add_spare(engine, (enum kvs_direction)direction, (enum kvs_priority)priority, err);
+  return status == KVS_LOST ? status : KVS_OK; /* with fewer, a submission may have to make streams */
 }
 
 static void lane_free(struct kvs_lane *lane) {
@@ -86,7 +107,7 @@ static int lane_new_locked(struct kvs_engine *engine, enum kvs_direction directi
   struct kvs_device *device = engine->device;
   struct kvs_lane *lane = calloc(1, sizeof *lane);
   if (!lane) return kvs_fail(err, KVS_NOMEM, "no memory for a lane");
-  int wanted = stream_priority(&device->info, direction, priority), status = KVS_OK;
+  int status = KVS_OK;
   lane->engine = engine;
   lane->direction = direction;
   lane->priority = priority;
@@ -95,9 +116,9 @@ static int lane_new_locked(struct kvs_engine *engine, enum kvs_direction directi
   pthread_mutex_init(&lane->lock, NULL);
   lane->events = calloc(lane->depth, sizeof *lane->events);
   if (!lane->events) status = kvs_fail(err, KVS_NOMEM, "no memory for a lane of %u transfers", lane->depth);
-  if (!status) status = take_stream_locked(engine, wanted, &lane->stream, err);
-  if (!status) status = take_stream_locked(engine, wanted, &lane->burst_stream, err);
   if (!status) status = kvs_dev_event_create(device, false, &lane->fork, err);
+  if (!status) status = take_stream_locked(engine, direction, priority, &lane->stream, err);
+  if (!status) status = take_stream_locked(engine, direction, priority, &lane->burst_stream, err);
   if (status) {
     lane_free(lane);
     return status;
@@ -122,7 +143,8 @@ static bool is_idle(struct kvs_lane *lane) {
 }
 
 /* The lane of this key. Else, unless there are spare streams for another lane, the least recently used idle one of the
- * kind, which gets the key. Else NULL. */
+ * kind, which gets the key: not while the race checker runs, for a lane's order between two streams of the caller hides
+ * that they have none. Else NULL. */
 static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum kvs_direction direction,
                                     enum kvs_priority priority, unsigned *same_kind) {
   struct kvs_lane *idle = NULL;
@@ -134,7 +156,8 @@ static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum
     if (lane->users || lane->stream_id == 0) continue;
     if (is_idle(lane) && (!idle || lane->last_used < idle->last_used)) idle = lane;
   }
-  if (!idle || (*same_kind < KVS_MAX_LANES && has_spare_locked(engine, direction, priority))) return NULL;
+  bool another = kvs_racecheck_on() || has_spare_locked(engine, direction, priority);
+  if (!idle || (*same_kind < KVS_MAX_LANES && another)) return NULL;
   idle->stream_id = id;
   return idle;
 }
@@ -488,5 +511,10 @@ void kvs_lanes_destroy(struct kvs_engine *engine) {
     lane_free(lane);
   }
   struct kvs_error ignored;
-  while (engine->nspare) (void)kvs_dev_stream_destroy(engine->device, engine->spare[--engine->nspare].stream, &ignored);
+  while (engine->spare) {
+    struct kvs_spare *spare = engine->spare;
+    engine->spare = spare->next;
+    (void)kvs_dev_stream_destroy(engine->device, spare->stream, &ignored);
+    free(spare);
+  }
 }
