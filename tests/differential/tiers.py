@@ -47,7 +47,6 @@ class Tier:
         self.ever: list[list[Any]] = [[] for _ in range(KEYS)]
         self.buffered = self.rng.random() < 0.5
         self.faulted = False  # since it was opened
-        self.damaged = False  # at any time: what has not been read since may still be damaged
         self.store: FileStore | None = None
         self.open()
         world.cleanup.callback(lambda: self.store.close(PATIENCE))
@@ -94,6 +93,9 @@ class Tier:
         check(self.faulted or evicted == 0, f"{evicted} blocks were evicted, with room for all")
         for number in range(KEYS if evicted else 0):
             self.allow(number, MISSING, also=True)
+
+    def may_be_missing(self, number: int) -> bool:
+        return any(content is MISSING for content in self.allowed[number])
 
     def anything(self) -> None:
         """After damage: whatever a key ever held, or nothing."""
@@ -216,7 +218,7 @@ def one_call(world: World, faulty: bool) -> None:
             if reason is not None:
                 if not (cancelled and "cancel" in str(reason)):
                     mine.allow(number, MISSING, also=True)
-            elif not keep or any(content is MISSING for content in allowed):
+            elif not keep or mine.may_be_missing(number):
                 mine.allow(number, effect, also=keep and len(allowed) > 1)
 
     world.uses.append(Use(text, uses, carry_out, transfer, by_host=True, seen=seen))
@@ -228,7 +230,7 @@ def arrive(mine: Tier, number: int, reason: Any, faulty: bool, places: Any, ther
     if reason is not None:
         missing = "not in the store" in str(reason)
         check(faulty or missing or "damaged" in str(reason), f"a load failed without a fault: {reason!r}")
-        if missing and not any(content is MISSING for content in allowed):
+        if missing and not mine.may_be_missing(number):
             raise Difference(f"key {number} is not there, and must be")
         for where, area in places:
             area.forget(where)
@@ -312,14 +314,14 @@ def file_reopen(world: World) -> None:
     if rng.random() < 0.5:
         with FileStore(mine.folder, Layout(mine.nbytes, what="differential"), readonly=True) as reader:
             reader.refresh()
-            more = set(reader.keys()) - set(mine.store.keys())  # a writer forgets what it found damaged
-            check(mine.faulted or mine.damaged or not more, f"a reader sees {more}, the writer does not")
+            more = set(reader.keys()) - set(mine.store.keys())  # a writer forgets what it found damaged, at any time
+            sure = [mine.key(number) for number in range(KEYS) if not mine.may_be_missing(number)]
+            check(mine.faulted or more.isdisjoint(sure), f"a reader sees {more}, the writer does not")
             check(set(mine.store.keys()) <= set(reader.keys()), "a reader sees less than the writer")
     stats = mine.store.stats()
     lost_before = stats["lost_slots"] + stats["evicted"]  # which may come back
     mine.store.close(PATIENCE)
     if damage:
-        mine.damaged = True
         segments = sorted(mine.folder.glob("segment-*.kvs"))
         for _ in range(rng.randint(1, 3) if segments else 0):
             path = rng.choice(segments)
