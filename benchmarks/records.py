@@ -108,7 +108,7 @@ def _does_the_same(root: Path, commit: str, name: str) -> bool:
 
 def changed(root: Path, record: Record) -> list[str] | None:
     """Sources that do something else now than at the record's commit; None where git does not have that commit."""
-    for commit in {record.commit, record.since}:
+    for commit in (record.commit, record.since):
         if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
             return None
     globs = [f":(top,glob){source}" for source in record.sources]
@@ -123,7 +123,8 @@ def stale(root: Path) -> int:
     for record in records:
         names = changed(root, record)
         if names is None:
-            print(f"{record.file}: {' or '.join({record.commit, record.since})} is not in this repository")
+            commits = " or ".join(dict.fromkeys((record.commit, record.since)))
+            print(f"{record.file}: {commits} is not in this repository")
         elif names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             print(f"{record.file}: since {record.since} changed {' '.join(names[:_SHOWN])}{more}; {record.command}")

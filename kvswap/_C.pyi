@@ -241,8 +241,8 @@ class Stream:
     """A new stream of a device (Device, name, or None: as Device(None)), not ordered with the legacy default stream.
 
     Work on one stream runs in order, work on two in no order until an event joins them. priority: 'high', 'normal' or
-    'background'. Queued work finishes when the object is dropped. Any thread may use it. Make streams before work runs
-    beside: a driver that has no room for one more waits for all that the GPU was given."""
+    'background'. Queued work finishes when the object is dropped. Any thread may use it. Create streams before work is
+    queued: if the driver has no room for another one, the call returns only when the GPU has finished all queued work."""
     def __new__(cls, device: DeviceLike | None = None, *, priority: Priority = "normal") -> Stream: ...
     @property
     def handle(self) -> int:

@@ -5,10 +5,10 @@
  * are reused), direction and priority, and one for transfers without a stream. So a stream that waits long, or the
  * other direction, delays no other transfer.
  *
- * Streams are made when the device is opened: a driver that has no room for one more (an H100's had room for 42 at a
- * time) waits in the call until the GPU has ended what it was given, for as long as that takes. Each kind of lane, of a
- * direction and a priority, has some of its own. A submission that finds none takes over an idle lane of the kind, and
- * makes streams only where all of these are at work.
+ * Streams are created when the device is opened, because creating one may block: when the driver has no room for
+ * another (on an H100 after each 42), the call returns only when the GPU has finished all queued work. Each kind of
+ * lane, a direction and a priority, has spare streams of its own. A submission that finds none takes over an idle lane
+ * of its kind, and creates streams only if all of them are busy.
  *
  * Completions of a lane are in order, so reaping stops at the first transfer that has not ended. */
 #include <inttypes.h>
@@ -142,9 +142,9 @@ static bool is_idle(struct kvs_lane *lane) {
   return !lane->leftovers;
 }
 
-/* The lane of this key. Else, unless there are spare streams for another lane, the least recently used idle one of the
- * kind, which gets the key: not while the race checker runs, for a lane's order between two streams of the caller hides
- * that they have none. Else NULL. */
+/* The lane of this key. Else, if there are no spare streams for a new lane, the least recently used idle one of the
+ * kind, which gets the key. Else NULL. While the race checker runs, a new lane is preferred: one lane for two of the
+ * caller's streams orders them, and would hide that nothing else does. */
 static struct kvs_lane *find_locked(struct kvs_engine *engine, uint64_t id, enum kvs_direction direction,
                                     enum kvs_priority priority, unsigned *same_kind) {
   struct kvs_lane *idle = NULL;

@@ -53,8 +53,8 @@ static int resize_slice(void *arg, int64_t timeout_ns, struct kvs_error *err) {
   return resizing->function(resizing->pool, resizing->num_blocks, timeout_ns, err);
 }
 
-/* The transfers and the device were waited for, but a driver that unpins memory waits for all that was queued since. A
- * resize that was late goes on where it was. */
+/* The caller has waited for the transfers and the device. Still the driver, before it unpins memory, waits for all work
+ * that was queued since. A resize that timed out continues where it stopped. */
 static int resize(PyObject *self, struct resizing *resizing, int64_t timeout_ns, int64_t since_ns) {
   static const int64_t AT_LEAST_NS = 1000000000;
   int64_t left = timeout_ns - ((int64_t)kvs_clock_ns() - since_ns);

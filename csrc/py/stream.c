@@ -97,9 +97,10 @@ PyDoc_STRVAR(
     "A new stream of a device (Device, name, or None: as Device(None)), not ordered with the legacy default stream.\n\n"
     "Work on one stream runs in order, work on two in no order until an event joins them. priority: 'high', 'normal' "
     "or\n"
-    "'background'. Queued work finishes when the object is dropped. Any thread may use it. Make streams before work "
-    "runs\n"
-    "beside: a driver that has no room for one more waits for all that the GPU was given.");
+    "'background'. Queued work finishes when the object is dropped. Any thread may use it. Create streams before work "
+    "is\n"
+    "queued: if the driver has no room for another one, the call returns only when the GPU has finished all queued "
+    "work.");
 PyDoc_STRVAR(query_doc, "query($self, /)\n--\n\nWhether all work queued on the stream has ended. Never blocks.");
 PyDoc_STRVAR(
     synchronize_doc,
