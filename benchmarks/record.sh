@@ -40,10 +40,11 @@ section() {
 # The suite on the GPU, less the tests that are the same on any device, in JOBS processes and LIMIT seconds: twelve, or
 # one for each 10 GiB of the GPU's memory. A test that hangs ends its process, and the rest goes on in another one. In
 # six parts, which share the time, with processes of their own: after some 1,100 tests ten processes on an 80 GB card can
-# make no more contexts in their children, with half of the memory free. SUITE: these parts alone, such as '1 2 3'.
+# make no more contexts in their children, with half of the memory free. SUITE: these parts alone, such as '1 2 3'. What
+# failed runs again at the end, a test at a time, which says whether the crowd was the cause.
 suite() {
   local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files watch
-  local until=$((SECONDS + ${LIMIT:-570})) parts=6
+  local until=$((SECONDS + ${LIMIT:-570})) parts=6 failed
   watch_machine >"$out/machine.tmp" 2>&1 &
   watch=$!
   {
@@ -56,7 +57,11 @@ suite() {
         "${files[@]}"
     done
     kill $watch
+    mapfile -t failed < <(sed -nE 's/^(FAILED|ERROR) (.*::.*)/\2/p' "$out/suite.txt" | sed 's/ - .*//' | sort -u)
+    [ ${#failed[@]} = 0 ] || section "those ${#failed[@]} again, alone" \
+      pytest $((until > SECONDS ? until - SECONDS : 1)) -q --device-only "${failed[@]}"
     section "the machine meanwhile" cat "$out/machine.tmp"
+    section "what the driver told the kernel" sh -c 'dmesg | grep -E "NVRM|nvidia" | tail -n 20'
   } >"$out/suite.txt"
   grep -E "passed|exit status|^(FAILED|ERROR)" "$out/suite.txt"
 }
@@ -65,8 +70,9 @@ suite() {
 # memory is free.
 watch_machine() {
   while sleep 10 && kill -0 $$; do
-    printf '%(%H:%M:%S)T  GPU %s MiB used, %d processes on it; host %d MiB left, /dev/shm %d MiB, /tmp %d; %d processes, %d files\n' \
+    printf '%(%H:%M:%S)T  GPU %s MiB used, BAR1 %s MiB, %d processes on it; host %d MiB left, /dev/shm %d MiB, /tmp %d; %d processes, %d files\n' \
       -1 "$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' ')" \
+      "$(nvidia-smi -q -d MEMORY | awk '/BAR1/ {bar = 1} bar && /Used/ {printf "%s ", $3; bar = 0}')" \
       "$(nvidia-smi --query-compute-apps=pid --format=csv,noheader | wc -l)" \
       "$(awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)" \
       "$(df -m --output=avail /dev/shm | tail -n 1)" "$(df -m --output=avail /tmp | tail -n 1)" \
