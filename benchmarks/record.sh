@@ -37,14 +37,14 @@ section() {
   run 60 kvswap info --open
 } >"$out/machine.txt" 2>&1
 
-# The suite on the GPU, less the tests that are the same on any device, in JOBS processes and LIMIT seconds: twelve, or
-# one for each 10 GiB of the GPU's memory. A test that hangs ends its process, and the rest goes on in another one. In
-# six parts, which share the time, with processes of their own: after some 1,100 tests ten processes on an 80 GB card can
-# make no more contexts in their children, with half of the memory free. SUITE: these parts alone, such as '1 2 3'. What
-# failed runs again at the end, a test at a time, which says whether the crowd was the cause.
+# The suite on the GPU, less the tests that are the same on any device, in six parts, which share LIMIT seconds, in JOBS
+# processes each. A test that hangs ends its process, and the rest goes on in another one. A GPU has some 2,000 channels,
+# of which each process takes about a hundred with CUDA_DEVICE_MAX_CONNECTIONS at 32 as here, and most tests have one
+# process more at times: with ten, cuDevicePrimaryCtxRetain was out of memory, and the kernel log said why (the driver's
+# kfifoChidMgrAllocChid). SUITE: these parts alone, such as '1 2 3'. What failed runs again at the end, a test at a time,
+# which says whether the crowd was the cause.
 suite() {
-  local most=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 10240)) part files watch
-  local until=$((SECONDS + ${LIMIT:-570})) parts=6 failed
+  local part files watch until=$((SECONDS + ${LIMIT:-570})) parts=6 failed
   watch_machine >"$out/machine.tmp" 2>&1 &
   watch=$!
   {
@@ -53,7 +53,7 @@ suite() {
       mapfile -t files < <(find tests -name "test_*.py" | sort | awk -v part="$part" -v parts="$parts" 'NR % parts == part - 1')
       section "pytest --device-only, part $part of $parts" pytest $((until > SECONDS ? until - SECONDS : 1)) \
         -q --device-only \
-        -n "${JOBS:-$((most < 12 ? most : 12))}" --dist worksteal --max-worker-restart 8 --durations=20 --long-seconds=2 \
+        -n "${JOBS:-6}" --dist worksteal --max-worker-restart 8 --durations=20 --long-seconds=2 \
         "${files[@]}"
     done
     kill $watch
@@ -89,11 +89,12 @@ hazards() {
   tail -n 20 "$out/random.txt"
 }
 
-# Random operations over the whole API against their model; and what the process takes meanwhile, over minutes.
+# Random operations over the whole API against their model; and what the process takes meanwhile, over minutes. Out of
+# time, the first says where its threads are.
 differential() {
   for seed in ${SEEDS:-1 2}; do
-    section "tests/differential --seed $seed" timeout 280 python3 tests/differential --device cuda:0 --seed "$seed" \
-      --operations 50000 --seconds 260
+    section "tests/differential --seed $seed" timeout -s ABRT 280 python3 -X faulthandler tests/differential --device cuda:0 \
+      --seed "$seed" --operations 50000 --seconds 260
   done >"$out/differential.txt"
   grep -E "^==|difference|DIFFERENCE|exit status" "$out/differential.txt"
 }
@@ -124,8 +125,8 @@ sanitize_part() {
   printf '\nexit status %d\n' $? >>"$log"
 }
 
-# PARTS: a regular expression of those to run, such as "memcheck (pool|burst)". JOBS at a time: six, for which 80 GB are
-# enough. With fourteen cuDevicePrimaryCtxRetain was out of memory, on a card of 80 GB.
+# PARTS: a regular expression of those to run, such as "memcheck (pool|burst)". JOBS at a time: six. With fourteen a GPU
+# has no channels left, as in the suite.
 sanitize() {
   export parts=$(mktemp -d) longest=$((${LIMIT:-560} - 20))
   export -f sanitize_part
