@@ -1,15 +1,17 @@
 /* A libcuda.so.1 for tests on machines without one: two GPUs that open, know their memory, and do nothing else. The
  * environment says which CUDA it is for (FAKE_CUDA_VERSION, 13000), what loading kernels returns (FAKE_CUDA_LOAD, 0),
- * how many queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), whether a wait for a word
- * in memory is printed (FAKE_CUDA_WORDS, 0), how many streams can be made (FAKE_CUDA_STREAMS, 1000), and the clock of
- * the GPUs' memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an H100's; below 0 the query fails). A copy prints whether its
- * stream is busy. */
+ * whether it is printed how much shared memory kernels may take and are launched with (FAKE_CUDA_SHARED, 0), how many
+ * queries find a stream busy behind an event that it waits for (FAKE_CUDA_BUSY, 0), whether a wait for a word in memory
+ * is printed (FAKE_CUDA_WORDS, 0), how many streams can be made (FAKE_CUDA_STREAMS, 1000), and the clock of the GPUs'
+ * memory (FAKE_CUDA_MEMORY_KHZ, 2619000, an H100's; below 0 the query fails). A copy prints whether its stream is busy.
+ */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_PITCH = 11, MEMORY_KHZ = 36, MEMORY_BITS = 37, CC_MAJOR = 75, CC_MINOR = 76 };
+enum { MAX_PITCH = 11, MEMORY_KHZ = 36, MEMORY_BITS = 37, CC_MAJOR = 75, CC_MINOR = 76, SHARED_OPTIN = 97 };
+enum { DYNAMIC_SHARED = 8, SHARED_BY_DEFAULT = 48 << 10 };
 enum { INVALID_VALUE = 1, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600 };
 enum { MEMORY_TYPE = 2, DEVICE_POINTER = 3, RANGE_START = 11, RANGE_NBYTES = 12, OF_HOST = 1, OF_DEVICE = 2 };
 
@@ -74,6 +76,9 @@ static int get_attribute(int *value, int attribute, int device) {
   case MEMORY_BITS:
     *value = 5120;
     return 0;
+  case SHARED_OPTIN:
+    *value = 227 << 10;
+    return 0;
   default:
     *value = 1;
     return 0;
@@ -110,6 +115,24 @@ static int load_module(void **module, const void *image) {
   (void)image;
   *module = (void *)next_handle();
   return number_of("FAKE_CUDA_LOAD", 0);
+}
+
+static unsigned allowed = SHARED_BY_DEFAULT; /* of the kernel that has asked for more: there is one */
+
+static int set_function(void *function, int attribute, int value) {
+  (void)function;
+  if (attribute != DYNAMIC_SHARED) return INVALID_VALUE;
+  allowed = (unsigned)value;
+  if (number_of("FAKE_CUDA_SHARED", 0)) printf("%u bytes of shared memory allowed\n", allowed), fflush(stdout);
+  return 0;
+}
+
+static int launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                  unsigned block_z, unsigned shared, void *stream, void **params, void **extra) {
+  (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
+  (void)stream, (void)params, (void)extra;
+  if (number_of("FAKE_CUDA_SHARED", 0)) printf("launched with %u\n", shared), fflush(stdout);
+  return shared > allowed && shared > SHARED_BY_DEFAULT ? INVALID_VALUE : 0;
 }
 
 static int error_name(int code, const char **name) {
@@ -221,6 +244,8 @@ static const struct {
     {"cuCtxGetStreamPriorityRange", get_priorities},
     {"cuModuleLoadData", load_module},
     {"cuModuleGetFunction", make_handle},
+    {"cuFuncSetAttribute", set_function},
+    {"cuLaunchKernel", launch},
     {"cuGetErrorName", error_name},
     {"cuGetErrorString", error_name},
     {"cuMemAlloc", alloc},

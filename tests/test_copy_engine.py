@@ -10,6 +10,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -309,6 +310,26 @@ def test_threads(device: kvswap.Device, path: str) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
+    for mine in works:
+        carry_out(mine, sides.gpu_model, sides.cpu_model)
+    sides.check()
+
+
+def test_rows_of_other_sizes_in_other_threads(device: kvswap.Device) -> None:
+    """Launches that take more and less shared memory, which is allowed by a setting of the kernel."""
+    sizes, turns, room = (600, 1500, 8192, 1500, 8192), 200, MIB
+    sides = Sides(device, len(sizes) * room)
+    sides.prepare(len(sizes) * room)
+    works = [plain(nbytes, 2, 8, i % 2, seed=i, begin=GUARD + i * room) for i, nbytes in enumerate(sizes)]
+
+    def work(mine: Work) -> None:
+        stream = kvswap.Stream(device)
+        for _ in range(turns):
+            sides.swap(mine, path="kernel", stream=stream).wait(PATIENCE)
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        for job in [pool.submit(work, mine) for mine in works]:
+            job.result(PATIENCE)
     for mine in works:
         carry_out(mine, sides.gpu_model, sides.cpu_model)
     sides.check()

@@ -230,6 +230,29 @@ def test_a_load_from_pageable_memory_begins_when_its_turn_has_come(run: Run, lay
     ]
 
 
+# -- shared memory of a kernel -----------------------------------------------------------------------------------------
+
+ROWS = """
+    import kvswap
+
+    device = kvswap.Device("cuda:0")
+    print("opened", flush=True)
+    gpu, host = device.alloc(1 << 20), device.alloc(1 << 20, host=True)
+    for nbytes in (8192, 1500, 500, 8192):
+        kvswap.swap_cache_all_layers_async(
+            [gpu.ptr], [host.ptr], [nbytes], 8, 8, [3], [4], "H2D", device=device, path="kernel"
+        ).wait(10)
+"""
+
+
+@pytest.mark.skipif(not BUILT, reason="built without kernels")
+def test_launches_share_one_permission(run: Run) -> None:
+    """It is a setting of the kernel: one that a launch makes is taken away by the next one, of another thread too."""
+    lines = [line for line in run(ROWS, FAKE_CUDA_SHARED="1").stdout.splitlines() if "copied" not in line]
+    launched = [f"launched with {nbytes << 10}" for nbytes in (128, 64, 32, 128)]
+    assert lines == ["131072 bytes of shared memory allowed", "opened", *launched]
+
+
 # -- gaps for a model's own copies -------------------------------------------------------------------------------------
 
 GAPS = """

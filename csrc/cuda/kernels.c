@@ -7,8 +7,6 @@
 #include "cuda/device.h"
 #include "cuda/fatbin.h"
 
-enum { SHARED_BY_DEFAULT = 48 * 1024 }; /* dynamic shared memory available without opting in */
-
 static const struct {
   const char *symbol;
   size_t params_nbytes;
@@ -31,6 +29,14 @@ static int load_functions(struct kvs_cuda_device *device, const char **operation
   return KVS_CU_SUCCESS;
 }
 
+/* More than 48 KiB of dynamic shared memory have to be allowed, by a setting of the kernel. If each launch set what it
+ * takes, a launch of fewer bytes in another thread could take the permission away before this one's launch. */
+static int allow_shared(struct kvs_cuda_device *device, const char **operation) {
+  int nbytes = device->base.info.shared_nbytes < KVS_RING_NBYTES ? KVS_RING_NBYTES / 2 : KVS_RING_NBYTES;
+  *operation = "cuFuncSetAttribute";
+  return device->cu->cuFuncSetAttribute(device->functions[KVS_KERNEL_RING], KVS_CU_FUNCTION_DYNAMIC_SHARED, nbytes);
+}
+
 void kvs_cuda_kernels_load(struct kvs_cuda_device *device) {
   struct kvs_device_info *info = &device->base.info;
   const char *operation = "cuModuleLoadData", *name = NULL;
@@ -42,6 +48,7 @@ void kvs_cuda_kernels_load(struct kvs_cuda_device *device) {
   int code = device->cu->cuModuleLoadData(&device->module, kvs_fatbin);
   if (code != KVS_CU_SUCCESS) device->module = NULL;
   if (code == KVS_CU_SUCCESS) code = load_functions(device, &operation);
+  if (code == KVS_CU_SUCCESS) code = allow_shared(device, &operation);
   if (code == KVS_CU_SUCCESS) {
     info->kernels = true;
     snprintf(info->kernels_note, sizeof info->kernels_note, "%s", kvs_fatbin_archs);
@@ -63,8 +70,7 @@ int kvs_cuda_launch(struct kvs_device *base, const struct kvs_launch *launch, kv
   struct kvs_cuda_device *device = (struct kvs_cuda_device *)base;
   struct kvs_cuda_scope scope;
   void *params[] = {(void *)(uintptr_t)launch->params}; /* the driver copies the parameters */
-  const char *operation = "cuLaunchKernel";
-  int code = KVS_CU_SUCCESS;
+  static const char operation[] = "cuLaunchKernel";
   if (!device->module)
     return kvs_fail(err, KVS_UNSUPPORTED, "kernels are not available on this device: %s", base->info.kernels_note);
   bool whole_warps = launch->kernel == KVS_KERNEL_DELAY || launch->threads % 32 == 0; /* the others use shuffles */
@@ -74,15 +80,7 @@ int kvs_cuda_launch(struct kvs_device *base, const struct kvs_launch *launch, kv
                            launch->params_nbytes, launch->threads);
   int status = kvs_cuda_enter(&scope, base, err);
   if (status != KVS_OK) return status;
-  kvs_cu_function function = device->functions[launch->kernel];
-  if (launch->shared_nbytes > SHARED_BY_DEFAULT) {
-    operation = "cuFuncSetAttribute";
-    code = scope.cu->cuFuncSetAttribute(function, KVS_CU_FUNCTION_DYNAMIC_SHARED, (int)launch->shared_nbytes);
-  }
-  if (code == KVS_CU_SUCCESS) {
-    operation = "cuLaunchKernel";
-    code = scope.cu->cuLaunchKernel(function, launch->grid, 1, 1, launch->threads, 1, 1, launch->shared_nbytes,
-                                    kvs_cuda_stream(stream), params, NULL);
-  }
+  int code = scope.cu->cuLaunchKernel(device->functions[launch->kernel], launch->grid, 1, 1, launch->threads, 1, 1,
+                                      launch->shared_nbytes, kvs_cuda_stream(stream), params, NULL);
   return kvs_cuda_leave(&scope, code, operation, err);
 }
