@@ -7,6 +7,8 @@
 #include "cuda/device.h"
 #include "cuda/fatbin.h"
 
+enum { RING_NBYTES = KVS_RING_WARPS * KVS_RING_STAGES * KVS_RING_CHUNK };
+
 static const struct {
   const char *symbol;
   size_t params_nbytes;
@@ -32,7 +34,7 @@ static int load_functions(struct kvs_cuda_device *device, const char **operation
 /* More than 48 KiB of dynamic shared memory have to be allowed, by a setting of the kernel. If each launch set what it
  * takes, a launch of fewer bytes in another thread could take the permission away before this one's launch. */
 static int allow_shared(struct kvs_cuda_device *device, const char **operation) {
-  int nbytes = device->base.info.shared_nbytes < KVS_RING_NBYTES ? KVS_RING_NBYTES / 2 : KVS_RING_NBYTES;
+  int nbytes = device->base.info.shared_nbytes < RING_NBYTES ? RING_NBYTES / 2 : RING_NBYTES; /* half: half the warps */
   *operation = "cuFuncSetAttribute";
   return device->cu->cuFuncSetAttribute(device->functions[KVS_KERNEL_RING], KVS_CU_FUNCTION_DYNAMIC_SHARED, nbytes);
 }

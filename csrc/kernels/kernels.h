@@ -67,12 +67,11 @@ struct kvs_units {
 enum {
   KVS_INLINE_PAIRS = 480, /* pairs passed as kernel parameters */
   /* RING launch shape. Each warp has a ring of stages of `chunk` bytes in dynamic shared memory. Measured on an H200 at
-   * equal GB/s: two CTAs of four warps slow a concurrent model half as much as four CTAs of two warps. With less
-   * shared memory than KVS_RING_NBYTES, half as many warps. */
+   * equal GB/s: two CTAs of four warps slow a concurrent model half as much as four CTAs of two warps. With little
+   * shared memory, half as many warps. */
   KVS_RING_WARPS = 4,
   KVS_RING_STAGES = 8,
-  KVS_RING_CHUNK = 4096, /* at most */
-  KVS_RING_NBYTES = KVS_RING_WARPS * KVS_RING_STAGES * KVS_RING_CHUNK,
+  KVS_RING_CHUNK = 4096,
   KVS_RING_LINE = 128, /* size of a link transaction: partial lines cost as much as whole ones */
 };
 
