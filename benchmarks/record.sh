@@ -38,10 +38,9 @@ section() {
 } >"$out/machine.txt" 2>&1
 
 # The suite on the GPU, less the tests that are the same on any device, in six parts, which share LIMIT seconds, in JOBS
-# processes each. A test that hangs ends its process, and the rest goes on in another one. A GPU has some 2,000 channels,
-# of which each process takes about a hundred with CUDA_DEVICE_MAX_CONNECTIONS at 32 as here, and most tests have one
-# process more at times: with ten, cuDevicePrimaryCtxRetain was out of memory, and the kernel log said why (the driver's
-# kfifoChidMgrAllocChid). SUITE: these parts alone, such as '1 2 3'. What failed runs again at the end, a test at a time,
+# processes each. A test that hangs ends its process, and the rest goes on in another one. With ten processes, and as many
+# of their children, an H100 had no channel left, and cuDevicePrimaryCtxRetain was out of memory; the kernel's log says so
+# (kfifoChidMgrAllocChid). SUITE: these parts alone, such as '1 2 3'. What failed runs again at the end, a test at a time,
 # which says whether the crowd was the cause.
 suite() {
   local part files watch until=$((SECONDS + ${LIMIT:-570})) parts=6 failed
