@@ -43,9 +43,7 @@ section() {
 # (kfifoChidMgrAllocChid). SUITE: these parts alone, such as '1 2 3'. What failed runs again at the end, a test at a time,
 # which says whether the crowd was the cause.
 suite() {
-  local part files watch until=$((SECONDS + ${LIMIT:-570})) parts=6 failed
-  watch_machine >"$out/machine.tmp" 2>&1 &
-  watch=$!
+  local part files until=$((SECONDS + ${LIMIT:-570})) parts=6 failed
   {
     head -n 1 "$out/machine.txt"
     for part in ${SUITE:-1 2 3 4 5 6}; do
@@ -55,28 +53,12 @@ suite() {
         -n "${JOBS:-6}" --dist worksteal --max-worker-restart 8 --durations=20 --long-seconds=2 \
         "${files[@]}"
     done
-    kill $watch
     mapfile -t failed < <(sed -nE 's/^(FAILED|ERROR) (.*::.*)/\2/p' "$out/suite.txt" | sed 's/ - .*//' | sort -u)
     [ ${#failed[@]} = 0 ] || section "those ${#failed[@]} again, alone" \
       pytest $((until > SECONDS ? until - SECONDS : 1)) -q --device-only "${failed[@]}"
-    section "the machine meanwhile" cat "$out/machine.tmp"
     section "what the driver told the kernel" sh -c 'dmesg | grep -E "NVRM|nvidia" | tail -n 20'
   } >"$out/suite.txt"
   grep -E "passed|exit status|^(FAILED|ERROR)" "$out/suite.txt"
-}
-
-# Logs the free resources every ten seconds, to show which one is used up when contexts cannot be created although GPU
-# memory is free.
-watch_machine() {
-  while sleep 10 && kill -0 $$; do
-    printf '%(%H:%M:%S)T  GPU %s MiB used, BAR1 %s MiB, %d processes on it; host %d MiB left, /dev/shm %d MiB, /tmp %d; %d processes, %d files\n' \
-      -1 "$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' ')" \
-      "$(nvidia-smi -q -d MEMORY | awk '/BAR1/ {bar = 1} bar && /Used/ {printf "%s ", $3; bar = 0}')" \
-      "$(nvidia-smi --query-compute-apps=pid --format=csv,noheader | wc -l)" \
-      "$(awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)" \
-      "$(df -m --output=avail /dev/shm | tail -n 1)" "$(df -m --output=avail /tmp | tail -n 1)" \
-      "$(find /proc -maxdepth 1 -name '[0-9]*' | wc -l)" "$(cut -f 1 /proc/sys/fs/file-nr)"
-  done
 }
 
 # Random programs of copies against their model, and random transfers, on the GPU and its own copy paths.
@@ -124,8 +106,8 @@ sanitize_part() {
   printf '\nexit status %d\n' $? >>"$log"
 }
 
-# PARTS: a regular expression of those to run, such as "memcheck (pool|burst)". JOBS at a time: six. With fourteen a GPU
-# has no channels left, as in the suite.
+# PARTS: a regular expression of those to run, such as "memcheck (pool|burst)". JOBS at a time: six. With fourteen
+# cuDevicePrimaryCtxRetain was out of memory, as in the suite with ten.
 sanitize() {
   export parts=$(mktemp -d) longest=$((${LIMIT:-560} - 20))
   export -f sanitize_part
