@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -285,6 +286,39 @@ def test_pools_must_not_share_bytes(device: kvswap.Device) -> None:
     again = kvswap.Pool(device, room, 4, 256, stride=512)
     move_ids = [0, 1], [2, 3]
     kvswap.move_blocks(again, second, *move_ids).wait(PATIENCE)
+
+
+def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.Device) -> None:
+    """Whose transfers were waited for and who was dropped is in nobody's way, also while another thread is at it."""
+    releasing, go = threading.Event(), threading.Event()
+
+    class Slow(np.ndarray[Any, Any]):
+        def __del__(self) -> None:
+            releasing.set()
+            go.wait(PATIENCE)
+
+    room, held, target = np.zeros((2, 64), np.uint8), np.zeros((2, 64), np.uint8).view(Slow), Tier(device, "gpu", 64)
+    first, slow = kvswap.Pool(device, room, 2, 64, name="first"), kvswap.Pool(device, held, 2, 64)
+    stream = kvswap.Stream(device)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        transfers = [
+            kvswap.move_blocks(pool, target.pool, [0], [slot], stream=stream) for slot, pool in enumerate((first, slow))
+        ]
+        del first, slow, held
+        collector = threading.Thread(target=transfers[1].wait, args=[PATIENCE])  # whose objects are released first
+        collector.start()
+        gate.open()
+        try:
+            assert releasing.wait(PATIENCE)
+            transfers[0].wait(PATIENCE)
+            with pytest.raises(ValueError, match="overlap those of pool 'first'"):  # not for ever
+                kvswap.Pool(device, room, 2, 64)
+            threading.Timer(0.1, go.set).start()
+            kvswap.Pool(device, room, 2, 64)
+        finally:
+            go.set()
+            collector.join(PATIENCE)
 
 
 def test_groups(device: kvswap.Device) -> None:

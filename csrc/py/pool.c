@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#define DROPPED_NS INT64_C(1000000000)
+
 struct pool_object {
   PyObject_HEAD
   struct kvs_pool *pool;
@@ -92,19 +94,28 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   return 0;
 }
 
+/* A Pool that its owner has dropped may still be held by transfers that have ended, until some thread releases what
+ * they hold; its blocks are free then. False: an exception other than TimeoutError is set. */
+static bool await_dropped(struct kvs_py_state *state, struct kvs_engine *engine) {
+  if (kvs_py_wait_collected(state, engine, DROPPED_NS) == 0) return true;
+  bool late = PyErr_ExceptionMatches(PyExc_TimeoutError);
+  if (late) PyErr_Clear();
+  return late;
+}
+
 /* Steals the reference to engine, which is NULL if an exception is set. */
 static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, struct pool_object *self,
                      const struct kvs_pool_layout *layout) {
   struct kvs_error err = {0};
   int rc;
   if (engine == NULL) return -1;
-  Py_BEGIN_ALLOW_THREADS
-  rc = kvs_pool_open(engine, layout, &self->pool, &err);
-  kvs_engine_unref(engine);
-  Py_END_ALLOW_THREADS
+  KVS_PY_NO_GIL(rc = kvs_pool_open(engine, layout, &self->pool, &err));
+  if (rc == KVS_INVALID && await_dropped(state, engine))
+    KVS_PY_NO_GIL(rc = kvs_pool_open(engine, layout, &self->pool, &err));
+  KVS_PY_NO_GIL(kvs_engine_unref(engine));
   if (rc == KVS_OK) return 0;
   self->pool = NULL;
-  kvs_py_raise(state, &err);
+  if (!PyErr_Occurred()) kvs_py_raise(state, &err);
   return -1;
 }
 
