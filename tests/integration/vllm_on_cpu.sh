@@ -12,6 +12,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export HF_HUB_OFFLINE=1 HOME=$work
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more of torch's threads spin: beside other work ten times as slow
 ranks="--ranks 2 --spec KVSwapTieringOffloadingSpec"
 
 # Name, releases, options of vllm_package.py.
