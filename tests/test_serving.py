@@ -159,15 +159,17 @@ class TestOptions:
         assert REGIMES["one-tensor"].model.block() == 2 << 20
 
     def test_the_host_keeps_what_the_phases_load(self):
-        """Prompts, and what decoding and the resident prompts store between two times that they are loaded."""
+        """Prompts, and what decoding and the resident prompts store between two times that they are loaded; or files
+        keep the prompts, and the host those of a burst."""
         from serving.models import BLOCK
         from serving.regimes import REGIMES
 
         for name, made in REGIMES.items():
-            if name in ("files", "toy-files"):  # there the files keep them
-                continue
             assert made.length % BLOCK == 1, name  # else a connector loads a block where none computes it
             host = int(made.cpu_gib * 2**30) // made.model.block()
+            if name in ("files", "toy-files"):
+                assert made.at_once * made.length // BLOCK <= host, name
+                continue
             prompts = (made.prompts + made.resident) * made.length // BLOCK
             decoded = 3 * made.decoders * (8 + made.decode_tokens // BLOCK)
             assert prompts + decoded <= host, name

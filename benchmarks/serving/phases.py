@@ -43,6 +43,11 @@ class Phases:
     def _prompts(self, kind: int, count: int, first: int = 0) -> list[list[int]]:
         return [prompt(kind, first + i, self.regime.length) for i in range(count)]
 
+    def _stored(self, first: int) -> list[list[int]]:
+        """The prompts that store() computed, from this one on, around."""
+        count = self.regime.prompts
+        return [prompt(STORED, (first + i) % count, self.regime.length) for i in range(count)]
+
     @property
     def _whole(self) -> int:
         """Tokens of a prompt that the host can have."""
@@ -130,7 +135,7 @@ class Phases:
         """The prompts that the later phases load, computed and stored one at a time."""
         self.engine.forget()
         done = []
-        for tokens in self._prompts(STORED, self.regime.prompts):
+        for tokens in self._stored(0):
             done.append(self.engine.one(tokens, STORING))
             if self.engine.name.endswith("files"):  # 0.26's tiering ends with a KeyError where the host has no room
                 self.engine.settle()
@@ -179,11 +184,11 @@ class Phases:
         return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))
 
     def burst(self, repeat: int = 0) -> dict[str, Any]:
-        """All prompts at once."""
-        del repeat
+        """Many prompts at once: all, or others each time."""
         self.engine.forget()
         self.watch.take()
-        prompts, ahead = self._prompts(STORED, self.regime.prompts), self._reported_ahead()
+        count = self.regime.at_once or self.regime.prompts
+        prompts, ahead = self._stored(repeat * count)[:count], self._reported_ahead()
         begin = time.perf_counter()
         done = self.engine.run(prompts, ANSWER)
         seconds = time.perf_counter() - begin
@@ -203,8 +208,7 @@ class Phases:
     def loads(self, repeat: int = 0) -> dict[str, Any]:
         """Decoding beside requests that the host has, so many in flight at all times."""
         self.engine.forget()
-        prompts, first = self._prompts(STORED, self.regime.prompts), repeat * self.regime.hits
-        record = self._decode(prompts[first % len(prompts) :] + prompts[: first % len(prompts)])
+        record = self._decode(self._stored(repeat * self.regime.hits))
         return {**record, "short": self._short_of_hits(record["cached"], record["streamed"])}
 
     def stores(self, repeat: int = 0) -> dict[str, Any] | None:
