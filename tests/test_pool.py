@@ -297,7 +297,7 @@ def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.D
             releasing.set()
             go.wait(PATIENCE)
 
-    room, held = (np.frombuffer(device.alloc(128, host=True), np.uint8) for _ in range(2))  # pinned: no call waits for it
+    room, held = (np.frombuffer(device.alloc(128, host=True), np.uint8) for _ in range(2))  # pinned
     held, target = held.view(Slow), Tier(device, "gpu", 64)
     first, slow = kvswap.Pool(device, room, 2, 64, name="first"), kvswap.Pool(device, held, 2, 64)
     stream = kvswap.Stream(device)
