@@ -121,7 +121,7 @@ def test_a_malformed_line_ends_it_before_any_block_moves(
     assert cli.main(["replay", str(trace), "--requests", "3", f"--json={result}"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("kvswap: trace.jsonl:17: 'hash_ids[0]'")
+    assert err.startswith(f"kvswap: {trace}:17: 'hash_ids[0]'")
     assert not result.exists()
 
 
@@ -165,7 +165,9 @@ def test_wrong_usage(trace: Path, capsys: Output, options: list[str], complaint:
         (["replay", "t", "--bytes-per-block", "64kb"], "write 64KiB, which is 65,536 bytes, or 64KB"),
         (["replay", "t", "--path", "usb"], "unknown --path usb: there are auto, dma,"),
         (["replay", "t", "--path", "brust"], "unknown --path brust: did you mean burst?"),
-        (["replay"], "TRACE"),
+        (["replay"], "missing: TRACE"),
+        (["demo", "--gpu-bytes"], "--gpu-bytes: its value is missing"),
+        (["manager", "status", "--cache_queue_port", "abc"], "--cache_queue_port: not a whole number: 'abc'"),
         ([], "COMMAND is missing: there are info, demo, replay, simulate"),
         (["completion", "csh"], "unknown SHELL csh: there are bash, zsh, fish"),
         (["completion", "bsh"], "unknown SHELL bsh: did you mean bash? There are bash, zsh, fish"),
@@ -197,7 +199,7 @@ def test_wrong_usage_that_the_parser_sees(capsys: Output, arguments: list[str], 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "nowhere.jsonl"
     assert cli.main(["replay", str(path)]) == 2
-    assert capsys.readouterr().err == f"kvswap: {path}: No such file or directory\n"
+    assert capsys.readouterr().err == f"kvswap: {path} cannot be read: No such file or directory\n"
 
 
 def test_a_skipped_copy_ends_with_status_1(trace: Path, device_name: str, tmp_path: Path, capsys: Output) -> None:

@@ -485,6 +485,7 @@ def test_sigterm_loses_nothing(order: tuple[int, int]) -> None:
         assert sorted(result.transfer_task_id for result in results) == sorted(tasks)
         assert [result.reason for result in results if not result.ok] == []
         assert [manager.wait(rank) for rank in (0, 1)] == [0, 0]
+        assert all(f"step=stop rank={rank} ok=True" in manager.log(rank) for rank in (0, 1))
         assert not (manager.directory / "manager.sock").exists() and manager.segments() == []
         with pytest.raises(TimeoutError, match="does rank 0 run"):
             client.status(0.2)

@@ -112,7 +112,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, complaint: str)
     path = write(tmp_path / "trace.jsonl", GOOD, "", GOOD, line, GOOD)
     with pytest.raises(TraceError) as caught:
         read_trace(path)
-    assert str(caught.value).startswith("trace.jsonl:4: ")
+    assert str(caught.value).startswith(f"{path}:4: ")
     assert complaint in str(caught.value)
 
 
@@ -140,7 +140,7 @@ def test_a_trace_without_requests(tmp_path: Path, content: bytes) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="nowhere: No such file"):
+    with pytest.raises(TraceError, match="nowhere cannot be read: No such file"):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(TraceError, match="directory"):
         read_trace(tmp_path)
@@ -166,7 +166,7 @@ def test_any_bytes_give_a_trace_or_a_named_line(tmp_path_factory: pytest.TempPat
     try:
         assert len(read_trace(path)) > 0
     except TraceError as error:
-        assert str(error).startswith("t:")
+        assert str(error).startswith(f"{path}:")
 
 
 _JSON = st.recursive(
@@ -183,7 +183,7 @@ def test_any_values_give_a_trace_or_a_named_line(tmp_path_factory: pytest.TempPa
     try:
         assert len(read_trace(path)) == 1
     except TraceError as error:
-        assert str(error).startswith("t:1: ")
+        assert str(error).startswith(f"{path}:1: ")
 
 
 def test_the_demo_trace_is_what_its_script_makes(tmp_path: Path) -> None:

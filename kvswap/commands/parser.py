@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
@@ -71,6 +72,8 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("required: COMMAND"):
             commands = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
             message = f"COMMAND is missing: there are {', '.join(commands.choices)}"
+        message = re.sub("^the following arguments are required: (.*)", r"missing: \1", message)
+        message = re.sub("expected (?:at least )?one argument$", "its value is missing", message)
         complain(message)
         self.exit(EXIT_USAGE, f"Try '{self.prog} --help'.\n")
 

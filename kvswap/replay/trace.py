@@ -72,14 +72,14 @@ class _Request:
 
 def read_trace(path: str | Path) -> Trace:
     """Read and validate a trace; '-' is the standard input. Raises TraceError, which names the malformed line."""
-    name = "standard input" if str(path) == "-" else Path(path).name
+    where = "standard input" if str(path) == "-" else str(path)
     timestamps, inputs, outputs = array("d"), array("q"), array("q")
     offsets, hashes = array("q", [0]), array("Q")
     repeated = 0
     try:
         with _open(path) as file:
-            for number, line in _lines(file, name):
-                request = _parse(line, f"{name}:{number}")
+            for number, line in _lines(file, where):
+                request = _parse(line, f"{where}:{number}")
                 unique = dict.fromkeys(request.hashes)
                 repeated += len(request.hashes) - len(unique)
                 timestamps.append(request.timestamp)
@@ -88,11 +88,11 @@ def read_trace(path: str | Path) -> Trace:
                 hashes.extend(unique)
                 offsets.append(len(hashes))
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
     if not inputs:
-        raise TraceError(f"{name}: holds no requests")
+        raise TraceError(f"{where}: holds no requests")
     return Trace(
-        name,
+        Path(where).name,
         np.frombuffer(timestamps, np.float64),
         np.frombuffer(inputs, np.int64),
         np.frombuffer(outputs, np.int64),
@@ -138,7 +138,9 @@ def _parse(line: bytes, where: str) -> _Request:
     except UnicodeDecodeError:
         raise TraceError(f"{where}: not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise TraceError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
+        raise TraceError(
+            f"{where}: not JSON: {error.msg} (column {error.colno}); a trace has one JSON object a line"
+        ) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets without end
         raise TraceError(f"{where}: not JSON that can be read: {error}") from None
     if type(record) is not dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,30 +38,38 @@ class Settings:
     log_level: str
 
 
-def _at_least(least: int) -> Any:
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
+
+
+def _at_least(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        number = int(text)
+        number = _whole(text)
         if number < least:
             raise argparse.ArgumentTypeError(f"{number} is less than {least}")
         return number
 
-    convert.__name__ = "int"  # argparse: "invalid int value"
     return convert
 
 
-def _port(least: int) -> Any:
+def _port(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        number = int(text)
+        number = _whole(text)
         if not least <= number <= places.MOST_PORT:
             raise argparse.ArgumentTypeError(f"{number} is no port: must be from {least} to {places.MOST_PORT}")
         return number
 
-    convert.__name__ = "int"  # argparse: "invalid int value"
     return convert
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not a time of more than 0 and up to 86400 seconds")
     return number

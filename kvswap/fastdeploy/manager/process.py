@@ -531,6 +531,8 @@ def run(settings: Settings) -> int:
     stop = Stop()
     try:
         kind: Callable[[Settings, Stop], Rank0 | RankN] = Rank0 if settings.layout.rank == 0 else RankN
-        return kind(settings, stop).run()
+        status = kind(settings, stop).run()
+        _log.info("step=stop rank=%d ok=%s", settings.layout.rank, status == 0)
+        return status
     finally:
         lock.close()
