@@ -469,7 +469,8 @@ def test_a_tensor_without_a_stride_has_its_blocks_and_nothing_else(many: bool) -
     for blocks, nbytes, hint in (
         (BLOCKS - 1, 2 * NBYTES, "name a stride if other bytes lie between or behind them"),
         (0, 2 * NBYTES, "name a stride"),
-        (BLOCKS + 1, 2 * NBYTES, f"it has room for {BLOCKS} of them"),
+        (BLOCKS + 1, 2 * NBYTES, f"it has room for {BLOCKS} of them$"),
+        (2 * BLOCKS, 2 * NBYTES, f"it has room for {BLOCKS} of them, or for {2 * BLOCKS} of 256 bytes$"),
         (BLOCKS, 2 * NBYTES - 1, "a block of the tensor has 512 bytes; name a stride if the other bytes"),
         (BLOCKS, 2 * NBYTES + 1, "a block of the tensor has 512 bytes$"),
     ):

@@ -34,6 +34,9 @@ int kvs_py_check_size(const char *name, Py_ssize_t index, uint64_t limit, uint64
     snprintf(hint, sizeof hint,
              "a block of the tensor has %llu bytes: is block_nbytes in elements, or the number of blocks not %llu?",
              (unsigned long long)block, (unsigned long long)(limit / nbytes));
+  else if (block != 0 && block < nbytes && limit % nbytes == 0)
+    snprintf(hint, sizeof hint, "it has room for %llu of them, or for %llu of %llu bytes",
+             (unsigned long long)(limit / nbytes), (unsigned long long)blocks, (unsigned long long)block);
   else if (block != 0)
     snprintf(hint, sizeof hint, "a block of the tensor has %llu bytes%s", (unsigned long long)block,
              limit < needed ? "" : "; name a stride if the other bytes are not the block's");
