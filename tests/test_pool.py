@@ -8,10 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -288,8 +291,10 @@ def test_pools_must_not_share_bytes(device: kvswap.Device) -> None:
     kvswap.move_blocks(again, second, *move_ids).wait(PATIENCE)
 
 
-def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.Device) -> None:
-    """Whose transfers were waited for and who was dropped is in nobody's way, also while another thread is at it."""
+@contextmanager
+def half_released(device: kvswap.Device) -> Iterator[tuple[Any, threading.Event]]:
+    """Blocks of a dropped Pool, `first`, whose transfer was waited for, and which another thread releases next, after
+    an object that takes its time until the event is set."""
     releasing, go = threading.Event(), threading.Event()
 
     class Slow(np.ndarray[Any, Any]):
@@ -313,13 +318,58 @@ def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.D
         try:
             assert releasing.wait(PATIENCE)
             transfers[0].wait(PATIENCE)
-            with pytest.raises(ValueError, match="overlap those of pool 'first'"):  # not for ever
-                kvswap.Pool(device, room, 2, 64)
-            threading.Timer(0.1, go.set).start()
-            kvswap.Pool(device, room, 2, 64)
+            yield room, go
         finally:
             go.set()
             collector.join(PATIENCE)
+
+
+def test_blocks_of_a_pool_that_another_thread_releases_are_free(device: kvswap.Device) -> None:
+    """Whose transfers were waited for and who was dropped is in nobody's way, also while another thread is at it."""
+    with half_released(device) as (room, go):
+        seen: list[str] = []
+        look = threading.Timer(0.2, lambda: seen.extend(repr(x) for x in gc.get_objects() if type(x) is kvswap.Pool))
+        look.start()
+        with pytest.raises(ValueError, match="overlap those of pool 'first'"):  # not for ever
+            kvswap.Pool(device, room, 2, 64)
+        look.join(PATIENCE)
+        assert any("'first'" in text for text in seen), "nor was one half made"
+        threading.Timer(0.1, go.set).start()
+        kvswap.Pool(device, room, 2, 64)
+
+
+def test_a_signal_ends_the_wait_for_another_threads_release(device: kvswap.Device) -> None:
+    """Also if its handler raises what a wait ends with."""
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("of the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with half_released(device) as (room, _):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(TimeoutError, match="of the handler"):
+                kvswap.Pool(device, room, 2, 64)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent(device: kvswap.Device) -> None:
+    """Which does not go on in it."""
+    if device.kind != "host":
+        pytest.skip("a GPU does not survive fork()")
+    with half_released(device):
+        child = os.fork()
+        if child == 0:
+            begin = time.monotonic()
+            room = np.zeros(128, np.uint8)
+            _first = kvswap.Pool(kvswap.Device("host:1"), room, 2, 64)
+            try:
+                kvswap.Pool(kvswap.Device("host:1"), room, 2, 64)
+            except ValueError:
+                os._exit(time.monotonic() - begin > 0.5)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_groups(device: kvswap.Device) -> None:

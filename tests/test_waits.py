@@ -117,6 +117,7 @@ QUICK = {
     "pattern.c:pattern_done": QUEUES,
     "pattern.c:pattern": QUEUES,
     "pool.c:open_pool": QUEUES,
+    "pool.c:await_dropped": "a second at most, for what another thread releases (test_pool.py)",
     "pool.c:pool_dealloc": HANDLES,
     "seam.c:make_call": "the seam itself: what the driver waits for, it waits for",
     "shared_pool.c:shared_pool_create": OPENS,  # and at most 0.8 s for another process that removes the same segment
@@ -149,7 +150,7 @@ def may_wait(path: Path) -> Iterator[str]:
         head = re.match(r"^[A-Za-z][^;#]*?(\w+)\((?:[^;]*|.*\{ .* \})$", line)
         if head and not line.startswith(("PyDoc", "X(")):
             function = head.group(1)
-        if any(call in line for call in ("Py_BEGIN_ALLOW_THREADS", "KVS_PY_NO_GIL(", "kvs_py_wait(")):
+        if re.search(r"Py_BEGIN_ALLOW_THREADS|KVS_PY_NO_GIL\(|kvs_py_wait(_collected)?\(", line):
             yield f"{path.name}:{function}"
 
 

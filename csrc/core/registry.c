@@ -1,6 +1,7 @@
 /* The engines that are open: numbers, references, defaults, and whether they accept work. The lowest file of the core:
  * it reaches what ends an engine through engine->destroy. */
 #include "core/registry.h"
+#include "base/fork.h"
 #include "core/core.h"
 
 /* -- by number ------------------------------------------------------------------------------------------------- */
@@ -29,7 +30,12 @@ void kvs_engine_unref(struct kvs_engine *engine) {
 static atomic_uint releasing;            /* threads, of the process; a release may release others */
 static _Thread_local unsigned own_depth; /* of these, this thread's */
 
+/* Only this thread goes on in the child. */
+static void release_in_child(void) { atomic_store(&releasing, own_depth); }
+
 void kvs_release_begin(void) {
+  static struct kvs_fork_guard guard = {.in_child = release_in_child};
+  kvs_fork_watch(&guard);
   own_depth++;
   atomic_fetch_add(&releasing, 1);
 }

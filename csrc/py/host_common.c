@@ -77,6 +77,7 @@ int kvs_py_host_options(PyObject *num_blocks, PyObject *slot_nbytes, PyObject *c
 struct kvs_py_host_pool *kvs_py_host_pool_new(PyTypeObject *type, PyObject *const *common, struct kvs_engine **engine) {
   struct kvs_py_host_pool *self = (struct kvs_py_host_pool *)type->tp_alloc(type, 0);
   if (self == NULL) return NULL;
+  PyObject_GC_UnTrack(self); /* until it is open: other threads find what the collector knows */
   *engine = kvs_py_engine_from(PyType_GetModuleState(type), common[KVS_PY_HOST_DEVICE]);
   if (*engine == NULL) {
     Py_DECREF(self);
@@ -92,8 +93,10 @@ PyObject *kvs_py_host_pool_opened(struct kvs_py_host_pool *self, PyObject *const
   int wait = read_flag(common[KVS_PY_HOST_WAIT], 1);
   if (rc != KVS_OK)
     kvs_py_raise(kvs_py_state_of((PyObject *)self), err);
-  else if (wait == 0 ? kvs_py_host_pool_tell(self) == 0 : wait > 0 && kvs_py_host_pool_wait(self, -1) == 0)
+  else if (wait == 0 ? kvs_py_host_pool_tell(self) == 0 : wait > 0 && kvs_py_host_pool_wait(self, -1) == 0) {
+    PyObject_GC_Track(self);
     return (PyObject *)self;
+  }
   Py_DECREF(self);
   return NULL;
 }

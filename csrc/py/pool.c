@@ -94,13 +94,25 @@ static int read_layout(struct kvs_py_state *state, PyObject *const *values, stru
   return 0;
 }
 
+/* When the time is over, too: whether the blocks are free then is asked anyway. */
+static int await_slice(void *until, int64_t timeout_ns, struct kvs_error *err) {
+  int rc = kvs_release_wait(timeout_ns, err);
+  return rc == KVS_TIMEOUT && kvs_clock_ns() >= *(uint64_t *)until ? KVS_OK : rc;
+}
+
 /* A Pool that its owner has dropped may still be held by transfers that have ended, until some thread releases what
- * they hold; its blocks are free then. False: an exception other than TimeoutError is set. */
-static bool await_dropped(struct kvs_py_state *state, struct kvs_engine *engine) {
-  if (kvs_py_wait_collected(state, engine, DROPPED_NS) == 0) return true;
-  bool late = PyErr_ExceptionMatches(PyExc_TimeoutError);
-  if (late) PyErr_Clear();
-  return late;
+ * they hold; its blocks are free then. */
+static int await_dropped(struct kvs_py_state *state, struct kvs_engine *engine) {
+  uint64_t until = kvs_clock_ns() + DROPPED_NS;
+  kvs_py_collect(engine);
+  return kvs_py_wait(state, await_slice, &until, -1, "another thread's release");
+}
+
+/* Other threads find what the collector knows: this one it knows when it has its pool. */
+static struct pool_object *alloc_pool(PyTypeObject *type) {
+  PyObject *self = type->tp_alloc(type, 0);
+  if (self != NULL) PyObject_GC_UnTrack(self);
+  return (struct pool_object *)self;
 }
 
 /* Steals the reference to engine, which is NULL if an exception is set. */
@@ -110,10 +122,13 @@ static int open_pool(struct kvs_py_state *state, struct kvs_engine *engine, stru
   int rc;
   if (engine == NULL) return -1;
   KVS_PY_NO_GIL(rc = kvs_pool_open(engine, layout, &self->pool, &err));
-  if (rc == KVS_INVALID && await_dropped(state, engine))
+  if (rc == KVS_INVALID && await_dropped(state, engine) == 0)
     KVS_PY_NO_GIL(rc = kvs_pool_open(engine, layout, &self->pool, &err));
   KVS_PY_NO_GIL(kvs_engine_unref(engine));
-  if (rc == KVS_OK) return 0;
+  if (rc == KVS_OK) {
+    PyObject_GC_Track(self);
+    return 0;
+  }
   self->pool = NULL;
   if (!PyErr_Occurred()) kvs_py_raise(state, &err);
   return -1;
@@ -129,7 +144,7 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                    &values[NUM_BLOCKS], &values[BLOCK_NBYTES], &values[STRIDE], &values[ROWS],
                                    &values[PITCH], &values[GROUP], &values[NAME]))
     return NULL;
-  struct pool_object *self = (struct pool_object *)type->tp_alloc(type, 0);
+  struct pool_object *self = alloc_pool(type);
   if (self == NULL) return NULL;
   if (read_layout(state, values, self, &layout) == 0 &&
       open_pool(state, kvs_py_engine_from(state, values[DEVICE]), self, &layout) == 0)
@@ -141,7 +156,7 @@ static PyObject *pool_create(PyTypeObject *type, PyObject *args, PyObject *kwarg
 PyObject *kvs_py_pool_over(struct kvs_py_state *state, struct kvs_engine *engine, struct kvs_pool_layout *layout,
                            PyObject *name, PyObject *hold) {
   PyTypeObject *type = (PyTypeObject *)state->pool_type;
-  struct pool_object *self = hold == NULL ? NULL : (struct pool_object *)type->tp_alloc(type, 0);
+  struct pool_object *self = hold == NULL ? NULL : alloc_pool(type);
   if (self == NULL) {
     Py_XDECREF(hold);
     kvs_engine_unref(engine);
