@@ -38,15 +38,16 @@ class Phases:
         self.engine, self.regime = engine, engine.regime
         self.watch, self.spans = Watch(engine), spans.Spans(engine)
         self._decoders = 0  # prompts of decoders so far
+        self._loaded = 0  # of the prompts that store() computed, by the phases until now
         self._resident: dict[int, set[Any]] = {}  # keys of the host's blocks of what the GPU keeps, by prompt
 
     def _prompts(self, kind: int, count: int, first: int = 0) -> list[list[int]]:
         return [prompt(kind, first + i, self.regime.length) for i in range(count)]
 
-    def _stored(self, first: int) -> list[list[int]]:
-        """The prompts that store() computed, from this one on, around."""
-        count = self.regime.prompts
-        return [prompt(STORED, (first + i) % count, self.regime.length) for i in range(count)]
+    def _stored(self, count: int) -> list[list[int]]:
+        """The next of the prompts that store() computed, around: those that a host cache of a part of them has not."""
+        first, self._loaded = self._loaded, self._loaded + count
+        return [prompt(STORED, (first + i) % self.regime.prompts, self.regime.length) for i in range(count)]
 
     @property
     def _whole(self) -> int:
@@ -135,7 +136,7 @@ class Phases:
         """The prompts that the later phases load, computed and stored one at a time."""
         self.engine.forget()
         done = []
-        for tokens in self._stored(0):
+        for tokens in self._prompts(STORED, self.regime.prompts):
             done.append(self.engine.one(tokens, STORING))
             if self.engine.name.endswith("files"):  # 0.26's tiering ends with a KeyError where the host has no room
                 self.engine.settle()
@@ -146,12 +147,12 @@ class Phases:
 
     def hits(self, repeat: int = 0) -> dict[str, Any]:
         """Prompts one at a time: when the host has them, and at once again, when the GPU has them (the floor)."""
+        del repeat
         self.engine.forget()
         self.watch.take()
         before = self._own_steps()
         first, again = [], []
-        for i in range(self.regime.hits):
-            tokens = prompt(STORED, (repeat * self.regime.hits + i) % self.regime.prompts, self.regime.length)
+        for tokens in self._stored(self.regime.hits):
             first.append(self.engine.one(tokens, 1))
             loads = len(self.watch.load.begun)
             again.append(self.engine.one(tokens, 1))
@@ -184,11 +185,11 @@ class Phases:
         return short("tokens that the GPU had:", found, prompts * ((self.regime.length - 1) // BLOCK * BLOCK))
 
     def burst(self, repeat: int = 0) -> dict[str, Any]:
-        """Many prompts at once: all, or others each time."""
+        """All prompts at once, or as many as the host has room for."""
+        del repeat
         self.engine.forget()
         self.watch.take()
-        count = self.regime.at_once or self.regime.prompts
-        prompts, ahead = self._stored(repeat * count)[:count], self._reported_ahead()
+        prompts, ahead = self._stored(self.regime.at_once or self.regime.prompts), self._reported_ahead()
         begin = time.perf_counter()
         done = self.engine.run(prompts, ANSWER)
         seconds = time.perf_counter() - begin
@@ -207,8 +208,10 @@ class Phases:
 
     def loads(self, repeat: int = 0) -> dict[str, Any]:
         """Decoding beside requests that the host has, so many in flight at all times."""
+        del repeat
         self.engine.forget()
-        record = self._decode(self._stored(repeat * self.regime.hits))
+        record = self._decode(self._stored(self.regime.prompts))
+        self._loaded += record["streamed"]
         return {**record, "short": self._short_of_hits(record["cached"], record["streamed"])}
 
     def stores(self, repeat: int = 0) -> dict[str, Any] | None:
@@ -307,11 +310,11 @@ class Phases:
 
     def profile(self, repeat: int = 0) -> dict[str, Any]:
         """Three prompts that the host has, and again when the GPU has them: milliseconds by call."""
+        del repeat
         self.engine.forget()
         made: dict[str, Any] = {"hit": [], "floor": []}
         cached = 0
-        for i in range(3):
-            tokens = prompt(STORED, (repeat + 7 * i) % self.regime.prompts, self.regime.length)
+        for tokens in self._stored(3):
             for kind in made:
                 self.watch.take()
                 with self.spans.recording() as found:
