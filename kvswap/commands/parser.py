@@ -73,7 +73,9 @@ class Parser(argparse.ArgumentParser):
             commands = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
             message = f"COMMAND is missing: there are {', '.join(commands.choices)}"
         message = re.sub("^the following arguments are required: (.*)", r"missing: \1", message)
-        message = re.sub("expected (?:at least )?one argument$", "its value is missing", message)
+        message = re.sub("expected (?:at least )?one argument$", "needs a value", message)
+        message = re.sub("invalid int value: (.*)", r"not a whole number: \1", message)
+        message = re.sub("invalid float value: (.*)", r"not a number: \1", message)
         complain(message)
         self.exit(EXIT_USAGE, f"Try '{self.prog} --help'.\n")
 

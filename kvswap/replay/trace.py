@@ -88,7 +88,7 @@ def read_trace(path: str | Path) -> Trace:
                 hashes.extend(unique)
                 offsets.append(len(hashes))
     except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise TraceError(f"{where} cannot be read: {error.strerror or error}") from None
     if not inputs:
         raise TraceError(f"{where}: holds no requests")
     return Trace(

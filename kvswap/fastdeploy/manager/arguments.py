@@ -38,30 +38,25 @@ class Settings:
     log_level: str
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
-
-
 def _at_least(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        number = _whole(text)
+        number = int(text)
         if number < least:
             raise argparse.ArgumentTypeError(f"{number} is less than {least}")
         return number
 
+    convert.__name__ = "int"  # argparse: "invalid int value"
     return convert
 
 
 def _port(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        number = _whole(text)
+        number = int(text)
         if not least <= number <= places.MOST_PORT:
             raise argparse.ArgumentTypeError(f"{number} is no port: must be from {least} to {places.MOST_PORT}")
         return number
 
+    convert.__name__ = "int"  # argparse: "invalid int value"
     return convert
 
 
