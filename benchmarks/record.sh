@@ -94,7 +94,7 @@ soak() {
 # time, which it counts as a hazard: then the part runs once more, and both runs are kept.
 sanitize_part() {
   local tool=$1 tests=$2 only="${*:3} not allocators and not context and not capture and not lost_device_is_told"
-  local title="$*" log again
+  local title="$*" log again longest
   log="$parts/${title% and}"
   only+=" and not keeps_a_manager and not beside and not elapsed and not whatever and not high_overtakes and not high_waits"
   [ "$tool" = initcheck ] && export KVSWAP_DISABLE=batch &&
@@ -102,6 +102,8 @@ sanitize_part() {
     only+=" and not H2D-batch and not D2H-batch"
   [ "$tool" = memcheck ] && only+=" and not over_seams"
   for again in "" " again"; do
+    longest=$((until - $(date +%s)))
+    [ $longest -gt 20 ] || break
     PYTHONFAULTHANDLER=1 timeout -k 5 "$longest" compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 \
       python3 -P -m pytest -p no:cacheprovider --limit $((longest - 10)) -vx --device cuda:0 --serial --device-only \
       -k "$only" "tests/test_$tests.py" >"$log$again.log" 2>&1
@@ -113,7 +115,7 @@ sanitize_part() {
 # PARTS: a regular expression of those to run, such as "memcheck (pool|burst)". JOBS at a time: six. With fourteen
 # cuDevicePrimaryCtxRetain was out of memory, as in the suite with ten.
 sanitize() {
-  export parts=$(mktemp -d) longest=$((${LIMIT:-560} - 20))
+  export parts=$(mktemp -d) until=$(($(date +%s) + ${LIMIT:-560} - 20))
   export -f sanitize_part
   {
     for way in "D2H and" "H2D and"; do # the slow ones first
